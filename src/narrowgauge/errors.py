@@ -1,0 +1,26 @@
+"""The one exception that is meant for people.
+
+A `UserError` is one sentence that names the thing, the rule and the way out. The command line prints it
+without a traceback and exits with 2. Broken invariants inside the house are `assert`s, not this.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class UserError(ValueError):
+    """A mistake in usage or input: one sentence for the user, exit code 2."""
+
+
+def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
+    """The error for a name that does not exist, with the nearest one that does.
+
+    >>> str(unknown("recipe", "mxpf4", ["mxfp4", "bf16"]))
+    "unknown recipe 'mxpf4'; the nearest is 'mxfp4' (known: mxfp4, bf16)"
+    """
+    names = list(known)
+    lowered = {n.lower(): n for n in names}
+    nearest = get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.5)
+    hint = f"; the nearest is {lowered[nearest[0]]!r}" if nearest else ""
+    listed = f" (known: {', '.join(names)})" if len(names) <= 40 else ""
+    return UserError(f"unknown {kind} {name!r}{hint}{listed}")

@@ -1,0 +1,25 @@
+"""What is a number? Formats as records of a few facts, rounding to their grids, codes and bytes."""
+
+from narrowgauge.formats.codes import decode, encode, pack, unpack
+from narrowgauge.formats.format import Format, Specials
+from narrowgauge.formats.random_stream import Stream, stream, stream_key
+from narrowgauge.formats.rounding import ROUNDINGS, round_finite, round_to
+from narrowgauge.formats.table import format, format_names, torch_dtype
+
+__all__ = [
+    "ROUNDINGS",
+    "Format",
+    "Specials",
+    "Stream",
+    "decode",
+    "encode",
+    "format",
+    "format_names",
+    "pack",
+    "round_finite",
+    "round_to",
+    "stream",
+    "stream_key",
+    "torch_dtype",
+    "unpack",
+]

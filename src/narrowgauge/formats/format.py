@@ -1,0 +1,125 @@
+"""What a number format is: a few stored facts, and every limit derived from them.
+
+A binary floating-point format with E exponent bits, M mantissa bits and bias b holds
+
+    normal      (-1)^s * 2^(e - b) * (1 + m / 2^M)      e = 1 .. (top), m = 0 .. 2^M - 1
+    subnormal   (-1)^s * 2^(1 - b) * (0 + m / 2^M)      e = 0
+
+What the formats of low-precision training differ in, besides the bit counts, is which codes they give away
+for infinity and NaN (`Specials`): IEEE gives a whole exponent, OCP's E4M3 two codes, the MX element formats
+of 6 and 4 bits none at all, and the "fnuz" variants of AMD's MI300 reuse the code of -0.
+
+E8M0 is the odd one: unsigned, no mantissa, no zero, no subnormals. It stores only scales, 2^(code - 127).
+
+Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) Specification 1.0,
+section 5; IEEE 754-2019; ONNX float stored in 8 bits (the fnuz variants).
+"""
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Specials(Enum):
+    """Which codes of a format are not finite numbers."""
+
+    IEEE = "the top exponent holds infinity (mantissa 0) and NaN"
+    NAN_ONLY = "the code with all bits set is NaN; no infinity"
+    NEGATIVE_ZERO = "the code of -0 is the only NaN; no infinity, no -0"
+    NONE = "every code is a finite number"
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A binary floating-point format by the facts that define it; all limits are derived."""
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    specials: Specials
+    signed: bool = True
+    zero: bool = True  # False: code 0 is the smallest power of two, and there are no subnormals
+    source: str = ""
+
+    @property
+    def bits(self) -> int:
+        """Bits of one code."""
+        return self.signed + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def emin(self) -> int:
+        """Exponent of the smallest normal number."""
+        return (1 if self.zero else 0) - self.bias
+
+    @property
+    def emax(self) -> int:
+        """Exponent of the largest finite number."""
+        top_is_taken = self.specials is Specials.IEEE or (
+            self.specials is Specials.NAN_ONLY and self.mantissa_bits == 0
+        )
+        return 2**self.exponent_bits - 1 - top_is_taken - self.bias
+
+    @property
+    def max(self) -> float:
+        """Largest finite number; finite overflow saturates here."""
+        lost_to_nan = self.specials is Specials.NAN_ONLY and self.mantissa_bits > 0
+        steps = 2**self.mantissa_bits - 1 - lost_to_nan
+        return math.ldexp(1 + steps * 2.0**-self.mantissa_bits, self.emax)
+
+    @property
+    def smallest_normal(self) -> float:
+        """2^emin."""
+        return math.ldexp(1.0, self.emin)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest positive number: the spacing of the grid around zero."""
+        return math.ldexp(1.0, self.emin - self.mantissa_bits)
+
+    @property
+    def eps(self) -> float:
+        """Distance from 1 to the next larger number."""
+        return 2.0**-self.mantissa_bits
+
+    @property
+    def has_infinity(self) -> bool:
+        """Whether an infinity can be stored."""
+        return self.specials is Specials.IEEE
+
+    @property
+    def has_negative_zero(self) -> bool:
+        """Whether -0 has a code of its own."""
+        return self.signed and self.zero and self.specials is not Specials.NEGATIVE_ZERO
+
+    @property
+    def nan_code(self) -> int | None:
+        """The code written for NaN (positive, quiet), or None where the format has none."""
+        match self.specials:
+            case Specials.IEEE:
+                top_exponent = (2**self.exponent_bits - 1) << self.mantissa_bits
+                return top_exponent | 1 << (self.mantissa_bits - 1)
+            case Specials.NAN_ONLY:
+                return 2 ** (self.exponent_bits + self.mantissa_bits) - 1
+            case Specials.NEGATIVE_ZERO:
+                return 2 ** (self.bits - 1)
+            case Specials.NONE:
+                return None
+
+    @property
+    def infinity_code(self) -> int | None:
+        """The code of +infinity, or None where the format has none."""
+        return (2**self.exponent_bits - 1) << self.mantissa_bits if self.has_infinity else None
+
+    @property
+    def finite_codes(self) -> int:
+        """How many codes are finite numbers (both zeros counted)."""
+        match self.specials:
+            case Specials.IEEE:
+                return 2**self.bits - (1 + self.signed) * 2**self.mantissa_bits
+            case Specials.NAN_ONLY:
+                return 2**self.bits - 1 - self.signed
+            case Specials.NEGATIVE_ZERO:
+                return 2**self.bits - 1
+            case Specials.NONE:
+                return 2**self.bits

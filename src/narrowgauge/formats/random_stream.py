@@ -1,0 +1,74 @@
+"""Random numbers without hidden state: bits are a pure function of (seed, step, tensor, element).
+
+A generator that advances must be saved, restored and kept in the same order on every rank, and a resumed
+run that gets this wrong is silently another run. Here nothing advances. A `Stream` is a 64-bit key, mixed
+from (seed, step, tensor id); element i gets
+
+    r_i = mix(mix(low(i) ^ k0) ^ high(i) * GOLDEN ^ k1)          all in 32-bit arithmetic, wrapping
+
+where mix is a bijection of 32 bits with nearly perfect avalanche (C. Wellons, "Prospecting for Hash
+Functions", 2018: two multiplications, shifts 16, 15, 15). So the same element gets the same bits
+after a resume, in any order of evaluation, and on any number of devices as long as i is its place in the
+*global* tensor (`offset`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+_MIX_1, _MIX_2 = 0x21F0AAAD, 0xD35A2D97 - 2**32
+_GOLDEN = 0x9E3779B9 - 2**32
+
+
+def _shift_right(x: torch.Tensor, places: int) -> torch.Tensor:
+    """Logical shift of an int32 tensor (torch's >> keeps the sign)."""
+    return (x >> places) & (2 ** (32 - places) - 1)
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shift_right(x, 16)) * _MIX_1
+    x = (x ^ _shift_right(x, 15)) * _MIX_2
+    return x ^ _shift_right(x, 15)
+
+
+def _mix64(x: int) -> int:
+    """SplitMix64's finalizer (Steele, Lea, Flood 2014), for keys."""
+    x = (x + 0x9E3779B97F4A7C15) % 2**64
+    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) % 2**64
+    x = ((x ^ x >> 27) * 0x94D049BB133111EB) % 2**64
+    return x ^ x >> 31
+
+
+def stream_key(seed: int, step: int, tensor: int) -> tuple[int, int]:
+    """The two signed 32-bit key words of (seed, step, tensor id)."""
+    key = _mix64(_mix64(_mix64(seed % 2**64) ^ step) ^ tensor)
+    low, high = key % 2**32, key >> 32
+    return low - 2**32 * (low >= 2**31), high - 2**32 * (high >= 2**31)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """A source of random numbers for one tensor in one step.
+
+    `key` is an int32 tensor of two words (a tensor, so that compiled code need not be compiled anew for
+    each step); `offset` is the index, in the global tensor, of the first element that will be asked for.
+    """
+
+    key: torch.Tensor
+    offset: int = 0
+
+    def bits(self, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
+        """Int32 tensor of `shape`: 32 random bits for each element in row-major order."""
+        count = torch.Size(shape).numel()
+        index = torch.arange(self.offset, self.offset + count, device=self.key.device)
+        low, high = index.to(torch.int32), (index >> 32).to(torch.int32)
+        return _mix(_mix(low ^ self.key[0]) ^ (high * _GOLDEN) ^ self.key[1]).view(shape)
+
+    def uniform(self, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
+        """Float32 tensor of `shape` from the 2^24 midpoints (k + 1/2) / 2^24 of [0, 1)."""
+        return (_shift_right(self.bits(shape), 8).float() + 0.5) * 2.0**-24
+
+
+def stream(seed: int, step: int, tensor: int, device: torch.device | str = "cpu") -> Stream:
+    """The stream of (seed, step, tensor id) on a device."""
+    return Stream(torch.tensor(stream_key(seed, step, tensor), dtype=torch.int32, device=device))

@@ -1,0 +1,138 @@
+"""Rounding a tensor to a format's grid.
+
+Around x the numbers of a format are spaced evenly, by the quantum
+
+    q(x) = 2^(max(floor(log2 |x|), emin) - M)
+
+(M mantissa bits; below 2^emin the spacing stays that of the subnormals). So rounding is: divide by q, round
+to an integer, multiply by q. q is a power of two read off x's own exponent bits, hence both products are
+exact and the only rounding is the one that was asked for. A mantissa that rounds up to 2 lands on the next
+binade by itself. Values beyond the largest finite number are cut to it first (saturation); NaN stays NaN;
+infinity stays where the format has one and is NaN where it has none.
+
+    nearest-even   ties to the even code (IEEE 754's default, OCP MX's)
+    half-away      ties away from zero
+    toward-zero    truncation
+    stochastic     up with probability (x - lower) / q: unbiased, with 24 random bits an element
+
+The arithmetic is done in fp32, whose 24 bits hold x / q exactly, or in fp64 where fp32's own exponent
+range is too short (formats as wide as bf16, float64 inputs). Torch's own fp8 casts are not used: they
+disagree between versions about overflow (NaN in 2.11, 448 in 2.13).
+
+The slow twin is `oracle.round_scalar`; both stand under the same tests.
+"""
+
+from typing import Literal, get_args
+
+import torch
+
+from narrowgauge.errors import unknown
+from narrowgauge.formats import table
+from narrowgauge.formats.format import Format
+from narrowgauge.formats.random_stream import Stream
+
+Rounding = Literal["nearest-even", "half-away", "toward-zero", "stochastic"]
+ROUNDINGS: tuple[str, ...] = get_args(Rounding)
+
+# The working precision: (integer of the same width, exponent mask, mantissa bits, exponent bias).
+_LAYOUT = {
+    torch.float32: (torch.int32, 0x7F800000, 23, 127),
+    torch.float64: (torch.int64, 0x7FF0000000000000, 52, 1023),
+}
+
+
+def round_to(
+    x: torch.Tensor,
+    format: str | Format,
+    rounding: str = "nearest-even",
+    generator: torch.Generator | Stream | None = None,
+) -> torch.Tensor:
+    """Round every element of `x` to the nearest number (by the named rounding) that `format` holds.
+
+    Args:
+        x: floating tensor of any shape.
+        format: a format or its name, such as "e2m1".
+        rounding: "nearest-even", "half-away", "toward-zero" or "stochastic".
+        generator: source of the random bits of "stochastic"; torch's default generator if None.
+
+    Returns:
+        Tensor of x's shape and dtype. Finite overflow saturates; NaN stays NaN; infinity stays infinite
+        in formats that have one and becomes NaN in the others.
+
+    Raises:
+        UserError: unknown format or rounding.
+    """
+    fmt = table.format(format) if isinstance(format, str) else format
+    x_work = working_copy(x, fmt)
+    y = round_finite(x_work, fmt, rounding, generator)
+    special = float("inf") if fmt.has_infinity else float("nan")
+    y = torch.where(x_work.isinf(), torch.copysign(torch.full_like(y, special), y), y)
+    if not fmt.zero:  # E8M0 has no sign and no zero: both are NaN
+        y = torch.where(x_work > 0, y, float("nan"))
+    return y.to(x.dtype)
+
+
+def working_copy(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """`x` in the precision whose exponent range holds both the grid of `fmt` and its inverse quanta."""
+    wide = x.dtype == torch.float64 or fmt.exponent_bits == 8
+    return x.to(torch.float64 if wide else torch.float32)
+
+
+def round_finite(
+    x: torch.Tensor,
+    fmt: Format,
+    rounding: str = "nearest-even",
+    generator: torch.Generator | Stream | None = None,
+) -> torch.Tensor:
+    """`round_to` for a float32 or float64 tensor without infinities: the inner loop of every quantizer.
+
+    Infinities come out as the largest finite number; NaN stays NaN. A new tensor is returned.
+    """
+    x = x.clamp(-fmt.max, fmt.max)
+    _, inverse, quantum = grid_around(x, fmt)
+    y = _round_to_integer(x * inverse, rounding, generator) * quantum
+    if not fmt.zero:
+        y = y.clamp(min=fmt.smallest_normal)
+        if rounding == "nearest-even":  # as ml_dtypes and torch: between the two smallest scales, up
+            y = torch.where((x > fmt.smallest_normal) & (y == fmt.smallest_normal), 2 * y, y)
+    return y if fmt.has_negative_zero else y + 0.0  # -0 + 0 = +0
+
+
+def grid_around(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The grid's spacing around each element of a float32 or float64 tensor within the format's range.
+
+    Returns:
+        (binade, 1 / q, q): how many binades the element lies above the lowest one (integers), the inverse
+        of the quantum and the quantum q, both of x's dtype and exact.
+    """
+    int_dtype, exponent_mask, mantissa_bits, bias = _LAYOUT[x.dtype]
+    lowest = (fmt.emin + bias) << mantissa_bits
+    exponent = (x.view(int_dtype) & exponent_mask).clamp_(min=lowest)
+    inverse = (((2 * bias + fmt.mantissa_bits) << mantissa_bits) - exponent).view(x.dtype)
+    quantum = (exponent - (fmt.mantissa_bits << mantissa_bits)).view(x.dtype)
+    return (exponent - lowest) >> mantissa_bits, inverse, quantum
+
+
+def _round_to_integer(
+    t: torch.Tensor, rounding: str, generator: torch.Generator | Stream | None
+) -> torch.Tensor:
+    """Round to integers; the sign of a zero is kept."""
+    if rounding == "nearest-even":
+        return t.round()
+    whole = t.trunc()
+    if rounding == "toward-zero":
+        return whole
+    fraction = (t - whole).abs()  # exact: t has few bits above its integer part
+    if rounding == "half-away":
+        up = fraction >= 0.5
+    elif rounding == "stochastic":
+        up = fraction > _uniform(t, generator)
+    else:
+        raise unknown("rounding", rounding, ROUNDINGS)
+    return torch.copysign(whole.abs() + up.to(t.dtype), t)
+
+
+def _uniform(t: torch.Tensor, generator: torch.Generator | Stream | None) -> torch.Tensor:
+    if isinstance(generator, Stream):
+        return generator.uniform(t.shape)
+    return torch.rand(t.shape, generator=generator, device=t.device, dtype=torch.float32)

@@ -1,0 +1,59 @@
+"""The formats that exist, as data, and the torch dtype of those that torch can store."""
+
+import torch
+
+from narrowgauge.errors import unknown
+from narrowgauge.formats.format import Format, Specials
+
+_OCP8 = "OCP 8-bit Floating Point 1.0"
+_MX = "OCP Microscaling Formats 1.0, section 5"
+_FNUZ = "ONNX float8 fnuz; AMD MI300 (gfx942)"
+
+_FORMATS = {
+    f.name: f
+    for f in (
+        Format("fp32", 8, 23, 127, Specials.IEEE, source="IEEE 754 binary32"),
+        Format("fp16", 5, 10, 15, Specials.IEEE, source="IEEE 754 binary16"),
+        Format("bf16", 8, 7, 127, Specials.IEEE, source="the upper half of binary32"),
+        Format("e5m2", 5, 2, 15, Specials.IEEE, source=_OCP8),
+        Format("e4m3", 4, 3, 7, Specials.NAN_ONLY, source=_OCP8),
+        Format("e5m2fnuz", 5, 2, 16, Specials.NEGATIVE_ZERO, source=_FNUZ),
+        Format("e4m3fnuz", 4, 3, 8, Specials.NEGATIVE_ZERO, source=_FNUZ),
+        Format("e3m2", 3, 2, 3, Specials.NONE, source=_MX),
+        Format("e2m3", 2, 3, 1, Specials.NONE, source=_MX),
+        Format("e2m1", 2, 1, 1, Specials.NONE, source=_MX),
+        Format("e8m0", 8, 0, 127, Specials.NAN_ONLY, signed=False, zero=False, source=_MX),
+    )
+}
+
+_TORCH_DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "e5m2": torch.float8_e5m2,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2fnuz": torch.float8_e5m2fnuz,
+    "e4m3fnuz": torch.float8_e4m3fnuz,
+    "e8m0": torch.float8_e8m0fnu,
+}
+
+
+def format(name: str) -> Format:
+    """The format called `name`.
+
+    Raises:
+        UserError: no format has that name; the sentence names the nearest.
+    """
+    if name not in _FORMATS:
+        raise unknown("format", name, _FORMATS)
+    return _FORMATS[name]
+
+
+def format_names() -> list[str]:
+    """Names of all formats, widest first."""
+    return list(_FORMATS)
+
+
+def torch_dtype(fmt: Format) -> torch.dtype | None:
+    """The torch dtype with this format's bits, or None where torch has no such element (FP6, FP4)."""
+    return _TORCH_DTYPES.get(fmt.name)

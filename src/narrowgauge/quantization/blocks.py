@@ -1,0 +1,80 @@
+"""Blocks laid on a tensor: which elements share a scale.
+
+Splitting a dimension n into (ceil(n / b), b) is a view, so a block is a set of inner dimensions and its
+largest magnitude one reduction over them. A ragged edge is padded with zeros, which change no maximum. The
+grid starts at element (0, 0) of the *global* tensor.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from narrowgauge.errors import UserError
+from narrowgauge.quantization.cast import Cast
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A grid of blocks on a tensor of `shape`; `size` is a block's extent along each dimension."""
+
+    shape: tuple[int, ...]
+    size: tuple[int, ...]
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """How many blocks lie along each dimension."""
+        return tuple(-(-n // b) if n else 0 for n, b in zip(self.shape, self.size, strict=True))
+
+    @property
+    def inner(self) -> list[int]:
+        """The dimensions of a split tensor that lie inside a block."""
+        dims, position = [], 0
+        for b in self.size:
+            if b > 1:
+                dims.append(position + 1)
+            position += 1 + (b > 1)
+        return dims
+
+    def split(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` with every dimension that has blocks split in two: (blocks, inside the block)."""
+        missing = [g * b - n for g, b, n in zip(self.grid, self.size, self.shape, strict=True)]
+        if any(missing):  # F.pad wants (before, after) pairs from the last dimension on
+            x = torch.nn.functional.pad(x, [n for m in reversed(missing) for n in (0, m)])
+        for dim in reversed(range(len(self.size))):
+            if self.size[dim] > 1:
+                x = x.unflatten(dim, (self.grid[dim], self.size[dim]))
+        return x
+
+    def merge(self, y: torch.Tensor) -> torch.Tensor:
+        """The inverse of `split`; padding is cut off."""
+        y = y.reshape([g * b for g, b in zip(self.grid, self.size, strict=True)])
+        for dim, n in enumerate(self.shape):
+            if y.shape[dim] != n:
+                y = y.narrow(dim, 0, n)
+        return y
+
+
+def blocks_of(shape: torch.Size, cast: Cast, axis: int) -> Blocks:
+    """The blocks of a cast on a tensor, columns along `axis`, rows along the other of the last two dims.
+
+    Raises:
+        UserError: the tensor has no such axis, or too few dimensions for a two-dimensional block.
+    """
+    ndim = len(shape)
+    if not -ndim <= axis < ndim:
+        raise UserError(
+            f"axis {axis} of a tensor of shape {tuple(shape)}: it must lie in [{-ndim}, {ndim - 1}]"
+        )
+    if cast.block is None:
+        return Blocks(tuple(shape), tuple(max(n, 1) for n in shape))
+    axis %= ndim
+    rows, columns = cast.block
+    size = [1] * ndim
+    size[axis] = columns or max(shape[axis], 1)
+    if rows != 1:
+        if ndim < 2:
+            raise UserError(
+                f"cast {cast.name!r} has blocks of {rows}x{columns}: it needs a matrix, not a vector"
+            )
+        size[ndim - 2 if axis == ndim - 1 else ndim - 1] = rows
+    return Blocks(tuple(shape), tuple(size))

@@ -1,0 +1,132 @@
+"""How a tensor becomes narrow numbers: a `Cast`, and the casts that exist, as data.
+
+A cast is an element format, a block, a scale and a rounding:
+
+    x  ~  element(code) * scale(block) * tensor_scale
+
+The block is (rows, columns) with columns along the axis that a GEMM contracts; None is the whole tensor, and
+a 0 means "the full extent". A cast without a scale is a plain conversion (bf16, fp16, fp32).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from narrowgauge.errors import UserError, unknown
+from narrowgauge.formats import ROUNDINGS, Format, format
+
+SCALE_KINDS = ("none", "fp32", "e8m0", "e4m3")
+E8M0_RULES = ("floor", "ceil", "even", "rceil")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cast:
+    """One way to store a tensor in narrow numbers.
+
+    Attributes:
+        element: the format of the elements.
+        scale: "none" (plain conversion) | "fp32" (max / amax) | "e8m0" (OCP MX) | "e4m3" (NVFP4: E4M3
+            scales under one fp32 scale for the tensor).
+        block: (rows, columns) that share a scale, columns along the contraction axis; None = whole tensor.
+        scale_rule: for "e8m0": how the power of two is chosen, "floor" | "ceil" | "even" | "rceil".
+        rounding: a name of `formats.ROUNDINGS`.
+        hadamard: 0, or the size of the Hadamard transform applied along the contraction axis first.
+        headroom: the largest element aimed at is headroom * format.max ("e4m3" scales; 16/17 makes NVFP4
+            free of clipping, because rounding a scale to E4M3 lowers it by at most 1/17).
+    """
+
+    name: str
+    element: Format
+    scale: str = "none"
+    block: tuple[int, int] | None = None
+    scale_rule: str | None = None
+    rounding: str = "nearest-even"
+    hadamard: int = 0
+    headroom: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.scale not in SCALE_KINDS:
+            raise unknown("scale", self.scale, SCALE_KINDS)
+        if self.rounding not in ROUNDINGS:
+            raise unknown("rounding", self.rounding, ROUNDINGS)
+        if (self.scale == "e8m0") != (self.scale_rule is not None):
+            raise UserError(
+                f"cast {self.name!r}: scale_rule={self.scale_rule!r} with scale={self.scale!r}, but a "
+                f"scale rule belongs to E8M0 scales only; use one of {', '.join(E8M0_RULES)} there and none elsewhere"
+            )
+        if self.scale_rule is not None and self.scale_rule not in E8M0_RULES:
+            raise unknown("scale rule", self.scale_rule, E8M0_RULES)
+        if self.hadamard and (self.hadamard & (self.hadamard - 1) or self.hadamard < 2):
+            raise UserError(
+                f"cast {self.name!r}: hadamard={self.hadamard}, but it must be 0 or a power of two"
+            )
+        if not 0 < self.headroom <= 1:
+            raise UserError(f"cast {self.name!r}: headroom={self.headroom}, but it must lie in (0, 1]")
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether elements are stored with scales."""
+        return self.scale != "none"
+
+    @property
+    def ignores_axis(self) -> bool:
+        """Whether the numbers are the same whichever axis is contracted (no block, or a square one)."""
+        square = self.block is None or self.block[0] == self.block[1]
+        return square and not self.hadamard
+
+
+def _mx(name: str, element: str) -> Cast:
+    return Cast(name=name, element=format(element), scale="e8m0", block=(1, 32), scale_rule="rceil")
+
+
+_CASTS = {
+    c.name: c
+    for c in (
+        Cast(name="fp32", element=format("fp32")),
+        Cast(name="bf16", element=format("bf16")),
+        Cast(name="fp16", element=format("fp16")),
+        Cast(name="e4m3", element=format("e4m3"), scale="fp32"),
+        Cast(name="e5m2", element=format("e5m2"), scale="fp32"),
+        _mx("mxfp8", "e4m3"),
+        _mx("mxfp8-e5m2", "e5m2"),
+        _mx("mxfp6-e2m3", "e2m3"),
+        _mx("mxfp6-e3m2", "e3m2"),
+        _mx("mxfp4", "e2m1"),
+        Cast(name="nvfp4", element=format("e2m1"), scale="e4m3", block=(1, 16)),
+        Cast(name="nvfp4-2d", element=format("e2m1"), scale="e4m3", block=(16, 16)),
+    )
+}
+
+
+def cast(name: str) -> Cast:
+    """The cast called `name`.
+
+    Raises:
+        UserError: no cast has that name; the sentence names the nearest.
+    """
+    if name not in _CASTS:
+        raise unknown("cast", name, _CASTS)
+    return _CASTS[name]
+
+
+def cast_names() -> list[str]:
+    """Names of all casts."""
+    return list(_CASTS)
+
+
+def make_cast(value: str | Mapping[str, Any]) -> Cast:
+    """A cast from a recipe's text: a name, or a table `{cast = "nvfp4", rounding = "stochastic", ...}`.
+
+    Raises:
+        UserError: unknown cast, unknown key, or values that do not go together.
+    """
+    if isinstance(value, str):
+        return cast(value)
+    changes = dict(value)
+    base = cast(changes.pop("cast", "(none named)"))
+    allowed = ("scale_rule", "rounding", "hadamard", "headroom")
+    for key in changes:
+        if key not in allowed:
+            raise unknown("cast key", key, ("cast", *allowed))
+    return dataclasses.replace(base, **changes)

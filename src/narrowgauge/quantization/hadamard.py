@@ -1,0 +1,45 @@
+"""The Hadamard transform along a GEMM's contraction: outliers are spread, the product is unchanged.
+
+With H the Sylvester matrix of size n (H^T H = n I) and D a diagonal of signs, x -> x D H / sqrt(n) is
+orthogonal, so transforming both operands along the contraction leaves their product as it was, while one
+large element becomes n medium ones that a narrow format holds better. Signs keep the transform from mapping
+a constant row to a single spike. For n = 16 they are the fixed ones of TransformerEngine's NVFP4 recipe.
+
+Arithmetic follows it too: x times the matrix in x's own dtype, accumulated in fp32.
+"""
+
+import math
+from functools import cache
+
+import torch
+
+from narrowgauge.errors import UserError
+
+# TransformerEngine, custom_recipes/reference_nvfp4.py: one sign vector for every tensor.
+_SIGNS = {16: (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)}
+
+
+@cache
+def _matrix(size: int) -> tuple[tuple[float, ...], ...]:
+    """diag(signs) H / sqrt(size), row by row: H[i][j] = (-1)^popcount(i & j)."""
+    signs = _SIGNS.get(size, (1,) * size)
+    norm = math.sqrt(size)
+    return tuple(
+        tuple(s * (-1) ** (i & j).bit_count() / norm for j in range(size)) for i, s in enumerate(signs)
+    )
+
+
+def hadamard(x: torch.Tensor, size: int, axis: int) -> torch.Tensor:
+    """Transform `x` along `axis` in groups of `size` elements.
+
+    The axis is padded with zeros to a multiple of `size`; the result keeps that length and x's dtype.
+
+    Raises:
+        UserError: `size` is no power of two.
+    """
+    if size < 2 or size & (size - 1):
+        raise UserError(f"a Hadamard transform of size {size}: the size must be a power of two, such as 16")
+    matrix = torch.tensor(_matrix(size), dtype=x.dtype, device=x.device)
+    groups = x.movedim(axis, -1)
+    groups = torch.nn.functional.pad(groups, (0, -groups.shape[-1] % size)).unflatten(-1, (-1, size))
+    return (groups @ matrix).flatten(-2).movedim(-1, axis)

@@ -1,0 +1,170 @@
+"""A tensor to narrow numbers and back.
+
+`quantize` gives the codes and scales that would be stored; `emulate` gives what a GEMM on such numbers
+would see: the same numbers in a high-precision dtype, so that any device can compute with them. Both go
+through `_to_grid`, so an emulated GEMM uses exactly the numbers that are stored.
+
+A block that holds a NaN or an infinity gets the scale NaN: nothing non-finite ever comes out finite, also in
+formats that have no code for it.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from narrowgauge.errors import UserError
+from narrowgauge.formats import Stream, decode, encode, pack, round_finite, torch_dtype
+from narrowgauge.quantization import scales
+from narrowgauge.quantization.blocks import Blocks, blocks_of
+from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.cast import cast as cast_named
+from narrowgauge.quantization.hadamard import hadamard
+
+Generator = torch.Generator | Stream | None
+
+
+@dataclass(frozen=True, slots=True)
+class QTensor:
+    """A tensor in narrow numbers: x ~ value(codes) * scales (over their blocks) * tensor_scale.
+
+    Attributes:
+        codes: uint8, one code an element, in the shape of x.
+        scales: float32, the decoded scale of each block: 0-dim where the tensor is one block, otherwise
+            one entry a block (`x.shape` divided by the block's extents, rounded up).
+        scale_codes: uint8 codes of the scales where their format has 8 bits (E8M0, E4M3), else None.
+        tensor_scale: float32 0-dim, the second-level scale of NVFP4, else 1.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    scale_codes: torch.Tensor | None
+    tensor_scale: torch.Tensor
+    cast: Cast
+    blocks: Blocks
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The numbers that are stored, computed in float32 and converted to `dtype`."""
+        values = self.blocks.split(decode(self.codes, self.cast.element))
+        scale = _over_block(self.scales, self.blocks) if self.scales.ndim else self.scales
+        return self.blocks.merge(values * scale * self.tensor_scale).to(dtype)
+
+    def packed(self) -> torch.Tensor:
+        """The element bytes as stored, without scales: two FP4 codes a byte, four FP6 codes in three."""
+        return pack(self.codes, self.cast.element)
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """A split tensor on the element grid, with the scales of its blocks (kept as inner dims of size 1)."""
+
+    values: torch.Tensor
+    block_scale: torch.Tensor
+    tensor_scale: torch.Tensor | None
+    scale_codes: torch.Tensor | None
+    finite: torch.Tensor  # bool, per block
+
+
+def quantize(
+    x: torch.Tensor,
+    cast: str | Cast,
+    axis: int = -1,
+    scale_rule: str | None = None,
+    rounding: str | None = None,
+    generator: Generator = None,
+) -> QTensor:
+    """Quantize a tensor to the codes and scales of a cast.
+
+    Args:
+        x: floating tensor of any shape; computed as float32.
+        cast: a cast or its name, such as "mxfp4".
+        axis: the axis a GEMM would contract; blocks lie along it.
+        scale_rule: for E8M0 scales, another rule than the cast's ("floor", "ceil", "even", "rceil").
+        rounding: another rounding than the cast's, such as "stochastic".
+        generator: random bits for stochastic rounding.
+
+    Raises:
+        UserError: unknown cast, rule or rounding; a cast without scales; a shape the blocks do not fit.
+    """
+    c = cast_named(cast) if isinstance(cast, str) else cast
+    c = replace(c, scale_rule=scale_rule or c.scale_rule, rounding=rounding or c.rounding)
+    if not c.is_scaled:
+        raise UserError(f"cast {c.name!r} stores no scales; use torch's .to() or narrowgauge.round_to for it")
+    if c.hadamard:
+        x = hadamard(x, c.hadamard, axis)
+    blocks = blocks_of(x.shape, c, axis)
+    grid = _to_grid(x.detach(), c, blocks, generator)
+    values = torch.where(grid.finite, grid.values, 0.0)
+    codes = blocks.merge(encode(values, c.element)).contiguous()
+    whole = c.block is None
+
+    def per_block(t: torch.Tensor) -> torch.Tensor:
+        return t.reshape(() if whole else blocks.grid)
+
+    return QTensor(
+        codes=codes,
+        scales=per_block(grid.block_scale),
+        scale_codes=None if grid.scale_codes is None else per_block(grid.scale_codes),
+        tensor_scale=torch.ones((), device=x.device) if grid.tensor_scale is None else grid.tensor_scale,
+        cast=c,
+        blocks=blocks,
+    )
+
+
+def emulate(
+    x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype, generator: Generator = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a GEMM on narrow numbers sees: (operand, scale), with x ~ operand * scale.
+
+    Every product of an element and a block scale of FP8 x E8M0 or FP4 x E4M3 is exact in bf16; the fp32
+    scale of a whole tensor is not, so it is returned apart (a 0-dim float32 tensor, or None for 1), to be
+    applied to the GEMM's result. Blocks with fp32 scales come out in float32.
+    """
+    if cast.hadamard:
+        x = hadamard(x, cast.hadamard, axis)
+    if not cast.is_scaled:
+        return x.to(torch_dtype(cast.element)), None
+    blocks = blocks_of(x.shape, cast, axis)
+    grid = _to_grid(x, cast, blocks, generator)
+    if cast.block is None:
+        return blocks.merge(grid.values).to(dtype), grid.block_scale.reshape(())
+    operand_dtype = torch.float32 if cast.scale == "fp32" else dtype
+    return blocks.merge(grid.values.mul_(grid.block_scale).to(operand_dtype)), grid.tensor_scale
+
+
+def _over_block(scale: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """Scales in the shape of the grid, with a dimension of size 1 for every inner dimension of a block."""
+    for dim in blocks.inner:
+        scale = scale.unsqueeze(dim)
+    return scale
+
+
+def _to_grid(x: torch.Tensor, cast: Cast, blocks: Blocks, generator: Generator) -> _Grid:
+    """Scale every block and round it to the element grid."""
+    x = blocks.split(x)
+    amax = _amax(x, blocks)
+    finite = amax.isfinite()
+    amax = torch.where(finite, amax, 0.0)
+    tensor_scale, codes = None, None
+    if cast.scale == "fp32":
+        encode_scale, block_scale = scales.fp32_scale(amax, cast.element)
+    elif cast.scale == "e8m0":
+        assert cast.scale_rule is not None
+        code = scales.e8m0_code(amax, cast.element, cast.scale_rule)
+        encode_scale, block_scale = scales.e8m0_scale(code)
+        codes = torch.where(finite, code, 0xFF).to(torch.uint8)
+    else:
+        S, tensor_scale = scales.nvfp4_tensor_scale(amax.amax(), cast.element, cast.headroom)
+        encode_scale, block_scale = scales.nvfp4_block_scale(amax, S, cast.element, cast.headroom)
+        codes = torch.where(finite, encode(block_scale, scales.E4M3), 0x7F).to(torch.uint8)
+    block_scale = torch.where(finite, block_scale, torch.nan)
+    values = round_finite(x.float() * encode_scale, cast.element, cast.rounding, generator)
+    return _Grid(values, block_scale, tensor_scale, codes, finite)
+
+
+def _amax(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """Largest magnitude of each block of a split tensor, float32, inner dims kept with size 1."""
+    if not blocks.inner:
+        return x.abs().float()
+    if x.numel() == 0:
+        return _over_block(torch.zeros(blocks.grid, device=x.device), blocks)
+    return x.abs().amax(blocks.inner, keepdim=True).float()

@@ -1,0 +1,188 @@
+"""Every format against ml_dtypes on every bfloat16 and float16 value, and against the exact oracle."""
+
+import itertools
+import math
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import narrowgauge as ng
+from narrowgauge.errors import UserError
+from narrowgauge.formats import decode, encode, pack, stream, torch_dtype, unpack
+from narrowgauge.formats.codes import decode_scalar, values_of
+from narrowgauge.formats.oracle import round_scalar
+
+ML_DTYPES = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+    "e3m2": ml_dtypes.float6_e3m2fn,
+    "e2m3": ml_dtypes.float6_e2m3fn,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+    "e8m0": ml_dtypes.float8_e8m0fnu,
+    "bf16": ml_dtypes.bfloat16,
+    "fp16": np.float16,
+}
+NARROW = [n for n in ML_DTYPES if ng.format(n).bits <= 8]
+
+
+def all_16_bit(dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+
+
+def fast(x: float, fmt, rounding: str, uniform: float) -> float:
+    if rounding != "stochastic":
+        return ng.round_to(torch.tensor(x, dtype=torch.float64), fmt, rounding).item()
+
+    class Fixed(type(stream(0, 0, 0))):
+        def uniform(self, shape):
+            return torch.full(shape, uniform)
+
+    return ng.round_to(torch.tensor(x, dtype=torch.float64), fmt, rounding, Fixed(stream(0, 0, 0).key)).item()
+
+
+def same(a: float, b: float) -> bool:
+    return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+
+
+@pytest.mark.parametrize("name", ML_DTYPES)
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16])
+def test_every_16_bit_input_rounds_as_ml_dtypes_does_but_saturates(name, source):
+    fmt, x = ng.format(name), all_16_bit(source)
+    with np.errstate(all="ignore"):
+        expected = x.double().numpy().astype(np.float32).astype(ML_DTYPES[name]).astype(np.float64)
+        if name in ("e2m1", "e2m3", "e3m2"):  # ml_dtypes has no NaN to give there
+            expected[~np.isfinite(x.double().numpy())] = np.nan
+    overflow = (x.double().abs() > fmt.max).numpy() & x.isfinite().numpy()
+    limit = np.copysign(fmt.max, x.double().numpy())
+    expected = np.where(overflow & (limit > 0 if not fmt.signed else True), limit, expected)
+    got = ng.round_to(x.double(), name).numpy()
+    np.testing.assert_array_equal(got, expected)
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(np.signbit(got[finite]), np.signbit(expected[finite]))
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_every_code_decodes_as_in_ml_dtypes_and_encodes_back(name):
+    fmt = ng.format(name)
+    codes = np.arange(2**fmt.bits, dtype=np.uint8)
+    expected = codes.view(ML_DTYPES[name]).astype(np.float32)
+    values = decode(torch.from_numpy(codes), fmt)
+    np.testing.assert_array_equal(values.numpy(), expected)
+    number = ~np.isnan(expected)
+    assert number.sum() == fmt.finite_codes + 2 * fmt.has_infinity
+    np.testing.assert_array_equal(encode(values, fmt).numpy()[number], codes[number])
+    assert (encode(values, fmt).numpy()[~number] == fmt.nan_code).all()
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_codes_of_every_bfloat16_equal_ml_dtypes(name):
+    fmt, x = ng.format(name), all_16_bit(torch.bfloat16).float()
+    inside = x.isfinite() & (x.abs() <= fmt.max) & ((x > 0) if not fmt.zero else True)
+    expected = x.numpy()[inside].astype(ML_DTYPES[name]).view(np.uint8)
+    np.testing.assert_array_equal(encode(ng.round_to(x, name), fmt).numpy()[inside], expected)
+
+
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_16_bit_codes_are_the_bits_torch_stores(name):
+    fmt = ng.format(name)
+    x = all_16_bit(torch_dtype(fmt))
+    x = x[~x.isnan()]
+    expected = x.view(torch.int16).to(torch.int32) & 0xFFFF
+    assert torch.equal(encode(x.double(), fmt), expected)
+
+
+@pytest.mark.parametrize("name", ML_DTYPES)
+def test_limits_equal_ml_dtypes(name):
+    fmt, info = ng.format(name), ml_dtypes.finfo(ML_DTYPES[name])
+    assert fmt.max == float(info.max)
+    assert fmt.smallest_normal == float(info.smallest_normal)
+    assert fmt.smallest_subnormal == float(info.smallest_subnormal)
+    assert fmt.eps == float(info.eps)
+    assert fmt.bits == info.bits
+
+
+@pytest.mark.parametrize("rounding", ["nearest-even", "half-away", "toward-zero", "stochastic"])
+@pytest.mark.parametrize("name", NARROW)
+def test_fast_rounding_equals_the_oracle_around_every_code(name, rounding):
+    fmt = ng.format(name)
+    grid = sorted({v for v in values_of(fmt) if math.isfinite(v)})
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(grid)]
+    points = [math.nextafter(p, to) for p in grid + middles for to in (-math.inf, p, math.inf)]
+    points += [fmt.max * 1.01, 1e30, math.inf, -math.inf, math.nan, 0.0, -0.0, 5e-324]
+    for x in points:
+        want = round_scalar(x, fmt, rounding, 0.25)
+        assert same(fast(x, fmt, rounding, 0.25), want), (x, want)
+
+
+@given(st.floats(width=64), st.sampled_from(sorted(ML_DTYPES)), st.sampled_from(ng.formats.ROUNDINGS))
+def test_fast_rounding_equals_the_oracle_on_any_float(x, name, rounding):
+    fmt = ng.format(name)
+    assert same(fast(x, fmt, rounding, 0.375), round_scalar(x, fmt, rounding, 0.375))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_round_to_keeps_the_dtype_and_gives_grid_values(dtype):
+    x = torch.linspace(-9, 9, 999).to(dtype)
+    y = ng.round_to(x, "e2m1")
+    assert y.dtype == dtype
+    assert set(y.abs().unique().tolist()) == {0, 0.5, 1, 1.5, 2, 3, 4, 6}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch's own, while it compiles
+@pytest.mark.parametrize("name", NARROW)
+def test_compiled_rounding_is_bit_identical(name):
+    x = torch.cat([all_16_bit(torch.bfloat16).float(), torch.randn(4096) * 10])
+    compiled = torch.compile(ng.round_to, fullgraph=True)(x, name)
+    eager = ng.round_to(x, name)
+    assert torch.equal(compiled.isnan(), eager.isnan())
+    assert torch.equal(compiled.nan_to_num(12345.0), eager.nan_to_num(12345.0))
+    assert torch.equal(compiled.signbit()[~eager.isnan()], eager.signbit()[~eager.isnan()])
+
+
+def test_stochastic_rounding_is_unbiased():
+    x = torch.full((400_000,), 1.3)
+    y = ng.round_to(x, "e2m1", "stochastic", torch.Generator().manual_seed(1))
+    assert set(y.tolist()) == {1.0, 1.5}
+    deviation = 0.5 * math.sqrt(0.6 * 0.4 / x.numel())  # of the mean
+    assert abs(y.mean().item() - 1.3) < 4 * deviation
+
+
+@pytest.mark.parametrize("name", ["e2m1", "e2m3", "e3m2", "e4m3"])
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 7, 32])
+def test_packing_round_trips(name, width):
+    fmt = ng.format(name)
+    codes = torch.randint(0, 2**fmt.bits, (3, width), dtype=torch.uint8)
+    packed = pack(codes, fmt)
+    assert packed.shape == (3, math.ceil(width * fmt.bits / 8))
+    assert torch.equal(unpack(packed, fmt, width), codes)
+
+
+def test_packing_order_is_low_nibble_first_and_little_endian_bits():
+    fp4 = pack(torch.tensor([[0x1, 0x2, 0xF, 0x8]], dtype=torch.uint8), ng.format("e2m1"))
+    assert fp4.tolist() == [[0x21, 0x8F]]
+    codes = [0b000001, 0b100000, 0b111111, 0b010101]
+    word = sum(c << 6 * i for i, c in enumerate(codes))
+    fp6 = pack(torch.tensor([codes], dtype=torch.uint8), ng.format("e3m2"))
+    assert bytes(fp6[0].tolist()) == word.to_bytes(3, "little")
+
+
+def test_scalar_decoding_knows_every_special():
+    assert math.isnan(decode_scalar(0xFF, ng.format("e4m3")))
+    assert decode_scalar(0xFC, ng.format("e5m2")) == -math.inf
+    assert math.isnan(decode_scalar(0x80, ng.format("e4m3fnuz")))
+    assert decode_scalar(0, ng.format("e8m0")) == 2.0**-127
+
+
+def test_unknown_names_are_answered_with_the_nearest():
+    with pytest.raises(UserError, match=r"unknown format 'e4m4'; the nearest is 'e4m3'"):
+        ng.format("e4m4")
+    with pytest.raises(UserError, match=r"unknown rounding 'nearest'; the nearest is 'nearest-even'"):
+        ng.round_to(torch.ones(1), "e4m3", "nearest")
