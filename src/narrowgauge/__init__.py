@@ -4,6 +4,20 @@ Every tensor of a training step has a place; a recipe says which number format e
 """
 
 from narrowgauge.formats import Format, format, format_names, round_to
+from narrowgauge.nn import convert
 from narrowgauge.quantization import QTensor, quantize
+from narrowgauge.recipes import Recipe, load_recipe, recipe, recipe_names
 
-__all__ = ["Format", "QTensor", "format", "format_names", "quantize", "round_to"]
+__all__ = [
+    "Format",
+    "QTensor",
+    "Recipe",
+    "convert",
+    "format",
+    "format_names",
+    "load_recipe",
+    "quantize",
+    "recipe",
+    "recipe_names",
+    "round_to",
+]

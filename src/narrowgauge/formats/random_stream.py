@@ -51,16 +51,17 @@ class Stream:
     """A source of random numbers for one tensor in one step.
 
     `key` is an int32 tensor of two words (a tensor, so that compiled code need not be compiled anew for
-    each step); `offset` is the index, in the global tensor, of the first element that will be asked for.
+    each step); `offset`, an integer or a 0-dim int64 tensor, is the index in the global tensor of the first
+    element that will be asked for.
     """
 
     key: torch.Tensor
-    offset: int = 0
+    offset: int | torch.Tensor = 0
 
     def bits(self, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
         """Int32 tensor of `shape`: 32 random bits for each element in row-major order."""
         count = torch.Size(shape).numel()
-        index = torch.arange(self.offset, self.offset + count, device=self.key.device)
+        index = torch.arange(count, device=self.key.device) + self.offset
         low, high = index.to(torch.int32), (index >> 32).to(torch.int32)
         return _mix(_mix(low ^ self.key[0]) ^ (high * _GOLDEN) ^ self.key[1]).view(shape)
 

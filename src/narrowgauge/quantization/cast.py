@@ -53,7 +53,7 @@ class Cast:
         if (self.scale == "e8m0") != (self.scale_rule is not None):
             raise UserError(
                 f"cast {self.name!r}: scale_rule={self.scale_rule!r} with scale={self.scale!r}, but a "
-                f"scale rule belongs to E8M0 scales only; use one of {', '.join(E8M0_RULES)} there and none elsewhere"
+                f"scale rule belongs to E8M0 scales only; name one of {', '.join(E8M0_RULES)} there, or none"
             )
         if self.scale_rule is not None and self.scale_rule not in E8M0_RULES:
             raise unknown("scale rule", self.scale_rule, E8M0_RULES)

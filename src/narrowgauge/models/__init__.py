@@ -1,0 +1,20 @@
+"""What are we training? One decoder-only transformer, its named sizes; knows nothing of recipes."""
+
+from narrowgauge.models.config import ModelConfig
+from narrowgauge.models.count import count_parameters, flops_per_token
+from narrowgauge.models.generate import generate
+from narrowgauge.models.loss import cross_entropy
+from narrowgauge.models.sizes import model_config, model_names
+from narrowgauge.models.transformer import Transformer, initialize
+
+__all__ = [
+    "ModelConfig",
+    "Transformer",
+    "count_parameters",
+    "cross_entropy",
+    "flops_per_token",
+    "generate",
+    "initialize",
+    "model_config",
+    "model_names",
+]

@@ -1,0 +1,133 @@
+"""The parts of a transformer block: normalisation, rotary positions, attention, MLP.
+
+    x = x + attention_out(attention(qkv(norm(x))))
+    x = x + down(act(up(norm(x))))                      act = gelu, or silu(gate) * up
+
+Precision is explicit. The residual stream `x` is fp32 from the embedding to the last norm: it is a sum over
+all layers, and a narrow sum would lose exactly the small late terms. A norm computes in fp32 and *emits*
+`compute_dtype`; the linear layers, the attention and the activation work in what they are given; adding
+their result to the fp32 stream widens it again. There is no autocast anywhere.
+
+Every product with a weight is a `torch.nn.Linear`, so that these four modules per block can be replaced. Two
+pairs are fused because they read the same input: one larger GEMM is faster, and the input is quantized once.
+
+    qkv.weight        rows [ q: N*H | k: K*H | v: K*H ]
+    gate_up.weight    rows [ gate: F | up: F ]
+
+Rotary positions (Su et al., arXiv 2104.09864): in each head the pair (x[i], x[i + H/2]) is turned by the
+angle position * theta^(-2i/H), so that q . k depends on the distance of two tokens only. This is the
+half-split layout of Hugging Face checkpoints; Meta's own files interleave the pairs.
+
+Legend: B sequences, T tokens, D dim, N query heads, K key-value heads, H head_dim, F ffn_dim.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.models.config import ModelConfig
+
+
+class Norm(nn.Module):
+    """LayerNorm or RMSNorm over the last axis: fp32 in, fp32 inside, `compute_dtype` out."""
+
+    def __init__(self, config: ModelConfig, compute_dtype: torch.dtype):
+        super().__init__()
+        self.kind, self.eps, self.compute_dtype = config.norm, config.norm_eps, compute_dtype
+        self.weight = nn.Parameter(torch.ones(config.dim))
+        has_bias = config.norm == "layer" and config.bias
+        self.bias = nn.Parameter(torch.zeros(config.dim)) if has_bias else None
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Normalises each token; the weight and bias may be stored in any dtype."""
+        x_BTD, weight_D = x_BTD.float(), self.weight.float()
+        if self.kind == "rms":
+            y_BTD = nn.functional.rms_norm(x_BTD, weight_D.shape, weight_D, self.eps)
+        else:
+            bias_D = None if self.bias is None else self.bias.float()
+            y_BTD = nn.functional.layer_norm(x_BTD, weight_D.shape, weight_D, bias_D, self.eps)
+        return y_BTD.to(self.compute_dtype)
+
+
+def rope_table(config: ModelConfig, length: int, device: torch.device) -> Tensor:
+    """Cosines and sines for positions 0 to length-1: fp32, [2, length, head_dim / 2].
+
+    Made anew in each forward pass: it is small, and as it is no buffer it can neither be cast down with the
+    model nor be missing after a model was made on the meta device.
+
+    Llama 3.1 stretches the context by turning slow pairs slower. A pair of frequency f makes
+    original_positions * f / 2 pi turns in the original context; below `low` turns its frequency is divided by
+    `factor`, above `high` it stays, and in between the two are blended linearly in the turns.
+    """
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
+    freqs = 1.0 / config.rope_theta**exponents
+    if config.rope_factor != 1:
+        low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+        turns = config.rope_original_positions * freqs / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+        freqs = freqs * ((1 - keep) / config.rope_factor + keep)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), freqs)
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def rotate(x_BNTH: Tensor, table: Tensor) -> Tensor:
+    """Turns each pair of each head by its position's angle, in fp32; returns the dtype of `x_BNTH`."""
+    cos, sin = table.unbind()
+    a, b = x_BNTH.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_BNTH.dtype)
+
+
+def attend(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor) -> Tensor:
+    """Causal attention -> [B, N, T, H]; query head n reads key-value head n // (N / K).
+
+    Grouped heads are left to the kernel where it has them; on a GPU in fp32 no fused kernel does, and torch
+    would fall back to one that holds all T x T scores, so there the heads are repeated instead.
+    """
+    groups = q_BNTH.shape[1] // k_BKTH.shape[1]
+    native = q_BNTH.device.type == "cpu" or q_BNTH.dtype in (torch.float16, torch.bfloat16)
+    if groups > 1 and not native:
+        k_BKTH, v_BKTH = (x.repeat_interleave(groups, dim=1) for x in (k_BKTH, v_BKTH))
+    return nn.functional.scaled_dot_product_attention(
+        q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=groups > 1 and native
+    )
+
+
+class Block(nn.Module):
+    """One layer: attention, then the MLP, each normalised first and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, compute_dtype: torch.dtype):
+        super().__init__()
+        D, N, K, H = config.dim, config.heads, config.kv_heads, config.head_dim
+        self.head_dim, self.heads_NKK, self.mlp = H, (N, K, K), config.mlp
+        self.attention_norm = Norm(config, compute_dtype)
+        self.qkv = nn.Linear(D, (N + 2 * K) * H, bias=bool(config.qkv_bias))
+        self.attention_out = nn.Linear(N * H, D, bias=config.bias)
+        self.mlp_norm = Norm(config, compute_dtype)
+        if config.mlp == "swiglu":
+            self.gate_up = nn.Linear(D, 2 * config.ffn_dim, bias=config.bias)
+        else:
+            self.up = nn.Linear(D, config.ffn_dim, bias=config.bias)
+        self.down = nn.Linear(config.ffn_dim, D, bias=config.bias)
+
+    def forward(self, x_BTD: Tensor, rope: Tensor | None) -> Tensor:
+        """fp32 residual stream in and out; `rope` is the table of `rope_table`, or None."""
+        x_BTD = x_BTD + self._attention(self.attention_norm(x_BTD), rope)
+        return x_BTD + self._mlp(self.mlp_norm(x_BTD))
+
+    def _attention(self, x_BTD: Tensor, rope: Tensor | None) -> Tensor:
+        heads_BTNH = self.qkv(x_BTD).unflatten(-1, (-1, self.head_dim))
+        q, k, v = (h.transpose(1, 2) for h in heads_BTNH.split(self.heads_NKK, dim=2))
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        y_BTD: Tensor = self.attention_out(attend(q, k, v).transpose(1, 2).flatten(2))
+        return y_BTD
+
+    def _mlp(self, x_BTD: Tensor) -> Tensor:
+        if self.mlp == "swiglu":
+            gate_BTF, up_BTF = self.gate_up(x_BTD).chunk(2, dim=-1)
+            hidden_BTF = nn.functional.silu(gate_BTF) * up_BTF
+        else:
+            hidden_BTF = nn.functional.gelu(self.up(x_BTD), approximate="tanh")
+        y_BTD: Tensor = self.down(hidden_BTF)
+        return y_BTD

@@ -1,0 +1,119 @@
+"""One decoder-only transformer: GPT-2 and Llama are two configurations of it.
+
+    tokens -> embedding (+ learned positions) -> blocks -> norm -> head -> logits
+
+It knows nothing of number formats. What it offers to those who do: every product with a weight is a
+`torch.nn.Linear`, found under a fixed name, and may be replaced by any module that maps [B, T, in] to
+[B, T, out] and keeps `weight` (and `bias`) as its parameters.
+
+    embedding.weight  [V, D]      position_embedding.weight [max_sequence_length, D] (learned positions only)
+    blocks.I.qkv  blocks.I.attention_out  blocks.I.gate_up (swiglu) or .up (gelu)  blocks.I.down
+    blocks.I.attention_norm  blocks.I.mlp_norm  norm  head     (head.weight *is* embedding.weight when tied)
+
+Legend: B sequences, T tokens, D dim, V vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from narrowgauge.errors import UserError
+from narrowgauge.models.config import ModelConfig
+from narrowgauge.models.layers import Block, Norm, rope_table
+from narrowgauge.models.loss import cross_entropy
+
+#: Standard deviation of every weight matrix at the start (GPT-2's choice).
+INITIAL_STD = 0.02
+
+
+class Transformer(nn.Module):
+    """A decoder-only transformer with uninteresting weights; `initialize` gives it its starting values.
+
+    `compute_dtype` is what the norms emit, hence what the linear layers, the attention and the head are
+    given; the residual stream, the norms and the loss are fp32 whatever it is. A plain `nn.Linear` wants its
+    input in the dtype of its weight, so a `compute_dtype` other than fp32 needs either linears that cast (the
+    room `nn` has them), or weights in that dtype: `Transformer(config, torch.bfloat16).to(torch.bfloat16)`.
+
+    Set `recompute` to trade time for memory: each block then keeps only its input for the backward pass and
+    runs its forward again. The gradients stay the same bit for bit.
+    """
+
+    def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.config = config
+        self.compute_dtype = compute_dtype
+        self.recompute = False
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        if config.positions == "learned":
+            self.position_embedding = nn.Embedding(config.max_sequence_length, config.dim)
+        self.blocks = nn.ModuleList(Block(config, compute_dtype) for _ in range(config.layers))
+        self.norm = Norm(config, compute_dtype)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.tie_head()
+
+    def tie_head(self) -> None:
+        """Makes the head's weight the embedding's, if the configuration says so.
+
+        To be called again after `to_empty`, which gives each module a tensor of its own; `initialize` does.
+        """
+        if self.config.tied_head:
+            self.head.weight = self.embedding.weight
+
+    def hidden(self, x_BT: Tensor) -> Tensor:
+        """Token ids (int64) -> what the head reads: [B, T, D] in `compute_dtype`.
+
+        Raises UserError for a sequence longer than `max_sequence_length`.
+        """
+        length = x_BT.shape[1]
+        if length > self.config.max_sequence_length:
+            raise UserError(
+                f"a sequence of {length} tokens is longer than model.max_sequence_length = "
+                f"{self.config.max_sequence_length}; shorten it or raise model.max_sequence_length"
+            )
+        x_BTD = self.embedding(x_BT).float()
+        rope = None
+        if self.config.positions == "rope":
+            rope = rope_table(self.config, length, x_BT.device)
+        else:
+            x_BTD = x_BTD + self.position_embedding.weight[:length].float()
+        for block in self.blocks:
+            if self.recompute:
+                # The model draws no random numbers, so there is no generator state to keep.
+                x_BTD = checkpoint(block, x_BTD, rope, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_BTD = block(x_BTD, rope)
+        h_BTD: Tensor = self.norm(x_BTD)
+        return h_BTD
+
+    def forward(self, x_BT: Tensor) -> Tensor:
+        """Token ids (int64) -> logits [B, T, V], in the dtype in which they leave the head."""
+        logits_BTV: Tensor = self.head(self.hidden(x_BT))
+        return logits_BTV
+
+    def loss(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
+        """Mean cross entropy of predicting `y_BT` after each prefix of `x_BT`: fp32 scalar, nats."""
+        return cross_entropy(self(x_BT), y_BT)
+
+
+@torch.no_grad()
+def initialize(model: Transformer, seed: int) -> None:
+    """Sets every parameter, as a function of the configuration and the seed alone.
+
+    Biases are 0, norm weights 1, matrices and embeddings normal(0, 0.02). The matrices that write to the
+    residual stream (`attention_out`, `down`) are scaled by 1 / sqrt(2 * layers), so that the sum of all
+    2 * layers writes starts with the size of one. The numbers are drawn in fp32 on the CPU, parameter by
+    parameter in the order of `named_parameters`, so that any device and any dtype starts from the same model.
+    """
+    model.tie_head()
+    generator = torch.Generator("cpu").manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        module, kind = name.rsplit(".", 1)
+        if kind == "bias":
+            parameter.zero_()
+        elif module.endswith("norm"):
+            parameter.fill_(1.0)
+        else:
+            std = INITIAL_STD
+            if module.endswith(("attention_out", "down")):
+                std /= (2 * model.config.layers) ** 0.5
+            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))

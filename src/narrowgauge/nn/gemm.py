@@ -1,0 +1,39 @@
+"""A matrix multiplication whose operands carry tensor scales: c = (a @ b) * scale.
+
+The scale belongs to the fp32 accumulator, before the result is rounded to bf16; applied after it, the
+result would be rounded twice. On a CPU oneDNN applies `alpha` there; on a GPU the product is asked for in
+fp32. Registered as one operator so that compiled graphs hold it whole.
+"""
+
+import torch
+
+
+@torch.library.custom_op("narrowgauge::scaled_mm", mutates_args=())
+def scaled_mm(a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """(a @ b) * scale with one rounding to a's dtype; `scale` is a 0-dim float32 tensor."""
+    if a_MK.device.type == "cpu":
+        nothing = a_MK.new_zeros(())
+        return torch.addmm(nothing, a_MK, b_KN, beta=0, alpha=scale.item())
+    if a_MK.dtype == torch.float32:
+        return (a_MK @ b_KN) * scale
+    return (torch.mm(a_MK, b_KN, out_dtype=torch.float32) * scale).to(a_MK.dtype)
+
+
+@scaled_mm.register_fake
+def _(a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return a_MK.new_empty(a_MK.shape[0], b_KN.shape[1])
+
+
+Operand = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def multiply(a: Operand, b_KN: torch.Tensor, b_scale: torch.Tensor | None) -> torch.Tensor:
+    """The product of two emulated operands (values, scale), the second given transposed as needed."""
+    a_MK, a_scale = a
+    if a_MK.dtype != b_KN.dtype:  # one operand is kept wider: the product is computed in the wider dtype
+        wider = torch.promote_types(a_MK.dtype, b_KN.dtype)
+        a_MK, b_KN = a_MK.to(wider), b_KN.to(wider)
+    scales = [s for s in (a_scale, b_scale) if s is not None]
+    if not scales:
+        return a_MK @ b_KN
+    return scaled_mm(a_MK, b_KN, scales[0] * scales[1] if len(scales) == 2 else scales[0])

@@ -1,0 +1,44 @@
+"""The learning rate as a pure function of the step.
+
+    warm-up    lr * step / warmup_steps                              steps 1 .. warmup_steps
+    cosine     half a cosine from lr to final, over the rest
+    linear     a straight line from lr to final, over the rest
+    wsd        lr until the last `decay_fraction` of all steps, then a line to final (arXiv 2404.06395)
+    constant   lr
+"""
+
+import math
+from typing import Literal
+
+Kind = Literal["cosine", "linear", "wsd", "constant"]
+
+
+def learning_rate(
+    step: int,
+    *,
+    lr: float,
+    steps: int,
+    kind: Kind,
+    warmup_steps: int,
+    final_lr_fraction: float,
+    decay_fraction: float,
+) -> float:
+    """The learning rate of optimizer step `step` (1 .. steps).
+
+    Args:
+        step: the step about to be taken; the first is 1.
+        lr: the peak.
+        steps: all steps of the run.
+        kind: "cosine" | "linear" | "wsd" | "constant".
+        warmup_steps: steps of the linear rise.
+        final_lr_fraction: share of the peak that the last step ends at.
+        decay_fraction: "wsd" only: share of all steps over which the rate falls.
+    """
+    if step <= warmup_steps:
+        return lr * step / warmup_steps
+    start = warmup_steps if kind != "wsd" else max(warmup_steps, steps - round(steps * decay_fraction))
+    if kind == "constant" or step <= start:
+        return lr
+    progress = (step - start) / max(steps - start, 1)
+    fall = (1 - math.cos(math.pi * progress)) / 2 if kind == "cosine" else progress
+    return lr * (1 - fall * (1 - final_lr_fraction))

@@ -1,0 +1,67 @@
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from narrowgauge.models import Transformer, count_parameters, flops_per_token, model_config, model_names
+
+PUBLISHED = {
+    "gpt2-124m": 124_439_808,
+    "gpt2-355m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1.6b": 1_557_611_200,
+    "llama3-1b": 1_235_814_400,
+    "llama3-3b": 3_212_749_824,
+    "llama3-8b": 8_030_261_248,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_counts(name):
+    assert count_parameters(model_config(name)) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_count_equals_the_real_model(name):
+    config = model_config(name)
+    with torch.device("meta"):
+        model = Transformer(config)
+    assert count_parameters(config) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"norm": "layer"},
+        {"bias": True},
+        {"norm": "layer", "bias": True},
+        {"qkv_bias": True},
+        {"bias": True, "qkv_bias": False},
+        {"mlp": "gelu", "bias": True},
+        {"positions": "learned"},
+        {"tied_head": True},
+        {"head_dim": 32},
+    ],
+)
+def test_count_follows_every_choice(overrides):
+    config = model_config("debug", **overrides)
+    with torch.device("meta"):
+        model = Transformer(config)
+    assert count_parameters(config) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["debug", "gpt2-debug"])
+def test_flops_equal_what_torch_counts_for_the_linear_layers(name):
+    config, (B, T) = model_config(name), (2, 128)
+    model = Transformer(config)
+    ids_BT = torch.zeros(B, T, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model.loss(ids_BT, ids_BT).backward()
+    counts = counter.get_flop_counts()["Global"]
+    gemms = sum(n for op, n in counts.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    attention = 12 * config.layers * config.heads * config.head_dim * T
+    assert gemms == B * T * (flops_per_token(config, T) - attention)
+
+
+def test_flops_by_hand():
+    """GPT-2 124M at 1024 tokens: 6 x (12 x 12 x 768^2 + 50257 x 768) + 12 x 12 x 768 x 1024."""
+    assert flops_per_token(model_config("gpt2-124m"), 1024) == 6 * (84_934_656 + 38_597_376) + 113_246_208
