@@ -1,10 +1,10 @@
 """The learning rate as a pure function of the step.
 
-    warm-up    lr * step / warmup_steps                              steps 1 .. warmup_steps
-    cosine     half a cosine from lr to final, over the rest
-    linear     a straight line from lr to final, over the rest
-    wsd        lr until the last `decay_fraction` of all steps, then a line to final (arXiv 2404.06395)
-    constant   lr
+warm-up    lr * step / warmup_steps                              steps 1 .. warmup_steps
+cosine     half a cosine from lr to final, over the rest
+linear     a straight line from lr to final, over the rest
+wsd        lr until the last `decay_fraction` of all steps, then a line to final (arXiv 2404.06395)
+constant   lr
 """
 
 import math

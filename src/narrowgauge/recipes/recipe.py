@@ -75,8 +75,8 @@ class Recipe:
             if place in FIXED_PLACES:
                 if value != FIXED_PLACES[place]:
                     raise UserError(
-                        f"recipe place {place!r} = {value!r}: this version keeps it in {FIXED_PLACES[place]}; "
-                        f"remove the key, or narrow a GEMM operand ({', '.join(GEMM_PLACES)})"
+                        f"recipe place {place!r} = {value!r}: this version keeps it in "
+                        f"{FIXED_PLACES[place]}; remove the key, or narrow a GEMM operand ({', '.join(GEMM_PLACES)})"
                     )
             elif place in GEMM_PLACES:
                 casts[place] = make_cast(value)

@@ -1,0 +1,7 @@
+"""`python -m narrowgauge` is the command `narrowgauge`."""
+
+import sys
+
+from narrowgauge.cli import main
+
+sys.exit(main())

@@ -1,0 +1,258 @@
+"""The doors: one thin function for each verb of `narrowgauge`.
+
+Exit codes: 0 done, 2 wrong usage or input, 75 preempted after a save, 1 any other failure. A user's mistake
+is one sentence on standard error, without a traceback.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from narrowgauge.data import prepare
+from narrowgauge.errors import UserError, unknown
+from narrowgauge.formats import format, format_names, torch_dtype
+from narrowgauge.models import generate
+from narrowgauge.recipes import GEMM_PLACES, Recipe, choose_backend, recipe, recipe_names
+from narrowgauge.report import print_comparison, read_run, write_report
+from narrowgauge.report.compare import compare
+from narrowgauge.training import (
+    Config,
+    Diverged,
+    Preempted,
+    config_keys,
+    load_values,
+    make_config,
+    open_run,
+    run,
+    validation_loss,
+)
+from narrowgauge.training.progress import Display
+
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_PREEMPTED = 0, 1, 2, 75
+
+# Short options for the obvious keys.
+_SHORT = {
+    "model": "model.name",
+    "data": "data.source",
+    "recipe": "recipe.name",
+    "backend": "recipe.backend",
+    "steps": "training.steps",
+    "seed": "training.seed",
+    "device": "training.device",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, but a mistake is one sentence that names the nearest option."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see '{self.prog} --help'")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; returns the exit code."""
+    try:
+        options, rest = _parser().parse_known_args(arguments)
+        if rest:
+            raise _unknown_argument(rest[0], options.parser)
+        action: Callable[[argparse.Namespace], None] = options.action
+        action(options)
+    except UserError as error:
+        print(f"narrowgauge: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except Preempted as stop:
+        print(f"narrowgauge: stopped by {stop}", file=sys.stderr)
+        return EXIT_PREEMPTED
+    except Diverged as error:
+        print(f"narrowgauge: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("narrowgauge: interrupted", file=sys.stderr)
+        return EXIT_FAILED
+    except BrokenPipeError:  # the reader of our output went away, as in `narrowgauge recipes | head`
+        sys.stderr.close()
+        return EXIT_DONE
+    return EXIT_DONE
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="narrowgauge",
+        description="Pre-train language models in narrow numbers, and see what the numbers did.",
+        epilog="'narrowgauge VERB --help' explains each verb.",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(action=lambda options: parser.print_help(), parser=parser)
+    verbs = parser.add_subparsers(metavar="VERB", parser_class=_Parser)
+
+    def verb(name: str, help: str, action: Callable[[argparse.Namespace], None]) -> _Parser:
+        p = verbs.add_parser(
+            name, help=help, description=help[0].upper() + help[1:] + ".", allow_abbrev=False
+        )
+        p.set_defaults(action=action, parser=p)
+        return p
+
+    p = verb("train", "train a model; the same line again continues a run that stopped", _train)
+    _add_config_options(p)
+    p = verb("compare", "train the same model under several recipes, side by side", _compare)
+    p.add_argument("--recipes", required=True, metavar="A,B,C", help="recipes; the first is the reference")
+    _add_config_options(p)
+    p = verb("sample", "text from a run", _sample)
+    p.add_argument("run", metavar="RUN", type=Path)
+    p.add_argument("--prompt", required=True, help="how the text begins")
+    p.add_argument("--tokens", type=int, default=200, help="length (200)")
+    p.add_argument("--temperature", type=float, default=0.8, help="0 = always the likeliest (0.8)")
+    p.add_argument("--top-k", type=int, default=40, help="draw among this many likeliest (40)")
+    p.add_argument("--seed", type=int, default=0, help="of the draw (0)")
+    p.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    p = verb("eval", "losses of a run on held-out text", _eval)
+    p.add_argument("run", metavar="RUN", type=Path)
+    p.add_argument("--task", default="val", help="val: the held-out part of the run's data")
+    p.add_argument("--batches", type=int, help="how many batches (all)")
+    p.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    p = verb("report", "(re)make the HTML report of one run or several", _report)
+    p.add_argument("runs", metavar="RUN", type=Path, nargs="+")
+    p.add_argument("--out", type=Path, help="the page (report.html in the first RUN)")
+    p = verb("recipes", "the recipes that ship, or the TOML of one", _recipes)
+    p.add_argument("name", metavar="NAME", nargs="?")
+    p = verb("formats", "the number formats, or the facts of one", _formats)
+    p.add_argument("name", metavar="NAME", nargs="?")
+    return parser
+
+
+def _add_config_options(p: _Parser) -> None:
+    p.add_argument("config", metavar="CONFIG.toml", type=Path, nargs="?", help="configuration file")
+    p.add_argument("--out", type=Path, metavar="DIR", help="the run directory")
+    for short, key in _SHORT.items():
+        p.add_argument(f"--{short}", dest=key, metavar="VALUE", help=f"short for --{key}")
+    group = p.add_argument_group("any key of the configuration")
+    for key, description in config_keys().items():
+        text = description.replace("%", "%%")
+        group.add_argument(f"--{key}", dest=key, metavar="VALUE", help=text, default=argparse.SUPPRESS)
+
+
+def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> UserError:
+    known = [option for action in parser._actions for option in action.option_strings]
+    return unknown("option" if argument.startswith("-") else "argument", argument.split("=")[0], known)
+
+
+def _values(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The nested values of the TOML file, with those of the command line over them."""
+    values: dict[str, dict[str, Any]] = load_values(options.config) if options.config else {}
+    for key, value in vars(options).items():
+        if "." in key and value is not None:
+            section, _, name = key.partition(".")
+            values.setdefault(section, {})[name] = value
+    return values
+
+
+def _train(options: argparse.Namespace) -> None:
+    console = Console()
+    path = run(make_config(_values(options)), options.out, console)
+    report = write_report([path], path / "report.html")
+    print_comparison([read_run(path)], console)
+    console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _compare(options: argparse.Namespace) -> None:
+    names = [name.strip() for name in options.recipes.split(",") if name.strip()]
+    values = _values(options)
+    configs: list[Config] = []
+    for name in names:
+        section = {**values.get("recipe", {}), "name": name}
+        configs.append(make_config({**values, "recipe": section}))
+    console = Console()
+    out = options.out or Path("runs") / f"compare-{configs[0].model.name}"
+    runs = compare(configs, out, console)
+    report = write_report(runs, out / "report.html")
+    print_comparison([read_run(path) for path in runs], console)
+    console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _sample(options: argparse.Namespace) -> None:
+    trained = open_run(options.run, options.device)
+    tokenizer = trained.tokenizer
+    ids = tokenizer.encode(options.prompt) or [tokenizer.end_of_document]
+    new = generate(
+        trained.model,
+        ids,
+        options.tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        seed=options.seed,
+        stop_id=tokenizer.end_of_document,
+    )
+    print(options.prompt + tokenizer.decode(new))
+
+
+def _eval(options: argparse.Namespace) -> None:
+    if options.task != "val":
+        raise unknown("task", options.task, ["val"])
+    trained = open_run(options.run, options.device)
+    config, console = trained.config, Console()
+    with Display(console, 1, 1) as display:
+        corpus = prepare(config.data.source, config.data.tokenizer, progress=display.stage)
+    loss = validation_loss(
+        trained.model,
+        corpus.val,
+        config.training.micro_batch_size,
+        config.data.sequence_length,
+        options.batches,
+    )
+    text = f"{options.run}: step {trained.step}, validation loss {loss:.4f} nats per token"
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _report(options: argparse.Namespace) -> None:
+    out = options.out or options.runs[0] / "report.html"
+    runs = [read_run(path) for path in options.runs]
+    print(f"report: {write_report(options.runs, out)}")
+    print_comparison(runs, Console())
+
+
+def _recipes(options: argparse.Namespace) -> None:
+    if options.name:
+        print(recipe(options.name).text.rstrip())
+        return
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    table = Table("recipe", "GEMM operands", f"on this {device}", "what it is", box=None, header_style="bold")
+    for name in recipe_names():
+        r = recipe(name)
+        table.add_row(name, _operands(r), choose_backend(r, device).name, r.title)
+    console = Console()
+    console.print(table)
+    reason = choose_backend(recipe("fp8"), device).reason
+    console.print(f"emulated: {reason}", style="dim", markup=False, highlight=False)
+
+
+def _operands(r: Recipe) -> str:
+    names = list(dict.fromkeys(r.casts[place].name for place in GEMM_PLACES))
+    return " ".join(names)
+
+
+def _formats(options: argparse.Namespace) -> None:
+    names = [options.name] if options.name else format_names()
+    table = Table(box=None, header_style="bold")
+    for column in ("format", "bits", "exponent", "mantissa", "bias", "max", "smallest normal", "smallest"):
+        table.add_column(column, justify="left" if column == "format" else "right")
+    table.add_column("torch dtype")
+    table.add_column("source", overflow="fold")
+    for name in names:
+        f = format(name)
+        numbers = (f.bits, f.exponent_bits, f.mantissa_bits, f.bias)
+        limits = (f.max, f.smallest_normal, f.smallest_subnormal)
+        dtype = str(torch_dtype(f) or "-").removeprefix("torch.")
+        table.add_row(name, *map(str, numbers), *(f"{x:.6g}" for x in limits), dtype, f.source)
+    Console().print(table)
+    if options.name:
+        print(f"not finite: {format(options.name).specials.value}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Which piece of the text is sample n?
+
+The order of a run is a pure function of the seed and the number of the sample, counted from the start of the
+run. Nothing is stored, nothing is drawn: a resumed run, another number of devices and another size of batch
+all meet the same samples in the same order.
+
+    window(n) = P[seed, epoch](n mod M),    epoch = n div M
+
+M windows make an epoch, and P is a permutation of 0 .. M-1 for each seed and epoch. A shuffled list would
+need M numbers in memory; a *keyed permutation* computes each of its values alone.
+
+**The network.** Choose a = ceil(sqrt(M)) and b = ceil(M / a), so that a b >= M. Write a number i < a b as
+a pair: l = i div b < a and r = i mod b < b. Then, with hash functions F_0, F_1, ...,
+
+    l <- (l + F_0(r)) mod a
+    r <- (r + F_1(l)) mod b
+    l <- (l + F_2(r)) mod a      ... eight such rounds
+
+Each round can be undone (subtract what was added; the other half is still there), so whatever the F are, the
+whole is a bijection of 0 .. ab-1. This is a Feistel network over two halves of unlike size, mod instead of
+xor (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
+
+**Cycle walking.** The domain is larger than M by less than a. Where the result is >= M, apply the network
+again, until it is < M. That follows the cycle of the bijection past the values outside, so it is a bijection
+of 0 .. M-1 (same paper).
+
+**The hash** is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014; constants by David Stafford),
+on 64-bit integers with wrap-around:
+
+    mix(z):  z <- z + 0x9e3779b97f4a7c15
+             z <- (z xor z >> 30) * 0xbf58476d1ce4e5b9
+             z <- (z xor z >> 27) * 0x94d049bb133111eb
+             z xor z >> 31
+
+    key = mix(mix(seed) + epoch)
+    F_j(h) = mix(h xor mix(key + j)) mod a, or mod b
+
+Good enough to shuffle, not to keep a secret.
+"""
+
+from math import isqrt
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ROUNDS = 8
+_U64 = NDArray[np.uint64]
+
+
+def samples(seed: int, first: int, count: int, num_windows: int) -> NDArray[np.int64]:
+    """The windows of samples first .. first + count - 1 of a run, each in [0, num_windows); shape (count,).
+
+    `seed` is any integer, taken mod 2**64; every epoch of `num_windows` samples meets each window once.
+    """
+    assert first >= 0
+    assert count >= 0
+    assert num_windows >= 1
+    number_N = np.arange(first, first + count, dtype=np.int64)
+    epoch_N, position_N = np.divmod(number_N, num_windows)
+    seed_1 = np.array([seed % 2**64], dtype=np.uint64)
+    key_N = _mix(_mix(seed_1) + epoch_N.astype(np.uint64))
+    return _permute(position_N.astype(np.uint64), key_N, num_windows).astype(np.int64)
+
+
+def _permute(value_N: _U64, key_N: _U64, size: int) -> _U64:
+    """The keyed permutation of 0 .. size-1: the network, walked until the value is inside."""
+    left_size = isqrt(size - 1) + 1
+    right_size = -(-size // left_size)
+    value_N = _network(value_N, key_N, left_size, right_size)
+    while (outside_N := value_N >= size).any():
+        value_N[outside_N] = _network(value_N[outside_N], key_N[outside_N], left_size, right_size)
+    return value_N
+
+
+def _network(value_N: _U64, key_N: _U64, left_size: int, right_size: int) -> _U64:
+    """One pass of the network: a bijection of 0 .. left_size * right_size - 1 for each key."""
+    a, b = np.uint64(left_size), np.uint64(right_size)
+    left_N, right_N = value_N // b, value_N % b
+    for j in range(0, _ROUNDS, 2):
+        left_N = (left_N + _mix(right_N ^ _mix(key_N + np.uint64(j))) % a) % a
+        right_N = (right_N + _mix(left_N ^ _mix(key_N + np.uint64(j + 1))) % b) % b
+    return left_N * b + right_N
+
+
+def _mix(z_N: _U64) -> _U64:
+    """SplitMix64: 64 bits to 64 bits, one to one; arrays only, since numpy warns of scalars that wrap."""
+    z_N = z_N + np.uint64(0x9E3779B97F4A7C15)
+    z_N = (z_N ^ (z_N >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z_N = (z_N ^ (z_N >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed_N: _U64 = z_N ^ (z_N >> np.uint64(31))
+    return mixed_N

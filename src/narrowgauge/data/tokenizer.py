@@ -1,0 +1,221 @@
+"""How does text become numbers, and numbers text?
+
+Two tokenizers are made here, and any other is read from its `tokenizer.json`:
+
+- `bytes`: id = byte of the UTF-8 text, 0 to 255; id 256 ends a document. Nothing to learn, nothing unknown.
+- `bpe-N`: byte-level byte pair encoding (Sennrich et al., arXiv 1508.07909; on bytes as in GPT-2). It starts
+  from the 256 bytes and N - 257 times gives an id of its own to the pair of ids that is most frequent in the
+  training text. Id 0 ends a document. A text too small to hold that many pairs gives fewer ids.
+
+Both give back exactly the text they were given. Both are saved as the same kind of `tokenizer.json`, which
+other programs read too: `bytes` is a byte-level BPE without merges, and is recognised by that.
+
+The end of a document is one id that no text can produce: where a text happens to contain the characters
+`<|endoftext|>`, they are encoded like any other characters.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Library
+
+from narrowgauge.data.publish import whole_file
+from narrowgauge.errors import UserError, unknown
+
+TOKENIZER_FILE = "tokenizer.json"
+END_OF_DOCUMENT = "<|endoftext|>"
+
+# What the tokenizers of others call the end of a document: GPT-2, Llama 3, Llama 2, Gemma.
+_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
+_PARALLELISM = "TOKENIZERS_PARALLELISM"
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """Text to ids and back.
+
+    `vocab_size` is the highest id + 1; `end_of_document` is the id that stands before every document.
+    """
+
+    library: Library
+    vocab_size: int
+    end_of_document: int
+    is_bytes: bool
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, without the end of a document. Errors: `UserError` for a lone surrogate."""
+        utf8 = _utf8(text)
+        return list(utf8) if self.is_bytes else list(self.library.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, on all cores."""
+        utf8s = [_utf8(text) for text in texts]
+        if self.is_bytes:
+            return [list(utf8) for utf8 in utf8s]
+        return [encoded.ids for encoded in self.library.encode_batch(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; never raises.
+
+        Bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary become nothing, and the end of a
+        document is written out as its name.
+        """
+        known = [int(i) for i in ids if 0 <= i < self.vocab_size]
+        return self.library.decode(known, skip_special_tokens=False)
+
+    def to_json(self) -> str:
+        """What `save` writes; equal for equal tokenizers."""
+        return self.library.to_str(pretty=True) + "\n"
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer.json at `path`, whole or not at all."""
+        with whole_file(path) as file:
+            file.write(self.to_json().encode("utf-8"))
+
+
+def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer called `name`: `bytes`, `bpe-N` trained on `texts`, or the path of a tokenizer.json."""
+    if name == "bytes":
+        return bytes_tokenizer()
+    if entries := _bpe_entries(name):
+        return train_bpe(texts, entries)
+    return load_tokenizer(_existing(name))
+
+
+def tokenizer_identity(name: str) -> str:
+    """What decides the ids besides the documents: the name itself, or the digest of the file it names.
+
+    Errors: `UserError` for a name that is neither a kind of tokenizer nor a file.
+    """
+    if name == "bytes" or _bpe_entries(name):
+        return name
+    return "sha256:" + hashlib.sha256(_existing(name).read_bytes()).hexdigest()
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """The tokenizer whose ids are the bytes of the text; 256 ends a document."""
+    return _wrap(_bytes_library())
+
+
+def train_bpe(texts: Iterable[str], entries: int) -> Tokenizer:
+    """A byte-level BPE of at most `entries` ids, learnt from `texts`; the same texts give the same ids."""
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=entries,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=_byte_characters(),
+        show_progress=False,
+    )
+    library.train_from_iterator(texts, trainer)
+    return _wrap(library)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in the tokenizer.json at `path`, or in the folder `path`.
+
+    Errors: `UserError` for a file that is missing, is no tokenizer, or has no id for the end of a document.
+    """
+    path = path / TOKENIZER_FILE if path.is_dir() else path
+    try:
+        library = Library.from_str(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(
+            f"cannot read the tokenizer {path}: {error.strerror}; name a tokenizer.json"
+        ) from None
+    except Exception as error:  # the library raises nothing narrower for a file that it cannot read
+        raise UserError(
+            f"{path} is not a tokenizer.json: {error}; name one that `tokenizers` wrote"
+        ) from None
+    # A file may carry settings for batches of padded sentences, which would change or lose tokens here.
+    library.no_truncation()
+    library.no_padding()
+    return _wrap(library, str(path))
+
+
+@contextmanager
+def parallel_tokenizing() -> Iterator[None]:
+    """Tokenize on all cores inside the block, and keep the library quiet about processes forked after it.
+
+    The library warns at every later fork unless the variable below is set. Outside the block it is left at
+    "false", at which a forked child tokenizes on one core and cannot lock up. What the user set stays.
+    """
+    chosen = os.environ.get(_PARALLELISM)
+    os.environ[_PARALLELISM] = chosen or "true"
+    try:
+        yield
+    finally:
+        os.environ[_PARALLELISM] = chosen or "false"
+
+
+def _wrap(library: Library, origin: str = "the tokenizer") -> Tokenizer:
+    vocabulary = library.get_vocab(with_added_tokens=True)
+    end = next((name for name in _ENDS if name in vocabulary), None)
+    if end is None:
+        raise UserError(f"{origin} has no id for the end of a document; add one of {', '.join(_ENDS)} to it")
+    # Special tokens are matched in the text unless the library is told otherwise; the end of a document has
+    # to be special for that to reach it, and in some files it is an ordinary entry.
+    library.add_special_tokens([AddedToken(end, special=True, normalized=False)])
+    library.encode_special_tokens = True
+    is_bytes = library.to_str() == _bytes_library().to_str()
+    return Tokenizer(library, max(vocabulary.values()) + 1, vocabulary[end], is_bytes)
+
+
+def _bytes_library() -> Library:
+    """The byte-level BPE without merges."""
+    library = Library(
+        models.BPE(vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[])
+    )
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
+    return library
+
+
+def _byte_characters() -> list[str]:
+    """The character that stands for each byte in a byte-level vocabulary, by byte.
+
+    Printable Latin-1 characters stand for themselves; the other 68 bytes take the characters from U+0100 on.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def _bpe_entries(name: str) -> int | None:
+    """N of `bpe-N`; None for another kind of name."""
+    match = re.fullmatch(r"bpe-([1-9][0-9]*)", name)
+    if match and int(match[1]) < 257:
+        raise UserError(
+            f"tokenizer {name!r} is too small: 256 bytes and the end of a document make bpe-257 the least"
+        )
+    return int(match[1]) if match else None
+
+
+def _existing(name: str) -> Path:
+    path = Path(name).expanduser()
+    path = path / TOKENIZER_FILE if path.is_dir() else path
+    if path.is_file():
+        return path
+    if path.suffix == ".json" or len(path.parts) > 1:
+        raise UserError(
+            f"tokenizer file {str(path)!r} does not exist; name a tokenizer.json, bytes or bpe-4096"
+        )
+    raise unknown("tokenizer", name, ["bytes", "bpe-4096", "bpe-N", TOKENIZER_FILE])
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"the text holds half a surrogate pair (U+{ord(text[error.start]):04X}) at character "
+            f"{error.start}, which UTF-8 cannot carry; remove it"
+        ) from None

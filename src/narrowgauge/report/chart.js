@@ -1,0 +1,144 @@
+// One chart: curves over a common axis, a crosshair, a read-out. Pure functions first, drawing after.
+
+/**
+ * Two-sided exponential smoothing with width `tau` in units of x: no lag, right for uneven spacing.
+ * Each value is a mean of all values, weighted by exp(-distance / tau); holes stay holes.
+ */
+function smoothed(x, y, tau) {
+  if (!(tau > 0)) return y;
+  const sweep = (order) => {
+    const sums = new Array(x.length), weights = new Array(x.length);
+    let sum = 0, weight = 0, last = null;
+    for (const i of order) {
+      const decay = last === null ? 0 : Math.exp(-Math.abs(x[i] - last) / tau);
+      sum = sum * decay + (y[i] === null ? 0 : y[i]);
+      weight = weight * decay + (y[i] === null ? 0 : 1);
+      [sums[i], weights[i], last] = [sum, weight, x[i]];
+    }
+    return [sums, weights];
+  };
+  const forward = [...x.keys()];
+  const [a, u] = sweep(forward), [b, v] = sweep(forward.slice().reverse());
+  return y.map((value, i) => (value === null ? null : (a[i] + b[i] - value) / (u[i] + v[i] - 1)));
+}
+
+/** Index of the point nearest to `at` in the ascending list `x`; -1 where it is empty. */
+function nearest(x, at) {
+  let low = 0, high = x.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (x[middle] < at) low = middle + 1; else high = middle;
+  }
+  return low > 0 && at - x[low - 1] < x[low] - at ? low - 1 : low < x.length ? low : -1;
+}
+
+/** The curve (x, y) at `at`, by straight lines unless only its own points count; null outside and beside holes. */
+function valueAt(x, y, at, exact) {
+  const i = nearest(x, at);
+  if (i < 0 || x[i] === at) return i < 0 ? null : y[i];
+  const j = x[i] < at ? i + 1 : i - 1;
+  if (exact || j < 0 || j >= x.length || y[i] === null || y[j] === null) return null;
+  return y[i] + ((y[j] - y[i]) * (at - x[i])) / (x[j] - x[i]);
+}
+
+/** The path through the points; holes lift the pen, and a point alone between holes is a dot. */
+function trace(x, y, px, py) {
+  let path = "", down = false;
+  for (let i = 0; i < x.length; i++) {
+    if (y[i] === null || !isFinite(py(y[i]))) { down = false; continue; }
+    path += `${down ? "L" : "M"}${px(x[i]).toFixed(1)} ${py(y[i]).toFixed(1)}${down ? "" : "h.01"}`;
+    down = true;
+  }
+  return path;
+}
+
+/** The area between the least and greatest values. */
+function band(x, least, greatest, px, py) {
+  const at = [...x.keys()].filter((i) => least[i] !== null && isFinite(py(least[i])));
+  if (!at.length) return "";
+  const point = (i, y) => `${px(x[i]).toFixed(1)} ${py(y[i]).toFixed(1)}`;
+  return `M${at.map((i) => point(i, greatest)).join("L")}L${at.reverse().map((i) => point(i, least)).join("L")}Z`;
+}
+
+/** Least and greatest of what can be seen, with a little air; the positive part alone on a log scale. */
+function extent(layers, from, log) {
+  let low = Infinity, high = -Infinity;
+  for (const layer of layers)
+    for (const values of [layer.y, layer.raw, layer.least, layer.greatest])
+      (values || []).forEach((value, i) => {
+        if (value === null || layer.x[i] < from || (log && value <= 0)) return;
+        low = Math.min(low, value);
+        high = Math.max(high, value);
+      });
+  if (low > high) return [log ? 0.1 : 0, 1];
+  if (low === high) return log ? [low / 2, high * 2] : [low - (Math.abs(low) || 1) * 0.05, high + (Math.abs(high) || 1) * 0.05];
+  const air = log ? (high / low) ** 0.04 : (high - low) * 0.05;
+  return log ? [low / air, high * air] : [low - air, high + air];
+}
+
+/** A chart in `host`. `spec` says what it shows; `draw(view)` is called whenever the view changes. */
+function makeChart(host, spec) {
+  const figure = make("div", { class: `chart ${spec.wide ? "wide" : ""}` }, host);
+  const heading = make("div", { class: "heading" }, figure);
+  make("h3", {}, heading, spec.title);
+  const subtitle = make("span", { class: "muted" }, heading);
+  const plot = make("div", { class: "plot", tabindex: "0", role: "group", "aria-label": `${spec.title}: arrow keys move the read-out` }, figure);
+  const drawing = make("svg", { "aria-hidden": "true" }, plot);
+  const readout = make("div", { class: "readout", role: "status", hidden: "" }, plot);
+  const margin = { left: 58, right: 14, top: 10, bottom: 24 };
+  let frame = null; // what the last drawing was: its scales and layers
+
+  function draw(view) {
+    const layers = spec.layers(view);
+    figure.hidden = !layers.some((layer) => layer.y.some((value) => value !== null));
+    readout.hidden = true;
+    if (figure.hidden) return;
+    subtitle.textContent = spec.subtitle(view);
+    const width = Math.max(240, plot.clientWidth), height = width < 480 ? 210 : 260;
+    const log = spec.log && view.log, [low, high] = extent(layers, view.low, log);
+    const scale = log ? Math.log : (value) => value;
+    const px = (x) => margin.left + ((x - view.low) / (view.high - view.low || 1)) * (width - margin.left - margin.right);
+    const py = (y) => height - margin.bottom - ((scale(y) - scale(low)) / (scale(high) - scale(low))) * (height - margin.top - margin.bottom);
+    frame = { view, layers, px, py, width, height };
+    drawing.replaceChildren();
+    for (const [key, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) drawing.setAttribute(key, value);
+    drawGrid(drawing, { low, high, log, view, px, py, width, height, margin, spec });
+    drawLayers(drawing, { layers, px, py, width, height, margin, view, id: spec.id });
+    frame.cross = make("g", { class: "cross" }, drawing);
+  }
+
+  /** Move the crosshair to `x` (null takes it away); say the values only where `say` is true. */
+  function point(x, say) {
+    if (!frame || figure.hidden) return;
+    frame.cross.replaceChildren();
+    readout.hidden = true;
+    if (x === null) return;
+    const at = frame.px(x), rows = [];
+    make("path", { d: `M${at} ${margin.top}V${frame.height - margin.bottom}` }, frame.cross);
+    for (const layer of frame.layers) {
+      const i = nearest(layer.x, x);
+      if (i < 0 || layer.y[i] === null || Math.abs(frame.px(layer.x[i]) - at) > 24) continue;
+      make("path", { d: shape(layer.run), class: `marker ${shade(layer.run)}`, transform: `translate(${frame.px(layer.x[i])} ${frame.py(layer.y[i])})` }, frame.cross);
+      rows.push([layer, i]);
+    }
+    if (!say || !rows.length) return;
+    sayRows(rows, x);
+    placeReadout(readout, plot, at, frame.height + 4, margin.top);
+  }
+
+  function sayRows(rows, x) {
+    readout.replaceChildren();
+    const both = rows.some(([layer]) => layer.raw);
+    make("div", { class: "muted where" }, readout, `${frame.view.says(x)} ${frame.view.axisName}`);
+    if (both) make("div", { class: "muted both" }, readout, "smoothed, measured");
+    for (const [layer, i] of rows) {
+      const line = make("div", { class: "row" }, readout);
+      swatch(layer.run, line);
+      make("span", { class: "name" }, line, layer.name);
+      make("span", { class: "value" }, line, spec.format(layer.y[i]));
+      make("span", { class: "muted" }, line, layer.raw && layer.raw[i] !== null ? spec.format(layer.raw[i]) : "");
+    }
+  }
+
+  return { plot, draw, point, margin, drawing, frame: () => frame };
+}

@@ -1,0 +1,135 @@
+// What a chart is made of: the grid with its numbers, the curves, the time line of events.
+
+function drawGrid(drawing, { low, high, log, view, px, py, width, height, margin, spec }) {
+  const grid = make("g", { class: "grid" }, drawing);
+  const rows = log ? logTicks(low, high, 5) : linearTicks(low, high, 5);
+  for (const at of rows.ticks) {
+    make("path", { d: `M${margin.left} ${py(at)}H${width - margin.right}`, class: at === 0 && spec.zero ? "zero" : "" }, grid);
+    make("text", { x: margin.left - 8, y: py(at) + 4, "text-anchor": "end" }, grid, spec.tick(at, rows.step));
+  }
+  drawAcross(grid, { view, px, width, height, margin });
+}
+
+/** The numbers along the lower edge; those that would be cut off are left out. */
+function drawAcross(grid, { view, px, width, height, margin }) {
+  const wanted = Math.max(2, Math.floor((width - margin.left) / 58));
+  const { ticks, step } = linearTicks(view.low / view.unit, view.high / view.unit, wanted);
+  for (const tick of ticks) {
+    const at = tick * view.unit;
+    if (px(at) > width - 24 || px(at) < margin.left - 1) continue;
+    make("path", { d: `M${px(at)} ${height - margin.bottom}v4`, class: "tick" }, grid);
+    make("text", { x: px(at), y: height - margin.bottom + 17, "text-anchor": "middle" }, grid, short(tick, step) + view.unitName);
+  }
+}
+
+function drawLayers(drawing, { layers, px, py, width, height, margin, view, id }) {
+  const clip = make("clipPath", { id: `clip-${id}` }, drawing);
+  make("rect", { x: margin.left, y: margin.top - 6, width: width - margin.left - margin.right + 6, height: height - margin.top - margin.bottom + 8 }, clip);
+  const area = make("g", { "clip-path": `url(#clip-${id})` }, drawing);
+  for (const layer of layers) {
+    const own = make("g", { class: shade(layer.run) }, area);
+    if (layer.least) make("path", { d: band(layer.x, layer.least, layer.greatest, px, py), class: "band" }, own);
+    if (layer.raw) make("path", { d: trace(layer.x, layer.raw, px, py), class: "raw" }, own);
+  }
+  // The first run is drawn last, on top: it is what the others are compared with.
+  for (const layer of [...layers].reverse()) {
+    const own = make("g", { class: shade(layer.run) }, area);
+    make("path", { d: trace(layer.x, layer.y, px, py), class: "line", "stroke-dasharray": dash(layer.run) }, own);
+    for (const i of markedPoints(layer, px, view.low))
+      make("path", { d: shape(layer.run), class: "marker", transform: `translate(${px(layer.x[i])} ${py(layer.y[i])})` }, own);
+  }
+}
+
+/** Where markers sit: on every point if they have room, else some 180 pixels apart, staggered by run. */
+function markedPoints(layer, px, low) {
+  const points = [];
+  const seen = layer.x.filter((x) => x >= low).length;
+  const room = seen < 2 ? Infinity : (px(layer.x[layer.x.length - 1]) - px(Math.max(low, layer.x[0]))) / (seen - 1);
+  const apart = layer.sparse && room > 14 ? 0 : 180;
+  let next = apart ? px(low) + 40 + ((layer.run * 47) % 180) : -Infinity;
+  layer.x.forEach((x, i) => {
+    if (x < low || layer.y[i] === null || px(x) < next) return;
+    points.push(i);
+    next = px(x) + apart;
+  });
+  return points;
+}
+
+/** One lane a run, a mark an event. Returns what a chart returns, so that the crosshair runs through it too. */
+function makeTimeline(host, shownRuns) {
+  const figure = make("div", { class: "chart wide" }, host);
+  const heading = make("div", { class: "heading" }, figure);
+  make("h3", {}, heading, "Events");
+  const keys = make("span", { class: "keys muted" }, heading);
+  const plot = make("div", { class: "plot", tabindex: "0", role: "group", "aria-label": "Events: arrow keys move the read-out" }, figure);
+  const drawing = make("svg", { "aria-hidden": "true" }, plot);
+  const readout = make("div", { class: "readout events", role: "status", hidden: "" }, plot);
+  const margin = { left: 58, right: 14, top: 6, bottom: 24 }, lane = 22;
+  let frame = null;
+
+  function draw(view) {
+    const runs = shownRuns().filter(({ run }) => run.events.length);
+    figure.hidden = !runs.length;
+    readout.hidden = true;
+    if (figure.hidden) return;
+    const width = Math.max(240, plot.clientWidth), height = margin.top + lane * runs.length + margin.bottom;
+    const px = (x) => margin.left + ((x - view.low) / (view.high - view.low || 1)) * (width - margin.left - margin.right);
+    for (const [key, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) drawing.setAttribute(key, value);
+    drawing.replaceChildren();
+    drawAcross(make("g", { class: "grid" }, drawing), { view, px, width, height, margin });
+    runs.forEach(({ run, number }, i) => drawLane(run, number, margin.top + lane * (i + 0.5), { view, px, width }));
+    frame = { view, px, width, height, runs, cross: make("g", { class: "cross" }, drawing) };
+    drawKeys(runs);
+  }
+
+  function drawLane(run, number, y, { view, px, width }) {
+    const own = make("g", { class: `lane ${shade(number)}` }, drawing);
+    make("path", { d: `M${margin.left} ${y}H${width - margin.right}`, class: "rail" }, own);
+    make("path", { d: shape(number), class: "marker", transform: `translate(${margin.left - 20} ${y})` }, own);
+    for (const event of run.events) {
+      const x = event.x[view.axis];
+      if (x >= view.low && x <= view.high)
+        make("path", { d: EVENT_SHAPES[event.kind] || OTHER_EVENT, class: `event ${event.kind === "save" ? "small" : ""}`, transform: `translate(${px(x)} ${y})` }, own);
+    }
+  }
+
+  function drawKeys(runs) {
+    keys.replaceChildren();
+    for (const kind of new Set(runs.flatMap(({ run }) => run.events.map((event) => event.kind)))) {
+      const key = make("span", { class: "key-of-event" }, keys);
+      const mark = make("svg", { width: 14, height: 14, "aria-hidden": "true" }, key);
+      make("path", { d: EVENT_SHAPES[kind] || OTHER_EVENT, class: "event", transform: "translate(7 7)" }, mark);
+      make("span", {}, key, kind);
+    }
+  }
+
+  function point(x, say) {
+    if (!frame || figure.hidden) return;
+    frame.cross.replaceChildren();
+    readout.hidden = true;
+    if (x === null) return;
+    const at = frame.px(x);
+    make("path", { d: `M${at} 0V${frame.height - margin.bottom}` }, frame.cross);
+    const near = frame.runs.flatMap(({ run, number }) => run.events.filter((e) => Math.abs(frame.px(e.x[frame.view.axis]) - at) < 7).slice(0, 4).map((event) => ({ run, number, event })));
+    if (!say || !near.length) return;
+    readout.replaceChildren();
+    for (const { run, number, event } of near.slice(0, 12)) {
+      const line = make("div", { class: "row" }, readout);
+      swatch(number, line);
+      make("span", { class: "name" }, line, `${run.name}: ${event.kind} at step ${event.x.step.toLocaleString("en")}`);
+      if (event.reason) make("span", { class: "muted" }, line, event.reason);
+    }
+    placeReadout(readout, plot, at, frame.height + 4, 0);
+  }
+
+  return { plot, draw, point, margin, drawing, frame: () => frame };
+}
+
+/** Put a read-out beside the crosshair, or below the drawing where there is no room beside it. */
+function placeReadout(readout, plot, at, below, top) {
+  readout.hidden = false;
+  const room = plot.clientWidth, size = readout.offsetWidth;
+  const left = at + 14 + size <= room ? at + 14 : at - 14 - size;
+  readout.style.left = `${Math.max(0, Math.min(left, room - size))}px`;
+  readout.style.top = `${left < 0 ? below : top}px`;
+}

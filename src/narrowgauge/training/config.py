@@ -1,0 +1,275 @@
+"""The configuration of a run: one frozen tree, one level below the root, validated once, in sentences.
+
+Values come from, later over earlier: the defaults below, a TOML file, `--section.key VALUE`. Both the file
+and the command line end in `make_config`, so there is one set of names, one set of rules and one kind of
+error. The defaults are the embedded run: a model of a few million parameters on Python's own source text.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
+
+from narrowgauge.errors import UserError, unknown
+from narrowgauge.models import ModelConfig, model_config
+from narrowgauge.optim import Kind
+from narrowgauge.recipes import BACKENDS, PLACES, Recipe, recipe
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class _NamedModel(_Section):
+    name: str = Field("debug", description="a named size")
+
+
+_HINTS = get_type_hints(ModelConfig)
+# [model] takes any dimension of the model; None means that of the named size.
+ModelSection = create_model(
+    "ModelSection",
+    __base__=_NamedModel,
+    **{f.name: (_HINTS[f.name] | None, Field(None, description="of the model")) for f in fields(ModelConfig)},  # type: ignore[call-overload]
+)
+
+
+class DataSection(_Section):
+    """Where tokens come from."""
+
+    source: str = Field("stdlib", description="stdlib, a text file, a directory or a glob")
+    tokenizer: str = Field("bpe-4096", description="bytes, bpe-N (trained on the corpus) or a tokenizer.json")
+    sequence_length: int = Field(256, ge=2, description="tokens of a sequence")
+
+
+class TrainingSection(_Section):
+    """How long, how much at once, where."""
+
+    steps: int = Field(300, ge=1, description="optimizer steps")
+    batch_size: int = Field(16, ge=1, description="sequences per optimizer step")
+    micro_batch_size: int = Field(16, ge=1, description="sequences computed at once")
+    seed: int = Field(0, ge=0, description="of weights, token order and stochastic rounding")
+    device: str = Field("auto", description="auto, cpu or cuda")
+    compile: bool = Field(False, description="run the model through torch.compile")
+    recompute: bool = Field(False, description="keep only block inputs for backward, compute the rest again")
+
+
+class OptimizerSection(_Section):
+    """How weights move."""
+
+    name: Literal["adamw"] = Field("adamw", description="adamw")
+    lr: float = Field(3e-3, gt=0, description="peak learning rate")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="decay of the two moments")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(0.1, ge=0, description="of matrices")
+    clip_norm: float = Field(1.0, gt=0, description="largest global gradient norm")
+
+    @field_validator("betas", mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return value.split(",") if isinstance(value, str) else value
+
+
+class ScheduleSection(_Section):
+    """The learning rate over time."""
+
+    kind: Kind = Field("cosine", description="cosine, linear, wsd or constant")
+    warmup_steps: int = Field(20, ge=0, description="steps of the linear rise")
+    final_lr_fraction: float = Field(0.1, ge=0, le=1, description="share of the peak at the end")
+    decay_fraction: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps that decay")
+
+
+class RecipeSection(_Section):
+    """Which format each place is in."""
+
+    name: str = Field("fp8", description="a shipped recipe or a .toml file")
+    backend: str = Field("auto", description=", ".join(BACKENDS))
+    places: Mapping[str, Any] = Field(default_factory=dict, description="other casts in some places")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_places(cls, values: Any) -> Any:
+        """Every key but name and backend is a place: `"fprop.x" = "bf16"`, or fprop = {x = "bf16"}."""
+        if not isinstance(values, dict):
+            return values
+        own = {k: v for k, v in values.items() if k in ("name", "backend")}
+        places = dict(values.get("places", {}))
+        for key, value in values.items():
+            if key in own or key == "places":
+                continue
+            if isinstance(value, dict) and "cast" not in value:
+                places |= {f"{key}.{operand}": cast for operand, cast in value.items()}
+            else:
+                places[key] = value
+        return own | {"places": places}
+
+
+class ValidationSection(_Section):
+    """Loss on held-out text."""
+
+    every: int = Field(100, ge=1, description="steps between validations")
+    batches: int = Field(8, ge=1, description="micro-batches of a validation")
+
+
+class CheckpointSection(_Section):
+    """What survives."""
+
+    every: int = Field(100, ge=1, description="steps between saves")
+    every_minutes: float = Field(10.0, gt=0, description="minutes between saves, whichever comes first")
+    keep: int = Field(2, ge=2, description="how many valid ones are kept")
+
+
+class GuardSection(_Section):
+    """When numbers go wrong."""
+
+    max_skips: int = Field(10, ge=0, description="steps with a non-finite gradient in a row before it stops")
+
+
+class LogSection(_Section):
+    """What is shown."""
+
+    every: int = Field(10, ge=1, description="steps between plain progress lines")
+    prompt: str = Field("", description="start of the sample at the end; empty: a fitting one")
+    sample_tokens: int = Field(160, ge=1, description="length of that sample")
+
+
+class Config(_Section):
+    """Everything that defines a run."""
+
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    training: TrainingSection = TrainingSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    recipe: RecipeSection = RecipeSection()
+    validation: ValidationSection = ValidationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    guard: GuardSection = GuardSection()
+    log: LogSection = LogSection()
+
+    def the_model(self) -> ModelConfig:
+        """The model's dimensions: the named size with the section's other keys over it."""
+        section = self.model.model_dump(exclude_none=True)
+        return model_config(**section)
+
+    def the_recipe(self) -> Recipe:
+        """The recipe, with the section's places over it."""
+        return recipe(self.recipe.name).with_places(self.recipe.places)
+
+
+def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
+    """A valid configuration from nested values (text or typed).
+
+    Raises:
+        UserError: unknown section or key, a value of the wrong kind, values that do not go together.
+    """
+    try:
+        config = Config.model_validate(values)
+    except ValidationError as error:
+        raise _sentence(error) from None
+    for place in config.recipe.places:
+        if place not in PLACES:
+            raise unknown("key", f"recipe.{place}", config_keys())
+    if config.recipe.backend not in BACKENDS:
+        raise unknown("backend", config.recipe.backend, BACKENDS)
+    the_model = config.the_model()
+    config.the_recipe()
+    t = config.training
+    if t.batch_size % t.micro_batch_size:
+        raise UserError(
+            f"training.batch_size = {t.batch_size} is no multiple of training.micro_batch_size = "
+            f"{t.micro_batch_size}; a step is made of whole micro-batches"
+        )
+    if config.data.sequence_length > the_model.max_sequence_length:
+        raise UserError(
+            f"data.sequence_length = {config.data.sequence_length} is longer than the model's "
+            f"max_sequence_length = {the_model.max_sequence_length}; "
+            f"shorten it or set --model.max_sequence_length"
+        )
+    return config
+
+
+def load_values(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file.
+
+    Raises:
+        UserError: the file is missing, unreadable or no TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        near = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+        hint = f"; beside it lie {', '.join(near[:5])}" if near else ""
+        raise UserError(f"no configuration file {path}{hint}") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(f"configuration file {path} cannot be read: {error}") from None
+
+
+def config_keys() -> dict[str, str]:
+    """Every `section.key` with its description and default, for `--help` and for error messages."""
+    keys: dict[str, str] = {}
+    for section, field in Config.model_fields.items():
+        for key, inner in field.default.__class__.model_fields.items():
+            if (section, key) == ("recipe", "places"):
+                keys |= {f"recipe.{place}": "the cast of this place" for place in PLACES}
+            else:
+                default = "" if inner.default is None else f" ({_shown(inner.default)})"
+                keys[f"{section}.{key}"] = f"{inner.description}{default}"
+    return keys
+
+
+def _shown(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _sentence(error: ValidationError) -> UserError:
+    """The first complaint of pydantic as one sentence of ours."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"][:2])
+    if first["type"] == "extra_forbidden":
+        known = list(Config.model_fields) if len(first["loc"]) == 1 else list(config_keys())
+        return unknown("section" if len(first["loc"]) == 1 else "key", where, known)
+    rule = first["msg"][0].lower() + first["msg"][1:]
+    return UserError(f"{where} = {first['input']!r}: {rule}; see 'narrowgauge train --help' for each key")
+
+
+def to_toml(config: Config) -> str:
+    """The whole configuration as TOML, resolved: it makes the same run again."""
+    tables = config.model_dump()
+    tables["model"] = {"name": config.model.name} | asdict(config.the_model())
+    tables["recipe"] |= tables["recipe"].pop("places")
+    lines = []
+    for section, table in tables.items():
+        lines.append(f"[{section}]")
+        lines += [f"{_key(k)} = {_value(v)}" for k, v in table.items() if v is not None]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def trajectory(config: Config) -> dict[str, dict[str, Any]]:
+    """The resolved values that decide every loss of the run; what is shown and kept is left out."""
+    tables = tomllib.loads(to_toml(config))
+    return {section: t for section, t in tables.items() if section not in ("log", "checkpoint", "validation")}
+
+
+def _key(key: str) -> str:
+    return key if key.replace("_", "").isalnum() else json.dumps(key)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return json.dumps(value)  # strings, numbers and booleans are written alike in TOML and JSON

@@ -1,0 +1,137 @@
+"""A run directory: what is in it, and the rules for coming back to it.
+
+    config.toml      everything, resolved
+    recipe.toml      the recipe's text, as it was when the run began
+    tokenizer.json   the tokenizer of its tokens
+    metrics.jsonl    one object a step, and events
+    checkpoints/     published whole or not at all
+    report.html      one page
+    status.json      {"status": ..., "reason": ...}
+
+A directory belongs to one configuration. Coming back with another is refused, except for keys that do not
+move the trajectory (`[log]`, `[checkpoint]`, `[validation]`).
+"""
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.checkpoint import append_line, make_directory, read_jsonl, write_whole
+from narrowgauge.errors import UserError
+from narrowgauge.training.config import Config, make_config, to_toml, trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """The files of one run."""
+
+    path: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where steps are published."""
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        """The record of steps and events."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer that turns the run's tokens into text."""
+        return self.path / "tokenizer.json"
+
+    def record(self, line: Mapping[str, Any]) -> None:
+        """Append one line to the metrics."""
+        append_line(self.metrics, line)
+
+    def sync_metrics(self) -> None:
+        """Put the metrics on the disk, before a checkpoint claims their steps."""
+        if self.metrics.exists():
+            with self.metrics.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def keep_metrics_until(self, step: int) -> None:
+        """Drop the lines of steps after `step`: they are about to be done again."""
+        if self.metrics.exists():
+            lines = [line for line in read_jsonl(self.metrics) if line.get("step", 0) <= step]
+            write_whole(self.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+
+    def set_status(self, status: str, reason: str) -> None:
+        """running | done | preempted | failed, and why."""
+        write_whole(self.path / "status.json", json.dumps({"status": status, "reason": reason}) + "\n")
+
+    def status(self) -> str:
+        """The last status that was set, or "" in a new directory."""
+        try:
+            return str(json.loads((self.path / "status.json").read_text())["status"])
+        except (OSError, ValueError, KeyError):
+            return ""
+
+    def config(self) -> Config:
+        """The configuration the run was made with.
+
+        Raises:
+            UserError: this is no run directory, or its configuration is damaged.
+        """
+        file = self.path / "config.toml"
+        try:
+            return make_config(tomllib.loads(file.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            raise UserError(
+                f"{self.path} is no run directory: it has no config.toml; name a directory that "
+                "'narrowgauge train --out' made"
+            ) from None
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise UserError(
+                f"{file} cannot be read: {error}; restore it, or start with another --out"
+            ) from None
+
+    def claim(self, config: Config) -> None:
+        """Make the directory this configuration's, or check that it is.
+
+        Raises:
+            UserError: it holds a run of another configuration, other files, or cannot be written.
+        """
+        recipe_text = config.the_recipe().text
+        try:
+            make_directory(self.path)
+            if not (self.path / "config.toml").exists():
+                foreign = [p.name for p in self.path.iterdir() if not p.name.startswith(".")]
+                if foreign and foreign != ["recipe.toml"]:
+                    raise UserError(
+                        f"{self.path} holds {foreign[0]!r} and no config.toml, so it is no run directory; "
+                        "name a new directory with --out"
+                    )
+                write_whole(self.path / "recipe.toml", recipe_text)
+                write_whole(self.path / "config.toml", to_toml(config))
+                return
+        except OSError as error:
+            raise UserError(
+                f"the run directory {self.path} cannot be written: {error.strerror}; "
+                "name another with --out, or mend its permissions"
+            ) from None
+        _refuse_other(self.path, self.config(), config)
+        if (self.path / "recipe.toml").read_text(encoding="utf-8") != recipe_text:
+            raise UserError(
+                f"{self.path} was made with another text of recipe {config.recipe.name!r} (its recipe.toml); "
+                "restore the recipe, or start a new run with another --out"
+            )
+
+
+def _refuse_other(path: Path, there: Config, here: Config) -> None:
+    """Raise if two configurations would not make the same trajectory, naming the first difference."""
+    old, new = trajectory(there), trajectory(here)
+    for section in old:
+        for key in sorted(old[section].keys() | new[section].keys()):
+            a, b = old[section].get(key), new[section].get(key)
+            if a != b:
+                raise UserError(
+                    f"{path} holds a run with {section}.{key} = {a!r}, and now it is {b!r}; "
+                    "continue with the same value, or start a new run with another --out"
+                )

@@ -1,0 +1,66 @@
+"""The device a run is on: which one, how fast its matrix multiplication is, how much memory was used."""
+
+import resource
+import sys
+import time
+
+import torch
+
+from narrowgauge.errors import UserError, unknown
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def choose_device(wish: str) -> torch.device:
+    """The device that a configuration asks for.
+
+    Raises:
+        UserError: an unknown device, or a GPU asked for where torch sees none.
+    """
+    if wish.split(":")[0] not in DEVICES:
+        raise unknown("device", wish, DEVICES)
+    if wish == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wish.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(
+            f"training.device = {wish!r}, but this torch ({torch.__version__}) sees no GPU; "
+            "use --device cpu, or install a torch built for this machine's GPU"
+        )
+    return torch.device(wish)
+
+
+def device_name(device: torch.device) -> str:
+    """What a person calls the device."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
+def measure_peak(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """(FLOP/s, words) of the best of a few square matrix multiplications: the peak that MFU refers to."""
+    n = 8192 if device.type == "cuda" else 1024
+    a = torch.ones(n, n, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(6):
+        synchronize(device)
+        start = time.perf_counter()
+        a @ a
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    kind = str(dtype).removeprefix("torch.")
+    flops = 2 * n**3 / best
+    return flops, f"{flops / 1e12:.2f} TFLOP/s, a {n} x {n} {kind} matmul measured when the run started"
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's queue, so that a clock means something."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that torch allocated on a GPU, or the most that this process held on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

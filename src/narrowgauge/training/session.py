@@ -1,0 +1,152 @@
+"""What a run is made of, and how its state goes to a checkpoint and comes back bit for bit.
+
+The trajectory is a function of the configuration and of: the weights, the optimizer's moments and step
+counts, and the number of steps done. Token order and random bits are pure functions of (seed, step), so
+there is no generator, no cursor and no loader state to save.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from narrowgauge.checkpoint import Checkpoint, load, newest_valid, save
+from narrowgauge.data import Corpus, training_batch
+from narrowgauge.errors import UserError
+from narrowgauge.models import Transformer, initialize
+from narrowgauge.nn import convert, set_step
+from narrowgauge.optim import (
+    learning_rate,
+    make_adamw,
+    optimizer_tensors,
+    restore_optimizer,
+    set_learning_rate,
+)
+from narrowgauge.training.config import Config
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def build_model(config: Config, device: torch.device) -> Transformer:
+    """The configuration's model under its recipe, with its starting weights, on a device."""
+    recipe = config.the_recipe()
+    model = Transformer(config.the_model(), COMPUTE_DTYPES[recipe.compute])
+    initialize(model, config.training.seed)
+    model.recompute = config.training.recompute
+    convert(model, recipe)
+    return model.to(device)
+
+
+@dataclass
+class Session:
+    """A run in motion: everything that changes from step to step."""
+
+    config: Config
+    device: torch.device
+    model: Transformer
+    optimizer: torch.optim.Optimizer
+    step: int = 0
+    skips_in_a_row: int = 0
+    compiled_loss: object = field(default=None, repr=False)
+
+    @classmethod
+    def begin(cls, config: Config, device: torch.device) -> "Session":
+        """The state before the first step."""
+        model = build_model(config, device)
+        o = config.optimizer
+        session = cls(config, device, model, make_adamw(model, o.betas, o.eps, o.weight_decay))
+        session.compiled_loss = torch.compile(model.loss) if config.training.compile else model.loss
+        return session
+
+    def train_step(self, corpus: Corpus) -> tuple[float, float, float]:
+        """Take one optimizer step; returns (loss, gradient norm, learning rate).
+
+        A non-finite gradient norm leaves weights and moments as they were and is counted.
+        """
+        t, step = self.config.training, self.step + 1
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=self.device)
+        for first in range(0, t.batch_size, t.micro_batch_size):
+            n = (step - 1) * t.batch_size + first
+            x_BT, y_BT = training_batch(
+                corpus.train, t.seed, n, t.micro_batch_size, self.config.data.sequence_length
+            )
+            set_step(self.model, t.seed, step, first)
+            loss = self.loss(x_BT, y_BT) * (t.micro_batch_size / t.batch_size)
+            loss.backward()
+            total += loss.detach()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm)
+        lr = self.learning_rate(step)
+        finite = bool(norm.isfinite())
+        if finite:
+            set_learning_rate(self.optimizer, lr)
+            self.optimizer.step()
+        self.skips_in_a_row = 0 if finite else self.skips_in_a_row + 1
+        self.step = step
+        return total.item(), norm.item(), lr
+
+    def loss(self, x_BT: torch.Tensor, y_BT: torch.Tensor) -> torch.Tensor:
+        """Mean cross entropy of a batch, a scalar with gradient."""
+        assert callable(self.compiled_loss)
+        result = self.compiled_loss(x_BT.to(self.device), y_BT.to(self.device))
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    def learning_rate(self, step: int) -> float:
+        """That of optimizer step `step`."""
+        s = self.config.schedule
+        return learning_rate(
+            step,
+            lr=self.config.optimizer.lr,
+            steps=self.config.training.steps,
+            kind=s.kind,
+            warmup_steps=s.warmup_steps,
+            final_lr_fraction=s.final_lr_fraction,
+            decay_fraction=s.decay_fraction,
+        )
+
+    def save(self, checkpoints: Path, run_id: str) -> Path:
+        """Publish the state after `step` steps; see `checkpoint.save` for what it may raise."""
+        tensors: dict[str, dict[str, torch.Tensor]] = {
+            "model": dict(self.model.named_parameters(remove_duplicate=False)),
+            "optimizer": optimizer_tensors(self.model, self.optimizer),
+        }
+        state = {"skips_in_a_row": self.skips_in_a_row}
+        return save(checkpoints, self.step, tensors, state, self.config.checkpoint.keep, run_id)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Go back to a checkpoint's state."""
+        load_weights(self.model, checkpoint)
+        restore_optimizer(self.model, self.optimizer, checkpoint.tensors["optimizer"])
+        self.step = checkpoint.step
+        self.skips_in_a_row = checkpoint.state["skips_in_a_row"]
+
+
+@torch.no_grad()
+def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
+    """Copy a checkpoint's weights into a model.
+
+    Raises:
+        UserError: the checkpoint is another model's; the first difference is named.
+    """
+    weights = checkpoint.tensors["model"]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        if name not in weights or weights[name].shape != parameter.shape:
+            found = tuple(weights[name].shape) if name in weights else "nothing"
+            raise UserError(
+                f"the checkpoint of step {checkpoint.step} is another model's: {name} should be "
+                f"{tuple(parameter.shape)}, and it holds {found}; use the configuration it was made with"
+            )
+        parameter.copy_(weights[name])
+    if extra := weights.keys() - parameters.keys():
+        raise UserError(
+            f"the checkpoint of step {checkpoint.step} is another model's: this one has no {min(extra)}; "
+            "use the configuration it was made with"
+        )
+
+
+def newest_checkpoint(checkpoints: Path, run_id: str | None) -> tuple[Checkpoint | None, list[str]]:
+    """The newest valid checkpoint, if there is any, and a sentence for each newer one that was refused."""
+    path, refused = newest_valid(checkpoints, run_id)
+    return (None if path is None else load(path)), refused

@@ -1,0 +1,48 @@
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a job in a real process ended: exit code (negative: the signal), and the exception if there was one."""
+
+    pid: int
+    code: int | None
+    said: str
+
+
+@pytest.fixture(scope="session")
+def _server() -> Iterator[subprocess.Popen[str]]:
+    script = Path(__file__).with_name("child.py")
+    with subprocess.Popen(
+        [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        yield server
+        assert server.stdin is not None
+        server.stdin.close()
+
+
+@pytest.fixture
+def in_process(
+    _server: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Ended]:
+    """Do a job of child.py in a process of its own."""
+
+    def run(do: str, path: Path, crash_at: str | None = None, **job: Any) -> Ended:
+        said = tmp_path_factory.mktemp("said") / "said"
+        environment = {} if crash_at is None else {"NARROWGAUGE_CRASH_AT": crash_at}
+        job |= {"do": do, "path": str(path), "said": str(said), "environment": environment}
+        assert _server.stdin is not None
+        assert _server.stdout is not None
+        print(json.dumps(job), file=_server.stdin, flush=True)
+        answer = json.loads(_server.stdout.readline())
+        return Ended(answer["pid"], answer["code"], said.read_text() if said.exists() else "")
+
+    return run

@@ -1,0 +1,71 @@
+"""A prepared corpus is opened as it was written, or refused by the name of the file that is not."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from narrowgauge.data import open_corpus, prepare
+from narrowgauge.errors import UserError
+
+FILES = ["manifest.json", "tokenizer.json", "train.bin", "val.bin"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "missing"])
+def test_damage_to_any_file_is_found_at_opening_and_named(source, tmp_path, name, damage):
+    directory = prepare(source, "bpe-300", tmp_path / "out").directory
+    path = directory / name
+    raw = bytearray(path.read_bytes())
+    if damage == "missing":
+        path.unlink()
+    else:
+        raw[len(raw) // 2] ^= 0x80
+        path.write_bytes({"flip": raw, "cut": raw[:-2], "empty": b""}[damage])
+    with pytest.raises(UserError) as caught:
+        open_corpus(directory)
+    if (name, damage) == ("manifest.json", "missing"):
+        assert f"there is no prepared corpus in {directory}; make one with" in str(caught.value)
+    else:
+        assert f"{path} is damaged" in str(caught.value)
+        assert f"delete the directory {directory} and prepare it again" in str(caught.value)
+    with pytest.raises(UserError):
+        prepare(source, "bpe-300", directory)
+
+
+def test_without_verifying_lengths_are_checked_still(source, tmp_path):
+    directory = prepare(source, "bytes", tmp_path / "out").directory
+    assert np.array_equal(open_corpus(directory, verify=False).train, open_corpus(directory).train)
+    path = directory / "val.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(UserError, match=r"val\.bin is damaged"):
+        open_corpus(directory, verify=False)
+
+
+def test_swapped_parts_are_refused(source, tmp_path):
+    directory = prepare(source, "bytes", tmp_path / "out").directory
+    (directory / "train.bin").rename(directory / "x")
+    (directory / "val.bin").rename(directory / "train.bin")
+    (directory / "x").rename(directory / "val.bin")
+    with pytest.raises(UserError, match=r"train\.bin is damaged: it holds"):
+        open_corpus(directory)
+
+
+def test_a_manifest_that_promises_a_smaller_vocabulary_is_refused_with_the_position(source, tmp_path):
+    directory = prepare(source, "bpe-300", tmp_path / "out").directory
+    manifest = dataclasses.replace(open_corpus(directory).manifest, vocab_size=280)
+    (directory / "manifest.json").write_text(manifest.to_json())
+    with pytest.raises(UserError, match=r"token \d+ has id 2\d\d, and the vocabulary ends at 279"):
+        open_corpus(directory)
+    with pytest.raises(UserError, match="it has 300 ids, and the tokens 280"):
+        open_corpus(directory, verify=False)
+
+
+@pytest.mark.parametrize("change", [{"layout": 2}, {"layout": "1"}, {"extra": 1}, {"val_tokens": True}])
+def test_a_manifest_of_another_kind_is_refused(source, tmp_path, change):
+    directory = prepare(source, "bytes", tmp_path / "out").directory
+    path = directory / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=r"has layout 2|does not state just layout, source"):
+        open_corpus(directory)

@@ -1,0 +1,102 @@
+"""Killed, crowded, out of room: what is published is whole, and nothing else is left."""
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from narrowgauge.data import open_corpus, prepare
+from narrowgauge.errors import UserError
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from narrowgauge.data import prepare
+
+source, directory, stop_at, marker = sys.argv[1:]
+
+def stop(stage, done, total):
+    if stage == stop_at and not Path(marker).exists():
+        print("here", flush=True)
+        while not Path(marker).exists():
+            time.sleep(0.01)
+
+print(prepare(source, "bpe-300", Path(directory), stop).digest)
+"""
+
+
+def child(source, directory, stop_at, marker):
+    command = [sys.executable, "-W", "error", "-c", CHILD, source, str(directory), stop_at, str(marker)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def contents(directory):
+    return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
+
+
+@pytest.mark.parametrize("stop_at", ["learn", "encode the training part", "encode the held-out part"])
+def test_killed_at_any_stage_it_leaves_nothing_and_the_next_makes_the_same_bytes(source, tmp_path, stop_at):
+    undisturbed = contents(prepare(source, "bpe-300", tmp_path / "undisturbed").directory)
+    place = tmp_path / "place" / "out"
+    with child(source, place, stop_at, tmp_path / "never") as process:
+        assert process.stdout.readline() == "here\n"
+        process.kill()
+    assert process.returncode == -9
+    assert not place.exists()
+    (abandoned,) = place.parent.iterdir()
+    assert contents(prepare(source, "bpe-300", place).directory) == undisturbed
+    # What was left behind goes with the first build that comes an hour later.
+    long_ago = time.time() - 4000
+    for path in [*abandoned.iterdir(), abandoned]:
+        os.utime(path, (long_ago, long_ago))
+    shutil.rmtree(place)
+    prepare(source, "bpe-300", place)
+    assert os.listdir(place.parent) == ["out"]
+
+
+def test_two_at_once_both_end_well(source, tmp_path):
+    place, go = tmp_path / "place" / "out", tmp_path / "go"
+    children = [child(source, place, "encode the held-out part", go) for _ in range(2)]
+    for process in children:
+        assert process.stdout.readline() == "here\n"  # both have begun, neither has published
+    assert len(os.listdir(place.parent)) == 2
+    go.touch()
+    digests = {process.communicate(timeout=60)[0].strip() for process in children}
+    assert [process.returncode for process in children] == [0, 0]
+    assert digests == {open_corpus(place).digest}
+    assert os.listdir(place.parent) == ["out"]
+
+
+def test_a_full_disk_is_refused_and_leaves_nothing(source, cache):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        with pytest.raises(UserError, match=r"cannot write the corpus to .*: File too large; name another"):
+            prepare(source, "bytes")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(cache) == []
+    assert prepare(source, "bytes").manifest.train_documents > 0
+
+
+def test_a_directory_that_cannot_be_made_is_refused_by_name(source, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(
+        UserError,
+        match=rf"cannot write the corpus to {tmp_path}/file/out: {tmp_path}/file is a file; delete it",
+    ):
+        prepare(source, "bytes", tmp_path / "file" / "out")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_that_may_not_be_written_is_refused_by_name(source, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    with pytest.raises(
+        UserError, match=rf"cannot write the corpus to {tmp_path}/locked/out: Permission denied"
+    ):
+        prepare(source, "bytes", tmp_path / "locked" / "out")

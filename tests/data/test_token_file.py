@@ -1,0 +1,137 @@
+"""Token files: the layout to the bit, and no damaged file is ever read."""
+
+import hashlib
+import os
+import struct
+
+import numpy as np
+import pytest
+
+from narrowgauge.data import TokenFile, open_token_file, verify_token_file, write_token_file
+from narrowgauge.errors import UserError
+
+
+def write(path, ids, vocab_size, chunk=3):
+    array = np.array(ids, dtype=np.int64)
+    return write_token_file(path, (array[i : i + chunk] for i in range(0, len(array), chunk)), vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "magic", "version", "letter"),
+    [
+        (257, 20240520, 1, "H"),
+        (65536, 20240520, 1, "H"),
+        (65537, 20240801, 7, "I"),
+        (128256, 20240801, 7, "I"),
+    ],
+)
+def test_the_layout_is_llm_c_to_the_bit(tmp_path, vocab_size, magic, version, letter):
+    path = tmp_path / "train.bin"
+    ids = [0, 1, 255, 256, vocab_size - 1, 7, vocab_size - 1]
+    written = write(path, ids, vocab_size)
+    raw = path.read_bytes()
+    assert raw == struct.pack("<3i", magic, version, 7) + bytes(4 * 253) + struct.pack(f"<7{letter}", *ids)
+    assert written == TokenFile(7, hashlib.sha256(raw).hexdigest())
+    tokens = open_token_file(path, written)
+    assert tokens.tolist() == ids
+    assert tokens.dtype.itemsize == struct.calcsize(letter)
+    with pytest.raises(ValueError, match="read-only"):
+        tokens[0] = 1
+    verify_token_file(path, written, vocab_size)
+
+
+def test_a_file_of_someone_else_is_read(tmp_path):
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = 20240520, 1, 5
+    body = np.array([50256, 1, 2, 3, 50256], dtype="<u2")
+    (tmp_path / "x.bin").write_bytes(header.tobytes() + body.tobytes())
+    assert open_token_file(tmp_path / "x.bin").tolist() == body.tolist()
+
+
+def test_nothing_appears_when_writing_fails(tmp_path):
+    def chunks():
+        yield np.arange(10)
+        raise RuntimeError("the source broke")
+
+    with pytest.raises(RuntimeError, match="the source broke"):
+        write_token_file(tmp_path / "train.bin", chunks(), 257)
+    with pytest.raises(AssertionError):
+        write(tmp_path / "train.bin", [0, 257], 257)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda raw: raw[:-1], "promises 100 tokens, so 1224 bytes, and it has 1223"),
+        (lambda raw: raw[:-2], "and it has 1222"),
+        (lambda raw: raw[:1024], "and it has 1024"),
+        (lambda raw: raw[:500], "it has 500 bytes, and the header alone has 1024"),
+        (lambda raw: b"", "it has 0 bytes"),
+        (lambda raw: raw + b"\0", "and it has 1225"),
+        (lambda raw: raw + b"\0\0", "and it has 1226"),
+        (lambda raw: os.urandom(4).join([b"", raw[4:]]), "does not begin as a token file"),
+        (lambda raw: raw[:4] + struct.pack("<i", 2) + raw[8:], "version 2, 100 tokens"),
+        (lambda raw: raw[:8] + struct.pack("<i", -1) + raw[12:], "-1 tokens"),
+        (
+            lambda raw: raw[:8] + struct.pack("<i", 99) + raw[12:-2],
+            "holds 99 tokens and was written with 100",
+        ),
+        (lambda raw: raw[:8] + struct.pack("<i", 50) + raw[12:], "promises 50 tokens, so 1124 bytes"),
+    ],
+)
+def test_a_damaged_file_is_refused_at_opening_with_the_way_out(tmp_path, damage, words):
+    path = tmp_path / "train.bin"
+    written = write(path, range(100), 257)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(UserError) as caught:
+        open_token_file(path, written)
+    assert f"{path} is damaged" in str(caught.value)
+    assert words in str(caught.value)
+    assert f"prepare it again with `narrowgauge prepare SOURCE --out {tmp_path}`" in str(caught.value)
+
+
+def test_uint16_declared_uint32_is_refused(tmp_path):
+    path = tmp_path / "train.bin"
+    write(path, range(100), 257)
+    path.write_bytes(struct.pack("<2i", 20240801, 7) + path.read_bytes()[8:])
+    with pytest.raises(UserError, match="so 1424 bytes, and it has 1224"):
+        open_token_file(path)
+
+
+def test_missing_and_empty_files_are_refused(tmp_path):
+    with pytest.raises(UserError, match="cannot be read"):
+        open_token_file(tmp_path / "train.bin")
+    write_token_file(tmp_path / "train.bin", [], 257)
+    with pytest.raises(UserError, match="holds no tokens"):
+        open_token_file(tmp_path / "train.bin")
+
+
+def test_verify_finds_what_opening_cannot(tmp_path):
+    path = tmp_path / "train.bin"
+    written = write(path, range(100), 257)
+    raw = bytearray(path.read_bytes())
+    raw[1024 + 2 * 40] ^= 1  # one bit: token 40 becomes 41
+    path.write_bytes(raw)
+    open_token_file(path, written)
+    with pytest.raises(UserError, match="sha256 is not the one it was written with"):
+        verify_token_file(path, written, 257)
+
+
+def test_an_id_beyond_the_vocabulary_is_refused_with_its_position(tmp_path):
+    path = tmp_path / "train.bin"
+    written = write(path, [5, 6, 299, 7, 257], 300)
+    verify_token_file(path, written, 300)
+    with pytest.raises(UserError, match="token 2 has id 299, and the vocabulary ends at 256"):
+        verify_token_file(path, written, 257)
+    with pytest.raises(UserError, match="token 4 has id 257, and the vocabulary ends at 256"):
+        verify_token_file(path, write(path, [5, 6, 8, 7, 257], 300), 257)
+
+
+def test_an_id_beyond_the_vocabulary_is_found_past_the_first_chunk(tmp_path):
+    path = tmp_path / "train.bin"
+    ids = np.zeros((1 << 22) + 10, dtype=np.int64)
+    ids[-3] = 299
+    written = write_token_file(path, [ids], 300)
+    with pytest.raises(UserError, match=f"token {(1 << 22) + 7} has id 299"):
+        verify_token_file(path, written, 257)

@@ -1,0 +1,112 @@
+"""The page in a real browser: the script runs under the page's own policy, and the controls do what they say.
+
+To press buttons without a driver, a copy of the page without its policy gets one more script, which acts and
+leaves what it saw in the title.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from narrowgauge.report import write_report
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.skipif(
+    BROWSER is None, reason="no chromium, chromium-browser or google-chrome on PATH"
+)
+
+ACT = """
+const say = {};
+const plots = () => [...document.querySelectorAll(".chart")].filter((c) => !c.hidden);
+const line = (chart, run) => plots()[chart].querySelector(`.run${run} .line`)?.getAttribute("d") ?? null;
+const set = (id, value) => { const input = document.getElementById(id); input.value = value; input.dispatchEvent(new Event("input", { bubbles: true })); };
+const plot = plots()[0].querySelector(".plot");
+say.titles = plots().map((c) => c.querySelector("h3").textContent);
+say.before = line(0, 1) !== null;
+const button = document.querySelectorAll(".legend button")[1];
+button.click();
+say.hidden = [line(0, 1), button.getAttribute("aria-pressed")];
+button.click();
+say.back = [line(0, 1) !== null, button.getAttribute("aria-pressed")];
+const rough = line(0, 0);
+set("smooth", 15);
+say.smoother = line(0, 0) !== rough;
+set("smooth", 0);
+for (const axis of ["seconds", "step"]) document.querySelector(`input[value=${axis}]`).click();
+say.subtitle = plots()[0].querySelector(".heading .muted").textContent;
+document.getElementById("log").click();
+set("from", 50);
+say.holes = document.querySelector(".charts").innerHTML.includes("NaN");
+plot.focus();
+plot.dispatchEvent(new KeyboardEvent("keydown", { key: "End" }));
+say.readout = plot.querySelector(".readout").innerText;
+say.crosses = [...document.querySelectorAll(".cross")].filter((c) => c.children.length).length;
+plot.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape" }));
+say.silent = plot.querySelector(".readout").hidden;
+say.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+document.title = JSON.stringify(say);
+"""
+
+
+def dump(page, profile, *flags):
+    """The document after its scripts ran, and what the browser complained of."""
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"]
+    command += ["--disable-background-networking", "--disable-component-update", "--enable-logging=stderr"]
+    command += [
+        f"--user-data-dir={profile}",
+        "--virtual-time-budget=2000",
+        *flags,
+        "--dump-dom",
+        page.as_uri(),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.fixture
+def five(make_run):
+    recipes = ("bf16", "fp8", "mxfp8", "nvfp4", "mxfp4")
+    return [make_run(name, recipe=name, worse=0.05 * i, steps=300) for i, name in enumerate(recipes)]
+
+
+def test_the_script_draws_under_the_policy_of_the_page(five, make_run, tmp_path):
+    lost = make_run("lost", steps=100)
+    make_run.append(lost, '{"step": 101, "loss": NaN, "tokens": 6619136}\n{"step": 102, "loss": null}\n')
+    page = write_report([*five, lost], tmp_path / "report.html")
+    dom, complaints = dump(page, tmp_path / "profile", "--window-size=1280,2000")
+    assert complaints == []
+    charts = dom[dom.index('<div class="charts">') : dom.index("What the models write")]
+    assert len(re.findall(r'<path d="M[^"]+" class="line"', charts)) >= 6 * 6
+    assert len(set(re.findall(r'stroke-dasharray="([^"]*)"', charts))) >= 6, "not by colour alone"
+    assert "NaN" not in charts
+    assert "undefined" not in charts
+
+
+def test_the_controls_do_what_they_say(five, tmp_path):
+    page = write_report(five, tmp_path / "report.html")
+    html = re.sub(r"<meta http-equiv[^>]*>", "", page.read_text())
+    page.write_text(html.replace("</body>", f"<script>{ACT}</script></body>"))
+    dom, complaints = dump(page, tmp_path / "profile", "--window-size=1280,2000")
+    assert complaints == []
+    said = json.loads(re.search(r"<title>(\{.*?\})</title>", dom)[1].replace("&amp;", "&"))
+    assert said.pop("titles") == [
+        "Train loss", "Events", "Validation loss", "Validation gap to bf16", "Train gap to bf16", "Gradient norm",
+        "Learning rate", "Tokens per second",
+    ]  # fmt: skip
+    readout = said.pop("readout").split()
+    assert readout[:2] == ["300", "steps"]
+    assert readout[2:12:2] == ["bf16", "fp8", "mxfp8", "nvfp4", "mxfp4"]
+    assert said == {
+        "before": True,
+        "hidden": [None, "false"],
+        "back": [True, "true"],
+        "smoother": True,
+        "subtitle": "nats a token, across steps",
+        "holes": False,
+        "crosses": 8,
+        "silent": True,
+        "wide": 0,
+    }

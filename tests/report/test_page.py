@@ -1,0 +1,138 @@
+"""The page as a file: self-contained, inert against what it shows, whole or not at all."""
+
+import base64
+import hashlib
+import json
+import re
+
+import pytest
+
+from narrowgauge.errors import UserError
+from narrowgauge.report import read_run, render_report, write_report
+
+HOSTILE = "</script><script>alert(1)</script><!--<script> & \"quotes' \u2028 \u00e9"
+
+
+def data_of(html):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', html, re.S)[1])
+
+
+@pytest.fixture
+def five(make_run):
+    recipes = ("bf16", "fp8", "mxfp8", "nvfp4", "mxfp4")
+    return [make_run(name, recipe=name, worse=0.03 * i, steps=300) for i, name in enumerate(recipes)]
+
+
+def test_the_page_needs_nothing_but_itself(five, tmp_path):
+    out = write_report(five, tmp_path / "deep" / "report.html")
+    html = out.read_text("ascii")
+    assert not re.search(r"""(?:src|href|action)\s*=|@import|url\((?!#)|\bfetch\(|XMLHttpRequest""", html)
+    assert re.findall(r"https?://[^\"' ]*", html) == ["http://www.w3.org/2000/svg"], (
+        "a name space, never fetched"
+    )
+
+
+def test_the_policy_names_the_script_by_its_hash(five):
+    html = render_report([read_run(path) for path in five])
+    script = re.search(r"<script>(.*?)</script>", html, re.S)[1]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in html
+    assert html.count("<script") == 2
+
+
+def test_without_script_the_words_are_all_there(five):
+    html = re.sub(r"<script.*?</script>", "", render_report([read_run(path) for path in five]), flags=re.S)
+    for word in (
+        "5 runs compared",
+        "reference",
+        "emulated*",
+        "Once upon a time",
+        "recipe.name",
+        "<noscript>",
+    ):
+        assert word.replace("emulated*", "<td>emulated</td>") in html
+    for run in map(read_run, five):
+        assert f"{run.final_val_loss:.4f}" in html
+    assert html.count("<details>") == 5
+
+
+def test_one_run_shows_its_whole_configuration_and_no_gap(make_run):
+    html = render_report([read_run(make_run("solo", mfu=0.3))])
+    assert "<h1>solo</h1>" in html
+    assert "<dt>warmup_steps</dt><dd>20</dd>" in html
+    assert "989 TFLOP/s" in html
+    assert "reference" not in re.sub(r"<script.*?</script>", "", html, flags=re.S)
+
+
+def test_what_comes_from_a_run_is_shown_and_never_obeyed(make_run):
+    path = make_run("<img src=x onerror=alert(1)>", sample=HOSTILE)
+    make_run.append(path, json.dumps({"event": HOSTILE, "step": 3, "reason": HOSTILE}) + "\n")
+    (path / "config.toml").write_text('[model]\nname = "<b onclick=alert(1)>"\n"<i>" = 1\n')
+    (path / "status.json").write_text(json.dumps({"status": "failed", "reason": HOSTILE}))
+    html = render_report([read_run(path)])
+    assert html.count("<script") == 2
+    assert html.count("</script>") == 2
+    assert not re.search(r"<img|<b |<i>|<!--", html)
+    kinds = {event["kind"] for event in data_of(html)["runs"][0]["events"]}
+    assert HOSTILE in kinds, "the data arrive unchanged"
+
+
+def test_differences_come_first(five):
+    html = render_report([read_run(path) for path in five])
+    table = html[html.index("Where they differ") : html.index("Each in full")]
+    assert re.findall(r"<code>(.*?)</code>", table) == ["recipe.name"]
+
+
+def test_twins_are_called_identical(make_run):
+    html = render_report([read_run(make_run("a")), read_run(make_run("b"))])
+    assert "The configurations are identical." in html
+
+
+def test_a_run_without_a_step_gets_a_page_that_says_so(make_run, tmp_path):
+    young = make_run("young", status="running")
+    (young / "metrics.jsonl").unlink()
+    html = write_report([young], tmp_path / "r.html").read_text()
+    assert "no step has been recorded yet (status: running)" in html
+    assert "There are no curves yet" in html
+
+
+def test_a_run_that_diverged_gets_a_page(make_run):
+    path = make_run("lost", steps=50)
+    make_run.append(
+        path, '{"step": 51, "loss": NaN, "grad_norm": Infinity, "val_loss": null}\n{"step": 52, "lo'
+    )
+    html = render_report([read_run(path)])
+    assert "not finite" in html
+    assert "1 torn line" in html
+    assert data_of(html)["runs"][0]["curves"]["loss"]["mean"][-1] is None
+
+
+@pytest.mark.parametrize(("count", "steps"), [(1, 100_000), (40, 2000)])
+def test_the_page_stays_under_two_megabytes(make_run, tmp_path, count, steps):
+    paths = [make_run("run0", steps=steps)]
+    for i in range(1, count):
+        copy = paths[0].with_name(f"run{i}")
+        copy.mkdir()
+        for file in paths[0].iterdir():
+            (copy / file.name).write_bytes(file.read_bytes())
+        paths.append(copy)
+    assert write_report(paths, tmp_path / "big.html").stat().st_size < 2_000_000
+
+
+def test_a_write_that_fails_leaves_the_old_page_and_no_litter(five, tmp_path, monkeypatch):
+    out = write_report(five, tmp_path / "report.html")
+    old = out.read_bytes()
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(UserError, match=r"cannot write .*report.html' \(No space left on device\); choose"):
+        write_report(five[:1], out)
+    assert out.read_bytes() == old
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["report.html", "runs"]
+
+
+def test_a_directory_is_no_report(five, tmp_path):
+    with pytest.raises(UserError, match=r"is a directory, but a report is a file: try .*report.html"):
+        write_report(five, tmp_path)
