@@ -3,7 +3,7 @@
 from narrowgauge.formats.codes import decode, encode, pack, unpack
 from narrowgauge.formats.format import Format, Specials
 from narrowgauge.formats.random_stream import Stream, stream, stream_key
-from narrowgauge.formats.rounding import ROUNDINGS, round_finite, round_to
+from narrowgauge.formats.rounding import ROUNDINGS, round_finite, round_finite_, round_to
 from narrowgauge.formats.table import format, format_names, torch_dtype
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "format_names",
     "pack",
     "round_finite",
+    "round_finite_",
     "round_to",
     "stream",
     "stream_key",

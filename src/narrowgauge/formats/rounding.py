@@ -34,6 +34,8 @@ from narrowgauge.formats.random_stream import Stream
 Rounding = Literal["nearest-even", "half-away", "toward-zero", "stochastic"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 
+_PIECE = 2**18  # elements; with its temporaries, about what a core's second-level cache holds
+
 # The working precision: (integer of the same width, exponent mask, mantissa bits, exponent bias).
 _LAYOUT = {
     torch.float32: (torch.int32, 0x7F800000, 23, 127),
@@ -84,18 +86,49 @@ def round_finite(
     rounding: str = "nearest-even",
     generator: torch.Generator | Stream | None = None,
 ) -> torch.Tensor:
-    """`round_to` for a float32 or float64 tensor without infinities: the inner loop of every quantizer.
+    """`round_to` for a float32 or float64 tensor without infinities.
 
     Infinities come out as the largest finite number; NaN stays NaN. A new tensor is returned.
     """
-    x = x.clamp(-fmt.max, fmt.max)
+    return round_finite_(x.clone(), fmt, rounding, generator)
+
+
+def round_finite_(
+    x: torch.Tensor,
+    fmt: Format,
+    rounding: str = "nearest-even",
+    generator: torch.Generator | Stream | None = None,
+) -> torch.Tensor:
+    """`round_finite` in place: the inner loop of every quantizer. Returns x.
+
+    On a CPU a large tensor is walked through in pieces that stay in the cache, because the eight passes over
+    it are bound by memory.
+    """
+    piecewise = x.device.type == "cpu" and x.numel() > _PIECE and x.is_contiguous()
+    if piecewise and rounding == "nearest-even" and not torch.compiler.is_compiling():
+        for piece in x.view(-1).split(_PIECE):
+            _round_(piece, fmt, rounding, generator)
+        return x
+    return _round_(x, fmt, rounding, generator)
+
+
+def _round_(
+    x: torch.Tensor, fmt: Format, rounding: str, generator: torch.Generator | Stream | None
+) -> torch.Tensor:
+    below = x > fmt.smallest_normal if not fmt.zero else None
+    x.clamp_(-fmt.max, fmt.max)
     _, inverse, quantum = grid_around(x, fmt)
-    y = _round_to_integer(x * inverse, rounding, generator) * quantum
-    if not fmt.zero:
-        y = y.clamp(min=fmt.smallest_normal)
+    x.mul_(inverse)
+    if rounding == "nearest-even":
+        x.round_()
+    else:
+        x.copy_(_round_to_integer(x, rounding, generator))
+    x.mul_(quantum)
+    if below is not None:
+        x.clamp_(min=fmt.smallest_normal)
         if rounding == "nearest-even":  # as ml_dtypes and torch: between the two smallest scales, up
-            y = torch.where((x > fmt.smallest_normal) & (y == fmt.smallest_normal), 2 * y, y)
-    return y if fmt.has_negative_zero else y + 0.0  # -0 + 0 = +0
+            x.copy_(torch.where(below & (x == fmt.smallest_normal), 2 * x, x))
+    return x if fmt.has_negative_zero else x.add_(0.0)  # -0 + 0 = +0
 
 
 def grid_around(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -116,9 +149,7 @@ def grid_around(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tenso
 def _round_to_integer(
     t: torch.Tensor, rounding: str, generator: torch.Generator | Stream | None
 ) -> torch.Tensor:
-    """Round to integers; the sign of a zero is kept."""
-    if rounding == "nearest-even":
-        return t.round()
+    """Round to integers other than by "nearest-even"; the sign of a zero is kept."""
     whole = t.trunc()
     if rounding == "toward-zero":
         return whole

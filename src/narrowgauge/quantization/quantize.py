@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.formats import Stream, decode, encode, pack, round_finite, torch_dtype
+from narrowgauge.formats import Stream, decode, encode, pack, round_finite_, torch_dtype
 from narrowgauge.quantization import scales
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
@@ -140,7 +140,8 @@ def _over_block(scale: torch.Tensor, blocks: Blocks) -> torch.Tensor:
 
 def _to_grid(x: torch.Tensor, cast: Cast, blocks: Blocks, generator: Generator) -> _Grid:
     """Scale every block and round it to the element grid."""
-    x = blocks.split(x)
+    is_copy = x.dtype != torch.float32
+    x = blocks.split(x).float()
     amax = _amax(x, blocks)
     finite = amax.isfinite()
     amax = torch.where(finite, amax, 0.0)
@@ -157,14 +158,15 @@ def _to_grid(x: torch.Tensor, cast: Cast, blocks: Blocks, generator: Generator) 
         encode_scale, block_scale = scales.nvfp4_block_scale(amax, S, cast.element, cast.headroom)
         codes = torch.where(finite, encode(block_scale, scales.E4M3), 0x7F).to(torch.uint8)
     block_scale = torch.where(finite, block_scale, torch.nan)
-    values = round_finite(x.float() * encode_scale, cast.element, cast.rounding, generator)
+    scaled = x.mul_(encode_scale) if is_copy else x * encode_scale
+    values = round_finite_(scaled, cast.element, cast.rounding, generator)
     return _Grid(values, block_scale, tensor_scale, codes, finite)
 
 
 def _amax(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """Largest magnitude of each block of a split tensor, float32, inner dims kept with size 1."""
     if not blocks.inner:
-        return x.abs().float()
+        return x.abs()
     if x.numel() == 0:
         return _over_block(torch.zeros(blocks.grid, device=x.device), blocks)
-    return x.abs().amax(blocks.inner, keepdim=True).float()
+    return x.abs().amax(blocks.inner, keepdim=True)
