@@ -30,7 +30,7 @@ def do(job: dict) -> None:
     if job["do"] == "save":
         if "largest_file" in job:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"],) * 2)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"], resource.RLIM_INFINITY))
         save_step(job, job["step"])
     elif job["do"] == "save for ever":
         step = job["step"]
@@ -54,6 +54,7 @@ def run_in_child(job: dict) -> None:
         do(job)
         code = 0
     except Exception as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         Path(job["said"]).write_text(f"{type(error).__name__}: {error}")
         code = 1
     os._exit(code)

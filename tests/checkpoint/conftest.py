@@ -11,7 +11,7 @@ import pytest
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job in a real process ended: exit code (negative: the signal), and the exception if there was one."""
+    """How a job in a real process ended: exit code (negative: the signal), and its exception if any."""
 
     pid: int
     code: int | None

@@ -45,12 +45,12 @@ def test_without_script_the_words_are_all_there(five):
     for word in (
         "5 runs compared",
         "reference",
-        "emulated*",
+        "<td>emulated</td>",
         "Once upon a time",
         "recipe.name",
         "<noscript>",
     ):
-        assert word.replace("emulated*", "<td>emulated</td>") in html
+        assert word in html
     for run in map(read_run, five):
         assert f"{run.final_val_loss:.4f}" in html
     assert html.count("<details>") == 5

@@ -57,6 +57,14 @@ def test_notes_name_the_peak_and_the_reason(runs):
     assert not any("different numbers of tokens" in note for note in notes)
 
 
+def test_runs_with_different_peaks_are_named_with_theirs(make_run):
+    a, b = make_run("a", mfu=0.2), make_run("b", mfu=0.3)
+    make_run.append(b, '{"event": "resume", "step": 200, "peak_source": "another peak"}\n')
+    notes = comparison_notes(read_runs([a, b]))
+    assert "MFU of a: a share of 989 TFLOP/s, dense BF16 of an H100 SXM." in notes
+    assert "MFU of b: a share of another peak." in notes
+
+
 def test_columns_that_nobody_fills_are_left_out(make_run):
     young = make_run("young")
     (young / "metrics.jsonl").unlink()

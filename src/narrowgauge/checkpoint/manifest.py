@@ -118,7 +118,7 @@ def _from_json(content: Any) -> Manifest:
 def verify(directory: Path, run_id: str | None = None) -> Manifest:
     """Check a published directory whole: its own name, the set of files, each size, each SHA-256.
 
-    Raises `DamagedError`, also where the operating system cannot read something, with the file and the reason.
+    Raises `DamagedError` with the file and the reason, also where the operating system cannot read it.
     """
     if directory.is_symlink() or not directory.is_dir():
         raise DamagedError(f"{directory} is not a directory of its own")

@@ -16,6 +16,7 @@ points `write:FILE` and `written:FILE` for each file.
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -81,16 +82,16 @@ def save(
             write_new(draft / STATE, json.dumps(dict(state), allow_nan=False, indent=1) + "\n")
             manifest = seal(draft, step, run_id, {name: describe(draft / name) for name in [*files, STATE]})
             path = publish(draft, manifest)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise SaveError(
-            f"step {step} could not be saved under {str(directory)!r} ({_cause(error)}), and the checkpoints "
+            f"step {step} could not be saved under {str(directory)!r} ({error}), and the checkpoints "
             f"there are untouched; free disk space or mend the permissions before the next save"
         ) from error
     try:
         retain(directory, keep, manifest)
     except OSError as error:
         raise SaveError(
-            f"step {step} is saved, but older steps could not be removed ({_cause(error)}), so the disk will "
+            f"step {step} is saved, but older steps could not be removed ({error}), so the disk will "
             f"fill; mend the permissions of {str(directory)!r}"
         ) from error
     return path
@@ -106,10 +107,10 @@ def _draft(directory: Path, step: int) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _cause(error: OSError | SafetensorError) -> str:
-    if isinstance(error, OSError) and error.filename:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
+def _operating_system_error(error: SafetensorError, path: Path) -> Exception:
+    """The `OSError` that safetensors wraps into a text; the same error where it is of another kind."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1])), str(path)) if found else error
 
 
 def load(path: Path) -> Checkpoint:
@@ -150,7 +151,10 @@ def _write_group(draft: Path, group: str, named: Mapping[str, torch.Tensor]) -> 
         # safetensors refuses tensors that overlap: a second view of a storage is stored as a copy
         stored[name] = own.clone() if storage in storages else own
         storages.add(storage)
-    save_file(stored, path, metadata={ALIASES: json.dumps(aliases)} if aliases else None)
+    try:
+        save_file(stored, path, metadata={ALIASES: json.dumps(aliases)} if aliases else None)
+    except SafetensorError as error:
+        raise _operating_system_error(error, path) from error
     path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes files that only the owner can read
     crash_point(f"written:{path.name}")
     return path.name

@@ -3,9 +3,10 @@
 function drawGrid(drawing, { low, high, log, view, px, py, width, height, margin, spec }) {
   const grid = make("g", { class: "grid" }, drawing);
   const rows = log ? logTicks(low, high, 5) : linearTicks(low, high, 5);
+  const largest = rows.step ? Math.max(...rows.ticks.map(Math.abs)) : 0;
   for (const at of rows.ticks) {
     make("path", { d: `M${margin.left} ${py(at)}H${width - margin.right}`, class: at === 0 && spec.zero ? "zero" : "" }, grid);
-    make("text", { x: margin.left - 8, y: py(at) + 4, "text-anchor": "end" }, grid, spec.tick(at, rows.step));
+    make("text", { x: margin.left - 8, y: py(at) + 4, "text-anchor": "end" }, grid, spec.tick(at, rows.step, largest));
   }
   drawAcross(grid, { view, px, width, height, margin });
 }
@@ -18,7 +19,7 @@ function drawAcross(grid, { view, px, width, height, margin }) {
     const at = tick * view.unit;
     if (px(at) > width - 24 || px(at) < margin.left - 1) continue;
     make("path", { d: `M${px(at)} ${height - margin.bottom}v4`, class: "tick" }, grid);
-    make("text", { x: px(at), y: height - margin.bottom + 17, "text-anchor": "middle" }, grid, short(tick, step) + view.unitName);
+    make("text", { x: px(at), y: height - margin.bottom + 17, "text-anchor": "middle" }, grid, short(tick, step, ticks[ticks.length - 1]) + view.unitName);
   }
 }
 

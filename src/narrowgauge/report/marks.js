@@ -14,6 +14,7 @@ const SHAPES = [
 ];
 const EVENT_SHAPES = {
   save: "M0 -4V4",
+  "save failed": "M-4.5 -4.5H4.5L0 4.5Z",
   start: "M0 -5.5V5.5",
   resume: "M-3.5 -5L4.5 0L-3.5 5Z",
   skip: "M-4 -4L4 4M-4 4L4 -4",
@@ -69,23 +70,25 @@ function logTicks(low, high, wanted) {
   return { ticks: ticks.filter((_, i) => i % every === 0), step: 0 };
 }
 
-/** A number in few digits: 12.3 k, 0.0031, 6.0e-7. `step` is the distance of ticks, where there are any. */
-function short(value, step) {
-  const size = Math.abs(value);
-  if (size === 0) return "0";
+/**
+ * A number in few digits: 12.3 k, 0.0031, 6.0e-7. For ticks, `step` is their distance and `largest` the greatest
+ * of them, so that all are written in one unit.
+ */
+function short(value, step, largest) {
+  if (value === 0) return "0";
+  const size = Math.abs(largest || value);
   for (const [unit, suffix] of [[1e12, " T"], [1e9, " B"], [1e6, " M"], [1e4, " k"]])
     if (size >= unit * 0.99999) {
       const scale = suffix === " k" ? 1e3 : unit;
       const digits = step ? decimals(step / scale) : size / scale < 10 ? 2 : size / scale < 100 ? 1 : 0;
       return (value / scale).toFixed(digits) + suffix;
     }
-  if (size < 1e-3) return value.toExponential(step ? 0 : 2);
+  if (size < 1e-3) return value.toExponential(step ? Math.max(0, exponent(value) - exponent(step)) : 2);
   return step ? value.toFixed(decimals(step)) : String(+value.toPrecision(4));
 }
 
-function decimals(step) {
-  return Math.min(8, Math.max(0, -Math.floor(Math.log10(step) + 1e-9)));
-}
+const exponent = (value) => Math.floor(Math.log10(Math.abs(value)) + 1e-9);
+const decimals = (step) => Math.min(8, Math.max(0, -exponent(step)));
 
 /** The unit that suits a duration: its length in seconds, and its name. */
 function durationUnit(seconds) {

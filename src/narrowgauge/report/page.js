@@ -49,8 +49,8 @@ const gaps = (of, places) => (view) => {
 const trainOf = (run, number, view) => layerOf(run, number, "loss", view);
 const across = (words) => (view) => `${words}, across ${view.axisName.replace("of ", "")}`;
 const four = (value) => value.toFixed(4), percent = (value) => `${value > 0 ? "+" : ""}${value.toFixed(2)} %`;
-const numbered = { tick: (value, step) => short(value, step), format: (value) => short(value) };
-const inPercent = { tick: (value, step) => `${value > 0 ? "+" : ""}${short(value, step)} %`, format: percent, zero: true };
+const numbered = { tick: short, format: (value) => short(value) };
+const inPercent = { tick: (value, ...scale) => `${value > 0 ? "+" : ""}${short(value, ...scale)} %`, format: percent, zero: true };
 const speedNote = RUNS.some((run) => run.emulated) ? " (an emulated speed is not its formats' own)" : "";
 
 const SPECS = [

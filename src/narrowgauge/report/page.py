@@ -9,13 +9,13 @@ its script element, and a content security policy lets no script run but our own
 import base64
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
 from string import Template
 
+from narrowgauge.checkpoint import make_directory, write_whole
 from narrowgauge.errors import UserError
 from narrowgauge.report import sections
 from narrowgauge.report.curves import page_data
@@ -35,7 +35,8 @@ def write_report(runs: Sequence[Path | str], out: Path | str) -> Path:
     if out.is_dir():
         raise UserError(f"{str(out)!r} is a directory, but a report is a file: try {out / 'report.html'}")
     try:
-        _write_whole(out, html)
+        make_directory(out.parent)
+        write_whole(out, html)
     except OSError as error:
         raise UserError(f"cannot write {str(out)!r} ({error.strerror}); choose another --out") from error
     return out
@@ -70,17 +71,3 @@ def _json_in_html(value: object) -> str:
 
 def _template(name: str) -> str:
     return resources.files("narrowgauge.report").joinpath(name).read_text("ascii").strip()
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write beside `path`, then rename: a reader sees the old page or the new one, never half of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("w", encoding="ascii") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

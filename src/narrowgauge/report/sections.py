@@ -57,7 +57,7 @@ def configuration(runs: Sequence[Run]) -> str:
 def samples(runs: Sequence[Run]) -> str:
     """What the trained models wrote; empty where no run left a sample."""
     figures = [
-        f"<figure><figcaption>{escape(run.name)}{_prompt(prompt)}</figcaption><pre>{escape(text)}</pre></figure>"
+        f"<figure><figcaption>{escape(run.name)}{_prompt(prompt)}</figcaption><pre>\n{escape(text)}</pre></figure>"
         for run in runs
         for prompt, text in run.samples[-1:]
     ]

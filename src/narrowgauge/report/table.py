@@ -24,7 +24,7 @@ def comparison_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
     """One row a run; keys are the column heads, in order, values are ready to print.
 
     Columns: run, recipe, arithmetic, tokens, train loss, val loss, gap, tokens/s, memory, MFU, status.
-    A speed with a star is an emulated run's, which says nothing about the speed of its formats.
+    A star marks an emulated run's speed and MFU, which say nothing about those of its formats.
     """
     rows = [_row(run, runs[0]) for run in runs]
     kept = [column for column in rows[0] if column in TEXT_COLUMNS or any(r[column] != NOTHING for r in rows)]
@@ -46,10 +46,8 @@ def comparison_notes(runs: Sequence[Run]) -> list[str]:
             "The runs saw different numbers of tokens: their final losses do not compare, the gaps do."
         )
     if any(run.backend == "emulated" for run in runs):
-        notes.append("* Emulated arithmetic: this speed says nothing about the format's speed in hardware.")
-    with_mfu = [run for run in runs if run.mfu is not None]
-    for source in dict.fromkeys(run.peak_source or "a peak the run did not name" for run in with_mfu):
-        notes.append(f"MFU is a share of {source}.")
+        notes.append("* Emulated arithmetic: speed and MFU say nothing about the format's own in hardware.")
+    notes += _peak_notes([run for run in runs if run.mfu is not None])
     for run in runs:
         if run.status in ("failed", "preempted") and run.reason:
             notes.append(f"{run.name} {run.status}: {run.reason}")
@@ -57,6 +55,16 @@ def comparison_notes(runs: Sequence[Run]) -> list[str]:
             lines = "line" if run.ignored_lines == 1 else "lines"
             notes.append(f"{run.name}: {run.ignored_lines} torn {lines} of metrics.jsonl left out.")
     return notes
+
+
+def _peak_notes(runs: Sequence[Run]) -> list[str]:
+    """Which peak an MFU refers to; with the names of the runs, where they do not share one."""
+    of_peak: dict[str, list[str]] = {}
+    for run in runs:
+        of_peak.setdefault(run.peak_source or "a peak the run did not name", []).append(run.name)
+    if len(of_peak) == 1:
+        return [f"MFU is a share of {next(iter(of_peak))}."]
+    return [f"MFU of {', '.join(names)}: a share of {peak}." for peak, names in of_peak.items()]
 
 
 def print_comparison(runs: Sequence[Run], console: Console) -> None:
@@ -173,6 +181,6 @@ def _row(run: Run, first: Run) -> dict[str, str]:
         "gap": "reference" if run is first else gap_words(gap_to(run, first)),
         "tokens/s": NOTHING if speed is None else f"{human_count(speed)}{star}",
         "memory": NOTHING if memory is None else human_bytes(memory),
-        "MFU": NOTHING if mfu is None else f"{100 * mfu:.1f} %",
+        "MFU": NOTHING if mfu is None else f"{100 * mfu:.1f} %{star}",
         "status": run.status,
     }
