@@ -56,9 +56,8 @@ def report_ratios(times: dict[str, list[float]], reference: str) -> dict[str, di
         ratios = [a / b for a, b in zip(own, times[reference], strict=True)]
         median = statistics.median(ratios)
         rows[name] = {"ratio": median, "low": min(ratios), "high": max(ratios), "seconds": min(own)}
-        print(
-            f"{name:12s} {median:6.2f} x {reference}  [{min(ratios):.2f}, {max(ratios):.2f}]  {min(own):.3f} s"
-        )
+        spread = f"[{min(ratios):.2f}, {max(ratios):.2f}]"
+        print(f"{name:12s} {median:6.2f} x {reference}  {spread}  {min(own):.3f} s")
     return rows
 
 

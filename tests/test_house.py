@@ -70,7 +70,8 @@ def test_nothing_read_from_a_file_can_be_executed():
     for path in FILES:
         source = path.read_text(encoding="utf-8")
         for word in ("import pickle", "torch.load", "eval(", "exec(", "allow_pickle"):
-            assert f"\n{word}" not in source and f" {word}" not in source, f"{path}: {word}"
+            found = f"\n{word}" in source or f" {word}" in source
+            assert not found, f"{path}: {word}"
 
 
 def test_no_file_is_longer_than_it_may_be():

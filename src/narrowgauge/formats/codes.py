@@ -14,7 +14,7 @@ from functools import cache
 import torch
 
 from narrowgauge.formats.format import Format, Specials
-from narrowgauge.formats.rounding import grid_around, working_copy
+from narrowgauge.formats.rounding import binade, exponent_bits, inverse_quantum, working_copy
 
 
 def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -28,10 +28,10 @@ def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
         uint8 tensor of the same shape (int32 for formats of more than 8 bits).
     """
     v = working_copy(values, fmt)
-    binade, inverse, _ = grid_around(v, fmt)
-    quanta = (v.abs() * inverse).to(torch.int32)
+    exponent = exponent_bits(v, fmt)
+    quanta = (v.abs() * inverse_quantum(exponent, fmt, v.dtype)).to(torch.int32)
     # Without subnormals (E8M0) code 0 is already a normal number: its leading one is not counted.
-    codes = (binade.to(torch.int32) << fmt.mantissa_bits) + quanta - (0 if fmt.zero else 1)
+    codes = (binade(exponent, fmt, v.dtype) << fmt.mantissa_bits) + quanta - (0 if fmt.zero else 1)
     if fmt.infinity_code is not None:
         codes = torch.where(v.isinf(), fmt.infinity_code, codes)
     if fmt.signed:

@@ -117,13 +117,13 @@ def _round_(
 ) -> torch.Tensor:
     below = x > fmt.smallest_normal if not fmt.zero else None
     x.clamp_(-fmt.max, fmt.max)
-    _, inverse, quantum = grid_around(x, fmt)
-    x.mul_(inverse)
+    exponent = exponent_bits(x, fmt)
+    x.mul_(inverse_quantum(exponent, fmt, x.dtype))
     if rounding == "nearest-even":
         x.round_()
     else:
         x.copy_(_round_to_integer(x, rounding, generator))
-    x.mul_(quantum)
+    x.mul_(quantum_(exponent, fmt, x.dtype))
     if below is not None:
         x.clamp_(min=fmt.smallest_normal)
         if rounding == "nearest-even":  # as ml_dtypes and torch: between the two smallest scales, up
@@ -131,19 +131,30 @@ def _round_(
     return x if fmt.has_negative_zero else x.add_(0.0)  # -0 + 0 = +0
 
 
-def grid_around(x: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The grid's spacing around each element of a float32 or float64 tensor within the format's range.
+def exponent_bits(x: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """The exponent field of each element of a float32 or float64 tensor; at least that of 2^emin.
 
-    Returns:
-        (binade, 1 / q, q): how many binades the element lies above the lowest one (integers), the inverse
-        of the quantum and the quantum q, both of x's dtype and exact.
+    An integer tensor of the same width: the field stays where it is in the word, all other bits are zero.
     """
     int_dtype, exponent_mask, mantissa_bits, bias = _LAYOUT[x.dtype]
-    lowest = (fmt.emin + bias) << mantissa_bits
-    exponent = (x.view(int_dtype) & exponent_mask).clamp_(min=lowest)
-    inverse = (((2 * bias + fmt.mantissa_bits) << mantissa_bits) - exponent).view(x.dtype)
-    quantum = (exponent - (fmt.mantissa_bits << mantissa_bits)).view(x.dtype)
-    return (exponent - lowest) >> mantissa_bits, inverse, quantum
+    return (x.view(int_dtype) & exponent_mask).clamp_(min=(fmt.emin + bias) << mantissa_bits)
+
+
+def inverse_quantum(exponent: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
+    """1 / q of `exponent_bits`, exact, as a float tensor."""
+    _, _, mantissa_bits, bias = _LAYOUT[dtype]
+    return (((2 * bias + fmt.mantissa_bits) << mantissa_bits) - exponent).view(dtype)
+
+
+def quantum_(exponent: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
+    """q of `exponent_bits`, exact, as a float tensor in the same memory."""
+    return exponent.sub_(fmt.mantissa_bits << _LAYOUT[dtype][2]).view(dtype)
+
+
+def binade(exponent: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
+    """How many binades above the lowest one the elements of `exponent_bits` lie, int32."""
+    _, _, mantissa_bits, bias = _LAYOUT[dtype]
+    return (exponent >> mantissa_bits).to(torch.int32) - (fmt.emin + bias)
 
 
 def _round_to_integer(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.formats import Stream, decode, encode, pack, round_finite_, torch_dtype
+from narrowgauge.formats import Stream, decode, encode, format, pack, round_finite_, torch_dtype
 from narrowgauge.quantization import scales
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
@@ -60,7 +60,6 @@ class _Grid:
     values: torch.Tensor
     block_scale: torch.Tensor
     tensor_scale: torch.Tensor | None
-    scale_codes: torch.Tensor | None
     finite: torch.Tensor  # bool, per block
 
 
@@ -103,7 +102,7 @@ def quantize(
     return QTensor(
         codes=codes,
         scales=per_block(grid.block_scale),
-        scale_codes=None if grid.scale_codes is None else per_block(grid.scale_codes),
+        scale_codes=None if c.scale == "fp32" else encode(per_block(grid.block_scale), format(c.scale)),
         tensor_scale=torch.ones((), device=x.device) if grid.tensor_scale is None else grid.tensor_scale,
         cast=c,
         blocks=blocks,
@@ -145,22 +144,20 @@ def _to_grid(x: torch.Tensor, cast: Cast, blocks: Blocks, generator: Generator) 
     amax = _amax(x, blocks)
     finite = amax.isfinite()
     amax = torch.where(finite, amax, 0.0)
-    tensor_scale, codes = None, None
+    tensor_scale = None
     if cast.scale == "fp32":
         encode_scale, block_scale = scales.fp32_scale(amax, cast.element)
     elif cast.scale == "e8m0":
         assert cast.scale_rule is not None
         code = scales.e8m0_code(amax, cast.element, cast.scale_rule)
         encode_scale, block_scale = scales.e8m0_scale(code)
-        codes = torch.where(finite, code, 0xFF).to(torch.uint8)
     else:
         S, tensor_scale = scales.nvfp4_tensor_scale(amax.amax(), cast.element, cast.headroom)
         encode_scale, block_scale = scales.nvfp4_block_scale(amax, S, cast.element, cast.headroom)
-        codes = torch.where(finite, encode(block_scale, scales.E4M3), 0x7F).to(torch.uint8)
     block_scale = torch.where(finite, block_scale, torch.nan)
     scaled = x.mul_(encode_scale) if is_copy else x * encode_scale
     values = round_finite_(scaled, cast.element, cast.rounding, generator)
-    return _Grid(values, block_scale, tensor_scale, codes, finite)
+    return _Grid(values, block_scale, tensor_scale, finite)
 
 
 def _amax(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
@@ -169,4 +166,7 @@ def _amax(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         return x.abs()
     if x.numel() == 0:
         return _over_block(torch.zeros(blocks.grid, device=x.device), blocks)
-    return x.abs().amax(blocks.inner, keepdim=True)
+    largest, smallest = x, x
+    for dim in reversed(blocks.inner):  # one at a time, the innermost first: faster than all at once
+        largest, smallest = largest.amax(dim, keepdim=True), smallest.amin(dim, keepdim=True)
+    return torch.maximum(largest, -smallest).abs()  # .abs() for the sign of zero

@@ -27,7 +27,8 @@ GEMM_PLACES = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x
 # Places that this version keeps in one format, whatever the recipe.
 FIXED_PLACES = {"weight": "fp32", "master": "fp32", "grad": "fp32", "m": "fp32", "v": "fp32"}
 PLACES = (*GEMM_PLACES, *FIXED_PLACES)
-_ROOT_KEYS = ("name", "title", "source", "compute", "keep", "fprop", "dgrad", "wgrad")
+_GEMMS = ("fprop", "dgrad", "wgrad")
+_ROOT_KEYS = ("name", "title", "source", "compute", "keep", *_GEMMS, *FIXED_PLACES)
 _KEEP_KEYS = ("modules", "last_blocks")
 
 
@@ -55,6 +56,15 @@ class Recipe:
     keep_last_blocks: float = 0.0
     text: str = ""
 
+    def __post_init__(self) -> None:
+        for a, b in zip(GEMM_PLACES[::2], GEMM_PLACES[1::2], strict=True):
+            sizes = self.casts[a].hadamard, self.casts[b].hadamard
+            if sizes[0] != sizes[1]:
+                raise UserError(
+                    f"recipe {self.name!r}: hadamard = {sizes[0]} in {a} and {sizes[1]} in {b}, but a transform "
+                    "leaves a product as it is only if both operands have it; give both places the same"
+                )
+
     @property
     def is_narrow(self) -> bool:
         """Whether any GEMM operand is narrower than `compute`."""
@@ -68,7 +78,8 @@ class Recipe:
         """This recipe with other casts in some places, as `--recipe.fprop.x bf16` asks for.
 
         Raises:
-            UserError: unknown place or cast, or a place that this version cannot change.
+            UserError: unknown place or cast, a place that this version cannot change, or two operands of a
+                product that do not go together.
         """
         casts = dict(self.casts)
         for place, value in places.items():
@@ -76,10 +87,11 @@ class Recipe:
                 if value != FIXED_PLACES[place]:
                     raise UserError(
                         f"recipe place {place!r} = {value!r}: this version keeps it in "
-                        f"{FIXED_PLACES[place]}; remove the key, or narrow a GEMM operand ({', '.join(GEMM_PLACES)})"
+                        f"{FIXED_PLACES[place]}; remove the key, or narrow a GEMM operand "
+                        f"({', '.join(GEMM_PLACES)})"
                     )
             elif place in GEMM_PLACES:
-                casts[place] = make_cast(value)
+                casts[place] = _cast_in(place, value)
             else:
                 raise unknown("recipe place", place, PLACES)
         return replace(self, casts=casts)
@@ -89,40 +101,80 @@ def parse_recipe(text: str, where: str) -> Recipe:
     """A recipe from the text of a TOML file; `where` names the file in errors.
 
     Raises:
-        UserError: broken TOML, unknown or missing key, unknown cast.
+        UserError: broken TOML, an unknown key or cast, a value of the wrong kind.
     """
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"recipe {where} is not valid TOML: {error}") from None
     _check_keys(table, _ROOT_KEYS, f"key of recipe {where}")
-    keep = table.get("keep", {})
+    keep = _subtable(table, "keep", where)
     _check_keys(keep, _KEEP_KEYS, f"[keep] key of recipe {where}")
     compute = table.get("compute", "bf16")
     if compute not in ("bf16", "fp32"):
         raise UserError(f"recipe {where}: compute = {compute!r}, but it must be 'bf16' or 'fp32'")
     base = Recipe(
-        name=table.get("name", Path(where).stem),
-        title=table.get("title", ""),
-        source=table.get("source", ""),
+        name=_text(table, "name", Path(where).stem, where),
+        title=_text(table, "title", "", where),
+        source=_text(table, "source", "", where),
         compute=compute,
         casts=dict.fromkeys(GEMM_PLACES, make_cast(compute)),
-        keep_modules=tuple(keep.get("modules", ())),
-        keep_last_blocks=float(keep.get("last_blocks", 0.0)),
+        keep_modules=_keep_modules(keep, where),
+        keep_last_blocks=_keep_last_blocks(keep, where),
         text=text,
     )
-    if not 0 <= base.keep_last_blocks <= 1:
-        raise UserError(
-            f"recipe {where}: last_blocks = {base.keep_last_blocks}, but it is a share from 0 to 1"
-        )
-    places = {f"{g}.{o}": v for g in ("fprop", "dgrad", "wgrad") for o, v in table.get(g, {}).items()}
-    return base.with_places(places)
+    places = {f"{g}.{operand}": v for g in _GEMMS for operand, v in _subtable(table, g, where).items()}
+    return base.with_places(places | {p: table[p] for p in FIXED_PLACES if p in table})
 
 
 def _check_keys(table: Mapping[str, Any], known: tuple[str, ...], kind: str) -> None:
     for key in table:
         if key not in known:
             raise unknown(kind, key, known)
+
+
+def _subtable(table: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
+    value = table.get(key, {})
+    if not isinstance(value, Mapping):
+        raise UserError(
+            f"recipe {where}: {key} = {value!r}, but it must be a table; write [{key}] above its keys"
+        )
+    return value
+
+
+def _text(table: Mapping[str, Any], key: str, default: str, where: str) -> str:
+    value = table.get(key, default)
+    if not isinstance(value, str):
+        raise UserError(f"recipe {where}: {key} = {value!r}, but it must be text in quotes")
+    return value
+
+
+def _keep_modules(keep: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    names = keep.get("modules", [])
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        raise UserError(
+            f'recipe {where}: modules = {names!r}, but it must be a list of names such as ["head"]'
+        )
+    return tuple(names)
+
+
+def _keep_last_blocks(keep: Mapping[str, Any], where: str) -> float:
+    share = keep.get("last_blocks", 0.0)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise UserError(f"recipe {where}: last_blocks = {share!r}, but it must be a share from 0 to 1")
+    return float(share)
+
+
+def _cast_in(place: str, value: Any) -> Cast:
+    if not isinstance(value, str | Mapping):
+        raise UserError(
+            f'recipe place {place!r} = {value!r}, but it must be a cast such as "mxfp4", or a table such as '
+            '{cast = "mxfp4", rounding = "stochastic"}'
+        )
+    try:
+        return make_cast(value)
+    except UserError as error:
+        raise UserError(f"recipe place {place!r}: {error}") from None
 
 
 def load_recipe(path: str | Path) -> Recipe:
