@@ -1,8 +1,9 @@
 """A matrix multiplication whose operands carry tensor scales: c = (a @ b) * scale.
 
 The scale belongs to the fp32 accumulator, before the result is rounded to bf16; applied after it, the
-result would be rounded twice. On a CPU oneDNN applies `alpha` there; on a GPU the product is asked for in
-fp32. Registered as one operator so that compiled graphs hold it whole.
+result would be rounded twice. On a CPU oneDNN applies `alpha` there (fp32 products do without it: MKL takes
+an alpha of NaN for 1); on a GPU the product is asked for in fp32. Registered as one operator so that compiled
+graphs hold it whole.
 """
 
 import torch
@@ -11,11 +12,11 @@ import torch
 @torch.library.custom_op("narrowgauge::scaled_mm", mutates_args=())
 def scaled_mm(a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """(a @ b) * scale with one rounding to a's dtype; `scale` is a 0-dim float32 tensor."""
+    if a_MK.dtype == torch.float32:
+        return (a_MK @ b_KN) * scale
     if a_MK.device.type == "cpu":
         nothing = a_MK.new_zeros(())
         return torch.addmm(nothing, a_MK, b_KN, beta=0, alpha=scale.item())
-    if a_MK.dtype == torch.float32:
-        return (a_MK @ b_KN) * scale
     return (torch.mm(a_MK, b_KN, out_dtype=torch.float32) * scale).to(a_MK.dtype)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from narrowgauge.formats import Stream, stream_key
 from narrowgauge.nn.gemm import Operand, multiply
@@ -24,6 +25,7 @@ from narrowgauge.quantization import Cast, emulate
 from narrowgauge.recipes import GEMM_PLACES, Recipe
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_NEXT_KEY = 0x9E3779B9 - 2**32  # odd, so that 2^32 calls pass before a key comes again
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class _ThreeGemms(torch.autograd.Function):
         return y_MN.to(x_MK.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x_saved, x_scale, w_saved, w_scale = ctx.saved_tensors
         places: _Places = ctx.places
@@ -90,7 +93,7 @@ class Linear(torch.nn.Linear):
 
     It shares the parameters of the layer it is made from. Random bits of stochastic places are a function of
     (seed, step, tensor, element): a training loop says where it is with `nn.set_step`; without that, each
-    forward call counts as a step.
+    forward call that records gradients counts as a step. There is no second derivative: rounding has none.
     """
 
     keys: torch.Tensor | None
@@ -102,11 +105,13 @@ class Linear(torch.nn.Linear):
         self.weight, self.bias = layer.weight, layer.bias  # type: ignore[assignment]
         n, k = reversed(self.weight.shape) if transposed else self.weight.shape
         self.in_features, self.out_features, self.transposed = k, n, transposed
-        self.recipe, self.index, self.calls = recipe, index, 0
+        self.recipe, self.index = recipe, index
         self.driven = False  # whether `set_step` says where training is
         self.is_stochastic = any(c.rounding == "stochastic" for c in recipe.casts.values())
         self.register_buffer("keys", None, persistent=False)
         self.register_buffer("first_sample", None, persistent=False)
+        if self.is_stochastic:
+            self.set_position(0, 0, 0)
 
     def set_position(self, seed: int, step: int, first_sample: int) -> None:
         """Make the random bits those of (seed, step), with the batch's first sequence at `first_sample`."""
@@ -119,13 +124,13 @@ class Linear(torch.nn.Linear):
         """(..., K) to (..., N), in the dtype of the input."""
         places = _Places(self.recipe.casts, _DTYPES[self.recipe.compute])
         if self.is_stochastic:
-            if not self.driven:
-                self.set_position(0, self.calls, 0)
-                self.calls += 1
             assert self.keys is not None
             assert self.first_sample is not None
             num_samples = input.shape[0] if input.ndim > 2 else 1
             places = _Places(places.casts, places.compute, self.keys, self.first_sample, num_samples)
+            if not self.driven and torch.is_grad_enabled():
+                # A new tensor, since backward needs the old one; a tensor, so that compiled code stays valid.
+                self.keys = self.keys + _NEXT_KEY
         weight = self.weight.T if self.transposed else self.weight
         y_MN = _ThreeGemms.apply(input.reshape(-1, self.in_features), weight, self.bias, places)
         return y_MN.view(*input.shape[:-1], self.out_features)

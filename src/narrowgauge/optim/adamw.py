@@ -29,7 +29,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The optimizer's state as `{"PARAMETER.exp_avg": tensor, ...}`; empty before the first step."""
+    """The optimizer's state as `{"PARAMETER.exp_avg": tensor, ...}`; empty before the first step.
+
+    The tensors are the optimizer's own, which the next step changes.
+    """
     state = {}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -40,7 +43,7 @@ def optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) 
 def restore_optimizer(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Put saved state back, every tensor in the dtype in which it was saved.
+    """Put a copy of saved state back, every tensor in the dtype in which it was saved.
 
     Raises:
         UserError: the tensors are not this model's.
@@ -49,11 +52,14 @@ def restore_optimizer(
     for key, value in tensors.items():
         name, _, field = key.rpartition(".")
         if name not in parameters:
-            raise UserError(f"the checkpoint's optimizer has state for {name!r}, which this model has not")
+            raise UserError(
+                f"the checkpoint's optimizer has state for {name!r}, which this model has not; "
+                "use the run's own configuration"
+            )
         parameter = parameters[name]
         if value.ndim and value.shape != parameter.shape:
             raise UserError(
                 f"the checkpoint's optimizer state {key!r} has shape {tuple(value.shape)}, but this model's "
                 f"parameter has {tuple(parameter.shape)}; use the run's own configuration"
             )
-        optimizer.state[parameter][field] = value.to(parameter.device)
+        optimizer.state[parameter][field] = value.to(parameter.device, copy=True)

@@ -35,7 +35,7 @@ def learning_rate(
         decay_fraction: "wsd" only: share of all steps over which the rate falls.
     """
     if step <= warmup_steps:
-        return lr * step / warmup_steps
+        return lr * (step / warmup_steps)  # in this order, the last step of warm-up is exactly lr
     start = warmup_steps if kind != "wsd" else max(warmup_steps, steps - round(steps * decay_fraction))
     if kind == "constant" or step <= start:
         return lr

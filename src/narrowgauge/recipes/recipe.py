@@ -61,8 +61,9 @@ class Recipe:
             sizes = self.casts[a].hadamard, self.casts[b].hadamard
             if sizes[0] != sizes[1]:
                 raise UserError(
-                    f"recipe {self.name!r}: hadamard = {sizes[0]} in {a} and {sizes[1]} in {b}, but a transform "
-                    "leaves a product as it is only if both operands have it; give both places the same"
+                    f"recipe {self.name!r}: hadamard = {sizes[0]} in {a} and {sizes[1]} in {b}, but the "
+                    "product stays the same only if both operands are transformed; "
+                    "give both places the same size"
                 )
 
     @property

@@ -6,11 +6,12 @@ error. The defaults are the embedded run: a model of a few million parameters on
 """
 
 import json
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -21,6 +22,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.models import ModelConfig, model_config
@@ -29,7 +31,18 @@ from narrowgauge.recipes import BACKENDS, PLACES, Recipe, recipe
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_broken_text(cls, value: Any) -> Any:
+        """Bytes of the command line that are no UTF-8 arrive as lone surrogates, which no file can hold."""
+        if isinstance(value, str) and not value.isascii():
+            try:
+                value.encode("utf-8")
+            except UnicodeEncodeError:
+                raise PydanticCustomError("not_utf8", "text must be UTF-8") from None
+        return value
 
 
 class _NamedModel(_Section):
@@ -59,10 +72,13 @@ class TrainingSection(_Section):
     steps: int = Field(300, ge=1, description="optimizer steps")
     batch_size: int = Field(16, ge=1, description="sequences per optimizer step")
     micro_batch_size: int = Field(16, ge=1, description="sequences computed at once")
-    seed: int = Field(0, ge=0, description="of weights, token order and stochastic rounding")
+    seed: int = Field(0, ge=0, lt=2**63, description="of weights, token order and stochastic rounding")
     device: str = Field("auto", description="auto, cpu or cuda")
     compile: bool = Field(False, description="run the model through torch.compile")
     recompute: bool = Field(False, description="keep only block inputs for backward, compute the rest again")
+
+
+_Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSection(_Section):
@@ -70,10 +86,12 @@ class OptimizerSection(_Section):
 
     name: Literal["adamw"] = Field("adamw", description="adamw")
     lr: float = Field(3e-3, gt=0, description="peak learning rate")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="decay of the two moments")
+    betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="decay of the two moments")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(0.1, ge=0, description="of matrices")
-    clip_norm: float = Field(1.0, gt=0, description="largest global gradient norm")
+    clip_norm: float = Field(
+        1.0, gt=0, allow_inf_nan=True, description="largest global gradient norm; inf: no clipping"
+    )
 
     @field_validator("betas", mode="before")
     @classmethod
@@ -104,6 +122,8 @@ class RecipeSection(_Section):
         if not isinstance(values, dict):
             return values
         own = {k: v for k, v in values.items() if k in ("name", "backend")}
+        if not isinstance(values.get("places", {}), Mapping):
+            return values
         places = dict(values.get("places", {}))
         for key, value in values.items():
             if key in own or key == "places":
@@ -126,7 +146,9 @@ class CheckpointSection(_Section):
     """What survives."""
 
     every: int = Field(100, ge=1, description="steps between saves")
-    every_minutes: float = Field(10.0, gt=0, description="minutes between saves, whichever comes first")
+    every_minutes: float = Field(
+        10.0, gt=0, allow_inf_nan=True, description="minutes between saves, whichever comes first; inf: never"
+    )
     keep: int = Field(2, ge=2, description="how many valid ones are kept")
 
 
@@ -272,4 +294,8 @@ def _value(value: Any) -> str:
         return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_value, value)) + "]"
-    return json.dumps(value)  # strings, numbers and booleans are written alike in TOML and JSON
+    if isinstance(value, float) and math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    # Numbers, booleans and strings are alike in TOML and JSON, but TOML refuses two things that JSON writes:
+    # an emoji as a pair of escaped surrogates, and DEL as it is.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -58,8 +58,8 @@ class RunDirectory:
 
     def keep_metrics_until(self, step: int) -> None:
         """Drop the lines of steps after `step`: they are about to be done again."""
-        if self.metrics.exists():
-            lines = [line for line in read_jsonl(self.metrics) if line.get("step", 0) <= step]
+        if lines := self._metrics_lines():
+            lines = [line for line in lines if _is_settled(line, step)]
             write_whole(self.metrics, "".join(json.dumps(line) + "\n" for line in lines))
 
     def set_status(self, status: str, reason: str) -> None:
@@ -73,15 +73,20 @@ class RunDirectory:
         except (OSError, ValueError, KeyError):
             return ""
 
-    def config(self) -> Config:
-        """The configuration the run was made with.
+    def config(self, own_recipe: bool = False) -> Config:
+        """The configuration the run was made with; `own_recipe`: with the run's copy of a user's recipe file,
+        which may have been changed or moved since.
 
         Raises:
             UserError: this is no run directory, or its configuration is damaged.
         """
         file = self.path / "config.toml"
         try:
-            return make_config(tomllib.loads(file.read_text(encoding="utf-8")))
+            values = tomllib.loads(file.read_text(encoding="utf-8"))
+            section = values.get("recipe")
+            if own_recipe and isinstance(section, dict) and str(section.get("name")).endswith(".toml"):
+                section["name"] = str(self.path / "recipe.toml")
+            return make_config(values)
         except FileNotFoundError:
             raise UserError(
                 f"{self.path} is no run directory: it has no config.toml; name a directory that "
@@ -122,6 +127,27 @@ class RunDirectory:
                 f"{self.path} was made with another text of recipe {config.recipe.name!r} (its recipe.toml); "
                 "restore the recipe, or start a new run with another --out"
             )
+
+    def check_corpus(self, digest: str) -> None:
+        """Refuse a corpus that is not the one the run has begun with.
+
+        Raises:
+            UserError: the text or the tokenizer changed since.
+        """
+        told = [line["corpus"] for line in self._metrics_lines() if "corpus" in line]
+        if told and told[-1] != digest:
+            raise UserError(
+                f"{self.path} was trained on corpus {told[-1][:12]}..., and data.source with data.tokenizer "
+                f"is now {digest[:12]}...; restore text and tokenizer, or start a new run with another --out"
+            )
+
+    def _metrics_lines(self) -> list[dict[str, Any]]:
+        return read_jsonl(self.metrics) if self.metrics.exists() else []
+
+
+def _is_settled(line: Mapping[str, Any], step: int) -> bool:
+    """Whether a line still holds when the run goes on after `step`; its end is then yet to come."""
+    return line.get("step", 0) <= step and line.get("event") != "done"
 
 
 def _refuse_other(path: Path, there: Config, here: Config) -> None:

@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from narrowgauge.checkpoint import SaveError, lock_run
-from narrowgauge.data import Corpus, prepare
+from narrowgauge.data import Corpus, count_windows, prepare
 from narrowgauge.errors import UserError
 from narrowgauge.models import count_parameters, flops_per_token, generate
 from narrowgauge.recipes import choose_backend
@@ -64,7 +64,8 @@ def run(
     Raises:
         UserError: a mistake in the configuration, the data or the directory; nothing was trained.
         Preempted: SIGTERM, SIGINT or SIGUSR1 came; the state is saved.
-        Diverged: `guard.max_skips` steps in a row had a non-finite gradient.
+        Diverged: more than `guard.max_skips` steps in a row had a non-finite gradient.
+        SaveError: the last save, or the one that a signal asked for, failed.
     """
     config = config if isinstance(config, Config) else make_config(config or {})
     directory = RunDirectory(Path(out) if out is not None else default_out(config))
@@ -74,19 +75,19 @@ def run(
     with Display(console, config.training.steps, config.log.every) as display:
         directory_is_new = not directory.path.exists()
         corpus = prepare(config.data.source, config.data.tokenizer, progress=display.stage)
-        _check_vocabulary(config, corpus)
-        with lock_run(directory.path):
+        _check_corpus(config, corpus)
+        with lock_run(directory.path), _stop_requests() as requests:
             directory.claim(config)
             if directory.status() == "done":
                 display.say(f"{directory.path} is done; to train again, name another directory with --out")
                 return directory.path
+            directory.check_corpus(corpus.digest)
             corpus.tokenizer.save(directory.tokenizer)
             session = _start_or_resume(config, device, directory, corpus, display)
             if directory_is_new:
                 display.say(f"run directory: {directory.path}")
             try:
-                with _stop_requests() as requests:
-                    _train(session, corpus, directory, display, requests)
+                _train(session, corpus, directory, display, requests)
             except Preempted as stop:
                 directory.set_status("preempted", str(stop))
                 raise
@@ -96,13 +97,16 @@ def run(
     return directory.path
 
 
-def _check_vocabulary(config: Config, corpus: Corpus) -> None:
+def _check_corpus(config: Config, corpus: Corpus) -> None:
+    """Refuse tokens that the model cannot take, before the directory is claimed for this configuration."""
     vocab_size, needed = config.the_model().vocab_size, corpus.tokenizer.vocab_size
     if needed > vocab_size:
         raise UserError(
             f"tokenizer {config.data.tokenizer!r} has token ids up to {needed - 1}, beyond "
             f"model.vocab_size = {vocab_size}; set --model.vocab_size {needed}, or a smaller tokenizer"
         )
+    count_windows(corpus.train, config.data.sequence_length)
+    count_windows(corpus.val, config.data.sequence_length, "held-out")
 
 
 def _run_id(config: Config, corpus: Corpus) -> str:
@@ -124,12 +128,12 @@ def _start_or_resume(
         display.say(f"continuing {directory.path} after step {session.step}")
     directory.keep_metrics_until(session.step if checkpoint is not None else -1)
     event = "resume" if was_here and checkpoint is not None else "start"
-    directory.record({"event": event, "step": session.step, **_facts(config, device)})
+    directory.record({"event": event, "step": session.step, **_facts(config, device, corpus)})
     directory.set_status("running", "")
     return session
 
 
-def _facts(config: Config, device: torch.device) -> dict[str, Any]:
+def _facts(config: Config, device: torch.device, corpus: Corpus) -> dict[str, Any]:
     """What a reader of the metrics has to know about the run."""
     recipe, model = config.the_recipe(), config.the_model()
     backend = choose_backend(recipe, device.type, config.recipe.backend)
@@ -144,6 +148,7 @@ def _facts(config: Config, device: torch.device) -> dict[str, Any]:
         "flops_per_token": flops_per_token(model, config.data.sequence_length),
         "peak_flops": peak,
         "peak_source": source,
+        "corpus": corpus.digest,
     }
 
 
@@ -177,18 +182,20 @@ def _train(
             "memory_bytes": machine.peak_memory(session.device),
         }
         is_last = session.step == config.training.steps
+        # Read once: a signal may come at any moment, and the stop has to find the save it speaks of.
+        asked = "" if is_last or not requests else requests[0]
         if is_last or session.step % config.validation.every == 0:
             line["val_loss"] = _validate(session, corpus)
         directory.record(line)
         display.step(line)
         _guard(session, directory, loss, norm)
         due = time.monotonic() - last_save > 60 * config.checkpoint.every_minutes
-        if is_last or due or requests or session.step % config.checkpoint.every == 0:
-            _save(session, directory, display, run_id)
+        if is_last or due or asked or session.step % config.checkpoint.every == 0:
+            _save(session, directory, display, run_id, must=is_last or bool(asked))
             last_save = time.monotonic()
-        if requests and not is_last:
-            directory.record({"event": "stop", "step": session.step, "reason": requests[0]})
-            raise Preempted(f"{requests[0]} after step {session.step}; the same line continues")
+        if asked:
+            directory.record({"event": "stop", "step": session.step, "reason": asked})
+            raise Preempted(f"{asked} after step {session.step}; the same line continues")
     _finish(session, corpus, directory, display)
 
 
@@ -211,14 +218,16 @@ def _guard(session: Session, directory: RunDirectory, loss: float, norm: float) 
         )
 
 
-def _save(session: Session, directory: RunDirectory, display: Display, run_id: str) -> None:
-    """Publish a checkpoint; a full disk is told loudly and does not end the run."""
+def _save(session: Session, directory: RunDirectory, display: Display, run_id: str, must: bool) -> None:
+    """Publish a checkpoint; a full disk is told loudly, and ends the run only where this save is its last."""
     directory.sync_metrics()
     try:
         session.save(directory.checkpoints, run_id)
     except SaveError as error:
         display.say(f"NOT SAVED: {error}")
         directory.record({"event": "save failed", "step": session.step, "reason": str(error)})
+        if must:
+            raise
     else:
         directory.record({"event": "save", "step": session.step})
 
@@ -240,7 +249,7 @@ def _finish(session: Session, corpus: Corpus, directory: RunDirectory, display: 
 def _fitting_prompt(config: Config, corpus: Corpus) -> str:
     """How a text may begin: a function in source text, else the first words of the held-out part."""
     if config.data.source == "stdlib":
-        return "def "
+        return "def"
     return corpus.tokenizer.decode(corpus.val[1:9].tolist())
 
 

@@ -1,5 +1,6 @@
 """The device a run is on: which one, how fast its matrix multiplication is, how much memory was used."""
 
+import re
 import resource
 import sys
 import time
@@ -15,9 +16,9 @@ def choose_device(wish: str) -> torch.device:
     """The device that a configuration asks for.
 
     Raises:
-        UserError: an unknown device, or a GPU asked for where torch sees none.
+        UserError: an unknown device, or a GPU asked for where torch sees none, or not so many.
     """
-    if wish.split(":")[0] not in DEVICES:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", wish):
         raise unknown("device", wish, DEVICES)
     if wish == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -26,7 +27,13 @@ def choose_device(wish: str) -> torch.device:
             f"training.device = {wish!r}, but this torch ({torch.__version__}) sees no GPU; "
             "use --device cpu, or install a torch built for this machine's GPU"
         )
-    return torch.device(wish)
+    device = torch.device(wish)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"training.device = {wish!r}, but the last GPU that torch sees here is "
+            f"'cuda:{torch.cuda.device_count() - 1}'; name that or one before it"
+        )
+    return device
 
 
 def device_name(device: torch.device) -> str:

@@ -29,7 +29,7 @@ def open_run(path: Path, device: str = "auto") -> TrainedRun:
         UserError: no run directory, or one without a checkpoint.
     """
     directory = RunDirectory(path)
-    config = directory.config()
+    config = directory.config(own_recipe=True)
     checkpoint, _ = newest_checkpoint(directory.checkpoints, None)
     if checkpoint is None:
         raise UserError(

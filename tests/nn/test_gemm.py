@@ -1,0 +1,77 @@
+"""The product under a tensor scale: one rounding, and the dtype of the wider operand."""
+
+import pytest
+import torch
+
+from narrowgauge.nn.gemm import multiply, scaled_mm
+
+M, K, N = 60, 200, 50
+
+
+def operands(dtype, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(M, K, generator=g).to(dtype), torch.randn(K, N, generator=g).to(dtype)
+
+
+def ulp_bf16(x):
+    """Spacing of bf16 numbers around each element."""
+    return torch.exp2(x.abs().log2().floor() - 7)
+
+
+@pytest.mark.parametrize("scale", [0.0123, 3.7e-12, 5.1e9, -1 / 3])
+def test_bf16_is_rounded_once(scale):
+    a, b = operands(torch.bfloat16)
+    s = torch.tensor(scale)
+    exact = (a.double() @ b.double()) * s.double()
+    slack = K * 2.0**-24 * (a.double().abs() @ b.double().abs()) * abs(scale)
+    error = (scaled_mm(a, b, s).double() - exact).abs()
+    assert (error <= ulp_bf16(exact) / 2 + slack).all()
+    # The bound tells one rounding from two.
+    twice = ((a @ b).float() * s).bfloat16().double()
+    assert ((twice - exact).abs() > ulp_bf16(exact) / 2 + slack).any()
+
+
+def test_fp32_is_the_scaled_product():
+    a, b = operands(torch.float32)
+    exact = (a.double() @ b.double()) * 0.37
+    slack = (K + 3) * 2.0**-24 * (a.double().abs() @ b.double().abs()) * 0.37
+    assert ((scaled_mm(a, b, torch.tensor(0.37)).double() - exact).abs() <= slack).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_a_scale_that_is_no_number_leaves_nothing_finite(dtype, scale):
+    assert not scaled_mm(*operands(dtype), torch.tensor(scale)).isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_transposed_operands_give_the_same_product(dtype):
+    a, b = operands(dtype)
+    s = torch.tensor(0.25)
+    columns = scaled_mm(a.T.contiguous().T, b.T.contiguous().T, s).double()
+    slack = K * 2.0**-24 * (a.double().abs() @ b.double().abs()) / 4
+    rounding = ulp_bf16(columns) if dtype == torch.bfloat16 else 0
+    assert ((columns - scaled_mm(a, b, s).double()).abs() <= slack + rounding).all()
+
+
+def test_it_is_a_well_formed_operator():
+    a, b = operands(torch.bfloat16)
+    torch.library.opcheck(scaled_mm, (a, b, torch.tensor(0.5)))
+
+
+def test_scales_multiply_whichever_operands_have_them():
+    a, b = operands(torch.bfloat16)
+    two, three = torch.tensor(2.0), torch.tensor(3.0)
+    plain = multiply((a, None), b, None)
+    assert torch.equal(plain, a @ b)
+    assert torch.equal(multiply((a, two), b, None), 2 * plain)
+    assert torch.equal(multiply((a, None), b, two), 2 * plain)
+    assert torch.equal(multiply((a, two), b, three), scaled_mm(a, b, torch.tensor(6.0)))
+
+
+def test_the_wider_operand_decides_the_dtype():
+    a, b = operands(torch.float32)
+    mixed = multiply((a, None), b.bfloat16(), None)
+    assert torch.equal(mixed, a @ b.bfloat16().float())
+    assert torch.equal(multiply((a.bfloat16(), None), b, None), a.bfloat16().float() @ b)
+    assert multiply((a.half(), None), b.bfloat16(), None).dtype == torch.float32

@@ -1,0 +1,88 @@
+"""The learning rate at its ends and in between."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from narrowgauge.optim import learning_rate
+
+LR = 3e-4
+KINDS = ("cosine", "linear", "wsd", "constant")
+
+
+def rates(kind, steps=100, warmup=10, final=0.1, decay=0.2):
+    return [
+        learning_rate(
+            step,
+            lr=LR,
+            steps=steps,
+            kind=kind,
+            warmup_steps=warmup,
+            final_lr_fraction=final,
+            decay_fraction=decay,
+        )
+        for step in range(1, steps + 1)
+    ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_ends(kind):
+    r = rates(kind)
+    assert r[0] == pytest.approx(LR / 10)
+    assert r[9] == LR
+    assert r[-1] == pytest.approx(LR if kind == "constant" else LR / 10)
+
+
+def test_the_middle_of_each_fall():
+    assert rates("linear")[54] == pytest.approx(LR * 0.55)
+    assert rates("cosine")[54] == pytest.approx(LR * 0.55)
+    assert rates("cosine")[10 + 30 - 1] == pytest.approx(LR * (0.1 + 0.9 * (1 + math.cos(math.pi / 3)) / 2))
+    wsd = rates("wsd")
+    assert set(wsd[9:80]) == {LR}
+    assert wsd[80] < LR
+    assert wsd[89] == pytest.approx(LR * 0.55)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_warm_up_the_first_step_is_near_the_peak(kind):
+    r = rates(kind, warmup=0)
+    assert 0.98 * LR < r[0] <= LR
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_all_warm_up_only_rises(kind):
+    assert rates(kind, steps=10, warmup=10)[-1] == LR
+    assert rates(kind, steps=5, warmup=10)[-1] == pytest.approx(LR / 2)
+
+
+def test_a_decay_longer_than_the_run_begins_after_warm_up():
+    assert rates("wsd", decay=1.0) == rates("linear")
+
+
+def test_a_decay_of_nothing_is_constant():
+    assert rates("wsd", decay=0.0) == rates("constant")
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    steps=st.integers(1, 300),
+    warmup=st.integers(0, 300),
+    final=st.floats(0, 1),
+    decay=st.floats(0, 1),
+)
+def test_rises_to_the_peak_then_falls_without_a_jump(kind, steps, warmup, final, decay):
+    r = rates(kind, steps, warmup, final, decay)
+    top = min(warmup, steps)
+    assert r[:top] == sorted(r[:top])
+    assert r[top:] == sorted(r[top:], reverse=True)
+    assert max(r) <= LR
+    assert min(r[top:], default=LR) >= LR * (final - 1e-12)
+    # No step is steeper than a cosine over the shortest stretch there is.
+    fall = round(steps * decay) if kind == "wsd" else steps
+    stretch = max(1, min(steps - top, fall))
+    steepest = max(LR / max(warmup, 1), math.pi / 2 * LR * (1 - final) / stretch)
+    jumps = [abs(b - a) for a, b in itertools.pairwise(r)]
+    assert all(j <= steepest + LR * 1e-12 for j in jumps)

@@ -1,0 +1,202 @@
+"""Recipes as data: what ships, a user's own file, overrides, and a sentence for every mistake."""
+
+import importlib.resources
+
+import pytest
+
+from narrowgauge.errors import UserError
+from narrowgauge.quantization import make_cast
+from narrowgauge.recipes import (
+    FIXED_PLACES,
+    GEMM_PLACES,
+    PLACES,
+    load_recipe,
+    parse_recipe,
+    recipe,
+    recipe_names,
+)
+
+FOLDER = importlib.resources.files("narrowgauge.recipes")
+
+MINE = """
+name = "mine"
+title = "one line"
+compute = "fp32"
+m = "fp32"
+
+[keep]
+modules = ["lm_*"]
+last_blocks = 0.25
+
+[fprop]
+x = "mxfp4"
+
+[wgrad]
+dy = {cast = "nvfp4", rounding = "stochastic", hadamard = 32}
+x = {cast = "bf16", hadamard = 32}
+"""
+
+
+def test_the_files_that_ship_are_the_names():
+    files = {f.name.removesuffix(".toml") for f in FOLDER.iterdir() if f.name.endswith(".toml")}
+    assert files == set(recipe_names())
+    assert len(recipe_names()) == len(files)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_shipped_recipe_says_what_it_is(name):
+    r = recipe(name)
+    assert r.name == name
+    assert r.title
+    assert r.source
+    assert r.text == (FOLDER / f"{name}.toml").read_text()
+    assert set(r.casts) == set(GEMM_PLACES)
+    assert r.is_narrow == (name not in ("fp32", "bf16"))
+    assert not r.in_high_precision().is_narrow
+
+
+def test_fp8_is_hybrid_and_keeps_the_head():
+    r = recipe("fp8")
+    gradients = {"dgrad.dy", "wgrad.dy"}
+    assert {p: c.name for p, c in r.casts.items()} == {
+        p: "e5m2" if p in gradients else "e4m3" for p in GEMM_PLACES
+    }
+    assert r.keep_modules == ("head", "lm_head")
+
+
+def test_nvfp4_has_its_four_remedies():
+    r = recipe("nvfp4")
+    assert r.casts["fprop.w"] == r.casts["dgrad.w"] == make_cast("nvfp4-2d")
+    assert {p for p, c in r.casts.items() if c.hadamard == 16} == {"wgrad.dy", "wgrad.x"}
+    assert {p for p, c in r.casts.items() if c.rounding == "stochastic"} == {"dgrad.dy", "wgrad.dy"}
+    assert r.keep_last_blocks == 0.15
+
+
+@pytest.mark.parametrize("name", [n for n in recipe_names() if n.startswith("mx")])
+def test_mx_recipes_have_one_cast_everywhere(name):
+    assert set(recipe(name).casts.values()) == {make_cast(name)}
+    assert make_cast(name).scale_rule == "rceil"
+
+
+def test_ones_own_file(tmp_path):
+    path = tmp_path / "paper.toml"
+    path.write_text(MINE)
+    r = load_recipe(path)
+    assert r == recipe(str(path)) == parse_recipe(MINE, "anywhere")
+    assert (r.name, r.title, r.compute, r.text) == ("mine", "one line", "fp32", MINE)
+    assert (r.keep_modules, r.keep_last_blocks) == (("lm_*",), 0.25)
+    assert {p: c.name for p, c in r.casts.items() if c.name != "fp32"} == {
+        "fprop.x": "mxfp4",
+        "wgrad.dy": "nvfp4",
+        "wgrad.x": "bf16",
+    }
+    assert r.casts["wgrad.dy"] == make_cast({"cast": "nvfp4", "rounding": "stochastic", "hadamard": 32})
+
+
+def test_a_file_without_a_name_is_called_like_the_file(tmp_path):
+    path = tmp_path / "paper.toml"
+    path.write_text("")
+    r = load_recipe(path)
+    assert (r.name, r.compute) == ("paper", "bf16")
+    assert set(r.casts.values()) == {make_cast("bf16")}
+    assert not r.is_narrow
+
+
+def test_a_table_with_only_a_cast_is_its_name():
+    assert (
+        parse_recipe('[fprop]\nx = {cast = "e4m3"}', "a").casts
+        == parse_recipe('[fprop]\nx = "e4m3"', "a").casts
+    )
+
+
+def test_overrides_change_only_the_places_they_name():
+    before = recipe("fp8")
+    after = before.with_places({"fprop.x": "bf16", "wgrad.dy": {"cast": "mxfp4", "rounding": "stochastic"}})
+    assert after.casts["fprop.x"] == make_cast("bf16")
+    assert after.casts["wgrad.dy"] == make_cast({"cast": "mxfp4", "rounding": "stochastic"})
+    unchanged = set(GEMM_PLACES) - {"fprop.x", "wgrad.dy"}
+    assert all(after.casts[p] == before.casts[p] for p in unchanged)
+    assert before == recipe("fp8")
+    assert before.casts["fprop.x"] == make_cast("e4m3")
+    assert (after.name, after.keep_modules) == (before.name, before.keep_modules)
+
+
+def test_fixed_places_may_be_named_as_they_are():
+    assert recipe("bf16").with_places(FIXED_PLACES) == recipe("bf16")
+
+
+def test_overriding_every_narrow_place_makes_a_recipe_wide():
+    wide = recipe("nvfp4").with_places(dict.fromkeys(GEMM_PLACES, "bf16"))
+    assert not wide.is_narrow
+    assert recipe("fp32").with_places({"dgrad.w": "bf16"}).is_narrow
+
+
+@pytest.mark.parametrize("place", FIXED_PLACES)
+def test_fixed_places_cannot_be_narrowed(place):
+    sentence = f"recipe place '{place}' = 'e4m3': this version keeps it in fp32; remove the key"
+    with pytest.raises(UserError, match=sentence):
+        recipe("bf16").with_places({place: "e4m3"})
+    with pytest.raises(UserError, match=sentence):
+        parse_recipe(f'{place} = "e4m3"', "mine.toml")
+
+
+MISTAKES = {
+    "name = ": r"recipe mine\.toml is not valid TOML: Invalid value",
+    'compte = "bf16"': r"unknown key of recipe mine\.toml 'compte'; the nearest is 'compute' \(known: name, ",
+    'compute = "fp16"': r"recipe mine\.toml: compute = 'fp16', but it must be 'bf16' or 'fp32'",
+    "name = 3": r"recipe mine\.toml: name = 3, but it must be text in quotes",
+    "title = 3": r"recipe mine\.toml: title = 3, but it must be text",
+    "keep = 3": r"recipe mine\.toml: keep = 3, but it must be a table; write \[keep\]",
+    'fprop = "e4m3"': r"recipe mine\.toml: fprop = 'e4m3', but it must be a table; write \[fprop\]",
+    "[keep]\nmodule = []": r"unknown \[keep\] key of recipe mine\.toml 'module'; the nearest is 'modules'",
+    '[keep]\nmodules = "head"': r"recipe mine\.toml: modules = 'head', but it must be a list of names",
+    "[keep]\nmodules = [1]": r"recipe mine\.toml: modules = \[1\], but it must be a list of names",
+    "[keep]\nlast_blocks = 1.5": r"recipe mine\.toml: last_blocks = 1\.5, but it must be a share from 0 to 1",
+    "[keep]\nlast_blocks = -0.1": r"last_blocks = -0\.1, but it must be a share",
+    "[keep]\nlast_blocks = nan": r"last_blocks = nan, but it must be a share",
+    '[keep]\nlast_blocks = "2"': r"last_blocks = '2', but it must be a share",
+    "[keep]\nlast_blocks = true": r"last_blocks = True, but it must be a share",
+    '[fprop]\ny = "e4m3"': r"unknown recipe place 'fprop\.y'; the nearest is 'fprop\.x'",
+    '[wgrad]\nw = "e4m3"': r"unknown recipe place 'wgrad\.w'",
+    '[dgrad]\nw = "mxpf4"': r"recipe place 'dgrad\.w': unknown cast 'mxpf4'; the nearest is 'mxfp4'",
+    "[dgrad]\nw = 4": r"recipe place 'dgrad\.w' = 4, but it must be a cast such as \"mxfp4\", or a table",
+    '[fprop]\nx = {rounding = "stochastic"}': r"recipe place 'fprop\.x': unknown cast ",
+    '[fprop]\nx = {cast = "mxfp4", rounding = "up"}': r"'fprop\.x': unknown rounding 'up'",
+    '[fprop]\nx = {cast = "mxfp4", round = "stochastic"}': r"unknown cast key 'round'; .* 'rounding'",
+    '[fprop]\nx = {cast = "mxfp4", hadamard = 12}': r"hadamard=12, but it must be 0 or a power of two",
+    '[fprop]\nx = {cast = "e4m3", scale_rule = "floor"}': r"a scale rule belongs to E8M0 scales only",
+    '[fprop]\nx = {cast = "nvfp4", hadamard = 16}': r"recipe 'mine': hadamard = 16 in fprop\.x and 0 in "
+    r"fprop\.w, but the product stays the same only if both operands are transformed; give both places",
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_a_mistake_in_a_file_is_told_in_a_sentence(text):
+    with pytest.raises(UserError, match=MISTAKES[text]) as caught:
+        parse_recipe(text, "mine.toml")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_override_may_not_part_a_pair_of_transforms():
+    with pytest.raises(UserError, match=r"hadamard = 16 in wgrad\.dy and 0 in wgrad\.x"):
+        recipe("nvfp4").with_places({"wgrad.x": "bf16"})
+    pair = {"wgrad.dy": "nvfp4", "wgrad.x": "bf16"}
+    assert recipe("nvfp4").with_places(pair).casts["wgrad.x"] == make_cast("bf16")
+
+
+def test_unknown_names():
+    with pytest.raises(UserError, match="unknown recipe 'mxpf4'; the nearest is 'mxfp4'"):
+        recipe("mxpf4")
+    with pytest.raises(UserError, match=r"unknown recipe place 'fprop\.z'") as caught:
+        recipe("fp8").with_places({"fprop.z": "bf16"})
+    assert all(place in str(caught.value) for place in PLACES)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(UserError, match=r"recipe file .*none\.toml cannot be read: .*No such file"):
+        recipe(str(tmp_path / "none.toml"))
+    with pytest.raises(UserError, match="cannot be read"):
+        load_recipe(tmp_path)
+    (tmp_path / "latin.toml").write_bytes('name = "f\xfcr"'.encode("latin-1"))
+    with pytest.raises(UserError, match=r"latin\.toml cannot be read: .*utf-8"):
+        load_recipe(tmp_path / "latin.toml")

@@ -1,0 +1,25 @@
+"""torch.compile: the same training, compiled."""
+
+import shutil
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
+def test_a_compiled_run_trains_and_resumes(narrowgauge, line, look, tmp_path):
+    changes = {"training.steps": 8, "checkpoint.every": 4, "recipe.name": "nvfp4"}
+    eager, compiled = tmp_path / "eager", tmp_path / "compiled"
+    words = line(changes | {"training.compile": True})
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    assert narrowgauge(*line(changes), "--out", eager).code == 0
+    ended = narrowgauge(*words, "--out", compiled, **cache)
+    assert ended.code == 0, ended.err
+    assert "recompile_limit" not in ended.err, "a step is compiled once, not again for each step's numbers"
+    for key, bound in (("loss", 1e-3), ("grad_norm", 2e-2)):
+        assert look(compiled).column(key) == pytest.approx(look(eager).column(key), rel=bound)
+    before = look(compiled).trajectory
+    shutil.rmtree(compiled / "checkpoints" / "step-8")
+    (compiled / "status.json").unlink()
+    assert narrowgauge(*words, "--out", compiled, **cache).code == 0
+    assert look(compiled).trajectory == before

@@ -1,0 +1,43 @@
+import pytest
+import torch
+
+from narrowgauge.errors import UserError
+from narrowgauge.training import machine
+
+
+def test_auto_takes_the_gpu_if_there_is_one():
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    assert machine.choose_device("auto").type == kind
+    assert machine.choose_device("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize("wish", ["gpu", "cudax", "cpu:x", "auto:1", "cuda:", ""])
+def test_an_unknown_device_is_refused(wish):
+    with pytest.raises(UserError, match=r"unknown device .*auto, cpu, cuda"):
+        machine.choose_device(wish)
+
+
+@pytest.mark.parametrize("wish", ["cuda", "cuda:1"])
+def test_a_missing_gpu_is_refused(wish, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=f"device = '{wish}', .* sees no GPU; use --device cpu"):
+        machine.choose_device(wish)
+
+
+def test_a_gpu_beyond_the_last_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert machine.choose_device("cuda:1") == torch.device("cuda", 1)
+    with pytest.raises(UserError, match=r"device = 'cuda:2', .* last GPU .* 'cuda:1'"):
+        machine.choose_device("cuda:2")
+
+
+def test_the_peak_is_measured_and_says_how():
+    flops, words = machine.measure_peak(torch.device("cpu"), torch.float32)
+    assert 1e8 < flops < 1e15
+    assert "float32 matmul measured" in words
+    assert f"{flops / 1e12:.2f} TFLOP/s" in words
+
+
+def test_memory_is_in_bytes():
+    assert 50e6 < machine.peak_memory(torch.device("cpu")) < 1e12

@@ -1,0 +1,48 @@
+"""`python -m narrowgauge`, with torch imported already: forks for each job, so that a start costs little.
+
+Reads one JSON job a line: {"arguments": ...} starts a process and answers its pid, {"wait": pid} answers its
+exit code (negative: the signal). A child is the command as a user starts it: its own arguments, directory,
+standard streams, signals and exit code.
+"""
+
+import json
+import os
+import resource
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+import narrowgauge.cli  # noqa: F401  the expensive part
+
+
+def become(job: dict) -> None:
+    os.environ.update(job["environment"])
+    os.chdir(job["directory"])
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(job[name], os.O_WRONLY), number)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if job["largest_file"]:
+        # a write beyond the limit then fails, as on a full disk
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"], resource.RLIM_INFINITY))
+    sys.argv = ["narrowgauge", *job["arguments"]]
+    runpy.run_module("narrowgauge", run_name="__main__", alter_sys=True)
+
+
+def main() -> None:
+    for line in sys.stdin:
+        job = json.loads(line)
+        if "wait" in job:
+            answer = os.waitstatus_to_exitcode(os.waitpid(job["wait"], 0)[1])
+        else:
+            for name in ("out", "err"):  # here, since a child may be killed before it does anything
+                Path(job[name]).touch()
+            answer = os.fork()
+            if answer == 0:
+                become(job)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
