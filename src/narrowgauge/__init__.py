@@ -7,6 +7,7 @@ from narrowgauge.formats import Format, format, format_names, round_to
 from narrowgauge.nn import convert
 from narrowgauge.quantization import QTensor, quantize
 from narrowgauge.recipes import Recipe, load_recipe, recipe, recipe_names
+from narrowgauge.training import run
 
 __all__ = [
     "Format",
@@ -20,4 +21,5 @@ __all__ = [
     "recipe",
     "recipe_names",
     "round_to",
+    "run",
 ]

@@ -14,13 +14,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from narrowgauge.checkpoint import SaveError
 from narrowgauge.data import prepare
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.formats import format, format_names, torch_dtype
+from narrowgauge.formats import format, format_names
 from narrowgauge.models import generate
 from narrowgauge.recipes import GEMM_PLACES, Recipe, choose_backend, recipe, recipe_names
 from narrowgauge.report import print_comparison, read_run, write_report
-from narrowgauge.report.compare import compare
+from narrowgauge.report.compare import ComparisonFailed, compare
 from narrowgauge.training import (
     Config,
     Diverged,
@@ -58,30 +59,42 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     try:
-        options, rest = _parser().parse_known_args(arguments)
-        if rest:
-            raise _unknown_argument(rest[0], options.parser)
+        options = _options(sys.argv[1:] if arguments is None else list(arguments))
         action: Callable[[argparse.Namespace], None] = options.action
         action(options)
-    except UserError as error:
-        print(f"narrowgauge: {error}", file=sys.stderr)
-        return EXIT_USAGE
     except Preempted as stop:
-        print(f"narrowgauge: stopped by {stop}", file=sys.stderr)
-        return EXIT_PREEMPTED
-    except Diverged as error:
-        print(f"narrowgauge: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return _ended(f"stopped by {stop}", EXIT_PREEMPTED)
+    except ComparisonFailed as error:
+        return _ended(str(error), error.code)
+    except (Diverged, SaveError) as error:
+        return _ended(str(error), EXIT_FAILED)
+    except UserError as error:
+        return _ended(str(error), EXIT_USAGE)
     except KeyboardInterrupt:
-        print("narrowgauge: interrupted", file=sys.stderr)
-        return EXIT_FAILED
+        return _ended("interrupted", EXIT_FAILED)
     except BrokenPipeError:  # the reader of our output went away, as in `narrowgauge recipes | head`
         sys.stderr.close()
         return EXIT_DONE
     return EXIT_DONE
 
 
-def _parser() -> _Parser:
+def _ended(sentence: str, code: int) -> int:
+    print(f"narrowgauge: {sentence}", file=sys.stderr)
+    return code
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser, verbs = _parser()
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in verbs:
+        raise unknown("verb", arguments[0], verbs)
+    options, rest = parser.parse_known_args(arguments)
+    if rest:
+        raise _unknown_argument(rest[0], options.parser)
+    return options
+
+
+def _parser() -> tuple[_Parser, list[str]]:
+    """The parser of the whole line, and the names of the verbs."""
     parser = _Parser(
         prog="narrowgauge",
         description="Pre-train language models in narrow numbers, and see what the numbers did.",
@@ -123,7 +136,7 @@ def _parser() -> _Parser:
     p.add_argument("name", metavar="NAME", nargs="?")
     p = verb("formats", "the number formats, or the facts of one", _formats)
     p.add_argument("name", metavar="NAME", nargs="?")
-    return parser
+    return parser, list(verbs.choices)
 
 
 def _add_config_options(p: _Parser) -> None:
@@ -239,19 +252,20 @@ def _operands(r: Recipe) -> str:
 def _formats(options: argparse.Namespace) -> None:
     names = [options.name] if options.name else format_names()
     table = Table(box=None, header_style="bold")
-    for column in ("format", "bits", "exponent", "mantissa", "bias", "max", "smallest normal", "smallest"):
-        table.add_column(column, justify="left" if column == "format" else "right")
-    table.add_column("torch dtype")
-    table.add_column("source", overflow="fold")
+    table.add_column("format")
+    for column in ("bits", "E.M", "bias", "max", "smallest normal", "smallest"):
+        table.add_column(column, justify="right")
     for name in names:
         f = format(name)
-        numbers = (f.bits, f.exponent_bits, f.mantissa_bits, f.bias)
         limits = (f.max, f.smallest_normal, f.smallest_subnormal)
-        dtype = str(torch_dtype(f) or "-").removeprefix("torch.")
-        table.add_row(name, *map(str, numbers), *(f"{x:.6g}" for x in limits), dtype, f.source)
+        layout = f"{f.exponent_bits}.{f.mantissa_bits}"
+        table.add_row(name, str(f.bits), layout, str(f.bias), *(f"{x:.6g}" for x in limits))
     Console().print(table)
     if options.name:
         print(f"not finite: {format(options.name).specials.value}")
+        print(f"source: {format(options.name).source}")
+    else:
+        print("E.M: bits of exponent and mantissa")
 
 
 if __name__ == "__main__":

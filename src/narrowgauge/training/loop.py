@@ -7,12 +7,11 @@ without the lines up to n, and on return the lines after it are dropped and made
 
 import hashlib
 import json
-import signal
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from narrowgauge.training.config import Config, make_config, trajectory
 from narrowgauge.training.directory import RunDirectory
 from narrowgauge.training.progress import Display
 from narrowgauge.training.session import COMPUTE_DTYPES, Session, newest_checkpoint
+from narrowgauge.training.signals import stop_requests
 from narrowgauge.training.validate import validation_loss
 
 
@@ -69,25 +69,23 @@ def run(
     """
     config = config if isinstance(config, Config) else make_config(config or {})
     directory = RunDirectory(Path(out) if out is not None else default_out(config))
-    console = console or Console()
     device = machine.choose_device(config.training.device)
     choose_backend(config.the_recipe(), device.type, config.recipe.backend)
-    with Display(console, config.training.steps, config.log.every) as display:
-        directory_is_new = not directory.path.exists()
+    with Display(console or Console(), config.training.steps, config.log.every) as display:
         corpus = prepare(config.data.source, config.data.tokenizer, progress=display.stage)
         _check_corpus(config, corpus)
-        with lock_run(directory.path), _stop_requests() as requests:
+        with lock_run(directory.path), stop_requests() as requests:
             directory.claim(config)
             if directory.status() == "done":
                 display.say(f"{directory.path} is done; to train again, name another directory with --out")
                 return directory.path
             directory.check_corpus(corpus.digest)
             corpus.tokenizer.save(directory.tokenizer)
-            session = _start_or_resume(config, device, directory, corpus, display)
-            if directory_is_new:
-                display.say(f"run directory: {directory.path}")
+            job = _Job(config, device, corpus, directory, display)
+            session = _start_or_resume(job)
             try:
-                _train(session, corpus, directory, display, requests)
+                _train(job, session, requests)
+                _finish(job, session)
             except Preempted as stop:
                 directory.set_status("preempted", str(stop))
                 raise
@@ -95,6 +93,42 @@ def run(
                 directory.set_status("failed", f"{type(error).__name__}: {error}")
                 raise
     return directory.path
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What stays the same from the first step to the last."""
+
+    config: Config
+    device: torch.device
+    corpus: Corpus
+    directory: RunDirectory
+    display: Display
+
+    @cached_property
+    def run_id(self) -> str:
+        """What a checkpoint has to be of, to be continued here."""
+        text = json.dumps([trajectory(self.config), self.corpus.digest], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What a reader of the metrics has to know about the run."""
+        config, recipe, model = self.config, self.config.the_recipe(), self.config.the_model()
+        backend = choose_backend(recipe, self.device.type, config.recipe.backend)
+        peak, source = machine.measure_peak(self.device, COMPUTE_DTYPES[recipe.compute])
+        return {
+            "recipe": recipe.name,
+            "backend": backend.name,
+            "backend_reason": backend.reason,
+            "device": machine.device_name(self.device),
+            "torch": torch.__version__,
+            "parameters": count_parameters(model),
+            "flops_per_token": flops_per_token(model, config.data.sequence_length),
+            "peak_flops": peak,
+            "peak_source": source,
+            "corpus": self.corpus.digest,
+        }
 
 
 def _check_corpus(config: Config, corpus: Corpus) -> None:
@@ -109,108 +143,90 @@ def _check_corpus(config: Config, corpus: Corpus) -> None:
     count_windows(corpus.val, config.data.sequence_length, "held-out")
 
 
-def _run_id(config: Config, corpus: Corpus) -> str:
-    text = json.dumps([trajectory(config), corpus.digest], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _start_or_resume(
-    config: Config, device: torch.device, directory: RunDirectory, corpus: Corpus, display: Display
-) -> Session:
+def _start_or_resume(job: _Job) -> Session:
     """The state to go on from: the newest valid checkpoint's, or the beginning."""
-    checkpoint, refused = newest_checkpoint(directory.checkpoints, _run_id(config, corpus))
+    directory, say = job.directory, job.display.say
+    checkpoint, refused = newest_checkpoint(directory.checkpoints, job.run_id)
     for sentence in refused:
-        display.say(f"passed over: {sentence}")
-    session = Session.begin(config, device)
-    was_here = directory.metrics.exists()
-    if checkpoint is not None:
+        say(f"passed over: {sentence}")
+    session = Session.begin(job.config, job.device)
+    if checkpoint is None:
+        say(f"run directory: {directory.path}")
+        directory.keep_metrics_until(-1)
+    else:
         session.restore(checkpoint)
-        display.say(f"continuing {directory.path} after step {session.step}")
-    directory.keep_metrics_until(session.step if checkpoint is not None else -1)
-    event = "resume" if was_here and checkpoint is not None else "start"
-    directory.record({"event": event, "step": session.step, **_facts(config, device, corpus)})
+        say(f"continuing {directory.path} after step {session.step}")
+        directory.keep_metrics_until(session.step)
+    event = "start" if checkpoint is None else "resume"
+    directory.record({"event": event, "step": session.step, **job.facts})
     directory.set_status("running", "")
     return session
 
 
-def _facts(config: Config, device: torch.device, corpus: Corpus) -> dict[str, Any]:
-    """What a reader of the metrics has to know about the run."""
-    recipe, model = config.the_recipe(), config.the_model()
-    backend = choose_backend(recipe, device.type, config.recipe.backend)
-    peak, source = machine.measure_peak(device, COMPUTE_DTYPES[recipe.compute])
-    return {
-        "recipe": recipe.name,
-        "backend": backend.name,
-        "backend_reason": backend.reason,
-        "device": machine.device_name(device),
-        "torch": torch.__version__,
-        "parameters": count_parameters(model),
-        "flops_per_token": flops_per_token(model, config.data.sequence_length),
-        "peak_flops": peak,
-        "peak_source": source,
-        "corpus": corpus.digest,
-    }
-
-
-def _train(
-    session: Session, corpus: Corpus, directory: RunDirectory, display: Display, requests: list[str]
-) -> None:
-    """All steps that are left, and what belongs to the end of a run."""
-    config, run_id = session.config, _run_id(session.config, corpus)
-    flops = flops_per_token(config.the_model(), config.data.sequence_length)
-    peak = machine.measure_peak(session.device, session.model.compute_dtype)[0]
-    tokens_per_step = config.training.batch_size * config.data.sequence_length
+def _train(job: _Job, session: Session, requests: list[str]) -> None:
+    """All steps that are left."""
+    config, directory, steps = job.config, job.directory, job.config.training.steps
     if session.step == 0:
-        val_loss = _validate(session, corpus)
+        val_loss = _validate(job, session)
         directory.record({"step": 0, "tokens": 0, "val_loss": val_loss})
-        display.say(f"step {0:>6}/{config.training.steps}  val loss {val_loss:.4f}")
+        job.display.say(f"step {0:>6}/{steps}  val loss {val_loss:.4f}")
     last_save = time.monotonic()
-    while session.step < config.training.steps:
-        machine.synchronize(session.device)
-        start = time.perf_counter()
-        loss, norm, lr = session.train_step(corpus)
-        seconds = time.perf_counter() - start
-        line = {
-            "step": session.step,
-            "loss": loss,
-            "lr": lr,
-            "grad_norm": norm,
-            "tokens": session.step * tokens_per_step,
-            "tokens_per_s": tokens_per_step / seconds,
-            "step_ms": 1000 * seconds,
-            "mfu": flops * tokens_per_step / seconds / peak,
-            "memory_bytes": machine.peak_memory(session.device),
-        }
-        is_last = session.step == config.training.steps
+    while session.step < steps:
+        line = _measured_step(job, session)
+        is_last = session.step == steps
         # Read once: a signal may come at any moment, and the stop has to find the save it speaks of.
         asked = "" if is_last or not requests else requests[0]
         if is_last or session.step % config.validation.every == 0:
-            line["val_loss"] = _validate(session, corpus)
+            line["val_loss"] = _validate(job, session)
         directory.record(line)
-        display.step(line)
-        _guard(session, directory, loss, norm)
+        job.display.step(line)
+        _guard(job, session, line)
         due = time.monotonic() - last_save > 60 * config.checkpoint.every_minutes
         if is_last or due or asked or session.step % config.checkpoint.every == 0:
-            _save(session, directory, display, run_id, must=is_last or bool(asked))
+            _save(job, session, must=is_last or bool(asked))
             last_save = time.monotonic()
         if asked:
             directory.record({"event": "stop", "step": session.step, "reason": asked})
             raise Preempted(f"{asked} after step {session.step}; the same line continues")
-    _finish(session, corpus, directory, display)
 
 
-def _validate(session: Session, corpus: Corpus) -> float:
-    c = session.config
+def _measured_step(job: _Job, session: Session) -> dict[str, Any]:
+    """One optimizer step and its line of the metrics."""
+    machine.synchronize(job.device)
+    start = time.perf_counter()
+    loss, norm, lr = session.train_step(job.corpus)
+    seconds = time.perf_counter() - start  # the step ended with the loss on the host
+    tokens = job.config.training.batch_size * job.config.data.sequence_length
+    return {
+        "step": session.step,
+        "loss": loss,
+        "lr": lr,
+        "grad_norm": norm,
+        "tokens": session.step * tokens,
+        "tokens_per_s": tokens / seconds,
+        "step_ms": 1000 * seconds,
+        "mfu": job.facts["flops_per_token"] * tokens / seconds / job.facts["peak_flops"],
+        "memory_bytes": machine.peak_memory(job.device),
+    }
+
+
+def _validate(job: _Job, session: Session) -> float:
+    c = job.config
     return validation_loss(
-        session.model, corpus.val, c.training.micro_batch_size, c.data.sequence_length, c.validation.batches
+        session.model,
+        job.corpus.val,
+        c.training.micro_batch_size,
+        c.data.sequence_length,
+        c.validation.batches,
     )
 
 
-def _guard(session: Session, directory: RunDirectory, loss: float, norm: float) -> None:
+def _guard(job: _Job, session: Session, line: Mapping[str, Any]) -> None:
     """Record a skipped step; stop when there were too many in a row."""
     if not session.skips_in_a_row:
         return
-    directory.record({"event": "skip", "step": session.step, "reason": f"loss {loss}, gradient norm {norm}"})
+    reason = f"loss {line['loss']}, gradient norm {line['grad_norm']}"
+    job.directory.record({"event": "skip", "step": session.step, "reason": reason})
     if session.skips_in_a_row > session.config.guard.max_skips:
         raise Diverged(
             f"{session.skips_in_a_row} steps in a row had a non-finite gradient, the last is {session.step}; "
@@ -218,32 +234,31 @@ def _guard(session: Session, directory: RunDirectory, loss: float, norm: float) 
         )
 
 
-def _save(session: Session, directory: RunDirectory, display: Display, run_id: str, must: bool) -> None:
+def _save(job: _Job, session: Session, must: bool) -> None:
     """Publish a checkpoint; a full disk is told loudly, and ends the run only where this save is its last."""
-    directory.sync_metrics()
+    job.directory.sync_metrics()
     try:
-        session.save(directory.checkpoints, run_id)
+        session.save(job.directory.checkpoints, job.run_id)
     except SaveError as error:
-        display.say(f"NOT SAVED: {error}")
-        directory.record({"event": "save failed", "step": session.step, "reason": str(error)})
+        job.display.say(f"NOT SAVED: {error}")
+        job.directory.record({"event": "save failed", "step": session.step, "reason": str(error)})
         if must:
             raise
     else:
-        directory.record({"event": "save", "step": session.step})
+        job.directory.record({"event": "save", "step": session.step})
 
 
-def _finish(session: Session, corpus: Corpus, directory: RunDirectory, display: Display) -> None:
+def _finish(job: _Job, session: Session) -> None:
     """A sample of text, and the last status."""
-    log = session.config.log
-    prompt = log.prompt or _fitting_prompt(session.config, corpus)
-    ids = corpus.tokenizer.encode(prompt) or [corpus.tokenizer.end_of_document]
-    new = generate(
-        session.model, ids, log.sample_tokens, temperature=0.7, top_k=40, seed=session.config.training.seed
-    )
-    sample = corpus.tokenizer.decode(new)
-    directory.record({"event": "done", "step": session.step, "prompt": prompt, "sample": sample})
-    directory.set_status("done", f"all {session.step} steps")
-    display.say(f"\nsample, from {prompt!r}:\n{prompt}{sample}\n")
+    log, tokenizer = job.config.log, job.corpus.tokenizer
+    prompt = log.prompt or _fitting_prompt(job.config, job.corpus)
+    ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
+    seed = job.config.training.seed
+    new = generate(session.model, ids, log.sample_tokens, temperature=0.7, top_k=40, seed=seed)
+    sample = tokenizer.decode(new)
+    job.directory.record({"event": "done", "step": session.step, "prompt": prompt, "sample": sample})
+    job.directory.set_status("done", f"all {session.step} steps")
+    job.display.say(f"\nsample, from {prompt!r}:\n{prompt}{sample}\n")
 
 
 def _fitting_prompt(config: Config, corpus: Corpus) -> str:
@@ -251,22 +266,3 @@ def _fitting_prompt(config: Config, corpus: Corpus) -> str:
     if config.data.source == "stdlib":
         return "def"
     return corpus.tokenizer.decode(corpus.val[1:9].tolist())
-
-
-@contextmanager
-def _stop_requests() -> Iterator[list[str]]:
-    """A list that gets the name of a signal when one asks the run to stop; a second one stops it at once."""
-    requests: list[str] = []
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        requests.append(signal.Signals(number).name)
-        if len(requests) > 1:
-            raise KeyboardInterrupt
-
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    previous = {n: signal.signal(n, ask) for n in numbers}
-    try:
-        yield requests
-    finally:
-        for n, handler in previous.items():
-            signal.signal(n, handler)
