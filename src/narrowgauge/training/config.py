@@ -69,9 +69,9 @@ class DataSection(_Section):
 class TrainingSection(_Section):
     """How long, how much at once, where."""
 
-    steps: int = Field(300, ge=1, description="optimizer steps")
-    batch_size: int = Field(16, ge=1, description="sequences per optimizer step")
-    micro_batch_size: int = Field(16, ge=1, description="sequences computed at once")
+    steps: int = Field(500, ge=1, description="optimizer steps")
+    batch_size: int = Field(8, ge=1, description="sequences per optimizer step")
+    micro_batch_size: int = Field(8, ge=1, description="sequences computed at once")
     seed: int = Field(0, ge=0, lt=2**63, description="of weights, token order and stochastic rounding")
     device: str = Field("auto", description="auto, cpu or cuda")
     compile: bool = Field(False, description="run the model through torch.compile")
@@ -96,7 +96,10 @@ class OptimizerSection(_Section):
     @field_validator("betas", mode="before")
     @classmethod
     def _from_text(cls, value: Any) -> Any:
-        return value.split(",") if isinstance(value, str) else value
+        value = value.split(",") if isinstance(value, str) else value
+        if isinstance(value, (list, tuple)) and len(value) != 2:
+            raise PydanticCustomError("not_two", "there are two, as in 0.9,0.95")
+        return value
 
 
 class ScheduleSection(_Section):
@@ -226,16 +229,23 @@ def load_values(path: Path) -> dict[str, Any]:
     """The tables of a TOML file.
 
     Raises:
-        UserError: the file is missing, unreadable or no TOML.
+        UserError: the file is missing, unreadable or no TOML, or a section in it is no table.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         near = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
         hint = f"; beside it lie {', '.join(near[:5])}" if near else ""
         raise UserError(f"no configuration file {path}{hint}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UserError(f"configuration file {path} cannot be read: {error}") from None
+    for section, table in values.items():
+        if section in Config.model_fields and not isinstance(table, dict):
+            raise UserError(
+                f"configuration file {path}: {section} = {table!r}, but it is a section; "
+                f"write [{section}] above its keys"
+            )
+    return values
 
 
 def config_keys() -> dict[str, str]:

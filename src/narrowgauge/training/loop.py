@@ -39,6 +39,10 @@ class Diverged(Exception):
     """Too many steps in a row had a non-finite gradient: exit code 1."""
 
 
+class OutOfMemory(Exception):
+    """The device's memory is too small for a step: exit code 1."""
+
+
 def default_out(config: Config) -> Path:
     """The run directory when none is named: runs/MODEL-SOURCE-RECIPE."""
     source = Path(config.data.source).stem or "data"
@@ -65,12 +69,15 @@ def run(
         UserError: a mistake in the configuration, the data or the directory; nothing was trained.
         Preempted: SIGTERM, SIGINT or SIGUSR1 came; the state is saved.
         Diverged: more than `guard.max_skips` steps in a row had a non-finite gradient.
+        OutOfMemory: a step needs more memory than there is.
+        PoisonedError: weights or moments became non-finite; the checkpoints there are untouched.
         SaveError: the last save, or the one that a signal asked for, failed.
     """
     config = config if isinstance(config, Config) else make_config(config or {})
     directory = RunDirectory(Path(out) if out is not None else default_out(config))
     device = machine.choose_device(config.training.device)
     choose_backend(config.the_recipe(), device.type, config.recipe.backend)
+    machine.require_memory(config.the_model(), device)
     with Display(console or Console(), config.training.steps, config.log.every) as display:
         corpus = prepare(config.data.source, config.data.tokenizer, progress=display.stage)
         _check_corpus(config, corpus)
@@ -91,8 +98,18 @@ def run(
                 raise
             except BaseException as error:
                 directory.set_status("failed", f"{type(error).__name__}: {error}")
+                if machine.is_out_of_memory(error):
+                    raise OutOfMemory(_how_to_save_memory(config, device)) from error
                 raise
     return directory.path
+
+
+def _how_to_save_memory(config: Config, device: torch.device) -> str:
+    return (
+        f"out of memory on {machine.device_name(device)}; lower training.micro_batch_size = "
+        f"{config.training.micro_batch_size}, set --training.recompute true or choose a smaller --model, "
+        "and name a new directory with --out"
+    )
 
 
 @dataclass(frozen=True)
@@ -264,5 +281,5 @@ def _finish(job: _Job, session: Session) -> None:
 def _fitting_prompt(config: Config, corpus: Corpus) -> str:
     """How a text may begin: a function in source text, else the first words of the held-out part."""
     if config.data.source == "stdlib":
-        return "def"
+        return "def __init__(self"
     return corpus.tokenizer.decode(corpus.val[1:9].tolist())
