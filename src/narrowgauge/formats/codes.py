@@ -2,7 +2,7 @@
 
 A positive number v of the grid is k quanta, v = k * 2^(e - M), with e = max(floor(log2 v), emin). Its code
 is ((e - emin) << M) + k: k counts the steps inside the binade, and for normal numbers its leading one
-raises the exponent field from 0 to 1. The sign is the top bit.
+raises the exponent field from 0 to 1. The sign is the top bit; in two's complement the code is k itself.
 
 Packing follows OCP MX and the hardware: FP4 two codes a byte, low nibble first; FP6 four codes in three
 bytes, as a little-endian string of bits.
@@ -34,7 +34,9 @@ def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
     codes = (binade(exponent, fmt, v.dtype) << fmt.mantissa_bits) + quanta - (0 if fmt.zero else 1)
     if fmt.infinity_code is not None:
         codes = torch.where(v.isinf(), fmt.infinity_code, codes)
-    if fmt.signed:
+    if fmt.twos_complement:
+        codes = torch.where(v < 0, -codes, codes)
+    elif fmt.signed:
         codes = codes | (v.signbit().to(torch.int32) << (fmt.bits - 1))
     if fmt.nan_code is not None:
         codes = torch.where(v.isnan(), fmt.nan_code, codes)
@@ -45,6 +47,9 @@ def decode_scalar(code: int, fmt: Format) -> float:
     """The number that a code stands for: the definition, read off the bits."""
     if code == fmt.nan_code:
         return math.nan
+    if fmt.twos_complement:
+        integer = code - (code >> (fmt.bits - 1) << fmt.bits)
+        return math.ldexp(integer, fmt.emin - fmt.mantissa_bits)
     sign = -1.0 if fmt.signed and code >> (fmt.bits - 1) else 1.0
     body = code & (2 ** (fmt.bits - fmt.signed) - 1)
     exponent, mantissa = body >> fmt.mantissa_bits, body & (2**fmt.mantissa_bits - 1)

@@ -10,6 +10,8 @@ for infinity and NaN (`Specials`): IEEE gives a whole exponent, OCP's E4M3 two c
 of 6 and 4 bits none at all, and the "fnuz" variants of AMD's MI300 reuse the code of -0.
 
 E8M0 is the odd one: unsigned, no mantissa, no zero, no subnormals. It stores only scales, 2^(code - 127).
+MX's INT8 is the other: no exponent at all, an integer of two's complement that counts 1/64. It is written here
+as a format that has nothing but subnormals (bias 0, so that 2^(1 - b) * m / 2^7 = m / 64).
 
 Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) Specification 1.0,
 section 5; IEEE 754-2019; ONNX float stored in 8 bits (the fnuz variants).
@@ -40,12 +42,23 @@ class Format:
     specials: Specials
     signed: bool = True
     zero: bool = True  # False: code 0 is the smallest power of two, and there are no subnormals
+    twos_complement: bool = False  # True: the code is a signed integer, not sign and magnitude
     source: str = ""
 
     @property
     def bits(self) -> int:
         """Bits of one code."""
         return self.signed + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def is_fixed_point(self) -> bool:
+        """Whether all numbers are evenly spaced: no exponent, so nothing but subnormals."""
+        return self.exponent_bits == 0
+
+    @property
+    def fraction_bits(self) -> int:
+        """Bits after the leading one in the highest binade."""
+        return self.mantissa_bits - self.is_fixed_point
 
     @property
     def emin(self) -> int:
@@ -64,13 +77,13 @@ class Format:
     def max(self) -> float:
         """Largest finite number; finite overflow saturates here."""
         lost_to_nan = self.specials is Specials.NAN_ONLY and self.mantissa_bits > 0
-        steps = 2**self.mantissa_bits - 1 - lost_to_nan
-        return math.ldexp(1 + steps * 2.0**-self.mantissa_bits, self.emax)
+        steps = 2**self.fraction_bits - 1 - lost_to_nan
+        return math.ldexp(1 + steps * 2.0**-self.fraction_bits, self.emax)
 
     @property
     def smallest_normal(self) -> float:
-        """2^emin."""
-        return math.ldexp(1.0, self.emin)
+        """2^emin; in fixed point the smallest positive number."""
+        return self.smallest_subnormal if self.is_fixed_point else math.ldexp(1.0, self.emin)
 
     @property
     def smallest_subnormal(self) -> float:
@@ -80,7 +93,7 @@ class Format:
     @property
     def eps(self) -> float:
         """Distance from 1 to the next larger number."""
-        return 2.0**-self.mantissa_bits
+        return 2.0**-self.fraction_bits
 
     @property
     def has_infinity(self) -> bool:
@@ -90,7 +103,8 @@ class Format:
     @property
     def has_negative_zero(self) -> bool:
         """Whether -0 has a code of its own."""
-        return self.signed and self.zero and self.specials is not Specials.NEGATIVE_ZERO
+        is_magnitude = self.signed and not self.twos_complement
+        return is_magnitude and self.zero and self.specials is not Specials.NEGATIVE_ZERO
 
     @property
     def nan_code(self) -> int | None:

@@ -19,6 +19,7 @@ _FORMATS = {
         Format("e4m3", 4, 3, 7, Specials.NAN_ONLY, source=_OCP8),
         Format("e5m2fnuz", 5, 2, 16, Specials.NEGATIVE_ZERO, source=_FNUZ),
         Format("e4m3fnuz", 4, 3, 8, Specials.NEGATIVE_ZERO, source=_FNUZ),
+        Format("int8", 0, 7, 0, Specials.NONE, twos_complement=True, source=_MX),
         Format("e3m2", 3, 2, 3, Specials.NONE, source=_MX),
         Format("e2m3", 2, 3, 1, Specials.NONE, source=_MX),
         Format("e2m1", 2, 1, 1, Specials.NONE, source=_MX),

@@ -34,6 +34,7 @@ class Cast:
         hadamard: 0, or the size of the Hadamard transform applied along the contraction axis first.
         headroom: the largest element aimed at is headroom * format.max ("e4m3" scales; 16/17 makes NVFP4
             free of clipping, because rounding a scale to E4M3 lowers it by at most 1/17).
+        power_of_two: for "fp32" scales: cut the encoding scale to its power of two.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Cast:
     rounding: str = "nearest-even"
     hadamard: int = 0
     headroom: float = 1.0
+    power_of_two: bool = False
 
     def __post_init__(self) -> None:
         if self.scale not in SCALE_KINDS:
@@ -88,13 +90,20 @@ _CASTS = {
         Cast(name="fp16", element=format("fp16")),
         Cast(name="e4m3", element=format("e4m3"), scale="fp32"),
         Cast(name="e5m2", element=format("e5m2"), scale="fp32"),
+        Cast(name="e4m3fnuz", element=format("e4m3fnuz"), scale="fp32"),
+        Cast(name="e5m2fnuz", element=format("e5m2fnuz"), scale="fp32"),
+        Cast(name="fp8-row", element=format("e4m3"), scale="fp32", block=(1, 0)),
+        Cast(name="fp8-1x128", element=format("e4m3"), scale="fp32", block=(1, 128)),
+        Cast(name="fp8-128x128", element=format("e4m3"), scale="fp32", block=(128, 128)),
         _mx("mxfp8", "e4m3"),
         _mx("mxfp8-e5m2", "e5m2"),
         _mx("mxfp6-e2m3", "e2m3"),
         _mx("mxfp6-e3m2", "e3m2"),
         _mx("mxfp4", "e2m1"),
+        _mx("mxint8", "int8"),
         Cast(name="nvfp4", element=format("e2m1"), scale="e4m3", block=(1, 16)),
         Cast(name="nvfp4-2d", element=format("e2m1"), scale="e4m3", block=(16, 16)),
+        Cast(name="fp4-row", element=format("e2m1"), scale="fp32", block=(1, 0)),
     )
 }
 
@@ -115,6 +124,18 @@ def cast_names() -> list[str]:
     return list(_CASTS)
 
 
+# What a recipe may say of a cast, and the kind of each value.
+_CAST_KEYS = {
+    "cast": str,
+    "scale_rule": str,
+    "rounding": str,
+    "hadamard": int,
+    "headroom": int | float,
+    "power_of_two": bool,
+}
+_KINDS = {str: "text in quotes", bool: "true or false"}
+
+
 def make_cast(value: str | Mapping[str, Any]) -> Cast:
     """A cast from a recipe's text: a name, or a table `{cast = "nvfp4", rounding = "stochastic", ...}`.
 
@@ -123,10 +144,12 @@ def make_cast(value: str | Mapping[str, Any]) -> Cast:
     """
     if isinstance(value, str):
         return cast(value)
+    for key, of_key in value.items():
+        if key not in _CAST_KEYS:
+            raise unknown("cast key", key, _CAST_KEYS)
+        kind = _CAST_KEYS[key]
+        if not isinstance(of_key, kind) or isinstance(of_key, bool) != (kind is bool):
+            raise UserError(f"cast key {key} = {of_key!r}, but it must be {_KINDS.get(kind, 'a number')}")
     changes = dict(value)
     base = cast(changes.pop("cast", "(none named)"))
-    allowed = ("scale_rule", "rounding", "hadamard", "headroom")
-    for key in changes:
-        if key not in allowed:
-            raise unknown("cast key", key, ("cast", *allowed))
     return dataclasses.replace(base, **changes)

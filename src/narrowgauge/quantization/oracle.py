@@ -78,6 +78,8 @@ def _block_scale(amax: np.float32, S: np.float32, cast: Cast) -> tuple[np.float3
     match cast.scale:
         case "fp32":
             encode = f32(1) if amax == 0 else min(f32(cast.element.max) / amax, FLOAT_MAX)
+            if cast.power_of_two:
+                encode = f32(2.0 ** (math.frexp(float(encode))[1] - 1))
             return encode, float(f32(1) / encode)
         case "e8m0":
             exponent = min(max(_exponent(float(amax), cast), -127), 127)
@@ -101,7 +103,7 @@ def _exponent(amax: float, cast: Cast) -> int:
         case "ceil":
             return exponent - (mantissa == 0.5) - element.emax
         case "even":
-            return exponent - 1 + (mantissa >= 1 - 2.0 ** -(element.mantissa_bits + 2)) - element.emax
+            return exponent - 1 + (mantissa >= 1 - 2.0 ** -(element.fraction_bits + 2)) - element.emax
         case _:
             mantissa, exponent = math.frexp(float(f32(amax) * f32(1 / element.max)))
             return exponent - (mantissa == 0.5) if mantissa else -127

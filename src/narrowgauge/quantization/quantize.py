@@ -114,9 +114,9 @@ def emulate(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What a GEMM on narrow numbers sees: (operand, scale), with x ~ operand * scale.
 
-    Every product of an element and a block scale of FP8 x E8M0 or FP4 x E4M3 is exact in bf16; the fp32
+    Every product of an element and a block scale of FP8 x 2^k or FP4 x E4M3 is exact in bf16; the fp32
     scale of a whole tensor is not, so it is returned apart (a 0-dim float32 tensor, or None for 1), to be
-    applied to the GEMM's result. Blocks with fp32 scales come out in float32.
+    applied to the GEMM's result. Blocks with other fp32 scales come out in float32.
     """
     if cast.hadamard:
         x = hadamard(x, cast.hadamard, axis)
@@ -126,7 +126,8 @@ def emulate(
     grid = _to_grid(x, cast, blocks, generator)
     if cast.block is None:
         return blocks.merge(grid.values).to(dtype), grid.block_scale.reshape(())
-    operand_dtype = torch.float32 if cast.scale == "fp32" else dtype
+    is_exact = cast.scale != "fp32" or cast.power_of_two
+    operand_dtype = dtype if is_exact else torch.float32
     return blocks.merge(grid.values.mul_(grid.block_scale).to(operand_dtype)), grid.tensor_scale
 
 
@@ -146,7 +147,7 @@ def _to_grid(x: torch.Tensor, cast: Cast, blocks: Blocks, generator: Generator) 
     amax = torch.where(finite, amax, 0.0)
     tensor_scale = None
     if cast.scale == "fp32":
-        encode_scale, block_scale = scales.fp32_scale(amax, cast.element)
+        encode_scale, block_scale = scales.fp32_scale(amax, cast.element, cast.power_of_two)
     elif cast.scale == "e8m0":
         assert cast.scale_rule is not None
         code = scales.e8m0_code(amax, cast.element, cast.scale_rule)

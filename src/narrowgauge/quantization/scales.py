@@ -4,7 +4,8 @@ Every function takes amax, the largest magnitude of each block as float32 (finit
 multiply by before rounding ("encode") and what to multiply by to come back ("decode").
 
 **fp32 scales** (TransformerEngine's current scaling): encode = fl(max / amax), decode = fl(1 / encode);
-a block of zeros gets 1, an overflowing quotient the largest float.
+a block of zeros gets 1, an overflowing quotient the largest float. With `power_of_two` the encoding scale is
+cut to its power of two, which never saturates and makes both factors exact.
 
 **E8M0 scales** (OCP MX 1.0 section 6.3 and its successors) are powers of two, 2^(code - 127). With amax =
 2^a * m, 1 <= m < 2, and the element format's largest number max = 2^emax * (2 - u):
@@ -39,9 +40,13 @@ def _quotient(numerator: float, amax: torch.Tensor) -> torch.Tensor:
     return torch.full_like(amax, numerator) / amax
 
 
-def fp32_scale(amax: torch.Tensor, element: Format) -> tuple[torch.Tensor, torch.Tensor]:
+def fp32_scale(
+    amax: torch.Tensor, element: Format, power_of_two: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(encode, decode) in float32 of amax's shape."""
     encode = _quotient(element.max, amax).clamp(max=FLOAT_MAX)
+    if power_of_two:  # amax is below 2^128, so the quotient is a normal number, its mantissa bits the low 23
+        encode = (encode.view(torch.int32) & 0x7F800000).view(torch.float32)
     encode = torch.where(amax == 0, 1.0, encode)
     return encode, 1.0 / encode
 
@@ -54,10 +59,11 @@ def e8m0_code(amax: torch.Tensor, element: Format, rule: str) -> torch.Tensor:
         # A subnormal up to 2^-127 (mantissa 0x400000) is met exactly by code 0.
         up = (mantissa > 0) & (exponent < 254) & ~((exponent == 0) & (mantissa <= 0x400000))
         return exponent + up.to(torch.int32)
-    bits = amax.view(torch.int32)
+    is_subnormal = amax < 2.0**-126
+    bits = torch.where(is_subnormal, amax * 2.0**24, amax).view(torch.int32)
     if rule == "even":
-        bits = bits + (1 << (22 - element.mantissa_bits))
-    exponent = bits >> 23
+        bits = bits + (1 << (22 - element.fraction_bits))
+    exponent = (bits >> 23) - 24 * is_subnormal.to(torch.int32)
     if rule == "ceil":
         exponent = exponent + ((bits & 0x7FFFFF) > 0).to(torch.int32)
     return (exponent - element.emax).clamp(0, 254)

@@ -70,8 +70,8 @@ class TrainingSection(_Section):
     """How long, how much at once, where."""
 
     steps: int = Field(500, ge=1, description="optimizer steps")
-    batch_size: int = Field(8, ge=1, description="sequences per optimizer step")
-    micro_batch_size: int = Field(8, ge=1, description="sequences computed at once")
+    batch_size: int = Field(8, ge=1, lt=2**31, description="sequences per optimizer step")
+    micro_batch_size: int = Field(8, ge=1, lt=2**31, description="sequences computed at once")
     seed: int = Field(0, ge=0, lt=2**63, description="of weights, token order and stochastic rounding")
     device: str = Field("auto", description="auto, cpu or cuda")
     compile: bool = Field(False, description="run the model through torch.compile")
@@ -85,7 +85,7 @@ class OptimizerSection(_Section):
     """How weights move."""
 
     name: Literal["adamw"] = Field("adamw", description="adamw")
-    lr: float = Field(3e-3, gt=0, description="peak learning rate")
+    lr: float = Field(2e-3, gt=0, description="peak learning rate")
     betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="decay of the two moments")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     weight_decay: float = Field(0.1, ge=0, description="of matrices")
@@ -106,7 +106,7 @@ class ScheduleSection(_Section):
     """The learning rate over time."""
 
     kind: Kind = Field("cosine", description="cosine, linear, wsd or constant")
-    warmup_steps: int = Field(20, ge=0, description="steps of the linear rise")
+    warmup_steps: int = Field(100, ge=0, description="steps of the linear rise")
     final_lr_fraction: float = Field(0.1, ge=0, le=1, description="share of the peak at the end")
     decay_fraction: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps that decay")
 
