@@ -10,8 +10,8 @@ for infinity and NaN (`Specials`): IEEE gives a whole exponent, OCP's E4M3 two c
 of 6 and 4 bits none at all, and the "fnuz" variants of AMD's MI300 reuse the code of -0.
 
 E8M0 is the odd one: unsigned, no mantissa, no zero, no subnormals. It stores only scales, 2^(code - 127).
-MX's INT8 is the other: no exponent at all, an integer of two's complement that counts 1/64. It is written here
-as a format that has nothing but subnormals (bias 0, so that 2^(1 - b) * m / 2^7 = m / 64).
+MX's INT8 is the other: no exponent at all, an integer of two's complement that counts 1/64. It is written
+here as a format that has nothing but subnormals (bias 0, so that 2^(1 - b) * m / 2^7 = m / 64).
 
 Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) Specification 1.0,
 section 5; IEEE 754-2019; ONNX float stored in 8 bits (the fnuz variants).
