@@ -5,6 +5,7 @@ is one sentence on standard error, without a traceback.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from narrowgauge.checkpoint import SaveError
+from narrowgauge.checkpoint import PoisonedError, SaveError
 from narrowgauge.data import prepare
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import format, format_names
@@ -25,6 +26,7 @@ from narrowgauge.report.compare import ComparisonFailed, compare
 from narrowgauge.training import (
     Config,
     Diverged,
+    OutOfMemory,
     Preempted,
     config_keys,
     load_values,
@@ -55,6 +57,10 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see '{self.prog} --help'")
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        sys.stdout.flush()  # where the help that nobody reads any more can still be caught
+        super().exit(status, message)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
@@ -62,19 +68,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _options(sys.argv[1:] if arguments is None else list(arguments))
         action: Callable[[argparse.Namespace], None] = options.action
         action(options)
+        sys.stdout.flush()
     except Preempted as stop:
         return _ended(f"stopped by {stop}", EXIT_PREEMPTED)
     except ComparisonFailed as error:
-        return _ended(str(error), error.code)
-    except (Diverged, SaveError) as error:
+        # A run that ended by itself has said why.
+        return error.code if error.code > 0 else _ended(str(error), EXIT_FAILED)
+    except (Diverged, OutOfMemory, PoisonedError, SaveError) as error:
         return _ended(str(error), EXIT_FAILED)
     except UserError as error:
         return _ended(str(error), EXIT_USAGE)
     except KeyboardInterrupt:
         return _ended("interrupted", EXIT_FAILED)
     except BrokenPipeError:  # the reader of our output went away, as in `narrowgauge recipes | head`
-        sys.stderr.close()
-        return EXIT_DONE
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
+        return EXIT_FAILED
+    except OSError as error:  # a full disk, a file system that went away
+        return _ended(str(error), EXIT_FAILED)
     return EXIT_DONE
 
 
@@ -181,9 +191,8 @@ def _compare(options: argparse.Namespace) -> None:
         section = {**values.get("recipe", {}), "name": name}
         configs.append(make_config({**values, "recipe": section}))
     console = Console()
-    out = options.out or Path("runs") / f"compare-{configs[0].model.name}"
-    runs = compare(configs, out, console)
-    report = write_report(runs, out / "report.html")
+    runs = compare(configs, options.out, console)
+    report = write_report(runs, runs[0].parent / "report.html")
     print_comparison([read_run(path) for path in runs], console)
     console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
 
@@ -207,6 +216,8 @@ def _sample(options: argparse.Namespace) -> None:
 def _eval(options: argparse.Namespace) -> None:
     if options.task != "val":
         raise unknown("task", options.task, ["val"])
+    if options.batches is not None and options.batches < 1:
+        raise UserError(f"--batches {options.batches} must be at least 1; leave it out to take all")
     trained = open_run(options.run, options.device)
     config, console = trained.config, Console()
     with Display(console, 1, 1) as display:

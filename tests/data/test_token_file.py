@@ -88,7 +88,7 @@ def test_a_damaged_file_is_refused_at_opening_with_the_way_out(tmp_path, damage,
         open_token_file(path, written)
     assert f"{path} is damaged" in str(caught.value)
     assert words in str(caught.value)
-    assert f"prepare it again with `narrowgauge prepare SOURCE --out {tmp_path}`" in str(caught.value)
+    assert f"delete the directory {tmp_path} and prepare it again" in str(caught.value)
 
 
 def test_uint16_declared_uint32_is_refused(tmp_path):

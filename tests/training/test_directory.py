@@ -34,7 +34,7 @@ def test_a_claim_writes_everything_resolved(directory, tiny):
         ("training.steps", 6, 7),
         ("training.seed", 0, 1),
         ("training.micro_batch_size", 1, 2),
-        ("optimizer.lr", 0.003, 0.001),
+        ("optimizer.lr", 0.002, 0.001),
         ("schedule.warmup_steps", 2, 3),
         ("recipe.name", "'fp8'", "'bf16'"),
         ("recipe.fprop.x", None, "'bf16'"),

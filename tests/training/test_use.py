@@ -17,7 +17,8 @@ def test_the_newest_model_gives_the_recorded_loss(train, look, text):
 
 
 def test_the_loss_is_the_mean_over_tokens(train, text):
-    model = open_run(train(), "cpu").model
+    # In fp8 a batch shares its scales, so that its sequences are not computed as they are alone.
+    model = open_run(train(changes={"recipe.name": "fp32"}), "cpu").model
     val = prepare(text, "bytes").val
     singly = validation_loss(model, val, 1, 32, None)
     assert validation_loss(model, val, 2, 32, None) == pytest.approx(singly, rel=1e-5)

@@ -91,7 +91,7 @@ def prepare(
         except OSError as error:
             raise UserError(
                 f"cannot write the corpus to {target}: {error.strerror}; "
-                "name another with --out, or set NARROWGAUGE_CACHE to a directory with room in it"
+                "name another in NARROWGAUGE_CACHE, one with room in it"
             ) from error
     corpus = open_corpus(target)
     if corpus.digest != digest:

@@ -65,7 +65,9 @@ def documents(source: str) -> Iterator[Document]:
     try:
         files = _text_files(source)
     except OSError as error:
-        raise UserError(f"cannot look into {source!r}: {error.strerror}; mend its permissions") from None
+        raise UserError(
+            f"cannot look into {source!r}: {error.strerror}; give a source that can be read"
+        ) from None
     pieces = _cut(*files[0]) if len(files) == 1 else (Document(name, _read(path)) for name, path in files)
     return _with_text(source, pieces)
 
@@ -110,6 +112,8 @@ def _text_files(source: str) -> list[tuple[str, Path]]:
         return [(path.name, path)]
     if path.is_dir():
         root, found = path, path.rglob("*")
+    elif path.exists():
+        raise UserError(f"data source {source!r} is neither a file nor a directory; give one that is")
     elif glob.has_magic(source):
         root = _fixed_part(path)
         found = (Path(match) for match in glob.iglob(str(path), recursive=True))

@@ -121,8 +121,8 @@ def file_sha256(path: Path) -> str:
 def damaged(path: Path, what: str) -> UserError:
     """The error for a prepared file that is not as it was written, with the way out."""
     return UserError(
-        f"{path} is damaged: {what}; delete the directory {path.parent} and prepare it again with "
-        f"`narrowgauge prepare SOURCE --out {path.parent}`"
+        f"{path} is damaged: {what}; delete the directory {path.parent} and prepare it again, "
+        "as the same line then does"
     )
 
 

@@ -192,6 +192,8 @@ def _byte_characters() -> list[str]:
 def _bpe_entries(name: str) -> int | None:
     """N of `bpe-N`; None for another kind of name."""
     match = re.fullmatch(r"bpe-([1-9][0-9]*)", name)
+    if match and len(match[1]) > 7:  # the library takes memory for N entries at once
+        raise UserError(f"tokenizer {name!r} is too large: a vocabulary has at most bpe-9999999 entries")
     if match and int(match[1]) < 257:
         raise UserError(
             f"tokenizer {name!r} is too small: 256 bytes and the end of a document make bpe-257 the least"
@@ -201,9 +203,14 @@ def _bpe_entries(name: str) -> int | None:
 
 def _existing(name: str) -> Path:
     path = Path(name).expanduser()
-    path = path / TOKENIZER_FILE if path.is_dir() else path
-    if path.is_file():
-        return path
+    try:
+        path = path / TOKENIZER_FILE if path.is_dir() else path
+        if path.is_file():
+            return path
+    except OSError as error:
+        raise UserError(
+            f"cannot look for tokenizer file {name!r}: {error.strerror}; name a tokenizer.json"
+        ) from None
     if path.suffix == ".json" or len(path.parts) > 1:
         raise UserError(
             f"tokenizer file {str(path)!r} does not exist; name a tokenizer.json, bytes or bpe-4096"

@@ -35,6 +35,8 @@ def generate(
     """
     config = model.config
     _require_valid(prompt_ids, config.vocab_size, max_new_tokens, temperature, top_k)
+    if not 0 <= seed < 2**63:
+        raise UserError(f"seed = {seed} must lie in 0 to 2^63 - 1")
     device = model.embedding.weight.device
     generator = torch.Generator("cpu").manual_seed(seed)
     ids = list(prompt_ids)
@@ -58,7 +60,7 @@ def _choose(logits_V: Tensor, temperature: float, top_k: int | None, generator: 
         return int(logits_V.argmax())
     best = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))
     # Subtracting the largest first keeps small temperatures from overflowing.
-    probabilities = ((best.values - best.values[0]) / temperature).softmax(dim=0)
+    probabilities = ((best.values - best.values[0]).double() / temperature).softmax(dim=0)
     return int(best.indices[torch.multinomial(probabilities, 1, generator=generator)])
 
 

@@ -133,7 +133,7 @@ _CAST_KEYS = {
     "headroom": int | float,
     "power_of_two": bool,
 }
-_KINDS = {str: "text in quotes", bool: "true or false"}
+_KINDS: Mapping[object, str] = {str: "text in quotes", bool: "true or false"}
 
 
 def make_cast(value: str | Mapping[str, Any]) -> Cast:

@@ -32,9 +32,9 @@ def write_report(runs: Sequence[Path | str], out: Path | str) -> Path:
     """
     html = render_report(read_runs(runs))
     out = Path(out)
-    if out.is_dir():
-        raise UserError(f"{str(out)!r} is a directory, but a report is a file: try {out / 'report.html'}")
     try:
+        if out.is_dir():
+            raise UserError(f"{str(out)!r} is a directory, but a report is a file: try {out / 'report.html'}")
         make_directory(out.parent)
         write_whole(out, html)
     except OSError as error:

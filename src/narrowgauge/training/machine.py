@@ -1,5 +1,6 @@
 """The device a run is on: which one, how fast its matrix multiplication is, how much memory was used."""
 
+import os
 import re
 import resource
 import sys
@@ -8,6 +9,7 @@ import time
 import torch
 
 from narrowgauge.errors import UserError, unknown
+from narrowgauge.models import ModelConfig, count_parameters
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -34,6 +36,33 @@ def choose_device(wish: str) -> torch.device:
             f"'cuda:{torch.cuda.device_count() - 1}'; name that or one before it"
         )
     return device
+
+
+def require_memory(model: ModelConfig, device: torch.device) -> None:
+    """Refuse a model whose state alone is larger than the device's memory.
+
+    A CPU's memory is promised freely, and a process that takes up the promise is killed without a word.
+    """
+    parameters, there = count_parameters(model), total_memory(device)
+    needed = 16 * parameters
+    if needed > there:
+        raise UserError(
+            f"the model has {parameters:,} parameters, and training keeps 16 bytes of each (weight, "
+            f"gradient, two moments): {needed / 2**30:,.0f} GiB, and this {device.type} has "
+            f"{there / 2**30:,.0f} GiB; choose a smaller --model or smaller dimensions"
+        )
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes that the GPU has, or the machine."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out; on a CPU torch has no class of its own for that."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def device_name(device: torch.device) -> str:

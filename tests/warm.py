@@ -5,6 +5,7 @@ exit code (negative: the signal). A child is the command as a user starts it: it
 standard streams, signals and exit code.
 """
 
+import gc
 import json
 import os
 import resource
@@ -13,7 +14,9 @@ import signal
 import sys
 from pathlib import Path
 
-import narrowgauge.cli  # noqa: F401  the expensive part
+import torch._dynamo  # noqa: F401  what torch imports when the first optimizer is made
+
+import narrowgauge.cli  # noqa: F401
 
 
 def become(job: dict) -> None:
@@ -22,6 +25,12 @@ def become(job: dict) -> None:
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(job[name], os.O_WRONLY), number)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if job["reader_gone"]:
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 1)
+    if job["memory"]:
+        resource.setrlimit(resource.RLIMIT_AS, (job["memory"], resource.RLIM_INFINITY))
     if job["largest_file"]:
         # a write beyond the limit then fails, as on a full disk
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -31,6 +40,7 @@ def become(job: dict) -> None:
 
 
 def main() -> None:
+    gc.freeze()  # a child does not look through, at its end, what it never touched
     for line in sys.stdin:
         job = json.loads(line)
         if "wait" in job:

@@ -1,0 +1,137 @@
+"""A comparison trains each recipe in a process of its own, and behaves like one run."""
+
+import json
+import re
+import signal
+import tomllib
+
+import pytest
+
+
+@pytest.fixture
+def compare(line, tmp_path):
+    """The words of a comparison into `tmp_path / "both"`."""
+
+    def words(recipes, changes=None):
+        options = line(changes)[1:]
+        at = options.index("--recipe.name")
+        return [
+            "compare",
+            "--recipes",
+            recipes,
+            *options[:at],
+            *options[at + 2 :],
+            "--out",
+            tmp_path / "both",
+        ]
+
+    return words
+
+
+def test_a_comparison_and_the_same_line_again(narrowgauge, compare, look, tmp_path):
+    words = [*compare("bf16,mxfp8"), "--recipe.wgrad.x", "bf16"]
+    ended = narrowgauge(*words)
+    assert ended.code == 0, ended.err
+    assert ended.err == ""
+    both = tmp_path / "both"
+    runs = {name: look(both / name) for name in ("bf16", "mxfp8")}
+    table = ended.out[ended.out.rindex("\nrun  ") :]
+    for row, values in {
+        "run": runs,
+        "arithmetic": ["native", "emulated"],
+        "val loss": [f"{run.steps[-1]['val_loss']:.4f}" for run in runs.values()],
+        "status": ["done", "done"],
+    }.items():
+        assert re.search(rf"^{row} +{' +'.join(values)}$", table, re.MULTILINE), table
+    assert re.search(r"^gap +reference +[+-]\d+\.\d\d %$", table, re.MULTILINE)
+    assert ended.out.endswith(f"report: {both / 'report.html'}\n")
+    page = (both / "report.html").read_text()
+    assert ">bf16<" in page
+    assert ">mxfp8<" in page
+    for name in runs:
+        assert tomllib.loads((both / name / "config.toml").read_text())["recipe"]["wgrad.x"] == "bf16"
+    assert runs["bf16"].lines[1]["val_loss"] != runs["mxfp8"].lines[1]["val_loss"], "other numbers"
+
+    metrics = [(run.path / "metrics.jsonl").read_bytes() for run in runs.values()]
+    again = narrowgauge(*words)
+    assert again.code == 0, again.err
+    assert again.out.count("is done; to train again") == 2
+    assert again.out[again.out.rindex("\nrun  ") :] == table
+    assert [(run.path / "metrics.jsonl").read_bytes() for run in runs.values()] == metrics
+
+
+@pytest.mark.parametrize(
+    ("number", "everywhere"),
+    [
+        pytest.param(signal.SIGUSR1, False, id="SIGUSR1"),
+        pytest.param(signal.SIGTERM, True, id="SIGTERM to each process", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, True, id="Ctrl-C"),
+    ],
+)
+def test_asked_to_stop_the_run_inside_saves(narrowgauge, compare, look, tmp_path, number, everywhere):
+    words = compare("bf16,fp8", {"training.steps": 100, "checkpoint.every": 1000})
+    run = look(tmp_path / "both" / "bf16")
+    process = narrowgauge.start(*words).until(run.has_step(3))
+    for each in (process.child, process) if everywhere else (process,):
+        each.send(number)
+    ended = process.wait()
+    assert ended.code == 75, ended.err
+    (stop,) = run.events("stop")
+    sentence = f"stopped by {number.name} after step {stop['step']}; the same line continues"
+    assert ended.err == f"narrowgauge: {sentence}\n"
+    assert run.status["status"] == "preempted"
+    assert not (tmp_path / "both" / "fp8").exists()
+    assert not (tmp_path / "both" / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_the_same_line_continues_a_comparison_that_stopped(narrowgauge, compare, look, tmp_path):
+    words = compare("bf16,fp8", {"training.steps": 100, "checkpoint.every": 1000})
+    bf16, fp8 = look(tmp_path / "both" / "bf16"), look(tmp_path / "both" / "fp8")
+    for run in (bf16, fp8):
+        assert narrowgauge.start(*words).send_when(run.has_step(3), signal.SIGTERM).code == 75
+    ended = narrowgauge(*words)
+    assert ended.code == 0, ended.err
+    assert f"{bf16.path} is done" in ended.out
+    assert f"continuing {fp8.path} after step {fp8.events('stop')[0]['step']}\n" in ended.out
+    assert bf16.column("step") == fp8.column("step") == [*range(1, 101)]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_is_named(narrowgauge, compare, look, tmp_path, refused):
+    run = look(tmp_path / "both" / "bf16")
+    process = narrowgauge.start(*compare("bf16,fp8", {"training.steps": 10_000})).until(run.has_step(1))
+    process.child.send(signal.SIGKILL)
+    refused(process.wait(), "recipe 'bf16' was killed by SIGKILL; the same line continues", code=1)
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_gives_its_exit_code(narrowgauge, compare, tmp_path, refused):
+    ended = narrowgauge(*compare("fp32,fp8", {"optimizer.lr": 1e30, "guard.max_skips": 0}))
+    refused(ended, "non-finite", code=1)
+    assert json.loads((tmp_path / "both" / "fp32" / "status.json").read_text())["status"] == "failed"
+    assert not (tmp_path / "both" / "fp8").exists()
+
+
+@pytest.mark.parametrize(
+    ("recipes", "words"),
+    [
+        ("", ["at least two"]),
+        (",", ["at least two"]),
+        ("bf16", ["--recipes bf16", "at least two"]),
+        ("bf16,fp8,bf16", ["'bf16' twice"]),
+        ("bf16,mxpf8", ["unknown recipe 'mxpf8'", "'mxfp8'"]),
+    ],
+)
+def test_recipes_that_cannot_be_compared(narrowgauge, compare, refused, tmp_path, recipes, words):
+    refused(narrowgauge(*compare(recipes)), *words)
+    assert not (tmp_path / "both").exists()
+
+
+def test_what_every_recipe_would_refuse_is_said_once(narrowgauge, compare, refused, tmp_path):
+    refused(
+        narrowgauge(*compare("bf16,fp8", {"data.source": tmp_path / "no"})), "data source", tmp_path / "no"
+    )
+    (tmp_path / "both").rename(tmp_path / "away")
+    (tmp_path / "both").touch()
+    refused(narrowgauge(*compare("bf16,fp8")), tmp_path / "both", "cannot be written")
