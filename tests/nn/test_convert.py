@@ -1,14 +1,13 @@
 """Putting any module under a recipe: which layers, which stay out, and what must not change."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.nn import Linear, convert, kept_layers
-from narrowgauge.recipes import recipe
+from narrowgauge.nn import Linear, convert
+from narrowgauge.recipes import parse_recipe
 
 
 class Block(torch.nn.Module):
@@ -205,8 +204,8 @@ def test_ones_own_recipe_from_a_file(tmp_path):
 
 
 def blocks_kept(model, share):
-    r = replace(recipe("bf16"), keep_last_blocks=share)
-    return kept_layers(model, r, sorted(linears(model)))
+    r = parse_recipe(f'fprop = "mxfp4"\n[keep]\nlast_blocks = {share}', "mine.toml")
+    return linears(model) - narrow(convert(model, r))
 
 
 def numbers_kept(n, share):

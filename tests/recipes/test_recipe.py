@@ -10,6 +10,7 @@ from narrowgauge.recipes import (
     FIXED_PLACES,
     GEMM_PLACES,
     PLACES,
+    Rule,
     load_recipe,
     parse_recipe,
     recipe,
@@ -51,8 +52,8 @@ def test_a_shipped_recipe_says_what_it_is(name):
     assert r.source
     assert r.text == (FOLDER / f"{name}.toml").read_text()
     assert set(r.casts) == set(GEMM_PLACES)
-    assert r.is_narrow == (name not in ("fp32", "bf16"))
-    assert not r.in_high_precision().is_narrow
+    assert r.is_narrow == (name not in ("fp32", "bf16", "fp16"))
+    assert not r.in_high_precision().for_layer([("up", 0)], 4).is_narrow
 
 
 def test_fp8_is_hybrid_and_keeps_the_head():
@@ -61,7 +62,9 @@ def test_fp8_is_hybrid_and_keeps_the_head():
     assert {p: c.name for p, c in r.casts.items()} == {
         p: "e5m2" if p in gradients else "e4m3" for p in GEMM_PLACES
     }
-    assert r.keep_modules == ("head", "lm_head")
+    (keep,) = r.rules
+    assert keep.modules == ("head", "lm_head")
+    assert set(keep.casts.values()) == {make_cast("bf16")}
 
 
 def test_nvfp4_has_its_four_remedies():
@@ -69,7 +72,7 @@ def test_nvfp4_has_its_four_remedies():
     assert r.casts["fprop.w"] == r.casts["dgrad.w"] == make_cast("nvfp4-2d")
     assert {p for p, c in r.casts.items() if c.hadamard == 16} == {"wgrad.dy", "wgrad.x"}
     assert {p for p, c in r.casts.items() if c.rounding == "stochastic"} == {"dgrad.dy", "wgrad.dy"}
-    assert r.keep_last_blocks == 0.15
+    assert r.rules[-1].last_blocks == 0.15
 
 
 @pytest.mark.parametrize("name", [n for n in recipe_names() if n.startswith("mx")])
@@ -84,7 +87,9 @@ def test_ones_own_file(tmp_path):
     r = load_recipe(path)
     assert r == recipe(str(path)) == parse_recipe(MINE, "anywhere")
     assert (r.name, r.title, r.compute, r.text) == ("mine", "one line", "fp32", MINE)
-    assert (r.keep_modules, r.keep_last_blocks) == (("lm_*",), 0.25)
+    assert r.rules == (
+        Rule(casts=dict.fromkeys(GEMM_PLACES, make_cast("fp32")), modules=("lm_*",), last_blocks=0.25),
+    )
     assert {p: c.name for p, c in r.casts.items() if c.name != "fp32"} == {
         "fprop.x": "mxfp4",
         "wgrad.dy": "nvfp4",
@@ -118,7 +123,7 @@ def test_overrides_change_only_the_places_they_name():
     assert all(after.casts[p] == before.casts[p] for p in unchanged)
     assert before == recipe("fp8")
     assert before.casts["fprop.x"] == make_cast("e4m3")
-    assert (after.name, after.keep_modules) == (before.name, before.keep_modules)
+    assert (after.name, after.rules) == (before.name, before.rules)
 
 
 def test_fixed_places_may_be_named_as_they_are():
@@ -143,11 +148,26 @@ def test_fixed_places_cannot_be_narrowed(place):
 MISTAKES = {
     "name = ": r"recipe mine\.toml is not valid TOML: Invalid value",
     'compte = "bf16"': r"unknown key of recipe mine\.toml 'compte'; the nearest is 'compute' \(known: name, ",
-    'compute = "fp16"': r"recipe mine\.toml: compute = 'fp16', but it must be 'bf16' or 'fp32'",
+    'compute = "fp8"': r"recipe mine\.toml: compute = 'fp8', but it must be one of bf16, fp16, fp32",
     "name = 3": r"recipe mine\.toml: name = 3, but it must be text in quotes",
     "title = 3": r"recipe mine\.toml: title = 3, but it must be text",
     "keep = 3": r"recipe mine\.toml: keep = 3, but it must be a table; write \[keep\]",
-    'fprop = "e4m3"': r"recipe mine\.toml: fprop = 'e4m3', but it must be a table; write \[fprop\]",
+    "fprop = 3": r"recipe mine\.toml: fprop = 3, but it must be a table; write \[fprop\]",
+    'fprop = "e4m4"': r"recipe place 'fprop\.x': unknown cast 'e4m4'; the nearest is 'e4m3'",
+    "rule = 3": r"recipe mine\.toml: rule must be a list of tables; write \[\[rule\]\] above each",
+    "[[rule]]\nfrom = 3": r"unknown \[\[rule\]\] key of recipe mine\.toml 'from'; the nearest is 'fprop'",
+    "[[rule]]\nfrom_step = 0.5": r"from_step = 0\.5, but it must be a number of steps",
+    "[[rule]]\nfrom_share = 2": r"from_share = 2, but it must be a share from 0 to 1",
+    '[[rule]]\nwgrad.x = {cast = "bf16", hadamard = 16}': r"rule 1: hadamard = 0 in wgrad\.dy and 16",
+    'saved = "nothing"': r"recipe place 'saved': unknown cast 'nothing'",
+    'saved = "operand"\nfprop = {cast = "mxfp4", hadamard = 32}': r"saved = 'operand', but fprop\.x is trans",
+    'fprop.x = {cast = "e4m3", history = -1}': r"history = -1, but it must be a number of steps",
+    'fprop.x = {cast = "mxfp8", history = 4}': r"history = 4, but it needs one fp32 scale a tensor",
+    'fprop.x = {cast = "nvfp4", signs = "fixed"}': r"signs = 'fixed', but \"random\" or one",
+    'fprop.x = {cast = "nvfp4", hadamard = 4, signs = [1, 1, 2, 1]}': r"signs = \(1, 1, 2, 1\), but",
+    'fprop.x = {cast = "mxfp4", random_bits = 0}': r"random_bits = 0, but it must lie in 1 to 24",
+    'fprop.x = {cast = "fp4-row", outliers = 0.2}': r"outliers = 0\.2, but it must be 0 or a quantile",
+    'fprop.w = {cast = "mxfp4", estimator_k = 5}': r"estimator_k = 5, but it needs fp32 scales",
     "[keep]\nmodule = []": r"unknown \[keep\] key of recipe mine\.toml 'module'; the nearest is 'modules'",
     '[keep]\nmodules = "head"': r"recipe mine\.toml: modules = 'head', but it must be a list of names",
     "[keep]\nmodules = [1]": r"recipe mine\.toml: modules = \[1\], but it must be a list of names",
@@ -166,7 +186,7 @@ MISTAKES = {
     '[fprop]\nx = {cast = "mxfp4", hadamard = 12}': r"hadamard=12, but it must be 0 or a power of two",
     '[fprop]\nx = {cast = "e4m3", scale_rule = "floor"}': r"a scale rule belongs to E8M0 scales only",
     '[fprop]\nx = {cast = "nvfp4", hadamard = 16}': r"recipe 'mine': hadamard = 16 in fprop\.x and 0 in "
-    r"fprop\.w, but the product stays the same only if both operands are transformed; give both places",
+    r"fprop\.w, but the product stays the same only if both operands are transformed alike; give both places",
 }
 
 

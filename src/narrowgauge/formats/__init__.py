@@ -3,10 +3,11 @@
 from narrowgauge.formats.codes import decode, encode, pack, unpack
 from narrowgauge.formats.format import Format, Specials
 from narrowgauge.formats.random_stream import Stream, stream, stream_key
-from narrowgauge.formats.rounding import ROUNDINGS, round_finite, round_finite_, round_to
+from narrowgauge.formats.rounding import RANDOM_BITS, ROUNDINGS, round_finite, round_finite_, round_to
 from narrowgauge.formats.table import format, format_names, torch_dtype
 
 __all__ = [
+    "RANDOM_BITS",
     "ROUNDINGS",
     "Format",
     "Specials",

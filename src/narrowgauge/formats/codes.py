@@ -1,20 +1,22 @@
 """Numbers on a format's grid to codes and back, and codes to the bytes that are stored.
 
-A positive number v of the grid is k quanta, v = k * 2^(e - M), with e = max(floor(log2 v), emin). Its code
-is ((e - emin) << M) + k: k counts the steps inside the binade, and for normal numbers its leading one
-raises the exponent field from 0 to 1. The sign is the top bit; in two's complement the code is k itself.
+A float32 is an exponent field over 23 mantissa bits, and so is every narrow code, over M. Multiplied by
+2^(b - 127), a number of bias b has the exponent field that its code has; the code is then the upper bits of
+the float32, and the lower ones are zero because the number lies on the grid. Subnormals of the format become
+subnormals of float32, so nothing is special about them. Read backwards this decodes. The sign is the top
+bit; in two's complement (INT8, whose exponent field is empty) the code is a signed integer.
 
 Packing follows OCP MX and the hardware: FP4 two codes a byte, low nibble first; FP6 four codes in three
 bytes, as a little-endian string of bits.
 """
 
 import math
-from functools import cache
 
 import torch
 
 from narrowgauge.formats.format import Format, Specials
-from narrowgauge.formats.rounding import binade, exponent_bits, inverse_quantum, working_copy
+
+_BIAS, _MANTISSA = 127, 23  # of float32
 
 
 def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
@@ -27,11 +29,8 @@ def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
     Returns:
         uint8 tensor of the same shape (int32 for formats of more than 8 bits).
     """
-    v = working_copy(values, fmt)
-    exponent = exponent_bits(v, fmt)
-    quanta = (v.abs() * inverse_quantum(exponent, fmt, v.dtype)).to(torch.int32)
-    # Without subnormals (E8M0) code 0 is already a normal number: its leading one is not counted.
-    codes = (binade(exponent, fmt, v.dtype) << fmt.mantissa_bits) + quanta - (0 if fmt.zero else 1)
+    v = values.to(torch.float32)
+    codes = (v.abs() * 2.0 ** (fmt.bias - _BIAS)).view(torch.int32) >> (_MANTISSA - fmt.mantissa_bits)
     if fmt.infinity_code is not None:
         codes = torch.where(v.isinf(), fmt.infinity_code, codes)
     if fmt.twos_complement:
@@ -62,17 +61,25 @@ def decode_scalar(code: int, fmt: Format) -> float:
     return sign * math.ldexp(2**fmt.mantissa_bits + mantissa, exponent - fmt.bias - fmt.mantissa_bits)
 
 
-@cache
-def values_of(fmt: Format) -> tuple[float, ...]:
-    """The number of every code of a format of 8 bits or fewer, in code order."""
-    assert fmt.bits <= 8, fmt.name
-    return tuple(decode_scalar(code, fmt) for code in range(2**fmt.bits))
-
-
 def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Float32 numbers of uint8 codes of a format of 8 bits or fewer."""
-    table = torch.tensor(values_of(fmt), dtype=torch.float32, device=codes.device)
-    return table[codes.long()]
+    code = codes.to(torch.int32)
+    if fmt.twos_complement:
+        code = code - (code >> (fmt.bits - 1) << fmt.bits)
+        return code.to(torch.float32) * fmt.smallest_subnormal
+    sign = code >> (fmt.bits - 1) if fmt.signed else torch.zeros_like(code)
+    body = code - (sign << (fmt.bits - 1))
+    values = (body << (_MANTISSA - fmt.mantissa_bits)).view(torch.float32) * 2.0 ** (_BIAS - fmt.bias)
+    if not fmt.zero:
+        values = torch.where(code == 0, fmt.smallest_normal, values)
+    values = torch.where(sign == 1, -values, values)
+    if fmt.infinity_code is not None:
+        values = torch.where(body == fmt.infinity_code, values * math.inf, values)
+        return torch.where(body > fmt.infinity_code, math.nan, values)
+    if fmt.nan_code is not None:
+        is_nan = (code if fmt.specials is Specials.NEGATIVE_ZERO else body) == fmt.nan_code
+        return torch.where(is_nan, math.nan, values)
+    return values
 
 
 def pack(codes: torch.Tensor, fmt: Format) -> torch.Tensor:

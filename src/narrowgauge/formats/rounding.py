@@ -13,7 +13,9 @@ infinity stays where the format has one and is NaN where it has none.
     nearest-even   ties to the even code (IEEE 754's default, OCP MX's)
     half-away      ties away from zero
     toward-zero    truncation
-    stochastic     up with probability (x - lower) / q: unbiased, with 24 random bits an element
+    stochastic     up with probability (x - lower) / q: unbiased, with 24 random bits an element. With fewer
+                   bits n it is what hardware does (sm_100 has 8): floor((x - lower) / q + r / 2^n), r from 0
+                   to 2^n - 1, which on average lies low by up to q / 2^n
 
 The arithmetic is done in fp32, whose 24 bits hold x / q exactly, or in fp64 where fp32's own exponent
 range is too short (formats as wide as bf16, float64 inputs). Torch's own fp8 casts are not used: they
@@ -34,6 +36,7 @@ from narrowgauge.formats.random_stream import Stream
 Rounding = Literal["nearest-even", "half-away", "toward-zero", "stochastic"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 
+RANDOM_BITS = 24  # an element, so that rounding is unbiased to float32's own precision
 _PIECE = 2**18  # elements; with its temporaries, about what a core's second-level cache holds
 
 # The working precision: (integer of the same width, exponent mask, mantissa bits, exponent bias).
@@ -98,6 +101,7 @@ def round_finite_(
     fmt: Format,
     rounding: str = "nearest-even",
     generator: torch.Generator | Stream | None = None,
+    random_bits: int = RANDOM_BITS,
 ) -> torch.Tensor:
     """`round_finite` in place: the inner loop of every quantizer. Returns x.
 
@@ -109,11 +113,15 @@ def round_finite_(
         for piece in x.view(-1).split(_PIECE):
             _round_(piece, fmt, rounding, generator)
         return x
-    return _round_(x, fmt, rounding, generator)
+    return _round_(x, fmt, rounding, generator, random_bits)
 
 
 def _round_(
-    x: torch.Tensor, fmt: Format, rounding: str, generator: torch.Generator | Stream | None
+    x: torch.Tensor,
+    fmt: Format,
+    rounding: str,
+    generator: torch.Generator | Stream | None,
+    random_bits: int = RANDOM_BITS,
 ) -> torch.Tensor:
     below = x > fmt.smallest_normal if not fmt.zero else None
     x.clamp_(-fmt.max, fmt.max)
@@ -122,7 +130,7 @@ def _round_(
     if rounding == "nearest-even":
         x.round_()
     else:
-        x.copy_(_round_to_integer(x, rounding, generator))
+        x.copy_(_round_to_integer(x, rounding, generator, random_bits))
     x.mul_(quantum_(exponent, fmt, x.dtype))
     if below is not None:
         x.clamp_(min=fmt.smallest_normal)
@@ -151,14 +159,8 @@ def quantum_(exponent: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.T
     return exponent.sub_(fmt.mantissa_bits << _LAYOUT[dtype][2]).view(dtype)
 
 
-def binade(exponent: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.Tensor:
-    """How many binades above the lowest one the elements of `exponent_bits` lie, int32."""
-    _, _, mantissa_bits, bias = _LAYOUT[dtype]
-    return (exponent >> mantissa_bits).to(torch.int32) - (fmt.emin + bias)
-
-
 def _round_to_integer(
-    t: torch.Tensor, rounding: str, generator: torch.Generator | Stream | None
+    t: torch.Tensor, rounding: str, generator: torch.Generator | Stream | None, random_bits: int
 ) -> torch.Tensor:
     """Round to integers other than by "nearest-even"; the sign of a zero is kept."""
     whole = t.trunc()
@@ -168,13 +170,21 @@ def _round_to_integer(
     if rounding == "half-away":
         up = fraction >= 0.5
     elif rounding == "stochastic":
-        up = fraction > _uniform(t, generator)
+        up = _goes_up(fraction, generator, random_bits)
     else:
         raise unknown("rounding", rounding, ROUNDINGS)
     return torch.copysign(whole.abs() + up.to(t.dtype), t)
 
 
-def _uniform(t: torch.Tensor, generator: torch.Generator | Stream | None) -> torch.Tensor:
+def _goes_up(
+    fraction: torch.Tensor, generator: torch.Generator | Stream | None, random_bits: int
+) -> torch.Tensor:
+    """Whether each fraction of a quantum is rounded up."""
     if isinstance(generator, Stream):
-        return generator.uniform(t.shape)
-    return torch.rand(t.shape, generator=generator, device=t.device, dtype=torch.float32)
+        uniform = generator.uniform(fraction.shape)
+    else:
+        uniform = torch.rand(fraction.shape, generator=generator, device=fraction.device)
+    if random_bits == RANDOM_BITS:
+        return fraction > uniform
+    r = (uniform * 2**random_bits).floor()  # uniform < 1
+    return fraction + r * 2.0**-random_bits >= 1

@@ -1,15 +1,14 @@
 """Put a model under a recipe: every linear layer is replaced by one that computes as the recipe says."""
 
-import math
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 
 import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge.errors import UserError
+from narrowgauge.nn.delayed import History
 from narrowgauge.nn.linear import Linear
-from narrowgauge.recipes import Recipe
+from narrowgauge.recipes import Recipe, matches
 from narrowgauge.recipes import recipe as recipe_named
 
 
@@ -35,11 +34,16 @@ def convert(model: torch.nn.Module, recipe: str | Recipe, keep: str | Sequence[s
     # A layer that stands in the model twice has two names.
     layers = {name: m for name, m in model.named_modules(remove_duplicate=False) if _is_linear(m)}
     _check(model, layers, keep)
-    kept = {layers[name] for name in kept_layers(model, recipe, list(layers), keep)}
+    recipe = recipe.in_high_precision(keep) if keep else recipe
+    prefix, blocks = _blocks(model)
+    names: dict[torch.nn.Module, list[str]] = {}
+    for name, layer in layers.items():
+        names.setdefault(layer, []).append(name)
     converted: dict[torch.nn.Module, Linear] = {}
     for name, layer in layers.items():
         if layer not in converted:
-            of_layer = recipe.in_high_precision() if layer in kept else recipe
+            places = [(n, _block_of(n, prefix)) for n in names[layer]]
+            of_layer = recipe.for_layer(places, blocks)
             converted[layer] = Linear(layer, of_layer, len(converted), _is_transposed(layer))
             converted[layer].train(layer.training)
         if not name:
@@ -58,7 +62,7 @@ def _check(model: torch.nn.Module, layers: dict[str, torch.nn.Module], keep: Seq
         )
     example = next(reversed(layers))
     for pattern in keep:
-        if not any(_matches(name, pattern) for name in layers):
+        if not any(matches(name, pattern) for name in layers):
             raise UserError(
                 f"keep={pattern!r} matches no linear layer; use a whole name such as {example!r}, its last "
                 f"component {example.rpartition('.')[2]!r}, or a pattern such as '*'"
@@ -71,29 +75,37 @@ def _check(model: torch.nn.Module, layers: dict[str, torch.nn.Module], keep: Seq
             )
 
 
-def kept_layers(
-    model: torch.nn.Module, recipe: Recipe, names: Sequence[str], keep: Sequence[str] = ()
-) -> set[str]:
-    """The names of linear layers that stay out: by pattern, and the recipe's share of last blocks."""
-    patterns = [*recipe.keep_modules, *keep]
-    blocks = _last_blocks(model, recipe.keep_last_blocks)
-    by_pattern = {name for name in names if any(_matches(name, p) for p in patterns)}
-    return by_pattern | {name for name in names if f"{name}.".startswith(blocks)}
+def set_step(
+    model: torch.nn.Module, seed: int, step: int, first_sample: int, steps: int | None = None
+) -> None:
+    """Tell every converted layer where training is, before each forward pass.
 
-
-def set_step(model: torch.nn.Module, seed: int, step: int, first_sample: int) -> None:
-    """Tell every converted layer where training is, for the random bits of stochastic places.
+    Random bits become those of (seed, step, tensor, element), delayed scales are renewed when a step begins,
+    and rules that waited for the step hold.
 
     Args:
-        model: a converted model.
-        seed: the run's seed.
-        step: the optimizer step.
-        first_sample: place, in the step's global batch, of the first sequence about to be computed.
+        model: a model that `convert` has changed.
+        seed: of the run.
+        step: the optimizer step, from 1.
+        first_sample: index in the step's global batch of the first sequence of this forward pass.
+        steps: of the whole run, for rules that hold after a share of it.
     """
     for module in model.modules():
-        if isinstance(module, Linear) and module.is_stochastic:
-            module.driven = True
-            module.set_position(seed, step, first_sample)
+        if isinstance(module, Linear):
+            module.set_position(seed, step, first_sample, steps)
+
+
+def recipe_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The state of recipes that moves the trajectory (delayed scaling), as `{"LAYER.PLACE.NAME": tensor}`.
+
+    The tensors are the model's own: copy into them to restore. A plain state dict does not hold them.
+    """
+    return {
+        f"{name}.{key}": tensor
+        for name, module in model.named_modules()
+        if isinstance(module, History)
+        for key, tensor in module.tensors().items()
+    }
 
 
 def _is_conv1d(module: torch.nn.Module) -> bool:
@@ -113,16 +125,18 @@ def _is_linear(module: torch.nn.Module) -> bool:
     )
 
 
-def _matches(name: str, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
-
-
-def _last_blocks(model: torch.nn.Module, share: float) -> tuple[str, ...]:
-    """How the names in the last blocks begin: those of the longest ModuleList, their number rounded up."""
+def _blocks(model: torch.nn.Module) -> tuple[str | None, int]:
+    """How the names of the longest ModuleList's children begin (None without one), and how many there are."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)}
-    if not share or not lists:
-        return ()
+    if not lists:
+        return None, 0
     name, blocks = max(lists.items(), key=lambda item: len(item[1]))
-    count = math.ceil(round(share * len(blocks), 6))  # 0.28 * 25 is 7.000000000000001 in floating point
-    prefix = f"{name}." if name else ""
-    return tuple(f"{prefix}{i}." for i in range(len(blocks) - count, len(blocks)))
+    return (f"{name}." if name else ""), len(blocks)
+
+
+def _block_of(name: str, prefix: str | None) -> int | None:
+    """The number of the block that a layer lies in."""
+    if prefix is None or not name.startswith(prefix):
+        return None
+    number = name.removeprefix(prefix).partition(".")[0]
+    return int(number) if number.isdecimal() else None

@@ -1,6 +1,17 @@
-"""How does a tensor become narrow numbers? Blocks, scales, Hadamard, and the casts that exist."""
+"""How does a tensor become narrow numbers? Blocks, scales, transforms, remedies, and the casts that exist."""
 
 from narrowgauge.quantization.cast import Cast, cast, cast_names, make_cast
 from narrowgauge.quantization.quantize import QTensor, emulate, quantize
+from narrowgauge.quantization.remedies import clamp_outliers, estimator_slope
 
-__all__ = ["Cast", "QTensor", "cast", "cast_names", "emulate", "make_cast", "quantize"]
+__all__ = [
+    "Cast",
+    "QTensor",
+    "cast",
+    "cast_names",
+    "clamp_outliers",
+    "emulate",
+    "estimator_slope",
+    "make_cast",
+    "quantize",
+]

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.formats import ROUNDINGS, Format, format
+from narrowgauge.formats import RANDOM_BITS, ROUNDINGS, Format, format
 
 SCALE_KINDS = ("none", "fp32", "e8m0", "e4m3")
+HISTORY_ALGORITHMS = ("max", "most_recent")
 E8M0_RULES = ("floor", "ceil", "even", "rceil")
 
 
@@ -35,6 +36,16 @@ class Cast:
         headroom: the largest element aimed at is headroom * format.max ("e4m3" scales; 16/17 makes NVFP4
             free of clipping, because rounding a scale to E4M3 lowers it by at most 1/17).
         power_of_two: for "fp32" scales: cut the encoding scale to its power of two.
+        signs: of the Hadamard transform: () for the size's own (TransformerEngine's for 16, else all +1),
+            "random" for new ones in each step, or one +1 or -1 for each element of a group.
+        random_bits: of stochastic rounding, an element: 24 is unbiased, 8 is what sm_100 does.
+        history: of a tensor's own scale: 0 takes it from the tensor at hand, n from the largest magnitudes of
+            the last n steps (delayed scaling).
+        history_algorithm: "max" of the history, or its "most_recent" entry.
+        margin: with a history: binades left free above the largest magnitude.
+        outliers: 0, or the quantile beyond which (on both sides) a tensor is clamped before it is quantized.
+        compensate: add what clamping took away, in high precision.
+        estimator_k, estimator_cap: 0, or the parameters of the differentiable gradient estimator of a weight.
     """
 
     name: str
@@ -46,6 +57,15 @@ class Cast:
     hadamard: int = 0
     headroom: float = 1.0
     power_of_two: bool = False
+    signs: tuple[int, ...] | str = ()
+    random_bits: int = RANDOM_BITS
+    history: int = 0
+    history_algorithm: str = "max"
+    margin: int = 0
+    outliers: float = 0.0
+    compensate: bool = False
+    estimator_k: float = 0.0
+    estimator_cap: float = 3.0
 
     def __post_init__(self) -> None:
         if self.scale not in SCALE_KINDS:
@@ -63,8 +83,45 @@ class Cast:
             raise UserError(
                 f"cast {self.name!r}: hadamard={self.hadamard}, but it must be 0 or a power of two"
             )
-        if not 0 < self.headroom <= 1:
-            raise UserError(f"cast {self.name!r}: headroom={self.headroom}, but it must lie in (0, 1]")
+        for key, is_right, rule in self._rules():
+            if not is_right:
+                raise UserError(f"cast {self.name!r}: {key} = {getattr(self, key)!r}, but {rule}")
+
+    def _rules(self) -> list[tuple[str, bool, str]]:
+        """(key, whether its value is right, what it must be) of the keys that stand for themselves."""
+        own_scale = self.scale == "fp32" and self.block is None
+        signs_fit = self.signs in ((), "random") or len(self.signs) == self.hadamard
+        if not isinstance(self.signs, str):
+            signs_fit = signs_fit and set(self.signs) <= {1, -1}
+        return [
+            ("headroom", 0 < self.headroom <= 1, "it must lie in (0, 1]"),
+            ("signs", signs_fit, '"random" or one +1 or -1 for each element of a group are possible'),
+            ("random_bits", 1 <= self.random_bits <= RANDOM_BITS, f"it must lie in 1 to {RANDOM_BITS}"),
+            ("history", self.history >= 0, "it must be a number of steps"),
+            (
+                "history",
+                own_scale or not self.history,
+                "it needs one fp32 scale a tensor",
+            ),
+            (
+                "history_algorithm",
+                self.history_algorithm in HISTORY_ALGORITHMS,
+                "max or most_recent are possible",
+            ),
+            ("margin", 0 <= self.margin < 64, "it must lie in 0 to 63"),
+            (
+                "outliers",
+                not self.outliers or 0.5 < self.outliers < 1,
+                "it must be 0 or a quantile such as 0.99",
+            ),
+            ("estimator_k", not self.estimator_k or self.estimator_k >= 1, "it must be 0, or at least 1"),
+            (
+                "estimator_k",
+                not self.estimator_k or self.scale == "fp32",
+                "it needs fp32 scales",
+            ),
+            ("estimator_cap", self.estimator_cap > 0, "it must be positive"),
+        ]
 
     @property
     def is_scaled(self) -> bool:
@@ -75,7 +132,7 @@ class Cast:
     def ignores_axis(self) -> bool:
         """Whether the numbers are the same whichever axis is contracted (no block, or a square one)."""
         square = self.block is None or self.block[0] == self.block[1]
-        return square and not self.hadamard
+        return square and not self.hadamard and not self.outliers
 
 
 def _mx(name: str, element: str) -> Cast:
@@ -132,6 +189,15 @@ _CAST_KEYS = {
     "hadamard": int,
     "headroom": int | float,
     "power_of_two": bool,
+    "signs": str | list,
+    "random_bits": int,
+    "history": int,
+    "history_algorithm": str,
+    "margin": int,
+    "outliers": int | float,
+    "compensate": bool,
+    "estimator_k": int | float,
+    "estimator_cap": int | float,
 }
 _KINDS: Mapping[object, str] = {str: "text in quotes", bool: "true or false"}
 
@@ -152,4 +218,6 @@ def make_cast(value: str | Mapping[str, Any]) -> Cast:
             raise UserError(f"cast key {key} = {of_key!r}, but it must be {_KINDS.get(kind, 'a number')}")
     changes = dict(value)
     base = cast(changes.pop("cast", "(none named)"))
+    if isinstance(signs := changes.get("signs"), list):
+        changes["signs"] = tuple(signs)
     return dataclasses.replace(base, **changes)

@@ -9,6 +9,7 @@ Arithmetic follows it too: x times the matrix in x's own dtype, accumulated in f
 """
 
 import math
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -16,30 +17,33 @@ import torch
 from narrowgauge.errors import UserError
 
 # TransformerEngine, custom_recipes/reference_nvfp4.py: one sign vector for every tensor.
-_SIGNS = {16: (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)}
+SIGNS = {16: (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)}
 
 
 @cache
 def _matrix(size: int) -> tuple[tuple[float, ...], ...]:
-    """diag(signs) H / sqrt(size), row by row: H[i][j] = (-1)^popcount(i & j)."""
-    signs = _SIGNS.get(size, (1,) * size)
+    """H / sqrt(size), row by row: H[i][j] = (-1)^popcount(i & j)."""
     norm = math.sqrt(size)
-    return tuple(
-        tuple(s * (-1) ** (i & j).bit_count() / norm for j in range(size)) for i, s in enumerate(signs)
-    )
+    return tuple(tuple((-1) ** (i & j).bit_count() / norm for j in range(size)) for i in range(size))
 
 
-def hadamard(x: torch.Tensor, size: int, axis: int) -> torch.Tensor:
+def hadamard(x: torch.Tensor, size: int, axis: int, signs: torch.Tensor | Sequence[int] = ()) -> torch.Tensor:
     """Transform `x` along `axis` in groups of `size` elements.
 
     The axis is padded with zeros to a multiple of `size`; the result keeps that length and x's dtype.
+
+    Args:
+        signs: D, one +1 or -1 for each element of a group; () = the size's own.
 
     Raises:
         UserError: `size` is no power of two.
     """
     if size < 2 or size & (size - 1):
         raise UserError(f"a Hadamard transform of size {size}: the size must be a power of two, such as 16")
+    if not isinstance(signs, torch.Tensor):
+        signs = torch.tensor(tuple(signs) or SIGNS.get(size, (1,) * size))
     matrix = torch.tensor(_matrix(size), dtype=x.dtype, device=x.device)
+    matrix = signs.to(x.device, x.dtype).unsqueeze(-1) * matrix
     groups = x.movedim(axis, -1)
     groups = torch.nn.functional.pad(groups, (0, -groups.shape[-1] % size)).unflatten(-1, (-1, size))
     return (groups @ matrix).flatten(-2).movedim(-1, axis)

@@ -19,6 +19,7 @@ from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.cast import cast as cast_named
 from narrowgauge.quantization.hadamard import hadamard
+from narrowgauge.quantization.remedies import clamp_outliers
 
 Generator = torch.Generator | Stream | None
 
@@ -70,6 +71,7 @@ def quantize(
     scale_rule: str | None = None,
     rounding: str | None = None,
     generator: Generator = None,
+    signs: torch.Tensor | None = None,
 ) -> QTensor:
     """Quantize a tensor to the codes and scales of a cast.
 
@@ -80,6 +82,7 @@ def quantize(
         scale_rule: for E8M0 scales, another rule than the cast's ("floor", "ceil", "even", "rceil").
         rounding: another rounding than the cast's, such as "stochastic".
         generator: random bits for stochastic rounding.
+        signs: of a Hadamard transform whose cast says "random".
 
     Raises:
         UserError: unknown cast, rule or rounding; a cast without scales; a shape the blocks do not fit.
@@ -88,10 +91,9 @@ def quantize(
     c = replace(c, scale_rule=scale_rule or c.scale_rule, rounding=rounding or c.rounding)
     if not c.is_scaled:
         raise UserError(f"cast {c.name!r} stores no scales; use torch's .to() or narrowgauge.round_to for it")
-    if c.hadamard:
-        x = hadamard(x, c.hadamard, axis)
+    x = _prepared(x.detach(), c, axis, signs)
     blocks = blocks_of(x.shape, c, axis)
-    grid = _to_grid(x.detach(), c, blocks, generator)
+    grid = _to_grid(x, c, blocks, generator)
     values = torch.where(grid.finite, grid.values, 0.0)
     codes = blocks.merge(encode(values, c.element)).contiguous()
     whole = c.block is None
@@ -110,25 +112,45 @@ def quantize(
 
 
 def emulate(
-    x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype, generator: Generator = None
+    x: torch.Tensor,
+    cast: Cast,
+    axis: int,
+    dtype: torch.dtype,
+    generator: Generator = None,
+    signs: torch.Tensor | None = None,
+    encode_scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What a GEMM on narrow numbers sees: (operand, scale), with x ~ operand * scale.
 
     Every product of an element and a block scale of FP8 x 2^k or FP4 x E4M3 is exact in bf16; the fp32
     scale of a whole tensor is not, so it is returned apart (a 0-dim float32 tensor, or None for 1), to be
-    applied to the GEMM's result. Blocks with other fp32 scales come out in float32.
+    applied to the GEMM's result. Blocks with other fp32 scales come out in float32, and so does a tensor
+    whose outliers are added again. `encode_scale` (0-dim float32) replaces the tensor's own scale.
     """
-    if cast.hadamard:
-        x = hadamard(x, cast.hadamard, axis)
+    whole, x = x, _prepared(x, cast, axis, signs)
     if not cast.is_scaled:
         return x.to(torch_dtype(cast.element)), None
     blocks = blocks_of(x.shape, cast, axis)
-    grid = _to_grid(x, cast, blocks, generator)
-    if cast.block is None:
+    grid = _to_grid(x, cast, blocks, generator, encode_scale)
+    if cast.block is None and not cast.compensate:
         return blocks.merge(grid.values).to(dtype), grid.block_scale.reshape(())
+    operand = blocks.merge(grid.values.mul_(grid.block_scale))
+    if cast.compensate:
+        return operand + (whole.float() - x.float()), grid.tensor_scale
     is_exact = cast.scale != "fp32" or cast.power_of_two
-    operand_dtype = dtype if is_exact else torch.float32
-    return blocks.merge(grid.values.mul_(grid.block_scale).to(operand_dtype)), grid.tensor_scale
+    return operand.to(dtype if is_exact else torch.float32), grid.tensor_scale
+
+
+def _prepared(x: torch.Tensor, cast: Cast, axis: int, signs: torch.Tensor | None) -> torch.Tensor:
+    """The tensor that is quantized: transformed, without its outliers."""
+    if cast.hadamard:
+        own = () if isinstance(cast.signs, str) else cast.signs
+        if cast.signs == "random" and signs is None:
+            raise UserError(
+                f"cast {cast.name!r} takes random signs, which a recipe draws in each step; give signs"
+            )
+        x = hadamard(x, cast.hadamard, axis, own if signs is None else signs)
+    return clamp_outliers(x, cast.outliers) if cast.outliers else x
 
 
 def _over_block(scale: torch.Tensor, blocks: Blocks) -> torch.Tensor:
@@ -138,7 +160,13 @@ def _over_block(scale: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     return scale
 
 
-def _to_grid(x: torch.Tensor, cast: Cast, blocks: Blocks, generator: Generator) -> _Grid:
+def _to_grid(
+    x: torch.Tensor,
+    cast: Cast,
+    blocks: Blocks,
+    generator: Generator,
+    encode_scale: torch.Tensor | None = None,
+) -> _Grid:
     """Scale every block and round it to the element grid."""
     is_copy = x.dtype != torch.float32
     x = blocks.split(x).float()
@@ -146,7 +174,9 @@ def _to_grid(x: torch.Tensor, cast: Cast, blocks: Blocks, generator: Generator) 
     finite = amax.isfinite()
     amax = torch.where(finite, amax, 0.0)
     tensor_scale = None
-    if cast.scale == "fp32":
+    if encode_scale is not None:
+        encode_scale, block_scale = encode_scale.expand_as(amax), (1.0 / encode_scale).expand_as(amax)
+    elif cast.scale == "fp32":
         encode_scale, block_scale = scales.fp32_scale(amax, cast.element, cast.power_of_two)
     elif cast.scale == "e8m0":
         assert cast.scale_rule is not None
@@ -157,7 +187,7 @@ def _to_grid(x: torch.Tensor, cast: Cast, blocks: Blocks, generator: Generator) 
         encode_scale, block_scale = scales.nvfp4_block_scale(amax, S, cast.element, cast.headroom)
     block_scale = torch.where(finite, block_scale, torch.nan)
     scaled = x.mul_(encode_scale) if is_copy else x * encode_scale
-    values = round_finite_(scaled, cast.element, cast.rounding, generator)
+    values = round_finite_(scaled, cast.element, cast.rounding, generator, cast.random_bits)
     return _Grid(values, block_scale, tensor_scale, finite)
 
 

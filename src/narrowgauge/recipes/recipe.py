@@ -7,29 +7,87 @@ N outputs.
     dgrad   dy_MN @ w_NK    -> dx_MK     places dgrad.dy, dgrad.w     contracts N
     wgrad   dy_MN.T @ x_MK  -> dw_NK     places wgrad.dy, wgrad.x     contracts M
 
-A recipe puts a `Cast` in each of these places, names the format of everything that is not narrow
-(`compute`), and says which layers stay out (`keep`). It is read from a TOML file; the ones that ship are
-the `.toml` files beside this module, and a user's own file has every freedom they have.
+A recipe puts a `Cast` in each of these places and names the format of everything that is not narrow
+(`compute`). A `Rule` puts other casts into some places of some layers, or from some time on: the layers that
+are kept out are a rule, and so is a run that finishes in high precision. Later rules win.
 """
 
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
-from pathlib import Path
+from fnmatch import fnmatchcase
+from math import ceil
 from typing import Any
 
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.quantization import Cast, make_cast
 
+GEMMS = ("fprop", "dgrad", "wgrad")
 GEMM_PLACES = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x")
 # Places that this version keeps in one format, whatever the recipe.
 FIXED_PLACES = {"weight": "fp32", "master": "fp32", "grad": "fp32", "m": "fp32", "v": "fp32"}
-PLACES = (*GEMM_PLACES, *FIXED_PLACES)
-_GEMMS = ("fprop", "dgrad", "wgrad")
-_ROOT_KEYS = ("name", "title", "source", "compute", "keep", *_GEMMS, *FIXED_PLACES)
-_KEEP_KEYS = ("modules", "last_blocks")
+PLACES = (*GEMM_PLACES, "saved", *FIXED_PLACES)
+COMPUTE = ("bf16", "fp16", "fp32")
+# What may be kept of a layer's input for its backward pass, beside the name of a cast.
+SAVED = ("input", "operand")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Other casts in some layers, or from some time on.
+
+    Attributes:
+        casts: the cast of each place that the rule changes.
+        modules: patterns of module names, compared with the whole name and with its last component.
+        first_blocks, last_blocks: blocks of the model's longest module list: a float is a share of them,
+            rounded up, an integer their number. A layer is meant if any of the three selects it; all empty =
+            every layer.
+        from_step: the first optimizer step (from 1) in which the rule holds.
+        from_share: the share of the run's steps after which it holds.
+    """
+
+    casts: Mapping[str, Cast]
+    modules: tuple[str, ...] = ()
+    first_blocks: float = 0
+    last_blocks: float = 0
+    from_step: int = 0
+    from_share: float = 0.0
+
+    def selects(self, name: str, block: int | None, blocks: int) -> bool:
+        """Whether the layer called `name`, in block number `block` of `blocks`, is meant."""
+        if self.is_for_all:
+            return True
+        if any(matches(name, pattern) for pattern in self.modules):
+            return True
+        if block is None:
+            return False
+        first, last = _count(self.first_blocks, blocks), _count(self.last_blocks, blocks)
+        return block < first or block >= blocks - last
+
+    @property
+    def is_for_all(self) -> bool:
+        """Whether it means every layer."""
+        return not (self.modules or self.first_blocks or self.last_blocks)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether it waits for a step."""
+        return self.from_step > 1 or self.from_share > 0
+
+    def holds(self, step: int, steps: int | None) -> bool:
+        """Whether it holds in an optimizer step of a run of `steps` steps (None = of unknown length)."""
+        if self.from_share and (steps is None or step <= self.from_share * steps):
+            return False
+        return step >= self.from_step
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a module's name, or its last component, fits a pattern."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
+
+
+def _count(wish: float, blocks: int) -> int:
+    # 0.28 * 25 is 7.000000000000001
+    return wish if isinstance(wish, int) else ceil(round(wish * blocks, 6))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +98,11 @@ class Recipe:
         name: what it is called.
         title: one line for people.
         source: paper, specification or library it follows.
-        compute: "bf16" or "fp32": GEMM results, and everything a recipe does not narrow.
+        compute: "bf16", "fp16" or "fp32": GEMM results, and everything a recipe does not narrow.
         casts: the cast of each of the six GEMM places.
-        keep_modules: patterns of module names that stay in `compute` ("head" matches a last component).
-        keep_last_blocks: share of the model's blocks, from the end, that stay in `compute`.
+        saved: what is kept of the input for the backward pass: "input" (as it came), "operand" (the numbers
+            of fprop.x, in the bytes of their format), or a cast.
+        rules: other casts in some layers or from some time on; later ones win.
         text: the TOML it was read from.
     """
 
@@ -52,28 +111,46 @@ class Recipe:
     source: str
     compute: str
     casts: Mapping[str, Cast]
-    keep_modules: tuple[str, ...] = ()
-    keep_last_blocks: float = 0.0
+    saved: str | Cast = "input"
+    rules: tuple[Rule, ...] = ()
     text: str = ""
 
     def __post_init__(self) -> None:
-        for a, b in zip(GEMM_PLACES[::2], GEMM_PLACES[1::2], strict=True):
-            sizes = self.casts[a].hadamard, self.casts[b].hadamard
-            if sizes[0] != sizes[1]:
-                raise UserError(
-                    f"recipe {self.name!r}: hadamard = {sizes[0]} in {a} and {sizes[1]} in {b}, but the "
-                    "product stays the same only if both operands are transformed; "
-                    "give both places the same size"
-                )
+        require_products(self.casts, f"recipe {self.name!r}")
+        for number, rule in enumerate(self.rules, start=1):
+            require_products({**self.casts, **rule.casts}, f"recipe {self.name!r}, rule {number}")
+        x = self.casts["fprop.x"]
+        if self.saved == "operand" and (x.hadamard or x.outliers):
+            raise UserError(
+                f"recipe {self.name!r}: saved = 'operand', but fprop.x is transformed or without its "
+                "outliers, so its numbers are not the tensor's; save 'input', or a cast"
+            )
 
     @property
     def is_narrow(self) -> bool:
         """Whether any GEMM operand is narrower than `compute`."""
-        return any(c.name != self.compute for c in self.casts.values())
+        every = [*self.casts.values(), *(c for rule in self.rules for c in rule.casts.values())]
+        return any(c.name != self.compute for c in every)
 
-    def in_high_precision(self) -> "Recipe":
-        """The recipe of the layers that are kept out: every place in `compute`."""
-        return replace(self, casts=dict.fromkeys(GEMM_PLACES, make_cast(self.compute)))
+    def for_layer(self, names: Sequence[tuple[str, int | None]], blocks: int) -> "Recipe":
+        """The recipe of one layer: rules that select it are merged in, those that wait for a step remain.
+
+        `names` are the layer's (one that stands in a model twice has two), each with the number of the block
+        it lies in, out of `blocks`.
+        """
+        casts = dict(self.casts)
+        rules = [r for r in self.rules if any(r.selects(name, block, blocks) for name, block in names)]
+        while rules and not rules[0].is_timed:
+            casts |= rules.pop(0).casts
+        for rule in rules:  # those that do not wait, but come after one that does, stay and win over it
+            casts |= {} if rule.is_timed else rule.casts
+        whole = (replace(r, modules=(), first_blocks=0, last_blocks=0) for r in rules)
+        return replace(self, casts=casts, rules=tuple(whole))
+
+    def in_high_precision(self, modules: Sequence[str] = ()) -> "Recipe":
+        """This recipe with every place of some modules (none named: of all) in `compute`, at any time."""
+        wide = dict.fromkeys(GEMM_PLACES, make_cast(self.compute))
+        return replace(self, rules=(*self.rules, Rule(casts=wide, modules=tuple(modules))))
 
     def with_places(self, places: Mapping[str, Any]) -> "Recipe":
         """This recipe with other casts in some places, as `--recipe.fprop.x bf16` asks for.
@@ -82,88 +159,34 @@ class Recipe:
             UserError: unknown place or cast, a place that this version cannot change, or two operands of a
                 product that do not go together.
         """
-        casts = dict(self.casts)
+        casts, saved = dict(self.casts), self.saved
         for place, value in places.items():
-            if place in FIXED_PLACES:
+            if place == "saved":
+                saved = saved_from(value)
+            elif place in FIXED_PLACES:
                 if value != FIXED_PLACES[place]:
                     raise UserError(
                         f"recipe place {place!r} = {value!r}: this version keeps it in "
                         f"{FIXED_PLACES[place]}; remove the key, or narrow a GEMM operand "
                         f"({', '.join(GEMM_PLACES)})"
                     )
-            elif place in GEMM_PLACES:
-                casts[place] = _cast_in(place, value)
             else:
-                raise unknown("recipe place", place, PLACES)
-        return replace(self, casts=casts)
+                casts |= casts_from(place, value)
+        return replace(self, casts=casts, saved=saved)
 
 
-def parse_recipe(text: str, where: str) -> Recipe:
-    """A recipe from the text of a TOML file; `where` names the file in errors.
-
-    Raises:
-        UserError: broken TOML, an unknown key or cast, a value of the wrong kind.
-    """
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"recipe {where} is not valid TOML: {error}") from None
-    _check_keys(table, _ROOT_KEYS, f"key of recipe {where}")
-    keep = _subtable(table, "keep", where)
-    _check_keys(keep, _KEEP_KEYS, f"[keep] key of recipe {where}")
-    compute = table.get("compute", "bf16")
-    if compute not in ("bf16", "fp32"):
-        raise UserError(f"recipe {where}: compute = {compute!r}, but it must be 'bf16' or 'fp32'")
-    base = Recipe(
-        name=_text(table, "name", Path(where).stem, where),
-        title=_text(table, "title", "", where),
-        source=_text(table, "source", "", where),
-        compute=compute,
-        casts=dict.fromkeys(GEMM_PLACES, make_cast(compute)),
-        keep_modules=_keep_modules(keep, where),
-        keep_last_blocks=_keep_last_blocks(keep, where),
-        text=text,
-    )
-    places = {f"{g}.{operand}": v for g in _GEMMS for operand, v in _subtable(table, g, where).items()}
-    return base.with_places(places | {p: table[p] for p in FIXED_PLACES if p in table})
+def casts_from(place: str, value: Any) -> dict[str, Cast]:
+    """The casts that a recipe's text puts in a place; the name of a GEMM is both of its operands."""
+    if place in GEMMS:
+        return {p: _cast_in(p, value) for p in GEMM_PLACES if p.startswith(f"{place}.")}
+    if place not in GEMM_PLACES:
+        raise unknown("recipe place", place, (*PLACES, *GEMMS))
+    return {place: _cast_in(place, value)}
 
 
-def _check_keys(table: Mapping[str, Any], known: tuple[str, ...], kind: str) -> None:
-    for key in table:
-        if key not in known:
-            raise unknown(kind, key, known)
-
-
-def _subtable(table: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:
-    value = table.get(key, {})
-    if not isinstance(value, Mapping):
-        raise UserError(
-            f"recipe {where}: {key} = {value!r}, but it must be a table; write [{key}] above its keys"
-        )
-    return value
-
-
-def _text(table: Mapping[str, Any], key: str, default: str, where: str) -> str:
-    value = table.get(key, default)
-    if not isinstance(value, str):
-        raise UserError(f"recipe {where}: {key} = {value!r}, but it must be text in quotes")
-    return value
-
-
-def _keep_modules(keep: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    names = keep.get("modules", [])
-    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-        raise UserError(
-            f'recipe {where}: modules = {names!r}, but it must be a list of names such as ["head"]'
-        )
-    return tuple(names)
-
-
-def _keep_last_blocks(keep: Mapping[str, Any], where: str) -> float:
-    share = keep.get("last_blocks", 0.0)
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-        raise UserError(f"recipe {where}: last_blocks = {share!r}, but it must be a share from 0 to 1")
-    return float(share)
+def saved_from(value: Any) -> str | Cast:
+    """What a recipe's text keeps for the backward pass."""
+    return value if isinstance(value, str) and value in SAVED else _cast_in("saved", value)
 
 
 def _cast_in(place: str, value: Any) -> Cast:
@@ -178,42 +201,12 @@ def _cast_in(place: str, value: Any) -> Cast:
         raise UserError(f"recipe place {place!r}: {error}") from None
 
 
-def load_recipe(path: str | Path) -> Recipe:
-    """A recipe from a TOML file of one's own.
-
-    Raises:
-        UserError: the file cannot be read or is no recipe.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"recipe file {path} cannot be read: {error}") from None
-    return parse_recipe(text, str(path))
-
-
-# The order in which tables list them: references first, then from wide to narrow.
-_SHIPPED = ("fp32", "bf16", "fp8", "mxfp8", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp4", "nvfp4")
-
-
-def recipe_names() -> list[str]:
-    """Names of the recipes that ship."""
-    return list(_SHIPPED)
-
-
-@cache
-def _shipped(name: str) -> Recipe:
-    file = resources.files(__package__) / f"{name}.toml"
-    return parse_recipe(file.read_text(encoding="utf-8"), f"{name}.toml")
-
-
-def recipe(name: str) -> Recipe:
-    """A shipped recipe by name, or one's own by the path of its `.toml` file.
-
-    Raises:
-        UserError: neither; the sentence names the nearest recipe.
-    """
-    if name.endswith(".toml"):
-        return load_recipe(name)
-    if name not in _SHIPPED:
-        raise unknown("recipe", name, _SHIPPED)
-    return _shipped(name)
+def require_products(casts: Mapping[str, Cast], where: str) -> None:
+    """Refuse operands that cannot be multiplied: a transform has to stand on both or on none."""
+    for a, b in zip(GEMM_PLACES[::2], GEMM_PLACES[1::2], strict=True):
+        if casts[a].hadamard != casts[b].hadamard or casts[a].signs != casts[b].signs:
+            raise UserError(
+                f"{where}: hadamard = {casts[a].hadamard} in {a} and {casts[b].hadamard} in {b}, but the "
+                "product stays the same only if both operands are transformed alike; "
+                "give both places the same size and signs"
+            )

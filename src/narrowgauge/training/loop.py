@@ -21,12 +21,13 @@ from narrowgauge.checkpoint import SaveError, lock_run
 from narrowgauge.data import Corpus, count_windows, prepare
 from narrowgauge.errors import UserError
 from narrowgauge.models import count_parameters, flops_per_token, generate
+from narrowgauge.nn import DTYPES
 from narrowgauge.recipes import choose_backend
 from narrowgauge.training import machine
 from narrowgauge.training.config import Config, make_config, trajectory
 from narrowgauge.training.directory import RunDirectory
 from narrowgauge.training.progress import Display
-from narrowgauge.training.session import COMPUTE_DTYPES, Session, newest_checkpoint
+from narrowgauge.training.session import Session, newest_checkpoint
 from narrowgauge.training.signals import stop_requests
 from narrowgauge.training.validate import validation_loss
 
@@ -133,7 +134,7 @@ class _Job:
         """What a reader of the metrics has to know about the run."""
         config, recipe, model = self.config, self.config.the_recipe(), self.config.the_model()
         backend = choose_backend(recipe, self.device.type, config.recipe.backend)
-        peak, source = machine.measure_peak(self.device, COMPUTE_DTYPES[recipe.compute])
+        peak, source = machine.measure_peak(self.device, DTYPES[recipe.compute])
         return {
             "recipe": recipe.name,
             "backend": backend.name,

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.checkpoint import Checkpoint, load, newest_valid, save
+from narrowgauge.checkpoint import JSON, Checkpoint, load, newest_valid, save
 from narrowgauge.data import Corpus, training_batch
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize
-from narrowgauge.nn import convert, set_step
+from narrowgauge.nn import DTYPES, convert, recipe_tensors, set_step
 from narrowgauge.optim import (
     learning_rate,
     make_adamw,
@@ -24,13 +24,11 @@ from narrowgauge.optim import (
 )
 from narrowgauge.training.config import Config
 
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
 
 def build_model(config: Config, device: torch.device) -> Transformer:
     """The configuration's model under its recipe, with its starting weights, on a device."""
     recipe = config.the_recipe()
-    model = Transformer(config.the_model(), COMPUTE_DTYPES[recipe.compute])
+    model = Transformer(config.the_model(), DTYPES[recipe.compute])
     initialize(model, config.training.seed)
     model.recompute = config.training.recompute
     convert(model, recipe)
@@ -48,6 +46,7 @@ class Session:
     step: int = 0
     skips_in_a_row: int = 0
     compiled_loss: object = field(default=None, repr=False)
+    scaler: torch.amp.GradScaler | None = None  # of the loss, where gradients pass through fp16
 
     @classmethod
     def begin(cls, config: Config, device: torch.device) -> "Session":
@@ -56,6 +55,8 @@ class Session:
         o = config.optimizer
         session = cls(config, device, model, make_adamw(model, o.betas, o.eps, o.weight_decay))
         session.compiled_loss = torch.compile(model.loss) if config.training.compile else model.loss
+        if config.the_recipe().compute == "fp16":
+            session.scaler = torch.amp.GradScaler(device.type)
         return session
 
     def train_step(self, corpus: Corpus) -> tuple[float, float, float]:
@@ -71,16 +72,20 @@ class Session:
             x_BT, y_BT = training_batch(
                 corpus.train, t.seed, n, t.micro_batch_size, self.config.data.sequence_length
             )
-            set_step(self.model, t.seed, step, first)
+            set_step(self.model, t.seed, step, first, t.steps)
             loss = self.loss(x_BT, y_BT) * (t.micro_batch_size / t.batch_size)
-            loss.backward()
+            (self.scaler.scale(loss) if self.scaler else loss).backward()
             total += loss.detach()
+        if self.scaler:
+            self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm)
         lr = self.learning_rate(step)
         finite = bool(norm.isfinite())
         if finite:
             set_learning_rate(self.optimizer, lr)
             self.optimizer.step()
+        if self.scaler:
+            self.scaler.update()
         self.skips_in_a_row = 0 if finite else self.skips_in_a_row + 1
         self.step = step
         return total.item(), norm.item(), lr
@@ -111,15 +116,29 @@ class Session:
             "model": dict(self.model.named_parameters(remove_duplicate=False)),
             "optimizer": optimizer_tensors(self.model, self.optimizer),
         }
-        state = {"skips_in_a_row": self.skips_in_a_row}
+        if of_recipe := recipe_tensors(self.model):
+            tensors["recipe"] = of_recipe
+        state: dict[str, JSON] = {"skips_in_a_row": self.skips_in_a_row}
+        if self.scaler:
+            state["loss_scaling"] = self.scaler.state_dict()
         return save(checkpoints, self.step, tensors, state, self.config.checkpoint.keep, run_id)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go back to a checkpoint's state."""
-        load_weights(self.model, checkpoint)
+        load_model(self.model, self.config, checkpoint)
         restore_optimizer(self.model, self.optimizer, checkpoint.tensors["optimizer"])
         self.step = checkpoint.step
         self.skips_in_a_row = checkpoint.state["skips_in_a_row"]
+        if self.scaler:
+            self.scaler.load_state_dict(checkpoint.state["loss_scaling"])
+
+
+def load_model(model: torch.nn.Module, config: Config, checkpoint: Checkpoint) -> None:
+    """Bring a model to where it was when the checkpoint was made: weights, and the state of its recipe."""
+    load_weights(model, checkpoint)
+    set_step(model, config.training.seed, checkpoint.step, 0, config.training.steps)
+    for name, tensor in recipe_tensors(model).items():
+        tensor.copy_(checkpoint.tensors["recipe"][name])
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from narrowgauge.models import Transformer
 from narrowgauge.training.config import Config
 from narrowgauge.training.directory import RunDirectory
 from narrowgauge.training.machine import choose_device
-from narrowgauge.training.session import build_model, load_weights, newest_checkpoint
+from narrowgauge.training.session import build_model, load_model, newest_checkpoint
 
 
 @dataclass(frozen=True)
@@ -37,5 +37,5 @@ def open_run(path: Path, device: str = "auto") -> TrainedRun:
             f"{config.checkpoint.every} steps; continue the run first"
         )
     model = build_model(config, choose_device(device))
-    load_weights(model, checkpoint)
+    load_model(model, config, checkpoint)
     return TrainedRun(config, model.eval(), load_tokenizer(directory.tokenizer), checkpoint.step)

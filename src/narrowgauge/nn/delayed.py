@@ -1,0 +1,63 @@
+"""Delayed scaling: a tensor's scale comes from the largest magnitudes it had in the last steps.
+
+The tensor can then be quantized in one pass, without waiting for its own maximum. As in TransformerEngine
+(recipe DelayedScaling): after a step with largest magnitude a, the history of `length` entries is shifted by
+one and a put in, and
+
+    scale = (max * 2^-margin) / amax      amax: the largest of the history, or its newest entry
+
+The scale stays as it was where that amax is 0. Before the first step it is 1. Several forward passes within a
+step (accumulation, recomputation) count as one, by their largest magnitude. A magnitude that is not finite is
+left out: its tensor is NaN anyway (`quantize`), and the guard skips the step.
+
+This is the only state of a recipe that moves the trajectory: `tensors` is what a checkpoint has to hold.
+"""
+
+import torch
+
+from narrowgauge.formats import Format
+from narrowgauge.quantization import Cast
+
+FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+class History(torch.nn.Module):
+    """The history of one tensor, in buffers that are no part of a state dict."""
+
+    amax: torch.Tensor
+    entries: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, cast: Cast) -> None:
+        super().__init__()
+        self.cast = cast
+        self.register_buffer("amax", torch.zeros(()), persistent=False)
+        self.register_buffer("entries", torch.zeros(cast.history), persistent=False)
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The state, by name: the tensors themselves."""
+        return {"amax": self.amax, "entries": self.entries, "scale": self.scale}
+
+    @torch.no_grad()
+    def see(self, x: torch.Tensor) -> None:
+        """Take note of a tensor of the current step."""
+        if x.numel():
+            amax = x.abs().amax().float()
+            torch.maximum(self.amax, torch.where(amax.isfinite(), amax, 0.0), out=self.amax)
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """Put the step's largest magnitude into the history, and renew the scale."""
+        if not self.amax:  # nothing was seen, or only zeros
+            return
+        self.entries.copy_(self.entries.roll(-1))
+        self.entries[-1] = self.amax
+        self.amax.zero_()
+        amax = self.entries.max() if self.cast.history_algorithm == "max" else self.entries[-1]
+        self.scale.copy_(_scale(amax, self.cast.element, self.cast.margin))
+
+
+def _scale(amax: torch.Tensor, element: Format, margin: int) -> torch.Tensor:
+    """fl(max * 2^-margin / amax), at most the largest float, for a positive amax."""
+    return (torch.full_like(amax, element.max * 2.0**-margin) / amax).clamp(max=FLOAT_MAX)

@@ -1,0 +1,104 @@
+"""The places of one layer at one moment: which numbers each GEMM sees of each tensor.
+
+A `Places` is made for every forward pass and goes with it to the backward pass. It holds the casts of this
+step, the random keys of this step, and the histories of delayed scales.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from narrowgauge.formats import Stream
+from narrowgauge.nn.delayed import History
+from narrowgauge.nn.gemm import Operand
+from narrowgauge.nn.saved import Restore, Tensors, keep_as_it_is, keep_operand, keep_quantized
+from narrowgauge.quantization import Cast, emulate, quantize
+from narrowgauge.recipes import GEMM_PLACES, GEMMS
+
+
+def stream_ids(layer: int) -> list[int]:
+    """The tensor ids of a layer's streams: of random bits for each operand, of signs for each GEMM."""
+    operands = [layer * len(GEMM_PLACES) + i for i in range(len(GEMM_PLACES))]
+    return operands + [2**32 + layer * len(GEMMS) + i for i in range(len(GEMMS))]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The casts of one layer's GEMMs, and what they need beside the tensors.
+
+    Attributes:
+        keys: int32 [9, 2], the keys of this step's streams (`stream_ids`), if any cast is random.
+        first_sample, num_samples: which sequences of the global batch the tensors hold.
+        histories: of the places with delayed scaling.
+        sees: whether histories take note of the forward pass (it will be followed by a backward pass).
+    """
+
+    casts: Mapping[str, Cast]
+    compute: torch.dtype
+    saved: str | Cast = "input"
+    keys: torch.Tensor | None = None
+    first_sample: int | torch.Tensor = 0
+    num_samples: int = 1
+    histories: Mapping[str, History] | None = None
+    sees: bool = False
+
+    def operand(self, tensor: torch.Tensor, place: str, axis: int) -> Operand:
+        """What the GEMM of `place` sees of a tensor whose `axis` it contracts."""
+        cast, encode_scale = self.casts[place], None
+        if cast.history:
+            assert self.histories is not None
+            history = self.histories[place]
+            encode_scale = history.scale
+            if self.sees:
+                history.see(tensor)
+        return emulate(
+            tensor,
+            cast,
+            axis,
+            self.compute,
+            self._stream(tensor, place),
+            self._signs(place) if cast.signs == "random" else None,
+            encode_scale,
+        )
+
+    def _stream(self, tensor: torch.Tensor, place: str) -> Stream | None:
+        """The random bits of a place: a function of (seed, step, tensor, element of the global batch)."""
+        if self.casts[place].rounding != "stochastic":
+            return None
+        assert self.keys is not None
+        is_weight = place.endswith(".w")
+        offset = 0 if is_weight else self.first_sample * (tensor.numel() // self.num_samples)
+        return Stream(self.keys[GEMM_PLACES.index(place)], offset)
+
+    def _signs(self, place: str) -> torch.Tensor:
+        """The signs of a GEMM's transform, the same for both operands."""
+        assert self.keys is not None
+        gemm = GEMMS.index(place.partition(".")[0])
+        bits = Stream(self.keys[len(GEMM_PLACES) + gemm]).bits((self.casts[place].hadamard,))
+        return 1 - 2 * (bits & 1)
+
+    def shared(self, a: str, b: str) -> bool:
+        """Whether two places see the same numbers of the same tensor, whatever the axis."""
+        cast = self.casts[a]
+        return cast == self.casts[b] and cast.ignores_axis and cast.rounding != "stochastic"
+
+    @property
+    def reuses_x(self) -> bool:
+        """Whether the operand of the forward pass is wgrad's, too."""
+        return isinstance(self.saved, str) and self.shared("fprop.x", "wgrad.x")
+
+    def keep(self, x_MK: torch.Tensor, operand: Operand) -> tuple[Tensors, Restore]:
+        """What is kept of the input; `operand` is what fprop saw of it."""
+        own = self.casts["fprop.x"]
+        if self.reuses_x:
+            if self.saved == "operand" and own.block is None and own.is_scaled:
+                return keep_operand(*operand, own)
+            return keep_as_it_is(*operand)
+        if self.saved == "input":
+            return keep_as_it_is(x_MK)
+        cast = own if isinstance(self.saved, str) else self.saved
+        if not cast.is_scaled:
+            return keep_as_it_is(emulate(x_MK, cast, -1, self.compute)[0])
+        stream = self._stream(x_MK, "fprop.x") if self.saved == "operand" else None
+        return keep_quantized(quantize(x_MK, cast, generator=stream), x_MK.dtype)

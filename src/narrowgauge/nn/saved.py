@@ -1,0 +1,46 @@
+"""What a layer keeps of its input for the backward pass: the place `saved`.
+
+input      the tensor as it came, or the operand where wgrad sees the same numbers as fprop
+operand    the numbers of fprop.x in the bytes of their format: one byte an element in FP8, half in FP4.
+           Where wgrad sees the same numbers (one scale per tensor), nothing else changes; elsewhere its
+           operand is quantized from these numbers, a second time
+a cast     the same, in another format than fprop.x's
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from narrowgauge.formats import decode, encode, pack, unpack
+from narrowgauge.nn.gemm import Operand
+from narrowgauge.quantization import Cast, QTensor
+
+Tensors = tuple[torch.Tensor | None, ...]
+# From the tensors that were kept to (values, scale).
+Restore = Callable[..., Operand]
+
+
+def keep_as_it_is(values: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[Tensors, Restore]:
+    """Keep an operand, or a tensor whose scale is None."""
+    return (values, scale, None), lambda values, scale, _: (values, scale)
+
+
+def keep_operand(values: torch.Tensor, scale: torch.Tensor | None, cast: Cast) -> tuple[Tensors, Restore]:
+    """Keep an operand with one scale (`emulate`) as bytes."""
+    element, width, dtype = cast.element, values.shape[-1], values.dtype
+
+    def restore(packed: torch.Tensor, scale: torch.Tensor | None, _: None) -> Operand:
+        return decode(unpack(packed, element, width), element).to(dtype), scale
+
+    return (pack(encode(values, element), element), scale, None), restore
+
+
+def keep_quantized(q: QTensor, dtype: torch.dtype) -> tuple[Tensors, Restore]:
+    """Keep a quantized tensor: packed codes, scales, tensor scale."""
+    cast, blocks, width, element = q.cast, q.blocks, q.codes.shape[-1], q.cast.element
+
+    def restore(packed: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor) -> Operand:
+        q = QTensor(unpack(packed, element, width), scales, None, tensor_scale, cast, blocks)
+        return q.dequantize(dtype), None
+
+    return (q.packed(), q.scales, q.tensor_scale), restore

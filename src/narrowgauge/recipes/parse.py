@@ -1,0 +1,149 @@
+"""The text of a recipe: TOML in, a `Recipe` out, and a sentence for every mistake.
+
+name, title, source     words
+compute = "bf16"        the format of everything that is not narrow ("bf16", "fp16", "fp32")
+saved = "operand"       what is kept for the backward pass ("input", "operand", or a cast)
+
+[keep]                  layers that stay in `compute`
+modules = ["head"]      by name or pattern
+first_blocks = 2        and blocks from the beginning or the end: a number,
+last_blocks = 0.15      or with a point a share, rounded up
+
+[fprop]                 the casts of a GEMM's operands; also [dgrad] dy, w and [wgrad] dy, x
+x = "mxfp4"
+w = {cast = "mxfp4", scale_rule = "even"}
+
+[[rule]]                other casts, in some layers or from some time on; later rules win
+modules = ["*.down"]    selected as in [keep]; nothing named = every layer
+from_share = 0.9        after this share of the run's steps, or from_step = 5000
+fprop = "bf16"          both operands of a GEMM,
+wgrad.dy = "mxfp8"      or one
+"""
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.errors import UserError, unknown
+from narrowgauge.quantization import Cast, make_cast
+from narrowgauge.recipes.recipe import COMPUTE, FIXED_PLACES, GEMM_PLACES, GEMMS, Recipe, Rule, casts_from
+
+_ROOT_KEYS = ("name", "title", "source", "compute", "keep", "rule", "saved", *GEMMS, *FIXED_PLACES)
+_LAYER_KEYS = ("modules", "first_blocks", "last_blocks")
+_RULE_KEYS = (*_LAYER_KEYS, "from_step", "from_share", *GEMMS)
+
+
+def parse_recipe(text: str, where: str) -> Recipe:
+    """A recipe from the text of a TOML file; `where` names the file in errors.
+
+    Raises:
+        UserError: broken TOML, an unknown key or cast, a value of the wrong kind.
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"recipe {where} is not valid TOML: {error}") from None
+    _check_keys(table, _ROOT_KEYS, f"key of recipe {where}")
+    compute = table.get("compute", "bf16")
+    if compute not in COMPUTE:
+        raise UserError(f"recipe {where}: compute = {compute!r}, but it must be one of {', '.join(COMPUTE)}")
+    wide = dict.fromkeys(GEMM_PLACES, make_cast(compute))
+    base = Recipe(
+        name=_text(table, "name", Path(where).stem, where),
+        title=_text(table, "title", "", where),
+        source=_text(table, "source", "", where),
+        compute=compute,
+        casts=wide | _casts(table, where),
+        rules=(*_rules(table, where), *_kept(table, wide, where)),
+        text=text,
+    )
+    return base.with_places({p: table[p] for p in ("saved", *FIXED_PLACES) if p in table})
+
+
+def _casts(table: Mapping[str, Any], where: str) -> dict[str, Cast]:
+    """The casts under fprop, dgrad and wgrad of a table."""
+    casts: dict[str, Cast] = {}
+    for gemm in GEMMS:
+        value = table.get(gemm, {})
+        if isinstance(value, str) or (isinstance(value, Mapping) and "cast" in value):
+            casts |= casts_from(gemm, value)
+        else:
+            for operand, cast in _table(value, gemm, where).items():
+                casts |= casts_from(f"{gemm}.{operand}", cast)
+    return casts
+
+
+def _kept(table: Mapping[str, Any], wide: Mapping[str, Cast], where: str) -> list[Rule]:
+    """[keep] as the rule that it is."""
+    keep = _table(table.get("keep", {}), "keep", where)
+    _check_keys(keep, _LAYER_KEYS, f"[keep] key of recipe {where}")
+    layers = _layers(keep, where)
+    return [Rule(casts=wide, **layers)] if any(layers.values()) else []
+
+
+def _rules(table: Mapping[str, Any], where: str) -> list[Rule]:
+    tables = table.get("rule", [])
+    if not isinstance(tables, list):
+        raise UserError(f"recipe {where}: rule must be a list of tables; write [[rule]] above each")
+    rules = []
+    for rule in tables:
+        _check_keys(_table(rule, "rule", where), _RULE_KEYS, f"[[rule]] key of recipe {where}")
+        step, share = rule.get("from_step", 0), rule.get("from_share", 0.0)
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise UserError(f"recipe {where}: from_step = {step!r}, but it must be a number of steps")
+        rules.append(
+            Rule(
+                casts=_casts(rule, where),
+                from_step=step,
+                from_share=_share(share, "from_share", where),
+                **_layers(rule, where),
+            )
+        )
+    return rules
+
+
+def _layers(table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    names = table.get("modules", [])
+    if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+        raise UserError(
+            f'recipe {where}: modules = {names!r}, but it must be a list of names such as ["head"]'
+        )
+    blocks = {}
+    for key in ("first_blocks", "last_blocks"):
+        value = table.get(key, 0)
+        if isinstance(value, bool) or not isinstance(value, int):
+            value = _share(value, key, where)
+        if value < 0:
+            raise UserError(
+                f"recipe {where}: {key} = {value!r}, but it must be a share or a number of blocks"
+            )
+        blocks[key] = value
+    return {"modules": tuple(names), **blocks}
+
+
+def _share(value: Any, key: str, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise UserError(f"recipe {where}: {key} = {value!r}, but it must be a share from 0 to 1")
+    return float(value)
+
+
+def _check_keys(table: Mapping[str, Any], known: tuple[str, ...], kind: str) -> None:
+    for key in table:
+        if key not in known:
+            raise unknown(kind, key, known)
+
+
+def _table(value: Any, key: str, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise UserError(
+            f"recipe {where}: {key} = {value!r}, but it must be a table; write [{key}] above its keys"
+        )
+    return value
+
+
+def _text(table: Mapping[str, Any], key: str, default: str, where: str) -> str:
+    value = table.get(key, default)
+    if not isinstance(value, str):
+        raise UserError(f"recipe {where}: {key} = {value!r}, but it must be text in quotes")
+    return value
