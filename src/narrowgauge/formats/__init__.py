@@ -1,6 +1,6 @@
 """What is a number? Formats as records of a few facts, rounding to their grids, codes and bytes."""
 
-from narrowgauge.formats.codes import decode, encode, pack, unpack
+from narrowgauge.formats.codes import decode, encode, encode_finite_, pack, unpack
 from narrowgauge.formats.format import Format, Specials
 from narrowgauge.formats.random_stream import Stream, stream, stream_key
 from narrowgauge.formats.rounding import RANDOM_BITS, ROUNDINGS, round_finite, round_finite_, round_to
@@ -14,6 +14,7 @@ __all__ = [
     "Stream",
     "decode",
     "encode",
+    "encode_finite_",
     "format",
     "format_names",
     "pack",

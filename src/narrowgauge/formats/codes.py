@@ -15,6 +15,7 @@ import math
 import torch
 
 from narrowgauge.formats.format import Format, Specials
+from narrowgauge.formats.rounding import PIECE
 
 _BIAS, _MANTISSA = 127, 23  # of float32
 
@@ -30,16 +31,37 @@ def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
         uint8 tensor of the same shape (int32 for formats of more than 8 bits).
     """
     v = values.to(torch.float32)
-    codes = (v.abs() * 2.0 ** (fmt.bias - _BIAS)).view(torch.int32) >> (_MANTISSA - fmt.mantissa_bits)
+    codes = encode_finite_(v.clone(), fmt)
     if fmt.infinity_code is not None:
-        codes = torch.where(v.isinf(), fmt.infinity_code, codes)
-    if fmt.twos_complement:
-        codes = torch.where(v < 0, -codes, codes)
-    elif fmt.signed:
-        codes = codes | (v.signbit().to(torch.int32) << (fmt.bits - 1))
+        sign = v.signbit().to(codes.dtype) << (fmt.bits - 1)
+        codes = torch.where(v.isinf(), fmt.infinity_code | sign, codes)
     if fmt.nan_code is not None:
         codes = torch.where(v.isnan(), fmt.nan_code, codes)
-    return codes.to(torch.uint8 if fmt.bits <= 8 else torch.int32)
+    return codes
+
+
+def encode_finite_(v: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """`encode` for a float32 tensor of finite numbers, whose memory is used up."""
+    dtype = torch.uint8 if fmt.bits <= 8 else torch.int32
+    in_pieces = v.device.type == "cpu" and v.numel() > PIECE and v.is_contiguous()
+    if not in_pieces or torch.compiler.is_compiling():
+        return _encode_(v, fmt).to(dtype)
+    codes = torch.empty(v.shape, dtype=dtype)
+    for piece, out in zip(v.view(-1).split(PIECE), codes.view(-1).split(PIECE), strict=True):
+        out.copy_(_encode_(piece, fmt))
+    return codes
+
+
+def _encode_(v: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """Int32 codes in the memory of `v`."""
+    bits = v.mul_(2.0 ** (fmt.bias - _BIAS)).view(torch.int32)
+    sign = bits >> 31  # 0 or -1
+    codes = bits.bitwise_and_(0x7FFFFFFF).bitwise_right_shift_(_MANTISSA - fmt.mantissa_bits)
+    if fmt.twos_complement:  # -k is the complement of k, plus one
+        return codes.bitwise_xor_(sign).sub_(sign)
+    if fmt.signed:
+        codes.bitwise_or_(sign.bitwise_and_(1 << (fmt.bits - 1)))
+    return codes
 
 
 def decode_scalar(code: int, fmt: Format) -> float:

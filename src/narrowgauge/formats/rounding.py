@@ -37,7 +37,7 @@ Rounding = Literal["nearest-even", "half-away", "toward-zero", "stochastic"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 
 RANDOM_BITS = 24  # an element, so that rounding is unbiased to float32's own precision
-_PIECE = 2**18  # elements; with its temporaries, about what a core's second-level cache holds
+PIECE = 2**18  # elements; with its temporaries, about what a core's second-level cache holds
 
 # The working precision: (integer of the same width, exponent mask, mantissa bits, exponent bias).
 _LAYOUT = {
@@ -108,9 +108,9 @@ def round_finite_(
     On a CPU a large tensor is walked through in pieces that stay in the cache, because the eight passes over
     it are bound by memory.
     """
-    piecewise = x.device.type == "cpu" and x.numel() > _PIECE and x.is_contiguous()
+    piecewise = x.device.type == "cpu" and x.numel() > PIECE and x.is_contiguous()
     if piecewise and rounding == "nearest-even" and not torch.compiler.is_compiling():
-        for piece in x.view(-1).split(_PIECE):
+        for piece in x.view(-1).split(PIECE):
             _round_(piece, fmt, rounding, generator)
         return x
     return _round_(x, fmt, rounding, generator, random_bits)

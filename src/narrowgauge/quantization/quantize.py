@@ -13,7 +13,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.formats import Stream, decode, encode, format, pack, round_finite_, torch_dtype
+from narrowgauge.formats import (
+    Stream,
+    decode,
+    encode,
+    encode_finite_,
+    format,
+    pack,
+    round_finite_,
+    torch_dtype,
+)
 from narrowgauge.quantization import scales
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
@@ -94,8 +103,7 @@ def quantize(
     x = _prepared(x.detach(), c, axis, signs)
     blocks = blocks_of(x.shape, c, axis)
     grid = _to_grid(x, c, blocks, generator)
-    values = torch.where(grid.finite, grid.values, 0.0)
-    codes = blocks.merge(encode(values, c.element)).contiguous()
+    codes = blocks.merge(encode_finite_(_zero_where_not(grid.finite, grid.values), c.element)).contiguous()
     whole = c.block is None
 
     def per_block(t: torch.Tensor) -> torch.Tensor:
@@ -151,6 +159,13 @@ def _prepared(x: torch.Tensor, cast: Cast, axis: int, signs: torch.Tensor | None
             )
         x = hadamard(x, cast.hadamard, axis, own if signs is None else signs)
     return clamp_outliers(x, cast.outliers) if cast.outliers else x
+
+
+def _zero_where_not(finite: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Values with zeros in the blocks that are not finite."""
+    if values.device.type == "cpu" and not torch.compiler.is_compiling() and finite.all():
+        return values
+    return torch.where(finite, values, 0.0)
 
 
 def _over_block(scale: torch.Tensor, blocks: Blocks) -> torch.Tensor:
