@@ -19,9 +19,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.models import Transformer, initialize, model_config
-from narrowgauge.nn import set_step
-
-COMPUTE = {"bf16": torch.bfloat16, "fp32": torch.float32}
+from narrowgauge.nn import DTYPES, set_step
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -36,7 +34,7 @@ def step_of(recipe: str, model_name: str, batch: int, length: int, device: str) 
     """A function that does one forward and backward pass of a model under a recipe."""
     r = ng.recipe(recipe)
     config = model_config(model_name)
-    model = Transformer(config, COMPUTE[r.compute])
+    model = Transformer(config, DTYPES[r.compute])
     initialize(model, 0)
     ng.convert(model, r).to(device)
     g = torch.Generator().manual_seed(0)
@@ -44,8 +42,8 @@ def step_of(recipe: str, model_name: str, batch: int, length: int, device: str) 
 
     def step() -> None:
         set_step(model, 0, 1, 0)
-        model.zero_grad(set_to_none=True)
         model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        model.zero_grad(set_to_none=True)  # so that all models fit into memory side by side
 
     return step
 
@@ -80,7 +78,8 @@ def benchmark_quantize(options: argparse.Namespace, device: str) -> dict[str, di
     print("\nquantize a bf16 tensor of 4096 x 4096: codes and scales")
     x = torch.randn(4096, 4096).to(torch.bfloat16).to(device)
     actions: dict[str, Callable[[], object]] = {
-        name: (lambda name=name: ng.quantize(x, name)) for name in ("mxfp8", "mxfp4", "nvfp4", "e4m3")
+        name: (lambda name=name: ng.quantize(x, name))
+        for name in ("mxfp8", "mxfp6-e3m2", "mxfp4", "nvfp4", "e4m3")
     }
     if find_spec("torchao"):
         from torchao.prototype.mx_formats.config import ScaleCalculationMode
@@ -88,6 +87,7 @@ def benchmark_quantize(options: argparse.Namespace, device: str) -> dict[str, di
 
         mode = ScaleCalculationMode.RCEIL
         actions["torchao mxfp8"] = lambda: to_mx(x, torch.float8_e4m3fn, 32, mode)
+        actions["torchao mxfp6-e3m2"] = lambda: to_mx(x, "fp6_e3m2", 32, mode)
         actions["torchao mxfp4"] = lambda: to_mx(x, torch.float4_e2m1fn_x2, 32, mode)
     times: dict[str, list[float]] = {}
     for action in actions.values():
@@ -98,7 +98,7 @@ def benchmark_quantize(options: argparse.Namespace, device: str) -> dict[str, di
     rows = {}
     for name, own in times.items():
         rows[name] = {"gigaelements_per_s": x.numel() / statistics.median(own) / 1e9}
-        print(f"{name:14s} {rows[name]['gigaelements_per_s']:.3f} G elements/s (median)")
+        print(f"{name:18s} {rows[name]['gigaelements_per_s']:.3f} G elements/s (median)")
     return rows
 
 
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--recipes", default="bf16,fp8,mxfp8,mxfp6-e2m3,mxfp4,nvfp4")
+    parser.add_argument("--recipes", default=",".join(ng.recipe_names()))
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

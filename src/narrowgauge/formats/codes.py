@@ -83,24 +83,36 @@ def decode_scalar(code: int, fmt: Format) -> float:
     return sign * math.ldexp(2**fmt.mantissa_bits + mantissa, exponent - fmt.bias - fmt.mantissa_bits)
 
 
-def decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """Float32 numbers of uint8 codes of a format of 8 bits or fewer."""
+def decode(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The numbers of uint8 codes of a format of 8 bits or fewer, in float32 or a dtype that holds them."""
+    in_pieces = codes.device.type == "cpu" and codes.numel() > PIECE and codes.is_contiguous()
+    if not in_pieces or torch.compiler.is_compiling():
+        return _decode(codes, fmt).to(dtype)
+    values = torch.empty(codes.shape, dtype=dtype)
+    for piece, out in zip(codes.view(-1).split(PIECE), values.view(-1).split(PIECE), strict=True):
+        out.copy_(_decode(piece, fmt))
+    return values
+
+
+def _decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     code = codes.to(torch.int32)
     if fmt.twos_complement:
         code = code - (code >> (fmt.bits - 1) << fmt.bits)
         return code.to(torch.float32) * fmt.smallest_subnormal
-    sign = code >> (fmt.bits - 1) if fmt.signed else torch.zeros_like(code)
-    body = code - (sign << (fmt.bits - 1))
-    values = (body << (_MANTISSA - fmt.mantissa_bits)).view(torch.float32) * 2.0 ** (_BIAS - fmt.bias)
+    body = code & (2 ** (fmt.bits - fmt.signed) - 1)
+    bits = body << (_MANTISSA - fmt.mantissa_bits)
+    if fmt.signed:
+        bits.bitwise_or_((code >> (fmt.bits - 1)).bitwise_left_shift_(31))
+    values = bits.view(torch.float32).mul_(2.0 ** (_BIAS - fmt.bias))
     if not fmt.zero:
-        values = torch.where(code == 0, fmt.smallest_normal, values)
-    values = torch.where(sign == 1, -values, values)
+        values.masked_fill_(code == 0, fmt.smallest_normal)
     if fmt.infinity_code is not None:
         values = torch.where(body == fmt.infinity_code, values * math.inf, values)
-        return torch.where(body > fmt.infinity_code, math.nan, values)
+        return values.masked_fill_(body > fmt.infinity_code, math.nan)
     if fmt.nan_code is not None:
-        is_nan = (code if fmt.specials is Specials.NEGATIVE_ZERO else body) == fmt.nan_code
-        return torch.where(is_nan, math.nan, values)
+        values.masked_fill_(
+            (code if fmt.specials is Specials.NEGATIVE_ZERO else body) == fmt.nan_code, math.nan
+        )
     return values
 
 

@@ -30,7 +30,7 @@ def keep_operand(values: torch.Tensor, scale: torch.Tensor | None, cast: Cast) -
     element, width, dtype = cast.element, values.shape[-1], values.dtype
 
     def restore(packed: torch.Tensor, scale: torch.Tensor | None, _: None) -> Operand:
-        return decode(unpack(packed, element, width), element).to(dtype), scale
+        return decode(unpack(packed, element, width), element, dtype), scale
 
     return (pack(encode(values, element), element), scale, None), restore
 
