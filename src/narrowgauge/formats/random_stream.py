@@ -65,6 +65,10 @@ class Stream:
         low, high = index.to(torch.int32), (index >> 32).to(torch.int32)
         return _mix(_mix(low ^ self.key[0]) ^ (high * _GOLDEN) ^ self.key[1]).view(shape)
 
+    def from_element(self, first: int) -> "Stream":
+        """The same stream, asked for elements from `first` on."""
+        return Stream(self.key, self.offset + first)
+
     def uniform(self, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
         """Float32 tensor of `shape` from the 2^24 midpoints (k + 1/2) / 2^24 of [0, 1)."""
         return (_shift_right(self.bits(shape), 8).float() + 0.5) * 2.0**-24

@@ -109,9 +109,11 @@ def round_finite_(
     it are bound by memory.
     """
     piecewise = x.device.type == "cpu" and x.numel() > PIECE and x.is_contiguous()
-    if piecewise and rounding == "nearest-even" and not torch.compiler.is_compiling():
-        for piece in x.view(-1).split(PIECE):
-            _round_(piece, fmt, rounding, generator)
+    has_places = rounding != "stochastic" or isinstance(generator, Stream)  # a torch.Generator has an order
+    if piecewise and has_places and not torch.compiler.is_compiling():
+        for number, piece in enumerate(x.view(-1).split(PIECE)):
+            own = generator.from_element(number * PIECE) if isinstance(generator, Stream) else generator
+            _round_(piece, fmt, rounding, own, random_bits)
         return x
     return _round_(x, fmt, rounding, generator, random_bits)
 
