@@ -20,7 +20,7 @@ from narrowgauge.data import prepare
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import format, format_names
 from narrowgauge.models import generate
-from narrowgauge.recipes import GEMM_PLACES, Recipe, choose_backend, recipe, recipe_names
+from narrowgauge.recipes import choose_backend, recipe, recipe_names
 from narrowgauge.report import print_comparison, read_run, write_report
 from narrowgauge.report.compare import ComparisonFailed, compare
 from narrowgauge.training import (
@@ -245,19 +245,14 @@ def _recipes(options: argparse.Namespace) -> None:
         print(recipe(options.name).text.rstrip())
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    table = Table("recipe", "GEMM operands", f"on this {device}", "what it is", box=None, header_style="bold")
+    table = Table("recipe", f"on this {device}", "what it is", box=None, header_style="bold")
     for name in recipe_names():
         r = recipe(name)
-        table.add_row(name, _operands(r), choose_backend(r, device).name, r.title)
+        table.add_row(name, choose_backend(r, device).name, r.title)
     console = Console()
     console.print(table)
     reason = choose_backend(recipe("fp8"), device).reason
     console.print(f"emulated: {reason}", style="dim", markup=False, highlight=False)
-
-
-def _operands(r: Recipe) -> str:
-    names = list(dict.fromkeys(r.casts[place].name for place in GEMM_PLACES))
-    return " ".join(names)
 
 
 def _formats(options: argparse.Namespace) -> None:

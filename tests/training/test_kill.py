@@ -65,7 +65,7 @@ def test_kills_leave_no_trace(narrowgauge, undisturbed, look, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bf16", "fp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8", "fp8-delayed", "mxfp4", "nvfp4", "quartet"])
 def test_twenty_kills_leave_no_trace(narrowgauge, undisturbed, look, tmp_path, name):
     campaign(narrowgauge, undisturbed, look, tmp_path, {"recipe.name": name}, 20)
 

@@ -106,7 +106,8 @@ class Linear(torch.nn.Linear):
         if step != self.step:
             self._end_step()
         self.driven, self.step = True, step
-        self.casts = _casts_at(self.recipe, step, steps)
+        if (casts := _casts_at(self.recipe, step, steps)) != self.casts:  # compiled code stays valid
+            self.casts = casts
         self._set_keys(seed, step, first_sample)
 
     def _set_keys(self, seed: int, step: int, first_sample: int) -> None:
