@@ -48,27 +48,32 @@ class _ThreeGemms(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        w_NK, w_values, w_scale, *kept = ctx.saved_tensors
-        places: Places = ctx.places
-        x_dtype, w_dtype, bias_dtype = ctx.dtypes
-        dx_MK = dw_NK = dbias_N = dy = None
-        if ctx.needs_input_grad[0]:
-            dy = places.operand(dy_MN, "dgrad.dy", -1)
-            w = (w_values, w_scale) if w_values is not None else places.operand(w_NK, "dgrad.w", 0)
-            dx_MK = multiply(dy, *w).to(x_dtype)
-        if ctx.needs_input_grad[1]:
-            if dy is None or not places.shared("dgrad.dy", "wgrad.dy"):
-                dy = places.operand(dy_MN, "wgrad.dy", 0)
-            x = ctx.restore_x(*kept)
-            if not places.reuses_x:
-                x = places.operand(x[0], "wgrad.x", 0)
-            dw_NK = multiply((dy[0].T, dy[1]), *x)
-            if places.casts["fprop.w"].estimator_k:
-                dw_NK = dw_NK * estimator_slope(w_NK, places.casts["fprop.w"], -1)
-            dw_NK = dw_NK.to(w_dtype)
-        if bias_dtype is not None and ctx.needs_input_grad[2]:
-            dbias_N = dy_MN.sum(0, dtype=torch.float32).to(bias_dtype)
-        return dx_MK, dw_NK, dbias_N, None
+        with torch.autocast(dy_MN.device.type, enabled=False):
+            return _backward(ctx, dy_MN)
+
+
+def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    w_NK, w_values, w_scale, *kept = ctx.saved_tensors
+    places: Places = ctx.places
+    x_dtype, w_dtype, bias_dtype = ctx.dtypes
+    dx_MK = dw_NK = dbias_N = dy = None
+    if ctx.needs_input_grad[0]:
+        dy = places.operand(dy_MN, "dgrad.dy", -1)
+        w = (w_values, w_scale) if w_values is not None else places.operand(w_NK, "dgrad.w", 0)
+        dx_MK = multiply(dy, *w).to(x_dtype)
+    if ctx.needs_input_grad[1]:
+        if dy is None or not places.shared("dgrad.dy", "wgrad.dy"):
+            dy = places.operand(dy_MN, "wgrad.dy", 0)
+        x = ctx.restore_x(*kept)
+        if not places.reuses_x:
+            x = places.operand(x[0], "wgrad.x", 0)
+        dw_NK = multiply((dy[0].T, dy[1]), *x)
+        if places.casts["fprop.w"].estimator_k:
+            dw_NK = dw_NK * estimator_slope(w_NK, places.casts["fprop.w"], -1)
+        dw_NK = dw_NK.to(w_dtype)
+    if bias_dtype is not None and ctx.needs_input_grad[2]:
+        dbias_N = dy_MN.sum(0, dtype=torch.float32).to(bias_dtype)
+    return dx_MK, dw_NK, dbias_N, None
 
 
 class Linear(torch.nn.Linear):
@@ -139,7 +144,11 @@ class Linear(torch.nn.Linear):
             # A new tensor, since backward needs the old one; a tensor, so that compiled code stays valid.
             self.keys = self.keys + _NEXT_KEY
         weight = self.weight.T if self.transposed else self.weight
-        y_MN = _ThreeGemms.apply(input.reshape(-1, self.in_features), weight, self.bias, places)
+        if not input.numel():  # no tokens, no numbers to narrow: zeros, and gradients of zero
+            bias = None if self.bias is None else self.bias.to(input.dtype)
+            return torch.nn.functional.linear(input, weight.to(input.dtype), bias)
+        with torch.autocast(input.device.type, enabled=False):  # the recipe says what is computed in what
+            y_MN = _ThreeGemms.apply(input.reshape(-1, self.in_features), weight, self.bias, places)
         return y_MN.view(*input.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

@@ -107,6 +107,8 @@ def quantize(
     whole = c.block is None
 
     def per_block(t: torch.Tensor) -> torch.Tensor:
+        if whole and not t.numel():  # an empty tensor
+            return torch.ones((), device=t.device)
         return t.reshape(() if whole else blocks.grid)
 
     return QTensor(
@@ -198,7 +200,8 @@ def _to_grid(
         code = scales.e8m0_code(amax, cast.element, cast.scale_rule)
         encode_scale, block_scale = scales.e8m0_scale(code)
     else:
-        S, tensor_scale = scales.nvfp4_tensor_scale(amax.amax(), cast.element, cast.headroom)
+        largest = amax.amax() if amax.numel() else amax.new_zeros(())
+        S, tensor_scale = scales.nvfp4_tensor_scale(largest, cast.element, cast.headroom)
         encode_scale, block_scale = scales.nvfp4_block_scale(amax, S, cast.element, cast.headroom)
     block_scale = torch.where(finite, block_scale, torch.nan)
     scaled = x.mul_(encode_scale) if is_copy else x * encode_scale
