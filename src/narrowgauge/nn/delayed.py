@@ -13,6 +13,8 @@ left out: its tensor is NaN anyway (`quantize`), and the guard skips the step.
 This is the only state of a recipe that moves the trajectory: `tensors` is what a checkpoint has to hold.
 """
 
+from collections.abc import Callable
+
 import torch
 
 from narrowgauge.formats import Format
@@ -48,14 +50,25 @@ class History(torch.nn.Module):
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Put the step's largest magnitude into the history, and renew the scale."""
-        if not self.amax:  # nothing was seen, or only zeros
-            return
-        self.entries.copy_(self.entries.roll(-1))
-        self.entries[-1] = self.amax
+        """Put the step's largest magnitude into the history, and renew the scale.
+
+        Without a branch on a tensor's value, which no compiled graph can hold and a GPU would wait for.
+        """
+        saw = self.amax > 0  # else nothing was seen, or only zeros
+        entries = torch.cat((self.entries[1:], self.amax[None]))
+        self.entries.copy_(torch.where(saw, entries, self.entries))
         self.amax.zero_()
         amax = self.entries.max() if self.cast.history_algorithm == "max" else self.entries[-1]
-        self.scale.copy_(_scale(amax, self.cast.element, self.cast.margin))
+        self.scale.copy_(torch.where(saw, _scale(amax, self.cast.element, self.cast.margin), self.scale))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "History":
+        """Go to another device, but stay float32 when the model's dtype changes."""
+        before = self.tensors()
+        super()._apply(fn, recurse)
+        for name, tensor in self.tensors().items():
+            if tensor.dtype != torch.float32:
+                setattr(self, name, before[name].to(tensor.device))
+        return self
 
 
 def _scale(amax: torch.Tensor, element: Format, margin: int) -> torch.Tensor:
