@@ -125,6 +125,44 @@ def test_without_set_step_each_forward_pass_with_gradients_is_a_step():
     assert layer.histories["fprop.x"].entries[-2:].tolist() == [1, 4], "the last is put in by the next pass"
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own tracing
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_steps_that_end_in_compiled_code(algorithm):
+    """Without `set_step` a step ends within the forward pass: in the graph, and on no tensor's value."""
+    torch._dynamo.reset()
+    cast = {"cast": "e4m3", "history": 3, "history_algorithm": algorithm}
+    r = recipe("fp8-delayed").with_places(dict.fromkeys(("fprop", "dgrad", "wgrad"), cast))
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(32, 48)
+    eager, traced = Linear(layer, r, 0), Linear(layer, r, 0)
+    run = torch.compile(traced, fullgraph=True, backend="aot_eager")
+    g = torch.Generator().manual_seed(1)
+    for size in (1, 8, 0, 2, 2, 2, 1):
+        x, dy = size * torch.randn(8, 32, generator=g), size * torch.randn(8, 48, generator=g)
+        gradients = []
+        for layer in (eager, run):
+            eager.zero_grad()
+            layer(x).backward(dy)
+            gradients.append(eager.weight.grad.clone())
+        assert torch.equal(*gradients)
+        for place, h in eager.histories.items():
+            assert all(torch.equal(t, traced.histories[place].tensors()[n]) for n, t in h.tensors().items())
+    assert eager.histories["fprop.x"].scale != 1
+
+
+def test_the_state_stays_float32_when_the_model_does_not():
+    x = torch.randn(8, 32)
+    model = make()
+    step(model, 1, x)
+    set_step(model, 0, 2, 0)
+    before = {n: t.clone() for n, t in recipe_tensors(model).items()}
+    model.to(torch.bfloat16)
+    after = recipe_tensors(model)
+    assert all(t.dtype == torch.float32 and torch.equal(t, before[n]) for n, t in after.items())
+    step(model, 2, x.bfloat16())
+    assert all(t.dtype == torch.float32 for t in recipe_tensors(model).values())
+
+
 def test_a_history_under_a_rule():
     r = parse_recipe('[[rule]]\nfrom_step = 3\nfprop = {cast = "e4m3", history = 2}', "mine.toml")
     layer = Linear(torch.nn.Linear(32, 16, bias=False), r, 0)

@@ -1,11 +1,20 @@
 """The library's own models under a recipe: exact where nothing is narrowed, close and finite in FP8."""
 
+from itertools import pairwise
+
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from narrowgauge.nn import Linear, convert
-from narrowgauge.recipes import recipe
+from narrowgauge.recipes import recipe, recipe_names
 
 V, T = 67, 40
 IDS = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(0))
@@ -22,7 +31,14 @@ def llama():
     return LlamaForCausalLM(LlamaConfig(vocab_size=V, num_key_value_heads=2, **sizes))
 
 
-MODELS = {"gpt2": gpt2, "llama": llama}
+def qwen2():
+    """Biases in some projections, and a head that is tied to the embedding."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = Qwen2Config(vocab_size=V, num_key_value_heads=2, tie_word_embeddings=True, **sizes)
+    return Qwen2ForCausalLM(config)
+
+
+MODELS = {"gpt2": gpt2, "llama": llama, "qwen2": qwen2}
 
 
 @pytest.fixture(params=MODELS)
@@ -67,13 +83,13 @@ def test_narrow_is_finite_and_close_but_not_the_same(kind, name, logits, gradien
 def test_which_layers(kind):
     model = convert(make(kind), "nvfp4")
     kept = {n for n, m in model.named_modules() if isinstance(m, Linear) and not m.recipe.is_narrow}
-    list_name = {"gpt2": "transformer.h", "llama": "model.layers"}[kind]
+    list_name = "transformer.h" if kind == "gpt2" else "model.layers"
     assert "lm_head" in kept
     assert kept - {"lm_head"} == {
         n for n, m in model.named_modules() if isinstance(m, Linear) and n.startswith(f"{list_name}.2.")
     }
     converted = [m for m in model.modules() if isinstance(m, Linear)]
-    assert len(converted) == 3 * {"gpt2": 4, "llama": 7}[kind] + 1
+    assert len(converted) == 3 * (4 if kind == "gpt2" else 7) + 1
     assert all(m.transposed == (kind == "gpt2") for m in converted if m is not model.lm_head)
 
 
@@ -87,9 +103,39 @@ def test_state_dict_goes_back_into_an_unconverted_model(kind):
     assert torch.equal(model(IDS).logits, plain(IDS).logits)
 
 
-def test_tied_heads_stay_tied():
-    model = convert(make("gpt2"), "fp8")
-    assert model.lm_head.weight is model.transformer.wte.weight
+@pytest.mark.parametrize("kind", ["gpt2", "qwen2"])
+def test_tied_heads_stay_tied(kind):
+    model = convert(make(kind), "fp8")
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+# Each recipe with one model, and each model with a third of the recipes; the other pairs are slow tests.
+PAIRS = [
+    pytest.param(kind, name, marks=[] if (i + j) % 3 == 0 else [pytest.mark.slow])
+    for i, kind in enumerate(MODELS)
+    for j, name in enumerate(recipe_names())
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), PAIRS)
+def test_every_recipe_trains_every_model(kind, name):
+    """With torch's own optimizer and no `set_step`, as people do who only convert."""
+    plain, model = make(kind), convert(make(kind), name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(5):
+        loss = model(input_ids=IDS, labels=IDS).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert all(after < before for before, after in pairwise(losses)), losses
+    assert losses[-1] < losses[0] - 0.3, losses
+    shapes = {key: value.shape for key, value in plain.state_dict().items()}
+    assert {key: value.shape for key, value in model.state_dict().items()} == shapes
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():  # what was learnt in narrow numbers is in the weights
+        assert plain(input_ids=IDS, labels=IDS).loss < losses[-1] + 0.02
 
 
 def test_converting_again_takes_the_new_recipe(kind):
