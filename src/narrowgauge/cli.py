@@ -20,7 +20,7 @@ from narrowgauge.data import prepare
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import format, format_names
 from narrowgauge.models import generate
-from narrowgauge.recipes import choose_backend, recipe, recipe_names
+from narrowgauge.recipes import choose_backend, device_facts, recipe, recipe_names
 from narrowgauge.report import print_comparison, read_run, write_report
 from narrowgauge.report.compare import ComparisonFailed, compare
 from narrowgauge.training import (
@@ -244,15 +244,20 @@ def _recipes(options: argparse.Namespace) -> None:
     if options.name:
         print(recipe(options.name).text.rstrip())
         return
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    table = Table("recipe", f"on this {device}", "what it is", box=None, header_style="bold")
+    device = device_facts(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    table = Table("recipe", "here", "what it is", box=None, header_style="bold")
+    reasons: dict[str, list[str]] = {}
     for name in recipe_names():
         r = recipe(name)
-        table.add_row(name, choose_backend(r, device).name, r.title)
+        backend = choose_backend(r, device)
+        table.add_row(name, backend.name, r.title)
+        if r.is_narrow:
+            reasons.setdefault(f"{backend.name}: {backend.reason}", []).append(name)
     console = Console()
     console.print(table)
-    reason = choose_backend(recipe("fp8"), device).reason
-    console.print(f"emulated: {reason}", style="dim", markup=False, highlight=False)
+    for reason, names in reasons.items():
+        text = reason if len(reasons) == 1 else f"{', '.join(names)} {reason}"
+        console.print(text, style="dim", markup=False, highlight=False)
 
 
 def _formats(options: argparse.Namespace) -> None:

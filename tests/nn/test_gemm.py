@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowgauge.nn.gemm import multiply, scaled_mm
+from narrowgauge.nn.gemm import Operand, multiply, scaled_mm
 
 M, K, N = 60, 200, 50
 
@@ -60,18 +60,25 @@ def test_it_is_a_well_formed_operator():
 
 
 def test_scales_multiply_whichever_operands_have_them():
-    a, b = operands(torch.bfloat16)
-    two, three = torch.tensor(2.0), torch.tensor(3.0)
-    plain = multiply((a, None), b, None)
-    assert torch.equal(plain, a @ b)
-    assert torch.equal(multiply((a, two), b, None), 2 * plain)
-    assert torch.equal(multiply((a, None), b, two), 2 * plain)
-    assert torch.equal(multiply((a, two), b, three), scaled_mm(a, b, torch.tensor(6.0)))
+    a, b_KN = operands(torch.bfloat16)
+    b, two, three = b_KN.T, torch.tensor(2.0), torch.tensor(3.0)
+
+    def product(scale_a, scale_b):
+        return multiply(Operand(a, scale_a), Operand(b, scale_b), torch.bfloat16)
+
+    plain = product(None, None)
+    assert torch.equal(plain, a @ b_KN)
+    assert torch.equal(product(two, None), 2 * plain)
+    assert torch.equal(product(None, two), 2 * plain)
+    assert torch.equal(product(two, three), scaled_mm(a, b_KN, torch.tensor(6.0)))
 
 
 def test_the_wider_operand_decides_the_dtype():
     a, b = operands(torch.float32)
-    mixed = multiply((a, None), b.bfloat16(), None)
+    mixed = multiply(Operand(a), Operand(b.bfloat16().T), torch.bfloat16)
     assert torch.equal(mixed, a @ b.bfloat16().float())
-    assert torch.equal(multiply((a.bfloat16(), None), b, None), a.bfloat16().float() @ b)
-    assert multiply((a.half(), None), b.bfloat16(), None).dtype == torch.float32
+    assert torch.equal(
+        multiply(Operand(a.bfloat16()), Operand(b.T), torch.bfloat16), a.bfloat16().float() @ b
+    )
+    half = multiply(Operand(a.half()), Operand(b.bfloat16().T), torch.bfloat16)
+    assert half.dtype == torch.float32

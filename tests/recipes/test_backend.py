@@ -1,15 +1,34 @@
-"""Which code runs a recipe: always said, and refused in a sentence."""
+"""Which code runs a recipe: by the facts of a device, always said, and refused in a sentence."""
+
+from collections import Counter
 
 import pytest
+import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.recipes import BACKENDS, choose_backend, recipe, recipe_names
+from narrowgauge.recipes import (
+    BACKENDS,
+    SCHEMES,
+    Device,
+    choose_backend,
+    device_facts,
+    parse_recipe,
+    recipe,
+    recipe_names,
+)
 
 NARROW = [n for n in recipe_names() if recipe(n).is_narrow]
+CPU = Device(maker="cpu")
+H200 = Device(maker="nvidia", capability=(9, 0), library=(13, 0))
+PER_TENSOR, PER_ROW = {"fp8", "fp8-delayed"}, {"fp8-row", "fp8-row-hp"}
+
+
+def nvidia(major, minor, cuda=(13, 0)):
+    return Device(maker="nvidia", capability=(major, minor), library=cuda)
 
 
 @pytest.mark.parametrize("wish", BACKENDS)
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", [CPU, H200])
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_references_are_native_everywhere(name, device, wish):
     backend = choose_backend(recipe(name), device, wish)
@@ -20,21 +39,104 @@ def test_references_are_native_everywhere(name, device, wish):
 @pytest.mark.parametrize("wish", ["auto", "emulated"])
 @pytest.mark.parametrize("name", NARROW)
 def test_narrow_recipes_are_emulated_on_a_cpu_and_say_why(name, wish):
-    backend = choose_backend(recipe(name), "cpu", wish)
+    backend = choose_backend(recipe(name), CPU, wish)
     assert backend.name == "emulated"
     assert backend.reason == "a CPU has no narrow matrix units; the same numbers in bf16 GEMMs"
 
 
+@pytest.mark.parametrize(
+    ("device", "native"),
+    [
+        (nvidia(8, 0), set()),
+        (nvidia(8, 6), set()),
+        (nvidia(8, 9), PER_TENSOR | PER_ROW),
+        (nvidia(9, 0), PER_TENSOR | PER_ROW | {"fp8-block"}),
+        (nvidia(9, 0, cuda=(12, 8)), PER_TENSOR | PER_ROW),
+        (nvidia(10, 0), PER_TENSOR | PER_ROW | {"mxfp8", "nvfp4"}),
+        (nvidia(12, 0), PER_TENSOR | PER_ROW | {"mxfp8", "nvfp4"}),
+        (Device(maker="amd", architecture="gfx90a", library=(7, 0)), set()),
+        (Device(maker="amd", architecture="gfx942", library=(7, 0)), {"fp8-fnuz"}),
+        (Device(maker="amd", architecture="gfx950", library=(7, 0)), PER_TENSOR | PER_ROW),
+        (Device(maker="mps"), set()),
+    ],
+    ids=lambda v: str(v) if isinstance(v, Device) else "",
+)
+def test_what_is_native_where(device, native):
+    assert {n for n in NARROW if choose_backend(recipe(n), device).name == "native"} == native
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "reason"),
+    [
+        ("fp8", H200, "compute capability 9.0 multiplies FP8 with a scale per tensor"),
+        (
+            "fp8",
+            nvidia(8, 6),
+            "fprop needs FP8 with a scale per tensor, which takes compute capability 8.9 or later; this is "
+            "compute capability 8.6 with CUDA 13.0; the same numbers in bf16 GEMMs",
+        ),
+        (
+            "fp8-block",
+            nvidia(9, 0, cuda=(12, 8)),
+            "fprop needs FP8 in blocks of 128, which takes CUDA 12.9 or later; this is compute capability "
+            "9.0 with CUDA 12.8; the same numbers in bf16 GEMMs",
+        ),
+        (
+            "fp8-block",
+            nvidia(10, 0),
+            "fprop needs FP8 in blocks of 128, which takes compute capability 9.0; this is compute "
+            "capability 10.0 with CUDA 13.0; the same numbers in bf16 GEMMs",
+        ),
+        (
+            "mxfp4",
+            nvidia(10, 0),
+            "fprop multiplies mxfp4, which torch does on no device; the same numbers in bf16 GEMMs",
+        ),
+        (
+            "fp8",
+            Device(maker="amd", architecture="gfx942"),
+            "fprop needs FP8 with a scale per tensor, which takes gfx950; this is gfx942; the same numbers "
+            "in bf16 GEMMs",
+        ),
+    ],
+)
+def test_the_reason_in_words(name, device, reason):
+    assert choose_backend(recipe(name), device).reason == reason
+
+
+def test_a_wish_for_emulation_is_granted_and_said():
+    backend = choose_backend(recipe("fp8"), H200, "emulated")
+    assert (backend.name, backend.reason) == ("emulated", "asked for; the same numbers in bf16 GEMMs")
+
+
 def test_one_narrow_place_makes_a_recipe_emulated():
-    mixed = recipe("fp32").with_places({"wgrad.x": "mxfp8"})
-    backend = choose_backend(mixed, "cpu")
-    assert (backend.name, backend.reason.endswith("in fp32 GEMMs")) == ("emulated", True)
+    mixed = recipe("bf16").with_places({"wgrad.x": "e4m3"})
+    assert choose_backend(mixed, H200).name == "emulated"
+    assert choose_backend(mixed.with_places({"wgrad.dy": "e5m2"}), H200).name == "native"
+
+
+def test_two_e5m2_operands_are_no_product_of_the_hardware():
+    assert choose_backend(recipe("fp8").with_places({"wgrad.x": "e5m2"}), H200).name == "emulated"
+
+
+def test_a_recipe_that_computes_in_fp32_is_emulated():
+    backend = choose_backend(recipe("fp32").with_places({"fprop": "e4m3"}), H200)
+    assert backend.reason.startswith("native products come out in bf16, and this recipe computes in fp32")
+
+
+def test_every_rule_counts_and_rules_add_up():
+    text = '[fprop]\nx = "e4m3"\nw = "e4m3"\n'
+    assert choose_backend(parse_recipe(text, "mine"), H200).name == "native"
+    late = text + '[[rule]]\nfrom_step = 5\nfprop = "mxfp4"\n'
+    assert "mxfp4" in choose_backend(parse_recipe(late, "mine"), H200).reason
+    two = text + '[[rule]]\nmodules = ["a"]\nfprop.x = "e5m2"\n[[rule]]\nmodules = ["b"]\nfprop.w = "e5m2"\n'
+    assert "e5m2" in choose_backend(parse_recipe(two, "mine"), H200).reason  # of a layer that both select
 
 
 @pytest.mark.parametrize("name", NARROW)
 def test_native_is_refused_on_a_cpu_with_the_reason_and_the_way_out(name):
     with pytest.raises(UserError) as caught:
-        choose_backend(recipe(name), "cpu", "native")
+        choose_backend(recipe(name), CPU, "native")
     assert str(caught.value) == (
         f"recipe '{name}' cannot run natively here: a CPU has no narrow matrix units; "
         "use --backend emulated (the same numbers, computed in bf16)"
@@ -43,4 +145,16 @@ def test_native_is_refused_on_a_cpu_with_the_reason_and_the_way_out(name):
 
 def test_an_unknown_wish():
     with pytest.raises(UserError, match="unknown backend 'emulate'; the nearest is 'emulated'"):
-        choose_backend(recipe("bf16"), "cpu", "emulate")
+        choose_backend(recipe("bf16"), CPU, "emulate")
+
+
+def test_the_facts_of_this_machine():
+    assert device_facts(torch.device("cpu")) == CPU
+    if torch.cuda.is_available():
+        facts = device_facts(torch.device("cuda"))
+        assert facts.maker in ("nvidia", "amd")
+        assert facts.architecture.startswith("gfx") or facts.capability >= (5, 0)
+
+
+def test_no_two_schemes_have_one_name():
+    assert set(Counter(s.words for s in SCHEMES).values()) == {1}

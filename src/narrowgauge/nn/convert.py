@@ -8,11 +8,13 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from narrowgauge.errors import UserError
 from narrowgauge.nn.delayed import History
 from narrowgauge.nn.linear import Linear
-from narrowgauge.recipes import Recipe, matches
+from narrowgauge.recipes import Recipe, choose_backend, device_facts, matches
 from narrowgauge.recipes import recipe as recipe_named
 
 
-def convert(model: torch.nn.Module, recipe: str | Recipe, keep: str | Sequence[str] = ()) -> torch.nn.Module:
+def convert(
+    model: torch.nn.Module, recipe: str | Recipe, keep: str | Sequence[str] = (), backend: str = "auto"
+) -> torch.nn.Module:
     """Make the Linears of any module compute under a recipe; parameters stay the same objects.
 
     Args:
@@ -20,14 +22,16 @@ def convert(model: torch.nn.Module, recipe: str | Recipe, keep: str | Sequence[s
         recipe: a recipe, its name, or the path of its TOML file.
         keep: names or patterns of further layers that stay in the recipe's `compute` format, beside those
             the recipe itself keeps. A pattern is compared with the whole name and with its last component.
+        backend: "auto" (native on a device that has the recipe's formats), "native", or "emulated".
 
     Returns:
         The model (a new module only if the model itself is a Linear). A model that is under a recipe already
         goes over to the new one.
 
     Raises:
-        UserError: no linear layer in the model, a `keep` pattern that matches none, or a layer whose weight
-            is computed from others (`torch.nn.utils.parametrize`).
+        UserError: no linear layer in the model, a `keep` pattern that matches none, a layer whose weight
+            is computed from others (`torch.nn.utils.parametrize`), or "native" where the model's device
+            lacks the formats.
     """
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
     keep = (keep,) if isinstance(keep, str) else keep
@@ -35,6 +39,8 @@ def convert(model: torch.nn.Module, recipe: str | Recipe, keep: str | Sequence[s
     layers = {name: m for name, m in model.named_modules(remove_duplicate=False) if _is_linear(m)}
     _check(model, layers, keep)
     recipe = recipe.in_high_precision(keep) if keep else recipe
+    for device in {layer.weight.device for layer in layers.values()}:  # before anything is changed
+        choose_backend(recipe, device_facts(device), backend)
     prefix, blocks = _blocks(model)
     names: dict[torch.nn.Module, list[str]] = {}
     for name, layer in layers.items():
@@ -44,7 +50,7 @@ def convert(model: torch.nn.Module, recipe: str | Recipe, keep: str | Sequence[s
         if layer not in converted:
             places = [(n, _block_of(n, prefix)) for n in names[layer]]
             of_layer = recipe.for_layer(places, blocks)
-            converted[layer] = Linear(layer, of_layer, len(converted), _is_transposed(layer))
+            converted[layer] = Linear(layer, of_layer, len(converted), _is_transposed(layer), recipe, backend)
             converted[layer].train(layer.training)
         if not name:
             return converted[layer]

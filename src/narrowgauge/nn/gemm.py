@@ -1,12 +1,28 @@
-"""A matrix multiplication whose operands carry tensor scales: c = (a @ b) * scale.
+"""The product of two operands, each given as (rows, contraction): c_MN = a_MK @ b_NK.T.
 
-The scale belongs to the fp32 accumulator, before the result is rounded to bf16; applied after it, the
-result would be rounded twice. On a CPU oneDNN applies `alpha` there (fp32 products do without it: MKL takes
-an alpha of NaN for 1); on a GPU the product is asked for in fp32. Registered as one operator so that compiled
-graphs hold it whole.
+Emulated operands carry the scale of a whole tensor beside their values. It belongs to the fp32 accumulator,
+before the result is rounded to bf16; applied after it, the result would be rounded twice. On a CPU oneDNN
+applies `alpha` there (fp32 products do without it: MKL takes an alpha of NaN for 1); on a GPU the product is
+asked for in fp32. Registered as one operator so that compiled graphs hold it whole. Native operands go to the
+hardware as they are (`native.py`).
 """
 
+from typing import NamedTuple
+
 import torch
+
+from narrowgauge.nn.native import Codes, multiply_codes
+
+
+class Operand(NamedTuple):
+    """An emulated operand as (rows, contraction): values in a wide dtype, and a 0-dim scale or None for 1."""
+
+    values: torch.Tensor
+    scale: torch.Tensor | None = None
+
+    def flipped(self) -> "Operand":
+        """The same numbers along the other axis."""
+        return Operand(self.values.T, self.scale)
 
 
 def _is_slow(a: torch.Tensor) -> bool:
@@ -30,16 +46,20 @@ def _(a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor) -> torch.Tens
     return a_MK.new_empty(a_MK.shape[0], b_KN.shape[1])
 
 
-Operand = tuple[torch.Tensor, torch.Tensor | None]
+def multiply(a: Operand | Codes, b: Operand | Codes, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
+    """The product of (M, K) and (N, K) as (M, N).
 
-
-def multiply(a: Operand, b_KN: torch.Tensor, b_scale: torch.Tensor | None) -> torch.Tensor:
-    """The product of two emulated operands (values, scale), the second given transposed as needed."""
-    a_MK, a_scale = a
+    Native operands give `dtype` (`fast`: see `multiply_codes`), emulated ones that of the wider operand.
+    """
+    if isinstance(a, Codes) and isinstance(b, Codes):
+        return multiply_codes(a, b, dtype, fast)
+    assert isinstance(a, Operand)
+    assert isinstance(b, Operand)
+    a_MK, b_KN = a.values, b.values.T
     if a_MK.dtype != b_KN.dtype:  # one operand is kept wider: the product is computed in the wider dtype
         wider = torch.promote_types(a_MK.dtype, b_KN.dtype)
         a_MK, b_KN = a_MK.to(wider), b_KN.to(wider)
-    scales = [s for s in (a_scale, b_scale) if s is not None]
+    scales = [s for s in (a.scale, b.scale) if s is not None]
     if not scales:
         return (a_MK.float() @ b_KN.float()).to(a_MK.dtype) if _is_slow(a_MK) else a_MK @ b_KN
     return scaled_mm(a_MK, b_KN, scales[0] * scales[1] if len(scales) == 2 else scales[0])

@@ -12,6 +12,7 @@ another axis there; where they do not (one scale per tensor, square blocks), the
 twice. The layer returns the dtype it was given, so that conversion changes no other part of a model.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from narrowgauge.formats import stream_key
 from narrowgauge.nn.delayed import History
 from narrowgauge.nn.gemm import multiply
 from narrowgauge.nn.places import Places, stream_ids
+from narrowgauge.nn.saved import keep_as_it_is
 from narrowgauge.quantization import Cast, estimator_slope
-from narrowgauge.recipes import Recipe
+from narrowgauge.recipes import Recipe, choose_backend, device_facts
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NEXT_KEY = 0x9E3779B9 - 2**32  # odd, so that 2^32 calls pass before a key comes again
@@ -34,13 +36,14 @@ class _ThreeGemms(torch.autograd.Function):
         ctx: Any, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None, places: Places
     ) -> torch.Tensor:
         x, w = places.operand(x_MK, "fprop.x", -1), places.operand(w_NK, "fprop.w", -1)
-        y_MN = multiply(x, w[0].T, w[1])
+        y_MN = multiply(x, w, places.compute, fast=True)
         if bias_N is not None:
             y_MN = y_MN + bias_N.to(y_MN.dtype)
         kept, ctx.restore_x = places.keep(x_MK, x)
-        reuse_w = places.shared("fprop.w", "dgrad.w")
-        needs_w = not reuse_w or places.casts["fprop.w"].estimator_k
-        ctx.save_for_backward(w_NK if needs_w else None, *(w if reuse_w else (None, None)), *kept)
+        ctx.reuses_w = places.shared("fprop.w", "dgrad.w")
+        kept_w, ctx.restore_w = keep_as_it_is(w) if ctx.reuses_w else ((None, None, None), None)
+        needs_w = not ctx.reuses_w or places.casts["fprop.w"].estimator_k
+        ctx.save_for_backward(w_NK if needs_w else None, *kept_w, *kept)
         ctx.places = places
         ctx.dtypes = x_MK.dtype, w_NK.dtype, None if bias_N is None else bias_N.dtype
         return y_MN.to(x_MK.dtype)
@@ -53,21 +56,22 @@ class _ThreeGemms(torch.autograd.Function):
 
 
 def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    w_NK, w_values, w_scale, *kept = ctx.saved_tensors
+    w_NK, *kept = ctx.saved_tensors
     places: Places = ctx.places
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
     dx_MK = dw_NK = dbias_N = dy = None
     if ctx.needs_input_grad[0]:
         dy = places.operand(dy_MN, "dgrad.dy", -1)
-        w = (w_values, w_scale) if w_values is not None else places.operand(w_NK, "dgrad.w", 0)
-        dx_MK = multiply(dy, *w).to(x_dtype)
+        w = ctx.restore_w(*kept[:3]).flipped() if ctx.reuses_w else places.operand(w_NK, "dgrad.w", 0)
+        dx_MK = multiply(dy, w, places.compute).to(x_dtype)
     if ctx.needs_input_grad[1]:
-        if dy is None or not places.shared("dgrad.dy", "wgrad.dy"):
+        if dy is not None and places.shared("dgrad.dy", "wgrad.dy"):
+            dy = dy.flipped()
+        else:
             dy = places.operand(dy_MN, "wgrad.dy", 0)
-        x = ctx.restore_x(*kept)
-        if not places.reuses_x:
-            x = places.operand(x[0], "wgrad.x", 0)
-        dw_NK = multiply((dy[0].T, dy[1]), *x)
+        x = ctx.restore_x(*kept[3:])
+        x = x.flipped() if places.reuses_x else places.operand(x.values, "wgrad.x", 0)
+        dw_NK = multiply(dy, x, places.compute)
         if places.casts["fprop.w"].estimator_k:
             dw_NK = dw_NK * estimator_slope(w_NK, places.casts["fprop.w"], -1)
         dw_NK = dw_NK.to(w_dtype)
@@ -87,13 +91,26 @@ class Linear(torch.nn.Linear):
     keys: torch.Tensor | None
     first_sample: torch.Tensor | None
 
-    def __init__(self, layer: torch.nn.Module, recipe: Recipe, index: int, transposed: bool = False) -> None:
-        """Take over `layer`'s weight and bias; `transposed` if its weight is stored (K, N)."""
+    def __init__(
+        self,
+        layer: torch.nn.Module,
+        recipe: Recipe,
+        index: int,
+        transposed: bool = False,
+        whole: Recipe | None = None,
+        backend: str = "auto",
+    ) -> None:
+        """Take over `layer`'s weight and bias; `transposed` if its weight is stored (K, N).
+
+        `backend` is the wish for `whole`, the model's recipe that `recipe` is this layer's part of.
+        """
         torch.nn.Module.__init__(self)
         self.weight, self.bias = layer.weight, layer.bias  # type: ignore[assignment]
         n, k = reversed(self.weight.shape) if transposed else self.weight.shape
         self.in_features, self.out_features, self.transposed = k, n, transposed
         self.recipe, self.index = recipe, index
+        self.whole, self.backend = whole or recipe, backend
+        self.native = self._runs_natively(backend)
         self.driven = False  # whether `set_step` says where training is
         self.step: int | None = None
         every = [*recipe.casts.items(), *(item for rule in recipe.rules for item in rule.casts.items())]
@@ -121,6 +138,15 @@ class Linear(torch.nn.Linear):
             self.keys = torch.tensor(words, dtype=torch.int32, device=self.weight.device)
             self.first_sample = torch.tensor(first_sample, device=self.weight.device)
 
+    def _runs_natively(self, wish: str) -> bool:
+        return choose_backend(self.whole, device_facts(self.weight.device), wish).name == "native"
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Linear":
+        """Go to another device, and run there as it can."""
+        super()._apply(fn, recurse)
+        self.native = self._runs_natively("emulated" if self.backend == "emulated" else "auto")
+        return self
+
     def _end_step(self) -> None:
         for history in self.histories.values():
             history.end_step()
@@ -139,6 +165,7 @@ class Linear(torch.nn.Linear):
             input.shape[0] if input.ndim > 2 else 1,
             self.histories,
             is_step,
+            self.native,
         )
         if self.keys is not None and is_step and not self.driven:
             # A new tensor, since backward needs the old one; a tensor, so that compiled code stays valid.

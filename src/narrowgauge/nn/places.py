@@ -12,6 +12,7 @@ import torch
 from narrowgauge.formats import Stream
 from narrowgauge.nn.delayed import History
 from narrowgauge.nn.gemm import Operand
+from narrowgauge.nn.native import Codes, codes_of
 from narrowgauge.nn.saved import Restore, Tensors, keep_as_it_is, keep_operand, keep_quantized
 from narrowgauge.quantization import Cast, emulate, quantize
 from narrowgauge.recipes import GEMM_PLACES, GEMMS
@@ -32,6 +33,7 @@ class Places:
         first_sample, num_samples: which sequences of the global batch the tensors hold.
         histories: of the places with delayed scaling.
         sees: whether histories take note of the forward pass (it will be followed by a backward pass).
+        native: whether narrow operands stay codes, for the hardware to multiply.
     """
 
     casts: Mapping[str, Cast]
@@ -42,9 +44,10 @@ class Places:
     num_samples: int = 1
     histories: Mapping[str, History] | None = None
     sees: bool = False
+    native: bool = False
 
-    def operand(self, tensor: torch.Tensor, place: str, axis: int) -> Operand:
-        """What the GEMM of `place` sees of a tensor whose `axis` it contracts."""
+    def operand(self, tensor: torch.Tensor, place: str, axis: int) -> Operand | Codes:
+        """What the GEMM of `place` sees of a matrix whose `axis` (-1 or 0) it contracts."""
         cast, encode_scale = self.casts[place], None
         if cast.history:
             assert self.histories is not None
@@ -52,15 +55,13 @@ class Places:
             encode_scale = history.scale
             if self.sees:
                 history.see(tensor)
-        return emulate(
-            tensor,
-            cast,
-            axis,
-            self.compute,
-            self._stream(tensor, place),
-            self._signs(place) if cast.signs == "random" else None,
-            encode_scale,
-        )
+        stream = self._stream(tensor, place)
+        signs = self._signs(place) if cast.signs == "random" else None
+        if self.native and cast.is_scaled:
+            q = quantize(tensor, cast, axis, generator=stream, signs=signs, encode_scale=encode_scale)
+            return codes_of(q, axis)
+        operand = Operand(*emulate(tensor, cast, axis, self.compute, stream, signs, encode_scale))
+        return operand if axis == -1 else operand.flipped()
 
     def _stream(self, tensor: torch.Tensor, place: str) -> Stream | None:
         """The random bits of a place: a function of (seed, step, tensor, element of the global batch)."""
@@ -88,17 +89,17 @@ class Places:
         """Whether the operand of the forward pass is wgrad's, too."""
         return isinstance(self.saved, str) and self.shared("fprop.x", "wgrad.x")
 
-    def keep(self, x_MK: torch.Tensor, operand: Operand) -> tuple[Tensors, Restore]:
+    def keep(self, x_MK: torch.Tensor, operand: Operand | Codes) -> tuple[Tensors, Restore]:
         """What is kept of the input; `operand` is what fprop saw of it."""
         own = self.casts["fprop.x"]
         if self.reuses_x:
-            if self.saved == "operand" and own.block is None and own.is_scaled:
-                return keep_operand(*operand, own)
-            return keep_as_it_is(*operand)
+            if isinstance(operand, Codes) or self.saved == "input" or own.block or not own.is_scaled:
+                return keep_as_it_is(operand)
+            return keep_operand(operand, own)
         if self.saved == "input":
-            return keep_as_it_is(x_MK)
+            return keep_as_it_is(Operand(x_MK))
         cast = own if isinstance(self.saved, str) else self.saved
         if not cast.is_scaled:
-            return keep_as_it_is(emulate(x_MK, cast, -1, self.compute)[0])
+            return keep_as_it_is(Operand(emulate(x_MK, cast, -1, self.compute)[0]))
         stream = self._stream(x_MK, "fprop.x") if self.saved == "operand" else None
         return keep_quantized(quantize(x_MK, cast, generator=stream), x_MK.dtype)

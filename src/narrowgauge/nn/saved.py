@@ -13,24 +13,29 @@ import torch
 
 from narrowgauge.formats import decode, encode, pack, unpack
 from narrowgauge.nn.gemm import Operand
+from narrowgauge.nn.native import Codes
 from narrowgauge.quantization import Cast, QTensor
 
 Tensors = tuple[torch.Tensor | None, ...]
-# From the tensors that were kept to (values, scale).
-Restore = Callable[..., Operand]
+# From the three tensors that were kept to the operand.
+Restore = Callable[..., Operand | Codes]
 
 
-def keep_as_it_is(values: torch.Tensor, scale: torch.Tensor | None = None) -> tuple[Tensors, Restore]:
-    """Keep an operand, or a tensor whose scale is None."""
-    return (values, scale, None), lambda values, scale, _: (values, scale)
+def keep_as_it_is(operand: Operand | Codes) -> tuple[Tensors, Restore]:
+    """Keep an operand in the tensors that it has."""
+    if isinstance(operand, Codes):
+        cast = operand.cast
+        return operand[:3], lambda codes, scales, tensor_scale: Codes(codes, scales, tensor_scale, cast)
+    return (*operand, None), lambda values, scale, _: Operand(values, scale)
 
 
-def keep_operand(values: torch.Tensor, scale: torch.Tensor | None, cast: Cast) -> tuple[Tensors, Restore]:
+def keep_operand(operand: Operand, cast: Cast) -> tuple[Tensors, Restore]:
     """Keep an operand with one scale (`emulate`) as bytes."""
+    values, scale = operand
     element, width, dtype = cast.element, values.shape[-1], values.dtype
 
     def restore(packed: torch.Tensor, scale: torch.Tensor | None, _: None) -> Operand:
-        return decode(unpack(packed, element, width), element, dtype), scale
+        return Operand(decode(unpack(packed, element, width), element, dtype), scale)
 
     return (pack(encode(values, element), element), scale, None), restore
 
@@ -41,6 +46,6 @@ def keep_quantized(q: QTensor, dtype: torch.dtype) -> tuple[Tensors, Restore]:
 
     def restore(packed: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor) -> Operand:
         q = QTensor(unpack(packed, element, width), scales, None, tensor_scale, cast, blocks)
-        return q.dequantize(dtype), None
+        return Operand(q.dequantize(dtype))
 
     return (q.packed(), q.scales, q.tensor_scale), restore

@@ -184,6 +184,7 @@ def cast_names() -> list[str]:
 # What a recipe may say of a cast, and the kind of each value.
 _CAST_KEYS = {
     "cast": str,
+    "element": str,
     "scale_rule": str,
     "rounding": str,
     "hadamard": int,
@@ -218,6 +219,8 @@ def make_cast(value: str | Mapping[str, Any]) -> Cast:
             raise UserError(f"cast key {key} = {of_key!r}, but it must be {_KINDS.get(kind, 'a number')}")
     changes = dict(value)
     base = cast(changes.pop("cast", "(none named)"))
+    if "element" in changes:
+        changes["element"] = format(changes["element"])
     if isinstance(signs := changes.get("signs"), list):
         changes["signs"] = tuple(signs)
     return dataclasses.replace(base, **changes)

@@ -81,6 +81,7 @@ def quantize(
     rounding: str | None = None,
     generator: Generator = None,
     signs: torch.Tensor | None = None,
+    encode_scale: torch.Tensor | None = None,
 ) -> QTensor:
     """Quantize a tensor to the codes and scales of a cast.
 
@@ -92,6 +93,7 @@ def quantize(
         rounding: another rounding than the cast's, such as "stochastic".
         generator: random bits for stochastic rounding.
         signs: of a Hadamard transform whose cast says "random".
+        encode_scale: 0-dim float32, in place of the scale of a whole tensor (delayed scaling).
 
     Raises:
         UserError: unknown cast, rule or rounding; a cast without scales; a shape the blocks do not fit.
@@ -102,7 +104,7 @@ def quantize(
         raise UserError(f"cast {c.name!r} stores no scales; use torch's .to() or narrowgauge.round_to for it")
     x = _prepared(x.detach(), c, axis, signs)
     blocks = blocks_of(x.shape, c, axis)
-    grid = _to_grid(x, c, blocks, generator)
+    grid = _to_grid(x, c, blocks, generator, encode_scale)
     codes = blocks.merge(encode_finite_(_zero_where_not(grid.finite, grid.values), c.element)).contiguous()
     whole = c.block is None
 

@@ -1,6 +1,7 @@
 """Which format is each place in? Recipes as TOML data, and which code runs them."""
 
-from narrowgauge.recipes.backend import BACKENDS, Backend, choose_backend
+from narrowgauge.recipes.backend import BACKENDS, SCHEMES, Backend, choose_backend
+from narrowgauge.recipes.device import Device, device_facts
 from narrowgauge.recipes.parse import parse_recipe
 from narrowgauge.recipes.recipe import FIXED_PLACES, GEMM_PLACES, GEMMS, PLACES, Recipe, Rule, matches
 from narrowgauge.recipes.shipped import load_recipe, recipe, recipe_names
@@ -11,10 +12,13 @@ __all__ = [
     "GEMMS",
     "GEMM_PLACES",
     "PLACES",
+    "SCHEMES",
     "Backend",
+    "Device",
     "Recipe",
     "Rule",
     "choose_backend",
+    "device_facts",
     "load_recipe",
     "matches",
     "parse_recipe",

@@ -1,11 +1,123 @@
-"""Which code runs a recipe on a device: the hardware's own formats, or emulation, and why."""
+"""Which code runs a recipe on a device: the hardware's own formats, or emulation, and why.
 
+A *scheme* is a kind of scaled product that torch has: formats of the elements, blocks of the scales, and the
+devices whose matrix units take them (torch.nn.functional.scaled_mm, whose conditions stand in
+aten/src/ATen/native/cuda/ScaledBlas.cpp). A recipe runs natively where each of its GEMMs has a scheme on the
+device, and is emulated as a whole otherwise, so that one word says which arithmetic a run had.
+
+Formats that no scheme names are emulated everywhere: torch multiplies no FP6 and no fixed point, and MXFP4
+only where it was built with a library of its own.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.quantization import Cast
+from narrowgauge.recipes.device import Device
+from narrowgauge.recipes.recipe import GEMMS, Recipe
 
 BACKENDS = ("auto", "native", "emulated")
+
+Block = tuple[int, int] | None
+OCP, FNUZ = frozenset({"e4m3", "e5m2"}), frozenset({"e4m3fnuz", "e5m2fnuz"})
+TENSOR, ROW, ROW128, SQUARE128 = None, (1, 0), (1, 128), (128, 128)
+ROW32, ROW16, SQUARE16 = (1, 32), (1, 16), (16, 16)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """A scaled product that torch has, and where.
+
+    Attributes:
+        words: what it is.
+        scale: kind of its scales (`Cast.scale`).
+        blocks: the blocks of its two operands, in either order.
+        elements: what its elements may be, but never E5M2 on both sides.
+        since: the first compute capability that has it; `only` if later ones do not.
+        cuda: the CUDA that it needs.
+        amd: the architectures that have it.
+    """
+
+    words: str
+    scale: str
+    blocks: tuple[tuple[Block, Block], ...]
+    elements: frozenset[str] = OCP
+    since: tuple[int, int] | None = None
+    only: bool = False
+    cuda: tuple[int, int] = (0, 0)
+    amd: tuple[str, ...] = ()
+
+    def is_of(self, a: Cast, b: Cast) -> bool:
+        """Whether two operands make this product."""
+        elements = {a.element.name, b.element.name}
+        return (
+            a.scale == b.scale == self.scale
+            and ((a.block, b.block) in self.blocks or (b.block, a.block) in self.blocks)
+            and elements <= self.elements
+            and elements != {"e5m2"}
+            and not (a.compensate or b.compensate)
+        )
+
+    def needs(self, device: Device) -> str:
+        """What this device would have to be for this product; empty if it is that."""
+        if device.maker == "amd":
+            return "" if device.architecture in self.amd else " or ".join(self.amd) or "an NVIDIA GPU"
+        if self.since is None or device.maker != "nvidia":
+            return " or ".join(self.amd) or "an NVIDIA GPU"
+        has_units = device.capability == self.since if self.only else device.capability >= self.since
+        if not has_units:
+            return f"compute capability {_dotted(self.since)}" + ("" if self.only else " or later")
+        return "" if device.library >= self.cuda else f"CUDA {_dotted(self.cuda)} or later"
+
+
+SCHEMES = (
+    Scheme(
+        words="FP8 with a scale per tensor",
+        scale="fp32",
+        blocks=((TENSOR, TENSOR),),
+        since=(8, 9),
+        amd=("gfx950",),
+    ),
+    Scheme(
+        words="FP8 with a scale per row",
+        scale="fp32",
+        blocks=((ROW, ROW), (ROW, TENSOR)),
+        since=(8, 9),
+        amd=("gfx950",),
+    ),
+    Scheme(
+        words="FP8 (fnuz) with a scale per tensor",
+        scale="fp32",
+        blocks=((TENSOR, TENSOR),),
+        elements=FNUZ,
+        amd=("gfx942",),
+    ),
+    Scheme(
+        words="FP8 (fnuz) with a scale per row",
+        scale="fp32",
+        blocks=((ROW, ROW), (ROW, TENSOR)),
+        elements=FNUZ,
+        amd=("gfx942",),
+    ),
+    Scheme(
+        words="FP8 in blocks of 128",
+        scale="fp32",
+        blocks=((ROW128, ROW128), (ROW128, SQUARE128)),
+        since=(9, 0),
+        only=True,
+        cuda=(12, 9),
+    ),
+    Scheme(words="MXFP8", scale="e8m0", blocks=((ROW32, ROW32),), since=(10, 0), cuda=(12, 8)),
+    Scheme(
+        words="NVFP4",
+        scale="e4m3",
+        blocks=((ROW16, ROW16), (ROW16, SQUARE16)),
+        elements=frozenset({"e2m1"}),
+        since=(10, 0),
+        cuda=(12, 8),
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +128,8 @@ class Backend:
     reason: str
 
 
-def choose_backend(recipe: Recipe, device_type: str, wish: str = "auto") -> Backend:
-    """Decide how a recipe runs on a device type ("cpu", "cuda").
+def choose_backend(recipe: Recipe, device: Device, wish: str = "auto") -> Backend:
+    """Decide how a recipe runs on a device.
 
     Raises:
         UserError: an unknown wish, or a native backend asked for where there is none.
@@ -26,12 +138,63 @@ def choose_backend(recipe: Recipe, device_type: str, wish: str = "auto") -> Back
         raise unknown("backend", wish, BACKENDS)
     if not recipe.is_narrow:
         return Backend("native", f"torch multiplies {recipe.compute} itself")
-    reason = (
-        "a CPU has no narrow matrix units" if device_type == "cpu" else "this version has no native kernels"
-    )
-    if wish == "native":
+    obstacle, found = _look_up(recipe, device)
+    if wish == "native" and obstacle:
         raise UserError(
-            f"recipe {recipe.name!r} cannot run natively here: {reason}; "
+            f"recipe {recipe.name!r} cannot run natively here: {obstacle}; "
             f"use --backend emulated (the same numbers, computed in {recipe.compute})"
         )
-    return Backend("emulated", f"{reason}; the same numbers in {recipe.compute} GEMMs")
+    if wish == "emulated" and not obstacle:
+        obstacle = "asked for"
+    if obstacle:
+        return Backend("emulated", f"{obstacle}; the same numbers in {recipe.compute} GEMMs")
+    return Backend("native", f"{device} multiplies {' and '.join(found)}")
+
+
+def _look_up(recipe: Recipe, device: Device) -> tuple[str, list[str]]:
+    """(why the recipe cannot run natively, the schemes that its GEMMs have on the device)."""
+    if device.maker == "cpu":
+        return "a CPU has no narrow matrix units", []
+    found: dict[str, None] = {}
+    for gemm in GEMMS:
+        for a, b in _pairs(recipe, gemm):
+            if a == b and not a.is_scaled:  # a product of torch's own
+                continue
+            scheme = next((s for s in SCHEMES if s.is_of(a, b) and not s.needs(device)), None)
+            if scheme is None:
+                return _obstacle(gemm, a, b, device), []
+            if recipe.compute != "bf16":
+                return f"native products come out in bf16, and this recipe computes in {recipe.compute}", []
+            found[scheme.words] = None
+    return "", list(found)
+
+
+def _obstacle(gemm: str, a: Cast, b: Cast, device: Device) -> str:
+    """Why a product is not native on a device."""
+    schemes = [s for s in SCHEMES if s.is_of(a, b)]
+    if not schemes:
+        names = a.name if a.name == b.name else f"{a.name} by {b.name}"
+        return f"{gemm} multiplies {names}, which torch does on no device"
+    return f"{gemm} needs {schemes[0].words}, which takes {schemes[0].needs(device)}; {_this(device)}"
+
+
+def _this(device: Device) -> str:
+    with_library = f" with CUDA {_dotted(device.library)}" if device.maker == "nvidia" else ""
+    return f"this is {device}{with_library}"
+
+
+def _pairs(recipe: Recipe, gemm: str) -> Iterable[tuple[Cast, Cast]]:
+    """Every pair of casts that the operands of a GEMM can have in some layer at some time."""
+    places = [p for p in recipe.casts if p.startswith(f"{gemm}.")]
+    pairs = {tuple(recipe.casts[p] for p in places): None}
+    for rule in recipe.rules:
+        for pair in list(pairs):
+            changed = dict(zip(places, pair, strict=True)) | {
+                p: c for p, c in rule.casts.items() if p in places
+            }
+            pairs[tuple(changed[p] for p in places)] = None
+    return [(a, b) for a, b in pairs]
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

@@ -18,6 +18,7 @@ _SHIPPED = (
     "fp8-row",
     "fp8-row-hp",
     "fp8-block",
+    "fp8-fnuz",
     "mxfp8",
     "mxint8",
     "mxfp6-e2m3",

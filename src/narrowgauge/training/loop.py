@@ -22,7 +22,7 @@ from narrowgauge.data import Corpus, count_windows, prepare
 from narrowgauge.errors import UserError
 from narrowgauge.models import count_parameters, flops_per_token, generate
 from narrowgauge.nn import DTYPES
-from narrowgauge.recipes import choose_backend
+from narrowgauge.recipes import choose_backend, device_facts
 from narrowgauge.training import machine
 from narrowgauge.training.config import Config, make_config, trajectory
 from narrowgauge.training.directory import RunDirectory
@@ -77,7 +77,7 @@ def run(
     config = config if isinstance(config, Config) else make_config(config or {})
     directory = RunDirectory(Path(out) if out is not None else default_out(config))
     device = machine.choose_device(config.training.device)
-    choose_backend(config.the_recipe(), device.type, config.recipe.backend)
+    choose_backend(config.the_recipe(), device_facts(device), config.recipe.backend)
     machine.require_memory(config.the_model(), device)
     with Display(console or Console(), config.training.steps, config.log.every) as display:
         corpus = prepare(config.data.source, config.data.tokenizer, progress=display.stage)
@@ -133,7 +133,7 @@ class _Job:
     def facts(self) -> dict[str, Any]:
         """What a reader of the metrics has to know about the run."""
         config, recipe, model = self.config, self.config.the_recipe(), self.config.the_model()
-        backend = choose_backend(recipe, self.device.type, config.recipe.backend)
+        backend = choose_backend(recipe, device_facts(self.device), config.recipe.backend)
         peak, source = machine.measure_peak(self.device, DTYPES[recipe.compute])
         return {
             "recipe": recipe.name,

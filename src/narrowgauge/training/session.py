@@ -31,8 +31,9 @@ def build_model(config: Config, device: torch.device) -> Transformer:
     model = Transformer(config.the_model(), DTYPES[recipe.compute])
     initialize(model, config.training.seed)
     model.recompute = config.training.recompute
-    convert(model, recipe)
-    return model.to(device)
+    model.to(device)
+    convert(model, recipe, backend=config.recipe.backend)
+    return model
 
 
 @dataclass
