@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.nn import Linear, convert, recipe_tensors, set_step
 from narrowgauge.recipes import recipe, recipe_names
@@ -200,3 +201,19 @@ def test_a_state_dict_goes_to_an_unconverted_model_and_back(name):
         set_step(trained, 0, 3, 0)
         set_step(back, 0, 3, 0)
         assert torch.equal(back(x), trained(x))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@every_recipe
+def test_a_recomputed_pass_is_no_step_of_its_own(name, reentrant):
+    """Without a training loop that says where it is, as in another library's."""
+    x, dy = batch()
+    plain, again = make(name), make(name)
+    for _ in range(3):
+        expected = products(plain, x, dy)
+        again.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y = checkpoint(again, leaf, use_reentrant=reentrant)
+        y.backward(dy)
+        assert torch.equal(leaf.grad, expected[1])
+        assert torch.equal(again.weight.grad, expected[2])

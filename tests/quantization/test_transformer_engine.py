@@ -1,10 +1,10 @@
 """NVFP4 as TransformerEngine's own reference computes it: the same codes and scales.
 
-The digests below were taken from `NVFP4QuantizerRef` of NVIDIA/TransformerEngine at commit d0067d0da6cb01811b80
-(transformer_engine/pytorch/custom_recipes/reference_nvfp4.py), run on a CPU with the inputs that are built here:
-`_quantize_blockwise_reference` on tiles of 1x16 and 16x16, after `_apply_rht` with its 16 fixed signs where the
-name says so (there with inputs whose sums are exact, whatever their order). Left out is what is defined
-otherwise here: the reference drops the sign of a negative zero.
+The digests below were taken from `NVFP4QuantizerRef` of NVIDIA/TransformerEngine at commit d0067d0da6cb
+(transformer_engine/pytorch/custom_recipes/reference_nvfp4.py), run on a CPU with the inputs that are built
+here: `_quantize_blockwise_reference` on tiles of 1x16 and 16x16, after `_apply_rht` with its 16 fixed signs
+where the name says so (there with inputs whose sums are exact, whatever their order). Left out is what is
+defined otherwise here: the reference drops the sign of a negative zero.
 """
 
 import hashlib

@@ -85,7 +85,8 @@ class Linear(torch.nn.Linear):
 
     It shares the parameters of the layer it is made from. What depends on the step (random bits, delayed
     scales, rules that wait) is told by a training loop with `nn.set_step`; without that, each forward call
-    that records gradients counts as a step. There is no second derivative: rounding has none.
+    that records gradients counts as a step (recomputed ones do not). There is no second derivative: rounding
+    has none.
     """
 
     keys: torch.Tensor | None
@@ -112,6 +113,7 @@ class Linear(torch.nn.Linear):
         self.whole, self.backend = whole or recipe, backend
         self.native = self._runs_natively(backend)
         self.driven = False  # whether `set_step` says where training is
+        self.awaits_backward = False
         self.step: int | None = None
         every = [*recipe.casts.items(), *(item for rule in recipe.rules for item in rule.casts.items())]
         self.is_random = any(c.rounding == "stochastic" or c.signs == "random" for _, c in every)
@@ -147,6 +149,18 @@ class Linear(torch.nn.Linear):
         self.native = self._runs_natively("emulated" if self.backend == "emulated" else "auto")
         return self
 
+    def _is_recomputing(self) -> bool:
+        """Whether this is the second forward pass of an activation checkpoint, within the backward pass.
+
+        A checkpoint of the reentrant kind records no gradients the first time, so its second is the step.
+        """
+        if torch.compiler.is_compiling():
+            return False
+        in_backward = torch._C._current_graph_task_id() != -1
+        is_second = in_backward and self.awaits_backward
+        self.awaits_backward = not in_backward
+        return is_second
+
     def _end_step(self) -> None:
         for history in self.histories.values():
             history.end_step()
@@ -154,8 +168,10 @@ class Linear(torch.nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., K) to (..., N), in the dtype of the input."""
         is_step = torch.is_grad_enabled()
-        if is_step and not self.driven:
+        if is_step and not self.driven and not self._is_recomputing():
             self._end_step()
+            if self.keys is not None:  # a new tensor, since a backward pass may need the old one
+                self.keys = self.keys + _NEXT_KEY
         places = Places(
             self.casts,
             DTYPES[self.recipe.compute],
@@ -167,9 +183,6 @@ class Linear(torch.nn.Linear):
             is_step,
             self.native,
         )
-        if self.keys is not None and is_step and not self.driven:
-            # A new tensor, since backward needs the old one; a tensor, so that compiled code stays valid.
-            self.keys = self.keys + _NEXT_KEY
         weight = self.weight.T if self.transposed else self.weight
         if not input.numel():  # no tokens, no numbers to narrow: zeros, and gradients of zero
             bias = None if self.bias is None else self.bias.to(input.dtype)
