@@ -5,11 +5,13 @@ Every tensor of a training step has a place; a recipe says which number format e
 
 from narrowgauge.formats import Format, format, format_names, round_to
 from narrowgauge.nn import convert
+from narrowgauge.optim import AdamW
 from narrowgauge.quantization import QTensor, quantize
 from narrowgauge.recipes import Recipe, load_recipe, recipe, recipe_names
 from narrowgauge.training import run
 
 __all__ = [
+    "AdamW",
     "Format",
     "QTensor",
     "Recipe",

@@ -9,6 +9,9 @@ import torch
 from narrowgauge.nn import Linear, set_step
 from narrowgauge.recipes import recipe, recipe_names
 
+# Narrow weights and gradients have tests of their own (test_weights.py).
+PLAIN = [n for n in recipe_names() if recipe(n).has_plain_weights]
+
 K, N = 128, 256
 
 
@@ -45,7 +48,7 @@ def warmed(layer, x, dy):
     return layer
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", PLAIN)
 def test_views_are_tensors_like_others(name):
     x, dy = tensors((32, 4))
     plain, other = make(name), make(name)
@@ -57,7 +60,7 @@ def test_views_are_tensors_like_others(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", PLAIN)
 def test_the_dtype_of_the_input_comes_back(name, dtype):
     x, dy = tensors(dtype=dtype)
     layer = warmed(make(name), x, dy)
@@ -66,7 +69,7 @@ def test_the_dtype_of_the_input_comes_back(name, dtype):
     assert decibels(y, x.detach().double() @ layer.weight.detach().double().T + layer.bias.double()) > 12
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", PLAIN)
 def test_no_tokens_no_gradient(name):
     layer = make(name)
     y, dx, dw = products(layer, layer, *tensors((0, 32)))
@@ -74,7 +77,7 @@ def test_no_tokens_no_gradient(name):
     assert torch.equal(dw, torch.zeros(N, K))
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", PLAIN)
 def test_frozen_weights_pass_gradients_on(name):
     x, dy = tensors()
     layer, frozen = make(name), make(name)
@@ -86,7 +89,7 @@ def test_frozen_weights_pass_gradients_on(name):
     assert dw is None
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", PLAIN)
 def test_autocast_around_it_changes_nothing(name):
     x, dy = tensors()
     plain, other = make(name), make(name)
@@ -99,7 +102,7 @@ def test_autocast_around_it_changes_nothing(name):
     assert all(torch.equal(a, b) for a, b in zip(products(other, run, x, dy), expected, strict=True))
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", PLAIN)
 def test_a_copy_goes_its_own_way_from_the_same_state(name):
     x, dy = tensors()
     layer = warmed(make(name), x, dy)

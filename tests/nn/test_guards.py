@@ -10,7 +10,10 @@ from torch.utils.checkpoint import checkpoint
 from narrowgauge.nn import Linear, convert, recipe_tensors, set_step
 from narrowgauge.recipes import recipe, recipe_names
 
-every_recipe = pytest.mark.parametrize("name", recipe_names())
+# Narrow weights and gradients have tests of their own (test_weights.py).
+PLAIN = [n for n in recipe_names() if recipe(n).has_plain_weights]
+
+every_recipe = pytest.mark.parametrize("name", PLAIN)
 HALF_ULP = 2.0**-8  # of bf16, in which products are given back
 
 LONG = pytest.param(129, 40, 24, marks=pytest.mark.slow)
@@ -71,10 +74,10 @@ def test_what_fills_no_block_is_filled_with_zeros(name, m, k, n):
 
 
 # Whose blocks lie within a micro-batch: not those with scales of whole tensors, or of whole columns in wgrad.
-WITHIN = set(recipe_names()) - {"fp8", "fp8-fnuz", "fp8-row", "nvfp4", "fp4"}
+WITHIN = set(PLAIN) - {"coat", "fp8", "fp8-fnuz", "fp8-row", "nvfp4", "fp4"}
 
 
-@pytest.mark.parametrize("name", [n for n in recipe_names() if n in WITHIN])
+@pytest.mark.parametrize("name", [n for n in PLAIN if n in WITHIN])
 def test_micro_batches_add_up_to_the_batch(name):
     x, dy = batch(m=128)
     layer = make(name)

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from narrowgauge.nn import Linear, convert
+from narrowgauge.optim import AdamW
 from narrowgauge.recipes import recipe, recipe_names
 
 V, T = 67, 40
@@ -119,9 +120,12 @@ PAIRS = [
 
 @pytest.mark.parametrize(("kind", "name"), PAIRS)
 def test_every_recipe_trains_every_model(kind, name):
-    """With torch's own optimizer and no `set_step`, as people do who only convert."""
+    """With torch's own optimizer where it can be, and no `set_step`, as people do who only convert."""
     plain, model = make(kind), convert(make(kind), name)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if recipe(name).has_plain_weights:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    else:
+        optimizer = AdamW(model.parameters(), name, lr=1e-3)
     losses = []
     for _ in range(5):
         loss = model(input_ids=IDS, labels=IDS).loss
@@ -142,6 +146,17 @@ def test_converting_again_takes_the_new_recipe(kind):
     again = outcome(convert(convert(make(kind), "fp8"), "mxfp4"))
     fresh = outcome(convert(make(kind), "mxfp4"))
     assert all(torch.equal(again[n], fresh[n]) for n in fresh)
-    back = outcome(convert(convert(make(kind), "mxfp4"), recipe("fp32")))
     plain = outcome(make(kind))
-    assert all(torch.equal(back[n], plain[n]) for n in plain)
+    for name in ("mxfp4", "coat"):
+        back = outcome(convert(convert(make(kind), name), recipe("fp32")))
+        assert all(torch.equal(back[n], plain[n]) for n in plain)
+
+
+@pytest.mark.parametrize("name", ["msamp-o2", "msamp-o3", "bf16-sr"])
+def test_converting_narrow_weights_again_starts_from_their_numbers(name):
+    model = convert(make("llama"), name)
+    expected = outcome(convert(make("llama"), "fp32"))
+    back = outcome(convert(model, "fp32"))
+    assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.float32
+    tolerance = 0.01 if name == "bf16-sr" else 0.001
+    assert distance(back["logits"], expected["logits"]) < tolerance

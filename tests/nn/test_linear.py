@@ -13,6 +13,9 @@ from narrowgauge.nn import Linear
 from narrowgauge.quantization import Cast, estimator_slope, quantize
 from narrowgauge.recipes import GEMM_PLACES, Recipe, recipe, recipe_names
 
+# Narrow weights and gradients have tests of their own (test_weights.py).
+PLAIN = [n for n in recipe_names() if recipe(n).has_plain_weights]
+
 SEED, STEP, INDEX = 7, 3, 5
 # (batch, tokens), K, N: neither tokens nor features fill their blocks in the first two.
 SHAPES = {"ragged": ((5, 7), 45, 50), "ragged matrix": ((37,), 70, 19), "even": ((2, 32), 64, 96)}
@@ -95,7 +98,7 @@ def flat(t):
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["in-fp32", "in-bf16"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", PLAIN)
 def test_equals_the_products_by_hand(name, shape, dtype, bias):
     r = recipe(name)
     layer, x, dy = make_case(shape, dtype, bias)
@@ -248,7 +251,7 @@ NARROW_IN_FP32 = {p: "e5m2" if p.endswith("dy") else "e4m3" for p in GEMM_PLACES
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("name", [*recipe_names(), "fp8 in fp32"])
+@pytest.mark.parametrize("name", [*PLAIN, "fp8 in fp32"])
 def test_what_is_not_finite_never_comes_out_finite(name, poison):
     r = recipe("fp32").with_places(NARROW_IN_FP32) if name == "fp8 in fp32" else recipe(name)
     layer, x, dy = make_case("ragged matrix")

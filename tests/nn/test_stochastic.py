@@ -63,7 +63,7 @@ def test_every_tensor_has_its_own_bits():
         dx.append(gradients(under, x, dy)[0])
     assert not torch.equal(*dx)
     keys = torch.cat([m.keys for m in make_model() if isinstance(m, Linear)])
-    assert len(keys.unique(dim=0)) == 2 * (len(GEMM_PLACES) + 3)
+    assert len(keys.unique(dim=0)) == 2 * (len(GEMM_PLACES) + 4)
 
 
 @pytest.mark.parametrize("place", ["fprop.x", "dgrad.dy", "wgrad.dy", "wgrad.x"])

@@ -1,117 +1,213 @@
-"""AdamW: what decays, the update by hand, and state that comes back bit for bit."""
+"""AdamW on state in any numbers: torch's digits in fp32, near them in narrow numbers, bits that come back."""
+
+import math
 
 import pytest
 import torch
 
+import narrowgauge as ng
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, model_config
-from narrowgauge.optim import make_adamw, optimizer_tensors, restore_optimizer, set_learning_rate
+from narrowgauge.nn import set_step
+from narrowgauge.optim import AdamW, decay_groups, set_learning_rate
+from narrowgauge.recipes import recipe
+
+POW2 = {"cast": "e4m3", "power_of_two": True}
+STATES = {
+    "fp32": "fp32",
+    "bf16": "bf16",
+    "bf16 stochastic": {"cast": "bf16", "rounding": "stochastic"},
+    "fp16-scaled": "fp16-scaled",
+    "e4m3": POW2,
+    "fp8-1x128": "fp8-1x128",
+    "coat": "coat",
+}
 
 
-def small_model(seed=0):
+def model_of(seed=0, width=80):
     torch.manual_seed(seed)
     return torch.nn.Sequential(
-        torch.nn.Embedding(11, 6), torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3)
+        torch.nn.Embedding(11, 6),
+        torch.nn.Linear(6, width),
+        torch.nn.LayerNorm(width),
+        torch.nn.Linear(width, width),
     )
 
 
-def optimizer_of(model, weight_decay=0.1, betas=(0.9, 0.95)):
-    return make_adamw(model, betas, 1e-8, weight_decay)
+def optimizer_of(model, r="fp32", weight_decay=0.1, betas=(0.9, 0.95)):
+    return AdamW(decay_groups(model, weight_decay), r, betas=betas)
+
+
+def names(model):
+    return {p: n for n, p in model.named_parameters()}
+
+
+def backward(model, n):
+    x = torch.randint(11, (5, 4), generator=torch.Generator().manual_seed(n))
+    model(x).square().mean().backward()
 
 
 def step(model, optimizer, n, lr=1e-2):
-    x = torch.randint(11, (5, 4), generator=torch.Generator().manual_seed(n))
     optimizer.zero_grad()
-    model(x).square().mean().backward()
+    backward(model, n)
     set_learning_rate(optimizer, lr)
     optimizer.step()
 
 
-def test_matrices_decay_and_vectors_do_not():
-    model = Transformer(model_config("gpt2-debug"))
-    groups = optimizer_of(model).param_groups
-    names = {p: n for n, p in model.named_parameters()}
-    decays = {names[p]: g["weight_decay"] for g in groups for p in g["params"]}
-    assert set(decays) == {n for n, _ in model.named_parameters()}
-    assert all(decays[n] == (0.1 if p.ndim == 2 else 0.0) for n, p in model.named_parameters())
-    assert decays["norm.weight"] == decays["blocks.0.qkv.bias"] == 0.0
-    assert decays["embedding.weight"] == decays["blocks.0.qkv.weight"] == 0.1
+class TestGroups:
+    def test_matrices_decay_and_vectors_do_not(self):
+        model = Transformer(model_config("gpt2-debug"))
+        found = {names(model)[p]: g["weight_decay"] for g in decay_groups(model, 0.1) for p in g["params"]}
+        assert set(found) == {n for n, _ in model.named_parameters()}
+        assert all(found[n] == (0.1 if p.ndim == 2 else 0.0) for n, p in model.named_parameters())
+        assert found["norm.weight"] == found["blocks.0.qkv.bias"] == 0.0
+        assert found["embedding.weight"] == found["blocks.0.qkv.weight"] == 0.1
+
+    def test_a_model_without_vectors_has_one_group(self):
+        assert len(decay_groups(torch.nn.Linear(3, 3, bias=False), 0.1)) == 1
+
+    def test_frozen_parameters_stay_out(self):
+        model = model_of()
+        model[0].weight.requires_grad_(False)
+        held = {p for g in decay_groups(model, 0.1) for p in g["params"]}
+        assert held == {p for p in model.parameters() if p.requires_grad}
+
+    def test_the_learning_rate_reaches_every_group(self):
+        optimizer = optimizer_of(model_of())
+        set_learning_rate(optimizer, 0.25)
+        assert [g["lr"] for g in optimizer.param_groups] == [0.25, 0.25]
 
 
-def test_a_model_without_vectors_has_one_group():
-    assert len(optimizer_of(torch.nn.Linear(3, 3, bias=False)).param_groups) == 1
+class TestFp32:
+    def test_it_is_torchs_adamw_to_the_last_digit(self):
+        ours, theirs = model_of(), model_of()
+        optimizers = (
+            optimizer_of(ours),
+            torch.optim.AdamW(decay_groups(theirs, 0.1), betas=(0.9, 0.95), fused=True),
+        )
+        for n in range(5):
+            for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+                step(model, optimizer, n)
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+    def test_updates_are_the_papers(self):
+        model, lr, eps, decay, betas = model_of(), 1e-2, 1e-8, 0.1, (0.8, 0.9)
+        optimizer = optimizer_of(model, weight_decay=decay, betas=betas)
+        w = {n: p.detach().double() for n, p in model.named_parameters()}
+        m, v = ({n: torch.zeros_like(p) for n, p in w.items()} for _ in range(2))
+        for t in range(1, 4):
+            step(model, optimizer, t, lr)
+            for n, p in model.named_parameters():
+                g = p.grad.double()
+                m[n] = betas[0] * m[n] + (1 - betas[0]) * g
+                v[n] = betas[1] * v[n] + (1 - betas[1]) * g * g
+                update = m[n] / (1 - betas[0] ** t) / ((v[n] / (1 - betas[1] ** t)).sqrt() + eps)
+                w[n] = w[n] * (1 - lr * (decay if p.ndim == 2 else 0)) - lr * update
+                torch.testing.assert_close(p.detach().double(), w[n], rtol=1e-5, atol=1e-6)
 
 
-def test_frozen_parameters_stay_out():
-    model = small_model()
-    model[0].weight.requires_grad_(False)
-    held = {p for g in optimizer_of(model).param_groups for p in g["params"]}
-    assert held == {p for p in model.parameters() if p.requires_grad}
+@pytest.mark.parametrize("v", STATES)
+@pytest.mark.parametrize("m", STATES)
+def test_narrow_moments_stay_near_torchs_update(m, v):
+    """MS-AMP's case: weight decay 1e-3, learning rate 1e-3, 4 steps; here gradients within two binades."""
+    r = recipe("fp32").with_places({"m": STATES[m], "v": STATES[v]})
+    ours, theirs = model_of(), model_of()
+    a = AdamW(ours.parameters(), r, lr=1e-3, weight_decay=1e-3)
+    b = torch.optim.AdamW(theirs.parameters(), lr=1e-3, weight_decay=1e-3)
+    g = torch.Generator().manual_seed(0)
+    for _ in range(4):
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            size = torch.rand(p.shape, generator=g) * 1.5 + 0.5
+            p.grad = q.grad = size * (torch.rand(p.shape, generator=g) - 0.3).sign()
+        a.step()
+        b.step()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert (p - q).abs().max() <= 3e-4
+    is_narrow = a.state[ours[3].weight]
+    assert (is_narrow["m"].cast.name, is_narrow["v"].cast.name) == (m.split()[0], v.split()[0])
+    assert all(a.state[p]["m"].cast.name == "fp32" for p in ours.parameters() if p.numel() < 4096)
 
 
-def test_the_learning_rate_reaches_every_group():
-    optimizer = optimizer_of(small_model())
-    assert [g["lr"] for g in optimizer.param_groups] == [0.0, 0.0]
-    set_learning_rate(optimizer, 0.25)
-    assert [g["lr"] for g in optimizer.param_groups] == [0.25, 0.25]
-
-
-def test_updates_are_the_papers():
-    model, lr, eps, decay, betas = small_model(), 1e-2, 1e-8, 0.1, (0.8, 0.9)
-    optimizer = optimizer_of(model, decay, betas)
-    w = {n: p.detach().double() for n, p in model.named_parameters()}
-    m = {n: torch.zeros_like(p) for n, p in w.items()}
-    v = {n: torch.zeros_like(p) for n, p in w.items()}
-    for t in range(1, 4):
-        step(model, optimizer, t, lr)
-        for n, p in model.named_parameters():
-            g = p.grad.double()
-            m[n] = betas[0] * m[n] + (1 - betas[0]) * g
-            v[n] = betas[1] * v[n] + (1 - betas[1]) * g * g
-            update = m[n] / (1 - betas[0] ** t) / ((v[n] / (1 - betas[1] ** t)).sqrt() + eps)
-            w[n] = w[n] * (1 - lr * (decay if p.ndim == 2 else 0)) - lr * update
-            torch.testing.assert_close(p.detach().double(), w[n], rtol=1e-5, atol=1e-6)
-
-
-def test_state_comes_back_bit_for_bit():
-    a, b = small_model(0), small_model(1)
-    optimizer_a, optimizer_b = optimizer_of(a), optimizer_of(b)
-    assert optimizer_tensors(a, optimizer_a) == {}
-    for n in range(3):
-        step(a, optimizer_a, n)
-    state = optimizer_tensors(a, optimizer_a)
-    fields = ("step", "exp_avg", "exp_avg_sq")
-    assert set(state) == {f"{n}.{f}" for n, _ in a.named_parameters() for f in fields}
-    b.load_state_dict(a.state_dict())
-    restore_optimizer(b, optimizer_b, state)
-    for n in range(3, 6):
-        step(a, optimizer_a, n)
-        step(b, optimizer_b, n)
-    after_a, after_b = optimizer_tensors(a, optimizer_a), optimizer_tensors(b, optimizer_b)
-    assert all(torch.equal(after_a[k], after_b[k]) for k in after_a)
-    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
-    assert after_a["1.weight.step"] == 6
-
-
-def test_restored_state_is_a_copy():
-    model = small_model()
-    optimizer = optimizer_of(model)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["fp32", "msamp-o2", "coat"])
+def test_parameters_of_every_dtype_move(name, dtype):
+    """Norms, biases and embeddings of a half-precision model, whose updates MS-AMP's release threw away."""
+    model = model_of().to(dtype)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = optimizer_of(model, name)
     step(model, optimizer, 0)
-    saved = {k: t.clone() for k, t in optimizer_tensors(model, optimizer).items()}
-    kept = {k: t.clone() for k, t in saved.items()}
-    restore_optimizer(model, optimizer, saved)
-    step(model, optimizer, 1)
-    assert all(torch.equal(saved[k], kept[k]) for k in kept)
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert p.dtype == dtype
+        assert (p != old).any()
 
 
-def test_state_keeps_its_own_dtype():
-    model = torch.nn.Linear(3, 2).bfloat16()
-    optimizer = optimizer_of(model)
-    moment = torch.randn(2, 3)
-    restore_optimizer(model, optimizer, {"weight.exp_avg": moment})
-    restored = optimizer_tensors(model, optimizer)["weight.exp_avg"]
-    assert restored.dtype == torch.float32
-    assert torch.equal(restored, moment)
+def state_recipes():
+    return ["bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3", "coat"]
+
+
+def converted(name, seed=0, width=80):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.Linear(width, width))
+    return ng.convert(model, name)
+
+
+def train(model, optimizer, steps, first=0, lr=3e-3):
+    for n in range(first, first + steps):
+        g = torch.Generator().manual_seed(n)
+        x = torch.randn(32, 80, generator=g)
+        set_step(model, 0, n + 1, 0)
+        optimizer.zero_grad()
+        loss = (model(x) - x.roll(1, 1)).square().mean()
+        loss.backward()
+        optimizer.clip_grad_norm_(1.0)
+        set_learning_rate(optimizer, lr)
+        optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("name", state_recipes())
+def test_a_model_learns_as_in_fp32(name):
+    losses = {}
+    for r in ("bf16", name):
+        model = converted(r)
+        losses[r] = train(model, optimizer_of(model, r), 60)
+    assert losses[name] < 1.1 * losses["bf16"] < 0.6
+
+
+@pytest.mark.parametrize("name", state_recipes())
+def test_state_comes_back_bit_for_bit(name):
+    a, b = converted(name, 0), converted(name, 1)
+    optimizer_a, optimizer_b = optimizer_of(a, name), optimizer_of(b, name)
+    train(a, optimizer_a, 3)
+    saved = {k: t.clone() for k, t in optimizer_a.tensors(names(a)).items()}
+    of_model = ng.nn.recipe_tensors(a)
+    for p, q in zip(b.parameters(), a.parameters(), strict=True):
+        p.data.copy_(q.data)
+    for k, t in ng.nn.recipe_tensors(b).items():
+        t.copy_(of_model[k])
+    optimizer_b.restore(names(b), saved)
+    assert all(torch.equal(optimizer_b.tensors(names(b))[k], t) for k, t in saved.items())
+    train(a, optimizer_a, 3, first=3)
+    train(b, optimizer_b, 3, first=3)
+    after = [optimizer_a.tensors(names(a)), optimizer_b.tensors(names(b))]
+    assert all(torch.equal(t, after[1][k]) for k, t in after[0].items())
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    assert after[0]["0.weight.step"] == 6
+    assert not any(torch.equal(saved[k], after[0][k]) for k in saved if k.endswith("step"))
+
+
+@pytest.mark.parametrize("name", ["fp32", "msamp-o2"])
+def test_torchs_own_way_to_save_and_load(name, tmp_path):
+    a, b = converted(name), converted(name)
+    optimizer_a, optimizer_b = optimizer_of(a, name), optimizer_of(b, name)
+    train(a, optimizer_a, 2)
+    torch.save(optimizer_a.state_dict(), tmp_path / "state.pt")
+    optimizer_b.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    for k, t in optimizer_a.tensors(names(a)).items():
+        assert torch.equal(optimizer_b.tensors(names(b))[k], t)
+        assert optimizer_b.tensors(names(b))[k].dtype == t.dtype
+    assert optimizer_b.param_groups[0]["lr"] == 3e-3
 
 
 def test_tied_parameters_have_one_state():
@@ -120,16 +216,100 @@ def test_tied_parameters_have_one_state():
     optimizer = optimizer_of(model)
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    assert {k.rpartition(".")[0] for k in optimizer_tensors(model, optimizer)} == {"0.weight"}
+    assert {k.partition(".weight")[0] for k in optimizer.tensors(names(model))} == {"0"}
 
 
-def test_another_models_state_is_refused():
-    model = small_model()
-    optimizer = optimizer_of(model)
-    with pytest.raises(
-        UserError, match=r"has state for '9\.weight', which this model has not; use the run's"
-    ):
-        restore_optimizer(model, optimizer, {"9.weight.exp_avg": torch.zeros(2)})
-    sentence = r"state '1\.weight\.exp_avg' has shape \(8, 5\), but this model's parameter has \(8, 6\)"
-    with pytest.raises(UserError, match=sentence):
-        restore_optimizer(model, optimizer, {"1.weight.exp_avg": torch.zeros(8, 5)})
+class TestAnothersState:
+    def test_another_model(self):
+        model = model_of()
+        optimizer = optimizer_of(model)
+        saved = optimizer.tensors(names(model))
+        with pytest.raises(UserError, match=r"only the checkpoint has '9\.weight\.step'; use the run's own"):
+            optimizer.restore(names(model), saved | {"9.weight.step": torch.zeros(())})
+        del saved["1.weight.m.values"]
+        with pytest.raises(UserError, match=r"only this optimizer has '1\.weight\.m\.values'"):
+            optimizer.restore(names(model), saved)
+
+    def test_another_shape_and_another_format(self):
+        model = model_of()
+        optimizer = optimizer_of(model)
+        saved = optimizer.tensors(names(model))
+        sentence = r"state '1\.weight\.m\.values' is torch\.float32 \(80, 5\), and this recipe keeps it as "
+        with pytest.raises(UserError, match=sentence + r"torch\.float32 \(80, 6\)"):
+            optimizer.restore(names(model), saved | {"1.weight.m.values": torch.zeros(80, 5)})
+        with pytest.raises(
+            UserError, match=r"is torch\.bfloat16 \(80, 6\), and this recipe keeps it as torch"
+        ):
+            optimizer.restore(names(model), saved | {"1.weight.m.values": torch.zeros(80, 6).bfloat16()})
+
+
+class TestClipping:
+    @pytest.mark.parametrize("max_norm", [1e-3, 1e9])
+    def test_fp32_is_torchs(self, max_norm):
+        ours, theirs = model_of(), model_of()
+        backward(ours, 0), backward(theirs, 0)
+        norm = optimizer_of(ours).clip_grad_norm_(max_norm)
+        torch.testing.assert_close(
+            norm, torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm), rtol=3e-7, atol=0
+        )
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=5e-7, atol=0)
+
+    @pytest.mark.parametrize("name", state_recipes())
+    def test_narrow_gradients_are_clipped_and_their_norm_is_fp32s(self, name):
+        norms = {}
+        for r in ("bf16", name):
+            model = converted(r)
+            optimizer = optimizer_of(model, r)
+            x = torch.randn(32, 80, generator=torch.Generator().manual_seed(0))
+            set_step(model, 0, 1, 0)
+            model(x).square().sum().backward()
+            norms[r] = optimizer.clip_grad_norm_(0.5).item()
+            assert optimizer.clip_grad_norm_(0.5).item() == pytest.approx(0.5, rel=1e-4)
+        assert norms[name] == pytest.approx(norms["bf16"], rel=0.01)
+        assert norms[name] > 10
+
+    def test_no_gradients_at_all(self):
+        assert optimizer_of(model_of()).clip_grad_norm_(1.0) == 0
+
+    @pytest.mark.parametrize("name", ["fp32", "msamp-o2"])
+    def test_a_gradient_that_is_not_finite_shows_in_the_norm(self, name):
+        model = converted(name)
+        optimizer = optimizer_of(model, name)
+        model(torch.full((4, 80), math.nan)).sum().backward()
+        assert not optimizer.clip_grad_norm_(1.0).isfinite()
+
+
+def test_zero_grad_forgets_narrow_gradients():
+    model = converted("msamp-o2")
+    optimizer = optimizer_of(model, "msamp-o2")
+    model(torch.ones(4, 80)).sum().backward()
+    assert optimizer.clip_grad_norm_(1e9) > 0
+    optimizer.zero_grad()
+    assert optimizer.clip_grad_norm_(1e9) == 0
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(model[0].weight, before)
+
+
+def test_stochastic_rounding_moves_weights_as_fp32_does_on_average():
+    """Updates of a hundredth of a bf16 step: rounding to nearest loses every one of them."""
+    start, lr, steps = 1.0, 2.0**-15, 64
+    results = {}
+    for name, rounding in (("nearest", "nearest-even"), ("stochastic", "stochastic")):
+        r = recipe("bf16").with_places({"weight": {"cast": "bf16", "rounding": rounding}})
+        layer = torch.nn.Linear(64, 64, bias=False)
+        torch.nn.init.constant_(layer.weight, start)
+        layer = ng.convert(layer, r)
+        optimizer = AdamW(layer.parameters(), r, lr=lr, weight_decay=0.0)
+        for n in range(steps):
+            set_step(layer, 0, n + 1, 0)
+            optimizer.zero_grad()
+            layer(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+        results[name] = layer.weight.float()
+    exact = start - steps * lr
+    assert (results["nearest"] == start).all()
+    # 4096 weights, each a sum of steps of 2^-8: the mean's own deviation is about 2^-8 / 128
+    assert results["stochastic"].mean().item() == pytest.approx(exact, abs=4 * 2.0**-8 / 64)
+    assert results["stochastic"].unique().numel() > 1

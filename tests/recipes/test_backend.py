@@ -20,7 +20,8 @@ from narrowgauge.recipes import (
 NARROW = [n for n in recipe_names() if recipe(n).is_narrow]
 CPU = Device(maker="cpu")
 H200 = Device(maker="nvidia", capability=(9, 0), library=(13, 0))
-PER_TENSOR, PER_ROW = {"fp8", "fp8-delayed"}, {"fp8-row", "fp8-row-hp"}
+PER_TENSOR = {"fp8", "fp8-delayed", "msamp-o1", "msamp-o2", "msamp-o3", "coat"}
+PER_ROW = {"fp8-row", "fp8-row-hp"}
 
 
 def nvidia(major, minor, cuda=(13, 0)):

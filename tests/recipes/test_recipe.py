@@ -7,9 +7,9 @@ import pytest
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import make_cast
 from narrowgauge.recipes import (
-    FIXED_PLACES,
     GEMM_PLACES,
     PLACES,
+    STATE_PLACES,
     Rule,
     load_recipe,
     parse_recipe,
@@ -52,7 +52,7 @@ def test_a_shipped_recipe_says_what_it_is(name):
     assert r.source
     assert r.text == (FOLDER / f"{name}.toml").read_text()
     assert set(r.casts) == set(GEMM_PLACES)
-    assert r.is_narrow == (name not in ("fp32", "bf16", "fp16"))
+    assert r.is_narrow == (name not in ("fp32", "bf16", "bf16-sr", "fp16"))
     assert not r.in_high_precision().for_layer([("up", 0)], 4).is_narrow
 
 
@@ -88,7 +88,12 @@ def test_ones_own_file(tmp_path):
     assert r == recipe(str(path)) == parse_recipe(MINE, "anywhere")
     assert (r.name, r.title, r.compute, r.text) == ("mine", "one line", "fp32", MINE)
     assert r.rules == (
-        Rule(casts=dict.fromkeys(GEMM_PLACES, make_cast("fp32")), modules=("lm_*",), last_blocks=0.25),
+        Rule(
+            casts=dict.fromkeys(GEMM_PLACES, make_cast("fp32")),
+            keeps_state=True,
+            modules=("lm_*",),
+            last_blocks=0.25,
+        ),
     )
     assert {p: c.name for p, c in r.casts.items() if c.name != "fp32"} == {
         "fprop.x": "mxfp4",
@@ -126,23 +131,63 @@ def test_overrides_change_only_the_places_they_name():
     assert (after.name, after.rules) == (before.name, before.rules)
 
 
-def test_fixed_places_may_be_named_as_they_are():
-    assert recipe("bf16").with_places(FIXED_PLACES) == recipe("bf16")
+STATES = {"weight": "fp16-scaled", "master": "bf16", "grad": "e4m3", "m": "coat", "v": "fp8-1x128"}
+
+
+def test_state_is_wide_unless_a_recipe_says_otherwise():
+    assert {p: c and c.name for p, c in recipe("nvfp4").state.items()} == dict.fromkeys(
+        STATE_PLACES, "fp32"
+    ) | {"master": None}
+    spelled_out = dict.fromkeys(STATE_PLACES, "fp32") | {"master": "none"}
+    assert recipe("bf16").with_places(spelled_out) == recipe("bf16")
+
+
+def test_state_by_override_and_by_file():
+    by_override = recipe("mxfp4").with_places(STATES)
+    assert {p: c.name for p, c in by_override.state.items()} == STATES
+    text = "\n".join(f'{p} = "{c}"' for p, c in STATES.items())
+    assert parse_recipe(text, "mine.toml").state == by_override.state
+    assert by_override.casts == recipe("mxfp4").casts
+
+
+def test_kept_layers_keep_wide_weights_and_gradients():
+    r = recipe("msamp-o3")
+    inside, head = (r.for_layer([(name, None)], 4).state for name in ("blocks.0.up", "head"))
+    assert [c and c.name for c in inside.values()] == ["e4m3", "fp16-scaled", "e4m3", "e4m3", "fp16-scaled"]
+    assert [c and c.name for c in head.values()] == ["fp32", None, "fp32", "e4m3", "fp16-scaled"]
+
+
+@pytest.mark.parametrize(
+    ("places", "sentence"),
+    [
+        (
+            {"master": "bf16"},
+            r"master = 'bf16' beside weights in fp32, but a master is a wider copy of narrow",
+        ),
+        (
+            {"weight": "mxfp4"},
+            r"weight = 'mxfp4', but a weight needs a format that torch can hold and fp32 sca",
+        ),
+        ({"weight": "coat"}, r"weight = 'coat', but a weight needs"),
+        ({"weight": "none"}, r"recipe place 'weight': unknown cast 'none'"),
+        ({"m": {"cast": "mxfp4", "hadamard": 16}}, r"hadamard, outliers and history in place 'm', but they"),
+        ({"v": {"cast": "e4m3", "history": 4}}, r"hadamard, outliers and history in place 'v'"),
+        (
+            {"fprop.x": "coat"},
+            r"recipe place 'fprop\.x': cast 'coat' is for state \(weight, master, grad, m, v\)",
+        ),
+        ({"wgrad": "fp16-scaled"}, r"recipe place 'wgrad\..*': cast 'fp16-scaled' is for state"),
+    ],
+)
+def test_state_that_cannot_be(places, sentence):
+    with pytest.raises(UserError, match=sentence):
+        recipe("bf16").with_places(places)
 
 
 def test_overriding_every_narrow_place_makes_a_recipe_wide():
     wide = recipe("nvfp4").with_places(dict.fromkeys(GEMM_PLACES, "bf16"))
     assert not wide.is_narrow
     assert recipe("fp32").with_places({"dgrad.w": "bf16"}).is_narrow
-
-
-@pytest.mark.parametrize("place", FIXED_PLACES)
-def test_fixed_places_cannot_be_narrowed(place):
-    sentence = f"recipe place '{place}' = 'e4m3': this version keeps it in fp32; remove the key"
-    with pytest.raises(UserError, match=sentence):
-        recipe("bf16").with_places({place: "e4m3"})
-    with pytest.raises(UserError, match=sentence):
-        parse_recipe(f'{place} = "e4m3"', "mine.toml")
 
 
 MISTAKES = {

@@ -54,7 +54,7 @@ def test_a_configuration_does_not_change():
         ({"recipe": {"fprop": {"q": "bf16"}}}, ["unknown key 'recipe.fprop.q'"]),
         ({"recipe": {"fprop.x": "bf61"}}, ["unknown cast 'bf61'", "'bf16'"]),
         ({"recipe": {"places": 3}}, ["recipe.places = 3", "dictionary"]),
-        ({"recipe": {"m": "e4m3"}}, ["'m'", "fp32"]),
+        ({"recipe": {"master": "bf16"}}, ["master = 'bf16'", "fp32"]),
         ({"training": {"steps": 0}}, ["training.steps = 0", "greater than or equal to 1"]),
         ({"training": {"steps": "ten"}}, ["training.steps = 'ten'", "integer"]),
         ({"training": {"seed": 2**63}}, ["training.seed", "less than"]),

@@ -6,7 +6,6 @@ import torch
 from narrowgauge.checkpoint import load
 from narrowgauge.data import prepare
 from narrowgauge.errors import UserError
-from narrowgauge.optim import optimizer_tensors
 from narrowgauge.training import make_config
 from narrowgauge.training.session import Session, load_weights, newest_checkpoint
 
@@ -36,8 +35,8 @@ def test_a_restored_session_goes_on_to_the_same_bits(tiny, corpus, tmp_path, cha
     assert (other.step, other.skips_in_a_row) == (3, 7)
     for _ in range(3):
         assert one.train_step(corpus) == other.train_step(corpus)
-    for name, tensor in optimizer_tensors(one.model, one.optimizer).items():
-        assert torch.equal(tensor, optimizer_tensors(other.model, other.optimizer)[name]), name
+    for name, tensor in one.optimizer.tensors(one.names).items():
+        assert torch.equal(tensor, other.optimizer.tensors(other.names)[name]), name
     for (name, a), b in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
         assert torch.equal(a, b), name
 

@@ -1,5 +1,6 @@
 """Put a model under a recipe: every linear layer is replaced by one that computes as the recipe says."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -8,8 +9,11 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from narrowgauge.errors import UserError
 from narrowgauge.nn.delayed import History
 from narrowgauge.nn.linear import Linear
+from narrowgauge.nn.weights import Weight
 from narrowgauge.recipes import Recipe, choose_backend, device_facts, matches
 from narrowgauge.recipes import recipe as recipe_named
+
+WIDE_WEIGHT = {"weight": "fp32", "master": "none", "grad": "fp32"}
 
 
 def convert(
@@ -46,10 +50,13 @@ def convert(
     for name, layer in layers.items():
         names.setdefault(layer, []).append(name)
     converted: dict[torch.nn.Module, Linear] = {}
+    shared = _shared_parameters(model)
     for name, layer in layers.items():
         if layer not in converted:
             places = [(n, _block_of(n, prefix)) for n in names[layer]]
             of_layer = recipe.for_layer(places, blocks)
+            if layer.weight in shared:
+                of_layer = of_layer.with_places(WIDE_WEIGHT)
             converted[layer] = Linear(layer, of_layer, len(converted), _is_transposed(layer), recipe, backend)
             converted[layer].train(layer.training)
         if not name:
@@ -81,6 +88,12 @@ def _check(model: torch.nn.Module, layers: dict[str, torch.nn.Module], keep: Seq
             )
 
 
+def _shared_parameters(model: torch.nn.Module) -> set[torch.nn.Parameter]:
+    """Parameters that stand in several modules, such as a head tied to an embedding: they stay fp32."""
+    owners = Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)
+    return {p for p, count in owners.items() if count > 1}
+
+
 def set_step(
     model: torch.nn.Module, seed: int, step: int, first_sample: int, steps: int | None = None
 ) -> None:
@@ -102,16 +115,19 @@ def set_step(
 
 
 def recipe_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The state of recipes that moves the trajectory (delayed scaling), as `{"LAYER.PLACE.NAME": tensor}`.
+    """The state of recipes that moves the trajectory, as `{"LAYER.PLACE.NAME": tensor}`.
+
+    Histories of delayed scales, scales of weights, masters.
 
     The tensors are the model's own: copy into them to restore. A plain state dict does not hold them.
     """
-    return {
-        f"{name}.{key}": tensor
-        for name, module in model.named_modules()
-        if isinstance(module, History)
-        for key, tensor in module.tensors().items()
-    }
+    owners: list[tuple[str, History | Weight]] = []
+    for name, module in model.named_modules():
+        if isinstance(module, History):
+            owners.append((name, module))
+        elif isinstance(module, Linear) and module.state_at_rest is not None:
+            owners.append((name, module.state_at_rest))
+    return {f"{name}.{key}": tensor for name, owner in owners for key, tensor in owner.tensors().items()}
 
 
 def _is_conv1d(module: torch.nn.Module) -> bool:

@@ -23,6 +23,7 @@ from narrowgauge.nn.delayed import History
 from narrowgauge.nn.gemm import multiply
 from narrowgauge.nn.places import Places, stream_ids
 from narrowgauge.nn.saved import keep_as_it_is
+from narrowgauge.nn.weights import Weight
 from narrowgauge.quantization import Cast, estimator_slope
 from narrowgauge.recipes import Recipe, choose_backend, device_facts
 
@@ -35,7 +36,8 @@ class _ThreeGemms(torch.autograd.Function):
     def forward(
         ctx: Any, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None, places: Places
     ) -> torch.Tensor:
-        x, w = places.operand(x_MK, "fprop.x", -1), places.operand(w_NK, "fprop.w", -1)
+        x = places.operand(x_MK, "fprop.x", -1)
+        w = places.operand(places.wide(w_NK), "fprop.w", -1)
         y_MN = multiply(x, w, places.compute, fast=True)
         if bias_N is not None:
             y_MN = y_MN + bias_N.to(y_MN.dtype)
@@ -62,7 +64,10 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     dx_MK = dw_NK = dbias_N = dy = None
     if ctx.needs_input_grad[0]:
         dy = places.operand(dy_MN, "dgrad.dy", -1)
-        w = ctx.restore_w(*kept[:3]).flipped() if ctx.reuses_w else places.operand(w_NK, "dgrad.w", 0)
+        if ctx.reuses_w:
+            w = ctx.restore_w(*kept[:3]).flipped()
+        else:
+            w = places.operand(places.wide(w_NK), "dgrad.w", 0)
         dx_MK = multiply(dy, w, places.compute).to(x_dtype)
     if ctx.needs_input_grad[1]:
         if dy is not None and places.shared("dgrad.dy", "wgrad.dy"):
@@ -73,8 +78,8 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x = x.flipped() if places.reuses_x else places.operand(x.values, "wgrad.x", 0)
         dw_NK = multiply(dy, x, places.compute)
         if places.casts["fprop.w"].estimator_k:
-            dw_NK = dw_NK * estimator_slope(w_NK, places.casts["fprop.w"], -1)
-        dw_NK = dw_NK.to(w_dtype)
+            dw_NK = dw_NK * estimator_slope(places.wide(w_NK), places.casts["fprop.w"], -1)
+        dw_NK = None if places.take_gradient(dw_NK) else dw_NK.to(w_dtype)
     if bias_dtype is not None and ctx.needs_input_grad[2]:
         dbias_N = dy_MN.sum(0, dtype=torch.float32).to(bias_dtype)
     return dx_MK, dw_NK, dbias_N, None
@@ -89,6 +94,7 @@ class Linear(torch.nn.Linear):
     has none.
     """
 
+    weight: torch.nn.Parameter
     keys: torch.Tensor | None
     first_sample: torch.Tensor | None
 
@@ -116,10 +122,13 @@ class Linear(torch.nn.Linear):
         self.awaits_backward = False
         self.step: int | None = None
         every = [*recipe.casts.items(), *(item for rule in recipe.rules for item in rule.casts.items())]
-        self.is_random = any(c.rounding == "stochastic" or c.signs == "random" for _, c in every)
+        random_casts = (c for _, c in [*every, *recipe.state.items()] if c is not None)
+        self.is_random = any(c.rounding == "stochastic" or c.signs == "random" for c in random_casts)
         self.histories = {place: History(c).to(self.weight.device) for place, c in every if c.history}
         for place, history in self.histories.items():
             self.add_module(place.replace(".", "_"), history)
+        state = Weight(self.weight, recipe.state)
+        self.state_at_rest = None if state.is_plain else state
         self.register_buffer("keys", None, persistent=False)
         self.register_buffer("first_sample", None, persistent=False)
         self.casts = dict(recipe.casts)
@@ -146,6 +155,8 @@ class Linear(torch.nn.Linear):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Linear":
         """Go to another device, and run there as it can."""
         super()._apply(fn, recurse)
+        if self.state_at_rest is not None:
+            self.state_at_rest.tie(self.weight)
         self.native = self._runs_natively("emulated" if self.backend == "emulated" else "auto")
         return self
 
@@ -160,6 +171,30 @@ class Linear(torch.nn.Linear):
         is_second = in_backward and self.awaits_backward
         self.awaits_backward = not in_backward
         return is_second
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What belongs together is one again after a copy."""
+        super().__setstate__(state)
+        if self.state_at_rest is not None:
+            self.state_at_rest.tie(self.weight)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """A plain weight under its plain name, whatever it is stored in."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.state_at_rest is not None:
+            destination[f"{prefix}weight"] = self.state_at_rest.read().detach()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """The inverse, rounding to what it is stored in."""
+        key = f"{prefix}weight"
+        if (
+            self.state_at_rest is not None
+            and key in state_dict
+            and state_dict[key].shape == self.weight.shape
+        ):
+            self.state_at_rest.write(state_dict[key])
+            state_dict = state_dict | {key: self.weight.detach()}
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def _end_step(self) -> None:
         for history in self.histories.values():
@@ -182,13 +217,20 @@ class Linear(torch.nn.Linear):
             self.histories,
             is_step,
             self.native,
+            self.state_at_rest,
+            self.transposed,
         )
         weight = self.weight.T if self.transposed else self.weight
         if not input.numel():  # no tokens, no numbers to narrow: zeros, and gradients of zero
             bias = None if self.bias is None else self.bias.to(input.dtype)
+            weight = weight if self.state_at_rest is None else places.wide(weight).detach()
             return torch.nn.functional.linear(input, weight.to(input.dtype), bias)
+        three_gemms = _ThreeGemms.apply
+        if self.state_at_rest is not None and self.state_at_rest.gradient is not None:
+            # Its backward pass writes a gradient on the side, which no compiled graph can hold.
+            three_gemms = torch.compiler.disable(three_gemms)
         with torch.autocast(input.device.type, enabled=False):  # the recipe says what is computed in what
-            y_MN = _ThreeGemms.apply(input.reshape(-1, self.in_features), weight, self.bias, places)
+            y_MN = three_gemms(input.reshape(-1, self.in_features), weight, self.bias, places)
         return y_MN.view(*input.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

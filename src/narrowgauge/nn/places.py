@@ -14,14 +14,16 @@ from narrowgauge.nn.delayed import History
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.native import Codes, codes_of
 from narrowgauge.nn.saved import Restore, Tensors, keep_as_it_is, keep_operand, keep_quantized
+from narrowgauge.nn.weights import Weight
 from narrowgauge.quantization import Cast, emulate, quantize
 from narrowgauge.recipes import GEMM_PLACES, GEMMS
 
 
 def stream_ids(layer: int) -> list[int]:
-    """The tensor ids of a layer's streams: of random bits for each operand, of signs for each GEMM."""
+    """The tensor ids of a layer's streams: bits of each operand, signs of each GEMM, bits of its gradient."""
     operands = [layer * len(GEMM_PLACES) + i for i in range(len(GEMM_PLACES))]
-    return operands + [2**32 + layer * len(GEMMS) + i for i in range(len(GEMMS))]
+    signs = [2**32 + layer * len(GEMMS) + i for i in range(len(GEMMS))]
+    return [*operands, *signs, 2**33 + layer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +31,12 @@ class Places:
     """The casts of one layer's GEMMs, and what they need beside the tensors.
 
     Attributes:
-        keys: int32 [9, 2], the keys of this step's streams (`stream_ids`), if any cast is random.
+        keys: int32 [10, 2], the keys of this step's streams (`stream_ids`), if any cast is random.
         first_sample, num_samples: which sequences of the global batch the tensors hold.
         histories: of the places with delayed scaling.
         sees: whether histories take note of the forward pass (it will be followed by a backward pass).
+        weight: the weight at rest, if it or its gradient is narrow.
+        transposed: whether that is stored (K, N).
         native: whether narrow operands stay codes, for the hardware to multiply.
     """
 
@@ -45,6 +49,8 @@ class Places:
     histories: Mapping[str, History] | None = None
     sees: bool = False
     native: bool = False
+    weight: Weight | None = None
+    transposed: bool = False
 
     def operand(self, tensor: torch.Tensor, place: str, axis: int) -> Operand | Codes:
         """What the GEMM of `place` sees of a matrix whose `axis` (-1 or 0) it contracts."""
@@ -62,6 +68,23 @@ class Places:
             return codes_of(q, axis)
         operand = Operand(*emulate(tensor, cast, axis, self.compute, stream, signs, encode_scale))
         return operand if axis == -1 else operand.flipped()
+
+    def wide(self, w_NK: torch.Tensor) -> torch.Tensor:
+        """The numbers of a weight whose parameter is `w_NK`."""
+        if self.weight is None:
+            return w_NK
+        w = self.weight.read()
+        return w.T if self.transposed else w
+
+    def take_gradient(self, dw_NK: torch.Tensor) -> bool:
+        """Add to a gradient at rest; False where autograd does that."""
+        if self.weight is None or self.weight.gradient is None:
+            return False
+        stream = None
+        if self.keys is not None:
+            stream = Stream(self.keys[-1], self.first_sample * dw_NK.numel())
+        self.weight.gradient.add((dw_NK.T if self.transposed else dw_NK).float(), stream)
+        return True
 
     def _stream(self, tensor: torch.Tensor, place: str) -> Stream | None:
         """The random bits of a place: a function of (seed, step, tensor, element of the global batch)."""

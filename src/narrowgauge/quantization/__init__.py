@@ -1,10 +1,12 @@
 """How does a tensor become narrow numbers? Blocks, scales, transforms, remedies, and the casts that exist."""
 
-from narrowgauge.quantization.cast import Cast, cast, cast_names, make_cast
+from narrowgauge.quantization.at_rest import AtRest
+from narrowgauge.quantization.cast import Cast, cast, cast_names, make_cast, state_cast_names
 from narrowgauge.quantization.quantize import QTensor, emulate, quantize
 from narrowgauge.quantization.remedies import clamp_outliers, estimator_slope
 
 __all__ = [
+    "AtRest",
     "Cast",
     "QTensor",
     "cast",
@@ -14,4 +16,5 @@ __all__ = [
     "estimator_slope",
     "make_cast",
     "quantize",
+    "state_cast_names",
 ]

@@ -45,6 +45,7 @@ class Cast:
         margin: with a history: binades left free above the largest magnitude.
         outliers: 0, or the quantile beyond which (on both sides) a tensor is clamped before it is quantized.
         compensate: add what clamping took away, in high precision.
+        expand: stretch each block to the format's whole range before it is quantized (COAT; state only).
         estimator_k, estimator_cap: 0, or the parameters of the differentiable gradient estimator of a weight.
     """
 
@@ -64,6 +65,7 @@ class Cast:
     margin: int = 0
     outliers: float = 0.0
     compensate: bool = False
+    expand: bool = False
     estimator_k: float = 0.0
     estimator_cap: float = 3.0
 
@@ -121,12 +123,22 @@ class Cast:
                 "it needs fp32 scales",
             ),
             ("estimator_cap", self.estimator_cap > 0, "it must be positive"),
+            (
+                "expand",
+                not self.expand or (self.scale == "fp32" and self.block is not None),
+                "it needs fp32 scales of blocks, as fp8-1x128 has",
+            ),
         ]
 
     @property
     def is_scaled(self) -> bool:
         """Whether elements are stored with scales."""
         return self.scale != "none"
+
+    @property
+    def is_for_state(self) -> bool:
+        """Whether only state can have it: its numbers are no codes of a byte, or not what they stand for."""
+        return self.is_scaled and (self.element.bits > 8 or self.expand)
 
     @property
     def ignores_axis(self) -> bool:
@@ -164,6 +176,15 @@ _CASTS = {
     )
 }
 
+# Of state only (`at_rest.py`): numbers too wide for a byte, or stretched.
+_STATE_CASTS = {
+    c.name: c
+    for c in (
+        Cast(name="fp16-scaled", element=format("fp16"), scale="fp32", power_of_two=True),
+        Cast(name="coat", element=format("e4m3"), scale="fp32", block=(1, 128), expand=True),
+    )
+}
+
 
 def cast(name: str) -> Cast:
     """The cast called `name`.
@@ -171,14 +192,20 @@ def cast(name: str) -> Cast:
     Raises:
         UserError: no cast has that name; the sentence names the nearest.
     """
-    if name not in _CASTS:
-        raise unknown("cast", name, _CASTS)
-    return _CASTS[name]
+    every = _CASTS | _STATE_CASTS
+    if name not in every:
+        raise unknown("cast", name, every)
+    return every[name]
 
 
 def cast_names() -> list[str]:
-    """Names of all casts."""
+    """Names of the casts that an operand of a product can have; state can have them, too."""
     return list(_CASTS)
+
+
+def state_cast_names() -> list[str]:
+    """Names of the casts that only state can have."""
+    return list(_STATE_CASTS)
 
 
 # What a recipe may say of a cast, and the kind of each value.
@@ -197,6 +224,7 @@ _CAST_KEYS = {
     "margin": int,
     "outliers": int | float,
     "compensate": bool,
+    "expand": bool,
     "estimator_k": int | float,
     "estimator_cap": int | float,
 }

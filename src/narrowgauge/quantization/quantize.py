@@ -8,6 +8,7 @@ A block that holds a NaN or an infinity gets the scale NaN: nothing non-finite e
 formats that have no code for it.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,7 +31,7 @@ from narrowgauge.quantization.cast import cast as cast_named
 from narrowgauge.quantization.hadamard import hadamard
 from narrowgauge.quantization.remedies import clamp_outliers
 
-Generator = torch.Generator | Stream | None
+Generator = torch.Generator | Stream | torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,10 @@ def quantize(
     c = replace(c, scale_rule=scale_rule or c.scale_rule, rounding=rounding or c.rounding)
     if not c.is_scaled:
         raise UserError(f"cast {c.name!r} stores no scales; use torch's .to() or narrowgauge.round_to for it")
+    if c.element.bits > 8:
+        raise UserError(
+            f"cast {c.name!r} has no codes of a byte: it is for state (weight, master, grad, m, v)"
+        )
     x = _prepared(x.detach(), c, axis, signs)
     blocks = blocks_of(x.shape, c, axis)
     grid = _to_grid(x, c, blocks, generator, encode_scale)
@@ -207,6 +212,13 @@ def _to_grid(
         encode_scale, block_scale = scales.nvfp4_block_scale(amax, S, cast.element, cast.headroom)
     block_scale = torch.where(finite, block_scale, torch.nan)
     scaled = x.mul_(encode_scale) if is_copy else x * encode_scale
+    if (
+        isinstance(generator, Stream)
+        and cast.rounding == "stochastic"
+        and scaled.numel() != math.prod(blocks.shape)
+    ):
+        # An element's bits are those of its place in the tensor, whatever pads its block.
+        generator = blocks.split(generator.uniform(blocks.shape))
     values = round_finite_(scaled, cast.element, cast.rounding, generator, cast.random_bits)
     return _Grid(values, block_scale, tensor_scale, finite)
 

@@ -4,7 +4,10 @@ name, title, source     words
 compute = "bf16"        the format of everything that is not narrow ("bf16", "fp16", "fp32")
 saved = "operand"       what is kept for the backward pass ("input", "operand", or a cast)
 
-[keep]                  layers that stay in `compute`
+weight, grad, m, v      what state is kept in, and a wider master of the weight; moments of every large
+master = "none"         tensor, the rest of linear layers
+
+[keep]                  layers that stay in `compute`, their weights and gradients in fp32
 modules = ["head"]      by name or pattern
 first_blocks = 2        and blocks from the beginning or the end: a number,
 last_blocks = 0.15      or with a point a share, rounded up
@@ -27,9 +30,9 @@ from typing import Any
 
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.recipes.recipe import COMPUTE, FIXED_PLACES, GEMM_PLACES, GEMMS, Recipe, Rule, casts_from
+from narrowgauge.recipes.recipe import COMPUTE, GEMM_PLACES, GEMMS, STATE_PLACES, Recipe, Rule, casts_from
 
-_ROOT_KEYS = ("name", "title", "source", "compute", "keep", "rule", "saved", *GEMMS, *FIXED_PLACES)
+_ROOT_KEYS = ("name", "title", "source", "compute", "keep", "rule", "saved", *GEMMS, *STATE_PLACES)
 _LAYER_KEYS = ("modules", "first_blocks", "last_blocks")
 _RULE_KEYS = (*_LAYER_KEYS, "from_step", "from_share", *GEMMS)
 
@@ -58,7 +61,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
         rules=(*_rules(table, where), *_kept(table, wide, where)),
         text=text,
     )
-    return base.with_places({p: table[p] for p in ("saved", *FIXED_PLACES) if p in table})
+    return base.with_places({p: table[p] for p in ("saved", *STATE_PLACES) if p in table})
 
 
 def _casts(table: Mapping[str, Any], where: str) -> dict[str, Cast]:
@@ -79,7 +82,7 @@ def _kept(table: Mapping[str, Any], wide: Mapping[str, Cast], where: str) -> lis
     keep = _table(table.get("keep", {}), "keep", where)
     _check_keys(keep, _LAYER_KEYS, f"[keep] key of recipe {where}")
     layers = _layers(keep, where)
-    return [Rule(casts=wide, **layers)] if any(layers.values()) else []
+    return [Rule(casts=wide, keeps_state=True, **layers)] if any(layers.values()) else []
 
 
 def _rules(table: Mapping[str, Any], where: str) -> list[Rule]:

@@ -13,19 +13,22 @@ are kept out are a rule, and so is a run that finishes in high precision. Later 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import ceil
 from typing import Any
 
 from narrowgauge.errors import UserError, unknown
+from narrowgauge.formats import torch_dtype
 from narrowgauge.quantization import Cast, make_cast
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 GEMM_PLACES = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x")
-# Places that this version keeps in one format, whatever the recipe.
-FIXED_PLACES = {"weight": "fp32", "master": "fp32", "grad": "fp32", "m": "fp32", "v": "fp32"}
-PLACES = (*GEMM_PLACES, "saved", *FIXED_PLACES)
+# What state is kept in unless a recipe says otherwise: of the weights of linear layers, and the moments of
+# every large tensor. "none" = no second, wider copy of a weight.
+STATE_PLACES = ("weight", "master", "grad", "m", "v")
+WIDE_STATE: Mapping[str, Cast | None] = dict.fromkeys(STATE_PLACES, make_cast("fp32")) | {"master": None}
+PLACES = (*GEMM_PLACES, "saved", *STATE_PLACES)
 COMPUTE = ("bf16", "fp16", "fp32")
 # What may be kept of a layer's input for its backward pass, beside the name of a cast.
 SAVED = ("input", "operand")
@@ -37,6 +40,7 @@ class Rule:
 
     Attributes:
         casts: the cast of each place that the rule changes.
+        keeps_state: whether weights, masters and gradients of the layers that it selects stay in fp32.
         modules: patterns of module names, compared with the whole name and with its last component.
         first_blocks, last_blocks: blocks of the model's longest module list: a float is a share of them,
             rounded up, an integer their number. A layer is meant if any of the three selects it; all empty =
@@ -46,6 +50,7 @@ class Rule:
     """
 
     casts: Mapping[str, Cast]
+    keeps_state: bool = False
     modules: tuple[str, ...] = ()
     first_blocks: float = 0
     last_blocks: float = 0
@@ -102,6 +107,7 @@ class Recipe:
         casts: the cast of each of the six GEMM places.
         saved: what is kept of the input for the backward pass: "input" (as it came), "operand" (the numbers
             of fprop.x, in the bytes of their format), or a cast.
+        state: the cast of each state place; None for a master that does not exist.
         rules: other casts in some layers or from some time on; later ones win.
         text: the TOML it was read from.
     """
@@ -112,6 +118,7 @@ class Recipe:
     compute: str
     casts: Mapping[str, Cast]
     saved: str | Cast = "input"
+    state: Mapping[str, Cast | None] = field(default_factory=lambda: dict(WIDE_STATE))
     rules: tuple[Rule, ...] = ()
     text: str = ""
 
@@ -125,12 +132,18 @@ class Recipe:
                 f"recipe {self.name!r}: saved = 'operand', but fprop.x is transformed or without its "
                 "outliers, so its numbers are not the tensor's; save 'input', or a cast"
             )
+        require_state(self.state, f"recipe {self.name!r}")
 
     @property
     def is_narrow(self) -> bool:
         """Whether any GEMM operand is narrower than `compute`."""
         every = [*self.casts.values(), *(c for rule in self.rules for c in rule.casts.values())]
         return any(c.name != self.compute for c in every)
+
+    @property
+    def has_plain_weights(self) -> bool:
+        """Whether weights and their gradients are ordinary fp32 parameters."""
+        return self.state["weight"] == self.state["grad"] == make_cast("fp32")
 
     def for_layer(self, names: Sequence[tuple[str, int | None]], blocks: int) -> "Recipe":
         """The recipe of one layer: rules that select it are merged in, those that wait for a step remain.
@@ -142,46 +155,52 @@ class Recipe:
         rules = [r for r in self.rules if any(r.selects(name, block, blocks) for name, block in names)]
         while rules and not rules[0].is_timed:
             casts |= rules.pop(0).casts
+        state = dict(self.state)
+        if any(r.keeps_state for r in self.rules if any(r.selects(n, block, blocks) for n, block in names)):
+            state |= {place: WIDE_STATE[place] for place in ("weight", "master", "grad")}
         for rule in rules:  # those that do not wait, but come after one that does, stay and win over it
             casts |= {} if rule.is_timed else rule.casts
         whole = (replace(r, modules=(), first_blocks=0, last_blocks=0) for r in rules)
-        return replace(self, casts=casts, rules=tuple(whole))
+        return replace(self, casts=casts, rules=tuple(whole), state=state)
 
     def in_high_precision(self, modules: Sequence[str] = ()) -> "Recipe":
         """This recipe with every place of some modules (none named: of all) in `compute`, at any time."""
         wide = dict.fromkeys(GEMM_PLACES, make_cast(self.compute))
-        return replace(self, rules=(*self.rules, Rule(casts=wide, modules=tuple(modules))))
+        kept = Rule(casts=wide, keeps_state=True, modules=tuple(modules))
+        return replace(self, rules=(*self.rules, kept))
 
     def with_places(self, places: Mapping[str, Any]) -> "Recipe":
         """This recipe with other casts in some places, as `--recipe.fprop.x bf16` asks for.
 
         Raises:
-            UserError: unknown place or cast, a place that this version cannot change, or two operands of a
+            UserError: unknown place or cast, a cast that the place cannot have, or two operands of a
                 product that do not go together.
         """
-        casts, saved = dict(self.casts), self.saved
+        casts, saved, state = dict(self.casts), self.saved, dict(self.state)
         for place, value in places.items():
             if place == "saved":
                 saved = saved_from(value)
-            elif place in FIXED_PLACES:
-                if value != FIXED_PLACES[place]:
-                    raise UserError(
-                        f"recipe place {place!r} = {value!r}: this version keeps it in "
-                        f"{FIXED_PLACES[place]}; remove the key, or narrow a GEMM operand "
-                        f"({', '.join(GEMM_PLACES)})"
-                    )
+            elif place in STATE_PLACES:
+                state[place] = None if place == "master" and value == "none" else _cast_in(place, value)
             else:
                 casts |= casts_from(place, value)
-        return replace(self, casts=casts, saved=saved)
+        return replace(self, casts=casts, saved=saved, state=state)
 
 
 def casts_from(place: str, value: Any) -> dict[str, Cast]:
     """The casts that a recipe's text puts in a place; the name of a GEMM is both of its operands."""
     if place in GEMMS:
-        return {p: _cast_in(p, value) for p in GEMM_PLACES if p.startswith(f"{place}.")}
+        operands = (p for p in GEMM_PLACES if p.startswith(f"{place}."))
+        return {p: c for operand in operands for p, c in casts_from(operand, value).items()}
     if place not in GEMM_PLACES:
         raise unknown("recipe place", place, (*PLACES, *GEMMS))
-    return {place: _cast_in(place, value)}
+    cast = _cast_in(place, value)
+    if cast.is_for_state:
+        raise UserError(
+            f"recipe place {place!r}: cast {cast.name!r} is for state ({', '.join(STATE_PLACES)}), not for "
+            "an operand of a product; use one of those that `narrowgauge recipes` shows, such as e4m3"
+        )
+    return {place: cast}
 
 
 def saved_from(value: Any) -> str | Cast:
@@ -199,6 +218,30 @@ def _cast_in(place: str, value: Any) -> Cast:
         return make_cast(value)
     except UserError as error:
         raise UserError(f"recipe place {place!r}: {error}") from None
+
+
+def require_state(state: Mapping[str, Cast | None], where: str) -> None:
+    """Refuse state that cannot be: casts of operands only, weights without a dtype, a master of nothing."""
+    for place, cast in state.items():
+        if cast is None:
+            continue
+        if cast.hadamard or cast.outliers or cast.history:
+            raise UserError(
+                f"{where}: hadamard, outliers and history in place {place!r}, but they belong to operands of "
+                "a product; remove the key"
+            )
+    weight, master = state["weight"], state["master"]
+    assert weight is not None
+    if torch_dtype(weight.element) is None or weight.expand or weight.scale not in ("none", "fp32"):
+        raise UserError(
+            f"{where}: weight = {weight.name!r}, but a weight needs a format that torch can hold and fp32 "
+            "scales, such as bf16, fp16-scaled or e4m3"
+        )
+    if master is not None and weight.name == "fp32":
+        raise UserError(
+            f"{where}: master = {master.name!r} beside weights in fp32, but a master is a wider copy of "
+            'narrow weights; narrow the weight, or write master = "none"'
+        )
 
 
 def require_products(casts: Mapping[str, Cast], where: str) -> None:

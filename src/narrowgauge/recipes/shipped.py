@@ -12,6 +12,7 @@ from narrowgauge.recipes.recipe import Recipe
 _SHIPPED = (
     "fp32",
     "bf16",
+    "bf16-sr",
     "fp16",
     "fp8",
     "fp8-delayed",
@@ -19,6 +20,10 @@ _SHIPPED = (
     "fp8-row-hp",
     "fp8-block",
     "fp8-fnuz",
+    "msamp-o1",
+    "msamp-o2",
+    "msamp-o3",
+    "coat",
     "mxfp8",
     "mxint8",
     "mxfp6-e2m3",

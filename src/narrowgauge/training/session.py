@@ -15,13 +15,7 @@ from narrowgauge.data import Corpus, training_batch
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize
 from narrowgauge.nn import DTYPES, convert, recipe_tensors, set_step
-from narrowgauge.optim import (
-    learning_rate,
-    make_adamw,
-    optimizer_tensors,
-    restore_optimizer,
-    set_learning_rate,
-)
+from narrowgauge.optim import AdamW, decay_groups, learning_rate, set_learning_rate
 from narrowgauge.training.config import Config
 
 
@@ -43,7 +37,7 @@ class Session:
     config: Config
     device: torch.device
     model: Transformer
-    optimizer: torch.optim.Optimizer
+    optimizer: AdamW
     step: int = 0
     skips_in_a_row: int = 0
     compiled_loss: object = field(default=None, repr=False)
@@ -54,7 +48,14 @@ class Session:
         """The state before the first step."""
         model = build_model(config, device)
         o = config.optimizer
-        session = cls(config, device, model, make_adamw(model, o.betas, o.eps, o.weight_decay))
+        optimizer = AdamW(
+            decay_groups(model, o.weight_decay),
+            config.the_recipe(),
+            betas=o.betas,
+            eps=o.eps,
+            seed=config.training.seed,
+        )
+        session = cls(config, device, model, optimizer)
         session.compiled_loss = torch.compile(model.loss) if config.training.compile else model.loss
         if config.the_recipe().compute == "fp16":
             session.scaler = torch.amp.GradScaler(device.type)
@@ -79,7 +80,7 @@ class Session:
             total += loss.detach()
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip_norm)
+        norm = self.optimizer.clip_grad_norm_(self.config.optimizer.clip_norm)
         lr = self.learning_rate(step)
         finite = bool(norm.isfinite())
         if finite:
@@ -111,11 +112,16 @@ class Session:
             decay_fraction=s.decay_fraction,
         )
 
+    @property
+    def names(self) -> dict[torch.Tensor, str]:
+        """Of the parameters."""
+        return {p: name for name, p in self.model.named_parameters()}
+
     def save(self, checkpoints: Path, run_id: str) -> Path:
         """Publish the state after `step` steps; see `checkpoint.save` for what it may raise."""
         tensors: dict[str, dict[str, torch.Tensor]] = {
             "model": dict(self.model.named_parameters(remove_duplicate=False)),
-            "optimizer": optimizer_tensors(self.model, self.optimizer),
+            "optimizer": self.optimizer.tensors(self.names),
         }
         if of_recipe := recipe_tensors(self.model):
             tensors["recipe"] = of_recipe
@@ -127,7 +133,7 @@ class Session:
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go back to a checkpoint's state."""
         load_model(self.model, self.config, checkpoint)
-        restore_optimizer(self.model, self.optimizer, checkpoint.tensors["optimizer"])
+        self.optimizer.restore(self.names, checkpoint.tensors["optimizer"])
         self.step = checkpoint.step
         self.skips_in_a_row = checkpoint.state["skips_in_a_row"]
         if self.scaler:
@@ -157,6 +163,11 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
             raise UserError(
                 f"the checkpoint of step {checkpoint.step} is another model's: {name} should be "
                 f"{tuple(parameter.shape)}, and it holds {found}; use the configuration it was made with"
+            )
+        if weights[name].dtype != parameter.dtype:
+            raise UserError(
+                f"the checkpoint of step {checkpoint.step} keeps {name} as {weights[name].dtype}, and this "
+                f"recipe as {parameter.dtype}; use the recipe it was made with"
             )
         parameter.copy_(weights[name])
     if extra := weights.keys() - parameters.keys():

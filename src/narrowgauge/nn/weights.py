@@ -1,0 +1,95 @@
+"""A linear layer's weight, master and gradient at rest in a recipe's numbers.
+
+The parameter stays a parameter under its own name, in the dtype of its elements (bf16, fp16, FP8); scales lie
+beside it. Autograd cannot add up gradients in FP8, so the layer's backward pass writes a narrow gradient
+itself and `parameter.grad` stays None. What belongs to a parameter hangs on it, for the optimizer to find:
+
+    parameter.at_rest      the weight                     or None: the parameter is the weight
+    parameter.master       a wider copy, to be updated    or None: the weight itself is updated
+    parameter.gradient     the sum over micro-batches     or None: it is `parameter.grad`
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from narrowgauge.formats import Stream, torch_dtype
+from narrowgauge.quantization import AtRest, Cast
+
+
+class Gradient(AtRest):
+    """A gradient that is added up in float32 and stored after each micro-batch."""
+
+    is_empty = True
+
+    def add(self, x: torch.Tensor, stream: Stream | None) -> None:
+        """Add float32 numbers, rounding the sum once; with random bits nothing small is lost on average."""
+        self.write(x if self.is_empty else self.read() + x, stream)
+        self.is_empty = False
+
+
+def _numbers(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The best that is known of a weight, as float32."""
+    for name in ("master", "at_rest"):
+        stored = getattr(parameter, name, None)
+        if stored is not None:
+            return stored.read()
+    return parameter.detach().float()
+
+
+class Weight:
+    """The state of one parameter."""
+
+    def __init__(self, parameter: torch.nn.Parameter, state: Mapping[str, Cast | None]) -> None:
+        """Take over the parameter's numbers, in its place."""
+        self.parameter = parameter
+        self.at_rest = self.master = self.gradient = None
+        shape, device, numbers = parameter.shape, parameter.device, _numbers(parameter)
+        weight, master, grad = (state[place] for place in ("weight", "master", "grad"))
+        assert weight is not None
+        assert grad is not None
+        if getattr(parameter, "at_rest", None) is not None:  # it was under another recipe
+            parameter.data = numbers
+        if weight.name != "fp32":
+            self.at_rest = AtRest(shape, weight, device)
+            self.at_rest.write(numbers)
+        if master is not None:
+            self.master = AtRest(shape, master, device)
+            self.master.write(numbers)
+        if self.at_rest is not None or grad.name != "fp32":
+            self.gradient = Gradient(shape, grad, device)
+        self.tie(parameter)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is nothing but an fp32 parameter."""
+        return self.at_rest is None and self.gradient is None
+
+    def tie(self, parameter: torch.nn.Parameter) -> None:
+        """Make the parameter hold the stored numbers; again after anything that gave it its own tensor."""
+        self.parameter = parameter
+        for each in (self.at_rest, self.master, self.gradient):
+            if each is not None:
+                each.move(parameter.device)
+        if self.at_rest is not None:
+            stored = next(iter(self.at_rest.tensors.values()))
+            parameter.data = stored.view(torch_dtype(self.at_rest.cast.element) or stored.dtype)
+        for name in ("at_rest", "master", "gradient"):
+            setattr(parameter, name, getattr(self, name))
+
+    def read(self) -> torch.Tensor:
+        """The weight as float32, or the parameter itself."""
+        return self.parameter if self.at_rest is None else self.at_rest.read()
+
+    @torch.no_grad()
+    def write(self, x: torch.Tensor) -> None:
+        """Give weight and master new numbers."""
+        for each in (self.at_rest, self.master):
+            if each is not None:
+                each.write(x.to(self.parameter.device).float())
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint has to hold beside the parameter, by name."""
+        beside = {} if self.at_rest is None else dict(list(self.at_rest.tensors.items())[1:])
+        named = {f"weight.{k}": t for k, t in beside.items()}
+        return named | {f"master.{k}": t for k, t in (self.master.tensors if self.master else {}).items()}
