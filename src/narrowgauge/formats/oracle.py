@@ -1,7 +1,7 @@
-"""Rounding as one would do it by hand: slow, exact, and the judge of the fast version.
+"""Numbers as one would round and encode them by hand: slow, exact, and the judge of the fast version.
 
 Everything is rational arithmetic (`fractions.Fraction`): find the two neighbours of x on the grid, look
-which is nearer. No trick is shared with `rounding.py`.
+which is nearer. No trick is shared with `rounding.py` and `codes.py`.
 """
 
 import math
@@ -10,6 +10,9 @@ from fractions import Fraction
 from narrowgauge.errors import unknown
 from narrowgauge.formats.format import Format
 from narrowgauge.formats.rounding import ROUNDINGS
+from narrowgauge.formats.table import format
+
+FP32 = format("fp32")
 
 
 def round_scalar(x: float, fmt: Format, rounding: str = "nearest-even", uniform: float = 0.5) -> float:
@@ -23,22 +26,7 @@ def round_scalar(x: float, fmt: Format, rounding: str = "nearest-even", uniform:
         return x
     if not fmt.zero and x <= 0:
         return math.nan
-    magnitude = min(abs(Fraction(x)), Fraction(fmt.max))
-    lower, upper = _neighbours(magnitude, fmt)
-    fraction = (magnitude - lower) / (upper - lower)
-    steps = lower / (upper - lower)  # the lower neighbour in quanta: its parity is that of its code
-    match rounding:
-        case "nearest-even":
-            up = fraction > Fraction(1, 2) or (fraction == Fraction(1, 2) and steps % 2 == 1)
-        case "half-away":
-            up = fraction >= Fraction(1, 2)
-        case "toward-zero":
-            up = False
-        case "stochastic":
-            up = fraction > Fraction(uniform)
-        case _:
-            raise unknown("rounding", rounding, ROUNDINGS)
-    result = float(upper if up else lower)
+    result = float(round_magnitude(abs(Fraction(x)), fmt, rounding, Fraction(uniform)))
     if not fmt.zero:
         between_the_smallest = fmt.smallest_normal < x < 2 * fmt.smallest_normal
         if rounding == "nearest-even" and between_the_smallest:  # ml_dtypes and torch go up here
@@ -47,11 +35,68 @@ def round_scalar(x: float, fmt: Format, rounding: str = "nearest-even", uniform:
     return math.copysign(result, x) if result or fmt.has_negative_zero else 0.0
 
 
+def round_magnitude(
+    magnitude: Fraction, fmt: Format, rounding: str = "nearest-even", uniform: Fraction = Fraction(1, 2)
+) -> Fraction:
+    """Round a number that is not negative, at most to the largest finite one.
+
+    With "stochastic" it goes up if what it lies above its lower neighbour, as a share of the gap, is more
+    than `uniform`; with "stochastic-hardware" if it is at least 1 - `uniform`.
+    """
+    magnitude = min(magnitude, Fraction(fmt.max))
+    lower, upper = _neighbours(magnitude, fmt)
+    share = (magnitude - lower) / (upper - lower)
+    steps = lower / (upper - lower)  # the lower neighbour in quanta: its parity is that of its code
+    match rounding:
+        case "nearest-even":
+            up = share > Fraction(1, 2) or (share == Fraction(1, 2) and steps % 2 == 1)
+        case "half-away":
+            up = share >= Fraction(1, 2)
+        case "toward-zero":
+            up = False
+        case "stochastic":
+            up = share > uniform
+        case "stochastic-hardware":
+            up = share >= 1 - uniform
+        case _:
+            raise unknown("rounding", rounding, ROUNDINGS)
+    return upper if up else lower
+
+
+def fl(x: Fraction) -> Fraction:
+    """The float32 nearest to x, ties to even; beyond the largest one, the largest."""
+    rounded = round_magnitude(abs(x), FP32)
+    return rounded if x >= 0 else -rounded
+
+
+def code_of(value: float, fmt: Format) -> int:
+    """The code of a number on the grid of `fmt` (E8M0: of a positive one), or of NaN."""
+    if math.isnan(value):
+        assert fmt.nan_code is not None
+        return fmt.nan_code
+    if fmt.twos_complement:
+        return int(Fraction(value) * 2**fmt.fraction_bits) % 2**fmt.bits
+    sign = math.copysign(1, value) < 0 and (value != 0 or fmt.has_negative_zero)
+    magnitude = abs(Fraction(value))
+    exponent = max(floor_log2(magnitude), fmt.emin) if magnitude else fmt.emin
+    quanta = magnitude / Fraction(2) ** (exponent - fmt.mantissa_bits)
+    assert quanta.denominator == 1, f"{value} is not on the grid of {fmt.name}"
+    if not fmt.zero:
+        return exponent - fmt.emin
+    is_normal = quanta >= 2**fmt.mantissa_bits
+    field = (exponent - fmt.emin + 1) * 2**fmt.mantissa_bits + int(quanta) - 2**fmt.mantissa_bits
+    return sign * 2 ** (fmt.bits - 1) + (field if is_normal else int(quanta))
+
+
+def floor_log2(x: Fraction) -> int:
+    """The exponent e with 2^e <= x < 2^(e + 1), of a positive x."""
+    guess = x.numerator.bit_length() - x.denominator.bit_length()  # e or e + 1
+    return guess - (Fraction(2) ** guess > x)
+
+
 def _neighbours(magnitude: Fraction, fmt: Format) -> tuple[Fraction, Fraction]:
     """The grid points just below-or-at and above a non-negative number."""
-    exponent = fmt.emin
-    while Fraction(2) ** (exponent + 1) <= magnitude:
-        exponent += 1
+    exponent = max(floor_log2(magnitude), fmt.emin) if magnitude else fmt.emin
     quantum = Fraction(2) ** (exponent - fmt.mantissa_bits)
     lower = magnitude // quantum * quantum
     return lower, lower + quantum

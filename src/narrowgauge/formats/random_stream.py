@@ -70,8 +70,8 @@ class Stream:
         return Stream(self.key, self.offset + first)
 
     def uniform(self, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
-        """Float32 tensor of `shape` from the 2^24 midpoints (k + 1/2) / 2^24 of [0, 1)."""
-        return (_shift_right(self.bits(shape), 8).float() + 0.5) * 2.0**-24
+        """Float32 tensor of `shape` from the 2^24 numbers k / 2^24 of [0, 1), each of them exact."""
+        return _shift_right(self.bits(shape), 8).float() * 2.0**-24
 
 
 def stream(seed: int, step: int, tensor: int, device: torch.device | str = "cpu") -> Stream:

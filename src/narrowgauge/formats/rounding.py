@@ -36,6 +36,8 @@ from narrowgauge.formats.random_stream import Stream
 Rounding = Literal["nearest-even", "half-away", "toward-zero", "stochastic"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 
+# Where the random bits of "stochastic" come from; a tensor has a number in [0, 1) for each element.
+Randomness = torch.Generator | Stream | torch.Tensor | None
 RANDOM_BITS = 24  # an element, so that rounding is unbiased to float32's own precision
 PIECE = 2**18  # elements; with its temporaries, about what a core's second-level cache holds
 
@@ -50,7 +52,7 @@ def round_to(
     x: torch.Tensor,
     format: str | Format,
     rounding: str = "nearest-even",
-    generator: torch.Generator | Stream | None = None,
+    generator: Randomness = None,
 ) -> torch.Tensor:
     """Round every element of `x` to the nearest number (by the named rounding) that `format` holds.
 
@@ -87,7 +89,7 @@ def round_finite(
     x: torch.Tensor,
     fmt: Format,
     rounding: str = "nearest-even",
-    generator: torch.Generator | Stream | None = None,
+    generator: Randomness = None,
 ) -> torch.Tensor:
     """`round_to` for a float32 or float64 tensor without infinities.
 
@@ -100,7 +102,7 @@ def round_finite_(
     x: torch.Tensor,
     fmt: Format,
     rounding: str = "nearest-even",
-    generator: torch.Generator | Stream | None = None,
+    generator: Randomness = None,
     random_bits: int = RANDOM_BITS,
 ) -> torch.Tensor:
     """`round_finite` in place: the inner loop of every quantizer. Returns x.
@@ -122,7 +124,7 @@ def _round_(
     x: torch.Tensor,
     fmt: Format,
     rounding: str,
-    generator: torch.Generator | Stream | None,
+    generator: Randomness,
     random_bits: int = RANDOM_BITS,
 ) -> torch.Tensor:
     below = x > fmt.smallest_normal if not fmt.zero else None
@@ -162,7 +164,7 @@ def quantum_(exponent: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.T
 
 
 def _round_to_integer(
-    t: torch.Tensor, rounding: str, generator: torch.Generator | Stream | None, random_bits: int
+    t: torch.Tensor, rounding: str, generator: Randomness, random_bits: int
 ) -> torch.Tensor:
     """Round to integers other than by "nearest-even"; the sign of a zero is kept."""
     whole = t.trunc()
@@ -178,15 +180,15 @@ def _round_to_integer(
     return torch.copysign(whole.abs() + up.to(t.dtype), t)
 
 
-def _goes_up(
-    fraction: torch.Tensor, generator: torch.Generator | Stream | None, random_bits: int
-) -> torch.Tensor:
+def _goes_up(fraction: torch.Tensor, generator: Randomness, random_bits: int) -> torch.Tensor:
     """Whether each fraction of a quantum is rounded up."""
     if isinstance(generator, Stream):
         uniform = generator.uniform(fraction.shape)
+    elif isinstance(generator, torch.Tensor):
+        uniform = generator
     else:
         uniform = torch.rand(fraction.shape, generator=generator, device=fraction.device)
     if random_bits == RANDOM_BITS:
         return fraction > uniform
     r = (uniform * 2**random_bits).floor()  # uniform < 1
-    return fraction + r * 2.0**-random_bits >= 1
+    return fraction >= 1 - r * 2.0**-random_bits  # exact, as their sum would not be

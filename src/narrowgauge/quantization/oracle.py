@@ -1,57 +1,174 @@
-"""Quantization as one would do it by hand: block by block, element by element, in numpy scalars.
+"""Quantization as one would do it by hand: block by block, number by number, in exact rational arithmetic.
 
-The judge of `quantize`. Scales follow the formulas of `scales.py` literally, with every intermediate
-rounded to float32 where the formula says fl(); powers of two and logarithms are exact integers.
+The judge of `quantize`, and the maker of the conformance vectors. Every number is a `Fraction`, so nothing is
+rounded but where the formulas of `scales.py` say fl(): to the nearest float32, at most the largest. The fast
+path shares no line with it.
+
+A matrix goes through four steps, each a function here:
+
+    transform   x D H / sqrt(n) in groups along the contraction, rounded once to the tensor's own dtype
+    clamp       to its own quantiles, found by rank
+    scale       a factor and a stored scale for each block, from its largest magnitude
+    round       each number times its factor, to the grid of the element format
 """
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
 from narrowgauge.formats import Format, format
-from narrowgauge.formats.oracle import round_scalar
+from narrowgauge.formats.oracle import FP32, code_of, fl, floor_log2, round_magnitude, round_scalar
 from narrowgauge.quantization.cast import Cast
 
-f32 = np.float32
-FLOAT_MAX = np.finfo(f32).max
+LARGEST = Fraction(FP32.max)
+E4M3 = format("e4m3")
+TRANSFORMER_ENGINE = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+Index = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ByHand:
-    """What the oracle finds: element values, the scale of each block's first index, the tensor scale."""
+    """What the oracle finds.
+
+    Attributes:
+        values: float64 array, the element of each number before scales; 0 in blocks that are not finite.
+        codes: their codes, an integer array.
+        scales: the decoded scale of each block, by the index of its first number; NaN where not finite.
+        tensor_scale: the second-level scale of NVFP4, else 1.
+        rest: what clamping took away (zeros elsewhere).
+    """
 
     values: np.ndarray
-    scales: dict[tuple[int, ...], float]
+    codes: np.ndarray
+    scales: dict[Index, float]
     tensor_scale: float
+    rest: np.ndarray
 
 
-def quantize_by_hand(x: np.ndarray, cast: Cast, axis: int = -1) -> ByHand:
-    """Quantize a float32 array; blocks are found by index arithmetic."""
+def quantize_by_hand(
+    x: np.ndarray,
+    cast: Cast,
+    axis: int = -1,
+    draws: np.ndarray | None = None,
+    signs: Sequence[int] = (),
+    encode_scale: float | None = None,
+    dtype: str = "fp32",
+) -> ByHand:
+    """Quantize an array of numbers, along `axis`.
+
+    Args:
+        x: of float32 or bfloat16 numbers, as floats.
+        draws: of stochastic rounding: for each number its 24 random bits, an integer.
+        signs: of a Hadamard transform whose cast does not name them.
+        encode_scale: in place of a whole tensor's own (delayed scaling).
+        dtype: of x, in which the transform's result is rounded: "fp32" or "bf16".
+
+    Raises:
+        ValueError: a transform whose sums float32 could not hold exactly, so that they would depend on order.
+    """
     axis %= max(x.ndim, 1)
+    x = x.astype(np.float64)
+    if cast.hadamard:
+        named = cast.signs if not isinstance(cast.signs, str) and cast.signs else signs
+        x = transform(x, cast.hadamard, axis, named, dtype)
+    clamped = clamp(x, cast.outliers) if cast.outliers else x
     extent = _extent(x.shape, cast, axis)
     corners = list(itertools.product(*(range(0, n, e) for n, e in zip(x.shape, extent, strict=True))))
-    block = {c: tuple(slice(i, i + e) for i, e in zip(c, extent, strict=True)) for c in corners}
-    amax = {c: f32(np.abs(x[block[c]]).max()) for c in corners}
-    finite = [a for a in amax.values() if np.isfinite(a)]
-    S, tensor_scale = _tensor_scale(max(finite, default=f32(0)), cast)
+    blocks = {c: tuple(slice(i, i + e) for i, e in zip(c, extent, strict=True)) for c in corners}
+    amax = {c: float(np.abs(clamped[blocks[c]]).max()) for c in corners}
+    finite = [Fraction(a) for a in amax.values() if math.isfinite(a)]
+    S, tensor_scale = _tensor_scale(max(finite, default=Fraction(0)), cast)
     values, scales = np.zeros_like(x), {}
-    with np.errstate(all="ignore"):
-        for c in corners:
-            if not np.isfinite(amax[c]):
-                scales[c] = math.nan
-                continue
-            encode, scales[c] = _block_scale(amax[c], S, cast)
-            scaled = (x[block[c]] * encode).astype(f32)
-            rounded = [round_scalar(_saturate(float(v), cast.element), cast.element) for v in scaled.ravel()]
-            values[block[c]] = np.array(rounded, dtype=f32).reshape(scaled.shape)
-    return ByHand(values, scales, tensor_scale)
+    for c in corners:
+        if not math.isfinite(amax[c]):
+            scales[c] = math.nan
+            continue
+        factor, scale = _block_scale(Fraction(amax[c]), S, cast)
+        if encode_scale is not None:
+            factor = Fraction(encode_scale)
+            scale = fl(1 / factor)
+        scales[c] = float(scale)
+        for i in itertools.product(
+            *(range(s.start, min(s.stop, n)) for s, n in zip(blocks[c], x.shape, strict=True))
+        ):
+            values[i] = _round(clamped[i], factor, cast, None if draws is None else int(draws[i]))
+    codes = np.vectorize(lambda v: code_of(v, cast.element), otypes=[np.int64])(values)
+    rest = x - clamped if cast.outliers else np.zeros_like(x)
+    return ByHand(values, codes, scales, float(tensor_scale), rest)
 
 
-def _extent(shape: tuple[int, ...], cast: Cast, axis: int) -> list[int]:
+def _round(x: float, factor: Fraction, cast: Cast, draw: int | None) -> float:
+    """One number times its factor, on the element grid."""
+    scaled = fl(Fraction(x) * factor)
+    rounding, uniform = cast.rounding, Fraction(1, 2)
+    if rounding == "stochastic":
+        assert draw is not None
+        uniform = Fraction(draw, 2**24)
+        if cast.random_bits < 24:
+            rounding, uniform = (
+                "stochastic-hardware",
+                Fraction(draw >> (24 - cast.random_bits), 2**cast.random_bits),
+            )
+    magnitude = float(round_magnitude(abs(scaled), cast.element, rounding, uniform))
+    is_negative = math.copysign(1, x) < 0 and (magnitude != 0 or cast.element.has_negative_zero)
+    return -magnitude if is_negative else magnitude
+
+
+def transform(x: np.ndarray, size: int, axis: int, signs: Sequence[int], dtype: str) -> np.ndarray:
+    """x D H / sqrt(size) along `axis`; the entries of the matrix are rounded to x's dtype first."""
+    own = format(dtype)
+    entry = Fraction(round_scalar(1 / math.sqrt(size), own))
+    d = tuple(signs) or (TRANSFORMER_ENGINE if size == 16 else (1,) * size)
+    x = np.moveaxis(x, axis, -1)
+    x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)])
+    groups = x.reshape(-1, size)
+    result = np.zeros_like(groups)
+    for row, group in enumerate(groups):
+        if not np.isfinite(group).all():
+            result[row] = math.nan
+            continue
+        terms = [d[i] * Fraction(float(v)) * entry for i, v in enumerate(group)]
+        _require_exact_sums(terms)
+        for j in range(size):
+            total = sum((-1) ** (i & j).bit_count() * t for i, t in enumerate(terms))
+            result[row, j] = math.copysign(round_magnitude(abs(total), own), total)
+    return np.moveaxis(result.reshape(x.shape), -1, axis)
+
+
+def _require_exact_sums(terms: Sequence[Fraction]) -> None:
+    """Refuse numbers of which some sum, in some order, has more bits than a float32."""
+    largest = sum(abs(t) for t in terms)
+    if largest == 0:
+        return
+    quantum = min(Fraction(1, t.denominator) * (t.numerator & -t.numerator) for t in terms if t)
+    if largest / quantum > 2**24 or largest > LARGEST or quantum < Fraction(FP32.smallest_subnormal):
+        raise ValueError("the sums of this transform are not exact in float32, so they depend on their order")
+
+
+def clamp(x: np.ndarray, quantile: float) -> np.ndarray:
+    """x between its numbers of rank (1 - quantile) n and quantile n, counted from 0 in ascending order."""
+    ranked = np.sort(x.ravel())
+    low, high = ranked[int((1 - quantile) * x.size)], ranked[min(int(quantile * x.size), x.size - 1)]
+    return np.clip(x, low, high)
+
+
+def delayed_scale(amaxes: Sequence[float], cast: Cast) -> float:
+    """The encoding scale after some steps with these largest magnitudes, the newest last; 1 before any."""
+    seen = [a for a in amaxes if a > 0 and math.isfinite(a)][-cast.history :]
+    if not seen:
+        return 1.0
+    amax = max(seen) if cast.history_algorithm == "max" else seen[-1]
+    return float(fl(fl(Fraction(cast.element.max) / 2**cast.margin) / Fraction(amax)))
+
+
+def _extent(shape: Index, cast: Cast, axis: int) -> list[int]:
+    """How far a block reaches along each dimension."""
     if cast.block is None:
-        return list(shape)
+        return [max(n, 1) for n in shape]
     extent = [1] * len(shape)
     extent[axis] = cast.block[1] or shape[axis]
     if cast.block[0] > 1:
@@ -60,50 +177,49 @@ def _extent(shape: tuple[int, ...], cast: Cast, axis: int) -> list[int]:
     return extent
 
 
-def _saturate(v: float, fmt: Format) -> float:
-    return float(min(max(v, -fmt.max), fmt.max))
-
-
-def _tensor_scale(amax: np.float32, cast: Cast) -> tuple[np.float32, float]:
+def _tensor_scale(amax: Fraction, cast: Cast) -> tuple[Fraction, Fraction]:
+    """(S, what undoes it) of NVFP4's second level."""
     if cast.scale != "e4m3" or amax == 0:
-        return f32(1), 1.0
-    largest = f32(448 * cast.element.max * cast.headroom)
-    with np.errstate(over="ignore"):
-        S = min(largest / amax, FLOAT_MAX)
-    return S, float(amax / largest if S < FLOAT_MAX else f32(1) / S)
+        return Fraction(1), Fraction(1)
+    largest = fl(Fraction(448 * cast.element.max * cast.headroom))
+    S = fl(largest / amax)
+    return S, fl(amax / largest) if S < LARGEST else fl(1 / S)
 
 
-def _block_scale(amax: np.float32, S: np.float32, cast: Cast) -> tuple[np.float32, float]:
+def _block_scale(amax: Fraction, S: Fraction, cast: Cast) -> tuple[Fraction, Fraction]:
     """(factor before rounding, decoded scale) of a block."""
     match cast.scale:
         case "fp32":
-            encode = f32(1) if amax == 0 else min(f32(cast.element.max) / amax, FLOAT_MAX)
+            factor = Fraction(1) if amax == 0 else fl(Fraction(cast.element.max) / amax)
             if cast.power_of_two:
-                encode = f32(2.0 ** (math.frexp(float(encode))[1] - 1))
-            return encode, float(f32(1) / encode)
+                factor = Fraction(2) ** floor_log2(factor)
+            return factor, fl(1 / factor)
         case "e8m0":
-            exponent = min(max(_exponent(float(amax), cast), -127), 127)
-            return f32(2.0**-exponent), 2.0**exponent
+            exponent = min(max(_exponent(amax, cast), -127), 127)
+            return Fraction(2) ** -exponent, Fraction(2) ** exponent
         case _:
-            sixth = f32(1 / (cast.element.max * cast.headroom))
-            scale = round_scalar(min(float(amax * (S * sixth)), 448.0), format("e4m3"))
-            encode = f32(1) / (f32(scale) * (f32(1) / S))
-            return min(encode, FLOAT_MAX), scale
+            share = fl(Fraction(1 / (cast.element.max * cast.headroom)))
+            scale = round_magnitude(fl(amax * fl(S * share)), E4M3)
+            decode = fl(scale * fl(1 / S))
+            return LARGEST if decode == 0 else fl(1 / decode), scale
 
 
-def _exponent(amax: float, cast: Cast) -> int:
-    """The exponent of the E8M0 scale: integer arithmetic on the exact binary expansion."""
+def _exponent(amax: Fraction, cast: Cast) -> int:
+    """The exponent of an E8M0 scale, before it is cut to -127 .. 127."""
     if amax == 0:
         return -127
-    element = cast.element
-    mantissa, exponent = math.frexp(amax)  # amax = mantissa * 2^exponent, 1/2 <= mantissa < 1
+    element: Format = cast.element
+    exponent = floor_log2(amax)
+    mantissa = amax / Fraction(2) ** exponent  # from 1 to 2
     match cast.scale_rule:
         case "floor":
-            return exponent - 1 - element.emax
+            return exponent - element.emax
         case "ceil":
-            return exponent - (mantissa == 0.5) - element.emax
+            return exponent + (mantissa > 1) - element.emax
         case "even":
-            return exponent - 1 + (mantissa >= 1 - 2.0 ** -(element.fraction_bits + 2)) - element.emax
+            return exponent + (mantissa >= 2 - Fraction(1, 2 ** (element.fraction_bits + 1))) - element.emax
         case _:
-            mantissa, exponent = math.frexp(float(f32(amax) * f32(1 / element.max)))
-            return exponent - (mantissa == 0.5) if mantissa else -127
+            share = fl(amax * fl(Fraction(1 / element.max)))
+            if share == 0:
+                return -127
+            return floor_log2(share) + (share != Fraction(2) ** floor_log2(share))

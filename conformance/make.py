@@ -1,0 +1,277 @@
+"""Write the conformance vectors: `python conformance/make.py [FOLDER]`. README.md says what they are.
+
+Inputs come from integers alone, expectations from the exact oracle; the same files come out anywhere.
+"""
+
+import json
+import math
+import struct
+import sys
+from dataclasses import fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from narrowgauge.formats import Format, format, format_names
+from narrowgauge.formats.oracle import code_of, fl, round_scalar
+from narrowgauge.quantization import Cast, cast, cast_names, make_cast
+from narrowgauge.quantization.oracle import Fraction, delayed_scale, quantize_by_hand
+from narrowgauge.recipes import GEMM_PLACES, recipe, recipe_names
+
+SIGNS_32 = [1 - 2 * (0x9E3779B9 >> i & 1) for i in range(32)]
+KEY = (0x12345678, -0x0FEDCBA9)
+DEFAULT = cast("fp32")
+Vector = dict[str, Any]
+
+
+def noise(shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """Bell-shaped numbers with 20 bits: sums of four numbers of a linear congruential generator."""
+    state, out = seed * 7919 + 1, []
+    for _ in range(math.prod(shape)):
+        total = 0
+        for _ in range(4):
+            state = (1103515245 * state + 12345) % 2**31
+            total += state >> 13
+        out.append((total - 2**19) / 2**18)
+    return np.array(out).reshape(shape)
+
+
+def to(x: np.ndarray, name: str) -> np.ndarray:
+    """Every number rounded to a format."""
+    return np.vectorize(lambda v: round_scalar(v, format(name)), otypes=[np.float64])(x)
+
+
+@cache
+def inputs() -> dict[str, tuple[str, np.ndarray]]:
+    """name -> (format, numbers)."""
+    normal, exponents = to(noise((12, 40), 1), "bf16"), np.floor(noise((12, 40), 2) * 24)
+    special = [
+        0.0,
+        -0.0,
+        math.nan,
+        math.inf,
+        -math.inf,
+        2.0**-133,
+        -(2.0**-126),
+        3.38e38,
+        -1.0,
+        448.0,
+        464.0,
+        6.0,
+    ]
+    special += [
+        m * 2.0**e for e in (-10, -1, 0, 3) for m in (1, 1 + 2.0**-7, 2 - 2.0**-7, 1.25, 1.5, 1.75, -1.125)
+    ]
+    beside = [m * 2.0**e for e in (-20, 0, 9) for m in (1 - 2.0**-24, 1, 1 + 2.0**-23, 1.75, 1.5 + 2.0**-23)]
+    bad = normal.copy()
+    bad[1, 3], bad[4, 39], bad[9, 20] = math.nan, math.inf, -math.inf
+    return {
+        "normal": ("bf16", normal),
+        "wide": ("bf16", to(normal * 2.0**exponents, "bf16")),
+        "tiny": ("bf16", to(normal * 2.0**-124, "bf16")),
+        "huge": ("bf16", to(normal * 2.0**126, "bf16")),
+        "zeros": ("bf16", np.where(normal > 0, 0.0, -0.0)[:4]),
+        "special": ("bf16", to(np.array(special), "bf16").reshape(1, 40)),
+        "not finite": ("bf16", bad),
+        "fp32": ("fp32", to(np.append(noise((11, 40), 3) * 0.01, (beside * 3)[:40]), "fp32").reshape(12, 40)),
+        "long": ("bf16", to(noise((3, 200), 4), "bf16")),
+        "tall": ("bf16", to(noise((130, 6), 5), "bf16")),
+        "integers": ("bf16", np.clip(np.rint(noise((12, 40), 6) * 40), -127, 127) / 16),
+        "x": ("bf16", np.clip(np.rint(noise((20, 36), 7) * 40), -127, 127) / 16),
+        "w": ("bf16", np.clip(np.rint(noise((24, 36), 8) * 40), -127, 127) / 512),
+        "dy": ("bf16", np.clip(np.rint(noise((20, 24), 9) * 40), -127, 127) / 4096),
+    }
+
+
+def bits(shape: tuple[int, ...]) -> np.ndarray:
+    """24 random bits for each number: those that narrowgauge draws under KEY (formats/random_stream.py)."""
+
+    def mix(x: int) -> int:
+        x = (x ^ x >> 16) * 0x21F0AAAD % 2**32
+        x = (x ^ x >> 15) * 0xD35A2D97 % 2**32
+        return x ^ x >> 15
+
+    low, high = (k % 2**32 for k in KEY)
+    drawn = [mix(mix(i ^ low) ^ high) >> 8 for i in range(math.prod(shape))]  # i < 2^32
+    return np.array(drawn).reshape(shape)
+
+
+def hexadecimal(numbers: np.ndarray, fmt: Format) -> str:
+    """Codes of a format one after the other, two hex digits for each started byte."""
+    digits = 2 * math.ceil(fmt.bits / 8)
+    return "".join(f"{_code(float(v), fmt):0{digits}x}" for v in numbers.ravel())
+
+
+def _code(value: float, fmt: Format) -> int:
+    if fmt.name == "fp32":
+        return int.from_bytes(struct.pack(">f", value))
+    if math.isinf(value):
+        assert fmt.infinity_code is not None
+        return fmt.infinity_code + (value < 0) * 2 ** (fmt.bits - 1)
+    return code_of(value, fmt)
+
+
+def described(c: Cast) -> Vector:
+    """A cast by its facts; what is at its default is left out."""
+    every = {f.name: getattr(c, f.name) for f in fields(c)}
+    every["element"] = c.element.name
+    return {k: v for k, v in every.items() if v != getattr(DEFAULT, k)} | {"element": c.element.name}
+
+
+def vector(name: str, tensor: str, c: Cast, axis: int, full: bool = False, **given: object) -> Vector:
+    """One vector: what was asked for and what has to come out."""
+    dtype, x = inputs()[tensor]
+    out: Vector = {"name": name, "input": tensor, "axis": axis, "cast": described(c)} | given
+    if not c.is_scaled:
+        return out | {"codes": hexadecimal(to(x, c.element.name), c.element)}
+    signs = given.get("signs", ())
+    scale = given.get("encode_scale")
+    amaxes = given.get("amaxes")
+    if amaxes is not None:
+        assert isinstance(amaxes, list)
+        scale = delayed_scale(amaxes, c)
+        out["encode_scale"] = hexadecimal(np.array([scale]), format("fp32"))
+    draws = None
+    if c.rounding == "stochastic":
+        padded = list(x.shape)
+        if c.hadamard:
+            padded[axis] += -padded[axis] % c.hadamard
+        draws = bits(tuple(padded))
+        out |= {"key": list(KEY), "random": "".join(f"{d:06x}" for d in draws.ravel()) if full else None}
+    hand = quantize_by_hand(x, c, axis, draws, signs, scale, dtype)  # type: ignore[arg-type]
+    scales = np.array(list(hand.scales.values()))
+    stored = format("fp32" if c.scale == "fp32" else c.scale)
+    out |= {"codes": hexadecimal(hand.values, c.element), "scales": hexadecimal(scales, stored)}
+    if c.scale == "e4m3":
+        out["tensor_scale"] = hexadecimal(np.array([hand.tensor_scale]), format("fp32"))
+    if c.compensate:
+        out["rest"] = hexadecimal(hand.rest, format("fp32"))
+    if full:
+        out["result"] = hexadecimal(_result(hand), format("fp32"))
+    return out
+
+
+def _result(hand: object) -> np.ndarray:
+    """element * scale * tensor scale, each product rounded to float32."""
+    values, scales = hand.values, hand.scales  # type: ignore[attr-defined]
+    corners, out = sorted(scales), np.zeros_like(values)
+    for i in np.ndindex(values.shape):
+        scale = scales[max(c for c in corners if all(a <= b for a, b in zip(c, i, strict=True)))]
+        if not math.isfinite(scale):
+            out[i] = math.nan
+            continue
+        product = fl(fl(Fraction(values[i]) * Fraction(scale)) * Fraction(hand.tensor_scale))  # type: ignore[attr-defined]
+        out[i] = math.copysign(float(product), values[i])
+    return out
+
+
+def cast_vectors() -> list[Vector]:
+    """Every cast on every kind of input, and every option."""
+    out = []
+    for name in cast_names():
+        c = cast(name)
+        kinds = ["normal", "wide", "tiny", "huge", "zeros", "special", "not finite", "fp32"]
+        kinds += ["long", "tall"] if c.block and 128 in c.block else []
+        for kind in kinds if c.is_scaled else ["normal", "fp32"]:
+            out.append(vector(f"{name} {kind}", kind, c, -1, kind == "normal"))
+        if c.is_scaled:
+            out.append(vector(f"{name} normal axis 0", "normal", c, 0))
+        for rule in ("floor", "ceil", "even") if c.scale == "e8m0" else ():
+            for kind in ("normal", "wide", "tiny"):
+                out.append(
+                    vector(f"{name} {rule} {kind}", kind, make_cast({"cast": name, "scale_rule": rule}), -1)
+                )
+    for name, tensor, options, given in OPTIONS:
+        words = " ".join(f"{k}={v}" for k, v in options.items() if k != "signs")
+        out.append(vector(f"{name} {words}", tensor, make_cast({"cast": name} | options), -1, True, **given))
+    return out
+
+
+MOST_RECENT = {"history": 4, "history_algorithm": "most_recent", "margin": 2}
+OPTIONS: list[tuple[str, str, Vector, Vector]] = [
+    ("e4m3", "wide", {"power_of_two": True}, {}),
+    ("fp8-row", "wide", {"power_of_two": True}, {}),
+    ("fp8-1x128", "long", {"power_of_two": True}, {}),
+    ("nvfp4", "normal", {"headroom": 16 / 17}, {}),
+    ("nvfp4-2d", "normal", {"headroom": 16 / 17}, {}),
+    ("mxfp4", "normal", {"rounding": "half-away"}, {}),
+    ("mxfp6-e2m3", "normal", {"rounding": "toward-zero"}, {}),
+    ("mxfp4", "normal", {"rounding": "stochastic"}, {}),
+    ("mxfp4", "normal", {"rounding": "stochastic", "random_bits": 8}, {}),
+    ("nvfp4", "normal", {"rounding": "stochastic"}, {}),
+    ("e5m2", "normal", {"rounding": "stochastic"}, {}),
+    ("nvfp4", "integers", {"hadamard": 16}, {}),
+    ("mxfp4", "integers", {"hadamard": 32, "signs": SIGNS_32}, {}),
+    ("mxfp4", "integers", {"hadamard": 32, "signs": "random"}, {"signs": SIGNS_32}),
+    ("nvfp4", "integers", {"hadamard": 16, "rounding": "stochastic"}, {}),
+    ("fp4-row", "normal", {"outliers": 0.97}, {}),
+    ("fp4-row", "normal", {"outliers": 0.97, "compensate": True}, {}),
+    ("e4m3", "normal", {"history": 3}, {"amaxes": [9.0, 2.0, 1.5, 3.25]}),
+    (
+        "e5m2",
+        "normal",
+        {"history": 4, "history_algorithm": "most_recent", "margin": 2},
+        {"amaxes": [9.0, 0.7]},
+    ),
+]
+# The operand of each place: which tensor, contracted along which axis.
+OPERANDS = {
+    "fprop.x": ("x", -1),
+    "fprop.w": ("w", -1),
+    "dgrad.dy": ("dy", -1),
+    "dgrad.w": ("w", 0),
+    "wgrad.dy": ("dy", 0),
+    "wgrad.x": ("x", 0),
+}
+
+
+def recipe_vectors() -> Vector:
+    """The six operands of every recipe; those that several share are there once."""
+    operands: dict[str, Vector] = {}
+    recipes = {}
+    for name in recipe_names():
+        places = {}
+        for place in GEMM_PLACES:
+            tensor, axis = OPERANDS[place]
+            c = recipe(name).casts[place]
+            given: Vector = {"signs": SIGNS_32} if c.signs == "random" else {}
+            given |= {"amaxes": [0.5, 8.0, 3.0]} if c.history else {}
+            key = json.dumps([tensor, axis, described(c)])
+            if key not in operands:
+                operands[key] = vector(f"{tensor} {axis} {len(operands)}", tensor, c, axis, **given)
+            places[place] = operands[key]["name"]
+        recipes[name] = places
+    return {"recipes": recipes, "operands": list(operands.values())}
+
+
+def main(folder: Path) -> None:
+    """Write the three files."""
+    stored = {
+        n: {"format": f, "shape": list(x.shape), "codes": hexadecimal(x, format(f))}
+        for n, (f, x) in inputs().items()
+    }
+    formats = {n: {"max": format(n).max, "smallest": format(n).smallest_subnormal} for n in format_names()}
+    of_recipes = recipe_vectors()
+    of_casts = {"vectors": cast_vectors()}
+    files = {"inputs": {"formats": formats, "inputs": stored}, "casts": of_casts, "recipes": of_recipes}
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(_lines(content), encoding="utf-8")
+
+
+def _lines(content: dict[str, Any]) -> str:
+    """JSON with a line for each entry of each part."""
+    parts = []
+    for part, entries in content.items():
+        if isinstance(entries, dict):
+            lines = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in entries.items()]
+        else:
+            lines = [json.dumps(v) for v in entries]
+        opening, closing = "{}" if isinstance(entries, dict) else "[]"
+        parts.append(f"{json.dumps(part)}: {opening}\n" + ",\n".join(lines) + f"\n{closing}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)

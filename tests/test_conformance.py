@@ -1,0 +1,170 @@
+"""The conformance vectors: made anew they are the same, none is missing, the fast path agrees with each."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from narrowgauge.formats import Stream, decode, format
+from narrowgauge.nn.delayed import History
+from narrowgauge.quantization import cast, cast_names, emulate, make_cast, quantize
+from narrowgauge.recipes import GEMM_PLACES, recipe, recipe_names
+
+FOLDER = Path(__file__).parent.parent / "conformance"
+FILES = ("inputs", "casts", "recipes")
+INPUTS, CASTS, RECIPES = (
+    json.loads((FOLDER / f"{n}.json").read_text()) for n in ("inputs", "casts", "recipes")
+)
+VECTORS = {v["name"]: v for v in [*CASTS["vectors"], *RECIPES["operands"]]}
+DTYPES = {"bf16": (torch.bfloat16, 4), "fp16": (torch.float16, 4), "fp32": (torch.float32, 8)}
+SCALED = [n for n in VECTORS if "scales" in VECTORS[n]]
+
+
+def numbers(text, name):
+    """A tensor of a wide format from hex codes, which stand most significant digit first."""
+    dtype, digits = DTYPES[name]
+    raw = b"".join(bytes.fromhex(text[i : i + digits])[::-1] for i in range(0, len(text), digits))
+    return torch.frombuffer(bytearray(raw), dtype=dtype)
+
+
+def codes(text):
+    return torch.frombuffer(bytearray(bytes.fromhex(text)), dtype=torch.uint8)
+
+
+def tensor_of(v):
+    stored = INPUTS["inputs"][v["input"]]
+    return numbers(stored["codes"], stored["format"]).view(stored["shape"])
+
+
+def cast_of(v):
+    """The cast from the facts in the file, by way of one that has the same scales."""
+    facts = dict(v["cast"])
+    name = facts.pop("name", None) or facts["element"]
+    facts = {k: t for k, t in facts.items() if k not in ("scale", "block")}
+    c = make_cast({"cast": name} | facts)
+    assert c.scale == v["cast"].get("scale", "none")
+    assert list(c.block or ()) == (v["cast"].get("block") or [])
+    return c
+
+
+def given(v):
+    """What a vector gives beside the tensor, as arguments."""
+    arguments = {}
+    if "signs" in v:
+        arguments["signs"] = torch.tensor(v["signs"])
+    if "key" in v:
+        arguments["generator"] = Stream(torch.tensor(v["key"], dtype=torch.int32))
+    if "encode_scale" in v:
+        arguments["encode_scale"] = numbers(v["encode_scale"], "fp32").reshape(())
+    return arguments
+
+
+def same(a, b):
+    return torch.equal(a.nan_to_num(-7.0), b.nan_to_num(-7.0)) and torch.equal(a.isnan(), b.isnan())
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_codes_and_scales(name):
+    v = VECTORS[name]
+    q = quantize(tensor_of(v), cast_of(v), v["axis"], **given(v))
+    assert torch.equal(q.codes.flatten(), codes(v["codes"]))
+    if q.scale_codes is None:
+        assert same(q.scales.flatten(), numbers(v["scales"], "fp32"))
+    else:
+        assert torch.equal(q.scale_codes.flatten(), codes(v["scales"]))
+    if "tensor_scale" in v:
+        assert torch.equal(q.tensor_scale.reshape(1), numbers(v["tensor_scale"], "fp32"))
+    if "result" in v:
+        assert same(q.dequantize().flatten(), numbers(v["result"], "fp32"))
+
+
+@pytest.mark.parametrize("name", [n for n in VECTORS if n not in SCALED])
+def test_plain_conversions(name):
+    v = VECTORS[name]
+    element = v["cast"]["element"]
+    assert same(tensor_of(v).to(DTYPES[element][0]).flatten(), numbers(v["codes"], element))
+
+
+@pytest.mark.parametrize("name", [n for n in VECTORS if "rest" in VECTORS[n]])
+def test_what_clamping_took_away_is_in_the_operand(name):
+    v = VECTORS[name]
+    operand, scale = emulate(tensor_of(v), cast_of(v), v["axis"], torch.float32)
+    q = quantize(tensor_of(v), cast_of(v), v["axis"])
+    rest = numbers(v["rest"], "fp32").view(q.codes.shape)
+    assert scale is None
+    assert rest.any()
+    assert torch.equal(operand, q.dequantize() + rest)
+
+
+@pytest.mark.parametrize("name", [n for n in VECTORS if "amaxes" in VECTORS[n]])
+def test_delayed_scales(name):
+    v = VECTORS[name]
+    history = History(cast_of(v))
+    for amax in v["amaxes"]:
+        history.see(torch.tensor([amax]))
+        history.end_step()
+    assert torch.equal(history.scale.reshape(1), numbers(v["encode_scale"], "fp32"))
+
+
+def test_random_bits_are_those_of_the_key():
+    random = [v for v in VECTORS.values() if v.get("random")]
+    for v in random:
+        count = len(v["random"]) // 6
+        expected = [int(v["random"][6 * i : 6 * i + 6], 16) for i in range(count)]
+        uniform = Stream(torch.tensor(v["key"], dtype=torch.int32)).uniform((count,))
+        assert [int(u) for u in (uniform.double() * 2**24).floor()] == expected
+    assert len(random) >= 4
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_six_operands_of_every_recipe(name):
+    """The numbers in the file are those of the recipe as it ships."""
+    assert set(RECIPES["recipes"][name]) == set(GEMM_PLACES)
+    for place, vector in RECIPES["recipes"][name].items():
+        v = VECTORS[vector]
+        assert v["input"] == place.partition(".")[2]
+        assert v["axis"] == (0 if place in ("dgrad.w", "wgrad.dy", "wgrad.x") else -1)
+        assert cast_of(v) == recipe(name).casts[place]
+
+
+def test_nothing_is_missing():
+    assert set(RECIPES["recipes"]) == set(recipe_names())
+    assert {v["cast"].get("name", "fp32") for v in CASTS["vectors"]} == set(cast_names())
+    for name in cast_names():
+        kinds = {v["input"] for v in CASTS["vectors"] if v["cast"].get("name") == name}
+        if cast(name).is_scaled:
+            assert {"normal", "wide", "tiny", "huge", "zeros", "special", "not finite", "fp32"} <= kinds
+    rules = {v["cast"].get("scale_rule") for v in CASTS["vectors"]}
+    assert rules == {None, "floor", "ceil", "even", "rceil"}
+    assert {v["cast"].get("rounding") for v in CASTS["vectors"]} >= {"half-away", "toward-zero", "stochastic"}
+
+
+def test_the_limits_of_formats():
+    for name, limits in INPUTS["formats"].items():
+        assert limits == {"max": ng.format(name).max, "smallest": ng.format(name).smallest_subnormal}
+
+
+def test_scales_that_are_not_finite_are_marked():
+    v = VECTORS["mxfp8 not finite"]
+    assert codes(v["scales"]).tolist().count(0xFF) == 3
+    assert decode(torch.tensor([0xFF], dtype=torch.uint8), format("e8m0")).isnan()
+
+
+def test_the_files_are_what_the_oracle_makes(tmp_path):
+    subprocess.run([sys.executable, FOLDER / "make.py", tmp_path], check=True)
+    for name in FILES:
+        assert (tmp_path / f"{name}.json").read_bytes() == (FOLDER / f"{name}.json").read_bytes()
+
+
+def test_the_example_of_the_page(capsys):
+    """A reader with nothing but the standard library."""
+    page = (FOLDER / "README.md").read_text()
+    example = page.split("```python\n")[1].split("```")[0]
+    done = subprocess.run(
+        [sys.executable, "-c", example], cwd=FOLDER, check=True, capture_output=True, text=True
+    )
+    assert done.stdout == "480 of 480 codes\n"
