@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 
 from narrowgauge.formats import stream
@@ -42,3 +43,23 @@ def test_uniform_lies_inside_the_unit_interval():
     u = stream(0, 0, 0).uniform((100_000,))
     assert 0 < u.min() < u.max() < 1
     assert abs(u.mean().item() - 0.5) < 5 * math.sqrt(1 / 12 / u.numel())
+
+
+def _word(x: int) -> int:
+    """The mixing function of the module's text, in Python's integers."""
+    x = (x ^ x >> 16) * 0x21F0AAAD % 2**32
+    x = (x ^ x >> 15) * 0xD35A2D97 % 2**32
+    return x ^ x >> 15
+
+
+def _bits(key: list[int], place: int) -> int:
+    low = _word(place % 2**32 ^ key[0] % 2**32)
+    return _word(low ^ (place >> 32) * 0x9E3779B9 % 2**32 ^ key[1] % 2**32)
+
+
+@pytest.mark.parametrize("offset", [0, 5, 2**31 - 3, 2**32 - 64, 2**32 - 3, 2**33 + 7, 2**40])
+def test_bits_are_those_of_the_formula_in_whole_numbers(offset):
+    for seed in (0, 1, 2**40):
+        key = stream(seed, 3, 2).key
+        expected = [_bits(key.tolist(), place) for place in range(offset, offset + 64)]
+        assert [bits % 2**32 for bits in Stream(key, offset).bits((64,)).tolist()] == expected

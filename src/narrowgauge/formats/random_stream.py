@@ -31,6 +31,16 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ _shift_right(x, 15)
 
 
+def _mix_(x: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
+    """The same in place, with the memory of a second tensor: what a CPU needs no new memory for is faster."""
+    for places, factor in ((16, _MIX_1), (15, _MIX_2), (15, 1)):
+        torch.bitwise_right_shift(x, places, out=spare)
+        x.bitwise_xor_(spare.bitwise_and_(2 ** (32 - places) - 1))
+        if factor != 1:
+            x.mul_(factor)
+    return x
+
+
 def _mix64(x: int) -> int:
     """SplitMix64's finalizer (Steele, Lea, Flood 2014), for keys."""
     x = (x + 0x9E3779B97F4A7C15) % 2**64
@@ -39,11 +49,15 @@ def _mix64(x: int) -> int:
     return x ^ x >> 31
 
 
+def _signed(word: int) -> int:
+    """A 32-bit word as a signed number."""
+    return word - 2**32 * (word >= 2**31)
+
+
 def stream_key(seed: int, step: int, tensor: int) -> tuple[int, int]:
     """The two signed 32-bit key words of (seed, step, tensor id)."""
     key = _mix64(_mix64(_mix64(seed % 2**64) ^ step) ^ tensor)
-    low, high = key % 2**32, key >> 32
-    return low - 2**32 * (low >= 2**31), high - 2**32 * (high >= 2**31)
+    return _signed(key % 2**32), _signed(key >> 32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +75,20 @@ class Stream:
     def bits(self, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
         """Int32 tensor of `shape`: 32 random bits for each element in row-major order."""
         count = torch.Size(shape).numel()
+        if self.key.device.type == "cpu" and not torch.compiler.is_compiling():
+            first = int(self.offset)
+            if first >> 32 == (first + count) >> 32:  # one upper word for all
+                return self._bits_in_place(count, first).view(shape)
         index = torch.arange(count, device=self.key.device) + self.offset
         low, high = index.to(torch.int32), (index >> 32).to(torch.int32)
         return _mix(_mix(low ^ self.key[0]) ^ (high * _GOLDEN) ^ self.key[1]).view(shape)
+
+    def _bits_in_place(self, count: int, first: int) -> torch.Tensor:
+        """`bits` of elements whose places have the same upper word."""
+        k0, k1 = self.key.tolist()
+        x = torch.arange(count, dtype=torch.int32).add_(_signed(first % 2**32)).bitwise_xor_(k0)
+        spare = torch.empty_like(x)
+        return _mix_(_mix_(x, spare).bitwise_xor_(_signed((first >> 32) * _GOLDEN % 2**32) ^ k1), spare)
 
     def from_element(self, first: int) -> "Stream":
         """The same stream, asked for elements from `first` on."""
@@ -71,7 +96,7 @@ class Stream:
 
     def uniform(self, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
         """Float32 tensor of `shape` from the 2^24 numbers k / 2^24 of [0, 1), each of them exact."""
-        return _shift_right(self.bits(shape), 8).float() * 2.0**-24
+        return _shift_right(self.bits(shape), 8).float().mul_(2.0**-24)
 
 
 def stream(seed: int, step: int, tensor: int, device: torch.device | str = "cpu") -> Stream:
