@@ -117,3 +117,29 @@ def test_signs_of_the_transform():
     assert torch.equal(ng.quantize(x, random, signs=torch.tensor(te)).codes, own.codes)
     with pytest.raises(UserError, match="takes random signs"):
         ng.quantize(x, random)
+
+
+@pytest.mark.parametrize("kind", ["normal", "zeros", "ties", "infinite", "nan", "negative nan", "one"])
+@pytest.mark.parametrize("quantile", [0.51, 0.9, 0.999])
+def test_quantiles_counted_from_bits_are_elements_of_the_sorted_tensor(kind, quantile):
+    x = torch.randn(50, 77, generator=torch.Generator().manual_seed(1)).bfloat16()
+    if kind == "zeros":
+        x[:40] = 0
+        x[:20] *= -1
+    elif kind == "ties":
+        x = (x * 2).round() / 2
+    elif kind == "infinite":
+        x[3], x[4] = math.inf, -math.inf
+    elif kind == "nan":
+        x[3, 5] = math.nan
+    elif kind == "negative nan":
+        x.view(torch.int16)[3, 5] = -1
+    elif kind == "one":
+        x = x[:1, :1]
+    n, ordered = x.numel(), x.float().flatten().sort().values
+    low, high = ordered[int((1 - quantile) * n)], ordered[min(int(quantile * n), n - 1)]
+    expected = x.float().clamp(low, high)
+    got = clamp_outliers(x, quantile)
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got.float().nan_to_num(), expected.nan_to_num())
+    assert torch.equal(clamp_outliers(x.float(), quantile).bfloat16().nan_to_num(), got.nan_to_num())

@@ -96,7 +96,8 @@ class Stream:
 
     def uniform(self, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
         """Float32 tensor of `shape` from the 2^24 numbers k / 2^24 of [0, 1), each of them exact."""
-        return _shift_right(self.bits(shape), 8).float().mul_(2.0**-24)
+        bits = self.bits(shape)
+        return bits.bitwise_right_shift_(8).bitwise_and_(2**24 - 1).float().mul_(2.0**-24)
 
 
 def stream(seed: int, step: int, tensor: int, device: torch.device | str = "cpu") -> Stream:

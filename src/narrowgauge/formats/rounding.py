@@ -134,7 +134,7 @@ def _round_(
     if rounding == "nearest-even":
         x.round_()
     else:
-        x.copy_(_round_to_integer(x, rounding, generator, random_bits))
+        _round_to_integer_(x, rounding, generator, random_bits)
     x.mul_(quantum_(exponent, fmt, x.dtype))
     if below is not None:
         x.clamp_(min=fmt.smallest_normal)
@@ -163,25 +163,24 @@ def quantum_(exponent: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.T
     return exponent.sub_(fmt.mantissa_bits << _LAYOUT[dtype][2]).view(dtype)
 
 
-def _round_to_integer(
-    t: torch.Tensor, rounding: str, generator: Randomness, random_bits: int
-) -> torch.Tensor:
-    """Round to integers other than by "nearest-even"; the sign of a zero is kept."""
-    whole = t.trunc()
+def _round_to_integer_(t: torch.Tensor, rounding: str, generator: Randomness, random_bits: int) -> None:
+    """Round to integers other than by "nearest-even", in place; the sign of a zero is kept."""
     if rounding == "toward-zero":
-        return whole
-    fraction = (t - whole).abs()  # exact: t has few bits above its integer part
+        t.trunc_()
+        return
+    whole = t.trunc()
+    fraction = (t - whole).abs_()  # exact: t has few bits above its integer part
     if rounding == "half-away":
-        up = fraction >= 0.5
+        up = fraction.ge_(0.5)
     elif rounding == "stochastic":
-        up = _goes_up(fraction, generator, random_bits)
+        up = _goes_up_(fraction, generator, random_bits)
     else:
         raise unknown("rounding", rounding, ROUNDINGS)
-    return torch.copysign(whole.abs() + up.to(t.dtype), t)
+    torch.copysign(whole.abs_().add_(up), t, out=t)
 
 
-def _goes_up(fraction: torch.Tensor, generator: Randomness, random_bits: int) -> torch.Tensor:
-    """Whether each fraction of a quantum is rounded up."""
+def _goes_up_(fraction: torch.Tensor, generator: Randomness, random_bits: int) -> torch.Tensor:
+    """Whether each fraction of a quantum is rounded up: 1 or 0, in the memory of the fractions."""
     if isinstance(generator, Stream):
         uniform = generator.uniform(fraction.shape)
     elif isinstance(generator, torch.Tensor):
@@ -189,6 +188,6 @@ def _goes_up(fraction: torch.Tensor, generator: Randomness, random_bits: int) ->
     else:
         uniform = torch.rand(fraction.shape, generator=generator, device=fraction.device)
     if random_bits == RANDOM_BITS:
-        return fraction > uniform
+        return fraction.gt_(uniform)
     r = (uniform * 2**random_bits).floor()  # uniform < 1
-    return fraction >= 1 - r * 2.0**-random_bits  # exact, as their sum would not be
+    return fraction.ge_(1 - r * 2.0**-random_bits)  # exact, as their sum would not be

@@ -44,6 +44,12 @@ def hadamard(x: torch.Tensor, size: int, axis: int, signs: torch.Tensor | Sequen
         signs = torch.tensor(tuple(signs) or SIGNS.get(size, (1,) * size))
     matrix = torch.tensor(_matrix(size), dtype=x.dtype, device=x.device)
     matrix = signs.to(x.device, x.dtype).unsqueeze(-1) * matrix
-    groups = x.movedim(axis, -1)
-    groups = torch.nn.functional.pad(groups, (0, -groups.shape[-1] % size)).unflatten(-1, (-1, size))
-    return (groups @ matrix).flatten(-2).movedim(-1, axis)
+    axis %= x.ndim
+    missing = -x.shape[axis] % size
+    x = torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - axis) + [0, missing])
+    groups = x.unflatten(axis, (-1, size))
+    if axis == x.ndim - 1:
+        return (groups @ matrix).flatten(-2)
+    # Groups of rows are multiplied from the left, so that nothing is transposed in memory.
+    rows = groups.flatten(axis + 2)
+    return (matrix.T @ rows).view(groups.shape).flatten(axis, axis + 1)

@@ -1,37 +1,22 @@
 """A tensor to narrow numbers and back.
 
 `quantize` gives the codes and scales that would be stored; `emulate` gives what a GEMM on such numbers
-would see: the same numbers in a high-precision dtype, so that any device can compute with them. Both go
-through `_to_grid`, so an emulated GEMM uses exactly the numbers that are stored.
-
-A block that holds a NaN or an infinity gets the scale NaN: nothing non-finite ever comes out finite, also in
-formats that have no code for it.
+would see: the same numbers in a high-precision dtype, so that any device can compute with them. Both take
+their numbers from `grid.py`, so an emulated GEMM uses exactly the numbers that are stored.
 """
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.formats import (
-    Stream,
-    decode,
-    encode,
-    encode_finite_,
-    format,
-    pack,
-    round_finite_,
-    torch_dtype,
-)
-from narrowgauge.quantization import scales
+from narrowgauge.formats import decode, encode, encode_finite_, format, pack, torch_dtype
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.cast import cast as cast_named
+from narrowgauge.quantization.grid import Generator, on_grid, scales_of
 from narrowgauge.quantization.hadamard import hadamard
 from narrowgauge.quantization.remedies import clamp_outliers
-
-Generator = torch.Generator | Stream | torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +47,6 @@ class QTensor:
     def packed(self) -> torch.Tensor:
         """The element bytes as stored, without scales: two FP4 codes a byte, four FP6 codes in three."""
         return pack(self.codes, self.cast.element)
-
-
-@dataclass(frozen=True, slots=True)
-class _Grid:
-    """A split tensor on the element grid, with the scales of its blocks (kept as inner dims of size 1)."""
-
-    values: torch.Tensor
-    block_scale: torch.Tensor
-    tensor_scale: torch.Tensor | None
-    finite: torch.Tensor  # bool, per block
 
 
 def quantize(
@@ -109,8 +84,13 @@ def quantize(
         )
     x = _prepared(x.detach(), c, axis, signs)
     blocks = blocks_of(x.shape, c, axis)
-    grid = _to_grid(x, c, blocks, generator, encode_scale)
-    codes = blocks.merge(encode_finite_(_zero_where_not(grid.finite, grid.values), c.element)).contiguous()
+    split = blocks.split(x)
+    scales = scales_of(split, c, blocks, encode_scale)
+
+    def codes_of(values: torch.Tensor, _: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
+        return encode_finite_(_zero_where_not(finite, values), c.element)
+
+    codes = on_grid(split, scales, c, blocks, generator, codes_of, torch.uint8)
     whole = c.block is None
 
     def per_block(t: torch.Tensor) -> torch.Tensor:
@@ -119,10 +99,10 @@ def quantize(
         return t.reshape(() if whole else blocks.grid)
 
     return QTensor(
-        codes=codes,
-        scales=per_block(grid.block_scale),
-        scale_codes=None if c.scale == "fp32" else encode(per_block(grid.block_scale), format(c.scale)),
-        tensor_scale=torch.ones((), device=x.device) if grid.tensor_scale is None else grid.tensor_scale,
+        codes=blocks.merge(codes).contiguous(),
+        scales=per_block(scales.block),
+        scale_codes=None if c.scale == "fp32" else encode(per_block(scales.block), format(c.scale)),
+        tensor_scale=torch.ones((), device=x.device) if scales.tensor is None else scales.tensor,
         cast=c,
         blocks=blocks,
     )
@@ -148,14 +128,22 @@ def emulate(
     if not cast.is_scaled:
         return x.to(torch_dtype(cast.element)), None
     blocks = blocks_of(x.shape, cast, axis)
-    grid = _to_grid(x, cast, blocks, generator, encode_scale)
+    split = blocks.split(x)
+    scales = scales_of(split, cast, blocks, encode_scale)
     if cast.block is None and not cast.compensate:
-        return blocks.merge(grid.values).to(dtype), grid.block_scale.reshape(())
-    operand = blocks.merge(grid.values.mul_(grid.block_scale))
+        values = on_grid(split, scales, cast, blocks, generator, lambda values, *_: values, dtype)
+        return blocks.merge(values), scales.block.reshape(())
+
+    def stored(values: torch.Tensor, block: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return values.mul_(block)
+
+    is_exact = (cast.scale != "fp32" or cast.power_of_two) and not cast.compensate
+    values = on_grid(split, scales, cast, blocks, generator, stored, dtype if is_exact else torch.float32)
+    operand = blocks.merge(values)
     if cast.compensate:
-        return operand + (whole.float() - x.float()), grid.tensor_scale
-    is_exact = cast.scale != "fp32" or cast.power_of_two
-    return operand.to(dtype if is_exact else torch.float32), grid.tensor_scale
+        # What was clamped away is added again; in float32, as a difference of bf16 is not exact.
+        operand.add_(whole.float() - x)
+    return operand, scales.tensor
 
 
 def _prepared(x: torch.Tensor, cast: Cast, axis: int, signs: torch.Tensor | None) -> torch.Tensor:
@@ -182,54 +170,3 @@ def _over_block(scale: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     for dim in blocks.inner:
         scale = scale.unsqueeze(dim)
     return scale
-
-
-def _to_grid(
-    x: torch.Tensor,
-    cast: Cast,
-    blocks: Blocks,
-    generator: Generator,
-    encode_scale: torch.Tensor | None = None,
-) -> _Grid:
-    """Scale every block and round it to the element grid."""
-    is_copy = x.dtype != torch.float32
-    x = blocks.split(x).float()
-    amax = _amax(x, blocks)
-    finite = amax.isfinite()
-    amax = torch.where(finite, amax, 0.0)
-    tensor_scale = None
-    if encode_scale is not None:
-        encode_scale, block_scale = encode_scale.expand_as(amax), (1.0 / encode_scale).expand_as(amax)
-    elif cast.scale == "fp32":
-        encode_scale, block_scale = scales.fp32_scale(amax, cast.element, cast.power_of_two)
-    elif cast.scale == "e8m0":
-        assert cast.scale_rule is not None
-        code = scales.e8m0_code(amax, cast.element, cast.scale_rule)
-        encode_scale, block_scale = scales.e8m0_scale(code)
-    else:
-        largest = amax.amax() if amax.numel() else amax.new_zeros(())
-        S, tensor_scale = scales.nvfp4_tensor_scale(largest, cast.element, cast.headroom)
-        encode_scale, block_scale = scales.nvfp4_block_scale(amax, S, cast.element, cast.headroom)
-    block_scale = torch.where(finite, block_scale, torch.nan)
-    scaled = x.mul_(encode_scale) if is_copy else x * encode_scale
-    if (
-        isinstance(generator, Stream)
-        and cast.rounding == "stochastic"
-        and scaled.numel() != math.prod(blocks.shape)
-    ):
-        # An element's bits are those of its place in the tensor, whatever pads its block.
-        generator = blocks.split(generator.uniform(blocks.shape))
-    values = round_finite_(scaled, cast.element, cast.rounding, generator, cast.random_bits)
-    return _Grid(values, block_scale, tensor_scale, finite)
-
-
-def _amax(x: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Largest magnitude of each block of a split tensor, float32, inner dims kept with size 1."""
-    if not blocks.inner:
-        return x.abs()
-    if x.numel() == 0:
-        return _over_block(torch.zeros(blocks.grid, device=x.device), blocks)
-    largest, smallest = x, x
-    for dim in reversed(blocks.inner):  # one at a time, the innermost first: faster than all at once
-        largest, smallest = largest.amax(dim, keepdim=True), smallest.amin(dim, keepdim=True)
-    return torch.maximum(largest, -smallest).abs()  # .abs() for the sign of zero

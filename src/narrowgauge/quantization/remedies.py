@@ -17,9 +17,10 @@ way between two points, where rounding jumps, and is cut at a cap there.
 
 import torch
 
-from narrowgauge.quantization import scales
+from narrowgauge.formats.rounding import exponent_bits, inverse_quantum
 from narrowgauge.quantization.blocks import blocks_of
 from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.grid import scales_of
 
 
 def clamp_outliers(x: torch.Tensor, quantile: float) -> torch.Tensor:
@@ -27,10 +28,31 @@ def clamp_outliers(x: torch.Tensor, quantile: float) -> torch.Tensor:
     n = x.numel()
     if n == 0:
         return x
-    flat = x.detach().flatten().float()
-    low = flat.kthvalue(int((1 - quantile) * n) + 1).values
-    high = flat.kthvalue(min(int(quantile * n) + 1, n)).values
-    return x.clamp(low.to(x.dtype), high.to(x.dtype))
+    low, high = _ranked(x.detach(), int((1 - quantile) * n), min(int(quantile * n), n - 1))
+    return x.clamp(low, high)
+
+
+def _ranked(x: torch.Tensor, *ranks: int) -> list[torch.Tensor]:
+    """The elements of x at places of its sorted order (0 the smallest, NaN last), 0-dim, in x's dtype."""
+    flat = x.flatten()
+    if x.dtype == torch.bfloat16 and x.device.type == "cpu" and not torch.compiler.is_compiling():
+        counts = torch.bincount(flat.view(torch.int16).int().bitwise_and_(0xFFFF), minlength=2**16)
+        if not counts[0x7F81:0x8000].any() and not counts[0xFF81:].any():  # no NaN, which no order holds
+            return [_from_counts(counts, rank) for rank in ranks]
+    flat = flat.float()
+    return [(flat.kthvalue(rank + 1).values + 0.0).to(x.dtype) for rank in ranks]  # -0 + 0 = +0
+
+
+def _from_counts(counts: torch.Tensor, rank: int) -> torch.Tensor:
+    """The bfloat16 at a place of the sorted order, from how often each of the 65,536 occurs.
+
+    Much faster than a selection among millions: positive numbers are ordered as their bits are, negative ones
+    the other way round.
+    """
+    negative, positive = counts[2**15 :].flip(0), counts[: 2**15]
+    place = int(torch.searchsorted(torch.cat([negative, positive]).cumsum(0), rank, right=True))
+    word = place - 2**15 if place >= 2**15 else -1 - place
+    return torch.tensor(word, dtype=torch.int16).view(torch.bfloat16) + 0.0
 
 
 def estimator_slope(w: torch.Tensor, cast: Cast, axis: int) -> torch.Tensor:
@@ -39,14 +61,9 @@ def estimator_slope(w: torch.Tensor, cast: Cast, axis: int) -> torch.Tensor:
     Only for casts with fp32 scales: `estimator_k` and `estimator_cap` are the k and the cap of above.
     """
     blocks = blocks_of(w.shape, cast, axis)
-    split = blocks.split(w.detach()).float()
-    amax = split.abs()
-    for dim in reversed(blocks.inner):
-        amax = amax.amax(dim, keepdim=True)
-    encode, _ = scales.fp32_scale(amax, cast.element, cast.power_of_two)
-    t = (split * encode).abs().clamp(max=cast.element.max)
-    exponent = torch.frexp(t.clamp(min=cast.element.smallest_normal)).exponent - 1
-    d = torch.ldexp(torch.ones_like(t), exponent - cast.element.mantissa_bits)
-    u = (2 * torch.remainder(t, d) / d - 1).abs()
-    slope = (u ** (1 / cast.estimator_k - 1) / cast.estimator_k).clamp(max=cast.estimator_cap)
+    split = blocks.split(w.detach())
+    t = (split.float() * scales_of(split, cast, blocks).encode).abs_().clamp_(max=cast.element.max)
+    t.mul_(inverse_quantum(exponent_bits(t, cast.element), cast.element, t.dtype))  # in units of d, exact
+    u = t.sub_(t.floor()).mul_(2).sub_(1).abs_()
+    slope = u.pow_(1 / cast.estimator_k - 1).div_(cast.estimator_k).clamp_(max=cast.estimator_cap)
     return blocks.merge(slope)
