@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from narrowgauge.nn.gemm import Operand, multiply, scaled_mm
+from narrowgauge.quantization import cast_names, emulate, make_cast
 
 M, K, N = 60, 200, 50
 
@@ -82,3 +83,10 @@ def test_the_wider_operand_decides_the_dtype():
     )
     half = multiply(Operand(a.half()), Operand(b.bfloat16().T), torch.bfloat16)
     assert half.dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", [n for n in cast_names() if make_cast(n).is_scaled])
+def test_ones_give_twos(name):
+    """MS-AMP's case: ones (4, 2) times ones (2, 3), whatever the block of the cast."""
+    x, w = (Operand(*emulate(torch.ones(rows, 2), make_cast(name), -1, torch.bfloat16)) for rows in (4, 3))
+    assert torch.equal(multiply(x, w, torch.bfloat16), torch.full((4, 3), 2.0).bfloat16())

@@ -143,6 +143,14 @@ def test_a_product_on_torchs_cpu_kernel(a, b, shape):
     assert ((got - exact).abs() <= exact.abs() * 2.0**-8 + slack).all()
 
 
+@needs_cpu_kernels
+@pytest.mark.parametrize(("a", "b"), PAIRS[:5])
+def test_ones_give_twos(a, b):
+    """MS-AMP's case: ones (4, 2) times ones (2, 3), sizes that no hardware takes without padding."""
+    x, w = (codes_of(quantize(torch.ones(rows, 2), c), -1) for rows, c in ((4, a), (3, b)))
+    assert torch.equal(multiply_codes(x, w, torch.bfloat16), torch.full((4, 3), 2.0).bfloat16())
+
+
 def both(name, shape, bias, saved=None):
     """(output, input gradient, weight gradient) of a layer, native and emulated."""
     r = recipe(name) if saved is None else recipe(name).with_places({"saved": saved})
