@@ -46,7 +46,7 @@ class Gradient(AtRest):
             self.prescale.move(device)
 
 
-def _numbers(parameter: torch.nn.Parameter) -> torch.Tensor:
+def best_numbers(parameter: torch.Tensor) -> torch.Tensor:
     """The best that is known of a weight, as float32."""
     for name in ("master", "at_rest"):
         stored = getattr(parameter, name, None)
@@ -67,7 +67,7 @@ class Weight:
         """Take over the parameter's numbers, in its place; `offload` names what lies on the host."""
         self.parameter = parameter
         self.at_rest = self.master = self.gradient = None
-        shape, device, numbers = parameter.shape, parameter.device, _numbers(parameter)
+        shape, device, numbers = parameter.shape, parameter.device, best_numbers(parameter)
         weight, master, grad = (state[place] for place in ("weight", "master", "grad"))
         assert weight is not None
         assert grad is not None

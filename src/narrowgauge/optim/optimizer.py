@@ -137,7 +137,7 @@ class Optimizer(torch.optim.Optimizer):
                 state.fetch()
 
     def _stream(self, tensor: int, step: torch.Tensor, device: torch.device) -> Stream:
-        return stream(self.seed, int(step), tensor, device)
+        return stream(self.seed, 0 if step.is_meta else int(step), tensor, device)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, narrow ones included."""

@@ -28,6 +28,7 @@ from narrowgauge.errors import UserError, unknown
 from narrowgauge.models import ModelConfig, model_config
 from narrowgauge.optim import Kind
 from narrowgauge.recipes import BACKENDS, KEYS, PLACES, Recipe, recipe
+from narrowgauge.training.machine import bytes_of
 
 
 class _Section(BaseModel):
@@ -76,6 +77,13 @@ class TrainingSection(_Section):
     device: str = Field("auto", description="auto, cpu or cuda")
     compile: bool = Field(False, description="run the model through torch.compile")
     recompute: bool = Field(False, description="keep only block inputs for backward, compute the rest again")
+    memory_limit: str = Field("", description="of the device, as 24GB or 22GiB; empty: all it has")
+
+    @field_validator("memory_limit")
+    @classmethod
+    def _is_a_size(cls, value: str) -> str:
+        bytes_of(value)
+        return value
 
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -308,6 +316,8 @@ def to_toml(config: Config) -> str:
 def trajectory(config: Config) -> dict[str, dict[str, Any]]:
     """The resolved values that decide every loss of the run; what is shown and kept is left out."""
     tables = tomllib.loads(to_toml(config))
+    tables["training"].pop("memory_limit")
+    tables["recipe"].pop("offload", None)  # the numbers are the same wherever they lie
     return {section: t for section, t in tables.items() if section not in ("log", "checkpoint", "validation")}
 
 

@@ -5,6 +5,7 @@ counts, and the number of steps done. Token order and random bits are pure funct
 there is no generator, no cursor and no loader state to save.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,8 +23,10 @@ from narrowgauge.training.config import Config
 def build_model(config: Config, device: torch.device) -> Transformer:
     """The configuration's model under its recipe, with its starting weights, on a device."""
     recipe = config.the_recipe()
-    model = Transformer(config.the_model(), DTYPES[recipe.compute])
-    initialize(model, config.training.seed)
+    with torch.device("meta" if device.type == "meta" else "cpu"):
+        model = Transformer(config.the_model(), DTYPES[recipe.compute])
+    if device.type != "meta":
+        initialize(model, config.training.seed)
     model.recompute = config.training.recompute
     model.to(device)
     convert(model, recipe, backend=config.recipe.backend)
@@ -58,14 +61,17 @@ class Session:
         model = build_model(config, device)
         session = cls(config, device, model, make_optimizer(config, model))
         session.compiled_loss = torch.compile(model.loss) if config.training.compile else model.loss
-        if config.the_recipe().compute == "fp16":
+        if config.the_recipe().compute == "fp16" and device.type != "meta":
             session.scaler = torch.amp.GradScaler(device.type)
         return session
 
-    def train_step(self, corpus: Corpus) -> tuple[float, float, float]:
+    def train_step(
+        self, corpus: Corpus, after_forward: Callable[[], None] | None = None
+    ) -> tuple[float, float, float]:
         """Take one optimizer step; returns (loss, gradient norm, learning rate).
 
-        A non-finite gradient norm leaves weights and moments as they were and is counted.
+        A non-finite gradient norm leaves weights and moments as they were and is counted. `after_forward`
+        is called between every forward pass and its backward pass.
         """
         t, step = self.config.training, self.step + 1
         self.optimizer.zero_grad(set_to_none=True)
@@ -77,6 +83,8 @@ class Session:
             )
             set_step(self.model, t.seed, step, first, t.steps)
             loss = self.loss(x_BT, y_BT) * (t.micro_batch_size / t.batch_size)
+            if after_forward is not None:
+                after_forward()
             (self.scaler.scale(loss) if self.scaler else loss).backward()
             total += loss.detach()
         if self.scaler:
