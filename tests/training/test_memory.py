@@ -44,14 +44,15 @@ def test_operations_are_counted_until_they_are_gone():
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_expected_state_is_the_runs(tiny, text, name):
-    """Whatever the recipe, and so are activations; a CPU's workspace may be smaller, for it works in pieces."""
+    """Whatever the recipe, and so are activations; a CPU has its own workspace, for it works in pieces."""
     changes = {"recipe.name": name}
     _, found = step(tiny, text, changes)
     plan = expected(make_config(tiny(WIDE | changes)))
     assert {c: found.device[c] for c in memory.STATE} == {c: plan.device[c] for c in memory.STATE}
     assert found.parameters == plan.parameters
-    assert plan.device["saved activations"] == pytest.approx(found.device["saved activations"], rel=0.15)
-    assert found.peak <= plan.peak <= 1.3 * found.peak
+    # The run holds a loss to be shown, of 4 bytes, beside them.
+    assert found.device["saved activations"] - plan.device["saved activations"] == 4
+    assert plan.peak == pytest.approx(found.peak, rel=0.3)
 
 
 def test_by_hand(tiny, text):
