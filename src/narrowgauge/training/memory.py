@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from narrowgauge.errors import UserError
+from narrowgauge.models import count_parameters
 from narrowgauge.nn import recipe_tensors, set_step
 from narrowgauge.training import machine
 from narrowgauge.training.config import Config, make_config
@@ -160,13 +161,14 @@ def require_memory(config: Config, device: torch.device) -> Memory:
     Raises:
         UserError: the state alone is larger than the device's memory, or the step than `memory_limit`.
     """
-    memory, there = expected(config), machine.total_memory(device)
+    there, parameters = machine.total_memory(device), count_parameters(config.the_model())
+    least = parameters * _least_bytes(config)
+    if least > there:  # too large even to be looked at
+        raise UserError(f"{_too_large(config, parameters, least, device)}; choose a smaller --model")
+    memory = expected(config)
     if memory.state > there:
-        raise UserError(
-            f"the model has {memory.parameters:,} parameters, whose state under recipe "
-            f"{config.recipe.name!r} takes {gib(memory.state)}, and this {device.type} has {gib(there)}; "
-            f"{_advice(config, there)}"
-        )
+        advice = _advice(config, there)
+        raise UserError(f"{_too_large(config, parameters, memory.state, device)}; {advice}")
     limit = machine.bytes_of(config.training.memory_limit)
     if limit and memory.peak > limit:
         raise UserError(
@@ -174,6 +176,20 @@ def require_memory(config: Config, device: torch.device) -> Memory:
             f"{config.training.memory_limit} ({gib(limit)}); {_advice(config, limit)}"
         )
     return memory
+
+
+def _least_bytes(config: Config) -> float:
+    """Bytes of state on the device that no parameter goes below."""
+    recipe = config.the_recipe()
+    kept = (c for place, c in recipe.state.items() if c is not None and place not in recipe.offload)
+    return sum(c.element.bits / 8 for c in kept)
+
+
+def _too_large(config: Config, parameters: int, state: float, device: torch.device) -> str:
+    return (
+        f"the model has {parameters:,} parameters, whose state under recipe {config.recipe.name!r} takes "
+        f"{gib(int(state))}, and this {device.type} has {gib(machine.total_memory(device))}"
+    )
 
 
 def _advice(config: Config, limit: int) -> str:
