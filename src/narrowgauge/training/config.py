@@ -109,6 +109,7 @@ class ScheduleSection(_Section):
     warmup_steps: int = Field(100, ge=0, description="steps of the linear rise")
     final_lr_fraction: float = Field(0.1, ge=0, le=1, description="share of the peak at the end")
     decay_fraction: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps that decay")
+    decay_steps: int = Field(0, ge=0, description="the step at which the fall ends; 0: the last")
 
 
 class RecipeSection(_Section):
