@@ -1,0 +1,27 @@
+"""What is at a path? Decided by content: a folder by the files in it, a file by its first bytes."""
+
+from pathlib import Path
+
+from narrowgauge.checkpoint import huggingface, megatron
+from narrowgauge.checkpoint.foreign import ForeignModel
+from narrowgauge.checkpoint.llmc_model import read_llmc
+from narrowgauge.errors import UserError
+
+
+def read_foreign(path: Path) -> ForeignModel:
+    """The model that another program, or an export, left at `path`.
+
+    Raises `UserError` for what is no model, for a pickle, and for damage.
+    """
+    try:
+        if path.is_dir():
+            if (path / megatron.SETTINGS).is_file():
+                return megatron.read_megatron(path)
+            if huggingface.is_folder(path):
+                return huggingface.read_folder(path)
+            raise huggingface.refuse_other_folder(path)
+        if path.is_file():
+            return read_llmc(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}; mend its permissions or copy it again") from error
+    raise UserError(f"{path} does not exist; name a folder of Hugging Face's or an llm.c model file")
