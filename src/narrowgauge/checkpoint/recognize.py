@@ -5,7 +5,18 @@ from pathlib import Path
 from narrowgauge.checkpoint import huggingface, megatron
 from narrowgauge.checkpoint.foreign import ForeignModel
 from narrowgauge.checkpoint.llmc_model import read_llmc
+from narrowgauge.checkpoint.tensor_files import INDEX, WHOLE, holds_pickle
 from narrowgauge.errors import UserError
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether something is there that is to be read, or refused, by `read_foreign`: anything but a run."""
+    if path.is_file():
+        return True
+    if not path.is_dir() or (path / "config.toml").exists():
+        return False
+    marks = (megatron.SETTINGS, huggingface.CONFIG, INDEX, WHOLE)
+    return any((path / mark).exists() for mark in marks) or holds_pickle(path)
 
 
 def read_foreign(path: Path) -> ForeignModel:

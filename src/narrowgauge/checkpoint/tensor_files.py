@@ -12,7 +12,7 @@ opened: unpickling can run any code.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -185,9 +185,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def refuse_pickles(folder: Path) -> None:
     """Name the first file of a folder that is a pickle."""
-    for path in sorted(folder.iterdir()):
-        if path.suffix in _PICKLE_SUFFIXES and path.is_file():
-            raise _pickle(path)
+    for path in _pickles(folder):
+        raise _pickle(path)
+
+
+def holds_pickle(folder: Path) -> bool:
+    """Whether a file of a folder is called as pickles are."""
+    return any(True for _ in _pickles(folder))
+
+
+def _pickles(folder: Path) -> Iterator[Path]:
+    return (p for p in sorted(folder.iterdir()) if p.suffix in _PICKLE_SUFFIXES and p.is_file())
 
 
 def refuse_pickle(path: Path) -> None:

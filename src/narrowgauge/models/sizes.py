@@ -12,10 +12,10 @@ every block shape of every recipe fits. The others are the published models, by 
 `tests/models/test_count.py` compares the number of parameters of each with the published one.
 """
 
-from dataclasses import fields
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from narrowgauge.errors import unknown
+from narrowgauge.errors import UserError, unknown
 from narrowgauge.models.config import ModelConfig
 
 _GPT2 = {
@@ -91,6 +91,9 @@ SIZES: dict[str, dict[str, Any]] = {
     | {"vocab_size": 32000, "max_sequence_length": 2048},
 }
 
+#: The name of a model that is none of these: each of its dimensions is given.
+CUSTOM = "custom"
+
 #: Other names of the same models.
 ALIASES = {"gpt2-355m": "gpt2-350m", "gpt2-1.6b": "gpt2-1558m"}
 
@@ -109,11 +112,26 @@ def model_config(name: str, **overrides: Any) -> ModelConfig:
     >>> model_config("debug", layers=2).layers
     2
     """
-    size = SIZES.get(ALIASES.get(name, name))
+    size = {} if name == CUSTOM else SIZES.get(ALIASES.get(name, name))
     if size is None:
         raise unknown("model", name, SIZES)
     keys = [field.name for field in fields(ModelConfig)]
     for key in overrides:
         if key not in keys:
             raise unknown("model key", key, keys)
+    needed = [f.name for f in fields(ModelConfig) if f.default is MISSING]
+    if missing := [key for key in needed if key not in size | overrides]:
+        raise UserError(
+            f"a model called {name!r} has no dimensions of its own, and model.{missing[0]} is not given; "
+            f"give {', '.join(needed)}"
+        )
     return ModelConfig(**(size | overrides))
+
+
+def name_of(config: ModelConfig) -> str:
+    """The named model that a configuration is, whatever its longest sequence; `custom` for none."""
+    for name in SIZES:
+        named = model_config(name, max_sequence_length=config.max_sequence_length)
+        if replace(named, initial_std=config.initial_std) == config:
+            return name
+    return CUSTOM
