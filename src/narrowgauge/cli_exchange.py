@@ -41,6 +41,7 @@ def add_exchange_verbs(verb: Verb) -> None:
     p.add_argument("--task", default="val", help=f"{' | '.join(_TASKS)} (val: held-out text)")
     p.add_argument("--data", metavar="SOURCE", help="val: other text than the run's")
     p.add_argument("--batches", type=int, help="val: how many batches (all)")
+    p.add_argument("--sequence-length", type=int, help="val: tokens of a sequence (the run's)")
     p.add_argument("--limit", type=int, help="other tasks: how many examples (all)")
     p.add_argument("--task-folder", type=Path, help="lm-eval: YAML files of further tasks")
     p = verb("export", "a run's model for other programs", _export)
@@ -84,9 +85,10 @@ def _sample(options: argparse.Namespace) -> None:
 
 
 def _eval(options: argparse.Namespace) -> None:
-    for name, value in (("--batches", options.batches), ("--limit", options.limit)):
+    for name in ("batches", "sequence_length", "limit"):
+        value = getattr(options, name)
         if value is not None and value < 1:
-            raise UserError(f"{name} {value} must be at least 1; leave it out to take all")
+            raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1; leave it out")
     task, _, detail = options.task.partition(":")
     if task == "lm-eval" and detail:
         device = choose_device(options.device).type
@@ -110,8 +112,8 @@ def _eval(options: argparse.Namespace) -> None:
 
 def _evaluate_text(options: argparse.Namespace, there: TrainedRun) -> None:
     corpus = _corpus(there, options.data)
-    section = there.config
-    windows = (section.training.micro_batch_size, section.data.sequence_length, options.batches)
+    length = options.sequence_length or there.config.data.sequence_length
+    windows = (there.config.training.micro_batch_size, length, options.batches)
     loss = validation_loss(there.model, corpus.val, *windows)
     bits = bits_per_byte(loss, corpus.tokenizer, corpus.val, *windows)
     text = f"validation loss {loss:.4f} nats per token, {bits:.4f} bits per byte"

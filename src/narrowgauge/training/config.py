@@ -233,10 +233,12 @@ def _with_start(values: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping
     A configuration that has been resolved has them all, and does not need the run any more.
     """
     model = values.get("model", {})
-    if not isinstance(model, Mapping) or not model.get("weights") or "dim" in model:
+    if not isinstance(model, Mapping) or not model.get("weights"):
         return values
     run = Path(str(model["weights"]))
     if not (run / "config.toml").is_file():
+        if "dim" in model:
+            return values
         raise UserError(
             f"model.weights = {str(run)!r} is no run directory; make one of a model of another program with "
             f"'narrowgauge import {run} --out RUN'"
