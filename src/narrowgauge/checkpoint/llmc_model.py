@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from narrowgauge.checkpoint.finite import is_finite
 from narrowgauge.checkpoint.foreign import ForeignModel, foreign
 from narrowgauge.checkpoint.tensor_files import refuse_pickle
 from narrowgauge.errors import UserError
@@ -70,7 +71,7 @@ def read_llmc(path: Path) -> ForeignModel:
         numbers = torch.from_numpy(np.array(raw[start:end], dtype=raw.dtype.newbyteorder("="))).view(shape)
         tensor = numbers if dtype == torch.float32 else numbers.view(torch.bfloat16).float()
         tensors[name] = tensor[:vocab].clone() if name == "embedding.weight" else tensor
-        if not tensor.isfinite().all():
+        if not is_finite(tensor):
             raise _wrong(path, f"a NaN or an infinity in {name}")
         start = end
     tokenizer = path.with_name("tokenizer.json")
@@ -137,8 +138,8 @@ def _header(path: Path) -> NDArray[np.int32]:
         raise UserError(f"{path} is a file of llm.c's, but no GPT-2 model: it is {_OTHERS[magic]}")
     if magic != MAGIC:
         raise UserError(
-            f"{path} is no model file of llm.c's, which begins with the number {MAGIC}; name one, or a "
-            "folder of Hugging Face's (config.json and safetensors)"
+            f"{path} is no model file, as llm.c's begin with the number {MAGIC} and no other file is read; "
+            "name one, or a folder: a run, or one of Hugging Face's"
         )
     if len(header) < _HEADER:
         raise _wrong(path, f"{len(data)} bytes, where the header alone has {4 * _HEADER}")

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from narrowgauge.checkpoint.files import open_regular
+from narrowgauge.checkpoint.finite import is_finite
 from narrowgauge.checkpoint.manifest import plain_name
 from narrowgauge.checkpoint.store import operating_system_error
 from narrowgauge.errors import UserError
@@ -66,7 +67,7 @@ class TensorFolder:
                 f"tensor {name!r} in {path} is {tensor.dtype}, and only fp32, bf16 and fp16 are read; "
                 "give the unquantized model"
             )
-        if not tensor.isfinite().all():
+        if not is_finite(tensor):
             raise UserError(f"tensor {name!r} in {path} holds a NaN or an infinity; give undamaged weights")
         return tensor.float()
 

@@ -81,7 +81,7 @@ class Transformer(nn.Module):
                 # The model draws no random numbers, so there is no generator state to keep.
                 x_BTD = checkpoint(block, x_BTD, rope, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_BTD = block(x_BTD, rope, None if cache is None else cache.layers[number])
+                x_BTD = block(x_BTD, rope, cache=None if cache is None else cache.layers[number])
         h_BTD: Tensor = self.norm(x_BTD)
         return h_BTD
 

@@ -35,14 +35,7 @@ def harness_scores(
 
     Raises `UserError` where the harness is not installed or does not know a task.
     """
-    try:
-        harness = importlib.import_module("lm_eval")
-        manager = importlib.import_module("lm_eval.tasks").TaskManager
-        importlib.import_module("lm_eval.models.huggingface")
-    except ImportError as error:
-        raise UserError(
-            f"the lm-evaluation-harness cannot be imported ({error}); pip install 'narrowgauge[eval]'"
-        ) from None
+    harness, manager = _harness()
     known = manager(include_path=None if task_folder is None else str(task_folder))
     if unknown := [task for task in tasks if not known.match_tasks([task])]:
         raise UserError(
@@ -66,3 +59,14 @@ def harness_scores(
         )
     results: dict[str, dict[str, Any]] = found["results"]
     return results
+
+
+def _harness() -> tuple[Any, Any]:
+    """The package and its task manager, which need a second to be imported and are wanted by few."""
+    try:
+        importlib.import_module("lm_eval.models.huggingface")
+        return importlib.import_module("lm_eval"), importlib.import_module("lm_eval.tasks").TaskManager
+    except ImportError as error:
+        raise UserError(
+            f"the lm-evaluation-harness cannot be imported ({error}); pip install 'narrowgauge[eval]'"
+        ) from None
