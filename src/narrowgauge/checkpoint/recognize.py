@@ -30,6 +30,8 @@ def read_foreign(path: Path) -> ForeignModel:
                 return megatron.read_megatron(path)
             if huggingface.is_folder(path):
                 return huggingface.read_folder(path)
+            if (path / "config.toml").is_file():
+                raise UserError(f"{path} is a run already: sample, eval and --model.weights take it as it is")
             raise huggingface.refuse_other_folder(path)
         if path.is_file():
             return read_llmc(path)
