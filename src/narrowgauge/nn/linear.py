@@ -127,7 +127,7 @@ class Linear(torch.nn.Linear):
         self.histories = {place: History(c).to(self.weight.device) for place, c in every if c.history}
         for place, history in self.histories.items():
             self.add_module(place.replace(".", "_"), history)
-        state = Weight(self.weight, recipe.state)
+        state = Weight(self.weight, recipe.state, recipe.offload)
         self.state_at_rest = None if state.is_plain else state
         self.register_buffer("keys", None, persistent=False)
         self.register_buffer("first_sample", None, persistent=False)

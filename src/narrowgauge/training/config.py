@@ -27,7 +27,7 @@ from pydantic_core import PydanticCustomError
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.models import ModelConfig, model_config
 from narrowgauge.optim import Kind
-from narrowgauge.recipes import BACKENDS, PLACES, Recipe, recipe
+from narrowgauge.recipes import BACKENDS, KEYS, PLACES, Recipe, recipe
 
 
 class _Section(BaseModel):
@@ -85,7 +85,7 @@ _Decay = Annotated[float, Field(ge=0, lt=1)]
 class OptimizerSection(_Section):
     """How weights move."""
 
-    name: Literal["adamw"] = Field("adamw", description="adamw")
+    name: Literal["adamw", "muon"] = Field("adamw", description="adamw, or muon for hidden matrices")
     lr: float = Field(2e-3, gt=0, description="peak learning rate")
     betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="decay of the two moments")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
@@ -93,6 +93,21 @@ class OptimizerSection(_Section):
     clip_norm: float = Field(
         1.0, gt=0, allow_inf_nan=True, description="largest global gradient norm; inf: no clipping"
     )
+
+    momentum: float = Field(0.95, ge=0, lt=1, description="muon only: decay of the momentum")
+    groups: Mapping[str, Mapping[str, float]] = Field(
+        default_factory=dict, description="weight_decay and lr_factor by pattern of parameter names"
+    )
+
+    @field_validator("groups", mode="before")
+    @classmethod
+    def _from_json(cls, value: Any) -> Any:
+        try:
+            return json.loads(value) if isinstance(value, str) else value
+        except json.JSONDecodeError:
+            raise PydanticCustomError(
+                "no_json", 'on the command line it is JSON, as in {{"*.bias": {{"lr_factor": 2}}}}'
+            ) from None
 
     @field_validator("betas", mode="before")
     @classmethod
@@ -206,7 +221,7 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
     except ValidationError as error:
         raise _sentence(error) from None
     for place in config.recipe.places:
-        if place not in PLACES:
+        if place not in KEYS:
             raise unknown("key", f"recipe.{place}", config_keys())
     if config.recipe.backend not in BACKENDS:
         raise unknown("backend", config.recipe.backend, BACKENDS)
@@ -280,6 +295,7 @@ def config_keys() -> dict[str, str]:
         for key, inner in field.default.__class__.model_fields.items():
             if (section, key) == ("recipe", "places"):
                 keys |= {f"recipe.{place}": "the cast of this place" for place in PLACES}
+                keys["recipe.offload"] = "of master, grad, m, v: those in the host's memory (none)"
             else:
                 default = "" if inner.default is None else f" ({_shown(inner.default)})"
                 keys[f"{section}.{key}"] = f"{inner.description}{default}"

@@ -15,7 +15,7 @@ from narrowgauge.data import Corpus, training_batch
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize
 from narrowgauge.nn import DTYPES, convert, recipe_tensors, set_step
-from narrowgauge.optim import AdamW, decay_groups, learning_rate, set_learning_rate
+from narrowgauge.optim import AdamW, Muon, Optimizer, learning_rate, parameter_groups, set_learning_rate
 from narrowgauge.training.config import Config
 
 
@@ -30,6 +30,15 @@ def build_model(config: Config, device: torch.device) -> Transformer:
     return model
 
 
+def make_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
+    """The configuration's optimizer of a model, before its first step."""
+    o, recipe, seed = config.optimizer, config.the_recipe(), config.training.seed
+    groups = parameter_groups(model, o.weight_decay, o.groups, muon=o.name == "muon")
+    if o.name == "muon":
+        return Muon(groups, recipe, momentum=o.momentum, betas=o.betas, eps=o.eps, seed=seed)
+    return AdamW(groups, recipe, betas=o.betas, eps=o.eps, seed=seed)
+
+
 @dataclass
 class Session:
     """A run in motion: everything that changes from step to step."""
@@ -37,7 +46,7 @@ class Session:
     config: Config
     device: torch.device
     model: Transformer
-    optimizer: AdamW
+    optimizer: Optimizer
     step: int = 0
     skips_in_a_row: int = 0
     compiled_loss: object = field(default=None, repr=False)
@@ -47,15 +56,7 @@ class Session:
     def begin(cls, config: Config, device: torch.device) -> "Session":
         """The state before the first step."""
         model = build_model(config, device)
-        o = config.optimizer
-        optimizer = AdamW(
-            decay_groups(model, o.weight_decay),
-            config.the_recipe(),
-            betas=o.betas,
-            eps=o.eps,
-            seed=config.training.seed,
-        )
-        session = cls(config, device, model, optimizer)
+        session = cls(config, device, model, make_optimizer(config, model))
         session.compiled_loss = torch.compile(model.loss) if config.training.compile else model.loss
         if config.the_recipe().compute == "fp16":
             session.scaler = torch.amp.GradScaler(device.type)
