@@ -65,7 +65,7 @@ def test_a_cache_gives_the_logits_of_the_whole_context(groups):
     cache = Cache(model.config, 20)
     with torch.no_grad():
         pieces = [ids[:, :7], *ids[:, 7:].split(1, dim=1)]
-        logits = torch.cat([model.head(model.hidden(piece, cache)) for piece in pieces], dim=1)
+        logits = torch.cat([model.head(model.hidden(piece, cache=cache)) for piece in pieces], dim=1)
         assert (logits - model(ids)).abs().max() < 1e-6
     assert cache.length == 20
 

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from narrowgauge.data import bytes_tokenizer, prepare, train_bpe
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
+from narrowgauge.recipes import recipe_names
 from narrowgauge.training import open_run, run, validation_loss
 from narrowgauge.training.exchange import TARGETS, export_run, import_model
 
@@ -27,9 +28,12 @@ def plain_logits(path):
         return model(IDS)
 
 
-@pytest.mark.parametrize(
-    "name", ["fp32", "fp8", "bf16-sr", "msamp-o2", "msamp-o3", "nvfp4", "quartet", "coat"]
-)
+# Those that keep weights in other numbers, and some that do not; the others are slow tests.
+QUICK = {"fp32", "fp8", "fp8-delayed", "bf16-sr", "msamp-o2", "msamp-o3", "nvfp4", "coat"}
+RECIPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in recipe_names()]
+
+
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_run_under_any_recipe_opens_in_transformers(train, tmp_path, name):
     path = train(changes={"recipe.name": name, "training.steps": 2})
     export_run(path, "hf", tmp_path / "out")

@@ -60,7 +60,7 @@ def generate(
             kept = Cache(model.config, min(limit, len(ids) + max_new_tokens))
         else:
             new = ids[-1:]
-        hidden_BTD = model.hidden(torch.tensor([new], device=device), kept)
+        hidden_BTD = model.hidden(torch.tensor([new], device=device), cache=kept)
         last_V = model.head(hidden_BTD[:, -1:]).flatten().float().cpu()
         chosen = _choose(last_V, temperature, top_k, top_p, generator)
         if chosen == stop_id:

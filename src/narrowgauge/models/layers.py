@@ -113,7 +113,7 @@ class Block(nn.Module):
             self.up = nn.Linear(D, config.ffn_dim, bias=config.bias)
         self.down = nn.Linear(config.ffn_dim, D, bias=config.bias)
 
-    def forward(self, x_BTD: Tensor, rope: Tensor | None, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, rope: Tensor | None, *, cache: LayerCache | None = None) -> Tensor:
         """fp32 residual stream in and out; `rope` is the table of `rope_table`, or None.
 
         With a `cache`, `x_BTD` are the tokens after those it holds.

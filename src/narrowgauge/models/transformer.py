@@ -57,7 +57,7 @@ class Transformer(nn.Module):
         if self.config.tied_head:
             self.head.weight = self.embedding.weight
 
-    def hidden(self, x_BT: Tensor, cache: Cache | None = None) -> Tensor:
+    def hidden(self, x_BT: Tensor, *, cache: Cache | None = None) -> Tensor:
         """Token ids (int64) -> what the head reads: [B, T, D] in `compute_dtype`.
 
         With a `cache`, `x_BT` are the tokens after those it holds. Raises UserError for a sequence longer
