@@ -178,6 +178,7 @@ def test_weights_that_are_not_finite(folder, value):
 
 
 def test_what_is_nothing(tmp_path, folder):
+    (tmp_path / "train.bin").write_bytes(bytes(100))  # of tokens: no pickle, and not called one
     refused(tmp_path / "nowhere", "does not exist")
     refused(tmp_path, "is no model")
     (folder / "model.safetensors").unlink()

@@ -5,6 +5,7 @@ import re
 import shutil
 
 import pytest
+import torch
 
 SHORT = ("--sequence-length", "32", "--batches", "2")
 
@@ -118,7 +119,8 @@ def test_mistakes_are_one_sentence(narrowgauge, refused, finished, tmp_path, spo
 
 def test_pickles_are_refused(narrowgauge, refused, exported, tmp_path):
     shutil.copytree(exported, tmp_path / "folder")
-    (tmp_path / "folder" / "model.safetensors").rename(tmp_path / "folder" / "pytorch_model.bin")
+    (tmp_path / "folder" / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": torch.ones(3)}, tmp_path / "folder" / "pytorch_model.bin")
     for line in (["import", tmp_path / "folder", "--out", tmp_path / "run"], ["eval", tmp_path / "folder"]):
         refused(narrowgauge(*line), "pytorch_model.bin", "a pickle", "safetensors")
     assert not (tmp_path / "run").exists()

@@ -191,12 +191,13 @@ def refuse_pickles(folder: Path) -> None:
 
 
 def holds_pickle(folder: Path) -> bool:
-    """Whether a file of a folder is called as pickles are."""
+    """Whether a file of a folder is a pickle."""
     return any(True for _ in _pickles(folder))
 
 
 def _pickles(folder: Path) -> Iterator[Path]:
-    return (p for p in sorted(folder.iterdir()) if p.suffix in _PICKLE_SUFFIXES and p.is_file())
+    named = (p for p in sorted(folder.iterdir()) if p.suffix in _PICKLE_SUFFIXES and p.is_file())
+    return (p for p in named if _begins_as_pickle(p))
 
 
 def refuse_pickle(path: Path) -> None:
@@ -204,9 +205,13 @@ def refuse_pickle(path: Path) -> None:
 
     A safetensors file may begin with the same bytes: to be asked of what has failed to be one.
     """
+    if _begins_as_pickle(path):
+        raise _pickle(path)
+
+
+def _begins_as_pickle(path: Path) -> bool:
     with path.open("rb") as file:
-        if file.read(4).startswith(_PICKLE_STARTS):
-            raise _pickle(path)
+        return file.read(4).startswith(_PICKLE_STARTS)
 
 
 def _pickle(path: Path) -> UserError:
