@@ -23,6 +23,7 @@ ROOMS = (
     "training",
     "report",
     "cluster",
+    "cli_exchange",
     "cli",
 )
 FILES = sorted(ROOT.rglob("*.py"))

@@ -16,11 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 from narrowgauge.checkpoint import PoisonedError, SaveError
+from narrowgauge.cli_exchange import add_exchange_verbs
 from narrowgauge.cluster import print_plan
-from narrowgauge.data import prepare
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import format, format_names
-from narrowgauge.models import generate
 from narrowgauge.recipes import choose_backend, device_facts, recipe, recipe_names
 from narrowgauge.report import print_comparison, read_run, write_report
 from narrowgauge.report.compare import ComparisonFailed, compare
@@ -33,11 +32,8 @@ from narrowgauge.training import (
     convert_run,
     load_values,
     make_config,
-    open_run,
     run,
-    validation_loss,
 )
-from narrowgauge.training.progress import Display
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_PREEMPTED = 0, 1, 2, 75
 
@@ -135,19 +131,7 @@ def _parser() -> tuple[_Parser, list[str]]:
     p.add_argument("run", metavar="RUN", type=Path)
     p.add_argument("--recipe", required=True, metavar="R", help="a shipped recipe or a .toml file")
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new run directory")
-    p = verb("sample", "text from a run", _sample)
-    p.add_argument("run", metavar="RUN", type=Path)
-    p.add_argument("--prompt", required=True, help="how the text begins")
-    p.add_argument("--tokens", type=int, default=200, help="length (200)")
-    p.add_argument("--temperature", type=float, default=0.8, help="0 = always the likeliest (0.8)")
-    p.add_argument("--top-k", type=int, default=40, help="draw among this many likeliest (40)")
-    p.add_argument("--seed", type=int, default=0, help="of the draw (0)")
-    p.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    p = verb("eval", "losses of a run on held-out text", _eval)
-    p.add_argument("run", metavar="RUN", type=Path)
-    p.add_argument("--task", default="val", help="val: the held-out part of the run's data")
-    p.add_argument("--batches", type=int, help="how many batches (all)")
-    p.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    add_exchange_verbs(verb)
     p = verb("report", "(re)make the HTML report of one run or several", _report)
     p.add_argument("runs", metavar="RUN", type=Path, nargs="+")
     p.add_argument("--out", type=Path, help="the page (report.html in the first RUN)")
@@ -214,42 +198,6 @@ def _convert(options: argparse.Namespace) -> None:
     step = convert_run(options.run, options.recipe, options.out)
     print(f"{options.out}: the state of {options.run} after step {step}, under recipe {options.recipe}")
     print(f"to go on: narrowgauge train {options.out}/config.toml --out {options.out}")
-
-
-def _sample(options: argparse.Namespace) -> None:
-    trained = open_run(options.run, options.device)
-    tokenizer = trained.tokenizer
-    ids = tokenizer.encode(options.prompt) or [tokenizer.end_of_document]
-    new = generate(
-        trained.model,
-        ids,
-        options.tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        seed=options.seed,
-        stop_id=tokenizer.end_of_document,
-    )
-    print(options.prompt + tokenizer.decode(new))
-
-
-def _eval(options: argparse.Namespace) -> None:
-    if options.task != "val":
-        raise unknown("task", options.task, ["val"])
-    if options.batches is not None and options.batches < 1:
-        raise UserError(f"--batches {options.batches} must be at least 1; leave it out to take all")
-    trained = open_run(options.run, options.device)
-    config, console = trained.config, Console()
-    with Display(console, 1, 1) as display:
-        corpus = prepare(config.data.source, config.data.tokenizer, progress=display.stage)
-    loss = validation_loss(
-        trained.model,
-        corpus.val,
-        config.training.micro_batch_size,
-        config.data.sequence_length,
-        options.batches,
-    )
-    text = f"{options.run}: step {trained.step}, validation loss {loss:.4f} nats per token"
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _report(options: argparse.Namespace) -> None:

@@ -21,7 +21,10 @@ LINES = {
     "no run": (["sample", "--prompt", "x"], ["RUN", "narrowgauge sample --help"]),
     "no prompt": (["sample", "{run}"], ["--prompt"]),
     "sample: no such run": (["sample", "{dir}/none", "--prompt", "x"], ["{dir}/none", "no run directory"]),
-    "sample: a file": (["sample", "{dir}/good.toml", "--prompt", "x"], ["{dir}/good.toml", "cannot be read"]),
+    "sample: a file": (
+        ["sample", "{dir}/good.toml", "--prompt", "x"],
+        ["{dir}/good.toml", "is no model file"],
+    ),
     "sample: length": (["sample", "{run}", "--prompt", "x", "--tokens", "-1"], ["= -1"]),
     "sample: temperature": (["sample", "{run}", "--prompt", "x", "--temperature", "nan"], ["= nan"]),
     "sample: seed": (["sample", "{run}", "--prompt", "x", "--seed", "9" * 20], ["seed = 99999"]),

@@ -96,7 +96,9 @@ def test_eval_repeats_the_loss_of_the_run(narrowgauge, finished, look):
     last = look(finished).steps[-1]["val_loss"]
     ended = narrowgauge("eval", finished, "--task", "val", "--batches", 2)  # as the run's own [validation]
     assert ended.code == 0, ended.err
-    assert ended.out.endswith(f"{finished}: step 6, validation loss {last:.4f} nats per token\n")
+    said = f"{finished}: step 6, validation loss {last:.4f} nats per token, "
+    assert ended.out.splitlines()[-1].startswith(said)
+    assert ended.out.endswith(" bits per byte\n")
     ended = narrowgauge("eval", finished)
     assert ended.code == 0, ended.err
     assert f"{last:.4f}" not in ended.out, "all batches are more than two"

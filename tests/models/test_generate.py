@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.models import Transformer, generate, initialize, model_config
+from narrowgauge.models import Cache, Transformer, generate, initialize, model_config
 
 TINY = {"dim": 64, "layers": 2, "ffn_dim": 96, "vocab_size": 61, "max_sequence_length": 32}
 
@@ -49,6 +49,37 @@ def test_top_k_draws_among_the_likeliest_only(model):
     assert generate(model, [7], 5, top_k=1000) == generate(model, [7], 5)
 
 
+@pytest.mark.parametrize("prompt", [[1], [1, 2, 3], list(range(30)), [i % 61 for i in range(50)]])
+def test_with_a_cache_the_text_is_the_same(model, prompt):
+    """To the token, also where the context is full and the window begins to slide."""
+    for settings in ({"temperature": 0}, {"temperature": 0.9, "top_k": 20, "top_p": 0.8, "seed": 3}):
+        kept = generate(model, prompt, 40, **settings)
+        assert kept == generate(model, prompt, 40, cache=False, **settings)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_cache_gives_the_logits_of_the_whole_context(groups):
+    model = Transformer(model_config("debug", **(TINY | {"kv_heads": 4 // groups})))
+    initialize(model, 1)
+    ids = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(0))
+    cache = Cache(model.config, 20)
+    with torch.no_grad():
+        pieces = [ids[:, :7], *ids[:, 7:].split(1, dim=1)]
+        logits = torch.cat([model.head(model.hidden(piece, cache=cache)) for piece in pieces], dim=1)
+        assert (logits - model(ids)).abs().max() < 1e-6
+    assert cache.length == 20
+
+
+def test_top_p_draws_among_the_fewest_that_hold_it(model):
+    p, ids = model(torch.tensor([[7]]))[0, -1].softmax(0).sort(descending=True)
+    for top_p in (0.05, 0.3, 0.6):
+        count = int((p.cumsum(0) < top_p).sum()) + 1
+        drawn = {generate(model, [7], 1, top_p=top_p, seed=seed)[0] for seed in range(200)}
+        assert drawn <= set(ids[:count].tolist())
+        assert len(drawn) > count / 2
+    assert generate(model, [7], 5, top_p=1e-9) == generate(model, [7], 5, temperature=0)
+
+
 def test_tiny_temperature_is_greedy_and_does_not_overflow(model):
     assert generate(model, [7], 5, temperature=1e-30) == generate(model, [7], 5, temperature=0)
 
@@ -88,6 +119,7 @@ def test_nothing_asked_for_gives_nothing(model):
             {"temperature": -1.0},
             "temperature = -1.0 must be finite and not negative; 0 is greedy, 1 is plain",
         ),
+        ([3], {"top_p": 0.0}, "top_p = 0.0 must be above 0 and at most 1; 1 draws among all tokens"),
         ([3], {"top_k": 0}, "top_k = 0 must be at least 1; leave it out to draw among all tokens"),
         (
             [3],

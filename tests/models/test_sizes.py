@@ -2,6 +2,7 @@ import pytest
 
 from narrowgauge.errors import UserError
 from narrowgauge.models import model_config, model_names
+from narrowgauge.models.sizes import ALIASES, name_of
 
 
 def test_every_name_is_a_valid_configuration():
@@ -30,3 +31,26 @@ def test_unknown_name_and_key_name_the_nearest():
         model_config("debug", layer=3)
     with pytest.raises(UserError, match=r"^model\.dim = 250 must be a multiple of model\.heads = 4"):
         model_config("debug", dim=250)
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_a_configuration_knows_its_name(name):
+    same = name_of(model_config(name, max_sequence_length=77, initial_std=0.5))
+    # GPT-3 of 345 million is GPT-2 of 350 million, but for the data.
+    assert same == ("gpt2-350m" if name == "gpt3-345m" else name)
+    assert name_of(model_config(name, ffn_dim=77)) == "custom"
+
+
+def test_a_custom_model_is_all_its_dimensions():
+    given = {"dim": 64, "layers": 2, "heads": 4, "ffn_dim": 96, "vocab_size": 61, "max_sequence_length": 32}
+    assert model_config("custom", **given).head_dim == 16
+    with pytest.raises(
+        UserError, match=r"^a model called 'custom' .* model\.dim is not given; give dim, layers"
+    ):
+        model_config("custom")
+
+
+def test_other_names_of_the_same_models():
+    for other, name in ALIASES.items():
+        assert model_config(other) == model_config(name)
+        assert other not in model_names()

@@ -5,7 +5,10 @@ import torch
 
 from narrowgauge.data import prepare
 from narrowgauge.errors import UserError
-from narrowgauge.training import open_run, validation_loss
+from narrowgauge.models import Transformer, initialize, model_config
+from narrowgauge.nn import convert
+from narrowgauge.recipes import recipe_names
+from narrowgauge.training import TrainedRun, open_run, validation_loss
 
 
 def test_the_newest_model_gives_the_recorded_loss(train, look, text):
@@ -50,3 +53,22 @@ def test_the_weights_are_those_of_the_checkpoint(train):
     one, two = open_run(path, "cpu").model, open_run(path, "cpu").model
     x = torch.arange(20).view(1, 20)
     assert torch.equal(one(x), two(x))
+
+
+TOKENWISE = {"fp32", "bf16", "fp16", "bf16-sr", "fp8-row", "fp8-row-hp", "fp8-block", "quartet"}
+TOKENWISE |= {"mxfp8", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp4", "mxint8"}
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_token_by_itself(name):
+    """Whether a token's numbers change with its neighbours, by trying it; wherever they do, it is said so."""
+    model = Transformer(model_config("debug", dim=128, heads=4, layers=7, ffn_dim=128, vocab_size=160))
+    initialize(model, 0)
+    convert(model, name)
+    assert TrainedRun(None, None, model, 0, None).is_tokenwise == (name in TOKENWISE)
+    layer = model.blocks[0].down.eval()
+    x = torch.randn(1, 4, 128, generator=torch.Generator().manual_seed(0))
+    changed = torch.cat([x[:, :2], 30 * x[:, 2:]], dim=1)
+    with torch.no_grad():
+        same = torch.equal(layer(x)[:, :2], layer(changed)[:, :2])
+    assert same or name not in TOKENWISE

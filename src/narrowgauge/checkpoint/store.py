@@ -9,8 +9,8 @@ Tensors come back bit for bit in their own dtype. Two names for one tensor (tied
 the second name stands in the file's metadata, and loads as the same tensor object. JSON keeps
 Python's floats and integers exactly: the text of a float is the shortest that reads back as the same one.
 
-How the directory becomes visible is described in `narrowgauge.checkpoint.publication`. Saving adds the crash
-points `write:FILE` and `written:FILE` for each file.
+How the directory becomes visible is described in `narrowgauge.checkpoint.publication`. Saving adds the
+crash points `write:FILE` and `written:FILE` for each file.
 """
 
 import hashlib
@@ -107,7 +107,7 @@ def _draft(directory: Path, step: int) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _operating_system_error(error: SafetensorError, path: Path) -> Exception:
+def operating_system_error(error: SafetensorError, path: Path) -> Exception:
     """The `OSError` that safetensors wraps into a text; the same error where it is of another kind."""
     found = re.search(r"\(os error (\d+)\)", str(error))
     return OSError(int(found[1]), os.strerror(int(found[1])), str(path)) if found else error
@@ -154,7 +154,7 @@ def _write_group(draft: Path, group: str, named: Mapping[str, torch.Tensor]) -> 
     try:
         save_file(stored, path, metadata={ALIASES: json.dumps(aliases)} if aliases else None)
     except SafetensorError as error:
-        raise _operating_system_error(error, path) from error
+        raise operating_system_error(error, path) from error
     path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes files that only the owner can read
     crash_point(f"written:{path.name}")
     return path.name

@@ -1,5 +1,6 @@
 """What are we training? One decoder-only transformer, its named sizes; knows nothing of recipes."""
 
+from narrowgauge.models.cache import Cache
 from narrowgauge.models.config import ModelConfig
 from narrowgauge.models.count import count_parameters, flops_per_token
 from narrowgauge.models.generate import generate
@@ -8,6 +9,7 @@ from narrowgauge.models.sizes import model_config, model_names
 from narrowgauge.models.transformer import Transformer, initialize
 
 __all__ = [
+    "Cache",
     "ModelConfig",
     "Transformer",
     "count_parameters",

@@ -52,6 +52,7 @@ class ModelConfig:
     bias: bool = False  #: biases in the linear layers (never in the head) and in LayerNorm
     qkv_bias: bool | None = None  #: bias of the query, key and value projection; None = as `bias`
     tied_head: bool = False  #: the output head shares the embedding's weight
+    initial_std: float = 0.02  #: standard deviation of weights before training (GPT-2's choice)
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -62,8 +63,9 @@ class ModelConfig:
         self._derive()
         self._require_heads_fit()
         self._require_rope_fits()
-        if not self.norm_eps > 0:
-            raise UserError(f"model.norm_eps = {self.norm_eps} must be positive; 1e-5 is usual")
+        for name, usual in (("norm_eps", "1e-5"), ("initial_std", "0.02")):
+            if not getattr(self, name) > 0:
+                raise UserError(f"model.{name} = {getattr(self, name)} must be positive; {usual} is usual")
 
     def _derive(self) -> None:
         """Fills in what was left out, so that readers never have to."""

@@ -1,8 +1,15 @@
 """Text from a model: one token at a time, each drawn from the model's distribution over the next.
 
-The whole context runs through the model for every token. A cache of keys and values would save most of that
-work, but would be a second way to compute attention; at the sizes where one looks at samples while training,
-the plain way is fast enough, and it shows the very numbers that training computes.
+    logits / temperature  ->  the `top_k` likeliest  ->  the fewest of them that hold `top_p`  ->  a draw
+
+With a cache of keys and values (`cache.py`) each token costs one token's work; without, the whole context
+runs through the model again for every token. Both compute the same numbers up to the order of sums, as long
+as what a layer makes of a token depends on that token alone. Under a recipe that scales all tokens of a batch
+together (one scale for the whole tensor) it does not, and only the way without a cache shows what training
+computes.
+
+The cache ends where the context is full: from there on the window slides, every position changes, and the
+window is computed anew for each token.
 """
 
 from collections.abc import Sequence
@@ -11,6 +18,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import UserError
+from narrowgauge.models.cache import Cache
 from narrowgauge.models.transformer import Transformer
 
 
@@ -23,34 +31,47 @@ def generate(
     top_k: int | None = None,
     seed: int = 0,
     stop_id: int | None = None,
+    top_p: float = 1.0,
+    cache: bool = True,
 ) -> list[int]:
     """Continues `prompt_ids`; returns the new token ids only, at most `max_new_tokens` of them.
 
-    `temperature` 0 takes the likeliest token each time; `top_k` draws among that many likeliest ones. Drawing
-    `stop_id` ends the text, and it is not returned. The same seed gives the same text. The model sees no more
-    than the last `max_sequence_length` tokens, so a longer prompt is cut at its front.
+    `temperature` 0 takes the likeliest token each time; `top_k` draws among that many likeliest ones, `top_p`
+    among the fewest whose probabilities add up to it. Drawing `stop_id` ends the text, and it is not
+    returned. The same seed gives the same text. The model sees no more than the last `max_sequence_length`
+    tokens, so a longer prompt is cut at its front. `cache` keeps keys and values of the tokens before.
 
     Raises UserError for an empty prompt, ids outside the vocabulary, settings outside their range, and a
     model whose logits are not finite.
     """
-    config = model.config
-    _require_valid(prompt_ids, config.vocab_size, max_new_tokens, temperature, top_k)
+    limit = model.config.max_sequence_length
+    _require_valid(prompt_ids, model.config.vocab_size, max_new_tokens, temperature, top_k, top_p)
     if not 0 <= seed < 2**63:
         raise UserError(f"seed = {seed} must lie in 0 to 2^63 - 1")
     device = model.embedding.weight.device
     generator = torch.Generator("cpu").manual_seed(seed)
     ids = list(prompt_ids)
+    kept: Cache | None = None
     for _ in range(max_new_tokens):
-        context_BT = torch.tensor([ids[-config.max_sequence_length :]], device=device)
-        last_V = model.head(model.hidden(context_BT)[:, -1:]).flatten().float().cpu()
-        chosen = _choose(last_V, temperature, top_k, generator)
+        new = ids[-limit:]
+        if not cache or len(ids) > limit:
+            kept = None
+        elif kept is None:
+            kept = Cache(model.config, min(limit, len(ids) + max_new_tokens))
+        else:
+            new = ids[-1:]
+        hidden_BTD = model.hidden(torch.tensor([new], device=device), cache=kept)
+        last_V = model.head(hidden_BTD[:, -1:]).flatten().float().cpu()
+        chosen = _choose(last_V, temperature, top_k, top_p, generator)
         if chosen == stop_id:
             break
         ids.append(chosen)
     return ids[len(prompt_ids) :]
 
 
-def _choose(logits_V: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+def _choose(
+    logits_V: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator
+) -> int:
     """One token id. The draw is made on the CPU, so that it does not depend on the device's generator."""
     if not logits_V.isfinite().all():
         raise UserError(
@@ -61,11 +82,19 @@ def _choose(logits_V: Tensor, temperature: float, top_k: int | None, generator: 
     best = logits_V.topk(min(top_k or len(logits_V), len(logits_V)))
     # Subtracting the largest first keeps small temperatures from overflowing.
     probabilities = ((best.values - best.values[0]).double() / temperature).softmax(dim=0)
+    if top_p < 1:
+        likelier = probabilities.cumsum(0) - probabilities  # the share of those before each; 0 for the first
+        probabilities = torch.where(likelier < top_p, probabilities, 0.0)
     return int(best.indices[torch.multinomial(probabilities, 1, generator=generator)])
 
 
 def _require_valid(
-    prompt_ids: Sequence[int], vocab_size: int, max_new_tokens: int, temperature: float, top_k: int | None
+    prompt_ids: Sequence[int],
+    vocab_size: int,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float,
 ) -> None:
     if not prompt_ids:
         raise UserError(
@@ -86,3 +115,5 @@ def _require_valid(
         )
     if top_k is not None and top_k < 1:
         raise UserError(f"top_k = {top_k} must be at least 1; leave it out to draw among all tokens")
+    if not 0 < top_p <= 1:
+        raise UserError(f"top_p = {top_p} must be above 0 and at most 1; 1 draws among all tokens")

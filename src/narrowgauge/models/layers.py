@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.models.cache import LayerCache
 from narrowgauge.models.config import ModelConfig
 
 
@@ -82,6 +83,8 @@ def rotate(x_BNTH: Tensor, table: Tensor) -> Tensor:
 def attend(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor) -> Tensor:
     """Causal attention -> [B, N, T, H]; query head n reads key-value head n // (N / K).
 
+    A single query is that of the last token, and reads everything.
+
     Grouped heads are left to the kernel where it has them; on a GPU in fp32 no fused kernel does, and torch
     would fall back to one that holds all T x T scores, so there the heads are repeated instead.
     """
@@ -92,7 +95,7 @@ def attend(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor) -> Tensor:
     if groups > 1 and not native:
         k_BKTH, v_BKTH = (x.repeat_interleave(groups, dim=1) for x in (k_BKTH, v_BKTH))
     return nn.functional.scaled_dot_product_attention(
-        q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=groups > 1 and native
+        q_BNTH, k_BKTH, v_BKTH, is_causal=q_BNTH.shape[2] > 1, enable_gqa=groups > 1 and native
     )
 
 
@@ -131,16 +134,21 @@ class Block(nn.Module):
             self.up = nn.Linear(D, config.ffn_dim, bias=config.bias)
         self.down = nn.Linear(config.ffn_dim, D, bias=config.bias)
 
-    def forward(self, x_BTD: Tensor, rope: Tensor | None) -> Tensor:
-        """fp32 residual stream in and out; `rope` is the table of `rope_table`, or None."""
-        x_BTD = x_BTD + self._attention(self.attention_norm(x_BTD), rope)
+    def forward(self, x_BTD: Tensor, rope: Tensor | None, *, cache: LayerCache | None = None) -> Tensor:
+        """fp32 residual stream in and out; `rope` is the table of `rope_table`, or None.
+
+        With a `cache`, `x_BTD` are the tokens after those it holds.
+        """
+        x_BTD = x_BTD + self._attention(self.attention_norm(x_BTD), rope, cache)
         return x_BTD + self._mlp(self.mlp_norm(x_BTD))
 
-    def _attention(self, x_BTD: Tensor, rope: Tensor | None) -> Tensor:
+    def _attention(self, x_BTD: Tensor, rope: Tensor | None, cache: LayerCache | None) -> Tensor:
         heads_BTNH = self.qkv(x_BTD).unflatten(-1, (-1, self.head_dim))
         q, k, v = (h.transpose(1, 2) for h in heads_BTNH.split(self.heads_NKK, dim=2))
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
+        if cache is not None:
+            k, v = cache.extend(k, v)
         y_BTD: Tensor = self.attention_out(attend(q, k, v).transpose(1, 2).flatten(2))
         return y_BTD
 

@@ -1,13 +1,21 @@
 """The named models, as data.
 
 `debug` and `gpt2-debug` are for a laptop and for tests; all their dimensions are multiples of 128, so that
-every block shape of every recipe fits. The others are the published models, by their published dimensions.
+every block shape of every recipe fits. The others are the published models, by their published dimensions:
+
+    gpt2-*        the four released sizes
+    gpt3-*        the GPT scripts of MS-AMP's examples for Megatron-LM (`configs/` has all their settings)
+    llama3-*      1B and 3B are of Llama 3.2, 8B, 70B and 405B of Llama 3.1
+    qwen2.5-*     the base models
+    tinyllama-1.1b
+
+`tests/models/test_count.py` compares the number of parameters of each with the published one.
 """
 
-from dataclasses import fields
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
-from narrowgauge.errors import unknown
+from narrowgauge.errors import UserError, unknown
 from narrowgauge.models.config import ModelConfig
 
 _GPT2 = {
@@ -27,6 +35,14 @@ _LLAMA3 = {
     "rope_original_positions": 8192,
 }
 
+_QWEN2 = {
+    "vocab_size": 151936,
+    "max_sequence_length": 32768,
+    "rope_theta": 1_000_000.0,
+    "norm_eps": 1e-6,
+    "qkv_bias": True,
+}
+
 SIZES: dict[str, dict[str, Any]] = {
     "debug": {
         "dim": 256,
@@ -39,11 +55,13 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "gpt2-debug": _GPT2 | {"dim": 256, "layers": 4, "heads": 4, "ffn_dim": 1024, "vocab_size": 4096},
     "gpt2-124m": _GPT2 | {"dim": 768, "layers": 12, "heads": 12, "ffn_dim": 3072},
-    "gpt2-355m": _GPT2 | {"dim": 1024, "layers": 24, "heads": 16, "ffn_dim": 4096},
+    "gpt2-350m": _GPT2 | {"dim": 1024, "layers": 24, "heads": 16, "ffn_dim": 4096},
     "gpt2-774m": _GPT2 | {"dim": 1280, "layers": 36, "heads": 20, "ffn_dim": 5120},
-    "gpt2-1.6b": _GPT2 | {"dim": 1600, "layers": 48, "heads": 25, "ffn_dim": 6400},
-    "gpt3-6.7b": _GPT3 | {"dim": 4096, "layers": 32, "heads": 32, "ffn_dim": 16384},
-    "gpt3-13b": _GPT3 | {"dim": 5120, "layers": 40, "heads": 40, "ffn_dim": 20480},
+    "gpt2-1558m": _GPT2 | {"dim": 1600, "layers": 48, "heads": 25, "ffn_dim": 6400},
+    "gpt3-345m": _GPT3
+    | {"dim": 1024, "layers": 24, "heads": 16, "ffn_dim": 4096, "max_sequence_length": 1024},
+    "gpt3-6.7b": _GPT3 | {"dim": 4096, "layers": 32, "heads": 32, "ffn_dim": 16384, "initial_std": 0.0099},
+    "gpt3-13b": _GPT3 | {"dim": 5120, "layers": 40, "heads": 40, "ffn_dim": 20480, "initial_std": 0.0099},
     "llama3-1b": _LLAMA3
     | {"dim": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn_dim": 8192}
     | {"rope_factor": 32.0, "tied_head": True},
@@ -53,7 +71,31 @@ SIZES: dict[str, dict[str, Any]] = {
     "llama3-8b": _LLAMA3
     | {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn_dim": 14336}
     | {"rope_factor": 8.0},
+    "llama3-70b": _LLAMA3
+    | {"dim": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "ffn_dim": 28672}
+    | {"rope_factor": 8.0},
+    "llama3-405b": _LLAMA3
+    | {"dim": 16384, "layers": 126, "heads": 128, "kv_heads": 8, "ffn_dim": 53248}
+    | {"rope_factor": 8.0},
+    "qwen2.5-0.5b": _QWEN2
+    | {"dim": 896, "layers": 24, "heads": 14, "kv_heads": 2, "ffn_dim": 4864, "tied_head": True},
+    "qwen2.5-1.5b": _QWEN2
+    | {"dim": 1536, "layers": 28, "heads": 12, "kv_heads": 2, "ffn_dim": 8960, "tied_head": True}
+    | {"max_sequence_length": 131072},
+    "qwen2.5-3b": _QWEN2
+    | {"dim": 2048, "layers": 36, "heads": 16, "kv_heads": 2, "ffn_dim": 11008, "tied_head": True},
+    "qwen2.5-7b": _QWEN2
+    | {"dim": 3584, "layers": 28, "heads": 28, "kv_heads": 4, "ffn_dim": 18944, "vocab_size": 152064}
+    | {"max_sequence_length": 131072},
+    "tinyllama-1.1b": {"dim": 2048, "layers": 22, "heads": 32, "kv_heads": 4, "ffn_dim": 5632}
+    | {"vocab_size": 32000, "max_sequence_length": 2048},
 }
+
+#: The name of a model that is none of these: each of its dimensions is given.
+CUSTOM = "custom"
+
+#: Other names of the same models.
+ALIASES = {"gpt2-355m": "gpt2-350m", "gpt2-1.6b": "gpt2-1558m"}
 
 
 def model_names() -> list[str]:
@@ -70,10 +112,26 @@ def model_config(name: str, **overrides: Any) -> ModelConfig:
     >>> model_config("debug", layers=2).layers
     2
     """
-    if name not in SIZES:
+    size = {} if name == CUSTOM else SIZES.get(ALIASES.get(name, name))
+    if size is None:
         raise unknown("model", name, SIZES)
     keys = [field.name for field in fields(ModelConfig)]
     for key in overrides:
         if key not in keys:
             raise unknown("model key", key, keys)
-    return ModelConfig(**(SIZES[name] | overrides))
+    needed = [f.name for f in fields(ModelConfig) if f.default is MISSING]
+    if missing := [key for key in needed if key not in size | overrides]:
+        raise UserError(
+            f"a model called {name!r} has no dimensions of its own, and model.{missing[0]} is not given; "
+            f"give {', '.join(needed)}"
+        )
+    return ModelConfig(**(size | overrides))
+
+
+def name_of(config: ModelConfig) -> str:
+    """The named model that a configuration is, whatever its longest sequence; `custom` for none."""
+    for name in SIZES:
+        named = model_config(name, max_sequence_length=config.max_sequence_length)
+        if replace(named, initial_std=config.initial_std) == config:
+            return name
+    return CUSTOM

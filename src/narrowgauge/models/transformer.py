@@ -18,12 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.errors import UserError
+from narrowgauge.models.cache import Cache
 from narrowgauge.models.config import ModelConfig
 from narrowgauge.models.layers import Block, Norm, rope_table
 from narrowgauge.models.loss import cross_entropy
-
-#: Standard deviation of every weight matrix at the start (GPT-2's choice).
-INITIAL_STD = 0.02
 
 
 class Transformer(nn.Module):
@@ -59,29 +57,31 @@ class Transformer(nn.Module):
         if self.config.tied_head:
             self.head.weight = self.embedding.weight
 
-    def hidden(self, x_BT: Tensor) -> Tensor:
+    def hidden(self, x_BT: Tensor, *, cache: Cache | None = None) -> Tensor:
         """Token ids (int64) -> what the head reads: [B, T, D] in `compute_dtype`.
 
-        Raises UserError for a sequence longer than `max_sequence_length`.
+        With a `cache`, `x_BT` are the tokens after those it holds. Raises UserError for a sequence longer
+        than `max_sequence_length`.
         """
-        length = x_BT.shape[1]
-        if length > self.config.max_sequence_length:
+        start = 0 if cache is None else cache.length
+        end = start + x_BT.shape[1]
+        if end > self.config.max_sequence_length:
             raise UserError(
-                f"a sequence of {length} tokens is longer than model.max_sequence_length = "
+                f"a sequence of {end} tokens is longer than model.max_sequence_length = "
                 f"{self.config.max_sequence_length}; shorten it or raise model.max_sequence_length"
             )
         x_BTD = self.embedding(x_BT).float()
         rope = None
         if self.config.positions == "rope":
-            rope = rope_table(self.config, length, x_BT.device)
+            rope = rope_table(self.config, end, x_BT.device)[:, start:]
         else:
-            x_BTD = x_BTD + self.position_embedding.weight[:length].float()
-        for block in self.blocks:
-            if self.recompute:
+            x_BTD = x_BTD + self.position_embedding.weight[start:end].float()
+        for number, block in enumerate(self.blocks):
+            if self.recompute and cache is None:
                 # The model draws no random numbers, so there is no generator state to keep.
                 x_BTD = checkpoint(block, x_BTD, rope, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_BTD = block(x_BTD, rope)
+                x_BTD = block(x_BTD, rope, cache=None if cache is None else cache.layers[number])
         h_BTD: Tensor = self.norm(x_BTD)
         return h_BTD
 
@@ -99,8 +99,8 @@ class Transformer(nn.Module):
 def initialize(model: Transformer, seed: int) -> None:
     """Sets every parameter, as a function of the configuration and the seed alone.
 
-    Biases are 0, norm weights 1, matrices and embeddings normal(0, 0.02). The matrices that write to the
-    residual stream (`attention_out`, `down`) are scaled by 1 / sqrt(2 * layers), so that the sum of all
+    Biases are 0, norm weights 1, matrices and embeddings normal(0, `initial_std`). The matrices that write to
+    the residual stream (`attention_out`, `down`) are scaled by 1 / sqrt(2 * layers), so that the sum of all
     2 * layers writes starts with the size of one. The numbers are drawn in fp32 on the CPU, parameter by
     parameter in the order of `named_parameters`, so that any device and any dtype starts from the same model.
     """
@@ -113,7 +113,7 @@ def initialize(model: Transformer, seed: int) -> None:
         elif module.endswith("norm"):
             parameter.fill_(1.0)
         else:
-            std = INITIAL_STD
+            std = model.config.initial_std
             if module.endswith(("attention_out", "down")):
                 std /= (2 * model.config.layers) ** 0.5
             parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))

@@ -5,6 +5,8 @@ cosine     half a cosine from lr to final, over the rest
 linear     a straight line from lr to final, over the rest
 wsd        lr until the last `decay_fraction` of all steps, then a line to final (arXiv 2404.06395)
 constant   lr
+
+Where `decay_steps` is given, the fall of all kinds ends there, and the rate stays at final from then on.
 """
 
 import math
@@ -22,6 +24,7 @@ def learning_rate(
     warmup_steps: int,
     final_lr_fraction: float,
     decay_fraction: float,
+    decay_steps: int = 0,
 ) -> float:
     """The learning rate of optimizer step `step` (1 .. steps).
 
@@ -33,12 +36,14 @@ def learning_rate(
         warmup_steps: steps of the linear rise.
         final_lr_fraction: share of the peak that the last step ends at.
         decay_fraction: "wsd" only: share of all steps over which the rate falls.
+        decay_steps: the step at which the fall ends; 0 = the last.
     """
+    steps = decay_steps or steps
     if step <= warmup_steps:
         return lr * (step / warmup_steps)  # in this order, the last step of warm-up is exactly lr
     start = warmup_steps if kind != "wsd" else max(warmup_steps, steps - round(steps * decay_fraction))
     if kind == "constant" or step <= start:
         return lr
-    progress = (step - start) / max(steps - start, 1)
+    progress = min((step - start) / max(steps - start, 1), 1.0)
     fall = (1 - math.cos(math.pi * progress)) / 2 if kind == "cosine" else progress
     return lr * (1 - fall * (1 - final_lr_fraction))

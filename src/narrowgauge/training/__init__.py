@@ -6,7 +6,7 @@ from narrowgauge.training.loop import Diverged, OutOfMemory, Preempted, default_
 from narrowgauge.training.machine import choose_device
 from narrowgauge.training.memory import cheaper, expected, gib
 from narrowgauge.training.use import TrainedRun, open_run
-from narrowgauge.training.validate import validation_loss
+from narrowgauge.training.validate import bits_per_byte, validation_loss
 
 __all__ = [
     "Config",
@@ -14,6 +14,7 @@ __all__ = [
     "OutOfMemory",
     "Preempted",
     "TrainedRun",
+    "bits_per_byte",
     "cheaper",
     "choose_device",
     "config_keys",

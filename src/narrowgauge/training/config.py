@@ -47,7 +47,8 @@ class _Section(BaseModel):
 
 
 class _NamedModel(_Section):
-    name: str = Field("debug", description="a named size")
+    name: str = Field("debug", description="a named size, or custom where every dimension is given")
+    weights: str = Field("", description="a run whose model and weights to start from")
 
 
 _HINTS = get_type_hints(ModelConfig)
@@ -132,6 +133,7 @@ class ScheduleSection(_Section):
     warmup_steps: int = Field(100, ge=0, description="steps of the linear rise")
     final_lr_fraction: float = Field(0.1, ge=0, le=1, description="share of the peak at the end")
     decay_fraction: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps that decay")
+    decay_steps: int = Field(0, ge=0, description="the step at which the fall ends; 0: the last")
 
 
 class RecipeSection(_Section):
@@ -208,7 +210,7 @@ class Config(_Section):
 
     def the_model(self) -> ModelConfig:
         """The model's dimensions: the named size with the section's other keys over it."""
-        section = self.model.model_dump(exclude_none=True)
+        section = self.model.model_dump(exclude_none=True, exclude={"weights"})
         return model_config(**section)
 
     def the_recipe(self) -> Recipe:
@@ -223,7 +225,7 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
         UserError: unknown section or key, a value of the wrong kind, values that do not go together.
     """
     try:
-        config = Config.model_validate(values)
+        config = Config.model_validate(_with_start(values))
     except ValidationError as error:
         raise _sentence(error) from None
     for place in config.recipe.places:
@@ -246,6 +248,29 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
             f"shorten it or set --model.max_sequence_length"
         )
     return config
+
+
+def _with_start(values: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+    """With `model.weights`, the dimensions and the tokenizer of that run, where no others are given.
+
+    A configuration that has been resolved has them all, and does not need the run any more.
+    """
+    model = values.get("model", {})
+    if not isinstance(model, Mapping) or not model.get("weights"):
+        return values
+    run = Path(str(model["weights"]))
+    if not (run / "config.toml").is_file():
+        if "dim" in model:
+            return values
+        raise UserError(
+            f"model.weights = {str(run)!r} is no run directory; make one of a model of another program with "
+            f"'narrowgauge import {run} --out RUN'"
+        )
+    merged = {**values, "model": {**load_values(run / "config.toml").get("model", {}), **model}}
+    data = values.get("data", {})
+    if isinstance(data, Mapping) and (run / "tokenizer.json").is_file():
+        merged["data"] = {"tokenizer": str(run / "tokenizer.json"), **data}
+    return merged
 
 
 def load_values(path: Path) -> dict[str, Any]:
@@ -303,7 +328,8 @@ def _sentence(error: ValidationError) -> UserError:
 def to_toml(config: Config) -> str:
     """The whole configuration as TOML, resolved: it makes the same run again."""
     tables = config.model_dump()
-    tables["model"] = {"name": config.model.name} | asdict(config.the_model())
+    start = {"weights": config.model.weights} if config.model.weights else {}
+    tables["model"] = {"name": config.model.name} | start | asdict(config.the_model())
     tables["recipe"] |= tables["recipe"].pop("places")
     lines = []
     for section, table in tables.items():

@@ -28,6 +28,7 @@ from narrowgauge.training.memory import Memory, Watch, gib, measured, require_me
 from narrowgauge.training.progress import Display
 from narrowgauge.training.session import Session, newest_checkpoint
 from narrowgauge.training.signals import stop_requests
+from narrowgauge.training.start import check_start, start_from_weights
 from narrowgauge.training.validate import validation_loss
 
 
@@ -82,6 +83,7 @@ def run(
     with Display(console or Console(), config.training.steps, config.log.every) as display:
         corpus = prepare(config.data.source, config.data.tokenizer, progress=display.stage)
         _check_corpus(config, corpus)
+        check_start(config, corpus.tokenizer)
         with lock_run(directory.path), stop_requests() as requests:
             directory.claim(config)
             if directory.status() == "done":
@@ -169,6 +171,7 @@ def _start_or_resume(job: _Job) -> Session:
         say(f"passed over: {sentence}")
     session = Session.begin(job.config, job.device)
     if checkpoint is None:
+        start_from_weights(job.config, session.model)
         say(f"run directory: {directory.path}")
         directory.keep_metrics_until(-1)
     else:

@@ -119,6 +119,7 @@ class Session:
             warmup_steps=s.warmup_steps,
             final_lr_fraction=s.final_lr_fraction,
             decay_fraction=s.decay_fraction,
+            decay_steps=s.decay_steps,
         )
 
     @property

@@ -1,0 +1,221 @@
+"""Hugging Face's `config.json` and our `ModelConfig`, for the families that are both: GPT-2, Llama, Qwen2.
+
+    ours                  GPT-2                Llama, Qwen2
+    dim                   n_embd               hidden_size
+    layers                n_layer              num_hidden_layers
+    heads, kv_heads       n_head               num_attention_heads, num_key_value_heads
+    head_dim              n_embd / n_head      head_dim
+    ffn_dim               n_inner (4 n_embd)   intermediate_size
+    max_sequence_length   n_positions          max_position_embeddings
+    norm_eps              layer_norm_epsilon   rms_norm_eps
+    rope_*                -                    rope_theta, rope_scaling (transformers 4), rope_parameters (5)
+    bias                  always               attention_bias and mlp_bias (Llama)
+    qkv_bias              -                    always (Qwen2)
+    tied_head             tie_word_embeddings  tie_word_embeddings
+
+(Source: the configuration classes of Hugging Face transformers, whose defaults hold where a key is
+missing.) What our model does not compute is refused, never dropped: another activation, another kind of
+scaled rotary positions, a sliding window.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from narrowgauge.errors import UserError, unknown
+from narrowgauge.models import ModelConfig
+
+FAMILIES = ("gpt2", "llama", "qwen2")
+ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
+
+
+def config_from(values: Mapping[str, Any], where: str) -> ModelConfig:
+    """Our configuration of a `config.json`; `where` begins the sentence of each refusal."""
+    family = values.get("model_type")
+    if family not in FAMILIES:
+        raise UserError(f"{where}: {unknown('model_type', str(family), FAMILIES)}")
+    if values.get("quantization_config"):
+        raise UserError(f"{where}: its weights are quantized already; give the unquantized model")
+    ours = _from_gpt2(values, where) if family == "gpt2" else _from_llama(values, family == "qwen2", where)
+    for key, value in ours.items():
+        if isinstance(value, bool) and key not in ("tied_head", "bias", "qkv_bias"):
+            raise UserError(f"{where}: {key} = {value}, but it must be a number; mend the file")
+    try:
+        return ModelConfig(**ours)
+    except (UserError, TypeError) as error:
+        raise UserError(f"{where} describes no model that can be: {error}") from None
+
+
+def family_of(config: ModelConfig) -> str:
+    """The family that a configuration belongs to.
+
+    Raises `UserError` for a mixture that no family has.
+    """
+    c = config
+    square = c.heads * c.head_dim == c.dim and c.kv_heads == c.heads
+    if (c.positions, c.norm, c.mlp, c.bias, c.qkv_bias, square) == (
+        *("learned", "layer", "gelu"),
+        *(True, True, True),
+    ):
+        return "gpt2"
+    if (c.positions, c.norm, c.mlp) == ("rope", "rms", "swiglu"):
+        if c.bias == c.qkv_bias:
+            return "llama"
+        if c.qkv_bias:
+            return "qwen2"
+    raise UserError(
+        f"no family of Hugging Face's has positions = {c.positions}, norm = {c.norm}, mlp = {c.mlp}, "
+        f"bias = {c.bias}, qkv_bias = {c.qkv_bias} and {c.kv_heads} of {c.heads} heads for keys; "
+        "exported are GPT-2 (learned, layer, gelu, bias, as many heads for keys) and Llama or Qwen2 "
+        "(rope, rms, swiglu)"
+    )
+
+
+def to_config(config: ModelConfig) -> dict[str, Any]:
+    """The `config.json` of a configuration, without its tokens and dtype."""
+    family = family_of(config)
+    values: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "vocab_size": config.vocab_size,
+        "initializer_range": config.initial_std,
+        "tie_word_embeddings": config.tied_head,
+    }
+    return values | (_to_gpt2(config) if family == "gpt2" else _to_llama(config, family))
+
+
+def _require(values: Mapping[str, Any], key: str, allowed: tuple[Any, ...], where: str) -> None:
+    """Refuse another value than one of `allowed`, the first of which is the default."""
+    if (found := values.get(key, allowed[0])) not in allowed:
+        raise UserError(
+            f"{where}: {key} = {found!r}, and only {allowed[0]!r} is computed here; give a model without it"
+        )
+
+
+def _needed(values: Mapping[str, Any], key: str, where: str) -> Any:
+    if key not in values:
+        raise UserError(f"{where} has no {key!r}, which every model of its kind has; fetch the folder again")
+    return values[key]
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    _require(values, "activation_function", _TANH_GELU, where)
+    _require(values, "scale_attn_weights", (True,), where)
+    _require(values, "scale_attn_by_inverse_layer_idx", (False,), where)
+    _require(values, "add_cross_attention", (False,), where)
+    dim = _needed(values, "n_embd", where)
+    if not isinstance(dim, int):
+        raise UserError(f"{where}: n_embd = {dim!r}, but it must be a whole number; mend the file")
+    return {
+        "dim": dim,
+        "layers": _needed(values, "n_layer", where),
+        "heads": _needed(values, "n_head", where),
+        "ffn_dim": values.get("n_inner") or 4 * dim,
+        "vocab_size": _needed(values, "vocab_size", where),
+        "max_sequence_length": _needed(values, "n_positions", where),
+        "norm_eps": values.get("layer_norm_epsilon", 1e-5),
+        "initial_std": values.get("initializer_range", 0.02),
+        "tied_head": values.get("tie_word_embeddings", True),
+        "positions": "learned",
+        "norm": "layer",
+        "mlp": "gelu",
+        "bias": True,
+    }
+
+
+def _from_llama(values: Mapping[str, Any], is_qwen: bool, where: str) -> dict[str, Any]:
+    _require(values, "hidden_act", ("silu", "swish"), where)
+    _require(values, "use_sliding_window", (False,), where)
+    biased = False if is_qwen else values.get("attention_bias", False)
+    if not is_qwen and values.get("mlp_bias", False) != biased:
+        raise UserError(
+            f"{where}: biases in attention or MLP alone, and this model has them in both or in neither; "
+            "give a model without them"
+        )
+    if "sliding_attention" in (values.get("layer_types") or []):
+        raise UserError(
+            f"{where}: layers with a sliding window, which this model does not compute; give one without"
+        )
+    return {
+        "dim": _needed(values, "hidden_size", where),
+        "layers": _needed(values, "num_hidden_layers", where),
+        "heads": _needed(values, "num_attention_heads", where),
+        "kv_heads": values.get("num_key_value_heads") or 0,
+        "head_dim": values.get("head_dim") or 0,
+        "ffn_dim": _needed(values, "intermediate_size", where),
+        "vocab_size": _needed(values, "vocab_size", where),
+        "max_sequence_length": values.get("max_position_embeddings", 32768 if is_qwen else 2048),
+        "norm_eps": values.get("rms_norm_eps", 1e-6),
+        "initial_std": values.get("initializer_range", 0.02),
+        "tied_head": values.get("tie_word_embeddings", False),
+        "bias": biased,
+        "qkv_bias": is_qwen or None,
+        **_rope_from(values, where),
+    }
+
+
+def _rope_from(values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping) or any(isinstance(v, Mapping) for v in scaling.values()):
+        raise UserError(
+            f"{where}: rotary positions that differ from layer to layer; give a model with one kind"
+        )
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    rope = {"rope_theta": _number(scaling.get("rope_theta", values.get("rope_theta", 10_000.0)))}
+    _require({**values, **scaling}, "partial_rotary_factor", (1.0, None), where)
+    if kind == "default":
+        return rope
+    if kind != "llama3":
+        raise UserError(
+            f"{where}: rotary positions scaled by {kind!r}, and this model knows 'default' and 'llama3'; "
+            "give a model with one of these"
+        )
+    return rope | {
+        "rope_factor": _number(_needed(scaling, "factor", where)),
+        "rope_low_freq_factor": _number(_needed(scaling, "low_freq_factor", where)),
+        "rope_high_freq_factor": _number(_needed(scaling, "high_freq_factor", where)),
+        "rope_original_positions": _needed(scaling, "original_max_position_embeddings", where),
+    }
+
+
+def _to_gpt2(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "n_embd": config.dim,
+        "n_layer": config.layers,
+        "n_head": config.heads,
+        "n_inner": config.ffn_dim,
+        "n_positions": config.max_sequence_length,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": config.norm_eps,
+        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+    }
+
+
+def _to_llama(config: ModelConfig, family: str) -> dict[str, Any]:
+    scaling = None
+    if config.rope_factor != 1:
+        scaling = {
+            "rope_type": "llama3",
+            "factor": config.rope_factor,
+            "low_freq_factor": config.rope_low_freq_factor,
+            "high_freq_factor": config.rope_high_freq_factor,
+            "original_max_position_embeddings": config.rope_original_positions,
+        }
+    biases = {"attention_bias": config.bias, "mlp_bias": config.bias} if family == "llama" else {}
+    return biases | {
+        "hidden_size": config.dim,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_dim,
+        "max_position_embeddings": config.max_sequence_length,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu",
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling,
+    }
