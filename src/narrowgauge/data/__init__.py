@@ -12,7 +12,13 @@ from narrowgauge.data.token_file import (
     verify_token_file,
     write_token_file,
 )
-from narrowgauge.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer, train_bpe
+from narrowgauge.data.tokenizer import (
+    Tokenizer,
+    bytes_tokenizer,
+    ids_tokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 
 __all__ = [
     "Corpus",
@@ -25,6 +31,7 @@ __all__ = [
     "cache_directory",
     "count_windows",
     "documents",
+    "ids_tokenizer",
     "load_tokenizer",
     "open_corpus",
     "open_token_file",
