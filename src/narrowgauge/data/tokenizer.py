@@ -101,7 +101,7 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
     """The tokenizer called `name`: `bytes`, `bpe-N` trained on `texts`, `ids-N`, or the path of its files."""
     if name == "bytes":
         return bytes_tokenizer()
-    if entries := _ids_entries(name):
+    if entries := _entries("ids", name):
         return ids_tokenizer(entries, entries - 1)
     if entries := _bpe_entries(name):
         return train_bpe(texts, entries)
@@ -113,7 +113,7 @@ def tokenizer_identity(name: str) -> str:
 
     Errors: `UserError` for a name that is neither a kind of tokenizer nor a file.
     """
-    if name == "bytes" or _bpe_entries(name) or _ids_entries(name):
+    if name == "bytes" or _bpe_entries(name) or _entries("ids", name):
         return name
     content = b"".join(file.read_bytes() for file in tokenizer_files(_existing(name)))
     return "sha256:" + hashlib.sha256(content).hexdigest()
@@ -209,12 +209,8 @@ def _bpe_entries(name: str) -> int | None:
     return entries
 
 
-def _ids_entries(name: str) -> int | None:
-    """N of `ids-N`; None for another kind of name."""
-    return _entries("ids", name)
-
-
 def _entries(kind: str, name: str) -> int | None:
+    """N of `KIND-N`; None for another kind of name."""
     match = re.fullmatch(kind + r"-([1-9][0-9]*)", name)
     if match and len(match[1]) > 7:  # the library takes memory for N entries at once
         raise UserError(f"tokenizer {name!r} is too large: a vocabulary has at most {kind}-9999999 entries")

@@ -10,10 +10,10 @@
 In the first two a byte of a token is written as one printable character (`byte_characters`).
 
 **tiktoken's rule** for a piece of text: take it whole if it is a token; otherwise start from its bytes and
-again and again join the two neighbours that together make the token of the lowest rank. A BPE does the same if
-its merges are all the ways to put a token together from two others, in the order of the token's rank, and if
-it looks for whole pieces first. How text is cut into pieces, and which ids are special, the file does not say;
-both belong to the encoding, which is known by its number of ranks:
+again and again join the two neighbours that together make the token of the lowest rank. A BPE does the same
+if its merges are all the ways to put a token together from two others, in the order of the token's rank, and
+if it looks for whole pieces first. How text is cut into pieces, and which ids are special, the file does not
+say; both belong to the encoding, which is known by its number of ranks:
 
 | ranks   | encoding        | special tokens                              | end of a document           |
 |---------|-----------------|---------------------------------------------|-----------------------------|
