@@ -51,7 +51,7 @@ def test_ranks_and_micro_batches_take_slices_of_one_step(tokens):
     for world, micro in [(2, 4), (4, 2), (4, 1), (8, 1)]:
         share = 8 // world
         parts = [
-            training_batch(tokens, 3, 16 + rank * share + i, micro, 10)[0]
+            training_batch(tokens, 3, 16 + rank * share + i, micro, 10).x_BT
             for rank in range(world)
             for i in range(0, share, micro)
         ]

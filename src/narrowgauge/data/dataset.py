@@ -67,8 +67,8 @@ def open_data(
         if here.tokenizer.digest != first.tokenizer.digest:
             raise UserError(
                 f"data sources {first.name!r} and {here.name!r} have different tokenizers (sha256 "
-                f"{first.tokenizer.digest[:12]} and {here.tokenizer.digest[:12]}); make them with one, and name "
-                "it with --data.tokenizer"
+                f"{first.tokenizer.digest[:12]} and {here.tokenizer.digest[:12]}); make them with one, and "
+                "name it with --data.tokenizer"
             )
     if len(opened) == 1:
         shares: tuple[int, ...] = (BLOCK,)
@@ -91,8 +91,8 @@ def split_sources(source: str, weights: Sequence[float] = ()) -> list[str]:
         raise UserError(f"data source {source!r} has an empty name between commas; remove the comma")
     if weights and len(weights) != len(names):
         raise UserError(
-            f"data.weights has {len(weights)} numbers, and data.source {source!r} names {len(names)}; give one "
-            "weight for each source"
+            f"data.weights has {len(weights)} numbers, and data.source {source!r} names {len(names)}; give "
+            "one weight for each source"
         )
     if any(not 0 < weight < float("inf") for weight in weights):
         raise UserError(
@@ -135,6 +135,6 @@ def _open_prepared(directory: Path, named: str | None) -> Corpus:
     if path.exists() and load_tokenizer(path).digest == corpus.tokenizer.digest:
         return corpus
     raise UserError(
-        f"{directory} was prepared with tokenizer {corpus.manifest.tokenizer!r}, and data.tokenizer is {named!r}, "
-        "another; leave data.tokenizer out, or prepare the text again"
+        f"{directory} was prepared with tokenizer {corpus.manifest.tokenizer!r}, and data.tokenizer is "
+        f"{named!r}, another; leave data.tokenizer out, or prepare the text again"
     )

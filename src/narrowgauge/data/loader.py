@@ -7,8 +7,8 @@ by one, and the last target of a window is the first token of the next.
 So documents are packed: a window holds the end of one, some whole ones and the beginning of another. Unless
 asked otherwise they are not kept apart; the end-of-document id between them is what a model learns to heed.
 Kept `apart`, each token comes with its position in its document (`stream`), for a model to look no further
-back; and a document does not have to guess how the next begins: that target is IGNORED, but for the id between
-documents itself, which is how a document ends.
+back; and a document does not have to guess how the next begins: that target is IGNORED, but for the id
+between documents itself, which is how a document ends.
 
 Shapes: B sequences of a batch, T = sequence_length tokens of a sequence.
 """
@@ -117,9 +117,9 @@ def validation_batches(
 class Loader:
     """Training batches in order, made ahead in the background: a context manager that is iterated.
 
-    `firsts` says which batches, by the first sample of each (`order.first_samples`). What comes out depends on
-    seed and sample numbers alone, never on `workers` or `ahead`, so a run that starts at the same sample again
-    meets the same batches, and a checkpoint has nothing to keep of a loader. On CUDA batches are pinned.
+    `firsts` says which batches, by the first sample of each (`order.first_samples`). What comes out depends
+    on seed and sample numbers alone, never on `workers` or `ahead`: a run that starts at the same sample again
+    meets the same batches, and a checkpoint has nothing to keep of a loader. `pin` is for a GPU.
     """
 
     def __init__(

@@ -37,16 +37,16 @@ on 64-bit integers with wrap-around:
 
 Good enough to shuffle, not to keep a secret.
 
-**Several sources.** Every 65536 samples in a row are a block, and of each block source i gets s_i, its *share*:
-its weight in 65536ths. The keyed permutation of the block's numbers says which samples those are, by slot:
+**Several sources.** Every 65536 samples in a row are a block, and of each block source i gets s_i, its
+*share*: its weight in 65536ths. The keyed permutation of the block's numbers says which those are, by slot:
 
     slot(n) = P[seed, block](n mod 65536),   block = n div 65536
     source i has the slots  s_0 + ... + s_(i-1)  up to  s_0 + ... + s_i - 1
     its own number of sample n is  k = block * s_i + (slot - s_0 - ... - s_(i-1))
 
-Source i then shows window(k) of its own order. So every block keeps the weights exactly, a source meets each of
-its windows once in its own epoch, and all of it still is a function of seed and n. One source alone has the
-order above, unchanged.
+Source i then shows window(k) of its own order. So every block keeps the weights exactly, a source meets each
+of its windows once in its own epoch, and all of it still is a function of seed and n. One source alone has
+the order above, unchanged.
 """
 
 from collections.abc import Iterator, Sequence
@@ -114,7 +114,7 @@ def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
 def first_samples(
     step: int, batch_size: int, micro_batch_size: int, rank: int = 0, world: int = 1
 ) -> Iterator[int]:
-    """The first sample of each micro-batch of a rank, from optimizer step `step` (counted from 0) on, for ever.
+    """The first sample of each micro-batch of a rank, for ever, from step `step` (counted from 0) on.
 
     A step takes `batch_size` samples in a row; rank r of `world` ranks takes the r-th of as many equal parts.
     """

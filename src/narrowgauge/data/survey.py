@@ -1,8 +1,8 @@
 """What is in a token file, found once and remembered.
 
-Its digest, and its smallest and largest id, take one reading of the whole file. That is seconds for gigabytes,
-so the answer is kept in the cache. It holds as long as path, size and time of change are the same, and is
-worked out again in any doubt; a cache that cannot be written costs time only.
+Its digest, and its smallest and largest id, take one reading of the whole file. That is seconds for
+gigabytes, so the answer is kept in the cache. It holds as long as path, size and time of change are the same,
+and is worked out again in any doubt; a cache that cannot be written costs time only.
 """
 
 import contextlib

@@ -160,8 +160,8 @@ def _tokenizer(
     if name is not None:
         if name.startswith("bpe-"):
             raise UserError(
-                f"data source {source!r} holds tokens, and tokenizer {name!r} would be learnt from text; name "
-                "the tokenizer that they were made with, or leave data.tokenizer out"
+                f"data source {source!r} holds tokens, and tokenizer {name!r} would be learnt from text; "
+                "name the tokenizer that they were made with, or leave data.tokenizer out"
             )
         tokenizer = make_tokenizer(name, [])
     elif tokenizer_files(file.path.parent):
