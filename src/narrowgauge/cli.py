@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from narrowgauge.checkpoint import PoisonedError, SaveError
-from narrowgauge.data import prepare
+from narrowgauge.data import open_data
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import format, format_names
 from narrowgauge.models import generate
@@ -221,13 +221,15 @@ def _eval(options: argparse.Namespace) -> None:
     trained = open_run(options.run, options.device)
     config, console = trained.config, Console()
     with Display(console, 1, 1) as display:
-        corpus = prepare(config.data.source, config.data.tokenizer, progress=display.stage)
+        data = config.data
+        dataset = open_data(data.source, data.tokenizer, data.weights, display.stage)
     loss = validation_loss(
         trained.model,
-        corpus.val,
+        dataset.val,
         config.training.micro_batch_size,
         config.data.sequence_length,
         options.batches,
+        config.data.separate_documents,
     )
     text = f"{options.run}: step {trained.step}, validation loss {loss:.4f} nats per token"
     console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,13 +1,13 @@
 """Where do tokens come from? Sources, tokenizers, token files, their order, and batches."""
 
 from narrowgauge.data.corpus import Corpus, Manifest, open_corpus
-from narrowgauge.data.dataset import Dataset, open_data, split_sources
+from narrowgauge.data.dataset import AUTO, Dataset, open_data, split_sources
 from narrowgauge.data.loader import Batch, Loader, count_windows, training_batch, validation_batches
 from narrowgauge.data.megatron import open_megatron, write_megatron
 from narrowgauge.data.order import first_samples, mixed_samples, samples, shares_of
 from narrowgauge.data.prepare import cache_directory, prepare
 from narrowgauge.data.sources import Document, documents
-from narrowgauge.data.stream import IGNORED, Mixture, Stream
+from narrowgauge.data.stream import Mixture, Stream
 from narrowgauge.data.token_file import (
     TokenFile,
     Tokens,
@@ -25,7 +25,7 @@ from narrowgauge.data.tokenizer import (
 )
 
 __all__ = [
-    "IGNORED",
+    "AUTO",
     "Batch",
     "Corpus",
     "Dataset",

@@ -25,9 +25,10 @@ import torch
 from numpy.typing import NDArray
 
 from narrowgauge.data.order import mixed_samples
-from narrowgauge.data.stream import IGNORED, Mixture, Stream, as_mixture
+from narrowgauge.data.stream import Mixture, Stream, as_mixture
 from narrowgauge.data.token_file import Tokens
 from narrowgauge.errors import UserError
+from narrowgauge.models import IGNORED
 
 Source = Mixture | Stream | Tokens
 
@@ -118,7 +119,7 @@ class Loader:
     """Training batches in order, made ahead in the background: a context manager that is iterated.
 
     `firsts` says which batches, by the first sample of each (`order.first_samples`). What comes out depends
-    on seed and sample numbers alone, never on `workers` or `ahead`: a run that starts at the same sample again
+    on seed and sample numbers alone, never on `workers` or `ahead`: a run that begins at a sample again
     meets the same batches, and a checkpoint has nothing to keep of a loader. `pin` is for a GPU.
     """
 

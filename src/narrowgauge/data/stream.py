@@ -23,9 +23,6 @@ from numpy.typing import NDArray
 
 from narrowgauge.data.token_file import Tokens
 
-#: The target that no loss is taken from, in place of a token id; torch's own number for it.
-IGNORED = -100
-
 
 @dataclass(frozen=True, eq=False)
 class Bits:

@@ -78,18 +78,31 @@ def rotate(x_BNTH: Tensor, table: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_BNTH.dtype)
 
 
-def attend(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor) -> Tensor:
-    """Causal attention -> [B, N, T, H]; query head n reads key-value head n // (N / K).
+def document_mask(position_BT: Tensor) -> Tensor:
+    """Which tokens see which, documents kept apart: [B, 1, T, T] bool, True where query t sees key s.
 
-    Grouped heads are left to the kernel where it has them; on a GPU in fp32 no fused kernel does, and torch
-    would fall back to one that holds all T x T scores, so there the heads are repeated instead.
+    `position_BT` is the number of each token in its document, from where the sequence begins. Token t sees
+    the last position(t) + 1 tokens, which are those of its own document: a block-diagonal causal mask. It
+    takes T x T bytes for each sequence.
+    """
+    t_T = torch.arange(position_BT.shape[1], device=position_BT.device)
+    back_TT = t_T[:, None] - t_T
+    return ((back_TT >= 0) & (back_TT <= position_BT[..., None]))[:, None]
+
+
+def attend(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Attention -> [B, N, T, H], causal or as `mask` says; query head n reads key-value head n // (N / K).
+
+    Grouped heads are left to the kernel where it has them; on a GPU no fused kernel does in fp32 or under a
+    mask, and torch would fall back to one that holds all T x T scores, so there the heads are repeated.
     """
     groups = q_BNTH.shape[1] // k_BKTH.shape[1]
-    native = q_BNTH.device.type == "cpu" or q_BNTH.dtype in (torch.float16, torch.bfloat16)
+    narrow = q_BNTH.dtype in (torch.float16, torch.bfloat16)
+    native = q_BNTH.device.type == "cpu" or (narrow and mask is None)
     if groups > 1 and not native:
         k_BKTH, v_BKTH = (x.repeat_interleave(groups, dim=1) for x in (k_BKTH, v_BKTH))
     return nn.functional.scaled_dot_product_attention(
-        q_BNTH, k_BKTH, v_BKTH, is_causal=True, enable_gqa=groups > 1 and native
+        q_BNTH, k_BKTH, v_BKTH, mask, is_causal=mask is None, enable_gqa=groups > 1 and native
     )
 
 
@@ -110,17 +123,17 @@ class Block(nn.Module):
             self.up = nn.Linear(D, config.ffn_dim, bias=config.bias)
         self.down = nn.Linear(config.ffn_dim, D, bias=config.bias)
 
-    def forward(self, x_BTD: Tensor, rope: Tensor | None) -> Tensor:
-        """fp32 residual stream in and out; `rope` is the table of `rope_table`, or None."""
-        x_BTD = x_BTD + self._attention(self.attention_norm(x_BTD), rope)
+    def forward(self, x_BTD: Tensor, rope: Tensor | None, mask: Tensor | None = None) -> Tensor:
+        """fp32 residual stream in and out; `rope` and `mask` are those of `rotate` and `attend`, or None."""
+        x_BTD = x_BTD + self._attention(self.attention_norm(x_BTD), rope, mask)
         return x_BTD + self._mlp(self.mlp_norm(x_BTD))
 
-    def _attention(self, x_BTD: Tensor, rope: Tensor | None) -> Tensor:
+    def _attention(self, x_BTD: Tensor, rope: Tensor | None, mask: Tensor | None) -> Tensor:
         heads_BTNH = self.qkv(x_BTD).unflatten(-1, (-1, self.head_dim))
         q, k, v = (h.transpose(1, 2) for h in heads_BTNH.split(self.heads_NKK, dim=2))
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        y_BTD: Tensor = self.attention_out(attend(q, k, v).transpose(1, 2).flatten(2))
+        y_BTD: Tensor = self.attention_out(attend(q, k, v, mask).transpose(1, 2).flatten(2))
         return y_BTD
 
     def _mlp(self, x_BTD: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from narrowgauge.checkpoint import SaveError, lock_run
-from narrowgauge.data import Corpus, count_windows, prepare
+from narrowgauge.data import Dataset, Loader, count_windows, open_data, split_sources
 from narrowgauge.errors import UserError
 from narrowgauge.models import count_parameters, flops_per_token, generate
 from narrowgauge.nn import DTYPES
@@ -46,7 +46,7 @@ class OutOfMemory(Exception):
 
 def default_out(config: Config) -> Path:
     """The run directory when none is named: runs/MODEL-SOURCE-RECIPE."""
-    source = Path(config.data.source).stem or "data"
+    source = "+".join(Path(name).stem or "data" for name in split_sources(config.data.source))
     name = f"{config.model.name}-{source}-{Path(config.recipe.name).stem}"
     return Path("runs") / name
 
@@ -80,16 +80,16 @@ def run(
     choose_backend(config.the_recipe(), device_facts(device), config.recipe.backend)
     machine.require_memory(config.the_model(), device)
     with Display(console or Console(), config.training.steps, config.log.every) as display:
-        corpus = prepare(config.data.source, config.data.tokenizer, progress=display.stage)
-        _check_corpus(config, corpus)
+        dataset = open_data(config.data.source, config.data.tokenizer, config.data.weights, display.stage)
+        _check_data(config, dataset)
         with lock_run(directory.path), stop_requests() as requests:
             directory.claim(config)
             if directory.status() == "done":
                 display.say(f"{directory.path} is done; to train again, name another directory with --out")
                 return directory.path
-            directory.check_corpus(corpus.digest)
-            corpus.tokenizer.save(directory.tokenizer)
-            job = _Job(config, device, corpus, directory, display)
+            directory.check_corpus(dataset.digest)
+            dataset.tokenizer.save(directory.tokenizer)
+            job = _Job(config, device, dataset, directory, display)
             session = _start_or_resume(job)
             try:
                 _train(job, session, requests)
@@ -119,14 +119,14 @@ class _Job:
 
     config: Config
     device: torch.device
-    corpus: Corpus
+    dataset: Dataset
     directory: RunDirectory
     display: Display
 
     @cached_property
     def run_id(self) -> str:
         """What a checkpoint has to be of, to be continued here."""
-        text = json.dumps([trajectory(self.config), self.corpus.digest], sort_keys=True)
+        text = json.dumps([trajectory(self.config), self.dataset.digest], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
@@ -145,20 +145,20 @@ class _Job:
             "flops_per_token": flops_per_token(model, config.data.sequence_length),
             "peak_flops": peak,
             "peak_source": source,
-            "corpus": self.corpus.digest,
+            "corpus": self.dataset.digest,
         }
 
 
-def _check_corpus(config: Config, corpus: Corpus) -> None:
+def _check_data(config: Config, dataset: Dataset) -> None:
     """Refuse tokens that the model cannot take, before the directory is claimed for this configuration."""
-    vocab_size, needed = config.the_model().vocab_size, corpus.tokenizer.vocab_size
+    vocab_size, needed = config.the_model().vocab_size, dataset.tokenizer.vocab_size
     if needed > vocab_size:
         raise UserError(
             f"tokenizer {config.data.tokenizer!r} has token ids up to {needed - 1}, beyond "
             f"model.vocab_size = {vocab_size}; set --model.vocab_size {needed}, or a smaller tokenizer"
         )
-    count_windows(corpus.train, config.data.sequence_length)
-    count_windows(corpus.val, config.data.sequence_length, "held-out")
+    count_windows(dataset.train, config.data.sequence_length)
+    count_windows(dataset.val, config.data.sequence_length, "held-out")
 
 
 def _start_or_resume(job: _Job) -> Session:
@@ -183,14 +183,21 @@ def _start_or_resume(job: _Job) -> Session:
 
 def _train(job: _Job, session: Session, requests: list[str]) -> None:
     """All steps that are left."""
-    config, directory, steps = job.config, job.directory, job.config.training.steps
+    directory, steps = job.directory, job.config.training.steps
     if session.step == 0:
         val_loss = _validate(job, session)
         directory.record({"step": 0, "tokens": 0, "val_loss": val_loss})
         job.display.say(f"step {0:>6}/{steps}  val loss {val_loss:.4f}")
+    with session.batches(job.dataset.train) as batches:
+        _steps(job, session, batches, requests)
+
+
+def _steps(job: _Job, session: Session, batches: Loader, requests: list[str]) -> None:
+    """The loop itself."""
+    config, directory, steps = job.config, job.directory, job.config.training.steps
     last_save = time.monotonic()
     while session.step < steps:
-        line = _measured_step(job, session)
+        line = _measured_step(job, session, batches)
         is_last = session.step == steps
         # Read once: a signal may come at any moment, and the stop has to find the save it speaks of.
         asked = "" if is_last or not requests else requests[0]
@@ -208,11 +215,11 @@ def _train(job: _Job, session: Session, requests: list[str]) -> None:
             raise Preempted(f"{asked} after step {session.step}; the same line continues")
 
 
-def _measured_step(job: _Job, session: Session) -> dict[str, Any]:
+def _measured_step(job: _Job, session: Session, batches: Loader) -> dict[str, Any]:
     """One optimizer step and its line of the metrics."""
     machine.synchronize(job.device)
     start = time.perf_counter()
-    loss, norm, lr = session.train_step(job.corpus)
+    loss, norm, lr = session.train_step(batches)
     seconds = time.perf_counter() - start  # the step ended with the loss on the host
     tokens = job.config.training.batch_size * job.config.data.sequence_length
     return {
@@ -232,10 +239,11 @@ def _validate(job: _Job, session: Session) -> float:
     c = job.config
     return validation_loss(
         session.model,
-        job.corpus.val,
+        job.dataset.val,
         c.training.micro_batch_size,
         c.data.sequence_length,
         c.validation.batches,
+        c.data.separate_documents,
     )
 
 
@@ -268,8 +276,8 @@ def _save(job: _Job, session: Session, must: bool) -> None:
 
 def _finish(job: _Job, session: Session) -> None:
     """A sample of text, and the last status."""
-    log, tokenizer = job.config.log, job.corpus.tokenizer
-    prompt = log.prompt or _fitting_prompt(job.config, job.corpus)
+    log, tokenizer = job.config.log, job.dataset.tokenizer
+    prompt = log.prompt or _fitting_prompt(job.config, job.dataset)
     ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
     seed = job.config.training.seed
     new = generate(session.model, ids, log.sample_tokens, temperature=0.7, top_k=40, seed=seed)
@@ -279,8 +287,8 @@ def _finish(job: _Job, session: Session) -> None:
     job.display.say(f"\nsample, from {prompt!r}:\n{prompt}{sample}\n")
 
 
-def _fitting_prompt(config: Config, corpus: Corpus) -> str:
+def _fitting_prompt(config: Config, dataset: Dataset) -> str:
     """How a text may begin: a function in source text, else the first words of the held-out part."""
     if config.data.source == "stdlib":
         return "def __init__(self"
-    return corpus.tokenizer.decode(corpus.val[1:9].tolist())
+    return dataset.tokenizer.decode(dataset.val.streams[0][1:9].tolist())
