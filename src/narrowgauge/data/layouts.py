@@ -130,7 +130,7 @@ def _is_known(path: Path, head: bytes) -> bool:
 
 def _is_text(head: bytes) -> bool:
     """Whether the bytes are text, be it with stray control characters or of an old 8-bit kind."""
-    if len(head.translate(None, _PRINTABLE)) < len(head) / 10:
+    if len(head.translate(None, _PRINTABLE)) < len(head) / 5:
         return True
     controls = sum(byte < 9 for byte in head)
     whole = head.decode("utf-8", "ignore").encode("utf-8")  # the last character may be cut

@@ -89,7 +89,7 @@ def write_token_shards(
     Errors: as `write_token_file`.
     """
     assert 1 <= shard_tokens <= MOST_TOKENS
-    source = iter(chunks)
+    source = (chunk for chunk in chunks if chunk.size)
     rest = np.empty(0, dtype=token_dtype(vocab_size))
     paths = list[Path]()
 
