@@ -72,3 +72,24 @@ def test_the_next_start_is_a_documents_or_the_place_itself(first):
         assert stream.next_start(place, 10) == (later[0] if later else place)
     assert stream.next_start(5, 3) == 5
     assert stream.next_start(4, 10) == (8 if first else 4)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=8),
+    at_once=st.integers(1, 20),
+    kind=st.sampled_from(["before", "behind", "index", "index and ids"]),
+)
+def test_documents_come_one_by_one_without_the_ids_between_them(lengths, at_once, kind):
+    numbers = iter(range(100, 200))
+    texts = [[next(numbers) for _ in range(length)] for length in lengths]
+    ids = {
+        "before": [[END, *text] for text in texts],
+        "behind": [[*text, END] for text in texts],
+        "index": [text for text in texts if text],
+        "index and ids": [[*text, END] for text in texts],
+    }[kind]
+    tokens = np.array([i for document in ids for i in document], dtype=np.int64)
+    starts = np.cumsum([0, *map(len, ids)])[:-1] if "index" in kind else None
+    stream = Stream((tokens[:7], tokens[7:]), (END,), kind == "before", starts)
+    expected = [text for text in texts if text] if kind == "index" else texts
+    assert [document.tolist() for document in stream.documents(at_once)] == expected

@@ -1,4 +1,4 @@
-"""Documents kept apart in one sequence: each comes out as it would alone, and off means what it always meant."""
+"""Documents kept apart in one sequence: each comes out as it would alone; and targets that are ignored."""
 
 import pytest
 import torch

@@ -8,6 +8,7 @@ from narrowgauge.data.order import first_samples, mixed_samples, samples, shares
 from narrowgauge.data.prepare import cache_directory, prepare
 from narrowgauge.data.sources import Document, documents
 from narrowgauge.data.stream import Mixture, Stream
+from narrowgauge.data.token_export import TOKEN_LAYOUTS, export_tokens
 from narrowgauge.data.token_file import (
     TokenFile,
     Tokens,
@@ -26,6 +27,7 @@ from narrowgauge.data.tokenizer import (
 
 __all__ = [
     "AUTO",
+    "TOKEN_LAYOUTS",
     "Batch",
     "Corpus",
     "Dataset",
@@ -41,6 +43,7 @@ __all__ = [
     "cache_directory",
     "count_windows",
     "documents",
+    "export_tokens",
     "first_samples",
     "ids_tokenizer",
     "load_tokenizer",

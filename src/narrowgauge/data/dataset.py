@@ -95,9 +95,7 @@ def split_sources(source: str, weights: Sequence[float] = ()) -> list[str]:
             "one weight for each source"
         )
     if any(not 0 < weight < float("inf") for weight in weights):
-        raise UserError(
-            f"data.weights = {list(weights)} must be positive; leave a source out to give it none"
-        )
+        raise UserError(f"data.weights = {list(weights)} must be positive; leave out a source of no weight")
     return names
 
 

@@ -28,6 +28,7 @@ from narrowgauge.data.megatron import is_megatron_index, open_megatron
 from narrowgauge.data.stream import Bits
 from narrowgauge.data.token_file import HEADER_BYTES, Tokens, open_token_file, unfit
 
+BARE = "bare uint16"
 _LLM_C = {20240520: "llm.c uint16", 20240801: "llm.c uint32"}
 _LLM_C_OTHERS = {
     20240326: "a GPT-2 model",
@@ -94,7 +95,7 @@ def layout_of(path: Path) -> str | None:
     if size >= HEADER_BYTES and not any(head[12:HEADER_BYTES]):
         version, count = struct.unpack("<2i", head[4:12])
         raise unfit(path, f"its header is unknown (magic {magic}, version {version}, {count} tokens)")
-    return "bare uint16"
+    return BARE
 
 
 def open_file(path: Path, layout: str) -> OpenFile:
@@ -114,7 +115,7 @@ def open_file(path: Path, layout: str) -> OpenFile:
         llmq = open_llmq(path)
         learnt = None if llmq.mask is None else Bits(llmq.mask, len(llmq.tokens))
         return OpenFile(path, layout, llmq.tokens, (path,), learnt=learnt)
-    assert layout == "bare uint16"
+    assert layout == BARE
     mapped: Tokens = np.memmap(path, dtype="<u2", mode="r")
     return OpenFile(path, layout, mapped, (path,))
 

@@ -12,10 +12,10 @@ Some files say of each token whether it is to be learnt (llmq's mask). Other tar
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -77,13 +77,7 @@ class Stream:
 
     def positions(self, start: int, row: NDArray[Any]) -> NDArray[np.int64]:
         """Of each token of `row`, read at `start`: how many of its document stand before it in the row."""
-        if self.starts is not None:
-            at = self.first + start
-            low, high = np.searchsorted(self.starts, [at, at + len(row)])
-            begins = self.starts[low:high] - at
-        else:
-            begins = np.flatnonzero(np.isin(row, self.boundaries)) + (not self.boundary_first)
-            begins = begins[begins < len(row)]
+        begins = self._begins(start, row)
         number_T = np.arange(len(row), dtype=np.int64)
         begin_T = np.zeros_like(number_T)
         begin_T[begins] = begins
@@ -93,6 +87,26 @@ class Stream:
         """Which of these tokens are not to be learnt as targets; None: all are."""
         return self._read(self.learnt, start, stop) == 0 if self.learnt else None
 
+    def documents(self, at_once: int = 1 << 20) -> Iterator[NDArray[Any]]:
+        """Each document without the ids between documents; about `at_once` tokens are in memory."""
+        parts = list[NDArray[Any]]()
+        for start in range(0, len(self), at_once):
+            before = max(
+                start - 1, 0
+            )  # a boundary at the end of the last row begins one at the start of this
+            row = self[before : start + at_once]
+            begins = self._begins(before, row) - (start - before)
+            row = row[start - before :]
+            edges = [0, *begins[begins >= 0].tolist(), len(row)]
+            for number, (a, b) in enumerate(pairwise(edges)):
+                if parts and number > 0:
+                    yield self._inside(np.concatenate(parts))
+                    parts = []
+                if b > a:
+                    parts.append(row[a:b])
+        if parts:
+            yield self._inside(np.concatenate(parts))
+
     def next_start(self, start: int, within: int) -> int:
         """The first position from `start` on at which a document begins; `start` itself if none is near."""
         stop = min(start + within, len(self))
@@ -101,6 +115,21 @@ class Stream:
         if len(begins) and begins[0] == 0 and not self._begins_at(start):
             begins = begins[1:]  # the first of a row counts from 0 in any case
         return start + int(begins[0]) if len(begins) else start
+
+    def _begins(self, start: int, row: NDArray[Any]) -> NDArray[np.int64]:
+        """Where in a row, read at `start`, documents begin."""
+        if self.starts is not None:
+            at = self.first + start
+            low, high = np.searchsorted(self.starts, [at, at + len(row)])
+            return self.starts[low:high] - at
+        begins = np.flatnonzero(np.isin(row, self.boundaries)) + (not self.boundary_first)
+        return begins[begins < len(row)]
+
+    def _inside(self, document: NDArray[Any]) -> NDArray[Any]:
+        """A document without a boundary id in front or behind."""
+        begin = int(document[0] in self.boundaries)
+        end = len(document) - int(len(document) > begin and document[-1] in self.boundaries)
+        return document[begin:end]
 
     def _begins_at(self, position: int) -> bool:
         if position == 0:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from narrowgauge.data.layouts import OpenFile, layout_of, open_file
+from narrowgauge.data.layouts import BARE, OpenFile, layout_of, open_file
 from narrowgauge.data.sources import TEXT_SUFFIXES
 from narrowgauge.data.stream import Stream
 from narrowgauge.data.survey import Progress, survey
@@ -62,7 +62,7 @@ def token_files(source: str) -> tuple[list[Path], list[Path]] | None:
     try:
         if path.is_dir():
             candidates = sorted(p for p in path.glob("*.bin") if not p.name.startswith("."))
-            files = [p for p in candidates if p.is_file() and layout_of(p)]
+            files = [p for p in candidates if p.is_file() and _is_tokens(p)]
             return _by_name(source, files) if files else None
         if not path.exists() and glob.has_magic(source):
             files = _matches(source)
@@ -71,10 +71,10 @@ def token_files(source: str) -> tuple[list[Path], list[Path]] | None:
             train, val = _by_name(source, files)
             return train, val or [p for p in _matches(_held_out_name(source)) if p not in train]
         path = _data_of(path)
-        if not path.is_file() or not layout_of(path):
+        if not path.is_file() or not _is_tokens(path):
             return None
         other = Path(_held_out_name(str(path)))
-        return [path], [other] if other != path and other.is_file() and layout_of(other) else []
+        return [path], [other] if other != path and other.is_file() and _is_tokens(other) else []
     except OSError as error:
         raise UserError(
             f"cannot look into {source!r}: {error.strerror}; give a source that can be read"
@@ -109,6 +109,12 @@ def open_token_source(
     return TokenSource(the_tokenizer, streams[0], streams[1], digest)
 
 
+def _is_tokens(path: Path) -> bool:
+    """Whether it holds tokens; where only statistics say so, not if it is named as a text."""
+    layout = layout_of(path)
+    return layout is not None and not (layout == BARE and path.suffix in TEXT_SUFFIXES)
+
+
 def _data_of(path: Path) -> Path:
     """The .bin of a Megatron pair that is named by its .idx or without a suffix; else the path itself."""
     for index in (path, path.with_name(path.name + ".idx")):
@@ -125,7 +131,7 @@ def _matches(pattern: str) -> list[Path]:
     names = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
     paths = [Path(n) for n in names if Path(n).is_file() and Path(n).suffix not in TEXT_SUFFIXES]
     paths = list(dict.fromkeys(map(_data_of, paths)))
-    is_token = [bool(layout_of(path)) for path in paths]
+    is_token = [_is_tokens(path) for path in paths]
     if any(is_token) and not all(is_token):
         raise UserError(
             f"data source {pattern!r} leads to token files and to {paths[is_token.index(False)]}, which is "
