@@ -100,7 +100,7 @@ def test_tokens_without_a_word_on_their_tokenizer_are_gpt2s_or_refused():
     write("x.bin")
     tokenizer = open_data("x.bin").tokenizer
     assert (tokenizer.vocab_size, tokenizer.end_of_document) == (50257, END)
-    assert tokenizer.decode([12, END]) == "12 <|endoftext|>"
+    assert tokenizer.decode([12, END]) == " 12 <|endoftext|>"
     Path("bare").write_bytes(text_like(5000).astype("<u2").tobytes())
     assert open_data("bare").tokenizer.digest == tokenizer.digest
     Path("letters").write_bytes((text_like(5000, end=64) % 65).astype("<u2").tobytes())

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from narrowgauge.data import prepare, write_megatron, write_token_file, write_token_shards
+from narrowgauge.errors import UserError
 from narrowgauge.training import run
 
 STEPS = 3
@@ -74,7 +75,16 @@ def test_the_default_model_learns_the_same_from_text_and_from_every_token_file(c
         assert losses(run(values(source), tmp_path / f"run-{layout}")) == expected, layout
 
 
-def test_a_megatron_file_by_itself_and_llm_cs_by_its_train_file(corpus, tmp_path, train, look):
+def test_a_vocabulary_too_small_for_the_tokens_is_refused_by_the_number_it_needs(corpus, tmp_path, train):
+    source = write_as("bare", corpus[1], tmp_path / "x")
+    words = (
+        r"data source .*/x' has token ids up to 294, beyond model\.vocab_size = 257; set --model\.vocab_size"
+    )
+    with pytest.raises(UserError, match=words):
+        train(changes={"data.source": source, "data.tokenizer": "auto"})
+
+
+def test_the_held_out_file_is_found_beside_the_one_that_is_named(corpus, tmp_path, train, look):
     _, prepared = corpus
     source = write_as("llm.c", prepared, tmp_path / "c")
     small = {"model.vocab_size": 300, "data.tokenizer": "auto"}

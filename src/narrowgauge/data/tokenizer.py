@@ -6,8 +6,8 @@ Three tokenizers are made here, and any other is read from its files (`tokenizer
 - `bpe-N`: byte-level byte pair encoding (Sennrich et al., arXiv 1508.07909; on bytes as in GPT-2). It starts
   from the 256 bytes and N - 257 times gives an id of its own to the pair of ids that is most frequent in the
   training text. Id 0 ends a document. A text too small to hold that many pairs gives fewer ids.
-- `ids-N`: for tokens whose tokenizer is not at hand. Text is the ids themselves, in decimal with spaces
-  between, and the last of the N ends a document; `ids-50257` stands for GPT-2's.
+- `ids-N`: for tokens whose tokenizer is not at hand. Text is the ids themselves, in decimal, each after
+  a space, and the last of the N ends a document; `ids-50257` stands for GPT-2's.
 
 The first two give back exactly the text they were given. All are saved as a `tokenizer.json`, which other
 programs read too: `bytes` is a byte-level BPE without merges, and is recognised by that.
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
 from narrowgauge.data.publish import whole_file
@@ -145,6 +145,7 @@ def ids_tokenizer(vocab_size: int, end_of_document: int) -> Tokenizer:
     names = {str(i): i for i in range(vocab_size) if i != end_of_document}
     library = Library(models.WordLevel(vocab=names | {END_OF_DOCUMENT: end_of_document}))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.decoder = decoders.Replace(Regex("^"), " ")  # before each id, so that texts can be put together
     return _wrap(library)
 
 

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from narrowgauge.checkpoint import SaveError, lock_run
-from narrowgauge.data import Dataset, Loader, count_windows, open_data, split_sources
+from narrowgauge.data import AUTO, Dataset, Loader, count_windows, open_data, split_sources
 from narrowgauge.errors import UserError
 from narrowgauge.models import count_parameters, flops_per_token, generate
 from narrowgauge.nn import DTYPES
@@ -153,9 +153,11 @@ def _check_data(config: Config, dataset: Dataset) -> None:
     """Refuse tokens that the model cannot take, before the directory is claimed for this configuration."""
     vocab_size, needed = config.the_model().vocab_size, dataset.tokenizer.vocab_size
     if needed > vocab_size:
+        named = config.data.tokenizer != AUTO
+        whose = f"tokenizer {config.data.tokenizer!r}" if named else f"data source {config.data.source!r}"
         raise UserError(
-            f"tokenizer {config.data.tokenizer!r} has token ids up to {needed - 1}, beyond "
-            f"model.vocab_size = {vocab_size}; set --model.vocab_size {needed}, or a smaller tokenizer"
+            f"{whose} has token ids up to {needed - 1}, beyond model.vocab_size = {vocab_size}; "
+            f"set --model.vocab_size {needed}, or a smaller tokenizer"
         )
     count_windows(dataset.train, config.data.sequence_length)
     count_windows(dataset.val, config.data.sequence_length, "held-out")
