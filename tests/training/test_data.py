@@ -75,7 +75,7 @@ def test_the_default_model_learns_the_same_from_text_and_from_every_token_file(c
         assert losses(run(values(source), tmp_path / f"run-{layout}")) == expected, layout
 
 
-def test_a_vocabulary_too_small_for_the_tokens_is_refused_by_the_number_it_needs(corpus, tmp_path, train):
+def test_too_small_a_vocabulary_is_refused_by_the_number_it_needs(corpus, tmp_path, train):
     source = write_as("bare", corpus[1], tmp_path / "x")
     words = (
         r"data source .*/x' has token ids up to 294, beyond model\.vocab_size = 257; set --model\.vocab_size"
