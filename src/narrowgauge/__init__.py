@@ -5,7 +5,7 @@ Every tensor of a training step has a place; a recipe says which number format e
 
 from narrowgauge.formats import Format, format, format_names, round_to
 from narrowgauge.nn import convert
-from narrowgauge.optim import AdamW
+from narrowgauge.optim import AdamW, Muon, parameter_groups
 from narrowgauge.quantization import QTensor, quantize
 from narrowgauge.recipes import Recipe, load_recipe, recipe, recipe_names
 from narrowgauge.training import run
@@ -13,12 +13,14 @@ from narrowgauge.training import run
 __all__ = [
     "AdamW",
     "Format",
+    "Muon",
     "QTensor",
     "Recipe",
     "convert",
     "format",
     "format_names",
     "load_recipe",
+    "parameter_groups",
     "quantize",
     "recipe",
     "recipe_names",

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from narrowgauge.checkpoint import PoisonedError, SaveError
+from narrowgauge.cluster import print_plan
 from narrowgauge.data import open_data
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import format, format_names
@@ -29,6 +30,7 @@ from narrowgauge.training import (
     OutOfMemory,
     Preempted,
     config_keys,
+    convert_run,
     load_values,
     make_config,
     open_run,
@@ -48,6 +50,7 @@ _SHORT = {
     "steps": "training.steps",
     "seed": "training.seed",
     "device": "training.device",
+    "memory-limit": "training.memory_limit",
 }
 
 
@@ -126,6 +129,12 @@ def _parser() -> tuple[_Parser, list[str]]:
     p = verb("compare", "train the same model under several recipes, side by side", _compare)
     p.add_argument("--recipes", required=True, metavar="A,B,C", help="recipes; the first is the reference")
     _add_config_options(p)
+    p = verb("plan", "what a run will take, before it is started: memory by class of tensor", _plan)
+    _add_config_options(p)
+    p = verb("convert", "a run's newest state under another recipe, in a new run directory", _convert)
+    p.add_argument("run", metavar="RUN", type=Path)
+    p.add_argument("--recipe", required=True, metavar="R", help="a shipped recipe or a .toml file")
+    p.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new run directory")
     p = verb("sample", "text from a run", _sample)
     p.add_argument("run", metavar="RUN", type=Path)
     p.add_argument("--prompt", required=True, help="how the text begins")
@@ -195,6 +204,16 @@ def _compare(options: argparse.Namespace) -> None:
     report = write_report(runs, runs[0].parent / "report.html")
     print_comparison([read_run(path) for path in runs], console)
     console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    print_plan(make_config(_values(options)), Console())
+
+
+def _convert(options: argparse.Namespace) -> None:
+    step = convert_run(options.run, options.recipe, options.out)
+    print(f"{options.out}: the state of {options.run} after step {step}, under recipe {options.recipe}")
+    print(f"to go on: narrowgauge train {options.out}/config.toml --out {options.out}")
 
 
 def _sample(options: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ import narrowgauge as ng
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, model_config
 from narrowgauge.nn import set_step
-from narrowgauge.optim import AdamW, decay_groups, set_learning_rate
+from narrowgauge.optim import AdamW, parameter_groups, set_learning_rate
 from narrowgauge.recipes import recipe
 
 POW2 = {"cast": "e4m3", "power_of_two": True}
@@ -21,6 +21,7 @@ STATES = {
     "e4m3": POW2,
     "fp8-1x128": "fp8-1x128",
     "coat": "coat",
+    "dynamic8": "dynamic8",
 }
 
 
@@ -35,7 +36,7 @@ def model_of(seed=0, width=80):
 
 
 def optimizer_of(model, r="fp32", weight_decay=0.1, betas=(0.9, 0.95)):
-    return AdamW(decay_groups(model, weight_decay), r, betas=betas)
+    return AdamW(parameter_groups(model, weight_decay), r, betas=betas)
 
 
 def names(model):
@@ -57,19 +58,21 @@ def step(model, optimizer, n, lr=1e-2):
 class TestGroups:
     def test_matrices_decay_and_vectors_do_not(self):
         model = Transformer(model_config("gpt2-debug"))
-        found = {names(model)[p]: g["weight_decay"] for g in decay_groups(model, 0.1) for p in g["params"]}
+        found = {
+            names(model)[p]: g["weight_decay"] for g in parameter_groups(model, 0.1) for p in g["params"]
+        }
         assert set(found) == {n for n, _ in model.named_parameters()}
         assert all(found[n] == (0.1 if p.ndim == 2 else 0.0) for n, p in model.named_parameters())
         assert found["norm.weight"] == found["blocks.0.qkv.bias"] == 0.0
         assert found["embedding.weight"] == found["blocks.0.qkv.weight"] == 0.1
 
     def test_a_model_without_vectors_has_one_group(self):
-        assert len(decay_groups(torch.nn.Linear(3, 3, bias=False), 0.1)) == 1
+        assert len(parameter_groups(torch.nn.Linear(3, 3, bias=False), 0.1)) == 1
 
     def test_frozen_parameters_stay_out(self):
         model = model_of()
         model[0].weight.requires_grad_(False)
-        held = {p for g in decay_groups(model, 0.1) for p in g["params"]}
+        held = {p for g in parameter_groups(model, 0.1) for p in g["params"]}
         assert held == {p for p in model.parameters() if p.requires_grad}
 
     def test_the_learning_rate_reaches_every_group(self):
@@ -83,7 +86,7 @@ class TestFp32:
         ours, theirs = model_of(), model_of()
         optimizers = (
             optimizer_of(ours),
-            torch.optim.AdamW(decay_groups(theirs, 0.1), betas=(0.9, 0.95), fused=True),
+            torch.optim.AdamW(parameter_groups(theirs, 0.1), betas=(0.9, 0.95), fused=True),
         )
         for n in range(5):
             for model, optimizer in zip((ours, theirs), optimizers, strict=True):

@@ -10,6 +10,7 @@ import narrowgauge as ng
 from narrowgauge.errors import UserError
 from narrowgauge.formats import stream
 from narrowgauge.quantization import AtRest, cast_names, make_cast, state_cast_names
+from narrowgauge.quantization.codebook import code_values, to_codes
 
 ROWS, COLUMNS = 48, 384
 POW2 = {"cast": "e4m3", "power_of_two": True}
@@ -24,6 +25,8 @@ BYTES = {
     "coat": 1 + 12 / 128,
     "mxfp8": 1 + 1 / 32,
     "mxfp6-e2m3": 6 / 8 + 1 / 32,
+    "bf16-split": 4,
+    "dynamic8": 1 + 8 / COLUMNS,  # two blocks of 256 in a row of 384
     "mxfp4": 4 / 8 + 1 / 32,
     "nvfp4": 4 / 8 + 1 / 16,
 }
@@ -49,6 +52,7 @@ def test_codes_are_those_of_quantize(name):
 def test_what_is_read_is_contiguous(name):
     """Also where blocks are ragged: torch's fused optimizers walk through memory, not through strides."""
     x = numbers()[:, :80].contiguous()
+    x = x.abs() if "unsigned" in name else x
     state = at_rest(name, x)
     assert state.read().is_contiguous()
     assert state.read().shape == x.shape
@@ -76,7 +80,7 @@ def test_it_begins_with_zeros_and_is_allocated_once(name):
     assert {k: t.data_ptr() for k, t in state.tensors.items()} == before
 
 
-@pytest.mark.parametrize("cast", ["fp16-scaled", POW2, "mxfp8", "mxfp4", "bf16"])
+@pytest.mark.parametrize("cast", ["fp16-scaled", POW2, "mxfp8", "mxfp4", "bf16", "bf16-split"])
 def test_what_was_read_is_written_back_unchanged(cast):
     state = at_rest(cast, numbers())
     once = state.read().clone()
@@ -160,7 +164,9 @@ def test_non_finite_input_never_comes_out_finite(name, bad):
     assert not at_rest(name, x).read()[5, 40].isfinite()
 
 
-@pytest.mark.parametrize("cast", ["bf16", "fp16-scaled", "e4m3", "fp8-1x128", "mxfp8", "nvfp4", "coat"])
+@pytest.mark.parametrize(
+    "cast", ["bf16", "fp16-scaled", "e4m3", "fp8-1x128", "mxfp8", "nvfp4", "coat", "dynamic8"]
+)
 def test_a_factor(cast):
     state = at_rest(cast, numbers())
     before = state.read().clone()
@@ -193,3 +199,58 @@ def test_stochastic_rounding_is_right_on_average_and_repeats(name):
 def test_what_belongs_to_operands_is_refused(key):
     with pytest.raises(UserError, match="transforms, outliers and histories are for operands of a product"):
         AtRest(torch.Size((8, 8)), make_cast({"cast": "e4m3"} | key))
+
+
+class TestBf16WithItsRest:
+    def test_it_is_float32(self):
+        bits = torch.randint(-(2**31), 2**31, (64, 1000), generator=torch.Generator().manual_seed(0))
+        x = bits.to(torch.int32).view(torch.float32)
+        x = torch.cat([x.flatten(), torch.tensor([0.0, -0.0, 1.0, math.inf, -math.inf, 3.4028235e38])])
+        finite = ~x.isnan()
+        back = at_rest("bf16-split", x).read()
+        assert torch.equal(back[finite].view(torch.int32), x[finite].view(torch.int32))
+        assert back[~finite].isnan().all()
+
+    def test_products_see_it_rounded(self):
+        x = numbers()
+        values = at_rest("bf16-split", x).tensors["values"]
+        assert torch.equal(values, ng.round_to(x, "bf16", rounding="half-away").bfloat16())
+
+
+class TestCodebook:
+    @pytest.mark.parametrize("name", ["dynamic", "dynamic-unsigned"])
+    def test_the_map(self, name):
+        values = code_values(name)
+        assert len(set(values)) == 256
+        assert values[-1] == 1
+        assert values.index(0) == (0 if "unsigned" in name else 127)
+        smallest = min(v for v in values if v > 0)
+        assert smallest == pytest.approx(0.55e-6 if name == "dynamic" else 0.325e-6)
+
+    @pytest.mark.parametrize("name", ["dynamic", "dynamic-unsigned"])
+    def test_every_number_takes_the_nearest_code(self, name):
+        values = np.array(code_values(name))
+        middles = ((values[1:] + values[:-1]) / 2).astype(np.float32)
+        x = np.concatenate([middles, np.nextafter(middles, 2), np.nextafter(middles, -2), values])
+        x = np.concatenate([x, np.random.default_rng(0).uniform(-1, 1, 5000)]).astype(np.float32)
+        distances = np.abs(x.astype(np.float64)[:, None] - values)
+        lower = np.argmin(distances, axis=1)  # the first of two
+        assert (to_codes(torch.from_numpy(x), name).numpy() == lower).all()
+
+    def test_torchao_has_the_same_map(self):
+        quant_utils = pytest.importorskip("torchao.optim.quant_utils", reason="torchao is not installed")
+        for name in ("dynamic", "dynamic-unsigned"):
+            theirs = torch.tensor(quant_utils.create_dynamic_map(signed=name == "dynamic"))
+            torch.testing.assert_close(torch.tensor(code_values(name)), theirs, rtol=1e-6, atol=0)
+
+    def test_a_second_moment_keeps_its_small_numbers(self):
+        """Where one scale for the tensor loses whole rows."""
+        v = numbers().square() * torch.logspace(-6, 0, ROWS).unsqueeze(1)
+        assert (at_rest("dynamic8-unsigned", v).read() > 0).float().mean() > 0.999
+        assert (at_rest("e4m3", v).read() > 0).float().mean() < 0.7
+
+    def test_operands_cannot_have_it(self):
+        with pytest.raises(UserError, match="cast 'dynamic8' is for state"):
+            ng.recipe("fp8").with_places({"fprop.x": "dynamic8"})
+        with pytest.raises(UserError, match="'dynamic8' has no codes of a byte: it is for state"):
+            ng.quantize(numbers(), "dynamic8")

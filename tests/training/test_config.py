@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowgauge.errors import UserError
-from narrowgauge.recipes import PLACES
+from narrowgauge.recipes import KEYS
 from narrowgauge.training import Config, config_keys, load_values, make_config, to_toml
 from narrowgauge.training.config import trajectory
 
 
 def test_keys_are_every_field_and_every_place():
     fields = {f"{s}.{k}" for s, section in Config() for k in type(section).model_fields}
-    assert set(config_keys()) == fields - {"recipe.places"} | {f"recipe.{place}" for place in PLACES}
+    assert set(config_keys()) == fields - {"recipe.places"} | {f"recipe.{place}" for place in KEYS}
     assert all(config_keys().values()), "each key is described"
 
 
-@pytest.mark.parametrize("key", [k for k in config_keys() if k.removeprefix("recipe.") not in PLACES])
+@pytest.mark.parametrize("key", [k for k in config_keys() if k.removeprefix("recipe.") not in KEYS])
 def test_a_default_given_as_text_is_the_default(key):
     section, _, name = key.partition(".")
     value = getattr(getattr(Config(), section), name)
@@ -150,3 +150,24 @@ def test_an_unreadable_file_is_named(tmp_path: Path, content, words):
 def test_a_directory_is_no_configuration_file(tmp_path: Path):
     with pytest.raises(UserError, match="cannot be read"):
         load_values(tmp_path)
+
+
+def test_groups_of_the_optimizer_come_from_both_doors(tmp_path):
+    groups = {"*.bias": {"lr_factor": 2.0}}
+    (tmp_path / "c.toml").write_text('[optimizer.groups]\n"*.bias" = {lr_factor = 2.0}\n')
+    from_file = make_config(load_values(tmp_path / "c.toml"))
+    from_line = make_config({"optimizer": {"groups": '{"*.bias": {"lr_factor": 2.0}}'}})
+    assert from_file.optimizer.groups == from_line.optimizer.groups == groups
+    (tmp_path / "again.toml").write_text(to_toml(from_file))
+    assert to_toml(make_config(load_values(tmp_path / "again.toml"))) == to_toml(from_file)
+    with pytest.raises(UserError, match="on the command line it is JSON"):
+        make_config({"optimizer": {"groups": "*.bias=2"}})
+
+
+def test_places_on_the_host_come_from_both_doors(tmp_path):
+    (tmp_path / "c.toml").write_text('[recipe]\nname = "msamp-o3"\noffload = ["m", "master"]\n')
+    from_file = make_config(load_values(tmp_path / "c.toml"))
+    from_line = make_config({"recipe": {"name": "msamp-o3", "offload": "m, master"}})
+    assert from_file.the_recipe().offload == from_line.the_recipe().offload == ("master", "m")
+    with pytest.raises(UserError, match="place to offload 'weight'"):
+        make_config({"recipe": {"offload": "weight"}})

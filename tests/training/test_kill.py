@@ -71,6 +71,15 @@ def test_twenty_kills_leave_no_trace(narrowgauge, undisturbed, look, tmp_path, n
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3", "coat", "muon"])
+def test_twenty_kills_leave_narrow_state_as_it_was(narrowgauge, undisturbed, look, tmp_path, name):
+    """In a model whose matrices are large enough for narrow moments."""
+    wide = {"model.dim": 128, "model.ffn_dim": 256}
+    named = {"recipe.name": name} if name != "muon" else {"recipe.name": "msamp-o3", "optimizer.name": "muon"}
+    campaign(narrowgauge, undisturbed, look, tmp_path, wide | named, 20)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [

@@ -22,6 +22,7 @@ Legend: B sequences, T tokens, D dim, N query heads, K key-value heads, H head_d
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +97,8 @@ def attend(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | None =
     Grouped heads are left to the kernel where it has them; on a GPU no fused kernel does in fp32 or under a
     mask, and torch would fall back to one that holds all T x T scores, so there the heads are repeated.
     """
+    if q_BNTH.is_meta:
+        return _ShapesOfAttention.apply(q_BNTH, k_BKTH, v_BKTH)
     groups = q_BNTH.shape[1] // k_BKTH.shape[1]
     narrow = q_BNTH.dtype in (torch.float16, torch.bfloat16)
     native = q_BNTH.device.type == "cpu" or (narrow and mask is None)
@@ -104,6 +107,24 @@ def attend(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | None =
     return nn.functional.scaled_dot_product_attention(
         q_BNTH, k_BKTH, v_BKTH, mask, is_causal=mask is None, enable_gqa=groups > 1 and native
     )
+
+
+class _ShapesOfAttention(torch.autograd.Function):
+    """A fused kernel on tensors without numbers: it keeps its operands, its output, one fp32 for each row.
+
+    Torch has no fused attention for its meta device and would hold all T x T scores there.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor) -> Tensor:
+        out_BNTH = torch.empty_like(q_BNTH)
+        row_BNT = torch.empty(q_BNTH.shape[:-1], device=q_BNTH.device)
+        ctx.save_for_backward(q_BNTH, k_BKTH, v_BKTH, out_BNTH, row_BNT)
+        return out_BNTH
+
+    @staticmethod
+    def backward(ctx: Any, grad_BNTH: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(t) for t in ctx.saved_tensors[:3])
 
 
 class Block(nn.Module):

@@ -2,5 +2,6 @@
 
 from narrowgauge.nn.convert import convert, recipe_tensors, set_step
 from narrowgauge.nn.linear import DTYPES, Linear
+from narrowgauge.nn.weights import best_numbers
 
-__all__ = ["DTYPES", "Linear", "convert", "recipe_tensors", "set_step"]
+__all__ = ["DTYPES", "Linear", "best_numbers", "convert", "recipe_tensors", "set_step"]

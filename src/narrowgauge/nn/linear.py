@@ -13,6 +13,7 @@ twice. The layer returns the dtype it was given, so that conversion changes no o
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class _ThreeGemms(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with torch.autocast(dy_MN.device.type, enabled=False):
+        with _as_the_recipe_says(dy_MN.device.type):
             return _backward(ctx, dy_MN)
 
 
@@ -83,6 +84,11 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     if bias_dtype is not None and ctx.needs_input_grad[2]:
         dbias_N = dy_MN.sum(0, dtype=torch.float32).to(bias_dtype)
     return dx_MK, dw_NK, dbias_N, None
+
+
+def _as_the_recipe_says(device: str) -> AbstractContextManager[Any]:
+    """No autocast: what is computed in what is not its business here (the meta device has none)."""
+    return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 
 class Linear(torch.nn.Linear):
@@ -127,7 +133,7 @@ class Linear(torch.nn.Linear):
         self.histories = {place: History(c).to(self.weight.device) for place, c in every if c.history}
         for place, history in self.histories.items():
             self.add_module(place.replace(".", "_"), history)
-        state = Weight(self.weight, recipe.state)
+        state = Weight(self.weight, recipe.state, recipe.offload)
         self.state_at_rest = None if state.is_plain else state
         self.register_buffer("keys", None, persistent=False)
         self.register_buffer("first_sample", None, persistent=False)
@@ -229,7 +235,7 @@ class Linear(torch.nn.Linear):
         if self.state_at_rest is not None and self.state_at_rest.gradient is not None:
             # Its backward pass writes a gradient on the side, which no compiled graph can hold.
             three_gemms = torch.compiler.disable(three_gemms)
-        with torch.autocast(input.device.type, enabled=False):  # the recipe says what is computed in what
+        with _as_the_recipe_says(input.device.type):
             y_MN = three_gemms(input.reshape(-1, self.in_features), weight, self.bias, places)
         return y_MN.view(*input.shape[:-1], self.out_features)
 

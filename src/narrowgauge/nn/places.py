@@ -70,10 +70,10 @@ class Places:
         return operand if axis == -1 else operand.flipped()
 
     def wide(self, w_NK: torch.Tensor) -> torch.Tensor:
-        """The numbers of a weight whose parameter is `w_NK`."""
+        """The numbers of a weight whose parameter is `w_NK`, in whatever dtype holds them."""
         if self.weight is None:
             return w_NK
-        w = self.weight.read()
+        w = self.weight.operand()
         return w.T if self.transposed else w
 
     def take_gradient(self, dw_NK: torch.Tensor) -> bool:

@@ -7,28 +7,46 @@ itself and `parameter.grad` stays None. What belongs to a parameter hangs on it,
     parameter.at_rest      the weight                     or None: the parameter is the weight
     parameter.master       a wider copy, to be updated    or None: the weight itself is updated
     parameter.gradient     the sum over micro-batches     or None: it is `parameter.grad`
+
+Master and gradient may lie in the host's memory (`offload`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
 from narrowgauge.formats import Stream, torch_dtype
-from narrowgauge.quantization import AtRest, Cast
+from narrowgauge.quantization import AtRest, Cast, PreScale
 
 
 class Gradient(AtRest):
     """A gradient that is added up in float32 and stored after each micro-batch."""
 
-    is_empty = True
+    def __init__(
+        self, shape: torch.Size, cast: Cast, device: torch.device | str = "cpu", on_host: bool = False
+    ) -> None:
+        """Empty; see `AtRest`."""
+        self.is_empty = True
+        self.prescale = PreScale(device) if cast.prescale else None
+        super().__init__(shape, cast, device, on_host)
 
     def add(self, x: torch.Tensor, stream: Stream | None) -> None:
         """Add float32 numbers, rounding the sum once; with random bits nothing small is lost on average."""
-        self.write(x if self.is_empty else self.read() + x, stream)
+        total = x if self.is_empty else self.read() + x
+        scale = None
+        if self.prescale is not None:
+            scale = self.prescale.scale_of(total, self.cast, is_first=self.is_empty)
+        self.write(total, stream, scale)
         self.is_empty = False
 
+    def move(self, device: torch.device) -> None:
+        """Go to another device, the pre-scaling factor with it."""
+        super().move(device)
+        if self.prescale is not None:
+            self.prescale.move(device)
 
-def _numbers(parameter: torch.nn.Parameter) -> torch.Tensor:
+
+def best_numbers(parameter: torch.Tensor) -> torch.Tensor:
     """The best that is known of a weight, as float32."""
     for name in ("master", "at_rest"):
         stored = getattr(parameter, name, None)
@@ -40,11 +58,16 @@ def _numbers(parameter: torch.nn.Parameter) -> torch.Tensor:
 class Weight:
     """The state of one parameter."""
 
-    def __init__(self, parameter: torch.nn.Parameter, state: Mapping[str, Cast | None]) -> None:
-        """Take over the parameter's numbers, in its place."""
+    def __init__(
+        self,
+        parameter: torch.nn.Parameter,
+        state: Mapping[str, Cast | None],
+        offload: Collection[str] = (),
+    ) -> None:
+        """Take over the parameter's numbers, in its place; `offload` names what lies on the host."""
         self.parameter = parameter
         self.at_rest = self.master = self.gradient = None
-        shape, device, numbers = parameter.shape, parameter.device, _numbers(parameter)
+        shape, device, numbers = parameter.shape, parameter.device, best_numbers(parameter)
         weight, master, grad = (state[place] for place in ("weight", "master", "grad"))
         assert weight is not None
         assert grad is not None
@@ -54,10 +77,10 @@ class Weight:
             self.at_rest = AtRest(shape, weight, device)
             self.at_rest.write(numbers)
         if master is not None:
-            self.master = AtRest(shape, master, device)
+            self.master = AtRest(shape, master, device, "master" in offload)
             self.master.write(numbers)
         if self.at_rest is not None or grad.name != "fp32":
-            self.gradient = Gradient(shape, grad, device)
+            self.gradient = Gradient(shape, grad, device, "grad" in offload)
         self.tie(parameter)
 
     @property
@@ -81,6 +104,12 @@ class Weight:
         """The weight as float32, or the parameter itself."""
         return self.parameter if self.at_rest is None else self.at_rest.read()
 
+    def operand(self) -> torch.Tensor:
+        """The numbers that products see: those of the parameter where it needs no scale, else float32."""
+        if self.at_rest is None or not self.at_rest.cast.is_scaled:
+            return self.parameter
+        return self.at_rest.read()
+
     @torch.no_grad()
     def write(self, x: torch.Tensor) -> None:
         """Give weight and master new numbers."""
@@ -92,4 +121,6 @@ class Weight:
         """What a checkpoint has to hold beside the parameter, by name."""
         beside = {} if self.at_rest is None else dict(list(self.at_rest.tensors.items())[1:])
         named = {f"weight.{k}": t for k, t in beside.items()}
-        return named | {f"master.{k}": t for k, t in (self.master.tensors if self.master else {}).items()}
+        named |= {f"master.{k}": t for k, t in (self.master.tensors if self.master else {}).items()}
+        prescale = self.gradient.prescale if self.gradient else None
+        return named | ({} if prescale is None else {f"grad.{k}": t for k, t in prescale.tensors.items()})

@@ -1,21 +1,66 @@
-"""Which parameters decay: matrices do, vectors (norms, biases) do not."""
+"""Which parameters decay, at which rate they learn, and by which algorithm they move."""
 
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
+from narrowgauge.errors import UserError, unknown
 
-def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """The parameter groups of a model's trainable parameters."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [g for g in groups if g["params"]]
+OPTIONS = ("weight_decay", "lr_factor")
+_WIDE = (
+    "embedding",
+    "position_embedding",
+    "head",
+    "lm_head",
+    "wte",
+    "wpe",
+    "embed_tokens",
+)  # rows of these stand for tokens
+
+
+def parameter_groups(
+    model: torch.nn.Module,
+    weight_decay: float,
+    patterns: Mapping[str, Mapping[str, float]] | None = None,
+    muon: bool = False,
+) -> list[dict[str, Any]]:
+    """The parameter groups of a model's trainable parameters: matrices first, each group of one mind.
+
+    Args:
+        model: its parameters' names are what patterns are compared with.
+        weight_decay: of matrices; vectors (norms, biases) do not decay.
+        patterns: `{"embedding.*": {"weight_decay": 0.0, "lr_factor": 0.5}}`; later ones win.
+        muon: whether matrices that are no embedding and no head move by Muon.
+
+    Raises:
+        UserError: a pattern that fits no parameter, or an option that does not exist.
+    """
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    patterns = patterns or {}
+    for pattern, options in patterns.items():
+        for key in options:
+            if key not in OPTIONS:
+                raise unknown("option of optimizer.groups", key, OPTIONS)
+        if not any(fnmatchcase(name, pattern) for name, _ in named):
+            raise UserError(
+                f"optimizer.groups: {pattern!r} fits no parameter; use a name such as {named[0][0]!r}, or a "
+                "pattern such as '*.bias'"
+            )
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name, p in sorted(named, key=lambda item: item[1].ndim < 2):
+        options = {"weight_decay": weight_decay if p.ndim >= 2 else 0.0, "lr_factor": 1.0}
+        for pattern, changes in patterns.items():
+            options |= changes if fnmatchcase(name, pattern) else {}
+        is_hidden = p.ndim == 2 and not any(part in _WIDE for part in name.split("."))
+        algorithm = "muon" if muon and is_hidden else "adamw"
+        mind = (*options.values(), algorithm)
+        groups.setdefault(mind, {"params": [], **options, "algorithm": algorithm})["params"].append(p)
+    return list(groups.values())
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group."""
+    """Set the learning rate of every group, times the group's own factor."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_factor", 1.0)

@@ -2,12 +2,14 @@
 
 from narrowgauge.quantization.at_rest import AtRest
 from narrowgauge.quantization.cast import Cast, cast, cast_names, make_cast, state_cast_names
+from narrowgauge.quantization.prescale import PreScale
 from narrowgauge.quantization.quantize import QTensor, emulate, quantize
 from narrowgauge.quantization.remedies import clamp_outliers, estimator_slope
 
 __all__ = [
     "AtRest",
     "Cast",
+    "PreScale",
     "QTensor",
     "cast",
     "cast_names",

@@ -7,11 +7,17 @@ cast:
     with scales, 16 bits    values on the fp16 or bf16 grid, and the scales
     with scales, 8 bits     codes and scales, as `quantize` gives them; fewer bits packed into bytes
     range expansion         also the k and c of each block (`expand.py`)
+    a codebook              codes into a table, and the largest magnitude of each block (`codebook.py`)
+    bf16-split              bf16, and beside it the 16 bits that make it float32 again
 
 Reading is exact; writing rounds, once. A NaN or an infinity makes its scaling block NaN, as anywhere.
+
+State may live in the host's memory while it is computed with on a GPU: it is brought there to be read, and
+what is written goes back. The numbers are the same wherever they lie.
 """
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -19,8 +25,9 @@ from narrowgauge.errors import UserError
 from narrowgauge.formats import Stream, decode, format, round_to, torch_dtype, unpack
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.codebook import from_codes, to_codes
 from narrowgauge.quantization.expand import Expansion, expansion, shrink, stretch
-from narrowgauge.quantization.quantize import QTensor, emulate, quantize
+from narrowgauge.quantization.quantize import QTensor, emulate, over_block, quantize
 
 
 class AtRest:
@@ -31,8 +38,16 @@ class AtRest:
             them and a restart copy into them.
     """
 
-    def __init__(self, shape: torch.Size, cast: Cast, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, shape: torch.Size, cast: Cast, device: torch.device | str = "cpu", on_host: bool = False
+    ) -> None:
         """Zeros.
+
+        Args:
+            shape: of the tensor.
+            cast: the numbers it is kept in.
+            device: where it is computed with.
+            on_host: keep it in the host's memory (pinned) instead of a GPU's.
 
         Raises:
             UserError: a cast that state cannot have.
@@ -43,10 +58,10 @@ class AtRest:
                 "product; remove the key"
             )
         self.shape, self.cast = torch.Size(shape), cast
-        self.tensors: dict[str, torch.Tensor] = {}
-        zeros = torch.zeros(self.shape, device=device)
-        for name, tensor in self._encoded(zeros, None).items():
-            self.tensors[name] = tensor.clone()
+        self.device, self.on_host = torch.device(device), on_host
+        self.arriving: tuple[dict[str, torch.Tensor], torch.cuda.Event] | None = None
+        self.tensors = self._encoded(torch.zeros(self.shape, device=device), None)
+        self.move(self.device)
 
     @property
     def nbytes(self) -> int:
@@ -54,41 +69,79 @@ class AtRest:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
     def read(self) -> torch.Tensor:
-        """The stored numbers as float32, contiguous; for an fp32 cast the stored tensor itself."""
-        t, cast = self.tensors, self.cast
+        """The stored numbers as float32, contiguous; for an fp32 cast on its own device the tensor itself."""
+        t, cast = self._arrived(), self.cast
+        if cast.split:
+            return _joined(t["values"], t["rest"])
         if not cast.is_scaled:
             return t["values"].float()
         if cast.element.bits == 16:
             return t["values"].float() * t["scale"]
         codes = unpack(t["codes"], cast.element, self.shape[-1] if self.shape else 1).view(self.shape)
+        blocks = self._blocks()
+        if cast.codebook:
+            values = blocks.split(from_codes(codes, cast.codebook))
+            return blocks.merge(values * over_block(t["scales"], blocks)).contiguous()
         whole = t["tensor_scale"] if cast.scale == "e4m3" else torch.ones((), device=codes.device)
-        q = QTensor(codes, self._scales(), None, whole, cast, self._blocks())
-        x = q.dequantize()
+        scales = t["scales"] if cast.scale == "fp32" else decode(t["scales"], format(cast.scale))
+        x = QTensor(codes, scales, None, whole, cast, blocks).dequantize()
         if cast.expand:
-            blocks = self._blocks()
             x = blocks.merge(shrink(blocks.split(x), Expansion(t["k"], t["c"])))
         return x.contiguous()
 
-    def write(self, x: torch.Tensor, stream: Stream | None = None) -> None:
-        """Store float32 numbers; `stream` gives the random bits of a cast that rounds stochastically."""
-        for name, tensor in self._encoded(x, stream).items():
-            self.tensors[name].copy_(tensor)
+    def write(
+        self, x: torch.Tensor, stream: Stream | None = None, encode_scale: torch.Tensor | None = None
+    ) -> None:
+        """Store float32 numbers.
+
+        `stream` gives the random bits of a cast that rounds stochastically; `encode_scale` (0-dim float32)
+        stands in for the scale of a whole tensor.
+        """
+        for name, tensor in self._encoded(x, stream, encode_scale).items():
+            self.tensors[name].copy_(tensor, non_blocking=self.on_host)
 
     def move(self, device: torch.device) -> None:
-        """Go to another device."""
-        self.tensors = {name: t.to(device) for name, t in self.tensors.items()}
+        """Be computed with on another device, and lie there if not on the host."""
+        self.device, self.arriving = device, None
+        to_host = self.on_host and device.type == "cuda"
+        self.tensors = {n: t.cpu().pin_memory() if to_host else t.to(device) for n, t in self.tensors.items()}
+
+    def fetch(self) -> None:
+        """Begin to bring what lies on the host to the GPU, beside other work, for the next `read`."""
+        if not self.on_host or self.device.type != "cuda":
+            return
+        stream = _copies(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))  # what is on its way back is there by then
+        with torch.cuda.stream(stream):
+            there = {n: t.to(self.device, non_blocking=True) for n, t in self.tensors.items()}
+        self.arriving = there, stream.record_event()
+
+    def _arrived(self) -> dict[str, torch.Tensor]:
+        """What is stored, on the device that computes with it."""
+        if self.arriving is None:
+            return {n: t.to(self.device, non_blocking=True) for n, t in self.tensors.items()}
+        (there, event), self.arriving = self.arriving, None
+        now = torch.cuda.current_stream(self.device)
+        now.wait_event(event)
+        for tensor in there.values():
+            tensor.record_stream(now)
+        return there
 
     def scale_by(self, factor: torch.Tensor) -> None:
         """Multiply by a 0-dim factor, without a change of codes where anything beside them is float32."""
         for name in ("c", "tensor_scale", "scale", "scales"):
             if name in self.tensors and self.tensors[name].dtype == torch.float32:
-                self.tensors[name].mul_(factor)
+                self.tensors[name].mul_(factor.to(self.tensors[name].device))
                 return
         self.write(self.read() * factor)
 
-    def _encoded(self, x: torch.Tensor, stream: Stream | None) -> dict[str, torch.Tensor]:
+    def _encoded(
+        self, x: torch.Tensor, stream: Stream | None, encode_scale: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
         """What `tensors` are to hold for `x`."""
         cast = self.cast
+        if cast.split:
+            return _split(x)
         if not cast.is_scaled:
             if cast.rounding == "stochastic" and stream is not None:
                 x = round_to(x, cast.element.name, cast.rounding, stream)
@@ -99,20 +152,49 @@ class AtRest:
             values, scale = emulate(x, cast, -1, torch.float32, stream)
             assert scale is not None
             return {"values": values.to(torch_dtype(cast.element)), "scale": scale}
-        extra = {}
+        blocks, extra = self._blocks(), {}
+        if cast.codebook:
+            return _coded(x, cast.codebook, blocks)
         if cast.expand:
-            blocks = self._blocks()
             split = blocks.split(x)
             e = expansion(split.abs(), blocks.inner, cast.element)
             x, extra = blocks.merge(stretch(split, e)), e._asdict()
-        q = quantize(x, cast, generator=stream)
+        q = quantize(x, cast, generator=stream, encode_scale=encode_scale)
         scales = q.scales if q.scale_codes is None else q.scale_codes
         whole = {"tensor_scale": q.tensor_scale} if cast.scale == "e4m3" else {}
         return {"codes": q.packed(), "scales": scales} | whole | extra
 
-    def _scales(self) -> torch.Tensor:
-        scales = self.tensors["scales"]
-        return scales if self.cast.scale == "fp32" else decode(scales, format(self.cast.scale))
-
     def _blocks(self) -> Blocks:
         return blocks_of(self.shape, self.cast, -1)
+
+
+@cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    """The queue of copies from the host."""
+    return torch.cuda.Stream(device)
+
+
+def _coded(x: torch.Tensor, codebook: str, blocks: Blocks) -> dict[str, torch.Tensor]:
+    """Codes into a table, and what each block was divided by."""
+    split = blocks.split(x)
+    largest = split.abs().amax(blocks.inner, keepdim=True)
+    divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
+    codes = blocks.merge(to_codes(split / divisor, codebook)).contiguous()
+    return {"codes": codes, "scales": torch.where(largest.isfinite(), divisor, torch.nan).view(blocks.grid)}
+
+
+def _split(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """bf16 (half-way cases away from zero), and what is to be added to its bits in front of 16 zeros."""
+    bits = torch.where(x.isnan(), torch.nan, x).view(
+        torch.int32
+    )  # of the NaNs only one, which no carry turns
+    upper = (bits + 0x8000) >> 16
+    return {
+        "values": upper.to(torch.int16).view(torch.bfloat16),
+        "rest": (bits - (upper << 16)).to(torch.int16),
+    }
+
+
+def _joined(values: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_split`."""
+    return ((values.view(torch.int16).int() << 16) + rest.int()).view(torch.float32)

@@ -15,6 +15,7 @@ from typing import Any
 
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import RANDOM_BITS, ROUNDINGS, Format, format
+from narrowgauge.quantization.codebook import MAPS
 
 SCALE_KINDS = ("none", "fp32", "e8m0", "e4m3")
 HISTORY_ALGORITHMS = ("max", "most_recent")
@@ -46,6 +47,10 @@ class Cast:
         outliers: 0, or the quantile beyond which (on both sides) a tensor is clamped before it is quantized.
         compensate: add what clamping took away, in high precision.
         expand: stretch each block to the format's whole range before it is quantized (COAT; state only).
+        codebook: codes into a table of numbers, "dynamic" or "dynamic-unsigned" (state only); the element
+            then says no more than how wide a code is.
+        split: beside each bf16 element the 16 bits that make it float32 again (state only).
+        prescale: of a gradient at rest: multiply its scale by a factor that learns how much room it needs.
         estimator_k, estimator_cap: 0, or the parameters of the differentiable gradient estimator of a weight.
     """
 
@@ -66,6 +71,9 @@ class Cast:
     outliers: float = 0.0
     compensate: bool = False
     expand: bool = False
+    codebook: str = ""
+    split: bool = False
+    prescale: bool = False
     estimator_k: float = 0.0
     estimator_cap: float = 3.0
 
@@ -93,6 +101,7 @@ class Cast:
         """(key, whether its value is right, what it must be) of the keys that stand for themselves."""
         own_scale = self.scale == "fp32" and self.block is None
         signs_fit = self.signs in ((), "random") or len(self.signs) == self.hadamard
+        is_plain_codebook = self.scale == "fp32" and self.rounding == "nearest-even" and not self.expand
         if not isinstance(self.signs, str):
             signs_fit = signs_fit and set(self.signs) <= {1, -1}
         return [
@@ -128,6 +137,17 @@ class Cast:
                 not self.expand or (self.scale == "fp32" and self.block is not None),
                 "it needs fp32 scales of blocks, as fp8-1x128 has",
             ),
+            (
+                "codebook",
+                not self.codebook or (self.codebook in MAPS and is_plain_codebook),
+                f"{' and '.join(MAPS)} are possible, with fp32 scales and the nearest number",
+            ),
+            ("split", not self.split or self.name == "bf16-split", "it belongs to cast 'bf16-split'"),
+            (
+                "prescale",
+                not self.prescale or (own_scale and not self.history and self.element.bits == 8),
+                "it needs codes of a byte under one fp32 scale a tensor, as e4m3 has",
+            ),
         ]
 
     @property
@@ -138,7 +158,8 @@ class Cast:
     @property
     def is_for_state(self) -> bool:
         """Whether only state can have it: its numbers are no codes of a byte, or not what they stand for."""
-        return self.is_scaled and (self.element.bits > 8 or self.expand)
+        narrow = self.element.bits > 8 or self.expand or bool(self.codebook) or self.prescale
+        return self.split or (self.is_scaled and narrow)
 
     @property
     def ignores_axis(self) -> bool:
@@ -181,7 +202,16 @@ _STATE_CASTS = {
     c.name: c
     for c in (
         Cast(name="fp16-scaled", element=format("fp16"), scale="fp32", power_of_two=True),
+        Cast(name="bf16-split", element=format("bf16"), split=True),
         Cast(name="coat", element=format("e4m3"), scale="fp32", block=(1, 128), expand=True),
+        Cast(name="dynamic8", element=format("int8"), scale="fp32", block=(1, 256), codebook="dynamic"),
+        Cast(
+            name="dynamic8-unsigned",
+            element=format("int8"),
+            scale="fp32",
+            block=(1, 256),
+            codebook="dynamic-unsigned",
+        ),
     )
 }
 
@@ -225,6 +255,7 @@ _CAST_KEYS = {
     "outliers": int | float,
     "compensate": bool,
     "expand": bool,
+    "prescale": bool,
     "estimator_k": int | float,
     "estimator_cap": int | float,
 }

@@ -2,7 +2,8 @@
 
 Both work on a split tensor (`Blocks.split`). On a CPU they walk through it in pieces of whole rows that stay
 in the cache: an elementwise operation in memory that is asked for anew costs several times its arithmetic.
-A piece gets exactly the numbers that the whole would; compiled code and GPUs take the whole in one.
+On a GPU the pieces are large, and there only to bound the memory of what is between. A piece gets exactly
+the numbers that the whole would; compiled code takes the whole in one.
 
 A block that holds a NaN or an infinity gets the scale NaN: nothing non-finite ever comes out finite, also in
 formats that have no code for it.
@@ -20,7 +21,8 @@ from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import Cast
 
 Generator = torch.Generator | Stream | torch.Tensor | None
-PIECE = 2**18  # elements
+PIECE = 2**18  # elements that stay in a CPU's cache
+LARGE_PIECE = 2**25  # elements whose temporaries a GPU has room for
 
 
 class Scales(NamedTuple):
@@ -102,12 +104,12 @@ def on_grid(
 def _pieces(split: torch.Tensor, whole: bool = False) -> Iterator[tuple[int, int, int]]:
     """(dimension, start, size) of the pieces of a split tensor, in the order of its elements."""
     dim = 1 if split.ndim > 1 and split.shape[0] == 1 else 0
-    one = whole or split.device.type != "cpu" or torch.compiler.is_compiling()
-    if one or split.numel() <= PIECE:
+    piece = PIECE if split.device.type == "cpu" else LARGE_PIECE
+    if whole or torch.compiler.is_compiling() or split.numel() <= piece:
         yield dim if split.ndim else 0, 0, split.shape[dim] if split.ndim else 1
         return
     length = split.shape[dim]
-    size = max(1, PIECE * length // split.numel())
+    size = max(1, piece * length // split.numel())
     for start in range(0, length, size):
         yield dim, start, min(size, length - start)
 

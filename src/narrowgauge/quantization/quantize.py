@@ -41,7 +41,7 @@ class QTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The numbers that are stored, computed in float32 and converted to `dtype`."""
         values = self.blocks.split(decode(self.codes, self.cast.element))
-        scale = _over_block(self.scales, self.blocks) if self.scales.ndim else self.scales
+        scale = over_block(self.scales, self.blocks) if self.scales.ndim else self.scales
         return self.blocks.merge(values * scale * self.tensor_scale).to(dtype)
 
     def packed(self) -> torch.Tensor:
@@ -78,7 +78,7 @@ def quantize(
     c = replace(c, scale_rule=scale_rule or c.scale_rule, rounding=rounding or c.rounding)
     if not c.is_scaled:
         raise UserError(f"cast {c.name!r} stores no scales; use torch's .to() or narrowgauge.round_to for it")
-    if c.element.bits > 8:
+    if c.element.bits > 8 or c.codebook:
         raise UserError(
             f"cast {c.name!r} has no codes of a byte: it is for state (weight, master, grad, m, v)"
         )
@@ -165,7 +165,7 @@ def _zero_where_not(finite: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.where(finite, values, 0.0)
 
 
-def _over_block(scale: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+def over_block(scale: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """Scales in the shape of the grid, with a dimension of size 1 for every inner dimension of a block."""
     for dim in blocks.inner:
         scale = scale.unsqueeze(dim)

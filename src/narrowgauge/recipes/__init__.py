@@ -3,13 +3,25 @@
 from narrowgauge.recipes.backend import BACKENDS, SCHEMES, Backend, choose_backend
 from narrowgauge.recipes.device import Device, device_facts
 from narrowgauge.recipes.parse import parse_recipe
-from narrowgauge.recipes.recipe import GEMM_PLACES, GEMMS, PLACES, STATE_PLACES, Recipe, Rule, matches
+from narrowgauge.recipes.recipe import (
+    GEMM_PLACES,
+    GEMMS,
+    KEYS,
+    OFFLOADABLE,
+    PLACES,
+    STATE_PLACES,
+    Recipe,
+    Rule,
+    matches,
+)
 from narrowgauge.recipes.shipped import load_recipe, recipe, recipe_names
 
 __all__ = [
     "BACKENDS",
     "GEMMS",
     "GEMM_PLACES",
+    "KEYS",
+    "OFFLOADABLE",
     "PLACES",
     "SCHEMES",
     "STATE_PLACES",

@@ -6,6 +6,7 @@ saved = "operand"       what is kept for the backward pass ("input", "operand", 
 
 weight, grad, m, v      what state is kept in, and a wider master of the weight; moments of every large
 master = "none"         tensor, the rest of linear layers
+offload = ["m", "v"]    which of master, grad, m, v lie in the host's memory while a GPU computes
 
 [keep]                  layers that stay in `compute`, their weights and gradients in fp32
 modules = ["head"]      by name or pattern
@@ -32,7 +33,7 @@ from narrowgauge.errors import UserError, unknown
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.recipe import COMPUTE, GEMM_PLACES, GEMMS, STATE_PLACES, Recipe, Rule, casts_from
 
-_ROOT_KEYS = ("name", "title", "source", "compute", "keep", "rule", "saved", *GEMMS, *STATE_PLACES)
+_ROOT_KEYS = ("name", "title", "source", "compute", "keep", "rule", "saved", "offload", *GEMMS, *STATE_PLACES)
 _LAYER_KEYS = ("modules", "first_blocks", "last_blocks")
 _RULE_KEYS = (*_LAYER_KEYS, "from_step", "from_share", *GEMMS)
 
@@ -61,7 +62,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
         rules=(*_rules(table, where), *_kept(table, wide, where)),
         text=text,
     )
-    return base.with_places({p: table[p] for p in ("saved", *STATE_PLACES) if p in table})
+    return base.with_places({p: table[p] for p in ("saved", "offload", *STATE_PLACES) if p in table})
 
 
 def _casts(table: Mapping[str, Any], where: str) -> dict[str, Cast]:

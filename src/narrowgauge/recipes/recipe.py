@@ -29,6 +29,8 @@ GEMM_PLACES = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x
 STATE_PLACES = ("weight", "master", "grad", "m", "v")
 WIDE_STATE: Mapping[str, Cast | None] = dict.fromkeys(STATE_PLACES, make_cast("fp32")) | {"master": None}
 PLACES = (*GEMM_PLACES, "saved", *STATE_PLACES)
+OFFLOADABLE = ("master", "grad", "m", "v")
+KEYS = (*PLACES, "offload")  # what may be set over a recipe
 COMPUTE = ("bf16", "fp16", "fp32")
 # What may be kept of a layer's input for its backward pass, beside the name of a cast.
 SAVED = ("input", "operand")
@@ -108,6 +110,7 @@ class Recipe:
         saved: what is kept of the input for the backward pass: "input" (as it came), "operand" (the numbers
             of fprop.x, in the bytes of their format), or a cast.
         state: the cast of each state place; None for a master that does not exist.
+        offload: the state places that lie in the host's memory while a GPU computes.
         rules: other casts in some layers or from some time on; later ones win.
         text: the TOML it was read from.
     """
@@ -119,6 +122,7 @@ class Recipe:
     casts: Mapping[str, Cast]
     saved: str | Cast = "input"
     state: Mapping[str, Cast | None] = field(default_factory=lambda: dict(WIDE_STATE))
+    offload: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     text: str = ""
 
@@ -176,15 +180,17 @@ class Recipe:
             UserError: unknown place or cast, a cast that the place cannot have, or two operands of a
                 product that do not go together.
         """
-        casts, saved, state = dict(self.casts), self.saved, dict(self.state)
+        casts, saved, state, offload = dict(self.casts), self.saved, dict(self.state), self.offload
         for place, value in places.items():
             if place == "saved":
                 saved = saved_from(value)
+            elif place == "offload":
+                offload = offload_from(value)
             elif place in STATE_PLACES:
                 state[place] = None if place == "master" and value == "none" else _cast_in(place, value)
             else:
                 casts |= casts_from(place, value)
-        return replace(self, casts=casts, saved=saved, state=state)
+        return replace(self, casts=casts, saved=saved, state=state, offload=offload)
 
 
 def casts_from(place: str, value: Any) -> dict[str, Cast]:
@@ -201,6 +207,18 @@ def casts_from(place: str, value: Any) -> dict[str, Cast]:
             "an operand of a product; use one of those that `narrowgauge recipes` shows, such as e4m3"
         )
     return {place: cast}
+
+
+def offload_from(value: Any) -> tuple[str, ...]:
+    """The places that a recipe's text keeps on the host: a list, or words with commas between them."""
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
+        raise UserError(f'offload = {value!r}, but it must be a list of places such as ["master", "m", "v"]')
+    names = [n.strip() for n in names if n.strip() not in ("", "none")]
+    for name in names:
+        if name not in OFFLOADABLE:
+            raise unknown("place to offload", name, OFFLOADABLE)
+    return tuple(p for p in OFFLOADABLE if p in names)
 
 
 def saved_from(value: Any) -> str | Cast:
@@ -230,9 +248,12 @@ def require_state(state: Mapping[str, Cast | None], where: str) -> None:
                 f"{where}: hadamard, outliers and history in place {place!r}, but they belong to operands of "
                 "a product; remove the key"
             )
+        if cast.prescale and place != "grad":
+            raise UserError(f"{where}: prescale in place {place!r}, but it belongs to grad; remove the key")
     weight, master = state["weight"], state["master"]
     assert weight is not None
-    if torch_dtype(weight.element) is None or weight.expand or weight.scale not in ("none", "fp32"):
+    is_table = weight.expand or weight.codebook
+    if torch_dtype(weight.element) is None or is_table or weight.scale not in ("none", "fp32"):
         raise UserError(
             f"{where}: weight = {weight.name!r}, but a weight needs a format that torch can hold and fp32 "
             "scales, such as bf16, fp16-scaled or e4m3"

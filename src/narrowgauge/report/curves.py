@@ -78,7 +78,8 @@ def _curve(buckets: Sequence[Sequence[Step]], name: str) -> Curve:
 
 def _events(run: Run, clock: "_Clock", limit: int) -> list[dict[str, Any]]:
     """The events, thinned evenly where there are very many; saves give way first."""
-    found = [dict(event) for event in run.events] + _non_finite(run.steps)
+    marks = (event for event in run.events if event["event"] != "memory")  # which has a table of its own
+    found = [dict(event) for event in marks] + _non_finite(run.steps)
     saves = [event for event in found if event["event"] == "save"]
     others = [event for event in found if event["event"] != "save"]
     kept = _thin(others, limit // 2) + _thin(saves, limit // 2)

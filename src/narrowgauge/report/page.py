@@ -19,6 +19,7 @@ from narrowgauge.checkpoint import make_directory, write_whole
 from narrowgauge.errors import UserError
 from narrowgauge.report import sections
 from narrowgauge.report.curves import page_data
+from narrowgauge.report.memory import memory
 from narrowgauge.report.runs import Run, read_runs
 
 SCRIPTS = ("marks.js", "draw.js", "chart.js", "page.js")  # in the order they build on each other
@@ -50,6 +51,7 @@ def render_report(runs: Sequence[Run]) -> str:
         summary=escape(sections.summary(runs)).replace(" %", "&#160;%"),
         table=sections.table(runs),
         charts=_template("charts.html") if any(run.steps or run.validation for run in runs) else _NO_CURVES,
+        memory=memory(runs),
         samples=sections.samples(runs),
         configuration=sections.configuration(runs),
         style=_template("page.css"),

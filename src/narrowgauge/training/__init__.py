@@ -1,7 +1,10 @@
 """How does a run go? The configuration, the loop, the run directory, validation."""
 
 from narrowgauge.training.config import Config, config_keys, load_values, make_config, to_toml
+from narrowgauge.training.convert import convert_run
 from narrowgauge.training.loop import Diverged, OutOfMemory, Preempted, default_out, run
+from narrowgauge.training.machine import choose_device
+from narrowgauge.training.memory import cheaper, expected, gib
 from narrowgauge.training.use import TrainedRun, open_run
 from narrowgauge.training.validate import validation_loss
 
@@ -11,8 +14,13 @@ __all__ = [
     "OutOfMemory",
     "Preempted",
     "TrainedRun",
+    "cheaper",
+    "choose_device",
     "config_keys",
+    "convert_run",
     "default_out",
+    "expected",
+    "gib",
     "load_values",
     "make_config",
     "open_run",

@@ -28,7 +28,8 @@ from narrowgauge.data import AUTO, split_sources
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.models import ModelConfig, model_config
 from narrowgauge.optim import Kind
-from narrowgauge.recipes import BACKENDS, PLACES, Recipe, recipe
+from narrowgauge.recipes import BACKENDS, KEYS, PLACES, Recipe, recipe
+from narrowgauge.training.machine import bytes_of
 
 
 class _Section(BaseModel):
@@ -101,6 +102,13 @@ class TrainingSection(_Section):
     device: str = Field("auto", description="auto, cpu or cuda")
     compile: bool = Field(False, description="run the model through torch.compile")
     recompute: bool = Field(False, description="keep only block inputs for backward, compute the rest again")
+    memory_limit: str = Field("", description="of the device, as 24GB or 22GiB; empty: all it has")
+
+    @field_validator("memory_limit")
+    @classmethod
+    def _is_a_size(cls, value: str) -> str:
+        bytes_of(value)
+        return value
 
 
 _Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -109,7 +117,7 @@ _Decay = Annotated[float, Field(ge=0, lt=1)]
 class OptimizerSection(_Section):
     """How weights move."""
 
-    name: Literal["adamw"] = Field("adamw", description="adamw")
+    name: Literal["adamw", "muon"] = Field("adamw", description="adamw, or muon for hidden matrices")
     lr: float = Field(2e-3, gt=0, description="peak learning rate")
     betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="decay of the two moments")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
@@ -117,6 +125,21 @@ class OptimizerSection(_Section):
     clip_norm: float = Field(
         1.0, gt=0, allow_inf_nan=True, description="largest global gradient norm; inf: no clipping"
     )
+
+    momentum: float = Field(0.95, ge=0, lt=1, description="muon only: decay of the momentum")
+    groups: Mapping[str, Mapping[str, float]] = Field(
+        default_factory=dict, description="weight_decay and lr_factor by pattern of parameter names"
+    )
+
+    @field_validator("groups", mode="before")
+    @classmethod
+    def _from_json(cls, value: Any) -> Any:
+        try:
+            return json.loads(value) if isinstance(value, str) else value
+        except json.JSONDecodeError:
+            raise PydanticCustomError(
+                "no_json", 'on the command line it is JSON, as in {{"*.bias": {{"lr_factor": 2}}}}'
+            ) from None
 
     @field_validator("betas", mode="before")
     @classmethod
@@ -229,7 +252,7 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
     except ValidationError as error:
         raise _sentence(error) from None
     for place in config.recipe.places:
-        if place not in PLACES:
+        if place not in KEYS:
             raise unknown("key", f"recipe.{place}", config_keys())
     if config.recipe.backend not in BACKENDS:
         raise unknown("backend", config.recipe.backend, BACKENDS)
@@ -282,6 +305,7 @@ def config_keys() -> dict[str, str]:
         for key, inner in field.default.__class__.model_fields.items():
             if (section, key) == ("recipe", "places"):
                 keys |= {f"recipe.{place}": "the cast of this place" for place in PLACES}
+                keys["recipe.offload"] = "of master, grad, m, v: those in the host's memory (none)"
             else:
                 default = "" if inner.default is None else f" ({_shown(inner.default)})"
                 keys[f"{section}.{key}"] = f"{inner.description}{default}"
@@ -319,6 +343,8 @@ def to_toml(config: Config) -> str:
 def trajectory(config: Config) -> dict[str, dict[str, Any]]:
     """The resolved values that decide every loss of the run; what is shown and kept is left out."""
     tables = tomllib.loads(to_toml(config))
+    tables["training"].pop("memory_limit")
+    tables["recipe"].pop("offload", None)  # the numbers are the same wherever they lie
     return {section: t for section, t in tables.items() if section not in ("log", "checkpoint", "validation")}
 
 

@@ -12,6 +12,7 @@ A directory belongs to one configuration. Coming back with another is refused, e
 move the trajectory (`[log]`, `[checkpoint]`, `[validation]`).
 """
 
+import hashlib
 import json
 import os
 import tomllib
@@ -58,8 +59,8 @@ class RunDirectory:
 
     def keep_metrics_until(self, step: int) -> None:
         """Drop the lines of steps after `step`: they are about to be done again."""
-        if lines := self._metrics_lines():
-            lines = [line for line in lines if _is_settled(line, step)]
+        if lines := self.lines():
+            lines = [line for line in lines if is_settled(line, step)]
             write_whole(self.metrics, "".join(json.dumps(line) + "\n" for line in lines))
 
     def set_status(self, status: str, reason: str) -> None:
@@ -134,18 +135,30 @@ class RunDirectory:
         Raises:
             UserError: the text or the tokenizer changed since.
         """
-        told = [line["corpus"] for line in self._metrics_lines() if "corpus" in line]
-        if told and told[-1] != digest:
+        told = self.corpus_digest()
+        if told and told != digest:
             raise UserError(
-                f"{self.path} was trained on corpus {told[-1][:12]}..., and data.source with data.tokenizer "
+                f"{self.path} was trained on corpus {told[:12]}..., and data.source with data.tokenizer "
                 f"is now {digest[:12]}...; restore text and tokenizer, or start a new run with another --out"
             )
 
-    def _metrics_lines(self) -> list[dict[str, Any]]:
+    def corpus_digest(self) -> str:
+        """Of the corpus that the run was trained on; "" before its first start."""
+        told = [str(line["corpus"]) for line in self.lines() if "corpus" in line]
+        return told[-1] if told else ""
+
+    def lines(self) -> list[dict[str, Any]]:
+        """What was recorded."""
         return read_jsonl(self.metrics) if self.metrics.exists() else []
 
 
-def _is_settled(line: Mapping[str, Any], step: int) -> bool:
+def run_id_of(config: Config, corpus_digest: str) -> str:
+    """What a checkpoint has to be of, to be continued under a configuration."""
+    text = json.dumps([trajectory(config), corpus_digest], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def is_settled(line: Mapping[str, Any], step: int) -> bool:
     """Whether a line still holds when the run goes on after `step`; its end is then yet to come."""
     return line.get("step", 0) <= step and line.get("event") != "done"
 

@@ -5,10 +5,8 @@ step the order is: metrics line, then (where due) checkpoint. A checkpoint of st
 without the lines up to n, and on return the lines after it are dropped and made again, to the same digits.
 """
 
-import hashlib
-import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,8 +22,9 @@ from narrowgauge.models import count_parameters, flops_per_token, generate
 from narrowgauge.nn import DTYPES
 from narrowgauge.recipes import choose_backend, device_facts
 from narrowgauge.training import machine
-from narrowgauge.training.config import Config, make_config, trajectory
-from narrowgauge.training.directory import RunDirectory
+from narrowgauge.training.config import Config, make_config
+from narrowgauge.training.directory import RunDirectory, run_id_of
+from narrowgauge.training.memory import Memory, Watch, gib, measured, require_memory
 from narrowgauge.training.progress import Display
 from narrowgauge.training.session import Session, newest_checkpoint
 from narrowgauge.training.signals import stop_requests
@@ -78,7 +77,8 @@ def run(
     directory = RunDirectory(Path(out) if out is not None else default_out(config))
     device = machine.choose_device(config.training.device)
     choose_backend(config.the_recipe(), device_facts(device), config.recipe.backend)
-    machine.require_memory(config.the_model(), device)
+    plan = require_memory(config, device)
+    machine.limit_memory(device, machine.bytes_of(config.training.memory_limit))
     with Display(console or Console(), config.training.steps, config.log.every) as display:
         dataset = open_data(config.data.source, config.data.tokenizer, config.data.weights, display.stage)
         _check_data(config, dataset)
@@ -89,7 +89,7 @@ def run(
                 return directory.path
             directory.check_corpus(dataset.digest)
             dataset.tokenizer.save(directory.tokenizer)
-            job = _Job(config, device, dataset, directory, display)
+            job = _Job(config, device, dataset, directory, display, plan)
             session = _start_or_resume(job)
             try:
                 _train(job, session, requests)
@@ -122,12 +122,12 @@ class _Job:
     dataset: Dataset
     directory: RunDirectory
     display: Display
+    plan: Memory
 
     @cached_property
     def run_id(self) -> str:
         """What a checkpoint has to be of, to be continued here."""
-        text = json.dumps([trajectory(self.config), self.dataset.digest], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return run_id_of(self.config, self.dataset.digest)
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -197,9 +197,10 @@ def _train(job: _Job, session: Session, requests: list[str]) -> None:
 def _steps(job: _Job, session: Session, batches: Loader, requests: list[str]) -> None:
     """The loop itself."""
     config, directory, steps = job.config, job.directory, job.config.training.steps
-    last_save = time.monotonic()
+    last_save, is_warm = time.monotonic(), False
     while session.step < steps:
-        line = _measured_step(job, session, batches)
+        line = _measured_step(job, session, batches) if is_warm else _first_step(job, session, batches)
+        is_warm = True
         is_last = session.step == steps
         # Read once: a signal may come at any moment, and the stop has to find the save it speaks of.
         asked = "" if is_last or not requests else requests[0]
@@ -217,11 +218,34 @@ def _steps(job: _Job, session: Session, batches: Loader, requests: list[str]) ->
             raise Preempted(f"{asked} after step {session.step}; the same line continues")
 
 
-def _measured_step(job: _Job, session: Session, batches: Loader) -> dict[str, Any]:
+def _first_step(job: _Job, session: Session, batches: Loader) -> dict[str, Any]:
+    """The first step of this process, with an account of its memory beside what was expected."""
+    if job.config.training.compile and job.device.type != "cuda":  # operations that are compiled are not seen
+        return _measured_step(job, session, batches)
+    with Watch(job.device) as watch:
+        line = _measured_step(job, session, batches, watch.after_forward)
+    memory, plan = measured(session, watch), job.plan
+    facts = {"parameters": memory.parameters, **memory.as_json(), "expected": plan.as_json()}
+    job.directory.record({"event": "memory", "step": session.step, **facts})
+    parts = " + ".join(f"{name} {gib(size)}" for name, size in memory.device.items() if size >= 2**16)
+    on_host = f"; on the host {gib(sum(memory.host.values()))}" if memory.host else ""
+    job.display.say(f"memory: {parts} = {gib(memory.peak)}, expected {gib(plan.peak)}{on_host}")
+    limit = machine.bytes_of(job.config.training.memory_limit)
+    if limit and memory.peak > limit:
+        raise OutOfMemory(
+            f"a step took {gib(memory.peak)}, and training.memory_limit is {gib(limit)}; raise it, or see "
+            "`narrowgauge plan` for what lowers the peak"
+        )
+    return line
+
+
+def _measured_step(
+    job: _Job, session: Session, batches: Loader, after_forward: Callable[[], None] | None = None
+) -> dict[str, Any]:
     """One optimizer step and its line of the metrics."""
     machine.synchronize(job.device)
     start = time.perf_counter()
-    loss, norm, lr = session.train_step(batches)
+    loss, norm, lr = session.train_step(batches, after_forward)
     seconds = time.perf_counter() - start  # the step ended with the loss on the host
     tokens = job.config.training.batch_size * job.config.data.sequence_length
     return {

@@ -9,7 +9,6 @@ import time
 import torch
 
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.models import ModelConfig, count_parameters
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -38,19 +37,19 @@ def choose_device(wish: str) -> torch.device:
     return device
 
 
-def require_memory(model: ModelConfig, device: torch.device) -> None:
-    """Refuse a model whose state alone is larger than the device's memory.
+def bytes_of(size: str) -> int:
+    """The bytes of a size such as 24GB (10^9), 22GiB (2^30) or 500MB; 0 for "".
 
-    A CPU's memory is promised freely, and a process that takes up the promise is killed without a word.
+    Raises:
+        UserError: it is no size.
     """
-    parameters, there = count_parameters(model), total_memory(device)
-    needed = 16 * parameters
-    if needed > there:
-        raise UserError(
-            f"the model has {parameters:,} parameters, and training keeps 16 bytes of each (weight, "
-            f"gradient, two moments): {needed / 2**30:,.0f} GiB, and this {device.type} has "
-            f"{there / 2**30:,.0f} GiB; choose a smaller --model or smaller dimensions"
-        )
+    if not size:
+        return 0
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", size.strip(), re.IGNORECASE)
+    if not found:
+        raise UserError(f"memory size {size!r}: it must be a number and a unit, such as 24GB or 22GiB")
+    number, unit, binary = found.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
 
 
 def total_memory(device: torch.device) -> int:
@@ -58,6 +57,12 @@ def total_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def limit_memory(device: torch.device, limit: int) -> None:
+    """Make a GPU's allocator refuse more than `limit` bytes (0: than there is)."""
+    if device.type == "cuda" and limit:
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total_memory(device)), device)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -5,7 +5,7 @@ counts, and the number of steps done. Token order and random bits are pure funct
 there is no generator, no cursor and no loader state to save.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,19 +16,30 @@ from narrowgauge.data import Batch, Loader, Mixture, Tokens, first_samples
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize
 from narrowgauge.nn import DTYPES, convert, recipe_tensors, set_step
-from narrowgauge.optim import AdamW, decay_groups, learning_rate, set_learning_rate
+from narrowgauge.optim import AdamW, Muon, Optimizer, learning_rate, parameter_groups, set_learning_rate
 from narrowgauge.training.config import Config
 
 
 def build_model(config: Config, device: torch.device) -> Transformer:
     """The configuration's model under its recipe, with its starting weights, on a device."""
     recipe = config.the_recipe()
-    model = Transformer(config.the_model(), DTYPES[recipe.compute])
-    initialize(model, config.training.seed)
+    with torch.device("meta" if device.type == "meta" else "cpu"):
+        model = Transformer(config.the_model(), DTYPES[recipe.compute])
+    if device.type != "meta":
+        initialize(model, config.training.seed)
     model.recompute = config.training.recompute
     model.to(device)
     convert(model, recipe, backend=config.recipe.backend)
     return model
+
+
+def make_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
+    """The configuration's optimizer of a model, before its first step."""
+    o, recipe, seed = config.optimizer, config.the_recipe(), config.training.seed
+    groups = parameter_groups(model, o.weight_decay, o.groups, muon=o.name == "muon")
+    if o.name == "muon":
+        return Muon(groups, recipe, momentum=o.momentum, betas=o.betas, eps=o.eps, seed=seed)
+    return AdamW(groups, recipe, betas=o.betas, eps=o.eps, seed=seed)
 
 
 @dataclass
@@ -38,7 +49,7 @@ class Session:
     config: Config
     device: torch.device
     model: Transformer
-    optimizer: AdamW
+    optimizer: Optimizer
     step: int = 0
     skips_in_a_row: int = 0
     compiled_loss: object = field(default=None, repr=False)
@@ -48,17 +59,9 @@ class Session:
     def begin(cls, config: Config, device: torch.device) -> "Session":
         """The state before the first step."""
         model = build_model(config, device)
-        o = config.optimizer
-        optimizer = AdamW(
-            decay_groups(model, o.weight_decay),
-            config.the_recipe(),
-            betas=o.betas,
-            eps=o.eps,
-            seed=config.training.seed,
-        )
-        session = cls(config, device, model, optimizer)
+        session = cls(config, device, model, make_optimizer(config, model))
         session.compiled_loss = torch.compile(model.loss) if config.training.compile else model.loss
-        if config.the_recipe().compute == "fp16":
+        if config.the_recipe().compute == "fp16" and device.type != "meta":
             session.scaler = torch.amp.GradScaler(device.type)
         return session
 
@@ -75,11 +78,14 @@ class Session:
             pin=self.device.type == "cuda",
         )
 
-    def train_step(self, batches: Iterator[Batch]) -> tuple[float, float, float]:
+    def train_step(
+        self, batches: Iterator[Batch], after_forward: Callable[[], None] | None = None
+    ) -> tuple[float, float, float]:
         """Take one optimizer step; returns (loss, gradient norm, learning rate).
 
         The loss is the mean over all targets of the step, however they fall into micro-batches. A non-finite
-        gradient norm leaves weights and moments as they were and is counted.
+        gradient norm leaves weights and moments as they were and is counted. `after_forward` is called
+        between every forward pass and its backward pass.
         """
         t, step = self.config.training, self.step + 1
         self.optimizer.zero_grad(set_to_none=True)
@@ -90,6 +96,8 @@ class Session:
         for first, batch in zip(firsts, micro_batches, strict=True):
             set_step(self.model, t.seed, step, first, t.steps)
             loss = self.loss(batch) * (batch.targets / targets)
+            if after_forward is not None:
+                after_forward()
             (self.scaler.scale(loss) if self.scaler else loss).backward()
             total += loss.detach()
         if self.scaler:

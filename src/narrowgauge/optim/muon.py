@@ -1,0 +1,99 @@
+"""Muon (Jordan et al., 2024): the momentum of a matrix, made orthogonal, is the step.
+
+    m = mu m + (1 - mu) g
+    O = orthogonal((1 - mu) g + mu m)                     nearest to U V^T of the singular value decomposition
+    w = (1 - lr weight_decay) w - lr 0.2 sqrt(max(rows, columns)) O
+
+Orthogonal by five Newton-Schulz steps X <- a X + (b X X^T + c (X X^T)^2) X in bfloat16, which bring all
+singular values near 1. The factor 0.2 sqrt(max(...)) gives a step the size of AdamW's (arXiv 2502.16982), so
+one learning rate serves both. Embeddings, the head, norms and biases are moved by AdamW.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from narrowgauge.optim.adamw import ADAMW
+from narrowgauge.optim.optimizer import Algorithm, Optimizer, Tensors
+from narrowgauge.recipes import Recipe
+
+A, B, C = 3.4445, -4.7750, 2.0315
+STEPS = 5
+SMALLEST_NORM = 1e-7
+
+
+def orthogonal(x: torch.Tensor) -> torch.Tensor:
+    """A matrix with the singular vectors of `x` and singular values near 1, bfloat16."""
+    X = x.bfloat16()
+    X = X.T if x.shape[0] > x.shape[1] else X
+    X = X / X.norm().clamp(min=SMALLEST_NORM)
+    for _ in range(STEPS):
+        gram = X @ X.T
+        X = torch.addmm(X, torch.addmm(gram, gram, gram, beta=B, alpha=C), X, beta=A)
+    return X.T if x.shape[0] > x.shape[1] else X
+
+
+def muon_update(
+    w: Tensors, g: Tensors, moments: Mapping[str, Tensors], steps: Tensors, options: Mapping[str, Any]
+) -> None:
+    """Muon on float32 matrices, in place."""
+    lr, mu = options["lr"], options["momentum"]
+    for w_NK, g_NK, m_NK, step in zip(w, g, moments["m"], steps, strict=True):
+        step += 1
+        m_NK.lerp_(g_NK, 1 - mu)
+        direction = orthogonal(g_NK.lerp(m_NK, mu))
+        w_NK.mul_(1 - lr * options["weight_decay"])
+        w_NK.add_(direction, alpha=-lr * 0.2 * max(w_NK.shape) ** 0.5)
+
+
+MUON = Algorithm(("m",), muon_update)
+
+
+class Muon(Optimizer):
+    """Muon for matrices, AdamW for everything else, with state kept as a recipe says."""
+
+    algorithms: ClassVar[Mapping[str, Algorithm]] = {"muon": MUON, "adamw": ADAMW}
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        recipe: str | Recipe = "fp32",
+        lr: float = 1e-3,
+        momentum: float = 0.95,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        seed: int = 0,
+    ) -> None:
+        """Make the state, zeros.
+
+        Args:
+            params: tensors or groups of them. A group's `algorithm`, "muon" or "adamw", says how it moves;
+                where it says nothing, matrices move by Muon. Give embeddings and the head a group with
+                `algorithm="adamw"`, as `parameter_groups` does.
+            recipe: names the casts of `m` and `v`.
+            lr: of both; `momentum` is Muon's, `betas` and `eps` are AdamW's.
+            seed: of stochastic rounding.
+        """
+        options: dict[str, Any] = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps}
+        options |= {"weight_decay": weight_decay, "algorithm": "adamw"}
+        super().__init__(_with_algorithms(params), recipe, options, seed)
+
+
+def _with_algorithms(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Groups that all name their algorithm."""
+    listed = list(params)
+    groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    named: list[dict[str, Any]] = []
+    for group in groups:
+        if "algorithm" in group:
+            named.append(group)
+            continue
+        own = list(group["params"])
+        for algorithm, members in (
+            ("muon", [p for p in own if p.ndim == 2]),
+            ("adamw", [p for p in own if p.ndim != 2]),
+        ):
+            named += [{**group, "params": members, "algorithm": algorithm}] if members else []
+    return named

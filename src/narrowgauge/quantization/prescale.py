@@ -1,0 +1,59 @@
+"""Automatic pre-scaling of gradients (FP8-LM, arXiv 2310.18313, equation 3).
+
+A gradient's scale leaves room for its largest element and no more: what is added up afterwards, over
+devices, may overflow, and a scale that always leaves more room loses small elements instead. So the scale is
+multiplied by a factor mu that learns how much room is needed:
+
+    more than 0.001 % of the elements overflowed      mu is halved for the next step
+    otherwise                                         mu grows, doubling over 1000 steps
+
+What is applied is mu cut to its power of two, so that products with it are exact.
+"""
+
+import torch
+
+from narrowgauge.quantization import scales
+from narrowgauge.quantization.cast import Cast
+
+LIMIT = 1e-5  # share of elements that may overflow
+STEPS_TO_DOUBLE = 1000
+
+
+def next_mu(mu: torch.Tensor, overflowed: torch.Tensor) -> torch.Tensor:
+    """The factor for the next step from this one's and the share of elements that overflowed with it."""
+    return torch.where(overflowed > LIMIT, mu / 2, mu * 2 ** (1 / STEPS_TO_DOUBLE))
+
+
+def applied(mu: torch.Tensor) -> torch.Tensor:
+    """The power of two that a scale is multiplied by."""
+    return (mu.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+class PreScale:
+    """The factor of one gradient, and the share of its elements that overflowed in this step.
+
+    Attributes:
+        tensors: "mu" and "overflowed", 0-dim float32, the same objects for its whole life but for `move`.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        """A factor of 1."""
+        self.tensors = {"mu": torch.ones((), device=device), "overflowed": torch.zeros((), device=device)}
+
+    def scale_of(self, x: torch.Tensor, cast: Cast, is_first: bool) -> torch.Tensor:
+        """The encoding scale (0-dim float32) of a gradient; `is_first` in its step."""
+        mu, overflowed = self.tensors["mu"], self.tensors["overflowed"]
+        if is_first:
+            mu.copy_(next_mu(mu, overflowed))
+            overflowed.zero_()
+        magnitudes = x.abs()
+        amax = magnitudes.max()
+        own, _ = scales.fp32_scale(torch.where(amax.isfinite(), amax, 0.0), cast.element, cast.power_of_two)
+        scale = (own * applied(mu)).clamp(max=scales.FLOAT_MAX)
+        share = (magnitudes * scale > cast.element.max).float().mean()
+        overflowed.copy_(torch.maximum(overflowed, share))
+        return scale
+
+    def move(self, device: torch.device) -> None:
+        """Go to another device."""
+        self.tensors = {name: t.to(device) for name, t in self.tensors.items()}

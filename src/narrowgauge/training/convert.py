@@ -1,0 +1,78 @@
+"""A run's newest state in the numbers of another recipe: a new run directory that goes on from it.
+
+Weights (their masters, where there are any) and moments are read as float32 and written in the new casts,
+rounded once. Step counts, the place in the data and the random bits' step stay what they were; histories of
+delayed scales start empty.
+"""
+
+from pathlib import Path
+
+import torch
+
+from narrowgauge.errors import UserError
+from narrowgauge.nn import best_numbers
+from narrowgauge.training.config import Config, make_config
+from narrowgauge.training.directory import RunDirectory, is_settled, run_id_of
+from narrowgauge.training.session import Session, newest_checkpoint
+
+
+def convert_run(source: Path, recipe: str, out: Path) -> int:
+    """Make the run directory `out` from the newest checkpoint of `source`, under another recipe.
+
+    Returns:
+        The step it goes on from.
+
+    Raises:
+        UserError: no run, no checkpoint, an unknown recipe, or `out` is in use.
+    """
+    old, new = RunDirectory(source), RunDirectory(out)
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} is not empty; name a new directory with --out")
+    before = old.config(own_recipe=True)
+    after = _under(before, recipe)
+    checkpoint, _ = newest_checkpoint(old.checkpoints, None)
+    if checkpoint is None:
+        raise UserError(
+            f"{source} has no checkpoint yet, so there is nothing to convert; continue the run first"
+        )
+    digest = old.corpus_digest()
+    a, b = (Session.begin(config, torch.device("cpu")) for config in (before, after))
+    a.restore(checkpoint)
+    _copy(a, b)
+    new.claim(after)
+    new.tokenizer.write_bytes(old.tokenizer.read_bytes())
+    for line in old.lines():
+        if is_settled(line, b.step):
+            new.record(line)
+    reason = f"from {before.recipe.name} to {recipe}, {source}"
+    new.record({"event": "convert", "step": b.step, "reason": reason, "corpus": digest})
+    new.sync_metrics()
+    b.save(new.checkpoints, run_id_of(after, digest))
+    new.set_status("preempted", f"converted from {source} after step {b.step}; narrowgauge train goes on")
+    return b.step
+
+
+def _under(config: Config, recipe: str) -> Config:
+    """The configuration with another recipe, and none of the old one's places."""
+    tables = config.model_dump()
+    tables["recipe"] = {"name": recipe, "backend": config.recipe.backend}
+    return make_config(tables)
+
+
+@torch.no_grad()
+def _copy(a: Session, b: Session) -> None:
+    """Give `b` the numbers of `a`."""
+    theirs = dict(a.model.named_parameters())
+    for name, p in b.model.named_parameters():
+        numbers = best_numbers(theirs[name])
+        stored = [s for part in ("master", "at_rest") if (s := getattr(p, part, None)) is not None]
+        for at_rest in stored:
+            at_rest.write(numbers)
+        if not stored:
+            p.copy_(numbers)
+        b.optimizer.state[p]["step"].copy_(a.optimizer.state[theirs[name]]["step"])
+        moments = a.optimizer.moments(theirs[name])
+        for place, moment in b.optimizer.moments(p).items():
+            if place in moments:
+                moment.write(moments[place].read())
+    b.step, b.skips_in_a_row = a.step, a.skips_in_a_row
