@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from narrowgauge.data import Corpus, prepare
+from narrowgauge.data import AUTO, Dataset, open_data
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.models import generate
 from narrowgauge.training import TrainedRun, bits_per_byte, open_run, validation_loss
@@ -111,25 +111,27 @@ def _eval(options: argparse.Namespace) -> None:
 
 
 def _evaluate_text(options: argparse.Namespace, there: TrainedRun) -> None:
-    corpus = _corpus(there, options.data)
+    dataset = _dataset(there, options.data)
     length = options.sequence_length or there.config.data.sequence_length
     windows = (there.config.training.micro_batch_size, length, options.batches)
-    loss = validation_loss(there.model, corpus.val, *windows)
-    bits = bits_per_byte(loss, corpus.tokenizer, corpus.val, *windows)
+    apart = there.config.data.separate_documents
+    loss = validation_loss(there.model, dataset.val, *windows, apart)
+    bits = bits_per_byte(loss, dataset.tokenizer, dataset.val, *windows, apart)
     text = f"validation loss {loss:.4f} nats per token, {bits:.4f} bits per byte"
     _say(f"{options.run}: step {there.step}, {text}")
 
 
-def _corpus(there: TrainedRun, source: str | None) -> Corpus:
+def _dataset(there: TrainedRun, source: str | None) -> Dataset:
     """The run's own text, or another source in the run's tokens."""
     data = there.config.data
-    made_there = data.tokenizer == "bytes" or data.tokenizer.startswith("bpe-")
+    made_there = data.tokenizer in (AUTO, "bytes") or data.tokenizer.startswith(("bpe-", "ids-"))
     use_own = source is not None or not (made_there or Path(data.tokenizer).exists())
     if use_own and there.tokenizer_file is None:
         assert there.tokenizer  # raises
     name = str(there.tokenizer_file) if use_own else data.tokenizer
     with Display(Console(), 1, 1) as display:
-        return prepare(source or data.source, name, progress=display.stage)
+        weights = data.weights if source is None else ()
+        return open_data(source or data.source, name, weights, display.stage)
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -1,6 +1,6 @@
 """The order of samples: a permutation an epoch, the same however it is asked for, the same for ever."""
 
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import isqrt
 
 import numpy as np
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from narrowgauge.data import samples
+from narrowgauge.data import first_samples, mixed_samples, samples, shares_of
 
 M64 = 2**64 - 1
 
@@ -95,3 +95,88 @@ def test_the_order_never_changes_between_versions():
     """A run that is resumed under a later version has to meet the samples that it would have met."""
     assert samples(0, 0, 12, 10).tolist() == [5, 1, 0, 3, 9, 6, 4, 8, 2, 7, 4, 0]
     assert samples(1234, 10**9, 5, 1_000_003).tolist() == [812892, 452525, 593843, 516912, 567087]
+
+
+def slow_mixed_sample(seed, n, sizes, shares):
+    block = 65536
+    slot, source = slow_sample(seed, n, block), 0
+    while slot >= shares[source]:
+        slot, source = slot - shares[source], source + 1
+    own = n // block * shares[source] + slot
+    return source, slow_sample(seed + (source + 1) * 0x9E3779B97F4A7C15, own, sizes[source])
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 2**63),
+    first=st.integers(0, 10**10),
+    weights=st.lists(st.floats(0.01, 1), min_size=2, max_size=4),
+    data=st.data(),
+)
+def test_the_fast_mixture_is_the_slow_one(seed, first, weights, data):
+    sizes = data.draw(st.lists(st.integers(1, 10**6), min_size=len(weights), max_size=len(weights)))
+    shares = shares_of(weights)
+    source_N, window_N = mixed_samples(seed, first, 5, sizes, shares)
+    expected = [slow_mixed_sample(seed, first + i, sizes, shares) for i in range(5)]
+    assert list(zip(source_N.tolist(), window_N.tolist(), strict=True)) == expected
+
+
+def test_every_block_keeps_the_weights_and_every_epoch_of_a_source_is_whole():
+    shares, sizes = shares_of([0.7, 0.2, 0.1]), [1000, 700, 6000]
+    source_N, window_N = mixed_samples(1, 0, 3 * 65536, sizes, shares)
+    for block in range(3):
+        counts = np.bincount(source_N[block * 65536 : (block + 1) * 65536])
+        assert counts.tolist() == list(shares)
+        assert np.abs(counts / 65536 - [0.7, 0.2, 0.1]).max() < 1e-5
+    # A short run has about its weights as well: 1000 samples are drawn without replacement.
+    assert np.abs(np.bincount(source_N[5000:6000]) / 1000 - [0.7, 0.2, 0.1]).max() < 0.06
+    for source, size in enumerate(sizes):
+        counts = np.bincount(window_N[source_N == source], minlength=size)
+        mean = shares[source] * 3 / size
+        assert counts.sum() == shares[source] * 3
+        # Within a block a source's numbers come in a permuted order, so at the end every epoch is complete.
+        assert counts.min() >= int(mean)
+        assert counts.max() <= int(mean) + 1
+
+
+def test_a_mixture_put_together_is_the_same_whatever_the_parts():
+    shares, sizes = shares_of([1, 2]), [50, 70]
+    whole = mixed_samples(4, 65_000, 2000, sizes, shares)
+    for step in (1, 7, 500):
+        parts = [
+            mixed_samples(4, 65_000 + i, min(step, 2000 - i), sizes, shares) for i in range(0, 2000, step)
+        ]
+        for which in (0, 1):
+            assert np.array_equal(np.concatenate([part[which] for part in parts]), whole[which])
+
+
+def test_one_source_alone_has_its_own_order():
+    source_N, window_N = mixed_samples(3, 100, 50, [37], shares_of([0.2]))
+    assert not source_N.any()
+    assert np.array_equal(window_N, samples(3, 100, 50, 37))
+
+
+@pytest.mark.parametrize("weights", [[1], [1, 1, 1], [1e-9, 1], [0.5, 1e9, 3], [1e-300] * 7])
+def test_shares_are_all_of_a_block_and_none_is_nothing(weights):
+    shares = shares_of(weights)
+    assert sum(shares) == 65536
+    assert min(shares) >= 1
+    exact = np.array(weights) / sum(weights) * 65536
+    assert np.abs(np.array(shares) - exact).max() <= len(weights)
+
+
+def test_the_mixture_never_changes_between_versions():
+    source_N, window_N = mixed_samples(0, 0, 8, [10, 1000], shares_of([0.5, 0.5]))
+    assert (source_N.tolist(), window_N.tolist()) == (
+        [0, 0, 0, 1, 1, 1, 0, 1],
+        [1, 5, 0, 108, 359, 934, 4, 545],
+    )
+
+
+@pytest.mark.parametrize(("world", "micro"), [(1, 8), (1, 2), (2, 4), (4, 1), (8, 1)])
+def test_ranks_share_a_step_and_any_of_them_can_begin_anywhere(world, micro):
+    for step in (0, 5):
+        count = 3 * 8 // world // micro
+        own = [islice(first_samples(step, 8, micro, rank, world), count) for rank in range(world)]
+        taken = sorted(n + i for firsts in own for n in firsts for i in range(micro))
+        assert taken == list(range(8 * step, 8 * (step + 3)))

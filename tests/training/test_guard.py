@@ -52,11 +52,11 @@ def test_a_bad_gradient_leaves_every_bit(tiny, value):
     corpus = prepare(config.data.source, config.data.tokenizer)
     session = Session.begin(config, CPU)
     spoil(session, {3}, value)
-    session.train_step(corpus)
-    session.train_step(corpus)
+    session.train_step(session.batches(corpus.train))
+    session.train_step(session.batches(corpus.train))
     before = state_of(session)
     assert any(name.endswith(".m.values") for name in before)
-    loss, norm, _ = session.train_step(corpus)
+    loss, norm, _ = session.train_step(session.batches(corpus.train))
     assert math.isfinite(loss)
     assert not math.isfinite(norm)
     after = state_of(session)
@@ -64,7 +64,7 @@ def test_a_bad_gradient_leaves_every_bit(tiny, value):
     for name, tensor in before.items():
         assert torch.equal(after[name], tensor), name
     assert (session.step, session.skips_in_a_row) == (3, 1)
-    session.train_step(corpus)
+    session.train_step(session.batches(corpus.train))
     assert session.skips_in_a_row == 0
     assert not torch.equal(state_of(session)["head.weight"], before["head.weight"])
 

@@ -21,7 +21,7 @@ def step(tiny, text, changes):
     session = Session.begin(make_config(tiny(WIDE | changes)), CPU)
     corpus = prepare(text, "bytes")
     with Watch(CPU) as watch:
-        session.train_step(corpus, watch.after_forward)
+        session.train_step(session.batches(corpus.train), watch.after_forward)
     return session, measured(session, watch)
 
 
@@ -73,7 +73,7 @@ def test_after_the_step_nothing_is_held_but_gradients(tiny, text):
     corpus = prepare(text, "bytes")
     watch = Watch(CPU)
     with watch:
-        session.train_step(corpus, watch.after_forward)
+        session.train_step(session.batches(corpus.train), watch.after_forward)
         gradients = sum(p.grad.nbytes for p in session.model.parameters())
         assert watch.saved > 0
         assert watch._operations.alive == gradients

@@ -26,15 +26,15 @@ def test_a_restored_session_goes_on_to_the_same_bits(tiny, corpus, tmp_path, cha
     changes = {"recipe.name": "nvfp4"} | changes
     one = begin(tiny, changes)
     for _ in range(3):
-        one.train_step(corpus)
+        one.train_step(one.batches(corpus.train))
     one.skips_in_a_row = 7
     path = one.save(tmp_path, "me")
     other = begin(tiny, changes | {"log.every": 3})
-    other.train_step(corpus)  # a session that has been elsewhere comes back all the same
+    other.train_step(other.batches(corpus.train))  # a session that has been elsewhere comes back all the same
     other.restore(load(path))
     assert (other.step, other.skips_in_a_row) == (3, 7)
     for _ in range(3):
-        assert one.train_step(corpus) == other.train_step(corpus)
+        assert one.train_step(one.batches(corpus.train)) == other.train_step(other.batches(corpus.train))
     for name, tensor in one.optimizer.tensors(one.names).items():
         assert torch.equal(tensor, other.optimizer.tensors(other.names)[name]), name
     for (name, a), b in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
@@ -43,7 +43,7 @@ def test_a_restored_session_goes_on_to_the_same_bits(tiny, corpus, tmp_path, cha
 
 def test_tied_weights_stay_tied(tiny, corpus, tmp_path):
     session = begin(tiny, {"model.tied_head": True})
-    session.train_step(corpus)
+    session.train_step(session.batches(corpus.train))
     session.restore(load(session.save(tmp_path, "me")))
     assert session.model.head.weight is session.model.embedding.weight
 
@@ -66,7 +66,7 @@ def test_the_newest_checkpoint_of_the_run_is_found(tiny, corpus, tmp_path):
     assert newest_checkpoint(tmp_path, "me") == (None, [])
     session = begin(tiny)
     for _ in range(2):
-        session.train_step(corpus)
+        session.train_step(session.batches(corpus.train))
         session.save(tmp_path, "me")
     checkpoint, refused = newest_checkpoint(tmp_path, "me")
     assert checkpoint is not None

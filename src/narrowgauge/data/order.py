@@ -36,14 +36,31 @@ on 64-bit integers with wrap-around:
     F_j(h) = mix(h xor mix(key + j)) mod a, or mod b
 
 Good enough to shuffle, not to keep a secret.
+
+**Several sources.** Every 65536 samples in a row are a block, and of each block source i gets s_i, its
+*share*: its weight in 65536ths. The keyed permutation of the block's numbers says which those are, by slot:
+
+    slot(n) = P[seed, block](n mod 65536),   block = n div 65536
+    source i has the slots  s_0 + ... + s_(i-1)  up to  s_0 + ... + s_i - 1
+    its own number of sample n is  k = block * s_i + (slot - s_0 - ... - s_(i-1))
+
+Source i then shows window(k) of its own order. So every block keeps the weights exactly, a source meets each
+of its windows once in its own epoch, and all of it still is a function of seed and n. One source alone has
+the order above, unchanged.
 """
 
+from collections.abc import Iterator, Sequence
+from itertools import count as count_from
 from math import isqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
+#: Samples of a block, of which each source gets its share.
+BLOCK = 65536
+
 _ROUNDS = 8
+_APART = 0x9E3779B97F4A7C15  # what the seeds of two sources differ by
 _U64 = NDArray[np.uint64]
 
 
@@ -55,7 +72,61 @@ def samples(seed: int, first: int, count: int, num_windows: int) -> NDArray[np.i
     assert first >= 0
     assert count >= 0
     assert num_windows >= 1
-    number_N = np.arange(first, first + count, dtype=np.int64)
+    return _windows(seed, np.arange(first, first + count, dtype=np.int64), num_windows)
+
+
+def mixed_samples(
+    seed: int, first: int, count: int, num_windows: Sequence[int], shares: Sequence[int]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The source and the window in it of samples first .. first + count - 1 of a run; two arrays (count,).
+
+    Source i has `num_windows[i]` windows and `shares[i]` of every `BLOCK` samples.
+    """
+    assert len(num_windows) == len(shares) >= 1
+    if len(shares) == 1:
+        window_N = samples(seed, first, count, num_windows[0])
+        return np.zeros_like(window_N), window_N
+    assert sum(shares) == BLOCK
+    end_S = np.cumsum(shares)
+    slot_N = samples(seed, first, count, BLOCK)
+    source_N = np.searchsorted(end_S, slot_N, side="right")
+    block_N = np.arange(first, first + count, dtype=np.int64) // BLOCK
+    share_N = np.asarray(shares, dtype=np.int64)[source_N]
+    own_N = block_N * share_N + slot_N - (end_S[source_N] - share_N)
+    window_N = np.empty(count, dtype=np.int64)
+    for source, windows in enumerate(num_windows):
+        of_N = source_N == source
+        window_N[of_N] = _windows(seed + (source + 1) * _APART, own_N[of_N], windows)
+    return source_N, window_N
+
+
+def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
+    """The weights in parts of `BLOCK`, each at least 1; what rounding leaves over goes to the largest."""
+    assert weights
+    assert all(0 < weight < float("inf") for weight in weights)
+    total = sum(weights)
+    shares = [max(1, round(weight / total * BLOCK)) for weight in weights]
+    shares[shares.index(max(shares))] += BLOCK - sum(shares)
+    assert min(shares) >= 1
+    return tuple(shares)
+
+
+def first_samples(
+    step: int, batch_size: int, micro_batch_size: int, rank: int = 0, world: int = 1
+) -> Iterator[int]:
+    """The first sample of each micro-batch of a rank, for ever, from step `step` (counted from 0) on.
+
+    A step takes `batch_size` samples in a row; rank r of `world` ranks takes the r-th of as many equal parts.
+    """
+    own = batch_size // world
+    assert batch_size == own * world
+    assert own % micro_batch_size == 0
+    for begin in count_from(step * batch_size + rank * own, batch_size):
+        yield from range(begin, begin + own, micro_batch_size)
+
+
+def _windows(seed: int, number_N: NDArray[np.int64], num_windows: int) -> NDArray[np.int64]:
+    """The window of each number in an order of `num_windows` windows an epoch."""
     epoch_N, position_N = np.divmod(number_N, num_windows)
     seed_1 = np.array([seed % 2**64], dtype=np.uint64)
     key_N = _mix(_mix(seed_1) + epoch_N.astype(np.uint64))

@@ -1,14 +1,16 @@
 """How does text become numbers, and numbers text?
 
-Two tokenizers are made here, and any other is read from its `tokenizer.json`:
+Three tokenizers are made here, and any other is read from its files (`tokenizer_files`):
 
 - `bytes`: id = byte of the UTF-8 text, 0 to 255; id 256 ends a document. Nothing to learn, nothing unknown.
 - `bpe-N`: byte-level byte pair encoding (Sennrich et al., arXiv 1508.07909; on bytes as in GPT-2). It starts
   from the 256 bytes and N - 257 times gives an id of its own to the pair of ids that is most frequent in the
   training text. Id 0 ends a document. A text too small to hold that many pairs gives fewer ids.
+- `ids-N`: for tokens whose tokenizer is not at hand. Text is the ids themselves, in decimal, each after
+  a space, and the last of the N ends a document; `ids-50257` stands for GPT-2's.
 
-Both give back exactly the text they were given. Both are saved as the same kind of `tokenizer.json`, which
-other programs read too: `bytes` is a byte-level BPE without merges, and is recognised by that.
+The first two give back exactly the text they were given. All are saved as a `tokenizer.json`, which other
+programs read too: `bytes` is a byte-level BPE without merges, and is recognised by that.
 
 The end of a document is one id that no text can produce: where a text happens to contain the characters
 `<|endoftext|>`, they are encoded like any other characters.
@@ -20,15 +22,17 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
 from narrowgauge.data.publish import whole_file
+from narrowgauge.data.tokenizer_files import TOKENIZER_FILE as TOKENIZER_FILE
+from narrowgauge.data.tokenizer_files import byte_characters, read_library, tokenizer_files
 from narrowgauge.errors import UserError, unknown
 
-TOKENIZER_FILE = "tokenizer.json"
 END_OF_DOCUMENT = "<|endoftext|>"
 
 # What the tokenizers of others call the end of a document: GPT-2, Llama 3, Llama 2, Gemma.
@@ -51,14 +55,23 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, without the end of a document. Errors: `UserError` for a lone surrogate."""
         utf8 = _utf8(text)
-        return list(utf8) if self.is_bytes else list(self.library.encode(text, add_special_tokens=False).ids)
+        if self.is_bytes:
+            return list(utf8)
+        try:
+            return list(self.library.encode(text, add_special_tokens=False).ids)
+        except Exception as error:  # the library raises nothing narrower for a word that it has no id for
+            raise _cannot_encode(error) from None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on all cores."""
         utf8s = [_utf8(text) for text in texts]
         if self.is_bytes:
             return [list(utf8) for utf8 in utf8s]
-        return [encoded.ids for encoded in self.library.encode_batch(list(texts), add_special_tokens=False)]
+        try:
+            encodings = self.library.encode_batch(list(texts), add_special_tokens=False)
+        except Exception as error:  # as in `encode`
+            raise _cannot_encode(error) from None
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; never raises.
@@ -73,6 +86,11 @@ class Tokenizer:
         """What `save` writes; equal for equal tokenizers."""
         return self.library.to_str(pretty=True) + "\n"
 
+    @cached_property
+    def digest(self) -> str:
+        """The hexadecimal sha256 of `to_json`: two tokenizers are one if their digests are."""
+        return hashlib.sha256(self.to_json().encode("utf-8")).hexdigest()
+
     def save(self, path: Path) -> None:
         """Write the tokenizer.json at `path`, whole or not at all."""
         with whole_file(path) as file:
@@ -80,22 +98,25 @@ class Tokenizer:
 
 
 def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer called `name`: `bytes`, `bpe-N` trained on `texts`, or the path of a tokenizer.json."""
+    """The tokenizer called `name`: `bytes`, `bpe-N` trained on `texts`, `ids-N`, or the path of its files."""
     if name == "bytes":
         return bytes_tokenizer()
+    if entries := _entries("ids", name):
+        return ids_tokenizer(entries, entries - 1)
     if entries := _bpe_entries(name):
         return train_bpe(texts, entries)
     return load_tokenizer(_existing(name))
 
 
 def tokenizer_identity(name: str) -> str:
-    """What decides the ids besides the documents: the name itself, or the digest of the file it names.
+    """What decides the ids besides the documents: the name itself, or the digest of the files it names.
 
     Errors: `UserError` for a name that is neither a kind of tokenizer nor a file.
     """
-    if name == "bytes" or _bpe_entries(name):
+    if name == "bytes" or _bpe_entries(name) or _entries("ids", name):
         return name
-    return "sha256:" + hashlib.sha256(_existing(name).read_bytes()).hexdigest()
+    content = b"".join(file.read_bytes() for file in tokenizer_files(_existing(name)))
+    return "sha256:" + hashlib.sha256(content).hexdigest()
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -111,29 +132,29 @@ def train_bpe(texts: Iterable[str], entries: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=entries,
         special_tokens=[END_OF_DOCUMENT],
-        initial_alphabet=_byte_characters(),
+        initial_alphabet=byte_characters(),
         show_progress=False,
     )
     library.train_from_iterator(texts, trainer)
     return _wrap(library)
 
 
+def ids_tokenizer(vocab_size: int, end_of_document: int) -> Tokenizer:
+    """The tokenizer whose text is token ids in decimal, `"464 3290"`; see `ids-N` above."""
+    assert 0 <= end_of_document < vocab_size
+    names = {str(i): i for i in range(vocab_size) if i != end_of_document}
+    library = Library(models.WordLevel(vocab=names | {END_OF_DOCUMENT: end_of_document}))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.decoder = decoders.Replace(Regex("^"), " ")  # before each id, so that texts can be put together
+    return _wrap(library)
+
+
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in the tokenizer.json at `path`, or in the folder `path`.
+    """The tokenizer in the file or folder `path`, of any kind that `tokenizer_files` knows.
 
     Errors: `UserError` for a file that is missing, is no tokenizer, or has no id for the end of a document.
     """
-    path = path / TOKENIZER_FILE if path.is_dir() else path
-    try:
-        library = Library.from_str(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"cannot read the tokenizer {path}: {error.strerror}; name a tokenizer.json"
-        ) from None
-    except Exception as error:  # the library raises nothing narrower for a file that it cannot read
-        raise UserError(
-            f"{path} is not a tokenizer.json: {error}; name one that `tokenizers` wrote"
-        ) from None
+    library = read_library(path)
     # A file may carry settings for batches of padded sentences, which would change or lose tokens here.
     library.no_truncation()
     library.no_padding()
@@ -171,7 +192,7 @@ def _wrap(library: Library, origin: str = "the tokenizer") -> Tokenizer:
 def _bytes_library() -> Library:
     """The byte-level BPE without merges."""
     library = Library(
-        models.BPE(vocab={char: byte for byte, char in enumerate(_byte_characters())}, merges=[])
+        models.BPE(vocab={char: byte for byte, char in enumerate(byte_characters())}, merges=[])
     )
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     library.decoder = decoders.ByteLevel()
@@ -179,43 +200,45 @@ def _bytes_library() -> Library:
     return library
 
 
-def _byte_characters() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary, by byte.
-
-    Printable Latin-1 characters stand for themselves; the other 68 bytes take the characters from U+0100 on.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
 def _bpe_entries(name: str) -> int | None:
     """N of `bpe-N`; None for another kind of name."""
-    match = re.fullmatch(r"bpe-([1-9][0-9]*)", name)
-    if match and len(match[1]) > 7:  # the library takes memory for N entries at once
-        raise UserError(f"tokenizer {name!r} is too large: a vocabulary has at most bpe-9999999 entries")
-    if match and int(match[1]) < 257:
+    entries = _entries("bpe", name)
+    if entries and entries < 257:
         raise UserError(
             f"tokenizer {name!r} is too small: 256 bytes and the end of a document make bpe-257 the least"
         )
+    return entries
+
+
+def _entries(kind: str, name: str) -> int | None:
+    """N of `KIND-N`; None for another kind of name."""
+    match = re.fullmatch(kind + r"-([1-9][0-9]*)", name)
+    if match and len(match[1]) > 7:  # the library takes memory for N entries at once
+        raise UserError(f"tokenizer {name!r} is too large: a vocabulary has at most {kind}-9999999 entries")
     return int(match[1]) if match else None
 
 
 def _existing(name: str) -> Path:
     path = Path(name).expanduser()
     try:
-        path = path / TOKENIZER_FILE if path.is_dir() else path
-        if path.is_file():
+        if tokenizer_files(path):
             return path
     except OSError as error:
         raise UserError(
             f"cannot look for tokenizer file {name!r}: {error.strerror}; name a tokenizer.json"
         ) from None
-    if path.suffix == ".json" or len(path.parts) > 1:
+    if path.suffix or len(path.parts) > 1:
         raise UserError(
             f"tokenizer file {str(path)!r} does not exist; name a tokenizer.json, bytes or bpe-4096"
         )
-    raise unknown("tokenizer", name, ["bytes", "bpe-4096", "bpe-N", TOKENIZER_FILE])
+    raise unknown("tokenizer", name, ["bytes", "bpe-4096", "bpe-N", "ids-N", TOKENIZER_FILE])
+
+
+def _cannot_encode(error: Exception) -> UserError:
+    return UserError(
+        f"the tokenizer has no id for a word of the text ({error}); a run on token ids whose "
+        "tokenizer was not at hand takes ids as text, as in '464 3290'"
+    )
 
 
 def _utf8(text: str) -> bytes:

@@ -4,11 +4,12 @@ from narrowgauge.models.cache import Cache
 from narrowgauge.models.config import ModelConfig
 from narrowgauge.models.count import count_parameters, flops_per_token
 from narrowgauge.models.generate import generate
-from narrowgauge.models.loss import cross_entropy
+from narrowgauge.models.loss import IGNORED, cross_entropy
 from narrowgauge.models.sizes import model_config, model_names
 from narrowgauge.models.transformer import Transformer, initialize
 
 __all__ = [
+    "IGNORED",
     "Cache",
     "ModelConfig",
     "Transformer",

@@ -80,22 +80,40 @@ def rotate(x_BNTH: Tensor, table: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_BNTH.dtype)
 
 
-def attend(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor) -> Tensor:
-    """Causal attention -> [B, N, T, H]; query head n reads key-value head n // (N / K).
+def document_mask(position_BT: Tensor) -> Tensor:
+    """Which tokens see which, documents kept apart: [B, 1, T, T] bool, True where query t sees key s.
+
+    `position_BT` is the number of each token in its document, from where the sequence begins. Token t sees
+    the last position(t) + 1 tokens, which are those of its own document: a block-diagonal causal mask. It
+    takes T x T bytes for each sequence.
+    """
+    t_T = torch.arange(position_BT.shape[1], device=position_BT.device)
+    back_TT = t_T[:, None] - t_T
+    return ((back_TT >= 0) & (back_TT <= position_BT[..., None]))[:, None]
+
+
+def attend(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Attention -> [B, N, T, H], causal or as `mask` says; query head n reads key-value head n // (N / K).
 
     A single query is that of the last token, and reads everything.
 
-    Grouped heads are left to the kernel where it has them; on a GPU in fp32 no fused kernel does, and torch
-    would fall back to one that holds all T x T scores, so there the heads are repeated instead.
+    Grouped heads are left to the kernel where it has them; on a GPU no fused kernel does in fp32 or under a
+    mask, and torch would fall back to one that holds all T x T scores, so there the heads are repeated.
     """
     if q_BNTH.is_meta:
-        return _ShapesOfAttention.apply(q_BNTH, k_BKTH, v_BKTH)
+        return _ShapesOfAttention.apply(q_BNTH, k_BKTH, v_BKTH, mask)
     groups = q_BNTH.shape[1] // k_BKTH.shape[1]
-    native = q_BNTH.device.type == "cpu" or q_BNTH.dtype in (torch.float16, torch.bfloat16)
+    narrow = q_BNTH.dtype in (torch.float16, torch.bfloat16)
+    native = q_BNTH.device.type == "cpu" or (narrow and mask is None)
     if groups > 1 and not native:
         k_BKTH, v_BKTH = (x.repeat_interleave(groups, dim=1) for x in (k_BKTH, v_BKTH))
     return nn.functional.scaled_dot_product_attention(
-        q_BNTH, k_BKTH, v_BKTH, is_causal=q_BNTH.shape[2] > 1, enable_gqa=groups > 1 and native
+        q_BNTH,
+        k_BKTH,
+        v_BKTH,
+        mask,
+        is_causal=mask is None and q_BNTH.shape[2] > 1,
+        enable_gqa=groups > 1 and native,
     )
 
 
@@ -106,15 +124,15 @@ class _ShapesOfAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor) -> Tensor:
+    def forward(ctx: Any, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | None) -> Tensor:
         out_BNTH = torch.empty_like(q_BNTH)
         row_BNT = torch.empty(q_BNTH.shape[:-1], device=q_BNTH.device)
-        ctx.save_for_backward(q_BNTH, k_BKTH, v_BKTH, out_BNTH, row_BNT)
+        ctx.save_for_backward(q_BNTH, k_BKTH, v_BKTH, out_BNTH, row_BNT, mask)
         return out_BNTH
 
     @staticmethod
-    def backward(ctx: Any, grad_BNTH: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(t) for t in ctx.saved_tensors[:3])
+    def backward(ctx: Any, grad_BNTH: Tensor) -> tuple[Tensor | None, ...]:
+        return *(torch.empty_like(t) for t in ctx.saved_tensors[:3]), None
 
 
 class Block(nn.Module):
@@ -134,22 +152,31 @@ class Block(nn.Module):
             self.up = nn.Linear(D, config.ffn_dim, bias=config.bias)
         self.down = nn.Linear(config.ffn_dim, D, bias=config.bias)
 
-    def forward(self, x_BTD: Tensor, rope: Tensor | None, *, cache: LayerCache | None = None) -> Tensor:
-        """fp32 residual stream in and out; `rope` is the table of `rope_table`, or None.
+    def forward(
+        self,
+        x_BTD: Tensor,
+        rope: Tensor | None,
+        mask: Tensor | None = None,
+        *,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """fp32 residual stream in and out; `rope` and `mask` are those of `rotate` and `attend`, or None.
 
         With a `cache`, `x_BTD` are the tokens after those it holds.
         """
-        x_BTD = x_BTD + self._attention(self.attention_norm(x_BTD), rope, cache)
+        x_BTD = x_BTD + self._attention(self.attention_norm(x_BTD), rope, mask, cache)
         return x_BTD + self._mlp(self.mlp_norm(x_BTD))
 
-    def _attention(self, x_BTD: Tensor, rope: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def _attention(
+        self, x_BTD: Tensor, rope: Tensor | None, mask: Tensor | None, cache: LayerCache | None
+    ) -> Tensor:
         heads_BTNH = self.qkv(x_BTD).unflatten(-1, (-1, self.head_dim))
         q, k, v = (h.transpose(1, 2) for h in heads_BTNH.split(self.heads_NKK, dim=2))
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         if cache is not None:
             k, v = cache.extend(k, v)
-        y_BTD: Tensor = self.attention_out(attend(q, k, v).transpose(1, 2).flatten(2))
+        y_BTD: Tensor = self.attention_out(attend(q, k, v, mask).transpose(1, 2).flatten(2))
         return y_BTD
 
     def _mlp(self, x_BTD: Tensor) -> Tensor:

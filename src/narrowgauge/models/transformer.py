@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from narrowgauge.errors import UserError
 from narrowgauge.models.cache import Cache
 from narrowgauge.models.config import ModelConfig
-from narrowgauge.models.layers import Block, Norm, rope_table
+from narrowgauge.models.layers import Block, Norm, document_mask, rope_table
 from narrowgauge.models.loss import cross_entropy
 
 
@@ -57,11 +57,16 @@ class Transformer(nn.Module):
         if self.config.tied_head:
             self.head.weight = self.embedding.weight
 
-    def hidden(self, x_BT: Tensor, *, cache: Cache | None = None) -> Tensor:
+    def hidden(
+        self, x_BT: Tensor, position_BT: Tensor | None = None, *, cache: Cache | None = None
+    ) -> Tensor:
         """Token ids (int64) -> what the head reads: [B, T, D] in `compute_dtype`.
 
-        With a `cache`, `x_BT` are the tokens after those it holds. Raises UserError for a sequence longer
-        than `max_sequence_length`.
+        `position_BT` keeps documents apart: the number of each token in its document. Every document then
+        comes out as it would alone at the start of a sequence. With a `cache`, which takes no documents,
+        `x_BT` are the tokens after those it holds.
+
+        Raises UserError for a sequence longer than `max_sequence_length`.
         """
         start = 0 if cache is None else cache.length
         end = start + x_BT.shape[1]
@@ -71,28 +76,38 @@ class Transformer(nn.Module):
                 f"{self.config.max_sequence_length}; shorten it or raise model.max_sequence_length"
             )
         x_BTD = self.embedding(x_BT).float()
+        mask = None if position_BT is None else document_mask(position_BT)
         rope = None
         if self.config.positions == "rope":
             rope = rope_table(self.config, end, x_BT.device)[:, start:]
+            if position_BT is not None:
+                rope = rope[:, position_BT][:, :, None]  # [2, B, 1, T, H/2]
+        elif position_BT is not None:
+            x_BTD = x_BTD + self.position_embedding(position_BT).float()
         else:
             x_BTD = x_BTD + self.position_embedding.weight[start:end].float()
         for number, block in enumerate(self.blocks):
             if self.recompute and cache is None:
                 # The model draws no random numbers, so there is no generator state to keep.
-                x_BTD = checkpoint(block, x_BTD, rope, use_reentrant=False, preserve_rng_state=False)
+                x_BTD = checkpoint(block, x_BTD, rope, mask, use_reentrant=False, preserve_rng_state=False)
             else:
-                x_BTD = block(x_BTD, rope, cache=None if cache is None else cache.layers[number])
+                x_BTD = block(x_BTD, rope, mask, cache=None if cache is None else cache.layers[number])
         h_BTD: Tensor = self.norm(x_BTD)
         return h_BTD
 
-    def forward(self, x_BT: Tensor) -> Tensor:
+    def forward(self, x_BT: Tensor, position_BT: Tensor | None = None) -> Tensor:
         """Token ids (int64) -> logits [B, T, V], in the dtype in which they leave the head."""
-        logits_BTV: Tensor = self.head(self.hidden(x_BT))
+        logits_BTV: Tensor = self.head(self.hidden(x_BT, position_BT))
         return logits_BTV
 
-    def loss(self, x_BT: Tensor, y_BT: Tensor) -> Tensor:
-        """Mean cross entropy of predicting `y_BT` after each prefix of `x_BT`: fp32 scalar, nats."""
-        return cross_entropy(self(x_BT), y_BT)
+    def loss(
+        self, x_BT: Tensor, y_BT: Tensor, position_BT: Tensor | None = None, targets: int | None = None
+    ) -> Tensor:
+        """Mean cross entropy of predicting `y_BT` after each prefix of `x_BT`: fp32 scalar, nats.
+
+        `position_BT` is that of `hidden`, `targets` that of `cross_entropy`.
+        """
+        return cross_entropy(self(x_BT, position_BT), y_BT, targets)
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from narrowgauge.data import AUTO, split_sources
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.models import ModelConfig, model_config
 from narrowgauge.optim import Kind
@@ -60,12 +61,36 @@ ModelSection = create_model(
 )
 
 
+_Weight = Annotated[float, Field(gt=0)]
+
+
 class DataSection(_Section):
     """Where tokens come from."""
 
-    source: str = Field("stdlib", description="stdlib, a text file, a directory or a glob")
-    tokenizer: str = Field("bpe-4096", description="bytes, bpe-N (trained on the corpus) or a tokenizer.json")
+    source: str = Field(
+        "stdlib",
+        description="stdlib, a file, a directory or a glob, of text or tokens; several: commas between",
+    )
+    weights: tuple[_Weight, ...] = Field((), description="of the sources; none: as their numbers of tokens")
+    tokenizer: str = Field(
+        AUTO, description="bytes, bpe-N (trained on the text), a file, or auto: the data's own, else bpe-4096"
+    )
     sequence_length: int = Field(256, ge=2, description="tokens of a sequence")
+    separate_documents: bool = Field(
+        False, description="no attention and no loss from one document to the next in a sequence"
+    )
+
+    @field_validator("source", mode="before")
+    @classmethod
+    def _from_list(cls, value: Any) -> Any:
+        return (
+            ",".join(value) if isinstance(value, list) and all(isinstance(v, str) for v in value) else value
+        )
+
+    @field_validator("weights", mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return value.split(",") if isinstance(value, str) and value else value or ()
 
 
 class TrainingSection(_Section):
@@ -233,6 +258,8 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
             raise unknown("key", f"recipe.{place}", config_keys())
     if config.recipe.backend not in BACKENDS:
         raise unknown("backend", config.recipe.backend, BACKENDS)
+    if config.data.weights:
+        split_sources(config.data.source, config.data.weights)
     the_model = config.the_model()
     config.the_recipe()
     t = config.training

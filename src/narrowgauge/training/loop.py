@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from narrowgauge.checkpoint import SaveError, lock_run
-from narrowgauge.data import Corpus, count_windows, prepare
+from narrowgauge.data import AUTO, Dataset, Loader, count_windows, open_data, split_sources
 from narrowgauge.errors import UserError
 from narrowgauge.models import count_parameters, flops_per_token, generate
 from narrowgauge.nn import DTYPES
@@ -46,7 +46,7 @@ class OutOfMemory(Exception):
 
 def default_out(config: Config) -> Path:
     """The run directory when none is named: runs/MODEL-SOURCE-RECIPE."""
-    source = Path(config.data.source).stem or "data"
+    source = "+".join(Path(name).stem or "data" for name in split_sources(config.data.source))
     name = f"{config.model.name}-{source}-{Path(config.recipe.name).stem}"
     return Path("runs") / name
 
@@ -81,17 +81,17 @@ def run(
     plan = require_memory(config, device)
     machine.limit_memory(device, machine.bytes_of(config.training.memory_limit))
     with Display(console or Console(), config.training.steps, config.log.every) as display:
-        corpus = prepare(config.data.source, config.data.tokenizer, progress=display.stage)
-        _check_corpus(config, corpus)
-        check_start(config, corpus.tokenizer)
+        dataset = open_data(config.data.source, config.data.tokenizer, config.data.weights, display.stage)
+        _check_data(config, dataset)
+        check_start(config, dataset.tokenizer)
         with lock_run(directory.path), stop_requests() as requests:
             directory.claim(config)
             if directory.status() == "done":
                 display.say(f"{directory.path} is done; to train again, name another directory with --out")
                 return directory.path
-            directory.check_corpus(corpus.digest)
-            corpus.tokenizer.save(directory.tokenizer)
-            job = _Job(config, device, corpus, directory, display, plan)
+            directory.check_corpus(dataset.digest)
+            dataset.tokenizer.save(directory.tokenizer)
+            job = _Job(config, device, dataset, directory, display, plan)
             session = _start_or_resume(job)
             try:
                 _train(job, session, requests)
@@ -121,7 +121,7 @@ class _Job:
 
     config: Config
     device: torch.device
-    corpus: Corpus
+    dataset: Dataset
     directory: RunDirectory
     display: Display
     plan: Memory
@@ -129,7 +129,7 @@ class _Job:
     @cached_property
     def run_id(self) -> str:
         """What a checkpoint has to be of, to be continued here."""
-        return run_id_of(self.config, self.corpus.digest)
+        return run_id_of(self.config, self.dataset.digest)
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -147,20 +147,22 @@ class _Job:
             "flops_per_token": flops_per_token(model, config.data.sequence_length),
             "peak_flops": peak,
             "peak_source": source,
-            "corpus": self.corpus.digest,
+            "corpus": self.dataset.digest,
         }
 
 
-def _check_corpus(config: Config, corpus: Corpus) -> None:
+def _check_data(config: Config, dataset: Dataset) -> None:
     """Refuse tokens that the model cannot take, before the directory is claimed for this configuration."""
-    vocab_size, needed = config.the_model().vocab_size, corpus.tokenizer.vocab_size
+    vocab_size, needed = config.the_model().vocab_size, dataset.tokenizer.vocab_size
     if needed > vocab_size:
+        named = config.data.tokenizer != AUTO
+        whose = f"tokenizer {config.data.tokenizer!r}" if named else f"data source {config.data.source!r}"
         raise UserError(
-            f"tokenizer {config.data.tokenizer!r} has token ids up to {needed - 1}, beyond "
-            f"model.vocab_size = {vocab_size}; set --model.vocab_size {needed}, or a smaller tokenizer"
+            f"{whose} has token ids up to {needed - 1}, beyond model.vocab_size = {vocab_size}; "
+            f"set --model.vocab_size {needed}, or a smaller tokenizer"
         )
-    count_windows(corpus.train, config.data.sequence_length)
-    count_windows(corpus.val, config.data.sequence_length, "held-out")
+    count_windows(dataset.train, config.data.sequence_length)
+    count_windows(dataset.val, config.data.sequence_length, "held-out")
 
 
 def _start_or_resume(job: _Job) -> Session:
@@ -186,14 +188,21 @@ def _start_or_resume(job: _Job) -> Session:
 
 def _train(job: _Job, session: Session, requests: list[str]) -> None:
     """All steps that are left."""
-    config, directory, steps = job.config, job.directory, job.config.training.steps
+    directory, steps = job.directory, job.config.training.steps
     if session.step == 0:
         val_loss = _validate(job, session)
         directory.record({"step": 0, "tokens": 0, "val_loss": val_loss})
         job.display.say(f"step {0:>6}/{steps}  val loss {val_loss:.4f}")
+    with session.batches(job.dataset.train) as batches:
+        _steps(job, session, batches, requests)
+
+
+def _steps(job: _Job, session: Session, batches: Loader, requests: list[str]) -> None:
+    """The loop itself."""
+    config, directory, steps = job.config, job.directory, job.config.training.steps
     last_save, is_warm = time.monotonic(), False
     while session.step < steps:
-        line = _measured_step(job, session) if is_warm else _first_step(job, session)
+        line = _measured_step(job, session, batches) if is_warm else _first_step(job, session, batches)
         is_warm = True
         is_last = session.step == steps
         # Read once: a signal may come at any moment, and the stop has to find the save it speaks of.
@@ -212,12 +221,12 @@ def _train(job: _Job, session: Session, requests: list[str]) -> None:
             raise Preempted(f"{asked} after step {session.step}; the same line continues")
 
 
-def _first_step(job: _Job, session: Session) -> dict[str, Any]:
+def _first_step(job: _Job, session: Session, batches: Loader) -> dict[str, Any]:
     """The first step of this process, with an account of its memory beside what was expected."""
     if job.config.training.compile and job.device.type != "cuda":  # operations that are compiled are not seen
-        return _measured_step(job, session)
+        return _measured_step(job, session, batches)
     with Watch(job.device) as watch:
-        line = _measured_step(job, session, watch.after_forward)
+        line = _measured_step(job, session, batches, watch.after_forward)
     memory, plan = measured(session, watch), job.plan
     facts = {"parameters": memory.parameters, **memory.as_json(), "expected": plan.as_json()}
     job.directory.record({"event": "memory", "step": session.step, **facts})
@@ -234,12 +243,12 @@ def _first_step(job: _Job, session: Session) -> dict[str, Any]:
 
 
 def _measured_step(
-    job: _Job, session: Session, after_forward: Callable[[], None] | None = None
+    job: _Job, session: Session, batches: Loader, after_forward: Callable[[], None] | None = None
 ) -> dict[str, Any]:
     """One optimizer step and its line of the metrics."""
     machine.synchronize(job.device)
     start = time.perf_counter()
-    loss, norm, lr = session.train_step(job.corpus, after_forward)
+    loss, norm, lr = session.train_step(batches, after_forward)
     seconds = time.perf_counter() - start  # the step ended with the loss on the host
     tokens = job.config.training.batch_size * job.config.data.sequence_length
     return {
@@ -259,10 +268,11 @@ def _validate(job: _Job, session: Session) -> float:
     c = job.config
     return validation_loss(
         session.model,
-        job.corpus.val,
+        job.dataset.val,
         c.training.micro_batch_size,
         c.data.sequence_length,
         c.validation.batches,
+        c.data.separate_documents,
     )
 
 
@@ -295,8 +305,8 @@ def _save(job: _Job, session: Session, must: bool) -> None:
 
 def _finish(job: _Job, session: Session) -> None:
     """A sample of text, and the last status."""
-    log, tokenizer = job.config.log, job.corpus.tokenizer
-    prompt = log.prompt or _fitting_prompt(job.config, job.corpus)
+    log, tokenizer = job.config.log, job.dataset.tokenizer
+    prompt = log.prompt or _fitting_prompt(job.config, job.dataset)
     ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
     seed = job.config.training.seed
     new = generate(session.model, ids, log.sample_tokens, temperature=0.7, top_k=40, seed=seed)
@@ -306,8 +316,8 @@ def _finish(job: _Job, session: Session) -> None:
     job.display.say(f"\nsample, from {prompt!r}:\n{prompt}{sample}\n")
 
 
-def _fitting_prompt(config: Config, corpus: Corpus) -> str:
+def _fitting_prompt(config: Config, dataset: Dataset) -> str:
     """How a text may begin: a function in source text, else the first words of the held-out part."""
     if config.data.source == "stdlib":
         return "def __init__(self"
-    return corpus.tokenizer.decode(corpus.val[1:9].tolist())
+    return dataset.tokenizer.decode(dataset.val.streams[0][1:9].tolist())

@@ -141,10 +141,11 @@ def expected(config: Config) -> Memory:
     session = Session.begin(config, torch.device("meta"))
     t, watch = config.training, Watch(session.device)
     x_BT = torch.zeros(t.micro_batch_size, config.data.sequence_length, dtype=torch.long, device="meta")
+    positions = x_BT if config.data.separate_documents else None
     with watch:
         for first in range(0, min(t.batch_size, 2 * t.micro_batch_size), t.micro_batch_size):
             set_step(session.model, t.seed, 1, first, t.steps)
-            loss = session.model.loss(x_BT, x_BT)
+            loss = session.model.loss(x_BT, x_BT, positions)
             watch.after_forward()
             loss.backward()
             del loss

@@ -5,14 +5,14 @@ counts, and the number of steps done. Token order and random bits are pure funct
 there is no generator, no cursor and no loader state to save.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from narrowgauge.checkpoint import JSON, Checkpoint, load, newest_valid, save
-from narrowgauge.data import Corpus, training_batch
+from narrowgauge.data import Batch, Loader, Mixture, Tokens, first_samples
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize
 from narrowgauge.nn import DTYPES, convert, recipe_tensors, set_step
@@ -65,24 +65,37 @@ class Session:
             session.scaler = torch.amp.GradScaler(device.type)
         return session
 
+    def batches(self, train: Mixture | Tokens) -> Loader:
+        """The micro-batches from here on, made ahead in the background until the loader is closed."""
+        t, data = self.config.training, self.config.data
+        return Loader(
+            train,
+            t.seed,
+            first_samples(self.step, t.batch_size, t.micro_batch_size),
+            t.micro_batch_size,
+            data.sequence_length,
+            data.separate_documents,
+            pin=self.device.type == "cuda",
+        )
+
     def train_step(
-        self, corpus: Corpus, after_forward: Callable[[], None] | None = None
+        self, batches: Iterator[Batch], after_forward: Callable[[], None] | None = None
     ) -> tuple[float, float, float]:
         """Take one optimizer step; returns (loss, gradient norm, learning rate).
 
-        A non-finite gradient norm leaves weights and moments as they were and is counted. `after_forward`
-        is called between every forward pass and its backward pass.
+        The loss is the mean over all targets of the step, however they fall into micro-batches. A non-finite
+        gradient norm leaves weights and moments as they were and is counted. `after_forward` is called
+        between every forward pass and its backward pass.
         """
         t, step = self.config.training, self.step + 1
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.device)
-        for first in range(0, t.batch_size, t.micro_batch_size):
-            n = (step - 1) * t.batch_size + first
-            x_BT, y_BT = training_batch(
-                corpus.train, t.seed, n, t.micro_batch_size, self.config.data.sequence_length
-            )
+        firsts = range(0, t.batch_size, t.micro_batch_size)
+        micro_batches = [next(batches) for _ in firsts]
+        targets = max(sum(batch.targets for batch in micro_batches), 1)
+        for first, batch in zip(firsts, micro_batches, strict=True):
             set_step(self.model, t.seed, step, first, t.steps)
-            loss = self.loss(x_BT, y_BT) * (t.micro_batch_size / t.batch_size)
+            loss = self.loss(batch) * (batch.targets / targets)
             if after_forward is not None:
                 after_forward()
             (self.scaler.scale(loss) if self.scaler else loss).backward()
@@ -101,10 +114,12 @@ class Session:
         self.step = step
         return total.item(), norm.item(), lr
 
-    def loss(self, x_BT: torch.Tensor, y_BT: torch.Tensor) -> torch.Tensor:
+    def loss(self, batch: Batch) -> torch.Tensor:
         """Mean cross entropy of a batch, a scalar with gradient."""
         assert callable(self.compiled_loss)
-        result = self.compiled_loss(x_BT.to(self.device), y_BT.to(self.device))
+        batch = batch.to(self.device)
+        targets = batch.targets if batch.ignores else None
+        result = self.compiled_loss(batch.x_BT, batch.y_BT, batch.position_BT, targets)
         assert isinstance(result, torch.Tensor)
         return result
 

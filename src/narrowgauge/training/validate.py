@@ -13,37 +13,50 @@ import math
 
 import torch
 
-from narrowgauge.data import Tokenizer, Tokens, validation_batches
-from narrowgauge.models import Transformer
+from narrowgauge.data import Mixture, Tokenizer, Tokens, validation_batches
+from narrowgauge.models import IGNORED, Transformer
 
 
 @torch.no_grad()
 def validation_loss(
-    model: Transformer, tokens: Tokens, batch_size: int, sequence_length: int, batches: int | None
+    model: Transformer,
+    tokens: Mixture | Tokens,
+    batch_size: int,
+    sequence_length: int,
+    batches: int | None,
+    apart: bool = False,
 ) -> float:
-    """Mean cross entropy in nats per token over `batches` batches spread over the tokens; None = all."""
+    """Mean cross entropy in nats per token over `batches` batches spread over the tokens; None = all.
+
+    `apart`: documents are kept apart, as `data.separate_documents` has it in training.
+    """
     device = next(model.parameters()).device
     total = count = 0.0
-    for x_BT, y_BT in validation_batches(tokens, batch_size, sequence_length, batches):
-        total += model.loss(x_BT.to(device), y_BT.to(device)).item() * y_BT.numel()
-        count += y_BT.numel()
+    for on_host in validation_batches(tokens, batch_size, sequence_length, batches, apart):
+        batch = on_host.to(device)
+        targets = batch.targets if batch.ignores else None
+        loss = model.loss(batch.x_BT, batch.y_BT, batch.position_BT, targets)
+        total += loss.item() * batch.targets
+        count += batch.targets
     return total / count
 
 
 def bits_per_byte(
     loss: float,
     tokenizer: Tokenizer,
-    tokens: Tokens,
+    tokens: Mixture | Tokens,
     batch_size: int,
     sequence_length: int,
     batches: int | None,
+    apart: bool = False,
 ) -> float:
     """What `validation_loss` of the same batches is in bits per byte of text; NaN where there is no text."""
     lengths = token_bytes(tokenizer)
     count = text = 0
-    for _, y_BT in validation_batches(tokens, batch_size, sequence_length, batches):
-        text += int(lengths[y_BT.long()].sum())
-        count += y_BT.numel()
+    for batch in validation_batches(tokens, batch_size, sequence_length, batches, apart):
+        y_N = batch.y_BT[batch.y_BT != IGNORED].long()
+        text += int(lengths[y_N].sum())
+        count += y_N.numel()
     return loss * count / (math.log(2) * text) if text else math.nan
 
 

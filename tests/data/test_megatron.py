@@ -1,0 +1,151 @@
+"""Megatron's files: the layout to the bit, judged by a reader of its own; and no index that does not fit."""
+
+import os
+import struct
+from itertools import chain
+
+import numpy as np
+import pytest
+
+from narrowgauge.data import open_megatron, write_megatron
+from narrowgauge.errors import UserError
+
+DOCUMENTS = [[5, 6, 7, 256], [256], [], [1, 2, 256], [9, 8, 7, 6, 5, 256]]
+
+
+def arrays(documents):
+    return [np.array(document, dtype=np.int64) for document in documents]
+
+
+def read_as_megatron(stem):
+    """The documents of a pair, by the layout that Megatron's IndexedDataset reads: all from the .idx."""
+    with open(f"{stem}.idx", "rb") as stream:
+        assert stream.read(9) == b"MMIDIDX\x00\x00"
+        assert struct.unpack("<Q", stream.read(8)) == (1,)
+        code = struct.unpack("<B", stream.read(1))[0]
+        dtype = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}[code]
+        sequences, borders = struct.unpack("<QQ", stream.read(16))
+        lengths = np.frombuffer(stream.read(4 * sequences), np.int32)
+        pointers = np.frombuffer(stream.read(8 * sequences), np.int64)
+        documents = np.frombuffer(stream.read(8 * borders), np.int64)
+        assert stream.read() == b""
+    assert lengths.shape[0] == documents[-1]
+    with open(f"{stem}.bin", "rb") as stream:
+        data = stream.read()
+    sequence = [
+        np.frombuffer(data, dtype, count=length, offset=pointer).tolist()
+        for length, pointer in zip(lengths.tolist(), pointers.tolist(), strict=True)
+    ]
+    return dtype, [
+        list(chain(*sequence[a:b]))
+        for a, b in zip(documents[:-1].tolist(), documents[1:].tolist(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(257, np.uint16), (65_499, np.uint16), (65_500, np.int32), (128_256, np.int32)]
+)
+def test_megatron_reads_what_is_written(tmp_path, vocab_size, dtype):
+    data, index = write_megatron(tmp_path / "a_document", iter(arrays(DOCUMENTS)), vocab_size)
+    assert sorted(os.listdir(tmp_path)) == [data.name, index.name] == ["a_document.bin", "a_document.idx"]
+    assert read_as_megatron(tmp_path / "a_document") == (dtype, DOCUMENTS)
+    for path in (data, index):
+        opened = open_megatron(path)
+        assert opened.tokens.tolist() == list(chain(*DOCUMENTS))
+        assert opened.starts.tolist() == [0, 4, 5, 5, 8]
+    with pytest.raises(ValueError, match="read-only"):
+        opened.tokens[0] = 1
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i1", "<i2", "<i4", "<i8", "<u2"])
+def test_every_whole_dtype_and_documents_of_several_sequences_are_read(tmp_path, dtype):
+    code = {"u1": 1, "i1": 2, "<i2": 3, "<i4": 4, "<i8": 5, "<u2": 8}[dtype]
+    ids = np.arange(100, 110, dtype=dtype)
+    (tmp_path / "x.bin").write_bytes(ids.tobytes())
+    lengths, width = [3, 3, 4], ids.itemsize
+    index = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, 3, 3)
+    index += struct.pack("<3i3q3q", *lengths, 0, 3 * width, 6 * width, 0, 2, 3)
+    (tmp_path / "x.idx").write_bytes(index)
+    opened = open_megatron(tmp_path / "x.idx")
+    assert opened.tokens.tolist() == list(range(100, 110))
+    assert opened.starts.tolist() == [0, 6]
+
+
+HEADER = struct.Struct("<9sQBQQ")
+
+
+def with_header(raw, **changes):
+    values = dict(zip(("magic", "version", "code", "s", "d"), HEADER.unpack(raw[:34]), strict=True))
+    return HEADER.pack(*(values | changes).values()) + raw[34:]
+
+
+def patched(raw, offset, form, *values):
+    return raw[:offset] + struct.pack(form, *values) + raw[offset + struct.calcsize(form) :]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda raw: b"", "it is empty"),
+        (lambda raw: raw[:20], "does not begin as an index of Megatron's"),
+        (lambda raw: raw[:-1], "promises 5 sequences and 6 document borders, so 142 bytes, and it has 141"),
+        (lambda raw: raw + b"\0", "and it has 143"),
+        (lambda raw: raw + bytes(5), "it has a mode for each sequence"),
+        (lambda raw: with_header(raw, magic=b"MMIDIDY\0\0"), "does not begin as an index"),
+        (lambda raw: b"TNTIDX\0\0" + raw[8:], "Megatron's old layout"),
+        (lambda raw: with_header(raw, version=2), "its version is 2"),
+        (
+            lambda raw: with_header(raw, code=6),
+            "code 6 says that the ids are floating-point",
+        ),
+        (
+            lambda raw: with_header(raw, code=7),
+            "code 7 says that the ids are floating-point",
+        ),
+        (lambda raw: with_header(raw, code=9), "its dtype code 9 says that the ids are of no known kind"),
+        (lambda raw: with_header(raw, code=4), "its sequences do not lie end to end"),
+        (lambda raw: with_header(raw, s=2**62), "and it has 142"),
+        (lambda raw: patched(raw, 34, "<i", -4), "its sequences do not lie end to end"),
+        (lambda raw: patched(raw, 34 + 20, "<q", 2), "its sequences do not lie end to end"),
+        (
+            lambda raw: patched(raw, 34 + 16, "<i", 5),
+            "it does not fit x.bin: its sequences end at byte 26",
+        ),
+        (lambda raw: patched(raw, 34 + 60, "<q", 1), "its documents do not go from sequence 0 to sequence 5"),
+        (lambda raw: patched(raw, 34 + 60 + 40, "<q", 4), "its documents do not go from sequence 0"),
+        (lambda raw: patched(raw, 34 + 60 + 8, "<2q", 3, 2), "its documents do not go from sequence 0"),
+    ],
+)
+def test_a_damaged_index_is_refused_by_name_with_the_reason(tmp_path, damage, words):
+    _, index = write_megatron(tmp_path / "x", arrays(DOCUMENTS), 257)
+    index.write_bytes(damage(index.read_bytes()))
+    with pytest.raises(UserError) as caught:
+        open_megatron(index)
+    assert f"{index} cannot be read as tokens: " in str(caught.value)
+    assert words in str(caught.value)
+    assert str(caught.value).endswith("; bring the file again, or make it anew")
+
+
+def test_a_bin_of_another_length_or_none_is_refused(tmp_path):
+    data, index = write_megatron(tmp_path / "x", arrays(DOCUMENTS), 257)
+    data.write_bytes(data.read_bytes()[:-2])
+    with pytest.raises(UserError, match=r"it does not fit x\.bin: .* end at byte 28, and that has 26"):
+        open_megatron(data)
+    data.unlink()
+    with pytest.raises(UserError, match=r"x\.bin cannot be read as tokens: No such file"):
+        open_megatron(index)
+    write_megatron(tmp_path / "y", [], 257)
+    with pytest.raises(UserError, match=r"y\.bin .* it holds no tokens"):
+        open_megatron(tmp_path / "y.bin")
+
+
+def test_nothing_appears_when_writing_fails(tmp_path):
+    def documents():
+        yield np.arange(5)
+        raise RuntimeError("the source broke")
+
+    with pytest.raises(RuntimeError, match="the source broke"):
+        write_megatron(tmp_path / "x", documents(), 257)
+    with pytest.raises(AssertionError):
+        write_megatron(tmp_path / "x", arrays([[257]]), 257)
+    assert os.listdir(tmp_path) == []

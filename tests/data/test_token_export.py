@@ -1,0 +1,47 @@
+"""Tokens in other programs' layouts, and back."""
+
+import os
+
+import numpy as np
+import pytest
+
+from narrowgauge.data import export_tokens, open_data
+from narrowgauge.errors import UserError
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe-300"])
+def test_both_layouts_bring_back_every_document(source, tmp_path, tokenizer):
+    data = open_data(source, tokenizer)
+    for layout in ("llmc", "megatron"):
+        export_tokens(data, layout, tmp_path / layout)
+    assert sorted(os.listdir(tmp_path / "llmc")) == [
+        "text_train_000000.bin",
+        "text_val_000000.bin",
+        "tokenizer.json",
+    ]
+    assert sorted(os.listdir(tmp_path / "megatron")) == [
+        *("text_train_document.bin", "text_train_document.idx"),
+        *("text_val_document.bin", "text_val_document.idx"),
+        "tokenizer.json",
+    ]
+    end = data.tokenizer.end_of_document
+    llmc, megatron = open_data(str(tmp_path / "llmc")), open_data(str(tmp_path / "megatron"))
+    for part in ("train", "val"):
+        (ours,), (theirs,), (indexed,) = (getattr(each, part).streams for each in (data, llmc, megatron))
+        assert np.array_equal(theirs[:], ours[:])  # ours are llm.c's: the id before each document
+        assert np.array_equal(indexed[:], [*ours[1:], end])
+        assert len(indexed.starts) == (ours[:] == end).sum()
+        for one, other in zip(ours.documents(), indexed.documents(), strict=True):
+            assert np.array_equal(one, other)
+    assert megatron.tokenizer.digest == data.tokenizer.digest
+
+
+def test_what_cannot_be_exported_is_refused_before_anything_is_written(source, tmp_path):
+    data = open_data(source, "bytes")
+    with pytest.raises(UserError, match="unknown token layout 'megatronn'; the nearest is 'megatron'"):
+        export_tokens(data, "megatronn", tmp_path / "x")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    with pytest.raises(UserError, match=r"cannot write tokens to .*full: it is not an empty directory"):
+        export_tokens(data, "llmc", tmp_path / "full")
+    assert not (tmp_path / "x").exists()
