@@ -44,9 +44,9 @@ def test_a_glob_names_documents_below_its_fixed_part(tmp_path):
 
 
 def test_a_byte_order_mark_is_dropped_and_nothing_else(tmp_path):
-    write(tmp_path / "a.txt", b"\xef\xbb\xbf one\r\n\x00 two \xc3\xa9")
+    write(tmp_path / "a.txt", b"\xef\xbb\xbf one\r\n\x0c two \xc3\xa9")
     write(tmp_path / "b.txt", "b")
-    assert pairs(tmp_path)[0] == ("a.txt", " one\r\n\x00 two \u00e9")
+    assert pairs(tmp_path)[0] == ("a.txt", " one\r\n\x0c two \u00e9")
 
 
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
@@ -113,8 +113,10 @@ def test_a_missing_path_is_met_with_the_nearest(tmp_path):
 
 def test_a_place_without_text_is_refused(tmp_path):
     write(tmp_path / "d" / "a.bin", b"\x00")
-    assert "leads to no text file: a text file ends in .txt, .md, .py" in refusal(tmp_path / "d")
-    assert "leads to no text file" in refusal(tmp_path / "d" / "*.txt")
+    assert "leads to no file that can be read: such a file ends in .txt, .md, .py, .jsonl" in refusal(
+        tmp_path / "d"
+    )
+    assert "leads to no file that can be read" in refusal(tmp_path / "d" / "*.txt")
     assert "cannot read" in refusal(tmp_path / "d" / "a.bin")
     for name in "ab":
         write(tmp_path / "e" / f"{name}.txt", "\n \n")
