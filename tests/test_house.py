@@ -23,6 +23,7 @@ ROOMS = (
     "training",
     "report",
     "cluster",
+    "cli_prepare",
     "cli",
 )
 FILES = sorted(ROOT.rglob("*.py"))

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from narrowgauge import cli_prepare
 from narrowgauge.checkpoint import PoisonedError, SaveError
 from narrowgauge.data import prepare
 from narrowgauge.errors import UserError, unknown
@@ -139,6 +140,7 @@ def _parser() -> tuple[_Parser, list[str]]:
     p.add_argument("--task", default="val", help="val: the held-out part of the run's data")
     p.add_argument("--batches", type=int, help="how many batches (all)")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    cli_prepare.add_options(verb("prepare", "turn documents into token files", cli_prepare.run))
     p = verb("report", "(re)make the HTML report of one run or several", _report)
     p.add_argument("runs", metavar="RUN", type=Path, nargs="+")
     p.add_argument("--out", type=Path, help="the page (report.html in the first RUN)")

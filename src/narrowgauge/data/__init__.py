@@ -1,9 +1,10 @@
 """Where do tokens come from? Sources, tokenizers, token files, their order, and batches."""
 
-from narrowgauge.data.corpus import Corpus, Manifest, open_corpus
+from narrowgauge.data.corpus import Corpus, Manifest, is_corpus, open_corpus
 from narrowgauge.data.loader import count_windows, training_batch, validation_batches
 from narrowgauge.data.order import samples
-from narrowgauge.data.prepare import cache_directory, prepare
+from narrowgauge.data.prepare import DEFAULT_TOKENIZER, cache_directory, prepare
+from narrowgauge.data.sieve import Options
 from narrowgauge.data.sources import Document, documents
 from narrowgauge.data.token_file import (
     TokenFile,
@@ -15,9 +16,11 @@ from narrowgauge.data.token_file import (
 from narrowgauge.data.tokenizer import Tokenizer, bytes_tokenizer, load_tokenizer, train_bpe
 
 __all__ = [
+    "DEFAULT_TOKENIZER",
     "Corpus",
     "Document",
     "Manifest",
+    "Options",
     "TokenFile",
     "Tokenizer",
     "Tokens",
@@ -25,6 +28,7 @@ __all__ = [
     "cache_directory",
     "count_windows",
     "documents",
+    "is_corpus",
     "load_tokenizer",
     "open_corpus",
     "open_token_file",

@@ -58,7 +58,9 @@ class Tokenizer:
         utf8s = [_utf8(text) for text in texts]
         if self.is_bytes:
             return [list(utf8) for utf8 in utf8s]
-        return [encoded.ids for encoded in self.library.encode_batch(list(texts), add_special_tokens=False)]
+        return [
+            encoded.ids for encoded in self.library.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; never raises.

@@ -61,8 +61,11 @@ ModelSection = create_model(
 class DataSection(_Section):
     """Where tokens come from."""
 
-    source: str = Field("stdlib", description="stdlib, a text file, a directory or a glob")
-    tokenizer: str = Field("bpe-4096", description="bytes, bpe-N (trained on the corpus) or a tokenizer.json")
+    source: str = Field("stdlib", description="what `prepare` made, or any SOURCE that it takes")
+    tokenizer: str | None = Field(
+        None,
+        description="bytes, bpe-N (learnt from the text) or a tokenizer.json; bpe-4096, or the source's own",
+    )
     sequence_length: int = Field(256, ge=2, description="tokens of a sequence")
 
 

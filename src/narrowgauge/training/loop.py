@@ -154,7 +154,7 @@ def _check_corpus(config: Config, corpus: Corpus) -> None:
     vocab_size, needed = config.the_model().vocab_size, corpus.tokenizer.vocab_size
     if needed > vocab_size:
         raise UserError(
-            f"tokenizer {config.data.tokenizer!r} has token ids up to {needed - 1}, beyond "
+            f"tokenizer {corpus.manifest.tokenizer!r} has token ids up to {needed - 1}, beyond "
             f"model.vocab_size = {vocab_size}; set --model.vocab_size {needed}, or a smaller tokenizer"
         )
     count_windows(corpus.train, config.data.sequence_length)

@@ -36,7 +36,17 @@ from narrowgauge.data.sources.paths import (
 from narrowgauge.data.sources.record import Chunk, Document, Input, Refusal, Rejected, Source
 from narrowgauge.errors import UserError
 
-__all__ = ["Chunk", "Document", "Input", "Refusal", "Rejected", "Source", "documents", "open_source"]
+__all__ = [
+    "Chunk",
+    "Document",
+    "Input",
+    "Refusal",
+    "Rejected",
+    "Source",
+    "documents",
+    "no_text",
+    "open_source",
+]
 
 
 def open_source(name: str, text_key: str = "text") -> Source:

@@ -43,10 +43,11 @@ class Stream:
     def __iter__(self) -> Iterator[bytes]:
         """The blocks. Errors: `UserError` for a file that cannot be read, `CutShort` for damage."""
         suffix = self.path.suffix
-        raw = self._raw(_READ_ZST if suffix == ".zst" else _READ)
+        raw = self.raw(_READ_ZST if suffix == ".zst" else _READ)
         return self._decompressed(_decoder(suffix), raw) if suffix in COMPRESSED else raw
 
-    def _raw(self, size: int) -> Iterator[bytes]:
+    def raw(self, size: int) -> Iterator[bytes]:
+        """The bytes as they are in the file, in blocks of `size`. Errors: as iteration, but no `CutShort`."""
         try:
             with self.path.open("rb") as file:
                 while data := file.read(size):
