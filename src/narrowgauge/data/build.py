@@ -1,7 +1,9 @@
 """The building of one corpus: what is read is digested, then read, encoded and written with its manifest."""
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +24,7 @@ from narrowgauge.errors import UserError
 
 # (stage, bytes done, bytes in all or 0 where that is not known, what else there is to say)
 Progress = Callable[[str, int, int, str], None]
+TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"
 _BLOCK = 1 << 24  # bytes digested between two reports
 
 
@@ -115,7 +118,7 @@ class Build:
         """Encode the documents of the chunks and write all files; returns how many documents were kept."""
         encoder = Encoder(self.aside / TOKENIZER_FILE, cut)
         vocab_size = load_tokenizer(encoder.tokenizer).vocab_size
-        with Parts(self.aside, vocab_size, sieve) as parts:
+        with Parts(self.aside, vocab_size, sieve) as parts, _one_thread_each(self.workers):
             done = 0
             for batch in ordered_map(encoder, chunks, self.workers):
                 parts.add(batch)
@@ -168,6 +171,16 @@ class Build:
         )
         with whole_file(self.aside / MANIFEST_FILE) as file:
             file.write(manifest.to_json().encode("utf-8"))
+
+
+@contextmanager
+def _one_thread_each(workers: int) -> Iterator[None]:
+    """Where there are several workers, each tokenizes on one core."""
+    before = os.environ.get(TOKENIZER_THREADS, "")
+    if workers > 1:
+        os.environ[TOKENIZER_THREADS] = "false"
+    yield
+    os.environ[TOKENIZER_THREADS] = before
 
 
 def _corpus_digest(identity: str, documents: str, options: Options) -> str:

@@ -1,8 +1,8 @@
 """How is work spread over processes, and how do its results keep their order?
 
-The caller's thread reads the items and hands each to whichever process is free; results come back in the
-order of the items. No more than two items a process are under way, so memory does not depend on how many
-there are.
+The caller's thread reads the items and hands each to a process that is free. While all are busy, or not yet
+started, it does an item itself, so N workers are N - 1 processes and the caller. Results come back in the
+order of the items; so many are under way at most that memory does not depend on how many there are.
 
 Processes are not forked from this one, whose threads a fork would break: they come from a server that has
 imported what they need once, where the platform has such a server, and start afresh where not. So a script
@@ -24,7 +24,8 @@ from narrowgauge.errors import UserError
 A = TypeVar("A")
 B = TypeVar("B")
 
-_AHEAD = 2  # items under way for each process: one at work, one at hand
+_AHEAD = 2  # items sent for each process: one at work, one at hand
+_WAITING = 24  # results that may wait for an earlier one, for each worker
 
 
 def usable_cores() -> int:
@@ -35,30 +36,42 @@ def usable_cores() -> int:
 def ordered_map(make: Callable[[], Callable[[A], B]], items: Iterable[A], workers: int) -> Iterator[B]:
     """What `make()` makes of each item, in the order of the items.
 
-    `make` is called once in each of `workers` processes, or here if there is to be one only; it, items and
-    results have to be what can be sent to a process. Errors: those of the work; `UserError` where a process
-    was killed.
+    `make` is called here and once in each further process; it, items and results have to be what can be sent
+    to a process. Errors: those of the work; `UserError` where a process was killed.
     """
     assert workers >= 1
+    work = make()
     if workers == 1:
-        yield from map(make(), items)
+        yield from map(work, items)
         return
-    under_way = deque[Future[B]]()
-    with ProcessPoolExecutor(workers, _context(), _begin, (make,)) as pool:
+    with ProcessPoolExecutor(workers - 1, _context(), _begin, (make,)) as pool:
         try:
-            for item in items:
-                under_way.append(pool.submit(_work, item))
-                if len(under_way) > _AHEAD * workers:
-                    yield under_way.popleft().result()
-            while under_way:
-                yield under_way.popleft().result()
+            yield from _in_order(pool, work, items, workers)
         except BrokenProcessPool:
             raise UserError(
-                f"one of {workers} worker processes was killed, for want of memory most likely; take fewer "
-                "--workers"
+                f"one of {workers} workers was killed, for want of memory most likely; take fewer --workers"
             ) from None
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _in_order(
+    pool: ProcessPoolExecutor, work: Callable[[A], B], items: Iterable[A], workers: int
+) -> Iterator[B]:
+    results = deque[Future[B]]()
+    sent = list[Future[B]]()
+    for item in items:
+        sent = [future for future in sent if not future.done()]
+        if len(sent) < _AHEAD * (workers - 1):
+            results.append(pool.submit(_work, item))
+            sent.append(results[-1])
+        else:
+            results.append(Future())
+            results[-1].set_result(work(item))
+        while results and (results[0].done() or len(results) > _WAITING * workers):
+            yield results.popleft().result()
+    while results:
+        yield results.popleft().result()
 
 
 def _context() -> Any:

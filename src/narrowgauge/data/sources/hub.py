@@ -17,7 +17,7 @@ from narrowgauge.errors import UserError, unknown
 
 PREFIX = "hf:"
 _ROWS = 256
-_PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before each new attempt
+_PAUSES = (1.0, 4.0, 16.0)  # seconds before each new attempt, of which the library makes several
 
 # (rows to skip) -> the rows after them
 Opener = Callable[[int], Iterator[dict[str, Any]]]
@@ -60,7 +60,7 @@ def retried(
         except UserError:
             raise
         except Exception as error:  # every library below has its own kinds; those that will not pass are told
-            if not _may_pass(error) or failures == len(pauses):
+            if _offline() or not _may_pass(error) or failures == len(pauses):
                 raise _failed(name, error, failures + 1, done) from error
             sleep(pauses[failures])
             failures += 1
@@ -75,7 +75,11 @@ def _may_pass(error: BaseException) -> bool:
 
 
 def _failed(name: str, error: Exception, attempts: int, rows: int) -> UserError:
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    bottom: BaseException = error  # the library tells what it could not do; below is why
+    while below := bottom.__cause__ or bottom.__context__:
+        bottom = below
+    reasons = dict.fromkeys(f"{type(e).__name__}: {e}" for e in (error, bottom))
+    reason = " ".join(" from ".join(reasons).split())[:400]
     times = f"in {attempts} attempts" if attempts > 1 else "at once"
     return UserError(
         f"data set {name!r} failed {times}, after {rows} rows ({reason}); tried {_surroundings()}; mend "

@@ -57,6 +57,9 @@ def _record(where: str, line: bytes, key: str) -> Iterator[Document | Rejected]:
 def chunks(file: Input, key: str) -> Iterator[Chunk]:
     """The file, compressed or not, in portions of whole lines."""
     stream, line = Stream(file.path), 1
+    if not file.path.stat().st_size:
+        yield Refusal(Rejected(str(file.path), "is empty", "bring it again, or leave it out"))
+        return
     try:
         for portion in cut(stream, b"\n"):
             line = portion.first_line

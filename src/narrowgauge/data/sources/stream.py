@@ -69,7 +69,7 @@ class Stream:
                     data, decoder = decoder.unused_data, None
                     if not data.strip(b"\x00"):  # padding after the last stream, as on tapes
                         data = b""
-        if decoder is not None:
+        if decoder is not None or not self.consumed:
             raise CutShort("ends before its compressed data do")
 
 
