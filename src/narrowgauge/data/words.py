@@ -1,14 +1,14 @@
 """How is text encoded faster than by the library, with the same ids?
 
-By not encoding the same word twice. GPT-2's tokenizer, and every byte-level BPE like it, cuts a text into pieces
-by a pattern and encodes each piece by itself:
+By not encoding the same word twice. GPT-2's tokenizer, and every byte-level BPE like it, cuts a text into
+pieces by a pattern and encodes each piece by itself:
 
     's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
 
 No piece holds white space behind something else, and none looks further back than its beginning. So the
-place before a run of white space is always a cut, and a text is a row of *words*: a run of white space and the
-run of other characters after it. The ids of a text are those of its words, end to end; those of a word are
-looked up, and asked of the library only when the word is new. Half of English is a few hundred words.
+place before a run of white space is always a cut, and a text is a row of *words*: a run of white space and
+the run of other characters after it. The ids of a text are those of its words, end to end; those of a word
+are looked up, and asked of the library only when the word is new. Half of English is a few hundred words.
 
 The pattern and what counts as white space in it: `pre_tokenizers/byte_level.rs` of
 github.com/huggingface/tokenizers, and Unicode's property White_Space, which Oniguruma's `\\s` is.
