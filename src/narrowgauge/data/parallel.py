@@ -66,12 +66,21 @@ def _in_order(
             results.append(pool.submit(_work, item))
             sent.append(results[-1])
         else:
-            results.append(Future())
-            results[-1].set_result(work(item))
+            results.append(_done_here(work, item))
         while results and (results[0].done() or len(results) > _WAITING * workers):
             yield results.popleft().result()
     while results:
         yield results.popleft().result()
+
+
+def _done_here(work: Callable[[A], B], item: A) -> Future[B]:
+    """What a process would give back: an error too waits until its turn comes."""
+    result = Future[B]()
+    try:
+        result.set_result(work(item))
+    except Exception as error:
+        result.set_exception(error)
+    return result
 
 
 def _context() -> Any:

@@ -128,7 +128,9 @@ def _zstd() -> Callable[[], _Decoder]:
 
         def blocks(self, data: bytes) -> Iterator[bytes]:
             try:
-                yield self._inner.decompress(data)
+                out = self._inner.decompress(data)
+                for start in range(0, len(out), CHUNK_BYTES):
+                    yield out[start : start + CHUNK_BYTES]
             except zstandard.ZstdError as error:
                 raise CutShort(f"is damaged ({error})") from None
 
@@ -191,7 +193,7 @@ class _Cutter:
     def rest(self) -> Iterator[Portion]:
         """What stands behind the last mark."""
         if self.buffer and not self.skipping:
-            yield self._portion(bytes(self.buffer))
+            yield self._portion(None if len(self.buffer) > MOST_BYTES else bytes(self.buffer))
 
     def _skip(self) -> None:
         end = self.buffer.find(self.mark)
