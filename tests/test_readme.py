@@ -40,7 +40,8 @@ def test_command_lines_run_as_they_stand(tmp_path, monkeypatch):
     """Only the size of the model and the number of steps are made small."""
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
     lines = [words[1:] for words in shell_lines() if words[0] == "narrowgauge"]
-    assert {words[0] for words in lines} == {"compare", "sample", "eval", "report", "recipes", "formats"}
+    verbs = {"compare", "sample", "eval", "prepare", "train", "report", "recipes", "formats"}
+    assert {words[0] for words in lines} == verbs
     make_train = ["train", "--steps", "2"]
     for words in [make_train, *lines]:
         if words[0] in ("train", "compare"):

@@ -4,8 +4,11 @@ import hashlib
 import os
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from narrowgauge.data import documents
+from narrowgauge.data.sources.text import cut_text
 from narrowgauge.errors import UserError
 
 
@@ -76,6 +79,32 @@ def test_a_file_without_paragraphs_or_even_lines_is_cut_all_the_same(tmp_path):
 def test_a_directory_of_one_file_is_cut_like_the_file(tmp_path):
     path = write(tmp_path / "d" / "book.md", "some words in a row\n\n" * 2000)
     assert pairs(tmp_path / "d") == pairs(path)
+
+
+@given(
+    st.lists(
+        st.sampled_from(["x", "\n", "\r", "\r\n", "\u2028", "\n\n", "words " * 900, "y" * 16383, "z" * 20000])
+    )
+)
+def test_the_pieces_do_not_depend_on_the_blocks_in_which_the_text_is_read(parts):
+    assert list(cut_text(parts)) == list(cut_text(["".join(parts)]))
+    assert "".join(cut_text(parts)) == "".join(parts)
+
+
+def test_a_very_long_file_is_cut_also_among_others(tmp_path, monkeypatch):
+    monkeypatch.setattr("narrowgauge.data.sources.text.MOST_WHOLE", 10_000)
+    write(tmp_path / "d" / "a.txt", "short")
+    write(tmp_path / "d" / "b.txt", "some words in a row\n\n" * 1000)
+    write(tmp_path / "d" / "c.txt", "short too")
+    names = [name for name, _ in pairs(tmp_path / "d")]
+    assert names == ["a.txt", *(f"b.txt#{i}" for i in range(len(names) - 2)), "c.txt"]
+    assert len(names) > 5
+
+
+def test_a_long_file_that_is_not_utf8_is_refused_with_the_place(tmp_path, monkeypatch):
+    monkeypatch.setattr("narrowgauge.data.sources.stream._READ", 1000)
+    bad = write(tmp_path / "a.txt", ("caf\u00e9 " * 999).encode() + b"\xe9 noir" + b"x" * 5000)
+    assert f"{bad} is not UTF-8: byte 5994 is 0xe9; convert it" in refusal(bad)
 
 
 def test_stdlib_is_the_library_and_the_same_twice():
