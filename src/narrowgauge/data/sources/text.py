@@ -70,14 +70,15 @@ def whole_files(files: Sequence[Input], skip: bool = False) -> Iterator[Chunk]:
     some, size = list[Input](), 0
     for file in files:
         own = file.path.stat().st_size
-        if own > MOST_WHOLE:
-            yield from pieces(file)
-            continue
-        some.append(file)
-        size += own
-        if size >= CHUNK_BYTES:
+        whole = own <= MOST_WHOLE
+        if whole:
+            some.append(file)
+            size += own
+        if some and (size >= CHUNK_BYTES or not whole):
             yield Files(tuple(some), size, skip)
             some, size = [], 0
+        if not whole:
+            yield from pieces(file)
     if some:
         yield Files(tuple(some), size, skip)
 
