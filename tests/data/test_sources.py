@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowgauge.data import documents
+from narrowgauge.data import documents, prepare
 from narrowgauge.data.sources.text import cut_text
 from narrowgauge.errors import UserError
 
@@ -128,6 +128,12 @@ def refusal(source):
 def test_a_mistyped_word_is_met_with_the_nearest(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert refusal("stdlb").startswith("unknown data source 'stdlb'; the nearest is 'stdlib'")
+
+
+def test_a_name_that_no_file_can_have_is_refused():
+    for source in ("x" * 5000, "a\0b", "~nobody-at-all/x"):
+        with pytest.raises(UserError, match="cannot look into|unknown data source|does not exist"):
+            prepare(source, "bytes")
 
 
 def test_a_missing_path_is_met_with_the_nearest(tmp_path):

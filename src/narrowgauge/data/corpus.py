@@ -105,7 +105,10 @@ class Joined:
 
 def is_corpus(directory: Path) -> bool:
     """Whether a prepared corpus is in the directory, whole or damaged."""
-    return (directory / MANIFEST_FILE).is_file() and (directory / TOKENIZER_FILE).is_file()
+    try:
+        return (directory / MANIFEST_FILE).is_file() and (directory / TOKENIZER_FILE).is_file()
+    except OSError:  # a name too long, a folder that is locked: whoever reads it next will say so
+        return False
 
 
 def open_corpus(directory: Path, verify: bool = True) -> Corpus:

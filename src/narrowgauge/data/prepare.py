@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -68,16 +69,9 @@ def prepare(
     target = directory or cache_directory() / "tokens" / f"{_slug(source)}-{_slug(name)}-{request[:12]}"
     _refuse_foreign(target)
     if not (target / MANIFEST_FILE).exists():
-        try:
-            with whole_directory(target) as aside, parallel_tokenizing():
-                few = 0 < files.total < _FEW_BYTES
-                workers = workers or (1 if few else usable_cores())
-                Build(aside, opened, name, identity, request, options, files, workers).run()
-        except OSError as error:
-            raise UserError(
-                f"cannot write the corpus to {target}: {error.strerror or error}; name another directory, "
-                "with --out or in NARROWGAUGE_CACHE, one with room in it"
-            ) from error
+        few = 0 < files.total < _FEW_BYTES
+        workers = workers or (1 if few else usable_cores())
+        _build(target, lambda aside: Build(aside, opened, name, identity, request, options, files, workers))
     corpus = open_corpus(target)
     if corpus.manifest.request != request:
         raise UserError(
@@ -86,6 +80,18 @@ def prepare(
             "directory"
         )
     return corpus
+
+
+def _build(target: Path, build: Callable[[Path], Build]) -> None:
+    """Make the corpus aside, and give it its name."""
+    try:
+        with whole_directory(target) as aside, parallel_tokenizing():
+            build(aside).run()
+    except OSError as error:
+        raise UserError(
+            f"cannot write the corpus to {target}: {error.strerror or error}; name another directory, with "
+            "--out or in NARROWGAUGE_CACHE, one with room in it"
+        ) from error
 
 
 def cache_directory() -> Path:
