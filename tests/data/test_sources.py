@@ -132,7 +132,7 @@ def test_a_mistyped_word_is_met_with_the_nearest(tmp_path, monkeypatch):
 
 def test_a_name_that_no_file_can_have_is_refused():
     for source in ("x" * 5000, "a\0b", "~nobody-at-all/x"):
-        with pytest.raises(UserError, match="cannot look into|unknown data source|does not exist"):
+        with pytest.raises(UserError, match=r"cannot look into|unknown data source|does not exist"):
             prepare(source, "bytes")
 
 

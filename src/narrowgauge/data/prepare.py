@@ -54,7 +54,7 @@ def prepare(
     Errors: `UserError` for a source, tokenizer or directory that will not do, for records that are refused,
     and for a damaged corpus.
     """
-    place = Path(source).expanduser()
+    place = Path(os.path.expanduser(source))
     if is_corpus(place):
         if directory:
             raise UserError(f"{source!r} is prepared already; train on it as it is, with --data {source}")

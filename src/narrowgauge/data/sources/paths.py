@@ -1,6 +1,7 @@
 """Which files does a source name? They come in one order on every machine; what is missing is named."""
 
 import glob
+import os
 import re
 import sysconfig
 from collections.abc import Iterable
@@ -52,7 +53,7 @@ def find_files(source: str) -> tuple[Input, ...]:
 
     Errors: `UserError` for a source that does not exist or leads to no such file.
     """
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))  # as it is where there is no such user
     if path.is_file():
         if kind_of(path) is None:
             raise UserError(f"cannot read {source!r}: a source ends in {READABLE}; rename or convert it")
