@@ -24,6 +24,7 @@ ROOMS = (
     "report",
     "cluster",
     "cli_exchange",
+    "cli_prepare",
     "cli",
 )
 FILES = sorted(ROOT.rglob("*.py"))

@@ -41,8 +41,8 @@ def test_command_lines_run_as_they_stand(tmp_path, monkeypatch):
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
     lines = [words[1:] for words in shell_lines() if words[0] == "narrowgauge"]
     assert {words[0] for words in lines} == {
-        *("train", "compare", "sample", "eval", "report", "recipes", "formats"),
-        *("export", "import"),
+        *("train", "compare", "sample", "eval", "report", "recipes", "formats", "prepare"),
+        *("export", "import", "plan", "convert"),
     }
     make_train = ["train", "--steps", "2"]
     for words in [make_train, *lines]:

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from narrowgauge import cli_prepare
 from narrowgauge.checkpoint import PoisonedError, SaveError
 from narrowgauge.cli_exchange import add_exchange_verbs
 from narrowgauge.cluster import print_plan
@@ -131,6 +132,7 @@ def _parser() -> tuple[_Parser, list[str]]:
     p.add_argument("run", metavar="RUN", type=Path)
     p.add_argument("--recipe", required=True, metavar="R", help="a shipped recipe or a .toml file")
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new run directory")
+    cli_prepare.add_options(verb("prepare", "turn documents into token files", cli_prepare.run))
     add_exchange_verbs(verb)
     p = verb("report", "(re)make the HTML report of one run or several", _report)
     p.add_argument("runs", metavar="RUN", type=Path, nargs="+")

@@ -86,7 +86,7 @@ KEYS = {
     "source: binary": ({"data.source": "{dir}/binary.txt"}, ["{dir}/binary.txt", "not UTF-8"]),
     "source: another encoding": ({"data.source": "{dir}/latin"}, ["latin/a.txt", "byte 3 is 0xe9"]),
     "source: shorter than a sequence": ({"data.source": "{dir}/brief"}, ["tokens", "sequence of 32", "33"]),
-    "source: a glob of nothing": ({"data.source": "{dir}/*.md"}, ["{dir}/*.md", "no text file"]),
+    "source: a glob of nothing": ({"data.source": "{dir}/*.md"}, ["{dir}/*.md", "no file that can be read"]),
     "tokenizer": ({"data.tokenizer": "byte"}, ["unknown tokenizer 'byte'", "'bytes'"]),
     "tokenizer file": ({"data.tokenizer": "{dir}/tokenizer.json"}, ["{dir}/tokenizer.json", "not a tok"]),
     "tokenizer: too small": ({"data.tokenizer": "bpe-5"}, ["'bpe-5'", "bpe-257"]),

@@ -13,7 +13,7 @@ def test_no_verb_and_help_explain(narrowgauge):
     for words in ([], ["--help"]):
         ended = narrowgauge(*words)
         assert ended.code == 0
-        for verb in ("train", "compare", "sample", "eval", "report", "recipes", "formats"):
+        for verb in ("train", "compare", "sample", "eval", "prepare", "report", "recipes", "formats"):
             assert re.search(rf"^ +{verb}  ", ended.out, re.MULTILINE), verb
     ended = narrowgauge("train", "--help")
     assert ended.code == 0

@@ -62,10 +62,10 @@ def test_a_manifest_that_promises_a_smaller_vocabulary_is_refused_with_the_posit
         open_corpus(directory, verify=False)
 
 
-@pytest.mark.parametrize("change", [{"layout": 2}, {"layout": "1"}, {"extra": 1}, {"val_tokens": True}])
+@pytest.mark.parametrize("change", [{"layout": 3}, {"layout": "1"}, {"extra": 1}, {"val_tokens": True}])
 def test_a_manifest_of_another_kind_is_refused(source, tmp_path, change):
     directory = prepare(source, "bytes", tmp_path / "out").directory
     path = directory / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(UserError, match=r"has layout 2|does not state just layout, source"):
+    with pytest.raises(UserError, match=r"has layout 3|is damaged: it does not state just layout, version"):
         open_corpus(directory)

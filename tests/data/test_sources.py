@@ -4,8 +4,11 @@ import hashlib
 import os
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from narrowgauge.data import documents
+from narrowgauge.data import documents, prepare
+from narrowgauge.data.sources.text import cut_text
 from narrowgauge.errors import UserError
 
 
@@ -44,9 +47,9 @@ def test_a_glob_names_documents_below_its_fixed_part(tmp_path):
 
 
 def test_a_byte_order_mark_is_dropped_and_nothing_else(tmp_path):
-    write(tmp_path / "a.txt", b"\xef\xbb\xbf one\r\n\x00 two \xc3\xa9")
+    write(tmp_path / "a.txt", b"\xef\xbb\xbf one\r\n\x0c two \xc3\xa9")
     write(tmp_path / "b.txt", "b")
-    assert pairs(tmp_path)[0] == ("a.txt", " one\r\n\x00 two \u00e9")
+    assert pairs(tmp_path)[0] == ("a.txt", " one\r\n\x0c two \u00e9")
 
 
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
@@ -78,6 +81,32 @@ def test_a_directory_of_one_file_is_cut_like_the_file(tmp_path):
     assert pairs(tmp_path / "d") == pairs(path)
 
 
+@given(
+    st.lists(
+        st.sampled_from(["x", "\n", "\r", "\r\n", "\u2028", "\n\n", "words " * 900, "y" * 16383, "z" * 20000])
+    )
+)
+def test_the_pieces_do_not_depend_on_the_blocks_in_which_the_text_is_read(parts):
+    assert list(cut_text(parts)) == list(cut_text(["".join(parts)]))
+    assert "".join(cut_text(parts)) == "".join(parts)
+
+
+def test_a_very_long_file_is_cut_also_among_others(tmp_path, monkeypatch):
+    monkeypatch.setattr("narrowgauge.data.sources.text.MOST_WHOLE", 10_000)
+    write(tmp_path / "d" / "a.txt", "short")
+    write(tmp_path / "d" / "b.txt", "some words in a row\n\n" * 1000)
+    write(tmp_path / "d" / "c.txt", "short too")
+    names = [name for name, _ in pairs(tmp_path / "d")]
+    assert names == ["a.txt", *(f"b.txt#{i}" for i in range(len(names) - 2)), "c.txt"]
+    assert len(names) > 5
+
+
+def test_a_long_file_that_is_not_utf8_is_refused_with_the_place(tmp_path, monkeypatch):
+    monkeypatch.setattr("narrowgauge.data.sources.stream._READ", 1000)
+    bad = write(tmp_path / "a.txt", ("caf\u00e9 " * 999).encode() + b"\xe9 noir" + b"x" * 5000)
+    assert f"{bad} is not UTF-8: byte 5994 is 0xe9; convert it" in refusal(bad)
+
+
 def test_stdlib_is_the_library_and_the_same_twice():
     first, again = list(documents("stdlib")), list(documents("stdlib"))
     assert first == again
@@ -101,6 +130,12 @@ def test_a_mistyped_word_is_met_with_the_nearest(tmp_path, monkeypatch):
     assert refusal("stdlb").startswith("unknown data source 'stdlb'; the nearest is 'stdlib'")
 
 
+def test_a_name_that_no_file_can_have_is_refused():
+    for source in ("x" * 5000, "a\0b", "~nobody-at-all/x"):
+        with pytest.raises(UserError, match=r"cannot look into|unknown data source|does not exist"):
+            prepare(source, "bytes")
+
+
 def test_a_missing_path_is_met_with_the_nearest(tmp_path):
     write(tmp_path / "novels" / "emma.txt", "Emma")
     assert refusal(tmp_path / "novel") == (
@@ -113,8 +148,10 @@ def test_a_missing_path_is_met_with_the_nearest(tmp_path):
 
 def test_a_place_without_text_is_refused(tmp_path):
     write(tmp_path / "d" / "a.bin", b"\x00")
-    assert "leads to no text file: a text file ends in .txt, .md, .py" in refusal(tmp_path / "d")
-    assert "leads to no text file" in refusal(tmp_path / "d" / "*.txt")
+    assert "leads to no file that can be read: such a file ends in .txt, .md, .py, .jsonl" in refusal(
+        tmp_path / "d"
+    )
+    assert "leads to no file that can be read" in refusal(tmp_path / "d" / "*.txt")
     assert "cannot read" in refusal(tmp_path / "d" / "a.bin")
     for name in "ab":
         write(tmp_path / "e" / f"{name}.txt", "\n \n")

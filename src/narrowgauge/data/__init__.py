@@ -1,11 +1,12 @@
 """Where do tokens come from? Sources, tokenizers, token files, their order, and batches."""
 
-from narrowgauge.data.corpus import Corpus, Manifest, open_corpus
+from narrowgauge.data.corpus import Corpus, Manifest, is_corpus, open_corpus
 from narrowgauge.data.dataset import AUTO, Dataset, open_data, split_sources
 from narrowgauge.data.loader import Batch, Loader, count_windows, training_batch, validation_batches
 from narrowgauge.data.megatron import open_megatron, write_megatron
 from narrowgauge.data.order import first_samples, mixed_samples, samples, shares_of
-from narrowgauge.data.prepare import cache_directory, prepare
+from narrowgauge.data.prepare import DEFAULT_TOKENIZER, cache_directory, prepare
+from narrowgauge.data.sieve import Options
 from narrowgauge.data.sources import Document, documents
 from narrowgauge.data.stream import Mixture, Stream
 from narrowgauge.data.token_export import TOKEN_LAYOUTS, export_tokens
@@ -27,6 +28,7 @@ from narrowgauge.data.tokenizer import (
 
 __all__ = [
     "AUTO",
+    "DEFAULT_TOKENIZER",
     "TOKEN_LAYOUTS",
     "Batch",
     "Corpus",
@@ -35,6 +37,7 @@ __all__ = [
     "Loader",
     "Manifest",
     "Mixture",
+    "Options",
     "Stream",
     "TokenFile",
     "Tokenizer",
@@ -46,6 +49,7 @@ __all__ = [
     "export_tokens",
     "first_samples",
     "ids_tokenizer",
+    "is_corpus",
     "load_tokenizer",
     "mixed_samples",
     "open_corpus",

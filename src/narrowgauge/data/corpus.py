@@ -1,21 +1,27 @@
 """What does a prepared corpus consist of?
 
-A directory of four files, published together and never changed afterwards:
+A directory of files that are published together and never changed afterwards:
 
 | file             | content                                                                          |
 |------------------|----------------------------------------------------------------------------------|
-| `train.bin`      | the tokens that are trained on, in the layout of `token_file`                    |
+| `train.bin`      | the tokens that are trained on, in the layout of `token_file`; where there are   |
+|                  | too many for a file, `train_000000.bin` and so on                                |
 | `val.bin`        | the tokens of the held-out documents, likewise                                   |
 | `tokenizer.json` | how text became these tokens                                                     |
-| `manifest.json`  | what it was made from, and the sha256 of the other three                         |
+| `rejected.jsonl` | what was set aside, where and why; not there if nothing was                      |
+| `manifest.json`  | what it was made from and how, and the sha256 of the others                      |
 
-The `digest` names the corpus: it is made of the layout's version, the tokenizer and every document, and of
-nothing else. Two corpora with one digest hold the same tokens (learnt by one version of `tokenizers`).
+The `digest` names the corpus: it is made of the tokenizer, every document and the held-out share, and of
+nothing else. Two corpora with one digest hold the same tokens (learnt by one version of `tokenizers`). The
+`request` names what was asked for: the digests of the files read, the tokenizer, the options.
 """
 
 import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, cast, get_origin
+
+import numpy as np
 
 from narrowgauge.data.token_file import (
     TokenFile,
@@ -28,33 +34,42 @@ from narrowgauge.data.token_file import (
 from narrowgauge.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from narrowgauge.errors import UserError
 
-LAYOUT_VERSION = 1
-TRAIN_FILE = "train.bin"
-VAL_FILE = "val.bin"
+LAYOUT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The facts of manifest.json; counts are of documents and of tokens, digests are hexadecimal sha256."""
+    """The facts of manifest.json; counts are of documents and of tokens, digests are hexadecimal sha256.
+
+    `files` are the inputs: name, bytes and sha256 of each. `tokenizer` is the name asked for, and
+    `tokenizer_identity` what decided its ids. `train` and `val` are name, tokens and sha256 of each file.
+    """
 
     layout: int
+    version: str
     source: str
+    files: list[dict[str, Any]]
     tokenizer: str
+    tokenizer_identity: str
+    options: dict[str, Any]
+    request: str
     digest: str
     documents_sha256: str
     vocab_size: int
     dtype: str
     train_documents: int
     val_documents: int
+    duplicates: int
+    rejected: int
     train_tokens: int
     val_tokens: int
-    train_sha256: str
-    val_sha256: str
+    train: list[dict[str, Any]]
+    val: list[dict[str, Any]]
     tokenizer_sha256: str
 
     def to_json(self) -> str:
-        """The text of manifest.json: one fact a line, no time and no place, so that it can be compared."""
+        """The text of manifest.json: no time and no place, so that it can be compared."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
@@ -70,40 +85,66 @@ class Corpus:
     manifest: Manifest
 
 
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """The tokens of several files end to end, read by ranges of positions and never all in memory."""
+
+    pieces: tuple[Tokens, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.pieces))
+
+    def __getitem__(self, part: slice) -> Tokens:
+        start, stop, _ = part.indices(len(self))
+        parts, offset = [], 0
+        for piece in self.pieces:
+            parts.append(piece[max(start - offset, 0) : max(stop - offset, 0)])
+            offset += len(piece)
+        return np.concatenate(parts)
+
+
+def is_corpus(directory: Path) -> bool:
+    """Whether a prepared corpus is in the directory, whole or damaged."""
+    try:
+        return (directory / MANIFEST_FILE).is_file() and (directory / TOKENIZER_FILE).is_file()
+    except OSError:  # a name too long, a folder that is locked: whoever reads it next will say so
+        return False
+
+
 def open_corpus(directory: Path, verify: bool = True) -> Corpus:
     """The prepared corpus in `directory`; `verify` reads every byte and compares the digests.
 
     Without `verify` the lengths and headers are checked still. Errors: `UserError` for a directory that is
     not a prepared corpus, and for a file that is not as it was written.
     """
-    manifest = _read_manifest(directory)
-    train = TokenFile(manifest.train_tokens, manifest.train_sha256)
-    val = TokenFile(manifest.val_tokens, manifest.val_sha256)
-    train_path, val_path = directory / TRAIN_FILE, directory / VAL_FILE
+    manifest = read_manifest(directory)
     tokenizer_path = directory / TOKENIZER_FILE
     if not tokenizer_path.is_file():
         raise damaged(tokenizer_path, "it is missing")
-    if verify:
-        if file_sha256(tokenizer_path) != manifest.tokenizer_sha256:
-            raise damaged(tokenizer_path, "its sha256 is not the one it was written with")
-        verify_token_file(train_path, train, manifest.vocab_size)
-        verify_token_file(val_path, val, manifest.vocab_size)
+    if verify and file_sha256(tokenizer_path) != manifest.tokenizer_sha256:
+        raise damaged(tokenizer_path, "its sha256 is not the one it was written with")
+    train = _open_part(directory, manifest, manifest.train, verify)
+    val = _open_part(directory, manifest, manifest.val, verify)
     tokenizer = load_tokenizer(tokenizer_path)
     if tokenizer.vocab_size != manifest.vocab_size:
         raise damaged(
             tokenizer_path, f"it has {tokenizer.vocab_size} ids, and the tokens {manifest.vocab_size}"
         )
-    return Corpus(
-        directory,
-        tokenizer,
-        open_token_file(train_path, train),
-        open_token_file(val_path, val),
-        manifest.digest,
-        manifest,
-    )
+    return Corpus(directory, tokenizer, train, val, manifest.digest, manifest)
 
 
-def _read_manifest(directory: Path) -> Manifest:
+def _open_part(directory: Path, manifest: Manifest, files: list[dict[str, Any]], verify: bool) -> Tokens:
+    parts = []
+    for facts in files:
+        path, expected = directory / facts["name"], TokenFile(facts["tokens"], facts["sha256"])
+        if verify:
+            verify_token_file(path, expected, manifest.vocab_size)
+        parts.append(open_token_file(path, expected))
+    return parts[0] if len(parts) == 1 else cast(Tokens, Joined(tuple(parts)))
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of the corpus in `directory`. Errors: `UserError` for one that is missing or damaged."""
     path = directory / MANIFEST_FILE
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -114,13 +155,22 @@ def _read_manifest(directory: Path) -> Manifest:
         ) from None
     except ValueError as error:
         raise damaged(path, f"it is not JSON ({error})") from None
-    types = {field.name: field.type for field in fields(Manifest)}
-    if not isinstance(facts, dict) or {name: type(value) for name, value in facts.items()} != types:
-        raise damaged(path, f"it does not state just {', '.join(types)}")
-    manifest = Manifest(**facts)
-    if manifest.layout != LAYOUT_VERSION:
+    if isinstance(facts, dict) and type(layout := facts.get("layout")) is int and layout != LAYOUT_VERSION:
         raise UserError(
-            f"the corpus in {directory} has layout {manifest.layout}, and this narrowgauge reads layout "
+            f"the corpus in {directory} has layout {layout}, and this narrowgauge reads layout "
             f"{LAYOUT_VERSION}; delete the directory and prepare it again"
         )
-    return manifest
+    types = {field.name: get_origin(field.type) or field.type for field in fields(Manifest)}
+    if not isinstance(facts, dict) or {name: type(value) for name, value in facts.items()} != types:
+        raise damaged(path, f"it does not state just {', '.join(types)}")
+    for part in (facts["train"], facts["val"]):
+        if not part or not all(_is_file(entry) for entry in part):
+            raise damaged(path, "it does not state name, tokens and sha256 of each file of tokens")
+    return Manifest(**facts)
+
+
+def _is_file(entry: object) -> bool:
+    kinds = {"name": str, "tokens": int, "sha256": str}
+    if not isinstance(entry, dict) or {key: type(value) for key, value in entry.items()} != kinds:
+        return False
+    return "/" not in entry["name"] and "\\" not in entry["name"]

@@ -16,17 +16,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from narrowgauge.data.corpus import MANIFEST_FILE, Corpus, open_corpus
+from narrowgauge.data.build import Progress
+from narrowgauge.data.corpus import Corpus, Joined, is_corpus
 from narrowgauge.data.order import BLOCK, shares_of
-from narrowgauge.data.prepare import Progress, prepare
+from narrowgauge.data.prepare import DEFAULT_TOKENIZER, prepare
 from narrowgauge.data.stream import Mixture, Stream
 from narrowgauge.data.token_source import open_token_source, token_files
-from narrowgauge.data.tokenizer import Tokenizer, load_tokenizer
+from narrowgauge.data.tokenizer import Tokenizer
 from narrowgauge.data.tokenizer_files import TOKENIZER_FILE
 from narrowgauge.errors import UserError
 
 AUTO = "auto"
-DEFAULT_TOKENIZER = "bpe-4096"
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ def open_data(
 
     Errors: `UserError` for a source, a tokenizer or weights that will not do.
     """
-    report = progress or (lambda stage, done, total: None)
+    report = progress or (lambda stage, done, total, facts: None)
     opened = list[_Source]()
     for name in split_sources(source, weights):
         opened.append(_open(name, tokenizer, opened[0] if opened else None, report))
@@ -101,8 +101,8 @@ def split_sources(source: str, weights: Sequence[float] = ()) -> list[str]:
 
 def _open(name: str, tokenizer: str, first: _Source | None, report: Progress) -> _Source:
     named = None if tokenizer == AUTO else tokenizer
-    if _is_prepared(Path(name).expanduser()):
-        return _of_corpus(name, _open_prepared(Path(name).expanduser(), named))
+    if is_corpus(Path(name).expanduser()):
+        return _of_corpus(name, prepare(name, named))
     if files := token_files(name):
         tokens = open_token_source(name, files, named, report)
         return _Source(name, tokens.tokenizer, tokens.train, tokens.val, tokens.digest)
@@ -113,26 +113,8 @@ def _open(name: str, tokenizer: str, first: _Source | None, report: Progress) ->
 
 def _of_corpus(name: str, corpus: Corpus) -> _Source:
     ends = (corpus.tokenizer.end_of_document,)
-    train, val = (Stream((tokens,), ends) for tokens in (corpus.train, corpus.val))
-    return _Source(name, corpus.tokenizer, train, val, corpus.digest, corpus.directory / TOKENIZER_FILE)
-
-
-def _is_prepared(path: Path) -> bool:
-    """Whether a directory is a corpus of ours: others call files manifest.json too."""
-    try:
-        return b'"documents_sha256"' in (path / MANIFEST_FILE).read_bytes()
-    except OSError:
-        return False
-
-
-def _open_prepared(directory: Path, named: str | None) -> Corpus:
-    corpus = open_corpus(directory)
-    if named is None or named == corpus.manifest.tokenizer:
-        return corpus
-    path = Path(named).expanduser()
-    if path.exists() and load_tokenizer(path).digest == corpus.tokenizer.digest:
-        return corpus
-    raise UserError(
-        f"{directory} was prepared with tokenizer {corpus.manifest.tokenizer!r}, and data.tokenizer is "
-        f"{named!r}, another; leave data.tokenizer out, or prepare the text again"
+    train, val = (
+        Stream(tokens.pieces if isinstance(tokens, Joined) else (tokens,), ends)
+        for tokens in (corpus.train, corpus.val)
     )
+    return _Source(name, corpus.tokenizer, train, val, corpus.digest, corpus.directory / TOKENIZER_FILE)

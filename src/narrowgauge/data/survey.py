@@ -8,18 +8,17 @@ and is worked out again in any doubt; a cache that cannot be written costs time 
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
+from narrowgauge.data.build import Progress
 from narrowgauge.data.layouts import OpenFile
 from narrowgauge.data.prepare import cache_directory
 from narrowgauge.data.publish import whole_file
 from narrowgauge.data.token_file import file_sha256
 
-Progress = Callable[[str, int, int], None]
 _CHUNK = 1 << 22  # tokens looked at together
 
 
@@ -33,7 +32,7 @@ class Survey:
 
 
 def survey(file: OpenFile, report: Progress) -> Survey:
-    """What is in the file, from the cache where it is known; `report(stage, done, total)` counts tokens."""
+    """What is in the file, from the cache where it is known; `report` is told of bytes."""
     note = cache_directory() / "surveys" / f"{_name(file.files)}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):
         known = Survey(**json.loads(note.read_text(encoding="utf-8")))
@@ -43,7 +42,12 @@ def survey(file: OpenFile, report: Progress) -> Survey:
     for start in range(0, total, _CHUNK):
         chunk = np.asarray(file.tokens[start : start + _CHUNK])
         smallest, largest = min(smallest, int(chunk.min())), max(largest, int(chunk.max()))
-        report(f"look through {file.path.name}", start + len(chunk), total)
+        report(
+            f"look through {file.path.name}",
+            (start + len(chunk)) * chunk.itemsize,
+            total * chunk.itemsize,
+            "",
+        )
     digests = "\n".join(map(file_sha256, file.files))
     result = Survey(hashlib.sha256(digests.encode()).hexdigest(), smallest, largest)
     with contextlib.suppress(OSError):

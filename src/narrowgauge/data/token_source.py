@@ -27,10 +27,11 @@ from pathlib import Path
 
 import numpy as np
 
+from narrowgauge.data.build import Progress
 from narrowgauge.data.layouts import BARE, OpenFile, layout_of, open_file
-from narrowgauge.data.sources import TEXT_SUFFIXES
+from narrowgauge.data.sources.paths import kind_of
 from narrowgauge.data.stream import Stream
-from narrowgauge.data.survey import Progress, survey
+from narrowgauge.data.survey import survey
 from narrowgauge.data.token_file import check_ids, unfit
 from narrowgauge.data.tokenizer import Tokenizer, ids_tokenizer, load_tokenizer, make_tokenizer
 from narrowgauge.data.tokenizer_files import tokenizer_files
@@ -112,7 +113,7 @@ def open_token_source(
 def _is_tokens(path: Path) -> bool:
     """Whether it holds tokens; where only statistics say so, not if it is named as a text."""
     layout = layout_of(path)
-    return layout is not None and not (layout == BARE and path.suffix in TEXT_SUFFIXES)
+    return layout is not None and not (layout == BARE and kind_of(path) is not None)
 
 
 def _data_of(path: Path) -> Path:
@@ -129,7 +130,7 @@ def _data_of(path: Path) -> Path:
 def _matches(pattern: str) -> list[Path]:
     """The token files that a glob matches, in order; all or none of what it matches, text files apart."""
     names = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
-    paths = [Path(n) for n in names if Path(n).is_file() and Path(n).suffix not in TEXT_SUFFIXES]
+    paths = [Path(n) for n in names if Path(n).is_file() and kind_of(Path(n)) is None]
     paths = list(dict.fromkeys(map(_data_of, paths)))
     is_token = [_is_tokens(path) for path in paths]
     if any(is_token) and not all(is_token):

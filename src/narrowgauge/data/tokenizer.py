@@ -68,7 +68,7 @@ class Tokenizer:
         if self.is_bytes:
             return [list(utf8) for utf8 in utf8s]
         try:
-            encodings = self.library.encode_batch(list(texts), add_special_tokens=False)
+            encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # as in `encode`
             raise _cannot_encode(error) from None
         return [encoding.ids for encoding in encodings]

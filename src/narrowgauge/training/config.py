@@ -69,11 +69,12 @@ class DataSection(_Section):
 
     source: str = Field(
         "stdlib",
-        description="stdlib, a file, a directory or a glob, of text or tokens; several: commas between",
+        description="what `prepare` made or takes, or token files; several: commas between",
     )
     weights: tuple[_Weight, ...] = Field((), description="of the sources; none: as their numbers of tokens")
     tokenizer: str = Field(
-        AUTO, description="bytes, bpe-N (trained on the text), a file, or auto: the data's own, else bpe-4096"
+        AUTO,
+        description="bytes, bpe-N (learnt from the text), a file, or auto: the data's own, else bpe-4096",
     )
     sequence_length: int = Field(256, ge=2, description="tokens of a sequence")
     separate_documents: bool = Field(

@@ -6,7 +6,9 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+_LINE_EVERY_S = 30.0  # where there is no terminal, a long stage says how far it is
 
 
 class Display:
@@ -19,7 +21,6 @@ class Display:
         self._live = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
-            MofNCompleteColumn(),
             TextColumn("{task.fields[facts]}"),
             TimeRemainingColumn(compact=True),
             console=console,
@@ -27,6 +28,7 @@ class Display:
             transient=True,
         )
         self._tasks: dict[str, TaskID] = {}
+        self._told: dict[str, float] = {}  # when a line about a stage was last printed
 
     def __enter__(self) -> "Display":
         self._live.start()
@@ -41,18 +43,24 @@ class Display:
         """A line that stays."""
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def stage(self, name: str, done: int, total: int) -> None:
-        """How far a stage of data preparation is; total 0 = not known."""
+    def stage(self, name: str, done: int, total: int, facts: str = "") -> None:
+        """How many bytes a stage of preparation has done, of how many (0 = not known), and more facts."""
         if not self.console.is_terminal:
-            if name not in self._tasks:
-                self._tasks[name] = TaskID(0)
+            now = time.monotonic()
+            if name not in self._told:
                 self.say(f"data: {name} ...")
+            elif now - self._told[name] < _LINE_EVERY_S:
+                return
+            else:
+                self.say(f"data: {name} {_bytes(done, total)}  {facts}".rstrip())
+            self._told[name] = now
             return
         if name not in self._tasks:
             for other in self._tasks.values():
                 self._live.update(other, visible=False)
             self._tasks[name] = self._live.add_task(f"data: {name}", facts="")
-        self._live.update(self._tasks[name], completed=done, total=total or None)
+        text = f"{_bytes(done, total)}  {facts}"
+        self._live.update(self._tasks[name], completed=done, total=total or None, facts=text)
         if total and done == total:
             self._live.update(self._tasks[name], visible=False)
 
@@ -67,7 +75,8 @@ class Display:
         if self.console.is_terminal:
             if "steps" not in self._tasks:
                 self._tasks["steps"] = self._live.add_task("training", total=self.steps, facts="")
-            self._live.update(self._tasks["steps"], completed=step, facts=facts)
+            so_far = f"{step}/{self.steps}  {facts}"
+            self._live.update(self._tasks["steps"], completed=step, facts=so_far)
             if "val_loss" in line:
                 self.say(f"step {step:>6}/{self.steps}  {facts}")
         elif step % self.every == 0 or step == self.steps or "val_loss" in line:
@@ -81,3 +90,7 @@ class Display:
             return "?"
         seconds = round((time.monotonic() - self.started) / done * (self.steps - step))
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+def _bytes(done: int, total: int) -> str:
+    return f"{done / 1e6:,.1f}" + (f"/{total / 1e6:,.1f}" if total else "") + " MB"

@@ -1,0 +1,115 @@
+"""Where does the text come from?
+
+A *source* is one word or one path. It becomes a sequence of documents, in an order that depends on nothing
+but the source itself: not on the file system, the locale, the day or the number of workers.
+
+| source             | its documents                                                                   |
+|--------------------|---------------------------------------------------------------------------------|
+| `stdlib`           | each module of the running Python's standard library: ten megabytes that every  |
+|                    | machine already has                                                             |
+| .txt, .md, .py     | the file cut into pieces of whole paragraphs, about 4 to 16 thousand characters |
+| .jsonl             | each line: an object with the text under a key                                  |
+| .parquet           | each row: the text in a column                                                  |
+| .xml               | each article of a MediaWiki dump (`pages-articles`), its wikitext made prose    |
+| a directory        | each file below it of a kind above, text files whole; hidden ones are left out  |
+| a glob             | each file of a kind above that it matches; `**` goes through folders            |
+| `hf:NAME`          | each row of a data set of the Hugging Face hub                                  |
+
+All but .parquet may be compressed (.gz, .bz2, .zst). Text is UTF-8; a byte order mark at its start is
+dropped, everything else is kept to the letter, line endings included. Documents of nothing but white space
+are left out. A directory or a glob that leads to one text file only is read as that file.
+"""
+
+from collections.abc import Iterator
+
+from narrowgauge.data.sources import dump, hub, jsonl, table, text
+from narrowgauge.data.sources.paths import (
+    DUMP,
+    LINES,
+    STDLIB,
+    TABLE,
+    TEXT,
+    find_files,
+    kind_of,
+    standard_library,
+)
+from narrowgauge.data.sources.record import Chunk, Document, Input, Refusal, Rejected, Source
+from narrowgauge.errors import UserError
+
+__all__ = [
+    "Chunk",
+    "Document",
+    "Input",
+    "Refusal",
+    "Rejected",
+    "Source",
+    "documents",
+    "no_text",
+    "open_source",
+]
+
+
+def open_source(name: str, text_key: str = "text") -> Source:
+    """The source called `name`; `text_key` is where the text of a row or of a line stands.
+
+    Errors: `UserError` for a source that does not exist or has no file that can be read.
+    """
+    if name.startswith(hub.PREFIX):
+        return hub.open_hub(name, text_key)
+    if name == STDLIB:
+        library = standard_library()
+        return Source(name, library, lambda: text.whole_files(library, skip=True))
+    try:
+        files = find_files(name)
+    except OSError as error:
+        raise UserError(
+            f"cannot look into {name!r}: {error.strerror}; give a source that can be read"
+        ) from None
+    return Source(name, files, lambda: _chunks(files, text_key))
+
+
+def documents(name: str, text_key: str = "text") -> Iterator[Document]:
+    """The documents of a source in their fixed order; what is not one is an error.
+
+    Errors: `UserError` as `open_source` (at once), and for a record that is no document or a source without
+    text (when iteration comes to it).
+    """
+    return _documents(open_source(name, text_key))
+
+
+def no_text(source: str) -> UserError:
+    """The error for a source without a document."""
+    return UserError(f"data source {source!r} holds nothing but white space; give one with text in it")
+
+
+def _documents(source: Source) -> Iterator[Document]:
+    empty = True
+    for chunk in source.chunks():
+        for record in chunk.records():
+            if isinstance(record, Rejected):
+                raise UserError(str(record))
+            empty = False
+            yield record
+    if empty:
+        raise no_text(source.name)
+
+
+def _chunks(files: tuple[Input, ...], text_key: str) -> Iterator[Chunk]:
+    """The files in their order; text files that follow each other travel together."""
+    together = list[Input]()
+    for file in files:
+        kind = kind_of(file.path)
+        if kind == TEXT and len(files) > 1:
+            together.append(file)
+            continue
+        yield from text.whole_files(together)
+        together = []
+        if kind == TEXT:
+            yield from text.pieces(file)
+        elif kind == LINES:
+            yield from jsonl.chunks(file, text_key)
+        elif kind == TABLE:
+            yield from table.chunks(file, text_key)
+        elif kind == DUMP:
+            yield from dump.chunks(file)
+    yield from text.whole_files(together)

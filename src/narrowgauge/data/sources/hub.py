@@ -1,0 +1,137 @@
+"""A data set of the Hugging Face hub, read as it arrives: `hf:NAME[:CONFIG[:SPLIT]]`.
+
+A network that fails is asked again, each time after twice the pause, from the row where it failed. When it
+has failed too often, the error says what was tried and how to do without it. In offline mode
+(HF_HUB_OFFLINE=1) the copy in the library's cache is read instead.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from narrowgauge.data.sources.record import Chunk, Source
+from narrowgauge.data.sources.table import Rows
+from narrowgauge.errors import UserError, unknown
+
+PREFIX = "hf:"
+_ROWS = 256
+_PAUSES = (1.0, 4.0, 16.0)  # seconds before each new attempt, of which the library makes several
+
+# (rows to skip) -> the rows after them
+Opener = Callable[[int], Iterator[dict[str, Any]]]
+
+
+def open_hub(source: str, key: str) -> Source:
+    """The data set that `source` names. Errors: `UserError` for a malformed name."""
+    name, config, split = _parts(source)
+
+    def rows(skip: int) -> Iterator[dict[str, Any]]:
+        return _open(name, config, split, skip)
+
+    return Source(source, (), lambda: _chunks(source, retried(rows, name), key), identity=source)
+
+
+def _parts(source: str) -> tuple[str, str | None, str]:
+    name, _, rest = source.removeprefix(PREFIX).partition(":")
+    config, _, split = rest.partition(":")
+    if not name:
+        raise UserError(
+            f"{source!r} names no data set; write hf:NAME, hf:NAME:CONFIG or hf:NAME:CONFIG:SPLIT"
+        )
+    return name, config or None, split or "train"
+
+
+def retried(
+    rows: Opener,
+    name: str,
+    pauses: tuple[float, ...] = _PAUSES,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[dict[str, Any]]:
+    """All rows, in order and once each, through failures of the network; a row resets the patience."""
+    done, failures = 0, 0
+    while True:
+        try:
+            for row in rows(done):
+                yield row
+                done, failures = done + 1, 0
+            return
+        except UserError:
+            raise
+        except Exception as error:  # every library below has its own kinds; those that will not pass are told
+            if _offline() or not _may_pass(error) or failures == len(pauses):
+                raise _failed(name, error, failures + 1, done) from error
+            sleep(pauses[failures])
+            failures += 1
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether asking again can help: a missing data set stays missing, an offline mode stays on."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    lasting = {"DatasetNotFoundError", "OfflineModeIsEnabled", "GatedRepoError", "RepositoryNotFoundError"}
+    wire = {"ConnectionError", "TimeoutError", "HTTPError", "HfHubHTTPError", "TransportError", "ClientError"}
+    return not kinds & lasting and (isinstance(error, OSError) or bool(kinds & wire))
+
+
+def _failed(name: str, error: Exception, attempts: int, rows: int) -> UserError:
+    bottom: BaseException = error  # the library tells what it could not do; below is why
+    while below := bottom.__cause__ or bottom.__context__:
+        bottom = below
+    reasons = dict.fromkeys(f"{type(e).__name__}: {e}" for e in (error, bottom))
+    reason = " ".join(" from ".join(reasons).split())[:400]
+    times = f"in {attempts} attempts" if attempts > 1 else "at once"
+    return UserError(
+        f"data set {name!r} failed {times}, after {rows} rows ({reason}); tried {_surroundings()}; mend "
+        "these, or fetch its .parquet or .jsonl files on a machine that reaches them, copy the folder here "
+        "and prepare the folder"
+    )
+
+
+def _surroundings() -> str:
+    """Proxy, mirror and offline mode as the environment has them; passwords are left out."""
+    variables = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
+    proxy = next((f"{v}={_bare(os.environ[v])}" for v in variables if os.environ.get(v)), None)
+    offline = [f"{v}={os.environ[v]}" for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if os.environ.get(v)]
+    mirror = os.environ.get("HF_ENDPOINT")
+    return ", ".join(
+        [
+            f"the proxy {proxy}" if proxy else "no proxy (HTTPS_PROXY is not set)",
+            f"the mirror HF_ENDPOINT={_bare(mirror)}" if mirror else "no mirror (HF_ENDPOINT is not set)",
+            f"offline mode ({' '.join(offline)})" if _offline() else "not offline mode (HF_HUB_OFFLINE=1)",
+        ]
+    )
+
+
+def _bare(address: str) -> str:
+    parts = urlsplit(address)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def _offline() -> bool:
+    names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
+    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in names)
+
+
+def _open(name: str, config: str | None, split: str, skip: int) -> Iterator[dict[str, Any]]:
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            f"data set {name!r} needs the package datasets; run pip install 'narrowgauge[data]'"
+        ) from None
+    rows = datasets.load_dataset(name, config, split=split, streaming=not _offline())
+    return iter(rows.skip(skip) if skip else rows)
+
+
+def _chunks(source: str, rows: Iterator[dict[str, Any]], key: str) -> Iterator[Chunk]:
+    values, first = list[Any](), 0
+    for row in rows:
+        if key not in row:
+            raise UserError(f"{source}: {unknown('column', key, row)}; name one with --text-key")
+        values.append(row[key])
+        if len(values) == _ROWS:
+            yield Rows(source, values, first, 0)
+            values, first = [], first + _ROWS
+    if values:
+        yield Rows(source, values, first, 0)

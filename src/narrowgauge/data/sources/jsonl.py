@@ -1,0 +1,73 @@
+"""JSON lines: one object a line, its text under a key, as C4, the Pile and most crawls are handed out.
+
+The lines have no names, so a document of such a file is its text alone: it falls on the same side of the
+split wherever in whichever file it stands.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from narrowgauge.data.sources.record import MOST_BYTES, Chunk, Document, Input, Refusal, Rejected, document
+from narrowgauge.data.sources.stream import CutShort, Stream, cut
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Whole lines of a file, the first of which has the number `first_line`."""
+
+    path: str
+    data: bytes
+    first_line: int
+    size: int
+    key: str
+
+    def records(self) -> Iterator[Document | Rejected]:
+        """A document a line; lines of white space are nothing."""
+        for number, line in enumerate(self.data.split(b"\n"), self.first_line):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line and not line.isspace():
+                yield from _record(f"{self.path}:{number}", line, self.key)
+
+
+def _record(where: str, line: bytes, key: str) -> Iterator[Document | Rejected]:
+    if (nul := line.find(b"\x00")) >= 0:
+        yield Rejected(where, f"holds a NUL byte (byte {nul} of the line)")
+        return
+    try:
+        value = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        yield Rejected(where, f"is not UTF-8: byte {error.start} of the line is 0x{byte:02x}")
+    except json.JSONDecodeError as error:
+        yield Rejected(where, f"is not JSON: {error.msg} at character {error.pos} of {len(line)} bytes")
+    except (RecursionError, ValueError):  # nested beyond reason, or a number of thousands of digits
+        yield Rejected(where, "is not JSON that can be read: too deep, or a number too long")
+    else:
+        if not isinstance(value, dict):
+            yield Rejected(where, f"holds a {type(value).__name__} where an object belongs")
+        elif key not in value:
+            there = ", ".join(list(value)[:8]) or "nothing"
+            yield Rejected(where, f"has no {key!r}; it has {there}"[:300])
+        else:
+            yield from document(where, "", value[key])
+
+
+def chunks(file: Input, key: str) -> Iterator[Chunk]:
+    """The file, compressed or not, in portions of whole lines."""
+    stream, line = Stream(file.path), 1
+    if not file.path.stat().st_size:
+        yield Refusal(Rejected(str(file.path), "is empty", "bring it again, or leave it out"))
+        return
+    try:
+        for portion in cut(stream, b"\n"):
+            line = portion.first_line
+            if portion.data is None:
+                reason = f"is a line of more than {MOST_BYTES >> 20} MiB, the most of one document"
+                yield Refusal(Rejected(f"{file.path}:{line}", reason), portion.size)
+            else:
+                yield Lines(str(file.path), portion.data, line, portion.size, key)
+                line += portion.data.count(b"\n")
+    except CutShort as damage:
+        yield Refusal(Rejected(f"{file.path}:{line}", str(damage)))

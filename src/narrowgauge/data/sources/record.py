@@ -1,0 +1,105 @@
+"""What is read, and in what portions?
+
+A source is read by one process and understood by many. The reader cuts its files into *chunks* of about a
+megabyte without looking into them; a chunk travels to a worker, and `records()` turns it there into
+documents and into what cannot be one. A chunk's records depend on the chunk alone, so it does not matter who
+reads it, and when.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+CHUNK_BYTES = 1 << 20  # what travels to a worker at once
+MOST_BYTES = 32 << 20  # of one record: a longer one is a mistake of the file more often than a text
+
+SET_ASIDE = "mend it, or set such records aside with `narrowgauge prepare --tolerant`"
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text that is trained on, or held out, as a whole.
+
+    `name` is its path below the source, or its title; a record of a table has none. Name and text decide
+    the side on which the document falls.
+    """
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A record that is no document: where it stands, why it is refused, and what to do about it."""
+
+    where: str
+    reason: str
+    remedy: str = SET_ASIDE
+
+    def __str__(self) -> str:
+        return f"{self.where} {self.reason}; {self.remedy}"
+
+
+@dataclass(frozen=True)
+class Input:
+    """A file of a source: its name below the source, and where it is."""
+
+    name: str
+    path: Path
+
+
+class Chunk(Protocol):
+    """A portion of a source; `size` is the bytes of the files that it takes."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of input."""
+
+    def records(self) -> Iterator[Document | Rejected]:
+        """The documents of the chunk and the records that are none, in their order."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A chunk of one rejected record, for what the reader itself cannot read."""
+
+    rejected: Rejected
+    size: int = 0
+
+    def records(self) -> Iterator[Document | Rejected]:
+        """The one record."""
+        yield self.rejected
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where text comes from: its files in their order, and how to read it from its beginning.
+
+    `identity` stands for the content where there are no files to digest.
+    """
+
+    name: str
+    inputs: tuple[Input, ...]
+    chunks: Callable[[], Iterator[Chunk]]
+    identity: str = ""
+
+
+def document(where: str, name: str, text: object) -> Iterator[Document | Rejected]:
+    """The document of a text, nothing for white space, or why the text will not do."""
+    if not isinstance(text, str):
+        yield Rejected(where, f"has a {type(text).__name__} where a text belongs")
+    elif "\x00" in text:
+        yield Rejected(where, f"holds a NUL byte (character {text.index(chr(0))}), so it is not text")
+    elif not text.isascii() and (half := _half_a_pair(text)):
+        yield Rejected(where, f"holds half a surrogate pair ({half}), which UTF-8 cannot carry")
+    elif text and not text.isspace():
+        yield Document(name, text)
+
+
+def _half_a_pair(text: str) -> str:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return f"U+{ord(text[error.start]):04X} at character {error.start}"
+    return ""

@@ -1,0 +1,172 @@
+"""Text files: whole, in pieces, and those of the standard library.
+
+A single file is cut because a tenth of every corpus is held out *by document*, and a novel in one file would
+otherwise be one document. The pieces put end to end are the file again.
+"""
+
+import codecs
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from narrowgauge.data.sources.record import (
+    CHUNK_BYTES,
+    Chunk,
+    Document,
+    Input,
+    Refusal,
+    Rejected,
+    document,
+)
+from narrowgauge.data.sources.stream import CutShort, Stream
+
+MOST_WHOLE = 64 << 20  # bytes: a longer file is cut, also where it is one of many
+
+_PIECE_ENOUGH = 4096  # from here on a blank line ends the piece,
+_PIECE_LONG = 12288  # from here on any line does,
+_PIECE_MOST = 16384  # and no line is longer than this
+_CONVERT = "convert it to UTF-8 or leave it out"
+
+
+@dataclass(frozen=True)
+class Files:
+    """Some small files, each of them a document; `skip` leaves out those that are not text."""
+
+    inputs: tuple[Input, ...]
+    size: int
+    skip: bool = False
+
+    def records(self) -> Iterator[Document | Rejected]:
+        """A document a file; files of white space are nothing."""
+        for file in self.inputs:
+            try:
+                text = b"".join(Stream(file.path)).decode("utf-8").removeprefix("\ufeff")
+            except UnicodeDecodeError as error:
+                if not self.skip:
+                    yield _not_utf8(file, error.start, error.object[error.start])
+            except CutShort as damage:
+                yield Rejected(str(file.path), str(damage))
+            else:
+                yield from document(_place(file, text), file.name, text)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Some pieces of a file, each of them a document, numbered from `first`."""
+
+    file: Input
+    texts: tuple[str, ...]
+    first: int
+    size: int
+
+    def records(self) -> Iterator[Document | Rejected]:
+        """A document a piece; pieces of white space are nothing."""
+        for number, text in enumerate(self.texts, self.first):
+            where = f"{self.file.path}, piece {number},"
+            yield from document(where, f"{self.file.name}#{number}", text)
+
+
+def whole_files(files: Sequence[Input], skip: bool = False) -> Iterator[Chunk]:
+    """Each file a document, several files a chunk; files too long for that are cut."""
+    some, size = list[Input](), 0
+    for file in files:
+        own = file.path.stat().st_size
+        whole = own <= MOST_WHOLE
+        if whole:
+            some.append(file)
+            size += own
+        if some and (size >= CHUNK_BYTES or not whole):
+            yield Files(tuple(some), size, skip)
+            some, size = [], 0
+        if not whole:
+            yield from pieces(file)
+    if some:
+        yield Files(tuple(some), size, skip)
+
+
+def pieces(file: Input) -> Iterator[Chunk]:
+    """A file cut between paragraphs where possible, between lines where not; read in blocks."""
+    stream, told, number = Stream(file.path), 0, 0
+    texts, size = list[str](), 0
+    try:
+        for text in cut_text(_decoded(file, stream)):
+            texts.append(text)
+            size += len(text)
+            if size >= CHUNK_BYTES:
+                yield Pieces(file, tuple(texts), number, stream.consumed - told)
+                number, told = number + len(texts), stream.consumed
+                texts, size = [], 0
+    except _Undecodable as bad:
+        yield Pieces(file, tuple(texts), number, 0)
+        yield Refusal(_not_utf8(file, bad.position, bad.byte), stream.consumed - told)
+    except CutShort as damage:
+        yield Pieces(file, tuple(texts), number, 0)
+        yield Refusal(Rejected(str(file.path), str(damage)), stream.consumed - told)
+    else:
+        yield Pieces(file, tuple(texts), number, stream.consumed - told)
+
+
+class _Undecodable(Exception):
+    def __init__(self, position: int, byte: int) -> None:
+        self.position, self.byte = position, byte
+
+
+def _decoded(file: Input, stream: Stream) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    start, first = 0, True
+    for block, last in _and_last(stream):
+        held = len(decoder.getstate()[0])
+        try:
+            text = decoder.decode(block, last)
+        except UnicodeDecodeError as error:
+            raise _Undecodable(start - held + error.start, error.object[error.start]) from None
+        start += len(block)
+        yield text.removeprefix("\ufeff") if first else text
+        first = first and not text
+
+
+def _and_last(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
+    for block in blocks:
+        yield block, False
+    yield b"", True
+
+
+def cut_text(blocks: Iterable[str]) -> Iterator[str]:
+    """The text of `blocks` in pieces of whole paragraphs, about 4 to 16 thousand characters."""
+    size, piece = 0, list[str]()
+    for line in _lines(blocks):
+        piece.append(line)
+        size += len(line)
+        if size >= _PIECE_LONG or (size >= _PIECE_ENOUGH and line.isspace()):
+            yield "".join(piece)
+            size, piece = 0, []
+    if piece:
+        yield "".join(piece)
+
+
+def _lines(blocks: Iterable[str]) -> Iterator[str]:
+    """The lines with their endings; one beyond the most a piece may hold comes in parts."""
+    rest = ""
+    for block in blocks:
+        *lines, rest = (rest + block).splitlines(keepends=True) or [""]
+        for line in lines:
+            yield from _parts(line)
+        # The last line may go on, were it only with the \n of a \r\n: what surely is a part of it goes.
+        sure = (len(rest) - 1) // _PIECE_MOST * _PIECE_MOST if rest else 0
+        yield from _parts(rest[:sure])
+        rest = rest[sure:]
+    yield from _parts(rest)
+
+
+def _parts(line: str) -> Iterator[str]:
+    for start in range(0, len(line), _PIECE_MOST):
+        yield line[start : start + _PIECE_MOST]
+
+
+def _place(file: Input, text: str) -> str:
+    """The file, and the line of the first NUL where there is one."""
+    nul = text.find("\x00")
+    return str(file.path) if nul < 0 else f"{file.path}:{text.count(chr(10), 0, nul) + 1}"
+
+
+def _not_utf8(file: Input, position: int, byte: int) -> Rejected:
+    return Rejected(str(file.path), f"is not UTF-8: byte {position} is 0x{byte:02x}", _CONVERT)
