@@ -54,6 +54,8 @@ def cross_entropy(logits_BTV: Tensor, y_BT: Tensor) -> Tensor:
 
 
 def _chunks(logits_TV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Walks through all tensors at once, C tokens at a time."""
+    """Walks through all tensors at once, C tokens at a time; without numbers one step stands for all."""
     size = max(1, CHUNK_ELEMENTS // logits_TV.shape[1])
+    if logits_TV.is_meta:
+        return iter([tuple(x[:size] for x in (logits_TV, *others))])
     return zip(*(torch.split(x, size) for x in (logits_TV, *others)), strict=True)
