@@ -75,6 +75,8 @@ def _split(y_C: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(logits_TV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Walks through all tensors at once, C tokens at a time."""
+    """Walks through all tensors at once, C tokens at a time; without numbers one step stands for all."""
     size = max(1, CHUNK_ELEMENTS // logits_TV.shape[1])
+    if logits_TV.is_meta:
+        return iter([tuple(x[:size] for x in (logits_TV, *others))])
     return zip(*(torch.split(x, size) for x in (logits_TV, *others)), strict=True)
