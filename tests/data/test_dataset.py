@@ -34,7 +34,9 @@ def test_a_tokenizer_that_differs_from_the_manifests_is_refused_by_name(source, 
     shutil.copy(tmp_path / "out" / "tokenizer.json", same)
     train_bpe(["other words"], 270).save(other)
     assert open_data(str(tmp_path / "out"), str(same)).tokenizer.vocab_size == 300
-    for name in (str(other), "bytes", "bpe-301", "nothing.json"):
+    with pytest.raises(UserError, match=r"tokenizer file 'nothing.json' does not exist"):
+        open_data(str(tmp_path / "out"), "nothing.json")
+    for name in (str(other), "bytes", "bpe-301"):
         words = f"out was prepared with tokenizer 'bpe-300', and data.tokenizer asks for '{name}'; leave"
         with pytest.raises(UserError, match=words):
             open_data(str(tmp_path / "out"), name)
