@@ -6,6 +6,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from narrowgauge.checkpoint.llmc_model import read_llmc, write_llmc
+from narrowgauge.checkpoint.recognize import read_foreign
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize, model_config
 
@@ -61,6 +62,9 @@ def test_a_file_of_llmc_gives_its_logits_and_the_same_bytes_again(theirs, tmp_pa
         tmp_path / "again", there.config, there.tensors, {3: torch.float32, 5: torch.bfloat16}[version]
     )
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
+    path.rename(tmp_path / "model.bin")
+    (tmp_path / "again").unlink()
+    assert read_foreign(tmp_path).config == there.config, "a folder with one such file is that model"
 
 
 def test_the_published_sizes_of_a_file(tmp_path):

@@ -33,6 +33,21 @@ def test_text_is_prepared_and_trained_on(narrowgauge, line, text, tmp_path, look
     assert "was prepared with tokenizer 'bytes', and data.tokenizer asks for 'bpe-300'" in other.err
 
 
+def test_token_files_of_others_train_as_ours(narrowgauge, line, text, tmp_path, look):
+    """llm.c's have the end-of-document id where ours have it, so every token is the same."""
+    prepare = ("prepare", text, "--tokenizer", "bytes", "--out")
+    for layout in ("llmc", "megatron"):
+        ended = narrowgauge(*prepare, tmp_path / layout, "--layout", layout)
+        assert ended.code == 0, ended.err
+        words = line({"data.source": str(tmp_path / layout)})
+        trained = narrowgauge(*words, "--out", tmp_path / f"{layout}-run")
+        assert trained.code == 0, trained.err
+    direct = narrowgauge(*line(), "--out", tmp_path / "direct")
+    assert direct.code == 0, direct.err
+    assert look(tmp_path / "llmc-run").column("loss") == look(tmp_path / "direct").column("loss")
+    assert (tmp_path / "megatron" / "text_train_document.idx").is_file()
+
+
 def test_bad_lines_stop_it_or_are_set_aside(narrowgauge, refused, tmp_path):
     source, out = tmp_path / "a.jsonl", tmp_path / "corpus"
     source.write_text("".join(f'{{"body": "line {i % 190}"}}\n' for i in range(200)) + '{"body": "cut\n')
@@ -57,6 +72,7 @@ def test_bad_lines_stop_it_or_are_set_aside(narrowgauge, refused, tmp_path):
         (["--workers", "many"], "invalid int value: 'many'"),
         (["--val-fraction", "1"], "held-out share 1.0 is not between 0 and 1"),
         (["--tolerant", "2"], "tolerated share 2.0 is not between 0 and 1"),
+        (["--layout", "mega"], "unknown layout 'mega'; the nearest is 'megatron'"),
         (["--tokenizer", "bpe"], "unknown tokenizer 'bpe'"),
         (["--dedupe"], "unknown option '--dedupe'; the nearest is '--dedup'"),
     ],

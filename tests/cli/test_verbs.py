@@ -13,7 +13,18 @@ def test_no_verb_and_help_explain(narrowgauge):
     for words in ([], ["--help"]):
         ended = narrowgauge(*words)
         assert ended.code == 0
-        for verb in ("train", "compare", "sample", "eval", "prepare", "report", "recipes", "formats"):
+        for verb in (
+            "train",
+            "compare",
+            "sample",
+            "eval",
+            "prepare",
+            "report",
+            "recipes",
+            "formats",
+            "plan",
+            "convert",
+        ):
             assert re.search(rf"^ +{verb}  ", ended.out, re.MULTILINE), verb
     ended = narrowgauge("train", "--help")
     assert ended.code == 0
@@ -142,3 +153,36 @@ def test_formats_lists_every_format_and_the_facts_of_one(narrowgauge):
     assert "no infinity" in ended.out
     assert "OCP" in ended.out
     assert "e5m2" not in ended.out
+
+
+def test_plan_says_what_fits_and_what_would_help(narrowgauge, line, tmp_path):
+    words = ["plan", *line({"training.micro_batch_size": 2})[1:]]
+    ended = narrowgauge(*words)
+    assert ended.code == 0, ended.err
+    for name in ("weights", "gradients", "saved activations", "workspace", "together"):
+        assert re.search(rf"^ *{name} ", ended.out, re.MULTILINE), name
+    assert re.search(r"^fits: ", ended.out, re.MULTILINE)
+    tight = narrowgauge(*words, "--memory-limit", "10KB")
+    assert re.search(
+        r"^does not fit: .* of 0\.0 MiB \(training\.memory_limit 10KB\)", tight.out, re.MULTILINE
+    )
+    assert "with --training.recompute true: " in tight.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_limit_ends_a_run_before_it_begins(narrowgauge, refused, line, tmp_path):
+    ended = narrowgauge(*line(), "--memory-limit", "10KB", "--out", tmp_path / "run")
+    refused(ended, "a step is expected to take", "training.memory_limit is 10KB", "choose a smaller --model")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_goes_on_under_another_recipe(narrowgauge, finished, look, tmp_path, refused):
+    ended = narrowgauge("convert", finished, "--recipe", "msamp-o2", "--out", tmp_path / "new")
+    assert ended.code == 0, ended.err
+    assert "after step 6, under recipe msamp-o2" in ended.out
+    more = narrowgauge("train", tmp_path / "new" / "config.toml", "--out", tmp_path / "new")
+    assert more.code == 0, more.err
+    assert look(tmp_path / "new").status["status"] == "done"
+    again = narrowgauge("convert", finished, "--recipe", "bf16", "--out", tmp_path / "new")
+    assert again.code == 2
+    assert "is not empty; name a new directory with --out" in again.err

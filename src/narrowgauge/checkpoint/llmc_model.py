@@ -44,6 +44,15 @@ _OTHERS = {
 _LAYER = ("attention_norm", "qkv", "attention_out", "mlp_norm", "up", "down")
 
 
+def is_llmc(path: Path) -> bool:
+    """Whether a file begins as llm.c's model files do."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == MAGIC.to_bytes(4, "little")
+    except OSError:
+        return False
+
+
 def read_llmc(path: Path) -> ForeignModel:
     """The model in a file, its weights as float32, without the rows of the padding.
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from narrowgauge.checkpoint import huggingface, megatron
 from narrowgauge.checkpoint.foreign import ForeignModel
-from narrowgauge.checkpoint.llmc_model import read_llmc
+from narrowgauge.checkpoint.llmc_model import is_llmc, read_llmc
 from narrowgauge.checkpoint.tensor_files import INDEX, WHOLE, holds_pickle
 from narrowgauge.errors import UserError
 
@@ -16,7 +16,7 @@ def is_foreign(path: Path) -> bool:
     if not path.is_dir() or (path / "config.toml").exists():
         return False
     marks = (megatron.SETTINGS, huggingface.CONFIG, INDEX, WHOLE)
-    return any((path / mark).exists() for mark in marks) or holds_pickle(path)
+    return any((path / mark).exists() for mark in marks) or holds_pickle(path) or bool(_llmc_file(path))
 
 
 def read_foreign(path: Path) -> ForeignModel:
@@ -30,6 +30,8 @@ def read_foreign(path: Path) -> ForeignModel:
                 return megatron.read_megatron(path)
             if huggingface.is_folder(path):
                 return huggingface.read_folder(path)
+            if (file := _llmc_file(path)) is not None:
+                return read_llmc(file)
             if (path / "config.toml").is_file():
                 raise UserError(f"{path} is a run already: sample, eval and --model.weights take it as it is")
             raise huggingface.refuse_other_folder(path)
@@ -38,3 +40,9 @@ def read_foreign(path: Path) -> ForeignModel:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error}; mend its permissions or copy it again") from error
     raise UserError(f"{path} does not exist; name a folder of Hugging Face's or an llm.c model file")
+
+
+def _llmc_file(folder: Path) -> Path | None:
+    """The one llm.c model file of a folder, as `export --to llmc` leaves it; None if it has none or several."""
+    files = [p for p in sorted(folder.glob("*.bin")) if is_llmc(p)]
+    return files[0] if len(files) == 1 else None
