@@ -43,6 +43,6 @@ def read_foreign(path: Path) -> ForeignModel:
 
 
 def _llmc_file(folder: Path) -> Path | None:
-    """The one llm.c model file of a folder, as `export --to llmc` leaves it; None if it has none or several."""
+    """The one llm.c model file of a folder, such as `export` leaves; None if it has none or several."""
     files = [p for p in sorted(folder.glob("*.bin")) if is_llmc(p)]
     return files[0] if len(files) == 1 else None
