@@ -55,6 +55,7 @@ class _CrossEntropy(torch.autograd.Function):
             p_CV.scatter_(1, index_C1, p_CV.gather(1, index_C1) - 1)
             p_CV.mul_(grad / (len(y_T) if targets is None else max(targets, 1)))
             out_CV.copy_(p_CV if ignored_C1 is None else p_CV.masked_fill_(ignored_C1, 0))
+            del p_CV  # before the next chunk's
         return grad_TV, None, None
 
 
