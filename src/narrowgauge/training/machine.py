@@ -80,6 +80,8 @@ def device_name(device: torch.device) -> str:
 def measure_peak(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """(FLOP/s, words) of the best of a few square matrix multiplications: the peak that MFU refers to."""
     n = 8192 if device.type == "cuda" else 1024
+    if device.type == "cpu" and dtype == torch.float16:
+        dtype = torch.float32  # what its products are computed in there (nn.gemm)
     a = torch.ones(n, n, device=device, dtype=dtype)
     best = float("inf")
     for _ in range(6):
