@@ -8,19 +8,21 @@ Where a bound is a number it is a judgement, and stands here with its reason:
 | shared memory         | 1 GiB, 16 MiB | processes hand batches and gradients over in it, and a container |
 |                       |               | gets 64 MiB; below the second, NCCL does not start               |
 | free disk             | 10 GiB, 1 GiB | a few checkpoints of a small model, or none                      |
-| a disk that is full   | 90 %          | file systems get slow, and quotas strike                         |
+| a disk that is full   | 90 %, 100 GiB | file systems get slow, and quotas strike                         |
 | inodes                | 5 %, 1000     | a corpus or a checkpoint is many files                           |
 | disk speed            | 50 MB/s       | a checkpoint of 124 M parameters would take half a minute        |
 | a clock that is off   | 5 minutes     | certificates are refused                                         |
 | a file server's clock | 5 seconds     | "newest" then names the wrong file                               |
 """
 
+import re
+
 from narrowgauge.cluster.doctor_facts import Compiler, Disk, Facts, Given, Item, gib, miss, ok, warn
 
 _FILES = 4096
 _SHARED, _SHARED_LEAST = 1 << 30, 16 << 20
 _FREE, _FREE_LEAST = 10 << 30, 1 << 30
-_FULL = 0.9
+_FULL, _PLENTY = 0.9, 100 << 30
 _INODES_LEAST, _INODES_SHARE = 1000, 0.05
 _SLOW = 50e6
 _CLOCK_OFF, _FILE_CLOCK_OFF = 300.0, 5.0
@@ -135,7 +137,7 @@ def _disk(item: str, disk: Disk, elsewhere: str) -> Item:
             )
     if disk.free < _FREE_LEAST:
         return miss(item, found, f"make room, or {elsewhere}")
-    if disk.free < _FREE or disk.free < (1 - _FULL) * disk.size:
+    if disk.free < _FREE or disk.free < min(_PLENTY, (1 - _FULL) * disk.size):
         return warn(item, found, f"make room, or {elsewhere}")
     if disk.speed and disk.speed < _SLOW:
         return warn(item, found, f"{elsewhere} (a faster file system): every save waits for this one")
@@ -164,12 +166,13 @@ def _compiler(facts: Facts) -> Item:
 def _mend_of_compiler(compiler: Compiler) -> str:
     if "Python.h" in compiler.error:
         return "install Python's headers (python3-dev or python3-devel): training.compile needs them"
-    if "omp" in compiler.error.lower():
+    if re.search(r"openmp|omp\.h|lg?omp", compiler.error):
         return "install OpenMP for this compiler (libomp-dev, or take g++): training.compile needs it"
     return "mend the compiler, or name another in CXX: training.compile needs one"
 
 
 def _given(item: str, given: Given) -> Item:
     if given.error:
-        return miss(item, given.error, "see there")
+        found, _, mend = given.error.rpartition("; ")  # so the house's errors are built
+        return miss(item, found or mend, mend if found else f"name another with --{item}")
     return ok(item, f"{given.name}: {given.found}")

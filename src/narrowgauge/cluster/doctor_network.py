@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from narrowgauge.cluster.doctor_facts import Hub
 
 _HUB = "https://huggingface.co"
-_STEP, _WHOLE = 4.0, 12.0  # seconds: of one step of the connection, and of all of them
+_STEPS = 3  # of which each may take its time: to the proxy, to the hub, to the answer
 _YES = {"1", "true", "yes", "on"}
 
 
@@ -42,8 +42,8 @@ class _Proxy:
         return f"{self.scheme}://{self.host}:{self.port}"
 
 
-def ask_hub(environment: Mapping[str, str] = os.environ) -> Hub:
-    """What comes of asking the hub, within a few seconds."""
+def ask_hub(environment: Mapping[str, str] = os.environ, seconds: float = 4.0) -> Hub:
+    """What comes of asking the hub; each step may take so many seconds."""
     named = environment.get("HF_ENDPOINT") or _HUB
     endpoint = urllib.parse.urlsplit(named if "://" in named else f"https://{named}")
     hub = Hub(host=endpoint.hostname or "huggingface.co", outcome="no answer")
@@ -60,7 +60,9 @@ def ask_hub(environment: Mapping[str, str] = os.environ) -> Hub:
         hub = replace(hub, proxy=proxy.address)
         if proxy.scheme != "http":
             return replace(hub, outcome="not asked", detail="only http:// proxies are tried here")
-    return _in_time(lambda: _ask(endpoint, proxy, hub), replace(hub, detail=f"no answer in {_WHOLE:.0f} s"))
+    whole = _STEPS * seconds
+    late = replace(hub, detail=f"no answer in {whole:.0f} s")
+    return _in_time(lambda: _ask(endpoint, proxy, hub, seconds), whole, late)
 
 
 def proxy_for(scheme: str, host: str, environment: Mapping[str, str]) -> str:
@@ -96,24 +98,24 @@ def _parse(address: str) -> _Proxy:
     return _Proxy(scheme.lower(), parts.hostname, parts.port or (443 if scheme == "https" else 80), headers)
 
 
-def _in_time(ask: Callable[[], Hub], late: Hub) -> Hub:
+def _in_time(ask: Callable[[], Hub], seconds: float, late: Hub) -> Hub:
     """The answer, or `late` if there is none in time."""
     answers = list[Hub]()
     thread = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
     thread.start()
-    thread.join(_WHOLE)
+    thread.join(seconds)
     return answers[0] if answers else late
 
 
-def _ask(endpoint: urllib.parse.SplitResult, proxy: _Proxy | None, hub: Hub) -> Hub:
+def _ask(endpoint: urllib.parse.SplitResult, proxy: _Proxy | None, hub: Hub, seconds: float) -> Hub:
     """Reach the proxy if there is one, then the hub; say at which step it ended."""
     try:
         if proxy:
             try:
-                socket.create_connection((proxy.host, proxy.port), timeout=_STEP).close()
+                socket.create_connection((proxy.host, proxy.port), timeout=seconds).close()
             except OSError as error:
                 return replace(hub, outcome="proxy unreachable", detail=_words(error))
-        return _answered(hub, *_head(endpoint, proxy, hub.host), plain=endpoint.scheme == "http")
+        return _answered(hub, *_head(endpoint, proxy, hub.host, seconds), plain=endpoint.scheme == "http")
     except ssl.SSLCertVerificationError as error:
         return replace(hub, outcome="certificate", detail=error.verify_message)
     except socket.gaierror as error:
@@ -125,13 +127,13 @@ def _ask(endpoint: urllib.parse.SplitResult, proxy: _Proxy | None, hub: Hub) -> 
 
 
 def _head(
-    endpoint: urllib.parse.SplitResult, proxy: _Proxy | None, host: str
+    endpoint: urllib.parse.SplitResult, proxy: _Proxy | None, host: str, seconds: float
 ) -> tuple[int, http.client.HTTPMessage]:
     """(status, headers) of the hub's front page."""
     secure = endpoint.scheme == "https"
     port = endpoint.port or (443 if secure else 80)
     kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
-    connection = kind(proxy.host if proxy else host, proxy.port if proxy else port, timeout=_STEP)
+    connection = kind(proxy.host if proxy else host, proxy.port if proxy else port, timeout=seconds)
     target, headers = "/", {"User-Agent": "narrowgauge-doctor"}
     if proxy and secure:
         connection.set_tunnel(host, port, proxy.headers)
