@@ -12,10 +12,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
 from narrowgauge.cli import main
 from narrowgauge.cluster.doctor_commands import answer_of
-from narrowgauge.cluster.doctor_gpus import parse_links, parse_processes, parse_use
+from narrowgauge.cluster.doctor_gpus import parse_links, parse_processes, parse_use, torch_gpus
 from narrowgauge.cluster.doctor_machine import gather_disk
 
 NAMES = [
@@ -141,6 +142,14 @@ def test_a_program_that_hangs_is_left():
     assert answer_of(["sleep", "30"], 0.1).error == "no answer in 0 s"
     assert answer_of(["no-such-program"], 1).code is None
     assert time.monotonic() - start < 5
+
+
+def test_torch_is_asked_in_a_process_of_its_own():
+    gpus, error = torch_gpus([], {})
+    assert len(gpus) == torch.cuda.device_count()
+    if not gpus:
+        assert error
+    assert not torch.cuda.is_initialized()
 
 
 def test_what_nvidia_smi_says():

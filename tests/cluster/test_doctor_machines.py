@@ -249,8 +249,9 @@ def test_what_is_not_there_is_not_judged():
     ("parts", "wrong", "words"),
     [
         ({"system": {"shm_size": 64 << 20, "shm_free": 64 << 20}}, {"shared-memory": "WARN"}, "--shm-size"),
-        ({"system": {"shm_size": 64 << 20, "shm_free": 1 << 20}}, {"shared-memory": "MISS"}, "remove what"),
+        ({"system": {"shm_size": 64 << 20, "shm_free": 1 << 20}}, {"shared-memory": "MISS"}, "--shm-size"),
         ({"system": {"shm_free": 64 << 20}}, {"shared-memory": "WARN"}, "killed programs"),
+        ({"system": {"shm_free": 1 << 20}}, {"shared-memory": "MISS"}, "killed programs"),
         ({"system": {"shm_size": None, "shm_free": None}}, {"shared-memory": "WARN"}, "mount a tmpfs"),
         ({"system": {"shm_error": "Permission denied"}}, {"shared-memory": "MISS"}, "chmod 1777"),
         (
@@ -275,6 +276,11 @@ def test_what_is_not_there_is_not_judged():
         ({"disk": {"error": "Read-only file system"}}, {"disk": "WARN"}, "--out"),
         ({"compiler": Compiler()}, {"compiler": "WARN"}, "install g++"),
         (
+            {"data": Given(name="a,hf:b", found="both"), "hub": {"outcome": "no name"}},
+            {"network": "MISS"},
+            "huggingface.co",
+        ),
+        (
             {"compiler": {"error": "program.cpp:1:10: fatal error: Python.h: No such file or directory"}},
             {"compiler": "WARN"},
             "python3-dev",
@@ -288,6 +294,11 @@ def test_the_host(parts, wrong, words):
     facts = changed(CPU_ONLY, **parts)
     assert not_ok(facts) == wrong
     assert any(words in f"{item.found} {item.mend}" for item in judge(facts) if item.status != "OK")
+
+
+def test_where_there_is_no_dev_shm():
+    facts = changed(CPU_ONLY, system={"linux": False, "shm_size": None, "shm_free": None})
+    assert not_ok(facts) == {}
 
 
 def test_triton_is_missed_on_a_gpu_only():

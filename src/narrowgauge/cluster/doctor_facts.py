@@ -164,6 +164,7 @@ class System:
         cores: that this process may use; `machine_cores`: that there are.
         threads: $OMP_NUM_THREADS.
         open_files, locked_memory: (soft, hard) limits; None: unlimited.
+        linux: whether it is Linux, where shared memory is the file system /dev/shm.
         shm_size, shm_free: of /dev/shm; None: there is none. `shm_error`: why it cannot be written to.
         now: seconds since 1970; `installed`: when the newest file of this package was written.
         synchronized: whether the kernel says that its clock follows another.
@@ -174,6 +175,7 @@ class System:
     threads: int | None = None
     open_files: tuple[int | None, int | None] = (1 << 20, 1 << 20)
     locked_memory: tuple[int | None, int | None] = (None, None)
+    linux: bool = True
     shm_size: int | None = 32 << 30
     shm_free: int | None = 32 << 30
     shm_error: str = ""

@@ -28,29 +28,44 @@ _MARK = "narrowgauge-doctor:"
 
 def gather_hardware(build: str) -> Hardware:
     """The GPUs of this machine; `build` is what torch was built for."""
-    makers = ("nvidia",) * len(list(Path("/dev").glob("nvidia[0-9]*"))) + ("amd",) * _amd_gpus()
+    makers = ("nvidia",) * _nvidia_gpus() + ("amd",) * _amd_gpus()
+    newest = _driver_cuda()
     gpus: tuple[Gpu, ...] = ()
-    error = ""
-    links: tuple[tuple[int, int, str], ...] = ()
-    driver = _text("/sys/module/amdgpu/version") if "amd" in makers else ""
-    use = []
+    error, driver, links = "", _text("/sys/module/amdgpu/version") if "amd" in makers else "", ""
+    use: list[tuple[str, int | None, int | None]] = []
+    processes: dict[str, list[tuple[int, int | None]]] = {}
     if "nvidia" in makers:
-        found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", _text("/proc/driver/nvidia/version"))
-        driver = found[1] if found else ""
+        driver = _nvidia_driver()
         use = parse_use(_smi("--query-gpu=uuid,memory.used,utilization.gpu"))
-        links = parse_links(answer_of(["nvidia-smi", "topo", "-m"], _TOOL_SECONDS).out)
-    if makers and build != "cpu":
-        gpus, error = _torch_gpus(use, parse_processes(_smi("--query-compute-apps=gpu_uuid,pid,used_memory")))
+        processes = parse_processes(_smi("--query-compute-apps=gpu_uuid,pid,used_memory"))
+        links = answer_of(["nvidia-smi", "topo", "-m"], _TOOL_SECONDS).out
+    if build != "cpu" and (makers or newest):
+        gpus, error = torch_gpus(use, processes)
+    makers = makers or tuple(gpu.maker for gpu in gpus)
     return Hardware(
         makers=makers,
         on_bus=_on_bus(),
         driver=driver,
-        driver_cuda=_driver_cuda(),
+        driver_cuda=newest,
         gpus=gpus,
         error=error,
-        links=links if len(gpus) == len(makers) else (),  # numbered as torch does only if it sees all
+        links=parse_links(links) if len(gpus) == len(makers) else (),  # torch numbers what it sees
         fabric=any(Path("/sys/class/infiniband").glob("*")),
     )
+
+
+def _nvidia_gpus() -> int:
+    """NVIDIA GPUs with a device file; Windows' subsystem for Linux has one file for all of them."""
+    files = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if files or not Path("/dev/dxg").exists():
+        return files
+    return len(parse_use(_smi("--query-gpu=uuid,memory.used,utilization.gpu")))
+
+
+def _nvidia_driver() -> str:
+    """Version of NVIDIA's driver, from the kernel or else from its tool."""
+    kernel = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", _text("/proc/driver/nvidia/version"))
+    return kernel[1] if kernel else _smi("--query-gpu=driver_version").partition("\n")[0].strip()
 
 
 def _on_bus() -> tuple[str, ...]:
@@ -132,7 +147,7 @@ def parse_links(text: str) -> tuple[tuple[int, int, str], ...]:
     return tuple((b, a, kind) for a, b, kind in links)
 
 
-def _torch_gpus(
+def torch_gpus(
     use: Sequence[tuple[str, int | None, int | None]],
     processes: dict[str, list[tuple[int, int | None]]],
 ) -> tuple[tuple[Gpu, ...], str]:

@@ -70,6 +70,8 @@ def _locked_memory(facts: Facts) -> Item:
 def _shared_memory(facts: Facts) -> Item:
     system = facts.system
     mend = "docker run --shm-size 16g, or --ipc host; else mount -o remount,size=16G /dev/shm"
+    if not system.linux:
+        return ok("shared-memory", "not a file system here")
     if system.shm_size is None or system.shm_free is None:
         return warn(
             "shared-memory", "there is no /dev/shm", "mount a tmpfs there: mount -t tmpfs tmpfs /dev/shm"
@@ -77,13 +79,12 @@ def _shared_memory(facts: Facts) -> Item:
     found = f"{gib(system.shm_free)} free of {gib(system.shm_size)} in /dev/shm"
     if system.shm_error:
         return miss("shared-memory", f"{found}: {system.shm_error}", "chmod 1777 /dev/shm")
-    if system.shm_free < _SHARED_LEAST:
-        return miss("shared-memory", found, f"remove what lies there, or {mend}")
-    if system.shm_size < _SHARED:
-        return warn("shared-memory", found, mend)
-    if system.shm_free < _SHARED:
-        return warn("shared-memory", found, "remove what killed programs left there")
-    return ok("shared-memory", found)
+    if system.shm_free >= _SHARED:
+        return ok("shared-memory", found)
+    status = miss if system.shm_free < _SHARED_LEAST else warn
+    if system.shm_size >= _SHARED:
+        mend = "remove what killed programs left there"
+    return status("shared-memory", found, mend)
 
 
 def _clock(facts: Facts) -> Item:
@@ -150,7 +151,7 @@ def _compiler(facts: Facts) -> Item:
     if not compiler.cxx:
         return warn(
             "compiler",
-            f"no C++ compiler{triton}",
+            f"{compiler.error or 'no C++ compiler'}{triton}",
             "install g++ or clang++, or name one in CXX: training.compile needs it; nothing else does",
         )
     found = f"{compiler.version or compiler.cxx}{triton}"

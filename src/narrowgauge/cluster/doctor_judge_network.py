@@ -9,12 +9,13 @@ Only `hf:` sources need the hub, so that it cannot be reached is a warning, and 
 
 from narrowgauge.cluster.doctor_facts import Facts, Hub, Item, miss, ok, warn
 
-_OFFLINE = "if there is to be none, HF_HUB_OFFLINE=1 says so"
+_OFFLINE = "where none is wanted, set HF_HUB_OFFLINE=1"
 
 
 def judge_network(facts: Facts) -> list[Item]:
     """The item of this file."""
-    hub, wanted = facts.hub, facts.data is not None and facts.data.name.startswith("hf:")
+    hub, sources = facts.hub, facts.data.name.split(",") if facts.data else []
+    wanted = any(name.strip().startswith("hf:") for name in sources)
     through = f" through the proxy {hub.proxy}" if hub.proxy else ""
     if hub.outcome == "reached":
         return [ok("network", f"{hub.host} answers{through}")]

@@ -5,6 +5,7 @@ import ctypes
 import os
 import resource
 import shutil
+import sys
 import sysconfig
 import tempfile
 import threading
@@ -35,6 +36,7 @@ def gather_system() -> System:
         threads=int(threads) if threads.isdecimal() else None,
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
+        linux=sys.platform == "linux",
         shm_size=size,
         shm_free=free,
         shm_error=error,
@@ -156,7 +158,7 @@ def gather_compiler() -> Compiler:
         if cxx := shutil.which(name):
             break
     else:
-        return Compiler(triton=triton)
+        return Compiler(error=f"CXX={named}, which is no program" if named else "", triton=triton)
     first = (answer_of([cxx, "--version"], _COMPILER_SECONDS).out.splitlines() or [""])[0]
     return Compiler(cxx=cxx, version=first, error=_compile(cxx), triton=triton)
 
