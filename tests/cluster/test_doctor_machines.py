@@ -85,6 +85,7 @@ FRONTIER = Facts(  # one of 8 processes of a node, two nodes, as srun starts the
         **{"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"},
         **{"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "PMI_SIZE": "16", "PMI_RANK": "9"},
         **{"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"},
+        **{"MASTER_ADDR": "frontier00001", "MASTER_PORT": "29500"},
     },
     disk=Disk(path="/lustre/me", kind="lustre", size=1 << 50, free=1 << 49, speed=8e8),
     hub=Hub(outcome="offline"),

@@ -5,7 +5,10 @@ import pytest
 from narrowgauge.cluster.doctor import judge
 from narrowgauge.cluster.doctor_facts import Facts, Gpu, Hardware, System
 
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"}
+TORCHRUN = {
+    **{"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"},
+    **{"MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
+}
 MPIRUN = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
 MPICH = {"PMI_SIZE": "8", "PMI_RANK": "3", "MPI_LOCALNRANKS": "8"}
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "1", "SLURM_PROCID": "0"}
@@ -48,6 +51,7 @@ def verdict(name, environment, gpus=8, there=8, **system):
             "one process",
         ),
         (BATCH | MPIRUN | TORCHRUN, "started by mpirun"),
+        (SRUN | TORCHRUN | {"RANK": "5", "TORCHELASTIC_RUN_ID": "none"}, "process 5 of 8"),
     ],
 )
 def test_one_world(environment, words):
@@ -70,6 +74,8 @@ def test_one_world(environment, words):
         (MPIRUN | TORCHRUN | {"RANK": "0"}, "RANK=0, but OMPI_COMM_WORLD_RANK=3", "its own"),
         (SRUN | TORCHRUN | {"WORLD_SIZE": "5"}, "8 processes, but WORLD_SIZE=5", "number of all processes"),
         ({"RANK": "0"}, "RANK=0, WORLD_SIZE=(not set)", "unset both"),
+        ({"RANK": "x", "WORLD_SIZE": "8"}, "RANK=x", "torchrun"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "without MASTER_ADDR, MASTER_PORT", "rank 0"),
         ({"RANK": "8", "WORLD_SIZE": "8"}, "RANK=8, WORLD_SIZE=8", "torchrun"),
     ],
 )

@@ -21,6 +21,7 @@ from narrowgauge.cluster.doctor_facts import Facts, Item, miss, ok, warn
 
 VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    "TORCHELASTIC_RUN_ID",
     *("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NNODES", "SLURM_STEP_ID"),
     *("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES", "SLURM_STEP_TASKS_PER_NODE", "SLURM_GPUS_PER_TASK"),
     *("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -71,9 +72,8 @@ def _slurm(env: dict[str, str]) -> _Launch | None:
 def _launcher(facts: Facts) -> Item:
     env = facts.environment
     world, launch = _number(env, "WORLD_SIZE"), _launch(env)
-    if ("RANK" in env) != ("WORLD_SIZE" in env) or (world and _number(env, "RANK") >= world):
-        found = ", ".join(f"{name}={env.get(name, '(not set)')}" for name in ("RANK", "WORLD_SIZE"))
-        return miss("launcher", found, f"unset both, or {_TORCHRUN}")
+    if wrong := _wrong_world(env, world):
+        return wrong
     step = _slurm(env)
     if launch and launch.name == "mpirun" and launch.size == 1 and step and step.size > 1:
         return miss(
@@ -93,6 +93,23 @@ def _launcher(facts: Facts) -> Item:
     return ok("launcher", "one process, started by itself")
 
 
+def _wrong_world(env: dict[str, str], world: int) -> Item | None:
+    """What is wrong with the world that torch is told of, whoever started it; None: nothing."""
+    told = [env[name].strip() for name in ("RANK", "WORLD_SIZE") if name in env]
+    if told and (len(told) == 1 or not all(map(str.isdecimal, told)) or _number(env, "RANK") >= world):
+        found = ", ".join(f"{name}={env.get(name, '(not set)')}" for name in ("RANK", "WORLD_SIZE"))
+        return miss("launcher", found, f"unset both, or {_TORCHRUN}")
+    without = [name for name in ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if world > 1 and without:
+        return miss(
+            "launcher",
+            f"WORLD_SIZE={world}, without {', '.join(without)}",
+            f"{_TORCHRUN}, or set MASTER_ADDR to the node of rank 0, MASTER_PORT to a free port there, and "
+            "LOCAL_RANK to the number of the process on its node",
+        )
+    return None
+
+
 def _launched(env: dict[str, str], launch: _Launch, world: int) -> Item:
     """A launcher started several: is it the world that torch is told of?"""
     if world <= 1:
@@ -105,7 +122,8 @@ def _launched(env: dict[str, str], launch: _Launch, world: int) -> Item:
         )
     if world == launch.size:
         number, theirs = env["RANK"], env.get(launch.rank)
-        if theirs is not None and theirs != number:
+        by_torchrun = "TORCHELASTIC_RUN_ID" in env  # which numbers processes as they come
+        if theirs is not None and theirs != number and not by_torchrun:
             return miss(
                 "launcher",
                 f"RANK={number}, but {launch.rank}={theirs}",
