@@ -23,6 +23,7 @@ ROOMS = (
     "training",
     "report",
     "cluster",
+    "cli_cluster",
     "cli_exchange",
     "cli_prepare",
     "cli",

@@ -43,7 +43,7 @@ def test_command_lines_run_as_they_stand(tmp_path, monkeypatch):
     lines = [words[1:] for words in shell_lines() if words[0] == "narrowgauge"]
     assert {words[0] for words in lines} == {
         *("train", "compare", "sample", "eval", "report", "recipes", "formats", "prepare"),
-        *("export", "import", "plan", "convert"),
+        *("export", "import", "plan", "convert", "doctor"),
     }
     make_train = ["train", "--steps", "2"]
     for words in [make_train, *lines]:
@@ -56,7 +56,7 @@ def test_command_lines_run_as_they_stand(tmp_path, monkeypatch):
             capture_output=True,
             text=True,
         )
-        assert ended.returncode == 0, ended.stderr
+        assert ended.returncode == 0 or words == ["doctor"], ended.stderr  # which may have found something
         assert ended.stderr == ""
         assert ended.stdout
 

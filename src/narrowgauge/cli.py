@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from narrowgauge import cli_prepare
+from narrowgauge import cli_cluster, cli_prepare
 from narrowgauge.checkpoint import PoisonedError, SaveError
 from narrowgauge.cli_exchange import add_exchange_verbs
 from narrowgauge.cluster import print_plan
@@ -66,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     try:
         options = _options(sys.argv[1:] if arguments is None else list(arguments))
-        action: Callable[[argparse.Namespace], None] = options.action
-        action(options)
+        action: Callable[[argparse.Namespace], int | None] = options.action
+        code = action(options) or EXIT_DONE
         sys.stdout.flush()
     except Preempted as stop:
         return _ended(f"stopped by {stop}", EXIT_PREEMPTED)
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except OSError as error:  # a full disk, a file system that went away
         return _ended(str(error), EXIT_FAILED)
-    return EXIT_DONE
+    return code
 
 
 def _ended(sentence: str, code: int) -> int:
@@ -114,7 +114,7 @@ def _parser() -> tuple[_Parser, list[str]]:
     parser.set_defaults(action=lambda options: parser.print_help(), parser=parser)
     verbs = parser.add_subparsers(metavar="VERB", parser_class=_Parser)
 
-    def verb(name: str, help: str, action: Callable[[argparse.Namespace], None]) -> _Parser:
+    def verb(name: str, help: str, action: Callable[[argparse.Namespace], int | None]) -> _Parser:
         p = verbs.add_parser(
             name, help=help, description=help[0].upper() + help[1:] + ".", allow_abbrev=False
         )
@@ -128,6 +128,7 @@ def _parser() -> tuple[_Parser, list[str]]:
     _add_config_options(p)
     p = verb("plan", "what a run will take, before it is started: memory by class of tensor", _plan)
     _add_config_options(p)
+    cli_cluster.add_options(verb("doctor", cli_cluster.HELP, cli_cluster.run))
     p = verb("convert", "a run's newest state under another recipe, in a new run directory", _convert)
     p.add_argument("run", metavar="RUN", type=Path)
     p.add_argument("--recipe", required=True, metavar="R", help="a shipped recipe or a .toml file")

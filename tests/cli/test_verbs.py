@@ -24,6 +24,7 @@ def test_no_verb_and_help_explain(narrowgauge):
             "formats",
             "plan",
             "convert",
+            "doctor",
         ):
             assert re.search(rf"^ +{verb}  ", ended.out, re.MULTILINE), verb
     ended = narrowgauge("train", "--help")
