@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 from narrowgauge.data.sources.record import Chunk, Source
 from narrowgauge.data.sources.table import Rows
@@ -104,8 +103,8 @@ def _surroundings() -> str:
 
 
 def _bare(address: str) -> str:
-    parts = urlsplit(address)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    scheme, mark, rest = address.rpartition("://")
+    return scheme + mark + rest.rpartition("@")[2]  # a password may hold any character but the last @
 
 
 def _offline() -> bool:
