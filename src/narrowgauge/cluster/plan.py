@@ -33,8 +33,10 @@ def print_plan(config: Config, console: Console) -> None:
     device = choose_device(t.device)
     limit = bytes_of(t.memory_limit) or total_memory(device)
     of = f"training.memory_limit {t.memory_limit}" if t.memory_limit else device_name(device)
-    fits = "fits" if memory.peak <= limit else "does not fit"
-    console.print(f"{fits}: {gib(memory.peak)} of {gib(limit)} ({of})", highlight=False)
-    for words, other in sorted(cheaper(config), key=lambda item: item[1].peak):
+    has_host = device.type != "cpu" or bool(t.memory_limit)  # a limit stands for a GPU that is not here
+    peak = memory.peak if has_host else memory.peak + total
+    fits = "fits" if peak <= limit else "does not fit"
+    console.print(f"{fits}: {gib(peak)} of {gib(limit)} ({of})", highlight=False)
+    for words, other in sorted(cheaper(config, has_host), key=lambda item: item[1].peak):
         note = "" if other.peak <= limit else ", which does not fit either"
         console.print(f"with {words}: {gib(other.peak)}{note}", highlight=False, markup=False)

@@ -167,14 +167,15 @@ def require_memory(config: Config, device: torch.device) -> Memory:
     if least > there:  # too large even to be looked at
         raise UserError(f"{_too_large(config, parameters, least, device)}; choose a smaller --model")
     memory = expected(config)
-    if memory.state > there:
-        advice = _advice(config, there)
+    on_host = 0 if device.type != "cpu" else sum(memory.host.values())  # a CPU's device is its host
+    if memory.state + on_host > there:
+        advice = _advice(config, there, has_host=device.type != "cpu")
         raise UserError(f"{_too_large(config, parameters, memory.state, device)}; {advice}")
     limit = machine.bytes_of(config.training.memory_limit)
     if limit and memory.peak > limit:
         raise UserError(
             f"a step is expected to take {gib(memory.peak)}, and training.memory_limit is "
-            f"{config.training.memory_limit} ({gib(limit)}); {_advice(config, limit)}"
+            f"{config.training.memory_limit} ({gib(limit)}); {_advice(config, limit, has_host=True)}"
         )
     return memory
 
@@ -193,8 +194,8 @@ def _too_large(config: Config, parameters: int, state: float, device: torch.devi
     )
 
 
-def _advice(config: Config, limit: int) -> str:
-    found = [f"{words} ({gib(m.peak)})" for words, m in cheaper(config) if m.peak <= limit]
+def _advice(config: Config, limit: int, has_host: bool) -> str:
+    found = [f"{words} ({gib(m.peak)})" for words, m in cheaper(config, has_host) if m.peak <= limit]
     if found:
         return "it fits with " + ", or ".join(found)
     return "no setting of this recipe makes it fit: choose a smaller --model, or narrower state (msamp-o3)"
@@ -206,17 +207,17 @@ class _Change:
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def cheaper(config: Config) -> list[tuple[str, Memory]]:
+def cheaper(config: Config, has_host: bool = True) -> list[tuple[str, Memory]]:
     """What would lower the peak, as options of the command line, with the memory that is then expected.
 
-    Each alone, then all together.
+    Each alone, then all together. `has_host`: whether there is another memory beside the device's.
     """
     changes = []
     if config.training.micro_batch_size > 1:
         changes.append(_Change("--training.micro_batch_size 1", {"training": {"micro_batch_size": 1}}))
     if not config.training.recompute:
         changes.append(_Change("--training.recompute true", {"training": {"recompute": True}}))
-    if not config.the_recipe().offload:
+    if has_host and not config.the_recipe().offload:
         changes.append(
             _Change("--recipe.offload master,grad,m,v", {"recipe": {"offload": "master,grad,m,v"}})
         )
