@@ -31,6 +31,8 @@ from narrowgauge.optim import Kind
 from narrowgauge.recipes import BACKENDS, KEYS, PLACES, Recipe, recipe
 from narrowgauge.training.machine import bytes_of
 
+GAUGES_EVERY = 100  # by default; `benchmarks/gauges.py` measures what that takes
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -212,6 +214,14 @@ class GuardSection(_Section):
     max_skips: int = Field(10, ge=0, description="steps with a non-finite gradient in a row before it stops")
 
 
+class GaugesSection(_Section):
+    """What the recipe's numbers do to each place."""
+
+    every: int | None = Field(
+        None, ge=0, description="steps between readings; 0: none (100, or none under compile)"
+    )
+
+
 class LogSection(_Section):
     """What is shown."""
 
@@ -232,7 +242,14 @@ class Config(_Section):
     validation: ValidationSection = ValidationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     guard: GuardSection = GuardSection()
+    gauges: GaugesSection = GaugesSection()
     log: LogSection = LogSection()
+
+    def gauges_every(self) -> int:
+        """Steps from one reading of the gauges to the next; 0 for none."""
+        if self.gauges.every is None:
+            return 0 if self.training.compile else GAUGES_EVERY
+        return self.gauges.every
 
     def the_model(self) -> ModelConfig:
         """The model's dimensions: the named size with the section's other keys over it."""
@@ -268,6 +285,11 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
         raise UserError(
             f"training.batch_size = {t.batch_size} is no multiple of training.micro_batch_size = "
             f"{t.micro_batch_size}; a step is made of whole micro-batches"
+        )
+    if t.compile and config.gauges_every():
+        raise UserError(
+            f"gauges.every = {config.gauges.every} with training.compile = true: gauges cannot look into "
+            "compiled code; set --gauges.every 0 or --training.compile false"
         )
     if config.data.sequence_length > the_model.max_sequence_length:
         raise UserError(
@@ -359,6 +381,7 @@ def to_toml(config: Config) -> str:
     start = {"weights": config.model.weights} if config.model.weights else {}
     tables["model"] = {"name": config.model.name} | start | asdict(config.the_model())
     tables["recipe"] |= tables["recipe"].pop("places")
+    tables["gauges"]["every"] = config.gauges_every()
     lines = []
     for section, table in tables.items():
         lines.append(f"[{section}]")
@@ -372,7 +395,8 @@ def trajectory(config: Config) -> dict[str, dict[str, Any]]:
     tables = tomllib.loads(to_toml(config))
     tables["training"].pop("memory_limit")
     tables["recipe"].pop("offload", None)  # the numbers are the same wherever they lie
-    return {section: t for section, t in tables.items() if section not in ("log", "checkpoint", "validation")}
+    beside = ("log", "checkpoint", "validation", "gauges")
+    return {section: t for section, t in tables.items() if section not in beside}
 
 
 def _key(key: str) -> str:
