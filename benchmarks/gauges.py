@@ -1,10 +1,10 @@
 """What do gauges take? The time of a step with every place read, against the same step without.
 
-    python benchmarks/gauges.py [--model debug] [--recipes fp8,mxfp8,nvfp4,msamp-o2] [--pairs 15] [--device auto]
+    python benchmarks/gauges.py [--model debug] [--recipes bf16,fp8,nvfp4] [--pairs 15] [--device auto]
 
-Steps alternate, read and unread, so that whatever else the machine does meets both alike; medians, and the half
-of all values around them. `share` is what a run pays at its setting of gauges.every (`--every`): the extra time
-of one step spread over so many. The time to write a line into gauges.jsonl is in it.
+Steps alternate, read and unread, so that whatever else the machine does meets both alike; medians, and
+quartiles in brackets. `share` is what a run pays at its `gauges.every` (`--every`): the extra time of one step
+spread over so many. Writing the lines of gauges.jsonl is part of it.
 """
 
 import argparse
