@@ -3,8 +3,8 @@
     python benchmarks/gauges.py [--model debug] [--recipes bf16,fp8,nvfp4] [--pairs 15] [--device auto]
 
 Steps alternate, read and unread, so that whatever else the machine does meets both alike; medians, and
-quartiles in brackets. `share` is what a run pays at its `gauges.every` (`--every`): the extra time of one step
-spread over so many. Writing the lines of gauges.jsonl is part of it.
+quartiles in brackets. `share` is what a run pays at its `gauges.every` (`--every`): the extra time of one
+step spread over so many. Writing the lines of gauges.jsonl is part of it.
 """
 
 import argparse

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.nn import Gauges, Linear, convert
 from narrowgauge.nn.gauges import LayerGauge, evenly
@@ -28,10 +29,7 @@ def one_step(layer, x, dy, micro_batches=1, recompute=False):
         layer.set_position(1, 2, i)
         gauges.begin_micro_batch(i == 0, i == micro_batches - 1)
         x_i = (x if i == 0 else x * 3).requires_grad_()
-        if recompute:
-            y = torch.utils.checkpoint.checkpoint(layer, x_i, use_reentrant=False)
-        else:
-            y = layer(x_i)
+        y = checkpoint(layer, x_i, use_reentrant=False) if recompute else layer(x_i)
         y.backward(dy if i == 0 else dy * 5)
     gauges.after_backward()
     gauges.after_step()
@@ -110,7 +108,7 @@ def test_products_are_compared_with_those_of_the_numbers_before_any_rounding(nam
 
 def test_numbers_that_two_products_share_stand_once():
     x, dy = tensors()
-    places = {p for p in one_step(layer_under("fp8"), x, dy)}
+    places = set(one_step(layer_under("fp8"), x, dy))
     assert places == {"fprop.x", "fprop.w", "dgrad.dy", "fprop.y", "dgrad.dx", "wgrad.dw"}
 
 
