@@ -6,7 +6,6 @@ error. The defaults are the embedded run: a model of a few million parameters on
 """
 
 import json
-import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -30,6 +29,7 @@ from narrowgauge.models import ModelConfig, model_config
 from narrowgauge.optim import Kind
 from narrowgauge.recipes import BACKENDS, KEYS, PLACES, Recipe, recipe
 from narrowgauge.training.machine import bytes_of
+from narrowgauge.training.toml_text import toml_key, toml_value
 
 GAUGES_EVERY = 100  # by default; `benchmarks/gauges.py` measures what that takes
 
@@ -217,8 +217,8 @@ class GuardSection(_Section):
 class GaugesSection(_Section):
     """What the recipe's numbers do to each place."""
 
-    every: int | None = Field(
-        None, ge=0, description="steps between readings; 0: none (100, or none under compile)"
+    every: int = Field(
+        GAUGES_EVERY, ge=0, description="steps between readings of every place; 0, or compile: none"
     )
 
 
@@ -246,10 +246,9 @@ class Config(_Section):
     log: LogSection = LogSection()
 
     def gauges_every(self) -> int:
-        """Steps from one reading of the gauges to the next; 0 for none."""
-        if self.gauges.every is None:
-            return 0 if self.training.compile else GAUGES_EVERY
-        return self.gauges.every
+        """Steps between readings of the gauges, 0 for none; under compile only the number that was set."""
+        is_default = "every" not in self.gauges.model_fields_set
+        return 0 if self.training.compile and is_default else self.gauges.every
 
     def the_model(self) -> ModelConfig:
         """The model's dimensions: the named size with the section's other keys over it."""
@@ -385,7 +384,7 @@ def to_toml(config: Config) -> str:
     lines = []
     for section, table in tables.items():
         lines.append(f"[{section}]")
-        lines += [f"{_key(k)} = {_value(v)}" for k, v in table.items() if v is not None]
+        lines += [f"{toml_key(k)} = {toml_value(v)}" for k, v in table.items() if v is not None]
         lines.append("")
     return "\n".join(lines)
 
@@ -397,19 +396,3 @@ def trajectory(config: Config) -> dict[str, dict[str, Any]]:
     tables["recipe"].pop("offload", None)  # the numbers are the same wherever they lie
     beside = ("log", "checkpoint", "validation", "gauges")
     return {section: t for section, t in tables.items() if section not in beside}
-
-
-def _key(key: str) -> str:
-    return key if key.replace("_", "").isalnum() else json.dumps(key)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    if isinstance(value, float) and math.isinf(value):
-        return "inf" if value > 0 else "-inf"
-    # Numbers, booleans and strings are alike in TOML and JSON, but TOML refuses two things that JSON writes:
-    # an emoji as a pair of escaped surrogates, and DEL as it is.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
