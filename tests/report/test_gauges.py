@@ -63,7 +63,7 @@ def test_of_many_layers_the_noisiest_are_shown(with_lines):
     assert max(float(row["fprop.x"].split()[0]) for row in shown) == 119
     assert len(shown) == 100
     assert [int(row["layer"][7:]) for row in shown] == sorted(int(row["layer"][7:]) for row in shown)
-    assert html.count("<tr>") * 2 > gauges([run] * 8).count("<tr>") / 2, "several runs share the room"
+    assert gauges([run] * 8).count("<tr>") <= 4 * html.count("<tr>") + 8, "several runs share the room"
 
 
 def test_there_is_no_section_without_readings(make_run):

@@ -24,10 +24,10 @@ def gauges(runs: Sequence[Run]) -> str:
     most = max(1, min(ROWS, ROWS_OF_ALL // len(told)))
     return (
         f"<section><h2>Gauges</h2>{''.join(_of_run(run, most) for run in told)}"
-        "<p>Of each place the signal to quantization noise in decibels, and the share of numbers that became "
-        "zero (underflow); at 20 dB the noise is a tenth of the numbers. Of products (y, dx, dw) the cosine of "
-        "the angle to the same product in float32. Places that lose nothing are left out; numbers that two "
-        "products share stand where they were made. All other figures: gauges.jsonl.</p></section>"
+        "<p>Of each place the signal to quantization noise in decibels, and the share of numbers that "
+        "became zero (underflow); at 20 dB the noise is a tenth of the numbers. Of products (y, dx, dw) the "
+        "cosine of the angle to the same product in float32. Places that lose nothing are left out; numbers "
+        "that two products share stand where they were made. All other figures: gauges.jsonl.</p></section>"
     )
 
 

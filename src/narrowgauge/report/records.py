@@ -57,7 +57,7 @@ def read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], list[dict[str, 
 
 
 def read_gauges(path: Path) -> list[dict[str, Any]]:
-    """The lines of the last step that was read; those that are torn, or say no layer and place, are left out."""
+    """The lines of the last step that was read; what is torn, or says no layer and place, is left out."""
     if not path.is_file():
         return []
     with path.open("rb") as file:
