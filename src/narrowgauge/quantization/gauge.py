@@ -139,8 +139,9 @@ def gauge(
     sums[1:3] -= split.numel() - x.numel()  # zeros that pad a ragged edge
     scales = factor.new_ones(1) if scale is None or not scale.numel() else scale
     low, high = (torch.where(scales.isfinite(), scales, end) for end in (torch.inf, -torch.inf))
-    found = [torch.full_like(sums[0], x.numel()), factor, *ends, low.amin(), high.amax()]
-    return torch.cat([torch.stack([t.double() for t in found]), sums, _binades(amax, exponent)])
+    elements = torch.full((1,), x.numel(), dtype=torch.float64, device=x.device)
+    found = torch.stack([factor, *ends, low.amin(), high.amax()]).double()
+    return torch.cat([elements, found, sums, _binades(amax, exponent)])
 
 
 def _sums(
@@ -153,7 +154,7 @@ def _sums(
 ) -> torch.Tensor:
     """The sums of one piece, float64, in the order of `_SUMS`; on a CPU only what there is to sum."""
     x, y = x.float(), y.float()
-    nonfinite = nothing = torch.zeros((), device=x.device)
+    nonfinite = nothing = torch.zeros((), dtype=torch.int64, device=x.device)
     scaled = x * factor
     e = scaled - scaled if is_same else (y * factor).sub_(scaled)
     if x.device.type != "cpu" or not bool(e.sum().isfinite()):
@@ -166,9 +167,10 @@ def _sums(
     if limit is not None:
         at_largest = torch.count_nonzero(y.abs() >= limit * (1 - _SLACK))
         clipped = torch.count_nonzero(x.abs() > limit * (1 + _SLACK)) if clips else nothing
-    signal = (scaled * scaled).sum()
-    sums = [nonfinite, zeros, zeros_before, at_largest, clipped, e.sum(), (e * e).sum(), signal]
-    return torch.stack([t.double() for t in sums])
+    counts = torch.stack([nonfinite, zeros, zeros_before, at_largest, clipped])
+    return torch.cat(
+        [counts.double(), torch.stack([e.sum(), (e * e).sum(), (scaled * scaled).sum()]).double()]
+    )
 
 
 def _smallest_median_largest(amax: torch.Tensor) -> list[torch.Tensor]:
@@ -180,8 +182,8 @@ def _smallest_median_largest(amax: torch.Tensor) -> list[torch.Tensor]:
 
 def _binades(amax: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
     """How many blocks have their largest magnitude so many binades below the tensor's, float64 [BINADES]."""
-    below = torch.where(amax > 0, exponent - amax.frexp().exponent, BINADES).clamp_(max=BINADES - 1).flatten()
-    return torch.stack([(below == i).sum() for i in range(BINADES)]).double()
+    below = torch.where(amax > 0, exponent - amax.frexp().exponent, BINADES).clamp_(max=BINADES - 1)
+    return torch.histc(below.double(), BINADES, 0, BINADES)
 
 
 def figures(vector: Sequence[float]) -> dict[str, Any]:
