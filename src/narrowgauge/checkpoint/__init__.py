@@ -6,6 +6,7 @@ three facts about disks that everything here follows from, `lock` for who may wr
 
 from narrowgauge.checkpoint.files import (
     append_line,
+    append_lines,
     fsync_directory,
     make_directory,
     read_jsonl,
@@ -27,6 +28,7 @@ __all__ = [
     "PoisonedError",
     "SaveError",
     "append_line",
+    "append_lines",
     "fsync_directory",
     "is_finite",
     "load",

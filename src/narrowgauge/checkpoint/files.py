@@ -21,7 +21,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from errno import ELOOP, ENOSPC
 from io import BufferedReader
 from pathlib import Path
@@ -109,21 +109,26 @@ def sha256_of(path: Path) -> str:
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one JSON object as one line of a JSON-lines file.
+    """Append one JSON object as one line of a JSON-lines file; see `append_lines`."""
+    append_lines(path, [record])
 
-    A line is one `write`, so a kill leaves at most one torn line, at the end; the next append cuts it off
+
+def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Append JSON objects as lines of a JSON-lines file.
+
+    They are one `write`, so a kill leaves at most one torn line, at the end; the next append cuts it off
     before it writes. A NaN or an infinity is written as `NaN`, `Infinity`: a loss that went wrong has to
     stay visible. Not synced: a power cut may cost the last lines.
 
     Raises `OSError`; the file then ends with its last whole line.
     """
-    line = json.dumps(record).encode() + b"\n"
+    lines = b"".join(json.dumps(record).encode() + b"\n" for record in records)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         end = _end_of_whole_lines(descriptor)
         if end < os.fstat(descriptor).st_size:
             os.ftruncate(descriptor, end)
-        if os.write(descriptor, line) < len(line):
+        if os.write(descriptor, lines) < len(lines):
             os.ftruncate(descriptor, end)
             raise OSError(ENOSPC, os.strerror(ENOSPC), str(path))
     finally:

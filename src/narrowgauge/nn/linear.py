@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from narrowgauge.formats import stream_key
 from narrowgauge.nn.delayed import History
+from narrowgauge.nn.gauges import LayerGauge, evenly
 from narrowgauge.nn.gemm import multiply
 from narrowgauge.nn.places import Places, stream_ids
 from narrowgauge.nn.saved import keep_as_it_is
@@ -40,13 +41,17 @@ class _ThreeGemms(torch.autograd.Function):
         x = places.operand(x_MK, "fprop.x", -1)
         w = places.operand(places.wide(w_NK), "fprop.w", -1)
         y_MN = multiply(x, w, places.compute, fast=True)
+        some_x_RM = None
+        if places.gauge is not None:
+            some_x_RM = evenly(x_MK.T).clone()
+            places.gauge.product("fprop.y", evenly(y_MN), evenly(x_MK), places.wide(w_NK))
         if bias_N is not None:
             y_MN = y_MN + bias_N.to(y_MN.dtype)
         kept, ctx.restore_x = places.keep(x_MK, x)
         ctx.reuses_w = places.shared("fprop.w", "dgrad.w")
         kept_w, ctx.restore_w = keep_as_it_is(w) if ctx.reuses_w else ((None, None, None), None)
-        needs_w = not ctx.reuses_w or places.casts["fprop.w"].estimator_k
-        ctx.save_for_backward(w_NK if needs_w else None, *kept_w, *kept)
+        needs_w = not ctx.reuses_w or places.casts["fprop.w"].estimator_k or places.gauge is not None
+        ctx.save_for_backward(w_NK if needs_w else None, *kept_w, *kept, some_x_RM)
         ctx.places = places
         ctx.dtypes = x_MK.dtype, w_NK.dtype, None if bias_N is None else bias_N.dtype
         return y_MN.to(x_MK.dtype)
@@ -70,14 +75,18 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         else:
             w = places.operand(places.wide(w_NK), "dgrad.w", 0)
         dx_MK = multiply(dy, w, places.compute).to(x_dtype)
+        if places.gauge is not None:
+            places.gauge.product("dgrad.dx", evenly(dx_MK), evenly(dy_MN), places.wide(w_NK).T)
     if ctx.needs_input_grad[1]:
         if dy is not None and places.shared("dgrad.dy", "wgrad.dy"):
             dy = dy.flipped()
         else:
             dy = places.operand(dy_MN, "wgrad.dy", 0)
-        x = ctx.restore_x(*kept[3:])
+        x = ctx.restore_x(*kept[3:6])
         x = x.flipped() if places.reuses_x else places.operand(x.values, "wgrad.x", 0)
         dw_NK = multiply(dy, x, places.compute)
+        if places.gauge is not None:
+            places.gauge.product("wgrad.dw", evenly(dw_NK.T), kept[6], dy_MN.T)
         if places.casts["fprop.w"].estimator_k:
             dw_NK = dw_NK * estimator_slope(places.wide(w_NK), places.casts["fprop.w"], -1)
         dw_NK = None if places.take_gradient(dw_NK) else dw_NK.to(w_dtype)
@@ -127,6 +136,7 @@ class Linear(torch.nn.Linear):
         self.driven = False  # whether `set_step` says where training is
         self.awaits_backward = False
         self.step: int | None = None
+        self.gauge: LayerGauge | None = None  # laid on for a step by `nn.gauges`
         every = [*recipe.casts.items(), *(item for rule in recipe.rules for item in rule.casts.items())]
         random_casts = (c for _, c in [*every, *recipe.state.items()] if c is not None)
         self.is_random = any(c.rounding == "stochastic" or c.signs == "random" for c in random_casts)
@@ -225,6 +235,7 @@ class Linear(torch.nn.Linear):
             self.native,
             self.state_at_rest,
             self.transposed,
+            self.gauge,
         )
         weight = self.weight.T if self.transposed else self.weight
         if not input.numel():  # no tokens, no numbers to narrow: zeros, and gradients of zero

@@ -11,6 +11,7 @@ import torch
 
 from narrowgauge.formats import Stream
 from narrowgauge.nn.delayed import History
+from narrowgauge.nn.gauges import LayerGauge
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.native import Codes, codes_of
 from narrowgauge.nn.saved import Restore, Tensors, keep_as_it_is, keep_operand, keep_quantized
@@ -38,6 +39,7 @@ class Places:
         weight: the weight at rest, if it or its gradient is narrow.
         transposed: whether that is stored (K, N).
         native: whether narrow operands stay codes, for the hardware to multiply.
+        gauge: is shown what every place saw, where one is laid on the layer.
     """
 
     casts: Mapping[str, Cast]
@@ -51,6 +53,7 @@ class Places:
     native: bool = False
     weight: Weight | None = None
     transposed: bool = False
+    gauge: LayerGauge | None = None
 
     def operand(self, tensor: torch.Tensor, place: str, axis: int) -> Operand | Codes:
         """What the GEMM of `place` sees of a matrix whose `axis` (-1 or 0) it contracts."""
@@ -65,8 +68,12 @@ class Places:
         signs = self._signs(place) if cast.signs == "random" else None
         if self.native and cast.is_scaled:
             q = quantize(tensor, cast, axis, generator=stream, signs=signs, encode_scale=encode_scale)
+            if self.gauge is not None:
+                self.gauge.operand(place, tensor, q.dequantize(), None, cast, axis, signs, encode_scale)
             return codes_of(q, axis)
         operand = Operand(*emulate(tensor, cast, axis, self.compute, stream, signs, encode_scale))
+        if self.gauge is not None:
+            self.gauge.operand(place, tensor, *operand, cast, axis, signs, encode_scale)
         return operand if axis == -1 else operand.flipped()
 
     def wide(self, w_NK: torch.Tensor) -> torch.Tensor:
@@ -125,4 +132,7 @@ class Places:
         if not cast.is_scaled:
             return keep_as_it_is(Operand(emulate(x_MK, cast, -1, self.compute)[0]))
         stream = self._stream(x_MK, "fprop.x") if self.saved == "operand" else None
-        return keep_quantized(quantize(x_MK, cast, generator=stream), x_MK.dtype)
+        q = quantize(x_MK, cast, generator=stream)
+        if self.gauge is not None and self.saved != "operand":
+            self.gauge.operand("saved", x_MK, q.dequantize(), None, cast, -1)
+        return keep_quantized(q, x_MK.dtype)

@@ -16,6 +16,7 @@ State may live in the host's memory while it is computed with on a GPU: it is br
 what is written goes back. The numbers are the same wherever they lie.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -36,6 +37,7 @@ class AtRest:
     Attributes:
         tensors: what is stored, by name; the same objects for its whole life, so that a checkpoint can hold
             them and a restart copy into them.
+        gauge: is shown every tensor that was written, with this, where one is laid on (`nn.gauges`).
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class AtRest:
             )
         self.shape, self.cast = torch.Size(shape), cast
         self.device, self.on_host = torch.device(device), on_host
+        self.gauge: Callable[[torch.Tensor, AtRest], None] | None = None
         self.arriving: tuple[dict[str, torch.Tensor], torch.cuda.Event] | None = None
         self.tensors = self._encoded(torch.zeros(self.shape, device=device), None)
         self.move(self.device)
@@ -99,6 +102,8 @@ class AtRest:
         """
         for name, tensor in self._encoded(x, stream, encode_scale).items():
             self.tensors[name].copy_(tensor, non_blocking=self.on_host)
+        if self.gauge is not None:
+            self.gauge(x, self)
 
     def move(self, device: torch.device) -> None:
         """Be computed with on another device, and lie there if not on the host."""

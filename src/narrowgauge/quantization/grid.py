@@ -41,7 +41,7 @@ def scales_of(
     split: torch.Tensor, cast: Cast, blocks: Blocks, encode_scale: torch.Tensor | None = None
 ) -> Scales:
     """The scales of a split tensor's blocks; `encode_scale` (0-dim float32) in place of its own."""
-    amax = _amax(split, blocks)
+    amax = block_amax(split, blocks)
     finite = amax.isfinite()
     amax = torch.where(finite, amax, 0.0)
     tensor_scale = None
@@ -78,7 +78,7 @@ def on_grid(
         generator = blocks.split(generator.uniform(blocks.shape))
     has_order = cast.rounding == "stochastic" and not isinstance(generator, Stream | torch.Tensor)
     out = None
-    for dim, start, size in _pieces(split, whole=has_order):
+    for dim, start, size in pieces(split, whole=has_order):
 
         def part(t: torch.Tensor, dim: int = dim, start: int = start, size: int = size) -> torch.Tensor:
             return t if t.shape[dim] == 1 else t.narrow(dim, start, size)
@@ -101,7 +101,7 @@ def on_grid(
     return out
 
 
-def _pieces(split: torch.Tensor, whole: bool = False) -> Iterator[tuple[int, int, int]]:
+def pieces(split: torch.Tensor, whole: bool = False) -> Iterator[tuple[int, int, int]]:
     """(dimension, start, size) of the pieces of a split tensor, in the order of its elements."""
     dim = 1 if split.ndim > 1 and split.shape[0] == 1 else 0
     piece = PIECE if split.device.type == "cpu" else LARGE_PIECE
@@ -116,7 +116,7 @@ def _pieces(split: torch.Tensor, whole: bool = False) -> Iterator[tuple[int, int
         yield dim, start, min(size, length - start)
 
 
-def _amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+def block_amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """Largest magnitude of each block of a split tensor, float32, inner dims kept with size 1."""
     if not blocks.inner:
         return split.float().abs()
@@ -126,7 +126,7 @@ def _amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
             grid = grid.unsqueeze(dim)
         return grid
     parts, dim = [], 0
-    for dim, start, size in _pieces(split):
+    for dim, start, size in pieces(split):
         part = split.narrow(dim, start, size)
         largest = part.abs() if part.dtype == torch.float32 else part.float().abs_()
         for inner in reversed(blocks.inner):  # one at a time, the innermost first: faster than all at once

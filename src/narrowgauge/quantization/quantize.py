@@ -82,7 +82,7 @@ def quantize(
         raise UserError(
             f"cast {c.name!r} has no codes of a byte: it is for state (weight, master, grad, m, v)"
         )
-    x = _prepared(x.detach(), c, axis, signs)
+    x = prepared(x.detach(), c, axis, signs)
     blocks = blocks_of(x.shape, c, axis)
     split = blocks.split(x)
     scales = scales_of(split, c, blocks, encode_scale)
@@ -124,7 +124,7 @@ def emulate(
     applied to the GEMM's result. Blocks with other fp32 scales come out in float32, and so does a tensor
     whose outliers are added again. `encode_scale` (0-dim float32) replaces the tensor's own scale.
     """
-    whole, x = x, _prepared(x, cast, axis, signs)
+    whole, x = x, prepared(x, cast, axis, signs)
     if not cast.is_scaled:
         return x.to(torch_dtype(cast.element)), None
     blocks = blocks_of(x.shape, cast, axis)
@@ -146,7 +146,7 @@ def emulate(
     return operand, scales.tensor
 
 
-def _prepared(x: torch.Tensor, cast: Cast, axis: int, signs: torch.Tensor | None) -> torch.Tensor:
+def prepared(x: torch.Tensor, cast: Cast, axis: int, signs: torch.Tensor | None) -> torch.Tensor:
     """The tensor that is quantized: transformed, without its outliers."""
     if cast.hadamard:
         own = () if isinstance(cast.signs, str) else cast.signs

@@ -19,6 +19,7 @@ from narrowgauge.checkpoint import make_directory, write_whole
 from narrowgauge.errors import UserError
 from narrowgauge.report import sections
 from narrowgauge.report.curves import page_data
+from narrowgauge.report.gauges import gauges
 from narrowgauge.report.memory import memory
 from narrowgauge.report.runs import Run, read_runs
 
@@ -52,6 +53,7 @@ def render_report(runs: Sequence[Run]) -> str:
         table=sections.table(runs),
         charts=_template("charts.html") if any(run.steps or run.validation for run in runs) else _NO_CURVES,
         memory=memory(runs),
+        gauges=gauges(runs),
         samples=sections.samples(runs),
         configuration=sections.configuration(runs),
         style=_template("page.css"),

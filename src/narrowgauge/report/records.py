@@ -1,4 +1,4 @@
-"""The files of a run directory as they are: settings, status, and the lines of metrics.jsonl.
+"""The files of a run directory as they are: settings, status, the lines of metrics.jsonl and gauges.jsonl.
 
 `kill -9` can tear the line that is being written, and a resumed run repeats the steps after its last
 checkpoint. So a line that is not a whole JSON object is left out (and counted), and where a step was
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import UserError
+
+_TAIL = 2**24  # bytes at the end of gauges.jsonl that hold more than the lines of a step
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -52,6 +54,20 @@ def read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], list[dict[str, 
         else:
             records.setdefault(record["step"], {}).update(record)
     return dict(sorted(records.items())), events, ignored
+
+
+def read_gauges(path: Path) -> list[dict[str, Any]]:
+    """The lines of the last step that was read; what is torn, or says no layer and place, is left out."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL))
+        lines = file.read().splitlines()
+    parsed = [record for line in lines if (record := _parse(line)) is not None]
+    told = [
+        line for line in parsed if isinstance(line.get("layer"), str) and isinstance(line.get("place"), str)
+    ]
+    return [line for line in told if line["step"] == told[-1]["step"]]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -1,9 +1,10 @@
 """A run directory, read back into plain values.
 
-A run leaves three files behind, and any of them may be young, torn or missing:
+A run leaves four files behind, and any of them may be young, torn or missing:
 
     RUN/config.toml      every setting, resolved
     RUN/metrics.jsonl    one JSON object a line: a step, a validation, or an event
+    RUN/gauges.jsonl     one JSON object a layer and place, of steps that were read
     RUN/status.json      running, done, preempted or failed, and why
 
 `records` reads the files; here their values get names and types. A missing or non-finite number reads as
@@ -18,9 +19,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from narrowgauge.errors import UserError
-from narrowgauge.report.records import as_float, read_config, read_metrics, read_status
+from narrowgauge.report.records import as_float, read_config, read_gauges, read_metrics, read_status
 
-CONFIG, METRICS, STATUS = "config.toml", "metrics.jsonl", "status.json"
+CONFIG, METRICS, GAUGES, STATUS = "config.toml", "metrics.jsonl", "gauges.jsonl", "status.json"
 FINAL_STEPS = 10  # the final train loss is a mean over this many steps: one batch is mostly luck
 WARMUP_STEPS = 3  # allocation and compilation make the first steps slow
 
@@ -65,6 +66,7 @@ class Run:
     status: str
     reason: str
     ignored_lines: int = 0
+    gauges: Sequence[Mapping[str, Any]] = ()  # the lines of the last step that was read
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -158,6 +160,7 @@ def read_run(path: Path | str) -> Run:
         status=status,
         reason=reason,
         ignored_lines=ignored,
+        gauges=read_gauges(path / GAUGES),
     )
 
 

@@ -6,7 +6,6 @@ error. The defaults are the embedded run: a model of a few million parameters on
 """
 
 import json
-import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -30,6 +29,9 @@ from narrowgauge.models import ModelConfig, model_config
 from narrowgauge.optim import Kind
 from narrowgauge.recipes import BACKENDS, KEYS, PLACES, Recipe, recipe
 from narrowgauge.training.machine import bytes_of
+from narrowgauge.training.toml_text import toml_key, toml_value
+
+GAUGES_EVERY = 100  # by default; `benchmarks/gauges.py` measures what that takes
 
 
 class _Section(BaseModel):
@@ -212,6 +214,14 @@ class GuardSection(_Section):
     max_skips: int = Field(10, ge=0, description="steps with a non-finite gradient in a row before it stops")
 
 
+class GaugesSection(_Section):
+    """What the recipe's numbers do to each place."""
+
+    every: int = Field(
+        GAUGES_EVERY, ge=0, description="steps between readings of every place; 0, or compile: none"
+    )
+
+
 class LogSection(_Section):
     """What is shown."""
 
@@ -232,7 +242,13 @@ class Config(_Section):
     validation: ValidationSection = ValidationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     guard: GuardSection = GuardSection()
+    gauges: GaugesSection = GaugesSection()
     log: LogSection = LogSection()
+
+    def gauges_every(self) -> int:
+        """Steps between readings of the gauges, 0 for none; under compile only the number that was set."""
+        is_default = "every" not in self.gauges.model_fields_set
+        return 0 if self.training.compile and is_default else self.gauges.every
 
     def the_model(self) -> ModelConfig:
         """The model's dimensions: the named size with the section's other keys over it."""
@@ -268,6 +284,11 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
         raise UserError(
             f"training.batch_size = {t.batch_size} is no multiple of training.micro_batch_size = "
             f"{t.micro_batch_size}; a step is made of whole micro-batches"
+        )
+    if t.compile and config.gauges_every():
+        raise UserError(
+            f"gauges.every = {config.gauges.every} with training.compile = true: gauges cannot look into "
+            "compiled code; set --gauges.every 0 or --training.compile false"
         )
     if config.data.sequence_length > the_model.max_sequence_length:
         raise UserError(
@@ -359,10 +380,11 @@ def to_toml(config: Config) -> str:
     start = {"weights": config.model.weights} if config.model.weights else {}
     tables["model"] = {"name": config.model.name} | start | asdict(config.the_model())
     tables["recipe"] |= tables["recipe"].pop("places")
+    tables["gauges"]["every"] = config.gauges_every()
     lines = []
     for section, table in tables.items():
         lines.append(f"[{section}]")
-        lines += [f"{_key(k)} = {_value(v)}" for k, v in table.items() if v is not None]
+        lines += [f"{toml_key(k)} = {toml_value(v)}" for k, v in table.items() if v is not None]
         lines.append("")
     return "\n".join(lines)
 
@@ -372,20 +394,5 @@ def trajectory(config: Config) -> dict[str, dict[str, Any]]:
     tables = tomllib.loads(to_toml(config))
     tables["training"].pop("memory_limit")
     tables["recipe"].pop("offload", None)  # the numbers are the same wherever they lie
-    return {section: t for section, t in tables.items() if section not in ("log", "checkpoint", "validation")}
-
-
-def _key(key: str) -> str:
-    return key if key.replace("_", "").isalnum() else json.dumps(key)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    if isinstance(value, float) and math.isinf(value):
-        return "inf" if value > 0 else "-inf"
-    # Numbers, booleans and strings are alike in TOML and JSON, but TOML refuses two things that JSON writes:
-    # an emoji as a pair of escaped surrogates, and DEL as it is.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    beside = ("log", "checkpoint", "validation", "gauges")
+    return {section: t for section, t in tables.items() if section not in beside}

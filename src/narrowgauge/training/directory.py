@@ -4,24 +4,25 @@
     recipe.toml      the recipe's text, as it was when the run began
     tokenizer.json   the tokenizer of its tokens
     metrics.jsonl    one object a step, and events
+    gauges.jsonl     one object a layer and place, of the steps that were read
     checkpoints/     published whole or not at all
     report.html      one page
     status.json      {"status": ..., "reason": ...}
 
 A directory belongs to one configuration. Coming back with another is refused, except for keys that do not
-move the trajectory (`[log]`, `[checkpoint]`, `[validation]`).
+move the trajectory (`[log]`, `[checkpoint]`, `[validation]`, `[gauges]`).
 """
 
 import hashlib
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.checkpoint import append_line, make_directory, read_jsonl, write_whole
+from narrowgauge.checkpoint import append_line, append_lines, make_directory, read_jsonl, write_whole
 from narrowgauge.errors import UserError
 from narrowgauge.training.config import Config, make_config, to_toml, trajectory
 
@@ -43,6 +44,11 @@ class RunDirectory:
         return self.path / "metrics.jsonl"
 
     @property
+    def gauges(self) -> Path:
+        """What the gauges read."""
+        return self.path / "gauges.jsonl"
+
+    @property
     def tokenizer(self) -> Path:
         """The tokenizer that turns the run's tokens into text."""
         return self.path / "tokenizer.json"
@@ -51,17 +57,24 @@ class RunDirectory:
         """Append one line to the metrics."""
         append_line(self.metrics, line)
 
+    def record_gauges(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Append what the gauges read in a step."""
+        append_lines(self.gauges, lines)
+
     def sync_metrics(self) -> None:
         """Put the metrics on the disk, before a checkpoint claims their steps."""
-        if self.metrics.exists():
-            with self.metrics.open("rb") as file:
-                os.fsync(file.fileno())
+        for path in (self.metrics, self.gauges):
+            if path.exists():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
 
     def keep_metrics_until(self, step: int) -> None:
         """Drop the lines of steps after `step`: they are about to be done again."""
         if lines := self.lines():
             lines = [line for line in lines if is_settled(line, step)]
             write_whole(self.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+        if self.gauges.exists():
+            os.truncate(self.gauges, _bytes_until(self.gauges, step))
 
     def set_status(self, status: str, reason: str) -> None:
         """running | done | preempted | failed, and why."""
@@ -161,6 +174,23 @@ def run_id_of(config: Config, corpus_digest: str) -> str:
 def is_settled(line: Mapping[str, Any], step: int) -> bool:
     """Whether a line still holds when the run goes on after `step`; its end is then yet to come."""
     return line.get("step", 0) <= step and line.get("event") != "done"
+
+
+def _bytes_until(path: Path, step: int) -> int:
+    """Where the lines of steps after `step` begin, or a torn line; steps stand in their order."""
+    size = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except (ValueError, KeyError, TypeError):
+                raise UserError(
+                    f"{path}:{number}: every line must be an object with a step, and this one is not; "
+                    "mend or delete that line, or the file"
+                ) from None
+            size += len(line)
+    return size
 
 
 def _refuse_other(path: Path, there: Config, here: Config) -> None:

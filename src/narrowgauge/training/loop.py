@@ -1,8 +1,9 @@
 """The run, top to bottom: claim the directory, tokens, state, steps, and what is left behind at the end.
 
 The same call starts a run, continues one that stopped, and does nothing for one that is done. After every
-step the order is: metrics line, then (where due) checkpoint. A checkpoint of step n therefore never exists
-without the lines up to n, and on return the lines after it are dropped and made again, to the same digits.
+step the order is: gauges (where due), metrics line, then (where due) checkpoint. A checkpoint of step n
+therefore never exists without the lines up to n, and on return the lines after it are dropped and made again,
+to the same digits.
 """
 
 import time
@@ -248,7 +249,11 @@ def _measured_step(
     """One optimizer step and its line of the metrics."""
     machine.synchronize(job.device)
     start = time.perf_counter()
-    loss, norm, lr = session.train_step(batches, after_forward)
+    every = job.config.gauges_every()
+    gauges = session.make_gauges() if every and (session.step + 1) % every == 0 else None
+    loss, norm, lr = session.train_step(batches, after_forward, gauges)
+    if gauges is not None:
+        job.directory.record_gauges(gauges.lines(session.step))
     seconds = time.perf_counter() - start  # the step ended with the loss on the host
     tokens = job.config.training.batch_size * job.config.data.sequence_length
     return {

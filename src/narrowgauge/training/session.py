@@ -15,9 +15,16 @@ from narrowgauge.checkpoint import JSON, Checkpoint, load, newest_valid, save
 from narrowgauge.data import Batch, Loader, Mixture, Tokens, first_samples
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize
-from narrowgauge.nn import DTYPES, convert, recipe_tensors, set_step
+from narrowgauge.nn import DTYPES, Gauges, Linear, convert, recipe_tensors, set_step
 from narrowgauge.optim import AdamW, Muon, Optimizer, learning_rate, parameter_groups, set_learning_rate
+from narrowgauge.quantization import AtRest
 from narrowgauge.training.config import Config
+
+AT_REST = {
+    "weight": "at_rest",
+    "master": "master",
+    "grad": "gradient",
+}  # place: where it hangs on a parameter
 
 
 def build_model(config: Config, device: torch.device) -> Transformer:
@@ -79,13 +86,16 @@ class Session:
         )
 
     def train_step(
-        self, batches: Iterator[Batch], after_forward: Callable[[], None] | None = None
+        self,
+        batches: Iterator[Batch],
+        after_forward: Callable[[], None] | None = None,
+        gauges: Gauges | None = None,
     ) -> tuple[float, float, float]:
         """Take one optimizer step; returns (loss, gradient norm, learning rate).
 
         The loss is the mean over all targets of the step, however they fall into micro-batches. A non-finite
         gradient norm leaves weights and moments as they were and is counted. `after_forward` is called
-        between every forward pass and its backward pass.
+        between every forward pass and its backward pass; `gauges` (of `make_gauges`) read this step.
         """
         t, step = self.config.training, self.step + 1
         self.optimizer.zero_grad(set_to_none=True)
@@ -95,6 +105,8 @@ class Session:
         targets = max(sum(batch.targets for batch in micro_batches), 1)
         for first, batch in zip(firsts, micro_batches, strict=True):
             set_step(self.model, t.seed, step, first, t.steps)
+            if gauges is not None:
+                gauges.begin_micro_batch(batch is micro_batches[0], batch is micro_batches[-1])
             loss = self.loss(batch) * (batch.targets / targets)
             if after_forward is not None:
                 after_forward()
@@ -102,12 +114,16 @@ class Session:
             total += loss.detach()
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
+        if gauges is not None:
+            gauges.after_backward()
         norm = self.optimizer.clip_grad_norm_(self.config.optimizer.clip_norm)
         lr = self.learning_rate(step)
         finite = bool(norm.isfinite())
         if finite:
             set_learning_rate(self.optimizer, lr)
             self.optimizer.step()
+        if gauges is not None:
+            gauges.after_step()
         if self.scaler:
             self.scaler.update()
         self.skips_in_a_row = 0 if finite else self.skips_in_a_row + 1
@@ -136,6 +152,19 @@ class Session:
             decay_fraction=s.decay_fraction,
             decay_steps=s.decay_steps,
         )
+
+    def make_gauges(self) -> Gauges:
+        """Gauges for one step: of every linear layer, and of the state of every matrix."""
+        layers = {name: m for name, m in self.model.named_modules() if isinstance(m, Linear)}
+        state: dict[tuple[str, str], AtRest | torch.Tensor] = {}
+        for p, name in self.names.items():
+            if p.ndim < 2:
+                continue
+            at_rest = {place: getattr(p, key, None) for place, key in AT_REST.items()}
+            places = {"weight": p} | {k: v for k, v in at_rest.items() if v is not None}
+            places |= self.optimizer.moments(p)
+            state |= {(name.removesuffix(".weight"), place): tensor for place, tensor in places.items()}
+        return Gauges(layers, state)
 
     @property
     def names(self) -> dict[torch.Tensor, str]:
