@@ -32,6 +32,6 @@ def test_pieces_give_the_numbers_of_the_whole(c, shape, axis, rounding, monkeypa
 
 def test_a_large_tensor_is_walked_through_in_pieces():
     x = torch.zeros(3000, 256)
-    pieces = list(grid._pieces(x))
+    pieces = list(grid.pieces(x))
     assert len(pieces) > 1
     assert sum(size for _, _, size in pieces) == 3000
