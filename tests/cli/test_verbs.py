@@ -186,4 +186,4 @@ def test_a_run_goes_on_under_another_recipe(narrowgauge, finished, look, tmp_pat
     assert look(tmp_path / "new").status["status"] == "done"
     again = narrowgauge("convert", finished, "--recipe", "bf16", "--out", tmp_path / "new")
     assert again.code == 2
-    assert "is not empty; name a new directory with --out" in again.err
+    assert "is there already, and nothing is ever overwritten" in again.err

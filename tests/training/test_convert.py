@@ -10,6 +10,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.nn import best_numbers
 from narrowgauge.training import convert_run, make_config, run
 from narrowgauge.training.directory import RunDirectory
+from narrowgauge.training.exchange import export_run, import_model
 from narrowgauge.training.session import Session, newest_checkpoint
 
 WIDE = {"model.dim": 128, "model.ffn_dim": 256, "training.steps": 8, "checkpoint.every": 4}
@@ -69,12 +70,22 @@ def test_a_stopped_run_goes_on(train, look, tmp_path):
 
 def test_only_an_empty_directory_is_filled(train, tmp_path):
     before = train("before", WIDE)
-    with pytest.raises(UserError, match="is not empty; name a new directory with --out"):
+    with pytest.raises(
+        UserError, match="is there already, and nothing is ever overwritten; name another with --out"
+    ):
         convert_run(before, "bf16", before)
     with pytest.raises(UserError, match="is no run directory"):
         convert_run(tmp_path / "nothing", "bf16", tmp_path / "new")
     with pytest.raises(UserError, match="unknown recipe 'bf17'"):
         convert_run(before, "bf17", tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_imported_model_has_nothing_to_convert(train, tmp_path):
+    export_run(train("run", WIDE), "hf", tmp_path / "hf")
+    imported = import_model(tmp_path / "hf", tmp_path / "imported")
+    with pytest.raises(UserError, match="is an imported model, with weights and no optimizer; start from it"):
+        convert_run(imported, "msamp-o2", tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 

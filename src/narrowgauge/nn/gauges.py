@@ -65,9 +65,8 @@ class Gauges:
         """
         self.layers = dict(layers)
         self.state = {Key(*key): tensor for key, tensor in state.items()}
-        self.read: dict[
-            Key, tuple[str, torch.Tensor]
-        ] = {}  # the cast's name, and a vector of `quantization.gauge`
+        # The cast's name, and a vector of `quantization.gauge`.
+        self.read: dict[Key, tuple[str, torch.Tensor]] = {}
         self.products: dict[Key, torch.Tensor] = {}
 
     def begin_micro_batch(self, is_first: bool, is_last: bool) -> None:

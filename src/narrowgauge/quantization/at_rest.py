@@ -190,9 +190,8 @@ def _coded(x: torch.Tensor, codebook: str, blocks: Blocks) -> dict[str, torch.Te
 
 def _split(x: torch.Tensor) -> dict[str, torch.Tensor]:
     """bf16 (half-way cases away from zero), and what is to be added to its bits in front of 16 zeros."""
-    bits = torch.where(x.isnan(), torch.nan, x).view(
-        torch.int32
-    )  # of the NaNs only one, which no carry turns
+    x = torch.where(x.isnan(), torch.nan, x)  # of the NaNs only one, which no carry turns into a number
+    bits = x.view(torch.int32)
     upper = (bits + 0x8000) >> 16
     return {
         "values": upper.to(torch.int16).view(torch.bfloat16),

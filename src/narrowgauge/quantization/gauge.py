@@ -40,8 +40,8 @@ from narrowgauge.quantization.at_rest import AtRest
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.grid import block_amax, pieces, scales_of
-from narrowgauge.quantization.hadamard import hadamard
-from narrowgauge.quantization.quantize import over_block, prepared
+from narrowgauge.quantization.quantize import over_block, transformed
+from narrowgauge.quantization.remedies import clamp_outliers
 
 BINADES = 16
 _SLACK = 2.0**-20
@@ -70,10 +70,9 @@ def gauge_operand(
     blocks = blocks_of(x.shape, cast, axis)
     if not cast.is_scaled:
         return gauge(x, seen, blocks, None, cast.element.max)
-    own = scales_of(blocks.split(prepared(x, cast, axis, signs)), cast, blocks, encode_scale)
-    if cast.hadamard:
-        given = () if isinstance(cast.signs, str) else cast.signs
-        x = hadamard(x, cast.hadamard, axis, given if signs is None else signs)
+    x = transformed(x, cast, axis, signs)
+    kept = clamp_outliers(x, cast.outliers) if cast.outliers else x
+    own = scales_of(blocks.split(kept), cast, blocks, encode_scale)
     scale = own.block if own.tensor is None else own.block * own.tensor
     return gauge(x, seen, blocks, scale, cast.element.max)
 
@@ -129,12 +128,8 @@ def gauge(
         limit = torch.where(limit > 0, limit, torch.inf)
     clips = limit is not None and (x.device.type != "cpu" or bool((amax > limit * (1 + _SLACK)).any()))
     sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=x.device)
-    for dim, start, size in pieces(split):
-
-        def part(t: torch.Tensor, dim: int = dim, start: int = start, size: int = size) -> torch.Tensor:
-            return t if not t.ndim or t.shape[dim] == 1 else t.narrow(dim, start, size)
-
-        of_piece = part(split), part(after), None if limit is None else part(limit)
+    for piece in pieces(split):
+        of_piece = piece.of(split), piece.of(after), None if limit is None else piece.of(limit)
         sums += _sums(*of_piece, factor, clips, is_same=seen is x)
     sums[1:3] -= split.numel() - x.numel()  # zeros that pad a ragged edge
     scales = factor.new_ones(1) if scale is None or not scale.numel() else scale

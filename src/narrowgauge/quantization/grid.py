@@ -78,42 +78,54 @@ def on_grid(
         generator = blocks.split(generator.uniform(blocks.shape))
     has_order = cast.rounding == "stochastic" and not isinstance(generator, Stream | torch.Tensor)
     out = None
-    for dim, start, size in pieces(split, whole=has_order):
-
-        def part(t: torch.Tensor, dim: int = dim, start: int = start, size: int = size) -> torch.Tensor:
-            return t if t.shape[dim] == 1 else t.narrow(dim, start, size)
-
-        x = part(split)
+    for piece in pieces(split, whole=has_order):
+        x = piece.of(split)
         bits = generator
         if isinstance(generator, Stream):
-            bits = generator.from_element(start * (split.numel() // split.shape[dim])) if start else generator
+            bits = generator.from_element(piece.first_element(split)) if piece.start else generator
         elif isinstance(generator, torch.Tensor):
-            bits = part(generator)
-        encode = part(own.encode)
+            bits = piece.of(generator)
+        encode = piece.of(own.encode)
         scaled = x * encode if x.dtype == torch.float32 else x.float().mul_(encode)
         values = round_finite_(scaled, cast.element, cast.rounding, bits, cast.random_bits)
-        values = finish(values, part(own.block), part(own.finite))
+        values = finish(values, piece.of(own.block), piece.of(own.finite))
         if x.shape == split.shape:
             return values.to(dtype)
         out = torch.empty(split.shape, dtype=dtype, device=split.device) if out is None else out
-        part(out).copy_(values)
+        piece.of(out).copy_(values)
     assert out is not None
     return out
 
 
-def pieces(split: torch.Tensor, whole: bool = False) -> Iterator[tuple[int, int, int]]:
-    """(dimension, start, size) of the pieces of a split tensor, in the order of its elements."""
+class Piece(NamedTuple):
+    """Some of a split tensor: a range of positions along one dimension."""
+
+    dim: int
+    start: int
+    size: int
+
+    def of(self, t: torch.Tensor) -> torch.Tensor:
+        """This piece of a tensor of the same dimensions; where it has one position, it is for all pieces."""
+        return t if not t.ndim or t.shape[self.dim] == 1 else t.narrow(self.dim, self.start, self.size)
+
+    def first_element(self, split: torch.Tensor) -> int:
+        """The number of its first element in the tensor."""
+        return self.start * (split.numel() // split.shape[self.dim])
+
+
+def pieces(split: torch.Tensor, whole: bool = False) -> Iterator[Piece]:
+    """The pieces of a split tensor, in the order of its elements."""
     dim = 1 if split.ndim > 1 and split.shape[0] == 1 else 0
-    piece = PIECE if split.device.type == "cpu" else LARGE_PIECE
+    elements = PIECE if split.device.type == "cpu" else LARGE_PIECE
     if split.is_meta:  # where only memory is asked for
-        piece = max(piece, split.numel() // 64)
-    if whole or torch.compiler.is_compiling() or split.numel() <= piece:
-        yield dim if split.ndim else 0, 0, split.shape[dim] if split.ndim else 1
+        elements = max(elements, split.numel() // 64)
+    if whole or torch.compiler.is_compiling() or split.numel() <= elements:
+        yield Piece(dim if split.ndim else 0, 0, split.shape[dim] if split.ndim else 1)
         return
     length = split.shape[dim]
-    size = max(1, piece * length // split.numel())
+    size = max(1, elements * length // split.numel())
     for start in range(0, length, size):
-        yield dim, start, min(size, length - start)
+        yield Piece(dim, start, min(size, length - start))
 
 
 def block_amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:

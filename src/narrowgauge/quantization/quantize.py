@@ -148,6 +148,12 @@ def emulate(
 
 def prepared(x: torch.Tensor, cast: Cast, axis: int, signs: torch.Tensor | None) -> torch.Tensor:
     """The tensor that is quantized: transformed, without its outliers."""
+    x = transformed(x, cast, axis, signs)
+    return clamp_outliers(x, cast.outliers) if cast.outliers else x
+
+
+def transformed(x: torch.Tensor, cast: Cast, axis: int, signs: torch.Tensor | None) -> torch.Tensor:
+    """The tensor after the cast's Hadamard transform, if it has one."""
     if cast.hadamard:
         own = () if isinstance(cast.signs, str) else cast.signs
         if cast.signs == "random" and signs is None:
@@ -155,7 +161,7 @@ def prepared(x: torch.Tensor, cast: Cast, axis: int, signs: torch.Tensor | None)
                 f"cast {cast.name!r} takes random signs, which a recipe draws in each step; give signs"
             )
         x = hadamard(x, cast.hadamard, axis, own if signs is None else signs)
-    return clamp_outliers(x, cast.outliers) if cast.outliers else x
+    return x
 
 
 def _zero_where_not(finite: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

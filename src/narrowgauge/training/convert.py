@@ -2,13 +2,14 @@
 
 Weights (their masters, where there are any) and moments are read as float32 and written in the new casts,
 rounded once. Step counts, the place in the data and the random bits' step stay what they were; histories of
-delayed scales start empty.
+delayed scales start empty. The new directory appears whole or not at all.
 """
 
 from pathlib import Path
 
 import torch
 
+from narrowgauge.checkpoint.folder import new_folder
 from narrowgauge.errors import UserError
 from narrowgauge.nn import best_numbers
 from narrowgauge.training.config import Config, make_config
@@ -23,11 +24,9 @@ def convert_run(source: Path, recipe: str, out: Path) -> int:
         The step it goes on from.
 
     Raises:
-        UserError: no run, no checkpoint, an unknown recipe, or `out` is in use.
+        UserError: no run, no checkpoint, an imported model, an unknown recipe, or `out` is in use.
     """
-    old, new = RunDirectory(source), RunDirectory(out)
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"{out} is not empty; name a new directory with --out")
+    old = RunDirectory(source)
     before = old.config(own_recipe=True)
     after = _under(before, recipe)
     checkpoint, _ = newest_checkpoint(old.checkpoints, None)
@@ -35,20 +34,26 @@ def convert_run(source: Path, recipe: str, out: Path) -> int:
         raise UserError(
             f"{source} has no checkpoint yet, so there is nothing to convert; continue the run first"
         )
+    if "optimizer" not in checkpoint.tensors:
+        raise UserError(
+            f"{source} is an imported model, with weights and no optimizer; start from it with "
+            f"narrowgauge train --model.weights {source}"
+        )
     digest = old.corpus_digest()
     a, b = (Session.begin(config, torch.device("cpu")) for config in (before, after))
     a.restore(checkpoint)
     _copy(a, b)
-    new.claim(after)
-    new.tokenizer.write_bytes(old.tokenizer.read_bytes())
-    for line in old.lines():
-        if is_settled(line, b.step):
-            new.record(line)
-    reason = f"from {before.recipe.name} to {recipe}, {source}"
-    new.record({"event": "convert", "step": b.step, "reason": reason, "corpus": digest})
-    new.sync_metrics()
-    b.save(new.checkpoints, run_id_of(after, digest))
-    new.set_status("preempted", f"converted from {source} after step {b.step}; narrowgauge train goes on")
+    with new_folder(out) as folder:
+        new = RunDirectory(folder)
+        new.claim(after)
+        new.tokenizer.write_bytes(old.tokenizer.read_bytes())
+        for line in old.lines():
+            if is_settled(line, b.step):
+                new.record(line)
+        reason = f"from {before.recipe.name} to {recipe}, {source}"
+        new.record({"event": "convert", "step": b.step, "reason": reason, "corpus": digest})
+        b.save(new.checkpoints, run_id_of(after, digest))
+        new.set_status("preempted", f"converted from {source} after step {b.step}; narrowgauge train goes on")
     return b.step
 
 

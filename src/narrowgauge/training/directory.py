@@ -10,7 +10,7 @@
     status.json      {"status": ..., "reason": ...}
 
 A directory belongs to one configuration. Coming back with another is refused, except for keys that do not
-move the trajectory (`[log]`, `[checkpoint]`, `[validation]`, `[gauges]`).
+move the trajectory (`config.trajectory`).
 """
 
 import hashlib

@@ -9,8 +9,6 @@ Both make their folder whole or not at all.
 
 from pathlib import Path
 
-import torch
-
 from narrowgauge.checkpoint import save
 from narrowgauge.checkpoint.compressed import write_compressed
 from narrowgauge.checkpoint.folder import new_folder
@@ -21,11 +19,11 @@ from narrowgauge.checkpoint.recognize import read_foreign
 from narrowgauge.checkpoint.tensor_files import SHARD_BYTES
 from narrowgauge.data import load_tokenizer
 from narrowgauge.errors import UserError, unknown
+from narrowgauge.nn import DTYPES
 from narrowgauge.training.directory import RunDirectory
 from narrowgauge.training.use import TrainedRun, imported_config, open_run
 
 TARGETS = ("hf", "llmc", "megatron", "compressed-tensors")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def export_run(

@@ -20,11 +20,8 @@ from narrowgauge.optim import AdamW, Muon, Optimizer, learning_rate, parameter_g
 from narrowgauge.quantization import AtRest
 from narrowgauge.training.config import Config
 
-AT_REST = {
-    "weight": "at_rest",
-    "master": "master",
-    "grad": "gradient",
-}  # place: where it hangs on a parameter
+# Where the state of each place hangs on a parameter (`nn.weights`).
+AT_REST = {"weight": "at_rest", "master": "master", "grad": "gradient"}
 
 
 def build_model(config: Config, device: torch.device) -> Transformer:
