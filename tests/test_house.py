@@ -24,6 +24,7 @@ ROOMS = (
     "report",
     "cluster",
     "cli_exchange",
+    "cli_launch",
     "cli_prepare",
     "cli",
 )

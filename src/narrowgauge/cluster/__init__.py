@@ -1,5 +1,9 @@
 """Where does it run, and at what cost?"""
 
 from narrowgauge.cluster.plan import print_plan
+from narrowgauge.cluster.script import MARK, Job
+from narrowgauge.cluster.site import Site, load_site, site_names
+from narrowgauge.cluster.slurm import slurm_script
+from narrowgauge.cluster.torchrun import torchrun_script
 
-__all__ = ["print_plan"]
+__all__ = ["MARK", "Job", "Site", "load_site", "print_plan", "site_names", "slurm_script", "torchrun_script"]
