@@ -1,5 +1,6 @@
-"""The written scripts, as bash and as what they do: start the run, hand signals on, wait for the save, go on."""
+"""The written scripts, as bash and as what they do: start a run, hand signals on, wait for the save."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,12 +16,12 @@ from narrowgauge.cli import main
 
 ROOT = "runs/debug-stdlib-fp8"
 
-# Instead of the program: says what it was started with, then ends as WANTED says, after a signal at the earliest.
+# Instead of the program: says what it was started with, and after a signal ends as WANTED says.
 STANDS_IN = """\
 import json, os, pathlib, signal, sys, time
 if os.environ.get("WANTED"):
     asked = []
-    for n in (signal.SIGTERM, signal.SIGUSR1):
+    for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(n, lambda n, frame: asked.append(signal.Signals(n).name))
 place = {k: os.environ.get(k) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "NCCL_DEBUG")}
 place["words"], place["folder"] = sys.argv[1:], os.getcwd()
@@ -94,16 +95,24 @@ def start(tmp_path, monkeypatch):
     }
     started = []
 
-    def do(script, **more: str):
+    def do(script, real: bool = False, **more: str):
+        if real:
+            more["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
         process = subprocess.Popen(
-            ["bash", script], env={**environ, **more}, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+            ["bash", script],
+            env={**environ, **more},
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            start_new_session=True,
         )
         started.append(process)
         return process
 
     yield do
     for process in started:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
 
@@ -131,14 +140,20 @@ def test_torchrun_starts_two_processes_that_meet(write, start, tmp_path):
         assert place["folder"] == str(script.parent)
 
 
-def test_torchrun_hands_the_signal_on_and_says_75_when_the_run_has_saved(write, start, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+def test_torchrun_hands_the_signal_on_and_says_75_when_the_run_has_saved(write, start, tmp_path, number):
     process = start(write("--torchrun", "--gpus-per-node", "2"), WANTED="75")
     told(tmp_path, 0), told(tmp_path, 1)
-    process.send_signal(signal.SIGUSR1)
+    if number == signal.SIGINT:  # as the terminal sends it: to all that are in the foreground
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
     for rank in (0, 1):
-        assert (tmp_path / f"{rank}.asked").read_text() == "SIGTERM"
+        assert (tmp_path / f"{rank}.asked").read_text() == (
+            "SIGINT" if number == signal.SIGINT else "SIGTERM"
+        )
 
 
 def test_torchrun_on_two_nodes_needs_to_be_told_where(write, start):
@@ -173,6 +188,28 @@ def test_slurm_hands_the_signal_on_waits_and_goes_back_into_the_queue(
     assert (tmp_path / "scontrol").exists() == requeued
     if requeued:
         assert (tmp_path / "scontrol").read_text() == "requeue 42\n"
+
+
+def test_a_real_run_saves_at_the_time_limit_and_the_same_script_ends_it(write, start, line, look, tmp_path):
+    out = tmp_path / "run"
+    script = write(
+        "--slurm", train=(*line({"training.steps": 60, "checkpoint.every": 1000}), "--out", str(out))
+    )
+    process = start(script, real=True)
+    end = time.monotonic() + 60
+    while not look(out).has_step(3)():
+        assert time.monotonic() < end
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR1)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert "stopped by SIGUSR1" in err
+    assert (tmp_path / "scontrol").read_text() == "requeue 42\n"
+    again = start(script, real=True)
+    _, err = again.communicate(timeout=60)
+    assert again.returncode == 0, err
+    assert json.loads((out / "status.json").read_text())["status"] == "done"
 
 
 def test_slurm_without_a_signal_gives_the_code_of_the_run(write, start, tmp_path):

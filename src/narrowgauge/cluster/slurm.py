@@ -1,6 +1,7 @@
 """The launch script for Slurm: one for `sbatch`, one process a device by `srun`.
 
-`--signal=B:USR1@300` sends USR1 to the shell of the script alone, 300 seconds before the time limit. Two traps:
+`--signal=B:USR1@300` sends USR1 to the shell of the script alone, 300 seconds before the time limit. Two
+traps:
 
 - 75 alone does not bring a job back: who cancels a job means it;
 - srun must not kill the others when the first process ends (`--kill-on-bad-exit=0`): rank 0 may still be
@@ -33,8 +34,8 @@ def slurm_script(job: Job, site: Site) -> str:
         ["#!/bin/bash", *title(site, tasks), *_sbatch(job, site)],
         SETTINGS,
         [
-            "# The processes find their ranks in SLURM_PROCID and meet on the first host of SLURM_NODELIST, at",
-            "# a port made from the job's id; what an outer shell has set for torchrun would contradict that.",
+            "# The processes find their ranks in SLURM_PROCID and meet on the first host of SLURM_NODELIST,",
+            "# at a port made from the job's id; what a shell has set for torchrun would contradict that.",
             "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT",
         ],
         setup(job, site),
@@ -46,7 +47,7 @@ def slurm_script(job: Job, site: Site) -> str:
             *WAIT,
         ],
         [
-            "# Saved because the time was up, and not because somebody cancelled the job: back into the queue.",
+            "# Saved because the time was up, not because somebody cancelled the job: back into the queue.",
             "if [[ $asked == USR1 && $status == 75 ]]; then",
             '  scontrol requeue "$SLURM_JOB_ID"',
             "fi",
@@ -95,8 +96,8 @@ def _srun(job: Job, site: Site) -> list[str]:
         *(site.srun if job.gpus else ()),
     ]
     lines = [
-        "# Ranks fill one node after the other. The first that ends does not take the others with it, which may",
-        f"# be saving; but {GRACE_SECONDS} s later it does.",
+        "# Ranks fill one node after the other. The first that ends does not take the others with it, which",
+        f"# may be saving; but {GRACE_SECONDS} s later it does.",
         *(f"  {shlex.quote(option)} \\" for option in options if option),
         f'  "$PYTHON" -u -m {command(job)} &',
     ]
