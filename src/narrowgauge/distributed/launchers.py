@@ -117,6 +117,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Place | None:
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     tasks = tasks_of_nodes(counts) if counts else []
     local_size = tasks[node] if node < len(tasks) and sum(tasks) == size else -(-size // nodes)
+    local_size = max(1, local_size)
     local_rank = number(environ, "SLURM_LOCALID")
     return Place(
         "srun", rank, size, rank % local_size if local_rank is None else local_rank, local_size, node, nodes

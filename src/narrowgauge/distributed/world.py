@@ -48,10 +48,11 @@ def world_from(environ: Mapping[str, str], gpus: int) -> World:
     """
     place = place_of(environ)
     refuse_separate_worlds(environ, place)
-    if not (0 <= place.rank < place.size and 0 <= place.local_rank < place.local_size <= place.size):
+    here = 0 <= place.local_rank < place.local_size <= place.size
+    if not (here and 0 <= place.rank < place.size and 0 <= place.node < place.nodes):
         raise UserError(
-            f"{place.launcher} calls this process {place.rank} of {place.size}, and {place.local_rank} of "
-            f"{place.local_size} on its node, which cannot be; unset the variables set by hand"
+            f"{place.launcher} calls this process {place.rank} of {place.size}, {place.local_rank} of {place.local_size} "
+            f"on node {place.node} of {place.nodes}, which cannot be; unset what is set by hand"
         )
     address, port = _meeting_point(environ, place)
     return World(
