@@ -51,8 +51,8 @@ def world_from(environ: Mapping[str, str], gpus: int) -> World:
     here = 0 <= place.local_rank < place.local_size <= place.size
     if not (here and 0 <= place.rank < place.size and 0 <= place.node < place.nodes):
         raise UserError(
-            f"{place.launcher} calls this process {place.rank} of {place.size}, {place.local_rank} of {place.local_size} "
-            f"on node {place.node} of {place.nodes}, which cannot be; unset what is set by hand"
+            f"{place.launcher}'s variables call this {place.rank} of {place.size}, {place.local_rank} "
+            f"of {place.local_size} on node {place.node} of {place.nodes}, which cannot be; unset them"
         )
     address, port = _meeting_point(environ, place)
     return World(
