@@ -25,6 +25,7 @@ ROOMS = (
     "cluster",
     "cli_cluster",
     "cli_exchange",
+    "cli_launch",
     "cli_prepare",
     "cli",
 )

@@ -43,7 +43,7 @@ def test_command_lines_run_as_they_stand(tmp_path, monkeypatch):
     lines = [words[1:] for words in shell_lines() if words[0] == "narrowgauge"]
     assert {words[0] for words in lines} == {
         *("train", "compare", "sample", "eval", "report", "recipes", "formats", "prepare"),
-        *("export", "import", "plan", "convert", "doctor"),
+        *("export", "import", "plan", "convert", "doctor", "launch"),
     }
     make_train = ["train", "--steps", "2"]
     for words in [make_train, *lines]:

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from narrowgauge import cli_cluster, cli_prepare
+from narrowgauge import cli_cluster, cli_launch, cli_prepare
 from narrowgauge.checkpoint import PoisonedError, SaveError
 from narrowgauge.cli_exchange import add_exchange_verbs
 from narrowgauge.cluster import print_plan
@@ -135,6 +135,8 @@ def _parser() -> tuple[_Parser, list[str]]:
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new run directory")
     cli_prepare.add_options(verb("prepare", "turn documents into token files", cli_prepare.run))
     add_exchange_verbs(verb)
+    p = verb("launch", "write the script that starts a run on a cluster", cli_launch.run)
+    cli_launch.add_options(p, _read_train)
     p = verb("report", "(re)make the HTML report of one run or several", _report)
     p.add_argument("runs", metavar="RUN", type=Path, nargs="+")
     p.add_argument("--out", type=Path, help="the page (report.html in the first RUN)")
@@ -169,6 +171,12 @@ def _values(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
             section, _, name = key.partition(".")
             values.setdefault(section, {})[name] = value
     return values
+
+
+def _read_train(words: list[str]) -> tuple[Config, Path | None]:
+    """What `narrowgauge train ...` would run, and where; a mistake in it is found here."""
+    options = _options(words)
+    return make_config(_values(options)), options.out
 
 
 def _train(options: argparse.Namespace) -> None:

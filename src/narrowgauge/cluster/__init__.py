@@ -2,5 +2,21 @@
 
 from narrowgauge.cluster.doctor import as_json, examine, print_items
 from narrowgauge.cluster.plan import print_plan
+from narrowgauge.cluster.script import MARK, Job
+from narrowgauge.cluster.site import Site, load_site, site_names
+from narrowgauge.cluster.slurm import slurm_script
+from narrowgauge.cluster.torchrun import torchrun_script
 
-__all__ = ["as_json", "examine", "print_items", "print_plan"]
+__all__ = [
+    "MARK",
+    "Job",
+    "Site",
+    "as_json",
+    "examine",
+    "load_site",
+    "print_items",
+    "print_plan",
+    "site_names",
+    "slurm_script",
+    "torchrun_script",
+]

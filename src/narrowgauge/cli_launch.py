@@ -1,0 +1,104 @@
+"""The door of `narrowgauge launch`: a script that starts a run on a cluster."""
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from narrowgauge.cluster import MARK, Job, Site, load_site, site_names, slurm_script, torchrun_script
+from narrowgauge.errors import UserError, unknown
+from narrowgauge.training import Config, default_out
+
+Check = Callable[[list[str]], tuple[Config, Path | None]]
+
+
+def add_options(p: argparse.ArgumentParser, check: Check) -> None:
+    """The options of the verb; `check` reads the words of `train` as the command line does."""
+    kind = p.add_mutually_exclusive_group()
+    kind.add_argument("--slurm", action="store_true", help="for sbatch: one process a device, by srun")
+    kind.add_argument("--torchrun", action="store_true", help="for each node, without a scheduler")
+    p.add_argument("--nodes", type=int, default=1, metavar="N", help="how many nodes (1)")
+    p.add_argument("--gpus-per-node", type=int, metavar="G", help="processes on each (the site's, or 1)")
+    p.add_argument("--site", metavar="NAME", help=f"{', '.join(site_names())} or a .toml file of your own")
+    p.add_argument("--time", default="", metavar="HH:MM:SS", help="Slurm: the time limit, also D-HH:MM:SS")
+    p.add_argument("--account", default="", metavar="A", help="Slurm: who pays (the site's)")
+    p.add_argument("--partition", default="", metavar="P", help="Slurm: which queue (the site's)")
+    p.add_argument("--out", type=Path, metavar="SCRIPT", help="the script")
+    p.add_argument("words", nargs=argparse.REMAINDER, metavar="-- train ...", help="what to start")
+    p.set_defaults(check=check)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the script and say how it is started."""
+    words = _words(options)
+    site = load_site(options.site) if options.site else Site()
+    _check_slurm(options)
+    job = _job(options, words, site)
+    _write(options.out, slurm_script(job, site) if options.slurm else torchrun_script(job, site))
+    if options.slurm:
+        how = f"start it by: sbatch {options.out}"
+    elif job.nodes == 1:
+        how = f"start it by: bash {options.out}"
+    else:
+        how = f"on each node: MASTER_ADDR=HOST NODE_RANK=0..{job.nodes - 1} bash {options.out}"
+    print(f"{options.out}: {how}")
+
+
+def _check_slurm(options: argparse.Namespace) -> None:
+    for name in ("time", "account", "partition"):
+        if options.torchrun and getattr(options, name):
+            raise UserError(f"--{name} is Slurm's; leave it out with --torchrun, or write --slurm")
+    if options.time and not re.fullmatch(r"(\d{1,3}-)?\d{1,3}:[0-5]\d:[0-5]\d", options.time):
+        raise UserError(f"--time is {options.time!r}; write HH:MM:SS, or D-HH:MM:SS")
+
+
+def _job(options: argparse.Namespace, words: list[str], site: Site) -> Job:
+    """What is to be started, after a look at everything that can be wrong with it."""
+    config, out = options.check(words)
+    per_node = site.devices_per_node if options.gpus_per_node is None else options.gpus_per_node
+    for name, count in (("--nodes", options.nodes), ("--gpus-per-node", per_node)):
+        if not 1 <= count <= 100_000:
+            raise UserError(f"{name} is {count}; it must be from 1 to 100,000")
+    gpus = config.training.device != "cpu"
+    if options.site and gpus and per_node > site.devices_per_node:
+        raise UserError(
+            f"--gpus-per-node is {per_node}, but a node of {options.site} has {site.devices_per_node} "
+            "devices and each process needs its own; start fewer"
+        )
+    return Job(
+        words=tuple(words),
+        run=out or default_out(config),
+        folder=Path.cwd(),
+        nodes=options.nodes,
+        per_node=per_node,
+        gpus=gpus,
+        time=options.time,
+        account=options.account,
+        partition=options.partition,
+    )
+
+
+def _words(options: argparse.Namespace) -> list[str]:
+    """The words of `train`; what argparse itself would say of the rest is said here, the likeliest first."""
+    words: list[str] = options.words
+    if words[:1] != ["--"] and words and words[0].startswith("-"):
+        raise unknown("option", words[0].split("=")[0], options.parser._option_string_actions)
+    if not (options.slurm or options.torchrun):
+        raise UserError("launch writes a script for one of two starters; add --slurm or --torchrun")
+    if options.out is None:
+        raise UserError("launch writes a file; name it by --out SCRIPT")
+    words = words[1:] if words[:1] == ["--"] else words
+    if words[:1] != ["train"]:
+        raise UserError(
+            "launch starts 'train' alone; write it after --, as in: launch --slurm --out s.sh -- train"
+        )
+    return words
+
+
+def _write(path: Path, text: str) -> None:
+    """Write an executable file, and overwrite none but an older script of the same kind."""
+    if path.exists() and (path.is_dir() or MARK.encode() not in path.read_bytes()[:4096]):
+        raise UserError(f"{path} is there and no script of launch; name another file by --out, or remove it")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o755)
