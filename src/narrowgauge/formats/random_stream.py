@@ -79,9 +79,13 @@ class Stream:
             first = int(self.offset)
             if first >> 32 == (first + count) >> 32:  # one upper word for all
                 return self._bits_in_place(count, first).view(shape)
-        index = torch.arange(count, device=self.key.device) + self.offset
+        return self.bits_at(torch.arange(count, device=self.key.device)).view(shape)
+
+    def bits_at(self, index: torch.Tensor) -> torch.Tensor:
+        """Int32 tensor: 32 random bits for the elements `index` (int64), counted from the first."""
+        index = index + self.offset
         low, high = index.to(torch.int32), (index >> 32).to(torch.int32)
-        return _mix(_mix(low ^ self.key[0]) ^ (high * _GOLDEN) ^ self.key[1]).view(shape)
+        return _mix(_mix(low ^ self.key[0]) ^ (high * _GOLDEN) ^ self.key[1])
 
     def _bits_in_place(self, count: int, first: int) -> torch.Tensor:
         """`bits` of elements whose places have the same upper word."""
@@ -96,8 +100,15 @@ class Stream:
 
     def uniform(self, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
         """Float32 tensor of `shape` from the 2^24 numbers k / 2^24 of [0, 1), each of them exact."""
-        bits = self.bits(shape)
-        return bits.bitwise_right_shift_(8).bitwise_and_(2**24 - 1).float().mul_(2.0**-24)
+        return _uniform(self.bits(shape))
+
+    def uniform_at(self, index: torch.Tensor) -> torch.Tensor:
+        """The same for the elements that `index` tells, as for `bits_at`."""
+        return _uniform(self.bits_at(index))
+
+
+def _uniform(bits: torch.Tensor) -> torch.Tensor:
+    return bits.bitwise_right_shift_(8).bitwise_and_(2**24 - 1).float().mul_(2.0**-24)
 
 
 def stream(seed: int, step: int, tensor: int, device: torch.device | str = "cpu") -> Stream:

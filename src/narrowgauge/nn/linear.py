@@ -25,6 +25,7 @@ from narrowgauge.nn.gauges import LayerGauge, evenly
 from narrowgauge.nn.gemm import multiply
 from narrowgauge.nn.places import Places, stream_ids
 from narrowgauge.nn.saved import keep_as_it_is
+from narrowgauge.nn.split import Split
 from narrowgauge.nn.weights import Weight
 from narrowgauge.quantization import Cast, estimator_slope
 from narrowgauge.recipes import Recipe, choose_backend, device_facts
@@ -88,7 +89,8 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if places.gauge is not None:
             places.gauge.product("wgrad.dw", evenly(dw_NK.T), kept[6], dy_MN.T)
         if places.casts["fprop.w"].estimator_k:
-            dw_NK = dw_NK * estimator_slope(places.wide(w_NK), places.casts["fprop.w"], -1)
+            part = places.part("fprop.w")
+            dw_NK = dw_NK * estimator_slope(places.wide(w_NK), places.casts["fprop.w"], -1, part)
         dw_NK = None if places.take_gradient(dw_NK) else dw_NK.to(w_dtype)
     if bias_dtype is not None and ctx.needs_input_grad[2]:
         dbias_N = dy_MN.sum(0, dtype=torch.float32).to(bias_dtype)
@@ -137,6 +139,7 @@ class Linear(torch.nn.Linear):
         self.awaits_backward = False
         self.step: int | None = None
         self.gauge: LayerGauge | None = None  # laid on for a step by `nn.gauges`
+        self.split = Split()  # what of the layer lies here; the room `distributed` divides it
         every = [*recipe.casts.items(), *(item for rule in recipe.rules for item in rule.casts.items())]
         random_casts = (c for _, c in [*every, *recipe.state.items()] if c is not None)
         self.is_random = any(c.rounding == "stochastic" or c.signs == "random" for c in random_casts)
@@ -218,26 +221,30 @@ class Linear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., K) to (..., N), in the dtype of the input."""
+        if self.split.before is not None:
+            input = self.split.before(input)
         is_step = torch.is_grad_enabled()
         if is_step and not self.driven and not self._is_recomputing():
             self._end_step()
             if self.keys is not None:  # a new tensor, since a backward pass may need the old one
                 self.keys = self.keys + _NEXT_KEY
+        samples = input.shape[0] if input.ndim > 2 else 1
+        weight = self.weight.T if self.transposed else self.weight
         places = Places(
             self.casts,
             DTYPES[self.recipe.compute],
             self.recipe.saved,
             self.keys,
             0 if self.first_sample is None else self.first_sample,
-            input.shape[0] if input.ndim > 2 else 1,
+            samples,
             self.histories,
             is_step,
             self.native,
             self.state_at_rest,
             self.transposed,
             self.gauge,
+            self.split.parts(samples, input[..., 0].numel(), *weight.shape),
         )
-        weight = self.weight.T if self.transposed else self.weight
         if not input.numel():  # no tokens, no numbers to narrow: zeros, and gradients of zero
             bias = None if self.bias is None else self.bias.to(input.dtype)
             weight = weight if self.state_at_rest is None else places.wide(weight).detach()
@@ -247,8 +254,13 @@ class Linear(torch.nn.Linear):
             # Its backward pass writes a gradient on the side, which no compiled graph can hold.
             three_gemms = torch.compiler.disable(three_gemms)
         with _as_the_recipe_says(input.device.type):
-            y_MN = three_gemms(input.reshape(-1, self.in_features), weight, self.bias, places)
-        return y_MN.view(*input.shape[:-1], self.out_features)
+            own_bias = self.bias if self.split.after is None else None  # of a sum it is added to the sum
+            y_MN = three_gemms(input.reshape(-1, self.in_features), weight, own_bias, places)
+        y = y_MN.view(*input.shape[:-1], self.out_features)
+        if self.split.after is None:
+            return y
+        y = self.split.after(y)
+        return y if self.bias is None else (y + self.bias).to(y.dtype)
 
     def extra_repr(self) -> str:
         """Torch's words and the recipe."""

@@ -5,7 +5,7 @@ step, the random keys of this step, and the histories of delayed scales.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,7 +16,7 @@ from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.native import Codes, codes_of
 from narrowgauge.nn.saved import Restore, Tensors, keep_as_it_is, keep_operand, keep_quantized
 from narrowgauge.nn.weights import Weight
-from narrowgauge.quantization import Cast, emulate, quantize
+from narrowgauge.quantization import Cast, Part, emulate, quantize
 from narrowgauge.recipes import GEMM_PLACES, GEMMS
 
 
@@ -40,6 +40,7 @@ class Places:
         transposed: whether that is stored (K, N).
         native: whether narrow operands stay codes, for the hardware to multiply.
         gauge: is shown what every place saw, where one is laid on the layer.
+        parts: of x, w and dy, those that several processes hold together.
     """
 
     casts: Mapping[str, Cast]
@@ -54,6 +55,11 @@ class Places:
     weight: Weight | None = None
     transposed: bool = False
     gauge: LayerGauge | None = None
+    parts: Mapping[str, Part] = field(default_factory=dict)
+
+    def part(self, place: str) -> Part | None:
+        """Where the tensor of a place lies in the global one, if not all of it is here."""
+        return self.parts.get(place.partition(".")[2])
 
     def operand(self, tensor: torch.Tensor, place: str, axis: int) -> Operand | Codes:
         """What the GEMM of `place` sees of a matrix whose `axis` (-1 or 0) it contracts."""
@@ -66,12 +72,15 @@ class Places:
                 history.see(tensor)
         stream = self._stream(tensor, place)
         signs = self._signs(place) if cast.signs == "random" else None
+        part = self.part(place)
         if self.native and cast.is_scaled:
-            q = quantize(tensor, cast, axis, generator=stream, signs=signs, encode_scale=encode_scale)
+            q = quantize(
+                tensor, cast, axis, generator=stream, signs=signs, encode_scale=encode_scale, part=part
+            )
             if self.gauge is not None:
                 self.gauge.operand(place, tensor, q.dequantize(), None, cast, axis, signs, encode_scale)
             return codes_of(q, axis)
-        operand = Operand(*emulate(tensor, cast, axis, self.compute, stream, signs, encode_scale))
+        operand = Operand(*emulate(tensor, cast, axis, self.compute, stream, signs, encode_scale, part))
         if self.gauge is not None:
             self.gauge.operand(place, tensor, *operand, cast, axis, signs, encode_scale)
         return operand if axis == -1 else operand.flipped()
@@ -89,7 +98,7 @@ class Places:
             return False
         stream = None
         if self.keys is not None:
-            stream = Stream(self.keys[-1], self.first_sample * dw_NK.numel())
+            stream = Stream(self.keys[-1], self.first_sample * self._elements("fprop.w", dw_NK))
         self.weight.gradient.add((dw_NK.T if self.transposed else dw_NK).float(), stream)
         return True
 
@@ -99,8 +108,13 @@ class Places:
             return None
         assert self.keys is not None
         is_weight = place.endswith(".w")
-        offset = 0 if is_weight else self.first_sample * (tensor.numel() // self.num_samples)
+        offset = 0 if is_weight else self.first_sample * (self._elements(place, tensor) // self.num_samples)
         return Stream(self.keys[GEMM_PLACES.index(place)], offset)
+
+    def _elements(self, place: str, tensor: torch.Tensor) -> int:
+        """Of the global tensor."""
+        part = self.part(place)
+        return tensor.numel() if part is None else part.shape.numel()
 
     def _signs(self, place: str) -> torch.Tensor:
         """The signs of a GEMM's transform, the same for both operands."""
@@ -130,9 +144,9 @@ class Places:
             return keep_as_it_is(Operand(x_MK))
         cast = own if isinstance(self.saved, str) else self.saved
         if not cast.is_scaled:
-            return keep_as_it_is(Operand(emulate(x_MK, cast, -1, self.compute)[0]))
+            return keep_as_it_is(Operand(emulate(x_MK, cast, -1, self.compute)[0]))  # no scale to share
         stream = self._stream(x_MK, "fprop.x") if self.saved == "operand" else None
-        q = quantize(x_MK, cast, generator=stream)
+        q = quantize(x_MK, cast, generator=stream, part=self.part("fprop.x"))
         if self.gauge is not None and self.saved != "operand":
             self.gauge.operand("saved", x_MK, q.dequantize(), None, cast, -1)
         return keep_quantized(q, x_MK.dtype)

@@ -16,26 +16,31 @@ from collections.abc import Collection, Mapping
 import torch
 
 from narrowgauge.formats import Stream, torch_dtype
-from narrowgauge.quantization import AtRest, Cast, PreScale
+from narrowgauge.quantization import AtRest, Cast, Part, PreScale
 
 
 class Gradient(AtRest):
     """A gradient that is added up in float32 and stored after each micro-batch."""
 
     def __init__(
-        self, shape: torch.Size, cast: Cast, device: torch.device | str = "cpu", on_host: bool = False
+        self,
+        shape: torch.Size,
+        cast: Cast,
+        device: torch.device | str = "cpu",
+        on_host: bool = False,
+        part: Part | None = None,
     ) -> None:
         """Empty; see `AtRest`."""
         self.is_empty = True
         self.prescale = PreScale(device) if cast.prescale else None
-        super().__init__(shape, cast, device, on_host)
+        super().__init__(shape, cast, device, on_host, part)
 
     def add(self, x: torch.Tensor, stream: Stream | None) -> None:
         """Add float32 numbers, rounding the sum once; with random bits nothing small is lost on average."""
         total = x if self.is_empty else self.read() + x
         scale = None
         if self.prescale is not None:
-            scale = self.prescale.scale_of(total, self.cast, is_first=self.is_empty)
+            scale = self.prescale.scale_of(total, self.cast, self.is_empty, self.part)
         self.write(total, stream, scale)
         self.is_empty = False
 

@@ -2,13 +2,16 @@
 
 from narrowgauge.quantization.at_rest import AtRest
 from narrowgauge.quantization.cast import Cast, cast, cast_names, make_cast, state_cast_names
+from narrowgauge.quantization.part import Axis, Part, whole_axis
 from narrowgauge.quantization.prescale import PreScale
 from narrowgauge.quantization.quantize import QTensor, emulate, quantize
 from narrowgauge.quantization.remedies import clamp_outliers, estimator_slope
 
 __all__ = [
     "AtRest",
+    "Axis",
     "Cast",
+    "Part",
     "PreScale",
     "QTensor",
     "cast",
@@ -19,4 +22,5 @@ __all__ = [
     "make_cast",
     "quantize",
     "state_cast_names",
+    "whole_axis",
 ]

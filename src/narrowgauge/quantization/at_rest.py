@@ -28,6 +28,7 @@ from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.codebook import from_codes, to_codes
 from narrowgauge.quantization.expand import Expansion, expansion, shrink, stretch
+from narrowgauge.quantization.part import Part
 from narrowgauge.quantization.quantize import QTensor, emulate, over_block, quantize
 
 
@@ -41,7 +42,12 @@ class AtRest:
     """
 
     def __init__(
-        self, shape: torch.Size, cast: Cast, device: torch.device | str = "cpu", on_host: bool = False
+        self,
+        shape: torch.Size,
+        cast: Cast,
+        device: torch.device | str = "cpu",
+        on_host: bool = False,
+        part: Part | None = None,
     ) -> None:
         """Zeros.
 
@@ -50,6 +56,7 @@ class AtRest:
             cast: the numbers it is kept in.
             device: where it is computed with.
             on_host: keep it in the host's memory (pinned) instead of a GPU's.
+            part: where it lies in a tensor that several processes hold together; they write at the same time.
 
         Raises:
             UserError: a cast that state cannot have.
@@ -59,7 +66,7 @@ class AtRest:
                 f"cast {cast.name!r} of state: transforms, outliers and histories are for operands of a "
                 "product; remove the key"
             )
-        self.shape, self.cast = torch.Size(shape), cast
+        self.shape, self.cast, self.part = torch.Size(shape), cast, part
         self.device, self.on_host = torch.device(device), on_host
         self.gauge: Callable[[torch.Tensor, AtRest], None] | None = None
         self.arriving: tuple[dict[str, torch.Tensor], torch.cuda.Event] | None = None
@@ -149,22 +156,27 @@ class AtRest:
             return _split(x)
         if not cast.is_scaled:
             if cast.rounding == "stochastic" and stream is not None:
-                x = round_to(x, cast.element.name, cast.rounding, stream)
+                bits = stream if self.part is None else self.part.bits_of(stream)
+                x = round_to(x, cast.element.name, cast.rounding, bits)
             return {"values": x.to(torch_dtype(cast.element))}
         if stream is None and cast.rounding == "stochastic":
             cast = replace(cast, rounding="nearest-even")
         if cast.element.bits == 16:
-            values, scale = emulate(x, cast, -1, torch.float32, stream)
+            values, scale = emulate(x, cast, -1, torch.float32, stream, part=self.part)
             assert scale is not None
             return {"values": values.to(torch_dtype(cast.element)), "scale": scale}
         blocks, extra = self._blocks(), {}
         if cast.codebook:
+            if self.part is not None:
+                self.part.require_whole(cast)
             return _coded(x, cast.codebook, blocks)
         if cast.expand:
+            if self.part is not None:
+                self.part.require_whole(cast)
             split = blocks.split(x)
             e = expansion(split.abs(), blocks.inner, cast.element)
             x, extra = blocks.merge(stretch(split, e)), e._asdict()
-        q = quantize(x, cast, generator=stream, encode_scale=encode_scale)
+        q = quantize(x, cast, generator=stream, encode_scale=encode_scale, part=self.part)
         scales = q.scales if q.scale_codes is None else q.scale_codes
         whole = {"tensor_scale": q.tensor_scale} if cast.scale == "e4m3" else {}
         return {"codes": q.packed(), "scales": scales} | whole | extra

@@ -19,6 +19,7 @@ from narrowgauge.formats import Stream, round_finite_
 from narrowgauge.quantization import scales
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.part import Part, largest_of
 
 Generator = torch.Generator | Stream | torch.Tensor | None
 PIECE = 2**18  # elements that stay in a CPU's cache
@@ -38,10 +39,22 @@ Finish = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def scales_of(
-    split: torch.Tensor, cast: Cast, blocks: Blocks, encode_scale: torch.Tensor | None = None
+    split: torch.Tensor,
+    cast: Cast,
+    blocks: Blocks,
+    encode_scale: torch.Tensor | None = None,
+    part: Part | None = None,
+    axis: int = -1,
 ) -> Scales:
-    """The scales of a split tensor's blocks; `encode_scale` (0-dim float32) in place of its own."""
+    """The scales of a split tensor's blocks; `encode_scale` (0-dim float32) in place of its own.
+
+    Of a `part` of a global tensor, blocks along `axis`, they are those of the global tensor's blocks.
+    """
     amax = block_amax(split, blocks)
+    if part is not None and encode_scale is None:
+        if cast.block is None and not amax.numel():  # of a global tensor of which nothing lies here
+            amax = amax.new_zeros([1] * amax.ndim)
+        amax = part.share_amax(amax, cast, axis)
     finite = amax.isfinite()
     amax = torch.where(finite, amax, 0.0)
     tensor_scale = None
@@ -54,6 +67,8 @@ def scales_of(
         encode, block = scales.e8m0_scale(scales.e8m0_code(amax, cast.element, cast.scale_rule))
     else:
         largest = amax.amax() if amax.numel() else amax.new_zeros(())
+        if part is not None:
+            largest = largest_of(largest, part.groups)
         S, tensor_scale = scales.nvfp4_tensor_scale(largest, cast.element, cast.headroom)
         encode, block = scales.nvfp4_block_scale(amax, S, cast.element, cast.headroom)
     return Scales(encode, torch.where(finite, block, torch.nan), tensor_scale, finite)

@@ -14,6 +14,7 @@ import torch
 
 from narrowgauge.quantization import scales
 from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.part import Part, largest_of
 
 LIMIT = 1e-5  # share of elements that may overflow
 STEPS_TO_DOUBLE = 1000
@@ -40,17 +41,20 @@ class PreScale:
         """A factor of 1."""
         self.tensors = {"mu": torch.ones((), device=device), "overflowed": torch.zeros((), device=device)}
 
-    def scale_of(self, x: torch.Tensor, cast: Cast, is_first: bool) -> torch.Tensor:
-        """The encoding scale (0-dim float32) of a gradient; `is_first` in its step."""
+    def scale_of(self, x: torch.Tensor, cast: Cast, is_first: bool, part: Part | None = None) -> torch.Tensor:
+        """The encoding scale (0-dim float32) of a gradient, or of a `part` of one; `is_first` in its step."""
         mu, overflowed = self.tensors["mu"], self.tensors["overflowed"]
         if is_first:
             mu.copy_(next_mu(mu, overflowed))
             overflowed.zero_()
         magnitudes = x.abs()
-        amax = magnitudes.max()
+        amax = magnitudes.max() if x.numel() else x.new_zeros(())
+        if part is not None:
+            amax = largest_of(amax, part.groups)
         own, _ = scales.fp32_scale(torch.where(amax.isfinite(), amax, 0.0), cast.element, cast.power_of_two)
         scale = (own * applied(mu)).clamp(max=scales.FLOAT_MAX)
-        share = (magnitudes * scale > cast.element.max).float().mean()
+        beyond = magnitudes * scale > cast.element.max
+        share = beyond.float().mean() if part is None else part.share_of(beyond)
         overflowed.copy_(torch.maximum(overflowed, share))
         return scale
 

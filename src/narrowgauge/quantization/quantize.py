@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.formats import decode, encode, encode_finite_, format, pack, torch_dtype
+from narrowgauge.formats import Stream, decode, encode, encode_finite_, format, pack, torch_dtype
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.cast import cast as cast_named
 from narrowgauge.quantization.grid import Generator, on_grid, scales_of
 from narrowgauge.quantization.hadamard import hadamard
+from narrowgauge.quantization.part import Part
 from narrowgauge.quantization.remedies import clamp_outliers
 
 
@@ -58,6 +59,7 @@ def quantize(
     generator: Generator = None,
     signs: torch.Tensor | None = None,
     encode_scale: torch.Tensor | None = None,
+    part: Part | None = None,
 ) -> QTensor:
     """Quantize a tensor to the codes and scales of a cast.
 
@@ -70,6 +72,7 @@ def quantize(
         generator: random bits for stochastic rounding.
         signs: of a Hadamard transform whose cast says "random".
         encode_scale: 0-dim float32, in place of the scale of a whole tensor (delayed scaling).
+        part: where `x` lies in a tensor that several processes hold together, all of which call this.
 
     Raises:
         UserError: unknown cast, rule or rounding; a cast without scales; a shape the blocks do not fit.
@@ -82,10 +85,11 @@ def quantize(
         raise UserError(
             f"cast {c.name!r} has no codes of a byte: it is for state (weight, master, grad, m, v)"
         )
-    x = prepared(x.detach(), c, axis, signs)
+    x = prepared(x.detach(), c, axis, signs, part)
     blocks = blocks_of(x.shape, c, axis)
     split = blocks.split(x)
-    scales = scales_of(split, c, blocks, encode_scale)
+    scales = scales_of(split, c, blocks, encode_scale, part, axis)
+    generator = _of_part(generator, part, blocks)
 
     def codes_of(values: torch.Tensor, _: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
         return encode_finite_(_zero_where_not(finite, values), c.element)
@@ -116,20 +120,23 @@ def emulate(
     generator: Generator = None,
     signs: torch.Tensor | None = None,
     encode_scale: torch.Tensor | None = None,
+    part: Part | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What a GEMM on narrow numbers sees: (operand, scale), with x ~ operand * scale.
 
     Every product of an element and a block scale of FP8 x 2^k or FP4 x E4M3 is exact in bf16; the fp32
     scale of a whole tensor is not, so it is returned apart (a 0-dim float32 tensor, or None for 1), to be
     applied to the GEMM's result. Blocks with other fp32 scales come out in float32, and so does a tensor
-    whose outliers are added again. `encode_scale` (0-dim float32) replaces the tensor's own scale.
+    whose outliers are added again. `encode_scale` (0-dim float32) replaces the tensor's own scale, `part` is
+    that of `quantize`.
     """
-    whole, x = x, prepared(x, cast, axis, signs)
+    whole, x = x, prepared(x, cast, axis, signs, part)
     if not cast.is_scaled:
         return x.to(torch_dtype(cast.element)), None
     blocks = blocks_of(x.shape, cast, axis)
     split = blocks.split(x)
-    scales = scales_of(split, cast, blocks, encode_scale)
+    scales = scales_of(split, cast, blocks, encode_scale, part, axis)
+    generator = _of_part(generator, part, blocks)
     if cast.block is None and not cast.compensate:
         values = on_grid(split, scales, cast, blocks, generator, lambda values, *_: values, dtype)
         return blocks.merge(values), scales.block.reshape(())
@@ -146,10 +153,22 @@ def emulate(
     return operand, scales.tensor
 
 
-def prepared(x: torch.Tensor, cast: Cast, axis: int, signs: torch.Tensor | None) -> torch.Tensor:
+def _of_part(generator: Generator, part: Part | None, blocks: Blocks) -> Generator:
+    """The random numbers of the elements that lie here."""
+    if part is None or not isinstance(generator, Stream):
+        return generator
+    generator = part.bits_of(generator)
+    return blocks.split(generator) if isinstance(generator, torch.Tensor) else generator
+
+
+def prepared(
+    x: torch.Tensor, cast: Cast, axis: int, signs: torch.Tensor | None, part: Part | None = None
+) -> torch.Tensor:
     """The tensor that is quantized: transformed, without its outliers."""
+    if cast.hadamard and part is not None:
+        part.require_groups_of(cast.hadamard, axis, cast)
     x = transformed(x, cast, axis, signs)
-    return clamp_outliers(x, cast.outliers) if cast.outliers else x
+    return clamp_outliers(x, cast.outliers, part) if cast.outliers else x
 
 
 def transformed(x: torch.Tensor, cast: Cast, axis: int, signs: torch.Tensor | None) -> torch.Tensor:

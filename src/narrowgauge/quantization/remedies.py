@@ -21,14 +21,19 @@ from narrowgauge.formats.rounding import exponent_bits, inverse_quantum
 from narrowgauge.quantization.blocks import blocks_of
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.grid import scales_of
+from narrowgauge.quantization.part import Part
 
 
-def clamp_outliers(x: torch.Tensor, quantile: float) -> torch.Tensor:
-    """x clamped to its quantiles 1 - `quantile` and `quantile`, each an element of x, no mean of two."""
-    n = x.numel()
+def clamp_outliers(x: torch.Tensor, quantile: float, part: Part | None = None) -> torch.Tensor:
+    """x clamped to its quantiles 1 - `quantile` and `quantile`, each an element of x, no mean of two.
+
+    Of a `part` they are those of the global tensor, all of which is brought here to be ordered.
+    """
+    every = x.detach() if part is None else part.everything(x.detach())
+    n = every.numel()
     if n == 0:
         return x
-    low, high = _ranked(x.detach(), int((1 - quantile) * n), min(int(quantile * n), n - 1))
+    low, high = _ranked(every, int((1 - quantile) * n), min(int(quantile * n), n - 1))
     return x.clamp(low, high)
 
 
@@ -55,14 +60,18 @@ def _from_counts(counts: torch.Tensor, rank: int) -> torch.Tensor:
     return torch.tensor(word, dtype=torch.int16).view(torch.bfloat16) + 0.0
 
 
-def estimator_slope(w: torch.Tensor, cast: Cast, axis: int) -> torch.Tensor:
+def estimator_slope(w: torch.Tensor, cast: Cast, axis: int, part: Part | None = None) -> torch.Tensor:
     """The slope of rounding at each element of `w` under a cast, float32 of w's shape.
 
     Only for casts with fp32 scales: `estimator_k` and `estimator_cap` are the k and the cap of above.
     """
     blocks = blocks_of(w.shape, cast, axis)
     split = blocks.split(w.detach())
-    t = (split.float() * scales_of(split, cast, blocks).encode).abs_().clamp_(max=cast.element.max)
+    t = (
+        (split.float() * scales_of(split, cast, blocks, None, part, axis).encode)
+        .abs_()
+        .clamp_(max=cast.element.max)
+    )
     t.mul_(inverse_quantum(exponent_bits(t, cast.element), cast.element, t.dtype))  # in units of d, exact
     u = t.sub_(t.floor()).mul_(2).sub_(1).abs_()
     slope = u.pow_(1 / cast.estimator_k - 1).div_(cast.estimator_k).clamp_(max=cast.estimator_cap)

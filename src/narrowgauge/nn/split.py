@@ -1,0 +1,55 @@
+"""What of a linear layer lies here, when several processes compute it together.
+
+    tokens     some tokens of every sequence (sequence and context parallel)
+    inputs     some columns of the weight: products are sums that lack the others' (row-wise tensor parallel)
+    outputs    some rows of the weight (column-wise tensor parallel)
+
+A layer needs this to lay blocks, scales and random bits on the global tensors. How tokens and sums travel is
+given to it as two functions, which belong to the room `distributed`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from narrowgauge.quantization import Axis, Part, whole_axis
+
+Exchange = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Of each sequence's tokens those of one share of `count` equal ones, the groups holding the others."""
+
+    index: int
+    count: int
+    groups: tuple[dist.ProcessGroup, ...]
+
+    def axis(self, samples: int, here: int) -> Axis:
+        """Of so many sequences one after the other, `here` tokens of each."""
+        each = here * self.count
+        runs = tuple((b * each + self.index * here, here) for b in range(samples))
+        return Axis(samples * each, runs, self.groups)
+
+
+@dataclass(frozen=True)
+class Split:
+    """The division of one layer; None for what lies here whole.
+
+    `before` makes of the input that of the products, `after` of their result the layer's, before a bias.
+    """
+
+    tokens: Tokens | None = None
+    inputs: Axis | None = None
+    outputs: Axis | None = None
+    before: Exchange | None = None
+    after: Exchange | None = None
+
+    def parts(self, samples: int, m: int, n: int, k: int) -> dict[str, Part]:
+        """The parts of x (M, K), w (N, K) and dy (M, N), M tokens of `samples` sequences being here."""
+        M = whole_axis(m) if self.tokens is None else self.tokens.axis(samples, m // samples)
+        N, K = self.outputs or whole_axis(n), self.inputs or whole_axis(k)
+        every = {"x": Part((M, K)), "w": Part((N, K)), "dy": Part((M, N))}
+        return {name: part for name, part in every.items() if not part.is_whole}
