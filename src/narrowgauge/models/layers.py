@@ -22,6 +22,7 @@ Legend: B sequences, T tokens, D dim, N query heads, K key-value heads, H head_d
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -135,13 +136,25 @@ class _ShapesOfAttention(torch.autograd.Function):
         return *(torch.empty_like(t) for t in ctx.saved_tensors[:3]), None
 
 
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
 class Block(nn.Module):
-    """One layer: attention, then the MLP, each normalised first and added to the residual stream."""
+    """One layer: attention, then the MLP, each normalised first and added to the residual stream.
+
+    Where the tokens of a sequence are divided over processes, `to_heads` makes of some tokens of all heads
+    [B, T, heads, H] all tokens of some heads, and `to_tokens` undoes it; `heads_NKK` counts those before.
+    """
+
+    to_heads: Callable[[Tensor], Tensor]
+    to_tokens: Callable[[Tensor], Tensor]
 
     def __init__(self, config: ModelConfig, compute_dtype: torch.dtype):
         super().__init__()
         D, N, K, H = config.dim, config.heads, config.kv_heads, config.head_dim
         self.head_dim, self.heads_NKK, self.mlp = H, (N, K, K), config.mlp
+        self.to_heads = self.to_tokens = _as_it_is
         self.attention_norm = Norm(config, compute_dtype)
         self.qkv = nn.Linear(D, (N + 2 * K) * H, bias=bool(config.qkv_bias))
         self.attention_out = nn.Linear(N * H, D, bias=config.bias)
@@ -171,12 +184,13 @@ class Block(nn.Module):
         self, x_BTD: Tensor, rope: Tensor | None, mask: Tensor | None, cache: LayerCache | None
     ) -> Tensor:
         heads_BTNH = self.qkv(x_BTD).unflatten(-1, (-1, self.head_dim))
-        q, k, v = (h.transpose(1, 2) for h in heads_BTNH.split(self.heads_NKK, dim=2))
+        q, k, v = (self.to_heads(h).transpose(1, 2) for h in heads_BTNH.split(self.heads_NKK, dim=2))
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         if cache is not None:
             k, v = cache.extend(k, v)
-        y_BTD: Tensor = self.attention_out(attend(q, k, v, mask).transpose(1, 2).flatten(2))
+        y_BTNH = self.to_tokens(attend(q, k, v, mask).transpose(1, 2))
+        y_BTD: Tensor = self.attention_out(y_BTNH.flatten(2))
         return y_BTD
 
     def _mlp(self, x_BTD: Tensor) -> Tensor:

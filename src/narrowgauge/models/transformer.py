@@ -34,6 +34,10 @@ class Transformer(nn.Module):
 
     Set `recompute` to trade time for memory: each block then keeps only its input for the backward pass and
     runs its forward again. The gradients stay the same bit for bit.
+
+    Where several processes compute each sequence together, `share` = (index, count) says which of `count`
+    equal shares of its tokens is here. Ids and positions are given whole, and what comes out are the logits,
+    or the part of the loss, of the own tokens; the blocks let them see the others (`Block.to_heads`).
     """
 
     def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32):
@@ -41,6 +45,7 @@ class Transformer(nn.Module):
         self.config = config
         self.compute_dtype = compute_dtype
         self.recompute = False
+        self.share = (0, 1)
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         if config.positions == "learned":
             self.position_embedding = nn.Embedding(config.max_sequence_length, config.dim)
@@ -75,7 +80,7 @@ class Transformer(nn.Module):
                 f"a sequence of {end} tokens is longer than model.max_sequence_length = "
                 f"{self.config.max_sequence_length}; shorten it or raise model.max_sequence_length"
             )
-        x_BTD = self.embedding(x_BT).float()
+        x_BTD = self.embedding(self.own(x_BT)).float()
         mask = None if position_BT is None else document_mask(position_BT)
         rope = None
         if self.config.positions == "rope":
@@ -83,9 +88,10 @@ class Transformer(nn.Module):
             if position_BT is not None:
                 rope = rope[:, position_BT][:, :, None]  # [2, B, 1, T, H/2]
         elif position_BT is not None:
-            x_BTD = x_BTD + self.position_embedding(position_BT).float()
+            x_BTD = x_BTD + self.position_embedding(self.own(position_BT)).float()
         else:
-            x_BTD = x_BTD + self.position_embedding.weight[start:end].float()
+            weight_TD = self.position_embedding.weight[start:end]
+            x_BTD = x_BTD + self.own(weight_TD[None])[0].float()
         for number, block in enumerate(self.blocks):
             if self.recompute and cache is None:
                 # The model draws no random numbers, so there is no generator state to keep.
@@ -107,7 +113,14 @@ class Transformer(nn.Module):
 
         `position_BT` is that of `hidden`, `targets` that of `cross_entropy`.
         """
-        return cross_entropy(self(x_BT, position_BT), y_BT, targets)
+        if targets is None and self.share[1] > 1:
+            targets = y_BT.numel()
+        return cross_entropy(self(x_BT, position_BT), self.own(y_BT), targets)
+
+    def own(self, x_BT: Tensor) -> Tensor:
+        """What belongs to the tokens that are here."""
+        index, count = self.share
+        return x_BT.chunk(count, 1)[index] if count > 1 else x_BT
 
 
 @torch.no_grad()
