@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 
 from narrowgauge.data import open_data
-from narrowgauge.training.config import GAUGES_EVERY, make_config
+from narrowgauge.training.config import make_config
 from narrowgauge.training.directory import RunDirectory
 from narrowgauge.training.machine import choose_device, synchronize
+from narrowgauge.training.sections import GAUGES_EVERY
 from narrowgauge.training.session import Session
 
 

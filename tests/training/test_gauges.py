@@ -7,7 +7,7 @@ import pytest
 
 from narrowgauge.errors import UserError
 from narrowgauge.training import make_config
-from narrowgauge.training.config import GAUGES_EVERY
+from narrowgauge.training.sections import GAUGES_EVERY
 
 WIDE = {"model.dim": 64, "model.ffn_dim": 96, "training.steps": 4}  # large enough for narrow moments
 EVERY = {"gauges.every": 1}
