@@ -6,7 +6,7 @@ from narrowgauge.models.count import count_parameters, flops_per_token
 from narrowgauge.models.generate import generate
 from narrowgauge.models.loss import IGNORED, cross_entropy
 from narrowgauge.models.sizes import model_config, model_names
-from narrowgauge.models.transformer import Transformer, initialize
+from narrowgauge.models.transformer import Transformer, initialize, starting_values
 
 __all__ = [
     "IGNORED",
@@ -20,4 +20,5 @@ __all__ = [
     "initialize",
     "model_config",
     "model_names",
+    "starting_values",
 ]

@@ -13,6 +13,8 @@ It knows nothing of number formats. What it offers to those who do: every produc
 Legend: B sequences, T tokens, D dim, V vocabulary.
 """
 
+from collections.abc import Iterator, Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -125,23 +127,34 @@ class Transformer(nn.Module):
 
 @torch.no_grad()
 def initialize(model: Transformer, seed: int) -> None:
-    """Sets every parameter, as a function of the configuration and the seed alone.
-
-    Biases are 0, norm weights 1, matrices and embeddings normal(0, `initial_std`). The matrices that write to
-    the residual stream (`attention_out`, `down`) are scaled by 1 / sqrt(2 * layers), so that the sum of all
-    2 * layers writes starts with the size of one. The numbers are drawn in fp32 on the CPU, parameter by
-    parameter in the order of `named_parameters`, so that any device and any dtype starts from the same model.
-    """
+    """Sets every parameter to its starting value."""
     model.tie_head()
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    for name, value in starting_values(model.config, shapes, seed):
+        parameters[name].copy_(value)
+
+
+def starting_values(
+    config: ModelConfig, shapes: Mapping[str, torch.Size], seed: int
+) -> Iterator[tuple[str, Tensor]]:
+    """The starting value of each parameter, a function of the configuration and the seed alone: fp32, CPU.
+
+    `shapes` are those of `named_parameters` of the whole model, in their order. Biases are 0, norm weights 1,
+    matrices and embeddings normal(0, `initial_std`). The matrices that write to the residual stream
+    (`attention_out`, `down`) are scaled by 1 / sqrt(2 * layers), so that the sum of all 2 * layers writes
+    starts with the size of one. The numbers are drawn in fp32 on the CPU, one parameter after the other, so
+    that any device, any dtype and any number of devices starts from the same model.
+    """
     generator = torch.Generator("cpu").manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    for name, shape in shapes.items():
         module, kind = name.rsplit(".", 1)
         if kind == "bias":
-            parameter.zero_()
+            yield name, torch.zeros(shape)
         elif module.endswith("norm"):
-            parameter.fill_(1.0)
+            yield name, torch.ones(shape)
         else:
-            std = model.config.initial_std
+            std = config.initial_std
             if module.endswith(("attention_out", "down")):
-                std /= (2 * model.config.layers) ** 0.5
-            parameter.copy_(torch.empty(parameter.shape).normal_(0.0, std, generator=generator))
+                std /= (2 * config.layers) ** 0.5
+            yield name, torch.empty(shape).normal_(0.0, std, generator=generator)

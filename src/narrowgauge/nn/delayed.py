@@ -33,9 +33,13 @@ class History(torch.nn.Module):
     def __init__(self, cast: Cast) -> None:
         super().__init__()
         self.cast = cast
-        self.register_buffer("amax", torch.zeros(()), persistent=False)
-        self.register_buffer("entries", torch.zeros(cast.history), persistent=False)
-        self.register_buffer("scale", torch.ones(()), persistent=False)
+        self.reset("cpu")
+
+    def reset(self, device: torch.device | str) -> None:
+        """Be as before the first step, on a device."""
+        self.register_buffer("amax", torch.zeros((), device=device), persistent=False)
+        self.register_buffer("entries", torch.zeros(self.cast.history, device=device), persistent=False)
+        self.register_buffer("scale", torch.ones((), device=device), persistent=False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The state, by name: the tensors themselves."""

@@ -129,12 +129,13 @@ class Linear(torch.nn.Linear):
         `backend` is the wish for `whole`, the model's recipe that `recipe` is this layer's part of.
         """
         torch.nn.Module.__init__(self)
-        self.weight, self.bias = layer.weight, layer.bias  # type: ignore[assignment]
-        n, k = reversed(self.weight.shape) if transposed else self.weight.shape
+        weight, bias = layer.weight, layer.bias
+        assert isinstance(weight, torch.nn.Parameter)
+        assert bias is None or isinstance(bias, torch.nn.Parameter)
+        n, k = reversed(weight.shape) if transposed else weight.shape
         self.in_features, self.out_features, self.transposed = k, n, transposed
         self.recipe, self.index = recipe, index
         self.whole, self.backend = whole or recipe, backend
-        self.native = self._runs_natively(backend)
         self.driven = False  # whether `set_step` says where training is
         self.awaits_backward = False
         self.step: int | None = None
@@ -143,14 +144,22 @@ class Linear(torch.nn.Linear):
         every = [*recipe.casts.items(), *(item for rule in recipe.rules for item in rule.casts.items())]
         random_casts = (c for _, c in [*every, *recipe.state.items()] if c is not None)
         self.is_random = any(c.rounding == "stochastic" or c.signs == "random" for c in random_casts)
-        self.histories = {place: History(c).to(self.weight.device) for place, c in every if c.history}
+        self.histories = {place: History(c) for place, c in every if c.history}
         for place, history in self.histories.items():
             self.add_module(place.replace(".", "_"), history)
-        state = Weight(self.weight, recipe.state, recipe.offload)
-        self.state_at_rest = None if state.is_plain else state
         self.register_buffer("keys", None, persistent=False)
         self.register_buffer("first_sample", None, persistent=False)
         self.casts = dict(recipe.casts)
+        self.take(weight, bias)
+
+    def take(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
+        """Compute with these parameters, on their device, from the beginning on."""
+        self.weight, self.bias = weight, bias  # type: ignore[assignment]
+        self.native = self._runs_natively(self.backend)
+        for history in self.histories.values():
+            history.reset(weight.device)
+        state = Weight(self.weight, self.recipe.state, self.recipe.offload)
+        self.state_at_rest = None if state.is_plain else state
         self._set_keys(0, 0, 0)
 
     def set_position(self, seed: int, step: int, first_sample: int, steps: int | None = None) -> None:

@@ -61,7 +61,7 @@ def best_numbers(parameter: torch.Tensor) -> torch.Tensor:
 
 
 class Weight:
-    """The state of one parameter."""
+    """The state of one parameter; where that lies in a larger one (`part`) hangs on it, too."""
 
     def __init__(
         self,
@@ -73,19 +73,20 @@ class Weight:
         self.parameter = parameter
         self.at_rest = self.master = self.gradient = None
         shape, device, numbers = parameter.shape, parameter.device, best_numbers(parameter)
+        part = getattr(parameter, "part", None)
         weight, master, grad = (state[place] for place in ("weight", "master", "grad"))
         assert weight is not None
         assert grad is not None
         if getattr(parameter, "at_rest", None) is not None:  # it was under another recipe
             parameter.data = numbers
         if weight.name != "fp32":
-            self.at_rest = AtRest(shape, weight, device)
+            self.at_rest = AtRest(shape, weight, device, part=part)
             self.at_rest.write(numbers)
         if master is not None:
-            self.master = AtRest(shape, master, device, "master" in offload)
+            self.master = AtRest(shape, master, device, "master" in offload, part)
             self.master.write(numbers)
         if self.at_rest is not None or grad.name != "fp32":
-            self.gradient = Gradient(shape, grad, device, "grad" in offload)
+            self.gradient = Gradient(shape, grad, device, "grad" in offload, part)
         self.tie(parameter)
 
     @property

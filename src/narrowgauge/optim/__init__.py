@@ -3,7 +3,7 @@
 from narrowgauge.optim.adamw import AdamW
 from narrowgauge.optim.groups import parameter_groups, set_learning_rate
 from narrowgauge.optim.muon import Muon
-from narrowgauge.optim.optimizer import Optimizer, gradient, has_gradient
+from narrowgauge.optim.optimizer import Optimizer, Together, gradient, has_gradient, local, part_of
 from narrowgauge.optim.schedule import Kind, learning_rate
 
 __all__ = [
@@ -11,9 +11,12 @@ __all__ = [
     "Kind",
     "Muon",
     "Optimizer",
+    "Together",
     "gradient",
     "has_gradient",
     "learning_rate",
+    "local",
     "parameter_groups",
+    "part_of",
     "set_learning_rate",
 ]

@@ -12,12 +12,17 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.adamw import adamw
 
-from narrowgauge.optim.optimizer import Algorithm, Optimizer, Tensors
+from narrowgauge.optim.optimizer import Algorithm, Optimizer, Parts, Tensors
 from narrowgauge.recipes import Recipe
 
 
 def adamw_update(
-    w: Tensors, g: Tensors, moments: Mapping[str, Tensors], steps: Tensors, options: Mapping[str, Any]
+    w: Tensors,
+    g: Tensors,
+    moments: Mapping[str, Tensors],
+    steps: Tensors,
+    options: Mapping[str, Any],
+    parts: Parts,
 ) -> None:
     """Torch's AdamW on float32 tensors, in place."""
     beta1, beta2 = options["betas"]

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from narrowgauge.optim.adamw import ADAMW
-from narrowgauge.optim.optimizer import Algorithm, Optimizer, Tensors
+from narrowgauge.optim.optimizer import Algorithm, Optimizer, Parts, Tensors
 from narrowgauge.recipes import Recipe
 
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -35,16 +35,26 @@ def orthogonal(x: torch.Tensor) -> torch.Tensor:
 
 
 def muon_update(
-    w: Tensors, g: Tensors, moments: Mapping[str, Tensors], steps: Tensors, options: Mapping[str, Any]
+    w: Tensors,
+    g: Tensors,
+    moments: Mapping[str, Tensors],
+    steps: Tensors,
+    options: Mapping[str, Any],
+    parts: Parts,
 ) -> None:
-    """Muon on float32 matrices, in place."""
+    """Muon on float32 matrices, in place; one in parts is brought together to be made orthogonal."""
     lr, mu = options["lr"], options["momentum"]
-    for w_NK, g_NK, m_NK, step in zip(w, g, moments["m"], steps, strict=True):
+    for w_NK, g_NK, m_NK, step, part in zip(w, g, moments["m"], steps, parts, strict=True):
         step += 1
         m_NK.lerp_(g_NK, 1 - mu)
-        direction = orthogonal(g_NK.lerp(m_NK, mu))
+        momentum_NK = g_NK.lerp(m_NK, mu)
+        shape = w_NK.shape if part is None else part.shape
+        if part is None:
+            direction = orthogonal(momentum_NK)
+        else:
+            direction = part.take(orthogonal(part.gather(momentum_NK)))
         w_NK.mul_(1 - lr * options["weight_decay"])
-        w_NK.add_(direction, alpha=-lr * 0.2 * max(w_NK.shape) ** 0.5)
+        w_NK.add_(direction, alpha=-lr * 0.2 * max(shape) ** 0.5)
 
 
 MUON = Algorithm(("m",), muon_update)

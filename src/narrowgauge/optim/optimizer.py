@@ -15,10 +15,12 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from narrowgauge.errors import UserError
 from narrowgauge.formats import Stream, stream
-from narrowgauge.quantization import AtRest, make_cast
+from narrowgauge.quantization import AtRest, Part, make_cast
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes import recipe as recipe_named
 
@@ -28,8 +30,9 @@ _FIRST_STREAM = 2**34  # above the tensor ids of layers (nn.places)
 _WRITTEN = ("m", "v", "master", "at_rest")  # each with a stream of its own
 
 Tensors = list[torch.Tensor]
-# update(weights, gradients, {moment: tensors}, steps, options), all float32, in place
-Update = Callable[[Tensors, Tensors, Mapping[str, Tensors], Tensors, Mapping[str, Any]], None]
+Parts = list[Part | None]
+# update(weights, gradients, {moment: tensors}, steps, options, parts), all float32, in place
+Update = Callable[[Tensors, Tensors, Mapping[str, Tensors], Tensors, Mapping[str, Any], Parts], None]
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,22 @@ class Algorithm:
     update: Update
 
 
-class Optimizer(torch.optim.Optimizer):
-    """Moves parameters by the algorithm of their group, with state as a recipe says."""
+@dataclass(frozen=True)
+class Together:
+    """The processes that hold a model together: all of them, and how many there are for each parameter."""
 
+    group: dist.ProcessGroup
+    for_each: int
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Moves parameters by the algorithm of their group, with state as a recipe says.
+
+    Of a parameter that several processes hold together each moves its own part, which hangs on it (`part`,
+    and `number`, its place among all parameters); `together` says who they are.
+    """
+
+    together: Together | None = None
     algorithms: ClassVar[Mapping[str, Algorithm]]
 
     def __init__(
@@ -66,12 +82,14 @@ class Optimizer(torch.optim.Optimizer):
         self.seed = seed
         for group in self.param_groups:
             for p in group["params"]:
-                is_large = p.ndim >= 2 and p.numel() >= SMALLEST_NARROW
+                part = part_of(p)
+                size = p.numel() if part is None else part.shape.numel()
+                is_large = p.ndim >= 2 and size >= SMALLEST_NARROW
                 self.state[p] = {"step": torch.zeros((), device=p.device)}
                 for place in self.algorithms[group["algorithm"]].moments:
                     cast = (self.recipe.state[place] if is_large else None) or FP32
                     on_host = is_large and place in self.recipe.offload
-                    self.state[p][place] = AtRest(p.shape, cast, p.device, on_host)
+                    self.state[p][place] = AtRest(local(p).shape, cast, p.device, on_host, part)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -85,7 +103,8 @@ class Optimizer(torch.optim.Optimizer):
                 if self._is_plain(p):
                     plain += [p] if p.grad is not None else []
                 elif has_gradient(p):
-                    narrow.append((p, group, _FIRST_STREAM + len(_WRITTEN) * number))
+                    own = getattr(p, "number", number)
+                    narrow.append((p, group, _FIRST_STREAM + len(_WRITTEN) * own))
                 number += 1
             self._update_plain(plain, group)
         for this, following in pairwise([*narrow, None]):
@@ -101,8 +120,11 @@ class Optimizer(torch.optim.Optimizer):
         states = [self.state[p] for p in plain]
         algorithm = self.algorithms[group["algorithm"]]
         moments = {place: [s[place].read() for s in states] for place in algorithm.moments}
-        gradients = [g for p in plain if (g := p.grad) is not None]
-        algorithm.update(plain, gradients, moments, [s["step"] for s in states], group)
+        gradients = [local(g) for p in plain if (g := p.grad) is not None]
+        parts = [part_of(p) for p in plain]
+        algorithm.update(
+            [local(p) for p in plain], gradients, moments, [s["step"] for s in states], group, parts
+        )
 
     def _update_narrow(self, p: torch.Tensor, group: Mapping[str, Any], first_stream: int) -> None:
         """Update a parameter of which anything is not fp32, or not here."""
@@ -111,17 +133,18 @@ class Optimizer(torch.optim.Optimizer):
         s, master, at_rest = self.state[p], _part(p, "master"), _part(p, "at_rest")
         algorithm = self.algorithms[group["algorithm"]]
         source = master or at_rest
-        w = p.float() if source is None else source.read()
+        here = local(p)
+        w = here.float() if source is None else source.read()
         moments = {place: s[place].read() for place in algorithm.moments}
         w, g = w.contiguous(), g.contiguous()  # torch's fused update ignores strides
-        algorithm.update([w], [g], {k: [m] for k, m in moments.items()}, [s["step"]], group)
+        algorithm.update([w], [g], {k: [m] for k, m in moments.items()}, [s["step"]], group, [part_of(p)])
         written = {place: (s[place], x) for place, x in moments.items()}
         for place, (to, x) in {**written, "master": (master, w), "at_rest": (at_rest, w)}.items():
             if to is not None:
                 tensor = first_stream + _WRITTEN.index(place)
                 to.write(x, self._stream(tensor, s["step"], p.device) if _is_random(to) else None)
-        if at_rest is None and w is not p:
-            p.copy_(w)
+        if at_rest is None and w is not here:
+            here.copy_(w)
 
     def _is_plain(self, p: torch.Tensor) -> bool:
         """Whether all of a parameter is fp32 and here, so that it can be updated where it lies."""
@@ -152,19 +175,32 @@ class Optimizer(torch.optim.Optimizer):
 
         The norms of the tensors are put together in float64, so that their order does not matter.
         """
-        every = (gradient(p) for p in self.parameters())
-        norms = [torch.linalg.vector_norm(g, norm_type).double() for g in every if g is not None]
-        if not norms:
+        every = ((p, gradient(p)) for p in self.parameters())
+        norms = {p: torch.linalg.vector_norm(g, norm_type).double() for p, g in every if g is not None}
+        if not norms and self.together is None:
             return torch.zeros(())
-        together = torch.stack([n.to(norms[0].device) for n in norms])
-        total = torch.linalg.vector_norm(together, norm_type).float()
+        total = self._norm_of_all(norms, norm_type).float()
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for p in self.parameters():
             if (narrow := _part(p, "gradient")) is not None:
                 narrow.scale_by(factor.to(p.device))
             elif p.grad is not None:
-                p.grad.mul_(factor.to(p.device))
+                local(p.grad).mul_(factor.to(p.device))
         return total
+
+    def _norm_of_all(self, norms: Mapping[torch.Tensor, torch.Tensor], norm_type: float) -> torch.Tensor:
+        """The norm of all gradients from those of the tensors that are here, float64."""
+        device = next(iter(norms), torch.zeros(())).device
+        if self.together is None:
+            return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms.values()]), norm_type)
+        assert norm_type != torch.inf, "a sum over processes"
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for p, norm in norms.items():
+            part = part_of(p)
+            copies = self.together.for_each // (1 if part is None else part.pieces)
+            total += norm.to(device) ** norm_type / copies
+        dist.all_reduce(total, group=self.together.group)
+        return total ** (1 / norm_type)
 
     def tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
         """The state as `{"PARAMETER.m.values": tensor, ...}`: the optimizer's own tensors."""
@@ -231,13 +267,24 @@ def gradient(p: torch.Tensor) -> torch.Tensor | None:
     if not has_gradient(p):
         return None
     narrow = _part(p, "gradient")
-    return p.grad.float() if narrow is None and p.grad is not None else narrow.read()
+    return local(p.grad).float() if narrow is None and p.grad is not None else narrow.read()
 
 
 def has_gradient(p: torch.Tensor) -> bool:
     """Whether the last backward pass reached a parameter."""
     narrow = _part(p, "gradient")
     return p.grad is not None if narrow is None else not narrow.is_empty
+
+
+def local(t: torch.Tensor) -> torch.Tensor:
+    """What of a parameter, or of its gradient, is in this process's memory."""
+    return t.to_local() if isinstance(t, DTensor) else t.detach()
+
+
+def part_of(p: torch.Tensor) -> Part | None:
+    """Where that lies in the whole parameter, if others hold some of it."""
+    part = getattr(p, "part", None)
+    return None if part is None or part.is_whole else part
 
 
 def _part(p: torch.Tensor, name: str) -> Any:

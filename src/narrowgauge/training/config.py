@@ -25,6 +25,7 @@ from narrowgauge.training.sections import (
     LogSection,
     ModelSection,
     OptimizerSection,
+    ParallelSection,
     RecipeSection,
     ScheduleSection,
     Section,
@@ -43,6 +44,7 @@ class Config(Section):
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     recipe: RecipeSection = RecipeSection()
+    parallel: ParallelSection = ParallelSection()
     validation: ValidationSection = ValidationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     guard: GuardSection = GuardSection()
@@ -198,5 +200,5 @@ def trajectory(config: Config) -> dict[str, dict[str, Any]]:
     tables = tomllib.loads(to_toml(config))
     tables["training"].pop("memory_limit")
     tables["recipe"].pop("offload", None)  # the numbers are the same wherever they lie
-    beside = ("log", "checkpoint", "validation", "gauges")
+    beside = ("log", "checkpoint", "validation", "gauges", "parallel")
     return {section: t for section, t in tables.items() if section not in beside}

@@ -179,6 +179,19 @@ class RecipeSection(Section):
         return own | {"places": places}
 
 
+class ParallelSection(Section):
+    """How many processes in each direction; their product is that of all."""
+
+    replicate: int = Field(1, ge=1, description="whole weights on each, batches divided (DDP)")
+    shard: int = Field(0, ge=0, description="weights cut, batches divided (FSDP2); 0: what is left")
+    tensor: int = Field(1, ge=1, description="heads and hidden units divided, and tokens between them")
+    pipeline: int = Field(1, ge=1, description="layers divided")
+    context: int = Field(1, ge=1, description="tokens of each sequence divided")
+    zero: int = Field(
+        3, ge=0, le=3, description="what shard cuts: 1 moments, 2 gradients, 3 weights, 0 nothing"
+    )
+
+
 class ValidationSection(Section):
     """Loss on held-out text."""
 

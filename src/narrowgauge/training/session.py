@@ -6,13 +6,14 @@ there is no generator, no cursor and no loader state to save.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from narrowgauge.checkpoint import JSON, Checkpoint, load, newest_valid, save
 from narrowgauge.data import Batch, Loader, Mixture, Tokens, first_samples
+from narrowgauge.distributed import Engine, Layout, Mesh, MicroBatch, Plan, build
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize
 from narrowgauge.nn import DTYPES, Gauges, Linear, convert, recipe_tensors, set_step
@@ -46,6 +47,18 @@ def make_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
     return AdamW(groups, recipe, betas=o.betas, eps=o.eps, seed=seed)
 
 
+def number_parameters(config: Config, model: torch.nn.Module) -> None:
+    """Tell each parameter its place among all of the whole model's, which its random bits depend on."""
+    with torch.device("meta"):
+        whole = Transformer(config.the_model())
+    o = config.optimizer
+    groups = parameter_groups(whole, o.weight_decay, o.groups, muon=o.name == "muon")
+    numbers = {p: i for i, p in enumerate(p for group in groups for p in group["params"])}
+    of_name = {name: numbers[p] for name, p in whole.named_parameters()}
+    for name, parameter in model.named_parameters():
+        parameter.number = of_name[name]  # type: ignore[attr-defined]
+
+
 @dataclass
 class Session:
     """A run in motion: everything that changes from step to step."""
@@ -54,28 +67,37 @@ class Session:
     device: torch.device
     model: Transformer
     optimizer: Optimizer
+    engine: Engine
     step: int = 0
     skips_in_a_row: int = 0
-    compiled_loss: object = field(default=None, repr=False)
     scaler: torch.amp.GradScaler | None = None  # of the loss, where gradients pass through fp16
 
     @classmethod
-    def begin(cls, config: Config, device: torch.device) -> "Session":
-        """The state before the first step."""
-        model = build_model(config, device)
-        session = cls(config, device, model, make_optimizer(config, model))
-        session.compiled_loss = torch.compile(model.loss) if config.training.compile else model.loss
+    def begin(cls, config: Config, device: torch.device, mesh: Mesh | None = None) -> "Session":
+        """The state before the first step; of several processes, each has its pieces."""
+        mesh = mesh or Mesh(Layout(), device)
+        loss: Callable[..., torch.Tensor]
+        if mesh.is_alone:
+            model = build_model(config, device)
+            loss = torch.compile(model.loss) if config.training.compile else model.loss
+        else:
+            t = config.training
+            plan = Plan(config.the_model(), config.the_recipe(), t.seed, config.recipe.backend, t.recompute)
+            model, loss = build(plan, mesh, device)
+            number_parameters(config, model)
+        session = cls(config, device, model, make_optimizer(config, model), Engine(model, loss, mesh))
+        session.engine.attach(session.optimizer)
         if config.the_recipe().compute == "fp16" and device.type != "meta":
             session.scaler = torch.amp.GradScaler(device.type)
         return session
 
     def batches(self, train: Mixture | Tokens) -> Loader:
         """The micro-batches from here on, made ahead in the background until the loader is closed."""
-        t, data = self.config.training, self.config.data
+        t, data, mesh = self.config.training, self.config.data, self.engine.mesh
         return Loader(
             train,
             t.seed,
-            first_samples(self.step, t.batch_size, t.micro_batch_size),
+            first_samples(self.step, t.batch_size, t.micro_batch_size, mesh.data_index, mesh.layout.data),
             t.micro_batch_size,
             data.sequence_length,
             data.separate_documents,
@@ -96,21 +118,29 @@ class Session:
         """
         t, step = self.config.training, self.step + 1
         self.optimizer.zero_grad(set_to_none=True)
-        total = torch.zeros((), device=self.device)
-        firsts = range(0, t.batch_size, t.micro_batch_size)
-        micro_batches = [next(batches) for _ in firsts]
-        targets = max(sum(batch.targets for batch in micro_batches), 1)
-        for first, batch in zip(firsts, micro_batches, strict=True):
-            set_step(self.model, t.seed, step, first, t.steps)
+        mesh, engine = self.engine.mesh, self.engine
+        own = t.batch_size // mesh.layout.data
+        firsts = range(mesh.data_index * own, (mesh.data_index + 1) * own, t.micro_batch_size)
+        micro_batches = [MicroBatch(first, next(batches)) for first in firsts]
+        targets = max(engine.sum_over_data(sum(m.batch.targets for m in micro_batches)), 1)
+
+        def begin(i: int) -> None:
+            set_step(self.model, t.seed, step, micro_batches[i].first, t.steps)
             if gauges is not None:
-                gauges.begin_micro_batch(batch is micro_batches[0], batch is micro_batches[-1])
-            loss = self.loss(batch) * (batch.targets / targets)
+                gauges.begin_micro_batch(i == 0, i == len(micro_batches) - 1)
+
+        def backward(loss: torch.Tensor) -> None:
             if after_forward is not None:
                 after_forward()
             (self.scaler.scale(loss) if self.scaler else loss).backward()
-            total += loss.detach()
+
+        total = engine.accumulate(
+            micro_batches, begin, lambda batch: self.loss(batch) * (batch.targets / targets), backward
+        )
+        engine.finish_backward()
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
+            engine.share_overflow(self.scaler, self.optimizer)
         if gauges is not None:
             gauges.after_backward()
         norm = self.optimizer.clip_grad_norm_(self.config.optimizer.clip_norm)
@@ -125,14 +155,13 @@ class Session:
             self.scaler.update()
         self.skips_in_a_row = 0 if finite else self.skips_in_a_row + 1
         self.step = step
-        return total.item(), norm.item(), lr
+        return engine.sum(total.item()), norm.item(), lr
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Mean cross entropy of a batch, a scalar with gradient."""
-        assert callable(self.compiled_loss)
         batch = batch.to(self.device)
         targets = batch.targets if batch.ignores else None
-        result = self.compiled_loss(batch.x_BT, batch.y_BT, batch.position_BT, targets)
+        result = self.engine.objective(batch.x_BT, batch.y_BT, batch.position_BT, targets)
         assert isinstance(result, torch.Tensor)
         return result
 

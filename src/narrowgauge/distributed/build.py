@@ -1,0 +1,147 @@
+"""From a model's configuration to this process's pieces of it, with their starting values.
+
+    1. the whole model without numbers (meta device), under its recipe: layers know their numbers in it
+    2. the layers of other pipeline stages go; the others are divided over `tensor` and `context`
+    3. parameter after parameter is drawn, cut, and given to its layer; a block that has all of them is cut
+       over `shard` (FSDP2) at once: no process ever holds more than that, the embedding and its pieces
+
+The numbers are those that one process alone would start with.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from narrowgauge.distributed.divide import divide
+from narrowgauge.distributed.mesh import Mesh
+from narrowgauge.distributed.stages import keep_stage
+from narrowgauge.models import ModelConfig, Transformer, starting_values
+from narrowgauge.nn import DTYPES, Linear, convert
+from narrowgauge.quantization import Part
+from narrowgauge.recipes import Recipe
+
+
+class Objective(nn.Module):
+    """The loss of a model, as a module: what data parallelism wraps and a step calls."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        x_BT: torch.Tensor,
+        y_BT: torch.Tensor,
+        position_BT: torch.Tensor | None = None,
+        targets: int | None = None,
+    ) -> torch.Tensor:
+        """As `Transformer.loss`, of the tokens that are here."""
+        return self.model.loss(x_BT, y_BT, position_BT, targets)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What decides a model's numbers, but for the optimizer."""
+
+    model: ModelConfig
+    recipe: Recipe
+    seed: int
+    backend: str = "auto"
+    recompute: bool = False
+
+
+def build(plan: Plan, mesh: Mesh, device: torch.device) -> tuple[Transformer, nn.Module]:
+    """This process's pieces of the model, and the module that computes their loss."""
+    with torch.device("meta"):
+        model = Transformer(plan.model, DTYPES[plan.recipe.compute])
+    model.recompute = plan.recompute
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    convert(model, plan.recipe, backend=plan.backend)
+    keep_stage(model, mesh)
+    divide(model, mesh)
+    parts = {name: p.part for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    objective = Objective(model)
+    _fill(model, plan, shapes, mesh, device)
+    if mesh.layout.is_cut:
+        _cut(objective, mesh)
+        for name, p in model.named_parameters():
+            p.part = _cut_part(parts[name], mesh)  # type: ignore[attr-defined]
+    elif mesh.size("data") > 1:
+        return model, _replicated(objective, mesh)
+    return model, objective
+
+
+def _fill(
+    model: Transformer, plan: Plan, shapes: Mapping[str, torch.Size], mesh: Mesh, device: torch.device
+) -> None:
+    """Give every parameter its numbers; blocks are cut when they have theirs."""
+    missing = dict(model.named_parameters())
+    for name, value in starting_values(plan.model, shapes, plan.seed):
+        if name not in missing:
+            continue
+        owner, key = _owner(model, name)
+        part: Part = missing.pop(name).part  # type: ignore[attr-defined]
+        parameter = nn.Parameter(part.take(value).to(device))
+        parameter.part = part  # type: ignore[attr-defined]
+        setattr(owner, key, parameter)
+        block = ".".join(name.split(".")[:2])
+        if block.startswith("blocks.") and not any(other.startswith(f"{block}.") for other in missing):
+            _begin(model.get_submodule(block))
+            if mesh.layout.is_cut:
+                _cut(model.get_submodule(block), mesh)
+    if hasattr(model, "head") and hasattr(model, "embedding"):
+        model.tie_head()
+    if (head := getattr(model, "head", None)) is not None:
+        _begin(head)
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    module, _, key = name.rpartition(".")
+    return model.get_submodule(module), key
+
+
+def _begin(block: nn.Module) -> None:
+    """Let the layers take over their parameters."""
+    for layer in block.modules():
+        if isinstance(layer, Linear):
+            layer.take(layer.weight, layer.bias)
+
+
+def _cut(module: nn.Module, mesh: Mesh) -> None:
+    """Cut a module's parameters over `shard` and `context`; sums of gradients are not divided."""
+    layout = mesh.layout
+    whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    again = layout.zero == 3 and not isinstance(module, Objective)  # the root's are needed at once again
+    fully_shard(module, mesh=mesh.cuts, mp_policy=whole, reshard_after_forward=again)
+    assert isinstance(module, FSDPModule)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+
+
+def _cut_part(part: Part, mesh: Mesh) -> Part:
+    first, *others = part.axes
+    return Part((first.rows(mesh.index("cut"), mesh.size("cut"), mesh.group("cut")), *others))
+
+
+def _replicated(objective: nn.Module, mesh: Mesh) -> DistributedDataParallel:
+    """Sum gradients over `data`, whole weights staying on each process."""
+    wrapped = DistributedDataParallel(
+        objective, process_group=mesh.group("data"), init_sync=False, gradient_as_bucket_view=True
+    )
+    wrapped.register_comm_hook(mesh.group("data"), _sum)
+    return wrapped
+
+
+def _sum(
+    group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """The sum of a bucket's gradients, where DDP would take their mean."""
+    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])
