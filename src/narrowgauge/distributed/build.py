@@ -130,6 +130,9 @@ def _cut_part(part: Part, mesh: Mesh) -> Part:
 
 def _replicated(objective: nn.Module, mesh: Mesh) -> DistributedDataParallel:
     """Sum gradients over `data`, whole weights staying on each process."""
+    # Buffers say which sequences a process has: they are each process's own.
+    own = [name for name, _ in objective.named_buffers()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(objective, own)
     wrapped = DistributedDataParallel(
         objective, process_group=mesh.group("data"), init_sync=False, gradient_as_bucket_view=True
     )

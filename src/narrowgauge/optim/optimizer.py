@@ -173,10 +173,12 @@ class Optimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale all gradients, narrow ones too, to a global norm of at most `max_norm`; returns the norm.
 
-        The norms of the tensors are put together in float64, so that their order does not matter.
+        Squares are summed in float64, so that neither the order of tensors nor their division over processes
+        matters.
         """
         every = ((p, gradient(p)) for p in self.parameters())
-        norms = {p: torch.linalg.vector_norm(g, norm_type).double() for p, g in every if g is not None}
+        wide = torch.float64
+        norms = {p: torch.linalg.vector_norm(g, norm_type, dtype=wide) for p, g in every if g is not None}
         if not norms and self.together is None:
             return torch.zeros(())
         total = self._norm_of_all(norms, norm_type).float()

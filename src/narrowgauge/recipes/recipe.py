@@ -30,7 +30,7 @@ STATE_PLACES = ("weight", "master", "grad", "m", "v")
 WIDE_STATE: Mapping[str, Cast | None] = dict.fromkeys(STATE_PLACES, make_cast("fp32")) | {"master": None}
 PLACES = (*GEMM_PLACES, "saved", *STATE_PLACES)
 OFFLOADABLE = ("master", "grad", "m", "v")
-KEYS = (*PLACES, "offload")  # what may be set over a recipe
+KEYS = (*PLACES, "offload", "compute")  # what may be set over a recipe
 COMPUTE = ("bf16", "fp16", "fp32")
 # What may be kept of a layer's input for its backward pass, beside the name of a cast.
 SAVED = ("input", "operand")
@@ -181,16 +181,21 @@ class Recipe:
                 product that do not go together.
         """
         casts, saved, state, offload = dict(self.casts), self.saved, dict(self.state), self.offload
+        compute = self.compute
         for place, value in places.items():
             if place == "saved":
                 saved = saved_from(value)
             elif place == "offload":
                 offload = offload_from(value)
+            elif place == "compute":
+                compute = value
+                if compute not in COMPUTE:
+                    raise unknown("compute format", str(compute), COMPUTE)
             elif place in STATE_PLACES:
                 state[place] = None if place == "master" and value == "none" else _cast_in(place, value)
             else:
                 casts |= casts_from(place, value)
-        return replace(self, casts=casts, saved=saved, state=state, offload=offload)
+        return replace(self, casts=casts, saved=saved, state=state, offload=offload, compute=compute)
 
 
 def casts_from(place: str, value: Any) -> dict[str, Cast]:

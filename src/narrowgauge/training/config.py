@@ -159,6 +159,7 @@ def config_keys() -> dict[str, str]:
             if (section, key) == ("recipe", "places"):
                 keys |= {f"recipe.{place}": "the cast of this place" for place in PLACES}
                 keys["recipe.offload"] = "of master, grad, m, v: those in the host's memory (none)"
+                keys["recipe.compute"] = "of products and of all that is not narrow: bf16, fp16 or fp32"
             else:
                 default = "" if inner.default is None else f" ({_shown(inner.default)})"
                 keys[f"{section}.{key}"] = f"{inner.description}{default}"
