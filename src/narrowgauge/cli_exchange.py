@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from narrowgauge.data import AUTO, Dataset, open_data
+from narrowgauge.distributed import Engine
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.models import generate
 from narrowgauge.training import TrainedRun, bits_per_byte, open_run, validation_loss
@@ -115,7 +116,7 @@ def _evaluate_text(options: argparse.Namespace, there: TrainedRun) -> None:
     length = options.sequence_length or there.config.data.sequence_length
     windows = (there.config.training.micro_batch_size, length, options.batches)
     apart = there.config.data.separate_documents
-    loss = validation_loss(there.model, dataset.val, *windows, apart)
+    loss = validation_loss(Engine.alone(there.model), dataset.val, *windows, apart)
     bits = bits_per_byte(loss, dataset.tokenizer, dataset.val, *windows, apart)
     text = f"validation loss {loss:.4f} nats per token, {bits:.4f} bits per byte"
     _say(f"{options.run}: step {there.step}, {text}")

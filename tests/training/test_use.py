@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from narrowgauge.data import prepare
+from narrowgauge.distributed import Engine
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import convert
@@ -15,7 +16,7 @@ def test_the_newest_model_gives_the_recorded_loss(train, look, text):
     trained = open_run(train(), "cpu")
     assert trained.step == 6
     assert not trained.model.training
-    loss = validation_loss(trained.model, prepare(text, "bytes").val, 1, 32, 2)
+    loss = validation_loss(Engine.alone(trained.model), prepare(text, "bytes").val, 1, 32, 2)
     assert loss == look(train()).steps[-1]["val_loss"]
 
 
@@ -23,8 +24,8 @@ def test_the_loss_is_the_mean_over_tokens(train, text):
     # In fp8 a batch shares its scales, so that its sequences are not computed as they are alone.
     model = open_run(train(changes={"recipe.name": "fp32"}), "cpu").model
     val = prepare(text, "bytes").val
-    singly = validation_loss(model, val, 1, 32, None)
-    assert validation_loss(model, val, 2, 32, None) == pytest.approx(singly, rel=1e-5)
+    singly = validation_loss(Engine.alone(model), val, 1, 32, None)
+    assert validation_loss(Engine.alone(model), val, 2, 32, None) == pytest.approx(singly, rel=1e-5)
     assert all(p.grad is None for p in model.parameters())
 
 

@@ -2,8 +2,9 @@
 
 from narrowgauge.distributed.build import Plan, build
 from narrowgauge.distributed.divide import check_division
-from narrowgauge.distributed.engine import Engine, MicroBatch
+from narrowgauge.distributed.engine import Engine
 from narrowgauge.distributed.mesh import Layout, Mesh, fit
+from narrowgauge.distributed.stages import MicroBatch
 from narrowgauge.distributed.world import World, world_from
 
 __all__ = [

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed.divide import divide
 from narrowgauge.distributed.mesh import Mesh
-from narrowgauge.distributed.stages import keep_stage
+from narrowgauge.distributed.stages import Stage, keep_stages, stages_of
 from narrowgauge.models import ModelConfig, Transformer, starting_values
 from narrowgauge.nn import DTYPES, Linear, convert
 from narrowgauge.quantization import Part
@@ -55,25 +55,33 @@ class Plan:
     recompute: bool = False
 
 
-def build(plan: Plan, mesh: Mesh, device: torch.device) -> tuple[Transformer, nn.Module]:
-    """This process's pieces of the model, and the module that computes their loss."""
+def build(plan: Plan, mesh: Mesh, device: torch.device) -> tuple[Transformer, list[nn.Module]]:
+    """This process's pieces of the model, and the modules that compute with them.
+
+    One, the `Objective`, or the stages of this process in a pipeline.
+    """
     with torch.device("meta"):
         model = Transformer(plan.model, DTYPES[plan.recipe.compute])
     model.recompute = plan.recompute
     shapes = {name: p.shape for name, p in model.named_parameters()}
     convert(model, plan.recipe, backend=plan.backend)
-    keep_stage(model, mesh)
+    keep_stages(model, mesh)
     divide(model, mesh)
     parts = {name: p.part for name, p in model.named_parameters()}  # type: ignore[attr-defined]
-    objective = Objective(model)
     _fill(model, plan, shapes, mesh, device)
+    modules: list[nn.Module] = [Objective(model)]
+    if (stages := mesh.layout.stages) > 1:
+        modules = [Stage(model, number, stages) for number in stages_of(mesh)]
     if mesh.layout.is_cut:
-        _cut(objective, mesh)
+        for module in modules:
+            _cut(module, mesh)
         for name, p in model.named_parameters():
             p.part = _cut_part(parts[name], mesh)  # type: ignore[attr-defined]
     elif mesh.size("data") > 1:
-        return model, _replicated(objective, mesh)
-    return model, objective
+        modules = [_replicated(module, mesh) for module in modules]
+    if mesh.ends is not None and plan.model.tied_head:
+        model.embedding.weight.stages = 2  # type: ignore[attr-defined]
+    return model, modules
 
 
 def _fill(
@@ -94,10 +102,9 @@ def _fill(
             _begin(model.get_submodule(block))
             if mesh.layout.is_cut:
                 _cut(model.get_submodule(block), mesh)
-    if hasattr(model, "head") and hasattr(model, "embedding"):
+    if model.head is not None:
         model.tie_head()
-    if (head := getattr(model, "head", None)) is not None:
-        _begin(head)
+        _begin(model.head)
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -116,7 +123,8 @@ def _cut(module: nn.Module, mesh: Mesh) -> None:
     """Cut a module's parameters over `shard` and `context`; sums of gradients are not divided."""
     layout = mesh.layout
     whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    again = layout.zero == 3 and not isinstance(module, Objective)  # the root's are needed at once again
+    is_root = isinstance(module, Objective | Stage)  # what these have themselves is needed at once again
+    again = layout.zero == 3 and not is_root
     fully_shard(module, mesh=mesh.cuts, mp_policy=whole, reshard_after_forward=again)
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)

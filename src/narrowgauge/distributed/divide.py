@@ -35,10 +35,10 @@ def check_division(model: ModelConfig, sequence_length: int, mesh: Mesh) -> None
     for name, size, count, whose in rules:
         if size % count:
             raise UserError(f"{name} = {size} cannot be divided by {whose} = {count}; choose a divisor of it")
-    if model.layers < pipeline:
+    if model.layers < mesh.layout.stages:
         raise UserError(
-            f"model.layers = {model.layers} are fewer than parallel.pipeline = {pipeline} stages; "
-            "choose a smaller number of stages"
+            f"model.layers = {model.layers} are fewer than the {mesh.layout.stages} stages that "
+            f"parallel.pipeline = {pipeline} and parallel.chunks = {mesh.layout.chunks} ask for; choose fewer"
         )
 
 
@@ -47,6 +47,8 @@ def divide(model: Transformer, mesh: Mesh) -> None:
     context = mesh.groups("context")
     own = Tokens(mesh.index("context"), mesh.size("context"), context) if context else None
     for block in model.blocks:
+        if isinstance(block, nn.Identity):  # another stage's
+            continue
         _divide_block(block, model.config, mesh, own)
     shared = mesh.groups("context", "tensor")
     model.share = (

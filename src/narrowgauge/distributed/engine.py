@@ -9,7 +9,7 @@ Where gradients come together:
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -18,25 +18,32 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.data import Batch
-from narrowgauge.distributed.mesh import Mesh
+from narrowgauge.distributed.mesh import Layout, Mesh
+from narrowgauge.distributed.pipeline import Pipeline
+from narrowgauge.distributed.stages import MicroBatch, Work
 from narrowgauge.models import Transformer
 from narrowgauge.nn.delayed import History
 from narrowgauge.optim import Optimizer, Together, local
 from narrowgauge.quantization import Part
 
 
-class MicroBatch(NamedTuple):
-    """Some sequences of a step's batch."""
-
-    first: int  # the number of the first of them in the batch
-    batch: Batch
-
-
 class Engine:
     """A model on the processes of a mesh; of a mesh of one, just the model."""
 
-    def __init__(self, model: Transformer, objective: nn.Module | Callable[..., torch.Tensor], mesh: Mesh):
-        self.model, self.objective, self.mesh = model, objective, mesh
+    def __init__(
+        self, model: Transformer, mesh: Mesh, device: torch.device, modules: Sequence[Callable[..., Any]]
+    ) -> None:
+        """`modules` are what `build` gave, or the one function that computes the loss."""
+        self.model, self.mesh, self.device, self.modules = model, mesh, device, list(modules)
+        self.pipeline = None
+        if mesh.layout.stages > 1:
+            self.pipeline = Pipeline(model, cast(list[nn.Module], self.modules), mesh, device)
+
+    @classmethod
+    def alone(cls, model: Transformer) -> "Engine":
+        """A model that is all in this process."""
+        device = next(model.parameters()).device
+        return cls(model, Mesh(Layout(), device), device, [model.loss])
 
     def attach(self, optimizer: Optimizer) -> None:
         """Tell an optimizer who holds the parameters with it."""
@@ -48,28 +55,49 @@ class Engine:
         self,
         micro_batches: Sequence[MicroBatch],
         begin: Callable[[int], None],
-        loss_of: Callable[[Batch], torch.Tensor],
-        backward: Callable[[torch.Tensor], None],
+        scale: Callable[[torch.Tensor], torch.Tensor],
+        after_forward: Callable[[], None] | None = None,
     ) -> torch.Tensor:
-        """Forward and backward of this process's micro-batches; the sum of what `loss_of` returned, detached.
+        """Forward and backward of this process's micro-batches; the sum of their weighted losses.
 
-        `begin(i)` is called before the forward pass of the i-th.
+        `begin(i)` is called before the forward pass of the i-th, `after_forward` between that and its
+        backward pass, which starts from `scale(loss)`.
         """
-        total = None
-        for i, micro_batch in enumerate(micro_batches):
+        total = self._zero()
+        if self.pipeline is not None:
+            return self.pipeline.run(Work(micro_batches, begin, scale, total), with_backward=True)
+        for i, (_, batch, weight) in enumerate(micro_batches):
             begin(i)
             with self._last(i == len(micro_batches) - 1):
-                loss = loss_of(micro_batch.batch)
-                backward(loss)
-            total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None
+                loss = self._loss(batch) * weight
+                if after_forward is not None:
+                    after_forward()
+                scale(loss).backward()
+            total += loss.detach()
         return total
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """This process's part of the mean loss of a batch, a term of a sum over `sequence` and stages."""
+        if self.pipeline is not None:
+            work = Work([MicroBatch(0, batch, 1.0)], lambda i: None, lambda loss: loss, self._zero())
+            return self.pipeline.run(work, with_backward=False)
+        return self._loss(batch)
+
+    def _loss(self, batch: Batch) -> torch.Tensor:
+        batch = batch.to(self.device)
+        targets = batch.targets if batch.ignores else None
+        loss: torch.Tensor = self.modules[0](batch.x_BT, batch.y_BT, batch.position_BT, targets)
+        return loss
+
+    def _zero(self) -> torch.Tensor:
+        return torch.zeros((), device=self.device)
 
     def _last(self, is_last: bool) -> AbstractContextManager[None]:
         """Whether gradients are summed after this micro-batch: always where they are cut (ZeRO 2 and 3)."""
-        if isinstance(self.objective, DistributedDataParallel):
-            return nullcontext() if is_last else self.objective.no_sync()
-        objective: object = self.objective
+        objective: object = self.modules[0]
+        if isinstance(objective, DistributedDataParallel):
+            return nullcontext() if is_last else objective.no_sync()
         if isinstance(objective, FSDPModule) and self.mesh.layout.zero == 1:
             objective.set_requires_gradient_sync(is_last)
             objective.set_reshard_after_backward(is_last)
@@ -82,7 +110,10 @@ class Engine:
         if self.mesh.is_alone:
             return
         if self.mesh.size("tensor") > 1:
-            _sum_flat([local(p.grad) for p in self._whole_over_tensor() if p.grad is not None], self.mesh)
+            group = self.mesh.group("tensor")
+            _sum_flat([local(p.grad) for p in self._whole_over_tensor() if p.grad is not None], group)
+        if self.mesh.ends is not None and self.model.config.tied_head:
+            _sum_flat([local(g) for g in [self.model.embedding.weight.grad] if g is not None], self.mesh.ends)
         amaxes = [m.amax for m in self.model.modules() if isinstance(m, History)]
         if amaxes:
             together = torch.stack(amaxes)
@@ -98,13 +129,13 @@ class Engine:
             if group not in part.groups:
                 yield p
 
-    def sum(self, number: float) -> float:
-        """A number summed over all processes, in float64."""
+    def sums(self, numbers: Sequence[float]) -> list[float]:
+        """Each of some numbers summed over all processes, in float64."""
         if self.mesh.is_alone:
-            return number
-        together = torch.tensor(number, dtype=torch.float64, device=self.device)
+            return list(numbers)
+        together = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         dist.all_reduce(together)
-        return together.item()
+        return together.tolist()
 
     def sum_over_data(self, count: int) -> int:
         """A count summed over the processes that meet sequences of their own."""
@@ -121,17 +152,12 @@ class Engine:
             for found in scaler._found_inf_per_device(optimizer).values():
                 dist.all_reduce(found, dist.ReduceOp.MAX)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return next(self.model.parameters()).device
 
-
-def _sum_flat(gradients: list[torch.Tensor], mesh: Mesh) -> None:
+def _sum_flat(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     """All of them in one collective."""
     if not gradients:
         return
     flat = torch.cat([g.flatten() for g in gradients])
-    dist.all_reduce(flat, group=mesh.group("tensor"))
+    dist.all_reduce(flat, group=group)
     for g, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         g.copy_(summed.view_as(g))

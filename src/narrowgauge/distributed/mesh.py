@@ -38,7 +38,7 @@ TOGETHER = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How many processes in each direction, and the ZeRO stage of `shard`."""
+    """How many processes in each direction, the ZeRO stage of `shard`, the chunks of each in `pipeline`."""
 
     pipeline: int = 1
     replicate: int = 1
@@ -46,6 +46,12 @@ class Layout:
     context: int = 1
     tensor: int = 1
     zero: int = 3
+    chunks: int = 1
+
+    @property
+    def stages(self) -> int:
+        """Of the pipeline: each of its processes has `chunks` of them."""
+        return self.pipeline * self.chunks
 
     @property
     def size(self) -> int:
@@ -71,7 +77,9 @@ def fit(layout: Layout, processes: int) -> Layout:
     """
     others = prod(getattr(layout, name) for name in DIRECTIONS if name != "shard")
     shard = layout.shard or max(1, processes // others)
-    found = Layout(**{name: getattr(layout, name) for name in (*DIRECTIONS, "zero")} | {"shard": shard})
+    found = Layout(
+        **{name: getattr(layout, name) for name in (*DIRECTIONS, "zero", "chunks")} | {"shard": shard}
+    )
     if found.size != processes:
         product = " x ".join(f"{name} {getattr(found, name)}" for name in DIRECTIONS)
         raise UserError(
@@ -82,7 +90,12 @@ def fit(layout: Layout, processes: int) -> Layout:
 
 
 class Mesh:
-    """The grid of a run, and the place of this process in it."""
+    """The grid of a run, and the place of this process in it.
+
+    `ends` are the first and the last stage of this process's pipeline, where it is one of them.
+    """
+
+    ends: dist.ProcessGroup | None = None
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         """Make the groups of all directions; every process calls this at the same time."""
@@ -93,12 +106,22 @@ class Mesh:
             grid = init_device_mesh(device.type, sizes, mesh_dim_names=DIRECTIONS)
             self._grids = {name: grid[name] for name in DIRECTIONS}
             self._grids |= {name: grid[some]._flatten(name) for name, some in TOGETHER.items()}
+            if layout.pipeline > 1:
+                self._make_ends(grid)
             if layout.is_cut and layout.replicate > 1:
                 cut = (layout.pipeline, layout.replicate, layout.shard * layout.context, layout.tensor)
                 names = ("pipeline", "replicate", "cut", "tensor")
                 self._grids["copies of cuts"] = init_device_mesh(device.type, cut, mesh_dim_names=names)[
                     "replicate", "cut"
                 ]
+
+    def _make_ends(self, grid: DeviceMesh) -> None:
+        """Groups of the first and the last stage, which share a tied embedding."""
+        pipelines = grid.mesh.flatten(1).T  # one row each
+        for first, *_, last in pipelines.tolist():
+            pair = dist.new_group([first, last])
+            if dist.get_rank() in (first, last):
+                self.ends = pair
 
     @property
     def is_alone(self) -> bool:
@@ -130,13 +153,3 @@ class Mesh:
     def data_index(self) -> int:
         """Which of the `layout.data` parts of a batch is this process's."""
         return self.index("replicate") * self.layout.shard + self.index("shard")
-
-    @property
-    def is_first_stage(self) -> bool:
-        """Whether this process has the embedding."""
-        return self.index("pipeline") == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this process has the head and the loss."""
-        return self.index("pipeline") == self.layout.pipeline - 1

@@ -13,7 +13,7 @@ It knows nothing of number formats. What it offers to those who do: every produc
 Legend: B sequences, T tokens, D dim, V vocabulary.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,8 @@ class Transformer(nn.Module):
 
     Where several processes compute each sequence together, `share` = (index, count) says which of `count`
     equal shares of its tokens is here. Ids and positions are given whole, and what comes out are the logits,
-    or the part of the loss, of the own tokens; the blocks let them see the others (`Block.to_heads`).
+    or the part of the loss, of the own tokens; the blocks let them see the others (`Block.to_heads`). A block
+    that another process computes is an `nn.Identity`, and other modules may be None.
     """
 
     def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32):
@@ -82,26 +83,44 @@ class Transformer(nn.Module):
                 f"a sequence of {end} tokens is longer than model.max_sequence_length = "
                 f"{self.config.max_sequence_length}; shorten it or raise model.max_sequence_length"
             )
-        x_BTD = self.embedding(self.own(x_BT)).float()
+        x_BTD = self.embed(x_BT, position_BT, start)
+        x_BTD = self.through_blocks(x_BTD, start, end, position_BT, cache)
+        h_BTD: Tensor = self.norm(x_BTD)
+        return h_BTD
+
+    def embed(self, x_BT: Tensor, position_BT: Tensor | None = None, start: int = 0) -> Tensor:
+        """Token ids from position `start` on -> the residual stream before the first block, fp32."""
+        x_BTD: Tensor = self.embedding(self.own(x_BT)).float()
+        if self.config.positions == "rope":
+            return x_BTD
+        if position_BT is not None:
+            return x_BTD + self.position_embedding(self.own(position_BT)).float()
+        weight_TD = self.position_embedding.weight[start : start + x_BT.shape[1]]
+        return x_BTD + self.own(weight_TD[None])[0].float()
+
+    def through_blocks(
+        self,
+        x_BTD: Tensor,
+        start: int,
+        end: int,
+        position_BT: Tensor | None = None,
+        cache: Cache | None = None,
+        blocks: Iterable[nn.Module] | None = None,
+    ) -> Tensor:
+        """The residual stream of tokens `start` to `end` after some blocks, or all."""
         mask = None if position_BT is None else document_mask(position_BT)
         rope = None
         if self.config.positions == "rope":
-            rope = rope_table(self.config, end, x_BT.device)[:, start:]
+            rope = rope_table(self.config, end, x_BTD.device)[:, start:]
             if position_BT is not None:
                 rope = rope[:, position_BT][:, :, None]  # [2, B, 1, T, H/2]
-        elif position_BT is not None:
-            x_BTD = x_BTD + self.position_embedding(self.own(position_BT)).float()
-        else:
-            weight_TD = self.position_embedding.weight[start:end]
-            x_BTD = x_BTD + self.own(weight_TD[None])[0].float()
-        for number, block in enumerate(self.blocks):
+        for number, block in enumerate(self.blocks if blocks is None else blocks):
             if self.recompute and cache is None:
                 # The model draws no random numbers, so there is no generator state to keep.
                 x_BTD = checkpoint(block, x_BTD, rope, mask, use_reentrant=False, preserve_rng_state=False)
             else:
                 x_BTD = block(x_BTD, rope, mask, cache=None if cache is None else cache.layers[number])
-        h_BTD: Tensor = self.norm(x_BTD)
-        return h_BTD
+        return x_BTD
 
     def forward(self, x_BT: Tensor, position_BT: Tensor | None = None) -> Tensor:
         """Token ids (int64) -> logits [B, T, V], in the dtype in which they leave the head."""
@@ -115,9 +134,13 @@ class Transformer(nn.Module):
 
         `position_BT` is that of `hidden`, `targets` that of `cross_entropy`.
         """
+        return self.loss_of(self(x_BT, position_BT), y_BT, targets)
+
+    def loss_of(self, logits_BTV: Tensor, y_BT: Tensor, targets: int | None = None) -> Tensor:
+        """The same from the logits of the tokens that are here."""
         if targets is None and self.share[1] > 1:
             targets = y_BT.numel()
-        return cross_entropy(self(x_BT, position_BT), self.own(y_BT), targets)
+        return cross_entropy(logits_BTV, self.own(y_BT), targets)
 
     def own(self, x_BT: Tensor) -> Tensor:
         """What belongs to the tokens that are here."""

@@ -49,16 +49,16 @@ def _(a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor) -> torch.Tens
 def multiply(a: Operand | Codes, b: Operand | Codes, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
     """The product of (M, K) and (N, K) as (M, N).
 
-    Native operands give `dtype` (`fast`: see `multiply_codes`), emulated ones that of the wider operand.
+    Native operands give `dtype` (`fast`: see `multiply_codes`), emulated ones that or their own, if wider.
     """
     if isinstance(a, Codes) and isinstance(b, Codes):
         return multiply_codes(a, b, dtype, fast)
     assert isinstance(a, Operand)
     assert isinstance(b, Operand)
     a_MK, b_KN = a.values, b.values.T
-    if a_MK.dtype != b_KN.dtype:  # one operand is kept wider: the product is computed in the wider dtype
-        wider = torch.promote_types(a_MK.dtype, b_KN.dtype)
-        a_MK, b_KN = a_MK.to(wider), b_KN.to(wider)
+    # Where one operand is kept wider, or the result, the product is computed in the wider dtype.
+    wider = torch.promote_types(torch.promote_types(a_MK.dtype, b_KN.dtype), dtype)
+    a_MK, b_KN = a_MK.to(wider), b_KN.to(wider)
     scales = [s for s in (a.scale, b.scale) if s is not None]
     if not scales:
         return (a_MK.float() @ b_KN.float()).to(a_MK.dtype) if _is_slow(a_MK) else a_MK @ b_KN

@@ -85,7 +85,9 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             dy = places.operand(dy_MN, "wgrad.dy", 0)
         x = ctx.restore_x(*kept[3:6])
         x = x.flipped() if places.reuses_x else places.operand(x.values, "wgrad.x", 0)
-        dw_NK = multiply(dy, x, places.compute)
+        # A sum that lacks the tokens of others is not rounded before it is whole.
+        is_whole = places.part("wgrad.x") is None
+        dw_NK = multiply(dy, x, places.compute if is_whole else torch.float32)
         if places.gauge is not None:
             places.gauge.product("wgrad.dw", evenly(dw_NK.T), kept[6], dy_MN.T)
         if places.casts["fprop.w"].estimator_k:

@@ -55,7 +55,8 @@ class Optimizer(torch.optim.Optimizer):
     """Moves parameters by the algorithm of their group, with state as a recipe says.
 
     Of a parameter that several processes hold together each moves its own part, which hangs on it (`part`,
-    and `number`, its place among all parameters); `together` says who they are.
+    and `number`, its place among all parameters, and `stages`, how many of a pipeline have it); `together`
+    says who they are.
     """
 
     together: Together | None = None
@@ -199,7 +200,8 @@ class Optimizer(torch.optim.Optimizer):
         total = torch.zeros((), dtype=torch.float64, device=device)
         for p, norm in norms.items():
             part = part_of(p)
-            copies = self.together.for_each // (1 if part is None else part.pieces)
+            holders = self.together.for_each * getattr(p, "stages", 1)
+            copies = holders // (1 if part is None else part.pieces)
             total += norm.to(device) ** norm_type / copies
         dist.all_reduce(total, group=self.together.group)
         return total ** (1 / norm_type)

@@ -272,7 +272,7 @@ def _measured_step(
 def _validate(job: _Job, session: Session) -> float:
     c = job.config
     return validation_loss(
-        session.model,
+        session.engine,
         job.dataset.val,
         c.training.micro_batch_size,
         c.data.sequence_length,

@@ -187,6 +187,7 @@ class ParallelSection(Section):
     tensor: int = Field(1, ge=1, description="heads and hidden units divided, and tokens between them")
     pipeline: int = Field(1, ge=1, description="layers divided")
     context: int = Field(1, ge=1, description="tokens of each sequence divided")
+    chunks: int = Field(1, ge=1, description="stages of each process of pipeline (interleaved 1F1B)")
     zero: int = Field(
         3, ge=0, le=3, description="what shard cuts: 1 moments, 2 gradients, 3 weights, 0 nothing"
     )

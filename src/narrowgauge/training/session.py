@@ -5,7 +5,7 @@ counts, and the number of steps done. Token order and random bits are pure funct
 there is no generator, no cursor and no loader state to save.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,19 +76,21 @@ class Session:
     def begin(cls, config: Config, device: torch.device, mesh: Mesh | None = None) -> "Session":
         """The state before the first step; of several processes, each has its pieces."""
         mesh = mesh or Mesh(Layout(), device)
-        loss: Callable[..., torch.Tensor]
+        modules: Sequence[Callable[..., torch.Tensor]]
         if mesh.is_alone:
             model = build_model(config, device)
-            loss = torch.compile(model.loss) if config.training.compile else model.loss
+            modules = [torch.compile(model.loss) if config.training.compile else model.loss]
         else:
             t = config.training
             plan = Plan(config.the_model(), config.the_recipe(), t.seed, config.recipe.backend, t.recompute)
-            model, loss = build(plan, mesh, device)
+            model, modules = build(plan, mesh, device)
             number_parameters(config, model)
-        session = cls(config, device, model, make_optimizer(config, model), Engine(model, loss, mesh))
+        engine = Engine(model, mesh, device, modules)
+        session = cls(config, device, model, make_optimizer(config, model), engine)
         session.engine.attach(session.optimizer)
         if config.the_recipe().compute == "fp16" and device.type != "meta":
             session.scaler = torch.amp.GradScaler(device.type)
+            session.scaler.scale(torch.zeros((), device=device))  # a stage without the loss never does
         return session
 
     def batches(self, train: Mixture | Tokens) -> Loader:
@@ -121,22 +123,22 @@ class Session:
         mesh, engine = self.engine.mesh, self.engine
         own = t.batch_size // mesh.layout.data
         firsts = range(mesh.data_index * own, (mesh.data_index + 1) * own, t.micro_batch_size)
-        micro_batches = [MicroBatch(first, next(batches)) for first in firsts]
-        targets = max(engine.sum_over_data(sum(m.batch.targets for m in micro_batches)), 1)
+        own_batches = [next(batches) for _ in firsts]
+        targets = max(engine.sum_over_data(sum(batch.targets for batch in own_batches)), 1)
+        micro_batches = [
+            MicroBatch(first, batch, batch.targets / targets)
+            for first, batch in zip(firsts, own_batches, strict=True)
+        ]
 
         def begin(i: int) -> None:
             set_step(self.model, t.seed, step, micro_batches[i].first, t.steps)
             if gauges is not None:
                 gauges.begin_micro_batch(i == 0, i == len(micro_batches) - 1)
 
-        def backward(loss: torch.Tensor) -> None:
-            if after_forward is not None:
-                after_forward()
-            (self.scaler.scale(loss) if self.scaler else loss).backward()
+        def scale(loss: torch.Tensor) -> torch.Tensor:
+            return self.scaler.scale(loss) if self.scaler else loss
 
-        total = engine.accumulate(
-            micro_batches, begin, lambda batch: self.loss(batch) * (batch.targets / targets), backward
-        )
+        total = engine.accumulate(micro_batches, begin, scale, after_forward)
         engine.finish_backward()
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
@@ -155,15 +157,7 @@ class Session:
             self.scaler.update()
         self.skips_in_a_row = 0 if finite else self.skips_in_a_row + 1
         self.step = step
-        return engine.sum(total.item()), norm.item(), lr
-
-    def loss(self, batch: Batch) -> torch.Tensor:
-        """Mean cross entropy of a batch, a scalar with gradient."""
-        batch = batch.to(self.device)
-        targets = batch.targets if batch.ignores else None
-        result = self.engine.objective(batch.x_BT, batch.y_BT, batch.position_BT, targets)
-        assert isinstance(result, torch.Tensor)
-        return result
+        return engine.sums([total.item()])[0], norm.item(), lr
 
     def learning_rate(self, step: int) -> float:
         """That of optimizer step `step`."""

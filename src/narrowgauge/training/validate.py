@@ -13,13 +13,13 @@ import math
 
 import torch
 
-from narrowgauge.data import Mixture, Tokenizer, Tokens, validation_batches
-from narrowgauge.models import IGNORED, Transformer
+from narrowgauge.data import Batch, Mixture, Tokenizer, Tokens, validation_batches
+from narrowgauge.distributed import Engine
+from narrowgauge.models import IGNORED
 
 
-@torch.no_grad()
 def validation_loss(
-    model: Transformer,
+    engine: Engine,
     tokens: Mixture | Tokens,
     batch_size: int,
     sequence_length: int,
@@ -28,17 +28,25 @@ def validation_loss(
 ) -> float:
     """Mean cross entropy in nats per token over `batches` batches spread over the tokens; None = all.
 
-    `apart`: documents are kept apart, as `data.separate_documents` has it in training.
+    `apart`: documents are kept apart, as `data.separate_documents` has it in training. Processes that have
+    data of their own take turns; one that has none left computes the last batch again, with the others.
     """
-    device = next(model.parameters()).device
-    total = count = 0.0
-    for on_host in validation_batches(tokens, batch_size, sequence_length, batches, apart):
-        batch = on_host.to(device)
-        targets = batch.targets if batch.ignores else None
-        loss = model.loss(batch.x_BT, batch.y_BT, batch.position_BT, targets)
-        total += loss.item() * batch.targets
-        count += batch.targets
-    return total / count
+    index, count = engine.mesh.data_index, engine.mesh.layout.data
+    targets, losses = [], []
+    waiting: Batch | None = None
+    for i, batch in enumerate(validation_batches(tokens, batch_size, sequence_length, batches, apart)):
+        targets.append(batch.targets)
+        losses.append(0.0)
+        waiting = waiting or batch
+        if i % count == index:
+            losses[i] = engine.evaluate(batch).item()
+            waiting = None
+    if waiting is not None:
+        engine.evaluate(waiting)
+    total = 0.0
+    for loss, n in zip(engine.sums(losses), targets, strict=True):
+        total += loss * n
+    return total / sum(targets)
 
 
 def bits_per_byte(
