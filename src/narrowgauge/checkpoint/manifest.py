@@ -117,13 +117,15 @@ def _from_json(content: Any) -> Manifest:
     return Manifest(step, run_id, files)
 
 
-def verify(directory: Path, run_id: str | None = None) -> Manifest:
+def verify(directory: Path, run_id: str | None = None, cores: int | None = None) -> Manifest:
     """Check a published directory whole: its own name, the set of files, each size, each SHA-256.
+
+    `cores` hash at a time; None = all.
 
     Raises `DamagedError` with the file and the reason, also where the operating system cannot read it.
     """
     manifest = verify_listing(directory, run_id)
-    verify_files(directory, manifest, manifest.files)
+    verify_files(directory, manifest, manifest.files, cores)
     remember(directory)
     return manifest
 
@@ -145,10 +147,14 @@ def verify_listing(directory: Path, run_id: str | None = None) -> Manifest:
     return manifest
 
 
-def verify_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Check files against their entries, on all cores. Raises `DamagedError` for the smallest bad one."""
+def verify_files(directory: Path, manifest: Manifest, names: Iterable[str], cores: int | None = None) -> None:
+    """Check files against their entries. Raises `DamagedError` for the smallest bad one."""
     order = sorted(names, key=lambda name: manifest.files[name].size)  # the cheap ones first
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    if cores == 1:
+        for name in order:
+            verify_file(directory / name, manifest.files[name])
+        return
+    with ThreadPoolExecutor(cores or os.cpu_count()) as pool:
         for _ in pool.map(lambda name: verify_file(directory / name, manifest.files[name]), order):
             pass
 

@@ -171,7 +171,7 @@ def _valid(path: Path, run_id: str) -> bool:
     try:
         if is_unchanged(path):
             return verify_listing(path, run_id) is not None
-        verify(path, run_id)
+        verify(path, run_id, cores=1)  # the others are the training's
     except DamagedError:
         return False
     return True
@@ -180,7 +180,7 @@ def _valid(path: Path, run_id: str) -> bool:
 def _holds(path: Path, manifest: Manifest) -> bool:
     """Whether a published step is valid and equal to the manifest's."""
     try:
-        return verify(path) == manifest
+        return verify(path, cores=1) == manifest
     except DamagedError:
         return False
 

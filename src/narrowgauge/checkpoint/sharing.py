@@ -39,6 +39,8 @@ def describe(pieces: Pieces) -> Holding:
         first: dict[object, str] = {}
         holding[group] = {}
         for name, parts in named.items():
+            if not parts:
+                continue
             filled = [piece for piece in parts if piece.tensor.numel()]
             kinds = {(_NAMES.get(piece.tensor.dtype), tuple(piece.shape)) for piece in parts}
             if len(kinds) != 1 or (dtype := parts[0].tensor.dtype) not in _NAMES:

@@ -13,9 +13,11 @@ both release the lock, so that a save in the background leaves the training loop
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 
 import torch
 
@@ -23,7 +25,6 @@ from narrowgauge.checkpoint.files import crash_point
 from narrowgauge.checkpoint.manifest import FileEntry
 
 CHUNK = 8 << 20  # bytes that are written and hashed at a time
-SMALL = 64 << 10  # up to here, to wake the other thread takes longer than to hash
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz},
@@ -50,17 +51,36 @@ def write_safetensors(
     """
     crash_point(f"write:{path.name}")
     order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))
-    digest, size = hashlib.sha256(), 0
-    with path.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+    size = 0
+    with path.open("xb", buffering=0) as file, _hashing() as (hash_chunk, digest):
         for chunk in _chunks(_header(tensors, order, metadata), (tensors[key] for key in order)):
-            hashed = hasher.submit(digest.update, chunk) if len(chunk) > SMALL else None
+            hash_chunk(chunk)
             _write_all(file.fileno(), chunk, path)
-            digest.update(chunk) if hashed is None else hashed.result()
             size += len(chunk)
         crash_point(f"written:{path.name}")
         os.fsync(file.fileno())
     crash_point(f"synced:{path.name}")
     return FileEntry(size, digest.hexdigest())
+
+
+@contextmanager
+def _hashing() -> Iterator[tuple[Callable[[memoryview], None], "hashlib._Hash"]]:
+    """A function that hashes chunks in order in a thread of its own, and the digest of all at the end."""
+    digest = hashlib.sha256()
+    ahead: Queue[memoryview | None] = Queue(2)  # chunks in memory: the disk and the hash wait for each other
+
+    def work() -> None:
+        while (chunk := ahead.get()) is not None:
+            digest.update(chunk)
+
+    # No executor: those take no work while a process ends, and a save may have to outlast the program.
+    thread = Thread(target=work)
+    thread.start()
+    try:
+        yield ahead.put, digest
+    finally:
+        ahead.put(None)
+        thread.join()
 
 
 def _header(
