@@ -46,3 +46,43 @@ def in_process(
         return Ended(answer["pid"], answer["code"], said.read_text() if said.exists() else "")
 
     return run
+
+
+@dataclass(frozen=True)
+class World:
+    """How a job ended on every rank: exit codes (negative: the signal), and what each returned or raised."""
+
+    codes: list[int]
+    said: list[Any]
+
+    @property
+    def one(self) -> Any:
+        """What all ranks said alike."""
+        assert all(said == self.said[0] for said in self.said), self.said
+        return self.said[0]
+
+
+@pytest.fixture(scope="session")
+def _worlds() -> Iterator[subprocess.Popen[str]]:
+    script = Path(__file__).with_name("ranks.py")
+    with subprocess.Popen(
+        [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
+        yield server
+        assert server.stdin is not None
+        server.stdin.close()
+
+
+@pytest.fixture
+def on_ranks(_worlds: subprocess.Popen[str]) -> Callable[..., World]:
+    """Do a job of ranks.py in a world of so many processes."""
+
+    def run(ranks: int, do: str, path: Path, crash_at: str | None = None, **job: Any) -> World:
+        environment = {} if crash_at is None else {"NARROWGAUGE_CRASH_AT": crash_at}
+        job |= {"ranks": ranks, "do": do, "path": str(path), "environment": environment}
+        assert _worlds.stdin is not None
+        assert _worlds.stdout is not None
+        print(json.dumps(job), file=_worlds.stdin, flush=True)
+        return World(**json.loads(_worlds.stdout.readline()))
+
+    return run

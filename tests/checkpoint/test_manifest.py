@@ -10,7 +10,7 @@ from narrowgauge.checkpoint import DamagedError, newest_valid, read_manifest, sa
 from narrowgauge.checkpoint.manifest import VERSION
 from narrowgauge.errors import UserError
 
-FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
+FILES = ["index.json", "manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
 
 
 @pytest.fixture

@@ -17,12 +17,8 @@ from narrowgauge.errors import UserError
 FILES = ["model.safetensors", "optimizer.safetensors"]
 POINTS = [
     "begun",
-    *(f"{moment}:{file}" for file in FILES for moment in ("write", "written")),
-    "write:state.json",
-    "synced:state.json",
-    *(f"described:{file}" for file in [*FILES, "state.json"]),
-    "write:manifest.json",
-    "synced:manifest.json",
+    *(f"{moment}:{file}" for file in FILES for moment in ("write", "written", "synced")),
+    *(f"{moment}:{name}.json" for name in ("index", "state", "manifest") for moment in ("write", "synced")),
     "sealed",
     "publish",
     "published",
@@ -44,6 +40,7 @@ def spoil(directory, step):
     with (directory / f"step-{step}" / "model.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x55")
+    os.utime(directory / f"step-{step}" / "model.safetensors")
 
 
 def assert_whole(directory, step):

@@ -7,9 +7,17 @@ import time
 import pytest
 import torch
 
-from narrowgauge.checkpoint import DamagedError, PoisonedError, SaveError, load, newest_valid, save, steps
+from narrowgauge.checkpoint import (
+    DamagedError,
+    PoisonedError,
+    SaveError,
+    load,
+    newest_valid,
+    read_manifest,
+    save,
+    steps,
+)
 from narrowgauge.checkpoint.manifest import FileEntry, Manifest
-from narrowgauge.checkpoint.store import SUFFIX
 from narrowgauge.errors import UserError
 
 DTYPES = [
@@ -190,12 +198,22 @@ def test_state_numbers_must_be_finite_too(tmp_path):
 # Hostile files
 
 
+def index_of(**changes):
+    """An index of one tensor of four bytes, with changes to its entry."""
+    box = {"file": "model.safetensors", "key": "a", "offset": [0], "size": [4]}
+    return {
+        "groups": {"model": {"a": {"boxes": [box], "dtype": "U8", "shape": [4]} | changes}},
+        "version": 1,
+    }
+
+
 def forge(directory, files, step=7):
     """A directory with a manifest that agrees with whatever is in it, as an attacker would make it."""
     import hashlib
 
     path = directory / f"step-{step}"
     path.mkdir(parents=True)
+    files = {"index.json": json.dumps(index_of()).encode()} | files
     entries = {}
     for name, data in files.items():
         (path / name).write_bytes(data)
@@ -220,13 +238,10 @@ HOSTILE = {
     "shape and offsets disagree": safetensors({"a": ENTRY | {"shape": [2**40]}}, b"1234"),
     "a hole": safetensors({"a": ENTRY, "b": ENTRY | {"data_offsets": [6, 10]}}, b"0123456789"),
     "unknown dtype": safetensors({"a": ENTRY | {"dtype": "PICKLE"}}, b"1234"),
-    "alias of nothing": safetensors({"__metadata__": {"aliases": '{"x": "y"}'}, "a": ENTRY}, b"1234"),
-    "alias over a tensor": safetensors({"__metadata__": {"aliases": '{"a": "a"}'}, "a": ENTRY}, b"1234"),
-    "aliases are no mapping": safetensors({"__metadata__": {"aliases": "[1]"}, "a": ENTRY}, b"1234"),
-    "aliases are not JSON": safetensors({"__metadata__": {"aliases": "{"}, "a": ENTRY}, b"1234"),
-    "alias of a list": safetensors({"__metadata__": {"aliases": '{"x": []}'}, "a": ENTRY}, b"1234"),
-    "deep aliases": safetensors({"__metadata__": {"aliases": "[" * 100_000}, "a": ENTRY}, b"1234"),
-    "empty": b"",
+    "another dtype than the index says": safetensors({"a": ENTRY | {"dtype": "I8"}}, b"1234"),
+    "another shape than the index says": safetensors({"a": ENTRY | {"shape": [2, 2]}}, b"1234"),
+    "another key than the index says": safetensors({"b": ENTRY}, b"1234"),
+    "four bytes": b"1234",
     "seven bytes": b"1234567",
     "header is not JSON": safetensors(b"\x80\x04cos\nsystem\n"),
 }
@@ -251,7 +266,9 @@ class Payload:
         return (exec, (f"open({str(self.marker)!r}, 'w').close()",))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json", "model.pt"])
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "index.json", "state.json", "manifest.json", "model.pt", ".metadata"]
+)
 @pytest.mark.parametrize("writer", ["pickle", "torch"])
 def test_a_pickle_is_never_executed(tmp_path, name, writer):
     import pickle
@@ -281,7 +298,58 @@ def test_a_forged_manifest_does_not_help_a_broken_state(tmp_path, state):
 
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
     with pytest.raises(DamagedError, match=r"state.json is missing"):
-        load(forge(tmp_path, {f"model{SUFFIX}": safetensors({})}))
+        load(forge(tmp_path, {"model.safetensors": safetensors({})}))
+    whole = {"model.safetensors": safetensors({"a": ENTRY}, b"1234"), "state.json": b"{}"}
+    path = forge(tmp_path / "2", whole)
+    entries = read_manifest(path).files
+    (path / "manifest.json").write_text(
+        Manifest(7, "run", {name: e for name, e in entries.items() if name != "index.json"}).to_json()
+    )
+    (path / "index.json").unlink()
+    with pytest.raises(DamagedError, match=r"index.json is missing"):
+        load(path)
+
+
+BOX = {"file": "model.safetensors", "key": "a", "offset": [0], "size": [4]}
+HALF = BOX | {"size": [2]}
+FORGED = {
+    "overlap": index_of(boxes=[HALF, BOX | {"key": "b", "offset": [1], "size": [3]}]),
+    "a hole": index_of(boxes=[HALF]),
+    "no boxes": index_of(boxes=[]),
+    "beyond the shape": index_of(boxes=[BOX | {"offset": [1]}]),
+    "before the shape": index_of(boxes=[BOX | {"offset": [-1]}]),
+    "other dimensions": index_of(boxes=[BOX | {"offset": [0, 0], "size": [4, 1]}]),
+    "one key twice": index_of(boxes=[HALF, HALF | {"offset": [2]}]),
+    "more than the file has": index_of(shape=[2**50], boxes=[BOX | {"size": [2**50]}]),
+    "an empty box": index_of(boxes=[BOX, BOX | {"key": "b", "offset": [4], "size": [0]}]),
+    "numbers that are no integers": index_of(boxes=[BOX | {"size": [4.0]}]),
+    "truth for a number": index_of(shape=[True], boxes=[BOX | {"size": [True]}]),
+    "another file": index_of(boxes=[BOX | {"file": "other.safetensors"}]),
+    "the state as a file of tensors": index_of(boxes=[BOX | {"file": "state.json"}]),
+    "a path with ..": index_of(boxes=[BOX | {"file": "../step-7/model.safetensors"}]),
+    "an absolute path": index_of(boxes=[BOX | {"file": "/etc/passwd"}]),
+    "no file": index_of(boxes=[BOX | {"file": None}]),
+    "a list for a key": index_of(boxes=[BOX | {"key": ["a"]}]),
+    "unknown dtype": index_of(dtype="PICKLE"),
+    "a list for a dtype": index_of(dtype=["U8"]),
+    "same as nothing": {"groups": {"model": {"a": {"same_as": "b"}}}, "version": 1},
+    "same as itself": {"groups": {"model": {"a": {"same_as": "a"}}}, "version": 1},
+    "no groups": {"version": 1},
+    "groups are a list": {"groups": [], "version": 1},
+    "names are a list": {"groups": {"model": ["a"]}, "version": 1},
+    "a file that is not named": {"groups": {}, "version": 1},
+    "of the future": index_of() | {"version": 2},
+}
+
+
+@pytest.mark.parametrize("index", FORGED.values(), ids=FORGED.keys())
+def test_a_forged_index_is_refused(tmp_path, index):
+    files = {"model.safetensors": safetensors({"a": ENTRY}, b"1234"), "state.json": b"{}"}
+    path = forge(tmp_path, files | {"index.json": json.dumps(index).encode()})
+    start = time.perf_counter()
+    with pytest.raises(DamagedError, match=r"index.json is no index that can be trusted"):
+        load(path)
+    assert time.perf_counter() - start < 1
 
 
 def test_an_honest_forgery_loads_for_contrast(tmp_path):

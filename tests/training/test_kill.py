@@ -138,7 +138,7 @@ def flip_a_bit(file):
 
 
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+    "name", ["model.safetensors", "optimizer.safetensors", "index.json", "state.json", "manifest.json"]
 )
 def test_a_damaged_checkpoint_is_passed_over(narrowgauge, undisturbed, look, tmp_path, name):
     words, expected, _ = undisturbed({"training.steps": 9})

@@ -1,9 +1,13 @@
 """How is a run kept? Checkpoints that are published whole or not at all, and the files a run writes.
 
-Read `publication` for the protocol, `manifest` for the check, `store` for what is inside, `files` for the
-three facts about disks that everything here follows from, `lock` for who may write.
+Read `store` for what is inside and how several processes write it, `publication` for how it becomes visible,
+`manifest` for the check, `restore` for reading it back on any number of processes, `background` for saving
+beside the steps, `files` for the three facts about disks that everything here follows from, `lock` for who
+may write.
 """
 
+from narrowgauge.checkpoint.background import AsyncSaver
+from narrowgauge.checkpoint.boxes import Piece, Pieces, whole
 from narrowgauge.checkpoint.files import (
     append_line,
     append_lines,
@@ -17,18 +21,24 @@ from narrowgauge.checkpoint.finite import JSON, PoisonedError, is_finite
 from narrowgauge.checkpoint.lock import lock_run
 from narrowgauge.checkpoint.manifest import DamagedError, FileEntry, Manifest, read_manifest, verify
 from narrowgauge.checkpoint.publication import newest_valid, steps
-from narrowgauge.checkpoint.store import Checkpoint, SaveError, load, save
+from narrowgauge.checkpoint.restore import Checkpoint, choose_step, load, restore_pieces
+from narrowgauge.checkpoint.space import SaveError, require_space
+from narrowgauge.checkpoint.store import save, save_pieces
 
 __all__ = [
     "JSON",
+    "AsyncSaver",
     "Checkpoint",
     "DamagedError",
     "FileEntry",
     "Manifest",
+    "Piece",
+    "Pieces",
     "PoisonedError",
     "SaveError",
     "append_line",
     "append_lines",
+    "choose_step",
     "fsync_directory",
     "is_finite",
     "load",
@@ -37,9 +47,13 @@ __all__ = [
     "newest_valid",
     "read_jsonl",
     "read_manifest",
+    "require_space",
+    "restore_pieces",
     "save",
+    "save_pieces",
     "sha256_of",
     "steps",
     "verify",
+    "whole",
     "write_whole",
 ]

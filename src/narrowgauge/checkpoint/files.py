@@ -11,7 +11,8 @@ So a file is written whole under a temporary name, synced, renamed, and the dire
 order, whoever looks finds the old content or the new one.
 
 Tests stop the process at any of these moments: with `NARROWGAUGE_CRASH_AT=<point>` in the environment the
-process ends there at once with exit code 137, as after `kill -9`. The points of `write_whole`, where NAME is
+process ends there at once with exit code 137, as after `kill -9`; `<point>@<rank>` is for one of several
+processes. The points of `write_whole`, where NAME is
 the file's name, are `write:NAME`, `synced:NAME`, `renamed:NAME`; those of a checkpoint are listed in
 `narrowgauge.checkpoint.publication`.
 """
@@ -27,6 +28,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from narrowgauge.errors import UserError
 
 CRASH_AT = "NARROWGAUGE_CRASH_AT"
@@ -34,8 +37,14 @@ CRASH_AT = "NARROWGAUGE_CRASH_AT"
 
 def crash_point(name: str) -> None:
     """End the process here, without any clean-up, if the environment asks for it."""
-    if os.environ.get(CRASH_AT) == name:
+    asked = os.environ.get(CRASH_AT)
+    if asked and (asked == name or asked == f"{name}@{_rank()}"):
         os._exit(137)
+
+
+def _rank() -> int:
+    """Of this process among those that train together."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def write_whole(path: Path, data: bytes | str) -> None:

@@ -20,12 +20,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.checkpoint.files import open_regular, sha256_of
+from narrowgauge.checkpoint.unchanged import remember
 from narrowgauge.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -115,11 +117,21 @@ def _from_json(content: Any) -> Manifest:
     return Manifest(step, run_id, files)
 
 
-def verify(directory: Path, run_id: str | None = None) -> Manifest:
+def verify(directory: Path, run_id: str | None = None, cores: int | None = None) -> Manifest:
     """Check a published directory whole: its own name, the set of files, each size, each SHA-256.
+
+    `cores` hash at a time; None = all.
 
     Raises `DamagedError` with the file and the reason, also where the operating system cannot read it.
     """
+    manifest = verify_listing(directory, run_id)
+    verify_files(directory, manifest, manifest.files, cores)
+    remember(directory)
+    return manifest
+
+
+def verify_listing(directory: Path, run_id: str | None = None) -> Manifest:
+    """The part of `verify` that reads the manifest and no other file."""
     if directory.is_symlink() or not directory.is_dir():
         raise DamagedError(f"{directory} is not a directory of its own")
     manifest = read_manifest(directory)
@@ -132,9 +144,19 @@ def verify(directory: Path, run_id: str | None = None) -> Manifest:
             f"{directory / MANIFEST} is of run {manifest.run_id!r}, and this run is {run_id!r}"
         )
     _compare_names(directory, manifest)
-    for name in sorted(manifest.files, key=lambda name: manifest.files[name].size):  # the cheap ones first
-        verify_file(directory / name, manifest.files[name])
     return manifest
+
+
+def verify_files(directory: Path, manifest: Manifest, names: Iterable[str], cores: int | None = None) -> None:
+    """Check files against their entries. Raises `DamagedError` for the smallest bad one."""
+    order = sorted(names, key=lambda name: manifest.files[name].size)  # the cheap ones first
+    if cores == 1:
+        for name in order:
+            verify_file(directory / name, manifest.files[name])
+        return
+    with ThreadPoolExecutor(cores or os.cpu_count()) as pool:
+        for _ in pool.map(lambda name: verify_file(directory / name, manifest.files[name]), order):
+            pass
 
 
 def _compare_names(directory: Path, manifest: Manifest) -> None:

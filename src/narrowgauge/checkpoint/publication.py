@@ -3,8 +3,7 @@
 The life of RUN/checkpoints/step-20, in order:
 
     begin     step-20.tmp-<nonce>/ is made; drafts that a dead process left are removed
-    (write)   the caller, or several processes together, write files into the draft
-    describe  each file is synced and hashed
+    (write)   one process, or several together, write files into the draft, and sync and hash each
     seal      manifest.json is written and synced, then the draft's names are synced
     publish   the draft is renamed to step-20, then the parent directory is synced
     retain    steps older than the newest `keep` valid ones are removed
@@ -15,10 +14,10 @@ into. To publish step N says that the run stands at N: what is there under N alr
 future that was abandoned by going back) and under greater numbers is set aside as `step-M.aside-<nonce>`,
 and goes when the run has moved past it.
 
-Crash points (see `narrowgauge.checkpoint.files`): `begun`, `described:FILE` for each file,
-`write:manifest.json`, `synced:manifest.json`, `sealed`, `publish` before the rename, `published` after it,
-`durable` after the parent is synced, `set-aside:NAME` before a directory is set aside, `purge:NAME` before
-one goes, `purging:NAME` when it has lost its name but still has its files, `purged:NAME` after it.
+Crash points (see `narrowgauge.checkpoint.files`): `begun`, `write:manifest.json`, `synced:manifest.json`,
+`sealed`, `publish` before the rename, `published` after it, `durable` after the parent is synced,
+`set-aside:NAME` before a directory is set aside, `purge:NAME` before one goes, `purging:NAME` when it has
+lost its name but still has its files, `purged:NAME` after it.
 """
 
 import os
@@ -28,8 +27,16 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from narrowgauge.checkpoint.files import crash_point, fsync_directory, make_directory, sha256_of, write_new
-from narrowgauge.checkpoint.manifest import MANIFEST, DamagedError, FileEntry, Manifest, verify
+from narrowgauge.checkpoint.files import crash_point, fsync_directory, make_directory, write_new
+from narrowgauge.checkpoint.manifest import (
+    MANIFEST,
+    DamagedError,
+    FileEntry,
+    Manifest,
+    verify,
+    verify_listing,
+)
+from narrowgauge.checkpoint.unchanged import forget, is_unchanged, remember
 from narrowgauge.errors import UserError
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
@@ -94,16 +101,6 @@ def begin(directory: Path, step: int) -> Path:
     return draft
 
 
-def describe(path: Path) -> FileEntry:
-    """Sync one finished file and measure it. Raises `OSError`."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        size = os.fstat(file.fileno()).st_size
-    entry = FileEntry(size, sha256_of(path))
-    crash_point(f"described:{path.name}")
-    return entry
-
-
 def seal(draft: Path, step: int, run_id: str, files: Mapping[str, FileEntry]) -> Manifest:
     """Write the manifest of a draft that is otherwise complete and synced. Raises `OSError`."""
     manifest = Manifest(step, run_id, files)
@@ -125,6 +122,7 @@ def publish(draft: Path, manifest: Manifest) -> Path:
             _set_aside(final)
         crash_point("publish")
         os.rename(draft, final)
+        remember(final)
         crash_point("published")
         fsync_directory(directory)
         crash_point("durable")
@@ -138,8 +136,8 @@ def retain(directory: Path, keep: int, published: Manifest) -> None:
     """Remove what is older than the newest `keep` valid steps.
 
     A step counts as valid only if every byte of it verifies, so a damaged one never stands in for a good
-    one. The price is to read `keep - 1` older checkpoints; `published`, just written, is taken on trust.
-    Raises `OSError`.
+    one. What this process has written or verified is not read again while its files are unchanged
+    (`unchanged.py`). Raises `OSError`.
     """
     assert keep >= 2, "with fewer than two checkpoints, one bad disk block ends the run"
     oldest, valid = published.step, 1
@@ -171,7 +169,9 @@ def _names(directory: Path) -> list[str]:
 
 def _valid(path: Path, run_id: str) -> bool:
     try:
-        verify(path, run_id)
+        if is_unchanged(path):
+            return verify_listing(path, run_id) is not None
+        verify(path, run_id, cores=1)  # the others are the training's
     except DamagedError:
         return False
     return True
@@ -180,7 +180,7 @@ def _valid(path: Path, run_id: str) -> bool:
 def _holds(path: Path, manifest: Manifest) -> bool:
     """Whether a published step is valid and equal to the manifest's."""
     try:
-        return verify(path) == manifest
+        return verify(path, cores=1) == manifest
     except DamagedError:
         return False
 
@@ -192,6 +192,7 @@ def _set_aside(path: Path) -> None:
 
 def _remove(path: Path) -> None:
     """Remove a directory. It loses its name first, so that one half removed is never taken for a step."""
+    forget(path)
     if _STEP.fullmatch(path.name):
         doomed = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
         os.rename(path, doomed)

@@ -1,188 +1,198 @@
-"""Saving and loading for one process: tensors as safetensors, everything else as JSON, nothing as pickle.
+"""Saving by one process or by many: tensors as safetensors, everything else as JSON, nothing as pickle.
 
-    step-20/model.safetensors      one file per group of tensors
-    step-20/optimizer.safetensors
-    step-20/state.json             step counters, schedule, data position: whatever is not a tensor
-    step-20/manifest.json          size and SHA-256 of each
+    step-20/model.safetensors                one file for each group of tensors, or, of several processes,
+    step-20/model-00001-of-00004.safetensors   one for each rank that has something to write in the group
+    step-20/index.json                       which file holds which part of which tensor (`index.py`)
+    step-20/state.json                       step counters, schedule, data position: whatever is not a tensor
+    step-20/manifest.json                    size and SHA-256 of each
 
-Tensors come back bit for bit in their own dtype. Two names for one tensor (tied weights) are stored once:
-the second name stands in the file's metadata, and loads as the same tensor object. JSON keeps
-Python's floats and integers exactly: the text of a float is the shortest that reads back as the same one.
+Tensors come back bit for bit in their own dtype. JSON keeps Python's floats and integers exactly: the
+text of a float is the shortest that reads back as the same one. Several processes write into one draft on a
+file system that they share:
 
-How the directory becomes visible is described in `narrowgauge.checkpoint.publication`. Saving adds the
-crash points `write:FILE` and `written:FILE` for each file.
+    plan      every rank says what it holds; all make the same plan (`sharing.py`)
+    check     nothing that any rank would write is a NaN or an infinity
+    begin     rank 0 asks for room on the disk and makes the draft
+    write     every rank writes, hashes and syncs its own files
+    gather    the digests of all, or the errors of any
+    publish   rank 0 writes the index and the state, seals, publishes, retains; all ranks learn how it went
+
+So all of them have the path, or all raise the same error. How the directory becomes visible is described in
+`narrowgauge.checkpoint.publication`. Saving adds the crash points `write:FILE`, `written:FILE` (not for JSON)
+and `synced:FILE` for each file.
 """
 
 import hashlib
 import json
-import os
-import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+import torch.distributed as dist
 
-from narrowgauge.checkpoint.files import crash_point, write_new
+from narrowgauge.checkpoint.agreement import everywhere, first_only, rank_in, size_of
+from narrowgauge.checkpoint.boxes import Pieces, whole
+from narrowgauge.checkpoint.files import write_new
 from narrowgauge.checkpoint.finite import JSON, Tensors, refuse_non_finite
-from narrowgauge.checkpoint.manifest import DamagedError, plain_name, read_bounded, verify
-from narrowgauge.checkpoint.publication import begin, describe, publish, retain, seal
-from narrowgauge.errors import UserError
+from narrowgauge.checkpoint.index import INDEX, Index, to_json
+from narrowgauge.checkpoint.manifest import FileEntry
+from narrowgauge.checkpoint.publication import begin, publish, retain, seal
+from narrowgauge.checkpoint.sharing import describe, file_name, make_index, share_of
+from narrowgauge.checkpoint.space import SaveError, require_space
+from narrowgauge.checkpoint.tensor_writer import write_safetensors
 
 STATE = "state.json"
-SUFFIX = ".safetensors"
-ALIASES = "aliases"  # key in a safetensors file's metadata: JSON, second name -> stored name
-
-
-class SaveError(UserError):
-    """A checkpoint could not be written. The older ones are untouched, and training can go on."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What a step holds: CPU tensors by group and name, and the JSON state."""
-
-    step: int
-    run_id: str
-    tensors: dict[str, dict[str, torch.Tensor]]
-    state: dict[str, Any]
+_SMALL_FILES = 1 << 20  # bytes: room for a header, a manifest, a state
 
 
 def save(
     directory: Path, step: int, tensors: Tensors, state: Mapping[str, JSON], keep: int, run_id: str
 ) -> Path:
+    """Publish a step of one process: `save_pieces` of whole tensors (group -> name -> tensor)."""
+    pieces = {g: {name: [whole(tensor)] for name, tensor in named.items()} for g, named in tensors.items()}
+    return save_pieces(directory, step, pieces, state, keep, run_id, None)
+
+
+def save_pieces(
+    directory: Path,
+    step: int,
+    pieces: Pieces,
+    state: Mapping[str, JSON],
+    keep: int,
+    run_id: str,
+    group: dist.ProcessGroup | None,
+) -> Path:
     """Publish step `step` under `directory` whole or not at all, then keep the newest `keep` valid steps.
 
+    Called by every rank of `group`.
+
     Args:
-        directory: RUN/checkpoints, made if need be; the caller holds the run's lock.
+        directory: RUN/checkpoints, on a file system of all ranks, made if need be; the caller holds the run's
+            lock.
         step: optimizer steps done.
-        tensors: group -> name -> tensor, on any device, any strides, dtypes of safetensors; a group's
-            name becomes a file's.
-        state: plain JSON; tuples come back as lists.
+        pieces: group -> name -> what this rank holds of the tensor, if anything. On all ranks together the
+            pieces of a tensor cover it exactly; equal pieces on several ranks are equal in content.
+        state: plain JSON, that of rank 0; tuples come back as lists.
         keep: how many valid steps stay, at least 2.
-        run_id: what `newest_valid` will ask for.
+        run_id: what `choose_step` will ask for.
+        group: of gloo; None = this process alone.
 
     Returns:
         The path of step-N.
 
-    Raises `PoisonedError` where a floating tensor or number is not finite, and `SaveError` where the
-    operating system refuses (disk full, no permission): the draft is removed, older steps stay as they were.
+    Raises, on all ranks alike:
+        PoisonedError: a floating tensor or number is not finite.
+        SaveError: the operating system refuses (disk full, no permission) on any rank: the draft is removed,
+            older steps stay as they were.
+        UserError: the pieces overlap, leave a hole, or contradict each other.
     """
+    return write_share(plan_save(directory, step, pieces, state, keep, run_id, group))
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save that is planned: who writes what, and what this rank has to write."""
+
+    directory: Path
+    step: int
+    index: Index
+    share: Tensors  # group -> key in the rank's file -> tensor
+    state: Mapping[str, JSON]
+    keep: int
+    run_id: str
+    group: dist.ProcessGroup | None
+
+    def failed(self, reason: str) -> SaveError:
+        """What the operating system said, in a sentence."""
+        return SaveError(
+            f"step {self.step} could not be saved under {str(self.directory)!r} ({reason}), and the "
+            f"checkpoints there are untouched; free disk space or mend the permissions before the next save"
+        )
+
+    @property
+    def files(self) -> set[str]:
+        """The tensor files of all ranks."""
+        return {p.file for named in self.index.values() for entry in named.values() for p in entry.parts}
+
+    @property
+    def bytes(self) -> int:
+        """About what all files of all ranks will take."""
+        entries = [entry for named in self.index.values() for entry in named.values()]
+        data = sum(part.box.volume * entry.itemsize for entry in entries for part in entry.parts)
+        return data + _SMALL_FILES * (len(self.files) + 3)
+
+
+def plan_save(
+    directory: Path,
+    step: int,
+    pieces: Pieces,
+    state: Mapping[str, JSON],
+    keep: int,
+    run_id: str,
+    group: dist.ProcessGroup | None,
+) -> Save:
+    """The first part of `save_pieces`: agree on who writes what."""
     assert keep >= 2
     assert step >= 0
-    refuse_non_finite(tensors, state)
-    try:
-        with _draft(directory, step) as draft:
-            files = [_write_group(draft, group, named) for group, named in tensors.items()]
-            write_new(draft / STATE, json.dumps(dict(state), allow_nan=False, indent=1) + "\n")
-            manifest = seal(draft, step, run_id, {name: describe(draft / name) for name in [*files, STATE]})
-            path = publish(draft, manifest)
-    except OSError as error:
-        raise SaveError(
-            f"step {step} could not be saved under {str(directory)!r} ({error}), and the checkpoints "
-            f"there are untouched; free disk space or mend the permissions before the next save"
-        ) from error
-    try:
-        retain(directory, keep, manifest)
-    except OSError as error:
-        raise SaveError(
-            f"step {step} is saved, but older steps could not be removed ({error}), so the disk will "
-            f"fill; mend the permissions of {str(directory)!r}"
-        ) from error
-    return path
+    holdings = everywhere(lambda: describe(pieces), group, SaveError)
+    index = make_index(holdings)
+    share = share_of(index, pieces, rank_in(group), size_of(group))
+    return Save(directory, step, index, share, state, keep, run_id, group)
 
 
-@contextmanager
-def _draft(directory: Path, step: int) -> Iterator[Path]:
-    """A draft that does not outlive the `with`; a published one has another name by then."""
-    draft = begin(directory, step)
+def write_share(save: Save) -> Path:
+    """The rest of `save_pieces`: write this rank's share, and publish what all have written."""
+    group = save.group
+    everywhere(lambda: refuse_non_finite(save.share, save.state), group, save.failed)
+    draft = save.directory / first_only(lambda: _begin(save), group, save.failed)
     try:
-        yield draft
+        written = everywhere(lambda: _write_files(draft, save), group, save.failed)
+        entries = {name: entry for files in written for name, entry in files.items()}
+        first_only(lambda: _publish(draft, save, entries), group, save.failed)
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        if rank_in(group) == 0:  # a published draft has another name by now
+            shutil.rmtree(draft, ignore_errors=True)
+    return save.directory / f"step-{save.step}"
 
 
-def operating_system_error(error: SafetensorError, path: Path) -> Exception:
-    """The `OSError` that safetensors wraps into a text; the same error where it is of another kind."""
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return OSError(int(found[1]), os.strerror(int(found[1])), str(path)) if found else error
+def _begin(save: Save) -> str:
+    require_space(save.directory, save.bytes, len(save.files) + 4)
+    return begin(save.directory, save.step).name
 
 
-def load(path: Path) -> Checkpoint:
-    """Read a published step; every file is checked against the manifest before it is parsed.
-
-    Nothing in the files is executed, and tensors are on the CPU. Raises `DamagedError` (a `UserError`) that
-    names the file and the reason.
-    """
-    path = Path(os.path.abspath(path))
-    manifest = verify(path)
-    if STATE not in manifest.files:
-        raise DamagedError(f"{path / STATE} is missing: a checkpoint of this kind has one")
-    if strange := [name for name in manifest.files if name != STATE and not name.endswith(SUFFIX)]:
-        raise DamagedError(f"{path / strange[0]} is neither {STATE} nor *{SUFFIX}, and nothing else is read")
-    groups = {name.removesuffix(SUFFIX): path / name for name in manifest.files if name != STATE}
-    tensors = {group: _read_group(file) for group, file in groups.items()}
-    state = _read_state(path / STATE, manifest.files[STATE].sha256)
-    return Checkpoint(manifest.step, manifest.run_id, tensors, state)
+def _write_files(draft: Path, save: Save) -> dict[str, FileEntry]:
+    """Write this rank's tensors."""
+    files = {}
+    for group, tensors in save.share.items():
+        name = file_name(group, rank_in(save.group), size_of(save.group))
+        files[name] = write_safetensors(draft / name, {key: _storable(t) for key, t in tensors.items()})
+    return files
 
 
-def _write_group(draft: Path, group: str, named: Mapping[str, torch.Tensor]) -> str:
-    """Write one group as a safetensors file, second names of the same tensor in its metadata; its name."""
-    path = draft / f"{group}{SUFFIX}"
-    assert plain_name(path.name), f"{group!r} cannot be a file's name"
-    crash_point(f"write:{path.name}")
-    stored: dict[str, torch.Tensor] = {}
-    aliases: dict[str, str] = {}
-    first_name: dict[object, str] = {}
-    storages: set[tuple[torch.device, int]] = set()
-    for name, tensor in named.items():
-        storage = (tensor.device, tensor.untyped_storage().data_ptr())
-        same = (storage, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
-        if tensor.numel() and same in first_name:
-            aliases[name] = first_name[same]
-            continue
-        first_name[same] = name
-        own = tensor.detach().cpu().contiguous()
-        # safetensors refuses tensors that overlap: a second view of a storage is stored as a copy
-        stored[name] = own.clone() if storage in storages else own
-        storages.add(storage)
+def _storable(tensor: torch.Tensor) -> torch.Tensor:
+    """FP4 pairs, of which safetensors cannot read a part, as their bytes."""
+    return tensor.detach().view(torch.uint8) if tensor.dtype is torch.float4_e2m1fn_x2 else tensor
+
+
+def _publish(draft: Path, save: Save, entries: Mapping[str, FileEntry]) -> None:
+    """What rank 0 does when all have written."""
+    state = json.dumps(dict(save.state), allow_nan=False, indent=1) + "\n"
+    texts = {INDEX: to_json(save.index), STATE: state}
+    described = {name: _write_text(draft / name, text) for name, text in texts.items()}
+    manifest = seal(draft, save.step, save.run_id, {**entries, **described})
+    publish(draft, manifest)
     try:
-        save_file(stored, path, metadata={ALIASES: json.dumps(aliases)} if aliases else None)
-    except SafetensorError as error:
-        raise operating_system_error(error, path) from error
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors makes files that only the owner can read
-    crash_point(f"written:{path.name}")
-    return path.name
+        retain(save.directory, save.keep, manifest)
+    except OSError as error:
+        raise SaveError(
+            f"step {save.step} is saved, but older steps could not be removed ({error}), so the disk will "
+            f"fill; mend the permissions of {str(save.directory)!r}"
+        ) from error
 
 
-def _read_group(path: Path) -> dict[str, torch.Tensor]:
-    """The inverse of `_write_group`, for a file whose digest has been checked."""
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            aliases = json.loads((file.metadata() or {}).get(ALIASES, "{}"))
-        for name, stored in aliases.items():
-            if name in tensors:
-                raise ValueError(f"{name!r} is there twice")
-            tensors[name] = tensors[stored]
-    except (SafetensorError, OSError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise DamagedError(f"{path} is not a safetensors file that can be trusted: {error!r}") from error
-    return tensors
-
-
-def _read_state(path: Path, sha256: str) -> dict[str, Any]:
-    data = read_bounded(path, 1 << 30)
-    if hashlib.sha256(data).hexdigest() != sha256:  # of the very bytes that are parsed
-        raise DamagedError(f"{path} changed while it was read")
-    try:
-        state = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{path} is not JSON ({error})") from error
-    if not isinstance(state, dict):
-        raise DamagedError(f"{path} is not a JSON object")
-    return state
+def _write_text(path: Path, text: str) -> FileEntry:
+    data = text.encode()
+    write_new(path, data)
+    return FileEntry(len(data), hashlib.sha256(data).hexdigest())

@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from narrowgauge.checkpoint.files import open_regular
 from narrowgauge.checkpoint.finite import is_finite
 from narrowgauge.checkpoint.manifest import plain_name
-from narrowgauge.checkpoint.store import operating_system_error
+from narrowgauge.checkpoint.tensor_writer import write_safetensors
 from narrowgauge.errors import UserError
 
 WHOLE = "model.safetensors"
@@ -137,11 +136,8 @@ def write_tensors(
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = WHOLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        own = {name: t.to(dtype or t.dtype, copy=True).contiguous() for name, t in shard}
-        try:
-            save_file(own, folder / file, metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise operating_system_error(error, folder / file) from error
+        own = {name: t.to(dtype or t.dtype) for name, t in shard}
+        write_safetensors(folder / file, own, metadata={"format": "pt"})
         weight_map |= {name: file for name, _ in shard}
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

@@ -1,0 +1,243 @@
+"""Real worlds of several processes: reads one JSON job a line, forks a process for each rank, and answers
+with how each ended.
+
+torch is imported once, in this process. The tensors of a step are a function of its number, and which part
+of each a rank holds is a function of the world's size: by rows as FSDP cuts them (the last rank may have
+nothing), by columns, in two stripes a rank, the same on all, or on one rank alone.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from narrowgauge.checkpoint import AsyncSaver, Piece, choose_step, restore_pieces, save_pieces
+
+SHAPES = {
+    "rows": (7, 6),
+    "columns": (5, 9),
+    "stripes": (12, 3),
+    "replicated": (4, 4),
+    "alone": (3,),
+    "flat": (11,),
+    "scalar": (),
+    "empty": (0, 3),
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.uint8, torch.float4_e2m1fn_x2)
+
+
+def tensors_of(step: int) -> dict[str, dict[str, torch.Tensor]]:
+    """The whole tensors of a step: random bits that are finite in every dtype."""
+    generator = torch.Generator().manual_seed(step)
+    groups: dict[str, dict[str, torch.Tensor]] = {"model": {}, "optimizer": {}}
+    for number, dtype in enumerate(DTYPES):
+        for name, shape in SHAPES.items():
+            if dtype.itemsize > 1:
+                x = torch.randn(shape, generator=generator).to(dtype)
+            else:
+                x = torch.randint(0, 120, shape, generator=generator, dtype=torch.uint8).view(dtype)
+            groups["model" if number % 2 else "optimizer"][f"{name}.{dtype}"] = x
+    return groups
+
+
+def parts_of(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> list[tuple[slice, ...]]:
+    """Where the parts lie that a rank holds; [] = it does not know the tensor."""
+    kind = name.split(".")[0]
+    if kind in ("replicated", "scalar", "empty") or ranks == 1:
+        return [tuple(slice(0, n) for n in shape)]
+    if kind == "alone":
+        return [(slice(0, shape[0]),)] if rank == ranks - 1 else []
+    if kind in ("rows", "flat"):
+        size = -(-shape[0] // ranks)
+        first = min(rank * size, shape[0])
+        return [(slice(first, min(first + size, shape[0])), *(slice(0, n) for n in shape[1:]))]
+    if kind == "columns":
+        edges = [0, *(shape[1] * (r + 1) ** 2 // ranks**2 for r in range(ranks))]
+        return [(slice(0, shape[0]), slice(edges[rank], edges[rank + 1]))]
+    size = shape[0] // (2 * ranks)
+    firsts = (rank * size, (2 * ranks - 1 - rank) * size)
+    ends = [first + size if first + size < 2 * ranks * size else shape[0] for first in firsts]
+    return [(slice(a, b), slice(0, shape[1])) for a, b in zip(firsts, ends, strict=True)]
+
+
+def pieces_of(groups: dict, rank: int, ranks: int) -> dict[str, dict[str, list[Piece]]]:
+    """What a rank holds of whole tensors, copied; a second name of one tensor is the same piece."""
+    pieces: dict[str, dict[str, list[Piece]]] = {}
+    for group, named in groups.items():
+        pieces[group] = {}
+        for name, x in named.items():
+            parts = parts_of(name, x.shape, rank, ranks)
+            raw = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
+            held = [raw[p].clone().view(x.dtype) for p in parts]
+            if parts:
+                pieces[group][name] = [
+                    Piece(t, tuple(x.shape), tuple(s.start for s in p))
+                    for t, p in zip(held, parts, strict=True)
+                ]
+    pieces["model"]["tied"] = pieces["model"]["rows.torch.bfloat16"]
+    return pieces
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    def bits(x: torch.Tensor) -> torch.Tensor:
+        return x.contiguous().reshape(-1).view(torch.uint8)
+
+    return a.dtype is b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+
+def save_step(job: dict, rank: int, ranks: int, step: int) -> str:
+    pieces = pieces_of(tensors_of(step), rank, ranks)
+    if job.get("poison") == rank:
+        pieces["optimizer"]["columns.torch.float32"][0].tensor.view(-1)[0] = torch.nan
+    if job.get("hole") and rank == 1:
+        del pieces["model"]["columns.torch.bfloat16"]
+    path = save_pieces(
+        Path(job["path"]), step, pieces, {"step": step}, job.get("keep", 2), "run", dist.group.WORLD
+    )
+    return path.name
+
+
+def limit_files(job: dict, rank: int) -> None:
+    """A disk that is full for one rank: no file may be larger."""
+    if job.get("small_files_on") == rank:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"], resource.RLIM_INFINITY))
+
+
+def save(job: dict, rank: int, ranks: int) -> list[str]:
+    limit_files(job, rank)
+    return [save_step(job, rank, ranks, step) for step in job["steps"]]
+
+
+def restore(job: dict, rank: int, ranks: int) -> dict:
+    """Choose a step, restore every piece, and compare with what the step held."""
+    path, refused = choose_step(Path(job["path"]), "run", dist.group.WORLD)
+    assert path is not None
+    truth = pieces_of(tensors_of(int(path.name.removeprefix("step-"))), rank, ranks)
+    wanted = pieces_of(tensors_of(10**6), rank, ranks)
+    for change in job.get("changes", []):
+        group, name, kind = change
+        if kind == "drop":
+            del wanted[group][name]
+        elif kind == "add":
+            wanted[group][name] = wanted[group]["rows.torch.bfloat16"]
+        elif kind == "dtype":
+            wanted[group][name] = [Piece(p.tensor.float(), p.shape, p.offset) for p in wanted[group][name]]
+        elif kind == "shape":
+            wanted[group][name] = [Piece(p.tensor, (99, *p.shape[1:]), p.offset) for p in wanted[group][name]]
+    state_before = torch.get_rng_state()
+    try:
+        checkpoint = restore_pieces(path, wanted, dist.group.WORLD)
+    except Exception as error:
+        untouched = pieces_of(tensors_of(10**6), rank, ranks)["optimizer"]
+        held = wanted["optimizer"]
+        changed = [n for n in untouched if not same_bits(held[n][0].tensor, untouched[n][0].tensor)]
+        return {"error": f"{type(error).__name__}: {error}", "changed": changed}
+    wrong = [
+        name
+        for group, named in truth.items()
+        for name, pieces in named.items()
+        for a, b in zip(pieces, wanted[group][name], strict=True)
+        if not same_bits(a.tensor, b.tensor)
+    ]
+    rng = torch.equal(state_before, torch.get_rng_state())
+    return {"path": path.name, "refused": refused, "state": checkpoint.state, "wrong": wrong, "rng": rng}
+
+
+def in_background(job: dict, rank: int, ranks: int) -> dict:
+    """Save steps in the background, spoiling every tensor and the state as soon as each call returns."""
+    if delay := job.get("delay"):
+        fsync = os.fsync
+
+        def slow(descriptor: int) -> None:
+            time.sleep(delay)
+            fsync(descriptor)
+
+        os.fsync = slow  # a slow disk
+    said, seconds = [], []
+    saver = AsyncSaver()
+    limit_files(job, rank)
+    pieces = pieces_of(tensors_of(0), rank, ranks)
+    state: dict = {"step": 0, "list": [0]}
+    for step in job["steps"]:
+        fill(pieces, pieces_of(tensors_of(step), rank, ranks))
+        state["step"] = state["list"][0] = step
+        if job.get("poison") == step and rank == 1:
+            pieces["optimizer"]["columns.torch.float32"][0].tensor.view(-1)[0] = torch.nan
+        begin = time.monotonic()
+        try:
+            saver.save(Path(job["path"]), step, pieces, state, 2, "run")
+            said.append("begun")
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+        seconds.append(time.monotonic() - begin)
+        fill(pieces, pieces_of(tensors_of(10**6), rank, ranks))
+        state["list"][0] = -1
+    if job.get("kill"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        saver.close()
+        said.append("closed")
+    except Exception as error:
+        said.append(f"{type(error).__name__}: {error}")
+    return {"said": said, "seconds": seconds}
+
+
+def fill(pieces: dict, others: dict) -> None:
+    """Copy the content of other pieces into these, in place."""
+    for group, named in others.items():
+        for name, parts in named.items():
+            for new, old in zip(parts, pieces[group][name], strict=True):
+                narrow = old.tensor.itemsize == 1
+                a, b = (t.view(torch.uint8) if narrow else t for t in (old.tensor, new.tensor))
+                a.copy_(b)
+
+
+JOBS = {job.__name__: job for job in (save, restore, in_background)}
+
+
+def run_rank(job: dict, rank: int, home: Path) -> None:
+    code, ranks = 0, job["ranks"]
+    os.environ.update(job.get("environment", {}))
+    result: object = None
+    try:
+        store, timeout = dist.FileStore(str(home / "store"), ranks), timedelta(seconds=job.get("timeout", 30))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+        result = JOBS[job["do"]](job, rank, ranks)
+    except Exception as error:
+        code, result = 1, f"{type(error).__name__}: {error}"
+        (home / f"trace-{rank}").write_text(traceback.format_exc())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+        (home / f"said-{rank}").write_text(json.dumps(result))
+        os._exit(code)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        job = json.loads(line)
+        with tempfile.TemporaryDirectory() as name:
+            home, pids = Path(name), []
+            for rank in range(job["ranks"]):
+                pid = os.fork()
+                if pid == 0:
+                    run_rank(job, rank, home)
+                pids.append(pid)
+            codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+            said = [home / f"said-{rank}" for rank in range(job["ranks"])]
+            results = [json.loads(file.read_text()) if file.exists() else None for file in said]
+        print(json.dumps({"codes": codes, "said": results}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
