@@ -212,6 +212,7 @@ class Narrowgauge:
         reader_gone: bool = False,
         largest_file: int = 0,
         memory: int = 0,
+        script: str | Path = "",
         **environment: str,
     ) -> Process:
         """Output goes to a file, the `terminal` of that name, or a pipe nobody reads; limits are in bytes."""
@@ -226,6 +227,7 @@ class Narrowgauge:
             "reader_gone": reader_gone,
             "largest_file": largest_file,
             "memory": memory,
+            "script": str(script),
         }
         out.touch()
         return Process(self._ask(job), out, err, self._ask)

@@ -10,6 +10,7 @@ import narrowgauge as ng
 ROOT = Path(ng.__file__).parent
 ROOMS = (
     "errors",
+    "signals",
     "formats",
     "quantization",
     "kernels",

@@ -1,8 +1,8 @@
 """`python -m narrowgauge`, with torch imported already: forks for each job, so that a start costs little.
 
 Reads one JSON job a line: {"arguments": ...} starts a process and answers its pid, {"wait": pid} answers its
-exit code (negative: the signal). A child is the command as a user starts it: its own arguments, directory,
-standard streams, signals and exit code.
+exit code (negative: the signal). A child is the command, or a `script`, as a user starts it: its own
+arguments, directory, standard streams, signals and exit code.
 """
 
 import gc
@@ -35,7 +35,10 @@ def become(job: dict) -> None:
         # a write beyond the limit then fails, as on a full disk
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["largest_file"], resource.RLIM_INFINITY))
-    sys.argv = ["narrowgauge", *job["arguments"]]
+    sys.argv = [job["script"] or "narrowgauge", *job["arguments"]]
+    if job["script"]:
+        runpy.run_path(job["script"], run_name="__main__")
+        return
     runpy.run_module("narrowgauge", run_name="__main__", alter_sys=True)
 
 

@@ -1,14 +1,21 @@
 """narrowgauge: pre-train language models in narrow numbers, and see what the narrow numbers did.
 
 Every tensor of a training step has a place; a recipe says which number format each place is in.
+
+The names below are imported when they are first used, because torch takes seconds to import, and the command
+has to answer to signals before that (`__main__`).
 """
 
-from narrowgauge.formats import Format, format, format_names, round_to
-from narrowgauge.nn import convert
-from narrowgauge.optim import AdamW, Muon, parameter_groups
-from narrowgauge.quantization import QTensor, quantize
-from narrowgauge.recipes import Recipe, load_recipe, recipe, recipe_names
-from narrowgauge.training import run
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from narrowgauge.formats import Format, format, format_names, round_to
+    from narrowgauge.nn import convert
+    from narrowgauge.optim import AdamW, Muon, parameter_groups
+    from narrowgauge.quantization import QTensor, quantize
+    from narrowgauge.recipes import Recipe, load_recipe, recipe, recipe_names
+    from narrowgauge.training import run
 
 __all__ = [
     "AdamW",
@@ -27,3 +34,24 @@ __all__ = [
     "round_to",
     "run",
 ]
+
+_ROOMS = {
+    "formats": ("Format", "format", "format_names", "round_to"),
+    "nn": ("convert",),
+    "optim": ("AdamW", "Muon", "parameter_groups"),
+    "quantization": ("QTensor", "quantize"),
+    "recipes": ("Recipe", "load_recipe", "recipe", "recipe_names"),
+    "training": ("run",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for room, names in _ROOMS.items():
+        if name in names:
+            value = globals()[name] = getattr(import_module(f"narrowgauge.{room}"), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,29 @@
-"""`python -m narrowgauge` is the command `narrowgauge`."""
+"""The command `narrowgauge`, which is `python -m narrowgauge` too.
 
+Importing torch takes seconds, on a cluster's file system minutes. What asks a run to stop in that time is
+noted, and heeded when the import is done: a process that starts to train has an answer to signals from its
+first moment on, and never outlives its launcher.
+"""
+
+import os
 import sys
+from contextlib import nullcontext
 
-from narrowgauge.cli import main
+from narrowgauge.signals import die_with_launcher, stop_requests
 
-sys.exit(main())
+
+def main() -> int:
+    """Run the command line; returns the exit code (`cli`)."""
+    die_with_launcher(os.environ)
+    trains = sys.argv[1:2] == ["train"]
+    with stop_requests() if trains else nullcontext():
+        try:
+            from narrowgauge import cli
+        except KeyboardInterrupt:
+            print("narrowgauge: interrupted", file=sys.stderr)
+            return 1
+        return cli.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

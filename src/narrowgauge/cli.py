@@ -19,16 +19,17 @@ from narrowgauge import cli_cluster, cli_launch, cli_prepare
 from narrowgauge.checkpoint import PoisonedError, SaveError
 from narrowgauge.cli_exchange import add_exchange_verbs
 from narrowgauge.cluster import print_plan
+from narrowgauge.distributed import Stopped, speaks_for_all
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import format, format_names
 from narrowgauge.recipes import choose_backend, device_facts, recipe, recipe_names
 from narrowgauge.report import print_comparison, read_run, write_report
 from narrowgauge.report.compare import ComparisonFailed, compare
+from narrowgauge.signals import Preempted, StoppedEarly
 from narrowgauge.training import (
     Config,
     Diverged,
     OutOfMemory,
-    Preempted,
     config_keys,
     convert_run,
     load_values,
@@ -69,15 +70,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action: Callable[[argparse.Namespace], int | None] = options.action
         code = action(options) or EXIT_DONE
         sys.stdout.flush()
-    except Preempted as stop:
+    except (Preempted, StoppedEarly) as stop:
         return _ended(f"stopped by {stop}", EXIT_PREEMPTED)
+    except Stopped as stop:  # another rank has said why
+        return _ended(str(stop), stop.code) if stop.speaks else stop.code
     except ComparisonFailed as error:
         # A run that ended by itself has said why.
         return error.code if error.code > 0 else _ended(str(error), EXIT_FAILED)
     except (Diverged, OutOfMemory, PoisonedError, SaveError) as error:
         return _ended(str(error), EXIT_FAILED)
     except UserError as error:
-        return _ended(str(error), EXIT_USAGE)
+        found_by_one = bool(getattr(error, "__notes__", ()))  # the note says which rank
+        if found_by_one or speaks_for_all(os.environ):
+            return _ended(str(error), EXIT_USAGE)
+        return EXIT_USAGE
     except KeyboardInterrupt:
         return _ended("interrupted", EXIT_FAILED)
     except BrokenPipeError:  # the reader of our output went away, as in `narrowgauge recipes | head`

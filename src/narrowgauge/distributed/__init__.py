@@ -1,21 +1,29 @@
 """How is a run spread over devices?"""
 
 from narrowgauge.distributed.build import Plan, build
+from narrowgauge.distributed.crew import START, Crew, joined
 from narrowgauge.distributed.divide import check_division
+from narrowgauge.distributed.ending import Stopped
 from narrowgauge.distributed.engine import Engine
+from narrowgauge.distributed.launchers import speaks_for_all
 from narrowgauge.distributed.mesh import Layout, Mesh, fit
 from narrowgauge.distributed.stages import MicroBatch
 from narrowgauge.distributed.world import World, world_from
 
 __all__ = [
+    "START",
+    "Crew",
     "Engine",
     "Layout",
     "Mesh",
     "MicroBatch",
     "Plan",
+    "Stopped",
     "World",
     "build",
     "check_division",
     "fit",
+    "joined",
+    "speaks_for_all",
     "world_from",
 ]

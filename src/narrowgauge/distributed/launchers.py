@@ -151,3 +151,16 @@ def refuse_separate_worlds(environ: Mapping[str, str], place: Place) -> None:
             f"{name} started {tasks} processes, but WORLD_SIZE={place.size} is set, so that they would be no "
             "world of their own size; unset RANK, WORLD_SIZE and LOCAL_RANK"
         )
+
+
+def speaks_for_all(environ: Mapping[str, str]) -> bool:
+    """Whether this process is the one to print what all of them find wrong, before they have met.
+
+    One that cannot tell speaks: a sentence said twice is better than none.
+    """
+    ranks = ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"]
+    if environ.get("TORCHELASTIC_RUN_ID"):
+        ranks.append("RANK")
+    if environ.get("SLURM_STEP_ID"):
+        ranks.append("SLURM_PROCID")
+    return all((environ.get(name) or "0").strip() in ("0", "") for name in ranks)

@@ -2,7 +2,7 @@
 
 from narrowgauge.training.config import Config, config_keys, load_values, make_config, to_toml
 from narrowgauge.training.convert import convert_run
-from narrowgauge.training.loop import Diverged, OutOfMemory, Preempted, default_out, run
+from narrowgauge.training.loop import Diverged, OutOfMemory, default_out, run
 from narrowgauge.training.machine import choose_device
 from narrowgauge.training.memory import cheaper, expected, gib
 from narrowgauge.training.use import TrainedRun, open_run
@@ -12,7 +12,6 @@ __all__ = [
     "Config",
     "Diverged",
     "OutOfMemory",
-    "Preempted",
     "TrainedRun",
     "bits_per_byte",
     "cheaper",

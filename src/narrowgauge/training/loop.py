@@ -22,19 +22,15 @@ from narrowgauge.errors import UserError
 from narrowgauge.models import count_parameters, flops_per_token, generate
 from narrowgauge.nn import DTYPES
 from narrowgauge.recipes import choose_backend, device_facts
+from narrowgauge.signals import Preempted, Requests, StoppedEarly, stop_requests
 from narrowgauge.training import machine
 from narrowgauge.training.config import Config, make_config
 from narrowgauge.training.directory import RunDirectory, run_id_of
 from narrowgauge.training.memory import Memory, Watch, gib, measured, require_memory
 from narrowgauge.training.progress import Display
 from narrowgauge.training.session import Session, newest_checkpoint
-from narrowgauge.training.signals import stop_requests
 from narrowgauge.training.start import check_start, start_from_weights
 from narrowgauge.training.validate import validation_loss
-
-
-class Preempted(Exception):
-    """The run was asked to stop, has saved, and can be continued: exit code 75."""
 
 
 class Diverged(Exception):
@@ -70,6 +66,7 @@ def run(
     Raises:
         UserError: a mistake in the configuration, the data or the directory; nothing was trained.
         Preempted: SIGTERM, SIGINT or SIGUSR1 came; the state is saved.
+        StoppedEarly: one of them came before the first step.
         Diverged: more than `guard.max_skips` steps in a row had a non-finite gradient.
         OutOfMemory: a step needs more memory than there is.
         PoisonedError: weights or moments became non-finite; the checkpoints there are untouched.
@@ -85,19 +82,20 @@ def run(
         dataset = open_data(config.data.source, config.data.tokenizer, config.data.weights, display.stage)
         _check_data(config, dataset)
         check_start(config, dataset.tokenizer)
-        with lock_run(directory.path), stop_requests() as requests:
+        with stop_requests() as requests, lock_run(directory.path):
+            requests.nothing_to_save()
             directory.claim(config)
             if directory.status() == "done":
                 display.say(f"{directory.path} is done; to train again, name another directory with --out")
                 return directory.path
             directory.check_corpus(dataset.digest)
-            dataset.tokenizer.save(directory.tokenizer)
-            job = _Job(config, device, dataset, directory, display, plan)
-            session = _start_or_resume(job)
             try:
+                dataset.tokenizer.save(directory.tokenizer)
+                job = _Job(config, device, dataset, directory, display, plan)
+                session = _start_or_resume(job)
                 _train(job, session, requests)
                 _finish(job, session)
-            except Preempted as stop:
+            except (Preempted, StoppedEarly) as stop:
                 directory.set_status("preempted", str(stop))
                 raise
             except BaseException as error:
@@ -187,7 +185,7 @@ def _start_or_resume(job: _Job) -> Session:
     return session
 
 
-def _train(job: _Job, session: Session, requests: list[str]) -> None:
+def _train(job: _Job, session: Session, requests: Requests) -> None:
     """All steps that are left."""
     directory, steps = job.directory, job.config.training.steps
     if session.step == 0:
@@ -198,10 +196,11 @@ def _train(job: _Job, session: Session, requests: list[str]) -> None:
         _steps(job, session, batches, requests)
 
 
-def _steps(job: _Job, session: Session, batches: Loader, requests: list[str]) -> None:
+def _steps(job: _Job, session: Session, batches: Loader, requests: Requests) -> None:
     """The loop itself."""
     config, directory, steps = job.config, job.directory, job.config.training.steps
     last_save, is_warm = time.monotonic(), False
+    requests.save_first()
     while session.step < steps:
         line = _measured_step(job, session, batches) if is_warm else _first_step(job, session, batches)
         is_warm = True

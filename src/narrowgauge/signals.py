@@ -1,0 +1,101 @@
+"""Being asked to stop, by SIGTERM (a scheduler), SIGINT (Ctrl-C) or SIGUSR1 (the time limit is near); and
+dying with the launcher.
+
+A run that is asked to stop saves after its step. Before its first step there is nothing to save, and it
+stops at once; during the seconds of importing torch it only notes what it was asked. Exit code 75 either way.
+
+A second Ctrl-C, or another signal than the first, stops the run at once. The first one again does not: a
+scheduler that tells every process of a job tells a run of `compare` twice, directly and through its parent.
+
+This file imports nothing that takes time, because signals arrive from the first moment on.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType
+
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+# Each is set by a launcher that is, or leaves behind, the parent of its processes.
+_LAUNCHED = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_STEP_ID")
+_PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+
+
+class Preempted(Exception):
+    """The run was asked to stop, has saved, and can be continued: exit code 75."""
+
+
+class StoppedEarly(KeyboardInterrupt):
+    """The run was asked to stop before its first step, and has nothing to save: exit code 75."""
+
+
+class Requests(list[str]):
+    """The names of the signals that asked, in their order; itself the handler of these signals."""
+
+    at_once = False  # whether there is nothing to save, and a request need not wait for a step
+
+    @property
+    def number(self) -> int:
+        """The first signal, for ranks to agree on; 0 where none came."""
+        return signal.Signals[self[0]].value if self else 0
+
+    def nothing_to_save(self) -> None:
+        """From here a request raises `StoppedEarly`; so does one that has come already."""
+        self.at_once = True
+        if self:
+            raise _early(self[0])
+
+    def save_first(self) -> None:
+        """From here a request is noted, for the run to heed after its step."""
+        self.at_once = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Note a signal, or stop at once."""
+        name = signal.Signals(number).name
+        if self and (number == signal.SIGINT or name not in self):
+            raise KeyboardInterrupt
+        self.append(name)
+        if self.at_once and len(self) == 1:
+            raise _early(name)
+
+
+def _early(name: str) -> StoppedEarly:
+    return StoppedEarly(f"{name} before a step was done; the same line continues")
+
+
+@contextmanager
+def stop_requests() -> Iterator[Requests]:
+    """What asks the process to stop, for the length of a `with`; one inside another is the same.
+
+    Signals reach only a process's main thread; a run in another one cannot be asked.
+    """
+    outer = signal.getsignal(signal.SIGTERM)
+    if isinstance(outer, Requests):
+        yield outer
+        return
+    requests = Requests()
+    in_main = threading.current_thread() is threading.main_thread()
+    previous = {n: signal.signal(n, requests) for n in (ASKING if in_main else ())}
+    try:
+        yield requests
+    finally:
+        for n, handler in previous.items():
+            signal.signal(n, handler)
+
+
+def die_with_launcher(environ: Mapping[str, str]) -> None:
+    """Let the kernel kill this process when its parent ends, if that is a launcher such as torchrun.
+
+    A launcher that is killed cannot tell its processes; they would go on training and writing. Linux only.
+    """
+    if sys.platform != "linux" or not any(environ.get(name) for name in _LAUNCHED):
+        return
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended in between, and the kernel will not tell
+        os._exit(1)

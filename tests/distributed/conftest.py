@@ -1,0 +1,98 @@
+"""Small crews of real processes: each rank a process of its own, or all of them under torchrun."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+MEMBER = Path(__file__).with_name("crew_member.py")
+
+
+class Run:
+    """What the ranks of a small run left in its directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(exist_ok=True)
+
+    def pid(self, rank: int) -> int:
+        return int((self.path / f"pid-of-{rank}").read_text())
+
+    @staticmethod
+    def until(arrived: Callable[[], object], seconds: float = 30.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not arrived():
+            assert time.monotonic() < deadline, "it never came"
+            time.sleep(0.01)
+
+    @staticmethod
+    def ended(pid: int) -> bool:
+        """Whether a process is gone, or waits for its parent to ask."""
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except FileNotFoundError:
+            return True
+
+    def is_under_way(self, ranks: int = 2) -> bool:
+        return all((self.path / f"step-of-{rank}").exists() for rank in range(ranks))
+
+    def text(self, name: str) -> str:
+        return (self.path / name).read_text()
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path / "run")
+
+
+@pytest.fixture
+def port():
+    """A port that is free."""
+    with socket.create_server(("localhost", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.fixture
+def rank(narrowgauge, run, port):
+    """Start one rank as srun does, without torchrun: rank 0 keeps the store."""
+
+    def start(number: int, *words: str, size: int = 2, **environment: str):
+        place = {
+            "RANK": number,
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": number,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+        }
+        place = {name: str(value) for name, value in place.items()} | environment
+        return narrowgauge.start(run.path, *words, script=MEMBER, **place)
+
+    return start
+
+
+@pytest.fixture
+def torchrun(run, tmp_path):
+    """Start two ranks under torchrun."""
+    started = []
+
+    def start(*words: str) -> subprocess.Popen:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", MEMBER, run.path]
+        with (tmp_path / "stderr").open("w") as err:
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, *map(str, command), *words], env=environment, stderr=err, stdout=err
+                )
+            )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()

@@ -1,0 +1,106 @@
+"""Ranks meet, agree, and fail for one reason that is told once; real processes, gloo, real signals."""
+
+import signal
+import socket
+import time
+
+import pytest
+
+
+def one_sentence(*ended):
+    """The only line that all of these processes have printed."""
+    (line,) = [line for e in ended for line in e.err.splitlines()]
+    return line
+
+
+def test_two_ranks_meet_agree_and_are_done(rank, run):
+    both = [rank(r, "steps=30") for r in (0, 1)]
+    ended = [p.wait() for p in both]
+    assert [e.code for e in ended] == [0, 0], ended
+    assert [e.err for e in ended] == ["", ""]
+    assert run.text("status") == "done"
+
+
+def test_a_port_in_use_is_named_with_the_mend(rank, port):
+    with socket.create_server(("", port)):
+        ended = rank(0).wait()
+    assert ended.code == 2
+    assert f"port {port}" in one_sentence(ended)
+    assert "is in use" in ended.err
+    assert "set MASTER_PORT to a free one" in ended.err
+
+
+def test_something_else_at_the_port_is_no_crew(rank, port):
+    with socket.create_server(("localhost", port)):
+        ended = rank(1, "meet_s=3").wait()
+    assert ended.code == 2
+    assert f"localhost:{port}" in one_sentence(ended)
+
+
+def test_a_rank_that_finds_nobody_says_where(rank, port):
+    ended = rank(1, "meet_s=1").wait()
+    assert ended.code == 2
+    assert f"finds nobody at localhost:{port} after 1 s" in one_sentence(ended)
+
+
+def test_missing_ranks_are_named_once(rank):
+    here = [rank(r, "meet_s=2", size=4) for r in (0, 2)]
+    ended = [p.wait() for p in here]
+    assert [e.code for e in ended] == [2, 2]
+    assert "2 of 4 ranks are here, and ranks 1, 3 missing" in one_sentence(*ended)
+
+
+def test_sizes_that_differ_are_refused(rank):
+    here = [rank(0, "meet_s=5"), rank(1, "meet_s=5", size=3)]
+    ended = [p.wait() for p in here]
+    assert [e.code for e in ended] == [2, 2]
+    assert "start all of them with the same WORLD_SIZE" in one_sentence(*ended)
+
+
+def test_a_rank_that_comes_twice_is_refused(rank):
+    here = [rank(0, "meet_s=5", size=3), rank(1, "meet_s=5", size=3), rank(1, "meet_s=5", size=3)]
+    ended = [p.wait() for p in here]
+    assert [e.code for e in ended] == [2, 2, 2]
+    assert "rank 1 is there already, as process" in one_sentence(*ended)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_traceback_of_the_rank_that_failed_is_the_one_to_read(rank, run, number):
+    both = [rank(r, f"raise={number}@10") for r in (0, 1)]
+    ended = [p.wait() for p in both]
+    assert [e.code for e in ended] == [1, 1]
+    lines = [line.removeprefix(f"[rank{number}]: ") for line in ended[number].err.splitlines()]
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-2:] == ["ValueError: the trouble of step 10", f"rank {number} of 2"]
+    other = ended[1 - number].err
+    cause = f"stopped, because rank {number} failed: ValueError: the trouble of step 10"
+    assert other == (f"crew: {cause}\n" if number == 1 else ""), "one line, from one process of each node"
+    assert cause in run.text("status") or number == 0
+    assert "the trouble of step 10" in run.text(f"errors/rank-{number}.txt")
+    assert "onnection closed" in run.text(f"errors/rank-{1 - number}.txt")
+
+
+def test_an_error_that_all_ranks_have_is_told_once(rank):
+    both = [rank(r, "raise=all@5", "error=user") for r in (0, 1)]
+    ended = [p.wait() for p in both]
+    assert [e.code for e in ended] == [2, 2]
+    assert one_sentence(*ended) == "crew: the trouble of step 5"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_is_killed_is_told_by_its_silence(rank, run, number):
+    both = [rank(r) for r in (0, 1)]
+    run.until(run.is_under_way)
+    start = time.monotonic()
+    both[number].send(signal.SIGKILL)
+    assert both[number].wait().code == -signal.SIGKILL
+    other = both[1 - number].wait()
+    assert other.code == 1
+    assert time.monotonic() - start < 15
+    who = f"rank 1 (process {both[1].pid} on host {socket.gethostname()}) gave no sign of life"
+    if number == 1:
+        assert who in one_sentence(other)
+        assert who in run.text("status")
+    else:  # it kept the store, and wrote the status
+        assert "Traceback" not in other.err
+        assert "rank 0 or its launcher is gone" in run.text("errors/rank-1.txt") or other.err == ""

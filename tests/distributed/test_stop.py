@@ -1,0 +1,136 @@
+"""Asked to stop on any rank, all stop together; and nothing outlives the launcher, or waits for ever."""
+
+import os
+import signal
+import time
+
+import pytest
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
+def test_a_signal_to_one_rank_stops_all_after_one_step_and_one_save(rank, run, number):
+    both = [rank(r) for r in (0, 1)]
+    run.until(run.is_under_way)
+    both[number % 2].send(number)
+    ended = [p.wait() for p in both]
+    assert [e.code for e in ended] == [75, 75], ended
+    step = run.text("step-of-0")
+    assert run.text("step-of-1") == step
+    assert run.text("saved") == f"{step}\n"
+    assert run.text("status") == f"preempted signal {number.value} after step {step}"
+    assert ended[0].err == f"crew: signal {number.value} after step {step}\n"
+
+
+def test_a_second_signal_stops_all_at_once(rank, run):
+    both = [rank(r) for r in (0, 1)]
+    run.until(run.is_under_way)
+    both[1].send(signal.SIGTERM, signal.SIGINT)
+    ended = [p.wait() for p in both]
+    assert [e.code for e in ended] == [1, 1]
+    assert not (run.path / "saved").exists()
+    assert "stopped, because rank 1 failed: interrupted" in ended[0].err
+
+
+def test_a_signal_before_all_have_come_stops_those_that_are_here(rank, run):
+    here = [rank(r, size=3) for r in (0, 1)]
+    time.sleep(1.5)  # until they wait for the third
+    here[1].send(signal.SIGUSR1)
+    ended = [p.wait() for p in here]
+    assert [e.code for e in ended] == [75, 75]
+    assert "SIGUSR1 before a step was done" in ended[1].err
+
+
+def test_torchrun_hands_a_signal_on_and_its_processes_save(torchrun, run):
+    launcher = torchrun()
+    run.until(run.is_under_way)
+    launcher.send_signal(signal.SIGTERM)
+    launcher.wait(20)
+    assert run.text("status").startswith("preempted signal 15 after step ")
+    assert run.text("saved") == run.text("step-of-1") + "\n"
+
+
+def test_ctrl_c_on_torchrun_is_one_request_and_not_two(torchrun, run):
+    launcher = torchrun()
+    run.until(run.is_under_way)
+    launcher.send_signal(signal.SIGINT)
+    launcher.wait(20)
+    assert run.text("status").startswith("preempted signal 2 after step ")
+
+
+def test_when_torchrun_is_killed_its_processes_die(torchrun, run):
+    launcher = torchrun()
+    run.until(run.is_under_way)
+    pids = [run.pid(0), run.pid(1)]
+    launcher.kill()
+    run.until(lambda: all(map(run.ended, pids)), 5)
+
+
+def test_when_one_process_is_killed_torchrun_ends_the_others(torchrun, run):
+    launcher = torchrun()
+    run.until(run.is_under_way)
+    os.kill(run.pid(1), signal.SIGKILL)
+    assert launcher.wait(30) == 1
+    assert run.ended(run.pid(0))
+    assert "gave no sign of life" in run.text("status")
+
+
+def test_torchrun_shows_the_first_traceback_first_and_last(torchrun, run, tmp_path):
+    assert torchrun("raise=1@5").wait(30) == 1
+    shown = (tmp_path / "stderr").read_text()
+    assert shown.index("ValueError: the trouble of step 5") < shown.index("stopped, because rank 1 failed")
+    assert "ValueError: the trouble of step 5" in shown[shown.index("Root Cause") :]
+    assert "onnection closed" not in shown
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_stopped_process_is_found_and_named(rank, run, number):
+    """Rank 0 keeps the store, which is then silent too."""
+    both = [rank(r, "hang_s=3") for r in (0, 1)]
+    try:
+        run.until(run.is_under_way)
+        start = time.monotonic()
+        both[number].send(signal.SIGSTOP)
+        ended = both[1 - number].wait()
+        assert ended.code == 1
+        assert 3 < time.monotonic() - start < 15
+        assert "nothing moved for 3 s" in ended.err
+        named = (
+            f"rank 1 (process {both[1].pid} on host" if number else "rank 0 or its launcher does not answer"
+        )
+        assert named in ended.err
+        assert "all_reduce" in run.text(f"hang/rank-{1 - number}.txt")
+        assert "nothing moved" in run.text("status")
+    finally:
+        both[number].send(signal.SIGKILL)
+        both[number].wait()
+
+
+def test_a_rank_that_never_arrives_is_named_with_the_stacks_of_all(rank, run):
+    both = [rank(r, "hang_s=3", "hang=1@7") for r in (0, 1)]
+    ended = [p.wait() for p in both]
+    assert [e.code for e in ended] == [1, 1]
+    (line,) = [line for e in ended for line in e.err.splitlines()]
+    assert "nothing moved for 3 s" in line
+    assert str(run.path / "hang") in line
+    assert "all_reduce" in run.text("hang/rank-0.txt")
+    assert "crew_member.py" in run.text("hang/rank-1.txt")
+    assert "all_reduce" not in run.text("hang/rank-1.txt")
+
+
+def test_a_run_is_in_use_while_any_rank_lives(rank, run, port):
+    both = [rank(r, "hang_s=60") for r in (0, 1)]
+    run.until(run.is_under_way)
+    try:
+        both[1].send(signal.SIGSTOP)
+        both[0].send(signal.SIGKILL)
+        both[0].wait()
+        again = [rank(r, MASTER_PORT=str(port + 1)) for r in (0, 1)]
+        ended = [p.wait() for p in again]
+        assert [e.code for e in ended] == [2, 2]
+        (line,) = [line for e in ended for line in e.err.splitlines()]
+        assert f"is in use by process {both[1].pid} on host" in line
+    finally:
+        both[1].send(signal.SIGKILL)
+        both[1].wait()
+    last = [rank(r, "steps=3", MASTER_PORT=str(port + 2)) for r in (0, 1)]
+    assert [p.wait().code for p in last] == [0, 0], "what is left of killed processes does not block"
