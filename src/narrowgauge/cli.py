@@ -26,6 +26,7 @@ from narrowgauge.report import print_comparison, read_run, write_report
 from narrowgauge.report.compare import ComparisonFailed, compare
 from narrowgauge.training import (
     Config,
+    Corrupted,
     Diverged,
     OutOfMemory,
     Preempted,
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ComparisonFailed as error:
         # A run that ended by itself has said why.
         return error.code if error.code > 0 else _ended(str(error), EXIT_FAILED)
-    except (Diverged, OutOfMemory, PoisonedError, SaveError) as error:
+    except (Corrupted, Diverged, OutOfMemory, PoisonedError, SaveError) as error:
         return _ended(str(error), EXIT_FAILED)
     except UserError as error:
         return _ended(str(error), EXIT_USAGE)
@@ -122,6 +123,12 @@ def _parser() -> tuple[_Parser, list[str]]:
         return p
 
     p = verb("train", "train a model; the same line again continues a run that stopped", _train)
+    p.add_argument(
+        "--allow-change",
+        metavar="KEY[,KEY]",
+        default="",
+        help="section.keys that may have other values than the run in --out began with",
+    )
     _add_config_options(p)
     p = verb("compare", "train the same model under several recipes, side by side", _compare)
     p.add_argument("--recipes", required=True, metavar="A,B,C", help="recipes; the first is the reference")
@@ -181,7 +188,8 @@ def _read_train(words: list[str]) -> tuple[Config, Path | None]:
 
 def _train(options: argparse.Namespace) -> None:
     console = Console()
-    path = run(make_config(_values(options)), options.out, console)
+    allowed = [key.strip() for key in options.allow_change.split(",") if key.strip()]
+    path = run(make_config(_values(options)), options.out, console, allowed)
     report = write_report([path], path / "report.html")
     print_comparison([read_run(path)], console)
     console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
