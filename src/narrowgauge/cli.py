@@ -28,6 +28,7 @@ from narrowgauge.report.compare import ComparisonFailed, compare
 from narrowgauge.signals import Preempted, StoppedEarly
 from narrowgauge.training import (
     Config,
+    Corrupted,
     Diverged,
     OutOfMemory,
     config_keys,
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ComparisonFailed as error:
         # A run that ended by itself has said why.
         return error.code if error.code > 0 else _ended(str(error), EXIT_FAILED)
-    except (Diverged, OutOfMemory, PoisonedError, SaveError) as error:
+    except (Corrupted, Diverged, OutOfMemory, PoisonedError, SaveError) as error:
         return _ended(str(error), EXIT_FAILED)
     except UserError as error:
         found_by_one = bool(getattr(error, "__notes__", ()))  # the note says which rank
@@ -128,6 +129,12 @@ def _parser() -> tuple[_Parser, list[str]]:
         return p
 
     p = verb("train", "train a model; the same line again continues a run that stopped", _train)
+    p.add_argument(
+        "--allow-change",
+        metavar="KEY[,KEY]",
+        default="",
+        help="section.keys that may have other values than the run in --out began with",
+    )
     _add_config_options(p)
     p = verb("compare", "train the same model under several recipes, side by side", _compare)
     p.add_argument("--recipes", required=True, metavar="A,B,C", help="recipes; the first is the reference")
@@ -187,7 +194,8 @@ def _read_train(words: list[str]) -> tuple[Config, Path | None]:
 
 def _train(options: argparse.Namespace) -> None:
     console = Console()
-    path = run(make_config(_values(options)), options.out, console)
+    allowed = [key.strip() for key in options.allow_change.split(",") if key.strip()]
+    path = run(make_config(_values(options)), options.out, console, allowed)
     report = write_report([path], path / "report.html")
     print_comparison([read_run(path)], console)
     console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)

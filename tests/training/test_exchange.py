@@ -9,6 +9,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from narrowgauge.data import bytes_tokenizer, prepare, train_bpe
+from narrowgauge.distributed import Engine
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
 from narrowgauge.recipes import recipe_names
@@ -160,5 +161,8 @@ def test_validation_of_an_import_is_that_of_the_run(train, tmp_path, text):
     path = train(changes={"recipe.name": "fp32"})
     export_run(path, "hf", tmp_path / "out")
     val = prepare(text, "bytes").val
-    losses = [validation_loss(open_run(p, "cpu").model, val, 1, 32, 2) for p in (path, tmp_path / "out")]
+    losses = [
+        validation_loss(Engine.alone(open_run(p, "cpu").model), val, 1, 32, 2)
+        for p in (path, tmp_path / "out")
+    ]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)

@@ -63,9 +63,9 @@ def test_a_bad_gradient_leaves_every_bit(tiny, value):
     assert after.keys() == before.keys()
     for name, tensor in before.items():
         assert torch.equal(after[name], tensor), name
-    assert (session.step, session.skips_in_a_row) == (3, 1)
+    assert (session.step, session.guard.skips_in_a_row) == (3, 1)
     session.train_step(session.batches(corpus.train))
-    assert session.skips_in_a_row == 0
+    assert session.guard.skips_in_a_row == 0
     assert not torch.equal(state_of(session)["head.weight"], before["head.weight"])
 
 

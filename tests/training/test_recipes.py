@@ -58,11 +58,11 @@ def test_fp16_scales_its_loss_and_lowers_the_scale_where_it_overflows(tiny):
     hook = session.model.head.weight.register_hook(lambda g: g * float("inf"))
     session.train_step(session.batches(corpus.train))
     hook.remove()
-    assert session.skips_in_a_row == 1
+    assert session.guard.skips_in_a_row == 1
     assert session.scaler.get_scale() == scale / 2
     assert all(torch.equal(before[n], p) for n, p in session.model.named_parameters())
     session.train_step(session.batches(corpus.train))
-    assert session.skips_in_a_row == 0
+    assert session.guard.skips_in_a_row == 0
     assert not torch.equal(before["head.weight"], session.model.head.weight)
 
 

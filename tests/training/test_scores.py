@@ -11,6 +11,7 @@ from tokenizers import decoders, models
 
 from narrowgauge.data import bytes_tokenizer, prepare, train_bpe
 from narrowgauge.data.tokenizer import Tokenizer
+from narrowgauge.distributed import Engine
 from narrowgauge.errors import UserError
 from narrowgauge.training import bits_per_byte, open_run, validation_loss
 from narrowgauge.training.hellaswag import evaluate, read_examples
@@ -38,7 +39,7 @@ def test_the_bytes_of_a_vocabulary_with_marked_spaces():
 def test_bits_per_byte_of_bytes_are_bits_per_token(train, text):
     there = open_run(train(), "cpu")
     val = prepare(text, "bytes").val
-    loss = validation_loss(there.model, val, 2, 32, None)
+    loss = validation_loss(Engine.alone(there.model), val, 2, 32, None)
     bits = bits_per_byte(loss, there.tokenizer, val, 2, 32, None)
     ends = len(val) / (len(val) - int((torch.as_tensor(np.array(val, dtype=np.int64)) == 256).sum()))
     assert bits == pytest.approx(loss / math.log(2) * ends, rel=0.02)

@@ -27,12 +27,12 @@ def test_a_restored_session_goes_on_to_the_same_bits(tiny, corpus, tmp_path, cha
     one = begin(tiny, changes)
     for _ in range(3):
         one.train_step(one.batches(corpus.train))
-    one.skips_in_a_row = 7
+    one.guard.skips_in_a_row = 7
     path = one.save(tmp_path, "me")
     other = begin(tiny, changes | {"log.every": 3})
     other.train_step(other.batches(corpus.train))  # a session that has been elsewhere comes back all the same
     other.restore(load(path))
-    assert (other.step, other.skips_in_a_row) == (3, 7)
+    assert (other.step, other.guard.skips_in_a_row) == (3, 7)
     for _ in range(3):
         assert one.train_step(one.batches(corpus.train)) == other.train_step(other.batches(corpus.train))
     for name, tensor in one.optimizer.tensors(one.names).items():

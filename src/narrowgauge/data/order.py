@@ -112,16 +112,17 @@ def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def first_samples(
-    step: int, batch_size: int, micro_batch_size: int, rank: int = 0, world: int = 1
+    step: int, batch_size: int, micro_batch_size: int, rank: int = 0, world: int = 1, ahead: int = 0
 ) -> Iterator[int]:
     """The first sample of each micro-batch of a rank, for ever, from step `step` (counted from 0) on.
 
     A step takes `batch_size` samples in a row; rank r of `world` ranks takes the r-th of as many equal parts.
+    `ahead` moves all of them on, for a run that has skipped samples.
     """
     own = batch_size // world
     assert batch_size == own * world
     assert own % micro_batch_size == 0
-    for begin in count_from(step * batch_size + rank * own, batch_size):
+    for begin in count_from(step * batch_size + ahead + rank * own, batch_size):
         yield from range(begin, begin + own, micro_batch_size)
 
 

@@ -56,7 +56,7 @@ class Engine:
         micro_batches: Sequence[MicroBatch],
         begin: Callable[[int], None],
         scale: Callable[[torch.Tensor], torch.Tensor],
-        after_forward: Callable[[], None] | None = None,
+        after_forward: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
         """Forward and backward of this process's micro-batches; the sum of their weighted losses.
 
@@ -71,7 +71,7 @@ class Engine:
             with self._last(i == len(micro_batches) - 1):
                 loss = self._loss(batch) * weight
                 if after_forward is not None:
-                    after_forward()
+                    after_forward(loss.detach())
                 scale(loss).backward()
             total += loss.detach()
         return total
@@ -136,6 +136,19 @@ class Engine:
         together = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         dist.all_reduce(together)
         return together.tolist()
+
+    @property
+    def rank(self) -> int:
+        """Of this process among all."""
+        return 0 if self.mesh.is_alone else dist.get_rank()
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each process has, in the order of their ranks."""
+        if self.mesh.is_alone:
+            return [value]
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, value)
+        return every
 
     def sum_over_data(self, count: int) -> int:
         """A count summed over the processes that meet sequences of their own."""

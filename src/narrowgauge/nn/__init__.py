@@ -1,7 +1,7 @@
 """How does a layer compute under a recipe? `Linear` (three GEMMs) and `convert(model, recipe)`."""
 
-from narrowgauge.nn.convert import convert, recipe_tensors, set_step
-from narrowgauge.nn.gauges import Gauges
+from narrowgauge.nn.convert import convert, forget_step, recipe_tensors, set_step
+from narrowgauge.nn.gauges import Gauges, Onlooker
 from narrowgauge.nn.linear import DTYPES, Linear
 from narrowgauge.nn.split import Split, Tokens
 from narrowgauge.nn.weights import best_numbers
@@ -10,10 +10,12 @@ __all__ = [
     "DTYPES",
     "Gauges",
     "Linear",
+    "Onlooker",
     "Split",
     "Tokens",
     "best_numbers",
     "convert",
+    "forget_step",
     "recipe_tensors",
     "set_step",
 ]

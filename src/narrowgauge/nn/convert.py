@@ -114,6 +114,17 @@ def set_step(
             module.set_position(seed, step, first_sample, steps)
 
 
+def forget_step(model: torch.nn.Module) -> None:
+    """After a step that was computed and is not taken: what recipes remember is as if it had not been.
+
+    Histories of delayed scales leave out what they saw since `set_step` began it, and pre-scaling factors go
+    back. Weights and masters are the optimizer's: they have not moved yet.
+    """
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.forget_step()
+
+
 def recipe_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The state of recipes that moves the trajectory, as `{"LAYER.PLACE.NAME": tensor}`.
 

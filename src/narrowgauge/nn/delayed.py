@@ -52,6 +52,10 @@ class History(torch.nn.Module):
             amax = x.abs().amax().float()
             torch.maximum(self.amax, torch.where(amax.isfinite(), amax, 0.0), out=self.amax)
 
+    def forget_step(self) -> None:
+        """Forget what was seen in this step: its end then changes nothing."""
+        self.amax.zero_()
+
     @torch.no_grad()
     def end_step(self) -> None:
         """Put the step's largest magnitude into the history, and renew the scale.

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -48,6 +48,26 @@ class Key(NamedTuple):
 def evenly(t: torch.Tensor) -> torch.Tensor:
     """A view of `ROWS` rows of a matrix, or all if it has fewer, evenly spaced from the first on."""
     return t[:: max(1, t.shape[0] // ROWS)][:ROWS]
+
+
+class Onlooker(Protocol):
+    """What may be laid on a layer, to be shown each operand and each product of its three GEMMs."""
+
+    def operand(
+        self,
+        place: str,
+        x: torch.Tensor,
+        values: torch.Tensor,
+        scale: torch.Tensor | None,
+        cast: Cast,
+        axis: int,
+        signs: torch.Tensor | None = None,
+        encode_scale: torch.Tensor | None = None,
+    ) -> None:
+        """See a matrix and what a GEMM sees of it, `values * scale`; the rest is as for `emulate`."""
+
+    def product(self, place: str, c_MN: torch.Tensor, a_MK: torch.Tensor, b_NK: torch.Tensor) -> None:
+        """See a product, and what it is the product of in high precision; of `a` perhaps some rows only."""
 
 
 class Gauges:
@@ -142,11 +162,12 @@ class LayerGauge:
             vector = gauge_operand(x, seen, cast, axis, signs, encode_scale)
             self.gauges.read[key] = cast.name, vector
 
-    def product(self, place: str, c_RN: torch.Tensor, a_RK: torch.Tensor, b_NK: torch.Tensor) -> None:
-        """See rows of a product, and what they are the product of, in high precision."""
+    def product(self, place: str, c_MN: torch.Tensor, a_MK: torch.Tensor, b_NK: torch.Tensor) -> None:
+        """Read some rows of a product against the same rows in high precision."""
         key = Key(self.layer, place)
         if key not in self.gauges.products:
-            self.gauges.products[key] = gauge_product(c_RN, a_RK.float() @ b_NK.float().T)
+            wide_RN = evenly(a_MK).float() @ b_NK.float().T
+            self.gauges.products[key] = gauge_product(evenly(c_MN), wide_RN)
 
 
 def _fetched(vectors: Mapping[Key, torch.Tensor]) -> dict[Key, list[float]]:

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from narrowgauge.formats import stream_key
 from narrowgauge.nn.delayed import History
-from narrowgauge.nn.gauges import LayerGauge, evenly
+from narrowgauge.nn.gauges import Onlooker, evenly
 from narrowgauge.nn.gemm import multiply
 from narrowgauge.nn.places import Places, stream_ids
 from narrowgauge.nn.saved import keep_as_it_is
@@ -45,7 +45,7 @@ class _ThreeGemms(torch.autograd.Function):
         some_x_RM = None
         if places.gauge is not None:
             some_x_RM = evenly(x_MK.T).clone()
-            places.gauge.product("fprop.y", evenly(y_MN), evenly(x_MK), places.wide(w_NK))
+            places.gauge.product("fprop.y", y_MN, x_MK, places.wide(w_NK))
         if bias_N is not None:
             y_MN = y_MN + bias_N.to(y_MN.dtype)
         kept, ctx.restore_x = places.keep(x_MK, x)
@@ -77,7 +77,7 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             w = places.operand(places.wide(w_NK), "dgrad.w", 0)
         dx_MK = multiply(dy, w, places.compute).to(x_dtype)
         if places.gauge is not None:
-            places.gauge.product("dgrad.dx", evenly(dx_MK), evenly(dy_MN), places.wide(w_NK).T)
+            places.gauge.product("dgrad.dx", dx_MK, dy_MN, places.wide(w_NK).T)
     if ctx.needs_input_grad[1]:
         if dy is not None and places.shared("dgrad.dy", "wgrad.dy"):
             dy = dy.flipped()
@@ -89,7 +89,7 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         is_whole = places.part("wgrad.x") is None
         dw_NK = multiply(dy, x, places.compute if is_whole else torch.float32)
         if places.gauge is not None:
-            places.gauge.product("wgrad.dw", evenly(dw_NK.T), kept[6], dy_MN.T)
+            places.gauge.product("wgrad.dw", dw_NK.T, kept[6], dy_MN.T)
         if places.casts["fprop.w"].estimator_k:
             part = places.part("fprop.w")
             dw_NK = dw_NK * estimator_slope(places.wide(w_NK), places.casts["fprop.w"], -1, part)
@@ -141,7 +141,7 @@ class Linear(torch.nn.Linear):
         self.driven = False  # whether `set_step` says where training is
         self.awaits_backward = False
         self.step: int | None = None
-        self.gauge: LayerGauge | None = None  # laid on for a step by `nn.gauges`
+        self.gauge: Onlooker | None = None  # laid on for a step by `nn.gauges`
         self.split = Split()  # what of the layer lies here; the room `distributed` divides it
         every = [*recipe.casts.items(), *(item for rule in recipe.rules for item in rule.casts.items())]
         random_casts = (c for _, c in [*every, *recipe.state.items()] if c is not None)
@@ -229,6 +229,14 @@ class Linear(torch.nn.Linear):
     def _end_step(self) -> None:
         for history in self.histories.values():
             history.end_step()
+
+    def forget_step(self) -> None:
+        """Be as if the forward and backward passes of this step had not been; see `nn.forget_step`."""
+        for history in self.histories.values():
+            history.forget_step()
+        gradient = None if self.state_at_rest is None else self.state_at_rest.gradient
+        if gradient is not None:
+            gradient.forget_step()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., K) to (..., N), in the dtype of the input."""

@@ -11,7 +11,7 @@ import torch
 
 from narrowgauge.formats import Stream
 from narrowgauge.nn.delayed import History
-from narrowgauge.nn.gauges import LayerGauge
+from narrowgauge.nn.gauges import Onlooker
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.native import Codes, codes_of
 from narrowgauge.nn.saved import Restore, Tensors, keep_as_it_is, keep_operand, keep_quantized
@@ -54,7 +54,7 @@ class Places:
     native: bool = False
     weight: Weight | None = None
     transposed: bool = False
-    gauge: LayerGauge | None = None
+    gauge: Onlooker | None = None
     parts: Mapping[str, Part] = field(default_factory=dict)
 
     def part(self, place: str) -> Part | None:

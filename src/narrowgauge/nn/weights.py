@@ -44,6 +44,11 @@ class Gradient(AtRest):
         self.write(total, stream, scale)
         self.is_empty = False
 
+    def forget_step(self) -> None:
+        """Give the pre-scaling factor back what this step has taught it."""
+        if self.prescale is not None and not self.is_empty:
+            self.prescale.forget_step()
+
     def move(self, device: torch.device) -> None:
         """Go to another device, the pre-scaling factor with it."""
         super().move(device)

@@ -40,11 +40,13 @@ class PreScale:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         """A factor of 1."""
         self.tensors = {"mu": torch.ones((), device=device), "overflowed": torch.zeros((), device=device)}
+        self._before: dict[str, torch.Tensor] = {}  # this step
 
     def scale_of(self, x: torch.Tensor, cast: Cast, is_first: bool, part: Part | None = None) -> torch.Tensor:
         """The encoding scale (0-dim float32) of a gradient, or of a `part` of one; `is_first` in its step."""
         mu, overflowed = self.tensors["mu"], self.tensors["overflowed"]
         if is_first:
+            self._before = {name: tensor.clone() for name, tensor in self.tensors.items()}
             mu.copy_(next_mu(mu, overflowed))
             overflowed.zero_()
         magnitudes = x.abs()
@@ -57,6 +59,11 @@ class PreScale:
         share = beyond.float().mean() if part is None else part.share_of(beyond)
         overflowed.copy_(torch.maximum(overflowed, share))
         return scale
+
+    def forget_step(self) -> None:
+        """Be as before the first micro-batch of this step."""
+        for name, tensor in self._before.items():
+            self.tensors[name].copy_(tensor)
 
     def move(self, device: torch.device) -> None:
         """Go to another device."""

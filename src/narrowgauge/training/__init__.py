@@ -2,7 +2,9 @@
 
 from narrowgauge.training.config import Config, config_keys, load_values, make_config, to_toml
 from narrowgauge.training.convert import convert_run
-from narrowgauge.training.loop import Diverged, OutOfMemory, default_out, run
+from narrowgauge.training.corruption import Corrupted
+from narrowgauge.training.guard import Diverged
+from narrowgauge.training.loop import OutOfMemory, default_out, run
 from narrowgauge.training.machine import choose_device
 from narrowgauge.training.memory import cheaper, expected, gib
 from narrowgauge.training.use import TrainedRun, open_run
@@ -10,6 +12,7 @@ from narrowgauge.training.validate import bits_per_byte, validation_loss
 
 __all__ = [
     "Config",
+    "Corrupted",
     "Diverged",
     "OutOfMemory",
     "TrainedRun",

@@ -201,5 +201,9 @@ def trajectory(config: Config) -> dict[str, dict[str, Any]]:
     tables = tomllib.loads(to_toml(config))
     tables["training"].pop("memory_limit")
     tables["recipe"].pop("offload", None)  # the numbers are the same wherever they lie
+    guard = tables["guard"]
+    told = guard["spike"] in ("off", "warn")  # which moves nothing
+    kept = ["max_skips"] if told else ["max_skips", "spike", "spike_factor", "spike_window", "max_rollbacks"]
+    tables["guard"] = {key: guard[key] for key in kept}
     beside = ("log", "checkpoint", "validation", "gauges", "parallel")
     return {section: t for section, t in tables.items() if section not in beside}

@@ -80,4 +80,4 @@ def _copy(a: Session, b: Session) -> None:
         for place, moment in b.optimizer.moments(p).items():
             if place in moments:
                 moment.write(moments[place].read())
-    b.step, b.skips_in_a_row = a.step, a.skips_in_a_row
+    b.step, b.guard = a.step, a.guard

@@ -8,22 +8,26 @@
     checkpoints/     published whole or not at all
     report.html      one page
     status.json      {"status": ..., "reason": ...}
+    identity.json    {"run_id": ...}, where the configuration was changed on purpose (`changes`)
 
 A directory belongs to one configuration. Coming back with another is refused, except for keys that do not
-move the trajectory (`config.trajectory`).
+move the trajectory (`config.trajectory`), and for those that are let through by name.
 """
 
 import hashlib
 import json
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from narrowgauge.checkpoint import append_line, append_lines, make_directory, read_jsonl, write_whole
 from narrowgauge.errors import UserError
+from narrowgauge.training.changes import TORCH, Changes, differences, require_allowed
 from narrowgauge.training.config import Config, make_config, to_toml, trajectory
 
 
@@ -68,10 +72,13 @@ class RunDirectory:
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
 
-    def keep_metrics_until(self, step: int) -> None:
-        """Drop the lines of steps after `step`: they are about to be done again."""
+    def keep_metrics_until(self, step: int, rollbacks: int | None = None) -> None:
+        """Drop the lines of steps after `step`: they are about to be done again.
+
+        So are all but the first `rollbacks` times that the run went back, where that is given.
+        """
         if lines := self.lines():
-            lines = [line for line in lines if is_settled(line, step)]
+            lines = [line for line in lines if is_settled(line, step, rollbacks)]
             write_whole(self.metrics, "".join(json.dumps(line) + "\n" for line in lines))
         if self.gauges.exists():
             os.truncate(self.gauges, _bytes_until(self.gauges, step))
@@ -111,8 +118,11 @@ class RunDirectory:
                 f"{file} cannot be read: {error}; restore it, or start with another --out"
             ) from None
 
-    def claim(self, config: Config) -> None:
+    def claim(self, config: Config, allowed: Sequence[str] = ()) -> Changes:
         """Make the directory this configuration's, or check that it is.
+
+        Returns:
+            What is another value there: only keys in `allowed`. Nothing is changed yet; see `adopt`.
 
         Raises:
             UserError: it holds a run of another configuration, other files, or cannot be written.
@@ -129,30 +139,54 @@ class RunDirectory:
                     )
                 write_whole(self.path / "recipe.toml", recipe_text)
                 write_whole(self.path / "config.toml", to_toml(config))
-                return
+                return {}
         except OSError as error:
             raise UserError(
                 f"the run directory {self.path} cannot be written: {error.strerror}; "
                 "name another with --out, or mend its permissions"
             ) from None
-        _refuse_other(self.path, self.config(), config)
+        changes = differences(self.config(), config)
         if (self.path / "recipe.toml").read_text(encoding="utf-8") != recipe_text:
-            raise UserError(
-                f"{self.path} was made with another text of recipe {config.recipe.name!r} (its recipe.toml); "
-                "restore the recipe, or start a new run with another --out"
-            )
+            changes.setdefault("recipe.name", (config.recipe.name, config.recipe.name))
+        told = [str(line["torch"]) for line in self.lines() if "torch" in line]
+        if told and told[-1] != torch.__version__:
+            changes[TORCH] = told[-1], torch.__version__
+        require_allowed(self.path, changes, allowed)
+        return changes
 
-    def check_corpus(self, digest: str) -> None:
-        """Refuse a corpus that is not the one the run has begun with.
+    def adopt(self, config: Config, changes: Changes, digest: str, step: int) -> None:
+        """Make what `claim` and `check_corpus` have let through the run's own, from `step` on."""
+        told = self.corpus_digest()
+        changes = {**changes, **({"corpus": (told, digest)} if told not in ("", digest) else {})}
+        if not changes:
+            return
+        if not (identity := self.path / "identity.json").exists():
+            write_whole(identity, json.dumps({"run_id": self.run_id(digest)}) + "\n")
+        self.record({"event": "change", "step": step, "changes": {k: list(v) for k, v in changes.items()}})
+        write_whole(self.path / "recipe.toml", config.the_recipe().text)
+        write_whole(self.path / "config.toml", to_toml(config))
+
+    def run_id(self, digest: str) -> str:
+        """What this run's checkpoints are known by; `digest` is that of the corpus, if it has none yet."""
+        try:
+            return str(json.loads((self.path / "identity.json").read_text())["run_id"])
+        except FileNotFoundError:
+            return run_id_of(self.config(), self.corpus_digest() or digest)
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"{self.path / 'identity.json'} cannot be read: {error}; restore it") from None
+
+    def check_corpus(self, digest: str, allowed: Sequence[str] = ()) -> None:
+        """Refuse a corpus that is not the one the run has begun with, unless `allowed` names a key of it.
 
         Raises:
             UserError: the text or the tokenizer changed since.
         """
         told = self.corpus_digest()
-        if told and told != digest:
+        if told and told != digest and not {"data.source", "data.tokenizer"} & set(allowed):
             raise UserError(
                 f"{self.path} was trained on corpus {told[:12]}..., and data.source with data.tokenizer "
-                f"is now {digest[:12]}...; restore text and tokenizer, or start a new run with another --out"
+                f"is now {digest[:12]}...; restore text and tokenizer, let them through with --allow-change "
+                "data.source, or start a new run with another --out"
             )
 
     def corpus_digest(self) -> str:
@@ -171,8 +205,10 @@ def run_id_of(config: Config, corpus_digest: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def is_settled(line: Mapping[str, Any], step: int) -> bool:
+def is_settled(line: Mapping[str, Any], step: int, rollbacks: int | None = None) -> bool:
     """Whether a line still holds when the run goes on after `step`; its end is then yet to come."""
+    if line.get("event") == "rollback" and rollbacks is not None and line["rollbacks"] > rollbacks:
+        return False
     return line.get("step", 0) <= step and line.get("event") != "done"
 
 
@@ -191,16 +227,3 @@ def _bytes_until(path: Path, step: int) -> int:
                 ) from None
             size += len(line)
     return size
-
-
-def _refuse_other(path: Path, there: Config, here: Config) -> None:
-    """Raise if two configurations would not make the same trajectory, naming the first difference."""
-    old, new = trajectory(there), trajectory(here)
-    for section in old:
-        for key in sorted(old[section].keys() | new[section].keys()):
-            a, b = old[section].get(key), new[section].get(key)
-            if a != b:
-                raise UserError(
-                    f"{path} holds a run with {section}.{key} = {a!r}, and now it is {b!r}; "
-                    "continue with the same value, or start a new run with another --out"
-                )

@@ -7,7 +7,8 @@ to the same digits.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,17 +25,17 @@ from narrowgauge.nn import DTYPES
 from narrowgauge.recipes import choose_backend, device_facts
 from narrowgauge.signals import Preempted, Requests, StoppedEarly, stop_requests
 from narrowgauge.training import machine
+from narrowgauge.training.changes import Changes, check_keys
 from narrowgauge.training.config import Config, make_config
-from narrowgauge.training.directory import RunDirectory, run_id_of
+from narrowgauge.training.directory import RunDirectory
+from narrowgauge.training.disk import checkpoint_room, require_disk, require_room_to_save
+from narrowgauge.training.journal import Journal
 from narrowgauge.training.memory import Memory, Watch, gib, measured, require_memory
 from narrowgauge.training.progress import Display
+from narrowgauge.training.response import respond
 from narrowgauge.training.session import Session, newest_checkpoint
 from narrowgauge.training.start import check_start, start_from_weights
 from narrowgauge.training.validate import validation_loss
-
-
-class Diverged(Exception):
-    """Too many steps in a row had a non-finite gradient: exit code 1."""
 
 
 class OutOfMemory(Exception):
@@ -52,6 +53,7 @@ def run(
     config: Config | Mapping[str, Mapping[str, Any]] | None = None,
     out: Path | str | None = None,
     console: Console | None = None,
+    allow_change: Sequence[str] = (),
 ) -> Path:
     """Train, or continue, or find done, the run of a configuration: what `narrowgauge train` runs.
 
@@ -59,6 +61,7 @@ def run(
         config: a configuration, or nested values for one; None = the embedded default.
         out: the run directory; None = `default_out`.
         console: where progress is shown; None = standard output.
+        allow_change: `section.key`s that may have other values than the run began with.
 
     Returns:
         The run directory.
@@ -67,11 +70,13 @@ def run(
         UserError: a mistake in the configuration, the data or the directory; nothing was trained.
         Preempted: SIGTERM, SIGINT or SIGUSR1 came; the state is saved.
         StoppedEarly: one of them came before the first step.
-        Diverged: more than `guard.max_skips` steps in a row had a non-finite gradient.
+        Diverged: more than `guard.max_skips` steps in a row were skipped, or too many rollbacks.
+        Corrupted: numbers that must be equal are not (`guard.replay_every`).
         OutOfMemory: a step needs more memory than there is.
         PoisonedError: weights or moments became non-finite; the checkpoints there are untouched.
         SaveError: the last save, or the one that a signal asked for, failed.
     """
+    check_keys(allow_change)
     config = config if isinstance(config, Config) else make_config(config or {})
     directory = RunDirectory(Path(out) if out is not None else default_out(config))
     device = machine.choose_device(config.training.device)
@@ -84,31 +89,35 @@ def run(
         check_start(config, dataset.tokenizer)
         with stop_requests() as requests, lock_run(directory.path):
             requests.nothing_to_save()
-            directory.claim(config)
-            if directory.status() == "done":
+            changes = directory.claim(config, allow_change)
+            if directory.status() == "done" and not changes:
                 display.say(f"{directory.path} is done; to train again, name another directory with --out")
                 return directory.path
-            directory.check_corpus(dataset.digest)
+            directory.check_corpus(dataset.digest, allow_change)
+            directory = Journal(directory.path, display.say)
             try:
                 dataset.tokenizer.save(directory.tokenizer)
                 job = _Job(config, device, dataset, directory, display, plan)
-                session = _start_or_resume(job)
+                session = _start_or_resume(job, changes)
                 _train(job, session, requests)
                 _finish(job, session)
             except (Preempted, StoppedEarly) as stop:
                 directory.set_status("preempted", str(stop))
                 raise
             except BaseException as error:
-                directory.set_status("failed", f"{type(error).__name__}: {error}")
+                with suppress(OSError):  # where it went away, what happened to it is the news
+                    directory.require_there()
+                    directory.set_status("failed", f"{type(error).__name__}: {error}")
                 if machine.is_out_of_memory(error):
-                    raise OutOfMemory(_how_to_save_memory(config, device)) from error
+                    raise OutOfMemory(_how_to_save_memory(config, device, plan)) from error
                 raise
     return directory.path
 
 
-def _how_to_save_memory(config: Config, device: torch.device) -> str:
+def _how_to_save_memory(config: Config, device: torch.device, plan: Memory) -> str:
     return (
-        f"out of memory on {machine.device_name(device)}; lower training.micro_batch_size = "
+        f"out of memory on {machine.device_name(device)}; a step is expected to take {gib(plan.peak)} "
+        f"({plan.classes()}), beside the program itself and the data; lower training.micro_batch_size = "
         f"{config.training.micro_batch_size}, set --training.recompute true or choose a smaller --model, "
         "and name a new directory with --out"
     )
@@ -121,14 +130,14 @@ class _Job:
     config: Config
     device: torch.device
     dataset: Dataset
-    directory: RunDirectory
+    directory: Journal
     display: Display
     plan: Memory
 
     @cached_property
     def run_id(self) -> str:
         """What a checkpoint has to be of, to be continued here."""
-        return run_id_of(self.config, self.dataset.digest)
+        return self.directory.run_id(self.dataset.digest)
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -164,8 +173,8 @@ def _check_data(config: Config, dataset: Dataset) -> None:
     count_windows(dataset.val, config.data.sequence_length, "held-out")
 
 
-def _start_or_resume(job: _Job) -> Session:
-    """The state to go on from: the newest valid checkpoint's, or the beginning."""
+def _start_or_resume(job: _Job, changes: Changes) -> Session:
+    """The state to go on from: the newest valid checkpoint's, or the beginning; then `changes` hold."""
     directory, say = job.directory, job.display.say
     checkpoint, refused = newest_checkpoint(directory.checkpoints, job.run_id)
     for sentence in refused:
@@ -178,7 +187,9 @@ def _start_or_resume(job: _Job) -> Session:
     else:
         session.restore(checkpoint)
         say(f"continuing {directory.path} after step {session.step}")
-        directory.keep_metrics_until(session.step)
+        directory.keep_metrics_until(session.step, session.guard.rollbacks)
+    require_disk(directory.checkpoints, checkpoint_room(session.tensors()), job.config.checkpoint.keep)
+    directory.adopt(job.config, changes, job.dataset.digest, session.step)
     event = "start" if checkpoint is None else "resume"
     directory.record({"event": event, "step": session.step, **job.facts})
     directory.set_status("running", "")
@@ -192,12 +203,13 @@ def _train(job: _Job, session: Session, requests: Requests) -> None:
         val_loss = _validate(job, session)
         directory.record({"step": 0, "tokens": 0, "val_loss": val_loss})
         job.display.say(f"step {0:>6}/{steps}  val loss {val_loss:.4f}")
-    with session.batches(job.dataset.train) as batches:
-        _steps(job, session, batches, requests)
+    while session.step < steps:
+        with session.batches(job.dataset.train) as batches:
+            _steps(job, session, batches, requests)
 
 
 def _steps(job: _Job, session: Session, batches: Loader, requests: Requests) -> None:
-    """The loop itself."""
+    """The loop itself, to the end or until the guard has gone back, from where the batches are others."""
     config, directory, steps = job.config, job.directory, job.config.training.steps
     last_save, is_warm = time.monotonic(), False
     requests.save_first()
@@ -211,7 +223,8 @@ def _steps(job: _Job, session: Session, batches: Loader, requests: Requests) -> 
             line["val_loss"] = _validate(job, session)
         directory.record(line)
         job.display.step(line)
-        _guard(job, session, line)
+        if respond(session, directory, job.run_id, line["loss"], line["grad_norm"], job.display.say):
+            return
         due = time.monotonic() - last_save > 60 * config.checkpoint.every_minutes
         if is_last or due or asked or session.step % config.checkpoint.every == 0:
             _save(job, session, must=is_last or bool(asked))
@@ -230,9 +243,8 @@ def _first_step(job: _Job, session: Session, batches: Loader) -> dict[str, Any]:
     memory, plan = measured(session, watch), job.plan
     facts = {"parameters": memory.parameters, **memory.as_json(), "expected": plan.as_json()}
     job.directory.record({"event": "memory", "step": session.step, **facts})
-    parts = " + ".join(f"{name} {gib(size)}" for name, size in memory.device.items() if size >= 2**16)
     on_host = f"; on the host {gib(sum(memory.host.values()))}" if memory.host else ""
-    job.display.say(f"memory: {parts} = {gib(memory.peak)}, expected {gib(plan.peak)}{on_host}")
+    job.display.say(f"memory: {memory.classes()} = {gib(memory.peak)}, expected {gib(plan.peak)}{on_host}")
     limit = machine.bytes_of(job.config.training.memory_limit)
     if limit and memory.peak > limit:
         raise OutOfMemory(
@@ -243,7 +255,10 @@ def _first_step(job: _Job, session: Session, batches: Loader) -> dict[str, Any]:
 
 
 def _measured_step(
-    job: _Job, session: Session, batches: Loader, after_forward: Callable[[], None] | None = None
+    job: _Job,
+    session: Session,
+    batches: Loader,
+    after_forward: Callable[[torch.Tensor], None] | None = None,
 ) -> dict[str, Any]:
     """One optimizer step and its line of the metrics."""
     machine.synchronize(job.device)
@@ -280,23 +295,13 @@ def _validate(job: _Job, session: Session) -> float:
     )
 
 
-def _guard(job: _Job, session: Session, line: Mapping[str, Any]) -> None:
-    """Record a skipped step; stop when there were too many in a row."""
-    if not session.skips_in_a_row:
-        return
-    reason = f"loss {line['loss']}, gradient norm {line['grad_norm']}"
-    job.directory.record({"event": "skip", "step": session.step, "reason": reason})
-    if session.skips_in_a_row > session.config.guard.max_skips:
-        raise Diverged(
-            f"{session.skips_in_a_row} steps in a row had a non-finite gradient, the last is {session.step}; "
-            "lower optimizer.lr or use a wider recipe"
-        )
-
-
 def _save(job: _Job, session: Session, must: bool) -> None:
     """Publish a checkpoint; a full disk is told loudly, and ends the run only where this save is its last."""
+    job.directory.require_there()
     job.directory.sync_metrics()
     try:
+        room = checkpoint_room(session.tensors())
+        require_room_to_save(job.directory.checkpoints, room, session.step)
         session.save(job.directory.checkpoints, job.run_id)
     except SaveError as error:
         job.display.say(f"NOT SAVED: {error}")

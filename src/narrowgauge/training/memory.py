@@ -51,6 +51,10 @@ class Memory:
         """What the device holds between steps."""
         return sum(self.device[name] for name in STATE)
 
+    def classes(self) -> str:
+        """The device's bytes by class, for people; what is next to nothing is left out."""
+        return " + ".join(f"{name} {gib(size)}" for name, size in self.device.items() if size >= 2**16)
+
     def as_json(self) -> dict[str, Any]:
         """For the metrics."""
         return {"bytes": self.device, "host_bytes": self.host, "peak": self.peak}
@@ -73,7 +77,7 @@ class Watch:
             self._start = torch.cuda.memory_allocated(self.device)
         return self
 
-    def after_forward(self) -> None:
+    def after_forward(self, loss: torch.Tensor | None = None) -> None:
         """Note what the first forward pass has left for the backward pass."""
         self.saved = self.saved or self._now()
 

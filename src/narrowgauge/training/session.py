@@ -1,12 +1,13 @@
 """What a run is made of, and how its state goes to a checkpoint and comes back bit for bit.
 
 The trajectory is a function of the configuration and of: the weights, the optimizer's moments and step
-counts, and the number of steps done. Token order and random bits are pure functions of (seed, step), so
-there is no generator, no cursor and no loader state to save.
+counts, the number of steps done, and what the guard remembers. Token order and random bits are pure functions
+of seed and step (and of how much data the guard has skipped), so there is no generator, no cursor and no
+loader state to save.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,10 +17,13 @@ from narrowgauge.data import Batch, Loader, Mixture, Tokens, first_samples
 from narrowgauge.distributed import Engine, Layout, Mesh, MicroBatch, Plan, build
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize
-from narrowgauge.nn import DTYPES, Gauges, Linear, convert, recipe_tensors, set_step
+from narrowgauge.nn import DTYPES, Gauges, Linear, convert, forget_step, recipe_tensors, set_step
 from narrowgauge.optim import AdamW, Muon, Optimizer, learning_rate, parameter_groups, set_learning_rate
 from narrowgauge.quantization import AtRest
 from narrowgauge.training.config import Config
+from narrowgauge.training.corruption import require_same_replay, step_fingerprint
+from narrowgauge.training.first_bad import COMPILED, FirstBad, Look, earliest
+from narrowgauge.training.guard import Guard, Verdict
 
 # Where the state of each place hangs on a parameter (`nn.weights`).
 AT_REST = {"weight": "at_rest", "master": "master", "grad": "gradient"}
@@ -68,8 +72,10 @@ class Session:
     model: Transformer
     optimizer: Optimizer
     engine: Engine
+    guard: Guard
     step: int = 0
-    skips_in_a_row: int = 0
+    verdict: Verdict = field(default_factory=Verdict)  # on the last step
+    first_bad: FirstBad | None = None  # of the last step, where it was not finite
     scaler: torch.amp.GradScaler | None = None  # of the loss, where gradients pass through fp16
 
     @classmethod
@@ -86,7 +92,7 @@ class Session:
             model, modules = build(plan, mesh, device)
             number_parameters(config, model)
         engine = Engine(model, mesh, device, modules)
-        session = cls(config, device, model, make_optimizer(config, model), engine)
+        session = cls(config, device, model, make_optimizer(config, model), engine, Guard(config.guard))
         session.engine.attach(session.optimizer)
         if config.the_recipe().compute == "fp16" and device.type != "meta":
             session.scaler = torch.amp.GradScaler(device.type)
@@ -96,10 +102,13 @@ class Session:
     def batches(self, train: Mixture | Tokens) -> Loader:
         """The micro-batches from here on, made ahead in the background until the loader is closed."""
         t, data, mesh = self.config.training, self.config.data, self.engine.mesh
+        ahead = self.guard.samples - self.step * t.batch_size
         return Loader(
             train,
             t.seed,
-            first_samples(self.step, t.batch_size, t.micro_batch_size, mesh.data_index, mesh.layout.data),
+            first_samples(
+                self.step, t.batch_size, t.micro_batch_size, mesh.data_index, mesh.layout.data, ahead
+            ),
             t.micro_batch_size,
             data.sequence_length,
             data.separate_documents,
@@ -109,18 +118,18 @@ class Session:
     def train_step(
         self,
         batches: Iterator[Batch],
-        after_forward: Callable[[], None] | None = None,
+        after_forward: Callable[[torch.Tensor], None] | None = None,
         gauges: Gauges | None = None,
     ) -> tuple[float, float, float]:
         """Take one optimizer step; returns (loss, gradient norm, learning rate).
 
-        The loss is the mean over all targets of the step, however they fall into micro-batches. A non-finite
-        gradient norm leaves weights and moments as they were and is counted. `after_forward` is called
-        between every forward pass and its backward pass; `gauges` (of `make_gauges`) read this step.
+        The loss is the mean over all targets of the step, however they fall into micro-batches. The guard
+        judges loss and norm, and a step that it does not take leaves weights, moments and histories as they
+        were; see `verdict` and `first_bad`. `after_forward` is called with the loss between every forward
+        pass and its backward pass; `gauges` (of `make_gauges`) read this step.
         """
         t, step = self.config.training, self.step + 1
-        self.optimizer.zero_grad(set_to_none=True)
-        mesh, engine = self.engine.mesh, self.engine
+        engine, mesh = self.engine, self.engine.mesh
         own = t.batch_size // mesh.layout.data
         firsts = range(mesh.data_index * own, (mesh.data_index + 1) * own, t.micro_batch_size)
         own_batches = [next(batches) for _ in firsts]
@@ -129,35 +138,66 @@ class Session:
             MicroBatch(first, batch, batch.targets / targets)
             for first, batch in zip(firsts, own_batches, strict=True)
         ]
-
-        def begin(i: int) -> None:
-            set_step(self.model, t.seed, step, micro_batches[i].first, t.steps)
-            if gauges is not None:
-                gauges.begin_micro_batch(i == 0, i == len(micro_batches) - 1)
-
-        def scale(loss: torch.Tensor) -> torch.Tensor:
-            return self.scaler.scale(loss) if self.scaler else loss
-
-        total = engine.accumulate(micro_batches, begin, scale, after_forward)
-        engine.finish_backward()
+        replays = bool(self.guard.rules.replay_every) and step % self.guard.rules.replay_every == 0
+        if replays:
+            rehearsed = step_fingerprint(self._accumulate(micro_batches), self.names)
+            forget_step(self.model)
+        total = self._accumulate(micro_batches, after_forward, gauges)
+        if replays:
+            require_same_replay(rehearsed, step_fingerprint(total, self.names), step)
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
             engine.share_overflow(self.scaler, self.optimizer)
         if gauges is not None:
             gauges.after_backward()
-        norm = self.optimizer.clip_grad_norm_(self.config.optimizer.clip_norm)
-        lr = self.learning_rate(step)
-        finite = bool(norm.isfinite())
-        if finite:
+        norm = self.optimizer.clip_grad_norm_(self.config.optimizer.clip_norm).item()
+        lr, loss = self.learning_rate(step), engine.sums([total.item()])[0]
+        self.verdict = self.guard.judge(loss, norm)
+        if self.verdict.takes:
             set_learning_rate(self.optimizer, lr)
             self.optimizer.step()
         if gauges is not None:
             gauges.after_step()
+        self.first_bad = None if self.verdict.is_finite else self._find_first_bad(micro_batches)
+        if not self.verdict.takes:
+            forget_step(self.model)
         if self.scaler:
             self.scaler.update()
-        self.skips_in_a_row = 0 if finite else self.skips_in_a_row + 1
-        self.step = step
-        return engine.sums([total.item()])[0], norm.item(), lr
+        self.step, self.guard.samples = step, self.guard.samples + t.batch_size
+        return loss, norm, lr
+
+    def _accumulate(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        after_forward: Callable[[torch.Tensor], None] | None = None,
+        onlooker: Gauges | Look | None = None,
+    ) -> torch.Tensor:
+        """Leave the next step's gradients on the parameters; returns its loss here, a 0-dim tensor."""
+        t = self.config.training
+        self.optimizer.zero_grad(set_to_none=True)
+
+        def begin(i: int) -> None:
+            set_step(self.model, t.seed, self.step + 1, micro_batches[i].first, t.steps)
+            if onlooker is not None:
+                onlooker.begin_micro_batch(i == 0, i == len(micro_batches) - 1)
+
+        def scale(loss: torch.Tensor) -> torch.Tensor:
+            return self.scaler.scale(loss) if self.scaler else loss
+
+        total = self.engine.accumulate(micro_batches, begin, scale, after_forward)
+        self.engine.finish_backward()
+        return total
+
+    def _find_first_bad(self, micro_batches: Sequence[MicroBatch]) -> FirstBad:
+        """Compute the step that was just judged again, and look where it goes wrong, on whatever process."""
+        if self.config.training.compile:
+            return COMPILED
+        forget_step(self.model)
+        with Look(self.model, self.engine.rank) as look:
+            look.state(self.tensors())
+            self._accumulate(micro_batches, look.after_forward, look)
+            look.after_backward()
+        return earliest([FirstBad(**one) for one in self.engine.gather(look.first.as_json())])
 
     def learning_rate(self, step: int) -> float:
         """That of optimizer step `step`."""
@@ -191,25 +231,29 @@ class Session:
         """Of the parameters."""
         return {p: name for name, p in self.model.named_parameters()}
 
-    def save(self, checkpoints: Path, run_id: str) -> Path:
-        """Publish the state after `step` steps; see `checkpoint.save` for what it may raise."""
-        tensors: dict[str, dict[str, torch.Tensor]] = {
-            "model": dict(self.model.named_parameters(remove_duplicate=False)),
+    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """All tensors that a checkpoint holds, by group and name: the session's own."""
+        groups = {
+            "model": dict[str, torch.Tensor](self.model.named_parameters(remove_duplicate=False)),
             "optimizer": self.optimizer.tensors(self.names),
         }
-        if of_recipe := recipe_tensors(self.model):
-            tensors["recipe"] = of_recipe
-        state: dict[str, JSON] = {"skips_in_a_row": self.skips_in_a_row}
+        of_recipe = recipe_tensors(self.model)
+        return groups | ({"recipe": of_recipe} if of_recipe else {})
+
+    def save(self, checkpoints: Path, run_id: str) -> Path:
+        """Publish the state after `step` steps; see `checkpoint.save` for what it may raise."""
+        state: dict[str, JSON] = {"guard": self.guard.state()}
         if self.scaler:
             state["loss_scaling"] = self.scaler.state_dict()
-        return save(checkpoints, self.step, tensors, state, self.config.checkpoint.keep, run_id)
+        return save(checkpoints, self.step, self.tensors(), state, self.config.checkpoint.keep, run_id)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Go back to a checkpoint's state."""
         load_model(self.model, self.config, checkpoint)
         self.optimizer.restore(self.names, checkpoint.tensors["optimizer"])
         self.step = checkpoint.step
-        self.skips_in_a_row = checkpoint.state["skips_in_a_row"]
+        taken = self.step * self.config.training.batch_size
+        self.guard = Guard.from_state(self.config.guard, checkpoint.state, taken)
         if self.scaler:
             self.scaler.load_state_dict(checkpoint.state["loss_scaling"])
 
@@ -218,8 +262,14 @@ def load_model(model: torch.nn.Module, config: Config, checkpoint: Checkpoint) -
     """Bring a model to where it was when the checkpoint was made: weights, and the state of its recipe."""
     load_weights(model, checkpoint)
     set_step(model, config.training.seed, checkpoint.step, 0, config.training.steps)
+    saved = checkpoint.tensors.get("recipe", {})
     for name, tensor in recipe_tensors(model).items():
-        tensor.copy_(checkpoint.tensors["recipe"][name])
+        if name not in saved or saved[name].shape != tensor.shape:
+            raise UserError(
+                f"the checkpoint of step {checkpoint.step} is of another recipe: it has no {name} as this "
+                "one keeps it; use its own, or `narrowgauge convert` to go on under another"
+            )
+        tensor.copy_(saved[name])
 
 
 @torch.no_grad()
