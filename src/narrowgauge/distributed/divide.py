@@ -16,16 +16,16 @@ import torch
 from torch import nn
 
 from narrowgauge.distributed.exchange import gather_tokens, sum_tokens, to_heads, to_tokens
-from narrowgauge.distributed.mesh import Mesh
+from narrowgauge.distributed.mesh import Layout, Mesh
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig, Transformer
 from narrowgauge.nn import Linear, Split, Tokens
 from narrowgauge.quantization import Axis, Part, whole_axis
 
 
-def check_division(model: ModelConfig, sequence_length: int, mesh: Mesh) -> None:
+def check_division(model: ModelConfig, sequence_length: int, layout: Layout) -> None:
     """Refuse a grid that a model's dimensions do not allow, by the name of what stands in the way."""
-    tensor, context, pipeline = (mesh.size(name) for name in ("tensor", "context", "pipeline"))
+    tensor, context, pipeline = layout.tensor, layout.context, layout.pipeline
     rules = [
         ("model.kv_heads", model.kv_heads, tensor * context, "parallel.tensor x parallel.context"),
         ("model.heads", model.heads, tensor * context, "parallel.tensor x parallel.context"),
@@ -35,10 +35,10 @@ def check_division(model: ModelConfig, sequence_length: int, mesh: Mesh) -> None
     for name, size, count, whose in rules:
         if size % count:
             raise UserError(f"{name} = {size} cannot be divided by {whose} = {count}; choose a divisor of it")
-    if model.layers < mesh.layout.stages:
+    if model.layers < layout.stages:
         raise UserError(
-            f"model.layers = {model.layers} are fewer than the {mesh.layout.stages} stages that "
-            f"parallel.pipeline = {pipeline} and parallel.chunks = {mesh.layout.chunks} ask for; choose fewer"
+            f"model.layers = {model.layers} are fewer than the {layout.stages} stages that "
+            f"parallel.pipeline = {pipeline} and parallel.chunks = {layout.chunks} ask for; choose fewer"
         )
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
+from narrowgauge.checkpoint import load, newest_valid
 from narrowgauge.checkpoint.folder import new_folder
 from narrowgauge.errors import UserError
 from narrowgauge.nn import best_numbers
 from narrowgauge.training.config import Config, make_config
 from narrowgauge.training.directory import RunDirectory, is_settled, run_id_of
-from narrowgauge.training.session import Session, newest_checkpoint
+from narrowgauge.training.session import Session
 
 
 def convert_run(source: Path, recipe: str, out: Path) -> int:
@@ -29,19 +30,19 @@ def convert_run(source: Path, recipe: str, out: Path) -> int:
     old = RunDirectory(source)
     before = old.config(own_recipe=True)
     after = _under(before, recipe)
-    checkpoint, _ = newest_checkpoint(old.checkpoints, None)
-    if checkpoint is None:
+    path, _ = newest_valid(old.checkpoints, None)
+    if path is None:
         raise UserError(
             f"{source} has no checkpoint yet, so there is nothing to convert; continue the run first"
         )
-    if "optimizer" not in checkpoint.tensors:
+    if "optimizer" not in load(path).tensors:
         raise UserError(
             f"{source} is an imported model, with weights and no optimizer; start from it with "
             f"narrowgauge train --model.weights {source}"
         )
     digest = old.corpus_digest()
     a, b = (Session.begin(config, torch.device("cpu")) for config in (before, after))
-    a.restore(checkpoint)
+    a.restore(path)
     _copy(a, b)
     with new_folder(out) as folder:
         new = RunDirectory(folder)

@@ -2,21 +2,20 @@
 
 A run keeps `checkpoint.keep` checkpoints and makes the next one before the oldest goes, so it needs room for
 one more than it keeps. The size is that of the tensors themselves, counted from a session. It is asked before
-the first step, where it is cheap to choose another disk, and before each save.
+the first step, where it is cheap to choose another disk; each save asks for itself (`checkpoint.space`).
 """
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
-import torch
-
-from narrowgauge.checkpoint import SaveError, steps
+from narrowgauge.checkpoint import steps
 from narrowgauge.errors import UserError
 from narrowgauge.training.memory import gib
+from narrowgauge.training.session import Session
 
-_BESIDE = 3  # inodes of a checkpoint beside one a group of tensors: state, manifest, the directory
+_BESIDE = 4  # inodes beside those of tensors: index, state, manifest, the directory
 _SLACK = 1 << 16  # bytes of each of its files: headers, and the last block
 
 
@@ -40,11 +39,19 @@ class Room:
         return f"{gib(self.bytes)}" + ("" if self.inodes is None else f" and {self.inodes} inodes")
 
 
-def checkpoint_room(groups: Mapping[str, Mapping[str, torch.Tensor]]) -> Room:
-    """What one checkpoint takes of tensors by group and name; two names of a tensor are stored once."""
-    once = {(t.data_ptr(), t.nbytes): t.nbytes for named in groups.values() for t in named.values()}
-    inodes = len(groups) + _BESIDE
-    return Room(sum(once.values()) + inodes * _SLACK, inodes)
+def checkpoint_room(session: Session) -> Room:
+    """What one checkpoint of all processes takes; two names of a tensor are stored once."""
+    here: dict[tuple[int, int], int] = {}
+    groups = session.pieces()
+    for named in groups.values():
+        for pieces in named.values():
+            for piece in pieces:
+                size = prod(piece.shape) * piece.tensor.element_size()
+                here[piece.tensor.data_ptr(), piece.tensor.nbytes] = size // len(pieces)
+    engine = session.engine
+    [told] = engine.sums([sum(here.values())])  # each process of a stage has told of all of it
+    files = len(groups) * engine.mesh.layout.size + _BESIDE
+    return Room(round(told / engine.mesh.size("stage")) + files * _SLACK, files)
 
 
 def free_room(path: Path) -> Room:
@@ -68,18 +75,4 @@ def require_disk(checkpoints: Path, one: Room, keep: int) -> None:
             f"{str(checkpoints)!r} needs {needed}, for {count} more checkpoints of {one} (checkpoint.keep = "
             f"{keep}, and one that is being made), and its disk has {free} free; free some, lower "
             "checkpoint.keep, or name a directory on another disk with --out"
-        )
-
-
-def require_room_to_save(checkpoints: Path, one: Room, step: int) -> None:
-    """Refuse a save that would not fit, before anything of it is written.
-
-    Raises:
-        SaveError: with what is needed and what is free.
-    """
-    free = free_room(checkpoints)
-    if not one.is_in(free):
-        raise SaveError(
-            f"step {step} needs {one} under {str(checkpoints)!r}, and its disk has {free} free; the "
-            "checkpoints there are untouched, so free some before the next save"
         )

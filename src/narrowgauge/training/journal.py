@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.checkpoint import append_lines
+from narrowgauge.training.changes import Changes
+from narrowgauge.training.config import Config
 from narrowgauge.training.directory import RunDirectory
 
 _MOST = 100_000  # lines of a file that are kept in memory; beyond that the oldest go
@@ -88,6 +90,28 @@ class Journal(RunDirectory):
         if not self.waiting:
             reason = error.strerror or str(error)
             self.say(f"NOT RECORDED: {file} cannot be written ({reason}); training goes on, and lines wait")
+
+
+class Bystander(Journal):
+    """What a process other than the first has of the run directory: it reads there, and writes nothing."""
+
+    def record(self, line: Mapping[str, Any]) -> None:
+        """The first process does."""
+
+    def record_gauges(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """The first process does."""
+
+    def sync_metrics(self) -> None:
+        """The first process does."""
+
+    def keep_metrics_until(self, step: int, rollbacks: int | None = None) -> None:
+        """The first process does."""
+
+    def set_status(self, status: str, reason: str) -> None:
+        """The first process does."""
+
+    def adopt(self, config: Config, changes: Changes, digest: str, step: int) -> None:
+        """The first process does."""
 
 
 def _identity(path: Path) -> list[int]:

@@ -6,6 +6,8 @@ therefore never exists without the lines up to n, and on return the lines after 
 to the same digits.
 """
 
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,10 +19,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from narrowgauge.checkpoint import SaveError, lock_run
+from narrowgauge.checkpoint import SaveError, choose_step, load, lock_run
 from narrowgauge.data import AUTO, Dataset, Loader, count_windows, open_data, split_sources
+from narrowgauge.distributed import START, Crew, Layout, Mesh, joined, world_from
 from narrowgauge.errors import UserError
-from narrowgauge.models import count_parameters, flops_per_token, generate
+from narrowgauge.models import Transformer, count_parameters, flops_per_token, generate
 from narrowgauge.nn import DTYPES
 from narrowgauge.recipes import choose_backend, device_facts
 from narrowgauge.signals import Preempted, Requests, StoppedEarly, stop_requests
@@ -28,12 +31,13 @@ from narrowgauge.training import machine
 from narrowgauge.training.changes import Changes, check_keys
 from narrowgauge.training.config import Config, make_config
 from narrowgauge.training.directory import RunDirectory
-from narrowgauge.training.disk import checkpoint_room, require_disk, require_room_to_save
-from narrowgauge.training.journal import Journal
+from narrowgauge.training.disk import checkpoint_room, require_disk
+from narrowgauge.training.journal import Bystander, Journal
+from narrowgauge.training.layout import layout_of
 from narrowgauge.training.memory import Memory, Watch, gib, measured, require_memory
 from narrowgauge.training.progress import Display
 from narrowgauge.training.response import respond
-from narrowgauge.training.session import Session, newest_checkpoint
+from narrowgauge.training.session import Session, build_model, load_model
 from narrowgauge.training.start import check_start, start_from_weights
 from narrowgauge.training.validate import validation_loss
 
@@ -78,46 +82,98 @@ def run(
     """
     check_keys(allow_change)
     config = config if isinstance(config, Config) else make_config(config or {})
-    directory = RunDirectory(Path(out) if out is not None else default_out(config))
     device = machine.choose_device(config.training.device)
+    world = world_from(os.environ, torch.cuda.device_count() if device.type == "cuda" else 0)
+    if device.type == "cuda" and world.size > 1:
+        device = torch.device("cuda", world.device)
+    layout = layout_of(config, world.size)
     choose_backend(config.the_recipe(), device_facts(device), config.recipe.backend)
-    plan = require_memory(config, device)
+    plan = require_memory(config, device) if layout.size == 1 else None
     machine.limit_memory(device, machine.bytes_of(config.training.memory_limit))
-    with Display(console or Console(), config.training.steps, config.log.every) as display:
-        dataset = open_data(config.data.source, config.data.tokenizer, config.data.weights, display.stage)
-        _check_data(config, dataset)
-        check_start(config, dataset.tokenizer)
-        with stop_requests() as requests, lock_run(directory.path):
+    path = Path(out) if out is not None else default_out(config)
+    console = (console or Console()) if world.rank == 0 else Console(quiet=True)
+    with (
+        stop_requests() as requests,
+        joined(world, device, hang_s=config.guard.hang_seconds) as crew,
+        Display(console, config.training.steps, config.log.every) as display,
+    ):
+        dataset = _open_data(config, crew, display)
+        with lock_run(path, world.rank, crew.meet if world.size > 1 else None):
             requests.nothing_to_save()
-            changes = directory.claim(config, allow_change)
-            if directory.status() == "done" and not changes:
-                display.say(f"{directory.path} is done; to train again, name another directory with --out")
-                return directory.path
-            directory.check_corpus(dataset.digest, allow_change)
-            directory = Journal(directory.path, display.say)
-            try:
+            _run(config, path, device, layout, plan, dataset, crew, display, requests, allow_change)
+    return path
+
+
+def _run(
+    config: Config,
+    path: Path,
+    device: torch.device,
+    layout: Layout,
+    plan: Memory | None,
+    dataset: Dataset,
+    crew: Crew,
+    display: Display,
+    requests: Requests,
+    allow_change: Sequence[str],
+) -> None:
+    """The run in a directory that is locked."""
+    changes: Changes = {}
+    is_done = False
+    if crew.rank == 0:
+        there = RunDirectory(path)
+        changes = there.claim(config, allow_change)
+        is_done = there.status() == "done" and not changes
+        if not is_done:
+            there.check_corpus(dataset.digest, allow_change)
+    if crew.share(is_done):
+        display.say(f"{path} is done; to train again, name another directory with --out")
+        return
+    directory = (Journal if crew.rank == 0 else Bystander)(path, display.say)
+    crew.keep_records_in(path, lambda cause: RunDirectory(path).set_status("failed", cause))
+    try:
+        with crew.one_cause():
+            if crew.rank == 0:
                 dataset.tokenizer.save(directory.tokenizer)
-                job = _Job(config, device, dataset, directory, display, plan)
-                session = _start_or_resume(job, changes)
-                _train(job, session, requests)
-                _finish(job, session)
-            except (Preempted, StoppedEarly) as stop:
-                directory.set_status("preempted", str(stop))
-                raise
-            except BaseException as error:
-                with suppress(OSError):  # where it went away, what happened to it is the news
-                    directory.require_there()
-                    directory.set_status("failed", f"{type(error).__name__}: {error}")
-                if machine.is_out_of_memory(error):
-                    raise OutOfMemory(_how_to_save_memory(config, device, plan)) from error
-                raise
-    return directory.path
+            run_id = crew.share(directory.run_id(dataset.digest) if crew.rank == 0 else "")
+            job = _Job(config, device, dataset, directory, display, plan, crew, run_id)
+            session = _start_or_resume(job, changes, Mesh(layout, device))
+            _train(job, session, requests)
+            _finish(job, session)
+    except (Preempted, StoppedEarly) as stop:
+        directory.set_status("preempted", str(stop))
+        raise
+    except BaseException as error:
+        with suppress(OSError):  # where it went away, what happened to it is the news
+            directory.require_there()
+            directory.set_status("failed", f"{type(error).__name__}: {error}")
+        if machine.is_out_of_memory(error):
+            raise OutOfMemory(_how_to_save_memory(config, device, plan)) from error
+        raise
 
 
-def _how_to_save_memory(config: Config, device: torch.device, plan: Memory) -> str:
+def _open_data(config: Config, crew: Crew, display: Display) -> Dataset:
+    """The tokens: made by the first process, then found made by the others."""
+    d = config.data
+    crew.at("preparing the data", patience=1000.0)
+    if crew.rank > 0:
+        crew.meet()
+    dataset = open_data(d.source, d.tokenizer, d.weights, display.stage)
+    _check_data(config, dataset)
+    check_start(config, dataset.tokenizer)
+    if crew.rank == 0:
+        crew.meet()
+    return dataset
+
+
+def _how_to_save_memory(config: Config, device: torch.device, plan: Memory | None) -> str:
+    expected = ""
+    if plan is not None:
+        expected = (
+            f" a step is expected to take {gib(plan.peak)} ({plan.classes()}), beside the program itself and "
+            "the data;"
+        )
     return (
-        f"out of memory on {machine.device_name(device)}; a step is expected to take {gib(plan.peak)} "
-        f"({plan.classes()}), beside the program itself and the data; lower training.micro_batch_size = "
+        f"out of memory on {machine.device_name(device)};{expected} lower training.micro_batch_size = "
         f"{config.training.micro_batch_size}, set --training.recompute true or choose a smaller --model, "
         "and name a new directory with --out"
     )
@@ -132,12 +188,9 @@ class _Job:
     dataset: Dataset
     directory: Journal
     display: Display
-    plan: Memory
-
-    @cached_property
-    def run_id(self) -> str:
-        """What a checkpoint has to be of, to be continued here."""
-        return self.directory.run_id(self.dataset.digest)
+    plan: Memory | None  # what one process would take
+    crew: Crew
+    run_id: str  # what a checkpoint has to be of, to be continued here
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -150,6 +203,7 @@ class _Job:
             "backend": backend.name,
             "backend_reason": backend.reason,
             "device": machine.device_name(self.device),
+            "processes": self.crew.size,
             "torch": torch.__version__,
             "parameters": count_parameters(model),
             "flops_per_token": flops_per_token(model, config.data.sequence_length),
@@ -173,22 +227,24 @@ def _check_data(config: Config, dataset: Dataset) -> None:
     count_windows(dataset.val, config.data.sequence_length, "held-out")
 
 
-def _start_or_resume(job: _Job, changes: Changes) -> Session:
+def _start_or_resume(job: _Job, changes: Changes, mesh: Mesh) -> Session:
     """The state to go on from: the newest valid checkpoint's, or the beginning; then `changes` hold."""
-    directory, say = job.directory, job.display.say
-    checkpoint, refused = newest_checkpoint(directory.checkpoints, job.run_id)
+    directory, say, crew = job.directory, job.display.say, job.crew
+    crew.at("choosing a checkpoint", START)
+    checkpoint, refused = choose_step(directory.checkpoints, job.run_id, crew.control)
     for sentence in refused:
         say(f"passed over: {sentence}")
-    session = Session.begin(job.config, job.device)
+    crew.at("building the model", START)
+    session = Session.begin(job.config, job.device, mesh)
     if checkpoint is None:
         start_from_weights(job.config, session.model)
         say(f"run directory: {directory.path}")
         directory.keep_metrics_until(-1)
     else:
-        session.restore(checkpoint)
+        session.restore(checkpoint, crew.control)
         say(f"continuing {directory.path} after step {session.step}")
         directory.keep_metrics_until(session.step, session.guard.rollbacks)
-    require_disk(directory.checkpoints, checkpoint_room(session.tensors()), job.config.checkpoint.keep)
+    require_disk(directory.checkpoints, checkpoint_room(session), job.config.checkpoint.keep)
     directory.adopt(job.config, changes, job.dataset.digest, session.step)
     event = "start" if checkpoint is None else "resume"
     directory.record({"event": event, "step": session.step, **job.facts})
@@ -200,6 +256,7 @@ def _train(job: _Job, session: Session, requests: Requests) -> None:
     """All steps that are left."""
     directory, steps = job.directory, job.config.training.steps
     if session.step == 0:
+        job.crew.at("the first validation", START)
         val_loss = _validate(job, session)
         directory.record({"step": 0, "tokens": 0, "val_loss": val_loss})
         job.display.say(f"step {0:>6}/{steps}  val loss {val_loss:.4f}")
@@ -214,19 +271,22 @@ def _steps(job: _Job, session: Session, batches: Loader, requests: Requests) -> 
     last_save, is_warm = time.monotonic(), False
     requests.save_first()
     while session.step < steps:
+        job.crew.at(f"step {session.step + 1}", 1.0 if is_warm else START)
         line = _measured_step(job, session, batches) if is_warm else _first_step(job, session, batches)
         is_warm = True
         is_last = session.step == steps
         # Read once: a signal may come at any moment, and the stop has to find the save it speaks of.
-        asked = "" if is_last or not requests else requests[0]
+        late = time.monotonic() - last_save > 60 * config.checkpoint.every_minutes
+        found = job.crew.agree(asked=requests.number, late=late)
+        asked = "" if is_last or not found["asked"] else signal.Signals(found["asked"]).name
         if is_last or session.step % config.validation.every == 0:
             line["val_loss"] = _validate(job, session)
         directory.record(line)
         job.display.step(line)
-        if respond(session, directory, job.run_id, line["loss"], line["grad_norm"], job.display.say):
+        loss, norm = line["loss"], line["grad_norm"]
+        if respond(session, directory, job.run_id, loss, norm, job.display.say, job.crew):
             return
-        due = time.monotonic() - last_save > 60 * config.checkpoint.every_minutes
-        if is_last or due or asked or session.step % config.checkpoint.every == 0:
+        if is_last or found["late"] or asked or session.step % config.checkpoint.every == 0:
             _save(job, session, must=is_last or bool(asked))
             last_save = time.monotonic()
         if asked:
@@ -236,7 +296,8 @@ def _steps(job: _Job, session: Session, batches: Loader, requests: Requests) -> 
 
 def _first_step(job: _Job, session: Session, batches: Loader) -> dict[str, Any]:
     """The first step of this process, with an account of its memory beside what was expected."""
-    if job.config.training.compile and job.device.type != "cuda":  # operations that are compiled are not seen
+    on_cpu = job.device.type != "cuda"
+    if job.plan is None or (job.config.training.compile and on_cpu):  # compiled operations are not seen
         return _measured_step(job, session, batches)
     with Watch(job.device) as watch:
         line = _measured_step(job, session, batches, watch.after_forward)
@@ -278,7 +339,7 @@ def _measured_step(
         "tokens": session.step * tokens,
         "tokens_per_s": tokens / seconds,
         "step_ms": 1000 * seconds,
-        "mfu": job.facts["flops_per_token"] * tokens / seconds / job.facts["peak_flops"],
+        "mfu": job.facts["flops_per_token"] * tokens / seconds / job.facts["peak_flops"] / job.crew.size,
         "memory_bytes": machine.peak_memory(job.device),
     }
 
@@ -297,12 +358,11 @@ def _validate(job: _Job, session: Session) -> float:
 
 def _save(job: _Job, session: Session, must: bool) -> None:
     """Publish a checkpoint; a full disk is told loudly, and ends the run only where this save is its last."""
+    job.crew.at(f"the save after step {session.step}", START)
     job.directory.require_there()
     job.directory.sync_metrics()
     try:
-        room = checkpoint_room(session.tensors())
-        require_room_to_save(job.directory.checkpoints, room, session.step)
-        session.save(job.directory.checkpoints, job.run_id)
+        session.save(job.directory.checkpoints, job.run_id, job.crew.control)
     except SaveError as error:
         job.display.say(f"NOT SAVED: {error}")
         job.directory.record({"event": "save failed", "step": session.step, "reason": str(error)})
@@ -315,14 +375,24 @@ def _save(job: _Job, session: Session, must: bool) -> None:
 def _finish(job: _Job, session: Session) -> None:
     """A sample of text, and the last status."""
     log, tokenizer = job.config.log, job.dataset.tokenizer
+    if job.crew.rank > 0:
+        return
     prompt = log.prompt or _fitting_prompt(job.config, job.dataset)
     ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
     seed = job.config.training.seed
-    new = generate(session.model, ids, log.sample_tokens, temperature=0.7, top_k=40, seed=seed)
+    model = session.model if job.crew.size == 1 else _whole_model(job, session)
+    new = generate(model, ids, log.sample_tokens, temperature=0.7, top_k=40, seed=seed)
     sample = tokenizer.decode(new)
     job.directory.record({"event": "done", "step": session.step, "prompt": prompt, "sample": sample})
     job.directory.set_status("done", f"all {session.step} steps")
     job.display.say(f"\nsample, from {prompt!r}:\n{prompt}{sample}\n")
+
+
+def _whole_model(job: _Job, session: Session) -> Transformer:
+    """The model of the last checkpoint, all of it on this process."""
+    model = build_model(job.config, job.device)
+    load_model(model, job.config, load(job.directory.checkpoints / f"step-{session.step}"))
+    return model.eval()
 
 
 def _fitting_prompt(config: Config, dataset: Dataset) -> str:

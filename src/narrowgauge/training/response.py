@@ -15,7 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.checkpoint import DamagedError, load, steps, verify
+from narrowgauge.checkpoint import DamagedError, steps, verify
+from narrowgauge.distributed import Crew
 from narrowgauge.training.directory import RunDirectory
 from narrowgauge.training.guard import Verdict
 from narrowgauge.training.session import Session
@@ -28,6 +29,7 @@ def respond(
     loss: float,
     norm: float,
     say: Callable[[str], None],
+    crew: Crew,
 ) -> bool:
     """Act on `session.verdict`; returns whether the run went back, so that its data has to be opened anew.
 
@@ -36,9 +38,14 @@ def respond(
     verdict, guard = session.verdict, session.guard
     if verdict.action == "rollback":
         guard.require_patience(verdict, session.step)
-        path = rollback_target(directory.checkpoints, run_id, session.step, session.config.checkpoint.every)
-        if path is not None:
-            _go_back(session, directory, path, {"loss": loss, "grad_norm": norm}, say)
+        every = session.config.checkpoint.every
+        target = (
+            rollback_target(directory.checkpoints, run_id, session.step, every) if crew.rank == 0 else None
+        )
+        name = crew.share(None if target is None else target.name)
+        if name is not None:
+            figures = {"loss": loss, "grad_norm": norm}
+            _go_back(session, directory, directory.checkpoints / name, figures, say, crew)
             return True
         verdict = guard.cannot_roll_back(verdict)
     if verdict.action != "take":
@@ -66,9 +73,10 @@ def _go_back(
     path: Path,
     figures: dict[str, float],
     say: Callable[[str], None],
+    crew: Crew,
 ) -> None:
     reason, before, spike = session.verdict.reason, session.guard, session.step
-    session.restore(load(path))
+    session.restore(path, crew.control)
     guard, first = session.guard, session.guard.samples
     guard.rolled_back(before)
     directory.keep_metrics_until(session.step, guard.rollbacks)

@@ -222,6 +222,7 @@ class GuardSection(Section):
     )
     spike_window: int = Field(128, ge=4, description="steps that a spike is measured against")
     max_rollbacks: int = Field(3, ge=0, description="rollbacks of a run before it stops")
+    hang_seconds: float = Field(600.0, ge=0, description="without progress that are a hang; 0: none is")
     check_every: int = Field(
         1000,
         ge=0,

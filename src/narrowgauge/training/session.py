@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from narrowgauge.checkpoint import JSON, Checkpoint, load, newest_valid, save
+from narrowgauge.checkpoint import JSON, Checkpoint, Pieces, load, newest_valid, restore_pieces, save_pieces
 from narrowgauge.data import Batch, Loader, Mixture, Tokens, first_samples
 from narrowgauge.distributed import Engine, Layout, Mesh, MicroBatch, Plan, build
 from narrowgauge.errors import UserError
@@ -24,6 +25,7 @@ from narrowgauge.training.config import Config
 from narrowgauge.training.corruption import require_same_replay, step_fingerprint
 from narrowgauge.training.first_bad import COMPILED, FirstBad, Look, earliest
 from narrowgauge.training.guard import Guard, Verdict
+from narrowgauge.training.pieces import pieces_of
 
 # Where the state of each place hangs on a parameter (`nn.weights`).
 AT_REST = {"weight": "at_rest", "master": "master", "grad": "gradient"}
@@ -240,17 +242,25 @@ class Session:
         of_recipe = recipe_tensors(self.model)
         return groups | ({"recipe": of_recipe} if of_recipe else {})
 
-    def save(self, checkpoints: Path, run_id: str) -> Path:
-        """Publish the state after `step` steps; see `checkpoint.save` for what it may raise."""
-        state: dict[str, JSON] = {"guard": self.guard.state()}
-        if self.scaler:
-            state["loss_scaling"] = self.scaler.state_dict()
-        return save(checkpoints, self.step, self.tensors(), state, self.config.checkpoint.keep, run_id)
+    def pieces(self) -> Pieces:
+        """The same, as what this process holds of the whole run's."""
+        return pieces_of(self.tensors(), dict(self.model.named_parameters(remove_duplicate=False)))
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Go back to a checkpoint's state."""
-        load_model(self.model, self.config, checkpoint)
-        self.optimizer.restore(self.names, checkpoint.tensors["optimizer"])
+    def state(self) -> dict[str, JSON]:
+        """All else that a checkpoint holds; the same on every process."""
+        state: dict[str, JSON] = {"guard": self.guard.state()}
+        return state | ({"loss_scaling": self.scaler.state_dict()} if self.scaler else {})
+
+    def save(self, checkpoints: Path, run_id: str, group: dist.ProcessGroup | None = None) -> Path:
+        """Publish the state after `step` steps; see `checkpoint.save_pieces` for what it may raise."""
+        keep = self.config.checkpoint.keep
+        return save_pieces(checkpoints, self.step, self.pieces(), self.state(), keep, run_id, group)
+
+    def restore(self, path: Path, group: dist.ProcessGroup | None = None) -> None:
+        """Go back to the state in a checkpoint, whoever made it; all processes of `group` together."""
+        with torch.no_grad():
+            checkpoint = restore_pieces(path, self.pieces(), group)
+        set_step(self.model, self.config.training.seed, checkpoint.step, 0, self.config.training.steps)
         self.step = checkpoint.step
         taken = self.step * self.config.training.batch_size
         self.guard = Guard.from_state(self.config.guard, checkpoint.state, taken)
