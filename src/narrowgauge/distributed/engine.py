@@ -81,8 +81,16 @@ class Engine:
         """This process's part of the mean loss of a batch, a term of a sum over `sequence` and stages."""
         if self.pipeline is not None:
             work = Work([MicroBatch(0, batch, 1.0)], lambda i: None, lambda loss: loss, self._zero())
-            return self.pipeline.run(work, with_backward=False)
-        return self._loss(batch)
+            loss = self.pipeline.run(work, with_backward=False)
+        else:
+            loss = self._loss(batch)
+        for module in self.model.modules() if self.mesh.layout.is_cut else ():
+            if isinstance(module, FSDPModule):  # no backward pass will cut its weights again
+                module.reshard()
+        for module in self.modules:
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return loss
 
     def _loss(self, batch: Batch) -> torch.Tensor:
         batch = batch.to(self.device)

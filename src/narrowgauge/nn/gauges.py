@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from narrowgauge.quantization import AtRest, Cast, cast
 from narrowgauge.quantization.blocks import blocks_of
@@ -134,6 +135,7 @@ class Gauges:
 
     def _read_plain(self, key: Key, x: torch.Tensor) -> None:
         if key not in self.read:
+            x = x.to_local() if isinstance(x, DTensor) else x  # of a weight that is cut, what is here
             self.read[key] = "fp32", gauge(x, x, blocks_of(x.shape, cast("fp32"), -1))
 
 

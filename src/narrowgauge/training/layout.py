@@ -17,8 +17,8 @@ def layout_of(config: Config, processes: int) -> Layout:
     if t.batch_size % (data * t.micro_batch_size):
         fitting = [n for n in range(1, t.batch_size + 1) if t.batch_size % (n * t.micro_batch_size) == 0]
         raise UserError(
-            f"training.batch_size = {t.batch_size} in micro-batches of {t.micro_batch_size} cannot be cut over "
-            f"parallel.replicate x parallel.shard = {data} processes; possible are "
+            f"training.batch_size = {t.batch_size} in micro-batches of {t.micro_batch_size} cannot be cut "
+            f"over parallel.replicate x parallel.shard = {data} processes; these fit: "
             f"{', '.join(map(str, fitting))}"
         )
     micro_batches = t.batch_size // (data * t.micro_batch_size)

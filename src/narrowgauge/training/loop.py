@@ -325,7 +325,8 @@ def _measured_step(
     machine.synchronize(job.device)
     start = time.perf_counter()
     every = job.config.gauges_every()
-    gauges = session.make_gauges() if every and (session.step + 1) % every == 0 else None
+    reads = every and (session.step + 1) % every == 0 and job.crew.rank == 0  # the first tells for all
+    gauges = session.make_gauges() if reads else None
     loss, norm, lr = session.train_step(batches, after_forward, gauges)
     if gauges is not None:
         job.directory.record_gauges(gauges.lines(session.step))

@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from narrowgauge.data import Batch, Mixture, Tokenizer, Tokens, validation_batches
+from narrowgauge.data import Mixture, Tokenizer, Tokens, validation_batches
 from narrowgauge.distributed import Engine
 from narrowgauge.models import IGNORED
 
@@ -33,16 +33,13 @@ def validation_loss(
     """
     index, count = engine.mesh.data_index, engine.mesh.layout.data
     targets, losses = [], []
-    waiting: Batch | None = None
     for i, batch in enumerate(validation_batches(tokens, batch_size, sequence_length, batches, apart)):
         targets.append(batch.targets)
         losses.append(0.0)
-        waiting = waiting or batch
         if i % count == index:
             losses[i] = engine.evaluate(batch).item()
-            waiting = None
-    if waiting is not None:
-        engine.evaluate(waiting)
+    if 0 < len(losses) % count <= index:
+        engine.evaluate(batch)
     total = 0.0
     for loss, n in zip(engine.sums(losses), targets, strict=True):
         total += loss * n
