@@ -129,7 +129,7 @@ def test_steps_go_on_while_a_save_is_written(tmp_path):
             turns += 1
         return turns
 
-    pieces = held(1, 60_000_000)
+    pieces = held(1, 20_000_000)
     with AsyncSaver() as saver:
         saver.save(tmp_path, 1, pieces, {}, 2, "run")
         saver.wait()
