@@ -39,8 +39,8 @@ def test_a_slow_disk_does_not_hold_the_step_and_a_second_save_waits(tmp_path, on
     world = on_ranks(2, "in_background", tmp_path, steps=[1, 2], delay=0.2)
     for said in world.said:
         first, second = said["seconds"]
-        assert first < 0.2  # a save syncs a dozen times
-        assert second > 0.4
+        assert second > 1  # the first save syncs more than five times
+        assert first < second / 4
     assert steps(tmp_path) == [1, 2]
 
 
@@ -129,7 +129,7 @@ def test_steps_go_on_while_a_save_is_written(tmp_path):
             turns += 1
         return turns
 
-    pieces = held(1, 60_000_000)
+    pieces = held(1, 20_000_000)
     with AsyncSaver() as saver:
         saver.save(tmp_path, 1, pieces, {}, 2, "run")
         saver.wait()

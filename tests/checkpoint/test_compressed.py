@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from narrowgauge.checkpoint.compressed import write_compressed
-from narrowgauge.checkpoint.pieces import pieces_of
+from narrowgauge.checkpoint.counterparts import counterparts_of
 from narrowgauge.checkpoint.tensor_files import SHARD_BYTES
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize, model_config
@@ -54,15 +54,15 @@ def written(tmp_path, model, dtype=torch.float32):
 
 def expected(model, name):
     """Their weight's numbers as training multiplies with them, and whether the layer is narrow."""
-    for piece in pieces_of(model.config):
-        if name in piece.theirs:
-            weight = plain(model)[piece.ours]
-            layer = model.get_submodule(piece.ours.removesuffix(".weight"))
+    for counterpart in counterparts_of(model.config):
+        if name in counterpart.theirs:
+            weight = plain(model)[counterpart.ours]
+            layer = model.get_submodule(counterpart.ours.removesuffix(".weight"))
             cast = getattr(layer, "casts", {}).get("fprop.w")
             if cast is not None and cast.is_scaled:
                 q = quantize(weight, cast)
-                return dict(piece.split(q.dequantize()))[name], True
-            return dict(piece.split(weight))[name], False
+                return dict(counterpart.split(q.dequantize()))[name], True
+            return dict(counterpart.split(weight))[name], False
     raise AssertionError(name)
 
 
@@ -75,13 +75,16 @@ def test_the_package_reads_the_numbers_of_training(tmp_path, name):
     (scheme,) = described.config_groups.values()
     compressor = BaseCompressor.get_value_from_registry(described.format)
     narrow = 0
-    for piece in pieces_of(model.config):
-        for theirs in piece.theirs:
+    for counterpart in counterparts_of(model.config):
+        for theirs in counterpart.theirs:
             values, is_narrow = expected(model, theirs)
             layer = theirs.removesuffix(".weight")
             if not is_narrow:
                 assert torch.equal(tensors[theirs], values)
-                assert piece.ours.endswith(("norm.weight", "embedding.weight")) or layer in described.ignore
+                assert (
+                    counterpart.ours.endswith(("norm.weight", "embedding.weight"))
+                    or layer in described.ignore
+                )
                 continue
             narrow += 1
             assert layer not in described.ignore
@@ -109,8 +112,8 @@ def test_transformers_opens_it(tmp_path, name, within):
         ).eval()
     ours = Transformer(model.config)
     weights = plain(model)
-    for piece in pieces_of(model.config):
-        weights[piece.ours] = piece.join(lambda n: expected(model, n)[0])
+    for counterpart in counterparts_of(model.config):
+        weights[counterpart.ours] = counterpart.join(lambda n: expected(model, n)[0])
     ours.load_state_dict(weights)
     ids = torch.arange(40)[None] % 160
     expected_logits = ours(ids)

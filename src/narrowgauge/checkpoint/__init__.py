@@ -23,7 +23,7 @@ from narrowgauge.checkpoint.manifest import DamagedError, FileEntry, Manifest, r
 from narrowgauge.checkpoint.publication import newest_valid, steps
 from narrowgauge.checkpoint.restore import Checkpoint, choose_step, load, restore_pieces
 from narrowgauge.checkpoint.space import SaveError, require_space
-from narrowgauge.checkpoint.store import save, save_pieces
+from narrowgauge.checkpoint.store import Save, plan_save, save, save_pieces
 
 __all__ = [
     "JSON",
@@ -35,6 +35,7 @@ __all__ = [
     "Piece",
     "Pieces",
     "PoisonedError",
+    "Save",
     "SaveError",
     "append_line",
     "append_lines",
@@ -45,6 +46,7 @@ __all__ = [
     "lock_run",
     "make_directory",
     "newest_valid",
+    "plan_save",
     "read_jsonl",
     "read_manifest",
     "require_space",

@@ -76,7 +76,7 @@ class AsyncSaver:
         finally:
             self._thread.shutdown()
             self._buffers.clear()
-            if self._group is not None:
+            if self._group is not None and dist.is_initialized():
                 dist.destroy_process_group(self._group)
                 self._group = None
 

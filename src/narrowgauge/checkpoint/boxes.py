@@ -84,16 +84,20 @@ def require_exact_cover(shape: Shape, boxes: Iterable[Box]) -> None:
     """Check that boxes fill a shape, each element once. Raises `ValueError` with what is wrong."""
     boxes = [box for box in boxes if box.volume]
     for box in boxes:
-        if len(box.offset) != len(shape) or len(box.size) != len(shape):
-            raise ValueError(
-                f"a piece at {box.offset} of size {box.size} has not its {len(shape)} dimensions"
-            )
-        if any(o < 0 or n < 0 or o + n > s for o, n, s in zip(box.offset, box.size, shape, strict=True)):
-            raise ValueError(f"a piece at {box.offset} of size {box.size} reaches beyond its shape {shape}")
+        require_inside(shape, box)
     if pair := _overlapping(boxes, len(shape)):
         raise ValueError(f"the pieces at {pair[0].offset} and {pair[1].offset} overlap")
     if missing := prod(shape) - sum(box.volume for box in boxes):
         raise ValueError(f"no piece holds {missing} of the {prod(shape)} elements of its shape {shape}")
+
+
+def require_inside(shape: Shape, box: Box) -> None:
+    """Check that a box is a part of a shape. Raises `ValueError` with what is wrong."""
+    dimensions = len(box.offset) == len(box.size) == len(shape)
+    if not dimensions or any(
+        o < 0 or n < 0 or o + n > s for o, n, s in zip(box.offset, box.size, shape, strict=True)
+    ):
+        raise ValueError(f"a piece at {box.offset} of size {box.size} reaches beyond its shape {shape}")
 
 
 def _overlapping(boxes: list[Box], dimensions: int) -> tuple[Box, Box] | None:

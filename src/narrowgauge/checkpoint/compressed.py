@@ -30,9 +30,9 @@ from typing import Any
 
 import torch
 
+from narrowgauge.checkpoint.counterparts import Counterpart, counterparts_of
 from narrowgauge.checkpoint.families import family_of, to_config
 from narrowgauge.checkpoint.huggingface import write_settings
-from narrowgauge.checkpoint.pieces import Piece, pieces_of
 from narrowgauge.checkpoint.tensor_files import write_tensors
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
@@ -107,15 +107,15 @@ def write_compressed(
     casts = narrow_casts(model)
     tensors: list[tuple[str, torch.Tensor]] = []
     layers: dict[str, Scheme | None] = {} if "head" in schemes else {"lm_head": None}
-    for piece in pieces_of(model.config):
-        module = piece.ours.removesuffix(".weight")
-        if module not in schemes or not piece.ours.endswith(".weight"):
-            tensors += [(name, part.to(dtype)) for name, part in piece.split(weights[piece.ours])]
-            if module.startswith("blocks.") and weights[piece.ours].ndim == 2:
-                layers |= {name.removesuffix(".weight"): None for name in piece.theirs}
+    for counterpart in counterparts_of(model.config):
+        module = counterpart.ours.removesuffix(".weight")
+        if module not in schemes or not counterpart.ours.endswith(".weight"):
+            tensors += [(name, part.to(dtype)) for name, part in counterpart.split(weights[counterpart.ours])]
+            if module.startswith("blocks.") and weights[counterpart.ours].ndim == 2:
+                layers |= {name.removesuffix(".weight"): None for name in counterpart.theirs}
             continue
-        q = quantize(weights[piece.ours], casts[module], rounding="nearest-even")
-        for name, parts in _split(piece, q):
+        q = quantize(weights[counterpart.ours], casts[module], rounding="nearest-even")
+        for name, parts in _split(counterpart, q):
             tensors += [(f"{name}.{part}", tensor) for part, tensor in parts.items()]
             layers[name] = schemes[module]
     values = to_config(model.config) | {"quantization_config": _describe(layers)}
@@ -143,12 +143,12 @@ def _scheme(layer: str, cast: Cast) -> Scheme:
     )
 
 
-def _split(piece: Piece, q: QTensor) -> list[tuple[str, Parts]]:
+def _split(counterpart: Counterpart, q: QTensor) -> list[tuple[str, Parts]]:
     """The layers that a fused one is there, with the tensors of each."""
-    rows = piece.rows or (q.codes.shape[0],)
+    rows = counterpart.rows or (q.codes.shape[0],)
     starts = [sum(rows[:i]) for i in range(len(rows))]
     parts = []
-    for name, start, count in zip(piece.theirs, starts, rows, strict=True):
+    for name, start, count in zip(counterpart.theirs, starts, rows, strict=True):
         parts.append((name.removesuffix(".weight"), _parts(q, start, start + count)))
     return parts
 

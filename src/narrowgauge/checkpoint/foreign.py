@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.checkpoint.pieces import check_shapes, shapes_of
+from narrowgauge.checkpoint.counterparts import check_shapes, shapes_of
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig
 

@@ -1,7 +1,7 @@
 """Folders of Hugging Face transformers: GPT-2, Llama and Qwen2, in and out.
 
     config.json                  the architecture and its dimensions   (`families.py`)
-    model*.safetensors           the weights                  (`tensor_files.py`, `pieces.py`)
+    model*.safetensors           the weights                  (`tensor_files.py`, `counterparts.py`)
     tokenizer.json               the tokenizer, with
     tokenizer_config.json        the class that reads it and the end of a text
     generation_config.json       the tokens that begin and end a text
@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from narrowgauge.checkpoint.counterparts import counterparts_of
 from narrowgauge.checkpoint.families import config_from, to_config
 from narrowgauge.checkpoint.foreign import ForeignModel, foreign, require_layers
-from narrowgauge.checkpoint.pieces import pieces_of
 from narrowgauge.checkpoint.tensor_files import (
     SHARD_BYTES,
     TensorFolder,
@@ -53,8 +53,8 @@ def read_folder(folder: Path) -> ForeignModel:
     with TensorFolder(folder) as there:
         require_layers(config, len(there.file_of), folder)
         stored = {_full_name(name, config): name for name in there.file_of if not _NO_WEIGHT.fullmatch(name)}
-        pieces = pieces_of(config)
-        needed = {name for piece in pieces for name in piece.theirs}
+        counterparts = counterparts_of(config)
+        needed = {name for counterpart in counterparts for name in counterpart.theirs}
         if missing := sorted(needed - stored.keys()):
             raise UserError(
                 f"{folder} has no tensor {missing[0]!r}, which its {CONFIG} asks for; fetch it again"
@@ -65,7 +65,10 @@ def read_folder(folder: Path) -> ForeignModel:
                 f"{folder} has a tensor {min(extra)!r}, for which its {CONFIG} has no place; "
                 "give a plain language model"
             )
-        tensors = {piece.ours: piece.join(lambda name: there.read(stored[name])) for piece in pieces}
+        tensors = {
+            counterpart.ours: counterpart.join(lambda name: there.read(stored[name]))
+            for counterpart in counterparts
+        }
     tokenizer = inside(folder, TOKENIZER) if (folder / TOKENIZER).exists() else None
     return foreign("hf", config, tensors, folder, tokenizer)
 
@@ -79,7 +82,11 @@ def write_folder(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Fill an empty folder with a model in our names that transformers opens with `from_pretrained`."""
-    named = [item for piece in pieces_of(config) for item in piece.split(tensors[piece.ours])]
+    named = [
+        item
+        for counterpart in counterparts_of(config)
+        for item in counterpart.split(tensors[counterpart.ours])
+    ]
     values = to_config(config)
     write_tensors(folder, named, dtype, shard_bytes)
     write_settings(folder, values, tokenizer, dtype)

@@ -38,9 +38,9 @@ from typing import Any
 
 import torch
 
+from narrowgauge.checkpoint.counterparts import shapes_of
 from narrowgauge.checkpoint.foreign import ForeignModel, foreign, require_layers
 from narrowgauge.checkpoint.manifest import read_bounded
-from narrowgauge.checkpoint.pieces import shapes_of
 from narrowgauge.checkpoint.tensor_files import TensorFolder, inside, write_tensors
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from narrowgauge.checkpoint.agreement import everywhere, first_only
-from narrowgauge.checkpoint.boxes import Box, Piece, Pieces, whole
+from narrowgauge.checkpoint.boxes import Box, Piece, Pieces, require_inside, whole
 from narrowgauge.checkpoint.index import INDEX, STORABLE, SUFFIX, Entry, Index, Part, from_json
 from narrowgauge.checkpoint.manifest import (
     DamagedError,
@@ -180,6 +180,8 @@ def _match(opened: _Opened, pieces: Pieces) -> list[tuple[Entry, Piece]]:
                         f"{opened.path} keeps {name!r} of {group!r} as {dtype}, and this run as "
                         f"{piece.tensor.dtype}; use the recipe it was made with, or narrowgauge convert"
                     )
+                if piece.box.volume:
+                    require_inside(source.shape, piece.box)
                 found.append((source, piece))
     return found
 

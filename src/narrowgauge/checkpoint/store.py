@@ -37,14 +37,14 @@ from narrowgauge.checkpoint.boxes import Pieces, whole
 from narrowgauge.checkpoint.files import write_new
 from narrowgauge.checkpoint.finite import JSON, Tensors, refuse_non_finite
 from narrowgauge.checkpoint.index import INDEX, Index, to_json
-from narrowgauge.checkpoint.manifest import FileEntry
+from narrowgauge.checkpoint.manifest import MANIFEST, FileEntry
 from narrowgauge.checkpoint.publication import begin, publish, retain, seal
 from narrowgauge.checkpoint.sharing import describe, file_name, make_index, share_of
 from narrowgauge.checkpoint.space import SaveError, require_space
 from narrowgauge.checkpoint.tensor_writer import write_safetensors
 
 STATE = "state.json"
-_SMALL_FILES = 1 << 20  # bytes: room for a header, a manifest, a state
+_HEADER = 1 << 20  # bytes: room for a file's header, and for each JSON file
 
 
 def save(
@@ -111,17 +111,13 @@ class Save:
             f"checkpoints there are untouched; free disk space or mend the permissions before the next save"
         )
 
-    @property
-    def files(self) -> set[str]:
-        """The tensor files of all ranks."""
-        return {p.file for named in self.index.values() for entry in named.values() for p in entry.parts}
-
-    @property
-    def bytes(self) -> int:
-        """About what all files of all ranks will take."""
+    def require_space(self, checkpoints: int = 1) -> None:
+        """Check that the disk has room for so many. Raises `SaveError` with what is needed and free."""
         entries = [entry for named in self.index.values() for entry in named.values()]
         data = sum(part.box.volume * entry.itemsize for entry in entries for part in entry.parts)
-        return data + _SMALL_FILES * (len(self.files) + 3)
+        files = {part.file for entry in entries for part in entry.parts} | {INDEX, STATE, MANIFEST}
+        bytes_, inodes = data + _HEADER * len(files), len(files) + 1  # for the directory
+        require_space(self.directory, checkpoints * bytes_, checkpoints * inodes)
 
 
 def plan_save(
@@ -158,7 +154,7 @@ def write_share(save: Save) -> Path:
 
 
 def _begin(save: Save) -> str:
-    require_space(save.directory, save.bytes, len(save.files) + 4)
+    save.require_space()
     return begin(save.directory, save.step).name
 
 

@@ -5,9 +5,9 @@
                 with blanks at its end that make N a multiple of 8
     the rest    the tensors' bytes, row by row, without gaps; wider dtypes first, so that all are aligned
 
-(Layout: the safetensors format.) The library's own writer needs a second pass over the file for its digest,
-and holds the interpreter's lock for the first. Here a chunk goes to the disk while another thread hashes it;
-both release the lock, so that a save in the background leaves the training loop alone.
+(Layout: the safetensors format.) The library's own writer would need a second pass over the file for its
+digest. Here a chunk goes to the disk while another thread hashes it; both release the interpreter's lock, so
+that a save in the background leaves the training loop alone.
 """
 
 import hashlib

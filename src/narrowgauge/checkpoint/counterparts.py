@@ -29,7 +29,7 @@ from narrowgauge.models import ModelConfig, Transformer
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Counterpart:
     """One of our tensors, and the tensors it is elsewhere, which hold `rows` of it each."""
 
     ours: str
@@ -50,17 +50,17 @@ class Piece:
         return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
 
-def pieces_of(config: ModelConfig) -> list[Piece]:
+def counterparts_of(config: ModelConfig) -> list[Counterpart]:
     """Every tensor of a model, in Hugging Face's names for its family."""
     names = (_gpt2 if config.positions == "learned" else _llama)(config)
     stored = [name for name in shapes_of(config) if name != "head.weight" or not config.tied_head]
-    pieces = []
+    counterparts = []
     for ours in stored:
         module, kind = ours.rsplit(".", 1)
         theirs, rows, transposed = names[module]
         places = tuple(f"{name}.{kind}" for name in theirs)
-        pieces.append(Piece(ours, places, rows, transposed and kind == "weight"))
-    return pieces
+        counterparts.append(Counterpart(ours, places, rows, transposed and kind == "weight"))
+    return counterparts
 
 
 def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
