@@ -84,13 +84,16 @@ class Engine:
             loss = self.pipeline.run(work, with_backward=False)
         else:
             loss = self._loss(batch)
-        for module in self.model.modules() if self.mesh.layout.is_cut else ():
-            if isinstance(module, FSDPModule):  # no backward pass will cut its weights again
-                module.reshard()
-        for module in self.modules:
+        if self.mesh.layout.is_cut:
+            self._cut_again()
+        return loss
+
+    def _cut_again(self) -> None:
+        """After a forward pass without a backward pass, which would do it."""
+        every: list[object] = [*self.modules, *self.model.modules()]
+        for module in every:
             if isinstance(module, FSDPModule):
                 module.reshard()
-        return loss
 
     def _loss(self, batch: Batch) -> torch.Tensor:
         batch = batch.to(self.device)
