@@ -130,7 +130,10 @@ def test_memory_that_runs_out_is_one_sentence(narrowgauge, line, look, tmp_path,
     huge = {"training.batch_size": 2**31 - 1, "training.micro_batch_size": 2**31 - 1}
     ended = narrowgauge(*line(huge), "--out", tmp_path / "run", memory=12 << 30)
     refused(ended, "out of memory", "training.micro_batch_size = 2147483647", "--training.recompute", code=1)
+    for name in ("a step is expected to take", "weights", "saved activations", "workspace"):
+        assert name in ended.err, "what was planned, by class"
     assert look(tmp_path / "run").status["status"] == "failed"
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_a_full_disk_is_one_sentence(narrowgauge, line, tmp_path, refused):

@@ -75,6 +75,8 @@ def test_one_bad_step_is_skipped_once_and_told(spoiled, train, look):
     (skip,) = look(path).events("skip")
     assert skip["step"] == 3
     assert "nan" in skip["reason"]
+    first = skip["first_bad"]
+    assert (first["layer"], first["place"], first["rank"]) == ("blocks.1.down.weight", "grad", 0)
     assert [math.isnan(norm) for norm in look(path).column("grad_norm")] == [s == 3 for s in range(1, 9)]
     assert all(map(math.isfinite, look(path).column("loss")))
     assert look(path).status["status"] == "done"
@@ -89,7 +91,10 @@ def test_bad_steps_that_are_not_in_a_row_do_not_stop_it(spoiled, train, look):
 
 def test_too_many_in_a_row_stop_it(spoiled, train, look, tmp_path):
     spoiled(*range(4, 100))
-    with pytest.raises(Diverged, match=r"3 steps in a row .* the last is 6; lower optimizer\.lr"):
+    with pytest.raises(
+        Diverged,
+        match=r"3 steps in a row .* the last is 6 \(.*blocks\.1\.down\.weight grad.*\); lower optimizer\.lr",
+    ):
         train(changes={"training.steps": 50, "guard.max_skips": 2})
     run = look(tmp_path / "run")
     assert run.column("step") == [1, 2, 3, 4, 5, 6]

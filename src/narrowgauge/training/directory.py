@@ -146,7 +146,8 @@ class RunDirectory:
                 "name another with --out, or mend its permissions"
             ) from None
         changes = differences(self.config(), config)
-        if (self.path / "recipe.toml").read_text(encoding="utf-8") != recipe_text:
+        recipe_there = self.path / "recipe.toml"
+        if not recipe_there.exists() or recipe_there.read_text(encoding="utf-8") != recipe_text:
             changes.setdefault("recipe.name", (config.recipe.name, config.recipe.name))
         told = [str(line["torch"]) for line in self.lines() if "torch" in line]
         if told and told[-1] != torch.__version__:

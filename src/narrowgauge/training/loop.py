@@ -260,15 +260,17 @@ def _train(job: _Job, session: Session, requests: Requests) -> None:
         val_loss = _validate(job, session)
         directory.record({"step": 0, "tokens": 0, "val_loss": val_loss})
         job.display.say(f"step {0:>6}/{steps}  val loss {val_loss:.4f}")
+    is_warm = False
     while session.step < steps:
         with session.batches(job.dataset.train) as batches:
-            _steps(job, session, batches, requests)
+            _steps(job, session, batches, requests, is_warm)
+        is_warm = True
 
 
-def _steps(job: _Job, session: Session, batches: Loader, requests: Requests) -> None:
+def _steps(job: _Job, session: Session, batches: Loader, requests: Requests, is_warm: bool) -> None:
     """The loop itself, to the end or until the guard has gone back, from where the batches are others."""
     config, directory, steps = job.config, job.directory, job.config.training.steps
-    last_save, is_warm = time.monotonic(), False
+    last_save = time.monotonic()
     requests.save_first()
     while session.step < steps:
         job.crew.at(f"step {session.step + 1}", 1.0 if is_warm else START)

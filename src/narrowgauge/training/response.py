@@ -77,12 +77,19 @@ def _go_back(
 ) -> None:
     reason, before, spike = session.verdict.reason, session.guard, session.step
     session.restore(path, crew.control)
-    guard, first = session.guard, session.guard.samples
+    guard = session.guard
     guard.rolled_back(before)
     directory.keep_metrics_until(session.step, guard.rollbacks)
-    facts = {"skipped_samples": [first, guard.samples - 1], "rollbacks": guard.rollbacks}
-    at = {"step": session.step, "from_step": spike}
-    directory.record({"event": "rollback", **at, "reason": reason, **figures, **facts})
+    first = guard.samples - (spike - session.step) * session.config.training.batch_size
+    event = {
+        "event": "rollback",
+        "step": session.step,
+        "reason": reason,
+        "from_step": spike,
+        "figures": figures,
+    }
+    skipped = {"skipped_samples": [first, guard.samples - 1]}
+    directory.record({**event, **skipped, "rollbacks": guard.rollbacks})
     say(f"step {spike}: {reason}; back to step {session.step}, and on with other data")
 
 
