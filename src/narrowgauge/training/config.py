@@ -107,6 +107,7 @@ class TrainingSection(_Section):
     compile: bool = Field(False, description="run the model through torch.compile")
     recompute: bool = Field(False, description="keep only block inputs for backward, compute the rest again")
     memory_limit: str = Field("", description="of the device, as 24GB or 22GiB; empty: all it has")
+    hang_timeout: float = Field(600.0, ge=0, description="seconds ranks wait for a hung one; 0: for ever")
 
     @field_validator("memory_limit")
     @classmethod
@@ -392,7 +393,7 @@ def to_toml(config: Config) -> str:
 def trajectory(config: Config) -> dict[str, dict[str, Any]]:
     """The resolved values that decide every loss of the run; what is shown and kept is left out."""
     tables = tomllib.loads(to_toml(config))
-    tables["training"].pop("memory_limit")
+    del tables["training"]["memory_limit"], tables["training"]["hang_timeout"]
     tables["recipe"].pop("offload", None)  # the numbers are the same wherever they lie
     beside = ("log", "checkpoint", "validation", "gauges")
     return {section: t for section, t in tables.items() if section not in beside}

@@ -6,6 +6,8 @@ therefore never exists without the lines up to n, and on return the lines after 
 to the same digits.
 """
 
+import os
+import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +20,7 @@ from rich.console import Console
 
 from narrowgauge.checkpoint import SaveError, lock_run
 from narrowgauge.data import AUTO, Dataset, Loader, count_windows, open_data, split_sources
+from narrowgauge.distributed import START, Crew, Stopped, joined, world_from
 from narrowgauge.errors import UserError
 from narrowgauge.models import count_parameters, flops_per_token, generate
 from narrowgauge.nn import DTYPES
@@ -78,32 +81,52 @@ def run(
     choose_backend(config.the_recipe(), device_facts(device), config.recipe.backend)
     plan = require_memory(config, device)
     machine.limit_memory(device, machine.bytes_of(config.training.memory_limit))
-    with Display(console or Console(), config.training.steps, config.log.every) as display:
-        dataset = open_data(config.data.source, config.data.tokenizer, config.data.weights, display.stage)
-        _check_data(config, dataset)
-        check_start(config, dataset.tokenizer)
-        with stop_requests() as requests, lock_run(directory.path):
-            requests.nothing_to_save()
-            directory.claim(config)
-            if directory.status() == "done":
-                display.say(f"{directory.path} is done; to train again, name another directory with --out")
-                return directory.path
-            directory.check_corpus(dataset.digest)
-            try:
-                dataset.tokenizer.save(directory.tokenizer)
-                job = _Job(config, device, dataset, directory, display, plan)
-                session = _start_or_resume(job)
-                _train(job, session, requests)
-                _finish(job, session)
-            except (Preempted, StoppedEarly) as stop:
-                directory.set_status("preempted", str(stop))
-                raise
-            except BaseException as error:
-                directory.set_status("failed", f"{type(error).__name__}: {error}")
-                if machine.is_out_of_memory(error):
-                    raise OutOfMemory(_how_to_save_memory(config, device)) from error
-                raise
+    world = world_from(os.environ, torch.cuda.device_count() if device.type == "cuda" else 0)
+    with (
+        stop_requests() as requests,
+        Display(console or Console(), config.training.steps, config.log.every) as display,
+    ):
+        requests.nothing_to_save()
+        with joined(world, device, config.training.hang_timeout) as crew:
+            if crew.size > 1:
+                raise UserError("training on several processes is not there yet; start one")
+            dataset = open_data(config.data.source, config.data.tokenizer, config.data.weights, display.stage)
+            _check_data(config, dataset)
+            check_start(config, dataset.tokenizer)
+            with lock_run(directory.path, crew.rank, crew.meet):
+                requests.save_first()  # until the directory has a status
+                directory.claim(config)
+                if directory.status() == "done":
+                    way_out = "to train again, name another directory with --out"
+                    display.say(f"{directory.path} is done; {way_out}")
+                    return directory.path
+                directory.check_corpus(dataset.digest)
+                crew.keep_records_in(directory.path, lambda why: directory.set_status("failed", why))
+                _run(_Job(config, device, dataset, directory, display, plan, crew), requests)
     return directory.path
+
+
+def _run(job: "_Job", requests: Requests) -> None:
+    """The whole of it, with a last status for every end."""
+    directory = job.directory
+    try:
+        with job.crew.one_cause():
+            requests.nothing_to_save()
+            job.dataset.tokenizer.save(directory.tokenizer)
+            session = _start_or_resume(job)
+            _train(job, session, requests)
+            _finish(job, session)
+    except (Preempted, StoppedEarly) as stop:
+        directory.set_status("preempted", str(stop))
+        raise
+    except Stopped as stop:
+        directory.set_status("preempted" if stop.code == 75 else "failed", str(stop))
+        raise
+    except BaseException as error:
+        directory.set_status("failed", f"{type(error).__name__}: {error}")
+        if machine.is_out_of_memory(error):
+            raise OutOfMemory(_how_to_save_memory(job.config, job.device)) from error
+        raise
 
 
 def _how_to_save_memory(config: Config, device: torch.device) -> str:
@@ -124,6 +147,7 @@ class _Job:
     directory: RunDirectory
     display: Display
     plan: Memory
+    crew: Crew
 
     @cached_property
     def run_id(self) -> str:
@@ -202,18 +226,21 @@ def _steps(job: _Job, session: Session, batches: Loader, requests: Requests) -> 
     last_save, is_warm = time.monotonic(), False
     requests.save_first()
     while session.step < steps:
+        job.crew.at(f"step {session.step + 1}", 1 if is_warm else START)
         line = _measured_step(job, session, batches) if is_warm else _first_step(job, session, batches)
         is_warm = True
         is_last = session.step == steps
-        # Read once: a signal may come at any moment, and the stop has to find the save it speaks of.
-        asked = "" if is_last or not requests else requests[0]
+        # Agreed once: a signal may come at any moment and to any rank, and the stop has to find the save it
+        # speaks of.
+        late = time.monotonic() - last_save > 60 * config.checkpoint.every_minutes
+        agreed = job.crew.agree(asked=requests.number, due=late)
+        asked = signal.Signals(agreed["asked"]).name if agreed["asked"] and not is_last else ""
         if is_last or session.step % config.validation.every == 0:
             line["val_loss"] = _validate(job, session)
         directory.record(line)
         job.display.step(line)
         _guard(job, session, line)
-        due = time.monotonic() - last_save > 60 * config.checkpoint.every_minutes
-        if is_last or due or asked or session.step % config.checkpoint.every == 0:
+        if is_last or agreed["due"] or asked or session.step % config.checkpoint.every == 0:
             _save(job, session, must=is_last or bool(asked))
             last_save = time.monotonic()
         if asked:
@@ -269,6 +296,7 @@ def _measured_step(
 
 
 def _validate(job: _Job, session: Session) -> float:
+    job.crew.at(f"the validation after step {session.step}", START)
     c = job.config
     return validation_loss(
         session.model,
@@ -295,6 +323,7 @@ def _guard(job: _Job, session: Session, line: Mapping[str, Any]) -> None:
 
 def _save(job: _Job, session: Session, must: bool) -> None:
     """Publish a checkpoint; a full disk is told loudly, and ends the run only where this save is its last."""
+    job.crew.at(f"the save after step {session.step}", START)
     job.directory.sync_metrics()
     try:
         session.save(job.directory.checkpoints, job.run_id)
