@@ -153,7 +153,8 @@ class Crew:
     def _first_cause(self, store: Store, error: BaseException, own: End) -> End:
         if not is_of_the_wire(error):
             return own.publish(store)
-        if (end := await_end(store, _LINGER_S)) is not None:
+        heard = self.watchdog.end if self.watchdog is not None else None
+        if (end := heard or await_end(store, _LINGER_S)) is not None:
             return end
         if self.watchdog is not None and (silent := self.watchdog.silent_ranks()):
             names = ", ".join(name_of(store, rank) for rank in silent[:8])
@@ -217,6 +218,9 @@ def joined(
     except Preempted:
         raise
     except BaseException:
+        if dist.is_initialized() and device.type == "cpu":  # with NCCL it could wait for what never comes
+            crew.control = None
+            dist.destroy_process_group()  # the others have waited long enough
         if keeps:
             await_leavers(store, _LINGER_S)  # the others still have to read why
         raise

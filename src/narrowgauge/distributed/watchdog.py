@@ -53,6 +53,7 @@ class Watchdog:
         self.directory: Path | None = None
         self.on_hang: Callable[[str], None] = lambda sentence: None
         self.found_hang = False
+        self.end: End | None = None  # what another rank has told
         self._place, self._arrivals, self._patience = "the start", 0, 1.0
         self._beats = self._quiet = 0
         self._done = threading.Event()
@@ -93,6 +94,7 @@ class Watchdog:
                 self._leave(store_gone(self.world))
                 return
             if end is not None and end.rank != self.world.rank:
+                self.end = end
                 if end.hang:
                     self._follow_hang()
                 self._leave(end)
