@@ -15,6 +15,8 @@ from narrowgauge.signals import die_with_launcher, stop_requests
 def main() -> int:
     """Run the command line; returns the exit code (`cli`)."""
     die_with_launcher(os.environ)
+    # When one rank fails, torch in each of the others logs the stack of every connection it has lost.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     trains = sys.argv[1:2] == ["train"]
     with stop_requests() if trains else nullcontext():
         try:

@@ -79,10 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A run that ended by itself has said why.
         return error.code if error.code > 0 else _ended(str(error), EXIT_FAILED)
     except (Corrupted, Diverged, OutOfMemory, PoisonedError, SaveError) as error:
-        return _ended(str(error), EXIT_FAILED)
+        return _ended(_with_notes(error), EXIT_FAILED)
     except UserError as error:
-        found_by_one = bool(getattr(error, "__notes__", ()))  # the note says which rank
-        if found_by_one or speaks_for_all(os.environ):
+        if _notes(error) or speaks_for_all(os.environ):  # a note says which rank has found it
             return _ended(str(error), EXIT_USAGE)
         return EXIT_USAGE
     except KeyboardInterrupt:
@@ -91,8 +90,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be flushed
         return EXIT_FAILED
     except OSError as error:  # a full disk, a file system that went away
-        return _ended(str(error), EXIT_FAILED)
+        return _ended(_with_notes(error), EXIT_FAILED)
     return code
+
+
+def _notes(error: BaseException) -> list[str]:
+    return getattr(error, "__notes__", [])
+
+
+def _with_notes(error: BaseException) -> str:
+    """An error's sentence and what it says of the place: the rank, the loader's thread."""
+    return "; ".join([str(error), *_notes(error)])
 
 
 def _ended(sentence: str, code: int) -> int:

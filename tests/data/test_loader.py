@@ -180,3 +180,12 @@ def test_a_loader_leaves_no_thread_behind(tokens):
     with Loader(tokens, 0, first_samples(0, 4, 4), 4, 10):
         assert any(thread.name.startswith("narrowgauge-loader") for thread in threading.enumerate())
     assert not any(thread.name.startswith("narrowgauge-loader") for thread in threading.enumerate())
+
+
+def test_what_goes_wrong_in_the_background_names_the_thread_and_the_batch(tokens):
+    with Loader(tokens, 0, iter([0, 2**70]), 1, 10) as loader:
+        next(loader)
+        with pytest.raises(OverflowError) as raised:
+            next(loader)
+    (note,) = raised.value.__notes__
+    assert note == f"in the loader's thread narrowgauge-loader_0, making the batch of sample {2**70}"

@@ -134,3 +134,10 @@ def test_a_run_is_in_use_while_any_rank_lives(rank, run, port):
         both[1].wait()
     last = [rank(r, "steps=3", MASTER_PORT=str(port + 2)) for r in (0, 1)]
     assert [p.wait().code for p in last] == [0, 0], "what is left of killed processes does not block"
+
+
+def test_a_rank_in_a_place_without_return_is_ended_when_another_fails(rank):
+    both = [rank(r, "raise=0@5", "hang=1@5") for r in (0, 1)]
+    ended = [p.wait() for p in both]
+    assert [e.code for e in ended] == [1, 1]
+    assert "the trouble of step 5" in ended[0].err

@@ -13,6 +13,7 @@ between documents itself, which is how a document ends.
 Shapes: B sequences of a batch, T = sequence_length tokens of a sequence.
 """
 
+import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -171,8 +172,13 @@ class Loader:
             self._coming.append(self._pool.submit(self._make, first))
 
     def _make(self, first: int) -> Batch:
-        batch = training_batch(self._mixture, self._seed, first, self._count, self._length, self._apart)
-        return batch.pinned() if self._pin else batch
+        try:
+            batch = training_batch(self._mixture, self._seed, first, self._count, self._length, self._apart)
+            return batch.pinned() if self._pin else batch
+        except Exception as error:
+            name = threading.current_thread().name
+            error.add_note(f"in the loader's thread {name}, making the batch of sample {first}")
+            raise
 
 
 def _windows(mixture: Mixture, sequence_length: int, part: str) -> list[int]:

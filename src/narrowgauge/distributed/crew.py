@@ -33,6 +33,7 @@ from narrowgauge.distributed.ending import (
     end_of,
     is_of_the_wire,
     keep_traceback,
+    store_gone,
     tell_torchrun,
 )
 from narrowgauge.distributed.meeting import await_leavers, keeps_store, leave, name_of, open_store, register
@@ -132,31 +133,33 @@ class Crew:
             keep_traceback(error, self.rank, watchdog.directory if watchdog else None)
         try:
             first = self._first_cause(store, error, own)
-            leave(store)
+            if first.hang:
+                _wait_for_the_watchdog()
+            if watchdog is not None:
+                watchdog.stop()
+            leave(store)  # nobody looks into it here any more
         except (dist.DistError, RuntimeError):
             if not is_of_the_wire(error):
                 return  # nobody to tell it to
-            where = f"{self.world.master_addr}:{self.world.master_port}"
-            first = End(-1, EXIT_FAILED, f"rank 0 or its launcher is gone from {where}")
+            first = store_gone(self.world)
         if first == own:
             error.add_note(f"rank {self.rank} of {self.size}")
             tell_torchrun(error)
             return
-        if first.hang:
-            _wait_for_the_watchdog()
         time.sleep(1)  # the first one speaks first
-        speaks = self.world.local_rank == 0 and first.code == EXIT_FAILED and first.sentence != own.sentence
+        speaks = first.is_told_by(self.world) and first.sentence != own.sentence
         raise Stopped(first.of_another(), first.code, speaks) from None
 
     def _first_cause(self, store: Store, error: BaseException, own: End) -> End:
         if not is_of_the_wire(error):
             return own.publish(store)
-        if (end := await_end(store, _LINGER_S)) is not None:
+        heard = self.watchdog.end if self.watchdog is not None else None
+        if (end := heard or await_end(store, _LINGER_S)) is not None:
             return end
         if self.watchdog is not None and (silent := self.watchdog.silent_ranks()):
             names = ", ".join(name_of(store, rank) for rank in silent[:8])
-            gone = End(silent[0], EXIT_FAILED, f"{names} gave no sign of life; was it killed?")
-            return gone.publish(store)
+            sentence = f"{names} gave no sign of life; was it killed?"
+            return End(silent[0], EXIT_FAILED, sentence, teller=self.rank).publish(store)
         return own.publish(store)
 
 
@@ -215,6 +218,9 @@ def joined(
     except Preempted:
         raise
     except BaseException:
+        if dist.is_initialized() and device.type == "cpu":  # with NCCL it could wait for what never comes
+            crew.control = None
+            dist.destroy_process_group()  # the others have waited long enough
         if keeps:
             await_leavers(store, _LINGER_S)  # the others still have to read why
         raise

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from narrowgauge.distributed.world import World
 from narrowgauge.errors import UserError
 from narrowgauge.signals import StoppedEarly
 
@@ -41,11 +42,12 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Why a run ends, as the first rank that knew has written it."""
+    """Why a run ends, as the first rank that knew has written it: `teller`, where it is not the cause."""
 
     rank: int
     code: int
     sentence: str
+    teller: int = -1
     hang: bool = False
 
     def publish(self, store: Store) -> "End":
@@ -61,9 +63,20 @@ class End:
     def _read(value: bytes) -> "End":
         return End(**json.loads(value))
 
+    def is_told_by(self, world: World) -> bool:
+        """Whether a rank that is not the cause prints it: a line for each node, and of who found it out."""
+        return self.code == EXIT_FAILED and (world.local_rank == 0 or world.rank == self.teller)
+
     def of_another(self) -> str:
         """What the other ranks say."""
         return f"stopped, because rank {self.rank} failed: {self.sentence}"
+
+
+def store_gone(world: World) -> End:
+    """What a rank has to say that finds no store any more; rank 0 of the first node may not speak for it."""
+    where = f"{world.master_addr}:{world.master_port}"
+    teller = world.rank if world.local_rank == 1 else -1
+    return End(0, EXIT_FAILED, f"it or its launcher is gone from {where}", teller)
 
 
 def end_of(error: BaseException, rank: int) -> End:

@@ -29,7 +29,7 @@ from typing import TypeVar
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from narrowgauge.distributed.ending import EXIT_FAILED, End
+from narrowgauge.distributed.ending import EXIT_FAILED, End, store_gone
 from narrowgauge.distributed.meeting import name_of
 from narrowgauge.distributed.world import World
 
@@ -53,6 +53,7 @@ class Watchdog:
         self.directory: Path | None = None
         self.on_hang: Callable[[str], None] = lambda sentence: None
         self.found_hang = False
+        self.end: End | None = None  # what another rank has told
         self._place, self._arrivals, self._patience = "the start", 0, 1.0
         self._beats = self._quiet = 0
         self._done = threading.Event()
@@ -90,12 +91,13 @@ class Watchdog:
             try:
                 end = beating.result()
             except RuntimeError:
-                self._leave(f"rank 0 or its launcher is gone from {self.world.master_addr}", EXIT_FAILED)
+                self._leave(store_gone(self.world))
                 return
             if end is not None and end.rank != self.world.rank:
+                self.end = end
                 if end.hang:
                     self._follow_hang()
-                self._leave(end.of_another(), end.code)
+                self._leave(end)
                 return
             beating = self._wire.ask(self._beat)
 
@@ -105,10 +107,10 @@ class Watchdog:
         store.set(f"pulse/{self.world.rank}", json.dumps(pulse))
         return End.find(store)
 
-    def _leave(self, sentence: str, code: int) -> None:
+    def _leave(self, end: End) -> None:
         """End the process, unless its main thread does so in time."""
         if not self._done.wait(_GRACE_BEATS * BEAT_S):
-            self._exit(sentence if self.world.local_rank == 0 else "", code)
+            self._exit(end.of_another() if end.is_told_by(self.world) else "", end.code)
 
     def _exit(self, sentence: str, code: int = EXIT_FAILED) -> None:
         if sentence:

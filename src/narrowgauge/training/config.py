@@ -199,7 +199,7 @@ def to_toml(config: Config) -> str:
 def trajectory(config: Config) -> dict[str, dict[str, Any]]:
     """The resolved values that decide every loss of the run; what is shown and kept is left out."""
     tables = tomllib.loads(to_toml(config))
-    tables["training"].pop("memory_limit")
+    del tables["training"]["memory_limit"], tables["training"]["hang_timeout"]
     tables["recipe"].pop("offload", None)  # the numbers are the same wherever they lie
     guard = tables["guard"]
     told = guard["spike"] in ("off", "warn")  # which moves nothing

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from narrowgauge.checkpoint import SaveError, choose_step, load, lock_run
 from narrowgauge.data import AUTO, Dataset, Loader, count_windows, open_data, split_sources
-from narrowgauge.distributed import START, Crew, Layout, Mesh, joined, world_from
+from narrowgauge.distributed import START, Crew, Layout, Mesh, Stopped, joined, world_from
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, count_parameters, flops_per_token, generate
 from narrowgauge.nn import DTYPES
@@ -94,13 +94,14 @@ def run(
     console = (console or Console()) if world.rank == 0 else Console(quiet=True)
     with (
         stop_requests() as requests,
-        joined(world, device, hang_s=config.guard.hang_seconds) as crew,
         Display(console, config.training.steps, config.log.every) as display,
     ):
-        dataset = _open_data(config, crew, display)
-        with lock_run(path, world.rank, crew.meet if world.size > 1 else None):
-            requests.nothing_to_save()
-            _run(config, path, device, layout, plan, dataset, crew, display, requests, allow_change)
+        requests.nothing_to_save()
+        with joined(world, device, config.training.hang_timeout) as crew:
+            dataset = _open_data(config, crew, display)
+            with lock_run(path, crew.rank, crew.meet):
+                requests.save_first()  # until the directory has a status
+                _run(config, path, device, layout, plan, dataset, crew, display, requests, allow_change)
     return path
 
 
@@ -132,6 +133,7 @@ def _run(
     crew.keep_records_in(path, lambda cause: RunDirectory(path).set_status("failed", cause))
     try:
         with crew.one_cause():
+            requests.nothing_to_save()
             if crew.rank == 0:
                 dataset.tokenizer.save(directory.tokenizer)
             run_id = crew.share(directory.run_id(dataset.digest) if crew.rank == 0 else "")
@@ -141,6 +143,9 @@ def _run(
             _finish(job, session)
     except (Preempted, StoppedEarly) as stop:
         directory.set_status("preempted", str(stop))
+        raise
+    except Stopped as stop:
+        directory.set_status("preempted" if stop.code == 75 else "failed", str(stop))
         raise
     except BaseException as error:
         with suppress(OSError):  # where it went away, what happened to it is the news
@@ -256,7 +261,6 @@ def _train(job: _Job, session: Session, requests: Requests) -> None:
     """All steps that are left."""
     directory, steps = job.directory, job.config.training.steps
     if session.step == 0:
-        job.crew.at("the first validation", START)
         val_loss = _validate(job, session)
         directory.record({"step": 0, "tokens": 0, "val_loss": val_loss})
         job.display.say(f"step {0:>6}/{steps}  val loss {val_loss:.4f}")
@@ -348,6 +352,7 @@ def _measured_step(
 
 
 def _validate(job: _Job, session: Session) -> float:
+    job.crew.at(f"the validation after step {session.step}", START)
     c = job.config
     return validation_loss(
         session.engine,

@@ -95,6 +95,7 @@ class TrainingSection(Section):
     compile: bool = Field(False, description="run the model through torch.compile")
     recompute: bool = Field(False, description="keep only block inputs for backward, compute the rest again")
     memory_limit: str = Field("", description="of the device, as 24GB or 22GiB; empty: all it has")
+    hang_timeout: float = Field(600.0, ge=0, description="seconds ranks wait for a hung one; 0: for ever")
 
     @field_validator("memory_limit")
     @classmethod
@@ -222,7 +223,6 @@ class GuardSection(Section):
     )
     spike_window: int = Field(128, ge=4, description="steps that a spike is measured against")
     max_rollbacks: int = Field(3, ge=0, description="rollbacks of a run before it stops")
-    hang_seconds: float = Field(600.0, ge=0, description="without progress that are a hang; 0: none is")
     check_every: int = Field(
         1000,
         ge=0,
