@@ -27,7 +27,7 @@ from narrowgauge.nn.places import Places, stream_ids
 from narrowgauge.nn.saved import keep_as_it_is
 from narrowgauge.nn.split import Split
 from narrowgauge.nn.weights import Weight
-from narrowgauge.quantization import Cast, estimator_slope
+from narrowgauge.quantization import Cast, PreScale, estimator_slope
 from narrowgauge.recipes import Recipe, choose_backend, device_facts
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -160,6 +160,8 @@ class Linear(torch.nn.Linear):
             history.reset(weight.device)
         state = Weight(self.weight, self.recipe.state, self.recipe.offload)
         self.state_at_rest = None if state.is_plain else state
+        # Of the gradient on the wire, told of by what sends it (`distributed.reducers`).
+        self.reduce_prescale = PreScale(weight.device) if self.recipe.reduce.prescale else None
         self._set_keys(0, 0, 0)
 
     def set_position(self, seed: int, step: int, first_sample: int, steps: int | None = None) -> None:
@@ -185,6 +187,8 @@ class Linear(torch.nn.Linear):
         super()._apply(fn, recurse)
         if self.state_at_rest is not None:
             self.state_at_rest.tie(self.weight)
+        if self.reduce_prescale is not None:
+            self.reduce_prescale.move(self.weight.device)
         self.native = self._runs_natively("emulated" if self.backend == "emulated" else "auto")
         return self
 
@@ -227,6 +231,8 @@ class Linear(torch.nn.Linear):
     def _end_step(self) -> None:
         for history in self.histories.values():
             history.end_step()
+        if self.reduce_prescale is not None:
+            self.reduce_prescale.end_step()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., K) to (..., N), in the dtype of the input."""

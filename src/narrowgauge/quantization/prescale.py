@@ -18,6 +18,7 @@ from narrowgauge.quantization.part import Part, largest_of
 
 LIMIT = 1e-5  # share of elements that may overflow
 STEPS_TO_DOUBLE = 1000
+UNUSED = -1.0  # in place of the share of elements that overflowed, in a step that had none to look at
 
 
 def next_mu(mu: torch.Tensor, overflowed: torch.Tensor) -> torch.Tensor:
@@ -33,20 +34,23 @@ def applied(mu: torch.Tensor) -> torch.Tensor:
 class PreScale:
     """The factor of one gradient, and the share of its elements that overflowed in this step.
 
+    Of a gradient at rest, where the sum over micro-batches needs room, or of one on the wire, where that over
+    devices does.
+
     Attributes:
         tensors: "mu" and "overflowed", 0-dim float32, the same objects for its whole life but for `move`.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         """A factor of 1."""
-        self.tensors = {"mu": torch.ones((), device=device), "overflowed": torch.zeros((), device=device)}
+        overflowed = torch.full((), UNUSED, device=device)
+        self.tensors = {"mu": torch.ones((), device=device), "overflowed": overflowed}
 
     def scale_of(self, x: torch.Tensor, cast: Cast, is_first: bool, part: Part | None = None) -> torch.Tensor:
         """The encoding scale (0-dim float32) of a gradient, or of a `part` of one; `is_first` in its step."""
         mu, overflowed = self.tensors["mu"], self.tensors["overflowed"]
         if is_first:
-            mu.copy_(next_mu(mu, overflowed))
-            overflowed.zero_()
+            self.end_step()
         magnitudes = x.abs()
         amax = magnitudes.max() if x.numel() else x.new_zeros(())
         if part is not None:
@@ -57,6 +61,12 @@ class PreScale:
         share = beyond.float().mean() if part is None else part.share_of(beyond)
         overflowed.copy_(torch.maximum(overflowed, share))
         return scale
+
+    def end_step(self) -> None:
+        """Learn from the share of the step that is over, if it was used in that."""
+        mu, overflowed = self.tensors["mu"], self.tensors["overflowed"]
+        mu.copy_(torch.where(overflowed < 0, mu, next_mu(mu, overflowed)))
+        overflowed.fill_(UNUSED)
 
     def move(self, device: torch.device) -> None:
         """Go to another device."""

@@ -200,6 +200,7 @@ def trajectory(config: Config) -> dict[str, dict[str, Any]]:
     """The resolved values that decide every loss of the run; what is shown and kept is left out."""
     tables = tomllib.loads(to_toml(config))
     tables["training"].pop("memory_limit")
-    tables["recipe"].pop("offload", None)  # the numbers are the same wherever they lie
+    for place in ("offload", "gather"):  # the numbers are the same wherever they lie, and however they travel
+        tables["recipe"].pop(place, None)
     beside = ("log", "checkpoint", "validation", "gauges", "parallel")
     return {section: t for section, t in tables.items() if section not in beside}
