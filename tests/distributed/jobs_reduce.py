@@ -182,11 +182,14 @@ def sharded(reduce, odd=False):
         net(batch(rank)).square().sum().backward()
     for name, p in net.named_parameters():
         grads = expected[name]
+        prescale = getattr(net.get_submodule(name.rpartition(".")[0]), "reduce_prescale", None)
+        mu = 1.0 if prescale is None else 2.0 ** math.floor(math.log2(prescale.tensors["mu"]))
         rows = -(-len(grads[0]) // ranks)
         mine = slice(rank * rows, (rank + 1) * rows)
         local = p.grad.to_local()
         if is_narrow(name):
-            equal(local, by_hand(grads, recipe.reduce, rank)[mine])
+            equal(local, by_hand(grads, recipe.reduce, rank, mu)[mine])
+            assert mu == (0.5 if prescale else 1)  # below 1 / sqrt(ranks)
         else:
             torch.testing.assert_close(local, sum(grads)[mine])
     return {"sent": dict(traffic.sent), "calls": dict(traffic.calls)}

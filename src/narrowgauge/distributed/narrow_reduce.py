@@ -19,8 +19,8 @@ from torch.nn.functional import pad
 from narrowgauge.distributed.collectives import Group, sum_of_rows
 from narrowgauge.distributed.ring import add_over_ring, gather_chunks
 from narrowgauge.distributed.shared_scales import Wire, count_cut, learn, shared_scales, to_wire
-from narrowgauge.distributed.traffic import sending
 from narrowgauge.formats import Format, decode
+from narrowgauge.quantization.purpose import sending
 
 Tensors = Sequence[torch.Tensor]
 

@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 from narrowgauge.distributed.collectives import Group
 from narrowgauge.distributed.narrow_reduce import Sum, all_reduce, all_reduce_narrow, reduce_scatter
 from narrowgauge.distributed.shared_scales import Wire
-from narrowgauge.distributed.traffic import sending
 from narrowgauge.errors import UserError
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.weights import Gradient
 from narrowgauge.quantization import make_cast
+from narrowgauge.quantization.purpose import sending
 
 WIDE = Wire(make_cast("fp32"))
 Wires = Mapping[torch.Tensor, Wire]

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from narrowgauge.distributed.collectives import Group, gather_rows
-from narrowgauge.distributed.traffic import sending
 from narrowgauge.formats import Format, decode, encode, round_finite
 from narrowgauge.formats import format as format_named
+from narrowgauge.quantization.purpose import sending
 
 
 def add_over_ring(
@@ -64,7 +64,7 @@ def ring_sum(
         for k in range(2, ranks + 1):
             total = total + parts[(rank + k) % ranks]
         return total, None
-    sums, cut = (table.to(parts.device) for table in _tables(element.name))
+    sums, cut = _tables(element.name, parts.device)
     overflow = torch.zeros_like(total) if counts else None
     for k in range(2, ranks + 1):
         pair = (total.int() << 8) | parts[(rank + k) % ranks]
@@ -92,11 +92,12 @@ def _viewed(some_bytes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @cache
-def _tables(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _tables(name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Of a format of 8 bits, by 256 a + b: the code of the rounded sum, and 1 where it was cut."""
     element = format_named(name)
     values = decode(torch.arange(256, dtype=torch.uint8), element)
     exact = (values[:, None] + values).flatten()
     rounded = round_finite(exact, element)
     rounded[exact.isnan()] = torch.nan
-    return encode(rounded, element), (exact.abs() > element.max).to(torch.uint8)
+    cut = (exact.abs() > element.max).to(torch.uint8)
+    return encode(rounded, element).to(device), cut.to(device)

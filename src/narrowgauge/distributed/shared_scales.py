@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 from narrowgauge.distributed.collectives import Group
-from narrowgauge.distributed.traffic import sending
 from narrowgauge.formats import encode_finite_, round_finite_, torch_dtype
 from narrowgauge.quantization import Cast, PreScale
+from narrowgauge.quantization.part import largest_of
 from narrowgauge.quantization.prescale import applied
+from narrowgauge.quantization.purpose import sending
 from narrowgauge.quantization.scales import FLOAT_MAX, fp32_scale
 
 
@@ -43,10 +44,7 @@ def largest_anywhere(tensors: Iterable[torch.Tensor], group: Group) -> torch.Ten
     """The largest magnitude of each tensor on any rank, float32, infinite where any element is not finite."""
     amax = [t.abs().amax() if t.numel() else t.new_zeros(()) for t in tensors]
     together = torch.stack(amax).float()
-    together = torch.where(together.isfinite(), together, torch.inf)
-    with sending("amax"):
-        dist.all_reduce(together, dist.ReduceOp.MAX, group)
-    return together
+    return largest_of(together, [group])
 
 
 def shared_scales(
@@ -66,6 +64,7 @@ def shared_scales(
         finite = amax.isfinite()
         encode, _ = fp32_scale(torch.where(finite, amax, 0.0), cast.element, cast.power_of_two)
         if prescale is not None:
+            prescale.begin(group.size())
             encode = (encode * applied(prescale.tensors["mu"])).clamp(max=FLOAT_MAX)
         found[i] = encode, torch.where(finite, 1.0 / encode, torch.nan)
     return found

@@ -18,26 +18,14 @@ reduce-scatter, and "other".
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_PURPOSE: ContextVar[str] = ContextVar("purpose", default="")
-
-
-@contextmanager
-def sending(purpose: str) -> Iterator[None]:
-    """Collectives within are for this."""
-    token = _PURPOSE.set(purpose)
-    try:
-        yield
-    finally:
-        _PURPOSE.reset(token)
+from narrowgauge.quantization.purpose import purpose
 
 
 class Traffic(TorchDispatchMode):
@@ -74,8 +62,8 @@ class Traffic(TorchDispatchMode):
             size = 2 * (ranks - 1) * size // ranks
         elif not name.startswith("broadcast_"):
             return  # barriers, and what nothing here is counted by
-        self.sent[_PURPOSE.get() or kind] += size
-        self.calls[_PURPOSE.get() or kind] += 1
+        self.sent[purpose() or kind] += size
+        self.calls[purpose() or kind] += 1
 
 
 def _inputs(args: Sequence[Any], reads_second: bool) -> list[torch.Tensor]:
@@ -86,10 +74,5 @@ def _inputs(args: Sequence[Any], reads_second: bool) -> list[torch.Tensor]:
 
 def _ranks(args: Sequence[Any]) -> int:
     """Of the group of a collective, which is handed to it boxed."""
-    for arg in args:
-        if isinstance(arg, torch.ScriptObject):
-            try:
-                return dist.ProcessGroup.unbox(arg).size()
-            except (RuntimeError, TypeError):  # a reduction's operation is boxed, too
-                continue
-    raise AssertionError("a collective without a group")
+    boxed = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
+    return dist.ProcessGroup.unbox(boxed).size()

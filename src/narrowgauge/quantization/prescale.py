@@ -41,10 +41,10 @@ class PreScale:
         tensors: "mu" and "overflowed", 0-dim float32, the same objects for its whole life but for `move`.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        """A factor of 1."""
+    def __init__(self, device: torch.device | str = "cpu", mu: float = 1.0) -> None:
+        """A factor of `mu`; of 0 where it is not known yet what it begins with (`begin`)."""
         overflowed = torch.full((), UNUSED, device=device)
-        self.tensors = {"mu": torch.ones((), device=device), "overflowed": overflowed}
+        self.tensors = {"mu": torch.full((), float(mu), device=device), "overflowed": overflowed}
 
     def scale_of(self, x: torch.Tensor, cast: Cast, is_first: bool, part: Part | None = None) -> torch.Tensor:
         """The encoding scale (0-dim float32) of a gradient, or of a `part` of one; `is_first` in its step."""
@@ -61,6 +61,11 @@ class PreScale:
         share = beyond.float().mean() if part is None else part.share_of(beyond)
         overflowed.copy_(torch.maximum(overflowed, share))
         return scale
+
+    def begin(self, devices: int) -> None:
+        """Begin with 1 / sqrt(devices), MS-AMP's constant, where the sum is one over so many devices."""
+        mu = self.tensors["mu"]
+        mu.copy_(torch.where(mu == 0, devices**-0.5, mu))
 
     def end_step(self) -> None:
         """Learn from the share of the step that is over, if it was used in that."""

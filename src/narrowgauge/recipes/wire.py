@@ -22,7 +22,8 @@ WIDE = ("fp32", "bf16", "fp16")
 def fitting_gather(wish: Cast, operands: Sequence[Cast], weight: Cast | None) -> Cast:
     """The wish if it changes nothing, else what does not: the bytes of a narrow weight, or fp32."""
     if weight is not None and weight.name != "fp32":
-        return wish if _is_own(wish, weight) else replace(weight, rounding="nearest-even")
+        own = replace(weight, rounding="nearest-even")
+        return next((c for c in (wish, own) if _is_own(c, weight)), make_cast("fp32"))
     return wish if _is_seen(wish, operands) else make_cast("fp32")
 
 
@@ -64,7 +65,8 @@ def require_reduce(cast: Cast, where: str) -> None:
 
 
 def _is_own(cast: Cast, weight: Cast) -> bool:
-    return cast.name == "fp32" or cast == replace(weight, rounding=cast.rounding)
+    is_it = cast == replace(weight, rounding=cast.rounding)
+    return cast.name == "fp32" or (is_it and weight.block is None)
 
 
 def _is_seen(cast: Cast, operands: Sequence[Cast]) -> bool:
