@@ -11,6 +11,7 @@ from narrowgauge.distributed.reducers import narrow_fsdp
 from narrowgauge.distributed.traffic import Traffic
 from narrowgauge.nn import set_step
 from narrowgauge.nn.gathered import Gathered
+from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.shards import narrow_shards, renew_gather_scales
 from narrowgauge.optim import gradient
 
@@ -27,9 +28,15 @@ class Block(torch.nn.Module):
         return x + self.down(self.up(self.norm(x)).relu())
 
 
-def model(recipe, width):
+def model(recipe, width, transposed=False):
+    """Two blocks; with `transposed` a weight of each is stored as (inputs, outputs)."""
     torch.manual_seed(0)
-    return ng.convert(torch.nn.Sequential(*(Block(width) for _ in range(2))), recipe)
+    net = ng.convert(torch.nn.Sequential(*(Block(width) for _ in range(2))), recipe)
+    for number, block in enumerate(net if transposed else ()):
+        plain = torch.nn.Linear(width, D)
+        plain.bias = torch.nn.Parameter(torch.zeros(width))
+        block.up = Linear(plain, block.up.recipe, 10 + number, transposed=True)
+    return net
 
 
 def shard(net, reshard=True, copies=1):
@@ -67,11 +74,12 @@ def rows_of(whole, ranks, rank):
     return whole[rank * each : (rank + 1) * each]
 
 
-def like_the_whole(recipe, places=None, width=24, steps=2, reshard=True, copies=1):
+def like_the_whole(recipe, places=None, width=24, steps=2, reshard=True, copies=1, transposed=False):
     """Two steps on the same samples everywhere: outputs, gradients and weights are those of one process."""
     recipe = ng.recipe(recipe).with_places(places or {})
     ranks, rank = dist.get_world_size() // copies, dist.get_rank() % (dist.get_world_size() // copies)
-    alone, cut = model(recipe, width), shard(model(recipe, width), reshard, copies)
+    alone = model(recipe, width, transposed)
+    cut = shard(model(recipe, width, transposed), reshard, copies)
     sent, calls = [], []
     for step in range(1, steps + 1):
         x = batch(step)

@@ -137,11 +137,12 @@ def learned(steps):
 class Block(torch.nn.Module):
     def __init__(self, width):
         super().__init__()
+        self.gain = torch.nn.Parameter(torch.full((16,), 0.5))  # FSDP lays it after those of the children
         self.norm = torch.nn.LayerNorm(16)
         self.up, self.down = torch.nn.Linear(16, width), torch.nn.Linear(width, 16, bias=False)
 
     def forward(self, x):
-        return x + self.down(self.up(self.norm(x)).relu())
+        return self.gain * x + self.down(self.up(self.norm(x)).relu())
 
 
 def model(recipe, odd=False):

@@ -57,6 +57,11 @@ def test_copies_of_shards(ranks, recipe):
     ranks(4, "jobs_gather.like_the_whole", recipe=recipe, places=WIDE, copies=2)
 
 
+@pytest.mark.parametrize("recipe", ["fp8", "msamp-o2"])
+def test_weights_stored_the_other_way_round(ranks, recipe):
+    ranks(2, "jobs_gather.like_the_whole", recipe=recipe, places=WIDE, transposed=True)
+
+
 @pytest.mark.parametrize("recipe", ["fp8", "msamp-o1"])
 def test_whole_weights_kept_from_forward_to_backward(ranks, recipe):
     (found, _) = ranks(2, "jobs_gather.like_the_whole", recipe=recipe, places=WIDE, reshard=False)

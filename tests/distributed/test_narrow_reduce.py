@@ -86,7 +86,7 @@ def test_fsdp(ranks, world, reduce, odd):
     every = ranks(world, "jobs_reduce.sharded", reduce=reduce, odd=odd)
     width = 13 if odd else 24
     rows = [-(-width // world) * 16, -(-16 // world) * width]  # of a shard: up and down
-    wide = [-(-16 // world)] * 2 + [-(-width // world)]  # norm and bias
+    wide = [-(-16 // world)] * 3 + [-(-width // world)]  # norm, gain and bias
     size = 2 if reduce == "bf16" else 1
     assert every[0]["sent"]["reduce"] == 2 * (world - 1) * (size * sum(rows) + 4 * sum(wide))
 

@@ -159,16 +159,16 @@ def _agree(shares: Sequence[torch.Tensor], group: Group) -> None:
 
 
 def _own_parameters(module: torch.nn.Module) -> list[DTensor]:
-    """The parameters that one FSDP module shards, in its order: not those of FSDP modules within."""
+    """The parameters that one FSDP module shards, in its order: children first, no FSDP modules within."""
     found: dict[DTensor, None] = {}
 
     def walk(part: torch.nn.Module) -> None:
-        for p in part.parameters(recurse=False):
-            if isinstance(p, DTensor):
-                found[p] = None
         for child in part.children():
             if not isinstance(child, FSDPModule):
                 walk(child)
+        for p in part.parameters(recurse=False):
+            if isinstance(p, DTensor):
+                found[p] = None
 
     walk(module)
     return list(found)
