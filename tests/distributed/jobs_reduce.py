@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,7 +36,7 @@ def everyone(x):
     return found
 
 
-def by_hand(tensors, cast, destination, mu=1.0):
+def by_hand(tensors, cast, destination, mu=1.0, encode=None):
     """The sum of the ranks' tensors as the ring of `destination` rounds it, and how it overflowed."""
     ranks = len(tensors)
     order = [tensors[(destination + k) % ranks] for k in range(1, ranks + 1)]
@@ -48,7 +49,8 @@ def by_hand(tensors, cast, destination, mu=1.0):
     amax = max(float(t.abs().max()) for t in tensors)
     if not all(bool(t.isfinite().all()) for t in tensors):
         return torch.full_like(order[0], math.nan)
-    encode = fp32_scale(torch.tensor(amax), cast.element, cast.power_of_two)[0] * mu
+    if encode is None:
+        encode = fp32_scale(torch.tensor(amax), cast.element, cast.power_of_two)[0] * mu
     plain = make_cast({"cast": cast.name})
     codes = [quantize(x, plain, encode_scale=encode) for x in order]
     values = [decode(q.codes, cast.element) for q in codes]
@@ -259,6 +261,42 @@ def counted():
         dist.all_reduce(x)
         dist.barrier()
     return [dict(traffic.sent), dict(traffic.calls)]
+
+
+def in_pieces():
+    """Two pieces of a weight, each summed by two ranks: one scale, one factor, that of the whole."""
+    rank = dist.get_rank()
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]  # ranks with the same piece
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # ranks with the same samples
+    cast = make_cast({"cast": "e4m3", "prescale": True})
+    wire = Wire(cast, PreScale(mu=0), (columns[rank % 2], rows[rank // 2]))
+    (x,) = gradients_of([(6, 4)])
+    every = everyone(x)
+    all_reduce([x], [wire], rows[rank // 2])
+    amax = max(float(t.abs().max()) for t in every)
+    encode = fp32_scale(torch.tensor(amax), cast.element)[0] * 0.5
+    mine = [t.flatten() for t in every[rank // 2 * 2 :][:2]]
+    expected = torch.cat([by_hand(mine, cast, d, encode=encode)[12 * d :][:12] for d in range(2)])
+    equal(x.flatten(), expected)
+    return [float(t) for t in wire.prescale.tensors.values()]
+
+
+def copied():
+    """Shards and copies of them: the factors stay the same on all ranks, which have other samples."""
+    recipe = {"cast": "e4m3", "prescale": True}
+    net = model(ng.recipe("bf16").with_places({"reduce": recipe, "gather": "fp32"}))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(net, mesh=mesh)
+    net.set_gradient_divide_factor(1.0)
+    net.set_force_sum_reduction_for_comms(True)
+    narrow_fsdp(net)
+    for step in range(3):
+        for block in net:
+            for layer in (block.up, block.down):
+                layer.reduce_prescale.tensors["mu"].mul_(16)  # until much does not fit
+        net(batch(10 * dist.get_rank() + step)).square().sum().backward()
+    factors = [layer.reduce_prescale.tensors for b in net for layer in (b.up, b.down)]
+    return [[float(t["mu"]), float(t["overflowed"])] for t in factors]
 
 
 def left_out():

@@ -106,6 +106,17 @@ def test_gradients_at_rest(ranks, grad, reduce):
         assert found["sent"]["reduce"] == 2 * 2 * size * sum(padded) // 3
 
 
+def test_a_weight_in_pieces_has_one_scale(ranks):
+    every = ranks(4, "jobs_reduce.in_pieces")
+    assert all(factor == every[0] for factor in every)
+
+
+def test_factors_are_the_same_on_copies_of_shards(ranks):
+    every = ranks(4, "jobs_reduce.copied")
+    assert all(factors == every[0] for factors in every)
+    assert all(overflowed > 0 for _, overflowed in every[0])
+
+
 def test_a_parameter_without_a_gradient_is_named(ranks):
     for sentence in ranks(2, "jobs_reduce.left_out"):
         assert "some parameter of the module took no part in the loss; freeze it" in sentence

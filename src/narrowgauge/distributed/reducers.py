@@ -22,7 +22,7 @@ from narrowgauge.distributed.shared_scales import Wire
 from narrowgauge.errors import UserError
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.weights import Gradient
-from narrowgauge.quantization import make_cast
+from narrowgauge.quantization import Part, make_cast
 from narrowgauge.quantization.purpose import sending
 
 WIDE = Wire(make_cast("fp32"))
@@ -37,8 +37,19 @@ def wires_of(model: torch.nn.Module) -> dict[torch.Tensor, Wire]:
     wires: dict[torch.Tensor, Wire] = dict.fromkeys(model.parameters(), WIDE)
     for layer in model.modules():
         if isinstance(layer, Linear):
-            wires[layer.weight] = Wire(layer.recipe.reduce, layer.reduce_prescale)
+            wires[layer.weight] = Wire(layer.recipe.reduce, layer.reduce_prescale, _holders(layer.weight))
     return wires
+
+
+def _holders(weight: torch.Tensor) -> tuple[Group, ...]:
+    """The groups that hold pieces or copies of a weight."""
+    part: Part | None = getattr(weight, "part", None)
+    groups = [] if part is None else part.groups
+    if isinstance(weight, DTensor):
+        mesh = weight.device_mesh
+        copies = (dim for dim, placement in enumerate(weight.placements) if placement.is_replicate())
+        groups = [*groups, *(mesh.get_group(dim) for dim in copies)]
+    return tuple(groups)
 
 
 def narrow_fsdp(model: torch.nn.Module) -> None:

@@ -10,6 +10,8 @@ A NaN or an infinity anywhere counts as infinite (MAX of a NaN is not the same o
 the whole sum NaN on all ranks. mu is the factor of automatic pre-scaling (`quantization.prescale`), where
 the cast asks for it; how many elements did not fit, before or in the sum, is added up over the ranks as
 integers, so that mu stays the same on all of them, to the bit.
+
+Where a weight is divided in other directions, too, or has copies there, the scale is the same for all of it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,10 +31,17 @@ from narrowgauge.quantization.scales import FLOAT_MAX, fp32_scale
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """How one tensor travels: its cast, and the factor that its scale learns where the cast asks for it."""
+    """How one tensor travels.
+
+    Attributes:
+        cast: its numbers.
+        prescale: the factor that its scale learns, where the cast asks for it.
+        also: groups that hold other pieces of the same weight, or copies, and share its scale and factor.
+    """
 
     cast: Cast
     prescale: PreScale | None = None
+    also: tuple[Group, ...] = ()
 
     @property
     def is_narrow(self) -> bool:
@@ -59,6 +68,8 @@ def shared_scales(
     if not scaled:
         return found
     every = largest_anywhere([tensors[i] for i in scaled], group)
+    for other, which in _others([wires[i] for i in scaled], group):
+        every[which] = largest_of(every[which], [other])
     for i, amax in zip(scaled, every, strict=True):
         cast, prescale = wires[i].cast, wires[i].prescale
         finite = amax.isfinite()
@@ -103,8 +114,24 @@ def learn(
     counts = torch.stack([*before, *within])
     with sending("amax"):
         dist.all_reduce(counts, group=group)
-    for wire, own, sums, n in zip(wires, *counts.view(2, -1), elements, strict=True):
-        if wire.prescale is not None and n:
-            share = ((own / group.size() + sums) / n).float()
+        totals = torch.cat([counts, torch.tensor(elements, device=counts.device)]).view(3, -1)
+        for other, which in _others(wires, group):
+            of_these = totals[:, which]
+            dist.all_reduce(of_these, group=other)
+            totals[:, which] = of_these
+    for wire, own, sums, n in zip(wires, *totals, strict=True):
+        if wire.prescale is not None:
+            share = ((own / group.size() + sums) / n.clamp(min=1)).float()
             overflowed = wire.prescale.tensors["overflowed"]
             overflowed.copy_(torch.maximum(overflowed, share))
+
+
+def _others(wires: Sequence[Wire], group: Group) -> list[tuple[Group, list[int]]]:
+    """Each further group, and which of the tensors share their scale with it."""
+    here = dist.get_process_group_ranks(group)
+    found: dict[Group, list[int]] = {}
+    for i, wire in enumerate(wires):
+        for other in wire.also:
+            if wire.cast.is_scaled and dist.get_process_group_ranks(other) != here:
+                found.setdefault(other, []).append(i)
+    return list(found.items())
