@@ -207,7 +207,8 @@ class TestWhatOthersSee:
         found = set(recipe_tensors(convert(torch.nn.Sequential(torch.nn.Linear(K, N)), name)))
         scale = {"msamp-o1": {"0.weight.scale"}, "msamp-o2": {"0.weight.scale"}}
         scale["msamp-o3"] = {"0.weight.scales", "0.master.values", "0.master.scale"}
-        prescale = {"0.grad.mu", "0.grad.overflowed"} if name.startswith("msamp") else set()
+        learning = ("grad", "reduce") if name.startswith("msamp") else ()
+        prescale = {f"0.{place}.{key}" for place in learning for key in ("mu", "overflowed")}
         assert found == scale.get(name, set()) | prescale
 
     def test_a_conv1d_of_hugging_face(self):

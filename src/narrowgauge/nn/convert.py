@@ -13,7 +13,7 @@ from narrowgauge.nn.weights import Weight
 from narrowgauge.recipes import Recipe, choose_backend, device_facts, matches
 from narrowgauge.recipes import recipe as recipe_named
 
-WIDE_WEIGHT = {"weight": "fp32", "master": "none", "grad": "fp32"}
+WIDE_WEIGHT = {"weight": "fp32", "master": "none", "grad": "fp32", "gather": "fp32", "reduce": "fp32"}
 
 
 def convert(
@@ -128,17 +128,21 @@ def forget_step(model: torch.nn.Module) -> None:
 def recipe_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The state of recipes that moves the trajectory, as `{"LAYER.PLACE.NAME": tensor}`.
 
-    Histories of delayed scales, scales of weights, masters.
+    Histories of delayed scales, scales of weights, masters, factors of pre-scaling.
 
     The tensors are the model's own: copy into them to restore. A plain state dict does not hold them.
     """
     owners: list[tuple[str, History | Weight]] = []
+    found: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
         if isinstance(module, History):
             owners.append((name, module))
-        elif isinstance(module, Linear) and module.state_at_rest is not None:
-            owners.append((name, module.state_at_rest))
-    return {f"{name}.{key}": tensor for name, owner in owners for key, tensor in owner.tensors().items()}
+        elif isinstance(module, Linear):
+            if module.state_at_rest is not None:
+                owners.append((name, module.state_at_rest))
+            if module.reduce_prescale is not None:
+                found |= {f"{name}.reduce.{key}": t for key, t in module.reduce_prescale.tensors.items()}
+    return found | {f"{name}.{key}": t for name, owner in owners for key, t in owner.tensors().items()}
 
 
 def _is_conv1d(module: torch.nn.Module) -> bool:

@@ -21,13 +21,14 @@ from torch.autograd.function import once_differentiable
 
 from narrowgauge.formats import stream_key
 from narrowgauge.nn.delayed import History
+from narrowgauge.nn.gathered import Gathered, Gathering
 from narrowgauge.nn.gauges import Onlooker, evenly
 from narrowgauge.nn.gemm import multiply
 from narrowgauge.nn.places import Places, stream_ids
 from narrowgauge.nn.saved import keep_as_it_is
 from narrowgauge.nn.split import Split
 from narrowgauge.nn.weights import Weight
-from narrowgauge.quantization import Cast, estimator_slope
+from narrowgauge.quantization import Cast, PreScale, estimator_slope
 from narrowgauge.recipes import Recipe, choose_backend, device_facts
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -49,7 +50,8 @@ class _ThreeGemms(torch.autograd.Function):
         if bias_N is not None:
             y_MN = y_MN + bias_N.to(y_MN.dtype)
         kept, ctx.restore_x = places.keep(x_MK, x)
-        ctx.reuses_w = places.shared("fprop.w", "dgrad.w")
+        # What was gathered is gathered again, so that nothing of it is kept.
+        ctx.reuses_w = places.shared("fprop.w", "dgrad.w") and not isinstance(w_NK, Gathered)
         kept_w, ctx.restore_w = keep_as_it_is(w) if ctx.reuses_w else ((None, None, None), None)
         needs_w = not ctx.reuses_w or places.casts["fprop.w"].estimator_k or places.gauge is not None
         ctx.save_for_backward(w_NK if needs_w else None, *kept_w, *kept, some_x_RM)
@@ -143,6 +145,8 @@ class Linear(torch.nn.Linear):
         self.step: int | None = None
         self.gauge: Onlooker | None = None  # laid on for a step by `nn.gauges`
         self.split = Split()  # what of the layer lies here; the room `distributed` divides it
+        self.is_cut = False  # whether FSDP has cut the weight (`nn.shards`),
+        self.gathering: Gathering | None = None  # and how it travels, if not in fp32
         every = [*recipe.casts.items(), *(item for rule in recipe.rules for item in rule.casts.items())]
         random_casts = (c for _, c in [*every, *recipe.state.items()] if c is not None)
         self.is_random = any(c.rounding == "stochastic" or c.signs == "random" for c in random_casts)
@@ -162,6 +166,8 @@ class Linear(torch.nn.Linear):
             history.reset(weight.device)
         state = Weight(self.weight, self.recipe.state, self.recipe.offload)
         self.state_at_rest = None if state.is_plain else state
+        # Of the gradient on the wire, told of by what sends it (`distributed.reducers`).
+        self.reduce_prescale = PreScale(weight.device, mu=0) if self.recipe.reduce.prescale else None
         self._set_keys(0, 0, 0)
 
     def set_position(self, seed: int, step: int, first_sample: int, steps: int | None = None) -> None:
@@ -187,6 +193,8 @@ class Linear(torch.nn.Linear):
         super()._apply(fn, recurse)
         if self.state_at_rest is not None:
             self.state_at_rest.tie(self.weight)
+        if self.reduce_prescale is not None:
+            self.reduce_prescale.move(self.weight.device)
         self.native = self._runs_natively("emulated" if self.backend == "emulated" else "auto")
         return self
 
@@ -229,6 +237,8 @@ class Linear(torch.nn.Linear):
     def _end_step(self) -> None:
         for history in self.histories.values():
             history.end_step()
+        if self.reduce_prescale is not None:
+            self.reduce_prescale.end_step()
 
     def forget_step(self) -> None:
         """Be as if the forward and backward passes of this step had not been; see `nn.forget_step`."""
@@ -237,6 +247,8 @@ class Linear(torch.nn.Linear):
         gradient = None if self.state_at_rest is None else self.state_at_rest.gradient
         if gradient is not None:
             gradient.forget_step()
+        if self.reduce_prescale is not None:
+            self.reduce_prescale.forget_step()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., K) to (..., N), in the dtype of the input."""
@@ -259,17 +271,17 @@ class Linear(torch.nn.Linear):
             self.histories,
             is_step,
             self.native,
-            self.state_at_rest,
+            None if self.is_cut else self.state_at_rest,
             self.transposed,
             self.gauge,
             self.split.parts(samples, input[..., 0].numel(), *weight.shape),
         )
         if not input.numel():  # no tokens, no numbers to narrow: zeros, and gradients of zero
             bias = None if self.bias is None else self.bias.to(input.dtype)
-            weight = weight if self.state_at_rest is None else places.wide(weight).detach()
+            weight = weight if places.weight is None else places.wide(weight).detach()
             return torch.nn.functional.linear(input, weight.to(input.dtype), bias)
         three_gemms = _ThreeGemms.apply
-        if self.state_at_rest is not None and self.state_at_rest.gradient is not None:
+        if places.weight is not None and places.weight.gradient is not None:
             # Its backward pass writes a gradient on the side, which no compiled graph can hold.
             three_gemms = torch.compiler.disable(three_gemms)
         with _as_the_recipe_says(input.device.type):

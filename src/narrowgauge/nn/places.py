@@ -11,6 +11,7 @@ import torch
 
 from narrowgauge.formats import Stream
 from narrowgauge.nn.delayed import History
+from narrowgauge.nn.gathered import Gathered
 from narrowgauge.nn.gauges import Onlooker
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.native import Codes, codes_of
@@ -36,7 +37,7 @@ class Places:
         first_sample, num_samples: which sequences of the global batch the tensors hold.
         histories: of the places with delayed scaling.
         sees: whether histories take note of the forward pass (it will be followed by a backward pass).
-        weight: the weight at rest, if it or its gradient is narrow.
+        weight: the weight at rest, if it or its gradient is narrow and all of it is here.
         transposed: whether that is stored (K, N).
         native: whether narrow operands stay codes, for the hardware to multiply.
         gauge: is shown what every place saw, where one is laid on the layer.
@@ -63,6 +64,9 @@ class Places:
 
     def operand(self, tensor: torch.Tensor, place: str, axis: int) -> Operand | Codes:
         """What the GEMM of `place` sees of a matrix whose `axis` (-1 or 0) it contracts."""
+        if isinstance(tensor, Gathered):  # it travelled as that, so there is no loss left to gauge
+            seen = tensor.operand(self.compute, self.native)
+            return seen if axis == -1 else seen.flipped()
         cast, encode_scale = self.casts[place], None
         if cast.history:
             assert self.histories is not None
@@ -87,6 +91,8 @@ class Places:
 
     def wide(self, w_NK: torch.Tensor) -> torch.Tensor:
         """The numbers of a weight whose parameter is `w_NK`, in whatever dtype holds them."""
+        if isinstance(w_NK, Gathered):
+            return w_NK if w_NK.is_operand else w_NK.wide()
         if self.weight is None:
             return w_NK
         w = self.weight.operand()

@@ -20,7 +20,12 @@ from narrowgauge.quantization import AtRest, Cast, Part, PreScale
 
 
 class Gradient(AtRest):
-    """A gradient that is added up in float32 and stored after each micro-batch."""
+    """A gradient that is added up in float32 and stored after each micro-batch.
+
+    Attributes:
+        is_empty: whether nothing has been added.
+        sums: how often something has, if it is not empty.
+    """
 
     def __init__(
         self,
@@ -31,7 +36,7 @@ class Gradient(AtRest):
         part: Part | None = None,
     ) -> None:
         """Empty; see `AtRest`."""
-        self.is_empty = True
+        self.is_empty, self.sums = True, 0
         self.prescale = PreScale(device) if cast.prescale else None
         super().__init__(shape, cast, device, on_host, part)
 
@@ -42,6 +47,7 @@ class Gradient(AtRest):
         if self.prescale is not None:
             scale = self.prescale.scale_of(total, self.cast, self.is_empty, self.part)
         self.write(total, stream, scale)
+        self.sums = 1 if self.is_empty else self.sums + 1
         self.is_empty = False
 
     def forget_step(self) -> None:
@@ -73,16 +79,21 @@ class Weight:
         parameter: torch.nn.Parameter,
         state: Mapping[str, Cast | None],
         offload: Collection[str] = (),
+        shard: torch.Tensor | None = None,
     ) -> None:
-        """Take over the parameter's numbers, in its place; `offload` names what lies on the host."""
-        self.parameter = parameter
+        """Take over the parameter's numbers, in its place; `offload` names what lies on the host.
+
+        `shard` has the numbers that are here of a parameter that is cut (`nn.shards`).
+        """
+        self.parameter, self.is_shard = parameter, shard is not None
         self.at_rest = self.master = self.gradient = None
-        shape, device, numbers = parameter.shape, parameter.device, best_numbers(parameter)
+        numbers = best_numbers(parameter) if shard is None else shard
+        shape, device = numbers.shape, parameter.device
         part = getattr(parameter, "part", None)
         weight, master, grad = (state[place] for place in ("weight", "master", "grad"))
         assert weight is not None
         assert grad is not None
-        if getattr(parameter, "at_rest", None) is not None:  # it was under another recipe
+        if shard is None and getattr(parameter, "at_rest", None) is not None:  # it was under another recipe
             parameter.data = numbers
         if weight.name != "fp32":
             self.at_rest = AtRest(shape, weight, device, part=part)
@@ -105,7 +116,7 @@ class Weight:
         for each in (self.at_rest, self.master, self.gradient):
             if each is not None:
                 each.move(parameter.device)
-        if self.at_rest is not None:
+        if self.at_rest is not None and not self.is_shard:
             stored = next(iter(self.at_rest.tensors.values()))
             parameter.data = stored.view(torch_dtype(self.at_rest.cast.element) or stored.dtype)
         for name in ("at_rest", "master", "gradient"):

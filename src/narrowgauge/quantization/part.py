@@ -22,6 +22,7 @@ import torch.distributed as dist
 from narrowgauge.errors import UserError
 from narrowgauge.formats import Stream
 from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.purpose import sending
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,8 +154,9 @@ class Part:
     def share_of(self, which: torch.Tensor) -> torch.Tensor:
         """The share of all elements of the global tensor for which a bool tensor is true, 0-dim float32."""
         count = torch.count_nonzero(which)
-        for group in self.groups:
-            dist.all_reduce(count, group=group)
+        with sending("amax"):
+            for group in self.groups:
+                dist.all_reduce(count, group=group)
         return count.float() / self.shape.numel()
 
     def everything(self, x: torch.Tensor) -> torch.Tensor:
@@ -199,8 +201,9 @@ def largest_of(amax: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch
     """
     if groups:
         amax = torch.where(amax.isfinite(), amax, torch.inf)
-        for group in groups:
-            dist.all_reduce(amax, dist.ReduceOp.MAX, group)
+        with sending("amax"):
+            for group in groups:
+                dist.all_reduce(amax, dist.ReduceOp.MAX, group)
     return amax
 
 

@@ -18,6 +18,7 @@ from narrowgauge.quantization.part import Part, largest_of
 
 LIMIT = 1e-5  # share of elements that may overflow
 STEPS_TO_DOUBLE = 1000
+UNUSED = -1.0  # in place of the share of elements that overflowed, in a step that had none to look at
 
 
 def next_mu(mu: torch.Tensor, overflowed: torch.Tensor) -> torch.Tensor:
@@ -33,13 +34,17 @@ def applied(mu: torch.Tensor) -> torch.Tensor:
 class PreScale:
     """The factor of one gradient, and the share of its elements that overflowed in this step.
 
+    Of a gradient at rest, where the sum over micro-batches needs room, or of one on the wire, where that over
+    devices does.
+
     Attributes:
         tensors: "mu" and "overflowed", 0-dim float32, the same objects for its whole life but for `move`.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        """A factor of 1."""
-        self.tensors = {"mu": torch.ones((), device=device), "overflowed": torch.zeros((), device=device)}
+    def __init__(self, device: torch.device | str = "cpu", mu: float = 1.0) -> None:
+        """A factor of `mu`; of 0 where it is not known yet what it begins with (`begin`)."""
+        overflowed = torch.full((), UNUSED, device=device)
+        self.tensors = {"mu": torch.full((), float(mu), device=device), "overflowed": overflowed}
         self._before: dict[str, torch.Tensor] = {}  # this step
 
     def scale_of(self, x: torch.Tensor, cast: Cast, is_first: bool, part: Part | None = None) -> torch.Tensor:
@@ -47,8 +52,7 @@ class PreScale:
         mu, overflowed = self.tensors["mu"], self.tensors["overflowed"]
         if is_first:
             self._before = {name: tensor.clone() for name, tensor in self.tensors.items()}
-            mu.copy_(next_mu(mu, overflowed))
-            overflowed.zero_()
+            self.end_step()
         magnitudes = x.abs()
         amax = magnitudes.max() if x.numel() else x.new_zeros(())
         if part is not None:
@@ -60,8 +64,20 @@ class PreScale:
         overflowed.copy_(torch.maximum(overflowed, share))
         return scale
 
+    def begin(self, devices: int) -> None:
+        """Begin with 1 / sqrt(devices), MS-AMP's constant, where the sum is one over so many devices."""
+        mu = self.tensors["mu"]
+        mu.copy_(torch.where(mu == 0, devices**-0.5, mu))
+
+    def end_step(self) -> None:
+        """Learn from the share of the step that is over, if it was used in that."""
+        mu, overflowed = self.tensors["mu"], self.tensors["overflowed"]
+        mu.copy_(torch.where(overflowed < 0, mu, next_mu(mu, overflowed)))
+        overflowed.fill_(UNUSED)
+
     def forget_step(self) -> None:
-        """Be as before the first micro-batch of this step."""
+        """Be as before this step."""
+        self.tensors["overflowed"].fill_(UNUSED)
         for name, tensor in self._before.items():
             self.tensors[name].copy_(tensor)
 

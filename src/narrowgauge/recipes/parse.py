@@ -6,6 +6,8 @@ saved = "operand"       what is kept for the backward pass ("input", "operand", 
 
 weight, grad, m, v      what state is kept in, and a wider master of the weight; moments of every large
 master = "none"         tensor, the rest of linear layers
+gather = "e4m3"         weights on the wire: numbers that their products see anyway (fp32); and their
+reduce = "bf16"         gradients, rounded after every addition (fp32)
 offload = ["m", "v"]    which of master, grad, m, v lie in the host's memory while a GPU computes
 
 [keep]                  layers that stay in `compute`, their weights and gradients in fp32
@@ -31,9 +33,19 @@ from typing import Any
 
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.recipes.recipe import COMPUTE, GEMM_PLACES, GEMMS, STATE_PLACES, Recipe, Rule, casts_from
+from narrowgauge.recipes.recipe import (
+    COMPUTE,
+    GEMM_PLACES,
+    GEMMS,
+    STATE_PLACES,
+    WIRE_PLACES,
+    Recipe,
+    Rule,
+    casts_from,
+)
 
-_ROOT_KEYS = ("name", "title", "source", "compute", "keep", "rule", "saved", "offload", *GEMMS, *STATE_PLACES)
+_SET_OVER = ("saved", "offload", *STATE_PLACES, *WIRE_PLACES)  # over the casts of the products
+_ROOT_KEYS = ("name", "title", "source", "compute", "keep", "rule", *GEMMS, *_SET_OVER)
 _LAYER_KEYS = ("modules", "first_blocks", "last_blocks")
 _RULE_KEYS = (*_LAYER_KEYS, "from_step", "from_share", *GEMMS)
 
@@ -62,7 +74,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
         rules=(*_rules(table, where), *_kept(table, wide, where)),
         text=text,
     )
-    return base.with_places({p: table[p] for p in ("saved", "offload", *STATE_PLACES) if p in table})
+    return base.with_places({p: table[p] for p in _SET_OVER if p in table})
 
 
 def _casts(table: Mapping[str, Any], where: str) -> dict[str, Cast]:

@@ -21,14 +21,17 @@ from typing import Any
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import torch_dtype
 from narrowgauge.quantization import Cast, make_cast
+from narrowgauge.recipes.wire import fitting_gather, require_gather, require_reduce
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 GEMM_PLACES = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x")
 # What state is kept in unless a recipe says otherwise: of the weights of linear layers, and the moments of
 # every large tensor. "none" = no second, wider copy of a weight.
 STATE_PLACES = ("weight", "master", "grad", "m", "v")
-WIDE_STATE: Mapping[str, Cast | None] = dict.fromkeys(STATE_PLACES, make_cast("fp32")) | {"master": None}
-PLACES = (*GEMM_PLACES, "saved", *STATE_PLACES)
+FP32 = make_cast("fp32")
+WIDE_STATE: Mapping[str, Cast | None] = dict.fromkeys(STATE_PLACES, FP32) | {"master": None}
+WIRE_PLACES = ("gather", "reduce")  # between devices: weights of linear layers, and their gradients
+PLACES = (*GEMM_PLACES, "saved", *STATE_PLACES, *WIRE_PLACES)
 OFFLOADABLE = ("master", "grad", "m", "v")
 KEYS = (*PLACES, "offload", "compute")  # what may be set over a recipe
 COMPUTE = ("bf16", "fp16", "fp32")
@@ -42,7 +45,8 @@ class Rule:
 
     Attributes:
         casts: the cast of each place that the rule changes.
-        keeps_state: whether weights, masters and gradients of the layers that it selects stay in fp32.
+        keeps_state: whether weights, masters and gradients of the layers that it selects stay in fp32, on the
+            wire too.
         modules: patterns of module names, compared with the whole name and with its last component.
         first_blocks, last_blocks: blocks of the model's longest module list: a float is a share of them,
             rounded up, an integer their number. A layer is meant if any of the three selects it; all empty =
@@ -110,6 +114,8 @@ class Recipe:
         saved: what is kept of the input for the backward pass: "input" (as it came), "operand" (the numbers
             of fprop.x, in the bytes of their format), or a cast.
         state: the cast of each state place; None for a master that does not exist.
+        gather: of weights, where devices that hold a share each bring them together (`wire.py`).
+        reduce: of the weights' gradients, where devices add up theirs.
         offload: the state places that lie in the host's memory while a GPU computes.
         rules: other casts in some layers or from some time on; later ones win.
         text: the TOML it was read from.
@@ -122,6 +128,8 @@ class Recipe:
     casts: Mapping[str, Cast]
     saved: str | Cast = "input"
     state: Mapping[str, Cast | None] = field(default_factory=lambda: dict(WIDE_STATE))
+    gather: Cast = FP32
+    reduce: Cast = FP32
     offload: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
     text: str = ""
@@ -137,6 +145,14 @@ class Recipe:
                 "outliers, so its numbers are not the tensor's; save 'input', or a cast"
             )
         require_state(self.state, f"recipe {self.name!r}")
+        require_gather(self.gather, self.weight_operands, self.state["weight"], f"recipe {self.name!r}")
+        require_reduce(self.reduce, f"recipe {self.name!r}")
+
+    @property
+    def weight_operands(self) -> tuple[Cast, ...]:
+        """What products see of a weight at any time, in layers that no rule selects by name or block."""
+        rules = [r.casts for r in self.rules if r.is_for_all]
+        return tuple(c[place] for c in (self.casts, *rules) for place in ("fprop.w", "dgrad.w") if place in c)
 
     @property
     def is_narrow(self) -> bool:
@@ -155,23 +171,31 @@ class Recipe:
         `names` are the layer's (one that stands in a model twice has two), each with the number of the block
         it lies in, out of `blocks`.
         """
-        casts = dict(self.casts)
+        casts, reduce = dict(self.casts), self.reduce
         rules = [r for r in self.rules if any(r.selects(name, block, blocks) for name, block in names)]
         while rules and not rules[0].is_timed:
             casts |= rules.pop(0).casts
         state = dict(self.state)
         if any(r.keeps_state for r in self.rules if any(r.selects(n, block, blocks) for n, block in names)):
             state |= {place: WIDE_STATE[place] for place in ("weight", "master", "grad")}
+            reduce = FP32
         for rule in rules:  # those that do not wait, but come after one that does, stay and win over it
             casts |= {} if rule.is_timed else rule.casts
         whole = (replace(r, modules=(), first_blocks=0, last_blocks=0) for r in rules)
-        return replace(self, casts=casts, rules=tuple(whole), state=state)
+        return self._with(casts=casts, rules=tuple(whole), state=state, reduce=reduce)
+
+    def _with(self, **changes: Any) -> "Recipe":
+        """With other fields, and weights gathered in what still fits unless that is one of them."""
+        if "gather" not in changes:
+            free = replace(self, **changes, gather=FP32)
+            changes["gather"] = fitting_gather(self.gather, free.weight_operands, free.state["weight"])
+        return replace(self, **changes)
 
     def in_high_precision(self, modules: Sequence[str] = ()) -> "Recipe":
         """This recipe with every place of some modules (none named: of all) in `compute`, at any time."""
         wide = dict.fromkeys(GEMM_PLACES, make_cast(self.compute))
         kept = Rule(casts=wide, keeps_state=True, modules=tuple(modules))
-        return replace(self, rules=(*self.rules, kept))
+        return self._with(rules=(*self.rules, kept))
 
     def with_places(self, places: Mapping[str, Any]) -> "Recipe":
         """This recipe with other casts in some places, as `--recipe.fprop.x bf16` asks for.
@@ -182,6 +206,7 @@ class Recipe:
         """
         casts, saved, state, offload = dict(self.casts), self.saved, dict(self.state), self.offload
         compute = self.compute
+        wire = {place: _cast_in(place, places[place]) for place in WIRE_PLACES if place in places}
         for place, value in places.items():
             if place == "saved":
                 saved = saved_from(value)
@@ -193,9 +218,10 @@ class Recipe:
                     raise unknown("compute format", str(compute), COMPUTE)
             elif place in STATE_PLACES:
                 state[place] = None if place == "master" and value == "none" else _cast_in(place, value)
-            else:
+            elif place not in WIRE_PLACES:
                 casts |= casts_from(place, value)
-        return replace(self, casts=casts, saved=saved, state=state, offload=offload, compute=compute)
+        changes = {"casts": casts, "saved": saved, "state": state, "offload": offload, "compute": compute}
+        return self._with(**changes, **wire)
 
 
 def casts_from(place: str, value: Any) -> dict[str, Cast]:

@@ -200,7 +200,8 @@ def trajectory(config: Config) -> dict[str, dict[str, Any]]:
     """The resolved values that decide every loss of the run; what is shown and kept is left out."""
     tables = tomllib.loads(to_toml(config))
     del tables["training"]["memory_limit"], tables["training"]["hang_timeout"]
-    tables["recipe"].pop("offload", None)  # the numbers are the same wherever they lie
+    for place in ("offload", "gather"):  # the numbers are the same wherever they lie, and however they travel
+        tables["recipe"].pop(place, None)
     guard = tables["guard"]
     told = guard["spike"] in ("off", "warn")  # which moves nothing
     kept = ["max_skips"] if told else ["max_skips", "spike", "spike_factor", "spike_window", "max_rollbacks"]

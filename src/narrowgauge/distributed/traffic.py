@@ -1,0 +1,78 @@
+"""How many bytes does this process send, and for what?
+
+    with Traffic() as traffic:
+        model(x).sum().backward()
+    traffic.sent["gather"]
+
+Every collective of torch.distributed goes through torch's dispatcher, those of FSDP and DTensor too, where a
+`Traffic` reads its tensors. What a rank of N sends for a tensor of n bytes is what a ring sends:
+
+    all-gather of n bytes from each rank          (N - 1) n
+    reduce-scatter, all-to-all of n bytes         (N - 1) n / N
+    all-reduce of n bytes                         2 (N - 1) n / N
+    broadcast                                     n
+
+It is counted under what it is for: "gather" (weights), "reduce" (gradients), "amax" (agreement on scales),
+where the caller has said so by `sending`; else under "gather" for an all-gather, "reduce" for a
+reduce-scatter, and "other".
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from narrowgauge.quantization.purpose import purpose
+
+
+class Traffic(TorchDispatchMode):
+    """Counts what this process sends while it is entered.
+
+    Attributes:
+        sent: bytes by purpose.
+        calls: collectives by purpose.
+    """
+
+    def __init__(self) -> None:
+        """Nothing sent yet."""
+        super().__init__()
+        self.sent: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Let everything pass, and count collectives."""
+        if func.namespace == "c10d":
+            self._count(func.name().partition("::")[2], args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: Sequence[Any]) -> None:
+        tensors, ranks = _inputs(args, reads_second="_base_" in name), _ranks(args)
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        kind = "other"
+        if name.startswith("_allgather_base_"):
+            kind, size = "gather", (ranks - 1) * size
+        elif name.startswith(("_reduce_scatter_base_", "alltoall_base_")):
+            kind, size = ("reduce" if "reduce" in name else kind), (ranks - 1) * size // ranks
+        elif name.startswith("allreduce_"):
+            size = 2 * (ranks - 1) * size // ranks
+        elif not name.startswith("broadcast_"):
+            return  # barriers, and what nothing here is counted by
+        self.sent[purpose() or kind] += size
+        self.calls[purpose() or kind] += 1
+
+
+def _inputs(args: Sequence[Any], reads_second: bool) -> list[torch.Tensor]:
+    """What a collective reads: the second of (output, input), or the list that it works on."""
+    first = args[1] if reads_second else args[0]
+    return [first] if isinstance(first, torch.Tensor) else list(first)
+
+
+def _ranks(args: Sequence[Any]) -> int:
+    """Of the group of a collective, which is handed to it boxed."""
+    boxed = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
+    return dist.ProcessGroup.unbox(boxed).size()

@@ -1,0 +1,25 @@
+"""What is a collective for? Said by whoever starts it, for those who count bytes (`distributed.traffic`).
+
+"gather" (weights), "reduce" (gradients), "amax" (agreement on scales); what is not said is "".
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_PURPOSE: ContextVar[str] = ContextVar("purpose", default="")
+
+
+@contextmanager
+def sending(purpose: str) -> Iterator[None]:
+    """Collectives within are for this."""
+    token = _PURPOSE.set(purpose)
+    try:
+        yield
+    finally:
+        _PURPOSE.reset(token)
+
+
+def purpose() -> str:
+    """What collectives are for at this moment."""
+    return _PURPOSE.get()

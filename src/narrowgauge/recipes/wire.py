@@ -1,0 +1,78 @@
+"""The places on the wire: in which numbers do weights and gradients go from device to device?
+
+**gather** Devices that hold a share of a weight each bring the shares together before a product. Narrow
+numbers on the way must change nothing: the product has to see, bit for bit, what it would see of the whole
+wide weight. So a weight travels in the cast that fprop.w and dgrad.w both have, if that has one scale for
+the whole tensor (agreed on beforehand, from the largest magnitude of all shares) or none, and rounds to the
+nearest number; a weight at rest in narrow numbers travels in its own bytes. Anything else travels in fp32.
+
+**reduce** Devices add up their gradients. Here narrow numbers are rounded after every addition, so this place
+moves the trajectory of a run on several devices (MS-AMP's is FP8 with scales that all devices share).
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from narrowgauge.errors import UserError
+from narrowgauge.quantization import Cast, make_cast
+
+WIDE = ("fp32", "bf16", "fp16")
+
+
+def fitting_gather(wish: Cast, operands: Sequence[Cast], weight: Cast | None) -> Cast:
+    """The wish if it changes nothing, else what does not: the bytes of a narrow weight, or fp32."""
+    if weight is not None and weight.name != "fp32":
+        own = replace(weight, rounding="nearest-even")
+        return next((c for c in (wish, own) if _is_own(c, weight)), make_cast("fp32"))
+    return wish if _is_seen(wish, operands) else make_cast("fp32")
+
+
+def require_gather(cast: Cast, operands: Sequence[Cast], weight: Cast | None, where: str) -> None:
+    """Refuse to gather weights in numbers that would not be those of the products.
+
+    Args:
+        cast: of the place.
+        operands: the casts of fprop.w and dgrad.w at any time.
+        weight: the cast of the weight at rest.
+        where: what the error is about.
+    """
+    if cast.name == "fp32":
+        return
+    if weight is not None and weight.name != "fp32":
+        if not _is_own(cast, weight):
+            raise UserError(
+                f"{where}: gather = {cast.name!r}, but weights at rest in {weight.name!r} travel as they "
+                'are; remove the key, or write gather = "fp32"'
+            )
+    elif not _is_seen(cast, operands):
+        seen = ", ".join(dict.fromkeys(repr(c.name) for c in operands))
+        raise UserError(
+            f"{where}: gather = {cast.name!r}, but weights can travel only in the cast that fprop.w and "
+            f"dgrad.w both have at all times (here {seen}), with one scale a tensor or none, rounded to the "
+            'nearest; write gather = "fp32"'
+        )
+
+
+def require_reduce(cast: Cast, where: str) -> None:
+    """Refuse to add up gradients in numbers that cannot be added without being scaled again."""
+    plain = not (cast.hadamard or cast.outliers or cast.history or cast.estimator_k or cast.split)
+    scaled = cast.scale == "fp32" and cast.block is None and cast.element.bits == 8 and not cast.codebook
+    if not plain or cast.rounding != "nearest-even" or not (scaled or cast.name in WIDE):
+        raise UserError(
+            f"{where}: reduce = {cast.name!r}, but gradients are added up in {', '.join(WIDE)}, or in "
+            "codes of a byte under one fp32 scale a tensor, such as e4m3, each sum rounded to the nearest"
+        )
+
+
+def _is_own(cast: Cast, weight: Cast) -> bool:
+    is_it = cast == replace(weight, rounding=cast.rounding)
+    return cast.name == "fp32" or (is_it and weight.block is None)
+
+
+def _is_seen(cast: Cast, operands: Sequence[Cast]) -> bool:
+    """Whether products see the same numbers of a weight, whether it travelled in this cast or in fp32."""
+    if cast.name == "fp32":
+        return True
+    depends = cast.history or cast.hadamard or cast.outliers or cast.estimator_k or cast.block is not None
+    exact = cast.rounding == "nearest-even" and (cast.scale == "fp32" or not cast.is_scaled)
+    return exact and not depends and all(c == cast for c in operands)

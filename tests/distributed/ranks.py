@@ -1,0 +1,63 @@
+"""Real ranks: reads one JSON job a line, forks a process for each rank, and answers with what they returned.
+
+torch is imported once, in this process, so that a job costs little more than its collectives. The ranks meet
+in a file (no port), over gloo. A job is a function of one of the files `jobs_*.py` beside this one.
+"""
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def be_rank(rank: int, job: dict, meeting: str, out: int) -> None:
+    """In a process of its own: do the job, write what it returns as JSON."""
+    try:
+        torch.set_num_threads(1)
+        store = dist.FileStore(meeting, job["world"])
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=job["world"], timeout=timedelta(seconds=60)
+        )
+        function = getattr(importlib.import_module(job["file"]), job["name"])
+        answer = {"result": function(**job["with"])}
+        dist.destroy_process_group()
+    except BaseException:
+        answer = {"error": traceback.format_exc()}
+    with os.fdopen(out, "w") as pipe:
+        json.dump(answer, pipe)
+    os._exit(0)
+
+
+def do(job: dict) -> list[dict]:
+    """What each rank answers."""
+    with tempfile.TemporaryDirectory() as directory:
+        pipes = []
+        for rank in range(job["world"]):
+            reading, writing = os.pipe()
+            if os.fork() == 0:
+                os.close(reading)
+                be_rank(rank, job, f"{directory}/meeting", writing)
+            os.close(writing)
+            pipes.append(reading)
+        answers = []
+        for reading in pipes:
+            with os.fdopen(reading) as pipe:
+                answers.append(json.loads(pipe.read() or '{"error": "died"}'))
+            os.wait()
+        return answers
+
+
+if __name__ == "__main__":
+    for file in sorted(Path(__file__).parent.glob("jobs_*.py")):
+        importlib.import_module(file.stem)
+    for line in sys.stdin:
+        print(json.dumps(do(json.loads(line))), flush=True)
