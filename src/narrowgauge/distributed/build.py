@@ -19,9 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed.divide import divide
 from narrowgauge.distributed.mesh import Mesh
+from narrowgauge.distributed.reducers import narrow_fsdp, narrow_hook, wires_of
 from narrowgauge.distributed.stages import Stage, keep_stages, stages_of
 from narrowgauge.models import ModelConfig, Transformer, starting_values
 from narrowgauge.nn import DTYPES, Linear, convert
+from narrowgauge.nn.shards import narrow_shards
 from narrowgauge.quantization import Part
 from narrowgauge.recipes import Recipe
 
@@ -76,7 +78,10 @@ def build(plan: Plan, mesh: Mesh, device: torch.device) -> tuple[Transformer, li
         for module in modules:
             _cut(module, mesh)
         for name, p in model.named_parameters():
-            p.part = _cut_part(parts[name], mesh)  # type: ignore[attr-defined]
+            if not hasattr(p, "part"):  # weights of linear layers have theirs (`nn.shards`)
+                p.part = _cut_part(parts[name], mesh)  # type: ignore[attr-defined]
+        for module in modules:
+            narrow_fsdp(module)
     elif mesh.size("data") > 1:
         modules = [_replicated(module, mesh) for module in modules]
     if mesh.ends is not None and plan.model.tied_head:
@@ -125,7 +130,8 @@ def _cut(module: nn.Module, mesh: Mesh) -> None:
     whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     is_root = isinstance(module, Objective | Stage)  # what these have themselves is needed at once again
     again = layout.zero == 3 and not is_root
-    fully_shard(module, mesh=mesh.cuts, mp_policy=whole, reshard_after_forward=again)
+    with narrow_shards(module):
+        fully_shard(module, mesh=mesh.cuts, mp_policy=whole, reshard_after_forward=again)
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
@@ -138,13 +144,20 @@ def _cut_part(part: Part, mesh: Mesh) -> Part:
 
 def _replicated(objective: nn.Module, mesh: Mesh) -> DistributedDataParallel:
     """Sum gradients over `data`, whole weights staying on each process."""
-    # Buffers say which sequences a process has: they are each process's own.
+    group = mesh.group("data")
+    # Buffers say which sequences a process has: they are each process's own. Gradients at rest in narrow
+    # numbers are no autograd's business: the engine sums them.
     own = [name for name, _ in objective.named_buffers()]
+    own += [name for name, p in objective.named_parameters() if getattr(p, "gradient", None) is not None]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(objective, own)
     wrapped = DistributedDataParallel(
-        objective, process_group=mesh.group("data"), init_sync=False, gradient_as_bucket_view=True
+        objective, process_group=group, init_sync=False, gradient_as_bucket_view=True
     )
-    wrapped.register_comm_hook(mesh.group("data"), _sum)
+    wires = wires_of(objective)
+    if any(wire.is_narrow for wire in wires.values()):
+        wrapped.register_comm_hook(None, narrow_hook(wires, group))
+    else:
+        wrapped.register_comm_hook(group, _sum)
     return wrapped
 
 

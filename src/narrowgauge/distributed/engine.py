@@ -20,9 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowgauge.data import Batch
 from narrowgauge.distributed.mesh import Layout, Mesh
 from narrowgauge.distributed.pipeline import Pipeline
+from narrowgauge.distributed.reducers import all_reduce_at_rest, wires_of
 from narrowgauge.distributed.stages import MicroBatch, Work
 from narrowgauge.models import Transformer
 from narrowgauge.nn.delayed import History
+from narrowgauge.nn.shards import renew_gather_scales
 from narrowgauge.optim import Optimizer, Together, local
 from narrowgauge.quantization import Part
 
@@ -120,6 +122,7 @@ class Engine:
         """Sum what nobody else does."""
         if self.mesh.is_alone:
             return
+        self._sum_at_rest()
         if self.mesh.size("tensor") > 1:
             group = self.mesh.group("tensor")
             _sum_flat([local(p.grad) for p in self._whole_over_tensor() if p.grad is not None], group)
@@ -132,12 +135,28 @@ class Engine:
             for amax, of_all in zip(amaxes, together, strict=True):
                 amax.copy_(of_all)
 
+    def _sum_at_rest(self) -> None:
+        """Gradients in narrow numbers, of weights that are not cut; those that are FSDP sums."""
+        if self.mesh.layout.is_cut:
+            return
+        wires = wires_of(self.model)
+        held = [p for p in self.model.parameters() if getattr(p, "gradient", None) is not None]
+        for direction in ("data", "tensor"):
+            if self.mesh.size(direction) > 1:
+                group = self.mesh.group(direction)
+                some = [p for p in held if direction == "data" or group not in _groups(p)]
+                all_reduce_at_rest([p.gradient for p in some], [wires[p] for p in some], group)  # type: ignore[attr-defined]
+
+    def after_update(self) -> None:
+        """The weights have changed: agree on the scales that they travel with."""
+        if self.mesh.layout.is_cut:
+            renew_gather_scales(self.model)
+
     def _whole_over_tensor(self) -> Iterator[nn.Parameter]:
         """Parameters of which each process of `tensor` has all."""
         group = self.mesh.group("tensor")
         for p in self.model.parameters():
-            part: Part = p.part  # type: ignore[attr-defined]
-            if group not in part.groups:
+            if group not in _groups(p):
                 yield p
 
     def sums(self, numbers: Sequence[float]) -> list[float]:
@@ -175,6 +194,12 @@ class Engine:
         if not self.mesh.is_alone:
             for found in scaler._found_inf_per_device(optimizer).values():
                 dist.all_reduce(found, dist.ReduceOp.MAX)
+
+
+def _groups(p: torch.Tensor) -> list[dist.ProcessGroup]:
+    """That hold pieces of a parameter."""
+    part: Part = p.part  # type: ignore[attr-defined]
+    return part.groups
 
 
 def _sum_flat(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:

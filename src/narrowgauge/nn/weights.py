@@ -71,6 +71,15 @@ def best_numbers(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.detach().float()
 
 
+def stored(parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor that holds a parameter's numbers, or the codes of a weight at rest, as they lie here."""
+    at_rest = getattr(parameter, "at_rest", None)
+    if at_rest is None:
+        return parameter.detach()
+    first = next(iter(at_rest.tensors.values()))
+    return first.view(torch_dtype(at_rest.cast.element) or first.dtype)
+
+
 class Weight:
     """The state of one parameter; where that lies in a larger one (`part`) hangs on it, too."""
 

@@ -19,6 +19,7 @@ from narrowgauge.distributed import Engine, Layout, Mesh, MicroBatch, Plan, buil
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize
 from narrowgauge.nn import DTYPES, Gauges, Linear, convert, forget_step, recipe_tensors, set_step
+from narrowgauge.nn.weights import stored
 from narrowgauge.optim import AdamW, Muon, Optimizer, learning_rate, parameter_groups, set_learning_rate
 from narrowgauge.quantization import AtRest
 from narrowgauge.training.config import Config
@@ -158,6 +159,7 @@ class Session:
         if self.verdict.takes:
             set_learning_rate(self.optimizer, lr)
             self.optimizer.step()
+            engine.after_update()
         if gauges is not None:
             gauges.after_step()
         self.first_bad = None if self.verdict.is_finite else self._find_first_bad(micro_batches)
@@ -236,7 +238,7 @@ class Session:
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """All tensors that a checkpoint holds, by group and name: the session's own."""
         groups = {
-            "model": dict[str, torch.Tensor](self.model.named_parameters(remove_duplicate=False)),
+            "model": {n: stored(p) for n, p in self.model.named_parameters(remove_duplicate=False)},
             "optimizer": self.optimizer.tensors(self.names),
         }
         of_recipe = recipe_tensors(self.model)
@@ -260,6 +262,7 @@ class Session:
         """Go back to the state in a checkpoint, whoever made it; all processes of `group` together."""
         with torch.no_grad():
             checkpoint = restore_pieces(path, self.pieces(), group)
+        self.engine.after_update()
         set_step(self.model, self.config.training.seed, checkpoint.step, 0, self.config.training.steps)
         self.step = checkpoint.step
         taken = self.step * self.config.training.batch_size
