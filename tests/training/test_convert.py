@@ -6,19 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from narrowgauge.checkpoint import newest_valid
 from narrowgauge.errors import UserError
 from narrowgauge.nn import best_numbers
 from narrowgauge.training import convert_run, make_config, run
 from narrowgauge.training.directory import RunDirectory
 from narrowgauge.training.exchange import export_run, import_model
-from narrowgauge.training.session import Session, newest_checkpoint
+from narrowgauge.training.session import Session
 
 WIDE = {"model.dim": 128, "model.ffn_dim": 256, "training.steps": 8, "checkpoint.every": 4}
 
 
 def session_of(path):
     session = Session.begin(RunDirectory(path).config(own_recipe=True), torch.device("cpu"))
-    session.restore(newest_checkpoint(RunDirectory(path).checkpoints, None)[0])
+    session.restore(newest_valid(RunDirectory(path).checkpoints, None)[0])
     return session
 
 
@@ -98,6 +99,6 @@ def test_another_recipe_in_the_same_directory_is_refused_with_both_named(train):
 def test_a_checkpoint_of_other_formats_is_refused_with_both_named(train, tiny):
     path = train("run", WIDE | {"recipe.name": "msamp-o1"})
     session = Session.begin(make_config(tiny(WIDE | {"recipe.name": "msamp-o3"})), torch.device("cpu"))
-    checkpoint = newest_checkpoint(RunDirectory(path).checkpoints, None)[0]
-    with pytest.raises(UserError, match=r"keeps blocks.* as torch.float16, .* as torch.float8_e4m3fn"):
-        session.restore(checkpoint)
+    there = newest_valid(RunDirectory(path).checkpoints, None)[0]
+    with pytest.raises(UserError, match=r"keeps .blocks.* as torch.float16, .* as torch.float8_e4m3fn"):
+        session.restore(there)

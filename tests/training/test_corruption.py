@@ -97,8 +97,8 @@ def test_a_step_that_comes_out_otherwise_the_second_time(tiny, call, is_seen):
 def test_a_corrupted_run_ends_without_another_save(monkeypatch, train, look, tmp_path):
     begin = Session.begin.__func__
 
-    def begin_and_flip(cls, config, device):
-        session = begin(cls, config, device)
+    def begin_and_flip(cls, config, device, mesh=None):
+        session = begin(cls, config, device, mesh)
         flip_once(session, 9)
         return session
 

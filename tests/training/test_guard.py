@@ -31,8 +31,8 @@ def spoiled(monkeypatch):
     begin = Session.begin.__func__
 
     def do(*at_steps):
-        def begin_and_spoil(cls, config, device):
-            session = begin(cls, config, device)
+        def begin_and_spoil(cls, config, device, mesh=None):
+            session = begin(cls, config, device, mesh)
             spoil(session, at_steps)
             return session
 

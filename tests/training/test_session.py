@@ -31,7 +31,7 @@ def test_a_restored_session_goes_on_to_the_same_bits(tiny, corpus, tmp_path, cha
     path = one.save(tmp_path, "me")
     other = begin(tiny, changes | {"log.every": 3})
     other.train_step(other.batches(corpus.train))  # a session that has been elsewhere comes back all the same
-    other.restore(load(path))
+    other.restore(path)
     assert (other.step, other.guard.skips_in_a_row) == (3, 7)
     for _ in range(3):
         assert one.train_step(one.batches(corpus.train)) == other.train_step(other.batches(corpus.train))
@@ -44,7 +44,7 @@ def test_a_restored_session_goes_on_to_the_same_bits(tiny, corpus, tmp_path, cha
 def test_tied_weights_stay_tied(tiny, corpus, tmp_path):
     session = begin(tiny, {"model.tied_head": True})
     session.train_step(session.batches(corpus.train))
-    session.restore(load(session.save(tmp_path, "me")))
+    session.restore(session.save(tmp_path, "me"))
     assert session.model.head.weight is session.model.embedding.weight
 
 

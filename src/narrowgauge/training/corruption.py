@@ -78,6 +78,16 @@ def odd_ones(prints: Sequence[Mapping[str, int]]) -> tuple[str, list[int]] | Non
     return None
 
 
+def common(prints: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
+    """Of what each rank holds that which others hold, too; a rank without it gets what most of them have."""
+    values: dict[str, list[int]] = {}
+    for one in prints:
+        for name, value in one.items():
+            values.setdefault(name, []).append(value)
+    most = {name: max(found, key=found.count) for name, found in values.items() if len(found) > 1}
+    return [{name: one.get(name, value) for name, value in most.items()} for one in prints]
+
+
 def require_same_replicas(prints: Sequence[Mapping[str, int]], step: int) -> None:
     """Raise `Corrupted` where replicas differ after a step, with the tensor and the ranks."""
     if (found := odd_ones(prints)) is not None:

@@ -292,6 +292,9 @@ def _steps(job: _Job, session: Session, batches: Loader, requests: Requests, is_
         loss, norm = line["loss"], line["grad_norm"]
         if respond(session, directory, job.run_id, loss, norm, job.display.say, job.crew):
             return
+        check = config.guard.check_every
+        if check and session.step % check == 0:
+            session.check_replicas()
         if is_last or found["late"] or asked or session.step % config.checkpoint.every == 0:
             _save(job, session, must=is_last or bool(asked))
             last_save = time.monotonic()
@@ -368,6 +371,7 @@ def _save(job: _Job, session: Session, must: bool) -> None:
     """Publish a checkpoint; a full disk is told loudly, and ends the run only where this save is its last."""
     job.crew.at(f"the save after step {session.step}", START)
     job.directory.require_there()
+    session.check_replicas()
     job.directory.sync_metrics()
     try:
         session.save(job.directory.checkpoints, job.run_id, job.crew.control)

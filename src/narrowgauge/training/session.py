@@ -23,7 +23,13 @@ from narrowgauge.nn.weights import stored
 from narrowgauge.optim import AdamW, Muon, Optimizer, learning_rate, parameter_groups, set_learning_rate
 from narrowgauge.quantization import AtRest
 from narrowgauge.training.config import Config
-from narrowgauge.training.corruption import require_same_replay, step_fingerprint
+from narrowgauge.training.corruption import (
+    common,
+    fingerprint,
+    require_same_replay,
+    require_same_replicas,
+    step_fingerprint,
+)
 from narrowgauge.training.first_bad import COMPILED, FirstBad, Look, earliest
 from narrowgauge.training.guard import Guard, Verdict
 from narrowgauge.training.pieces import pieces_of
@@ -247,6 +253,16 @@ class Session:
     def pieces(self) -> Pieces:
         """The same, as what this process holds of the whole run's."""
         return pieces_of(self.tensors(), dict(self.model.named_parameters(remove_duplicate=False)))
+
+    def check_replicas(self) -> None:
+        """Compare what several processes hold alike, bit for bit; raises `Corrupted` where it is not."""
+        if self.engine.mesh.is_alone:
+            return
+        here = {
+            group: {f"{name} from {piece.offset}": piece.tensor for name, of in named.items() for piece in of}
+            for group, named in self.pieces().items()
+        }
+        require_same_replicas(common(self.engine.gather(fingerprint(here))), self.step)
 
     def state(self) -> dict[str, JSON]:
         """All else that a checkpoint holds; the same on every process."""
