@@ -19,7 +19,7 @@ from narrowgauge import cli_cluster, cli_launch, cli_prepare
 from narrowgauge.checkpoint import PoisonedError, SaveError
 from narrowgauge.cli_exchange import add_exchange_verbs
 from narrowgauge.cluster import print_plan
-from narrowgauge.distributed import Stopped, speaks_for_all
+from narrowgauge.distributed import Stopped, speaks_for_all, world_from
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import format, format_names
 from narrowgauge.recipes import choose_backend, device_facts, recipe, recipe_names
@@ -204,6 +204,8 @@ def _train(options: argparse.Namespace) -> None:
     console = Console()
     allowed = [key.strip() for key in options.allow_change.split(",") if key.strip()]
     path = run(make_config(_values(options)), options.out, console, allowed)
+    if world_from(os.environ, 0).rank:  # the first of several processes reports for all
+        return
     report = write_report([path], path / "report.html")
     print_comparison([read_run(path)], console)
     console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)

@@ -13,7 +13,7 @@ from narrowgauge.checkpoint import lock_run, steps
 from narrowgauge.data import load_tokenizer
 from narrowgauge.errors import UserError
 from narrowgauge.training import default_out, load_values, make_config
-from narrowgauge.training.loop import run
+from narrowgauge.training.entry import run
 
 STEP_KEYS = ["step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_ms", "mfu", "memory_bytes"]
 

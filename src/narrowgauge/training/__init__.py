@@ -3,8 +3,9 @@
 from narrowgauge.training.config import Config, config_keys, load_values, make_config, to_toml
 from narrowgauge.training.convert import convert_run
 from narrowgauge.training.corruption import Corrupted
+from narrowgauge.training.entry import default_out, run
 from narrowgauge.training.guard import Diverged
-from narrowgauge.training.loop import OutOfMemory, default_out, run
+from narrowgauge.training.loop import OutOfMemory
 from narrowgauge.training.machine import choose_device
 from narrowgauge.training.memory import cheaper, expected, gib
 from narrowgauge.training.use import TrainedRun, open_run

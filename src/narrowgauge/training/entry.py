@@ -1,0 +1,182 @@
+"""A run from outside: who takes part, which directory, and what is left behind at the end, however it comes.
+
+The same call starts a run, continues one that stopped, and does nothing for one that is done.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from narrowgauge.checkpoint import lock_run
+from narrowgauge.data import AUTO, Dataset, count_windows, open_data, split_sources
+from narrowgauge.distributed import Crew, Layout, Mesh, Stopped, joined, world_from
+from narrowgauge.errors import UserError
+from narrowgauge.recipes import choose_backend, device_facts
+from narrowgauge.signals import Preempted, Requests, StoppedEarly, stop_requests
+from narrowgauge.training import machine
+from narrowgauge.training.changes import Changes, check_keys
+from narrowgauge.training.config import Config, make_config
+from narrowgauge.training.directory import RunDirectory
+from narrowgauge.training.journal import Bystander, Journal
+from narrowgauge.training.layout import layout_of
+from narrowgauge.training.loop import Job, OutOfMemory, finish, start_or_resume, train
+from narrowgauge.training.memory import Memory, gib, require_memory
+from narrowgauge.training.progress import Display
+from narrowgauge.training.start import check_start
+
+
+def default_out(config: Config) -> Path:
+    """The run directory when none is named: runs/MODEL-SOURCE-RECIPE."""
+    source = "+".join(Path(name).stem or "data" for name in split_sources(config.data.source))
+    name = f"{config.model.name}-{source}-{Path(config.recipe.name).stem}"
+    return Path("runs") / name
+
+
+def run(
+    config: Config | Mapping[str, Mapping[str, Any]] | None = None,
+    out: Path | str | None = None,
+    console: Console | None = None,
+    allow_change: Sequence[str] = (),
+) -> Path:
+    """Train, or continue, or find done, the run of a configuration: what `narrowgauge train` runs.
+
+    Args:
+        config: a configuration, or nested values for one; None = the embedded default.
+        out: the run directory; None = `default_out`.
+        console: where progress is shown; None = standard output.
+        allow_change: `section.key`s that may have other values than the run began with.
+
+    Returns:
+        The run directory.
+
+    Raises:
+        UserError: a mistake in the configuration, the data or the directory; nothing was trained.
+        Preempted: SIGTERM, SIGINT or SIGUSR1 came; the state is saved.
+        StoppedEarly: one of them came before the first step.
+        Diverged: more than `guard.max_skips` steps in a row were skipped, or too many rollbacks.
+        Corrupted: numbers that must be equal are not (`guard.replay_every`).
+        OutOfMemory: a step needs more memory than there is.
+        PoisonedError: weights or moments became non-finite; the checkpoints there are untouched.
+        SaveError: the last save, or the one that a signal asked for, failed.
+    """
+    check_keys(allow_change)
+    config = config if isinstance(config, Config) else make_config(config or {})
+    device = machine.choose_device(config.training.device)
+    world = world_from(os.environ, torch.cuda.device_count() if device.type == "cuda" else 0)
+    if device.type == "cuda" and world.size > 1:
+        device = torch.device("cuda", world.device)
+    layout = layout_of(config, world.size)
+    choose_backend(config.the_recipe(), device_facts(device), config.recipe.backend)
+    plan = require_memory(config, device) if layout.size == 1 else None
+    machine.limit_memory(device, machine.bytes_of(config.training.memory_limit))
+    path = Path(out) if out is not None else default_out(config)
+    console = (console or Console()) if world.rank == 0 else Console(quiet=True)
+    with (
+        stop_requests() as requests,
+        Display(console, config.training.steps, config.log.every) as display,
+    ):
+        requests.nothing_to_save()
+        with joined(world, device, config.training.hang_timeout) as crew:
+            dataset = _open_data(config, crew, display)
+            with lock_run(path, crew.rank, crew.meet):
+                requests.save_first()  # until the directory has a status
+                _run(config, path, device, layout, plan, dataset, crew, display, requests, allow_change)
+    return path
+
+
+def _run(
+    config: Config,
+    path: Path,
+    device: torch.device,
+    layout: Layout,
+    plan: Memory | None,
+    dataset: Dataset,
+    crew: Crew,
+    display: Display,
+    requests: Requests,
+    allow_change: Sequence[str],
+) -> None:
+    """The run in a directory that is locked."""
+    changes: Changes = {}
+    is_done = False
+    if crew.rank == 0:
+        there = RunDirectory(path)
+        changes = there.claim(config, allow_change)
+        is_done = there.status() == "done" and not changes
+        if not is_done:
+            there.check_corpus(dataset.digest, allow_change)
+    if crew.share(is_done):
+        display.say(f"{path} is done; to train again, name another directory with --out")
+        return
+    directory = (Journal if crew.rank == 0 else Bystander)(path, display.say)
+    crew.keep_records_in(path, lambda cause: RunDirectory(path).set_status("failed", cause))
+    try:
+        with crew.one_cause():
+            requests.nothing_to_save()
+            if crew.rank == 0:
+                dataset.tokenizer.save(directory.tokenizer)
+            run_id = crew.share(directory.run_id(dataset.digest) if crew.rank == 0 else "")
+            job = Job(config, device, dataset, directory, display, plan, crew, run_id)
+            session = start_or_resume(job, changes, Mesh(layout, device))
+            train(job, session, requests)
+            finish(job, session)
+    except (Preempted, StoppedEarly) as stop:
+        directory.set_status("preempted", str(stop))
+        raise
+    except Stopped as stop:
+        directory.set_status("preempted" if stop.code == 75 else "failed", str(stop))
+        raise
+    except BaseException as error:
+        with suppress(OSError):  # where it went away, what happened to it is the news
+            directory.require_there()
+            directory.set_status("failed", f"{type(error).__name__}: {error}")
+        if machine.is_out_of_memory(error):
+            raise OutOfMemory(_how_to_save_memory(config, device, plan)) from error
+        raise
+
+
+def _open_data(config: Config, crew: Crew, display: Display) -> Dataset:
+    """The tokens: made by the first process, then found made by the others."""
+    d = config.data
+    crew.at("preparing the data", patience=1000.0)
+    if crew.rank > 0:
+        crew.meet()
+    dataset = open_data(d.source, d.tokenizer, d.weights, display.stage)
+    _check_data(config, dataset)
+    check_start(config, dataset.tokenizer)
+    if crew.rank == 0:
+        crew.meet()
+    return dataset
+
+
+def _how_to_save_memory(config: Config, device: torch.device, plan: Memory | None) -> str:
+    expected = ""
+    if plan is not None:
+        expected = (
+            f" a step is expected to take {gib(plan.peak)} ({plan.classes()}), beside the program itself and "
+            "the data;"
+        )
+    return (
+        f"out of memory on {machine.device_name(device)};{expected} lower training.micro_batch_size = "
+        f"{config.training.micro_batch_size}, set --training.recompute true or choose a smaller --model, "
+        "and name a new directory with --out"
+    )
+
+
+def _check_data(config: Config, dataset: Dataset) -> None:
+    """Refuse tokens that the model cannot take, before the directory is claimed for this configuration."""
+    vocab_size, needed = config.the_model().vocab_size, dataset.tokenizer.vocab_size
+    if needed > vocab_size:
+        named = config.data.tokenizer != AUTO
+        whose = f"tokenizer {config.data.tokenizer!r}" if named else f"data source {config.data.source!r}"
+        raise UserError(
+            f"{whose} has token ids up to {needed - 1}, beyond model.vocab_size = {vocab_size}; "
+            f"set --model.vocab_size {needed}, or a smaller tokenizer"
+        )
+    count_windows(dataset.train, config.data.sequence_length)
+    count_windows(dataset.val, config.data.sequence_length, "held-out")
