@@ -6,11 +6,16 @@
 The weights are plain numbers in between, so the two runs may have any two recipes.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+
+import torch
 
 from narrowgauge.data import Tokenizer, load_tokenizer
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
+from narrowgauge.nn import Linear
+from narrowgauge.optim import local, part_of
 from narrowgauge.training.config import Config
 from narrowgauge.training.directory import RunDirectory
 from narrowgauge.training.use import open_run
@@ -40,7 +45,9 @@ def start_from_weights(config: Config, model: Transformer) -> None:
         return
     there = open_run(Path(config.model.weights), "cpu")
     weights = there.weights()
-    ours = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
+    with torch.device("meta"):
+        whole = Transformer(config.the_model())
+    ours = {name: p.shape for name, p in whole.named_parameters(remove_duplicate=False)}
     for name in sorted(ours.keys() | weights.keys()):
         found = tuple(weights[name].shape) if name in weights else "nothing"
         needed = tuple(ours[name]) if name in ours else "nothing"
@@ -49,4 +56,18 @@ def start_from_weights(config: Config, model: Transformer) -> None:
                 f"model.weights = {config.model.weights!r} is another model: {name} is {found} there and "
                 f"{needed} here; leave the dimensions out, and they are taken from it"
             )
-    model.load_state_dict(weights)
+    _take(model, weights)
+
+
+@torch.no_grad()
+def _take(model: Transformer, weights: Mapping[str, torch.Tensor]) -> None:
+    """Give a model what lies here of these weights."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        part = part_of(parameter)
+        numbers = weights[name] if part is None else part.take(weights[name])
+        layer = layers.get(name.removesuffix(".weight"))
+        if layer is not None and layer.state_at_rest is not None:
+            layer.state_at_rest.write(numbers)
+        else:
+            local(parameter).copy_(numbers)
