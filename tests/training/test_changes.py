@@ -103,7 +103,7 @@ def test_what_cannot_be_restored_changes_nothing(train, again):
 
 def test_another_recipe(train, again, look, tmp_path):
     path = interrupted(train())
-    with pytest.raises(UserError, match="it has no .blocks.0.qkv.fprop_x.amax. of .recipe."):
+    with pytest.raises(UserError, match=r"it has no .blocks.0.qkv.fprop_x.amax. of .recipe."):
         again({"recipe.name": "fp8-delayed"}, ["recipe.name"])
     changes = {"recipe.name": "mxfp8", "training.steps": 8}
     again(changes, ["recipe.name", "training.steps"])

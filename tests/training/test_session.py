@@ -7,7 +7,8 @@ from narrowgauge.checkpoint import load
 from narrowgauge.data import prepare
 from narrowgauge.errors import UserError
 from narrowgauge.training import make_config
-from narrowgauge.training.session import Session, load_weights, newest_checkpoint
+from narrowgauge.training.model import load_weights, newest_checkpoint
+from narrowgauge.training.session import Session
 
 CPU = torch.device("cpu")
 

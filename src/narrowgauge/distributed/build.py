@@ -54,7 +54,7 @@ class Plan:
     recipe: Recipe
     seed: int
     backend: str = "auto"
-    recompute: bool = False
+    recompute: int = 0
 
 
 def build(plan: Plan, mesh: Mesh, device: torch.device) -> tuple[Transformer, list[nn.Module]]:

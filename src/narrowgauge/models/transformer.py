@@ -34,8 +34,8 @@ class Transformer(nn.Module):
     input in the dtype of its weight, so a `compute_dtype` other than fp32 needs either linears that cast (the
     room `nn` has them), or weights in that dtype: `Transformer(config, torch.bfloat16).to(torch.bfloat16)`.
 
-    Set `recompute` to trade time for memory: each block then keeps only its input for the backward pass and
-    runs its forward again. The gradients stay the same bit for bit.
+    Set `recompute` to n to trade time for memory: every n-th block keeps only its input for the backward pass
+    and runs its forward again. The gradients stay the same bit for bit.
 
     Where several processes compute each sequence together, `share` = (index, count) says which of `count`
     equal shares of its tokens is here. Ids and positions are given whole, and what comes out are the logits,
@@ -47,7 +47,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype = compute_dtype
-        self.recompute = False
+        self.recompute = 0
         self.share = (0, 1)
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         if config.positions == "learned":
@@ -115,7 +115,7 @@ class Transformer(nn.Module):
             if position_BT is not None:
                 rope = rope[:, position_BT][:, :, None]  # [2, B, 1, T, H/2]
         for number, block in enumerate(self.blocks if blocks is None else blocks):
-            if self.recompute and cache is None:
+            if self.recompute and number % self.recompute == 0 and cache is None:
                 # The model draws no random numbers, so there is no generator state to keep.
                 x_BTD = checkpoint(block, x_BTD, rope, mask, use_reentrant=False, preserve_rng_state=False)
             else:

@@ -199,7 +199,8 @@ def to_toml(config: Config) -> str:
 def trajectory(config: Config) -> dict[str, dict[str, Any]]:
     """The resolved values that decide every loss of the run; what is shown and kept is left out."""
     tables = tomllib.loads(to_toml(config))
-    del tables["training"]["memory_limit"], tables["training"]["hang_timeout"]
+    for key in ("memory_limit", "hang_timeout", "recompute_every"):
+        del tables["training"][key]
     for place in ("offload", "gather"):  # the numbers are the same wherever they lie, and however they travel
         tables["recipe"].pop(place, None)
     guard = tables["guard"]

@@ -28,9 +28,10 @@ from narrowgauge.training.config import Config
 from narrowgauge.training.disk import checkpoint_room, require_disk
 from narrowgauge.training.journal import Journal
 from narrowgauge.training.memory import Memory, Watch, gib, measured
+from narrowgauge.training.model import build_model, load_model
 from narrowgauge.training.progress import Display
 from narrowgauge.training.response import respond
-from narrowgauge.training.session import Session, build_model, load_model
+from narrowgauge.training.session import Session
 from narrowgauge.training.start import start_from_weights
 from narrowgauge.training.validate import validation_loss
 

@@ -13,12 +13,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from narrowgauge.checkpoint import JSON, Checkpoint, Pieces, load, newest_valid, restore_pieces, save_pieces
+from narrowgauge.checkpoint import JSON, Pieces, restore_pieces, save_pieces
 from narrowgauge.data import Batch, Loader, Mixture, Tokens, first_samples
 from narrowgauge.distributed import Engine, Layout, Mesh, MicroBatch, Plan, build
-from narrowgauge.errors import UserError
-from narrowgauge.models import Transformer, initialize
-from narrowgauge.nn import DTYPES, Gauges, Linear, convert, forget_step, recipe_tensors, set_step
+from narrowgauge.models import Transformer
+from narrowgauge.nn import Gauges, Linear, forget_step, recipe_tensors, set_step
 from narrowgauge.nn.weights import stored
 from narrowgauge.optim import AdamW, Muon, Optimizer, learning_rate, parameter_groups, set_learning_rate
 from narrowgauge.quantization import AtRest
@@ -32,23 +31,11 @@ from narrowgauge.training.corruption import (
 )
 from narrowgauge.training.first_bad import COMPILED, FirstBad, Look, earliest
 from narrowgauge.training.guard import Guard, Verdict
+from narrowgauge.training.model import build_model, recomputed
 from narrowgauge.training.pieces import pieces_of
 
 # Where the state of each place hangs on a parameter (`nn.weights`).
 AT_REST = {"weight": "at_rest", "master": "master", "grad": "gradient"}
-
-
-def build_model(config: Config, device: torch.device) -> Transformer:
-    """The configuration's model under its recipe, with its starting weights, on a device."""
-    recipe = config.the_recipe()
-    with torch.device("meta" if device.type == "meta" else "cpu"):
-        model = Transformer(config.the_model(), DTYPES[recipe.compute])
-    if device.type != "meta":
-        initialize(model, config.training.seed)
-    model.recompute = config.training.recompute
-    model.to(device)
-    convert(model, recipe, backend=config.recipe.backend)
-    return model
 
 
 def make_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
@@ -97,7 +84,9 @@ class Session:
             modules = [torch.compile(model.loss) if config.training.compile else model.loss]
         else:
             t = config.training
-            plan = Plan(config.the_model(), config.the_recipe(), t.seed, config.recipe.backend, t.recompute)
+            plan = Plan(
+                config.the_model(), config.the_recipe(), t.seed, config.recipe.backend, recomputed(config)
+            )
             model, modules = build(plan, mesh, device)
             number_parameters(config, model)
         engine = Engine(model, mesh, device, modules)
@@ -285,52 +274,3 @@ class Session:
         self.guard = Guard.from_state(self.config.guard, checkpoint.state, taken)
         if self.scaler:
             self.scaler.load_state_dict(checkpoint.state["loss_scaling"])
-
-
-def load_model(model: torch.nn.Module, config: Config, checkpoint: Checkpoint) -> None:
-    """Bring a model to where it was when the checkpoint was made: weights, and the state of its recipe."""
-    load_weights(model, checkpoint)
-    set_step(model, config.training.seed, checkpoint.step, 0, config.training.steps)
-    saved = checkpoint.tensors.get("recipe", {})
-    for name, tensor in recipe_tensors(model).items():
-        if name not in saved or saved[name].shape != tensor.shape:
-            raise UserError(
-                f"the checkpoint of step {checkpoint.step} is of another recipe: it has no {name} as this "
-                "one keeps it; use its own, or `narrowgauge convert` to go on under another"
-            )
-        tensor.copy_(saved[name])
-
-
-@torch.no_grad()
-def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
-    """Copy a checkpoint's weights into a model.
-
-    Raises:
-        UserError: the checkpoint is another model's; the first difference is named.
-    """
-    weights = checkpoint.tensors["model"]
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, parameter in parameters.items():
-        if name not in weights or weights[name].shape != parameter.shape:
-            found = tuple(weights[name].shape) if name in weights else "nothing"
-            raise UserError(
-                f"the checkpoint of step {checkpoint.step} is another model's: {name} should be "
-                f"{tuple(parameter.shape)}, and it holds {found}; use the configuration it was made with"
-            )
-        if weights[name].dtype != parameter.dtype:
-            raise UserError(
-                f"the checkpoint of step {checkpoint.step} keeps {name} as {weights[name].dtype}, and this "
-                f"recipe as {parameter.dtype}; use the recipe it was made with"
-            )
-        parameter.copy_(weights[name])
-    if extra := weights.keys() - parameters.keys():
-        raise UserError(
-            f"the checkpoint of step {checkpoint.step} is another model's: this one has no {min(extra)}; "
-            "use the configuration it was made with"
-        )
-
-
-def newest_checkpoint(checkpoints: Path, run_id: str | None) -> tuple[Checkpoint | None, list[str]]:
-    """The newest valid checkpoint, if there is any, and a sentence for each newer one that was refused."""
-    path, refused = newest_valid(checkpoints, run_id)
-    return (None if path is None else load(path)), refused

@@ -16,7 +16,7 @@ from narrowgauge.nn import Linear
 from narrowgauge.training.config import Config, make_config
 from narrowgauge.training.directory import RunDirectory
 from narrowgauge.training.machine import choose_device
-from narrowgauge.training.session import build_model, load_model, newest_checkpoint
+from narrowgauge.training.model import build_model, load_model, newest_checkpoint
 
 # Of an imported model, whose text nobody knows: windows of a length that a CPU can do.
 _WINDOW = 1024
