@@ -40,7 +40,7 @@ from narrowgauge.distributed.meeting import await_leavers, keeps_store, leave, n
 from narrowgauge.distributed.watchdog import Watchdog
 from narrowgauge.distributed.world import World
 from narrowgauge.errors import UserError
-from narrowgauge.signals import Preempted
+from narrowgauge.signals import Preempted, heed_no_more
 
 HANG_S, MEET_S = 600.0, 300.0
 START = 3.0  # patience for what happens once: restoring, compiling, the first step
@@ -121,6 +121,7 @@ class Crew:
             if self._store is None or self._has_ended:
                 raise
             self._has_ended = True
+            heed_no_more()
             self._end(self._store, error)
             raise
 
