@@ -144,7 +144,7 @@ def _missing(store: Store, world: World, timeout_s: float) -> str:
 
 
 def make_groups(world: World, device: torch.device, store: Store, hang_s: float) -> dist.ProcessGroup:
-    """Make the default group, whose timeout comes after that of the watchdog; returns one of gloo for control,
+    """Make the default group, whose timeout comes after the watchdog's; returns one of gloo for control,
     which waits for ever: rank 0 may prepare the data for hours.
 
     Raises `UserError` where the ranks, which have met in the store, do not reach each other.
