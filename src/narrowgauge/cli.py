@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = action(options) or EXIT_DONE
         sys.stdout.flush()
     except (Preempted, StoppedEarly) as stop:
-        return _ended(f"stopped by {stop}", EXIT_PREEMPTED)
+        return _ended_alike(stop, f"stopped by {stop}", EXIT_PREEMPTED)
     except Stopped as stop:  # another rank has said why
         return _ended(str(stop), stop.code) if stop.speaks else stop.code
     except ComparisonFailed as error:
@@ -81,9 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (Corrupted, Diverged, OutOfMemory, PoisonedError, SaveError) as error:
         return _ended(_with_notes(error), EXIT_FAILED)
     except UserError as error:
-        if _notes(error) or speaks_for_all(os.environ):  # a note says which rank has found it
-            return _ended(str(error), EXIT_USAGE)
-        return EXIT_USAGE
+        return _ended_alike(error, str(error), EXIT_USAGE)
     except KeyboardInterrupt:
         return _ended("interrupted", EXIT_FAILED)
     except BrokenPipeError:  # the reader of our output went away, as in `narrowgauge recipes | head`
@@ -101,6 +99,11 @@ def _notes(error: BaseException) -> list[str]:
 def _with_notes(error: BaseException) -> str:
     """An error's sentence and what it says of the place: the rank, the loader's thread."""
     return "; ".join([str(error), *_notes(error)])
+
+
+def _ended_alike(error: BaseException, sentence: str, code: int) -> int:
+    """The end of all processes of a job, told by one; or of the rank that a note names."""
+    return _ended(sentence, code) if _notes(error) or speaks_for_all(os.environ) else code
 
 
 def _ended(sentence: str, code: int) -> int:

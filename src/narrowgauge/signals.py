@@ -88,6 +88,13 @@ def stop_requests() -> Iterator[Requests]:
             signal.signal(n, handler)
 
 
+def heed_no_more() -> None:
+    """The process ends already: what asks it to stop from here, such as torchrun's SIGTERM, is only noted."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if isinstance(handler, Requests):
+        handler.save_first()
+
+
 def die_with_launcher(environ: Mapping[str, str]) -> None:
     """Let the kernel kill this process when its parent ends, if that is a launcher such as torchrun.
 

@@ -57,7 +57,8 @@ def work(crew: Crew, run: Path, requests, told: dict[str, str]) -> None:
         (run / f"pid-of-{crew.rank}").write_text(str(os.getpid()))
         crew.keep_records_in(run, lambda sentence: write_whole(run / "status", f"failed {sentence}"))
         assert crew.share({"from": crew.rank}) == {"from": 0}
-        requests.save_first()
+        if "early" not in told:
+            requests.save_first()
         try:
             with crew.one_cause():
                 steps(crew, run, requests, told)

@@ -103,4 +103,5 @@ def test_a_rank_that_is_killed_is_told_by_its_silence(rank, run, port, number):
         assert who in run.text("status")
     else:  # it kept the store, and wrote the status
         assert "Traceback" not in other.err
+        assert "rank 0 failed" in run.text("status")
         assert f"rank 0 failed: it or its launcher is gone from localhost:{port}" in other.err

@@ -141,3 +141,11 @@ def test_a_rank_in_a_place_without_return_is_ended_when_another_fails(rank):
     ended = [p.wait() for p in both]
     assert [e.code for e in ended] == [1, 1]
     assert "the trouble of step 5" in ended[0].err
+
+
+def test_what_all_ranks_find_wrong_at_the_start_is_told_once_under_torchrun(torchrun, tmp_path):
+    """The second one is sent SIGTERM by torchrun while it looks why the first has ended."""
+    assert torchrun("raise=all@1", "error=user", "early=1").wait(30) == 1
+    shown = (tmp_path / "stderr").read_text()
+    told = [line for line in shown.splitlines() if line.startswith("crew:")]
+    assert told == ["crew: the trouble of step 1"]

@@ -17,13 +17,12 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from narrowgauge.distributed.ending import (
     EXIT_FAILED,
@@ -36,11 +35,18 @@ from narrowgauge.distributed.ending import (
     store_gone,
     tell_torchrun,
 )
-from narrowgauge.distributed.meeting import await_leavers, keeps_store, leave, name_of, open_store, register
+from narrowgauge.distributed.meeting import (
+    await_leavers,
+    keeps_store,
+    leave,
+    make_groups,
+    name_of,
+    open_store,
+    register,
+)
 from narrowgauge.distributed.watchdog import Watchdog
 from narrowgauge.distributed.world import World
-from narrowgauge.errors import UserError
-from narrowgauge.signals import Preempted
+from narrowgauge.signals import Preempted, heed_no_more
 
 HANG_S, MEET_S = 600.0, 300.0
 START = 3.0  # patience for what happens once: restoring, compiling, the first step
@@ -102,11 +108,11 @@ class Crew:
         dist.broadcast(data, 0, group=self.control)
         return json.loads(data.numpy().tobytes())
 
-    def keep_records_in(self, directory: Path, on_hang: Callable[[str], None]) -> None:
-        """Where stacks (hang/) and tracebacks (errors/) go, from when the directory is this run's; `on_hang`
-        is called with the cause of a hang, on the rank that tells it, in another thread."""
+    def keep_records_in(self, directory: Path, tell: Callable[[str], None]) -> None:
+        """Where stacks (hang/) and tracebacks (errors/) go, once the directory is this run's; `tell` gets the
+        cause of an end that rank 0 may not live to tell, on the rank that found it, in any thread."""
         if self.watchdog is not None:
-            self.watchdog.directory, self.watchdog.on_hang = directory, on_hang
+            self.watchdog.directory, self.watchdog.tell = directory, tell
 
     @contextmanager
     def one_cause(self) -> Iterator[None]:
@@ -121,6 +127,7 @@ class Crew:
             if self._store is None or self._has_ended:
                 raise
             self._has_ended = True
+            heed_no_more()
             self._end(self._store, error)
             raise
 
@@ -142,6 +149,8 @@ class Crew:
             if not is_of_the_wire(error):
                 return  # nobody to tell it to
             first = store_gone(self.world)
+        if first.rank == 0 and first.teller == self.rank and watchdog is not None:
+            watchdog.tell(first.of_another())  # rank 0 cannot
         if first == own:
             error.add_note(f"rank {self.rank} of {self.size}")
             tell_torchrun(error)
@@ -204,7 +213,7 @@ def joined(
             register(store, world, meet_s)
             crew.watchdog = Watchdog(world, open_store(world, environ, meet_s), hang_s)
             crew.at("the start", START)
-            _make_groups(crew, store, hang_s)
+            crew.control = make_groups(world, device, store, hang_s)
             preempted = None
             try:
                 yield crew
@@ -227,27 +236,3 @@ def joined(
     finally:
         if crew.watchdog is not None:
             crew.watchdog.stop()
-
-
-def _make_groups(crew: Crew, store: Store, hang_s: float) -> None:
-    """The default group and `crew.control`; their own timeouts come after that of the watchdog."""
-    world, device = crew.world, crew.device
-    timeout = timedelta(seconds=4 * hang_s + 60 if hang_s else 7 * 24 * 3600)
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(device)
-    try:
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=PrefixStore("torch", store),
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timeout,
-            device_id=device if on_gpu else None,
-        )
-        crew.control = dist.new_group(backend="gloo", timeout=timeout)
-    except (dist.DistError, RuntimeError) as error:
-        raise UserError(
-            f"rank {world.rank} is in the store and cannot connect to the other ranks ({error}); name "
-            "the network between the nodes in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if they have several"
-        ) from error

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
@@ -22,6 +23,7 @@ from narrowgauge.distributed.world import World
 from narrowgauge.errors import UserError
 
 _POLL_S = 0.1
+_NEVER = timedelta(days=30)
 
 
 def keeps_store(world: World, environ: Mapping[str, str]) -> bool:
@@ -139,3 +141,30 @@ def _missing(store: Store, world: World, timeout_s: float) -> str:
         f"{'rank' if len(missing) == 1 else 'ranks'} {listed} missing; "
         "see whether all were started, and whether WORLD_SIZE is their number"
     )
+
+
+def make_groups(world: World, device: torch.device, store: Store, hang_s: float) -> dist.ProcessGroup:
+    """Make the default group, whose timeout comes after the watchdog's; returns one of gloo for control,
+    which waits for ever: rank 0 may prepare the data for hours.
+
+    Raises `UserError` where the ranks, which have met in the store, do not reach each other.
+    """
+    timeout = timedelta(seconds=4 * hang_s + 60) if hang_s else _NEVER
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=PrefixStore("torch", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timeout,
+            device_id=device if on_gpu else None,
+        )
+        return dist.new_group(backend="gloo", timeout=_NEVER)
+    except (dist.DistError, RuntimeError) as error:
+        raise UserError(
+            f"rank {world.rank} is in the store and cannot connect to the other ranks ({error}); name "
+            "the network between the nodes in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if they have several"
+        ) from error

@@ -44,14 +44,14 @@ T = TypeVar("T")
 class Watchdog:
     """Watches the main thread of this rank, and what the others say; `patience_s` = 0 never calls it a hang.
 
-    `directory` gets the stacks, and `on_hang` is called with the cause by the rank that tells it; both are
-    set when the run directory is this run's.
+    `directory` gets the stacks, and `tell` the cause, on the rank that found it; both are set when the run
+    directory is this run's.
     """
 
     def __init__(self, world: World, store: Store, patience_s: float) -> None:
         self.world, self.patience_s = world, patience_s
         self.directory: Path | None = None
-        self.on_hang: Callable[[str], None] = lambda sentence: None
+        self.tell: Callable[[str], None] = lambda sentence: None
         self.found_hang = False
         self.end: End | None = None  # what another rank has told
         self._place, self._arrivals, self._patience = "the start", 0, 1.0
@@ -132,7 +132,7 @@ class Watchdog:
             sentence = f"{waited}: rank 0 or its launcher does not answer at {self.world.master_addr}"
         if self.directory is not None:
             sentence += f"; the stacks of the ranks are in {self.directory / 'hang'}"
-        self.on_hang(sentence)
+        self.tell(sentence)
         self._wire.ask(lambda store: store.set(_REPORT, sentence))
         self._exit(sentence)
 
