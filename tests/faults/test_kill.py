@@ -1,0 +1,281 @@
+"""A. Killed at any moment, the same line again: every digit is that of the run nobody disturbed."""
+
+import random
+import secrets
+import signal
+import time
+from functools import partial
+
+import pytest
+
+from faults.harness import WIDE, alive, contents, newest
+from faults.table import LATER, RANKS, case
+from narrowgauge.checkpoint import steps
+
+KILL = signal.SIGKILL
+
+
+def campaign(runs, tmp_path, changes, ranks, wanted):
+    """Kill runs until `wanted` kills are done; each run that comes to its end must be the undisturbed one."""
+    seed = secrets.randbits(32)
+    print(f"delays from random.Random({seed})")
+    rng, words = random.Random(seed), runs.words(changes)
+    expected, longest = runs.undisturbed(changes, ranks).trajectory, runs.seconds(changes, ranks)
+    kills = number = 0
+    while kills < wanted:
+        out = tmp_path / f"killed-{number}"
+        kills += kill_until_done(partial(runs.start, words, out, ranks), rng, longest, wanted - kills)
+        assert runs.look(out).trajectory == expected
+        assert runs.look(out).status["status"] == "done"
+        assert len(runs.look(out).events("done")) == 1
+        number += 1
+
+
+def kill_until_done(start, rng, longest, most):
+    """The same job again and again, killed after a random time at most `most` times; the number of kills."""
+    for kills in range(most):
+        job = start()
+        time.sleep(rng.uniform(0, longest))
+        ended = job.kill()
+        assert "Traceback" not in ended.err
+        if set(ended.codes) == {0}:
+            return kills
+    ended = start().wait()
+    assert set(ended.codes) == {0}, ended.err
+    return most
+
+
+@case("A1", "E6", quick=True)
+def test_kills_leave_no_trace(runs, tmp_path):
+    campaign(runs, tmp_path, {"recipe.name": "nvfp4", "training.steps": 12}, 1, 3)
+
+
+@case("A1", "E6")
+@RANKS
+@pytest.mark.parametrize("name", ["bf16", "fp8-delayed", "mxfp8", "nvfp4", "msamp-o2"])
+def test_fifty_kills_leave_no_trace(runs, tmp_path, name, ranks):
+    wide = WIDE if name == "msamp-o2" else {}
+    campaign(runs, tmp_path, wide | {"recipe.name": name}, ranks, 50)
+
+
+@case("E6")
+@pytest.mark.parametrize("name", ["fp16", "fp8", "mxfp4", "quartet"])
+def test_kills_under_other_recipes_leave_no_trace(runs, tmp_path, name):
+    campaign(runs, tmp_path, {"recipe.name": name}, 1, 10)
+
+
+@case("E6", "E7")
+@pytest.mark.parametrize("name", ["bf16-sr", "msamp-o1", "msamp-o3", "coat", "muon"])
+def test_kills_leave_narrow_state_as_it_was(runs, tmp_path, name):
+    named = {"recipe.name": name} if name != "muon" else {"recipe.name": "msamp-o3", "optimizer.name": "muon"}
+    campaign(runs, tmp_path, WIDE | named, 1, 10)
+
+
+@case("E6")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model.name": "gpt2-debug", "model.kv_heads": 4},
+        {"training.recompute": True, "training.micro_batch_size": 2},
+        {"recipe.fprop.x": "{cast = 'mxfp4', rounding = 'stochastic'}"},
+    ],
+    ids=["tied head", "recompute", "stochastic forward"],
+)
+def test_kills_of_other_runs_leave_no_trace(runs, tmp_path, changes):
+    if "recipe.fprop.x" in changes:
+        recipe = tmp_path / "mine.toml"
+        recipe.write_text(f"[fprop]\nx = {changes['recipe.fprop.x']}\n[dgrad]\ndy = 'nvfp4'\n")
+        changes = {"recipe.name": recipe}
+    campaign(runs, tmp_path, changes, 1, 5)
+
+
+@case("A2", quick=True)
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=LATER), 1])
+@pytest.mark.parametrize("ranks", [2], ids=["2 ranks"])
+def test_one_rank_is_killed_and_the_job_ends(runs, out, victim, ranks):
+    words = runs.words({"training.steps": 12})
+    job = runs.torchrun(words, out, ranks)
+    job.until(lambda: len(job.pids) == ranks).until(runs.look(out).has_step(7))
+    start = time.monotonic()
+    ended = job.send(KILL, rank=victim).wait(60)
+    assert ended.failed
+    assert time.monotonic() - start < 60
+    assert not any(map(alive, job.pids.values()))
+    runs.finish(words, out, ranks)
+    assert runs.look(out).trajectory == runs.undisturbed({"training.steps": 12}, ranks).trajectory
+
+
+# All that a first save and the one that removes an older step pass through.
+POINTS = [
+    "begun",
+    "write:model.safetensors",
+    "written:model.safetensors",
+    "write:optimizer.safetensors",
+    "written:optimizer.safetensors",
+    "write:state.json",
+    "synced:state.json",
+    "described:model.safetensors",
+    "described:optimizer.safetensors",
+    "described:state.json",
+    "write:manifest.json",
+    "synced:manifest.json",
+    "sealed",
+    "publish",
+    "published",
+    "durable",
+    "purge:step-3",
+    "purging:step-3",
+    "purged:step-3",
+]
+SAVES = {"training.steps": 12, "checkpoint.every": 3}
+QUICK = ("written:optimizer.safetensors", "publish", "published", "purging:step-3")
+
+
+@case("A3", "C4", "D5", quick=True)
+@RANKS
+@pytest.mark.parametrize("point", [p if p in QUICK else pytest.param(p, marks=LATER) for p in POINTS])
+def test_a_kill_inside_every_save_leaves_no_trace(runs, out, point, ranks):
+    """First in the first save of all, then in the next that comes there, and once more."""
+    words = runs.words(SAVES)
+    crashes = 0
+    for _ in range(3):
+        ended = runs.start(words, out, ranks, NARROWGAUGE_CRASH_AT=point).wait()
+        if set(ended.codes) == {0}:
+            break
+        assert 137 in ended.codes, ended.err
+        crashes += 1
+        if steps(out / "checkpoints"):
+            assert newest(out).is_dir()
+    assert crashes, f"{point} was never reached"
+    if set(ended.codes) != {0}:
+        runs.finish(words, out, ranks)
+    assert runs.look(out).trajectory == runs.undisturbed(SAVES, ranks).trajectory
+    assert not list((out / "checkpoints").glob("*.tmp-*"))
+
+
+@case("A3", quick=True)
+@pytest.mark.parametrize(
+    "point", ["write:recipe.toml", "renamed:recipe.toml", "renamed:config.toml", "renamed:status.json"]
+)
+def test_a_kill_while_starting_leaves_no_trace(runs, out, point):
+    words = runs.words({"training.steps": 2})
+    assert runs.start(words, out, NARROWGAUGE_CRASH_AT=point).wait().codes == [137]
+    runs.finish(words, out)
+    assert runs.look(out).column("step") == [1, 2]
+
+
+@case("A4")
+@RANKS
+def test_workers_die_with_their_torchrun(runs, out, ranks):
+    words = runs.words({"training.steps": 5000})
+    job = runs.torchrun(words, out, ranks)
+    job.until(lambda: len(job.pids) == ranks).until(runs.look(out).has_step(3))
+    workers = job.pids
+    job.processes[0].send(KILL)
+    deadline = time.monotonic() + 5
+    while any(map(alive, workers.values())) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    survivors = [pid for pid in workers.values() if alive(pid)]
+    if survivors:  # then at least nobody else may write where they write
+        assert "in use by process" in runs.start(words, out, ranks).wait().err
+        job.kill()
+    assert not survivors, "workers outlived their launcher by 5 s"
+    newest_step = runs.look(out).column("step")[-1]
+    again = runs.start(words, out, ranks).until(runs.look(out).has_step(newest_step + 1, resumes=1))
+    assert set(again.send(signal.SIGTERM).wait().codes) == {75}
+
+
+@case("A5")
+@RANKS
+def test_a_second_job_is_told_who_has_the_run(runs, out, ranks):
+    words = runs.words()
+    first = runs.start(words, out, ranks).until(runs.look(out).has_step(2))
+    second = runs.start(words, out, ranks).wait()
+    assert second.failed
+    assert f"in use by process {first.pids[0]} on host " in second.err
+    assert set(first.wait().codes) == {0}
+    assert runs.look(out).trajectory == runs.undisturbed(None, ranks).trajectory
+
+
+@case("A6")
+@RANKS
+def test_resumed_and_killed_again_before_a_save(runs, out, ranks):
+    words = runs.words({"checkpoint.every": 6})
+    look = runs.look(out)
+    runs.start(words, out, ranks).until(look.has_step(7)).kill()
+    for resumes in (1, 2):  # each from the checkpoint of step 6, or of a later one where the process was fast
+        arrived = look.has_step(steps(out / "checkpoints")[-1] + 1, resumes)
+        runs.start(words, out, ranks).until(arrived).kill()
+    runs.finish(words, out, ranks)
+    assert look.trajectory == runs.undisturbed({"checkpoint.every": 6}, ranks).trajectory
+
+
+@case("A6")
+@RANKS
+def test_killed_before_the_first_step_is_done(runs, out, ranks):
+    words, metrics = runs.words(), out / "metrics.jsonl"
+    for _ in range(2):
+        die = {"kind": "stop", "how": "die", "steps": [1]}
+        ended = runs.start(words, out, ranks, [die]).wait()
+        assert 137 in ended.codes, ended.err
+        assert '{"step": 0,' in metrics.read_text()
+    runs.finish(words, out, ranks)
+    assert runs.look(out).trajectory == runs.undisturbed(None, ranks).trajectory
+
+
+@case("A6")
+@RANKS
+def test_a_finished_run_is_left_as_it_is(runs, ranks):
+    done = runs.undisturbed(None, ranks).path
+    before = dict(contents(done))
+    ended = runs.finish(runs.words(), done, ranks)
+    assert "is done" in ended.out
+    after = dict(contents(done))
+    assert {name for name in before if before[name] != after[name]} <= {".lock", "report.html"}
+
+
+@case("A7")
+@RANKS
+def test_killed_between_micro_batches_and_across_epochs(runs, tmp_path, ranks):
+    """Deaths inside steps 3, 9 and 17; the ids are those that were trained on, step by step."""
+    changes = {"checkpoint.every": 4}
+    words, tokens = runs.words(changes), {}
+    for name, deaths in (("killed", (3, 9, 17)), ("undisturbed", ())):
+        out, file = tmp_path / name, tmp_path / f"{name}.tokens"
+        record = {"kind": "record_tokens", "file": str(file)}
+        for step in deaths:
+            die = {"kind": "stop", "how": "die", "steps": [step], "micro_batch": 1}
+            assert 137 in runs.start(words, out, ranks, [record, die]).wait().codes
+        runs.finish(words, out, ranks, faults=[record])
+        lines = file.read_text().splitlines()
+        tokens[name] = sorted(set(lines))
+    assert tokens["killed"] == tokens["undisturbed"]
+    assert runs.look(tmp_path / "killed").trajectory == runs.look(tmp_path / "undisturbed").trajectory
+    sequences = 24 * 4
+    assert len(tokens["undisturbed"]) == sequences
+    assert len({line.partition(",")[2] for line in tokens["undisturbed"]}) < sequences, "no epoch was crossed"
+
+
+@case("A9")
+@RANKS
+def test_a_kill_while_a_save_is_written_behind_the_steps(runs, out, ranks):
+    words, look = runs.words(), runs.look(out)
+    job = runs.start(words, out, ranks, [{"kind": "slow_disk", "seconds": 0.2}])
+    pending = []
+
+    def training_goes_on():
+        pending[:] = [step for step in drafts(out) if look.has_step(step + 2)()]
+        return bool(pending)
+
+    job.until(training_goes_on).kill()
+    assert pending[0] not in steps(out / "checkpoints")
+    runs.finish(words, out, ranks)
+    assert look.trajectory == runs.undisturbed(None, ranks).trajectory
+    assert not drafts(out)
+
+
+def drafts(out):
+    """The steps that are being written, and have no name yet."""
+    checkpoints = out / "checkpoints"
+    found = [int(path.name.removeprefix("step-").split(".")[0]) for path in checkpoints.glob("step-*.tmp-*")]
+    return [step for step in found if step > max(steps(checkpoints), default=0)]
