@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.checkpoint import steps
+import torch
+
+from narrowgauge.checkpoint import load, steps
 
 INJECT = Path(__file__).with_name("inject.py")
 TORCHRUN = Path(torch.distributed.__file__).with_name("run.py")
@@ -236,6 +238,21 @@ def environment(pid: int) -> dict[str, str]:
 def newest(run: Path) -> Path:
     """The newest published step of a run."""
     return run / "checkpoints" / f"step-{steps(run / 'checkpoints')[-1]}"
+
+
+def state(step: Path, *groups: str) -> dict[str, torch.Tensor]:
+    """Every tensor of these groups of a checkpoint (none named: of all), whole."""
+    tensors = load(step).tensors
+    return {f"{group}: {name}": t for group in groups or tensors for name, t in tensors[group].items()}
+
+
+def assert_same_bits(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> None:
+    """Check that tensors have the same names, dtypes, shapes and bits."""
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert (tensor.dtype, tensor.shape) == (b[name].dtype, b[name].shape), name
+        mine, theirs = (t.contiguous().reshape(-1).view(torch.uint8) for t in (tensor, b[name]))
+        assert torch.equal(mine, theirs), name
 
 
 def flip_a_bit(file: Path) -> None:

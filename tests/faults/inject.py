@@ -49,17 +49,41 @@ def gradient(steps: Iterable[int], factor: float, layer: str = "blocks.1.down") 
     in_steps(steps, lambda session: session.model.get_submodule(layer).register_forward_hook(hook).remove)
 
 
-def output(steps: Iterable[int], factor: float, layer: str = "norm") -> None:
-    """What a layer puts out is multiplied: a batch on which the model is surprisingly wrong."""
+def output(steps: Iterable[int], factor: float, layer: str = "norm", data: str = "") -> None:
+    """What a layer puts out is multiplied: a batch on which the model is surprisingly wrong.
+
+    With `data`, a file, the fault is that of the sequences which the first such step met: whoever comes to
+    the step again with others is spared.
+    """
+    ids: list[Any] = []
+
+    def of_these() -> bool:
+        if not data:
+            return True
+        if not os.path.exists(data):
+            with open(data, "w") as file:
+                json.dump(ids, file)
+        with open(data) as file:
+            return json.load(file) == ids
+
+    def see(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        ids[:] = inputs[0].tolist()
 
     def hook(module: torch.nn.Module, inputs: Any, y: torch.Tensor) -> torch.Tensor:
-        return y * factor if torch.is_grad_enabled() else y
+        return y * factor if torch.is_grad_enabled() and of_these() else y
 
-    in_steps(steps, lambda session: session.model.get_submodule(layer).register_forward_hook(hook).remove)
+    def spoil(session: Session) -> Undo:
+        handles = [
+            session.model.embedding.register_forward_pre_hook(see),
+            session.model.get_submodule(layer).register_forward_hook(hook),
+        ]
+        return lambda: [handle.remove() for handle in handles] and None
+
+    in_steps(steps, spoil)
 
 
 def flip(steps: Iterable[int], layer: str = "blocks.0.down", what: str = "weight") -> None:
-    """One bit of a weight, a gradient or an activation is another one: silent corruption."""
+    """One bit of a weight, or once of an activation, is another one: silent corruption."""
 
     def flipped(tensor: torch.Tensor) -> torch.Tensor:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -72,9 +96,12 @@ def flip(steps: Iterable[int], layer: str = "blocks.0.down", what: str = "weight
         if what == "weight":
             flipped(module.weight)
             return lambda: None
-        if what == "gradient":
-            return module.weight.register_hook(lambda g: flipped(g.clone())).remove
-        return module.register_forward_hook(lambda m, x, y: flipped(y.clone())).remove
+        fresh = [True]
+
+        def hook(m: torch.nn.Module, x: Any, y: torch.Tensor) -> torch.Tensor:
+            return flipped(y.clone()) if fresh and fresh.pop() else y
+
+        return module.register_forward_hook(hook).remove
 
     in_steps(steps, spoil)
 
