@@ -226,6 +226,12 @@ def children(pid: int) -> list[int]:
     return [int(word) for file in files if file.exists() for word in file.read_text().split()]
 
 
+def descendants(pid: int, depth: int = 99) -> set[int]:
+    """The processes that a process started, and theirs, and so on."""
+    own = children(pid) if depth else []
+    return {*own, *(p for child in own for p in descendants(child, depth - 1))}
+
+
 def environment(pid: int) -> dict[str, str]:
     """The environment that a process began with; empty where it is gone."""
     try:
