@@ -151,7 +151,7 @@ def test_a_kill_at_every_point_leaves_no_trace(runs, tmp_path, ranks):
 def test_workers_die_with_their_torchrun(runs, out, ranks):
     words = runs.words({"training.steps": 5000})
     job = runs.torchrun(words, out, ranks)
-    job.until(lambda: len(job.pids) == ranks).until(runs.look(out).has_step(3))
+    job.until(lambda: len(job.pids) == ranks).until(runs.look(out).has_step(7))
     workers = job.pids
     job.processes[0].send(KILL)
     deadline = time.monotonic() + 5

@@ -8,15 +8,9 @@ SEVERAL = "several ranks"
 
 WAITING: dict[str, str] = {
     SEVERAL: "training on several ranks is being built",
-    "A4": "workers do not die with their launcher yet",
     "A9": "saves are not asynchronous yet",
-    "test_a_change_that_is_allowed_by_name_is_made_and_told": "--allow-change is being built",
     "test_saves_that_fail_again_and_again_end_the_run": "no number of failed saves ends a run yet",
     "D2": "the disk is not looked at before the first step yet",
-    "E5": "the guard against spikes is being built",
-    "E8": "the check of replicas and the replay of a step are being built",
-    "test_a_skipped_step_is_forgotten_by_scales_too": "amax histories remember a step that was skipped",
-    "test_one_bad_step_does_not_poison_the_window_of_the_guard": "the guard against spikes is being built",
     "test_signals_at_random_moments_leave_no_trace": "a signal in the first moments ends a run with another code",
     "test_variables_of_a_launcher_that_cannot_be": "training does not ask for its world yet",
     "test_metrics_that_cannot_be_written_for_a_while_are_complete_at_last": "a full disk for metrics ends a run",
