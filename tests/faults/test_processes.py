@@ -98,7 +98,7 @@ def test_a_signal_in_the_middle_of_a_save(runs, out, ranks):
 @case("G1")
 @RANKS
 def test_a_signal_while_starting_stops_it_too(runs, out, ranks):
-    job = runs.start(runs.words(RARE), out, ranks).until((out / "config.toml").exists)
+    job = runs.start(runs.words(RARE), out, ranks).until((out / "tokenizer.json").exists)
     assert set(job.send(signal.SIGUSR1).wait(25).codes) == {75}
     assert runs.look(out).status["status"] == "preempted"
     runs.finish(runs.words(RARE), out, ranks)

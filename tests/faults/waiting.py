@@ -10,9 +10,6 @@ WAITING: dict[str, str] = {
     SEVERAL: "training on several ranks is being built",
     "A9": "saves are not asynchronous yet",
     "test_saves_that_fail_again_and_again_end_the_run": "no number of failed saves ends a run yet",
-    "D2": "the disk is not looked at before the first step yet",
-    "test_signals_at_random_moments_leave_no_trace": "a signal in the first moments ends a run with another code",
     "test_variables_of_a_launcher_that_cannot_be": "training does not ask for its world yet",
-    "test_metrics_that_cannot_be_written_for_a_while_are_complete_at_last": "a full disk for metrics ends a run",
     "D4": "saves are not asynchronous yet",
 }
