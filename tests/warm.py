@@ -1,9 +1,8 @@
 """`python -m narrowgauge`, with torch imported already: forks for each job, so that a start costs little.
 
-Reads one JSON job a line: {"arguments": ...} starts a process and answers its pid, {"wait": pid, "seconds": s}
-answers its exit code (negative: the signal), or null where it still runs after so long. A child is the
-command, or a `script`, as a user starts it: its own arguments, directory, standard streams, signals and exit
-code.
+Reads one JSON job a line: {"arguments": ...} starts a process and answers its pid; {"wait": pid, "seconds":
+s} answers its exit code (negative: the signal), or null where it runs still. A child is the command, or a
+`script`, as a user starts it: its own arguments, directory, standard streams, signals and exit code.
 """
 
 import gc
@@ -16,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-import torch._dynamo  # noqa: F401  what torch imports when the first optimizer is made
+import torch._dynamo
 import torch.distributed.elastic.multiprocessing.api
 import torch.distributed.launcher.api  # noqa: F401  and when torchrun starts
 

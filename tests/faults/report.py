@@ -100,9 +100,7 @@ def _table() -> str:
     lines = ["| case | fault | result | tests | seconds | |", "|---|---|---|---|---|---|"]
     for name, fault in CASES.items():
         row = _rows[name]
-        lines.append(
-            f"| {name} | {fault} | {row.result} | {row.tests} | {row.seconds:.0f} | {row.notes} |"
-        )
+        lines.append(f"| {name} | {fault} | {row.result} | {row.tests} | {row.seconds:.0f} | {row.notes} |")
     counts: dict[str, int] = defaultdict(int)
     for name in CASES:
         counts[_rows[name].result] += 1

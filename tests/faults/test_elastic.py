@@ -16,9 +16,11 @@ MOVED = ("model", "optimizer")  # groups of tensors: weights, masters, moments a
 
 
 def stand_still(runs, words, out, ranks, step):
-    """One step in which nothing may move, since its gradient is no number, and the save that SIGTERM asks for."""
+    """One step in which nothing may move, its gradient being no number, and a save by SIGTERM."""
     spoil = {"kind": "gradient", "factor": math.nan, "steps": [step]}
-    ended = runs.start(words, out, ranks, [spoil, {"kind": "signals", "name": "SIGTERM", "steps": [step]}]).wait()
+    ended = runs.start(
+        words, out, ranks, [spoil, {"kind": "signals", "name": "SIGTERM", "steps": [step]}]
+    ).wait()
     assert set(ended.codes) == {75}, ended.err
     assert newest(out).name == f"step-{step}"
 
@@ -37,7 +39,9 @@ def goes_through(runs, out, changes, meshes):
 
 
 @case("B1", quick=True)
-@pytest.mark.parametrize("recipe", ["nvfp4", *(pytest.param(r, marks=LATER) for r in ("bf16", "mxfp8", "msamp-o2"))])
+@pytest.mark.parametrize(
+    "recipe", ["nvfp4", *(pytest.param(r, marks=LATER) for r in ("bf16", "mxfp8", "msamp-o2"))]
+)
 @pytest.mark.parametrize("ranks", [2], ids=["2 ranks"])
 def test_the_state_is_the_same_bits_on_any_number_of_ranks(runs, out, recipe, ranks):
     changes = BATCH | {"recipe.name": recipe} | (WIDE if recipe == "msamp-o2" else {})
@@ -46,9 +50,12 @@ def test_the_state_is_the_same_bits_on_any_number_of_ranks(runs, out, recipe, ra
 
 
 def goes_on_alike(runs, tmp_path, changes, ranks, to, relative, mesh=(), other=()):
-    """Begun on `ranks` and continued on `to`: the tokens are those of the run on one mesh, the losses near."""
+    """Begun on `ranks`, continued on `to`: the tokens are those of the run on one mesh, the losses near."""
     words, tokens, losses = runs.words(changes), {}, {}
-    for name, plan in (("undisturbed", [(ranks, mesh, None)]), ("moved", [(ranks, mesh, 10), (to, other, None)])):
+    for name, plan in (
+        ("undisturbed", [(ranks, mesh, None)]),
+        ("moved", [(ranks, mesh, 10), (to, other, None)]),
+    ):
         out, file = tmp_path / name, tmp_path / f"{name}.tokens"
         for count, parallel, stop in plan:
             faults = [{"kind": "record_tokens", "file": str(file)}]

@@ -1,4 +1,4 @@
-"""E. Numbers that go wrong: skipped, told, never saved; and state that keeps its dtype, its bits, its window."""
+"""E. Numbers that go wrong: skipped, told, never saved; and state that keeps its bits and its window."""
 
 import math
 
@@ -35,7 +35,9 @@ def around(runs, out, changes, ranks, faults):
 @case("E1", quick=True)
 @RANKS
 @pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=LATER)])
-@pytest.mark.parametrize("recipe", ["fp8", *(pytest.param(r, marks=LATER) for r in ("bf16", "nvfp4", "msamp-o2"))])
+@pytest.mark.parametrize(
+    "recipe", ["fp8", *(pytest.param(r, marks=LATER) for r in ("bf16", "nvfp4", "msamp-o2"))]
+)
 def test_all_ranks_skip_the_step_in_which_one_has_a_bad_gradient(runs, out, recipe, value, ranks):
     changes = EVERY_STEP | {"recipe.name": recipe} | (WIDE if recipe == "msamp-o2" else {})
     saved = around(runs, out, changes, ranks, [bad([7], ranks, factor=value)])
@@ -91,7 +93,9 @@ def test_one_bad_step_and_two_hundred_good_ones(runs, tmp_path, ranks):
 @case("E4")
 @RANKS
 def test_one_bad_step_does_not_poison_the_window_of_the_guard(runs, tmp_path, ranks):
-    one_skip(runs, tmp_path, ranks, {"guard.spike": "skip", "guard.spike_window": 64, "guard.spike_factor": 20})
+    one_skip(
+        runs, tmp_path, ranks, {"guard.spike": "skip", "guard.spike_window": 64, "guard.spike_factor": 20}
+    )
 
 
 def one_skip(runs, tmp_path, ranks, guard):
@@ -187,5 +191,3 @@ def test_uneven_documents_weigh_the_same_however_they_are_divided(runs, tmp_path
     for other in lines[1:]:
         for mine, theirs in zip(lines[0], other, strict=True):
             assert theirs == pytest.approx(mine, rel=1e-6)
-
-

@@ -1,10 +1,9 @@
-"""A8 and D. Disks: what must be on them before a name is given, and what happens when they fail."""
+"""D. Disks that are full, small, slow, read-only or gone; and what is kept on them."""
 
 import json
 import os
 import re
 import resource
-import shutil
 import subprocess
 import sys
 import time
@@ -14,70 +13,10 @@ import pytest
 
 from faults.harness import newest
 from faults.table import RANKS, case
-from narrowgauge.checkpoint import newest_valid, read_manifest, steps
+from narrowgauge.checkpoint import newest_valid, steps
 
 SHORT = {"training.steps": 12, "checkpoint.every": 3}
 NO_LIMIT = resource.RLIM_INFINITY
-
-
-def traced(runs, out, tmp_path):
-    """("fsync", path) and ("rename", old, new) of a whole run, in their order; None where strace may not."""
-    log = tmp_path / "strace"
-    calls = "trace=fsync,fdatasync,rename,renameat,renameat2"
-    command = ["strace", "-f", "-y", "-s", "4096", "-o", log, "-e", calls]
-    words = [sys.executable, "-m", "narrowgauge", *runs.words(SHORT | {"training.steps": 6}), "--out", out]
-    environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([*command, *words], capture_output=True, text=True, env=environ)
-    if "ptrace" in ended.stderr:
-        return None
-    assert ended.returncode == 0, ended.stderr
-    return list(system_calls(log.read_text()))
-
-
-def system_calls(text):
-    """The finished calls of a log of strace, each where it ended."""
-    begun = {}
-    for line in text.splitlines():
-        thread, _, call = line.partition(" ")
-        call = call.strip()
-        if call.endswith("<unfinished ...>"):
-            begun[thread] = call.removesuffix("<unfinished ...>")
-            continue
-        call = begun.pop(thread, "") + re.sub(r"^<\.\.\. \w+ resumed>\s*", "", call)
-        if not call.endswith("= 0"):
-            continue
-        if found := re.match(r"f(?:data)?sync\(\d+<(.+?)>\s*\)", call):
-            yield ("fsync", found[1])
-        elif call.startswith("rename") and len(names := re.findall(r'"(.+?)"', call)) == 2:
-            yield ("rename", *names)
-
-
-def recorded(runs, out, tmp_path):
-    """The same, as Python sees it."""
-    file = tmp_path / "syncs"
-    record = {"kind": "record_syncs", "file": str(file)}
-    runs.finish(runs.words(SHORT | {"training.steps": 6}), out, faults=[record])
-    return [tuple(line.split("\t")) for line in file.read_text().splitlines()]
-
-
-@case("A8")
-def test_a_step_gets_its_name_when_all_of_it_is_on_the_disk_and_then_the_name_too(runs, out, tmp_path):
-    calls = traced(runs, out, tmp_path) if shutil.which("strace") else None
-    calls = calls or recorded(runs, out, tmp_path)
-    checkpoints = out / "checkpoints"
-    assert steps(checkpoints) == [3, 6]
-    for step in (3, 6):
-        final = checkpoints / f"step-{step}"
-        (at,) = [i for i, c in enumerate(calls) if c[0] == "rename" and c[2] == str(final)]
-        draft = calls[at][1]
-        before = [call[1] for call in calls[:at] if call[0] == "fsync"]
-        manifest = before.index(f"{draft}/manifest.json")
-        for name in read_manifest(final).files:
-            assert f"{draft}/{name}" in before[:manifest], f"{name} is synced before the manifest speaks of it"
-        assert draft in before[manifest:], "the names in the draft are synced after the last of them was made"
-        assert ("fsync", str(checkpoints)) in calls[at:], "the new name is synced"
-        assert ("fsync", str(out / "metrics.jsonl")) in calls[:at], "steps are told before they are claimed"
-    assert ("fsync", str(out)) in calls[: calls.index(("rename", draft, str(final)))]
 
 
 def limit_files(job, size):
@@ -89,7 +28,7 @@ def limit_files(job, size):
 @case("D1", quick=True)
 @RANKS
 def test_a_disk_that_is_full_for_a_while(runs, out, ranks):
-    """Saves fail loudly, older ones stay, training goes on; with room again it saves and ends as undisturbed."""
+    """Saves fail loudly, older ones stay, training goes on; with room again it ends as undisturbed."""
     changes = {"training.steps": 100, "checkpoint.every": 5, "validation.every": 1000}
     words, look = runs.words(changes), runs.look(out)
     job = runs.start(words, out, ranks)
@@ -153,10 +92,12 @@ exit $code
 
 @pytest.fixture
 def on_disk(tmp_path, cache):
-    """Run a command with a real file system of its own, mounted at tmp_path/disk where nobody else sees it."""
+    """Run a command with a real file system of its own at tmp_path/disk, which nobody else sees."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", disk], capture_output=True).returncode:
+    if subprocess.run(
+        ["unshare", "-rm", "mount", "-t", "tmpfs", "none", disk], capture_output=True
+    ).returncode:
         pytest.skip("this machine gives a user no mount of his own: unshare -rm")
 
     def run(words, options, before="", after=""):
@@ -231,7 +172,9 @@ def test_a_slow_disk_does_not_slow_the_steps(runs, out, ranks):
     while any(process.is_running for process in job.processes):
         if (out / "checkpoints").exists():
             names = os.listdir(out / "checkpoints")
-            most.append(len([n for n in names if ".tmp-" in n and int(n[5:].split(".")[0]) > newest_number(out)]))
+            most.append(
+                len([n for n in names if ".tmp-" in n and int(n[5:].split(".")[0]) > newest_number(out)])
+            )
         time.sleep(0.01)
     assert set(job.wait().codes) == {0}
     assert max(most) <= 1, "a second save waits for the first"
@@ -269,7 +212,7 @@ def test_a_hundred_saves_keep_two_at_every_moment(runs, out, ranks):
 
 @case("D5")
 def test_only_valid_checkpoints_count_as_kept(runs, out):
-    """Of three that are kept one is damaged while the run goes on: the oldest valid one stays in its stead."""
+    """One of those that are kept is damaged between two stops: an older valid one stays in its stead."""
     changes = {"training.steps": 12, "checkpoint.every": 3, "checkpoint.keep": 2}
     stopped = {"kind": "signals", "name": "SIGTERM", "steps": [7]}
     runs.start(runs.words(changes), out, faults=[stopped]).wait()

@@ -213,7 +213,7 @@ def _stream(files: list[OpenFile], boundaries: tuple[int, ...]) -> Stream:
 
 
 def _require_targets(source: str, part: str, stream: Stream) -> None:
-    """Refuse a mask that leaves nothing to learn: the loss of no targets is no number, and teaches nothing."""
+    """Refuse a mask that leaves nothing to learn: the mean of no losses is no number."""
     masks = (stream.ignored(start, min(start + _NEAR, len(stream))) for start in range(0, len(stream), _NEAR))
     if not any(mask is None or not mask.all() for mask in masks):
         raise UserError(
