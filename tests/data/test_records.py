@@ -102,6 +102,7 @@ def test_a_bad_line_is_named_and_set_aside_alone(tmp_path, case):
     assert [entry.name for entry in tmp_path.iterdir() if entry.is_dir()] == ["out"]
 
 
+@case("F1", quick=True)
 def test_a_line_of_a_hundred_megabytes_is_refused_without_being_held(tmp_path):
     path = tmp_path / "a.jsonl"
     with path.open("wb") as file:

@@ -17,7 +17,7 @@ BAD_LINES = {
     "bad UTF-8": (b'{"text": "caf\xe9"}\n', "is not UTF-8"),
     "NUL": (b'{"text": "a\x00b"}\n', "NUL"),
     "BOM in the middle": (b'\xef\xbb\xbf{"text": "b"}\n', "is not JSON"),
-    "100 MB": (b'{"text": "' + b"x" * (100 << 20) + b'"}\n', "is a line of more than 32 MiB"),
+    "40 MB": (b'{"text": "' + b"x" * (40 << 20) + b'"}\n', "is a line of more than 32 MiB"),
 }
 
 
