@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: train test test-slow check format bench clean
+.PHONY: train test test-slow faults check format bench clean
 
 train: $(VENV)/.run
 	$(BIN)/narrowgauge train $(ARGS)
@@ -15,6 +15,9 @@ test: $(VENV)/.dev
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+faults: $(VENV)/.dev
+	$(BIN)/python -m pytest -m case --fault-table docs/faults.md $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

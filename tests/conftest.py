@@ -16,6 +16,8 @@ import pytest
 
 from narrowgauge.checkpoint import read_manifest, steps
 
+pytest_plugins = ["faults.report"]
+
 WORDS = ["narrow", "gauge", "rail", "train", "coal", "steam", "valley", "signal"]
 
 
@@ -139,7 +141,7 @@ class Look:
         return arrived
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def look() -> type[Look]:
     return Look
 
@@ -160,7 +162,7 @@ class Process:
     pid: int
     out: Path
     err: Path
-    ask: Callable[[Mapping[str, Any]], int]
+    ask: Callable[[Mapping[str, Any]], Any]
 
     def send(self, *signals: signal.Signals) -> None:
         """Deliver signals; several of them at one moment, while the process is held."""
@@ -169,9 +171,20 @@ class Process:
         for number in signals:
             os.kill(self.pid, number)
 
-    def wait(self) -> Ended:
-        code = self.ask({"wait": self.pid})
+    def wait(self, seconds: float = 120) -> Ended:
+        """How it ends; it must within so many seconds."""
+        code = self.ask({"wait": self.pid, "seconds": seconds})
+        if code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.ask({"wait": self.pid, "seconds": 10})
+            raise AssertionError(f"still running after {seconds} s: {self.err.read_text()[-2000:]}")
         return Ended(code, self.out.read_text(), self.err.read_text())
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended; a process that nobody waited for yet is a zombie (Z)."""
+        stat = Path(f"/proc/{self.pid}/stat")
+        return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
     def until(self, arrived: Callable[[], bool]) -> "Process":
         """Wait for something to be true."""
@@ -199,7 +212,7 @@ class Narrowgauge:
     def __init__(self, server: "subprocess.Popen[str]", directory: Path) -> None:
         self.server, self.directory, self.count = server, directory, 0
 
-    def _ask(self, job: Mapping[str, Any]) -> int:
+    def _ask(self, job: Mapping[str, Any]) -> Any:
         assert self.server.stdin is not None
         assert self.server.stdout is not None
         print(json.dumps(job), file=self.server.stdin, flush=True)

@@ -1,8 +1,8 @@
 """`python -m narrowgauge`, with torch imported already: forks for each job, so that a start costs little.
 
-Reads one JSON job a line: {"arguments": ...} starts a process and answers its pid, {"wait": pid} answers its
-exit code (negative: the signal). A child is the command, or a `script`, as a user starts it: its own
-arguments, directory, standard streams, signals and exit code.
+Reads one JSON job a line: {"arguments": ...} starts a process and answers its pid; {"wait": pid, "seconds":
+s} answers its exit code (negative: the signal), or null where it runs still. A child is the command, or a
+`script`, as a user starts it: its own arguments, directory, standard streams, signals and exit code.
 """
 
 import gc
@@ -12,9 +12,12 @@ import resource
 import runpy
 import signal
 import sys
+import time
 from pathlib import Path
 
-import torch._dynamo  # noqa: F401  what torch imports when the first optimizer is made
+import torch._dynamo
+import torch.distributed.elastic.multiprocessing.api
+import torch.distributed.launcher.api  # noqa: F401  and when torchrun starts
 
 import narrowgauge.cli  # noqa: F401
 
@@ -42,12 +45,24 @@ def become(job: dict) -> None:
     runpy.run_module("narrowgauge", run_name="__main__", alter_sys=True)
 
 
+def wait(pid: int, seconds: float) -> int | None:
+    """The exit code of a child; None where it still runs after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.005)
+
+
 def main() -> None:
     gc.freeze()  # a child does not look through, at its end, what it never touched
     for line in sys.stdin:
         job = json.loads(line)
         if "wait" in job:
-            answer = os.waitstatus_to_exitcode(os.waitpid(job["wait"], 0)[1])
+            answer = wait(job["wait"], job["seconds"])
         else:
             for name in ("out", "err"):  # here, since a child may be killed before it does anything
                 Path(job[name]).touch()

@@ -18,7 +18,7 @@ def main() -> int:
     # When one rank fails, torch in each of the others logs the stack of every connection it has lost.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     trains = sys.argv[1:2] == ["train"]
-    with stop_requests() if trains else nullcontext():
+    with stop_requests(at_the_end=True) if trains else nullcontext():
         try:
             from narrowgauge import cli
         except KeyboardInterrupt:

@@ -69,10 +69,11 @@ def _early(name: str) -> StoppedEarly:
 
 
 @contextmanager
-def stop_requests() -> Iterator[Requests]:
+def stop_requests(at_the_end: bool = False) -> Iterator[Requests]:
     """What asks the process to stop, for the length of a `with`; one inside another is the same.
 
-    Signals reach only a process's main thread; a run in another one cannot be asked.
+    Signals reach only a process's main thread; a run in another one cannot be asked. `at_the_end` of the
+    block the process ends too: a signal that comes later asks for what is happening, and changes nothing.
     """
     outer = signal.getsignal(signal.SIGTERM)
     if isinstance(outer, Requests):
@@ -85,7 +86,7 @@ def stop_requests() -> Iterator[Requests]:
         yield requests
     finally:
         for n, handler in previous.items():
-            signal.signal(n, handler)
+            signal.signal(n, signal.SIG_IGN if at_the_end else handler)
 
 
 def heed_no_more() -> None:

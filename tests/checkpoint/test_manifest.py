@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from faults.table import case
 from narrowgauge.checkpoint import DamagedError, newest_valid, read_manifest, save, verify
 from narrowgauge.checkpoint.manifest import VERSION
 from narrowgauge.errors import UserError
@@ -31,6 +32,7 @@ def assert_falls_back(directory, *words):
         assert word in sentence
 
 
+@case("C1", quick=True)
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_bit_is_found(two, name):
     path = two / "step-2" / name
@@ -47,6 +49,7 @@ def test_every_flipped_bit_is_found(two, name):
     assert newest_valid(two, "run") == (two / "step-2", [])
 
 
+@case("C2", quick=True)
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["cut", "empty", "missing", "grown", "link", "pipe", "directory"])
 def test_damaged_files_are_named_and_the_older_step_is_used(two, name, damage):
@@ -68,6 +71,7 @@ def test_damaged_files_are_named_and_the_older_step_is_used(two, name, damage):
     )
 
 
+@case("C2", quick=True)
 def test_extra_files_are_refused(two):
     (two / "step-2" / "readme.txt").write_text("a note")
     assert_falls_back(two, "readme.txt", "nothing may be added")
@@ -104,6 +108,7 @@ def seal(content):
     return json.dumps(content | {"sha256": digests[1].hexdigest()}, indent=1, sort_keys=True) + "\n"
 
 
+@case("C6", quick=True)
 @pytest.mark.parametrize(
     "name",
     [
@@ -158,6 +163,7 @@ def test_a_manifest_of_another_shape_is_refused(two, change):
     assert_falls_back(two, "manifest.json")
 
 
+@case("C2", quick=True)
 @pytest.mark.parametrize(
     "text", ["", "null", "[]", "7", "garbage", "[" * 100_000, '{"step": ' + "9" * 5000 + "}"]
 )

@@ -6,12 +6,14 @@ import json
 import numpy as np
 import pytest
 
+from faults.table import case
 from narrowgauge.data import open_corpus, prepare
 from narrowgauge.errors import UserError
 
 FILES = ["manifest.json", "tokenizer.json", "train.bin", "val.bin"]
 
 
+@case("F2", quick=True)
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "missing"])
 def test_damage_to_any_file_is_found_at_opening_and_named(source, tmp_path, name, damage):
@@ -43,6 +45,7 @@ def test_without_verifying_lengths_are_checked_still(source, tmp_path):
         open_corpus(directory, verify=False)
 
 
+@case("F2", quick=True)
 def test_swapped_parts_are_refused(source, tmp_path):
     directory = prepare(source, "bytes", tmp_path / "out").directory
     (directory / "train.bin").rename(directory / "x")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from faults.table import case
 from narrowgauge.data import documents, prepare
 from narrowgauge.data.sources.hub import retried
 from narrowgauge.errors import UserError
@@ -23,6 +24,7 @@ class Wire:
             yield {"text": f"row {row}"}
 
 
+@case("F5", quick=True)
 @pytest.mark.parametrize("failures", [{}, {0: 1}, {5: 3}, {2: 3, 3: 3, 9: 1}])
 def test_every_row_comes_once_whatever_fails_for_a_while(failures):
     wire, pauses = Wire(10, failures), []
@@ -32,6 +34,7 @@ def test_every_row_comes_once_whatever_fails_for_a_while(failures):
     assert len(wire.asked) == 1 + sum(failures.values())
 
 
+@case("F5", quick=True)
 def test_what_fails_for_good_is_told_with_what_was_tried_and_the_way_out(monkeypatch):
     monkeypatch.setenv("HTTPS_PROXY", "http://somebody:se/c@ret@proxy.example:3128")
     monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example")

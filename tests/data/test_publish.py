@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from faults.table import case
 from narrowgauge.data import open_corpus, prepare
 from narrowgauge.errors import UserError
 
@@ -39,6 +40,7 @@ def contents(directory):
     return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 
 
+@case("F4", quick=True)
 @pytest.mark.parametrize("stop_at", ["read", "learn", "encode"])
 def test_killed_at_any_stage_it_leaves_nothing_and_the_next_makes_the_same_bytes(source, tmp_path, stop_at):
     undisturbed = contents(prepare(source, "bpe-300", tmp_path / "undisturbed").directory)
@@ -59,6 +61,7 @@ def test_killed_at_any_stage_it_leaves_nothing_and_the_next_makes_the_same_bytes
     assert os.listdir(place.parent) == ["out"]
 
 
+@case("F4", quick=True)
 def test_two_at_once_both_end_well(source, tmp_path):
     place, go = tmp_path / "place" / "out", tmp_path / "go"
     children = [child(source, place, "encode", go) for _ in range(2)]

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from faults.table import case
 from narrowgauge.data import ids_tokenizer, open_data, write_megatron, write_token_file
 from narrowgauge.data.token_source import token_files
 from narrowgauge.errors import UserError
@@ -191,6 +192,7 @@ def test_mixed_and_useless_sources_are_refused():
         open_data("cut.bin")
 
 
+@case("C5", quick=True)
 def test_a_pickle_is_never_opened(tmp_path):
     class Bomb:
         def __reduce__(self):

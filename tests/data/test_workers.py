@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from faults.table import case
 from narrowgauge.data import documents, prepare
 from narrowgauge.data.assemble import _shards
 from narrowgauge.data.parallel import ordered_map
@@ -194,6 +195,7 @@ def below(root):
     return found - {root}
 
 
+@case("F4", quick=True)
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="no /proc to look for processes in")
 def test_killed_it_leaves_no_process_and_the_next_makes_the_same_bytes(lines, tmp_path):
     (tmp_path / "child.py").write_text(CHILD)

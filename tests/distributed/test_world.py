@@ -2,6 +2,7 @@
 
 import pytest
 
+from faults.table import case
 from narrowgauge.distributed import world_from
 from narrowgauge.distributed.slurm import expand_hosts, port_of, tasks_of_nodes
 from narrowgauge.errors import UserError
@@ -70,6 +71,7 @@ def test_the_place_of_a_process(text, expected):
     assert w.device == 0
 
 
+@case("G5", quick=True)
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
+from faults.table import case
 from narrowgauge.errors import UserError
 from narrowgauge.formats import decode, unpack
 from narrowgauge.quantization import cast as cast_named
@@ -38,6 +39,7 @@ def inputs() -> dict[str, torch.Tensor]:
     }
 
 
+@case("E2", quick=True)
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("kind", inputs())
 @pytest.mark.parametrize("name", SCALED)
@@ -88,6 +90,7 @@ def test_quantizing_twice_changes_nothing(name):
         assert torch.equal(once, twice)
 
 
+@case("E2", quick=True)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", SCALED)
 def test_non_finite_input_never_comes_out_finite(name, bad):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from faults.table import case
 from narrowgauge.checkpoint import newest_valid
 from narrowgauge.errors import UserError
 from narrowgauge.nn import best_numbers
@@ -96,6 +97,7 @@ def test_another_recipe_in_the_same_directory_is_refused_with_both_named(train):
         train("run", WIDE | {"recipe.name": "msamp-o2"})
 
 
+@case("C8", quick=True)
 def test_a_checkpoint_of_other_formats_is_refused_with_both_named(train, tiny):
     path = train("run", WIDE | {"recipe.name": "msamp-o1"})
     session = Session.begin(make_config(tiny(WIDE | {"recipe.name": "msamp-o3"})), torch.device("cpu"))

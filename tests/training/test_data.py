@@ -6,6 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
+from faults.table import case
 from narrowgauge.data import prepare, write_megatron, write_token_file, write_token_shards
 from narrowgauge.errors import UserError
 from narrowgauge.training import run
@@ -93,6 +94,7 @@ def test_the_held_out_file_is_found_beside_the_one_that_is_named(corpus, tmp_pat
     assert single.trajectory[0] == whole.trajectory[0]
 
 
+@case("E9", quick=True)
 @pytest.mark.parametrize("layout", ["llm.c", "megatron"])
 def test_a_run_that_keeps_documents_apart_is_the_same_for_any_micro_batch(
     corpus, tmp_path, train, look, layout

@@ -87,7 +87,8 @@ def open_token_source(
 ) -> TokenSource:
     """The tokens of `token_files(source)`, under the tokenizer of that name; None: the one they come with.
 
-    Errors: `UserError` for files that do not go together, a vocabulary that is not known, an id beyond it.
+    Errors: `UserError` for files that do not go together, a vocabulary that is not known, an id beyond it, a
+    mask that leaves nothing to learn.
     """
     train, val = ([open_file(path, str(layout_of(path))) for path in part] for part in files)
     opened = train + val
@@ -107,6 +108,8 @@ def open_token_source(
     streams = [_stream(part, boundaries) for part in (train, val) if part]
     if len(streams) == 1:
         streams = [*_tail_apart(streams[0])]
+    for part, stream in zip(("training", "held-out"), streams, strict=True):
+        _require_targets(source, part, stream)
     return TokenSource(the_tokenizer, streams[0], streams[1], digest)
 
 
@@ -207,6 +210,16 @@ def _stream(files: list[OpenFile], boundaries: tuple[int, ...]) -> Stream:
         starts=np.concatenate(starts) if starts else None,
         learnt=tuple(learnt),
     )
+
+
+def _require_targets(source: str, part: str, stream: Stream) -> None:
+    """Refuse a mask that leaves nothing to learn: the mean of no losses is no number."""
+    masks = (stream.ignored(start, min(start + _NEAR, len(stream))) for start in range(0, len(stream), _NEAR))
+    if not any(mask is None or not mask.all() for mask in masks):
+        raise UserError(
+            f"data source {source!r}: the mask of its {part} part marks every token as not to be learnt, so "
+            "there is nothing to train on; make the files again with the tokens to be learnt marked"
+        )
 
 
 def _tail_apart(stream: Stream) -> tuple[Stream, Stream]:

@@ -1,0 +1,147 @@
+"""Runs to be disturbed, on one rank or several, and the same runs undisturbed to compare them with.
+
+One rank is `narrowgauge train ...`. Several are started either as srun starts them, each a process with RANK
+and its kin in the environment (`start`), or by torchrun (`torchrun`). Both are processes of their own; that
+they are forked from one that has torch imported (`tests/warm.py`) saves seconds and nothing else.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from faults.jobs import Job, JobEnded, alive, free_port
+from narrowgauge.checkpoint import load, steps
+
+INJECT = Path(__file__).with_name("inject.py")
+TORCHRUN = Path(torch.distributed.__file__).with_name("run.py")
+SHUTDOWN_S = 3  # how long torchrun waits for workers that it told to stop
+
+# 24 steps of four sequences cross two epochs, of some 35 sequences; a stop can fall between any two saves.
+RUN = {
+    "model.dim": 64,
+    "model.heads": 4,
+    "model.kv_heads": 2,
+    "model.ffn_dim": 128,
+    "training.steps": 24,
+    "training.batch_size": 4,
+    "checkpoint.every": 5,
+    "validation.every": 7,
+    "gauges.every": 0,
+    "log.every": 1,
+}
+# In a model whose matrices are large enough for narrow moments and blocks of 128.
+WIDE = {"model.dim": 128, "model.ffn_dim": 256, "training.batch_size": 2}
+
+
+class Runs:
+    """Command lines, the runs they make undisturbed, and jobs."""
+
+    def __init__(self, narrowgauge: Any, line: Any, look: Any, directory: Path) -> None:
+        self.narrowgauge, self.line, self.look, self.directory = narrowgauge, line, look, directory
+        self._undisturbed: dict[str, tuple[Path, float]] = {}
+        self._jobs: list[Job] = []
+
+    def end_all(self) -> None:
+        """Leave no process behind, however the test ended."""
+        for job in self._jobs:
+            if any(process.is_running for process in job.processes) or any(map(alive, job.pids.values())):
+                job.kill()
+        self._jobs.clear()
+
+    def words(self, changes: Mapping[str, Any] | None = None) -> list[str]:
+        """The command line of a run, without --out."""
+        return self.line({**RUN, **(changes or {})})
+
+    def start(
+        self, words: list[str], out: Path, ranks: int = 1, faults: list[Mapping[str, Any]] = (), **more: Any
+    ) -> Job:
+        """Start it on so many ranks, with `inject.py`'s faults; `more` is that of the command's fixture."""
+        if faults:
+            more |= {"script": INJECT, "FAULTS": json.dumps(list(faults))}
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+        processes = []
+        for rank in range(ranks):
+            own = world | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+            environ = own if ranks > 1 else {}
+            processes.append(self.narrowgauge.start(*words, "--out", out, **{**environ, **more}))
+        self._jobs.append(Job(processes, ranks))
+        return self._jobs[-1]
+
+    def torchrun(
+        self, words: list[str], out: Path, ranks: int, faults: list[Mapping[str, Any]] = (), **more: str
+    ) -> Job:
+        """Start it by torchrun."""
+        program = [str(INJECT)] if faults else ["-m", "narrowgauge"]
+        more |= {"FAULTS": json.dumps(list(faults)), "OMP_NUM_THREADS": "1"}
+        options = ["--standalone", f"--nproc-per-node={ranks}", f"--shutdown-timeout={SHUTDOWN_S}"]
+        arguments = [*options, *program, *words, "--out", out]
+        process = self.narrowgauge.start(*arguments, script=TORCHRUN, **more)
+        self._jobs.append(Job([process], ranks, by_torchrun=True))
+        return self._jobs[-1]
+
+    def finish(self, words: list[str], out: Path, ranks: int = 1, **more: Any) -> JobEnded:
+        """Run it to its end, which must be a good one."""
+        ended = self.start(words, out, ranks, **more).wait()
+        assert set(ended.codes) == {0}, ended.err
+        return ended
+
+    def undisturbed(self, changes: Mapping[str, Any] | None = None, ranks: int = 1) -> Any:
+        """The run that nobody disturbed, made once; to be read only."""
+        return self.look(self._made(changes, ranks)[0])
+
+    def seconds(self, changes: Mapping[str, Any] | None = None, ranks: int = 1) -> float:
+        """How long the undisturbed run took."""
+        return self._made(changes, ranks)[1]
+
+    def _made(self, changes: Mapping[str, Any] | None, ranks: int) -> tuple[Path, float]:
+        key = json.dumps([changes or {}, ranks], sort_keys=True, default=str)
+        if key not in self._undisturbed:
+            out, start = self.directory / f"undisturbed-{len(self._undisturbed)}", time.monotonic()
+            self.finish(self.words(changes), out, ranks)
+            self._undisturbed[key] = out, time.monotonic() - start
+        return self._undisturbed[key]
+
+    def copy(self, to: Path, changes: Mapping[str, Any] | None = None, ranks: int = 1) -> Any:
+        """A copy of the undisturbed run that takes itself for unfinished, to be damaged and continued."""
+        shutil.copytree(self._made(changes, ranks)[0], to)
+        (to / "status.json").unlink()
+        return self.look(to)
+
+
+def newest(run: Path) -> Path:
+    """The newest published step of a run."""
+    return run / "checkpoints" / f"step-{steps(run / 'checkpoints')[-1]}"
+
+
+def state(step: Path, *groups: str) -> dict[str, torch.Tensor]:
+    """Every tensor of these groups of a checkpoint (none named: of all), whole."""
+    tensors = load(step).tensors
+    return {f"{group}: {name}": t for group in groups or tensors for name, t in tensors[group].items()}
+
+
+def assert_same_bits(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> None:
+    """Check that tensors have the same names, dtypes, shapes and bits."""
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert (tensor.dtype, tensor.shape) == (b[name].dtype, b[name].shape), name
+        mine, theirs = (t.contiguous().reshape(-1).view(torch.uint8) for t in (tensor, b[name]))
+        assert torch.equal(mine, theirs), name
+
+
+def flip_a_bit(file: Path) -> None:
+    """Change one bit in the middle of a file."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    file.write_bytes(data)
+
+
+def contents(directory: Path) -> Iterator[tuple[str, bytes]]:
+    """Names and bytes of all files below a directory, in order."""
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            yield str(path.relative_to(directory)), path.read_bytes()

@@ -1,0 +1,236 @@
+"""`python inject.py ...` is `narrowgauge ...` with a fault in it: the whole command, and one thing that goes
+wrong as it may go wrong in life.
+
+FAULTS in the environment is a JSON list of objects: {"kind": a function below, and its arguments}. With
+"rank", only that rank has the fault; with "steps", only these steps.
+"""
+
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from narrowgauge.training.session import Session
+
+RANK = int(os.environ.get("RANK", "0"))
+Undo = Callable[[], None]
+
+
+def in_steps(steps: Iterable[int], spoil: Callable[[Session], Undo]) -> None:
+    """Do something to the session before each of these steps, and undo it after."""
+    at, take = set(steps), Session.train_step
+
+    def train_step(self: Session, *args: Any, **kwargs: Any) -> Any:
+        if self.step + 1 not in at:
+            return take(self, *args, **kwargs)
+        undo = spoil(self)
+        try:
+            return take(self, *args, **kwargs)
+        finally:
+            undo()
+
+    Session.train_step = train_step  # type: ignore[method-assign]
+
+
+def gradient(steps: Iterable[int], factor: float, layer: str = "blocks.1.down") -> None:
+    """The gradient that flows back into a layer is multiplied: by nan, inf, or a large number."""
+
+    def hook(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda g: g * factor)
+
+    in_steps(steps, lambda session: session.model.get_submodule(layer).register_forward_hook(hook).remove)
+
+
+def output(steps: Iterable[int], factor: float, layer: str = "norm", data: str = "") -> None:
+    """What a layer puts out is multiplied: a batch on which the model is surprisingly wrong.
+
+    With `data`, a file, the fault is that of the sequences which the first such step met: whoever comes to
+    the step again with others is spared.
+    """
+    ids: list[Any] = []
+
+    def of_these() -> bool:
+        if not data:
+            return True
+        if not os.path.exists(data):
+            with open(data, "w") as file:
+                json.dump(ids, file)
+        with open(data) as file:
+            return json.load(file) == ids
+
+    def see(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        ids[:] = inputs[0].tolist()
+
+    def hook(module: torch.nn.Module, inputs: Any, y: torch.Tensor) -> torch.Tensor:
+        return y * factor if torch.is_grad_enabled() and of_these() else y
+
+    def spoil(session: Session) -> Undo:
+        handles = [
+            session.model.embedding.register_forward_pre_hook(see),
+            session.model.get_submodule(layer).register_forward_hook(hook),
+        ]
+        return lambda: [handle.remove() for handle in handles] and None
+
+    in_steps(steps, spoil)
+
+
+def flip(steps: Iterable[int], layer: str = "blocks.0.down", what: str = "weight") -> None:
+    """One bit of a weight, or once of an activation, is another one: silent corruption."""
+
+    def flipped(tensor: torch.Tensor) -> torch.Tensor:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        bits = local.detach().view(torch.uint8).view(-1)
+        bits[bits.numel() // 2 + local.element_size() - 1] ^= 0x20  # of an exponent
+        return tensor
+
+    def spoil(session: Session) -> Undo:
+        module = session.model.get_submodule(layer)
+        if what == "weight":
+            flipped(module.weight)
+            return lambda: None
+        fresh = [True]
+
+        def hook(m: torch.nn.Module, x: Any, y: torch.Tensor) -> torch.Tensor:
+            return flipped(y.clone()) if fresh and fresh.pop() else y
+
+        return module.register_forward_hook(hook).remove
+
+    in_steps(steps, spoil)
+
+
+def stop(steps: Iterable[int], how: str, micro_batch: int = 0) -> None:
+    """Inside these steps, before micro-batch number `micro_batch`, the process raises, dies or waits."""
+
+    def spoil(session: Session) -> Undo:
+        seen: list[None] = []
+
+        def hook(module: torch.nn.Module, inputs: Any) -> None:
+            seen.append(None)
+            if len(seen) != micro_batch + 1:
+                return
+            if how == "raise":
+                raise RuntimeError("the fault that was asked for")
+            if how == "die":
+                os._exit(137)
+            if how == "wait":
+                time.sleep(3600)
+
+        return session.model.embedding.register_forward_pre_hook(hook).remove
+
+    in_steps(steps, spoil)
+
+
+def signals(steps: Iterable[int], name: str) -> None:
+    """The process gets a signal inside these steps."""
+
+    def spoil(session: Session) -> Undo:
+        os.kill(os.getpid(), signal.Signals[name])
+        return lambda: None
+
+    in_steps(steps, spoil)
+
+
+def record_tokens(file: str) -> None:
+    """Every sequence that is trained on is written down: [step, ids], one line each."""
+    take = Session.train_step
+
+    def train_step(self: Session, *args: Any, **kwargs: Any) -> Any:
+        def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            lines = [json.dumps([self.step + 1, row]) + "\n" for row in inputs[0].tolist()]
+            with open(file, "a") as out:
+                out.write("".join(lines))
+
+        handle = self.model.embedding.register_forward_pre_hook(hook)
+        try:
+            return take(self, *args, **kwargs)
+        finally:
+            handle.remove()
+
+    Session.train_step = train_step  # type: ignore[method-assign]
+
+
+def slow_disk(seconds: float) -> None:
+    """Whatever is made durable takes so much longer, in whichever thread."""
+    sync = os.fsync
+
+    def fsync(descriptor: Any) -> None:
+        time.sleep(seconds)
+        sync(descriptor)
+
+    os.fsync = fsync
+
+
+def clock(after_s: float, back_s: float) -> None:
+    """Some time after the start, the wall clock is set back."""
+    now, start = time.time, time.monotonic()
+    time.time = lambda: now() - (back_s if time.monotonic() - start > after_s else 0)
+
+
+def record_syncs(file: str) -> None:
+    """Every fsync and rename is written down in its order, as strace would."""
+    lock, sync = threading.Lock(), os.fsync
+
+    def write(*words: str) -> None:
+        with lock, open(file, "a") as out:
+            out.write("\t".join(words) + "\n")
+
+    def fsync(descriptor: Any) -> None:
+        sync(descriptor)
+        number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
+        write("fsync", os.readlink(f"/proc/self/fd/{number}"))
+
+    def recorded(rename: Callable[..., None]) -> Callable[..., None]:
+        def do(old: Any, new: Any, **more: Any) -> None:
+            rename(old, new, **more)
+            write("rename", os.path.abspath(old), os.path.abspath(new))
+
+        return do
+
+    os.fsync, os.rename, os.replace = fsync, recorded(os.rename), recorded(os.replace)
+
+
+def record_points(file: str) -> None:
+    """Every crash point that is passed is written down, as NARROWGAUGE_CRASH_AT would name it."""
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_name == "crash_point":
+            with open(file, "a") as out:
+                out.write(frame.f_locals["name"] + "\n")
+
+    sys.setprofile(profile)
+    threading.setprofile(profile)
+
+
+KINDS = (
+    gradient,
+    output,
+    flip,
+    stop,
+    signals,
+    slow_disk,
+    clock,
+    record_tokens,
+    record_syncs,
+    record_points,
+)
+
+
+def main() -> None:
+    kinds = {kind.__name__: kind for kind in KINDS}
+    for fault in json.loads(os.environ["FAULTS"]):
+        if fault.pop("rank", RANK) == RANK:
+            kinds[fault.pop("kind")](**fault)
+    sys.argv[0] = "narrowgauge"
+    runpy.run_module("narrowgauge", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""G2 to G8. Processes: stopped, failing, starved, leaking, and started beside what others left."""
+
+import os
+import resource
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from faults.jobs import alive
+from faults.table import RANKS, case
+from narrowgauge.checkpoint import steps
+
+
+@case("G2")
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("ranks", [2], ids=["2 ranks"])
+def test_a_rank_that_is_stopped_is_found_with_the_stacks_of_the_others(runs, out, victim, ranks):
+    words = [*runs.words({"training.steps": 400}), "--training.hang_timeout", "4"]
+    job = runs.torchrun(words, out, ranks)
+    job.until(lambda: len(job.pids) == ranks).until(runs.look(out).has_step(6))
+    start = time.monotonic()
+    ended = job.send(signal.SIGSTOP, rank=victim).wait(60)
+    assert ended.failed
+    assert time.monotonic() - start < 40
+    assert f"rank {victim}" in ended.err
+    stacks = out / "hang" / f"rank-{1 - victim}.txt"
+    assert 'File "' in stacks.read_text(), "where the other one waited"
+    assert runs.look(out).status["status"] == "failed"
+    assert not any(map(alive, job.pids.values()))
+    again = runs.start(words, out, ranks).until(runs.look(out).has_step(7, resumes=1))
+    assert set(again.send(signal.SIGTERM).wait().codes) == {75}
+
+
+@case("G3")
+@RANKS
+def test_the_first_traceback_is_that_of_the_rank_that_failed(runs, out, ranks):
+    words = runs.words()
+    fault = {"kind": "stop", "how": "raise", "steps": [6], "rank": ranks - 1}
+    start = time.monotonic()
+    ended = runs.start(words, out, ranks, [fault]).wait(60)
+    assert time.monotonic() - start < 45
+    assert ended.failed
+    assert ended.err.count("Traceback (most recent call last)") == 1
+    assert "RuntimeError: the fault that was asked for" in ended.err
+    assert runs.look(out).status["status"] == "failed"
+    assert "the fault that was asked for" in runs.look(out).status["reason"]
+    runs.finish(words, out, ranks)
+    assert runs.look(out).trajectory == runs.undisturbed(None, ranks).trajectory
+
+
+LARGE = {
+    "model.dim": 768,
+    "model.ffn_dim": 3072,
+    "model.layers": 6,
+    "training.steps": 3,
+    "recipe.name": "fp32",
+}
+
+
+@case("G4")
+@RANKS
+def test_memory_that_runs_out_on_one_rank(runs, out, ranks):
+    job = runs.start(runs.words(LARGE), out, ranks)
+    pid = job.pids[ranks - 1]
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    most = pages * os.sysconf("SC_PAGE_SIZE") + (400 << 20)  # bytes; weights and moments need 500 million
+    resource.prlimit(pid, resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+    ended = job.wait()
+    assert set(ended.codes) == {1}, ended.err
+    assert "Traceback" not in ended.err
+    assert "out of memory" in ended.err
+    assert "training.micro_batch_size" in ended.err, "advice"
+    assert steps(out / "checkpoints") == []
+    assert not list((out / "checkpoints").glob("*.tmp-*"))
+    assert runs.look(out).status["status"] == "failed"
+
+
+@case("G4")
+def test_memory_that_runs_out_is_told_beside_what_was_expected(runs, out):
+    ended = runs.start(runs.words(LARGE | {"training.memory_limit": "600MB"}), out).wait()
+    assert ended.codes in ([1], [2])
+    assert "Traceback" not in ended.err
+    assert "600" in ended.err
+    assert " GiB" in ended.err or " MiB" in ended.err
+
+
+@case("G5")
+@pytest.mark.parametrize("ranks", [2], ids=["2 ranks"])
+def test_a_port_in_use_is_named(runs, out, ranks):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = runs.start(runs.words(), out, ranks, MASTER_PORT=str(port)).wait(60)
+    assert ended.failed
+    assert str(port) in ended.err
+    assert "Traceback" not in ended.err
+    assert not (out / "metrics.jsonl").exists()
+
+
+WRONG = {
+    "no size": ({"RANK": "0"}, "WORLD_SIZE is not"),
+    "no rank": ({"WORLD_SIZE": "2"}, "RANK is not"),
+    "beyond the size": ({"RANK": "5", "WORLD_SIZE": "2", "LOCAL_RANK": "5", "MASTER_ADDR": "a"}, "5 of 2"),
+    "no number": ({"RANK": "first", "WORLD_SIZE": "2"}, "no whole number"),
+    "nowhere to meet": ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "MASTER_ADDR"),
+}
+
+
+@case("G5")
+@pytest.mark.parametrize("wrong", WRONG)
+def test_variables_of_a_launcher_that_cannot_be(runs, out, wrong):
+    environ, says = WRONG[wrong]
+    ended = runs.start(runs.words(), out, **environ).wait(60)
+    assert ended.codes == [2]
+    assert says in ended.err
+    assert ended.err.count("\n") == 1, "one sentence"
+    assert not out.exists() or not (out / "metrics.jsonl").exists()
+
+
+@case("G5")
+@RANKS
+def test_a_clock_that_is_set_back(runs, out, ranks):
+    runs.finish(runs.words(), out, ranks, faults=[{"kind": "clock", "after_s": 0.3, "back_s": 3600.0}])
+    look = runs.look(out)
+    assert all(ms > 0 for ms in look.column("step_ms"))
+    assert look.trajectory == runs.undisturbed(None, ranks).trajectory
+
+
+def holdings(pid):
+    """What a process holds: bytes of memory, files, threads."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    words = dict(line.split(":", 1) for line in status.splitlines())
+    files = len(os.listdir(f"/proc/{pid}/fd"))
+    return int(words["VmRSS"].split()[0]) * 1024, files, int(words["Threads"])
+
+
+@case("G6")
+@RANKS
+def test_two_thousand_steps_leak_nothing(runs, out, ranks):
+    changes = {"training.steps": 2000, "checkpoint.every": 50, "validation.every": 100, "log.every": 100}
+    shared = set(os.listdir("/dev/shm"))
+    job = runs.start(runs.words(changes), out, ranks).until(runs.look(out).has_step(100))
+    seen = {rank: [] for rank in range(ranks)}
+    while all(map(alive, job.pids.values())):
+        for rank, pid in job.pids.items():
+            try:
+                seen[rank].append(holdings(pid))
+            except (OSError, KeyError):  # it has just ended
+                break
+        time.sleep(0.1)
+    assert set(job.wait().codes) == {0}
+    for samples in seen.values():
+        samples = samples[: len(samples) * 19 // 20]  # the end, with its sample of text, is another matter
+        assert len(samples) > 20
+        half = samples[len(samples) // 2 :]
+        first, last = half[: len(half) // 4], half[-(len(half) // 4) :]
+        (m1, f1, t1), (m2, f2, t2) = zip(*first, strict=True), zip(*last, strict=True)
+        assert sum(m2) / len(m2) < 1.01 * sum(m1) / len(m1), "memory"
+        assert max(f2) <= max(f1) + 1, "files"
+        assert max(t2) <= max(t1), "threads"
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+@case("G7")
+@RANKS
+def test_what_a_killed_run_leaves_is_in_nobodys_way(runs, out, ranks):
+    words, look = runs.words(), runs.look(out)
+    dead = runs.start(words, out, ranks).until(look.has_step(7))
+    pid = dead.pids[0]
+    dead.kill()
+    assert str(pid) in (out / ".lock").read_text(), "the lock of a process that is gone"
+    (out / "checkpoints" / "step-10.tmp-0000dead").mkdir()
+    (out / ".status.json.tmp-0000dead").write_text("{")
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "loss"')
+    before = set(os.listdir("/dev/shm"))
+    runs.finish(words, out, ranks)
+    assert look.trajectory == runs.undisturbed(None, ranks).trajectory
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+@case("G8")
+@RANKS
+def test_metrics_that_cannot_be_written_for_a_while_are_complete_at_last(runs, out, ranks):
+    changes = {"training.steps": 200, "checkpoint.every": 50}
+    look, metrics = runs.look(out), out / "metrics.jsonl"
+    job = runs.start(runs.words(changes), out, ranks).until(look.has_step(20))
+    for limit in (metrics.stat().st_size, resource.RLIM_INFINITY):
+        for pid in job.pids.values():
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        time.sleep(0.3)
+    ended = job.wait()
+    assert set(ended.codes) == {0}, ended.err
+    assert (ended.out + ended.err).count("File too large") == 1, "one warning"
+    assert look.column("step") == list(range(1, 201))
+    assert look.trajectory == runs.undisturbed(changes, ranks).trajectory
+
+
+@case("G8")
+def test_a_report_that_cannot_be_written_does_not_undo_the_run(runs, out):
+    """The page is one reader of the record among others: the record is complete without it."""
+    job = runs.start(runs.words(), out).until(runs.look(out).has_step(2))
+    (out / "report.html").mkdir()
+    ended = job.wait()
+    assert "Traceback" not in ended.err
+    assert ended.codes != [0]
+    assert "report.html" in ended.err
+    assert runs.look(out).status["status"] == "done"
+    assert runs.look(out).trajectory == runs.undisturbed().trajectory

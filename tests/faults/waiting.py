@@ -1,0 +1,15 @@
+"""What is not there yet: each of these is reported as "not yet" and skipped, with its reason.
+
+A key is a row of the table, the name of a test, or SEVERAL: every test that was given more than one rank.
+`pytest --waiting` runs them all the same.
+"""
+
+SEVERAL = "several ranks"
+
+WAITING: dict[str, str] = {
+    SEVERAL: "training on several ranks is being built",
+    "A9": "saves are not asynchronous yet",
+    "test_saves_that_fail_again_and_again_end_the_run": "no number of failed saves ends a run yet",
+    "test_variables_of_a_launcher_that_cannot_be": "training does not ask for its world yet",
+    "D4": "saves are not asynchronous yet",
+}
