@@ -7,9 +7,7 @@ A key is a row of the table, the name of a test, or SEVERAL: every test that was
 SEVERAL = "several ranks"
 
 WAITING: dict[str, str] = {
-    SEVERAL: "training on several ranks is being built",
     "A9": "saves are not asynchronous yet",
     "test_saves_that_fail_again_and_again_end_the_run": "no number of failed saves ends a run yet",
-    "test_variables_of_a_launcher_that_cannot_be": "training does not ask for its world yet",
     "D4": "saves are not asynchronous yet",
 }
