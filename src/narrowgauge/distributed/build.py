@@ -66,7 +66,8 @@ def build(plan: Plan, mesh: Mesh, device: torch.device) -> tuple[Transformer, li
         model = Transformer(plan.model, DTYPES[plan.recipe.compute])
     model.recompute = plan.recompute
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    convert(model, plan.recipe, backend=plan.backend)
+    # Without numbers there is no device that could have the formats; with them, each layer looks again.
+    convert(model, plan.recipe, backend="emulated" if plan.backend == "emulated" else "auto")
     keep_stages(model, mesh)
     divide(model, mesh)
     parts = {name: p.part for name, p in model.named_parameters()}  # type: ignore[attr-defined]
