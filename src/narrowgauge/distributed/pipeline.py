@@ -58,9 +58,10 @@ class Pipeline:
 
     def _as_torch_has_it(self, module: nn.Module, shape: tuple[int, ...]) -> PipelineStage:
         stage, (B, T) = _stage_of(module), shape
-        stream = torch.empty(
-            B, T // self.model.share[1], self.model.config.dim, device="meta", requires_grad=True
-        )
+        model = self.model
+        wide = torch.promote_types(torch.float32, model.compute_dtype)  # of the residual stream
+        size = (B, T // model.share[1], model.config.dim)
+        stream = torch.empty(size, dtype=wide, device="meta", requires_grad=True)
         ids = torch.empty(shape, dtype=torch.int64, device="meta")
         return PipelineStage(
             module,

@@ -8,7 +8,8 @@ has its own copy, and their gradients are summed (`Engine`), so that the copies 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,13 +32,20 @@ class Work:
     """What the stages of a process have to do in a step, beside what travels between them.
 
     `begin(i)` is called before each forward pass of the i-th micro-batch, and `scale` makes of its loss what
-    the backward pass starts from. `total` is the sum of the losses so far.
+    the backward pass starts from. `total` is the sum of the losses so far, `now` the last that was begun.
     """
 
     micro_batches: Sequence[MicroBatch]
     begin: Callable[[int], None]
     scale: Callable[[torch.Tensor], torch.Tensor]
     total: torch.Tensor
+    now: int = -1
+
+    def enter(self, i: int) -> None:
+        """Be in the i-th micro-batch, wherever the last forward pass was."""
+        if i != self.now:
+            self.begin(i)
+            self.now = i
 
 
 def stages_of(mesh: Mesh) -> list[int]:
@@ -100,15 +108,21 @@ class Stage(nn.Module):
         """The next micro-batch."""
         model, i = self.of[0], self.count
         self.count += 1
-        self.work.begin(i)
+        self.work.enter(i)
         micro_batch = self.work.micro_batches[i]
         batch = micro_batch.batch.to(x.device)
         if self.is_first:
             x = model.embed(batch.x_BT, batch.position_BT)
-        x = model.through_blocks(x, 0, batch.x_BT.shape[1], batch.position_BT, blocks=self.blocks)
+        blocks = [partial(self._through, i, block) for block in self.blocks]
+        x = model.through_blocks(x, 0, batch.x_BT.shape[1], batch.position_BT, blocks=blocks)
         if not self.is_last:
             return x
         targets = batch.targets if batch.ignores else None
         loss = model.loss_of(model.head(model.norm(x)), batch.y_BT, targets) * micro_batch.weight
         self.work.total += loss.detach()
         return torch.stack([self.work.scale(loss)])
+
+    def _through(self, i: int, block: nn.Module, *inputs: torch.Tensor | None, **more: Any) -> torch.Tensor:
+        """A block's part of a micro-batch; where it is recomputed, later ones have been begun since."""
+        self.work.enter(i)
+        return block(*inputs, **more)

@@ -13,7 +13,7 @@ It knows nothing of number formats. What it offers to those who do: every produc
 Legend: B sequences, T tokens, D dim, V vocabulary.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ class Transformer(nn.Module):
         end: int,
         position_BT: Tensor | None = None,
         cache: Cache | None = None,
-        blocks: Iterable[nn.Module] | None = None,
+        blocks: Iterable[Callable[..., Tensor]] | None = None,
     ) -> Tensor:
         """The residual stream of tokens `start` to `end` after some blocks, or all."""
         mask = None if position_BT is None else document_mask(position_BT)
@@ -114,7 +114,8 @@ class Transformer(nn.Module):
             rope = rope_table(self.config, end, x_BTD.device)[:, start:]
             if position_BT is not None:
                 rope = rope[:, position_BT][:, :, None]  # [2, B, 1, T, H/2]
-        for number, block in enumerate(self.blocks if blocks is None else blocks):
+        through: Iterable[Callable[..., Tensor]] = self.blocks if blocks is None else blocks
+        for number, block in enumerate(through):
             if self.recompute and number % self.recompute == 0 and cache is None:
                 # The model draws no random numbers, so there is no generator state to keep.
                 x_BTD = checkpoint(block, x_BTD, rope, mask, use_reentrant=False, preserve_rng_state=False)

@@ -149,7 +149,7 @@ def emulate(
     operand = blocks.merge(values)
     if cast.compensate:
         # What was clamped away is added again; in float32, as a difference of bf16 is not exact.
-        operand.add_(whole.float() - x)
+        operand.add_(whole.float() - x.float())
     return operand, scales.tensor
 
 
