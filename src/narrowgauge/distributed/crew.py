@@ -54,6 +54,7 @@ class Crew:
         self.world, self.device = world, device
         self.control: dist.ProcessGroup | None = None
         self.watchdog: Watchdog | None = None
+        self.timeout: timedelta | None = None  # of groups: it comes after that of the watchdog
         self._store: Store | None = None
         self._has_ended = False
 
@@ -230,9 +231,9 @@ def joined(
 
 
 def _make_groups(crew: Crew, store: Store, hang_s: float) -> None:
-    """The default group and `crew.control`; their own timeouts come after that of the watchdog."""
+    """The default group and `crew.control`."""
     world, device = crew.world, crew.device
-    timeout = timedelta(seconds=4 * hang_s + 60 if hang_s else 7 * 24 * 3600)
+    crew.timeout = timeout = timedelta(seconds=4 * hang_s + 60 if hang_s else 7 * 24 * 3600)
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from narrowgauge.checkpoint import SaveError, choose_step, load, lock_run
+from narrowgauge.checkpoint import choose_step, load, lock_run
 from narrowgauge.data import AUTO, Dataset, Loader, count_windows, open_data, split_sources
 from narrowgauge.distributed import START, Crew, Layout, Mesh, Stopped, joined, world_from
 from narrowgauge.errors import UserError
@@ -37,6 +37,7 @@ from narrowgauge.training.layout import layout_of
 from narrowgauge.training.memory import Memory, Watch, gib, measured, require_memory
 from narrowgauge.training.progress import Display
 from narrowgauge.training.response import respond
+from narrowgauge.training.saving import Saves, saves_of
 from narrowgauge.training.session import Session, build_model, load_model
 from narrowgauge.training.start import check_start, start_from_weights
 from narrowgauge.training.validate import validation_loss
@@ -78,7 +79,7 @@ def run(
         Corrupted: numbers that must be equal are not (`guard.replay_every`).
         OutOfMemory: a step needs more memory than there is.
         PoisonedError: weights or moments became non-finite; the checkpoints there are untouched.
-        SaveError: the last save, or the one that a signal asked for, failed.
+        SaveError: the last save, or the one that a signal asked for, failed, or too many in a row.
     """
     check_keys(allow_change)
     config = config if isinstance(config, Config) else make_config(config or {})
@@ -131,13 +132,14 @@ def _run(
         return
     directory = (Journal if crew.rank == 0 else Bystander)(path, display.say)
     crew.keep_records_in(path, lambda cause: RunDirectory(path).set_status("failed", cause))
+    saves = saves_of(config, directory, display.say, crew)
     try:
         with crew.one_cause():
             requests.nothing_to_save()
             if crew.rank == 0:
                 dataset.tokenizer.save(directory.tokenizer)
             run_id = crew.share(directory.run_id(dataset.digest) if crew.rank == 0 else "")
-            job = _Job(config, device, dataset, directory, display, plan, crew, run_id)
+            job = _Job(config, device, dataset, directory, display, plan, crew, saves, run_id)
             session = _start_or_resume(job, changes, Mesh(layout, device))
             _train(job, session, requests)
             _finish(job, session)
@@ -154,6 +156,8 @@ def _run(
         if machine.is_out_of_memory(error):
             raise OutOfMemory(_how_to_save_memory(config, device, plan)) from error
         raise
+    finally:
+        saves.end()  # at last: the others know the cause of an end before this one waits for a disk
 
 
 def _open_data(config: Config, crew: Crew, display: Display) -> Dataset:
@@ -195,6 +199,7 @@ class _Job:
     display: Display
     plan: Memory | None  # what one process would take
     crew: Crew
+    saves: Saves
     run_id: str  # what a checkpoint has to be of, to be continued here
 
     @cached_property
@@ -289,11 +294,12 @@ def _steps(job: _Job, session: Session, batches: Loader, requests: Requests, is_
             line["val_loss"] = _validate(job, session)
         directory.record(line)
         job.display.step(line)
-        loss, norm = line["loss"], line["grad_norm"]
-        if respond(session, directory, job.run_id, loss, norm, job.display.say, job.crew):
+        if session.verdict.action == "rollback":
+            job.saves.settle()  # the checkpoint to go back to may be the one that is under way
+        if respond(session, directory, job.run_id, line["loss"], line["grad_norm"], job.display.say, job.crew):
             return
         if is_last or found["late"] or asked or session.step % config.checkpoint.every == 0:
-            _save(job, session, must=is_last or bool(asked))
+            job.saves.save(session, job.run_id, must=is_last or bool(asked))
             last_save = time.monotonic()
         if asked:
             directory.record({"event": "stop", "step": session.step, "reason": asked})
@@ -362,22 +368,6 @@ def _validate(job: _Job, session: Session) -> float:
         c.validation.batches,
         c.data.separate_documents,
     )
-
-
-def _save(job: _Job, session: Session, must: bool) -> None:
-    """Publish a checkpoint; a full disk is told loudly, and ends the run only where this save is its last."""
-    job.crew.at(f"the save after step {session.step}", START)
-    job.directory.require_there()
-    job.directory.sync_metrics()
-    try:
-        session.save(job.directory.checkpoints, job.run_id, job.crew.control)
-    except SaveError as error:
-        job.display.say(f"NOT SAVED: {error}")
-        job.directory.record({"event": "save failed", "step": session.step, "reason": str(error)})
-        if must:
-            raise
-    else:
-        job.directory.record({"event": "save", "step": session.step})
 
 
 def _finish(job: _Job, session: Session) -> None:
