@@ -278,7 +278,7 @@ def _train(job: _Job, session: Session, requests: Requests) -> None:
 
 def _steps(job: _Job, session: Session, batches: Loader, requests: Requests, is_warm: bool) -> None:
     """The loop itself, to the end or until the guard has gone back, from where the batches are others."""
-    config, directory, steps = job.config, job.directory, job.config.training.steps
+    config, directory, say, steps = job.config, job.directory, job.display.say, job.config.training.steps
     last_save = time.monotonic()
     requests.save_first()
     while session.step < steps:
@@ -296,7 +296,7 @@ def _steps(job: _Job, session: Session, batches: Loader, requests: Requests, is_
         job.display.step(line)
         if session.verdict.action == "rollback":
             job.saves.settle()  # the checkpoint to go back to may be the one that is under way
-        if respond(session, directory, job.run_id, line["loss"], line["grad_norm"], job.display.say, job.crew):
+        if respond(session, directory, job.run_id, line["loss"], line["grad_norm"], say, job.crew):
             return
         if is_last or found["late"] or asked or session.step % config.checkpoint.every == 0:
             job.saves.save(session, job.run_id, must=is_last or bool(asked))
