@@ -6,10 +6,17 @@ without a traceback and exits with 2. Broken invariants inside the house are `as
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import ClassVar
 
 
 class UserError(ValueError):
-    """A mistake in usage or input: one sentence for the user, exit code 2."""
+    """A mistake in usage or input: one sentence for the user, exit code 2.
+
+    Attributes:
+        exit_code: that the command ends with; 1 in the kinds that are no mistake of whoever started it.
+    """
+
+    exit_code: ClassVar[int] = 2
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:

@@ -19,6 +19,8 @@ Tensors: TypeAlias = Mapping[str, Mapping[str, torch.Tensor]]  # group -> name -
 class PoisonedError(UserError):
     """A tensor or number to be saved is not finite."""
 
+    exit_code = 1
+
 
 def refuse_non_finite(tensors: Tensors, state: Mapping[str, JSON]) -> None:
     """Raise `PoisonedError` that names the first tensor or number that is not finite."""

@@ -13,6 +13,8 @@ from narrowgauge.errors import UserError
 class SaveError(UserError):
     """A checkpoint could not be written. The older ones are untouched, and training can go on."""
 
+    exit_code = 1
+
 
 def require_space(directory: Path, bytes_: int, files: int) -> None:
     """Check that a directory's disk has room for more.

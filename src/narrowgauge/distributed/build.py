@@ -25,6 +25,7 @@ from narrowgauge.models import ModelConfig, Transformer, starting_values
 from narrowgauge.nn import DTYPES, Linear, convert
 from narrowgauge.nn.shards import narrow_shards
 from narrowgauge.quantization import Part
+from narrowgauge.quantization.purpose import sending
 from narrowgauge.recipes import Recipe
 
 
@@ -167,6 +168,7 @@ def _sum(
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     """The sum of a bucket's gradients, where DDP would take their mean."""
-    work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
+    with sending("reduce"):
+        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda future: future.value()[0])

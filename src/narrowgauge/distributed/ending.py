@@ -84,7 +84,7 @@ def end_of(error: BaseException, rank: int) -> End:
     if isinstance(error, StoppedEarly):
         return End(rank, EXIT_PREEMPTED, f"stopped by {error}")
     if isinstance(error, UserError):
-        return End(rank, EXIT_USAGE, str(error))
+        return End(rank, error.exit_code, str(error))
     if isinstance(error, KeyboardInterrupt):
         return End(rank, EXIT_FAILED, "interrupted")
     return End(rank, EXIT_FAILED, f"{type(error).__name__}: {error}".rstrip(": "))

@@ -27,6 +27,7 @@ from narrowgauge.nn.delayed import History
 from narrowgauge.nn.shards import renew_gather_scales
 from narrowgauge.optim import Optimizer, Together, local
 from narrowgauge.quantization import Part
+from narrowgauge.quantization.purpose import sending
 
 
 class Engine:
@@ -131,7 +132,8 @@ class Engine:
         amaxes = [m.amax for m in self.model.modules() if isinstance(m, History)]
         if amaxes:
             together = torch.stack(amaxes)
-            dist.all_reduce(together, dist.ReduceOp.MAX, self.mesh.group("stage"))
+            with sending("amax"):
+                dist.all_reduce(together, dist.ReduceOp.MAX, self.mesh.group("stage"))
             for amax, of_all in zip(amaxes, together, strict=True):
                 amax.copy_(of_all)
 
@@ -207,6 +209,7 @@ def _sum_flat(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     if not gradients:
         return
     flat = torch.cat([g.flatten() for g in gradients])
-    dist.all_reduce(flat, group=group)
+    with sending("reduce"):
+        dist.all_reduce(flat, group=group)
     for g, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         g.copy_(summed.view_as(g))

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from narrowgauge.quantization.purpose import sending
+
 # Torch 2.13 gave them new names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -79,19 +81,22 @@ def to_tokens(x_BTNH: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def _gathered(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     x_TBD = x_BTD.transpose(0, 1).contiguous()
     out_TBD = x_TBD.new_empty(group.size() * x_TBD.shape[0], *x_TBD.shape[1:])
-    _all_gather(out_TBD, x_TBD, group)
+    with sending("activations"):
+        _all_gather(out_TBD, x_TBD, group)
     return out_TBD.transpose(0, 1).contiguous()
 
 
 def _summed(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     x_TBD = x_BTD.transpose(0, 1).contiguous()
     out_TBD = x_TBD.new_empty(x_TBD.shape[0] // group.size(), *x_TBD.shape[1:])
-    _reduce_scatter(out_TBD, x_TBD, group=group)
+    with sending("activations"):
+        _reduce_scatter(out_TBD, x_TBD, group=group)
     return out_TBD.transpose(0, 1).contiguous()
 
 
 def _swapped(x: torch.Tensor, cut: int, put: int, group: dist.ProcessGroup) -> torch.Tensor:
     sent = torch.stack(x.chunk(group.size(), cut))
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
+    with sending("activations"):
+        dist.all_to_all_single(received, sent, group=group)
     return torch.cat(received.unbind(), put)

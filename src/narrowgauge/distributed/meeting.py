@@ -23,7 +23,7 @@ from narrowgauge.distributed.world import World
 from narrowgauge.errors import UserError
 
 _POLL_S = 0.1
-_NEVER = timedelta(days=30)
+NEVER = timedelta(days=30)
 
 
 def keeps_store(world: World, environ: Mapping[str, str]) -> bool:
@@ -149,7 +149,7 @@ def make_groups(world: World, device: torch.device, store: Store, hang_s: float)
 
     Raises `UserError` where the ranks, which have met in the store, do not reach each other.
     """
-    timeout = timedelta(seconds=4 * hang_s + 60) if hang_s else _NEVER
+    timeout = timedelta(seconds=4 * hang_s + 60) if hang_s else NEVER
     on_gpu = device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(device)
@@ -162,7 +162,7 @@ def make_groups(world: World, device: torch.device, store: Store, hang_s: float)
             timeout=timeout,
             device_id=device if on_gpu else None,
         )
-        return dist.new_group(backend="gloo", timeout=_NEVER)
+        return dist.new_group(backend="gloo", timeout=NEVER)
     except (dist.DistError, RuntimeError) as error:
         raise UserError(
             f"rank {world.rank} is in the store and cannot connect to the other ranks ({error}); name "

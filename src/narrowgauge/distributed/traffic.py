@@ -10,11 +10,11 @@ Every collective of torch.distributed goes through torch's dispatcher, those of 
     all-gather of n bytes from each rank          (N - 1) n
     reduce-scatter, all-to-all of n bytes         (N - 1) n / N
     all-reduce of n bytes                         2 (N - 1) n / N
-    broadcast                                     n
+    broadcast, send                               n
 
-It is counted under what it is for: "gather" (weights), "reduce" (gradients), "amax" (agreement on scales),
-where the caller has said so by `sending`; else under "gather" for an all-gather, "reduce" for a
-reduce-scatter, and "other".
+It is counted under what it is for: "gather" (weights), "reduce" (gradients), "activations", "amax" (agreement
+on scales), where the caller has said so by `sending`; else under "gather" for an all-gather, "reduce" for a
+reduce-scatter, "activations" for what one process sends to another, and "other".
 """
 
 from collections import Counter
@@ -60,6 +60,8 @@ class Traffic(TorchDispatchMode):
             kind, size = ("reduce" if "reduce" in name else kind), (ranks - 1) * size // ranks
         elif name.startswith("allreduce_"):
             size = 2 * (ranks - 1) * size // ranks
+        elif name == "send":
+            kind = "activations"
         elif not name.startswith("broadcast_"):
             return  # barriers, and what nothing here is counted by
         self.sent[purpose() or kind] += size

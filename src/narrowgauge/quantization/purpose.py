@@ -1,6 +1,6 @@
 """What is a collective for? Said by whoever starts it, for those who count bytes (`distributed.traffic`).
 
-"gather" (weights), "reduce" (gradients), "amax" (agreement on scales); what is not said is "".
+"gather" (weights), "reduce" (gradients), "activations", "amax" (agreement on scales); what is not said is "".
 """
 
 from collections.abc import Iterator

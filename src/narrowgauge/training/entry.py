@@ -27,6 +27,7 @@ from narrowgauge.training.layout import layout_of
 from narrowgauge.training.loop import Job, OutOfMemory, finish, start_or_resume, train
 from narrowgauge.training.memory import Memory, gib, require_memory
 from narrowgauge.training.progress import Display
+from narrowgauge.training.saving import saves_of
 from narrowgauge.training.start import check_start
 
 
@@ -62,7 +63,7 @@ def run(
         Corrupted: numbers that must be equal are not (`guard.replay_every`).
         OutOfMemory: a step needs more memory than there is.
         PoisonedError: weights or moments became non-finite; the checkpoints there are untouched.
-        SaveError: the last save, or the one that a signal asked for, failed.
+        SaveError: the last save, or the one that a signal asked for, failed, or too many in a row.
     """
     check_keys(allow_change)
     config = config if isinstance(config, Config) else make_config(config or {})
@@ -114,6 +115,7 @@ def _run(
         display.say(f"{path} is done; to train again, name another directory with --out")
         return
     directory = (Journal if crew.rank == 0 else Bystander)(path, display.say)
+    saves = saves_of(config, directory, display.say, crew)
     crew.keep_records_in(path, lambda cause: RunDirectory(path).set_status("failed", cause))
     try:
         with crew.one_cause():
@@ -121,7 +123,7 @@ def _run(
             if crew.rank == 0:
                 dataset.tokenizer.save(directory.tokenizer)
             run_id = crew.share(directory.run_id(dataset.digest) if crew.rank == 0 else "")
-            job = Job(config, device, dataset, directory, display, plan, crew, run_id)
+            job = Job(config, device, dataset, directory, display, plan, crew, saves, run_id)
             session = start_or_resume(job, changes, Mesh(layout, device))
             train(job, session, requests)
             finish(job, session)
@@ -138,6 +140,8 @@ def _run(
         if machine.is_out_of_memory(error):
             raise OutOfMemory(_how_to_save_memory(config, device, plan)) from error
         raise
+    finally:
+        saves.end()  # at last: the others know the cause of an end before this one waits for a disk
 
 
 def _open_data(config: Config, crew: Crew, display: Display) -> Dataset:

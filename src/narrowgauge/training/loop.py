@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.checkpoint import SaveError, choose_step, load
+from narrowgauge.checkpoint import choose_step, load
 from narrowgauge.data import Dataset, Loader
 from narrowgauge.distributed import START, Crew, Mesh
 from narrowgauge.models import Transformer, count_parameters, flops_per_token, generate
@@ -31,6 +31,7 @@ from narrowgauge.training.memory import Memory, Watch, gib, measured
 from narrowgauge.training.model import build_model, load_model
 from narrowgauge.training.progress import Display
 from narrowgauge.training.response import respond
+from narrowgauge.training.saving import Saves
 from narrowgauge.training.session import Session
 from narrowgauge.training.start import start_from_weights
 from narrowgauge.training.validate import validation_loss
@@ -51,6 +52,7 @@ class Job:
     display: Display
     plan: Memory | None  # what one process would take
     crew: Crew
+    saves: Saves
     run_id: str  # what a checkpoint has to be of, to be continued here
 
     @cached_property
@@ -115,7 +117,7 @@ def train(job: Job, session: Session, requests: Requests) -> None:
 
 def _steps(job: Job, session: Session, batches: Loader, requests: Requests, is_warm: bool) -> None:
     """The loop itself, to the end or until the guard has gone back, from where the batches are others."""
-    config, directory, steps = job.config, job.directory, job.config.training.steps
+    config, directory, say, steps = job.config, job.directory, job.display.say, job.config.training.steps
     last_save = time.monotonic()
     requests.save_first()
     while session.step < steps:
@@ -131,14 +133,15 @@ def _steps(job: Job, session: Session, batches: Loader, requests: Requests, is_w
             line["val_loss"] = _validate(job, session)
         directory.record(line)
         job.display.step(line)
-        loss, norm = line["loss"], line["grad_norm"]
-        if respond(session, directory, job.run_id, loss, norm, job.display.say, job.crew):
+        if session.verdict.action == "rollback":
+            job.saves.settle()  # the checkpoint to go back to may be the one that is under way
+        if respond(session, directory, job.run_id, line["loss"], line["grad_norm"], say, job.crew):
             return
         check = config.guard.check_every
         if check and session.step % check == 0:
             session.check_replicas()
         if is_last or found["late"] or asked or session.step % config.checkpoint.every == 0:
-            _save(job, session, must=is_last or bool(asked))
+            job.saves.save(session, job.run_id, must=is_last or bool(asked))
             last_save = time.monotonic()
         if asked:
             directory.record({"event": "stop", "step": session.step, "reason": asked})
@@ -207,23 +210,6 @@ def _validate(job: Job, session: Session) -> float:
         c.validation.batches,
         c.data.separate_documents,
     )
-
-
-def _save(job: Job, session: Session, must: bool) -> None:
-    """Publish a checkpoint; a full disk is told loudly, and ends the run only where this save is its last."""
-    job.crew.at(f"the save after step {session.step}", START)
-    job.directory.require_there()
-    session.check_replicas()
-    job.directory.sync_metrics()
-    try:
-        session.save(job.directory.checkpoints, job.run_id, job.crew.control)
-    except SaveError as error:
-        job.display.say(f"NOT SAVED: {error}")
-        job.directory.record({"event": "save failed", "step": session.step, "reason": str(error)})
-        if must:
-            raise
-    else:
-        job.directory.record({"event": "save", "step": session.step})
 
 
 def finish(job: Job, session: Session) -> None:

@@ -210,6 +210,10 @@ class CheckpointSection(Section):
         10.0, gt=0, allow_inf_nan=True, description="minutes between saves, whichever comes first; inf: never"
     )
     keep: int = Field(2, ge=2, description="how many valid ones are kept")
+    asynchronous: bool = Field(
+        False, description="write beside the steps; they wait for a copy of the state in the host's memory"
+    )
+    max_failures: int = Field(3, ge=1, description="saves that fail in a row before it stops")
 
 
 class GuardSection(Section):
