@@ -136,7 +136,7 @@ class Engine:
                 amax.copy_(of_all)
 
     def _sum_at_rest(self) -> None:
-        """Gradients in narrow numbers: over `tensor` those of whole weights, over `data` where FSDP does not."""
+        """Gradients in narrow numbers: of whole weights over `tensor`, over `data` where FSDP does not."""
         wires = wires_of(self.model)
         held = [p for p in self.model.parameters() if getattr(p, "gradient", None) is not None]
         for direction in ("tensor",) if self.mesh.layout.is_cut else ("data", "tensor"):
