@@ -9,6 +9,7 @@ from narrowgauge.distributed.launchers import speaks_for_all
 from narrowgauge.distributed.meeting import NEVER
 from narrowgauge.distributed.mesh import Layout, Mesh, fit
 from narrowgauge.distributed.stages import MicroBatch
+from narrowgauge.distributed.whole_blocks import check_blocks
 from narrowgauge.distributed.world import World, world_from
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Stopped",
     "World",
     "build",
+    "check_blocks",
     "check_division",
     "fit",
     "joined",

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from narrowgauge.distributed.exchange import gather_tokens, sum_tokens, to_heads, to_tokens
@@ -21,6 +22,8 @@ from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig, Transformer
 from narrowgauge.nn import Linear, Split, Tokens
 from narrowgauge.quantization import Axis, Part, whole_axis
+
+BY_COLUMNS = ("attention_out", "down")  # the layers of a block whose columns `tensor` divides
 
 
 def check_division(model: ModelConfig, sequence_length: int, layout: Layout) -> None:
@@ -70,29 +73,36 @@ def _divide_block(block: Any, config: ModelConfig, mesh: Mesh, own: Tokens | Non
         for layer in _linears(block):
             layer.split = Split(own)
         return
-    count, N, K, H = mesh.size("tensor"), config.heads, config.kv_heads, config.head_dim
-    F = config.ffn_dim
-    block.heads_NKK = (N // count, K // count, K // count)
-    _by_rows(block.qkv, [N * H, K * H, K * H], mesh, own)
-    _by_columns(block.attention_out, mesh, own)
-    if config.mlp == "swiglu":
-        _by_rows(block.gate_up, [F, F], mesh, own)
-    else:
-        _by_rows(block.up, [F], mesh, own)
-    _by_columns(block.down, mesh, own)
+    count = mesh.size("tensor")
+    block.heads_NKK = tuple(heads // count for heads in block.heads_NKK)
+    for name, sizes in rows_of(config).items():
+        _by_rows(getattr(block, name), sizes, mesh, own)
+    for name in BY_COLUMNS:
+        _by_columns(getattr(block, name), mesh, own)
+
+
+def rows_of(config: ModelConfig) -> dict[str, list[int]]:
+    """The layers of a block whose rows `tensor` divides: how many rows each part of their weight has."""
+    N, K, H, F = config.heads, config.kv_heads, config.head_dim, config.ffn_dim
+    up = {"gate_up": [F, F]} if config.mlp == "swiglu" else {"up": [F]}
+    return {"qkv": [N * H, K * H, K * H]} | up
 
 
 def _linears(block: nn.Module) -> Iterator[Linear]:
     return (m for m in block.modules() if isinstance(m, Linear))
 
 
-def _axis(sizes: list[int], mesh: Mesh) -> Axis:
-    """Of parts of these sizes one after the other, this process's share of each."""
-    index, count, runs, start = mesh.index("tensor"), mesh.size("tensor"), [], 0
+def share_of(sizes: list[int], index: int, count: int, groups: tuple[dist.ProcessGroup, ...] = ()) -> Axis:
+    """Of parts of these sizes one after the other, the share of process `index` of `count` of each."""
+    runs, start = [], 0
     for size in sizes:
         runs.append((start + index * size // count, size // count))
         start += size
-    return Axis(start, tuple(runs), mesh.groups("tensor"))
+    return Axis(start, tuple(runs), groups)
+
+
+def _axis(sizes: list[int], mesh: Mesh) -> Axis:
+    return share_of(sizes, mesh.index("tensor"), mesh.size("tensor"), mesh.groups("tensor"))
 
 
 def _by_rows(layer: object, sizes: list[int], mesh: Mesh, own: Tokens | None) -> None:

@@ -138,12 +138,10 @@ class Engine:
                 amax.copy_(of_all)
 
     def _sum_at_rest(self) -> None:
-        """Gradients in narrow numbers, of weights that are not cut; those that are FSDP sums."""
-        if self.mesh.layout.is_cut:
-            return
+        """Gradients in narrow numbers: of whole weights over `tensor`, over `data` where FSDP does not."""
         wires = wires_of(self.model)
         held = [p for p in self.model.parameters() if getattr(p, "gradient", None) is not None]
-        for direction in ("data", "tensor"):
+        for direction in ("tensor",) if self.mesh.layout.is_cut else ("data", "tensor"):
             if self.mesh.size(direction) > 1:
                 group = self.mesh.group(direction)
                 some = [p for p in held if direction == "data" or group not in _groups(p)]

@@ -57,8 +57,11 @@ class Axis:
         ends = last[0] + last[1] == self.size or last[1] % block == 0
         return ends and last[0] % block == 0 and all(a % block == 0 == n % block for a, n in others)
 
-    def rows(self, rank: int, size: int, group: dist.ProcessGroup) -> "Axis":
-        """The entries that process `rank` of `size` gets when these are cut as `torch.chunk` cuts them."""
+    def rows(self, rank: int, size: int, *group: dist.ProcessGroup) -> "Axis":
+        """The entries that process `rank` of `size` gets when these are cut as `torch.chunk` cuts them.
+
+        `group` has those processes; without one it is arithmetic only.
+        """
         each = -(-self.length // size)
         begin, end = min(rank * each, self.length), min((rank + 1) * each, self.length)
         runs, passed = [], 0
@@ -67,7 +70,7 @@ class Axis:
             if low < high:
                 runs.append((a + low, high - low))
             passed += n
-        return Axis(self.size, tuple(runs), (*self.groups, group))
+        return Axis(self.size, tuple(runs), (*self.groups, *group))
 
 
 def whole_axis(size: int) -> Axis:
