@@ -48,7 +48,7 @@ class _ThreeGemms(torch.autograd.Function):
             some_x_RM = evenly(x_MK.T).clone()
             places.gauge.product("fprop.y", y_MN, x_MK, places.wide(w_NK))
         if bias_N is not None:
-            y_MN = y_MN + bias_N.to(y_MN.dtype)
+            y_MN += bias_N.to(y_MN.dtype)  # in place: another tensor of this size costs its memory's pages
         kept, ctx.restore_x = places.keep(x_MK, x)
         # What was gathered is gathered again, so that nothing of it is kept.
         ctx.reuses_w = places.shared("fprop.w", "dgrad.w") and not isinstance(w_NK, Gathered)
