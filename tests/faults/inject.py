@@ -143,16 +143,19 @@ def record_tokens(file: str) -> None:
     take = Session.train_step
 
     def train_step(self: Session, *args: Any, **kwargs: Any) -> Any:
-        def hook(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            lines = [json.dumps([self.step + 1, row]) + "\n" for row in inputs[0].tolist()]
+        embed = self.model.embed  # is given whole sequences, whatever part of them is here
+
+        def write(x_BT: torch.Tensor, *rest: Any) -> torch.Tensor:
+            lines = [json.dumps([self.step + 1, row]) + "\n" for row in x_BT.tolist()]
             with open(file, "a") as out:
                 out.write("".join(lines))
+            return embed(x_BT, *rest)
 
-        handle = self.model.embedding.register_forward_pre_hook(hook)
+        self.model.embed = write  # type: ignore[method-assign]
         try:
             return take(self, *args, **kwargs)
         finally:
-            handle.remove()
+            del self.model.embed
 
     Session.train_step = train_step  # type: ignore[method-assign]
 

@@ -83,7 +83,9 @@ def test_dimensions_that_divide_into_nothing(runs, tmp_path, recipe, ranks):
     """A block is of the global tensor: shards of 40 / 3 rows leave its grid where it was."""
     changes = BATCH | ODD | {"recipe.name": recipe}
     goes_through(runs, tmp_path / "still", changes, [(ranks, ()), (1, ()), (2, ())])
-    goes_on_alike(runs, tmp_path, changes | {"training.steps": 20}, ranks, 1, 1e-5)
+    # Sums of gradients in FP8 depend on how many are summed: how they are cut is what is tested here.
+    wide = {"recipe.reduce": "fp32", "recipe.grad": "fp32"} if recipe.startswith("msamp") else {}
+    goes_on_alike(runs, tmp_path, changes | wide | {"training.steps": 20}, ranks, 1, 1e-5)
 
 
 @case("B3")
@@ -102,7 +104,7 @@ def test_a_batch_that_the_ranks_do_not_divide(runs, out, ranks):
 def test_between_sharding_and_sharding_with_tensor_parallelism(runs, tmp_path, ranks):
     fsdp = ("--parallel.shard", "4")
     both = ("--parallel.shard", "2", "--parallel.tensor", "2")
-    changes = BATCH | {"recipe.name": "mxfp8"}
+    changes = BATCH | {"recipe.name": "mxfp8", "model.kv_heads": 4}  # whole blocks on each of two
     goes_through(runs, tmp_path / "still", changes, [(ranks, fsdp), (ranks, both)])
     changes = BATCH | {"recipe.name": "fp32", "training.steps": 50}
     goes_on_alike(runs, tmp_path, changes, ranks, ranks, 1e-6, fsdp, both)
