@@ -1,0 +1,126 @@
+"""What ranks do in the tests of parity: train together, and look for what one process has alone.
+
+The process that trains alone leaves its numbers in a file; each rank then looks up those of its own pieces.
+"""
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from narrowgauge.data import open_data
+from narrowgauge.distributed import Mesh
+from narrowgauge.nn import DTYPES, Linear
+from narrowgauge.nn.weights import best_numbers
+from narrowgauge.optim import local, part_of
+from narrowgauge.training.config import make_config
+from narrowgauge.training.layout import layout_of
+from narrowgauge.training.session import Session
+from narrowgauge.training.validate import validation_loss
+
+CPU = torch.device("cpu")
+
+
+class Operands:
+    """Laid on a layer: keeps what every product sees of its operands, one micro-batch after the other."""
+
+    def __init__(self, name, layer, samples):
+        self.name, self.layer, self.samples, self.seen = name, layer, samples, {}
+
+    def operand(self, place, x, values, scale, cast, axis, signs=None, encode_scale=None):
+        in_backward = torch._C._current_graph_task_id() != -1
+        if place == "saved" or (place.startswith("fprop") and in_backward):  # no operand, or seen before
+            return
+        tokens = self.samples if place.endswith(".w") else x.shape[0]
+        sizes = self.samples, tokens, self.layer.out_features, self.layer.in_features
+        part = self.layer.split.parts(*sizes).get(place.partition(".")[2])
+        numbers = values.clone() if scale is None else values.float() * scale
+        self.seen.setdefault(place, []).append((numbers, part))
+
+    def product(self, *_):
+        pass
+
+
+class Trained:
+    """A session after some steps: what each gave, the operands of the first, the loss on other text.
+
+    Args:
+        wide: compute what recipes call fp32 in float64, so that the order of a sum changes no number.
+        loss_scale: to begin with, where gradients pass through fp16.
+    """
+
+    def __init__(self, values, steps, wide=True, loss_scale=0.0):
+        if wide:
+            DTYPES["fp32"] = torch.float64
+        self.config = config = make_config(values)
+        d, samples = config.data, config.training.micro_batch_size
+        data = open_data(d.source, d.tokenizer, d.weights, lambda *_: None)
+        self.mesh = Mesh(layout_of(config, dist.get_world_size()), CPU)
+        self.session = Session.begin(config, CPU, self.mesh)
+        if loss_scale:
+            self.session.scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale)
+            self.session.scaler.scale(torch.zeros(()))
+        self.start = {name: numbers(p).clone() for name, p in self.parameters()}
+        layers = {n: m for n, m in self.session.model.named_modules() if isinstance(m, Linear)}
+        onlookers = [Operands(name, layer, samples) for name, layer in layers.items()]
+        self.steps = []
+        with self.session.batches(data.train) as batches:
+            for step in range(steps):
+                for each in onlookers:
+                    each.layer.gauge = each if step == 0 else None
+                self.steps.append(self.session.train_step(batches)[:2])
+        self.operands = {(o.name, place): seen for o in onlookers for place, seen in o.seen.items()}
+        val = validation_loss(
+            self.session.engine, data.val, samples, d.sequence_length, 3, d.separate_documents
+        )
+        self.told = {"steps": self.steps, "val": val, "state": self.session.state()}
+
+    def parameters(self):
+        return list(self.session.model.named_parameters())
+
+    def found(self):
+        """(parameter, kind, where it lies, numbers): how far it has moved, and its moments."""
+        for name, p in self.parameters():
+            yield name, "moved", part_of(p), (numbers(p) - self.start[name]).detach()
+            for place, moment in self.session.optimizer.moments(p).items():
+                yield name, place, part_of(p), moment.read()
+
+
+def numbers(p):
+    return local(p).float() if getattr(p, "at_rest", None) is None else best_numbers(p)
+
+
+def alone(path, **how):
+    """What one process has: figures, and all tensors in a file."""
+    trained = Trained(**how)
+    kept = {f"{name} {kind}": t.contiguous() for name, kind, _, t in trained.found()}
+    for (name, place), seen in trained.operands.items():
+        kept |= {f"{name} {place} {i}": t.contiguous() for i, (t, _) in enumerate(seen)}
+    save_file(kept, path)
+    return trained.told
+
+
+def together(path, **how):
+    """The figures of several, and what their pieces differ in.
+
+    `apart`: by parameter and kind, the sums of squares of the differences and of what there should be.
+    `unlike`: by layer and place, how many elements of the first step's operands are others.
+    """
+    trained, theirs = Trained(**how), load_file(path)
+    apart = {}
+    for name, kind, part, ours in trained.found():
+        expected = taken(theirs[f"{name} {kind}"], part)
+        apart[f"{name} {kind}"] = [float(t.double().square().sum()) for t in (ours - expected, expected)]
+    t, data = trained.config.training, trained.mesh.layout.data
+    first = trained.mesh.data_index * t.batch_size // (data * t.micro_batch_size)
+    unlike = {}
+    for (name, place), seen in trained.operands.items():
+        for i, (ours, part) in enumerate(seen, start=first):
+            once = f"{name} {place.replace('dgrad.w', 'fprop.w')} {i}"  # alone both products have the same
+            expected = taken(theirs.get(f"{name} {place} {i}", theirs[once]), part)
+            if count := int((ours != expected).sum()):
+                unlike[f"{name} {place}"] = unlike.get(f"{name} {place}", 0) + count
+    return trained.told | {"apart": apart, "unlike": unlike, "seen": len(trained.operands)}
+
+
+def taken(whole, part):
+    return whole if part is None else part.take(whole)

@@ -1,0 +1,236 @@
+"""Several processes train as one does: every recipe on every grid, bit-equal operands, losses within 1e-5.
+
+What is compared is exact but for the order of sums, so sums are taken in float64 (`--recipe.compute fp32`,
+computed wide): a number that differs is then a mistake, and not a code that a last bit has tipped over. Sums
+of gradients over micro-batches and processes stay float32; a code that they tip over in a later step changes
+a single element, which with a small learning rate does not grow.
+"""
+
+import json
+import shutil
+from math import inf, isfinite
+
+import pytest
+
+from narrowgauge.recipes import recipe_names
+
+LAYOUTS = {
+    "fsdp 2": (2, {}),
+    "zero 2": (2, {"zero": 2}),
+    "zero 1": (2, {"zero": 1}),
+    "ddp 2": (2, {"replicate": 2}),
+    "tp 2": (2, {"tensor": 2}),
+    "cp 2": (2, {"context": 2}),
+    "pp 2": (2, {"pipeline": 2}),
+    "fsdp 4": (4, {}),
+    "hsdp 2x2": (4, {"replicate": 2, "shard": 2}),
+    "tp 2 x fsdp 2": (4, {"tensor": 2, "shard": 2}),
+    "cp 2 x fsdp 2": (4, {"context": 2, "shard": 2}),
+    "tp 2 x cp 2": (4, {"tensor": 2, "context": 2}),
+    "pp 2 x fsdp 2": (4, {"pipeline": 2, "shard": 2}),
+    "pp 2 x ddp 2": (4, {"pipeline": 2, "replicate": 2}),
+    "pp 2 x tp 2": (4, {"pipeline": 2, "tensor": 2}),
+}
+TWO = ("fsdp 2", "ddp 2", "tp 2", "cp 2", "pp 2")
+# Gradients of these are themselves narrow where they rest and travel: each sum is rounded, so it depends on
+# how many there are. With wide sums they are as exact as the others.
+NARROW_SUMS = ("bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3")
+WIDE_SUMS = {"recipe.grad": "fp32", "recipe.reduce": "fp32"}
+
+
+class Parity:
+    """One process's figures and tensors, of the case that was asked for last, and how others compare."""
+
+    def __init__(self, ranks, base, directory):
+        self.ranks, self.base, self.directory = ranks, base, directory
+        self.case, self.alone = "", {}
+
+    def __call__(self, layout, recipe, changes=(), steps=3, **how):
+        """(what one process tells, what each of several does), under a recipe with changes."""
+        world, parallel = LAYOUTS[layout] if isinstance(layout, str) else layout
+        values = self.base({"recipe.name": recipe, **dict(changes)})
+        how |= {"values": values, "steps": steps, "path": str(self.directory / "alone.safetensors")}
+        if self.case != (case := json.dumps(how, sort_keys=True)):
+            self.case, (self.alone,) = case, self.ranks(1, "jobs_parity.alone", **how)
+        how["values"] = values | {"parallel": parallel}
+        return self.alone, self.ranks(world, "jobs_parity.together", **how)
+
+
+@pytest.fixture(scope="module")
+def parity(ranks, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("parity")
+    text = directory / "text"
+    text.mkdir()
+    words = ["narrow", "gauge", "rail", "train", "coal", "steam", "valley", "signal"]
+    for i in range(240):  # documents of 5 to 120 bytes
+        (text / f"{i:03}.txt").write_text(" ".join(words[(i * j * j + j) % 8] for j in range(1 + i % 20)))
+
+    def base(changes):
+        values = {
+            "model": {"dim": 64, "layers": 2, "heads": 4, "kv_heads": 4, "ffn_dim": 64, "vocab_size": 257},
+            "data": {"source": str(text), "tokenizer": "bytes", "sequence_length": 64},
+            "training": {"steps": 10, "batch_size": 4, "micro_batch_size": 1, "device": "cpu"},
+            "optimizer": {"lr": 1e-5},
+            "schedule": {"warmup_steps": 2},
+            "recipe": {"compute": "fp32"},
+        }
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            values.setdefault(section, {})[name] = value
+        return values
+
+    yield Parity(ranks, base, directory)
+    shutil.rmtree(directory)
+
+
+def apart(ours, theirs):
+    """The largest relative difference; where one number is not finite, the other is not."""
+    pairs = list(zip(ours, theirs, strict=True))
+    assert all(isfinite(a) == isfinite(b) for a, b in pairs), pairs
+    return max(abs(a - b) / abs(b) for a, b in pairs if isfinite(b))
+
+
+def differences(alone, everyone):
+    """The largest relative difference of each kind; of tensors in the root of the mean square."""
+    told = {json.dumps([each["steps"], each["val"], each["state"]]) for each in everyone}
+    assert len(told) == 1, f"ranks disagree: {told}"
+    losses, norms = zip(*everyone[0]["steps"], strict=True)
+    found = {"loss": apart(losses, [loss for loss, _ in alone["steps"]])}
+    found["norm"] = apart(norms, [norm for _, norm in alone["steps"]])
+    found["val"] = apart([everyone[0]["val"]], [alone["val"]])
+    tensors = {}
+    for each in everyone:
+        for name, squares in each["apart"].items():
+            tensors.setdefault(name, []).append(squares)
+    for name, squares in tensors.items():
+        difference, expected = (sum(column) for column in zip(*squares, strict=True))
+        kind = name.split()[1]
+        relative = (difference / expected) ** 0.5 if expected else (inf if difference else 0.0)
+        found[kind] = max(found.get(kind, 0.0), relative)
+    return found
+
+
+def check(alone, everyone, bound=1e-5, tensors=1e-3):
+    """Bit-equal operands in the first step; then losses, norms, and what became of weights and moments."""
+    unlike = [each["unlike"] for each in everyone]
+    assert not any(unlike), unlike
+    assert all(each["seen"] for each in everyone)
+    found = differences(alone, everyone)
+    bounds = {"loss": bound, "norm": bound, "val": bound, "moved": tensors, "m": tensors, "v": tensors}
+    assert {kind: d for kind, d in found.items() if d > bounds[kind]} == {}
+    return found
+
+
+@pytest.mark.parametrize("layout", TWO)
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-delayed", "nvfp4", "quartet"])
+def test_two_processes_train_as_one(parity, recipe, layout):
+    check(*parity(layout, recipe))
+
+
+GPT_2 = {
+    "model.positions": "learned",
+    "model.norm": "layer",
+    "model.mlp": "gelu",
+    "model.bias": True,
+    "model.tied_head": True,
+    "model.max_sequence_length": 80,
+}
+DOCUMENTS = {"data.separate_documents": True, "training.micro_batch_size": 2}
+
+
+@pytest.mark.parametrize("layout", [*TWO, "pp 2 x fsdp 2"])
+def test_a_tied_head_learned_positions_and_documents_kept_apart(parity, layout):
+    """Micro-batches of two sequences, but in a pipeline, which needs two micro-batches."""
+    changes = {"training.batch_size": 8} if "pp" in layout else {}
+    check(*parity(layout, "fp8-row", GPT_2 | DOCUMENTS | changes))
+
+
+@pytest.mark.parametrize("layout", ["zero 1", "zero 2"])
+def test_stages_of_zero_and_heads_that_share_keys(parity, layout):
+    check(*parity(layout, "fp4", {"model.kv_heads": 2}))
+
+
+STOCHASTIC = {"cast": "e4m3", "rounding": "stochastic"}
+
+
+@pytest.mark.parametrize("layout", [(2, {"pipeline": 2}), (2, {"pipeline": 2, "chunks": 2})])
+def test_recomputed_stages_draw_the_same_random_bits(parity, layout):
+    """Later micro-batches have been begun by then; the chunks of a process take turns, too."""
+    changes = {"model.layers": 4, "training.recompute": True, "recipe.fprop.x": STOCHASTIC}
+    check(*parity(layout, "fp8", changes))
+
+
+UNEVEN = {
+    "model.dim": 12,
+    "model.heads": 2,
+    "model.kv_heads": 1,
+    "model.ffn_dim": 9,
+    "model.vocab_size": 400,
+    "data.sequence_length": 32,
+    "training.batch_size": 12,
+}
+
+
+@pytest.mark.parametrize("processes", [3, 4])
+def test_rows_that_cannot_be_shared_out_evenly(parity, processes):
+    """Of 9 rows 3 processes have as many; of 4 the last has none, nor of what belongs to them."""
+    check(*parity((processes, {}), "msamp-o2", GPT_2 | UNEVEN | WIDE_SUMS))
+
+
+@pytest.mark.parametrize("layout", ["fsdp 2", "tp 2", "pp 2"])
+def test_muon_makes_the_whole_momentum_orthogonal(parity, layout):
+    """Two sequences, so that gradients are bit-equal: its bfloat16 iteration magnifies any last bit."""
+    check(*parity(layout, "mxfp8", {"optimizer.name": "muon", "training.batch_size": 2}))
+
+
+@pytest.mark.parametrize("layout", ["tp 2", "tp 2 x fsdp 2"])
+def test_narrow_weights_that_every_process_of_a_tensor_group_has(parity, layout):
+    """The head: its gradient rests beside it, and is summed over processes that see different tokens."""
+    weights = {"recipe.weight": "bf16", "recipe.master": "bf16-split", "recipe.gather": "bf16"}
+    check(*parity(layout, "bf16", weights))
+
+
+@pytest.mark.parametrize("layout", ["zero 1", "ddp 2", "pp 2"])
+def test_overflow_is_everyones(parity, layout):
+    """fp16, its loss scaled so far that gradients overflow: all skip the step, and scale it less."""
+    fp16 = {"recipe.compute": "fp16"}
+    alone, everyone = parity(layout, "fp16", fp16, steps=4, wide=False, loss_scale=2.0**21)
+    for kind, key, value in (("guard", "skips", 2), ("loss_scaling", "scale", 2.0**19)):
+        assert [told["state"][kind][key] for told in (alone, *everyone)] == [value] * 3
+    check(alone, everyone)
+
+
+def narrow_sums(alone, everyone):
+    """Before any sum of gradients the loss is the same; then each rounds, as often as there are sums."""
+    found = differences(alone, everyone)
+    (first, _), (theirs, _) = everyone[0]["steps"][0], alone["steps"][0]
+    assert apart([first], [theirs]) < 1e-6
+    assert not any(each["unlike"] for each in everyone)
+    assert found["loss"] < 5e-3
+    assert found["norm"] < 2e-2
+    return found
+
+
+@pytest.mark.parametrize("layout", ["fsdp 2", "ddp 2"])
+def test_sums_in_narrow_numbers_are_near(parity, layout):
+    narrow_sums(*parity(layout, "msamp-o3"))
+
+
+LARGE = {"model.dim": 256, "model.ffn_dim": 256, "data.sequence_length": 256}  # whole blocks of 128
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recipe", recipe_names())
+def test_every_recipe_on_every_grid(parity, recipe, layout, record_property):
+    sums = WIDE_SUMS if recipe in NARROW_SUMS else {}
+    for kind, figure in check(*parity(layout, recipe, LARGE | sums, steps=10)).items():
+        record_property(kind, figure)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("recipe", NARROW_SUMS)
+def test_every_recipe_with_narrow_sums_on_every_grid(parity, recipe, layout, record_property):
+    for kind, figure in narrow_sums(*parity(layout, recipe, LARGE, steps=10)).items():
+        record_property(kind, figure)
