@@ -187,8 +187,7 @@ def overhead(bench: Bench) -> Any:
 def save(bench: Bench) -> Any:
     """What an interval of steps takes with a save at its beginning, over one without."""
     session, step = bench.engine_step("bf16", LAYOUTS["FSDP2, zero 3"])
-    calls: dict[str, list[float]] = {"background": [], "at once": []}
-    ratios: dict[str, list[float]] = {"background": [], "at once": []}
+    ratios: dict[str, list[tuple[float, ...]]] = {"background": [], "at once": []}
     place = Path(bench.options.directory) / "checkpoints"
     every = bench.options.interval
     with AsyncSaver() as saver:
@@ -200,20 +199,25 @@ def save(bench: Bench) -> Any:
             session.save(place, "benchmark", bench.crew.control)
 
         for turn in range(-1, bench.options.rounds):
-            without, _ = bench.measure(step, every)
+            without, alone = bench.measure(step, every)
             for name, begin in (("background", background), ("at once", at_once)):
-                call, _ = bench.measure(begin)
-                rest, _ = bench.measure(step, every)
-                saver.wait()
+                call, cpu_of_call = bench.measure(begin)
+                rest, cpu = bench.measure(step, every)
+                left, cpu_left = bench.measure(saver.wait)
                 if turn >= 0:
-                    calls[name].append(call / (without / every))
-                    ratios[name].append((call + rest) / without)
-    for name in ratios:
-        bench.say(f"{name:10} {spread(ratios[name])}   the call, in steps {spread(calls[name])}")
+                    cpu_of_all = (cpu_of_call + cpu + cpu_left) / alone
+                    clock = (call + rest) / without
+                    ratios[name].append((clock, cpu_of_all, call / without * every, left / without * every))
+    for name, every_round in ratios.items():
+        clock, cpus, calls, lefts = ([one[i] for one in every_round] for i in range(4))
+        bench.say(
+            f"{name:10} {spread(clock)}   cpu {spread(cpus)}   in steps: the call {spread(calls)}, "
+            f"left after the interval {spread(lefts)}"
+        )
     size = sum(file.stat().st_size for file in place.glob("step-*/*")) / 2
     step_ms = without / every * 1e3
     bench.say(f"{size / 2**20:.0f} MiB a checkpoint, {every} steps of {step_ms:.0f} ms between saves")
-    return {"ratios": ratios, "calls": calls, "bytes": size}
+    return {"ratios": ratios, "bytes": size, "step_ms": step_ms}
 
 
 def speed(bench: Bench) -> Any:
