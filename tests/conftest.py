@@ -18,6 +18,10 @@ from narrowgauge.checkpoint import read_manifest, steps
 
 pytest_plugins = ["faults.report"]
 
+# A shell that starts the tests in the background lets them ignore Ctrl-C; what they start would inherit it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 WORDS = ["narrow", "gauge", "rail", "train", "coal", "steam", "valley", "signal"]
 
 
