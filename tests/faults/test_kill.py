@@ -30,7 +30,7 @@ def test_one_rank_is_killed_and_the_job_ends(runs, out, victim, ranks):
     assert runs.look(out).trajectory == runs.undisturbed({"training.steps": 12}, ranks).trajectory
 
 
-SAVES = {"training.steps": 6, "checkpoint.every": 2}
+SAVES = {"training.steps": 8, "checkpoint.every": 2}
 
 
 def crash_and_go_on(runs, out, ranks, point):
