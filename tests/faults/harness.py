@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from faults.jobs import Job, JobEnded, alive, free_port
+from faults.jobs import Job, JobEnded, free_port
 from narrowgauge.checkpoint import load, steps
 
 INJECT = Path(__file__).with_name("inject.py")
@@ -49,8 +49,7 @@ class Runs:
     def end_all(self) -> None:
         """Leave no process behind, however the test ended."""
         for job in self._jobs:
-            if any(process.is_running for process in job.processes) or any(map(alive, job.pids.values())):
-                job.kill()
+            job.end()
         self._jobs.clear()
 
     def words(self, changes: Mapping[str, Any] | None = None) -> list[str]:

@@ -4,7 +4,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,22 +27,36 @@ class JobEnded:
 
 @dataclass
 class Job:
-    """The processes of one run: its ranks, or the torchrun that has them as children."""
+    """The processes of one run: its ranks, or the torchrun that has them as children.
+
+    Numbers of processes are used again, and soon on a busy machine. So a process is sent a signal only while
+    it is certain to be the one that was started: one of ours until it was waited for, a child of torchrun as
+    long as it began when it was first seen.
+    """
 
     processes: list[Any]
     ranks: int
     by_torchrun: bool = False
-    _seen: dict[int, int] = field(default_factory=dict)
+    _waited: set[int] = field(default_factory=set)  # of `processes`, by index
+    _workers: dict[int, tuple[int, str]] = field(default_factory=dict)  # by rank: id, and when it began
 
     @property
     def pids(self) -> dict[int, int]:
         """Process ids by rank; under torchrun those that were there when this was last asked."""
         if not self.by_torchrun:
             return {rank: process.pid for rank, process in enumerate(self.processes)}
-        for pid in children(self.processes[0].pid):
-            if (rank := environment(pid).get("RANK")) is not None:
-                self._seen[int(rank)] = pid
-        return self._seen
+        if 0 not in self._waited:
+            for pid in children(self.processes[0].pid):
+                if (rank := environment(pid).get("RANK")) is not None:
+                    self._workers[int(rank)] = pid, born(pid)
+        return {rank: pid for rank, (pid, _) in self._workers.items()}
+
+    @property
+    def left(self) -> list[int]:
+        """The process ids that are still this job's, and run."""
+        unwaited = [p.pid for index, p in enumerate(self.processes) if index not in self._waited]
+        workers = [pid for pid, began in self._workers.values() if born(pid) == began]
+        return [pid for pid in [*unwaited, *workers] if alive(pid)]
 
     def until(self, arrived: Callable[[], bool], seconds: float = 60) -> "Job":
         """Wait for something to be true."""
@@ -57,42 +71,50 @@ class Job:
         """A signal to one rank, or to all of them."""
         pids = self.pids
         for r in pids if rank is None else [rank]:
-            os.kill(pids[r], number)
+            if pids[r] in self.left:
+                os.kill(pids[r], number)
         return self
 
     def kill(self) -> JobEnded:
         """SIGKILL to every rank, and to torchrun, at once."""
-        for pid in [*(process.pid for process in self.processes), *self.pids.values()]:
-            if alive(pid):
-                os.kill(pid, signal.SIGKILL)
+        self._kill_left()
         return self.wait()
+
+    def end(self) -> None:
+        """Leave nothing of it behind, whatever has become of it."""
+        self._kill_left()
+        if len(self._waited) < len(self.processes):
+            self.wait()
+
+    def _kill_left(self) -> None:
+        assert self.pids is not None  # the workers of torchrun, before it is gone
+        for pid in self.left:
+            os.kill(pid, signal.SIGKILL)
 
     def wait(self, seconds: float = 120) -> JobEnded:
         """How it ends. When one rank fails the others have GRACE_S, then they are killed, as srun does."""
         deadline = time.monotonic() + seconds
-        waiting = dict(enumerate(self.processes))
         ended: dict[int, Any] = {}
-        while waiting:
-            for rank, process in list(waiting.items()):
-                if not process.is_running:
-                    ended[rank] = process.wait()
-                    del waiting[rank]
-                    if ended[rank].code != 0:
+        while len(ended) < len(self.processes):
+            for index, process in enumerate(self.processes):
+                if index not in ended and not process.is_running:
+                    self._waited.add(index)
+                    ended[index] = process.wait()
+                    if ended[index].code != 0:
                         deadline = min(deadline, time.monotonic() + GRACE_S)
-            if waiting and time.monotonic() > deadline:
-                self._give_up(waiting)
+            if len(ended) < len(self.processes) and time.monotonic() > deadline:
+                self._give_up(set(range(len(self.processes))) - ended.keys())
             time.sleep(0.01)
-        results = [ended[rank] for rank in sorted(ended)]
+        results = [ended[index] for index in sorted(ended)]
         said = ["".join(getattr(result, name) for result in results) for name in ("out", "err")]
         return JobEnded([result.code for result in results], *said)
 
-    def _give_up(self, waiting: Mapping[int, Any]) -> None:
-        for pid in [*(process.pid for process in waiting.values()), *self.pids.values()]:
-            if alive(pid):
-                os.kill(pid, signal.SIGKILL)
-        for process in waiting.values():
-            process.wait()
-        raise AssertionError(f"ranks {list(waiting)} did not end: {self._said()}")
+    def _give_up(self, waiting: set[int]) -> None:
+        self._kill_left()
+        for index in waiting:
+            self._waited.add(index)
+            self.processes[index].wait()
+        raise AssertionError(f"ranks {sorted(waiting)} did not end: {self._said()}")
 
     def _said(self) -> str:
         return "\n".join(p.err.read_text()[-3000:] + p.out.read_text()[-1000:] for p in self.processes)
@@ -112,6 +134,15 @@ def alive(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def born(pid: int) -> str:
+    """When a process began, in ticks since the machine did; "" where there is none of that number."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[19]
 
 
 def children(pid: int) -> list[int]:
