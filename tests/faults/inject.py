@@ -52,7 +52,7 @@ def gradient(steps: Iterable[int], factor: float, layer: str = "blocks.1.down") 
 def output(steps: Iterable[int], factor: float, layer: str = "norm", data: str = "") -> None:
     """What a layer puts out is multiplied: a batch on which the model is surprisingly wrong.
 
-    With `data`, a file, the fault is that of the sequences which the first such step met on this rank: whoever
+    With `data`, a file, the fault is that of the sequences which this rank first met in such a step: whoever
     comes to the step again with others is spared.
     """
     ids: list[Any] = []
