@@ -84,6 +84,8 @@ def main() -> int:
     except (Preempted, StoppedEarly) as stop:
         print(f"crew: {stop}", file=sys.stderr)
         return 75
+    except KeyboardInterrupt:
+        return 1
     except Stopped as stop:
         if stop.speaks:
             print(f"crew: {stop}", file=sys.stderr)
