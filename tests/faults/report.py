@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from faults.table import CASES
-from faults.waiting import SEVERAL, WAITING
 
 _HEAD = """\
 # What may go wrong with a run, and does not
 
 Every row is one or more tests with real processes, real signals and real files (`tests/faults/` and wherever
 a test says `@case`); `make faults` runs them all and writes this page. Ranks are processes that meet over
-gloo. "not yet": the feature is not there, and its test waits for it (`tests/faults/waiting.py`).
+gloo.
 """
 
 
@@ -30,56 +29,39 @@ class _Row:
     passed: int = 0
     failed: int = 0
     seconds: float = 0.0
-    not_yet: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
     @property
     def result(self) -> str:
         if self.failed:
             return "FAIL"
-        if self.not_yet:
-            return "not yet"
         if self.skipped:
             return "in part" if self.passed else "skipped"
         return "pass" if self.passed else "no test"
 
     @property
     def tests(self) -> str:
-        return f"{self.passed}/{self.passed + self.failed + len(self.not_yet) + len(self.skipped)}"
+        return f"{self.passed}/{self.passed + self.failed + len(self.skipped)}"
 
     @property
     def notes(self) -> str:
-        return "; ".join(dict.fromkeys(self.not_yet + self.skipped))
+        return "; ".join(dict.fromkeys(self.skipped))
 
 
 _rows: dict[str, _Row] = defaultdict(_Row)
 _cases_of: dict[str, tuple[str, ...]] = {}
-_reasons: dict[str, str] = {}  # by node: why it waits
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fault-table", metavar="FILE", help="print the table of faults, and write it to FILE")
-    parser.addoption("--waiting", action="store_true", help="run also what tests/faults/waiting.py lists")
-
-
-def _reason(item: pytest.Item, names: tuple[str, ...]) -> str | None:
-    """Why a test waits, if it does."""
-    ranks = item.callspec.params.get("ranks", 1) if hasattr(item, "callspec") else 1
-    keys = [*names, item.originalname, *([SEVERAL] if ranks > 1 else [])]  # type: ignore[attr-defined]
-    return next((WAITING[key] for key in keys if key in WAITING), None)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         names = tuple(name for mark in item.iter_markers("case") for name in mark.args)
-        if not names:
-            continue
-        _cases_of[item.nodeid] = names
-        reason = _reason(item, names)
-        if reason and not config.getoption("waiting"):
-            _reasons[item.nodeid] = reason
-            item.add_marker(pytest.mark.skip(reason=f"not yet: {reason}"))
+        if names:
+            _cases_of[item.nodeid] = names
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -90,8 +72,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
             row.failed += 1
         elif report.skipped:
             why = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
-            waits = report.nodeid in _reasons
-            (row.not_yet if waits else row.skipped).append(_reasons.get(report.nodeid, why))
+            row.skipped.append(why)
         elif report.when == "call":
             row.passed += 1
 
