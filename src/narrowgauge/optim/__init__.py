@@ -3,7 +3,8 @@
 from narrowgauge.optim.adamw import AdamW
 from narrowgauge.optim.groups import parameter_groups, set_learning_rate
 from narrowgauge.optim.muon import Muon
-from narrowgauge.optim.optimizer import Optimizer, Together, gradient, has_gradient, local, part_of
+from narrowgauge.optim.optimizer import Optimizer, Together
+from narrowgauge.optim.parameter import gradient, has_gradient, local, part_of
 from narrowgauge.optim.schedule import Kind, learning_rate
 
 __all__ = [

@@ -9,17 +9,18 @@ more (smaller ones cost nothing, and rounding hurts them most), weights and grad
 them so. Random bits of stochastic rounding are a function of (seed, step, tensor, element).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from narrowgauge.errors import UserError
 from narrowgauge.formats import Stream, stream
+from narrowgauge.optim.parameter import gradient, has_gradient, hung, local, part_of
+from narrowgauge.optim.writing import Narrow, Write, batches, is_random, write_all
 from narrowgauge.quantization import AtRest, Part, make_cast
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes import recipe as recipe_named
@@ -96,7 +97,7 @@ class Optimizer(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         assert closure is None
-        narrow: list[tuple[torch.Tensor, dict[str, Any], int]] = []
+        narrow: list[Narrow] = []
         number = 0
         for group in self.param_groups:
             plain: Tensors = []
@@ -108,11 +109,10 @@ class Optimizer(torch.optim.Optimizer):
                     narrow.append((p, group, _FIRST_STREAM + len(_WRITTEN) * own))
                 number += 1
             self._update_plain(plain, group)
-        for this, following in pairwise([*narrow, None]):
-            if following is not None:
-                self._fetch(following[0])
-            assert this is not None
-            self._update_narrow(*this)
+        for these, following in pairwise([*batches(narrow), []]):
+            for p, *_ in following:
+                self._fetch(p)
+            write_all([write for one in these for write in self._update_narrow(*one)])
 
     def _update_plain(self, plain: Tensors, group: Mapping[str, Any]) -> None:
         """Update parameters of which everything is fp32, where they lie."""
@@ -127,11 +127,11 @@ class Optimizer(torch.optim.Optimizer):
             [local(p) for p in plain], gradients, moments, [s["step"] for s in states], group, parts
         )
 
-    def _update_narrow(self, p: torch.Tensor, group: Mapping[str, Any], first_stream: int) -> None:
-        """Update a parameter of which anything is not fp32, or not here."""
+    def _update_narrow(self, p: torch.Tensor, group: Mapping[str, Any], first_stream: int) -> Iterator[Write]:
+        """Update a parameter of which anything is not fp32, or not here; what remains to be written."""
         g = gradient(p)
         assert g is not None
-        s, master, at_rest = self.state[p], _part(p, "master"), _part(p, "at_rest")
+        s, master, at_rest = self.state[p], hung(p, "master"), hung(p, "at_rest")
         algorithm = self.algorithms[group["algorithm"]]
         source = master or at_rest
         here = local(p)
@@ -143,19 +143,19 @@ class Optimizer(torch.optim.Optimizer):
         for place, (to, x) in {**written, "master": (master, w), "at_rest": (at_rest, w)}.items():
             if to is not None:
                 tensor = first_stream + _WRITTEN.index(place)
-                to.write(x, self._stream(tensor, s["step"], p.device) if _is_random(to) else None)
+                yield to, x, self._stream(tensor, s["step"], p.device) if is_random(to) else None
         if at_rest is None and w is not here:
             here.copy_(w)
 
     def _is_plain(self, p: torch.Tensor) -> bool:
         """Whether all of a parameter is fp32 and here, so that it can be updated where it lies."""
-        narrow = any(_part(p, name) is not None for name in ("at_rest", "gradient"))
+        narrow = any(hung(p, name) is not None for name in ("at_rest", "gradient"))
         is_here = all(m.cast == FP32 and not m.on_host for m in self.moments(p).values())
         return p.dtype == torch.float32 and not narrow and is_here
 
     def _fetch(self, p: torch.Tensor) -> None:
         """Begin to bring a parameter's state from the host, while another is updated."""
-        parts = [_part(p, name) for name in ("master", "at_rest", "gradient")]
+        parts = [hung(p, name) for name in ("master", "at_rest", "gradient")]
         for state in (*self.state[p].values(), *parts):
             if isinstance(state, AtRest):
                 state.fetch()
@@ -167,7 +167,7 @@ class Optimizer(torch.optim.Optimizer):
         """Forget the gradients, narrow ones included."""
         super().zero_grad(set_to_none)
         for p in self.parameters():
-            if (narrow := _part(p, "gradient")) is not None:
+            if (narrow := hung(p, "gradient")) is not None:
                 narrow.is_empty = True
 
     @torch.no_grad()
@@ -185,7 +185,7 @@ class Optimizer(torch.optim.Optimizer):
         total = self._norm_of_all(norms, norm_type).float()
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for p in self.parameters():
-            if (narrow := _part(p, "gradient")) is not None:
+            if (narrow := hung(p, "gradient")) is not None:
                 narrow.scale_by(factor.to(p.device))
             elif p.grad is not None:
                 local(p.grad).mul_(factor.to(p.device))
@@ -264,37 +264,3 @@ class Optimizer(torch.optim.Optimizer):
     def _tensors_of(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
         moments = {f"{place}.{k}": t for place, m in self.moments(p).items() for k, t in m.tensors.items()}
         return {"step": self.state[p]["step"]} | moments
-
-
-def gradient(p: torch.Tensor) -> torch.Tensor | None:
-    """A parameter's gradient as float32, wherever it is kept; None if there is none."""
-    if not has_gradient(p):
-        return None
-    narrow = _part(p, "gradient")
-    return local(p.grad).float() if narrow is None and p.grad is not None else narrow.read()
-
-
-def has_gradient(p: torch.Tensor) -> bool:
-    """Whether the last backward pass reached a parameter."""
-    narrow = _part(p, "gradient")
-    return p.grad is not None if narrow is None else not narrow.is_empty
-
-
-def local(t: torch.Tensor) -> torch.Tensor:
-    """What of a parameter, or of its gradient, is in this process's memory."""
-    return t.to_local() if isinstance(t, DTensor) else t.detach()
-
-
-def part_of(p: torch.Tensor) -> Part | None:
-    """Where that lies in the whole parameter, if others hold some of it."""
-    part = getattr(p, "part", None)
-    return None if part is None or part.is_whole else part
-
-
-def _part(p: torch.Tensor, name: str) -> Any:
-    """What `nn.weights` hung on a parameter."""
-    return getattr(p, name, None)
-
-
-def _is_random(state: AtRest) -> bool:
-    return state.cast.rounding == "stochastic"

@@ -70,7 +70,7 @@ class AtRest:
         self.device, self.on_host = torch.device(device), on_host
         self.gauge: Callable[[torch.Tensor, AtRest], None] | None = None
         self.arriving: tuple[dict[str, torch.Tensor], torch.cuda.Event] | None = None
-        self.tensors = self._encoded(torch.zeros(self.shape, device=device), None)
+        self.tensors = self._encoded(torch.zeros(self.shape, device=device), part=part)
         self.move(self.device)
 
     @property
@@ -99,15 +99,26 @@ class AtRest:
             x = blocks.merge(shrink(blocks.split(x), Expansion(t["k"], t["c"])))
         return x.contiguous()
 
+    @property
+    def shares_scale(self) -> bool:
+        """Whether to be written it needs the largest magnitude of a tensor that is not all here."""
+        return self.part is not None and self.cast.is_scaled and self.cast.block is None
+
     def write(
-        self, x: torch.Tensor, stream: Stream | None = None, encode_scale: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        stream: Stream | None = None,
+        encode_scale: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
     ) -> None:
         """Store float32 numbers.
 
         `stream` gives the random bits of a cast that rounds stochastically; `encode_scale` (0-dim float32)
-        stands in for the scale of a whole tensor.
+        stands in for the scale of a whole tensor; `amax` (0-dim float32) is the largest magnitude of the one
+        tensor of which this is a part, where the processes have agreed on it already.
         """
-        for name, tensor in self._encoded(x, stream, encode_scale).items():
+        part = replace(self.part, agreed=amax) if self.part is not None else None
+        for name, tensor in self._encoded(x, stream, encode_scale, part).items():
             self.tensors[name].copy_(tensor, non_blocking=self.on_host)
         if self.gauge is not None:
             self.gauge(x, self)
@@ -148,7 +159,11 @@ class AtRest:
         self.write(self.read() * factor)
 
     def _encoded(
-        self, x: torch.Tensor, stream: Stream | None, encode_scale: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        stream: Stream | None = None,
+        encode_scale: torch.Tensor | None = None,
+        part: Part | None = None,
     ) -> dict[str, torch.Tensor]:
         """What `tensors` are to hold for `x`."""
         cast = self.cast
@@ -156,27 +171,27 @@ class AtRest:
             return _split(x)
         if not cast.is_scaled:
             if cast.rounding == "stochastic" and stream is not None:
-                bits = stream if self.part is None else self.part.bits_of(stream)
+                bits = stream if part is None else part.bits_of(stream)
                 x = round_to(x, cast.element.name, cast.rounding, bits)
             return {"values": x.to(torch_dtype(cast.element))}
         if stream is None and cast.rounding == "stochastic":
             cast = replace(cast, rounding="nearest-even")
         if cast.element.bits == 16:
-            values, scale = emulate(x, cast, -1, torch.float32, stream, part=self.part)
+            values, scale = emulate(x, cast, -1, torch.float32, stream, part=part)
             assert scale is not None
             return {"values": values.to(torch_dtype(cast.element)), "scale": scale}
         blocks, extra = self._blocks(), {}
         if cast.codebook:
-            if self.part is not None:
-                self.part.require_whole(cast)
+            if part is not None:
+                part.require_whole(cast)
             return _coded(x, cast.codebook, blocks)
         if cast.expand:
-            if self.part is not None:
-                self.part.require_whole(cast)
+            if part is not None:
+                part.require_whole(cast)
             split = blocks.split(x)
             e = expansion(split.abs(), blocks.inner, cast.element)
             x, extra = blocks.merge(stretch(split, e)), e._asdict()
-        q = quantize(x, cast, generator=stream, encode_scale=encode_scale, part=self.part)
+        q = quantize(x, cast, generator=stream, encode_scale=encode_scale, part=part)
         scales = q.scales if q.scale_codes is None else q.scale_codes
         whole = {"tensor_scale": q.tensor_scale} if cast.scale == "e4m3" else {}
         return {"codes": q.packed(), "scales": scales} | whole | extra

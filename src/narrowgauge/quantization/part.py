@@ -80,9 +80,13 @@ def whole_axis(size: int) -> Axis:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A local tensor as part of a global one: an axis for each dimension."""
+    """A local tensor as part of a global one: an axis for each dimension.
+
+    `agreed` is its largest magnitude, where all have found it already (`largest_of_each`).
+    """
 
     axes: tuple[Axis, ...]
+    agreed: torch.Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -117,6 +121,8 @@ class Part:
         Raises:
             UserError: a block of a size of its own is cut.
         """
+        if cast.block is None and self.agreed is not None:
+            return self.agreed.expand_as(amax)
         shared: list[dist.ProcessGroup] = []
         for dim, own in enumerate(self.axes):
             extent = _extent(cast, dim == axis % len(self.axes))
@@ -208,6 +214,22 @@ def largest_of(amax: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch
             for group in groups:
                 dist.all_reduce(amax, dist.ReduceOp.MAX, group)
     return amax
+
+
+def largest_of_each(tensors: Sequence[torch.Tensor], parts: Sequence[Part]) -> list[torch.Tensor]:
+    """The largest magnitude of each whole tensor, of which these are parts: 0-dim, infinite where not finite.
+
+    One collective for all that are divided alike, instead of one for each.
+    """
+    alike: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+    for i, part in enumerate(parts):
+        alike.setdefault(tuple(part.groups), []).append(i)
+    found = [t.abs().amax() if t.numel() else t.new_zeros(()) for t in tensors]
+    for groups, members in alike.items():
+        together = largest_of(torch.stack([found[i] for i in members]), groups)
+        for i, amax in zip(members, together.unbind(), strict=True):
+            found[i] = amax
+    return found
 
 
 def _extent(cast: Cast, is_contracted: bool) -> int:
