@@ -60,6 +60,15 @@ def test_scales_are_a_small_part(ranks, layout):
         assert found["sent"].get("amax", 0) < 0.02 * sum(found["sent"].values())
 
 
+def test_scales_are_agreed_on_together(ranks):
+    """Of a block four times: to add up its gradients and to store them, each with what overflowed; once more
+    for all state of the optimizer. Weights that travel need one for all of them."""
+    blocks = 2
+    for recipe, calls in {"msamp-o2": 4 * blocks + 1, "fp8": 1}.items():
+        for found in ranks(2, "jobs_wire.a_step", recipe=recipe, layout=ZERO_3):
+            assert found["calls"]["amax"] == calls
+
+
 def test_activations_between_processes_that_share_a_sequence(ranks):
     """In the numbers of products; the stream twice in a block under `tensor`, heads under `context`."""
     stream = 32 * 64  # tokens x dim

@@ -8,7 +8,8 @@
 
 A weight at rest in narrow numbers, its master and its gradient become those of the shard, on whose `part` of
 the whole their scales are agreed (`quantization.part`); the weight's own bytes travel. A gradient at rest
-takes what FSDP has summed over the processes, after each backward pass that ends in a sum.
+takes what FSDP has summed over the processes, after each backward pass that ends in a sum; those of a module
+that is cut as a whole are taken together, so that their scales are agreed on at once.
 """
 
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from narrowgauge.formats import Stream
 from narrowgauge.nn.gathered import Gathering, Hollow, agree
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.weights import Weight
+from narrowgauge.nn.weights import Weight, add_all
 from narrowgauge.quantization import AtRest, Part, whole_axis
 
 
@@ -34,8 +35,9 @@ def narrow_shards(module: torch.nn.Module) -> Iterator[None]:
     every = (m for m in module.modules() if isinstance(m, Linear))
     whole = {layer: _hollow_out(layer) for layer in every if not isinstance(layer.weight, DTensor)}
     yield
+    sums = Sums()
     for layer, (state, part) in whole.items():
-        _fill(layer, state, part)
+        _fill(layer, state, part, sums)
 
 
 def renew_gather_scales(model: torch.nn.Module) -> None:
@@ -61,7 +63,7 @@ def _hollow_out(layer: Linear) -> tuple[Weight | None, Part]:
     return state, part
 
 
-def _fill(layer: Linear, whole: Weight | None, part: Part) -> None:
+def _fill(layer: Linear, whole: Weight | None, part: Part, sums: "Sums") -> None:
     """Give a layer whose weight has been cut its shard of everything."""
     parameter = layer.weight
     assert isinstance(parameter, DTensor), "narrow_shards is for modules that fully_shard cuts within"
@@ -71,7 +73,7 @@ def _fill(layer: Linear, whole: Weight | None, part: Part) -> None:
     if whole is not None:
         layer.state_at_rest = state = _shard_of(whole, layer, rows)
         if state.gradient is not None:
-            parameter.register_post_accumulate_grad_hook(partial(_take_sum, layer))
+            sums.expect(layer)
     at_rest = None if whole is None else state.at_rest
     if at_rest is not None or layer.recipe.gather.name != "fp32":
         layer.gathering = Gathering(layer.recipe.gather, parameter, at_rest, own)
@@ -110,16 +112,36 @@ def _copy_rows(to: AtRest, of: AtRest, rows: slice) -> None:
             to.tensors[name].copy_(here)
 
 
-@torch.no_grad()
-def _take_sum(layer: Linear, parameter: torch.Tensor) -> None:
-    """Add what FSDP has summed to the gradient at rest, and forget it."""
-    state = layer.state_at_rest
-    assert state is not None
-    assert state.gradient is not None
-    assert isinstance(parameter.grad, DTensor)
-    stream = None
-    if layer.keys is not None:
-        # The same on all copies of a shard, which meet other samples: sums are counted instead.
-        stream = Stream(layer.keys[-1], state.gradient.sums * parameter.numel())
-    state.gradient.add(parameter.grad._local_tensor.float(), stream)
-    parameter.grad = None
+class Sums:
+    """Gradients that FSDP sums together, and hands over one after the other: the last one takes them all."""
+
+    def __init__(self) -> None:
+        """Of no layer yet."""
+        self._layers: list[Linear] = []
+        self._arrived: set[Linear] = set()
+
+    def expect(self, layer: Linear) -> None:
+        """Take the sum of a layer's weight, too."""
+        self._layers.append(layer)
+        layer.weight.register_post_accumulate_grad_hook(partial(self._arrive, layer))
+
+    @torch.no_grad()
+    def _arrive(self, layer: Linear, _: torch.Tensor) -> None:
+        """Once all are there, add them to the gradients at rest, and forget them."""
+        self._arrived.add(layer)
+        if len(self._arrived) < len(self._layers):
+            return
+        self._arrived.clear()
+        gradients, tensors, streams = [], [], []
+        for each in self._layers:
+            state, parameter = each.state_at_rest, each.weight
+            assert state is not None
+            assert state.gradient is not None
+            assert isinstance(parameter.grad, DTensor)
+            # The same on all copies of a shard, which meet other samples: sums are counted instead.
+            first = state.gradient.sums * parameter.numel()
+            streams.append(None if each.keys is None else Stream(each.keys[-1], first))
+            tensors.append(parameter.grad._local_tensor.float())
+            gradients.append(state.gradient)
+            parameter.grad = None
+        add_all(gradients, tensors, streams)

@@ -11,12 +11,14 @@ itself and `parameter.grad` stays None. What belongs to a parameter hangs on it,
 Master and gradient may lie in the host's memory (`offload`).
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
 from narrowgauge.formats import Stream, torch_dtype
 from narrowgauge.quantization import AtRest, Cast, Part, PreScale
+from narrowgauge.quantization.agreement import largest_of_each
+from narrowgauge.quantization.prescale import Prescaled, prescaled
 
 
 class Gradient(AtRest):
@@ -42,13 +44,7 @@ class Gradient(AtRest):
 
     def add(self, x: torch.Tensor, stream: Stream | None) -> None:
         """Add float32 numbers, rounding the sum once; with random bits nothing small is lost on average."""
-        total = x if self.is_empty else self.read() + x
-        scale = None
-        if self.prescale is not None:
-            scale = self.prescale.scale_of(total, self.cast, self.is_empty, self.part)
-        self.write(total, stream, scale)
-        self.sums = 1 if self.is_empty else self.sums + 1
-        self.is_empty = False
+        add_all([self], [x], [stream])
 
     def forget_step(self) -> None:
         """Give the pre-scaling factor back what this step has taught it."""
@@ -60,6 +56,28 @@ class Gradient(AtRest):
         super().move(device)
         if self.prescale is not None:
             self.prescale.move(device)
+
+
+def add_all(
+    gradients: Sequence[Gradient], tensors: Iterable[torch.Tensor], streams: Iterable[Stream | None]
+) -> None:
+    """`Gradient.add` for each; processes that hold them together agree on all their scales at once."""
+    totals = [x if g.is_empty else g.read() + x for g, x in zip(gradients, tensors, strict=True)]
+    every = list(zip(gradients, totals, strict=True))
+    factors = [(g, x, g.prescale) for g, x in every if g.prescale is not None]
+    for g, _, prescale in factors:
+        if g.is_empty:
+            prescale.begin_step()
+    scales = iter(prescaled([Prescaled(prescale, x, g.cast, g.part) for g, x, prescale in factors]))
+    sharing = [(g, x) for g, x in every if g.prescale is None and g.shares_scale]
+    largest = iter(largest_of_each([x for _, x in sharing], [g.part for g, _ in sharing]))
+    for (g, x), stream in zip(every, streams, strict=True):
+        if g.prescale is not None:
+            g.write(x, stream, encode_scale=next(scales))
+        else:
+            g.write(x, stream, amax=next(largest) if g.shares_scale else None)
+        g.sums = 1 if g.is_empty else g.sums + 1
+        g.is_empty = False
 
 
 def best_numbers(parameter: torch.Tensor) -> torch.Tensor:

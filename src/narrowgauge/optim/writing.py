@@ -14,7 +14,7 @@ import torch
 from narrowgauge.formats import Stream
 from narrowgauge.optim.parameter import part_of
 from narrowgauge.quantization import AtRest
-from narrowgauge.quantization.part import largest_of_each
+from narrowgauge.quantization.agreement import largest_of_each
 
 TOGETHER = 2**22  # elements of a batch
 
@@ -44,7 +44,7 @@ def batches(narrow: Iterable[Narrow]) -> Iterator[list[Narrow]]:
 def write_all(writes: list[Write]) -> None:
     """Store what was updated; scales that several processes share are agreed on together."""
     sharing = [(to, x) for to, x, _ in writes if to.shares_scale]
-    found = iter(largest_of_each([x for _, x in sharing], [to.part for to, _ in sharing if to.part]))
+    found = iter(largest_of_each([x for _, x in sharing], [to.part for to, _ in sharing]))
     for to, x, random in writes:
         to.write(x, random, amax=next(found) if to.shares_scale else None)
 

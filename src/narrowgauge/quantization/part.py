@@ -82,7 +82,7 @@ def whole_axis(size: int) -> Axis:
 class Part:
     """A local tensor as part of a global one: an axis for each dimension.
 
-    `agreed` is its largest magnitude, where all have found it already (`largest_of_each`).
+    `agreed` is its largest magnitude, where all have found it already (`agreement`).
     """
 
     axes: tuple[Axis, ...]
@@ -160,14 +160,6 @@ class Part:
             return stream.from_element(first.runs[0][0] * prod(axis.size for axis in others))
         return stream.uniform_at(self.places(stream.key.device))
 
-    def share_of(self, which: torch.Tensor) -> torch.Tensor:
-        """The share of all elements of the global tensor for which a bool tensor is true, 0-dim float32."""
-        count = torch.count_nonzero(which)
-        with sending("amax"):
-            for group in self.groups:
-                dist.all_reduce(count, group=group)
-        return count.float() / self.shape.numel()
-
     def everything(self, x: torch.Tensor) -> torch.Tensor:
         """All elements of the global tensor, in no particular order, as one row."""
         x = x.flatten()
@@ -214,22 +206,6 @@ def largest_of(amax: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch
             for group in groups:
                 dist.all_reduce(amax, dist.ReduceOp.MAX, group)
     return amax
-
-
-def largest_of_each(tensors: Sequence[torch.Tensor], parts: Sequence[Part]) -> list[torch.Tensor]:
-    """The largest magnitude of each whole tensor, of which these are parts: 0-dim, infinite where not finite.
-
-    One collective for all that are divided alike, instead of one for each.
-    """
-    alike: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
-    for i, part in enumerate(parts):
-        alike.setdefault(tuple(part.groups), []).append(i)
-    found = [t.abs().amax() if t.numel() else t.new_zeros(()) for t in tensors]
-    for groups, members in alike.items():
-        together = largest_of(torch.stack([found[i] for i in members]), groups)
-        for i, amax in zip(members, together.unbind(), strict=True):
-            found[i] = amax
-    return found
 
 
 def _extent(cast: Cast, is_contracted: bool) -> int:

@@ -10,11 +10,15 @@ multiplied by a factor mu that learns how much room is needed:
 What is applied is mu cut to its power of two, so that products with it are exact.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 
 from narrowgauge.quantization import scales
+from narrowgauge.quantization.agreement import largest_of_each, shares_of_each
 from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.part import Part, largest_of
+from narrowgauge.quantization.part import Part
 
 LIMIT = 1e-5  # share of elements that may overflow
 STEPS_TO_DOUBLE = 1000
@@ -47,22 +51,20 @@ class PreScale:
         self.tensors = {"mu": torch.full((), float(mu), device=device), "overflowed": overflowed}
         self._before: dict[str, torch.Tensor] = {}  # this step
 
-    def scale_of(self, x: torch.Tensor, cast: Cast, is_first: bool, part: Part | None = None) -> torch.Tensor:
-        """The encoding scale (0-dim float32) of a gradient, or of a `part` of one; `is_first` in its step."""
-        mu, overflowed = self.tensors["mu"], self.tensors["overflowed"]
-        if is_first:
-            self._before = {name: tensor.clone() for name, tensor in self.tensors.items()}
-            self.end_step()
-        magnitudes = x.abs()
-        amax = magnitudes.max() if x.numel() else x.new_zeros(())
-        if part is not None:
-            amax = largest_of(amax, part.groups)
+    def begin_step(self) -> None:
+        """Learn from the step that is over; `forget_step` comes back to this."""
+        self._before = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        self.end_step()
+
+    def scale_for(self, amax: torch.Tensor, cast: Cast) -> torch.Tensor:
+        """The encoding scale of a gradient with that largest magnitude; both 0-dim float32."""
         own, _ = scales.fp32_scale(torch.where(amax.isfinite(), amax, 0.0), cast.element, cast.power_of_two)
-        scale = (own * applied(mu)).clamp(max=scales.FLOAT_MAX)
-        beyond = magnitudes * scale > cast.element.max
-        share = beyond.float().mean() if part is None else part.share_of(beyond)
+        return (own * applied(self.tensors["mu"])).clamp(max=scales.FLOAT_MAX)
+
+    def see(self, share: torch.Tensor) -> None:
+        """Note the share of a gradient's elements that overflowed, 0-dim float32."""
+        overflowed = self.tensors["overflowed"]
         overflowed.copy_(torch.maximum(overflowed, share))
-        return scale
 
     def begin(self, devices: int) -> None:
         """Begin with 1 / sqrt(devices), MS-AMP's constant, where the sum is one over so many devices."""
@@ -84,3 +86,31 @@ class PreScale:
     def move(self, device: torch.device) -> None:
         """Go to another device."""
         self.tensors = {name: t.to(device) for name, t in self.tensors.items()}
+
+
+class Prescaled(NamedTuple):
+    """A gradient, or a `part` of one, that is about to be stored under a factor; float32."""
+
+    prescale: PreScale
+    x: torch.Tensor
+    cast: Cast
+    part: Part | None = None
+
+    def beyond(self, scale: torch.Tensor) -> torch.Tensor:
+        """Which elements overflow."""
+        return self.x.abs() * scale > self.cast.element.max
+
+
+def prescaled(gradients: Sequence[Prescaled]) -> list[torch.Tensor]:
+    """The encoding scale of each gradient, 0-dim float32; its factor is shown what overflows.
+
+    Processes that hold gradients together agree on all of them in two collectives: the largest magnitudes,
+    and how many elements overflow.
+    """
+    parts = [g.part for g in gradients]
+    every = zip(gradients, largest_of_each([g.x for g in gradients], parts), strict=True)
+    found = [g.prescale.scale_for(amax, g.cast) for g, amax in every]
+    overflow = (g.beyond(scale) for g, scale in zip(gradients, found, strict=True))
+    for g, share in zip(gradients, shares_of_each(overflow, parts), strict=True):
+        g.prescale.see(share)
+    return found
