@@ -17,6 +17,7 @@ def main() -> int:
     die_with_launcher(os.environ)
     # When one rank fails, torch in each of the others logs the stack of every connection it has lost.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells that it begins
     trains = sys.argv[1:2] == ["train"]
     with stop_requests(at_the_end=True) if trains else nullcontext():
         try:

@@ -27,6 +27,7 @@ from narrowgauge.report import print_comparison, read_run, write_report
 from narrowgauge.report.compare import ComparisonFailed, compare
 from narrowgauge.signals import Preempted, StoppedEarly
 from narrowgauge.training import (
+    PROFILED,
     Config,
     Corrupted,
     Diverged,
@@ -146,6 +147,15 @@ def _parser() -> tuple[_Parser, list[str]]:
         default="",
         help="section.keys that may have other values than the run in --out began with",
     )
+    p.add_argument(
+        "--profile",
+        metavar="STEPS",
+        nargs="?",
+        type=_count,
+        const=PROFILED,
+        default=0,
+        help=f"record STEPS steps ({PROFILED}): a trace for Perfetto in DIR/profile, and the time by class",
+    )
     _add_config_options(p)
     p = verb("compare", "train the same model under several recipes, side by side", _compare)
     p.add_argument("--recipes", required=True, metavar="A,B,C", help="recipes; the first is the reference")
@@ -182,6 +192,13 @@ def _add_config_options(p: _Parser) -> None:
         group.add_argument(f"--{key}", dest=key, metavar="VALUE", help=text, default=argparse.SUPPRESS)
 
 
+def _count(text: str) -> int:
+    """A whole number above zero."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
 def _unknown_argument(argument: str, parser: argparse.ArgumentParser) -> UserError:
     known = [option for action in parser._actions for option in action.option_strings]
     return unknown("option" if argument.startswith("-") else "argument", argument.split("=")[0], known)
@@ -206,7 +223,7 @@ def _read_train(words: list[str]) -> tuple[Config, Path | None]:
 def _train(options: argparse.Namespace) -> None:
     console = Console()
     allowed = [key.strip() for key in options.allow_change.split(",") if key.strip()]
-    path = run(make_config(_values(options)), options.out, console, allowed)
+    path = run(make_config(_values(options)), options.out, console, allowed, options.profile)
     if world_from(os.environ, 0).rank:  # the first of several processes reports for all
         return
     report = write_report([path], path / "report.html")

@@ -8,10 +8,12 @@ from narrowgauge.training.guard import Diverged
 from narrowgauge.training.loop import OutOfMemory
 from narrowgauge.training.machine import choose_device
 from narrowgauge.training.memory import cheaper, expected, gib
+from narrowgauge.training.profile import STEPS as PROFILED
 from narrowgauge.training.use import TrainedRun, open_run
 from narrowgauge.training.validate import bits_per_byte, validation_loss
 
 __all__ = [
+    "PROFILED",
     "Config",
     "Corrupted",
     "Diverged",

@@ -26,6 +26,7 @@ from narrowgauge.training.journal import Bystander, Journal
 from narrowgauge.training.layout import layout_of
 from narrowgauge.training.loop import Job, OutOfMemory, finish, start_or_resume, train
 from narrowgauge.training.memory import Memory, gib, require_memory
+from narrowgauge.training.profile import Profile
 from narrowgauge.training.progress import Display
 from narrowgauge.training.saving import saves_of
 from narrowgauge.training.start import check_start
@@ -43,6 +44,7 @@ def run(
     out: Path | str | None = None,
     console: Console | None = None,
     allow_change: Sequence[str] = (),
+    profile: int = 0,
 ) -> Path:
     """Train, or continue, or find done, the run of a configuration: what `narrowgauge train` runs.
 
@@ -51,6 +53,7 @@ def run(
         out: the run directory; None = `default_out`.
         console: where progress is shown; None = standard output.
         allow_change: `section.key`s that may have other values than the run began with.
+        profile: how many steps to record in DIR/profile, once a few are done; none by default.
 
     Returns:
         The run directory.
@@ -86,7 +89,8 @@ def run(
             dataset = _open_data(config, crew, display)
             with lock_run(path, crew.rank, crew.meet):
                 requests.save_first()  # until the directory has a status
-                _run(config, path, device, layout, plan, dataset, crew, display, requests, allow_change)
+                seen = Profile(path / "profile", crew.rank, device, profile) if profile else None
+                _run(config, path, device, layout, plan, dataset, crew, display, requests, allow_change, seen)
     return path
 
 
@@ -101,6 +105,7 @@ def _run(
     display: Display,
     requests: Requests,
     allow_change: Sequence[str],
+    profile: Profile | None,
 ) -> None:
     """The run in a directory that is locked."""
     changes: Changes = {}
@@ -123,7 +128,7 @@ def _run(
             if crew.rank == 0:
                 dataset.tokenizer.save(directory.tokenizer)
             run_id = crew.share(directory.run_id(dataset.digest) if crew.rank == 0 else "")
-            job = Job(config, device, dataset, directory, display, plan, crew, saves, run_id)
+            job = Job(config, device, dataset, directory, display, plan, crew, saves, run_id, profile)
             session = start_or_resume(job, changes, Mesh(layout, device))
             train(job, session, requests)
             finish(job, session)
@@ -141,6 +146,8 @@ def _run(
             raise OutOfMemory(_how_to_save_memory(config, device, plan)) from error
         raise
     finally:
+        if profile is not None:
+            profile.close()
         saves.end()  # at last: the others know the cause of an end before this one waits for a disk
 
 

@@ -29,12 +29,15 @@ from narrowgauge.training.disk import checkpoint_room, require_disk
 from narrowgauge.training.journal import Journal
 from narrowgauge.training.memory import Memory, Watch, gib, measured
 from narrowgauge.training.model import build_model, load_model
+from narrowgauge.training.profile import Profile
 from narrowgauge.training.progress import Display
 from narrowgauge.training.response import respond
 from narrowgauge.training.saving import Saves
 from narrowgauge.training.session import Session
 from narrowgauge.training.start import start_from_weights
 from narrowgauge.training.validate import validation_loss
+
+Taken = tuple[float, float, float]  # loss, gradient norm, learning rate
 
 
 class OutOfMemory(Exception):
@@ -54,6 +57,7 @@ class Job:
     crew: Crew
     saves: Saves
     run_id: str  # what a checkpoint has to be of, to be continued here
+    profile: Profile | None  # of some steps, where it is asked for
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -181,7 +185,7 @@ def _measured_step(
     every = job.config.gauges_every()
     reads = every and (session.step + 1) % every == 0 and job.crew.rank == 0  # the first tells for all
     gauges = session.make_gauges() if reads else None
-    loss, norm, lr = session.train_step(batches, after_forward, gauges)
+    loss, norm, lr = _profiled(job, session, lambda: session.train_step(batches, after_forward, gauges))
     if gauges is not None:
         job.directory.record_gauges(gauges.lines(session.step))
     seconds = time.perf_counter() - start  # the step ended with the loss on the host
@@ -197,6 +201,19 @@ def _measured_step(
         "mfu": job.facts["flops_per_token"] * tokens / seconds / job.facts["peak_flops"] / job.crew.size,
         "memory_bytes": machine.peak_memory(job.device),
     }
+
+
+def _profiled(job: Job, session: Session, take: Callable[[], Taken]) -> Taken:
+    """Take a step; where it ends the profile that was asked for, say where the time went."""
+    if job.profile is None:
+        return take()
+    number = session.step + 1
+    result, found = job.profile.step(number, take, is_last=number == job.config.training.steps)
+    if found is not None:
+        facts = {"step_ms": found.step_ms, "classes": found.classes, "device": found.device}
+        job.directory.record({"event": "profile", "step": session.step, **facts})
+        job.display.say(f"profile: {found}; {job.profile.trace} opens in ui.perfetto.dev")
+    return result
 
 
 def _validate(job: Job, session: Session) -> float:

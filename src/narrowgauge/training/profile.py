@@ -1,0 +1,149 @@
+"""Where does a step's time go? A trace for Perfetto (ui.perfetto.dev), and the time by class of operation.
+
+The first steps of a process are not like the others (memory is taken, kernels are chosen), so they pass
+unseen. Then a few steps are recorded by torch's profiler, which costs them time: shares are to be read, not
+the length of the step.
+
+An operation belongs to the first class of `CLASSES` that matches it or anything that called it: a copy inside
+of the recipe's own linear layer is a cast, and the same copy inside of the optimizer is the optimizer's. Time
+is that of the operation itself, without what it called: on a GPU its kernels', on a CPU the clock's. What is
+left of the steps is "idle": Python, waiting for data or for other processes, on a GPU any moment without a
+kernel.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+STEPS = 3  # that are recorded, unless another number is asked for
+_UNSEEN = 2  # steps of this process before
+
+# The first that matches counts. Names are those of torch's operations, and of ours in autograd's functions.
+CLASSES = (
+    ("communication", r"c10d|gloo:|nccl:|FSDP::|record_param_comms"),
+    ("optimizer", r"Optimizer\.step|linalg_vector_norm"),
+    ("attention", r"scaled_dot_product|flash_attention|ScaledDotProduct"),
+    ("loss", r"CrossEntropy"),
+    ("GEMMs", r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$|^narrowgauge::scaled_mm$"),
+    ("casts", r"_ThreeGemms"),
+    ("norms and the rest", r""),
+)
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Milliseconds of a step, on average over those recorded: all of it, and by class."""
+
+    step_ms: float
+    classes: dict[str, float]
+    device: str  # "cuda" where the classes are kernels, else "cpu"
+
+    def __str__(self) -> str:
+        shares = ", ".join(f"{name} {ms / self.step_ms:.0%}" for name, ms in self.classes.items() if ms)
+        return f"{self.step_ms:.1f} ms a step while it was profiled: {shares}"
+
+
+@dataclass
+class Profile:
+    """The profile of some steps of a run, on one process.
+
+    Attributes:
+        directory: where the trace goes.
+        rank: of this process.
+        device: what it computes on.
+        steps: how many to record.
+    """
+
+    directory: Path
+    rank: int
+    device: torch.device
+    steps: int = STEPS
+    _seen: int = 0
+    _profiler: Any = None
+    _wall_s: list[float] = field(default_factory=list)
+
+    @property
+    def trace(self) -> Path:
+        """The file that Perfetto opens."""
+        return self.directory / f"trace-rank-{self.rank}.json.gz"
+
+    def step(self, number: int, take: Callable[[], Result], is_last: bool) -> tuple[Result, StepTime | None]:
+        """Take a step; after the last one that is recorded, or of all, also where the time went."""
+        self._seen += 1
+        if not _UNSEEN < self._seen <= _UNSEEN + self.steps:
+            return take(), None
+        if self._profiler is None:
+            gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
+            self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu])
+            self._profiler.start()
+        start = time.perf_counter()
+        with record_function(f"step {number}"):
+            result = take()
+        self._wall_s.append(time.perf_counter() - start)
+        return result, (self._finish() if is_last or self._seen == _UNSEEN + self.steps else None)
+
+    def close(self) -> None:
+        """Record no further, and keep nothing of what is not finished."""
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+
+    def _finish(self) -> StepTime:
+        self._profiler.stop()
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(self.trace))
+        events, self._profiler = self._profiler.events(), None
+        return step_time(events, sum(self._wall_s), len(self._wall_s), on_gpu=self.device.type == "cuda")
+
+
+def step_time(events: Iterable[Any], wall_s: float, steps: int, on_gpu: bool) -> StepTime:
+    """The time by class of what a profiler has seen of so many steps.
+
+    `events` are torch's `FunctionEvent`s; on a GPU those of the CPU carry the time of the kernels they began.
+    """
+    microseconds = dict.fromkeys((name for name, _ in CLASSES), 0.0)
+    spans: list[tuple[float, float]] = []
+    for event in events:
+        if event.device_type.name == "CPU":
+            own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            if own and not event.name.startswith("step "):
+                microseconds[class_of(tuple(callers(event)))] += own
+        elif on_gpu:
+            spans.append((event.time_range.start, event.time_range.end))
+    busy = covered(spans) if on_gpu else sum(microseconds.values())
+    classes = {name: us / 1e3 / steps for name, us in microseconds.items()}
+    step_ms = wall_s * 1e3 / steps
+    classes["idle"] = max(step_ms - busy / 1e3 / steps, 0.0)
+    return StepTime(step_ms, classes, "cuda" if on_gpu else "cpu")
+
+
+def callers(event: Any) -> Iterator[str]:
+    """The names of an operation and of all that called it, from inside out."""
+    while event is not None:
+        yield event.name
+        event = event.cpu_parent
+
+
+@cache
+def class_of(names: tuple[str, ...]) -> str:
+    """The class of an operation with these callers."""
+    return next(name for name, pattern in CLASSES if any(re.search(pattern, each) for each in names))
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """The length of the union of intervals: kernels of several streams run at the same time."""
+    total, until = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return total
