@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from narrowgauge import cli_cluster, cli_launch, cli_prepare
+from narrowgauge import cli_bench, cli_cluster, cli_launch, cli_prepare
 from narrowgauge.checkpoint import PoisonedError, SaveError
 from narrowgauge.cli_exchange import add_exchange_verbs
 from narrowgauge.cluster import print_plan
@@ -161,6 +161,9 @@ def _parser() -> tuple[_Parser, list[str]]:
     p.add_argument("--recipes", required=True, metavar="A,B,C", help="recipes; the first is the reference")
     _add_config_options(p)
     p = verb("plan", "what a run will take, before it is started: memory by class of tensor", _plan)
+    _add_config_options(p)
+    p = verb("bench", cli_bench.HELP, lambda options: cli_bench.run(options, make_config(_values(options))))
+    cli_bench.add_options(p)
     _add_config_options(p)
     cli_cluster.add_options(verb("doctor", cli_cluster.HELP, cli_cluster.run))
     p = verb("convert", "a run's newest state under another recipe, in a new run directory", _convert)

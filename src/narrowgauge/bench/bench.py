@@ -1,0 +1,200 @@
+"""`narrowgauge bench`: the machine's ceilings, a step's time by class against its floor, and others' steps.
+
+The data are random tokens, the model is the configuration's at its starting weights: speed depends on
+neither. Nothing is written to a run directory.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from narrowgauge.bench.ceilings import Ceilings, measure
+from narrowgauge.bench.peers import check_peers, default_peers, peer_step
+from narrowgauge.bench.timing import Spread, take_turns
+from narrowgauge.bench.work import Work, work_of
+from narrowgauge.data import Batch
+from narrowgauge.recipes import choose_backend, device_facts
+from narrowgauge.training import Config, choose_device
+from narrowgauge.training.machine import device_name
+from narrowgauge.training.profile import Profile, StepTime
+from narrowgauge.training.session import Session
+
+_WARM = 2  # steps of each before any is timed
+
+
+@dataclass(frozen=True)
+class Found:
+    """All figures of a benchmark."""
+
+    config: Config
+    device: str
+    backend: str
+    work: Work
+    ceilings: Ceilings
+    profiled: StepTime
+    seconds: dict[str, list[float]]  # of a step, round by round, by who took it
+
+    @property
+    def ours(self) -> str:
+        """The name under which the configuration's own step goes."""
+        return next(iter(self.seconds))
+
+    def ratios(self, peer: str) -> Spread:
+        """How many times as fast our step is: the peer's time over ours, round by round."""
+        pairs = zip(self.seconds[peer], self.seconds[self.ours], strict=True)
+        return Spread.of([theirs / own for theirs, own in pairs])
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.config.training.batch_size * self.config.data.sequence_length
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, for a file."""
+        names = [name for name in self.seconds if name != self.ours]
+        return {
+            "torch": torch.__version__,
+            "device": self.device,
+            "model": self.config.model.name,
+            "recipe": self.config.recipe.name,
+            "backend": self.backend,
+            "tokens_per_step": self.tokens,
+            "ceilings": self.ceilings.as_json(),
+            "step_ms_profiled": self.profiled.step_ms,
+            "classes_ms": self.profiled.classes,
+            "floor_ms": self.ceilings.floor_ms(self.work),
+            "seconds": self.seconds,
+            "faster_than": {name: vars(self.ratios(name)) for name in names},
+        }
+
+
+def bench(config: Config, peers: Sequence[str] | None, rounds: int, console: Console) -> Found:
+    """Measure, and print what was found.
+
+    Args:
+        config: the model, its recipe, its batch; one process.
+        peers: whom to time beside it (`bench.peers`); None: whoever fits this machine.
+        rounds: how often each takes its turn.
+        console: where to print.
+
+    Raises:
+        UserError: an unknown peer, or one that is not here.
+    """
+    device = choose_device(config.training.device)
+    backend = choose_backend(config.the_recipe(), device_facts(device), config.recipe.backend)
+    names = default_peers(device) if peers is None else peers
+    check_peers(names, device)
+    work = work_of(config, backend.name == "native")
+    with console.status("") as status:
+        ceilings = measure(work, device, status.update)
+        batches = random_batches(config, device)
+        status.update("the first steps")
+        own = _own_step(config, device, batches)
+        actions = {f"narrowgauge {config.recipe.name}": own}
+        actions |= {name: peer_step(name, config, device, batches) for name in names}
+        for name, action in actions.items():
+            status.update(f"the first steps of {name}")
+            for _ in range(_WARM):
+                action()
+        status.update(f"{rounds} rounds of {', '.join(actions)}")
+        seconds = take_turns(actions, rounds, device)
+        status.update("where the time goes")
+        profiled = _profiled(own, device)
+    found = Found(config, device_name(device), backend.name, work, ceilings, profiled, seconds)
+    _print(found, console)
+    return found
+
+
+def random_batches(config: Config, device: torch.device) -> list[Batch]:
+    """The micro-batches of a step, always the same."""
+    t, T = config.training, config.data.sequence_length
+    g = torch.Generator().manual_seed(0)
+    found = []
+    for _ in range(t.batch_size // t.micro_batch_size):
+        shape = (t.micro_batch_size, T + 1)
+        ids = torch.randint(config.the_model().vocab_size, shape, generator=g).to(device)
+        found.append(Batch(ids[:, :-1], ids[:, 1:], ids[:, 1:].numel()))
+    return found
+
+
+def _own_step(config: Config, device: torch.device, batches: list[Batch]) -> Callable[[], object]:
+    session = Session.begin(config, device)
+    return lambda: session.train_step(iter(batches))
+
+
+def _profiled(step: Callable[[], object], device: torch.device) -> StepTime:
+    """The time by class of some steps."""
+    with TemporaryDirectory() as directory:
+        profile = Profile(Path(directory), 0, device)
+        number, found = 0, None
+        while found is None:
+            number += 1
+            _, found = profile.step(number, step, is_last=False)
+    return found
+
+
+def _print(found: Found, console: Console) -> None:
+    t, c = found.config.training, found.ceilings
+    console.print(
+        f"{found.config.model.name}, recipe {found.config.recipe.name} ({found.backend}), "
+        f"{t.batch_size} x {found.config.data.sequence_length} tokens, {found.device}",
+        highlight=False,
+    )
+    console.print(_ceilings_table(found))
+    console.print(
+        f"attention {1e3 * c.attention_forward_s:.2f} ms forward, {1e3 * c.attention_backward_s:.2f} ms "
+        f"backward a layer; a copy moves {c.copy_bytes_per_s / 1e9:.1f} GB/s\n",
+        highlight=False,
+    )
+    console.print(_classes_table(found))
+    console.print(
+        "floor: the work of each class, counted from shapes, at the machine's best. Classes are those of a "
+        "profiled step, which is slower.\n",
+        style="dim",
+        highlight=False,
+    )
+    console.print(_peers_table(found))
+
+
+def _ceilings_table(found: Found) -> Table:
+    table = Table("product (m, n, k)", box=None, header_style="bold")
+    for column in ("in", "times", "TFLOP/s"):
+        table.add_column(column, justify="right")
+    for gemm, seconds in found.ceilings.gemm_s.items():
+        shape = f"{gemm.m} x {gemm.n} x {gemm.k}"
+        table.add_row(shape, gemm.kind, str(found.work.gemms[gemm]), f"{gemm.flops / seconds / 1e12:.3f}")
+    return table
+
+
+def _classes_table(found: Found) -> Table:
+    floor = found.ceilings.floor_ms(found.work)
+    table = Table("class", box=None, header_style="bold")
+    for column in ("ms a step", "floor", "of light speed"):
+        table.add_column(column, justify="right")
+    for name, ms in found.profiled.classes.items():
+        least = floor.get(name, 0.0)
+        if ms or least:
+            share = f"{least / ms:.0%}" if ms and least else ""
+            table.add_row(name, f"{ms:.1f}", f"{least:.1f}", share)
+    total, least = found.profiled.step_ms, sum(floor.values())
+    table.add_row("together", f"{total:.1f}", f"{least:.1f}", f"{least / total:.0%}", style="bold")
+    own = 1e3 * Spread.of(found.seconds[found.ours]).median
+    table.add_row("not profiled", f"{own:.1f}", f"{least:.1f}", f"{least / own:.0%}", style="bold")
+    return table
+
+
+def _peers_table(found: Found) -> Table:
+    table = Table("who", box=None, header_style="bold")
+    for column in ("tokens/s", "ms a step", "we are faster by"):
+        table.add_column(column, justify="right")
+    for name, taken in found.seconds.items():
+        median = Spread.of(taken).median
+        ratio = "" if name == found.ours else str(found.ratios(name))
+        table.add_row(name, f"{found.tokens / median:,.0f}", f"{1e3 * median:.1f}", ratio)
+    return table

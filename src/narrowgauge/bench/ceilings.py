@@ -1,0 +1,112 @@
+"""How fast this machine is at what a step is made of: measured, at the step's own shapes.
+
+No figure of a data sheet is used. A product is measured by torch in the numbers that it is computed in, with
+operands that are there already; attention by torch's own kernel, which chooses among those it has; memory by
+a copy, whose bytes are those it reads and those it writes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from narrowgauge.bench.timing import best_seconds
+from narrowgauge.bench.work import Attention, Gemm, Work
+from narrowgauge.nn import DTYPES
+
+_COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}  # far more than a cache holds
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """The machine's best at a step's work."""
+
+    gemm_s: dict[Gemm, float]  # seconds of each product
+    attention_forward_s: float
+    attention_backward_s: float
+    copy_bytes_per_s: float
+
+    def floor_ms(self, work: Work) -> dict[str, float]:
+        """Milliseconds that each class of the work takes at least."""
+        gemms = sum(self.gemm_s[gemm] * times for gemm, times in work.gemms.items())
+        forward = work.attention_forward * self.attention_forward_s
+        backward = work.attention_backward * self.attention_backward_s
+        moved = {name: 1e3 * size / self.copy_bytes_per_s for name, size in work.moved.items()}
+        return {"GEMMs": 1e3 * gemms, "attention": 1e3 * (forward + backward), **moved}
+
+    def as_json(self) -> dict[str, object]:
+        """For a file."""
+        gemms = [
+            {"m": g.m, "n": g.n, "k": g.k, "kind": g.kind, "tflops": g.flops / s / 1e12}
+            for g, s in self.gemm_s.items()
+        ]
+        return {
+            "gemms": gemms,
+            "attention_forward_ms": 1e3 * self.attention_forward_s,
+            "attention_backward_ms": 1e3 * self.attention_backward_s,
+            "copy_gb_per_s": self.copy_bytes_per_s / 1e9,
+        }
+
+
+def measure(work: Work, device: torch.device, say: Callable[[str], None]) -> Ceilings:
+    """Measure what a step's work is made of; takes seconds, or a minute on a CPU."""
+    gemms = {}
+    for number, gemm in enumerate(sorted(work.gemms), start=1):
+        say(f"ceilings: product {number} of {len(work.gemms)}")
+        gemms[gemm] = gemm_seconds(gemm, device)
+    say("ceilings: attention and memory")
+    forward, backward = attention_seconds(work.attention, device)
+    return Ceilings(gemms, forward, backward, copy_bandwidth(device))
+
+
+def gemm_seconds(gemm: Gemm, device: torch.device) -> float:
+    """The best time of a product."""
+    if gemm.kind == "fp8":
+        return _fp8_seconds(gemm, device)
+    dtype = DTYPES[gemm.kind]
+    if device.type == "cpu" and dtype == torch.float16:
+        dtype = torch.float32  # what its products are computed in there (nn.gemm)
+    a = torch.randn(gemm.m, gemm.k, device=device).to(dtype)
+    b = torch.randn(gemm.n, gemm.k, device=device).to(dtype)
+    out = torch.empty(gemm.m, gemm.n, device=device, dtype=dtype)
+    return best_seconds(lambda: torch.mm(a, b.T, out=out), device)
+
+
+def _fp8_seconds(gemm: Gemm, device: torch.device) -> float:
+    """One scale a tensor, fast accumulation: the fastest that the hardware has."""
+    a = torch.randn(gemm.m, gemm.k, device=device).to(torch.float8_e4m3fn)
+    b = torch.randn(gemm.n, gemm.k, device=device).to(torch.float8_e4m3fn)
+    one = torch.ones((), device=device)
+    return best_seconds(
+        lambda: torch._scaled_mm(a, b.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True), device
+    )
+
+
+def attention_seconds(shape: Attention, device: torch.device) -> tuple[float, float]:
+    """The best times of a forward and of a backward pass of causal attention."""
+    dtype = DTYPES[shape.kind]
+    q, k, v = (
+        torch.randn(shape.batch, heads, shape.tokens, shape.head_dim, device=device)
+        .to(dtype)
+        .requires_grad_()
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    )
+    grouped = shape.heads != shape.kv_heads
+
+    def forward() -> torch.Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+    out = forward()
+    grad = torch.ones_like(out)
+    backward_s = best_seconds(lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True), device)
+    with torch.no_grad():
+        return best_seconds(forward, device), backward_s
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written a second."""
+    size = _COPY_BYTES[device.type]
+    x = torch.zeros(size // 4, device=device)
+    y = torch.empty_like(x)
+    return 2 * size / best_seconds(lambda: y.copy_(x), device)

@@ -1,0 +1,98 @@
+"""The same training as one writes it without this project: the same model of torch.nn.Linear, AdamW, a loop.
+
+    torch fp32       eager, everything in float32
+    torch bf16       eager, under autocast
+    ... compiled     the same through torch.compile
+    torchao R        compiled, its linear layers in FP8 by torchao's recipe R, where that is installed
+
+All have torch's own attention, cross entropy and fused AdamW, and clip gradients as a run does.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from importlib.util import find_spec
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+
+from narrowgauge.data import Batch
+from narrowgauge.errors import UserError, unknown
+from narrowgauge.models import Transformer, initialize
+from narrowgauge.optim import parameter_groups
+from narrowgauge.training import Config
+
+TORCH = ("torch fp32", "torch bf16", "torch fp32 compiled", "torch bf16 compiled")
+TORCHAO = ("torchao tensorwise", "torchao rowwise", "torchao rowwise_with_gw_hp")
+
+
+def default_peers(device: torch.device) -> list[str]:
+    """Whom a step is compared with when nobody is named: on a GPU those that compile."""
+    if device.type != "cuda":
+        return ["torch fp32", "torch bf16"]
+    return ["torch bf16 compiled", *(TORCHAO if find_spec("torchao") else ())]
+
+
+def check_peers(names: Sequence[str], device: torch.device) -> None:
+    """Refuse who is unknown or not here."""
+    for name in names:
+        if name not in TORCH + TORCHAO:
+            raise unknown("peer", name, TORCH + TORCHAO)
+        if name in TORCHAO and not find_spec("torchao"):
+            raise UserError(f"peer {name!r} is not installed here; pip install torchao, or leave it out")
+        if name in TORCHAO and device.type != "cuda":
+            raise UserError(f"peer {name!r} needs a GPU that multiplies FP8; leave it out")
+
+
+def peer_step(
+    name: str, config: Config, device: torch.device, batches: Sequence[Batch]
+) -> Callable[[], object]:
+    """An optimizer step of a peer on these micro-batches, after `check_peers`."""
+    model = Transformer(config.the_model())
+    initialize(model, config.training.seed)
+    model.to(device)
+    if name in TORCHAO:
+        _to_torchao(model, name.removeprefix("torchao "))
+    objective: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _Objective(model)
+    if name in TORCHAO or name.endswith("compiled"):
+        objective = torch.compile(objective)
+    o = config.optimizer
+    groups = parameter_groups(model, o.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
+    narrow = name.startswith("torchao") or "bf16" in name
+
+    def step() -> float:
+        optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=device)
+        for batch in batches:
+            with torch.autocast(device.type, torch.bfloat16) if narrow else nullcontext():
+                loss = objective(batch.x_BT, batch.y_BT) / len(batches)
+            loss.backward()
+            total += loss.detach()
+        clip_grad_norm_(model.parameters(), o.clip_norm)
+        optimizer.step()
+        return total.item()
+
+    return step
+
+
+class _Objective(torch.nn.Module):
+    """The loss as a module."""
+
+    def __init__(self, model: Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x_BT: torch.Tensor, y_BT: torch.Tensor) -> torch.Tensor:
+        """Mean cross entropy, fp32."""
+        return cross_entropy(self.model(x_BT).flatten(0, 1).float(), y_BT.flatten())
+
+
+def _to_torchao(model: Transformer, recipe: str) -> None:
+    """Put the linear layers of the blocks under a recipe of torchao."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda module, name: name.startswith("blocks.")
+    )

@@ -1,0 +1,118 @@
+"""What a step has to do, counted; and that those who are timed beside it do the same."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+
+from narrowgauge.bench.bench import random_batches
+from narrowgauge.bench.ceilings import Ceilings
+from narrowgauge.bench.peers import peer_step
+from narrowgauge.bench.timing import Spread
+from narrowgauge.bench.work import Attention, Gemm, work_of
+from narrowgauge.models import flops_per_token
+from narrowgauge.training import make_config
+from narrowgauge.training.session import Session
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def config(tiny):
+    return lambda **changes: make_config(tiny({key.replace("__", "."): v for key, v in changes.items()}))
+
+
+def test_products_are_those_that_mfu_counts(config):
+    c = config(training__batch_size=4, training__micro_batch_size=2)
+    work, model, T = work_of(c, native=False), c.the_model(), 32
+    attention = 12 * model.layers * model.heads * model.head_dim * T
+    assert work.flops == (flops_per_token(model, T) - attention) * 4 * T
+    assert work.attention == Attention(2, 2, 1, T, 16, "bf16")
+    assert (work.attention_forward, work.attention_backward) == (2 * model.layers, 2 * model.layers)
+
+
+def test_recomputed_blocks_do_their_forward_products_again(config):
+    once = work_of(config(), native=False)
+    again = work_of(config(training__recompute=True), native=False)
+    every_other = work_of(config(training__recompute=True, training__recompute_every=2), native=False)
+    down = Gemm(32, 32, 64, "bf16")  # forward, four times; and as often qkv's input gradient
+    assert [w.gemms[down] for w in (once, every_other, again)] == [8, 10, 12]
+    assert again.attention_forward == 2 * once.attention_forward
+    assert again.attention_backward == once.attention_backward
+
+
+def test_casts_move_what_they_read_and_write(config):
+    """Of one layer of 32 -> 96 tokens and so on, under a recipe in which nothing but the weight is cast."""
+    work = work_of(config(recipe__name="bf16"), native=False)
+    weights = 2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32) + 257 * 32  # and the head's
+    assert work.moved["casts"] == 2 * weights * (4 + 2)
+    native = work_of(config(recipe__name="fp8"), native=True).moved["casts"]
+    emulated = work_of(config(recipe__name="fp8"), native=False).moved["casts"]
+    assert 0 < native < emulated
+
+
+def test_narrow_state_moves_less(config):
+    """Of 4096 elements and more; the bytes are those of the account of memory."""
+    wide = {"model__dim": 128, "model__ffn_dim": 256, "model__heads": 2, "model__kv_heads": 2}
+    fp32, msamp = (work_of(config(recipe__name=r, **wide), native=False) for r in ("fp8", "msamp-o2"))
+    assert msamp.moved["optimizer"] < 0.65 * fp32.moved["optimizer"]
+
+
+def test_the_floor_adds_up_what_each_part_takes(config):
+    work = work_of(config(), native=False)
+    ceilings = Ceilings(dict.fromkeys(work.gemms, 1e-3), 2e-3, 3e-3, 1e9)
+    floor = ceilings.floor_ms(work)
+    assert floor["GEMMs"] == pytest.approx(sum(work.gemms.values()))
+    assert floor["attention"] == pytest.approx(2 * work.attention_forward + 3 * work.attention_backward)
+    assert floor["optimizer"] == pytest.approx(work.moved["optimizer"] / 1e6)
+
+
+def test_a_peer_does_the_same_work_as_we_do(config):
+    c = config(recipe__name="fp32", training__batch_size=4, training__micro_batch_size=2)
+    batches = random_batches(c, CPU)
+    session = Session.begin(c, CPU)
+    theirs = peer_step("torch fp32", c, CPU, batches)
+    loss, _, _ = session.train_step(iter(batches))
+    assert theirs() == pytest.approx(loss, abs=1e-6)
+
+
+def test_spread_is_the_median_and_the_quartiles():
+    assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(3.0, 2.0, 4.0)
+    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
+
+
+def test_the_command(narrowgauge, line, tmp_path):
+    file = tmp_path / "found.json"
+    ended = narrowgauge("bench", *line()[1:], "--rounds", "2", "--peers", "torch fp32", "--json", file)
+    assert ended.code == 0, ended.err
+    found = json.loads(file.read_text())
+    assert {name: len(taken) for name, taken in found["seconds"].items()} == {
+        "narrowgauge fp8": 2,
+        "torch fp32": 2,
+    }
+    own, theirs = found["seconds"].values()
+    ratios = sorted(b / a for a, b in zip(own, theirs, strict=True))
+    assert ratios[0] <= found["faster_than"]["torch fp32"]["median"] <= ratios[1]
+    assert found["tokens_per_step"] == 64
+    kinds = Counter(gemm["kind"] for gemm in found["ceilings"]["gemms"])
+    assert kinds == {"bf16": len(found["ceilings"]["gemms"])}
+    assert all(gemm["tflops"] > 0 for gemm in found["ceilings"]["gemms"])
+    assert found["floor_ms"].keys() <= found["classes_ms"].keys()
+    for word in ("product (m, n, k)", "of light speed", "we are faster by"):
+        assert word in ended.out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--peers", "torch fp33"], "unknown peer 'torch fp33'; the nearest is 'torch fp32'"),
+        (["--peers", "torchao tensorwise"], "peer 'torchao tensorwise' "),
+        (["--rounds", "none"], "--rounds none: it is a whole number above 0"),
+    ],
+)
+def test_what_cannot_be(narrowgauge, line, words, sentence):
+    ended = narrowgauge("bench", *line()[1:], *words)
+    assert ended.code == 2
+    assert ended.err.startswith(f"narrowgauge: {sentence}"), ended.err
+    assert ended.err.count("\n") == 1
