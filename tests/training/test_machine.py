@@ -1,3 +1,6 @@
+import platform
+import resource
+
 import pytest
 import torch
 
@@ -41,3 +44,20 @@ def test_the_peak_is_measured_and_says_how():
 
 def test_memory_is_in_bytes():
     assert 50e6 < machine.peak_memory(torch.device("cpu")) < 1e12
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="memory is kept with glibc only")
+def test_memory_that_was_freed_is_used_again_without_the_kernel():
+    def pages_taken():
+        """Of ten tensors of 4096 pages, one after the other."""
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(10):
+            torch.zeros(2**22)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    with machine.memory_kept(torch.device("cpu")):
+        pages_taken()
+        assert pages_taken() < 10
+    assert pages_taken() > 50, "and after it as ever; pages may be huge ones"
+    with machine.memory_kept(torch.device("meta")):
+        assert pages_taken() > 50

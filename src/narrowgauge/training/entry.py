@@ -81,6 +81,7 @@ def run(
     path = Path(out) if out is not None else default_out(config)
     console = (console or Console()) if world.rank == 0 else Console(quiet=True)
     with (
+        machine.memory_kept(device),
         stop_requests() as requests,
         Display(console, config.training.steps, config.log.every) as display,
     ):

@@ -1,16 +1,24 @@
 """The device a run is on: which one, how fast its matrix multiplication is, how much memory was used."""
 
+import ctypes
 import os
 import re
 import resource
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from narrowgauge.errors import UserError, unknown
 
 DEVICES = ("auto", "cpu", "cuda")
+
+# Of <malloc.h>: how much freed memory goes back to the kernel, and what is mapped apart from the heap.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_KEEPS = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: 2**31 - 1, _M_TOP_PAD: 2**26}
+_AS_EVER = {_M_MMAP_MAX: 65536, _M_TRIM_THRESHOLD: 2**17, _M_TOP_PAD: 2**17}
 
 
 def choose_device(wish: str) -> torch.device:
@@ -63,6 +71,28 @@ def limit_memory(device: torch.device, limit: int) -> None:
     """Make a GPU's allocator refuse more than `limit` bytes (0: than there is)."""
     if device.type == "cuda" and limit:
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total_memory(device)), device)
+
+
+@contextmanager
+def memory_kept(device: torch.device) -> Iterator[None]:
+    """Let a process that computes on a CPU keep the memory of the tensors it frees, for the next ones.
+
+    glibc gives what large tensors took back to the kernel at once, which clears each page anew before the
+    next step gets it: a fifth of the processor time of a step (docs/performance.md), for nothing. In return
+    the process holds a tenth more. Elsewhere than with glibc nothing happens.
+    """
+    libc = ctypes.CDLL(None) if device.type == "cpu" and sys.platform == "linux" else None
+    if libc is None or not hasattr(libc, "gnu_get_libc_version"):
+        yield
+        return
+    for option, value in _KEEPS.items():
+        libc.mallopt(option, value)
+    try:
+        yield
+    finally:
+        for option, value in _AS_EVER.items():
+            libc.mallopt(option, value)
+        libc.malloc_trim(0)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
