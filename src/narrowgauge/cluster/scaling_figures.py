@@ -31,6 +31,7 @@ class Row:
     steps: int  # that were measured
     step_ms: float  # the median
     step_ms_quartiles: tuple[float, float]
+    step_ms_best: float  # what other programs disturbed least
     communication: float
     starved: float  # the share of a step in which a process was ready, and other work had its core
     sent_bytes: Mapping[str, int]  # by the first process in a step, by purpose
@@ -66,6 +67,7 @@ def of_ranks(ranks: Sequence[Mapping[str, Any]], processes: int) -> dict[str, An
         "steps": len(slowest),
         "step_ms": 1000 * middle,
         "step_ms_quartiles": (1000 * low, 1000 * high),
+        "step_ms_best": 1000 * min(slowest),
         "communication": min(max(waiting, 0.0), 1.0) if processes > 1 else 0.0,
         "starved": starved,
         "sent_bytes": ranks[0]["sent"],

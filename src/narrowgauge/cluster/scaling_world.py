@@ -30,7 +30,7 @@ _OF_LAUNCHERS = (
     "MASTER_",
 )
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "NODE_RANK", "NNODES")
-_GRACE_S = 15.0  # for the others to find out that one is gone, and to say so
+_GRACE_S = 3.0  # for those that end because of another one's error
 
 
 class WorldFailed(Exception):
@@ -38,7 +38,7 @@ class WorldFailed(Exception):
 
     def __init__(self, size: int, code: int) -> None:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        super().__init__(f"one of {size} processes {how}")
+        super().__init__(f"a process of {size} {how}")
         self.code = code
 
 
@@ -110,13 +110,13 @@ def _environment(rank: int, size: int, port: int, threads: int) -> dict[str, str
 
 
 def _end_of(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
-    """0 when all have ended so; else an exit code, the one of a process that spoke where one did."""
+    """0 when all have ended so; else the exit code of one. Who was killed has not told the others."""
     deadline = float("inf")
     while True:
         codes = [process.poll() for process in processes]
         failed = [code for code in codes if code]
         if failed and deadline == float("inf"):
             deadline = time.monotonic() + _GRACE_S
-        if None not in codes or time.monotonic() > deadline:
-            return max(failed, default=0)
+        if None not in codes or min(failed, default=0) < 0 or time.monotonic() > deadline:
+            return min(failed, default=0)
         time.sleep(0.02)
