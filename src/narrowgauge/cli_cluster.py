@@ -1,6 +1,4 @@
-"""The doors of `narrowgauge doctor` and `narrowgauge scaling`: what is wrong with this machine; are more
-processes faster?
-"""
+"""The doors of `doctor` (what is wrong with this machine?) and `scaling` (are more processes faster?)."""
 
 import argparse
 import math

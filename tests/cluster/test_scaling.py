@@ -20,7 +20,7 @@ from narrowgauge.cluster.scaling_world import refuse_several
 from narrowgauge.errors import UserError
 from narrowgauge.training import make_config
 
-ONE = Row("strong", 1, 2, 8, 8, 1000, 9, 100.0, (99.0, 101.0), 98.0, 0.0, 0.0, {}, {})
+ONE = Row("strong", 1, 2, 8, 8, 1000, 9, 100.0, (99.0, 101.0), 98.0, 99.0, 0.0, 0.0, {}, {})
 
 
 def row(mode, processes, tokens, step_ms, communication=0.0, threads=1, starved=0.0):
@@ -70,14 +70,16 @@ def test_no_break_even_where_the_pieces_compute_no_faster():
 
 
 def test_the_slowest_process_tells_the_time_and_all_tell_the_waiting():
-    fast = {"seconds": [1.0, 1.1, 0.9, 5.0], "waiting": [0.3, 0.3, 0.3], "starved": [0.0], "sent": {"a": 1}}
-    slow = {"seconds": [2.0, 2.1, 1.9, 2.0], "waiting": [0.1, 0.1, 0.9], "starved": [0.2], "sent": {"a": 2}}
-    found = of_ranks([fast | {"calls": {}}, slow | {"calls": {}}], 2)
+    none = {"sent": {}, "calls": {}}
+    fast = none | {"seconds": [1.0, 1.1, 0.9, 5.0], "waiting": [0.3, 0.3, 0.3], "starved": [0.0]}
+    slow = none | {"seconds": [2.0, 2.1, 1.9, 2.0], "waiting": [0.1, 0.1, 0.9], "starved": [0.2]}
+    found = of_ranks([fast | {"on_core": [0.7]}, slow | {"on_core": [1.4]}], 2)
     assert found["step_ms"] == 2000
     assert found["step_ms_best"] == 1900
+    assert found["on_core_ms"] == 1400
     assert found["communication"] == pytest.approx(0.2)
     assert found["starved"] == pytest.approx(0.1)
-    assert of_ranks([fast | {"calls": {}}], 1)["communication"] == 0, "alone nobody communicates"
+    assert of_ranks([fast | {"on_core": [0.7]}], 1)["communication"] == 0, "alone nobody communicates"
 
 
 def test_bandwidths_are_those_of_nccl_tests():
@@ -100,7 +102,7 @@ def test_more_that_is_slower_is_a_warning():
     assert found == ["4 processes are slower than 1 (strong: 0.50x)"]
     assert "4 processes with 1 thread(s) each take turns" in warnings(rows(50.0, 125.0), 2, True)[0]
     busy = [*rows(50.0, 125.0)[:3], row("weak", 4, 4000, 125.0, starved=0.4)]
-    assert "other programs had the cores for 40%" in warnings(busy, 4, True)[0]
+    assert "waited for a core for 40%" in warnings(busy, 4, True)[0]
 
 
 def test_what_is_compared_is_said():

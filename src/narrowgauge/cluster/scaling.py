@@ -95,18 +95,7 @@ def scaling(config: Config, sizes: Sequence[int], seconds: float, out: Path, con
         raise UserError(f"{out} cannot be written: {error.strerror}; name another with --out") from None
     console.print("preparing the data", highlight=False)
     check_data(config, open_data(config.data.source, config.data.tokenizer, config.data.weights))
-    rows: list[Row] = []
-    reduced: list[dict[str, float]] = []
-    for size, modes in plans.items():
-        threads = _threads(size)
-        console.print(f"measuring {size} process(es) with {threads} thread(s) each", highlight=False)
-        result = _measured(modes, size, threads, seconds)
-        for mode in ("strong", "weak"):
-            name = mode if mode in modes else "strong"  # with the fewest both are the same
-            rows.append(_row(mode, size, threads, modes[name], result[name]))
-        if size > 1:
-            reduced.append(bandwidth(result["all_reduce"], size))
-    rows = [_against(row, next(r for r in rows if r.mode == row.mode), rows) for row in rows]
+    rows, reduced = _rows(plans, seconds, console)
     cores, on_cpu = usable_cores(), device.type == "cpu"
     found = Scaling(
         _facts(config, sizes, device) | {"cores": cores, "seconds": seconds, "warmup_steps": WARMUP_STEPS},
@@ -118,6 +107,24 @@ def scaling(config: Config, sizes: Sequence[int], seconds: float, out: Path, con
     )
     write_whole(out / FILE, found.as_json())
     return found
+
+
+def _rows(
+    plans: dict[int, dict[str, Config]], seconds: float, console: Console
+) -> tuple[list[Row], list[dict[str, float]]]:
+    """Every number of processes in both modes, and the bandwidths of its all-reduce."""
+    rows: list[Row] = []
+    reduced: list[dict[str, float]] = []
+    for size, modes in plans.items():
+        threads = _threads(size)
+        console.print(f"measuring {size} process(es) with {threads} thread(s) each", highlight=False)
+        result = _measured(modes, size, threads, seconds)
+        for mode in ("strong", "weak"):
+            name = mode if mode in modes else "strong"  # with the fewest both are the same
+            rows.append(_row(mode, size, threads, modes[name], result[name]))
+        if size > 1:
+            reduced.append(bandwidth(result["all_reduce"], size))
+    return [_against(row, next(r for r in rows if r.mode == row.mode), rows) for row in rows], reduced
 
 
 def _facts(config: Config, sizes: Sequence[int], device: torch.device) -> dict[str, Any]:

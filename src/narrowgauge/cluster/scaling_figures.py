@@ -32,6 +32,7 @@ class Row:
     step_ms: float  # the median
     step_ms_quartiles: tuple[float, float]
     step_ms_best: float  # what other programs disturbed least
+    on_core_ms: float  # of a step, in which the training thread had a core; other programs hardly change it
     communication: float
     starved: float  # the share of a step in which a process was ready, and other work had its core
     sent_bytes: Mapping[str, int]  # by the first process in a step, by purpose
@@ -58,16 +59,18 @@ class Row:
 
 def of_ranks(ranks: Sequence[Mapping[str, Any]], processes: int) -> dict[str, Any]:
     """The measured fields of a row, from what each rank says of its steps."""
-    slowest = max((rank["seconds"] for rank in ranks), key=statistics.median)
-    low, middle, high = statistics.quantiles(slowest, n=4)
+    slowest = max(ranks, key=lambda rank: statistics.median(rank["seconds"]))
+    seconds = slowest["seconds"]
+    low, middle, high = statistics.quantiles(seconds, n=4)
     waiting, starved = (
         statistics.mean(statistics.median(rank[what]) for rank in ranks) for what in ("waiting", "starved")
     )
     return {
-        "steps": len(slowest),
+        "steps": len(seconds),
         "step_ms": 1000 * middle,
         "step_ms_quartiles": (1000 * low, 1000 * high),
-        "step_ms_best": 1000 * min(slowest),
+        "step_ms_best": 1000 * min(seconds),
+        "on_core_ms": 1000 * statistics.median(slowest["on_core"]),
         "communication": min(max(waiting, 0.0), 1.0) if processes > 1 else 0.0,
         "starved": starved,
         "sent_bytes": ranks[0]["sent"],
@@ -117,7 +120,7 @@ def warnings(rows: Sequence[Row], cores: int, on_cpu: bool) -> list[str]:
         )
     elif (share := max(row.starved for row in rows)) > 0.05:
         found.append(
-            f"other programs had the cores for {share:.0%} of a step; these are the figures of a busy machine"
+            f"the processes waited for a core for {share:.0%} of a step: the figures of a busy machine"
         )
     return found
 

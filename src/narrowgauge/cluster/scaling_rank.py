@@ -18,6 +18,7 @@ import os
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,7 +82,7 @@ def measure(directory: Path, seconds: float) -> None:
 def _timed(session: Session, dataset: Dataset, crew: Crew, seconds: float) -> list[dict[str, Any]]:
     """Of each rank: the seconds of its steps, the shares of them in which it waited for others or for a core,
     and what it sent in a step."""
-    times, waiting, starved = [], [], []
+    times, on_core, waiting, starved = [], [], [], []
     with session.batches(dataset.train) as loader:
         batches = _Batches(loader)
         for _ in range(WARMUP_STEPS):
@@ -94,16 +95,18 @@ def _timed(session: Session, dataset: Dataset, crew: Crew, seconds: float) -> li
             start, before, loading = time.perf_counter(), idle(), batches.waited
             session.train_step(batches)
             times.append(time.perf_counter() - start)
-            after = idle()
-            waiting.append((after.asleep - before.asleep - batches.waited + loading) / times[-1])
-            starved.append((after.starved - before.starved) / times[-1])
+            asleep, without_core = (b - a for a, b in zip(before, idle(), strict=True))
+            on_core.append(times[-1] - asleep - without_core)
+            waiting.append((asleep - batches.waited + loading) / times[-1])
+            starved.append(without_core / times[-1])
             late = len(times) >= LEAST_STEPS and time.perf_counter() - begin > seconds
             is_late = crew.agree(late=int(late))["late"]
         if session.device.type == "cuda" and crew.size > 1:
             waiting = [_share_on_gpu(session, batches)]
-        with Traffic() as traffic:
+        traffic = Traffic()
+        with traffic if crew.size > 1 else nullcontext():  # compiled steps of one process are not looked into
             session.train_step(batches)
-    own = {"seconds": times, "waiting": waiting, "starved": starved}
+    own = {"seconds": times, "on_core": on_core, "waiting": waiting, "starved": starved}
     return session.engine.gather(own | {"sent": dict(traffic.sent), "calls": dict(traffic.calls)})
 
 
