@@ -47,7 +47,7 @@ def test_one_and_two_processes(narrowgauge, scaling, tmp_path):
     for sentence in (found["verdict"], found["compared"], *found["warnings"]):
         assert sentence in said
     for row in rows.values():
-        assert f"{row['step_ms']:.1f}" in said
+        assert f" {row['speed_up']:.2f}x {row['efficiency']:.0%} {row['communication']:.0%} " in f"{said} "
 
 
 @pytest.mark.parametrize("whom", ["Ctrl-C", "the launcher is killed", "a process is killed"])

@@ -12,7 +12,7 @@ _TITLES = {
     "weak": "weak: the same batch for each process",
 }
 _COLUMNS = (
-    "processes",
+    "procs",
     "batch",
     "step, ms",
     "quartiles",
@@ -34,7 +34,7 @@ def print_scaling(found: Scaling, console: Console) -> None:
         markup=False,
     )
     for mode, title in _TITLES.items():
-        table = Table(box=None, pad_edge=False, header_style="bold")
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
         for column in _COLUMNS:
             table.add_column(column, justify="right")
         for row in found.rows:
@@ -56,13 +56,17 @@ def _cells(row: Row, star: str) -> list[str]:
     return [
         str(row.processes),
         batch,
-        f"{row.step_ms:.1f}",
-        f"{low:.1f}-{high:.1f}",
+        _ms(row.step_ms),
+        f"{_ms(low)}-{_ms(high)}",
         f"{human_count(row.tokens_per_s)}{star}",
         f"{row.speed_up:.2f}x",
         f"{row.efficiency:.0%}",
         f"{row.communication:.0%}",
     ]
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:.{0 if milliseconds >= 100 else 1}f}"
 
 
 def _notes(found: Scaling) -> list[str]:
