@@ -95,7 +95,7 @@ def scaling(config: Config, sizes: Sequence[int], seconds: float, out: Path, con
         raise UserError(f"{out} cannot be written: {error.strerror}; name another with --out") from None
     console.print("preparing the data", highlight=False)
     check_data(config, open_data(config.data.source, config.data.tokenizer, config.data.weights))
-    rows, reduced = _rows(plans, seconds, console)
+    rows, reduced = _rows(plans, seconds, out, console)
     cores, on_cpu = usable_cores(), device.type == "cpu"
     found = Scaling(
         _facts(config, sizes, device) | {"cores": cores, "seconds": seconds, "warmup_steps": WARMUP_STEPS},
@@ -110,7 +110,7 @@ def scaling(config: Config, sizes: Sequence[int], seconds: float, out: Path, con
 
 
 def _rows(
-    plans: dict[int, dict[str, Config]], seconds: float, console: Console
+    plans: dict[int, dict[str, Config]], seconds: float, out: Path, console: Console
 ) -> tuple[list[Row], list[dict[str, float]]]:
     """Every number of processes in both modes, and the bandwidths of its all-reduce."""
     rows: list[Row] = []
@@ -118,7 +118,7 @@ def _rows(
     for size, modes in plans.items():
         threads = _threads(size)
         console.print(f"measuring {size} process(es) with {threads} thread(s) each", highlight=False)
-        result = _measured(modes, size, threads, seconds)
+        result = _measured(modes, size, threads, seconds, out)
         for mode in ("strong", "weak"):
             name = mode if mode in modes else "strong"  # with the fewest both are the same
             rows.append(_row(mode, size, threads, modes[name], result[name]))
@@ -212,9 +212,9 @@ def _threads(size: int) -> int:
     return int(told) if told.isdigit() and int(told) else max(1, usable_cores() // size)
 
 
-def _measured(modes: dict[str, Config], size: int, threads: int, seconds: float) -> dict[str, Any]:
+def _measured(modes: dict[str, Config], size: int, threads: int, seconds: float, out: Path) -> dict[str, Any]:
     """What a world of so many processes says of each mode."""
-    with TemporaryDirectory(prefix="narrowgauge-scaling-") as directory:
+    with TemporaryDirectory(dir=out, prefix=".measuring-") as directory:
         for name, config in modes.items():
             write_whole(Path(directory) / f"{name}.toml", to_toml(config))
         run_world(size, ["scaling", "--rank-of", directory, "--seconds", str(seconds)], threads)
