@@ -18,7 +18,7 @@ from rich.table import Table
 from narrowgauge import cli_bench, cli_cluster, cli_launch, cli_prepare
 from narrowgauge.checkpoint import PoisonedError, SaveError
 from narrowgauge.cli_exchange import add_exchange_verbs
-from narrowgauge.cluster import print_plan
+from narrowgauge.cluster import WorldFailed, print_plan
 from narrowgauge.distributed import Stopped, speaks_for_all, world_from
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import format, format_names
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _ended_alike(stop, f"stopped by {stop}", EXIT_PREEMPTED)
     except Stopped as stop:  # another rank has said why
         return _ended(str(stop), stop.code) if stop.speaks else stop.code
-    except ComparisonFailed as error:
+    except (ComparisonFailed, WorldFailed) as error:
         # A run that ended by itself has said why.
         return error.code if error.code > 0 else _ended(str(error), EXIT_FAILED)
     except (Corrupted, Diverged, OutOfMemory, PoisonedError, SaveError) as error:
@@ -166,6 +166,9 @@ def _parser() -> tuple[_Parser, list[str]]:
     cli_bench.add_options(p)
     _add_config_options(p)
     cli_cluster.add_options(verb("doctor", cli_cluster.HELP, cli_cluster.run))
+    p = verb("scaling", cli_cluster.SCALING_HELP, _scaling)
+    cli_cluster.add_scaling_options(p)
+    _add_config_options(p)
     p = verb("convert", "a run's newest state under another recipe, in a new run directory", _convert)
     p.add_argument("run", metavar="RUN", type=Path)
     p.add_argument("--recipe", required=True, metavar="R", help="a shipped recipe or a .toml file")
@@ -250,6 +253,10 @@ def _compare(options: argparse.Namespace) -> None:
 
 def _plan(options: argparse.Namespace) -> None:
     print_plan(make_config(_values(options)), Console())
+
+
+def _scaling(options: argparse.Namespace) -> None:
+    cli_cluster.run_scaling(options, lambda: make_config(_values(options)))
 
 
 def _convert(options: argparse.Namespace) -> None:

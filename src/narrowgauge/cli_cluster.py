@@ -1,10 +1,23 @@
-"""The door of `narrowgauge doctor`: what is wrong with this machine."""
+"""The doors of `doctor` (what is wrong with this machine?) and `scaling` (are more processes faster?)."""
 
 import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
 
 from rich.console import Console
 
-from narrowgauge.cluster import as_json, examine, print_items
+from narrowgauge.cluster import (
+    as_json,
+    examine,
+    measure,
+    print_items,
+    print_scaling,
+    read_sizes,
+    scaling,
+)
+from narrowgauge.errors import UserError
+from narrowgauge.training import Config
 
 HELP = "what is wrong with this machine, and how to mend it; exit code 1 if something is missing"
 
@@ -24,3 +37,33 @@ def run(options: argparse.Namespace) -> int:
     else:
         print_items(items, Console())
     return int(any(item.status == "MISS" for item in items))
+
+
+SCALING_HELP = "measure the same training on 1..N processes: speed-up, efficiency, communication"
+
+
+def add_scaling_options(p: argparse.ArgumentParser) -> None:
+    """The options of the verb, beside those of the configuration."""
+    p.add_argument("--procs", metavar="1,2,4", default="", help="numbers of processes, ascending")
+    p.add_argument("--seconds", type=float, default=5.0, metavar="N", help="of each number and mode (5)")
+    p.add_argument("--json", action="store_true", help="print scaling.json, and no table")
+    p.add_argument("--rank-of", type=Path, metavar="DIR", help=argparse.SUPPRESS)  # what is measured calls it
+
+
+def run_scaling(options: argparse.Namespace, config: Callable[[], Config]) -> None:
+    """Measure and print; or, as a process of a world, be measured."""
+    if not 0 < options.seconds < math.inf:
+        raise UserError(f"--seconds {options.seconds:g}: it must be a number above 0, as in --seconds 5")
+    if options.rank_of is not None:
+        measure(options.rank_of, options.seconds)
+        return
+    sizes, what = read_sizes(options.procs), config()
+    out = options.out or Path("runs") / f"scaling-{what.model.name}"
+    console = Console()
+    progress = Console(stderr=True, quiet=True) if options.json else console
+    found = scaling(what, sizes, options.seconds, out, progress)
+    if options.json:
+        print(found.as_json(), end="")
+        return
+    print_scaling(found, console)
+    console.print(f"figures: {out / 'scaling.json'}", markup=False, highlight=False, soft_wrap=True)

@@ -43,6 +43,22 @@ LINES = {
     "a directory as the file": (["train", "{dir}"], ["{dir}", "cannot be read"]),
     "a binary file": (["train", "{dir}/binary.txt"], ["{dir}/binary.txt", "cannot be read"]),
     "compare: no recipes": (["compare"], ["--recipes"]),
+    "scaling: no numbers": (["scaling"], ["--procs ''", "as in 1,2,4"]),
+    "scaling: falling numbers": (["scaling", "--procs", "2,1"], ["--procs '2,1'", "ascending"]),
+    "scaling: no process": (["scaling", "--procs", "0,1"], ["--procs '0,1'", "ascending"]),
+    "scaling: seconds": (["scaling", "--procs", "1", "--seconds", "0"], ["--seconds 0", "above 0"]),
+    "scaling: a batch that cannot be divided": (
+        ["scaling", "--procs", "1,3", "--device", "cpu"],
+        ["training.batch_size = 8", "over 3 processes", "that fits: 1, 2, 4, 8"],
+    ),
+    "scaling: fewer than a model is divided over": (
+        ["scaling", "--procs", "1,2", "--parallel.tensor", "2", "--device", "cpu"],
+        ["--procs 1", "2 processes that [parallel] asks for", "multiples of 2"],
+    ),
+    "scaling: below a file": (
+        ["scaling", "--procs", "1", "--device", "cpu", "--out", "{dir}/good.toml/x"],
+        ["good.toml/x", "cannot be written"],
+    ),
 }
 
 FILES = {

@@ -23,6 +23,7 @@ def test_no_verb_and_help_explain(narrowgauge):
             "recipes",
             "formats",
             "plan",
+            "scaling",
             "convert",
             "doctor",
         ):

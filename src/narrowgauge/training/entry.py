@@ -159,7 +159,7 @@ def _open_data(config: Config, crew: Crew, display: Display) -> Dataset:
     if crew.rank > 0:
         crew.meet()
     dataset = open_data(d.source, d.tokenizer, d.weights, display.stage)
-    _check_data(config, dataset)
+    check_data(config, dataset)
     check_start(config, dataset.tokenizer)
     if crew.rank == 0:
         crew.meet()
@@ -180,7 +180,7 @@ def _how_to_save_memory(config: Config, device: torch.device, plan: Memory | Non
     )
 
 
-def _check_data(config: Config, dataset: Dataset) -> None:
+def check_data(config: Config, dataset: Dataset) -> None:
     """Refuse tokens that the model cannot take, before the directory is claimed for this configuration."""
     vocab_size, needed = config.the_model().vocab_size, dataset.tokenizer.vocab_size
     if needed > vocab_size:

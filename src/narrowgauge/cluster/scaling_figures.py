@@ -1,0 +1,175 @@
+"""What the measured steps of 1..N processes say: the arithmetic of scaling, without a process or a clock.
+
+strong          the same tokens a step in all: does the same work end sooner?
+weak            the same tokens a step for each process: does more work end in the same time?
+speed-up S      tokens a second, over those of the fewest processes that were measured
+efficiency      S / (N / N of the fewest)
+communication   the share of a step in which a process waits for others (`scaling_rank`), mean of all
+break-even      tokens a process has in a step, at which N processes become faster than the fewest. An
+                estimate: it takes computing to grow with the tokens, c seconds each, and communication to
+                be the same f seconds in each step; then T tokens take c0 T + f0 = c T + f
+bandwidth       algorithm: bytes / time; bus: that times 2 (N - 1) / N, which a ring moves over each link
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """Some processes in one mode. Times are of the slowest process, shares the mean of all."""
+
+    mode: str  # strong or weak
+    processes: int
+    threads: int  # of each process
+    batch_size: int  # sequences a step, of all processes
+    micro_batch_size: int
+    tokens_a_step: int
+    steps: int  # that were measured
+    step_ms: float  # the median
+    step_ms_quartiles: tuple[float, float]
+    step_ms_best: float  # what other programs disturbed least
+    on_core_ms: float  # of a step, in which the training thread had a core; other programs hardly change it
+    communication: float
+    starved: float  # the share of a step in which a process was ready, and other work had its core
+    sent_bytes: Mapping[str, int]  # by the first process in a step, by purpose
+    collectives: Mapping[str, int]
+    speed_up: float = 1.0
+    efficiency: float = 1.0
+    break_even_tokens: float | None = None  # None: at no batch, or nothing to compare with
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all processes together."""
+        return 1000 * self.tokens_a_step / self.step_ms
+
+    @property
+    def waiting_ms(self) -> float:
+        """Of a step."""
+        return self.communication * self.step_ms
+
+    def as_json(self) -> dict[str, Any]:
+        """For scaling.json."""
+        more = {"tokens_per_s": self.tokens_per_s, "communication_ms": self.waiting_ms}
+        return asdict(self) | more
+
+
+def of_ranks(ranks: Sequence[Mapping[str, Any]], processes: int) -> dict[str, Any]:
+    """The measured fields of a row, from what each rank says of its steps."""
+    slowest = max(ranks, key=lambda rank: statistics.median(rank["seconds"]))
+    seconds = slowest["seconds"]
+    low, middle, high = statistics.quantiles(seconds, n=4)
+    waiting, starved = (
+        statistics.mean(statistics.median(rank[what]) for rank in ranks) for what in ("waiting", "starved")
+    )
+    return {
+        "steps": len(seconds),
+        "step_ms": 1000 * middle,
+        "step_ms_quartiles": (1000 * low, 1000 * high),
+        "step_ms_best": 1000 * min(seconds),
+        "on_core_ms": 1000 * statistics.median(slowest["on_core"]),
+        "communication": min(max(waiting, 0.0), 1.0) if processes > 1 else 0.0,
+        "starved": starved,
+        "sent_bytes": ranks[0]["sent"],
+        "collectives": ranks[0]["calls"],
+    }
+
+
+def break_even(fewest: Row, row: Row) -> float | None:
+    """Tokens a process in a step; 0 where any will do, None where none will."""
+    gain = _computing(fewest) - _computing(row)
+    extra = row.waiting_ms - fewest.waiting_ms
+    return max(extra, 0.0) / gain / row.processes if gain > 0 else None
+
+
+def _computing(row: Row) -> float:
+    """Milliseconds a token, all processes at once."""
+    return (row.step_ms - row.waiting_ms) / row.tokens_a_step
+
+
+def bandwidth(all_reduce: Mapping[str, float], processes: int) -> dict[str, float]:
+    """Bytes, milliseconds, and bytes a second of an all-reduce."""
+    size, seconds = all_reduce["bytes"], all_reduce["seconds"]
+    bus = 2 * (processes - 1) / processes * size / seconds
+    return {
+        "processes": processes,
+        "bytes": size,
+        "ms": 1000 * seconds,
+        "algorithm_bandwidth": size / seconds,
+        "bus_bandwidth": bus,
+    }
+
+
+def warnings(rows: Sequence[Row], cores: int, on_cpu: bool) -> list[str]:
+    """Where more processes are slower than fewer, and where they outnumber the cores."""
+    found = []
+    for mode in ("strong", "weak"):
+        for fewer, more in pairwise(row for row in rows if row.mode == mode):
+            if more.tokens_per_s < fewer.tokens_per_s:
+                found.append(
+                    f"{more.processes} processes are slower than {fewer.processes} ({mode}: "
+                    f"{more.tokens_per_s / fewer.tokens_per_s:.2f}x)"
+                )
+    most = max(rows, key=lambda row: row.processes)
+    if on_cpu and most.processes * most.threads > cores:
+        found.append(
+            f"{most.processes} processes with {most.threads} thread(s) each take turns on {cores} core(s)"
+        )
+    elif (share := max(row.starved for row in rows)) > 0.05:
+        found.append(
+            f"the processes waited for a core for {share:.0%} of a step: the figures of a busy machine"
+        )
+    return found
+
+
+def compared(rows: Sequence[Row], cores: int, on_cpu: bool) -> str:
+    """What the speed-up is a speed-up of: more machine, or the same machine in more pieces."""
+    strong = [row for row in rows if row.mode == "strong"]
+    threads = ", ".join(f"{row.processes}: {row.threads}" for row in strong)
+    said = f"threads of each process, by their number: {threads}; this process may use {cores} core(s)"
+    if not on_cpu:
+        return f"each process has a GPU of its own; {said}"
+    if have_same_cores(rows, cores):
+        return f"{said}: all use the same cores, so more processes are the same machine in more pieces"
+    return f"{said}: more processes are more cores"
+
+
+def have_same_cores(rows: Sequence[Row], cores: int) -> bool:
+    """Whether many processes compute on no more cores than few do."""
+    return len({min(cores, row.processes * row.threads) for row in rows}) == 1
+
+
+def verdict(rows: Sequence[Row], same_cores: bool) -> str:
+    """One sentence on the most processes against the fewest."""
+    strong = [row for row in rows if row.mode == "strong"]
+    fewest, most = strong[0], strong[-1]
+    if most is fewest:
+        return f"only {_count(most.processes)} measured; name more with --procs to compare"
+    weak = next(row for row in rows if row.mode == "weak" and row.processes == most.processes)
+    one = "one" if fewest.processes == 1 else str(fewest.processes)
+    return (
+        f"{_count(most.processes)} are {most.speed_up:.2g}x {one} on the same batch, {weak.speed_up:.2g}x "
+        f"with as much for each; {most.communication:.0%} of the step is communication; "
+        f"{_advice(most, weak, same_cores)}"
+    )
+
+
+def _advice(strong: Row, weak: Row, same_cores: bool) -> str:
+    if strong.starved > 0.2:
+        return "the cores had other work in between: measure again when they are free"
+    if strong.communication > 0.1 and weak.communication < 0.8 * strong.communication:
+        return "larger micro-batches would help"
+    if strong.communication > 0.1:
+        return "larger batches would not help, a faster connection would"
+    if strong.efficiency > 0.8:
+        return "more processes may be worth a try"
+    if same_cores:
+        return "they share the cores that fewer had, so that no more was to be won"
+    return "the pieces of the work are small: larger micro-batches would help"
+
+
+def _count(processes: int) -> str:
+    return f"{processes} process" + ("es" if processes != 1 else "")

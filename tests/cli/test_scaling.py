@@ -1,0 +1,75 @@
+"""`narrowgauge scaling` with real processes: what it measures, and that none of them outlives it."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def scaling(line, tmp_path):
+    """The words of a measurement into `tmp_path / "out"`."""
+
+    def words(*more):
+        return ["scaling", *line({"recipe.name": "bf16"})[1:], "--out", tmp_path / "out", *more]
+
+    return words
+
+
+def test_one_and_two_processes(narrowgauge, scaling, tmp_path):
+    ended = narrowgauge(*scaling("--procs", "1,2", "--seconds", "0.2", "--parallel.replicate", "2"))
+    assert ended.code == 0, ended.err
+    assert ended.err == ""
+    found = json.loads((tmp_path / "out" / "scaling.json").read_text())
+    rows = {(row["mode"], row["processes"]): row for row in found["rows"]}
+    assert list(rows) == [("strong", 1), ("weak", 1), ("strong", 2), ("weak", 2)]
+    tokens = {key: row["tokens_a_step"] for key, row in rows.items()}
+    assert tokens == {("strong", 1): 64, ("weak", 1): 64, ("strong", 2): 64, ("weak", 2): 128}
+    parameters = found["parameters"]
+    for row in rows.values():
+        low, high = row["step_ms_quartiles"]
+        assert row["steps"] >= 5
+        assert 0 < row["step_ms_best"] <= low <= row["step_ms"] <= high
+        assert 0 < row["on_core_ms"] <= high
+        assert row["threads"] == 1
+        assert 0 <= row["communication"] < 1
+        if row["processes"] == 2:
+            assert row["sent_bytes"]["reduce"] == 4 * parameters, "an all-reduce sends the gradients once"
+            assert row["speed_up"] == row["tokens_per_s"] / rows[row["mode"], 1]["tokens_per_s"]
+        else:
+            assert row["communication"] == 0
+            assert row["collectives"] == {}
+    (reduced,) = found["all_reduce"]
+    assert reduced["bytes"] == 4 * parameters
+    assert reduced["bus_bandwidth"] == pytest.approx(reduced["bytes"] / reduced["ms"] * 1000)
+    said = " ".join(ended.out.split())
+    for sentence in (found["verdict"], found["compared"], *found["warnings"]):
+        assert sentence in said
+    for row in rows.values():
+        assert f" {row['speed_up']:.2f}x {row['efficiency']:.0%} {row['communication']:.0%} " in f"{said} "
+
+
+@pytest.mark.parametrize("whom", ["Ctrl-C", "the launcher is killed", "a process is killed"])
+def test_all_end_together(narrowgauge, scaling, whom):
+    process = narrowgauge.start(*scaling("--procs", "2", "--seconds", "60"))
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+
+    def all_run():  # torch is read only when a process has tied its life to its launcher's
+        maps = [Path(f"/proc/{child}/maps").read_text() for child in children.read_text().split()]
+        return len(maps) == 2 and all("libtorch" in of_one for of_one in maps)
+
+    first = process.until(all_run).child
+    pids = children.read_text().split()
+    if whom == "Ctrl-C":
+        process.send(signal.SIGINT)
+        ended = process.wait()
+        assert (ended.code, ended.err) == (1, "narrowgauge: interrupted\n")
+    elif whom == "the launcher is killed":
+        process.send(signal.SIGKILL)
+        assert process.wait().code == -signal.SIGKILL
+    else:
+        first.send(signal.SIGKILL)
+        ended = process.wait()
+        assert (ended.code, ended.err) == (1, "narrowgauge: a process of 2 was killed by SIGKILL\n")
+    process.until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids))
