@@ -25,6 +25,7 @@ ROOMS = (
     "report",
     "cluster",
     "cli_cluster",
+    "cli_compare",
     "cli_exchange",
     "cli_launch",
     "cli_prepare",

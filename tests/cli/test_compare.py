@@ -102,7 +102,7 @@ def test_a_run_that_was_killed_is_named(narrowgauge, compare, look, tmp_path, re
     run = look(tmp_path / "both" / "bf16")
     process = narrowgauge.start(*compare("bf16,fp8", {"training.steps": 10_000})).until(run.has_step(1))
     process.child.send(signal.SIGKILL)
-    refused(process.wait(), "recipe 'bf16' was killed by SIGKILL; the same line continues", code=1)
+    refused(process.wait(), "the run 'bf16' was killed by SIGKILL; the same line continues", code=1)
 
 
 @pytest.mark.slow
@@ -116,10 +116,10 @@ def test_a_run_that_fails_gives_its_exit_code(narrowgauge, compare, tmp_path, re
 @pytest.mark.parametrize(
     ("recipes", "words"),
     [
-        ("", ["at least two"]),
+        ("", ["'fp8' is one run", "at least two"]),
         (",", ["at least two"]),
-        ("bf16", ["--recipes bf16", "at least two"]),
-        ("bf16,fp8,bf16", ["'bf16' twice"]),
+        ("bf16", ["'bf16' is one run", "at least two"]),
+        ("bf16,fp8,bf16", ["two runs would be called 'bf16'"]),
         ("bf16,mxpf8", ["unknown recipe 'mxpf8'", "'mxfp8'"]),
     ],
 )
