@@ -184,10 +184,11 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any
 
 
 def _words(keys: Keys) -> list[str]:
-    """The values of a point as parts of a name: `lr=0.002`; a recipe is its own name."""
+    """The values of a point as parts of a name, in the order of the keys' own names whatever that of the file
+    is: `lr=0.002`; a recipe is its own name, and the first."""
     endings = [known.partition(".")[2] for known in config_keys()]
     words = []
-    for key, value in keys.items():
+    for key, value in sorted(keys.items(), key=lambda item: (item[0] != RECIPE, item[0])):
         ending = key.partition(".")[2]
         label = key if endings.count(ending) > 1 else ending
         parts = value if isinstance(value, list) else [value]

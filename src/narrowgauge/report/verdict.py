@@ -6,8 +6,9 @@ their luck, and their gap is measured in pairs: gap_i = loss_i / reference_i - 1
 i. The verdict is the mean of these gaps, and its interval is Student's (`student`) over the seeds. That is
 narrower than comparing two means, whose spread is that of the seeds.
 
-One seed has a gap and no interval. How the gap moves along the curve of one run says nothing of what another
-seed would give: two trajectories that have parted stay apart for long.
+One seed has a gap and no interval. The spread of the gap along one curve (a block bootstrap over its steps)
+is no substitute: two trajectories that have parted stay apart. With 8 seeds of a tiny model it measured
+0.002 for the mean gap of the last 100 of 300 steps, and the seeds spread by 0.010 (mxfp8) and 0.017 (mxfp4).
 """
 
 import json
@@ -188,7 +189,7 @@ def verdict_notes(found: Sequence[Verdict]) -> list[str]:
             f"{CONFIDENCE:.0%} of Student's t over the seeds; ±: standard deviation of the seeds."
         )
         if len(others) > 2:
-            notes.append(f"Each interval alone is missed by 1 true gap in 20; of {len(others)}, some may be.")
+            notes.append(f"An interval misses the true gap in 1 case of 20; of {len(others)}, one may well.")
     for v in others:
         if unpaired := sorted(set(v.seeds) - set(v.paired)):
             listed = ", ".join(map(str, unpaired))
