@@ -58,7 +58,7 @@ class Verdict:
 
     @property
     def words(self) -> str:
-        """Better, worse, or what else can be said of the loss."""
+        """Better, worse, or what else can be said of the loss; open where one seed says it."""
         if self.is_reference:
             return "reference"
         if self.gap is None:
@@ -66,7 +66,7 @@ class Verdict:
         if not math.isfinite(self.gap):
             return "not finite"
         if self.half_width is None:
-            return "one seed: open"
+            return "open"
         if self.gap == 0 == self.half_width:
             return "equal"
         if abs(self.gap) <= self.half_width:
@@ -75,14 +75,17 @@ class Verdict:
 
 
 def groups(runs: Sequence[Run]) -> list[Group]:
-    """The variants of some runs, in the order of their first runs."""
+    """The variants of some runs, in the order of their first runs; a run made twice is two of them."""
     found: dict[str, Group] = {}
     for run in runs:
         config = {section: dict(table) for section, table in run.config.items() if isinstance(table, dict)}
         seed = int(config.get("training", {}).pop("seed", 0))
+        config.pop("log", None)  # what is shown
         key = json.dumps(config, sort_keys=True, default=str) if config else run.name
+        while key in found and seed in found[key].runs:
+            key += " again"
         group = found.setdefault(key, Group(run.name.removesuffix(f"-seed-{seed}"), {}))
-        group.runs.setdefault(seed, run)
+        group.runs[seed] = run
     return list(found.values())
 
 
