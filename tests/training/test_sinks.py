@@ -1,6 +1,7 @@
 """Copies of metrics and gauges for other programs: right where they arrive, harmless where they do not."""
 
 import json
+import signal
 import sqlite3
 import threading
 import time
@@ -158,11 +159,38 @@ def test_tensorboard_has_what_the_metrics_have(narrowgauge, line, look, tmp_path
     there.Reload()
     run = look(tmp_path / "run")
     for key in ("loss", "val_loss", "grad_norm"):
-        told = [(line["step"], line[key]) for line in run.lines if key in line]
-        assert [(event.step, event.value) for event in there.Scalars(key)] == pytest.approx(told), key
+        told = {line["step"]: line[key] for line in run.lines if key in line}
+        assert {event.step: event.value for event in there.Scalars(key)} == pytest.approx(told), key
     (reading, *_) = map(json.loads, (tmp_path / "run" / "gauges.jsonl").read_text().splitlines())
     tag = f"gauges/{reading['place']}/{reading['layer']}/zeros"
     assert there.Scalars(tag)[0].value == pytest.approx(reading["zeros"])
+
+
+@pytest.mark.slow
+@needs("tensorboard")
+def test_tensorboard_shows_steps_once_that_were_done_twice(narrowgauge, line, look, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = look(tmp_path / "run")
+    changes = {
+        "training.steps": 400,
+        "checkpoint.every": 50,
+        "validation.every": 400,
+        "log.sinks": "tensorboard",
+    }
+    words = [*line(changes), "--out", run.path]
+    assert narrowgauge.start(*words).send_when(run.has_step(130), signal.SIGKILL).code == -signal.SIGKILL
+    ended = narrowgauge(*words)
+    assert ended.code == 0, ended.err
+    there = EventAccumulator(str(run.path / "tensorboard"), size_guidance={"scalars": 0})
+    there.Reload()
+    shown = [event.step for event in there.Scalars("loss")]
+    assert len(set(shown)) == len(shown)
+    assert shown[-1] == 400
+    resumed = run.events("resume")[0]["step"]
+    assert set(range(resumed + 1, 401)) <= set(shown)
+    losses = dict(zip(run.column("step"), run.column("loss"), strict=True))
+    assert [event.value for event in there.Scalars("loss")] == pytest.approx([losses[n] for n in shown])
 
 
 @needs("wandb")
