@@ -27,6 +27,7 @@ ROOMS = (
     "cluster",
     "cli_bench",
     "cli_cluster",
+    "cli_compare",
     "cli_exchange",
     "cli_launch",
     "cli_prepare",

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from narrowgauge import cli_bench, cli_cluster, cli_launch, cli_prepare
+from narrowgauge import cli_bench, cli_cluster, cli_compare, cli_launch, cli_prepare
 from narrowgauge.checkpoint import PoisonedError, SaveError
 from narrowgauge.cli_exchange import add_exchange_verbs
 from narrowgauge.cluster import WorldFailed, print_plan
@@ -24,7 +24,7 @@ from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import format, format_names
 from narrowgauge.recipes import choose_backend, device_facts, recipe, recipe_names
 from narrowgauge.report import print_comparison, read_run, write_report
-from narrowgauge.report.compare import ComparisonFailed, compare
+from narrowgauge.report.compare import ComparisonFailed
 from narrowgauge.signals import Preempted, StoppedEarly
 from narrowgauge.training import (
     PROFILED,
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _ended(str(stop), stop.code) if stop.speaks else stop.code
     except (ComparisonFailed, WorldFailed) as error:
         # A run that ended by itself has said why.
-        return error.code if error.code > 0 else _ended(str(error), EXIT_FAILED)
+        return error.code if error.code > 0 else _ended_alike(error, str(error), EXIT_FAILED)
     except (Corrupted, Diverged, OutOfMemory, PoisonedError, SaveError) as error:
         return _ended(_with_notes(error), EXIT_FAILED)
     except UserError as error:
@@ -157,8 +157,8 @@ def _parser() -> tuple[_Parser, list[str]]:
         help=f"record STEPS steps ({PROFILED}): a trace for Perfetto in DIR/profile, and the time by class",
     )
     _add_config_options(p)
-    p = verb("compare", "train the same model under several recipes, side by side", _compare)
-    p.add_argument("--recipes", required=True, metavar="A,B,C", help="recipes; the first is the reference")
+    p = verb("compare", cli_compare.HELP, cli_compare.run)
+    cli_compare.add_options(p, _values, _SHORT)
     _add_config_options(p)
     p = verb("plan", "what a run will take, before it is started: memory by class of tensor", _plan)
     _add_config_options(p)
@@ -234,20 +234,6 @@ def _train(options: argparse.Namespace) -> None:
         return
     report = write_report([path], path / "report.html")
     print_comparison([read_run(path)], console)
-    console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _compare(options: argparse.Namespace) -> None:
-    names = [name.strip() for name in options.recipes.split(",") if name.strip()]
-    values = _values(options)
-    configs: list[Config] = []
-    for name in names:
-        section = {**values.get("recipe", {}), "name": name}
-        configs.append(make_config({**values, "recipe": section}))
-    console = Console()
-    runs = compare(configs, options.out, console)
-    report = write_report(runs, runs[0].parent / "report.html")
-    print_comparison([read_run(path) for path in runs], console)
     console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -1,8 +1,11 @@
 """A comparison trains each recipe in a process of its own, and behaves like one run."""
 
 import json
+import os
 import re
 import signal
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -102,7 +105,7 @@ def test_a_run_that_was_killed_is_named(narrowgauge, compare, look, tmp_path, re
     run = look(tmp_path / "both" / "bf16")
     process = narrowgauge.start(*compare("bf16,fp8", {"training.steps": 10_000})).until(run.has_step(1))
     process.child.send(signal.SIGKILL)
-    refused(process.wait(), "recipe 'bf16' was killed by SIGKILL; the same line continues", code=1)
+    refused(process.wait(), "the run 'bf16' was killed by SIGKILL; the same line continues", code=1)
 
 
 @pytest.mark.slow
@@ -116,10 +119,10 @@ def test_a_run_that_fails_gives_its_exit_code(narrowgauge, compare, tmp_path, re
 @pytest.mark.parametrize(
     ("recipes", "words"),
     [
-        ("", ["at least two"]),
+        ("", ["'fp8' is one run", "at least two"]),
         (",", ["at least two"]),
-        ("bf16", ["--recipes bf16", "at least two"]),
-        ("bf16,fp8,bf16", ["'bf16' twice"]),
+        ("bf16", ["'bf16' is one run", "at least two"]),
+        ("bf16,fp8,bf16", ["two runs would be called 'bf16'"]),
         ("bf16,mxpf8", ["unknown recipe 'mxpf8'", "'mxfp8'"]),
     ],
 )
@@ -135,3 +138,60 @@ def test_what_every_recipe_would_refuse_is_said_once(narrowgauge, compare, refus
     (tmp_path / "both").rename(tmp_path / "away")
     (tmp_path / "both").touch()
     refused(narrowgauge(*compare("bf16,fp8")), tmp_path / "both", "cannot be written")
+
+
+def test_seeds_that_come_later_find_the_runs_that_are_there(narrowgauge, compare, line, look, tmp_path):
+    both = tmp_path / "both"
+    assert narrowgauge(*line({"recipe.name": "bf16"}), "--out", both / "bf16").code == 0
+    before = (both / "bf16" / "metrics.jsonl").read_bytes()
+    ended = narrowgauge(*compare("bf16"), "--seeds", "2")
+    assert ended.code == 0, ended.err
+    assert ended.out.count("is done; to train again") == 1
+    assert (both / "bf16" / "metrics.jsonl").read_bytes() == before
+    runs = look(both / "bf16"), look(both / "bf16-seed-1")
+    configs = [tomllib.loads((run.path / "config.toml").read_text()) for run in runs]
+    assert [config["training"].pop("seed") for config in configs] == [0, 1]
+    assert configs[0] == configs[1]
+    losses = [run.steps[-1]["val_loss"] for run in runs]
+    assert losses[0] != losses[1]
+    spread = f"{sum(losses) / 2:.4f} ± {abs(losses[0] - losses[1]) / 2**0.5:.4f}"
+    table = ended.out[ended.out.rindex("\nvariant ") :]
+    assert re.search(rf"^loss +{spread}$", table, re.MULTILINE), table
+    assert re.search(r"^seeds +2$", table, re.MULTILINE), table
+    page = (both / "report.html").read_text()
+    assert "<h2>Verdicts</h2>" in page
+    assert ">bf16-seed-1<" in page
+
+
+def test_a_variant_in_a_sweep_from_a_file(narrowgauge, compare, look, tmp_path, refused):
+    file = tmp_path / "sweep.toml"
+    file.write_text("[sweep]\noptimizer.lr = [1e-3, 4e-3]\n")
+    refused(narrowgauge("train", file, "--out", tmp_path / "run"), "'sweep'")
+    ended = narrowgauge(*compare(""), file, "--variant", "hp:recipe=fp8,recipe.wgrad.x=bf16")
+    assert ended.code == 0, ended.err
+    for lr in (0.001, 0.004):
+        run = look(tmp_path / "both" / f"hp,lr={lr}")
+        assert run.status["status"] == "done"
+        assert max(run.column("lr")) == lr
+        assert tomllib.loads((run.path / "config.toml").read_text())["recipe"]["wgrad.x"] == "bf16"
+    assert re.search(r"^verdict +reference +open$", ended.out, re.MULTILINE)
+    assert "A gap of one seed has no confidence interval" in " ".join(ended.out.split())
+
+
+@pytest.mark.slow
+def test_two_processes_train_every_run_together(narrowgauge, compare, look, tmp_path, cache):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = compare("bf16,fp8", {"training.steps": 4})
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "NARROWGAUGE_CACHE": str(cache)}
+    ended = subprocess.run(
+        [*torchrun, "-m", "narrowgauge", *map(str, words)], env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    for name in ("bf16", "fp8"):
+        run = look(tmp_path / "both" / name)
+        assert run.column("step") == [1, 2, 3, 4]
+        assert run.events("start")[0]["processes"] == 2
+    assert ended.stdout.count(f"report: {tmp_path / 'both' / 'report.html'}\n") == 1
+    assert sorted(path.name for path in (tmp_path / "both").iterdir()) == [
+        *("bf16", "bf16.toml", "fp8", "fp8.toml", "report.html")
+    ]

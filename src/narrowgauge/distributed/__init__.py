@@ -6,13 +6,14 @@ from narrowgauge.distributed.divide import check_division
 from narrowgauge.distributed.ending import Stopped
 from narrowgauge.distributed.engine import Engine
 from narrowgauge.distributed.launchers import speaks_for_all
-from narrowgauge.distributed.meeting import NEVER
+from narrowgauge.distributed.meeting import MEETING, NEVER
 from narrowgauge.distributed.mesh import Layout, Mesh, fit
 from narrowgauge.distributed.stages import MicroBatch
 from narrowgauge.distributed.whole_blocks import check_blocks
 from narrowgauge.distributed.world import World, world_from
 
 __all__ = [
+    "MEETING",
     "NEVER",
     "START",
     "Crew",

@@ -22,6 +22,7 @@ from narrowgauge.distributed.ending import End, OthersGone
 from narrowgauge.distributed.world import World
 from narrowgauge.errors import UserError
 
+MEETING = "NARROWGAUGE_MEETING"  # in the environment: a name for each of several runs of one launcher
 _POLL_S = 0.1
 NEVER = timedelta(days=30)
 
@@ -55,7 +56,7 @@ def open_store(world: World, environ: Mapping[str, str], timeout_s: float, keep:
             f"something else than rank 0 of this run answers at {where}; set MASTER_PORT to a free port"
         ) from error
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"narrowgauge/{attempt}", store)
+    return PrefixStore(f"narrowgauge/{attempt}/{environ.get(MEETING, '')}", store)
 
 
 def _connect(world: World, keep: bool, timeout_s: float, answer: "Future[Store]") -> None:

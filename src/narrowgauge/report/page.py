@@ -22,6 +22,7 @@ from narrowgauge.report.curves import page_data
 from narrowgauge.report.gauges import gauges
 from narrowgauge.report.memory import memory
 from narrowgauge.report.runs import Run, read_runs
+from narrowgauge.report.verdict_section import verdict_section
 
 SCRIPTS = ("marks.js", "draw.js", "chart.js", "page.js")  # in the order they build on each other
 
@@ -51,6 +52,7 @@ def render_report(runs: Sequence[Run]) -> str:
         title=escape(sections.title(runs)),
         summary=escape(sections.summary(runs)).replace(" %", "&#160;%"),
         table=sections.table(runs),
+        verdicts=verdict_section(runs),
         charts=_template("charts.html") if any(run.steps or run.validation for run in runs) else _NO_CURVES,
         memory=memory(runs),
         gauges=gauges(runs),

@@ -6,7 +6,7 @@ of them went further, the gap says at how many. A column that no run can fill is
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -68,14 +68,20 @@ def _peak_notes(runs: Sequence[Run]) -> list[str]:
 
 
 def print_comparison(runs: Sequence[Run], console: Console) -> None:
-    """Print the rows as a table, and the notes beneath it; a narrow terminal gets a column for each run."""
-    rows = comparison_rows(runs)
-    table = _table([list(rows[0])] + [list(row.values()) for row in rows], numbers_from=3)
+    """Print the rows as a table, and the notes beneath it."""
+    print_rows(comparison_rows(runs), comparison_notes(runs), console, numbers_from=3)
+
+
+def print_rows(
+    rows: Sequence[Mapping[str, str]], notes: Sequence[str], console: Console, numbers_from: int
+) -> None:
+    """Print rows of equal keys as a table, and notes beneath it; a narrow terminal gets a column a row."""
+    table = _table([list(rows[0])] + [list(row.values()) for row in rows], numbers_from)
     unbounded = console.options.update(max_width=10_000)
     if Measurement.get(console, unbounded, table).maximum > console.width:
         table = _table([[column, *(row[column] for row in rows)] for column in rows[0]], numbers_from=1)
     console.print(table)
-    for note in comparison_notes(runs):
+    for note in notes:
         console.print(note, style="dim", markup=False, highlight=False)
 
 

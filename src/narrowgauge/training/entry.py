@@ -29,6 +29,7 @@ from narrowgauge.training.memory import Memory, gib, require_memory
 from narrowgauge.training.profile import Profile
 from narrowgauge.training.progress import Display
 from narrowgauge.training.saving import saves_of
+from narrowgauge.training.sinks import Sinks, require_sinks
 from narrowgauge.training.start import check_start
 
 
@@ -76,6 +77,7 @@ def run(
         device = torch.device("cuda", world.device)
     layout = layout_of(config, world.size)
     choose_backend(config.the_recipe(), device_facts(device), config.recipe.backend)
+    require_sinks(config.log.sinks)
     plan = require_memory(config, device) if layout.size == 1 else None
     machine.limit_memory(device, machine.bytes_of(config.training.memory_limit))
     path = Path(out) if out is not None else default_out(config)
@@ -120,7 +122,8 @@ def _run(
     if crew.share(is_done):
         display.say(f"{path} is done; to train again, name another directory with --out")
         return
-    directory = (Journal if crew.rank == 0 else Bystander)(path, display.say)
+    sinks = Sinks.of(config.log.sinks, path, config.model_dump(mode="json"), display.say)
+    directory = (Journal if crew.rank == 0 else Bystander)(path, display.say, sinks=sinks)
     saves = saves_of(config, directory, display.say, crew)
     crew.keep_records_in(path, lambda cause: RunDirectory(path).set_status("failed", cause))
     try:
@@ -149,7 +152,10 @@ def _run(
     finally:
         if profile is not None:
             profile.close()
-        saves.end()  # at last: the others know the cause of an end before this one waits for a disk
+        try:  # at last: the others know the cause of an end before this one waits for a disk or a network
+            saves.end()
+        finally:
+            sinks.close()
 
 
 def _open_data(config: Config, crew: Crew, display: Display) -> Dataset:

@@ -20,6 +20,7 @@ from narrowgauge.checkpoint import append_lines
 from narrowgauge.training.changes import Changes
 from narrowgauge.training.config import Config
 from narrowgauge.training.directory import RunDirectory
+from narrowgauge.training.sinks import Sinks
 
 _MOST = 100_000  # lines of a file that are kept in memory; beyond that the oldest go
 
@@ -32,11 +33,13 @@ class Journal(RunDirectory):
         say: gets the one warning.
         waiting: lines not yet written, by file.
         identity: device and inode of the directory when this was made.
+        sinks: get a copy of metrics and gauges, now or never.
     """
 
     say: Callable[[str], None]
     waiting: dict[Path, list[Mapping[str, Any]]] = field(default_factory=dict)
     identity: list[int] = field(default_factory=list)
+    sinks: Sinks = field(default_factory=Sinks)
 
     def __post_init__(self) -> None:
         self.identity.extend(_identity(self.path))
@@ -44,10 +47,13 @@ class Journal(RunDirectory):
     def record(self, line: Mapping[str, Any]) -> None:
         """Append one line to the metrics, now or when it can be."""
         self._append(self.metrics, [line])
+        self.sinks.metrics(line)
 
     def record_gauges(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append what the gauges read in a step, now or when it can be."""
+        lines = list(lines)
         self._append(self.gauges, lines)
+        self.sinks.gauges(lines)
 
     def sync_metrics(self) -> None:
         """Put the record on the disk, as far as it can be written."""

@@ -252,3 +252,13 @@ class LogSection(Section):
     every: int = Field(10, ge=1, description="steps between plain progress lines")
     prompt: str = Field("", description="start of the sample at the end; empty: a fitting one")
     sample_tokens: int = Field(160, ge=1, description="length of that sample")
+    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        (), description="where else metrics and gauges go: tensorboard, wandb, trackio"
+    )
+
+    @field_validator("sinks", mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return (
+            [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+        )

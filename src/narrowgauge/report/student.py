@@ -1,0 +1,55 @@
+"""How far may a mean be off? Student's t, for a mean over a few seeds.
+
+The mean of n differences with sample deviation s lies within t s / sqrt(n) of the true one in 95 of 100
+experiments, if the differences are about normal; t is the 97.5 % quantile with n - 1 degrees of freedom: 12.7
+for two seeds, 4.30 for three, 2.78 for five, 1.96 for very many. Two seeds say almost nothing, and the factor
+says so.
+
+For whole degrees of freedom the share within t of zero is a finite sum (Abramowitz and Stegun, Handbook of
+Mathematical Functions, 26.7.3 and 26.7.4), so it needs no library.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+CONFIDENCE = 0.95
+
+
+def share_within(t: float, degrees: int) -> float:
+    """How likely a variable of Student's distribution is within `t` of zero, t >= 0, degrees >= 1."""
+    theta = math.atan(t / math.sqrt(degrees))
+    sine, cosine = math.sin(theta), math.cos(theta)
+    is_odd = degrees % 2
+    term = cosine if is_odd else 1.0
+    total = term if degrees > 1 else 0.0
+    for k in range(2 + is_odd, degrees - 1, 2):
+        term *= (k - 1) / k * cosine**2
+        total += term
+    return 2 / math.pi * (theta + sine * total) if is_odd else sine * total
+
+
+@cache
+def quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
+    """The t within which a share `confidence` lies.
+
+    >>> round(quantile(2), 3), round(quantile(4), 3)
+    (4.303, 2.776)
+    """
+    low, high = 0.0, 1.0
+    while share_within(high, degrees) < confidence:
+        low, high = high, 2 * high
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if share_within(middle, degrees) < confidence else (low, middle)
+    return (low + high) / 2
+
+
+def half_width(values: Sequence[float], confidence: float = CONFIDENCE) -> float | None:
+    """Half the width of the confidence interval of the mean of `values`; None for fewer than two."""
+    n = len(values)
+    if n < 2:
+        return None
+    mean = math.fsum(values) / n
+    deviation = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
+    return quantile(n - 1, confidence) * deviation / math.sqrt(n)
