@@ -8,9 +8,13 @@ import json
 import re
 import shutil
 import subprocess
+from html import escape
 
 import pytest
+import torch
 
+from narrowgauge.quantization import cast, quantize
+from narrowgauge.quantization.gauge import figures, gauge_operand
 from narrowgauge.report import write_report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -111,3 +115,69 @@ def test_the_controls_do_what_they_say(five, tmp_path):
         "silent": True,
         "wide": 0,
     }
+
+
+LOOK = """
+const doc = document.querySelector("iframe").contentDocument, say = {};
+const id = (name) => doc.getElementById(name);
+const set = (name, value) => {
+  id(name).value = value;
+  id(name).dispatchEvent(new Event("input", { bubbles: true }));
+};
+const cell = (row, column) => doc.querySelectorAll(".heat tbody tr")[row].cells[column + 1];
+say.width = [doc.defaultView.innerWidth, doc.documentElement.scrollWidth - doc.documentElement.clientWidth];
+say.gauges = [...id("heat-gauge").options].map((option) => option.value);
+say.noisy = id("heat-said").textContent;
+set("heat-gauge", "underflow");
+set("heat-step", 0);
+say.first = [id("heat-step-says").textContent, cell(0, 0).textContent];
+set("heat-step", 1);
+say.second = [id("heat-step-says").textContent, cell(0, 0).textContent];
+cell(1, 0).click();
+say.clicked = id("heat-said").textContent;
+cell(1, 0).dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowUp", bubbles: true }));
+say.moved = id("heat-said").textContent;
+const plot = doc.querySelector("#histogram .plot");
+plot.dispatchEvent(new KeyboardEvent("keydown", { key: "Home" }));
+say.zero = plot.querySelector(".readout").innerText.split(/\\s+/);
+say.bars = [...doc.querySelectorAll("#histogram rect.after")].length > 2;
+document.title = JSON.stringify(say);
+"""
+
+
+def test_the_map_of_gauges_on_a_phone(make_run, tmp_path):
+    path, mx = make_run("run", steps=100), cast("mxfp4")
+    lines = []
+    for step in (50, 100):
+        for layer in ("a", "b"):
+            x = torch.randn(64, 96, generator=torch.Generator().manual_seed(step + ord(layer)))
+            vector = gauge_operand(x, quantize(x, mx, -1).dequantize(), mx, -1).tolist()
+            lines.append(
+                {
+                    "step": step,
+                    "layer": layer,
+                    "place": "fprop.x",
+                    "cast": "mxfp4",
+                    **figures(vector, mx.element),
+                }
+            )
+    (path / "gauges.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    html = re.sub(r"<meta http-equiv[^>]*>", "", write_report([path], tmp_path / "report.html").read_text())
+    frame = f'<iframe width="375" height="800" style="border:0" srcdoc="{escape(html)}"></iframe>'
+    outer = tmp_path / "outer.html"
+    outer.write_text(f"<title></title>{frame}<script>onload = () => {{{LOOK}}}</script>")
+    dom, complaints = dump(outer, tmp_path / "profile")
+    assert complaints == []
+    said = json.loads(re.search(r"<title>(\{.*?\})</title>", dom)[1].replace("&amp;", "&"))
+    share = [f"{float(format(100 * line['underflow'], '.3g')):.4g}" for line in lines]
+    assert said["width"] == [375, 0], "no scrolling to the side"
+    assert {"sqnr", "underflow", "zeros", "largest", "clipped", "amax", "bias"} <= set(said["gauges"])
+    assert "fprop.x (mxfp4): SQNR" in said["noisy"]
+    assert said["first"] == ["50", share[0]]
+    assert said["second"] == ["100", share[2]]
+    assert said["clicked"] == f"b, fprop.x (mxfp4): underflow {share[3]} %"
+    assert said["moved"] == f"a, fprop.x (mxfp4): underflow {share[2]} %"
+    zeros = lines[2]["histogram"]["zeros"]
+    assert said["zero"][0] == "zero"
+    assert float(said["zero"][5]) == pytest.approx(100 * zeros[1] / (64 * 96), rel=0.35), "a sample"
+    assert said["bars"]

@@ -86,8 +86,7 @@ class Gauges:
         """
         self.layers = dict(layers)
         self.state = {Key(*key): tensor for key, tensor in state.items()}
-        # The cast's name, and a vector of `quantization.gauge`.
-        self.read: dict[Key, tuple[str, torch.Tensor]] = {}
+        self.read: dict[Key, tuple[Cast, torch.Tensor]] = {}  # with a vector of `quantization.gauge`
         self.products: dict[Key, torch.Tensor] = {}
 
     def begin_micro_batch(self, is_first: bool, is_last: bool) -> None:
@@ -115,8 +114,9 @@ class Gauges:
 
     def lines(self, step: int) -> list[dict[str, Any]]:
         """One object a layer and place, ready for JSON; waits for the device."""
-        casts = {key: name for key, (name, _) in self.read.items()}
-        found = {key: figures(v) for key, v in _fetched({k: v for k, (_, v) in self.read.items()}).items()}
+        casts = {key: cast.name for key, (cast, _) in self.read.items()}
+        vectors = _fetched({key: vector for key, (_, vector) in self.read.items()})
+        found = {key: figures(vector, self.read[key][0].element) for key, vector in vectors.items()}
         of_products = {key: likeness(v) for key, v in _fetched(self.products).items()}
         return [
             {"step": step, **key._asdict(), "cast": casts.get(key), **_rounded(values)}
@@ -131,12 +131,13 @@ class Gauges:
     def _see(self, key: Key, x: torch.Tensor, stored: AtRest) -> None:
         """Read a tensor that has been stored; the first time counts."""
         if key not in self.read:
-            self.read[key] = stored.cast.name, gauge_state(x, stored)
+            self.read[key] = stored.cast, gauge_state(x, stored)
 
     def _read_plain(self, key: Key, x: torch.Tensor) -> None:
         if key not in self.read:
             x = x.to_local() if isinstance(x, DTensor) else x  # of a weight that is cut, what is here
-            self.read[key] = "fp32", gauge(x, x, blocks_of(x.shape, cast("fp32"), -1))
+            plain = cast("fp32")
+            self.read[key] = plain, gauge(x, x, blocks_of(x.shape, plain, -1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ class LayerGauge:
         if key not in self.gauges.read:
             seen = values if scale is None else values.float() * scale
             vector = gauge_operand(x, seen, cast, axis, signs, encode_scale)
-            self.gauges.read[key] = cast.name, vector
+            self.gauges.read[key] = cast, vector
 
     def product(self, place: str, c_MN: torch.Tensor, a_MK: torch.Tensor, b_NK: torch.Tensor) -> None:
         """Read some rows of a product against the same rows in high precision."""

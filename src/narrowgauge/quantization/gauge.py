@@ -22,6 +22,7 @@ and of the largest magnitudes of the blocks, a:
     binades      up to 16 counts: blocks whose a has the exponent of the largest, one below, ... 15 or more
                  below (or a = 0); zeros at the end are left off
     scales       [smallest, largest] of what undoes the encoding of a block, tensor scale included
+    histogram    of magnitudes before and after, in units of the scale: `histogram.py`; only of narrow formats
 
 Where a cast transforms a tensor (Hadamard), x is the transformed tensor; outliers that are clamped belong to
 x. Squares of small numbers underflow in float32, so x and y are multiplied by a power of two first, which is
@@ -35,11 +36,12 @@ from typing import Any
 
 import torch
 
-from narrowgauge.formats import decode, format
+from narrowgauge.formats import Format, decode, format
 from narrowgauge.quantization.at_rest import AtRest
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.grid import block_amax, pieces, scales_of
+from narrowgauge.quantization.histogram import WIDTH, counts, histogram
 from narrowgauge.quantization.quantize import over_block, transformed
 from narrowgauge.quantization.remedies import clamp_outliers
 
@@ -69,12 +71,12 @@ def gauge_operand(
     """
     blocks = blocks_of(x.shape, cast, axis)
     if not cast.is_scaled:
-        return gauge(x, seen, blocks, None, cast.element.max)
+        return gauge(x, seen, blocks, None, cast.element.max, cast.element)
     x = transformed(x, cast, axis, signs)
     kept = clamp_outliers(x, cast.outliers) if cast.outliers else x
     own = scales_of(blocks.split(kept), cast, blocks, encode_scale)
     scale = own.block if own.tensor is None else own.block * own.tensor
-    return gauge(x, seen, blocks, scale, cast.element.max)
+    return gauge(x, seen, blocks, scale, cast.element.max, cast.element)
 
 
 @torch.no_grad()
@@ -94,7 +96,8 @@ def gauge_state(x: torch.Tensor, stored: AtRest) -> torch.Tensor:
         scale = t["scales"] if cast.scale == "fp32" else decode(t["scales"], format(cast.scale))
         scale = over_block(scale, blocks) if scale.ndim else scale
         scale = scale * t.get("tensor_scale", 1.0)
-    return gauge(x, stored.read(), blocks, scale, largest)
+    grid = None if cast.codebook or largest == math.inf else cast.element
+    return gauge(x, stored.read(), blocks, scale, largest, grid)
 
 
 @torch.no_grad()
@@ -104,6 +107,7 @@ def gauge(
     blocks: Blocks,
     scale: torch.Tensor | None = None,
     largest: float = math.inf,
+    grid: Format | None = None,
 ) -> torch.Tensor:
     """Gauge a tensor before and after.
 
@@ -112,6 +116,7 @@ def gauge(
         blocks: how blocks lie on them.
         scale: float32, of each block, as the grid with inner dimensions of size 1; None for 1.
         largest: of the numbers of an element.
+        grid: the element format, where its numbers times `scale` are what can be stored: for the histogram.
 
     Returns:
         float64 vector, for `figures`.
@@ -136,7 +141,10 @@ def gauge(
     low, high = (torch.where(scales.isfinite(), scales, end) for end in (torch.inf, -torch.inf))
     elements = torch.full((1,), x.numel(), dtype=torch.float64, device=x.device)
     found = torch.stack([factor, *ends, low.amin(), high.amax()]).double()
-    return torch.cat([elements, found, sums, _binades(amax, exponent)])
+    lie = torch.zeros(WIDTH, dtype=torch.float64, device=x.device)
+    if grid is not None and largest < _WIDE:
+        lie = histogram(split, after, scale, grid)
+    return torch.cat([elements, found, sums, _binades(amax, exponent), lie])
 
 
 def _sums(
@@ -181,9 +189,13 @@ def _binades(amax: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
     return torch.histc(below.double(), BINADES, 0, BINADES)
 
 
-def figures(vector: Sequence[float]) -> dict[str, Any]:
-    """What `gauge` found, as numbers for people: the names of the module's docstring, and `elements`."""
-    found = dict(zip(_HEAD, vector, strict=False))
+def figures(vector: Sequence[float], grid: Format | None = None) -> dict[str, Any]:
+    """What `gauge` found, as numbers for people: the names of the module's docstring, and `elements`.
+
+    With the element format there is a `histogram`, if the tensor was one to make it of.
+    """
+    found, binades = dict(zip(_HEAD, vector, strict=False)), vector[len(_HEAD) : len(_HEAD) + BINADES]
+    lie = None if grid is None else counts(vector[-WIDTH:], grid)
     n, unit = max(found["elements"], 1.0), 1 / found["factor"]
     shares = {key: found[key] / n for key in ("nonfinite", "zeros")}
     shares["underflow"] = (found["zeros"] - found["zeros_before"]) / n
@@ -196,8 +208,9 @@ def figures(vector: Sequence[float]) -> dict[str, Any]:
         "mean_error": found["error"] / n * unit,
         "rms": math.sqrt(found["signal"] / n) * unit,
         "amax": [found[key] for key in ("smallest", "median", "amax")],
-        "binades": _without_zeros_at_end([int(count) for count in vector[len(_HEAD) :]]),
+        "binades": _without_zeros_at_end([int(count) for count in binades]),
         "scales": [found["scale_min"], found["scale_max"]],
+        **({} if lie is None else {"histogram": lie}),
     }
 
 

@@ -13,10 +13,11 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from narrowgauge.report.events import SILENT, kind_of, reason_of
 from narrowgauge.report.runs import Run, Step
 
 POINTS_PER_RUN = 1200
-POINTS_PER_PAGE = 9000  # about 110 bytes a point: half of the 2 MB a page may have
+POINTS_PER_PAGE = 9000  # about 110 bytes a point: a fifth of the 5 MB a page may have
 EVENTS_PER_PAGE = 4000
 METRICS = ("loss", "lr", "grad_norm", "tokens_per_s")
 T = TypeVar("T")
@@ -33,7 +34,7 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
 def _run_data(run: Run, points: int, events: int) -> dict[str, Any]:
     buckets = _buckets(run.steps, points)
     clock = _Clock(run.steps)
-    measured = _thin(run.validation, points)
+    measured = thin(run.validation, points)
     return {
         "name": run.name,
         "emulated": run.backend == "emulated",
@@ -78,19 +79,18 @@ def _curve(buckets: Sequence[Sequence[Step]], name: str) -> Curve:
 
 def _events(run: Run, clock: "_Clock", limit: int) -> list[dict[str, Any]]:
     """The events, thinned evenly where there are very many; saves give way first."""
-    marks = (event for event in run.events if event["event"] != "memory")  # which has a table of its own
+    marks = (event for event in run.events if event["event"] not in SILENT)
     found = [dict(event) for event in marks] + _non_finite(run.steps)
     saves = [event for event in found if event["event"] == "save"]
     others = [event for event in found if event["event"] != "save"]
-    kept = _thin(others, limit // 2) + _thin(saves, limit // 2)
+    kept = thin(others, limit // 2) + thin(saves, limit // 2)
     return [_event(event, clock) for event in sorted(kept, key=lambda event: event["step"])]
 
 
 def _event(event: Mapping[str, Any], clock: "_Clock") -> dict[str, Any]:
     tokens, seconds = clock.at(event["step"])
-    reason = str(event.get("reason") or "")[:200]
     x = {"step": event["step"], "tokens": tokens, "seconds": _short(seconds)}
-    return {"kind": event["event"], "x": x, "reason": reason}
+    return {"kind": kind_of(event), "x": x, "reason": reason_of(event)[:200]}
 
 
 def _non_finite(steps: Sequence[Step]) -> list[dict[str, Any]]:
@@ -101,7 +101,7 @@ def _non_finite(steps: Sequence[Step]) -> list[dict[str, Any]]:
     return [{**event, "step": steps[i].step} for i in starts]
 
 
-def _thin(items: Sequence[T], limit: int) -> list[T]:
+def thin(items: Sequence[T], limit: int) -> list[T]:
     """Every n-th item so that at most `limit` stay; the last one always does."""
     every = math.ceil(len(items) / limit) or 1
     return list(items[::-1][::every][::-1])

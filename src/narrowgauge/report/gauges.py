@@ -1,44 +1,42 @@
-"""What the formats did to each layer and place in the last step that was read, as a table of the page."""
+"""What the formats did to each layer and place: a map that the page's script fills (`heat`), and the last
+readings as a table, for whom the script does not run."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from narrowgauge.recipes import GEMM_PLACES
+from narrowgauge.report.heat import ORDER, Reading, layers_of_each, noisiest, readings
 from narrowgauge.report.records import as_float
 from narrowgauge.report.runs import Run
 
-PRODUCTS = ("fprop.y", "dgrad.dx", "wgrad.dw")
-STATE = ("weight", "master", "grad", "m", "v")
-ORDER = (*GEMM_PLACES, "saved", *PRODUCTS, *STATE)
-ROWS, ROWS_OF_ALL = 100, 400  # of one run, of all of them: the page stays small
 
-Lines = Sequence[Mapping[str, Any]]
-
-
-def gauges(runs: Sequence[Run]) -> str:
-    """A section with a table for each run that has readings; empty where none has."""
+def gauges(runs: Sequence[Run], host: str = "") -> str:
+    """A section with the map's host and, for each run that has readings, a table; empty where none has."""
     told = [run for run in runs if run.gauges]
     if not told:
         return ""
-    most = max(1, min(ROWS, ROWS_OF_ALL // len(told)))
+    most = layers_of_each(len(told))
     return (
-        f"<section><h2>Gauges</h2>{''.join(_of_run(run, most) for run in told)}"
+        f'<section class="gauges"><h2>Gauges</h2>{host}'
+        "<details><summary>The last readings as a table</summary>"
+        f"{''.join(_of_run(run, most) for run in told)}"
         "<p>Of each place the signal to quantization noise in decibels, and the share of numbers that "
         "became zero (underflow); at 20 dB the noise is a tenth of the numbers. Of products (y, dx, dw) the "
         "cosine of the angle to the same product in float32. Places that lose nothing are left out; numbers "
-        "that two products share stand where they were made. All other figures: gauges.jsonl.</p></section>"
+        "that two products share stand where they were made. All other figures: "
+        "gauges.jsonl.</p></details></section>"
     )
 
 
 def _of_run(run: Run, most: int) -> str:
     """The table of a run; where it has many layers, of those with the most noise."""
-    layers: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for line in run.gauges:
-        layers.setdefault(str(line["layer"]), {})[str(line["place"])] = line
-    layers = {name: places for name, places in layers.items() if any(map(_cell, places.values()))}
-    noisiest = sorted(layers, key=lambda name: min(map(_decibels, layers[name].values())))[:most]
-    chosen = {name: places for name, places in layers.items() if name in noisiest}
+    every = readings(run)
+    reading: Reading = {key: line for key, line in every[max(every)].items() if _cell(line)}
+    layers = list(dict.fromkeys(layer for layer, _ in reading))
+    chosen = {
+        name: {place: line for (layer, place), line in reading.items() if layer == name}
+        for name in noisiest(reading, most)
+    }
     columns = [place for place in ORDER if any(_cell(places.get(place)) for places in chosen.values())]
     head = "".join(f'<th scope="col" class="number">{escape(place)}</th>' for place in columns)
     body = "".join(
@@ -49,7 +47,7 @@ def _of_run(run: Run, most: int) -> str:
     )
     some = f", the {most} noisiest of {len(layers)} layers" if len(layers) > most else ""
     return (
-        f"<h3>{escape(run.name)}, step {run.gauges[0]['step']:,}{some}</h3>"
+        f"<h3>{escape(run.name)}, step {max(every):,}{some}</h3>"
         f'<div class="scroll" tabindex="0" role="region" aria-label="Gauges of {escape(run.name)}"><table>'
         f'<thead><tr><th scope="col">layer</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
@@ -71,9 +69,3 @@ def _cell(line: Mapping[str, Any] | None) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %" if share >= 0.0005 else "<0.1 %"
-
-
-def _decibels(line: Mapping[str, Any]) -> float:
-    """For sorting: what lost nothing comes last."""
-    decibels = as_float(line.get("sqnr_db"))
-    return decibels if decibels == decibels else float("inf")

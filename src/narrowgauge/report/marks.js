@@ -21,6 +21,11 @@ const EVENT_SHAPES = {
   "not finite": "M0 -5.5L5.5 0L0 5.5L-5.5 0Z",
   stop: "M-4 -4H4V4H-4Z",
   done: "M-4.5 0L-1 3.5L4.5 -4",
+  spike: "M-5 4L-1.5 4L0 -5.5L1.5 4L5 4",
+  rollback: "M4 -5L-4 0L4 5M4.5 0H-4",
+  "precision change": "M-5 -3.5H0V3.5H5",
+  change: "M-5 -2.5H5M-5 2.5H5",
+  import: "M0 -5.5V3M-3.5 -0.5L0 3.5L3.5 -0.5M-4.5 5.5H4.5",
 };
 const OTHER_EVENT = "M-2.5 0a2.5 2.5 0 1 0 5 0a2.5 2.5 0 1 0 -5 0";
 
@@ -29,10 +34,11 @@ const shade = (number) => `run${number % SHAPES.length}`;
 const dash = (number) => DASHES[(number + Math.floor(number / DASHES.length)) % DASHES.length];
 const shape = (number) => SHAPES[(number + Math.floor(number / SHAPES.length)) % SHAPES.length];
 
+const HTML = new Set("div span button h3 p b select option table thead tbody tr th td dl dt dd".split(" "));
+
 /** Make an element, in the SVG namespace unless its name says HTML. Text is only ever set as text. */
 function make(name, attributes, parent, text) {
-  const html = ["div", "span", "button", "h3", "p"].includes(name);
-  const node = html ? document.createElement(name) : document.createElementNS("http://www.w3.org/2000/svg", name);
+  const node = HTML.has(name) ? document.createElement(name) : document.createElementNS("http://www.w3.org/2000/svg", name);
   for (const [key, value] of Object.entries(attributes || {})) node.setAttribute(key, value);
   if (text !== undefined) node.textContent = text;
   if (parent) parent.append(node);

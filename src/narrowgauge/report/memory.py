@@ -1,9 +1,10 @@
-"""The memory of runs by class of tensor, as a table of the page."""
+"""The memory of runs by class of tensor: stacked bars side by side, and the table of their numbers."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from narrowgauge.report.bars import Bar, bars
 from narrowgauge.report.runs import Run
 
 
@@ -26,12 +27,36 @@ def memory(runs: Sequence[Run]) -> str:
         for name, cells in rows
     )
     return (
-        "<section><h2>Memory</h2>"
-        '<div class="scroll" tabindex="0" role="region" aria-label="Memory by class">'
+        '<section class="memory"><h2>Memory</h2>'
+        + bars(*_bars(told, classes), "Memory by class")
+        + '<div class="scroll" tabindex="0" role="region" aria-label="Memory by class">'
         f'<table><thead><tr><th scope="col">class</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
         "<p>In brackets: bytes a parameter. Measured in the first step of the last process; what was "
-        "expected is the same step on tensors without numbers, each operation on whole tensors.</p></section>"
+        "expected (the line across a bar) is the same step on tensors without numbers, each operation on "
+        "whole tensors.</p></section>"
     )
+
+
+def _bars(
+    told: Sequence[tuple[Run, Mapping[str, Any]]], classes: Sequence[str]
+) -> tuple[list[Bar], dict[str, list[str]]]:
+    """A bar a run, and what each part says."""
+    rows = [
+        Bar(
+            run.name,
+            {name: event["bytes"].get(name, 0) for name in classes},
+            _size(event["peak"]),
+            event["expected"]["peak"],
+        )
+        for run, event in told
+    ]
+    words = {name: [_words(event, name) for _, event in told] for name in classes}
+    return rows, words
+
+
+def _words(event: Mapping[str, Any], name: str) -> str:
+    size = event["bytes"].get(name, 0)
+    return f"{_size(size)}, {size / event['parameters']:.2f} bytes a parameter"
 
 
 def _account(run: Run) -> Mapping[str, Any] | None:

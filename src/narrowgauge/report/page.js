@@ -1,6 +1,7 @@
 // The page: which charts there are, and what the controls, the legend, the pointer and the arrow keys do.
 
-const RUNS = JSON.parse(document.getElementById("data").textContent).runs;
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const RUNS = DATA.runs;
 const AXES = {
   tokens: { name: "tokens", says: (x) => short(x) },
   step: { name: "steps", says: (x) => Math.round(x).toLocaleString("en") },

@@ -7,13 +7,16 @@ recorded more than once the last record wins.
 
 import json
 import math
+import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import UserError
 
-_TAIL = 2**24  # bytes at the end of gauges.jsonl that hold more than the lines of a step
+MOST_READINGS = 20_000  # lines of gauges.jsonl that are kept: more than a page shows
+_STEP = re.compile(rb'\{"step": (\d+),')  # how a line of ours begins
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -57,17 +60,40 @@ def read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], list[dict[str, 
 
 
 def read_gauges(path: Path) -> list[dict[str, Any]]:
-    """The lines of the last step that was read; what is torn, or says no layer and place, is left out."""
+    """The lines of the steps that were read; of very many, of some evenly spaced, among them the last.
+
+    What is torn, or says no layer and place, is left out. The file is read twice and never held whole.
+    """
     if not path.is_file():
         return []
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL))
-        lines = file.read().splitlines()
-    parsed = [record for line in lines if (record := _parse(line)) is not None]
-    told = [
-        line for line in parsed if isinstance(line.get("layer"), str) and isinstance(line.get("place"), str)
+        lines_of: dict[int, int] = {}
+        for line in file:
+            if (step := _step_of(line)) is not None:
+                lines_of[step] = lines_of.get(step, 0) + 1
+        chosen = set(_some_steps(lines_of))
+        file.seek(0)
+        parsed = [_parse(line) for line in file if _step_of(line) in chosen]
+    return [
+        line
+        for line in parsed
+        if line is not None and isinstance(line.get("layer"), str) and isinstance(line.get("place"), str)
     ]
-    return [line for line in told if line["step"] == told[-1]["step"]]
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a line that is whole; most are found without reading them."""
+    if (found := _STEP.match(line)) and line.endswith(b"}\n"):
+        return int(found[1])
+    record = _parse(line)
+    return None if record is None else int(record["step"])
+
+
+def _some_steps(lines_of: Mapping[int, int]) -> list[int]:
+    """The steps whose lines are kept: every n-th, counted from the last."""
+    steps = sorted(lines_of)
+    every = math.ceil(sum(lines_of.values()) / MOST_READINGS) or 1
+    return steps[::-1][::every][::-1]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -66,7 +66,7 @@ class Run:
     status: str
     reason: str
     ignored_lines: int = 0
-    gauges: Sequence[Mapping[str, Any]] = ()  # the lines of the last step that was read
+    gauges: Sequence[Mapping[str, Any]] = ()  # the lines of gauges.jsonl, of some steps or all
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -1,0 +1,123 @@
+"""How the magnitudes of a tensor lie on the grid of its format, before rounding and after.
+
+A magnitude is taken in units of its block's scale, where the grid is that of the element format: 0, 0.5, 1,
+1.5, 2, 3, 4 and 6 for E2M1. Bins are numbered from 1 = 2^0; with n bins an octave, bin b begins at
+
+    2^floor(b / n) * (1 + (b mod n) / n)
+
+so a number of the grid lies at the lower edge of a bin, if the format has no more than log2 n mantissa bits.
+Bins reach from 6 octaves under the smallest number to 3 above the largest, and what lies beyond is counted
+in the last ones; n is 4, 2 or 1, the most that `BINS` bins have room for. Zeros are counted apart, and what
+is not finite not at all.
+
+Counted is a sample of some thousand elements, evenly spaced along every dimension, by odd strides: sequences
+and heads have lengths with many factors of 2, and an even stride would meet the same position in each. Where
+a block at the edge of a tensor is ragged, its padding counts among the zeros, before and after alike.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from narrowgauge.formats import Format
+
+BINS = 64
+SAMPLE = 4096  # elements, roughly
+UNDER, OVER = 6, 3  # octaves
+WIDTH = 2 * (BINS + 1)  # of the vector
+_NUDGE = 1 + 2.0**-20  # a number of the grid may have lost its last bit on the way through its scale
+_MANTISSA = 23  # bits of float32
+
+
+class Bins(NamedTuple):
+    """The bins of a format: the exponent at which they begin, and log2 of how many an octave has."""
+
+    low: int
+    fine: int
+
+    @property
+    def per_octave(self) -> int:
+        """Bins in an octave."""
+        return 1 << self.fine
+
+
+def bins_of(fmt: Format) -> Bins:
+    """The bins that cover a format's range."""
+    low = math.frexp(fmt.smallest_subnormal)[1] - 1 - UNDER
+    high = math.frexp(fmt.max)[1] + OVER
+    return Bins(low, max(k for k in (0, 1, 2) if (high - low) << k <= BINS or k == 0))
+
+
+def histogram(
+    split: torch.Tensor, after: torch.Tensor, scale: torch.Tensor | None, fmt: Format
+) -> torch.Tensor:
+    """Count a sample of a split tensor before and after; on a GPU without waiting for it.
+
+    Args:
+        split, after: of one shape, any floating dtypes.
+        scale: float32, of each block, inner dimensions of size 1, or 0-dim; None for 1.
+        fmt: of an element.
+
+    Returns:
+        float64 [WIDTH], for `counts`.
+    """
+    strides, bins = _strides(split.shape), bins_of(fmt)
+    unit = None if scale is None else _sample(scale, strides)
+    return torch.cat([_count(_sample(t, strides), unit, bins) for t in (split, after)])
+
+
+def counts(vector: Sequence[float], fmt: Format) -> dict[str, Any] | None:
+    """What `histogram` counted, for people; None where it was not called.
+
+    `zeros` [before, after]; `before` and `after` by bin, from bin number `first` on.
+    """
+    before, after = ([int(n) for n in vector[i : i + BINS + 1]] for i in (0, BINS + 1))
+    if not sum(before):
+        return None
+    held = [i for i in range(1, BINS + 1) if before[i] or after[i]] or [1]
+    bins, part = bins_of(fmt), slice(held[0], held[-1] + 1)
+    return {
+        "element": fmt.name,
+        "per_octave": bins.per_octave,
+        "first": bins.low * bins.per_octave + held[0] - 1,
+        "zeros": [before[0], after[0]],
+        "before": before[part],
+        "after": after[part],
+    }
+
+
+def _count(x: torch.Tensor, scale: torch.Tensor | None, bins: Bins) -> torch.Tensor:
+    """float64 [BINS + 1]: how many are zero, and how many lie in each bin."""
+    x = x.float().abs()
+    units = x * _NUDGE if scale is None else x / scale * _NUDGE
+    first = (bins.low + 127) << bins.fine
+    place = (units.view(torch.int32) >> (_MANTISSA - bins.fine)) - first + 1
+    place = torch.where(units.isfinite(), place.clamp(1, BINS), -1)
+    place = torch.where(x == 0, 0, place)
+    return torch.histc(place.double(), BINS + 1, 0, BINS + 1)
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Odd strides that leave about `SAMPLE` elements, much the same along every dimension that has room."""
+    surplus, wide = math.prod(shape) / SAMPLE, sum(n > 1 for n in shape)
+    strides = []
+    for n in shape:
+        stride = int(max(1.0, min(n, surplus ** (1 / wide)))) if n > 1 else 1
+        stride -= stride % 2 == 0
+        surplus, wide = surplus / stride, wide - (n > 1)
+        strides.append(stride)
+    return strides
+
+
+def _sample(t: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """A view of every stride-th element; where a dimension has one, it is for all."""
+    if not t.ndim:
+        return t
+    return t[
+        tuple(
+            slice(s // 2 if n > 1 else 0, None, s if n > 1 else 1)
+            for n, s in zip(t.shape, strides, strict=True)
+        )
+    ]

@@ -1,0 +1,200 @@
+// The map of gauges: a table of layers and places, coloured by one gauge at one step, and a cell chosen in it.
+
+const inShare = { unit: " %", scale: Math.sqrt, from: 0 };
+const GAUGES = {
+  sqnr: { title: "SQNR", unit: " dB", down: true, to: 40, says: (v) => v.toFixed(1), about: "Signal to quantization noise in decibels: at 20 dB the noise is a tenth of the numbers. Dark is noisy; from 40 dB on all are light." },
+  underflow: { title: "underflow", ...inShare, about: "Share of the numbers that were not zero and became zero." },
+  zeros: { title: "zeros", ...inShare, about: "Share of the numbers that are zero after the cast." },
+  largest: { title: "saturation", ...inShare, about: "Share of the numbers at the largest number of the format, where the largest of a block often is." },
+  clipped: { title: "clipped", ...inShare, about: "Share of the numbers that lay beyond the largest number and were cut off." },
+  nonfinite: { title: "not finite", ...inShare, about: "Share of the numbers that are NaN or infinite." },
+  amax: { title: "amax", unit: "", scale: Math.log, about: "Largest magnitude of the tensor. The colour is logarithmic." },
+  spread: { title: "amax over blocks", unit: " oct", from: 0, about: "Octaves from the median of the blocks' largest magnitudes up to the largest of them." },
+  scales: { title: "scale range", unit: " oct", from: 0, about: "Octaves from the smallest scale of a block to the largest." },
+  bias: { title: "bias", unit: " %", scale: (v) => Math.sqrt(Math.abs(v)), from: 0, about: "Mean error in percent of the root mean square: rounding to nearest should leave next to none. Dark is far from zero." },
+  unlike: { title: "product, 1 - cosine", unit: "", scale: Math.sqrt, from: 0, about: "How far a product points away from the same product in float32: 1 less the cosine of the angle." },
+};
+const heat = { run: 0, gauge: "", step: 0, row: 0, column: 0, cells: [] };
+
+const numberOf = (data, gauge, step, row, place) => data.values[gauge][place]?.[step]?.[row] ?? null;
+const figure = (gauge, value) => (GAUGES[gauge].says || short)(value);
+const inWords = (gauge, value) => (value === null ? "not read" : figure(gauge, value) + GAUGES[gauge].unit);
+
+/** Least and greatest of a gauge over all runs and steps, so that a colour means the same everywhere. */
+function reachOf(gauge, all) {
+  const { scale = (v) => v, from, to = Infinity } = GAUGES[gauge];
+  let low = from ?? Infinity, high = -Infinity, least = Infinity, greatest = -Infinity;
+  for (const data of all)
+    for (const steps of Object.values(data.values[gauge]))
+      for (const value of steps.flat()) {
+        const at = value === null ? NaN : Math.min(to, scale(value));
+        if (!isFinite(at)) continue;
+        [low, high] = [Math.min(low, at), Math.max(high, at)];
+        [least, greatest] = [Math.min(least, value), Math.max(greatest, Math.min(to, value))];
+      }
+  return { low, high: high > low ? high : low + 1, least, greatest, scale };
+}
+
+/** How dark a value is, 0 to 1: dark is what deserves a look. */
+function darkness(gauge, value, reach) {
+  const at = reach.scale(value);
+  if (!isFinite(at)) return 0;
+  const share = (Math.min(at, reach.high) - reach.low) / (reach.high - reach.low);
+  return GAUGES[gauge].down ? 1 - share : share;
+}
+
+function startHeat() {
+  const map = document.querySelector(".map"), all = DATA.gauges.runs;
+  if (!map || !all.length) return;
+  const byId = (id) => document.getElementById(`heat-${id}`);
+  const told = Object.keys(GAUGES).filter((gauge) => all.some((data) => Object.keys(data.values[gauge]).length));
+  all.forEach((data, i) => make("option", { value: i }, byId("run"), RUNS[data.run].name));
+  told.forEach((gauge) => make("option", { value: gauge }, byId("gauge"), GAUGES[gauge].title));
+  byId("run").closest("label").hidden = all.length < 2;
+  const reach = Object.fromEntries(told.map((gauge) => [gauge, reachOf(gauge, all)]));
+  const drawHistogram = makeHistogram(document.getElementById("histogram"), DATA.gauges.formats);
+  map.hidden = false;
+  const { run, row, column } = noisiestCell(all);
+  Object.assign(heat, { run, row, column });
+  byId("run").value = run;
+
+  const data = () => all[heat.run];
+  const placeOf = (column) => data().places[column];
+  const cellSays = (row, column) => {
+    const cast = data().casts[row][column], place = placeOf(column);
+    const value = inWords(heat.gauge, numberOf(data(), heat.gauge, heat.step, row, place));
+    return `${data().layers[row]}, ${place}${cast ? ` (${cast})` : ""}: ${GAUGES[heat.gauge].title} ${value}`;
+  };
+
+  function rebuild() {
+    const host = map.querySelector(".heat"), table = make("table", { role: "grid" });
+    const head = make("tr", {}, make("thead", {}, table)), body = make("tbody", {}, table);
+    make("th", { scope: "col" }, head, "layer");
+    data().places.forEach((place) => make("th", { scope: "col" }, head, place));
+    heat.cells = data().layers.map((layer, row) => {
+      const line = make("tr", {}, body);
+      make("th", { scope: "row" }, line, layer);
+      return data().places.map((_, column) => make("td", { "data-row": row, "data-column": column, tabindex: "-1" }, line));
+    });
+    host.replaceChildren(table);
+    byId("step").max = data().steps.length - 1;
+    heat.row = Math.min(heat.row, data().layers.length - 1);
+    heat.column = Math.min(heat.column, data().places.length - 1);
+  }
+
+  function paint() {
+    const { gauge, step } = heat;
+    heat.cells.forEach((cells, row) => cells.forEach((cell, column) => {
+      const value = numberOf(data(), gauge, step, row, placeOf(column));
+      cell.textContent = value === null ? "" : figure(gauge, value);
+      cell.style.setProperty("--dark", value === null ? 0 : darkness(gauge, value, reach[gauge]).toFixed(3));
+      cell.classList.toggle("unread", value === null);
+    }));
+    hideUnread(map.querySelector(".heat table"), data(), gauge);
+    byId("step-says").textContent = data().steps[step].toLocaleString("en");
+    byId("about").textContent = GAUGES[gauge].about;
+    const ends = [reach[gauge].least, reach[gauge].greatest].map((v) => inWords(gauge, v));
+    const [light, dark] = GAUGES[gauge].down ? ends.reverse() : ends;
+    [byId("low").textContent, byId("high").textContent] = [light, dark];
+    const isShown = (row, column) => data().values[gauge][placeOf(column)] && !heat.cells[row][column].parentNode.hidden;
+    if (!isShown(heat.row, heat.column)) {
+      heat.column = Math.max(0, data().places.findIndex((place) => data().values[gauge][place]));
+      heat.row = Math.max(0, heat.cells.findIndex((_, row) => isShown(row, heat.column)));
+    }
+    choose(heat.row, heat.column);
+  }
+
+  function choose(row, column) {
+    heat.cells[heat.row]?.[heat.column]?.classList.remove("chosen");
+    heat.cells.flat().forEach((cell) => cell.setAttribute("tabindex", "-1"));
+    [heat.row, heat.column] = [row, column];
+    const cell = heat.cells[row][column];
+    cell.classList.add("chosen");
+    cell.setAttribute("tabindex", "0");
+    byId("said").textContent = cellSays(row, column);
+    const name = `${data().layers[row]}, ${placeOf(column)}`;
+    const here = data().histograms.filter((h) => h.at[1] === row && h.at[2] === column);
+    const found = here.sort((a, b) => Math.abs(a.at[0] - heat.step) - Math.abs(b.at[0] - heat.step))[0];
+    drawHistogram(name, found, found && data().steps[found.at[0]], data().casts[row][column]);
+    sayNumbers(map.querySelector(".numbers"), data(), row, placeOf(column));
+  }
+
+  wireHeat(map, byId, { rebuild, paint, choose, cellSays, data });
+}
+
+/** Places and layers of which this gauge says nothing at any step are left out. */
+function hideUnread(table, data, gauge) {
+  const [head, ...lines] = table.rows;
+  data.places.forEach((place, column) => {
+    for (const line of [head, ...lines]) line.cells[column + 1].hidden = !data.values[gauge][place];
+  });
+  const rows = Object.values(data.values[gauge]);
+  lines.forEach((line, row) => { line.hidden = !rows.some((steps) => steps.some((layers) => layers[row] !== null)); });
+}
+
+/** Every gauge of the chosen cell. */
+function sayNumbers(host, data, row, place) {
+  host.replaceChildren();
+  make("h3", {}, host, `${data.layers[row]}, ${place}, step ${data.steps[heat.step].toLocaleString("en")}`);
+  const list = make("dl", {}, host);
+  for (const [gauge, { title }] of Object.entries(GAUGES)) {
+    const value = numberOf(data, gauge, heat.step, row, place);
+    if (value === null) continue;
+    const line = make("div", {}, list);
+    make("dt", {}, line, title);
+    make("dd", {}, line, inWords(gauge, value));
+  }
+  if (!list.children.length) make("p", { class: "empty" }, host, "Nothing was read here.");
+}
+
+/** What the selects, the slider, the pointer and the arrow keys do. */
+function wireHeat(map, byId, { rebuild, paint, choose, cellSays, data }) {
+  const read = () => {
+    const before = heat.cells.length ? data().steps[heat.step] : undefined, run = Number(byId("run").value);
+    heat.gauge = byId("gauge").value;
+    if (run !== heat.run || !heat.cells.length) {
+      heat.run = run;
+      rebuild();
+      const at = before === undefined ? data().steps.length - 1 : nearest(data().steps, before);
+      byId("step").value = at;
+    }
+    heat.step = Math.min(Number(byId("step").value), data().steps.length - 1);
+    paint();
+  };
+  map.querySelector(".controls").addEventListener("input", read);
+  const table = map.querySelector(".heat");
+  const under = (event) => {
+    const cell = event.target.closest("td");
+    return cell && [Number(cell.dataset.row), Number(cell.dataset.column)];
+  };
+  table.addEventListener("click", (event) => { const at = under(event); if (at) choose(...at); });
+  table.addEventListener("pointerover", (event) => { const at = under(event); if (at) byId("said").textContent = cellSays(...at); });
+  table.addEventListener("pointerleave", () => { byId("said").textContent = cellSays(heat.row, heat.column); });
+  table.addEventListener("keydown", (event) => {
+    const move = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key];
+    if (!move) return;
+    let row = heat.row, column = heat.column, cell;
+    event.preventDefault();
+    do { // over what is hidden
+      [row, column] = [row + move[0], column + move[1]];
+      cell = heat.cells[row]?.[column];
+    } while (cell && (cell.hidden || cell.parentNode.hidden));
+    if (!cell) return;
+    choose(row, column);
+    cell.focus();
+  });
+  read();
+}
+
+/** Where to look first: the cell with the most noise at the last step, of all runs. */
+function noisiestCell(all) {
+  let worst = { value: Infinity, run: 0, row: 0, column: 0 };
+  all.forEach((data, run) => data.places.forEach((place, column) => data.layers.forEach((_, row) => {
+    const value = numberOf(data, "sqnr", data.steps.length - 1, row, place);
+    const drawn = data.histograms.some((h) => h.at[1] === row && h.at[2] === column);
+    if (value !== null && drawn && value < worst.value) worst = { value, run, row, column };
+  })));
+  return worst;
+}
+
+startHeat();
