@@ -71,7 +71,7 @@ def _fill(layer: Linear, whole: Weight | None, part: Part) -> None:
     if whole is not None:
         layer.state_at_rest = state = _shard_of(whole, layer, rows)
         if state.gradient is not None:
-            parameter.register_post_accumulate_grad_hook(partial(_take_sum, layer))
+            parameter.register_post_accumulate_grad_hook(partial(take_sum, layer))
     at_rest = None if whole is None else state.at_rest
     if at_rest is not None or layer.recipe.gather.name != "fp32":
         layer.gathering = Gathering(layer.recipe.gather, parameter, at_rest, own)
@@ -111,15 +111,16 @@ def _copy_rows(to: AtRest, of: AtRest, rows: slice) -> None:
 
 
 @torch.no_grad()
-def _take_sum(layer: Linear, parameter: torch.Tensor) -> None:
+def take_sum(layer: Linear, parameter: torch.Tensor) -> None:
     """Add what FSDP has summed to the gradient at rest, and forget it."""
     state = layer.state_at_rest
     assert state is not None
     assert state.gradient is not None
-    assert isinstance(parameter.grad, DTensor)
+    assert parameter.grad is not None
+    own = parameter.grad._local_tensor if isinstance(parameter.grad, DTensor) else parameter.grad
     stream = None
     if layer.keys is not None:
         # The same on all copies of a shard, which meet other samples: sums are counted instead.
         stream = Stream(layer.keys[-1], state.gradient.sums * parameter.numel())
-    state.gradient.add(parameter.grad._local_tensor.float(), stream)
+    state.gradient.add(own.float(), stream)
     parameter.grad = None

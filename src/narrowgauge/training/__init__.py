@@ -5,9 +5,10 @@ from narrowgauge.training.convert import convert_run
 from narrowgauge.training.corruption import Corrupted
 from narrowgauge.training.entry import default_out, run
 from narrowgauge.training.guard import Diverged
+from narrowgauge.training.expected import cheaper, expected, expected_step
 from narrowgauge.training.loop import OutOfMemory
 from narrowgauge.training.machine import choose_device
-from narrowgauge.training.memory import cheaper, expected, gib
+from narrowgauge.training.memory import gib
 from narrowgauge.training.use import TrainedRun, open_run
 from narrowgauge.training.validate import bits_per_byte, validation_loss
 
@@ -24,6 +25,7 @@ __all__ = [
     "convert_run",
     "default_out",
     "expected",
+    "expected_step",
     "gib",
     "load_values",
     "make_config",
