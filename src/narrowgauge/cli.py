@@ -18,7 +18,6 @@ from rich.table import Table
 from narrowgauge import cli_cluster, cli_launch, cli_prepare
 from narrowgauge.checkpoint import PoisonedError, SaveError
 from narrowgauge.cli_exchange import add_exchange_verbs
-from narrowgauge.cluster import print_plan
 from narrowgauge.distributed import Stopped, speaks_for_all, world_from
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import format, format_names
@@ -150,7 +149,8 @@ def _parser() -> tuple[_Parser, list[str]]:
     p = verb("compare", "train the same model under several recipes, side by side", _compare)
     p.add_argument("--recipes", required=True, metavar="A,B,C", help="recipes; the first is the reference")
     _add_config_options(p)
-    p = verb("plan", "what a run will take, before it is started: memory by class of tensor", _plan)
+    p = verb("plan", cli_cluster.PLAN_HELP, _plan)
+    cli_cluster.add_plan_options(p)
     _add_config_options(p)
     cli_cluster.add_options(verb("doctor", cli_cluster.HELP, cli_cluster.run))
     p = verb("convert", "a run's newest state under another recipe, in a new run directory", _convert)
@@ -229,7 +229,7 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    print_plan(make_config(_values(options)), Console())
+    cli_cluster.run_plan(make_config(_values(options)), options)
 
 
 def _convert(options: argparse.Namespace) -> None:

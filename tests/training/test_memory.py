@@ -8,8 +8,8 @@ from narrowgauge.errors import UserError
 from narrowgauge.recipes import recipe, recipe_names
 from narrowgauge.training import machine, make_config, memory
 from narrowgauge.training.directory import RunDirectory
-from narrowgauge.training.machine import bytes_of
 from narrowgauge.training.expected import cheaper, expected, require_memory
+from narrowgauge.training.machine import bytes_of
 from narrowgauge.training.memory import measured
 from narrowgauge.training.session import Session
 from narrowgauge.training.watch import Watch

@@ -1,7 +1,9 @@
 """Where does it run, and at what cost?"""
 
 from narrowgauge.cluster.doctor import as_json, examine, print_items
-from narrowgauge.cluster.plan import print_plan
+from narrowgauge.cluster.machine import Cluster, cluster_names, load_cluster
+from narrowgauge.cluster.plan import Plan, make_plan, print_plan, tokens_of
+from narrowgauge.cluster.plan import as_json as plan_as_json
 from narrowgauge.cluster.script import MARK, Job
 from narrowgauge.cluster.site import Site, load_site, site_names
 from narrowgauge.cluster.slurm import slurm_script
@@ -9,14 +11,21 @@ from narrowgauge.cluster.torchrun import torchrun_script
 
 __all__ = [
     "MARK",
+    "Cluster",
     "Job",
+    "Plan",
     "Site",
     "as_json",
+    "cluster_names",
     "examine",
+    "load_cluster",
     "load_site",
+    "make_plan",
+    "plan_as_json",
     "print_items",
     "print_plan",
     "site_names",
     "slurm_script",
+    "tokens_of",
     "torchrun_script",
 ]

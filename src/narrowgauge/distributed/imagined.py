@@ -82,8 +82,8 @@ def imagined(layout: Layout, rank: int = 0) -> Iterator[Mesh]:
             "use `narrowgauge plan` instead"
         )
     import_module("torch.testing._internal.distributed.fake_pg")  # tells torch of the backend
-
-    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=layout.size)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("fake", store=store, rank=rank, world_size=layout.size)
     try:
         yield ImaginedMesh(layout, rank, device)
     finally:

@@ -30,7 +30,7 @@ from narrowgauge.nn import Linear
 from narrowgauge.nn.gathered import Gathered
 from narrowgauge.nn.shards import take_sum
 from narrowgauge.nn.weights import Weight
-from narrowgauge.quantization import AtRest, Cast, Part, whole_axis
+from narrowgauge.quantization import AtRest, Cast, Part, make_cast, whole_axis
 from narrowgauge.quantization.purpose import sending
 
 
@@ -70,23 +70,21 @@ class Held:
             numbers = torch.empty(self.own.local_shape, device="meta")
             layer.state_at_rest = Weight(self.shard, layer.recipe.state, layer.recipe.offload, numbers)
 
-    def _numbers(self, layer: nn.Module) -> torch.Tensor:
+    def _numbers(self) -> torch.Tensor:
         """The whole weight as it arrives: float32, or the numbers of the layer's cast."""
-        is_weight = isinstance(layer, Linear) and self.owners[0][1] == "weight"
-        at_rest: AtRest | None = getattr(self.shard, "at_rest", None) if is_weight else None
-        if not is_weight or (at_rest is None and layer.recipe.gather.name == "fp32"):  # type: ignore[union-attr]
+        cast, at_rest = make_cast("fp32"), None
+        if isinstance(self.layer, Linear) and self.owners[0][1] == "weight":
+            cast, at_rest = self.layer.recipe.gather, getattr(self.shard, "at_rest", None)
+        if at_rest is None and cast.name == "fp32":
             self.memory = torch.empty(self.shape, device="meta")
             return self.memory
-        cast: Cast = layer.recipe.gather  # type: ignore[assignment, union-attr]
-        dtype, scale = travelling(cast, at_rest), None
-        if cast.is_scaled:
-            scale = torch.empty((), device="meta")
-        self.memory = torch.empty(self.shape, dtype=dtype, device="meta")
+        self.memory = torch.empty(self.shape, dtype=travelling(cast, at_rest), device="meta")
+        scale = torch.empty((), device="meta") if cast.is_scaled else None
         return Gathered(self.memory, scale, cast, at_rest is None)
 
     def begin(self) -> nn.Parameter:
         """Make the whole parameter, in the first forward pass."""
-        self.whole = nn.Parameter(self._numbers(self.layer), self.shard.requires_grad)
+        self.whole = nn.Parameter(self._numbers(), self.shard.requires_grad)
         return self.whole
 
     def show(self, parameter: nn.Parameter) -> None:

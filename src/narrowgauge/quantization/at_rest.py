@@ -31,7 +31,6 @@ from narrowgauge.quantization.expand import Expansion, expansion, shrink, stretc
 from narrowgauge.quantization.part import Part
 from narrowgauge.quantization.quantize import QTensor, emulate, over_block, quantize
 
-
 _BLANK: dict[tuple[torch.Size, Cast], dict[str, tuple[torch.Size, torch.dtype]]] = {}
 
 

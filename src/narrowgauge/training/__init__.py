@@ -4,11 +4,12 @@ from narrowgauge.training.config import Config, config_keys, load_values, make_c
 from narrowgauge.training.convert import convert_run
 from narrowgauge.training.corruption import Corrupted
 from narrowgauge.training.entry import default_out, run
+from narrowgauge.training.expected import Step, cheaper, expected, expected_step
 from narrowgauge.training.guard import Diverged
-from narrowgauge.training.expected import cheaper, expected, expected_step
+from narrowgauge.training.layout import layout_of
 from narrowgauge.training.loop import OutOfMemory
 from narrowgauge.training.machine import choose_device
-from narrowgauge.training.memory import gib
+from narrowgauge.training.memory import Memory, gib
 from narrowgauge.training.use import TrainedRun, open_run
 from narrowgauge.training.validate import bits_per_byte, validation_loss
 
@@ -16,7 +17,9 @@ __all__ = [
     "Config",
     "Corrupted",
     "Diverged",
+    "Memory",
     "OutOfMemory",
+    "Step",
     "TrainedRun",
     "bits_per_byte",
     "cheaper",
@@ -27,6 +30,7 @@ __all__ = [
     "expected",
     "expected_step",
     "gib",
+    "layout_of",
     "load_values",
     "make_config",
     "open_run",

@@ -6,7 +6,7 @@ behind the code. Every operation is on whole tensors, as a GPU's are.
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -171,12 +171,16 @@ def _advice(config: Config, limit: int, has_host: bool, layout: Layout) -> str:
 class _Change:
     words: str
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    layout: Layout | None = None
 
 
-def cheaper(config: Config, has_host: bool = True, layout: Layout = ALONE) -> list[tuple[str, Memory]]:
+def cheaper(
+    config: Config, has_host: bool = True, layout: Layout = ALONE, wider: bool = False
+) -> list[tuple[str, Memory]]:
     """What would lower the peak, as options of the command line, with the memory that is then expected.
 
-    Each alone, then all together. `has_host`: whether there is another memory beside the device's.
+    Each alone, then all together. `has_host`: whether there is another memory beside the device's. `wider`:
+    also what changes more than settings, the division over processes and the recipe.
     """
     changes = []
     if config.training.micro_batch_size > 1:
@@ -193,7 +197,28 @@ def cheaper(config: Config, has_host: bool = True, layout: Layout = ALONE) -> li
             for section, values in change.values.items():
                 together.values[section] = together.values.get(section, {}) | values
         changes.append(together)
-    return [(c.words, expected(_changed(config, c.values), layout)) for c in changes]
+    if wider:
+        changes += _wider(config, layout)
+    return [(c.words, expected(_changed(config, c.values), c.layout or layout)) for c in changes]
+
+
+def _wider(config: Config, layout: Layout) -> list[_Change]:
+    """Other divisions of the same processes, twice as many of them, narrower state."""
+    changes = []
+    if layout.shard > 1 and layout.zero < 3:
+        changes.append(_Change("--parallel.zero 3", layout=replace(layout, zero=3)))
+    if layout.replicate > 1:
+        words = f"--parallel.replicate 1 --parallel.shard {layout.data}"
+        changes.append(_Change(words, layout=replace(layout, replicate=1, shard=layout.data)))
+    twice = replace(layout, shard=2 * layout.shard)
+    if config.training.batch_size % (twice.data * config.training.micro_batch_size) == 0:
+        words = f"--devices {twice.size} --parallel.shard {twice.shard}"
+        changes.append(_Change(words, layout=twice))
+    if config.the_recipe().state["m"] is not None and not config.recipe.places:
+        kept = (c for c in config.the_recipe().state.values() if c is not None)
+        if all(c.element.bits == 32 for c in kept):
+            changes.append(_Change("--recipe msamp-o3", {"recipe": {"name": "msamp-o3"}}))
+    return changes
 
 
 def _changed(config: Config, values: dict[str, dict[str, Any]]) -> Config:

@@ -102,8 +102,7 @@ def _of_state(session: Session) -> tuple[dict[str, int], dict[str, int]]:
 
 def _logits(session: Session) -> int:
     """Bytes of the head's output of a micro-batch, where the head is here."""
-    head = session.model.head
-    if head is None:
+    if getattr(session.model, "head", None) is None:  # another stage's
         return 0
     t, data, count = session.config.training, session.config.data, session.model.share[1]
     tokens = t.micro_batch_size * data.sequence_length // count
