@@ -51,6 +51,7 @@ class Watch:
 
     def _now(self) -> int:
         if self._operations is not None:
+            self._operations._look_at_all()
             return self._operations.alive
         return torch.cuda.memory_allocated(self.device) - self._start
 
