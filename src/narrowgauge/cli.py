@@ -18,7 +18,7 @@ from rich.table import Table
 from narrowgauge import cli_bench, cli_cluster, cli_compare, cli_launch, cli_prepare
 from narrowgauge.checkpoint import PoisonedError, SaveError
 from narrowgauge.cli_exchange import add_exchange_verbs
-from narrowgauge.cluster import WorldFailed, print_plan
+from narrowgauge.cluster import WorldFailed
 from narrowgauge.distributed import Stopped, speaks_for_all, world_from
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import format, format_names
@@ -160,7 +160,8 @@ def _parser() -> tuple[_Parser, list[str]]:
     p = verb("compare", cli_compare.HELP, cli_compare.run)
     cli_compare.add_options(p, _values, _SHORT)
     _add_config_options(p)
-    p = verb("plan", "what a run will take, before it is started: memory by class of tensor", _plan)
+    p = verb("plan", cli_cluster.PLAN_HELP, _plan)
+    cli_cluster.add_plan_options(p)
     _add_config_options(p)
     p = verb("bench", cli_bench.HELP, lambda options: cli_bench.run(options, make_config(_values(options))))
     cli_bench.add_options(p)
@@ -238,7 +239,7 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
-    print_plan(make_config(_values(options)), Console())
+    cli_cluster.run_plan(make_config(_values(options)), options)
 
 
 def _scaling(options: argparse.Namespace) -> None:

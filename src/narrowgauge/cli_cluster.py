@@ -1,6 +1,9 @@
-"""The doors of `doctor` (what is wrong with this machine?) and `scaling` (are more processes faster?)."""
+"""The doors of `doctor` (what is wrong with this machine?), `plan` (what will a run take?) and `scaling` (are
+more processes faster?).
+"""
 
 import argparse
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -9,17 +12,25 @@ from rich.console import Console
 
 from narrowgauge.cluster import (
     as_json,
+    cluster_names,
     examine,
+    load_cluster,
+    make_plan,
     measure,
+    plan_as_json,
     print_items,
+    print_plan,
     print_scaling,
     read_sizes,
     scaling,
+    tokens_of,
 )
 from narrowgauge.errors import UserError
 from narrowgauge.training import Config
 
 HELP = "what is wrong with this machine, and how to mend it; exit code 1 if something is missing"
+
+PLAN_HELP = "what a run will take, before it is started: memory by class, traffic, time, cost"
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
@@ -37,6 +48,41 @@ def run(options: argparse.Namespace) -> int:
     else:
         print_items(items, Console())
     return int(any(item.status == "MISS" for item in items))
+
+
+def add_plan_options(p: argparse.ArgumentParser) -> None:
+    """The options of the verb, beside those of a run."""
+    p.add_argument("--cluster", metavar="SPEC", help=f"{', '.join(cluster_names())}, or a .toml file")
+    p.add_argument("--devices", metavar="N", default="1", help="in all, laid out as [parallel] says (1)")
+    p.add_argument("--tokens", metavar="N", help="to train on, as 300B or 1T; else those of training.steps")
+    p.add_argument("--price", metavar="X", help="of a device-hour; else the cluster's")
+    p.add_argument("--json", action="store_true", help="for programs")
+
+
+def run_plan(config: Config, options: argparse.Namespace) -> None:
+    """Print the plan of a configuration."""
+    cluster = load_cluster(options.cluster) if options.cluster else None
+    if cluster is None and (options.tokens or options.price):
+        raise UserError("--tokens and --price need to know the machine; name one with --cluster")
+    devices, price = _number("--devices", options.devices, int), None
+    if options.price is not None:
+        price = _number("--price", options.price, float)
+    tokens = tokens_of(options.tokens) if options.tokens else 0
+    plan = make_plan(config, int(devices), cluster)
+    if options.json:
+        print(json.dumps(plan_as_json(plan, tokens, price), indent=2))
+    else:
+        print_plan(plan, Console(), tokens, price)
+
+
+def _number(option: str, text: str, kind: type[int] | type[float]) -> float:
+    try:
+        found = kind(text)
+    except ValueError:
+        found = -1
+    if not 0 < found < 2**24 or not math.isfinite(found):
+        raise UserError(f"{option} {text!r}: it must be a number above 0")
+    return found
 
 
 SCALING_HELP = "measure the same training on 1..N processes: speed-up, efficiency, communication"

@@ -1,7 +1,9 @@
 """Where does it run, and at what cost?"""
 
 from narrowgauge.cluster.doctor import as_json, examine, print_items
-from narrowgauge.cluster.plan import print_plan
+from narrowgauge.cluster.machine import Cluster, cluster_names, load_cluster
+from narrowgauge.cluster.plan import Plan, make_plan, print_plan, tokens_of
+from narrowgauge.cluster.plan import as_json as plan_as_json
 from narrowgauge.cluster.scaling import Scaling, read_sizes, scaling
 from narrowgauge.cluster.scaling_rank import measure
 from narrowgauge.cluster.scaling_table import print_scaling
@@ -13,14 +15,20 @@ from narrowgauge.cluster.torchrun import torchrun_script
 
 __all__ = [
     "MARK",
+    "Cluster",
     "Job",
+    "Plan",
     "Scaling",
     "Site",
     "WorldFailed",
     "as_json",
+    "cluster_names",
     "examine",
+    "load_cluster",
     "load_site",
+    "make_plan",
     "measure",
+    "plan_as_json",
     "print_items",
     "print_plan",
     "print_scaling",
@@ -28,5 +36,6 @@ __all__ = [
     "scaling",
     "site_names",
     "slurm_script",
+    "tokens_of",
     "torchrun_script",
 ]

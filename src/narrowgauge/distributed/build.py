@@ -8,7 +8,7 @@
 The numbers are those that one process alone would start with.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed.divide import divide
+from narrowgauge.distributed.imagined import ImaginedMesh
+from narrowgauge.distributed.imagined_shards import cut_imagined
 from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.distributed.reducers import narrow_fsdp, narrow_hook, wires_of
 from narrowgauge.distributed.stages import Stage, keep_stages, stages_of
@@ -96,7 +98,7 @@ def _fill(
 ) -> None:
     """Give every parameter its numbers; blocks are cut when they have theirs."""
     missing = dict(model.named_parameters())
-    for name, value in starting_values(plan.model, shapes, plan.seed):
+    for name, value in _values(plan, shapes, device):
         if name not in missing:
             continue
         owner, key = _owner(model, name)
@@ -112,6 +114,15 @@ def _fill(
     if model.head is not None:
         model.tie_head()
         _begin(model.head)
+
+
+def _values(
+    plan: Plan, shapes: Mapping[str, torch.Size], device: torch.device
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """The starting value of each parameter, or what stands for it where there are no numbers."""
+    if device.type != "meta":
+        return starting_values(plan.model, shapes, plan.seed)
+    return ((name, torch.empty(shape, device=device)) for name, shape in shapes.items())
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -132,6 +143,9 @@ def _cut(module: nn.Module, mesh: Mesh) -> None:
     whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     is_root = isinstance(module, Objective | Stage)  # what these have themselves is needed at once again
     again = layout.zero == 3 and not is_root
+    if isinstance(mesh, ImaginedMesh):
+        cut_imagined(module, mesh, again)
+        return
     with narrow_shards(module):
         fully_shard(module, mesh=mesh.cuts, mp_policy=whole, reshard_after_forward=again)
     assert isinstance(module, FSDPModule)
@@ -168,7 +182,21 @@ def _sum(
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     """The sum of a bucket's gradients, where DDP would take their mean."""
+    if bucket.buffer().is_meta:
+        return _sum_imagined(group, bucket)
     with sending("reduce"):
         work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda future: future.value()[0])
+
+
+def _sum_imagined(
+    group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
+    """The same among processes that are not there, whose work has no future."""
+    with sending("reduce"):
+        dist.all_reduce(bucket.buffer(), group=group)
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done

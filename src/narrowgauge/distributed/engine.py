@@ -18,6 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.data import Batch
+from narrowgauge.distributed.imagined import ImaginedMesh
+from narrowgauge.distributed.imagined_pipeline import ImaginedPipeline
 from narrowgauge.distributed.mesh import Layout, Mesh
 from narrowgauge.distributed.pipeline import Pipeline
 from narrowgauge.distributed.reducers import all_reduce_at_rest, wires_of
@@ -38,8 +40,10 @@ class Engine:
     ) -> None:
         """`modules` are what `build` gave, or the one function that computes the loss."""
         self.model, self.mesh, self.device, self.modules = model, mesh, device, list(modules)
-        self.pipeline = None
-        if mesh.layout.stages > 1:
+        self.pipeline: Pipeline | ImaginedPipeline | None = None
+        if isinstance(mesh, ImaginedMesh) and mesh.layout.stages > 1:
+            self.pipeline = ImaginedPipeline(model, self.modules, mesh)
+        elif mesh.layout.stages > 1:
             self.pipeline = Pipeline(model, cast(list[nn.Module], self.modules), mesh, device)
 
     @classmethod

@@ -96,6 +96,7 @@ class Mesh:
     """
 
     ends: dist.ProcessGroup | None = None
+    micro_batches = 1  # of a step, where processes are imagined (`imagined.py`)
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         """Make the groups of all directions; every process calls this at the same time."""

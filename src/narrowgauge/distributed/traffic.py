@@ -34,6 +34,7 @@ class Traffic(TorchDispatchMode):
     Attributes:
         sent: bytes by purpose.
         calls: collectives by purpose.
+        by_ranks: bytes by (purpose, the ranks that talk, in order).
     """
 
     def __init__(self) -> None:
@@ -41,6 +42,7 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.sent: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
+        self.by_ranks: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -51,7 +53,8 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, args: Sequence[Any]) -> None:
-        tensors, ranks = _inputs(args, reads_second="_base_" in name), _ranks(args)
+        group = _group(args)
+        tensors, ranks = _inputs(args, reads_second="_base_" in name), group.size()
         size = sum(t.numel() * t.element_size() for t in tensors)
         kind = "other"
         if name.startswith("_allgather_base_"):
@@ -66,6 +69,7 @@ class Traffic(TorchDispatchMode):
             return  # barriers, and what nothing here is counted by
         self.sent[purpose() or kind] += size
         self.calls[purpose() or kind] += 1
+        self.by_ranks[purpose() or kind, tuple(dist.get_process_group_ranks(group))] += size
 
 
 def _inputs(args: Sequence[Any], reads_second: bool) -> list[torch.Tensor]:
@@ -74,7 +78,7 @@ def _inputs(args: Sequence[Any], reads_second: bool) -> list[torch.Tensor]:
     return [first] if isinstance(first, torch.Tensor) else list(first)
 
 
-def _ranks(args: Sequence[Any]) -> int:
-    """Of the group of a collective, which is handed to it boxed."""
+def _group(args: Sequence[Any]) -> dist.ProcessGroup:
+    """Of a collective, which is handed to it boxed."""
     boxed = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
-    return dist.ProcessGroup.unbox(boxed).size()
+    return dist.ProcessGroup.unbox(boxed)

@@ -12,7 +12,7 @@ takes what FSDP has summed over the processes, after each backward pass that end
 that is cut as a whole are taken together, so that their scales are agreed on at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -117,31 +117,34 @@ class Sums:
 
     def __init__(self) -> None:
         """Of no layer yet."""
-        self._layers: list[Linear] = []
+        self._layers: dict[Linear, torch.Tensor] = {}
         self._arrived: set[Linear] = set()
 
     def expect(self, layer: Linear) -> None:
         """Take the sum of a layer's weight, too."""
-        self._layers.append(layer)
+        self._layers[layer] = layer.weight
         layer.weight.register_post_accumulate_grad_hook(partial(self._arrive, layer))
 
-    @torch.no_grad()
     def _arrive(self, layer: Linear, _: torch.Tensor) -> None:
-        """Once all are there, add them to the gradients at rest, and forget them."""
         self._arrived.add(layer)
-        if len(self._arrived) < len(self._layers):
-            return
-        self._arrived.clear()
-        gradients, tensors, streams = [], [], []
-        for each in self._layers:
-            state, parameter = each.state_at_rest, each.weight
-            assert state is not None
-            assert state.gradient is not None
-            assert isinstance(parameter.grad, DTensor)
-            # The same on all copies of a shard, which meet other samples: sums are counted instead.
-            first = state.gradient.sums * parameter.numel()
-            streams.append(None if each.keys is None else Stream(each.keys[-1], first))
-            tensors.append(parameter.grad._local_tensor.float())
-            gradients.append(state.gradient)
-            parameter.grad = None
-        add_all(gradients, tensors, streams)
+        if len(self._arrived) == len(self._layers):
+            self._arrived.clear()
+            take_sums(self._layers)
+
+
+@torch.no_grad()
+def take_sums(parameters: Mapping[Linear, torch.Tensor]) -> None:
+    """Add what FSDP has summed to the gradients at rest of these layers' shards, and forget it."""
+    gradients, tensors, streams = [], [], []
+    for layer, parameter in parameters.items():
+        state, total = layer.state_at_rest, parameter.grad
+        assert state is not None
+        assert state.gradient is not None
+        assert total is not None
+        # The same on all copies of a shard, which meet other samples: sums are counted instead.
+        first = state.gradient.sums * parameter.numel()
+        streams.append(None if layer.keys is None else Stream(layer.keys[-1], first))
+        tensors.append((total._local_tensor if isinstance(total, DTensor) else total).float())
+        gradients.append(state.gradient)
+        parameter.grad = None
+    add_all(gradients, tensors, streams)

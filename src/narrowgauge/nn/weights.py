@@ -124,10 +124,10 @@ class Weight:
             parameter.data = numbers
         if weight.name != "fp32":
             self.at_rest = AtRest(shape, weight, device, part=part)
-            self.at_rest.write(numbers)
+            _begin(self.at_rest, numbers)
         if master is not None:
             self.master = AtRest(shape, master, device, "master" in offload, part)
-            self.master.write(numbers)
+            _begin(self.master, numbers)
         if self.at_rest is not None or grad.name != "fp32":
             self.gradient = Gradient(shape, grad, device, "grad" in offload, part)
         self.tie(parameter)
@@ -173,3 +173,8 @@ class Weight:
         named |= {f"master.{k}": t for k, t in (self.master.tensors if self.master else {}).items()}
         prescale = self.gradient.prescale if self.gradient else None
         return named | ({} if prescale is None else {f"grad.{k}": t for k, t in prescale.tensors.items()})
+
+
+def _begin(state: AtRest, numbers: torch.Tensor) -> None:
+    if not numbers.is_meta:  # there is nothing to write
+        state.write(numbers)

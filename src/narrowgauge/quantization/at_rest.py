@@ -31,6 +31,8 @@ from narrowgauge.quantization.expand import Expansion, expansion, shrink, stretc
 from narrowgauge.quantization.part import Part
 from narrowgauge.quantization.quantize import QTensor, emulate, over_block, quantize
 
+_BLANK: dict[tuple[torch.Size, Cast], dict[str, tuple[torch.Size, torch.dtype]]] = {}
+
 
 class AtRest:
     """A tensor of a fixed shape in the numbers of a cast.
@@ -70,8 +72,22 @@ class AtRest:
         self.device, self.on_host = torch.device(device), on_host
         self.gauge: Callable[[torch.Tensor, AtRest], None] | None = None
         self.arriving: tuple[dict[str, torch.Tensor], torch.cuda.Event] | None = None
-        self.tensors = self._encoded(torch.zeros(self.shape, device=device), part=part)
+        self.tensors = self._blank() if self.device.type == "meta" else self._zeros()
         self.move(self.device)
+
+    def _zeros(self) -> dict[str, torch.Tensor]:
+        return self._encoded(torch.zeros(self.shape, device=self.device), part=self.part)
+
+    def _blank(self) -> dict[str, torch.Tensor]:
+        """The same without numbers: of all tensors of a shape, one is gone through."""
+        if self.part is not None and self.part.groups:  # what is stored does not depend on who else has some
+            return AtRest(self.shape, self.cast, self.device).tensors
+        key = self.shape, self.cast
+        if key not in _BLANK:
+            _BLANK[key] = {name: (t.shape, t.dtype) for name, t in self._zeros().items()}
+        return {
+            n: torch.empty(shape, dtype=dtype, device="meta") for n, (shape, dtype) in _BLANK[key].items()
+        }
 
     @property
     def nbytes(self) -> int:

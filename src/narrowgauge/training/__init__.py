@@ -4,10 +4,12 @@ from narrowgauge.training.config import Config, config_keys, load_values, make_c
 from narrowgauge.training.convert import convert_run
 from narrowgauge.training.corruption import Corrupted
 from narrowgauge.training.entry import default_out, run
+from narrowgauge.training.expected import Step, cheaper, expected, expected_step
 from narrowgauge.training.guard import Diverged
+from narrowgauge.training.layout import layout_of
 from narrowgauge.training.loop import OutOfMemory
 from narrowgauge.training.machine import choose_device
-from narrowgauge.training.memory import cheaper, expected, gib
+from narrowgauge.training.memory import Memory, gib
 from narrowgauge.training.profile import STEPS as PROFILED
 from narrowgauge.training.use import TrainedRun, open_run
 from narrowgauge.training.validate import bits_per_byte, validation_loss
@@ -17,7 +19,9 @@ __all__ = [
     "Config",
     "Corrupted",
     "Diverged",
+    "Memory",
     "OutOfMemory",
+    "Step",
     "TrainedRun",
     "bits_per_byte",
     "cheaper",
@@ -26,7 +30,9 @@ __all__ = [
     "convert_run",
     "default_out",
     "expected",
+    "expected_step",
     "gib",
+    "layout_of",
     "load_values",
     "make_config",
     "open_run",

@@ -22,10 +22,11 @@ from narrowgauge.training import machine
 from narrowgauge.training.changes import Changes, check_keys
 from narrowgauge.training.config import Config, make_config
 from narrowgauge.training.directory import RunDirectory
+from narrowgauge.training.expected import require_memory
 from narrowgauge.training.journal import Bystander, Journal
 from narrowgauge.training.layout import layout_of
 from narrowgauge.training.loop import Job, OutOfMemory, finish, start_or_resume, train
-from narrowgauge.training.memory import Memory, gib, require_memory
+from narrowgauge.training.memory import Memory, gib
 from narrowgauge.training.profile import Profile
 from narrowgauge.training.progress import Display
 from narrowgauge.training.saving import saves_of
@@ -78,7 +79,7 @@ def run(
     layout = layout_of(config, world.size)
     choose_backend(config.the_recipe(), device_facts(device), config.recipe.backend)
     require_sinks(config.log.sinks)
-    plan = require_memory(config, device) if layout.size == 1 else None
+    plan = require_memory(config, device, layout)
     machine.limit_memory(device, machine.bytes_of(config.training.memory_limit))
     path = Path(out) if out is not None else default_out(config)
     console = (console or Console()) if world.rank == 0 else Console(quiet=True)

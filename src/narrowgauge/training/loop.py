@@ -27,7 +27,7 @@ from narrowgauge.training.changes import Changes
 from narrowgauge.training.config import Config
 from narrowgauge.training.disk import checkpoint_room, require_disk
 from narrowgauge.training.journal import Journal
-from narrowgauge.training.memory import Memory, Watch, gib, measured
+from narrowgauge.training.memory import Memory, gib, measured
 from narrowgauge.training.model import build_model, load_model
 from narrowgauge.training.profile import Profile
 from narrowgauge.training.progress import Display
@@ -36,6 +36,7 @@ from narrowgauge.training.saving import Saves
 from narrowgauge.training.session import Session
 from narrowgauge.training.start import start_from_weights
 from narrowgauge.training.validate import validation_loss
+from narrowgauge.training.watch import Watch
 
 Taken = tuple[float, float, float]  # loss, gradient norm, learning rate
 

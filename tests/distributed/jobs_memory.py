@@ -1,0 +1,25 @@
+"""What ranks do in the tests of memory: take one step, and tell what it took beside what was expected."""
+
+import torch
+import torch.distributed as dist
+
+from narrowgauge.data import open_data
+from narrowgauge.distributed import Mesh, Traffic
+from narrowgauge.training.config import make_config
+from narrowgauge.training.layout import layout_of
+from narrowgauge.training.memory import measured
+from narrowgauge.training.session import Session
+from narrowgauge.training.watch import Watch
+
+CPU = torch.device("cpu")
+
+
+def account(values):
+    """(bytes by class, bytes sent by purpose) of the first step of this rank."""
+    config = make_config(values)
+    d = config.data
+    data = open_data(d.source, d.tokenizer, d.weights, lambda *_: None)
+    session = Session.begin(config, CPU, Mesh(layout_of(config, dist.get_world_size()), CPU))
+    with session.batches(data.train) as batches, Traffic() as traffic, Watch(CPU) as watch:
+        session.train_step(batches, watch.after_forward)
+    return measured(session, watch).as_json(), dict(traffic.sent)

@@ -1,0 +1,46 @@
+"""The account of several processes: what is expected of imagined ones is what real ones take."""
+
+import pytest
+
+from narrowgauge.distributed import Layout, fit
+from narrowgauge.training import make_config, memory
+from narrowgauge.training.expected import expected_step
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("recipe", "parallel"),
+    [
+        ("bf16", {"shard": 2}),
+        ("fp8", {"shard": 2}),
+        ("msamp-o3", {"shard": 2}),
+        ("bf16", {"shard": 2, "zero": 1}),
+        ("bf16", {"replicate": 2}),
+        ("bf16", {"tensor": 2}),
+        ("bf16", {"context": 2}),
+    ],
+    ids=str,
+)
+def test_two_ranks_take_what_is_expected(ranks, text, recipe, parallel):
+    values = {
+        "model": {"name": "debug", "dim": 128, "ffn_dim": 256, "layers": 3, "vocab_size": 256},
+        "data": {"source": str(text), "tokenizer": "bytes", "sequence_length": 64},
+        "training": {"batch_size": 8, "micro_batch_size": 2},
+        "recipe": {"name": recipe},
+        "parallel": parallel,
+    }
+    (found, sent), _ = ranks(2, "jobs_memory.account", values=values)
+    config = make_config(values)
+    step = expected_step(config, fit(Layout(**config.parallel.model_dump()), 2))
+    plan = step.memory
+    print(found["bytes"], plan.device)
+    assert {c: found["bytes"][c] for c in memory.STATE} == {c: plan.device[c] for c in memory.STATE}
+    assert plan.peak == pytest.approx(found["peak"], rel=0.1)
+    for purpose in ("gather", "reduce", "activations"):
+        assert sum(n for (why, _), n in step.sent.items() if why == purpose) == sent.get(purpose, 0), purpose
