@@ -1,8 +1,8 @@
 """Where the time of a step goes, by class of work, and what each class takes at the least.
 
-It is read from an event that a run may have recorded, in milliseconds:
+It is read from an event that a run with `--profile` has recorded, in milliseconds; `floor_ms` may be missing:
 
-    {"event": "step time", "step": N, "ms": {"gemm": 31.0, ...}, "floor_ms": {"gemm": 22.5, ...}}
+    {"event": "step time", "step": N, "ms": {"GEMMs": 31.0, ...}, "floor_ms": {"GEMMs": 22.5, ...}}
 
 A floor is the time that the machine's ceilings allow; classes without one (waiting) have none, and so much of
 their time could go. Runs that recorded nothing of the kind are left out, and without any there is no section.
@@ -18,6 +18,12 @@ from narrowgauge.report.records import as_float
 from narrowgauge.report.runs import Run
 
 Times = dict[str, float]
+
+_WHOLE = "A step while it was profiled, which makes it longer."
+_FLOOR = (
+    " Floor: what the same work takes at the ceilings of this machine, its fastest arithmetic and its memory "
+    "at full speed. A class without a floor is overhead."
+)
 
 
 def step_time(runs: Sequence[Run]) -> str:
@@ -41,8 +47,7 @@ def step_time(runs: Sequence[Run]) -> str:
         f'<section class="step-time"><h2>Step time</h2>{bars(drawn, words, "Step time by class")}'
         '<div class="scroll" tabindex="0" role="region" aria-label="Step time by class">'
         f'<table><thead><tr><th scope="col">class</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-        "<p>Floor: what the same work takes at the ceilings of this machine, its fastest arithmetic and its "
-        "memory's full speed. A class without a floor is overhead.</p></section>"
+        f"<p>{_WHOLE}{_FLOOR if any(both[1] for _, both in told) else ''}</p></section>"
     )
 
 

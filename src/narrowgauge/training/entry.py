@@ -22,7 +22,7 @@ from narrowgauge.training import machine
 from narrowgauge.training.changes import Changes, check_keys
 from narrowgauge.training.config import Config, make_config
 from narrowgauge.training.directory import RunDirectory
-from narrowgauge.training.expected import require_memory
+from narrowgauge.training.expected import cheaper, require_memory
 from narrowgauge.training.journal import Bystander, Journal
 from narrowgauge.training.layout import layout_of
 from narrowgauge.training.loop import Job, OutOfMemory, finish, start_or_resume, train
@@ -148,7 +148,7 @@ def _run(
             directory.require_there()
             directory.set_status("failed", f"{type(error).__name__}: {error}")
         if machine.is_out_of_memory(error):
-            raise OutOfMemory(_how_to_save_memory(config, device, plan)) from error
+            raise OutOfMemory(_how_to_save_memory(config, device, plan, layout)) from error
         raise
     finally:
         if profile is not None:
@@ -173,18 +173,30 @@ def _open_data(config: Config, crew: Crew, display: Display) -> Dataset:
     return dataset
 
 
-def _how_to_save_memory(config: Config, device: torch.device, plan: Memory | None) -> str:
-    expected = ""
-    if plan is not None:
-        expected = (
-            f" a step is expected to take {gib(plan.peak)} ({plan.classes()}), beside the program itself and "
-            "the data;"
-        )
-    return (
-        f"out of memory on {machine.device_name(device)};{expected} lower training.micro_batch_size = "
-        f"{config.training.micro_batch_size}, set --training.recompute true or choose a smaller --model, "
-        "and name a new directory with --out"
+def _how_to_save_memory(config: Config, device: torch.device, plan: Memory | None, layout: Layout) -> str:
+    """What a step was expected to take, and what lowers that, the largest gain first."""
+    what = f"out of memory on {machine.device_name(device)}"
+    advice = (
+        f"lower training.micro_batch_size = {config.training.micro_batch_size}, set --training.recompute true"
     )
+    if plan is not None:
+        what += (
+            f"; a step is expected to take {gib(plan.peak)} ({plan.classes()}), beside the program itself "
+            "and the data"
+        )
+        if others := _cheaper(config, device, plan, layout):
+            advice = ", ".join(f"{gib(memory.peak)} with {words}" for words, memory in others)
+    return f"{what}; {advice}, or choose a smaller --model, and name a new directory with --out"
+
+
+def _cheaper(config: Config, device: torch.device, plan: Memory, layout: Layout) -> list[tuple[str, Memory]]:
+    """What is expected to take less; nothing where there is no room left even to find that out."""
+    if layout.size > 1:  # the account of several processes has no place beside real ones
+        return []
+    with suppress(MemoryError, RuntimeError):
+        found = cheaper(config, has_host=device.type == "cuda")
+        return sorted((one for one in found if one[1].peak < plan.peak), key=lambda one: one[1].peak)
+    return []
 
 
 def check_data(config: Config, dataset: Dataset) -> None:

@@ -211,8 +211,8 @@ def _profiled(job: Job, session: Session, take: Callable[[], Taken]) -> Taken:
     number = session.step + 1
     result, found = job.profile.step(number, take, is_last=number == job.config.training.steps)
     if found is not None:
-        facts = {"step_ms": found.step_ms, "classes": found.classes, "device": found.device}
-        job.directory.record({"event": "profile", "step": session.step, **facts})
+        facts = {"step_ms": found.step_ms, "ms": found.classes, "device": found.device}
+        job.directory.record({"event": "step time", "step": session.step, **facts})
         job.display.say(f"profile: {found}; {job.profile.trace} opens in ui.perfetto.dev")
     return result
 
