@@ -165,7 +165,7 @@ def test_killed_between_micro_batches_and_across_epochs(runs, tmp_path, ranks):
 @case("A9")
 @RANKS
 def test_a_kill_while_a_save_is_written_behind_the_steps(runs, out, ranks):
-    words, look = runs.words(), runs.look(out)
+    words, look = runs.words({"checkpoint.asynchronous": True}), runs.look(out)
     job = runs.start(words, out, ranks, [{"kind": "slow_disk", "seconds": 0.2}])
     pending = []
 
