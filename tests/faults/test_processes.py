@@ -164,8 +164,9 @@ def test_two_thousand_steps_leak_nothing(runs, out, ranks):
         first, last = half[: len(half) // 4], half[-(len(half) // 4) :]
         (m1, f1, t1), (m2, f2, t2) = zip(*first, strict=True), zip(*last, strict=True)
         assert sum(m2) / len(m2) < 1.01 * sum(m1) / len(m1), "memory"
-        assert max(f2) <= max(f1) + 1, "files"
-        assert max(t2) <= max(t1), "threads"
+        # what leaks is there at every moment; a file or a thread may be seen that is about to go
+        assert min(f2) <= min(f1), "files"
+        assert min(t2) <= min(t1), "threads"
     assert set(os.listdir("/dev/shm")) <= shared
 
 

@@ -39,14 +39,17 @@ def inputs() -> dict[str, torch.Tensor]:
     }
 
 
+def can_have(name, kind):
+    """Whether a cast takes an input: a two-dimensional block needs a matrix."""
+    block = cast_named(name).block
+    return kind != "vector" or block is None or block[0] == 1
+
+
 @case("E2", quick=True)
 @pytest.mark.parametrize("axis", [-1, 0])
-@pytest.mark.parametrize("kind", inputs())
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize(("name", "kind"), [(n, k) for n in SCALED for k in inputs() if can_have(n, k)])
 def test_equals_the_oracle_bit_for_bit(name, kind, axis):
     x, c = inputs()[kind], cast_named(name)
-    if x.ndim < 2 and c.block is not None and c.block[0] > 1:
-        pytest.skip("a two-dimensional block needs a matrix")
     variants = {
         "e8m0": [{"scale_rule": rule} for rule in ("floor", "ceil", "even", "rceil")],
         "fp32": [{"power_of_two": False}, {"power_of_two": True}],
