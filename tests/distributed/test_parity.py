@@ -219,7 +219,8 @@ def test_sums_in_narrow_numbers_are_near(parity, layout):
     narrow_sums(*parity(layout, "msamp-o3"))
 
 
-LARGE = {"model.dim": 256, "model.ffn_dim": 256, "data.sequence_length": 256}  # whole blocks of 128
+# whole blocks of 128, and steps so small that ten of them tip hardly a code
+LARGE = {"model.dim": 256, "model.ffn_dim": 256, "data.sequence_length": 256, "optimizer.lr": 1e-6}
 
 
 @pytest.mark.slow
