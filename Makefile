@@ -35,8 +35,8 @@ docs: $(VENV)/.docs
 NOTEBOOK := docs/from-text-to-comparison.ipynb
 notebook: $(VENV)/.docs
 	rm -rf runs/notebook && mkdir -p runs/notebook && cp $(NOTEBOOK) runs/notebook/
-	cd runs/notebook && PATH="$(CURDIR)/$(BIN):$$PATH" jupyter nbconvert --to notebook --execute --inplace \
-	  --CoalesceStreamsPreprocessor.enabled=True $(ARGS) *.ipynb
+	cd runs/notebook && PATH="$(CURDIR)/$(BIN):$$PATH" jupyter nbconvert --to notebook --execute --inplace $(ARGS) *.ipynb
+	$(BIN)/jupyter nbconvert --to notebook --inplace --CoalesceStreamsPreprocessor.enabled=True runs/notebook/*.ipynb
 	cp runs/notebook/*.ipynb $(NOTEBOOK)
 
 clean:

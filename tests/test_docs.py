@@ -102,6 +102,18 @@ def test_the_files_that_a_page_shows_are_what_it_says(page, folder):
         ast.parse(block)
 
 
+def test_every_page_is_in_the_navigation():
+    listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1].split("\n\n")[0]
+    nav = re.findall(r"[\w./-]+\.(?:md|ipynb)\b", listed)
+    assert sorted(nav) == sorted({*PAGES, NOTEBOOK.name} - {"faults.md"})
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", PAGES[page]):
+        assert (DOCS / page).parent.joinpath(target).exists(), target
+
+
 def test_make_targets_and_torchrun_lines_exist():
     lines = [words for text in PAGES.values() for words in shell_lines(text)]
     targets = [words[1:] for words in lines if words[0] == "make"]
