@@ -18,6 +18,7 @@ from fenced import blocks, shell_lines, titled
 from narrowgauge.cli import _options, _read_train, _values
 from narrowgauge.cluster import load_site
 from narrowgauge.models import model_names
+from narrowgauge.recipes import Device, choose_backend
 from narrowgauge.training import make_config
 
 ROOT = Path(__file__).parents[1]
@@ -134,6 +135,13 @@ def test_recipes_and_models_that_pages_name_exist():
         prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
         for name in re.findall(r"`((?:msamp-|mxfp|mxint|nvfp|gpt2-|gpt3-|llama3-)[a-z0-9.-]*)`", prose):
             assert name in {*ng.recipe_names(), *model_names()}, f"docs/{page}: {name}"
+
+
+def test_what_is_native_on_a_4090():
+    row = re.search(r"^\| native \| (.*) \|$", PAGES["how-to/fp8-on-a-4090.md"], re.MULTILINE)
+    card = Device(maker="nvidia", capability=(8, 9), library=(13, 0))
+    native = [name for name in ng.recipe_names() if choose_backend(ng.recipe(name), card).name == "native"]
+    assert re.findall(r"`([^`]+)`", row[1]) == native
 
 
 def test_the_reference_names_what_exists():
