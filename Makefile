@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: train test test-slow faults check format bench clean
+.PHONY: train test test-slow faults check format bench docs notebook clean
 
 train: $(VENV)/.run
 	$(BIN)/narrowgauge train $(ARGS)
@@ -28,8 +28,19 @@ format: $(VENV)/.dev
 bench: $(VENV)/.run
 	$(BIN)/python benchmarks/emulation.py $(ARGS)
 
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
+# Runs the notebook from the first cell to the last, in a folder of its own, and keeps its outputs: ten minutes.
+NOTEBOOK := docs/from-text-to-comparison.ipynb
+notebook: $(VENV)/.docs
+	rm -rf runs/notebook && mkdir -p runs/notebook && cp $(NOTEBOOK) runs/notebook/
+	cd runs/notebook && PATH="$(CURDIR)/$(BIN):$$PATH" jupyter nbconvert --to notebook --execute --inplace $(ARGS) *.ipynb
+	$(BIN)/jupyter nbconvert --to notebook --inplace --CoalesceStreamsPreprocessor.enabled=True runs/notebook/*.ipynb
+	cp runs/notebook/*.ipynb $(NOTEBOOK)
+
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) runs site .pytest_cache .mypy_cache .ruff_cache
 
 # A torch >= 2.11 that $(PYTHON) can already import is used as it is; otherwise $(TORCH) is installed.
 $(VENV)/.torch:
@@ -44,4 +55,8 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.run
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.run
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $@

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import narrowgauge as ng
+from fenced import blocks, shell_lines
 from narrowgauge.recipes import parse_recipe
 from narrowgauge.training import make_config
 
@@ -20,17 +20,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 SMALL = "--model.layers 1 --model.dim 64 --model.ffn_dim 64 --data.sequence_length 32 --training.batch_size 1"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-
-
-def shell_lines() -> list[list[str]]:
-    lines = (line for block in blocks("sh") for line in block.replace("\\\n", " ").splitlines())
-    return [shlex.split(line, comments=True) for line in lines]
-
-
 def test_make_targets_exist():
-    targets = [words[1:] for words in shell_lines() if words[0] == "make"]
+    targets = [words[1:] for words in shell_lines(README) if words[0] == "make"]
     assert ["train"] in targets
     assert ["test"] in targets
     for target in [*targets, ["bench"], ["check"], ["test-slow"]]:
@@ -40,7 +31,7 @@ def test_make_targets_exist():
 def test_command_lines_run_as_they_stand(tmp_path, monkeypatch):
     """Only the size of the model and the number of steps are made small."""
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
-    lines = [words[1:] for words in shell_lines() if words[0] == "narrowgauge"]
+    lines = [words[1:] for words in shell_lines(README) if words[0] == "narrowgauge"]
     assert {words[0] for words in lines} == {
         *("train", "compare", "sample", "eval", "report", "recipes", "formats", "prepare"),
         *("export", "import", "plan", "convert", "doctor", "launch"),
@@ -62,7 +53,7 @@ def test_command_lines_run_as_they_stand(tmp_path, monkeypatch):
 
 
 def test_python_prints_what_its_comments_say():
-    (block,) = blocks("python")
+    (block,) = blocks(README, "python")
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         exec(block, {})
@@ -71,7 +62,7 @@ def test_python_prints_what_its_comments_say():
 
 
 def test_the_configuration_is_one_and_the_recipe_another():
-    configuration, recipe = blocks("toml")
+    configuration, recipe = blocks(README, "toml")
     config = make_config(tomllib.loads(configuration))
     assert config.the_recipe().casts["wgrad.dy"].rounding == "stochastic"
     assert len(parse_recipe(recipe, "README.toml").rules) == 2

@@ -1,0 +1,177 @@
+"""The pages of docs/ say what there is. Each line of `narrowgauge` is read as the command reads it, up to the
+point where it would begin to work, and each file that a page shows is accepted where it is said to go.
+"""
+
+import argparse
+import ast
+import json
+import re
+import shutil
+import subprocess
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import narrowgauge as ng
+from fenced import blocks, shell_lines, titled
+from narrowgauge.cli import _options, _read_train, _values
+from narrowgauge.cluster import load_site
+from narrowgauge.models import model_names
+from narrowgauge.recipes import Device, choose_backend
+from narrowgauge.training import make_config
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = {str(path.relative_to(DOCS)): path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md")}
+NOTEBOOK = DOCS / "from-text-to-comparison.ipynb"
+
+
+def commands(lines: list[list[str]]) -> list[list[str]]:
+    """The words after `narrowgauge`, wherever it stands: alone, after variables, under torchrun or gdb."""
+    return [words[words.index("narrowgauge") + 1 :] for words in lines if "narrowgauge" in words]
+
+
+def check(options: argparse.Namespace) -> None:
+    """What a verb looks at before it works: its configuration, the recipes, the script's words, the site."""
+    if hasattr(options, "config"):
+        if options.config and not options.config.exists():
+            options.config.touch()  # a reader's own, and the page does not show it
+        values = _values(options)
+        is_from_a_run = values.get("model", {}).pop("weights", "")  # which is not here
+        config = make_config(values)
+        assert config.the_recipe()
+        assert is_from_a_run or config.the_model()
+    for name in (getattr(options, "recipes", None) or "").split(","):
+        assert not name or recipe_of(name)
+    if hasattr(options, "words"):
+        assert options.words[0] == "--"
+        config, _ = _read_train(options.words[1:])
+        assert config.the_recipe()
+        assert config.the_model()
+    if getattr(options, "site", None):
+        assert load_site(options.site).devices_per_node
+
+
+def recipe_of(name: str) -> ng.Recipe:
+    return ng.load_recipe(name) if name.endswith(".toml") else ng.recipe(name)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A checkout's configurations, where a reader would paste the lines."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_line_of_a_page_parses(page, folder):
+    for name, text in titled(PAGES[page]).items():
+        (folder / name).write_text(text, encoding="utf-8")
+    for words in commands(shell_lines(PAGES[page])):
+        try:
+            check(_options(words))
+        except ng.errors.UserError as error:
+            pytest.fail(f"docs/{page}: narrowgauge {' '.join(words)}: {error}")
+
+
+def test_a_line_that_does_not_parse_is_found():
+    """The test above can fail: a misspelt option, key, value, recipe, model."""
+    for line in (
+        "train --stepz 3",
+        "train --training.stepz 3",
+        "train --steps many",
+        "train --recipe mxfp5",
+        "train --model gpt5",
+        "compare --recipes bf16,mxfp5",
+        "launch --slurm --out s.sh -- train --stepz 3",
+        "launch --slurm --site nowhere --out s.sh -- train",
+        "trian",
+    ):
+        with pytest.raises(ng.errors.UserError):
+            check(_options(line.split()))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("how-to/")])
+def test_the_files_that_a_page_shows_are_what_it_says(page, folder):
+    shown = folder / "shown.toml"
+    for block in blocks(PAGES[page], "toml"):
+        shown.write_text(block, encoding="utf-8")
+        assert load_site(str(shown)) if "devices_per_node" in block else ng.load_recipe(str(shown))
+    for block in blocks(PAGES[page], "json"):
+        assert json.loads(block)
+    for block in blocks(PAGES[page], "python"):
+        ast.parse(block)
+
+
+def test_every_page_is_in_the_navigation():
+    listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1].split("\n\n")[0]
+    nav = re.findall(r"[\w./-]+\.(?:md|ipynb)\b", listed)
+    assert sorted(nav) == sorted({*PAGES, NOTEBOOK.name} - {"faults.md"})
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", PAGES[page]):
+        assert (DOCS / page).parent.joinpath(target).exists(), target
+
+
+def test_make_targets_and_torchrun_lines_exist():
+    lines = [words for text in PAGES.values() for words in shell_lines(text)]
+    targets = [words[1:] for words in lines if words[0] == "make"]
+    for target in [*targets, ["docs"], ["notebook"]]:
+        subprocess.run(["make", "-n", *target], cwd=ROOT, check=True, capture_output=True)
+    for words in lines:
+        if "torchrun" in words:
+            after = words[words.index("torchrun") :]
+            assert "--nproc-per-node" in after
+            assert "narrowgauge" in after
+
+
+def test_recipes_and_models_that_pages_name_exist():
+    """In `code`, whatever begins like a recipe or a model is one."""
+    for page, text in PAGES.items():
+        if not page.startswith(("how-to/", "index")):
+            continue
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+        for name in re.findall(r"`((?:msamp-|mxfp|mxint|nvfp|gpt2-|gpt3-|llama3-)[a-z0-9.-]*)`", prose):
+            assert name in {*ng.recipe_names(), *model_names()}, f"docs/{page}: {name}"
+
+
+def test_what_is_native_on_a_4090():
+    row = re.search(r"^\| native \| (.*) \|$", PAGES["how-to/fp8-on-a-4090.md"], re.MULTILINE)
+    card = Device(maker="nvidia", capability=(8, 9), library=(13, 0))
+    native = [name for name in ng.recipe_names() if choose_backend(ng.recipe(name), card).name == "native"]
+    assert re.findall(r"`([^`]+)`", row[1]) == native
+
+
+def test_the_reference_names_what_exists():
+    """`::: narrowgauge.room.name` is a public name of that room; where a file has the same name (and would be
+    shown in its place), the file stands between them."""
+    shown = set()
+    for page, text in PAGES.items():
+        for path in re.findall(r"^::: narrowgauge\.(\S+)$", text, re.MULTILINE):
+            (room, *file), name = path.split(".")[:-1], path.split(".")[-1]
+            assert name in import_module(f"narrowgauge.{room}").__all__, f"docs/{page}: {path}"
+            folder = ROOT / "src" / "narrowgauge" / room
+            assert file or not (folder / f"{name}.py").exists(), f"docs/{page}: {path} is the file"
+            assert not file or f"def {name}(" in (folder / f"{file[0]}.py").read_text(encoding="utf-8")
+            shown.add(name)
+    assert set(ng.__all__) <= shown
+
+
+def test_the_notebook_was_executed_from_first_to_last():
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    assert not [o for cell in code for o in cell["outputs"] if o["output_type"] == "error"]
+
+
+def test_the_lines_of_the_notebook_parse(folder):
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    shell = [source for cell in cells if (source := "".join(cell["source"])).startswith("%%sh\n")]
+    parsed = commands(shell_lines("".join(f"```sh\n{source}\n```\n" for source in shell)))
+    assert {"prepare", "train", "compare", "report"} == {words[0] for words in parsed}
+    for words in parsed:
+        check(_options(words))
