@@ -314,6 +314,7 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=20, help="steps between saves")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     options = parser.parse_args()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells that it begins
     with tempfile.TemporaryDirectory() as directory:
         options.directory = directory
         multiprocessing.spawn(be_rank, (f"{directory}/meeting", options), nprocs=2)

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
-from narrowgauge.bench.bench import random_batches
 from narrowgauge.bench.ceilings import Ceilings
+from narrowgauge.bench.contender import random_batches
 from narrowgauge.bench.peers import peer_step
 from narrowgauge.bench.timing import Spread
 from narrowgauge.bench.work import Attention, Gemm, work_of
@@ -88,7 +88,7 @@ def test_the_command(narrowgauge, line, tmp_path):
     assert ended.code == 0, ended.err
     found = json.loads(file.read_text())
     assert {name: len(taken) for name, taken in found["seconds"].items()} == {
-        "narrowgauge fp8": 2,
+        "narrowgauge": 2,
         "torch fp32": 2,
     }
     own, theirs = found["seconds"].values()

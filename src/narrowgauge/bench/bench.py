@@ -4,10 +4,8 @@ The data are random tokens, the model is the configuration's at its starting wei
 neither. Nothing is written to a run directory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,17 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from narrowgauge.bench.ceilings import Ceilings, measure
-from narrowgauge.bench.peers import check_peers, default_peers, peer_step
+from narrowgauge.bench.contender import OURS, contenders
+from narrowgauge.bench.peers import check_peers, default_peers
 from narrowgauge.bench.timing import Spread, take_turns
 from narrowgauge.bench.work import Work, work_of
-from narrowgauge.data import Batch
 from narrowgauge.recipes import choose_backend, device_facts
 from narrowgauge.training import Config, choose_device
 from narrowgauge.training.machine import device_name
-from narrowgauge.training.profile import Profile, StepTime
-from narrowgauge.training.session import Session
-
-_WARM = 2  # steps of each before any is timed
+from narrowgauge.training.profile import StepTime
 
 
 @dataclass(frozen=True)
@@ -40,14 +35,9 @@ class Found:
     profiled: StepTime
     seconds: dict[str, list[float]]  # of a step, round by round, by who took it
 
-    @property
-    def ours(self) -> str:
-        """The name under which the configuration's own step goes."""
-        return next(iter(self.seconds))
-
     def ratios(self, peer: str) -> Spread:
         """How many times as fast our step is: the peer's time over ours, round by round."""
-        pairs = zip(self.seconds[peer], self.seconds[self.ours], strict=True)
+        pairs = zip(self.seconds[peer], self.seconds[OURS], strict=True)
         return Spread.of([theirs / own for theirs, own in pairs])
 
     @property
@@ -57,7 +47,7 @@ class Found:
 
     def as_json(self) -> dict[str, Any]:
         """All of it, for a file."""
-        names = [name for name in self.seconds if name != self.ours]
+        names = [name for name in self.seconds if name != OURS]
         return {
             "torch": torch.__version__,
             "device": self.device,
@@ -93,49 +83,17 @@ def bench(config: Config, peers: Sequence[str] | None, rounds: int, console: Con
     work = work_of(config, backend.name == "native")
     with console.status("") as status:
         ceilings = measure(work, device, status.update)
-        batches = random_batches(config, device)
         status.update("the first steps")
-        own = _own_step(config, device, batches)
-        actions = {f"narrowgauge {config.recipe.name}": own}
-        actions |= {name: peer_step(name, config, device, batches) for name in names}
-        for name, action in actions.items():
-            status.update(f"the first steps of {name}")
-            for _ in range(_WARM):
-                action()
-        status.update(f"{rounds} rounds of {', '.join(actions)}")
-        seconds = take_turns(actions, rounds, device)
-        status.update("where the time goes")
-        profiled = _profiled(own, device)
+        with contenders([OURS, *names], config) as everyone:
+            for one in everyone:
+                status.update(f"the first steps of {one.name}")
+                one.is_ready()
+            status.update(f"{rounds} rounds of {', '.join(one.name for one in everyone)}")
+            seconds = take_turns({one.name: one.step for one in everyone}, rounds)
+            status.update("where the time goes")
+            profiled = everyone[0].profile()
     found = Found(config, device_name(device), backend.name, work, ceilings, profiled, seconds)
     _print(found, console)
-    return found
-
-
-def random_batches(config: Config, device: torch.device) -> list[Batch]:
-    """The micro-batches of a step, always the same."""
-    t, T = config.training, config.data.sequence_length
-    g = torch.Generator().manual_seed(0)
-    found = []
-    for _ in range(t.batch_size // t.micro_batch_size):
-        shape = (t.micro_batch_size, T + 1)
-        ids = torch.randint(config.the_model().vocab_size, shape, generator=g).to(device)
-        found.append(Batch(ids[:, :-1], ids[:, 1:], ids[:, 1:].numel()))
-    return found
-
-
-def _own_step(config: Config, device: torch.device, batches: list[Batch]) -> Callable[[], object]:
-    session = Session.begin(config, device)
-    return lambda: session.train_step(iter(batches))
-
-
-def _profiled(step: Callable[[], object], device: torch.device) -> StepTime:
-    """The time by class of some steps."""
-    with TemporaryDirectory() as directory:
-        profile = Profile(Path(directory), 0, device)
-        number, found = 0, None
-        while found is None:
-            number += 1
-            _, found = profile.step(number, step, is_last=False)
     return found
 
 
@@ -184,7 +142,7 @@ def _classes_table(found: Found) -> Table:
             table.add_row(name, f"{ms:.1f}", f"{least:.1f}", share)
     total, least = found.profiled.step_ms, sum(floor.values())
     table.add_row("together", f"{total:.1f}", f"{least:.1f}", f"{least / total:.0%}", style="bold")
-    own = 1e3 * Spread.of(found.seconds[found.ours]).median
+    own = 1e3 * Spread.of(found.seconds[OURS]).median
     table.add_row("not profiled", f"{own:.1f}", f"{least:.1f}", f"{least / own:.0%}", style="bold")
     return table
 
@@ -195,6 +153,6 @@ def _peers_table(found: Found) -> Table:
         table.add_column(column, justify="right")
     for name, taken in found.seconds.items():
         median = Spread.of(taken).median
-        ratio = "" if name == found.ours else str(found.ratios(name))
+        ratio = "" if name == OURS else str(found.ratios(name))
         table.add_row(name, f"{found.tokens / median:,.0f}", f"{1e3 * median:.1f}", ratio)
     return table

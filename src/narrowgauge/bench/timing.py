@@ -7,7 +7,7 @@ given with their quartiles.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,13 +57,11 @@ class Spread:
         return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
-def take_turns(
-    actions: dict[str, Callable[[], object]], rounds: int, device: torch.device
-) -> dict[str, list[float]]:
-    """Seconds of each action, `rounds` times; who begins changes from round to round."""
-    taken: dict[str, list[float]] = {name: [] for name in actions}
+def take_turns(steps: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """What each answers, its seconds, `rounds` times; who begins changes from round to round."""
+    taken: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds):
-        names = list(actions)
+        names = list(steps)
         for name in names if turn % 2 == 0 else reversed(names):
-            taken[name].append(seconds(actions[name], device))
+            taken[name].append(steps[name]())
     return taken
