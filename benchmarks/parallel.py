@@ -42,6 +42,7 @@ from narrowgauge.distributed.traffic import Traffic
 from narrowgauge.models import Transformer, initialize
 from narrowgauge.optim import parameter_groups
 from narrowgauge.training import make_config
+from narrowgauge.training.profile import covered
 from narrowgauge.training.session import Session
 
 CPU = torch.device("cpu")
@@ -251,14 +252,8 @@ def share_of_collectives(step: Callable[[], Any]) -> float:
         start = time.perf_counter()
         step()
         taken = time.perf_counter() - start
-    spans = sorted(
-        (e.time_range.start, e.time_range.end) for e in seen.events() if e.name.startswith("gloo:")
-    )
-    busy, until = 0.0, 0.0
-    for start, end in spans:
-        busy += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return busy / 1e6 / taken
+    spans = [(e.time_range.start, e.time_range.end) for e in seen.events() if e.name.startswith("gloo:")]
+    return covered(spans) / 1e6 / taken
 
 
 def wire(bench: Bench) -> Any:

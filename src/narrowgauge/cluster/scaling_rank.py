@@ -33,7 +33,8 @@ from narrowgauge.distributed.traffic import Traffic
 from narrowgauge.models import count_parameters
 from narrowgauge.training import Config, OutOfMemory, choose_device, load_values, make_config
 from narrowgauge.training.layout import layout_of
-from narrowgauge.training.machine import is_out_of_memory, synchronize
+from narrowgauge.training.machine import is_out_of_memory, memory_kept, synchronize
+from narrowgauge.training.profile import covered
 from narrowgauge.training.session import Session
 
 WARMUP_STEPS = 3  # left out: allocation, DDP's buckets
@@ -59,7 +60,7 @@ def measure(directory: Path, seconds: float) -> None:
     world = world_from(os.environ, torch.cuda.device_count() if device.type == "cuda" else 0)
     if device.type == "cuda" and world.size > 1:
         device = torch.device("cuda", world.device)
-    with joined(world, device, config.training.hang_timeout) as crew:
+    with memory_kept(device), joined(world, device, config.training.hang_timeout) as crew:
         dataset = open_data(config.data.source, config.data.tokenizer, config.data.weights)
         mesh = Mesh(layout_of(config, world.size), device)
         result: dict[str, Any] = {}
@@ -159,15 +160,7 @@ def _share_on_gpu(session: Session, batches: Iterator[Batch]) -> float:
 
 def alone(spans: list[Span], others: list[Span]) -> float:
     """The time in which some of the spans is under way, and none of the others."""
-    return _covered([*spans, *others]) - _covered(others)
-
-
-def _covered(spans: list[Span]) -> float:
-    covered, until = 0.0, float("-inf")
-    for start, end in sorted(spans):
-        covered += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return covered
+    return covered([*spans, *others]) - covered(others)
 
 
 def _all_reduce(config: Config, device: torch.device, crew: Crew) -> dict[str, float]:

@@ -118,7 +118,7 @@ def step_time(events: Iterable[Any], wall_s: float, steps: int, on_gpu: bool) ->
             own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
             if own and not event.name.startswith("step "):
                 microseconds[class_of(tuple(callers(event)))] += own
-        elif on_gpu:
+        elif on_gpu and not getattr(event, "is_user_annotation", False):  # such as that of the whole step
             spans.append((event.time_range.start, event.time_range.end))
     busy = covered(spans) if on_gpu else sum(microseconds.values())
     classes = {name: us / 1e3 / steps for name, us in microseconds.items()}
