@@ -46,6 +46,21 @@ def bars(rows: Sequence[Bar], words: Mapping[str, Sequence[str]], label: str) ->
     return f'<div class="bars" role="group" aria-label="{escape(label)}">{drawn}{key}</div>'
 
 
+def numbers(names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], label: str) -> str:
+    """The table below: a column for each bar, a row (class, cells) for each part."""
+    head = "".join(f'<th scope="col" class="number">{escape(name)}</th>' for name in names)
+    body = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>'
+        + "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells)
+        + "</tr>"
+        for name, cells in rows
+    )
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}">'
+        f'<table><thead><tr><th scope="col">class</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
 def _bar(
     row: Bar, i: int, longest: float, number: Mapping[str, int], words: Mapping[str, Sequence[str]]
 ) -> str:

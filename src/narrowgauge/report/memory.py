@@ -1,10 +1,9 @@
 """The memory of runs by class of tensor: stacked bars side by side, and the table of their numbers."""
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
-from narrowgauge.report.bars import Bar, bars
+from narrowgauge.report.bars import Bar, bars, numbers
 from narrowgauge.report.runs import Run
 
 
@@ -19,19 +18,11 @@ def memory(runs: Sequence[Run]) -> str:
     rows.append(("expected", [_size(event["expected"]["peak"]) for _, event in told]))
     if any(event["host_bytes"] for _, event in told):
         rows.append(("on the host", [_size(sum(event["host_bytes"].values())) for _, event in told]))
-    head = "".join(f'<th scope="col" class="number">{escape(run.name)}</th>' for run, _ in told)
-    body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>'
-        + "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells)
-        + "</tr>"
-        for name, cells in rows
-    )
     return (
         '<section class="memory"><h2>Memory</h2>'
         + bars(*_bars(told, classes), "Memory by class")
-        + '<div class="scroll" tabindex="0" role="region" aria-label="Memory by class">'
-        f'<table><thead><tr><th scope="col">class</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-        "<p>In brackets: bytes a parameter. Measured in the first step of the last process; what was "
+        + numbers([run.name for run, _ in told], rows, "Memory by class")
+        + "<p>In brackets: bytes a parameter. Measured in the first step of the last process; what was "
         "expected (the line across a bar) is the same step on tensors without numbers, each operation on "
         "whole tensors.</p></section>"
     )

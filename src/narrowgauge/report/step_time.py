@@ -10,10 +10,9 @@ their time could go. Runs that recorded nothing of the kind are left out, and wi
 
 import math
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import Any
 
-from narrowgauge.report.bars import Bar, bars
+from narrowgauge.report.bars import Bar, bars, numbers
 from narrowgauge.report.records import as_float
 from narrowgauge.report.runs import Run
 
@@ -35,18 +34,10 @@ def step_time(runs: Sequence[Run]) -> str:
     classes = list(dict.fromkeys(name for _, times in rows for name in times))
     words = {name: [_ms(times.get(name)) for _, times in rows] for name in classes}
     drawn = [Bar(name, times, f"{sum(times.values()):.4g} ms") for name, times in rows]
-    head = "".join(f'<th scope="col" class="number">{escape(name)}</th>' for name, _ in rows)
     cells = [*words.items(), ("together", [_ms(sum(times.values())) for _, times in rows])]
-    body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th>'
-        + "".join(f'<td class="number">{escape(cell)}</td>' for cell in line)
-        + "</tr>"
-        for name, line in cells
-    )
     return (
         f'<section class="step-time"><h2>Step time</h2>{bars(drawn, words, "Step time by class")}'
-        '<div class="scroll" tabindex="0" role="region" aria-label="Step time by class">'
-        f'<table><thead><tr><th scope="col">class</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        f"{numbers([name for name, _ in rows], cells, 'Step time by class')}"
         f"<p>{_WHOLE}{_FLOOR if any(both[1] for _, both in told) else ''}</p></section>"
     )
 
