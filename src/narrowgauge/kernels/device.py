@@ -1,0 +1,24 @@
+"""Where Triton's kernels run: on GPUs, and in Triton's interpreter on a CPU.
+
+Triton comes with torch for NVIDIA and AMD GPUs; elsewhere it may be missing, so nothing imports it before it
+is known to be there. With TRITON_INTERPRET=1 set before the first kernel is imported, every kernel is
+interpreted: slow, for tests, and the way to see on any machine what a GPU would compute.
+"""
+
+import importlib.util
+import os
+from functools import cache
+
+import torch
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels run on tensors of a device."""
+    if device.type == "cpu":
+        return os.environ.get("TRITON_INTERPRET") == "1" and _has_triton()
+    return device.type == "cuda" and _has_triton()

@@ -1,0 +1,38 @@
+"""Every kernel compiles to machine code of the GPUs it is for, on any machine: Triton brings its assemblers.
+
+What the cases launch is in `cases_*.py`; the interpreter, under which all other tests run, takes more than
+the compiler does.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+#: RTX 30, RTX 40, H100, B200, MI250X, MI300X; bytes of memory that the threads of a block can share
+TARGETS = {
+    "cuda:86": 99 * 1024,
+    "cuda:89": 99 * 1024,
+    "cuda:90": 227 * 1024,
+    "cuda:100": 227 * 1024,
+    "hip:gfx90a": 64 * 1024,
+    "hip:gfx942": 64 * 1024,
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_compiles_without_spilling_registers(target, tmp_path):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, str(HERE / "machine_code.py"), target]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(found) >= 5
+    for kernel in found:
+        assert kernel["spills"] == 0, kernel
+        assert kernel["shared"] <= TARGETS[target], kernel
