@@ -1,7 +1,5 @@
 """A small corpus, a tiny configuration, and the command in processes of its own."""
 
-import importlib
-import importlib.util
 import json
 import os
 import random
@@ -15,16 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from narrowgauge.checkpoint import read_manifest, steps
-
-# Triton's own functions are interpreted if this was asked for before anything imported Triton; those of this
-# project when a kernel is first used (tests/kernels/conftest.py), which is in the tests of kernels only.
-if importlib.util.find_spec("triton") and not torch.cuda.is_available():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        importlib.import_module("triton")
 
 pytest_plugins = ["faults.report"]
 

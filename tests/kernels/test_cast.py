@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,13 +14,6 @@ from narrowgauge.quantization import quantize as quantize_plainly
 
 SCALED = [n for n in cast_names() if cast_named(n).is_scaled]
 ROUNDINGS = ("nearest-even", "stochastic", "half-away", "toward-zero")
-
-
-@pytest.fixture(autouse=True)
-def quiet():
-    """The interpreter computes in numpy, which warns of what a GPU does without a word."""
-    with np.errstate(all="ignore"):
-        yield
 
 
 def inputs(device):

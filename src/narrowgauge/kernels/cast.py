@@ -18,27 +18,24 @@ from typing import Any
 import torch
 
 from narrowgauge.formats import Stream
-from narrowgauge.kernels.device import has_kernels
+from narrowgauge.kernels.device import launches
 from narrowgauge.quantization import Cast, Part, QTensor
 from narrowgauge.quantization import emulate as emulate_plainly
 from narrowgauge.quantization import quantize as quantize_plainly
 from narrowgauge.quantization.grid import Generator
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def _has_kernel(x: torch.Tensor, cast: Cast, generator: Generator, part: Part | None) -> bool:
-    fits = x.ndim == 2 and x.dtype in _DTYPES and x.numel() > 0 and part is None
-    is_random = cast.rounding == "stochastic"
     of_state = cast.expand or cast.codebook or cast.element.bits > 8
+    of_others = part is not None or cast.outliers or cast.compensate
+    is_random = cast.rounding == "stochastic"
     return (
-        fits
+        x.ndim == 2
         and cast.is_scaled
-        and not (cast.outliers or of_state)
+        and not (of_state or of_others)
         and cast.hadamard in (0, 16, 32, 64, 128)
         and (isinstance(generator, Stream) or not is_random)
-        and not torch.compiler.is_compiling()
-        and has_kernels(x.device)
+        and launches(x)
     )
 
 
@@ -61,7 +58,7 @@ def quantize(
     if _has_kernel(x, cast, generator, part):
         from narrowgauge.kernels.on_gpu.launch_cast import quantized
 
-        return quantized(x, cast, axis, generator, signs, encode_scale, both)
+        return quantized(x, cast, axis, _stream(generator), signs, encode_scale, both)
     options: dict[str, Any] = {"generator": generator, "signs": signs, "encode_scale": encode_scale}
     return quantize_plainly(x, cast, axis, **options, part=part), None
 
@@ -77,9 +74,12 @@ def emulate(
     part: Part | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`quantization.emulate` of a matrix; `axis` is -1 or 0."""
-    arguments: tuple[Any, ...] = (x, cast, axis, dtype, generator, signs, encode_scale)
-    if not _has_kernel(x, cast, generator, part) or cast.compensate:
-        return emulate_plainly(*arguments, part)
-    from narrowgauge.kernels.on_gpu.launch_cast import emulated
+    if _has_kernel(x, cast, generator, part):
+        from narrowgauge.kernels.on_gpu.launch_cast import emulated
 
-    return emulated(*arguments)
+        return emulated(x, cast, axis, dtype, _stream(generator), signs, encode_scale)
+    return emulate_plainly(x, cast, axis, dtype, generator, signs, encode_scale, part)
+
+
+def _stream(generator: Generator) -> Stream | None:
+    return generator if isinstance(generator, Stream) else None

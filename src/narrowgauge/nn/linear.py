@@ -20,7 +20,6 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from narrowgauge.formats import stream_key
-from narrowgauge.kernels import tell_largest, told_largest
 from narrowgauge.nn.delayed import History
 from narrowgauge.nn.gathered import Gathered, Gathering
 from narrowgauge.nn.gauges import Onlooker, evenly
@@ -288,8 +287,6 @@ class Linear(torch.nn.Linear):
             # Its backward pass writes a gradient on the side, which no compiled graph can hold.
             three_gemms = torch.compiler.disable(three_gemms)
         x_MK = input.reshape(-1, self.in_features)
-        if (largest := told_largest(input)) is not None:
-            tell_largest(x_MK, largest)
         with _as_the_recipe_says(input.device.type):
             own_bias = self.bias if self.split.after is None else None  # of a sum it is added to the sum
             y_MN = three_gemms(x_MK, weight, own_bias, places)
