@@ -75,11 +75,10 @@ def compiling_for(targets, found):
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
         assert given["enable_fp_fusion"] is False, self.__name__
         options = {k: given.pop(k) for k in ("num_warps", "num_stages", "enable_fp_fusion") if k in given}
-        constant = {p.name for p in self.params if p.is_constexpr} | {
-            k for k, v in given.items() if v is None
-        }
+        # As a launch does: a stride of 1 is a constant, and multiples of 16 are known to be that.
+        constant = {p.name for p in self.params if p.is_constexpr}
+        constant |= {k for k, v in given.items() if v is None or (type(v) is int and v == 1)}
         signature = {k: "constexpr" if k in constant else kind_of(given[k]) for k in self.arg_names}
-        # As a launch does: sizes and addresses that are multiples of 16 are known to be.
         attrs = {
             (i,): [["tt.divisibility", 16]]
             for i, k in enumerate(self.arg_names)

@@ -5,11 +5,10 @@ A matrix is seen as (rows R, contraction K), whichever of the two its memory is 
 axes, and what it writes may lie along the other axis than what it reads.
 
     cast_blocks     scales of blocks that fit a tile: read once, written once
-    largest         largest magnitude of each row, or of the tensor, or (NVFP4) of its finite blocks
-    cast_given      under scales that are known: of a row, of a tensor; written along one axis or along both
+    largest         largest magnitude of each row, larger block, or tensor (NVFP4: of its finite blocks)
+    cast_given      under scales that are known: of a row, a block, the tensor; along one axis or along both
 
-A tile is a few thousand elements, 32 a thread, so that many loads are under way at once and the float32 of
-all fits registers.
+A tile has 4096 elements, 8 a thread: 16 bytes of bf16 in one load, and registers for many threads at once.
 """
 
 from typing import Any
@@ -110,13 +109,14 @@ def cast_blocks(
 
 @triton.jit
 def largest(
-    x, found, matrix, R, K, x_R, x_K, found_R,
+    x, found, matrix, R, K, x_R, x_K, found_R, found_K, block_R, block_K,
     TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, H: tl.constexpr,
     BY_ROW: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
-    """The bits of the largest magnitudes, into an int32 tensor of zeros.
+    """The bits of the largest magnitude of each row or block that a tile lies in, into int32 zeros.
 
-    FINITE leaves out blocks that hold something else. A maximum is the same in any order: it may be atomic.
+    FINITE leaves out small blocks (BR x BK) that hold anything else. A maximum is the same in any order, so
+    it may be atomic.
     """
     r = tl.program_id(0) * TR + tl.arange(0, TR)
     k = tl.program_id(1) * TK + tl.arange(0, TK)
@@ -127,26 +127,30 @@ def largest(
     if BY_ROW:
         tl.atomic_max(found + r * found_R, tl.max(bits, 1), mask=r < R)
     else:
-        tl.atomic_max(found, tl.max(tl.max(bits, 1), 0))
+        at = tl.program_id(0) * TR // block_R * found_R + tl.program_id(1) * TK // block_K * found_K
+        tl.atomic_max(found + at, tl.max(tl.max(bits, 1), 0))
 
 
 @triton.jit
 def cast_given(
     x, out, other, encode, block, key, offset,
-    R, K, x_R, x_K, out_R, out_K, other_R, other_K, scale_R, element_R, element_K,
-    TR: tl.constexpr, TK: tl.constexpr,
+    R, K, x_R, x_K, out_R, out_K, other_R, other_K, scale_R, scale_K, block_R, block_K, element_R, element_K,
+    TR: tl.constexpr, TK: tl.constexpr, BY_ROW: tl.constexpr,
     MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     TWOS: tl.constexpr, MINUS_ZERO: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr,
     CODES: tl.constexpr, TIMES_SCALE: tl.constexpr, BOTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile under scales of rows (`scale_R` apart; 0: one for all), NaN where a block is not finite."""
+    """One tile under the scales of its rows, or of the block that it lies in: NaN if that is not finite."""
     r = tl.program_id(0) * TR + tl.arange(0, TR)
     k = tl.program_id(1) * TK + tl.arange(0, TK)
     tile = _load(x, r, k, R, K, x_R, x_K, x, TR, TK, 0)
-    factor = tl.load(encode + r * scale_R, mask=r < R, other=1.0)
-    scale = tl.load(block + r * scale_R, mask=r < R, other=1.0)
-    finite = scale == scale
-    scaled = tl.where(finite[:, None], tile, 0.0) * factor[:, None]
+    if BY_ROW:
+        factor = tl.load(encode + r * scale_R, mask=r < R, other=1.0)[:, None]
+        scale = tl.load(block + r * scale_R, mask=r < R, other=1.0)[:, None]
+    else:
+        at = tl.program_id(0) * TR // block_R * scale_R + tl.program_id(1) * TK // block_K * scale_K
+        factor, scale = tl.load(encode + at), tl.load(block + at)
+    scaled = tl.where(scale == scale, tile, 0.0) * factor
     random = _random(key, offset, r, k, element_R, element_K, ROUNDING)
     n, e, sign = to_grid(scaled, random, MAX, EMIN, M, ROUNDING, RANDOM_BITS)
     if CODES:
@@ -154,19 +158,16 @@ def cast_given(
     else:
         value = value_of(n, e, sign, M, MINUS_ZERO)
         if TIMES_SCALE:
-            value = value * scale[:, None]
+            value = value * scale
     _store(out, value, r, k, R, K, out_R, out_K)
     if BOTH:
         _store(other, value, r, k, R, K, other_R, other_K)
 
 
-def tile_of(x_K: int, block: tuple[int, int]) -> tuple[int, int]:
-    """Rows and contraction of a tile: 4096 elements or one block, long where memory is contiguous."""
-    BR, BK = block
-    TR, TK = (32, 128) if x_K == 1 else (128, 32)
-    return max(TR, BR), max(TK, BK)
+def tile_of(x_K: int, block_K: int = 1) -> tuple[int, int]:
+    """Rows and contraction of a tile: long where memory is contiguous, and of whole blocks."""
+    return (32, 128) if x_K == 1 or block_K > 32 else (128, 32)
 
 
-def launch_options(tile: tuple[int, int]) -> dict[str, Any]:
-    """Warps for 32 elements a thread, 8 at most; products and sums stay apart."""
-    return {"num_warps": min(8, tile[0] * tile[1] // 1024), "enable_fp_fusion": False}
+#: Of every launch: 16 warps, and products and sums stay apart.
+LAUNCH: dict[str, Any] = {"num_warps": 16, "enable_fp_fusion": False}

@@ -7,7 +7,7 @@ import triton
 
 from narrowgauge.formats import Stream
 from narrowgauge.kernels.largest import told_largest
-from narrowgauge.kernels.on_gpu.cast import cast_blocks, cast_given, largest, launch_options, tile_of
+from narrowgauge.kernels.on_gpu.cast import LAUNCH, cast_blocks, cast_given, largest, tile_of
 from narrowgauge.kernels.on_gpu.rounding import facts
 from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.quantization.blocks import Blocks, blocks_of
@@ -92,8 +92,8 @@ def emulated(
 
 
 def _scale_is_known_first(cast: Cast) -> bool:
-    """Whether a scale is of more elements than a tile has: of a row, of the tensor."""
-    return cast.block is None or cast.block[1] == 0
+    """Whether a scale is of more elements than a tile has: of a row, of 128 x 128, of the tensor."""
+    return cast.block is None or cast.block[1] == 0 or cast.block[0] == 128
 
 
 def _cast_given(
@@ -109,22 +109,24 @@ def _cast_given(
     """(codes or numbers, the same along the other axis, scales, blocks)."""
     x = transformed(x, cast, axis, signs)
     view = _view(x, cast, axis)
-    by_row = cast.block is not None
-    amax = None if by_row else told_largest(x)
+    blocks = blocks_of(view.shape, cast, axis)
+    amax = told_largest(x) if cast.block is None else None
     if amax is None:
-        amax = _largest(x, cast, view, None, by_row)
-    own = scales_from(amax.reshape(-1), cast, encode_scale)
+        amax = _largest(x, cast, view, axis, blocks)
+    own = scales_from(amax.reshape(blocks.grid), cast, encode_scale)
+    encode, block = own.encode.contiguous(), own.block.contiguous()
     out = _empty(view, axis, dtype, x)
     other = _empty(view, -1 - axis, dtype, x) if both else None
-    tile = tile_of(view.x[1], (1, 1))
+    tile = tile_of(view.x[1])
     cast_given[_grid(view, tile)](
-        x, out, out if other is None else other, own.encode.contiguous(), own.block.contiguous(),
-        *_random(x, generator), view.R, view.K, *view.x, *_strides(out, axis),
-        *_strides(out if other is None else other, axis), int(by_row), *view.place,
-        TR=tile[0], TK=tile[1], **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
-        CODES=dtype == torch.uint8, TIMES_SCALE=by_row, BOTH=both, **launch_options(tile),
+        x, out, out if other is None else other, encode, block, *_random(x, generator),
+        view.R, view.K, *view.x, *_strides(out, axis), *_strides(out if other is None else other, axis),
+        *_strides(block, axis), *_extents(blocks, axis), *view.place, TR=tile[0], TK=tile[1],
+        BY_ROW=_is_by_row(cast), **facts(cast.element), ROUNDING=cast.rounding,
+        RANDOM_BITS=cast.random_bits, CODES=dtype == torch.uint8, TIMES_SCALE=cast.block is not None,
+        BOTH=both, **LAUNCH,
     )  # fmt: skip
-    return out, other, own, blocks_of(view.shape, cast, axis)
+    return out, other, own, blocks
 
 
 def _cast_blocks(
@@ -142,7 +144,7 @@ def _cast_blocks(
     matrix = transform(cast.hadamard, _signs(cast, signs), x) if cast.hadamard else None
     S = tensor_scale = None
     if cast.scale == "e4m3":
-        amax = _largest(x, cast, view, matrix, by_row=False)
+        amax = _largest(x, cast, view, axis, blocks, matrix)
         S, tensor_scale = nvfp4_tensor_scale(amax.reshape(()), cast.element, cast.headroom)
     codes = dtype == torch.uint8
     out = _empty(view, axis, dtype, x)
@@ -152,7 +154,7 @@ def _cast_blocks(
     grid, strides = blocks.grid, scales.stride() if codes else (0, 0)
     if axis == 0:
         grid, strides = grid[::-1], strides[::-1]
-    tile = tile_of(view.x[1], cast.block)
+    tile = tile_of(view.x[1], cast.block[1])
     cast_blocks[_grid(view, tile)](
         x, out, scales, scale_codes if has_codes else scales, scales if S is None else S,
         x if matrix is None else matrix, *_random(x, generator),
@@ -161,25 +163,34 @@ def _cast_blocks(
         **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
         SCALE=cast.scale, RULE=cast.scale_rule, POWER_OF_TWO=cast.power_of_two,
         INVERSE_LARGEST=1 / (cast.element.max * (cast.headroom if cast.scale == "e4m3" else 1)),
-        EMAX=cast.element.emax, FRACTION=cast.element.fraction_bits, CODES=codes, **launch_options(tile),
+        EMAX=cast.element.emax, FRACTION=cast.element.fraction_bits, CODES=codes, **LAUNCH,
     )  # fmt: skip
     return out, blocks, scales, scale_codes, tensor_scale
 
 
 def _largest(
-    x: torch.Tensor, cast: Cast, view: _View, matrix: torch.Tensor | None, by_row: bool
+    x: torch.Tensor, cast: Cast, view: _View, axis: int, blocks: Blocks, matrix: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Largest magnitude of each row, or of all (NVFP4: of the finite blocks): float32 of R or 1 elements."""
-    found = torch.zeros(view.R if by_row else 1, dtype=torch.int32, device=x.device)
+    """Largest magnitude of each block, float32 of their grid; NVFP4's are found in finite blocks only."""
     finite = cast.scale == "e4m3"
-    block = cast.block if finite and cast.block else (1, 1)
-    tile = tile_of(view.x[1], block)
+    BR, BK = cast.block if finite and cast.block else (1, 1)
+    found = torch.zeros((1, 1) if finite else blocks.grid, dtype=torch.int32, device=x.device)
+    tile = tile_of(view.x[1])
     largest[_grid(view, tile)](
-        x, found, x if matrix is None else matrix, view.R, view.K, *view.x, int(by_row),
-        TR=tile[0], TK=tile[1], BR=block[0], BK=block[1], H=0 if matrix is None else len(matrix),
-        BY_ROW=by_row, FINITE=finite, **launch_options(tile),
+        x, found, x if matrix is None else matrix, view.R, view.K, *view.x, *_strides(found, axis),
+        *((2**30, 2**30) if finite else _extents(blocks, axis)), TR=tile[0], TK=tile[1], BR=BR, BK=BK,
+        H=0 if matrix is None else len(matrix), BY_ROW=_is_by_row(cast), FINITE=finite, **LAUNCH,
     )  # fmt: skip
     return found.view(torch.float32)
+
+
+def _is_by_row(cast: Cast) -> bool:
+    return cast.block is not None and cast.block[1] == 0
+
+
+def _extents(blocks: Blocks, axis: int) -> tuple[int, ...]:
+    """Rows and contraction of a block."""
+    return blocks.size if axis == -1 else blocks.size[::-1]
 
 
 def _grid(view: _View, tile: tuple[int, int]) -> tuple[int, int]:
