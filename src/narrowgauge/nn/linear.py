@@ -250,6 +250,20 @@ class Linear(torch.nn.Linear):
         if self.reduce_prescale is not None:
             self.reduce_prescale.forget_step()
 
+    @property
+    def plain_product(self) -> torch.dtype | None:
+        """The dtype in which this layer is nothing but the product with its weight, all of it here; or None.
+
+        Somebody else may then compute it (`kernels.head_loss`).
+        """
+        more: tuple[object, ...] = (self.bias, self.state_at_rest, self.split.before, self.split.after)
+        is_plain = all(part is None for part in more) and not self.transposed
+        if type(self.weight) is not torch.nn.Parameter or not is_plain:
+            return None
+        if any(cast.name != self.recipe.compute for cast in self.casts.values()):
+            return None
+        return DTYPES[self.recipe.compute]
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., K) to (..., N), in the dtype of the input."""
         if self.split.before is not None:

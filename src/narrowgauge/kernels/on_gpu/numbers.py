@@ -1,0 +1,51 @@
+"""What kernels do to numbers: widen, round, the exponential, order by magnitude.
+
+On a GPU these are its own instructions. The interpreter cuts fp32 to bf16 where a GPU rounds, loses subnormal
+bf16, and has no libdevice, so there the same is done in integers and by numpy.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def wide(x):
+    """To fp32, exactly."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """From fp32 to a dtype, to nearest even; NaN stays NaN."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
+def exp(x):
+    """The exponential that torch's own kernels call, so that both give the same bits.
+
+    `tl.exp` would multiply by log2(e) in fp32 first, which costs accuracy where x is large.
+    """
+    if INTERPRETED:
+        return tl.exp(x)
+    else:
+        return libdevice.exp(x)
+
+
+@triton.jit
+def magnitude(x):
+    """|x| as the bits of an fp32: integers in the order of the magnitudes, where NaN is above infinity."""
+    return wide(x).to(tl.int32, bitcast=True) & 0x7FFFFFFF
