@@ -91,8 +91,10 @@ def row_losses(z_TV: Tensor, y_T: Tensor, ignores: bool) -> tuple[Tensor, Tensor
         from narrowgauge.kernels.on_gpu import cross_entropy as on_gpu
 
         return on_gpu.losses(z_TV, y_T, IGNORED if ignores else None)
-    parts = [_losses(z_CV, y_C, ignores) for z_CV, y_C in _chunks(z_TV, y_T)]
-    return (torch.cat(parts) if parts else z_TV.new_empty(0, dtype=torch.float32)), None
+    loss_T = z_TV.new_empty(len(z_TV), dtype=torch.float32)
+    for z_CV, y_C, loss_C in _chunks(z_TV, y_T, loss_T):
+        loss_C.copy_(_losses(z_CV, y_C, ignores))
+    return loss_T, None
 
 
 def write_gradients(
