@@ -252,13 +252,13 @@ class Linear(torch.nn.Linear):
 
     @property
     def plain_product(self) -> torch.dtype | None:
-        """The dtype in which this layer is nothing but the product with its weight, all of it here; or None.
+        """The dtype in which this layer is nothing but the product with its weight; None if it is more.
 
-        Somebody else may then compute it (`kernels.head_loss`).
+        Somebody else may then compute it (`kernels.head_loss`), from `weight.to(dtype)`.
         """
         more: tuple[object, ...] = (self.bias, self.state_at_rest, self.split.before, self.split.after)
-        is_plain = all(part is None for part in more) and not self.transposed
-        if type(self.weight) is not torch.nn.Parameter or not is_plain:
+        has_scale = self.gathering is not None and self.recipe.gather.is_scaled
+        if any(part is not None for part in more) or self.transposed or has_scale:
             return None
         if any(cast.name != self.recipe.compute for cast in self.casts.values()):
             return None
