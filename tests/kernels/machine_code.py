@@ -48,6 +48,11 @@ def kind_of(value):
     return "fp32" if isinstance(value, float) else "i32" if abs(value) < 2**31 else "i64"
 
 
+def is_multiple_of_16(value):
+    number = value.data_ptr() if isinstance(value, torch.Tensor) else value
+    return isinstance(number, int) and number % 16 == 0
+
+
 def resources(kernel, target):
     """What the assembler says: registers a thread, bytes of stack (spilled registers among them)."""
     if target.backend != "cuda":
@@ -74,8 +79,14 @@ def compiling_for(targets, found):
             k for k, v in given.items() if v is None
         }
         signature = {k: "constexpr" if k in constant else kind_of(given[k]) for k in self.arg_names}
+        # As a launch does: sizes and addresses that are multiples of 16 are known to be.
+        attrs = {
+            (i,): [["tt.divisibility", 16]]
+            for i, k in enumerate(self.arg_names)
+            if k not in constant and is_multiple_of_16(given[k])
+        }
         for target in targets:
-            source = ASTSource(self, signature, constexprs={k: given[k] for k in constant})
+            source = ASTSource(self, signature, constexprs={k: given[k] for k in constant}, attrs=attrs)
             kernel = triton.compile(source, target=target, options=options)
             shared = kernel.metadata.shared
             of = {"kernel": self.__name__, "target": f"{target.backend}:{target.arch}", "shared": shared}

@@ -252,7 +252,21 @@ def test_a_head_that_is_more_than_a_product_is_called(is_kept):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own tracing
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function")
-def test_a_compiled_model_has_it_in_one_graph(where):
+def test_compiled_it_is_one_operator_with_the_same_bits(where, chunks):
+    """What surrounds it in a model the compiler fuses in its own way, with other roundings than kernels."""
+    chunks(16)
+    h_TD, w_VD, y_T = drawn(torch.bfloat16, where)
+    expected = together(h_TD, w_VD, y_T)
+    h_TD.requires_grad_(), w_VD.requires_grad_()
+    loss = torch.compile(head_loss, backend="aot_eager", fullgraph=True)(h_TD, w_VD, y_T)
+    loss.backward()
+    for a, b in zip((loss.detach(), h_TD.grad, w_VD.grad), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own tracing
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function")
+def test_a_compiled_model_has_it_in_one_graph():
     model, x_BT = small("bf16"), torch.arange(2 * 128).view(2, 128)
     model.chunked_loss = True
     loss, gradients = gradients_of(model, x_BT)

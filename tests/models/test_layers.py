@@ -3,8 +3,9 @@ import math
 import pytest
 import torch
 
+from narrowgauge.kernels.rotary import rotary
 from narrowgauge.models import model_config
-from narrowgauge.models.layers import Norm, attend, rope_table, rotate
+from narrowgauge.models.layers import Norm, attend, rope_table
 
 
 def normal(*shape, seed=0):
@@ -27,7 +28,7 @@ def test_rope_makes_products_depend_on_distance_only():
     config = model_config("debug")
     table = rope_table(config, 40, torch.device("cpu"))
     q_H, k_H = normal(64), normal(64, seed=1)
-    q_TH, k_TH = rotate(q_H.expand(1, 1, 40, 64), table)[0, 0], rotate(k_H.expand(1, 1, 40, 64), table)[0, 0]
+    q_TH, k_TH = rotary(q_H.expand(1, 1, 40, 64), table)[0, 0], rotary(k_H.expand(1, 1, 40, 64), table)[0, 0]
     scores_TT = q_TH @ k_TH.T
     for distance in (0, 3, 20):
         diagonal = scores_TT.diagonal(-distance)

@@ -1,13 +1,7 @@
-"""The page in a real browser: the script runs under the page's own policy, and the controls do what they say.
-
-To press buttons without a driver, a copy of the page without its policy gets one more script, which acts and
-leaves what it saw in the title.
-"""
+"""The page in a real browser: its script runs under its own policy, and the controls do what they say."""
 
 import json
 import re
-import shutil
-import subprocess
 from html import escape
 
 import pytest
@@ -16,11 +10,9 @@ import torch
 from narrowgauge.quantization import cast, quantize
 from narrowgauge.quantization.gauge import figures, gauge_operand
 from narrowgauge.report import write_report
+from report.browser import dump, needs_browser, said_by, without_policy
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(
-    BROWSER is None, reason="no chromium, chromium-browser or google-chrome on PATH"
-)
+pytestmark = needs_browser
 
 ACT = """
 const say = {};
@@ -58,21 +50,6 @@ document.title = JSON.stringify(say);
 """
 
 
-def dump(page, profile, *flags):
-    """The document after its scripts ran, and what the browser complained of."""
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync"]
-    command += ["--disable-background-networking", "--disable-component-update", "--enable-logging=stderr"]
-    command += [
-        f"--user-data-dir={profile}",
-        "--virtual-time-budget=2000",
-        *flags,
-        "--dump-dom",
-        page.as_uri(),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-
-
 @pytest.fixture
 def five(make_run):
     recipes = ("bf16", "fp8", "mxfp8", "nvfp4", "mxfp4")
@@ -94,11 +71,11 @@ def test_the_script_draws_under_the_policy_of_the_page(five, make_run, tmp_path)
 
 def test_the_controls_do_what_they_say(five, tmp_path):
     page = write_report(five, tmp_path / "report.html")
-    html = re.sub(r"<meta http-equiv[^>]*>", "", page.read_text())
+    html = without_policy(page.read_text())
     page.write_text(html.replace("</body>", f"<script>{ACT}</script></body>"))
     dom, complaints = dump(page, tmp_path / "profile", "--window-size=1280,2000")
     assert complaints == []
-    said = json.loads(re.search(r"<title>(\{.*?\})</title>", dom)[1].replace("&amp;", "&"))
+    said = said_by(dom)
     titles = "Train loss, Events, Validation loss, Validation gap to bf16, Train gap to bf16, Gradient norm"
     assert said.pop("titles") == [*titles.split(", "), "Learning rate", "Tokens per second"]
     readout = said.pop("readout").split()
@@ -162,13 +139,13 @@ def test_the_map_of_gauges_on_a_phone(make_run, tmp_path):
                 }
             )
     (path / "gauges.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    html = re.sub(r"<meta http-equiv[^>]*>", "", write_report([path], tmp_path / "report.html").read_text())
+    html = without_policy(write_report([path], tmp_path / "report.html").read_text())
     frame = f'<iframe width="375" height="800" style="border:0" srcdoc="{escape(html)}"></iframe>'
     outer = tmp_path / "outer.html"
     outer.write_text(f"<title></title>{frame}<script>onload = () => {{{LOOK}}}</script>")
     dom, complaints = dump(outer, tmp_path / "profile")
     assert complaints == []
-    said = json.loads(re.search(r"<title>(\{.*?\})</title>", dom)[1].replace("&amp;", "&"))
+    said = said_by(dom)
     share = [f"{float(format(100 * line['underflow'], '.3g')):.4g}" for line in lines]
     assert said["width"] == [375, 0], "no scrolling to the side"
     assert {"sqnr", "underflow", "zeros", "largest", "clipped", "amax", "bias"} <= set(said["gauges"])

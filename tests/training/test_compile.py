@@ -15,6 +15,7 @@ def test_a_compiled_run_trains_and_resumes(narrowgauge, line, look, tmp_path):
     assert narrowgauge(*line(changes), "--out", eager).code == 0
     ended = narrowgauge(*words, "--out", compiled, **cache)
     assert ended.code == 0, ended.err
+    assert list((tmp_path / "inductor").rglob("*.cpp")), "something was compiled"
     assert "recompile_limit" not in ended.err, "a step is compiled once, not again for each step's numbers"
     for key, bound in (("loss", 1e-3), ("grad_norm", 2e-2)):
         assert look(compiled).column(key) == pytest.approx(look(eager).column(key), rel=bound)

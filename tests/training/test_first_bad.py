@@ -146,6 +146,8 @@ def test_what_other_modules_put_out(begin, name):
     session, batches = begin()
 
     def hook(module, inputs, output):
+        if isinstance(output, tuple):  # a norm in a block hands on the stream beside its own output
+            return output[0], hook(module, inputs, output[1])
         return output * torch.where(torch.arange(output.shape[-1]) == 3, math.nan, 1.0)
 
     session.model.get_submodule(name).register_forward_hook(hook)

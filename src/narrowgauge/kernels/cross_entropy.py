@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.kernels.device import has_kernels
+from narrowgauge.kernels.device import launches
 
 #: fp32 logits held at a time (64 MiB). It fixes the order of summation, so it is no setting.
 CHUNK_ELEMENTS = 2**24
@@ -47,7 +47,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, y_T: Tensor, targets: int | None, overwrite: bool) -> Tensor:
         stats_2T, ignores = None, targets is not None
-        if _by_kernel(logits_TV):
+        if launches(logits_TV):
             loss_T, stats_2T = row_losses(logits_TV, y_T, ignores)
             total = loss_T.sum()
         else:
@@ -87,7 +87,7 @@ def row_losses(z_TV: Tensor, y_T: Tensor, ignores: bool) -> tuple[Tensor, Tensor
 
     `ignores` allows IGNORED among the ids.
     """
-    if _by_kernel(z_TV):
+    if launches(z_TV):
         from narrowgauge.kernels.on_gpu import cross_entropy as on_gpu
 
         return on_gpu.losses(z_TV, y_T, IGNORED if ignores else None)
@@ -117,11 +117,6 @@ def write_gradients(
         p_CV.mul_(factor)
         out_CV.copy_(p_CV if ignored_C1 is None else p_CV.masked_fill_(ignored_C1, 0))
         del p_CV  # before the next chunk's
-
-
-def _by_kernel(z_TV: Tensor) -> bool:
-    """Compiled code has the chunks' operations in it, which the compiler fuses."""
-    return has_kernels(z_TV.device) and not torch.compiler.is_compiling()
 
 
 def _losses(z_CV: Tensor, y_C: Tensor, ignores: bool) -> Tensor:

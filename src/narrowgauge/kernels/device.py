@@ -22,3 +22,13 @@ def has_kernels(device: torch.device) -> bool:
     if device.type == "cpu":
         return os.environ.get("TRITON_INTERPRET") == "1" and _has_triton()
     return device.type == "cuda" and _has_triton()
+
+
+def launches(x: torch.Tensor) -> bool:
+    """Whether an operation on `x` is to launch its kernel.
+
+    Not under a compiler either, which fuses plain operations itself, nor on no numbers at all, nor in fp64.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return has_kernels(x.device) and x.numel() > 0 and x.dtype != torch.float64

@@ -14,6 +14,9 @@ pairs are fused because they read the same input: one larger GEMM is faster, and
     qkv.weight        rows [ q: N*H | k: K*H | v: K*H ]
     gate_up.weight    rows [ gate: F | up: F ]
 
+Norms, activations and rotary positions are those of the room `kernels`: plain torch, and one pass each on a
+GPU. The mlp_norm makes the first of the two sums, so a block hands it the stream and what to add.
+
 Rotary positions (Su et al., arXiv 2104.09864): in each head the pair (x[i], x[i + H/2]) is turned by the
 angle position * theta^(-2i/H), so that q . k depends on the distance of two tokens only. This is the
 half-split layout of Hugging Face checkpoints; Meta's own files interleave the pairs.
@@ -28,6 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.kernels.activation import gelu, swiglu
+from narrowgauge.kernels.norm import add_norm, norm
+from narrowgauge.kernels.rotary import rotary
 from narrowgauge.models.cache import LayerCache
 from narrowgauge.models.config import ModelConfig
 
@@ -44,13 +50,20 @@ class Norm(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Normalises each token; the weight and bias may be stored in any dtype."""
-        x_BTD, weight_D = x_BTD.float(), self.weight.float()
-        if self.kind == "rms":
-            y_BTD = nn.functional.rms_norm(x_BTD, weight_D.shape, weight_D, self.eps)
-        else:
-            bias_D = None if self.bias is None else self.bias.float()
-            y_BTD = nn.functional.layer_norm(x_BTD, weight_D.shape, weight_D, bias_D, self.eps)
-        return y_BTD.to(self.compute_dtype)
+        return norm(x_BTD, self.weight, self.bias, self.eps, self.kind, self.compute_dtype)
+
+
+class StreamNorm(Norm):
+    """A norm within the residual stream: adds to the stream first, and hands it on beside its norm.
+
+    So one pass writes both, and in the backward pass the gradients that come back to both are added in one.
+    """
+
+    def forward(  # type: ignore[override]
+        self, x_BTD: Tensor, delta_BTD: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """(x + delta, its norm)."""
+        return add_norm(x_BTD, delta_BTD, self.weight, self.bias, self.eps, self.kind, self.compute_dtype)
 
 
 def rope_table(config: ModelConfig, length: int, device: torch.device) -> Tensor:
@@ -72,13 +85,6 @@ def rope_table(config: ModelConfig, length: int, device: torch.device) -> Tensor
         freqs = freqs * ((1 - keep) / config.rope_factor + keep)
     angles = torch.outer(torch.arange(length, dtype=torch.float32, device=device), freqs)
     return torch.stack([angles.cos(), angles.sin()])
-
-
-def rotate(x_BNTH: Tensor, table: Tensor) -> Tensor:
-    """Turns each pair of each head by its position's angle, in fp32; returns the dtype of `x_BNTH`."""
-    cos, sin = table.unbind()
-    a, b = x_BNTH.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_BNTH.dtype)
 
 
 def document_mask(position_BT: Tensor) -> Tensor:
@@ -155,10 +161,10 @@ class Block(nn.Module):
         D, N, K, H = config.dim, config.heads, config.kv_heads, config.head_dim
         self.head_dim, self.heads_NKK, self.mlp = H, (N, K, K), config.mlp
         self.to_heads = self.to_tokens = _as_it_is
-        self.attention_norm = Norm(config, compute_dtype)
+        self.attention_norm = StreamNorm(config, compute_dtype)
         self.qkv = nn.Linear(D, (N + 2 * K) * H, bias=bool(config.qkv_bias))
         self.attention_out = nn.Linear(N * H, D, bias=config.bias)
-        self.mlp_norm = Norm(config, compute_dtype)
+        self.mlp_norm = StreamNorm(config, compute_dtype)
         if config.mlp == "swiglu":
             self.gate_up = nn.Linear(D, 2 * config.ffn_dim, bias=config.bias)
         else:
@@ -173,12 +179,13 @@ class Block(nn.Module):
         *,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """fp32 residual stream in and out; `rope` and `mask` are those of `rotate` and `attend`, or None.
+        """fp32 residual stream in and out; `rope` and `mask` are those of `rotary` and `attend`, or None.
 
         With a `cache`, `x_BTD` are the tokens after those it holds.
         """
-        x_BTD = x_BTD + self._attention(self.attention_norm(x_BTD), rope, mask, cache)
-        return x_BTD + self._mlp(self.mlp_norm(x_BTD))
+        x_BTD, normed_BTD = self.attention_norm(x_BTD)
+        x_BTD, normed_BTD = self.mlp_norm(x_BTD, self._attention(normed_BTD, rope, mask, cache))
+        return x_BTD + self._mlp(normed_BTD)
 
     def _attention(
         self, x_BTD: Tensor, rope: Tensor | None, mask: Tensor | None, cache: LayerCache | None
@@ -186,7 +193,7 @@ class Block(nn.Module):
         heads_BTNH = self.qkv(x_BTD).unflatten(-1, (-1, self.head_dim))
         q, k, v = (self.to_heads(h).transpose(1, 2) for h in heads_BTNH.split(self.heads_NKK, dim=2))
         if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
+            q, k = rotary(q, rope), rotary(k, rope)
         if cache is not None:
             k, v = cache.extend(k, v)
         y_BTNH = self.to_tokens(attend(q, k, v, mask).transpose(1, 2))
@@ -194,10 +201,6 @@ class Block(nn.Module):
         return y_BTD
 
     def _mlp(self, x_BTD: Tensor) -> Tensor:
-        if self.mlp == "swiglu":
-            gate_BTF, up_BTF = self.gate_up(x_BTD).chunk(2, dim=-1)
-            hidden_BTF = nn.functional.silu(gate_BTF) * up_BTF
-        else:
-            hidden_BTF = nn.functional.gelu(self.up(x_BTD), approximate="tanh")
+        hidden_BTF = swiglu(self.gate_up(x_BTD)) if self.mlp == "swiglu" else gelu(self.up(x_BTD))
         y_BTD: Tensor = self.down(hidden_BTF)
         return y_BTD

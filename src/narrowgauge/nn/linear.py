@@ -40,8 +40,11 @@ class _ThreeGemms(torch.autograd.Function):
     def forward(
         ctx: Any, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None, places: Places
     ) -> torch.Tensor:
-        x = places.operand(x_MK, "fprop.x", -1)
-        w = places.operand(places.wide(w_NK), "fprop.w", -1)
+        needs_dx, needs_dw, *_ = ctx.needs_input_grad
+        # What was gathered is gathered again, so that nothing of it is kept.
+        ctx.reuses_w = places.shared("fprop.w", "dgrad.w") and not isinstance(w_NK, Gathered)
+        x = places.operand(x_MK, "fprop.x", -1, both=needs_dw and places.reuses_x)
+        w = places.operand(places.wide(w_NK), "fprop.w", -1, both=needs_dx and ctx.reuses_w)
         y_MN = multiply(x, w, places.compute, fast=True)
         some_x_RM = None
         if places.gauge is not None:
@@ -50,8 +53,6 @@ class _ThreeGemms(torch.autograd.Function):
         if bias_N is not None:
             y_MN += bias_N.to(y_MN.dtype)  # in place: another tensor of this size costs its memory's pages
         kept, ctx.restore_x = places.keep(x_MK, x)
-        # What was gathered is gathered again, so that nothing of it is kept.
-        ctx.reuses_w = places.shared("fprop.w", "dgrad.w") and not isinstance(w_NK, Gathered)
         kept_w, ctx.restore_w = keep_as_it_is(w) if ctx.reuses_w else ((None, None, None), None)
         needs_w = not ctx.reuses_w or places.casts["fprop.w"].estimator_k or places.gauge is not None
         ctx.save_for_backward(w_NK if needs_w else None, *kept_w, *kept, some_x_RM)
@@ -72,7 +73,8 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
     dx_MK = dw_NK = dbias_N = dy = None
     if ctx.needs_input_grad[0]:
-        dy = places.operand(dy_MN, "dgrad.dy", -1)
+        shared = ctx.needs_input_grad[1] and places.shared("dgrad.dy", "wgrad.dy")
+        dy = places.operand(dy_MN, "dgrad.dy", -1, both=shared)
         if ctx.reuses_w:
             w = ctx.restore_w(*kept[:3]).flipped()
         else:
@@ -298,9 +300,10 @@ class Linear(torch.nn.Linear):
         if places.weight is not None and places.weight.gradient is not None:
             # Its backward pass writes a gradient on the side, which no compiled graph can hold.
             three_gemms = torch.compiler.disable(three_gemms)
+        x_MK = input.reshape(-1, self.in_features)
         with _as_the_recipe_says(input.device.type):
             own_bias = self.bias if self.split.after is None else None  # of a sum it is added to the sum
-            y_MN = three_gemms(input.reshape(-1, self.in_features), weight, own_bias, places)
+            y_MN = three_gemms(x_MK, weight, own_bias, places)
         y = y_MN.view(*input.shape[:-1], self.out_features)
         if self.split.after is None:
             return y

@@ -35,24 +35,31 @@ class Codes(NamedTuple):
         codes: uint8, one an element.
         scales: one entry a block, or 0-dim: uint8 codes where their format has 8 bits, else float32.
         tensor_scale: 0-dim float32.
+        other: the same codes as (contraction, rows), where they were written twice.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     tensor_scale: torch.Tensor
     cast: Cast
+    other: torch.Tensor | None = None
 
     def flipped(self) -> "Codes":
         """The same numbers along the other axis."""
         scales = self.scales.T if self.scales.ndim else self.scales
-        return self._replace(codes=self.codes.T, scales=scales)
+        codes = self.codes.T if self.other is None else self.other
+        return self._replace(codes=codes, scales=scales, other=None)
 
 
-def codes_of(q: QTensor, axis: int) -> Codes:
-    """A quantized matrix as an operand whose `axis` (-1 or 0) is contracted."""
+def codes_of(q: QTensor, axis: int, other: torch.Tensor | None = None) -> Codes:
+    """A quantized matrix as an operand whose `axis` (-1 or 0) is contracted.
+
+    `other` are its codes again, which lie next to each other along the other axis.
+    """
     scales = q.scales if q.scale_codes is None else q.scale_codes
     codes = Codes(q.codes, scales, q.tensor_scale, q.cast)
-    return codes if axis == -1 else codes.flipped()
+    codes = codes if axis == -1 else codes.flipped()
+    return codes if other is None else codes._replace(other=other.T if axis == -1 else other)
 
 
 def multiply_codes(a: Codes, b: Codes, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from narrowgauge.formats import Stream
+from narrowgauge.kernels import emulate, quantize
 from narrowgauge.nn.delayed import History
 from narrowgauge.nn.gathered import Gathered
 from narrowgauge.nn.gauges import Onlooker
@@ -17,7 +18,7 @@ from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.native import Codes, codes_of
 from narrowgauge.nn.saved import Restore, Tensors, keep_as_it_is, keep_operand, keep_quantized
 from narrowgauge.nn.weights import Weight
-from narrowgauge.quantization import Cast, Part, emulate, quantize
+from narrowgauge.quantization import Cast, Part
 from narrowgauge.recipes import GEMM_PLACES, GEMMS
 
 
@@ -62,8 +63,11 @@ class Places:
         """Where the tensor of a place lies in the global one, if not all of it is here."""
         return self.parts.get(place.partition(".")[2])
 
-    def operand(self, tensor: torch.Tensor, place: str, axis: int) -> Operand | Codes:
-        """What the GEMM of `place` sees of a matrix whose `axis` (-1 or 0) it contracts."""
+    def operand(self, tensor: torch.Tensor, place: str, axis: int, both: bool = False) -> Operand | Codes:
+        """What the GEMM of `place` sees of a matrix whose `axis` (-1 or 0) it contracts.
+
+        `both` says that the same numbers will be contracted along the other axis, too.
+        """
         if isinstance(tensor, Gathered):  # it travelled as that, so there is no loss left to gauge
             seen = tensor.operand(self.compute, self.native)
             return seen if axis == -1 else seen.flipped()
@@ -78,12 +82,10 @@ class Places:
         signs = self._signs(place) if cast.signs == "random" else None
         part = self.part(place)
         if self.native and cast.is_scaled:
-            q = quantize(
-                tensor, cast, axis, generator=stream, signs=signs, encode_scale=encode_scale, part=part
-            )
+            q, other = quantize(tensor, cast, axis, stream, signs, encode_scale, part, both)
             if self.gauge is not None:
                 self.gauge.operand(place, tensor, q.dequantize(), None, cast, axis, signs, encode_scale)
-            return codes_of(q, axis)
+            return codes_of(q, axis, other)
         operand = Operand(*emulate(tensor, cast, axis, self.compute, stream, signs, encode_scale, part))
         if self.gauge is not None:
             self.gauge.operand(place, tensor, *operand, cast, axis, signs, encode_scale)
@@ -152,7 +154,7 @@ class Places:
         if not cast.is_scaled:
             return keep_as_it_is(Operand(emulate(x_MK, cast, -1, self.compute)[0]))  # no scale to share
         stream = self._stream(x_MK, "fprop.x") if self.saved == "operand" else None
-        q = quantize(x_MK, cast, generator=stream, part=self.part("fprop.x"))
+        q, _ = quantize(x_MK, cast, generator=stream, part=self.part("fprop.x"))
         if self.gauge is not None and self.saved != "operand":
             self.gauge.operand("saved", x_MK, q.dequantize(), None, cast, -1)
         return keep_quantized(q, x_MK.dtype)

@@ -25,7 +25,10 @@ def keep_as_it_is(operand: Operand | Codes) -> tuple[Tensors, Restore]:
     """Keep an operand in the tensors that it has."""
     if isinstance(operand, Codes):
         cast = operand.cast
-        return operand[:3], lambda codes, scales, tensor_scale: Codes(codes, scales, tensor_scale, cast)
+        codes = operand.codes if operand.other is None else operand.other.T  # the backward pass wants these
+        return (codes, *operand[1:3]), lambda codes, scales, tensor_scale: Codes(
+            codes, scales, tensor_scale, cast
+        )
     return (*operand, None), lambda values, scale, _: Operand(values, scale)
 
 

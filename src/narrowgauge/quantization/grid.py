@@ -55,6 +55,13 @@ def scales_of(
         if cast.block is None and not amax.numel():  # of a global tensor of which nothing lies here
             amax = amax.new_zeros([1] * amax.ndim)
         amax = part.share_amax(amax, cast, axis)
+    return scales_from(amax, cast, encode_scale, part)
+
+
+def scales_from(
+    amax: torch.Tensor, cast: Cast, encode_scale: torch.Tensor | None = None, part: Part | None = None
+) -> Scales:
+    """The scales of blocks whose largest magnitudes are known (float32; NaN or infinite: not finite)."""
     finite = amax.isfinite()
     amax = torch.where(finite, amax, 0.0)
     tensor_scale = None

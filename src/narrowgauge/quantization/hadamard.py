@@ -27,6 +27,14 @@ def _matrix(size: int) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple((-1) ** (i & j).bit_count() / norm for j in range(size)) for i in range(size))
 
 
+def transform(size: int, signs: torch.Tensor | Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """D H / sqrt(size), the matrix that rows are multiplied by: dtype and device are those of `like`."""
+    if not isinstance(signs, torch.Tensor):
+        signs = torch.tensor(tuple(signs) or SIGNS.get(size, (1,) * size))
+    matrix = torch.tensor(_matrix(size), dtype=like.dtype, device=like.device)
+    return signs.to(like.device, like.dtype).unsqueeze(-1) * matrix
+
+
 def hadamard(x: torch.Tensor, size: int, axis: int, signs: torch.Tensor | Sequence[int] = ()) -> torch.Tensor:
     """Transform `x` along `axis` in groups of `size` elements.
 
@@ -40,10 +48,7 @@ def hadamard(x: torch.Tensor, size: int, axis: int, signs: torch.Tensor | Sequen
     """
     if size < 2 or size & (size - 1):
         raise UserError(f"a Hadamard transform of size {size}: the size must be a power of two, such as 16")
-    if not isinstance(signs, torch.Tensor):
-        signs = torch.tensor(tuple(signs) or SIGNS.get(size, (1,) * size))
-    matrix = torch.tensor(_matrix(size), dtype=x.dtype, device=x.device)
-    matrix = signs.to(x.device, x.dtype).unsqueeze(-1) * matrix
+    matrix = transform(size, signs, x)
     axis %= x.ndim
     missing = -x.shape[axis] % size
     x = torch.nn.functional.pad(x, [0, 0] * (x.ndim - 1 - axis) + [0, missing])

@@ -140,6 +140,8 @@ class Look:
 
     def _output(self, name: str, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         """Look at what a module has put out, and later at the gradient that comes back to it."""
+        if isinstance(output, tuple):  # of a norm that hands on the stream
+            output = output[-1]
         if isinstance(output, torch.Tensor):
             self.see(name, "output", "what it put out", output)
             if output.requires_grad:

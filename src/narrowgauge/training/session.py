@@ -81,7 +81,10 @@ class Session:
         modules: Sequence[Callable[..., torch.Tensor]]
         if mesh.is_alone:
             model = build_model(config, device)
-            modules = [torch.compile(model.loss) if config.training.compile else model.loss]
+            # The account of memory, on the meta device, watches operations, which compiled code hides; worse,
+            # what torch's compiler has once met under such a watch, it never compiles.
+            is_compiled = config.training.compile and device.type != "meta"
+            modules = [torch.compile(model.loss) if is_compiled else model.loss]
         else:
             t = config.training
             plan = Plan(

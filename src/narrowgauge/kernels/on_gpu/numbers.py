@@ -1,7 +1,8 @@
 """What kernels do to numbers: widen, round, the exponential, order by magnitude.
 
 On a GPU these are its own instructions. The interpreter cuts fp32 to bf16 where a GPU rounds, loses subnormal
-bf16, and has no libdevice, so there the same is done in integers and by numpy.
+bf16, takes its words for integers in products, and has no libdevice, so there the same is done in integers
+and by numpy.
 """
 
 import os
@@ -43,6 +44,15 @@ def exp(x):
         return tl.exp(x)
     else:
         return libdevice.exp(x)
+
+
+@triton.jit
+def dot(a, b):
+    """The product of two matrices of one dtype, added up in fp32, where fp32 is not cut to tf32."""
+    if INTERPRETED:
+        return tl.dot(wide(a), wide(b))
+    else:
+        return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit

@@ -1,0 +1,146 @@
+"""RMSNorm and LayerNorm of the residual stream, with the sum before them and the gradient that passes by.
+
+    s = x + delta
+    rms      n = s / sqrt(mean(s^2) + eps)
+    layer    n = (s - mean(s)) / sqrt(mean((s - mean(s))^2) + eps)
+    y = n * weight + bias                                   rounded once, to `out_dtype`
+
+    dn = dy * weight
+    ds = (dn - n * mean(dn * n) [- mean(dn), layer]) / sqrt(...)  + the gradient that comes back to s
+    dweight = sum over tokens of dy * n                     dbias = sum over tokens of dy
+
+The statistics are fp32, each mean a sum over the row in registers. `s` is handed out beside `y`, so that its
+gradient comes back here and is added in the same pass.
+
+Bytes an element, for an fp32 stream and 2-byte deltas and outputs:
+
+    forward    apart    sum 4+2+4, norm 4+4 (fp32 out), rounding 4+2        24
+               here     x 4, delta 2; s 4, y 2                              12
+    backward   apart    widen dy 2+4, norm 4+4+4 and again 4+4 for the
+                        weight, sum 4+4+4, rounding for delta 4+2           44
+               here     dy 2, s 4, ds 4; dx 4, ddelta 2                     16   and the partial sums
+
+The sums over tokens are partial sums of each program, added up by a second launch in an order that depends on
+the shape alone. The kernel also tells max |y|, and max |ddelta| (`kernels.largest`).
+
+Legend: M tokens (all axes but the last), D dim.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from narrowgauge.kernels.device import launches
+from narrowgauge.kernels.largest import tell_largest
+
+#: The widest row that the registers of one program hold in the backward pass.
+WIDEST = 8192
+
+
+def add_norm(
+    x: Tensor,
+    delta: Tensor | None,
+    weight_D: Tensor,
+    bias_D: Tensor | None,
+    eps: float,
+    kind: Literal["rms", "layer"],
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """(s, y): s = x + delta in torch's dtype for that sum (x itself where delta is None), y its norm.
+
+    `x` and `delta` are [..., D], the weight and bias [D] (the bias for "layer" only), all in any float dtype;
+    `y` is in `out_dtype`. Where kernels run, max |y| is told.
+    """
+    if not launches(x) or x.shape[-1] > WIDEST or torch.float64 in (weight_D.dtype, out_dtype):
+        s = x if delta is None else x + delta
+        return s, reference(s, weight_D, bias_D, eps, kind, out_dtype)
+    s, y, largest_M = _AddNorm.apply(x, delta, weight_D, bias_D, eps, kind, out_dtype)
+    tell_largest(y, largest_M)
+    return s, y
+
+
+def norm(
+    x: Tensor,
+    weight_D: Tensor,
+    bias_D: Tensor | None,
+    eps: float,
+    kind: Literal["rms", "layer"],
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """The norm of `x` over its last axis; see `add_norm`."""
+    return add_norm(x, None, weight_D, bias_D, eps, kind, out_dtype)[1]
+
+
+def reference(
+    x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float, kind: str, out_dtype: torch.dtype
+) -> Tensor:
+    """The same in plain torch."""
+    x, weight_D = x.float(), weight_D.float()
+    if kind == "rms":
+        y = nn.functional.rms_norm(x, weight_D.shape, weight_D, eps)
+    else:
+        bias_D = None if bias_D is None else bias_D.float()
+        y = nn.functional.layer_norm(x, weight_D.shape, weight_D, bias_D, eps)
+    return y.to(out_dtype)
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor | None,
+        weight_D: Tensor,
+        bias_D: Tensor | None,
+        eps: float,
+        kind: str,
+        out_dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        from narrowgauge.kernels.on_gpu import norm as on_gpu
+
+        stream = None
+        if delta is not None:
+            delta = delta.contiguous()
+            stream = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, delta.dtype), device=x.device)
+        weight_D, bias_D = weight_D.contiguous(), None if bias_D is None else bias_D.contiguous()
+        y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+        scale_M = torch.empty(x.shape[:-1].numel(), dtype=torch.float32, device=x.device)
+        largest_M = torch.empty_like(scale_M)
+        mean_M = torch.empty_like(scale_M) if kind == "layer" else None
+        on_gpu.launch_forward(
+            x.contiguous(), delta, weight_D, bias_D, stream, y, mean_M, scale_M, largest_M, eps
+        )
+        if stream is None:
+            stream = x
+        ctx.save_for_backward(stream, weight_D, mean_M, scale_M)
+        ctx.dtypes = x.dtype, None if delta is None else delta.dtype, None if bias_D is None else bias_D.dtype
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(largest_M)
+        return stream, y, largest_M
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        from narrowgauge.kernels.on_gpu import norm as on_gpu
+
+        x_dtype, delta_dtype, bias_dtype = ctx.dtypes
+        stream, weight_D, mean_M, scale_M = ctx.saved_tensors
+        stream = stream.contiguous()
+        dy = torch.zeros_like(stream) if dy is None else dy.contiguous()
+        dstream = None if dstream is None else dstream.contiguous()
+        dx = torch.empty_like(stream, dtype=x_dtype)
+        ddelta = largest_M = None
+        if delta_dtype == x_dtype:
+            ddelta = dx
+        elif delta_dtype is not None:
+            ddelta, largest_M = torch.empty_like(dx, dtype=delta_dtype), torch.empty_like(scale_M)
+        narrow = None if largest_M is None else ddelta
+        dweight_D, *dbias_D = on_gpu.launch_backward(
+            dy, dstream, stream, weight_D, mean_M, scale_M, dx, narrow, largest_M, bias_dtype is not None
+        )
+        if ddelta is not None and largest_M is not None:
+            tell_largest(ddelta, largest_M)
+        dbias = dbias_D[0].to(bias_dtype) if dbias_D else None
+        return dx, ddelta, dweight_D.to(weight_D.dtype), dbias, None, None, None

@@ -1,0 +1,110 @@
+"""Rounding to a format's grid, its codes, and the random bits of an element, as functions for kernels.
+
+The arithmetic is that of `formats.rounding`, `formats.codes` and `formats.random_stream`; only the integer
+part of an element over its quantum, k, is kept as an integer here. With the element's exponent field e (at
+least that of emin), k tells everything:
+
+    value = sign * k * 2^(e - M)             code = sign bit, ((e - emin) << M) + k
+
+for normal and subnormal numbers alike: a k that is rounded up to 2^(M + 1) carries into the exponent.
+
+MAX, EMIN, M, TWOS (two's complement) and MINUS_ZERO (it has a code) are the facts of a format (`facts`).
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from narrowgauge.formats import Format
+
+
+def facts(fmt: Format) -> dict[str, Any]:
+    """A format as a kernel's constants."""
+    return {
+        "MAX": fmt.max,
+        "EMIN": fmt.emin,
+        "M": fmt.mantissa_bits,
+        "BITS": fmt.bits,
+        "TWOS": fmt.twos_complement,
+        "MINUS_ZERO": fmt.has_negative_zero,
+    }
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * tl.full((), 0x21F0AAAD, tl.uint32)
+    x = (x ^ (x >> 15)) * tl.full((), 0xD35A2D97, tl.uint32)
+    return x ^ (x >> 15)
+
+
+@triton.jit
+def uniform(key, index):
+    """The number in [0, 1) of the elements `index` (int64) of a stream whose key words lie at `key`."""
+    k0 = tl.load(key).to(tl.uint32, bitcast=True)
+    k1 = tl.load(key + 1).to(tl.uint32, bitcast=True)
+    high = (index >> 32).to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32)
+    bits = _mix(_mix((index & 0xFFFFFFFF).to(tl.uint32) ^ k0) ^ high ^ k1)
+    return (bits >> 8).to(tl.float32) * (1.0 / 16777216.0)
+
+
+@triton.jit
+def to_grid(
+    x,
+    random,
+    MAX: tl.constexpr,
+    EMIN: tl.constexpr,
+    M: tl.constexpr,
+    ROUNDING: tl.constexpr,
+    RANDOM_BITS: tl.constexpr,
+):
+    """(k, exponent field, sign bit) of finite float32 numbers; `random` is for "stochastic" only."""
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    magnitude = tl.minimum(tl.abs(x), MAX)
+    e = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, (EMIN + 127) << 23)
+    t = magnitude * (0x7F000000 - e + (M << 23)).to(tl.float32, bitcast=True)  # 1 / quantum, exact
+    k = t.to(tl.int32)
+    fraction = t - k.to(tl.float32)
+    if ROUNDING == "nearest-even":
+        up = (fraction > 0.5) | ((fraction == 0.5) & ((k & 1) == 1))
+        k += up.to(tl.int32)
+    elif ROUNDING == "half-away":
+        k += (fraction >= 0.5).to(tl.int32)
+    elif ROUNDING == "stochastic":
+        if RANDOM_BITS == 24:
+            k += (fraction > random).to(tl.int32)
+        else:
+            r = (random * 2.0**RANDOM_BITS).to(tl.int32).to(tl.float32)
+            k += (fraction >= 1.0 - r * 2.0**-RANDOM_BITS).to(tl.int32)
+    return k, e, sign
+
+
+@triton.jit
+def value_of(k, e, sign, M: tl.constexpr, MINUS_ZERO: tl.constexpr):
+    """The float32 numbers on the grid."""
+    value = k.to(tl.float32) * (e - (M << 23)).to(tl.float32, bitcast=True)
+    if not MINUS_ZERO:
+        sign = tl.where(k == 0, 0, sign)
+    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def code_of(
+    k,
+    e,
+    sign,
+    EMIN: tl.constexpr,
+    M: tl.constexpr,
+    BITS: tl.constexpr,
+    TWOS: tl.constexpr,
+    MINUS_ZERO: tl.constexpr,
+):
+    """Their codes, uint8."""
+    if TWOS:
+        code = tl.where(sign != 0, -k, k)
+    else:
+        minus = sign != 0
+        if not MINUS_ZERO:
+            minus = minus & (k != 0)
+        code = ((e >> 23) - (EMIN + 127) << M) + k | tl.where(minus, 1 << (BITS - 1), 0)
+    return code.to(tl.uint8)

@@ -1,0 +1,27 @@
+"""Casts of real sizes."""
+
+from functools import partial
+
+import torch
+
+from narrowgauge.formats import stream
+from narrowgauge.kernels.on_gpu.launch_cast import emulated, quantized
+from narrowgauge.quantization import cast, make_cast
+
+
+def run(name, axis, **changes):
+    x = torch.empty(4096, 4096, dtype=torch.bfloat16)
+    c = make_cast({"cast": name} | changes) if changes else cast(name)
+    random = stream(0, 0, 0) if c.rounding == "stochastic" else None
+    quantized(x, c, axis, random, None, None)
+    emulated(x, c, axis, torch.bfloat16, random, None, None)
+
+
+CASES = [
+    partial(run, name, axis)
+    for name in ("e4m3", "fp8-row", "fp8-1x128", "fp8-128x128", "mxfp8", "mxfp4", "nvfp4", "nvfp4-2d")
+    for axis in (-1, 0)
+] + [
+    partial(run, "nvfp4", 0, rounding="stochastic", hadamard=16),
+    partial(run, "mxfp4", -1, rounding="stochastic", hadamard=32),
+]

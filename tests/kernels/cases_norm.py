@@ -1,0 +1,29 @@
+"""What is compiled of the norms: the widths of GPT-2, of Llama, and the widest."""
+
+import torch
+
+from narrowgauge.kernels.on_gpu import norm
+
+
+def case(D, kind, narrow, add=True):
+    M = 8
+    x = torch.ones(M, D)
+    delta = x.to(narrow) if add else None
+    weight_D = torch.ones(D)
+    bias_D = torch.ones(D) if kind == "layer" else None
+    mean_M = torch.empty(M) if kind == "layer" else None
+    scale_M, largest_M = torch.empty(M), torch.empty(M)
+    norm.launch_forward(
+        x, delta, weight_D, bias_D, x if add else None, x.to(narrow), mean_M, scale_M, largest_M, 1e-5
+    )
+    ddelta, largest_M = (delta, largest_M) if add else (None, None)
+    norm.launch_backward(x.to(narrow), x, x, weight_D, mean_M, scale_M, x, ddelta, largest_M, kind == "layer")
+
+
+CASES = [
+    lambda: case(768, "layer", torch.bfloat16),
+    lambda: case(1536, "rms", torch.bfloat16),
+    lambda: case(4096, "rms", torch.bfloat16, add=False),
+    lambda: case(4096, "layer", torch.float16),
+    lambda: case(8192, "layer", torch.bfloat16),
+]

@@ -1,0 +1,163 @@
+"""The activation kernels against plain torch: bit for bit with the same exponential, rounding for rounding.
+
+`by_hand` writes torch's operations out with the exponential that the kernel has: numpy's in the interpreter,
+torch's own on a GPU.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from narrowgauge.kernels.activation import gelu, gelu_reference, swiglu, swiglu_reference
+from narrowgauge.kernels.largest import told_largest
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*encountered in:RuntimeWarning"
+)  # numpy's, of the interpreter
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NAN = float("nan")
+
+
+def every_bf16():
+    """All 65,536 of them: zeros, subnormals, infinities and NaN among them."""
+    return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def exp(x):
+    return x.exp() if x.is_cuda else torch.from_numpy(np.exp(x.numpy()))
+
+
+def same_bits(a, b):
+    """Where not both are NaN, whose bits say nothing."""
+    bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
+    equal = (a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())
+    return a.dtype == b.dtype and bool(equal.all())
+
+
+def swiglu_by_hand(gate, up, dy):
+    dtype, g, u, d = gate.dtype, gate.float(), up.float(), dy.float()
+    silu = (g / (1 + exp(-g))).to(dtype).float()
+    sigmoid = 1 / (1 + exp(-g))
+    dsilu = (d * u).to(dtype).float()
+    dgate = dsilu * sigmoid * (1 + g * (1 - sigmoid))
+    return (silu * u).to(dtype), torch.cat([dgate.to(dtype), (d * silu).to(dtype)], -1)
+
+
+def swiglu_and_gradient(gate_up, dy, function=swiglu):
+    gate_up = gate_up.clone().requires_grad_()
+    y = function(gate_up)
+    (grad,) = torch.autograd.grad(y, gate_up, dy)
+    return y.detach(), grad
+
+
+def test_swiglu_of_every_bf16_rounds_where_torch_rounds(device):
+    gate = every_bf16().view(32, 2048).to(device)
+    up, dy = (normal(32, 2048, seed=s, dtype=torch.bfloat16).to(device) for s in (1, 2))
+    y, grad = swiglu_and_gradient(torch.cat([gate, up], -1), dy)
+    expected, expected_grad = swiglu_by_hand(gate, up, dy)
+    assert same_bits(y, expected)
+    assert same_bits(grad, expected_grad)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 96), (3, 1030), (70, 3), (1, 1)])
+def test_swiglu_of_any_shape_is_torchs_within_the_exponential(device, dtype, shape):
+    """Two exponentials differ by an ulp or two of fp32, the results by four, or by one ulp of the dtype where
+    that moves them over the edge between two roundings; there are two of these."""
+    *lead, F = shape
+    gate_up, dy = normal(*lead, 2 * F, dtype=dtype).to(device), normal(*shape, seed=1, dtype=dtype).to(device)
+    y, grad = swiglu_and_gradient(gate_up, dy)
+    expected, expected_grad = swiglu_by_hand(*gate_up.chunk(2, -1), dy)
+    if device.type == "cpu":
+        assert same_bits(y, expected)
+        assert same_bits(grad, expected_grad)
+    reference, reference_grad = swiglu_and_gradient(gate_up, dy, swiglu_reference)
+    rtol = 2 * torch.finfo(dtype).eps + 2**-21
+    torch.testing.assert_close(y, reference, rtol=rtol, atol=1e-7)
+    torch.testing.assert_close(grad, reference_grad, rtol=rtol, atol=1e-6)
+    assert torch.equal(told_largest(swiglu(gate_up)), y.float().abs().max())
+    assert torch.equal(told_largest(grad), grad.float().abs().max())
+
+
+def test_swiglu_tells_nan_and_infinity(device):
+    gate_up = torch.ones(2, 6, device=device, dtype=torch.bfloat16)
+    gate_up[0, 1] = torch.inf
+    assert told_largest(swiglu(gate_up)) == torch.inf
+    gate_up[1, 4] = NAN
+    assert told_largest(swiglu(gate_up)).isnan()
+
+
+def gelu_in_double(x):
+    """By the sigmoid, which does not cancel; with its derivative."""
+    x = x.double()
+    u = (2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)
+    slope = (2 / torch.pi) ** 0.5 * (1 + 3 * 0.044715 * x**2)
+    s = torch.sigmoid(2 * u)
+    return x * s, s + x * s * (1 - s) * 2 * slope
+
+
+def test_gelu_of_every_bf16_is_the_nearest_but_for_ties(device):
+    """In fp32 it errs by less than 2^-16: an error of 4 * 2^-24 of the angle 2u <= 88 is what the exponential
+    makes of its rounding; where that overflows the result is below 1e-36."""
+    x = every_bf16().to(device)
+    x = x[(x.abs() < 2.0**40) & ~x.isnan()].requires_grad_()
+    y = gelu(x)
+    dy = normal(len(x), seed=1, dtype=torch.bfloat16).to(device)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    exact, slope = gelu_in_double(x.detach())
+    near = 2.0**-8 + 2.0**-16
+    assert ((y.double() - exact).abs() <= near * exact.abs() + 1e-36).all()
+    exact_dx = dy.double() * slope
+    # s and x s (1 - s) 2u' have opposite signs below 0, and their sum errs as each of them does.
+    terms = dy.double().abs() * (
+        slope.abs() + x.detach().double().clamp(-10, 0).abs() * gelu_in_double(x.detach())[0].abs()
+    )
+    assert ((dx.double() - exact_dx).abs() <= near * exact_dx.abs() + 2.0**-15 * terms + 1e-36).all()
+    assert torch.equal(told_largest(y), y.detach().float().abs().max())
+    assert torch.equal(told_largest(dx), dx.float().abs().max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 2047, 2500])
+def test_gelu_is_torchs_within_what_torch_cancels(device, dtype, count):
+    x, dy = (
+        (4 * normal(count)).to(device, dtype).requires_grad_(),
+        normal(count, seed=1, dtype=dtype).to(device),
+    )
+    y, expected = gelu(x), gelu_reference(x)
+    cancelled = 2.0**-22 * x.detach().abs().max().float().item()
+    rtol = torch.finfo(dtype).eps + 2**-20
+    torch.testing.assert_close(y, expected, rtol=rtol, atol=cancelled)
+    (dx,), (expected,) = (torch.autograd.grad(out, x, dy) for out in (y, expected))
+    torch.testing.assert_close(dx, expected, rtol=rtol, atol=16 * cancelled)
+
+
+def test_gelu_of_what_is_not_finite_is_torchs(device):
+    x = torch.tensor([torch.inf, -torch.inf, NAN, 0.0, -0.0, 1e30, -1e30], device=device)
+    assert same_bits(gelu(x), gelu_reference(x))
+    assert told_largest(gelu(x)).isnan()
+    assert told_largest(gelu(x[:1])) == torch.inf
+
+
+def test_every_element_is_written(device, monkeypatch):
+    """What is allocated is poisoned first; 70 rows of 3 leave most of a tile outside."""
+    from narrowgauge.kernels.on_gpu import activation
+
+    def poisoned(make):
+        return lambda *args, **kwargs: make(*args, **kwargs).fill_(NAN)
+
+    x = normal(70, 6, dtype=torch.bfloat16).to(device)
+    dy = normal(70, 3, seed=1, dtype=torch.bfloat16).to(device)
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    for written in (
+        *activation.launch_swiglu(x),
+        *activation.launch_swiglu_backward(dy, x),
+        *activation.launch_gelu(x),
+        *activation.launch_gelu_backward(x, x),
+    ):
+        assert written.isfinite().all()

@@ -1,0 +1,138 @@
+"""Casts in kernels give the codes, scales and numbers of their references, bit for bit."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from narrowgauge.formats import stream
+from narrowgauge.kernels import emulate, quantize
+from narrowgauge.quantization import cast as cast_named
+from narrowgauge.quantization import cast_names, make_cast
+from narrowgauge.quantization import emulate as emulate_plainly
+from narrowgauge.quantization import quantize as quantize_plainly
+
+SCALED = [n for n in cast_names() if cast_named(n).is_scaled]
+ROUNDINGS = ("nearest-even", "stochastic", "half-away", "toward-zero")
+
+
+def inputs(device):
+    g = torch.Generator().manual_seed(0)
+    normal = torch.randn(40, 72, generator=g)
+    not_finite = normal.clone()
+    not_finite[3, 5], not_finite[20, 40], not_finite[39, 71] = torch.nan, torch.inf, -torch.inf
+    every = {
+        "normal": normal,
+        "bf16": normal.bfloat16(),
+        "fp16": normal.half(),
+        "wide": normal * torch.exp2(torch.randint(-60, 60, (40, 72), generator=g)),
+        "subnormal": normal * 2.0**-140,
+        "huge": normal.sign() * 3.3e38,
+        "zeros": torch.zeros(33, 20),
+        "negative zeros": torch.full((16, 32), -0.0),
+        "not finite": not_finite,
+        "one": torch.tensor([[-0.3]]),
+        "ties": torch.arange(-512, 512).reshape(16, 64) / 32,
+        "columns of a wider one": normal[:, 8:56],
+        "transposed": normal.T,
+    }
+    return {k: x.to(device) for k, x in every.items()}
+
+
+def same(a, b):
+    """Equal bit for bit; any NaN is any other, of whatever sign."""
+    if a is None or b is None:
+        return a is b
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if not a.dtype.is_floating_point:
+        return torch.equal(a, b)
+    is_same = (a == b) & (a.signbit() == b.signbit()) | a.isnan() & b.isnan()
+    return bool(is_same.all())
+
+
+def variants(name):
+    """A cast as it is, and with everything else that its scale allows."""
+    cast = cast_named(name)
+    if cast.scale == "e8m0":
+        return [dataclasses.replace(cast, scale_rule=rule) for rule in ("rceil", "floor", "ceil", "even")]
+    if cast.scale == "e4m3":
+        return [cast, dataclasses.replace(cast, headroom=16 / 17)]
+    return [cast, dataclasses.replace(cast, power_of_two=True)]
+
+
+def assert_same_tensors(x, cast, axis, **options):
+    plain = quantize_plainly(x, cast, axis, **options)
+    ours, other = quantize(x, cast, axis, **options, both=cast.block is None)
+    if cast.block is None:  # the same, next to each other along the other axis
+        assert torch.equal(other, ours.codes)
+        assert (other if axis == 0 else other.T).is_contiguous()
+    assert (ours.codes if axis == -1 else ours.codes.T).is_contiguous()
+    for field in ("codes", "scales", "scale_codes", "tensor_scale"):
+        assert same(getattr(ours, field), getattr(plain, field)), field
+    assert ours.blocks == plain.blocks
+    for dtype in (torch.bfloat16, torch.float32):
+        ours = emulate(x, cast, axis, dtype, **options)
+        plain = emulate_plainly(x, cast, axis, dtype, **options)
+        assert same(ours[1], plain[1])
+        if plain[1] is None or plain[1].isfinite():
+            assert same(ours[0], plain[0])
+        else:  # all of it is NaN, whatever the codes beside the scale are
+            assert (ours[0].float() * ours[1]).isnan().all()
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+@pytest.mark.parametrize("name", SCALED)
+def test_equals_the_reference_bit_for_bit(name, axis, device):
+    for x in inputs(device).values():
+        for cast in variants(name):
+            assert_same_tensors(x, cast, axis)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize(
+    "name", ["e5m2", "e4m3fnuz", "mxint8", "mxfp6-e2m3", "nvfp4", "fp4-row", "fp8-128x128"]
+)
+def test_every_rounding_takes_the_same_bits(name, rounding, device):
+    x = inputs(device)["wide"]
+    for bits in (24, 8):
+        cast = make_cast({"cast": name, "rounding": rounding, "random_bits": bits})
+        for offset in (0, 7 * 2**30, torch.tensor(2**32 - 100, device=device)):
+            bits_of = dataclasses.replace(stream(1, 2, 3, device), offset=offset)
+            for axis in (-1, 0):
+                assert_same_tensors(x, cast, axis, generator=bits_of)
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_a_delayed_scale_is_taken_and_saturates(axis, device):
+    cast = make_cast({"cast": "e4m3", "history": 4})
+    for x in inputs(device).values():
+        for scale in (0.37, 2.0**20, 2.0**-120):
+            assert_same_tensors(x, cast, axis, encode_scale=torch.tensor(scale, device=device))
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("size", [16, 32])
+def test_a_transform_of_small_integers_is_exact(name, size, axis, device):
+    """Sums of integers have no order, so that everything after them must be the same."""
+    g = torch.Generator().manual_seed(1)
+    x = torch.randint(-8, 9, (70, 100), generator=g).bfloat16().to(device)
+    signs = (1 - 2 * torch.randint(0, 2, (size,), generator=g)).to(device)
+    if size == 16:  # sqrt(16) is exact, in bf16, too
+        assert_same_tensors(x, make_cast({"cast": name, "hadamard": 16}), axis)
+    cast = make_cast({"cast": name, "hadamard": size, "signs": "random"})
+    ours, _ = quantize(x, cast, axis, signs=signs)
+    ours, plain = ours.dequantize(), quantize_plainly(x, cast, axis, signs=signs).dequantize()
+    assert ours.shape == plain.shape
+    assert (ours != plain).float().mean() < 0.01
+
+
+def test_what_has_no_kernel_goes_to_the_reference(device):
+    x = inputs(device)["normal"]
+    for cast in (make_cast({"cast": "fp4-row", "outliers": 0.99, "compensate": True}), cast_named("bf16")):
+        ours, plain = (f(x, cast, -1, torch.bfloat16) for f in (emulate, emulate_plainly))
+        assert same(ours[0], plain[0])
+    ours, other = quantize(x[None], cast_named("mxfp4"))
+    assert same(ours.codes, quantize_plainly(x[None], "mxfp4").codes)
+    assert other is None

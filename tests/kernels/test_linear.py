@@ -1,0 +1,67 @@
+"""A layer computes the same with kernels and without: its product, and the gradients of both operands."""
+
+import pytest
+import torch
+
+from narrowgauge.kernels import tell_largest
+from narrowgauge.nn import convert, set_step
+from narrowgauge.recipes import recipe, recipe_names
+
+NARROW = [name for name in recipe_names() if recipe(name).is_narrow]
+
+
+def results(name, x_BTK, dy_BTN, monkeypatch, kernels):
+    """(y, dx, dw) of the layer in two steps."""
+    if x_BTK.device.type == "cpu":
+        monkeypatch.setenv("TRITON_INTERPRET", "1" if kernels else "0")
+    elif not kernels:
+        monkeypatch.setattr("narrowgauge.kernels.cast.launches", lambda device: False)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(x_BTK.shape[-1], dy_BTN.shape[-1])).to(x_BTK.device)
+    convert(model, name, keep=[], backend="emulated")
+    found = []
+    for step in (1, 2):
+        set_step(model, 1, step, step * len(x_BTK))
+        x = x_BTK.clone().requires_grad_()
+        y = model(x)
+        y.backward(dy_BTN)
+        gradient = getattr(model[0].weight, "gradient", None)
+        dw = model[0].weight.grad if gradient is None else gradient.read()
+        found += [y.detach(), x.grad, dw.clone()]
+    return found
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_the_same_numbers_with_kernels_and_without(name, device, monkeypatch):
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 24, 48, generator=g).bfloat16().to(device)
+    dy = torch.randn(2, 24, 32, generator=g).bfloat16().to(device)
+    ours, plain = (results(name, x, dy, monkeypatch, kernels) for kernels in (True, False))
+    has_transform = any(cast.hadamard for cast in recipe(name).casts.values())
+    for i, (a, b) in enumerate(zip(ours, plain, strict=True)):
+        if has_transform:  # sums without an order, in its matrix product, may tip a code
+            assert (a - b).float().norm() <= 0.02 * b.float().norm(), i
+        else:
+            assert torch.equal(a, b), i
+
+
+def test_a_largest_magnitude_that_was_told_is_not_looked_for(device, monkeypatch):
+    from narrowgauge.kernels.on_gpu import launch_cast  # here, for the interpreter: see conftest.py
+
+    seen = []
+    find = launch_cast._largest
+    monkeypatch.setattr(launch_cast, "_largest", lambda x, *rest: seen.append(x.shape) or find(x, *rest))
+    model = convert(
+        torch.nn.Sequential(torch.nn.Linear(32, 16)).to(device), "fp8", keep=[], backend="emulated"
+    )
+    x = torch.randn(3, 8, 32, device=device).bfloat16()
+    plain = model(x)
+    assert seen == [(24, 32), (16, 32)]  # the input's and the weight's
+    seen.clear()
+    tell_largest(x, x.float().abs().max())
+    assert torch.equal(model(x), plain)
+    assert seen == [(16, 32)]
+    x.mul_(2)  # it is another tensor now
+    seen.clear()
+    model(x)
+    assert seen == [(24, 32), (16, 32)]

@@ -1,0 +1,132 @@
+"""A whole model with kernels is the model without them, as far as the rounding of its numbers reaches.
+
+With fp32 inside, the two differ in the order of a few sums and in exponentials: some ulps at each of some
+twenty operations one after the other, so 1e-5 of a gradient's norm is wide, and a wrong formula is far above.
+With bf16 inside such an ulp of fp32 moves some numbers over the edge between two bf16, by 2^-8 of them; were
+it all numbers of all operations, and independently, that would be some 2^-8 * sqrt(20) = 2 %.
+"""
+
+import pytest
+import torch
+
+from narrowgauge.kernels import device as where
+from narrowgauge.kernels.largest import told_largest
+from narrowgauge.models import Transformer, generate, initialize, model_config
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*encountered in:RuntimeWarning"
+)  # numpy's, of the interpreter
+TINY = {"dim": 48, "layers": 2, "heads": 4, "ffn_dim": 40, "vocab_size": 61, "max_sequence_length": 16}
+MODELS = {"llama": ("debug", TINY | {"kv_heads": 2}), "gpt2": ("gpt2-debug", TINY)}
+NEAR = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def model_of(name, dtype, device):
+    base, overrides = MODELS[name]
+    model = Transformer(model_config(base, **overrides), dtype)
+    initialize(model, 0)
+    for n, p in model.named_parameters():
+        if "norm" in n or n.endswith("bias"):
+            torch.nn.init.normal_(p, 1 if n.endswith("weight") else 0, 0.2)
+    for module in model.modules():  # the stream, the norms and the embedding stay in fp32
+        if isinstance(module, torch.nn.Linear) and module is not model.head:
+            module.to(dtype)
+    if dtype != torch.float32:
+        model.head = (
+            model.head.to(dtype) if model.head.weight is not model.embedding.weight else _Cast(model.head)
+        )
+    return model.to(device)
+
+
+class _Cast(torch.nn.Linear):
+    """A head with an fp32 weight, tied or not, for inputs in any dtype."""
+
+    def __init__(self, head):
+        super().__init__(*reversed(head.weight.shape), bias=False)
+        self.weight = head.weight
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight.to(x.dtype))
+
+
+def loss_and_gradients(model, position_BT=None):
+    device = model.embedding.weight.device
+    x_BT, y_BT = (
+        torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(s)).to(device) for s in (0, 1)
+    )
+    model.zero_grad()
+    loss = model.loss(x_BT, y_BT, None if position_BT is None else position_BT.to(device))
+    loss.backward()
+    return loss.item(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """To call a function where no kernels run."""
+
+    def call(function, *args):
+        with monkeypatch.context() as m:
+            m.setattr(where, "_has_triton", lambda: False)
+            return function(*args)
+
+    return call
+
+
+def assert_near(got, expected, near):
+    assert got[0] == pytest.approx(expected[0], rel=near)
+    for name, g in got[1].items():
+        off = torch.linalg.vector_norm(g.double() - expected[1][name].double())
+        assert off <= near * torch.linalg.vector_norm(expected[1][name].double()), name
+
+
+@pytest.mark.parametrize("dtype", NEAR)
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_all_gradients(device, without, name, dtype):
+    torch.manual_seed(0)
+    model = model_of(name, dtype, device)
+    got = loss_and_gradients(model)
+    assert_near(got, without(loss_and_gradients, model), NEAR[dtype])
+    again = loss_and_gradients(model)
+    assert again[0] == got[0]
+    assert all(torch.equal(again[1][n], g) for n, g in got[1].items()), "the kernels are deterministic"
+    model.recompute = 1
+    recomputed = loss_and_gradients(model)
+    assert recomputed[0] == got[0]
+    assert all(torch.equal(recomputed[1][n], g) for n, g in got[1].items())
+
+
+def test_documents_that_are_kept_apart(device, without):
+    torch.manual_seed(0)
+    model = model_of("llama", torch.float32, device)
+    position_BT = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1], list(range(9))])
+    got = loss_and_gradients(model, position_BT)
+    assert_near(got, without(loss_and_gradients, model, position_BT), 1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_with_its_cache(device, without, name):
+    torch.manual_seed(0)
+    model = model_of(name, torch.float32, device)
+    prompt = [5, 17, 3]
+
+    def tokens():
+        return list(generate(model, prompt, max_new_tokens=4, temperature=0))
+
+    assert tokens() == without(tokens)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_product_but_that_of_attention_is_told_its_input(device, name):
+    """What the norms and the activation emit; the attention is not ours."""
+    torch.manual_seed(0)
+    model = model_of(name, torch.bfloat16, device)
+    told = {}
+    for n, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda _, x, n=n: told.update({n: (told_largest(x[0]), x[0])}))
+    loss_and_gradients(model)
+    for n, (amax, x) in told.items():
+        if n.endswith("attention_out"):
+            assert amax is None
+        else:
+            assert torch.equal(amax, x.detach().float().abs().max()), n
