@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-import narrowgauge.models.loss as loss_module
+import narrowgauge.kernels.cross_entropy as loss_module
 from narrowgauge.models import cross_entropy
 
 

@@ -57,6 +57,20 @@ def test_expected_state_is_the_runs(tiny, text, name):
     assert plan.peak == pytest.approx(found.peak, rel=0.3)
 
 
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "fp8"])
+def test_a_chunked_loss_has_no_logits_and_is_expected_as_it_is(tiny, text, name):
+    changes = {"recipe.name": name, "training.chunked_loss": True, "training.micro_batch_size": 2}
+    whole = step(tiny, text, changes | {"training.chunked_loss": False})[1]
+    found = step(tiny, text, changes)[1]
+    plan = expected(make_config(tiny(WIDE | changes)))
+    assert {c: found.device[c] for c in memory.STATE} == {c: plan.device[c] for c in memory.STATE}
+    assert found.device["saved activations"] == plan.device["saved activations"]
+    assert found.device["logits"] == plan.device["logits"] == 0
+    assert whole.device["logits"] > 0
+    # In place of the logits the gradient of what the head reads, in fp32, but not of what the head read.
+    assert found.device["saved activations"] <= whole.device["saved activations"] + 2 * 32 * 128 * 4
+
+
 def test_by_hand(tiny, text):
     session, found = step(tiny, text, {"recipe.name": "bf16"})
     parameters = sum(p.numel() for p in session.model.parameters())

@@ -58,6 +58,7 @@ class Plan:
     seed: int
     backend: str = "auto"
     recompute: int = 0
+    chunked_loss: bool = False
 
 
 def build(plan: Plan, mesh: Mesh, device: torch.device) -> tuple[Transformer, list[nn.Module]]:
@@ -67,7 +68,7 @@ def build(plan: Plan, mesh: Mesh, device: torch.device) -> tuple[Transformer, li
     """
     with torch.device("meta"):
         model = Transformer(plan.model, DTYPES[plan.recipe.compute])
-    model.recompute = plan.recompute
+    model.recompute, model.chunked_loss = plan.recompute, plan.chunked_loss
     shapes = {name: p.shape for name, p in model.named_parameters()}
     # Without numbers there is no device that could have the formats; with them, each layer looks again.
     convert(model, plan.recipe, backend="emulated" if plan.backend == "emulated" else "auto")

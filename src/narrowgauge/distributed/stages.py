@@ -118,7 +118,7 @@ class Stage(nn.Module):
         if not self.is_last:
             return x
         targets = batch.targets if batch.ignores else None
-        loss = model.loss_of(model.head(model.norm(x)), batch.y_BT, targets) * micro_batch.weight
+        loss = model.loss_after(model.norm(x), batch.y_BT, targets) * micro_batch.weight
         self.work.total += loss.detach()
         return torch.stack([self.work.scale(loss)])
 

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.errors import UserError
+from narrowgauge.kernels.cross_entropy import cross_entropy
+from narrowgauge.kernels.head_loss import head_loss
 from narrowgauge.models.cache import Cache
 from narrowgauge.models.config import ModelConfig
 from narrowgauge.models.layers import Block, Norm, document_mask, rope_table
-from narrowgauge.models.loss import cross_entropy
 
 
 class Transformer(nn.Module):
@@ -37,6 +38,10 @@ class Transformer(nn.Module):
     Set `recompute` to n to trade time for memory: every n-th block keeps only its input for the backward pass
     and runs its forward again. The gradients stay the same bit for bit.
 
+    Set `chunked_loss` to compute the head and the loss together, some tokens at a time (`head_loss`), where
+    the head is a plain product: a `torch.nn.Linear`, or what says so by the dtype in its `plain_product`. Its
+    forward method is then not called, so that hooks and gauges see nothing of it.
+
     Where several processes compute each sequence together, `share` = (index, count) says which of `count`
     equal shares of its tokens is here. Ids and positions are given whole, and what comes out are the logits,
     or the part of the loss, of the own tokens; the blocks let them see the others (`Block.to_heads`). A block
@@ -48,6 +53,7 @@ class Transformer(nn.Module):
         self.config = config
         self.compute_dtype = compute_dtype
         self.recompute = 0
+        self.chunked_loss = False
         self.share = (0, 1)
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         if config.positions == "learned":
@@ -135,18 +141,36 @@ class Transformer(nn.Module):
 
         `position_BT` is that of `hidden`, `targets` that of `cross_entropy`.
         """
-        return self.loss_of(self(x_BT, position_BT), y_BT, targets)
+        return self.loss_after(self.hidden(x_BT, position_BT), y_BT, targets)
 
-    def loss_of(self, logits_BTV: Tensor, y_BT: Tensor, targets: int | None = None) -> Tensor:
-        """The same from the logits of the tokens that are here."""
+    def loss_after(self, h_BTD: Tensor, y_BT: Tensor, targets: int | None = None) -> Tensor:
+        """The same from what the head reads, of the tokens that are here."""
         if targets is None and self.share[1] > 1:
             targets = y_BT.numel()
-        return cross_entropy(logits_BTV, self.own(y_BT), targets)
+        y_BT = self.own(y_BT)
+        if self.chunks_loss and h_BTD.dtype == self.compute_dtype:
+            return head_loss(h_BTD, self.head.weight, y_BT, targets)
+        # Nobody else has the logits, unless a hook keeps them.
+        is_watched = bool(self.head._forward_hooks or self.head._backward_hooks)
+        return cross_entropy(self.head(h_BTD), y_BT, targets, overwrite=not is_watched)
+
+    @property
+    def chunks_loss(self) -> bool:
+        """Whether head and loss are computed together: `chunked_loss`, where this head allows it."""
+        return self.chunked_loss and _plain_product(self.head) == self.compute_dtype
 
     def own(self, x_BT: Tensor) -> Tensor:
         """What belongs to the tokens that are here."""
         index, count = self.share
         return x_BT.chunk(count, 1)[index] if count > 1 else x_BT
+
+
+def _plain_product(head: nn.Module) -> torch.dtype | None:
+    """The dtype in which a head is nothing but the product with its weight; None if it is more than that."""
+    if type(head) is nn.Linear:
+        return head.weight.dtype if head.bias is None else None
+    told: torch.dtype | None = getattr(head, "plain_product", None)
+    return told
 
 
 @torch.no_grad()

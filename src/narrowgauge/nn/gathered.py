@@ -99,6 +99,8 @@ class Gathered(torch.Tensor):
                 return Gathered(first.numbers, first.scale, first.cast, first.is_operand)
             if func in _VIEWS:
                 return Gathered(func(first.numbers, *args[1:]), first.scale, first.cast, first.is_operand)
+            if func is aten._to_copy.default and first.scale is None and kwargs:
+                return func(first.numbers, *args[1:], **kwargs)
         args, kwargs = tree_map_only(Gathered, lambda x: x.wide().float(), (args, kwargs or {}))
         return func(*args, **kwargs)
 

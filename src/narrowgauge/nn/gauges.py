@@ -5,7 +5,8 @@ have, before and after; it changes nothing. Each place is read once:
 
     operands    of the first micro-batch: `fprop.x` ... `wgrad.x`, and `saved` where that is a cast of its
                 own. Numbers that two products share stand under the place that made them (fp8: `fprop.w`, and
-                no `dgrad.w`); a second forward pass (recompute) finds its places read
+                no `dgrad.w`); a second forward pass (recompute) finds its places read, and a head that is
+                computed with the loss (`training.chunked_loss`) shows none
     products    of the first micro-batch: `fprop.y`, `dgrad.dx`, `wgrad.dw`, each against the product in
                 float32 of what came before any rounding, at 64 rows of y and dx and 64 columns of dw, evenly
                 spaced

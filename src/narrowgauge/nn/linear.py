@@ -252,6 +252,20 @@ class Linear(torch.nn.Linear):
         if self.reduce_prescale is not None:
             self.reduce_prescale.forget_step()
 
+    @property
+    def plain_product(self) -> torch.dtype | None:
+        """The dtype in which this layer is nothing but the product with its weight; None if it is more.
+
+        Somebody else may then compute it (`kernels.head_loss`), from `weight.to(dtype)`.
+        """
+        more: tuple[object, ...] = (self.bias, self.state_at_rest, self.split.before, self.split.after)
+        has_scale = self.gathering is not None and self.recipe.gather.is_scaled
+        if any(part is not None for part in more) or self.transposed or has_scale:
+            return None
+        if any(cast.name != self.recipe.compute for cast in self.casts.values()):
+            return None
+        return DTYPES[self.recipe.compute]
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., K) to (..., N), in the dtype of the input."""
         if self.split.before is not None:

@@ -52,13 +52,22 @@ def expected_step(config: Config, layout: Layout = ALONE) -> Step:
     unit = layout.stages * (t.recompute_every if t.recompute else 1)
     if model.layers <= 4 * unit or model.layers % unit:
         return _heaviest(config, layout)
-    few, more = (_heaviest(_with_layers(config, n * unit), layout) for n in (2, 4))
-    return _line(few, more, (model.layers - 4 * unit) / (2 * unit), count_parameters(model))
+    further, parameters = (model.layers - 4 * unit) / (2 * unit), count_parameters(model)
+    few, more = (_with_layers(config, n * unit) for n in (2, 4))
+    steps = [  # each process has a line of its own: of few layers another may be the heaviest
+        _line(_step(few, layout, rank), _step(more, layout, rank), further, parameters)
+        for rank in _ends(layout)
+    ]
+    return max(steps, key=lambda step: step.memory.peak)
 
 
 def _heaviest(config: Config, layout: Layout) -> Step:
-    ranks = [0] if layout.pipeline == 1 else [0, layout.size - layout.size // layout.pipeline]
-    return max((_step(config, layout, rank) for rank in ranks), key=lambda step: step.memory.peak)
+    return max((_step(config, layout, rank) for rank in _ends(layout)), key=lambda step: step.memory.peak)
+
+
+def _ends(layout: Layout) -> list[int]:
+    """A process of the first stage and one of the last; without a pipeline all are alike."""
+    return [0] if layout.pipeline == 1 else [0, layout.size - layout.size // layout.pipeline]
 
 
 def _with_layers(config: Config, layers: int) -> Config:

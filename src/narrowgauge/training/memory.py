@@ -3,7 +3,8 @@
     weights, master, gradients, m, v     counted from the tensors themselves
     other                                what recipes remember, step counts, buffers
     saved activations                    what lives at the end of a forward pass and did not before it,
-    logits                               but for the head's output
+    logits                               but for the head's output (none of a chunked loss, whose gradient of
+                                         the head is among the gradients from the forward pass on)
     whole weights                        and what FSDP has gathered of weights that are cut
     workspace                            the rest of the peak of a whole optimizer step
 
@@ -62,11 +63,12 @@ def measured(session: Session, watch: Watch) -> Memory:
     grads = [local(p.grad) for p in session.optimizer.parameters() if p.grad is not None]
     in_buckets = any(isinstance(module, DistributedDataParallel) for module in session.engine.modules)
     new = 0 if in_buckets else sum(g.nbytes for g in grads)  # DDP's buckets were there before
-    device["whole weights"] = min(watch.saved, whole_weights(session.model, session.engine.mesh))
-    device["logits"] = min(watch.saved - device["whole weights"], _logits(session))
-    device["saved activations"] = watch.saved - device["logits"] - device["whole weights"]
+    saved = watch.saved - _early_gradient(session)
+    device["whole weights"] = min(saved, whole_weights(session.model, session.engine.mesh))
+    device["logits"] = min(saved - device["whole weights"], _logits(session))
+    device["saved activations"] = saved - device["logits"] - device["whole weights"]
     # Gradients that a step makes anew are a class of their own.
-    device["workspace"] = max(0, watch.peak - watch.saved - new)
+    device["workspace"] = max(0, watch.peak - saved - new)
     return Memory(device, host, count_parameters(session.config.the_model()))
 
 
@@ -101,9 +103,17 @@ def _of_state(session: Session) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _logits(session: Session) -> int:
-    """Bytes of the head's output of a micro-batch, where the head is here."""
-    if getattr(session.model, "head", None) is None:  # another stage's
+    """Bytes of the head's output of a micro-batch, where the head is here and it exists as a whole."""
+    if session.model.head is None or session.model.chunks_loss:
         return 0
     t, data, count = session.config.training, session.config.data, session.model.share[1]
     tokens = t.micro_batch_size * data.sequence_length // count
     return tokens * session.config.the_model().vocab_size * session.model.compute_dtype.itemsize
+
+
+def _early_gradient(session: Session) -> int:
+    """Bytes of the head's gradient where the forward pass computes it (`kernels.head_loss`)."""
+    model = session.model
+    if model.head is None or not model.chunks_loss or model.compute_dtype == torch.float16:
+        return 0
+    return model.head.weight.numel() * 4

@@ -18,7 +18,7 @@ def build_model(config: Config, device: torch.device) -> Transformer:
         model = Transformer(config.the_model(), DTYPES[recipe.compute])
     if device.type != "meta":
         initialize(model, config.training.seed)
-    model.recompute = recomputed(config)
+    model.recompute, model.chunked_loss = recomputed(config), config.training.chunked_loss
     model.to(device)
     convert(model, recipe, backend=config.recipe.backend)
     return model

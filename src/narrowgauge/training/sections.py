@@ -95,6 +95,7 @@ class TrainingSection(Section):
     compile: bool = Field(False, description="run the model through torch.compile")
     recompute: bool = Field(False, description="keep only block inputs for backward, compute the rest again")
     recompute_every: int = Field(1, ge=1, description="with recompute: of every n-th block only")
+    chunked_loss: bool = Field(False, description="head and loss a chunk of tokens at a time: less memory")
     memory_limit: str = Field("", description="of the device, as 24GB or 22GiB; empty: all it has")
     hang_timeout: float = Field(600.0, ge=0, description="seconds ranks wait for a hung one; 0: for ever")
 

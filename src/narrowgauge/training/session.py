@@ -88,7 +88,12 @@ class Session:
         else:
             t = config.training
             plan = Plan(
-                config.the_model(), config.the_recipe(), t.seed, config.recipe.backend, recomputed(config)
+                config.the_model(),
+                config.the_recipe(),
+                t.seed,
+                config.recipe.backend,
+                recomputed(config),
+                t.chunked_loss,
             )
             model, modules = build(plan, mesh, device)
             number_parameters(config, model)
