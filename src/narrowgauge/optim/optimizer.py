@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from narrowgauge.errors import UserError
-from narrowgauge.formats import Stream, stream
+from narrowgauge.formats import stream
 from narrowgauge.optim.parameter import gradient, has_gradient, hung, local, part_of
 from narrowgauge.optim.writing import Narrow, Write, batches, is_random, write_all
 from narrowgauge.quantization import AtRest, Part, make_cast
@@ -109,10 +109,19 @@ class Optimizer(torch.optim.Optimizer):
                     narrow.append((p, group, _FIRST_STREAM + len(_WRITTEN) * own))
                 number += 1
             self._update_plain(plain, group)
+        number_of = self._step_numbers([p for p, *_ in narrow])
         for these, following in pairwise([*batches(narrow), []]):
             for p, *_ in following:
                 self._fetch(p)
-            write_all([write for one in these for write in self._update_narrow(*one)])
+            write_all([write for one in these for write in self._update_narrow(*one, number_of[one[0]])])
+
+    def _step_numbers(self, parameters: Tensors) -> dict[torch.Tensor, int]:
+        """The step that each parameter is about to take: a device is waited for once, not for each."""
+        taken = [self.state[p]["step"] for p in parameters]
+        if not taken or taken[0].is_meta:
+            return dict.fromkeys(parameters, 0)
+        counts = torch.stack([step.to(taken[0].device) for step in taken]).tolist()
+        return {p: int(count) + 1 for p, count in zip(parameters, counts, strict=True)}
 
     def _update_plain(self, plain: Tensors, group: Mapping[str, Any]) -> None:
         """Update parameters of which everything is fp32, where they lie."""
@@ -127,7 +136,9 @@ class Optimizer(torch.optim.Optimizer):
             [local(p) for p in plain], gradients, moments, [s["step"] for s in states], group, parts
         )
 
-    def _update_narrow(self, p: torch.Tensor, group: Mapping[str, Any], first_stream: int) -> Iterator[Write]:
+    def _update_narrow(
+        self, p: torch.Tensor, group: Mapping[str, Any], first_stream: int, number: int
+    ) -> Iterator[Write]:
         """Update a parameter of which anything is not fp32, or not here; what remains to be written."""
         g = gradient(p)
         assert g is not None
@@ -143,7 +154,7 @@ class Optimizer(torch.optim.Optimizer):
         for place, (to, x) in {**written, "master": (master, w), "at_rest": (at_rest, w)}.items():
             if to is not None:
                 tensor = first_stream + _WRITTEN.index(place)
-                yield to, x, self._stream(tensor, s["step"], p.device) if is_random(to) else None
+                yield to, x, stream(self.seed, number, tensor, p.device) if is_random(to) else None
         if at_rest is None and w is not here:
             here.copy_(w)
 
@@ -159,9 +170,6 @@ class Optimizer(torch.optim.Optimizer):
         for state in (*self.state[p].values(), *parts):
             if isinstance(state, AtRest):
                 state.fetch()
-
-    def _stream(self, tensor: int, step: torch.Tensor, device: torch.device) -> Stream:
-        return stream(self.seed, 0 if step.is_meta else int(step), tensor, device)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, narrow ones included."""
