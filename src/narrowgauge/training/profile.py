@@ -30,8 +30,8 @@ CLASSES = (
     ("communication", r"c10d|gloo:|nccl:|FSDP::|record_param_comms"),
     ("optimizer", r"Optimizer\.step|linalg_vector_norm"),
     ("attention", r"scaled_dot_product|flash_attention|ScaledDotProduct"),
-    ("loss", r"CrossEntropy"),
     ("GEMMs", r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$|^narrowgauge::scaled_mm$"),
+    ("loss", r"CrossEntropy|HeadLoss"),
     ("casts", r"_ThreeGemms"),
     ("norms and the rest", r""),
 )
