@@ -1,5 +1,10 @@
 """The product under a tensor scale: one rounding, and the dtype of the wider operand."""
 
+import os
+import platform
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -90,3 +95,25 @@ def test_ones_give_twos(name):
     """MS-AMP's case: ones (4, 2) times ones (2, 3), whatever the block of the cast."""
     x, w = (Operand(*emulate(torch.ones(rows, 2), make_cast(name), -1, torch.bfloat16)) for rows in (4, 3))
     assert torch.equal(multiply(x, w, torch.bfloat16), torch.full((4, 3), 2.0).bfloat16())
+
+
+WITHOUT_BF16 = """
+import torch
+from narrowgauge.kernels.device import is_slow
+from narrowgauge.models.layers import attend
+from narrowgauge.nn.gemm import Operand, multiply
+a, b = torch.randn(40, 64).bfloat16(), torch.randn(48, 64).bfloat16()
+print(is_slow(a), is_slow(a.half()), is_slow(a.float()))
+print(torch.equal(multiply(Operand(a), Operand(b), torch.bfloat16), (a.float() @ b.float().T).bfloat16()))
+q, k, v = torch.randn(3, 2, 2, 16, 32).bfloat16()
+print(torch.equal(attend(q, k, v), attend(q.float(), k.float(), v.float()).bfloat16()))
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="oneDNN's switch is of x86")
+def test_a_cpu_without_bf16_multiplies_in_fp32():
+    """oneDNN takes this CPU for one without AVX-512, as most laptops have."""
+    environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    command = [sys.executable, "-c", WITHOUT_BF16]
+    told = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    assert told.split() == ["True", "True", "False", "True", "True"]

@@ -1,4 +1,6 @@
-"""Where Triton's kernels run: on GPUs, and in Triton's interpreter on a CPU.
+"""What runs well where: Triton's kernels, and torch's products.
+
+Kernels run on GPUs, and in Triton's interpreter on a CPU.
 
 Triton comes with torch for NVIDIA and AMD GPUs; elsewhere it may be missing, so nothing imports it before it
 is known to be there. With TRITON_INTERPRET=1 set before the first kernel is imported, every kernel is
@@ -22,6 +24,22 @@ def has_kernels(device: torch.device) -> bool:
     if device.type == "cpu":
         return os.environ.get("TRITON_INTERPRET") == "1" and _has_triton()
     return device.type == "cuda" and _has_triton()
+
+
+def is_slow(x: torch.Tensor) -> bool:
+    """Whether torch multiplies this dtype element by element: the same product in fp32 is faster.
+
+    So it is on any CPU for fp16, and for bf16 on those for which oneDNN has no bf16, which are most without
+    AVX-512: there a product in fp32 takes a third of the time, attention a quarter (docs/performance.md).
+    """
+    if x.device.type != "cpu":
+        return False
+    return x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not _has_bf16_products())
+
+
+@cache
+def _has_bf16_products() -> bool:
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def launches(x: torch.Tensor) -> bool:

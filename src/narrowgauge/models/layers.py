@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.kernels.activation import gelu, swiglu
+from narrowgauge.kernels.device import is_slow
 from narrowgauge.kernels.norm import add_norm, norm
 from narrowgauge.kernels.rotary import rotary
 from narrowgauge.models.cache import LayerCache
@@ -106,9 +107,14 @@ def attend(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | None =
 
     Grouped heads are left to the kernel where it has them; on a GPU no fused kernel does in fp32 or under a
     mask, and torch would fall back to one that holds all T x T scores, so there the heads are repeated.
+
+    On a CPU without products in bf16 it is computed in fp32, which takes a quarter of the time and keeps its
+    operands twice as wide.
     """
     if q_BNTH.is_meta:
         return _ShapesOfAttention.apply(q_BNTH, k_BKTH, v_BKTH, mask)
+    if q_BNTH.dtype == torch.bfloat16 and is_slow(q_BNTH):
+        return attend(q_BNTH.float(), k_BKTH.float(), v_BKTH.float(), mask).to(q_BNTH.dtype)
     groups = q_BNTH.shape[1] // k_BKTH.shape[1]
     narrow = q_BNTH.dtype in (torch.float16, torch.bfloat16)
     native = q_BNTH.device.type == "cpu" or (narrow and mask is None)

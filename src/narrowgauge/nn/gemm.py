@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from narrowgauge.kernels.device import is_slow
 from narrowgauge.nn.native import Codes, multiply_codes
 
 
@@ -25,15 +26,10 @@ class Operand(NamedTuple):
         return Operand(self.values.T, self.scale)
 
 
-def _is_slow(a: torch.Tensor) -> bool:
-    """Whether torch multiplies this element by element: in fp32, with the same accumulation, it is fast."""
-    return a.device.type == "cpu" and a.dtype == torch.float16
-
-
 @torch.library.custom_op("narrowgauge::scaled_mm", mutates_args=())
 def scaled_mm(a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """(a @ b) * scale with one rounding to a's dtype; `scale` is a 0-dim float32 tensor."""
-    if a_MK.dtype == torch.float32 or _is_slow(a_MK):
+    if a_MK.dtype == torch.float32 or is_slow(a_MK):
         return ((a_MK.float() @ b_KN.float()) * scale).to(a_MK.dtype)
     if a_MK.device.type == "cpu":
         nothing = a_MK.new_zeros(())
@@ -61,5 +57,5 @@ def multiply(a: Operand | Codes, b: Operand | Codes, dtype: torch.dtype, fast: b
     a_MK, b_KN = a_MK.to(wider), b_KN.to(wider)
     scales = [s for s in (a.scale, b.scale) if s is not None]
     if not scales:
-        return (a_MK.float() @ b_KN.float()).to(a_MK.dtype) if _is_slow(a_MK) else a_MK @ b_KN
+        return (a_MK.float() @ b_KN.float()).to(a_MK.dtype) if is_slow(a_MK) else a_MK @ b_KN
     return scaled_mm(a_MK, b_KN, scales[0] * scales[1] if len(scales) == 2 else scales[0])
