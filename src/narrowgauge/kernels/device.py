@@ -9,6 +9,7 @@ interpreted: slow, for tests, and the way to see on any machine what a GPU would
 
 import importlib.util
 import os
+import shutil
 from functools import cache
 
 import torch
@@ -16,11 +17,15 @@ import torch
 
 @cache
 def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    """Whether Triton is there, and the C compiler with which it builds what launches a kernel."""
+    compilers = (os.environ.get("CC", ""), "gcc", "clang", "cc")
+    return importlib.util.find_spec("triton") is not None and any(map(shutil.which, compilers))
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton's kernels run on tensors of a device."""
+    """Whether Triton's kernels run on tensors of a device; nowhere under NARROWGAUGE_KERNELS=0."""
+    if os.environ.get("NARROWGAUGE_KERNELS") == "0":
+        return False
     if device.type == "cpu":
         return os.environ.get("TRITON_INTERPRET") == "1" and _has_triton()
     return device.type == "cuda" and _has_triton()
