@@ -42,7 +42,7 @@ def is_slow(x: torch.Tensor) -> bool:
     return x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not _has_bf16_products())
 
 
-@cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_bf16_products() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 

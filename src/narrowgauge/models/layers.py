@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.kernels.activation import gelu, swiglu
+from narrowgauge.kernels.attention import fastest_first
 from narrowgauge.kernels.device import is_slow
 from narrowgauge.kernels.norm import add_norm, norm
 from narrowgauge.kernels.rotary import rotary
@@ -120,14 +121,15 @@ def attend(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | None =
     native = q_BNTH.device.type == "cpu" or (narrow and mask is None)
     if groups > 1 and not native:
         k_BKTH, v_BKTH = (x.repeat_interleave(groups, dim=1) for x in (k_BKTH, v_BKTH))
-    return nn.functional.scaled_dot_product_attention(
-        q_BNTH,
-        k_BKTH,
-        v_BKTH,
-        mask,
-        is_causal=mask is None and q_BNTH.shape[2] > 1,
-        enable_gqa=groups > 1 and native,
-    )
+    with fastest_first(q_BNTH.device):
+        return nn.functional.scaled_dot_product_attention(
+            q_BNTH,
+            k_BKTH,
+            v_BKTH,
+            mask,
+            is_causal=mask is None and q_BNTH.shape[2] > 1,
+            enable_gqa=groups > 1 and native,
+        )
 
 
 class _ShapesOfAttention(torch.autograd.Function):
