@@ -16,6 +16,7 @@ from narrowgauge.formats import stream, stream_key
 from narrowgauge.kernels import device as where
 from narrowgauge.kernels.adamw import Factors, adamw, fma, reference, takes
 from narrowgauge.nn.weights import Gradient
+from narrowgauge.optim.adamw import adamw_update
 from narrowgauge.quantization import AtRest, make_cast
 from narrowgauge.recipes import recipe
 
@@ -37,6 +38,9 @@ WAYS = {
     "random codes": ("fp32", "fp16", CODES_SR, E5M2, CODES_SR),
     "random fp16": ({"cast": "fp16-scaled", "rounding": "stochastic"}, "fp32", "bf16", SR, SR),
 }
+like_torch = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="fuses no products and sums"
+)
 OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 SEED, STEP = 7, 3
 
@@ -95,6 +99,21 @@ def test_a_sum_of_products_is_rounded_once():
     low, high = fma(*tie)[[1, 0]].tolist()
     assert low < high  # on the two sides of the tie
     assert fma(torch.tensor(math.inf), torch.tensor(1.0), torch.tensor(1.0)).item() == math.inf
+
+
+@like_torch
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.5, 0.5), (0.1, 0.2), (0.0, 0.0)])
+def test_the_reference_is_torchs_fused_update(betas):
+    g = torch.Generator().manual_seed(2)
+    w, m, v = torch.randn(256, generator=g), torch.zeros(256), torch.zeros(256)
+    ours, steps = (w.clone(), m.clone(), v.clone()), torch.zeros(())
+    for step in (1, 2, 3, 4):
+        dw = torch.randn(256, generator=g) * 10.0 ** torch.randint(-12, 6, w.shape, generator=g)
+        options = OPTIONS | {"betas": betas, "lr": 1e-2 / step}
+        ours = reference(ours[0], dw, *ours[1:], Factors.of(options, step))
+        adamw_update([w], [dw], {"m": [m], "v": [v]}, [steps], options, [None])
+        for a, b in zip(ours, (w, m, v), strict=True):
+            assert torch.equal(a, b), step
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -209,9 +228,7 @@ def trained(name, device, steps=4):
     return {n: t.float().cpu() for n, t in found.items()}
 
 
-@pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="fuses no products and sums"
-)
+@like_torch
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_optimizer_with_kernels_is_torchs_to_the_last_digit(name, device, monkeypatch):
     from narrowgauge.kernels.on_gpu import adamw as on_gpu  # here, for the interpreter: see conftest.py

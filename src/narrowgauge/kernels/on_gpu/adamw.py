@@ -8,8 +8,8 @@ second runs alone. A program of the second makes the scales from the largest mag
 first of them stores these; what was the scale until now is therefore read from a copy, which `largest` made.
 
 How a tensor lies is a tuple, its CAST: see `kind`. A thread has 8 elements: 16 bytes of fp16 in one load, and
-by the assembler for an H100 REGISTERS. A program of `largest` takes four tiles, one after the other, so that
-there is one atomic operation a tensor for 8192 elements.
+by the assembler for an H100 40 to 80 registers. A program of `largest` takes four tiles, one after the other,
+so that there is one atomic operation a tensor for 8192 elements.
 """
 
 from collections.abc import Sequence
