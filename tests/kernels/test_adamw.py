@@ -129,6 +129,27 @@ def test_the_kernel_is_its_reference(way, shape, device):
             assert_same(ours, plain)
 
 
+def test_random_bits_meet_what_is_cut_off(device):
+    """Where what bf16 cuts off is the random number, or next to it; with lr = 0 a weight stays as it is."""
+    shape = torch.Size((60, 70))
+    random = (stream(SEED, STEP, 3).uniform(shape) * 2**16).int()
+    ties = 0
+    for less in (0, 1):
+        bits = (0x3F80 << 16) + (random - less).clamp(0)
+        w = (torch.where(torch.arange(70) % 2 == 0, bits, bits | -(2**31))).view(torch.float32)
+        ties += (stream(SEED, STEP, 3).uniform(shape) == (bits & 0xFFFF) * 2.0**-16).sum()
+        kinds = {"fp32": w, "fp16": w, "bf16": w, "bf16-split": w.abs()}
+        ours, plain = (
+            [*(filled(x, c, device) for c, x in kinds.items()), filled(w, SR, device)] for _ in range(2)
+        )
+        factors = Factors.of(OPTIONS | {"lr": 0.0}, STEP)
+        updated_by_kernel(*ours, factors)
+        updated_by_reference(*plain, factors)
+        assert torch.equal(ours[0].read().cpu(), w)
+        assert_same(ours, plain)
+    assert ties > 0
+
+
 @pytest.mark.parametrize("scale", [0.0, 2.0**-75, 2.0**-140, 2.0**55, 2.0**70])
 @pytest.mark.parametrize("way", ["msamp-o2", "msamp-o3", "bf16-sr", "split"])
 def test_zeros_small_and_large_numbers(way, scale, device):
