@@ -3,7 +3,8 @@
     m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2
     w = (1 - lr weight_decay) w - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
-The update is torch's own.
+The update is torch's own, on float32 tensors; where a parameter's state is narrow and kernels run, it is one
+kernel's, of the same digits (`kernels.adamw`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,7 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch.optim.adamw import adamw
 
-from narrowgauge.optim.optimizer import Algorithm, Optimizer, Parts, Tensors
+from narrowgauge.kernels import adamw as kernels
+from narrowgauge.optim.optimizer import Algorithm, KeyOf, Optimizer, Parts, Tensors
+from narrowgauge.optim.parameter import hung, local, part_of
+from narrowgauge.optim.writing import is_random
+from narrowgauge.quantization import AtRest
 from narrowgauge.recipes import Recipe
 
 
@@ -31,7 +36,26 @@ def adamw_update(
     adamw(w, g, moments["m"], moments["v"], [], steps, fused=True, **own)
 
 
-ADAMW = Algorithm(("m", "v"), adamw_update)
+def adamw_at_rest(
+    p: torch.Tensor, state: Mapping[str, Any], options: Mapping[str, Any], step: int, key_of: KeyOf
+) -> bool:
+    """The same by the kernel, if it takes the parameter and all of its state; whether it did."""
+    master, at_rest, narrow = (hung(p, name) for name in ("master", "at_rest", "gradient"))
+    w = master or at_rest or local(p)
+    g = local(p.grad).contiguous() if narrow is None and p.grad is not None else narrow
+    m, v, beside = state["m"], state["v"], at_rest if master else None
+    if part_of(p) is not None or not kernels.takes(w, g, m, v, beside):
+        return False
+    places = {"w": "master" if master else "at_rest", "m": "m", "v": "v", "beside": "at_rest"}
+    written = {"w": w, "m": m, "v": v, "beside": beside}
+    random = [k for k, to in written.items() if isinstance(to, AtRest) and is_random(to)]
+    keys = {name: key_of(places[name]) for name in random}
+    kernels.adamw(w, g, m, v, beside, kernels.Factors.of(options, step), keys)
+    state["step"].add_(1)
+    return True
+
+
+ADAMW = Algorithm(("m", "v"), adamw_update, adamw_at_rest)
 
 
 class AdamW(Optimizer):

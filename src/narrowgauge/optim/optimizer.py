@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from narrowgauge.errors import UserError
-from narrowgauge.formats import stream
+from narrowgauge.formats import stream, stream_key
 from narrowgauge.optim.parameter import gradient, has_gradient, hung, local, part_of
 from narrowgauge.optim.writing import Narrow, Write, batches, is_random, write_all
 from narrowgauge.quantization import AtRest, Part, make_cast
@@ -34,14 +34,19 @@ Tensors = list[torch.Tensor]
 Parts = list[Part | None]
 # update(weights, gradients, {moment: tensors}, steps, options, parts), all float32, in place
 Update = Callable[[Tensors, Tensors, Mapping[str, Tensors], Tensors, Mapping[str, Any], Parts], None]
+# at_rest(parameter, its state, options, number of the step, key words of a place's random bits): updates all
+# that hangs on the parameter where it lies, if it can; whether it did
+KeyOf = Callable[[str], tuple[int, int]]
+UpdateAtRest = Callable[[torch.Tensor, Mapping[str, Any], Mapping[str, Any], int, KeyOf], bool]
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How weights move: the moments it keeps, and its update."""
+    """How weights move: the moments it keeps, its update, and the same of state at rest, if there is one."""
 
     moments: tuple[str, ...]
     update: Update
+    at_rest: UpdateAtRest | None = None
 
 
 @dataclass(frozen=True)
@@ -140,10 +145,16 @@ class Optimizer(torch.optim.Optimizer):
         self, p: torch.Tensor, group: Mapping[str, Any], first_stream: int, number: int
     ) -> Iterator[Write]:
         """Update a parameter of which anything is not fp32, or not here; what remains to be written."""
-        g = gradient(p)
-        assert g is not None
         s, master, at_rest = self.state[p], hung(p, "master"), hung(p, "at_rest")
         algorithm = self.algorithms[group["algorithm"]]
+
+        def key_of(place: str) -> tuple[int, int]:
+            return stream_key(self.seed, number, first_stream + _WRITTEN.index(place))
+
+        if algorithm.at_rest is not None and algorithm.at_rest(p, s, group, number, key_of):
+            return
+        g = gradient(p)
+        assert g is not None
         source = master or at_rest
         here = local(p)
         w = here.float() if source is None else source.read()

@@ -35,6 +35,27 @@ def narrow(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def fma(a, b, c):
+    """a * b + c, rounded once. The interpreter would round twice.
+
+    There it is done in fp64, where the product is exact, and the sum's last bit is made odd if anything was
+    cut off, so that rounding it to fp32 is the only rounding (Boldo & Melquiond 2008).
+    """
+    if INTERPRETED:
+        product = a.to(tl.float64) * tl.cast(b, tl.float64)  # b may be a number
+        c = c.to(tl.float64)
+        total = product + c
+        part = total - product
+        rest = (product - (total - part)) + (c - part)
+        bits = total.to(tl.int64, bitcast=True)
+        cut = ((rest > 0) | (rest < 0)) & ((bits & 1) == 0)
+        bits += tl.where(cut, tl.where((rest > 0) == (total > 0), 1, -1), 0)
+        return bits.to(tl.float64, bitcast=True).to(tl.float32)
+    else:
+        return tl.fma(a, b, c)
+
+
+@triton.jit
 def exp(x):
     """The exponential that torch's own kernels call, so that both give the same bits.
 

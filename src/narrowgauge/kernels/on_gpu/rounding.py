@@ -41,8 +41,13 @@ def _mix(x):
 @triton.jit
 def uniform(key, index):
     """The number in [0, 1) of the elements `index` (int64) of a stream whose key words lie at `key`."""
-    k0 = tl.load(key).to(tl.uint32, bitcast=True)
-    k1 = tl.load(key + 1).to(tl.uint32, bitcast=True)
+    return uniform_of(tl.load(key), tl.load(key + 1), index)
+
+
+@triton.jit
+def uniform_of(key_0, key_1, index):
+    """The same of key words that are known, int32."""
+    k0, k1 = key_0.to(tl.uint32, bitcast=True), key_1.to(tl.uint32, bitcast=True)
     high = (index >> 32).to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32)
     bits = _mix(_mix((index & 0xFFFFFFFF).to(tl.uint32) ^ k0) ^ high ^ k1)
     return (bits >> 8).to(tl.float32) * (1.0 / 16777216.0)

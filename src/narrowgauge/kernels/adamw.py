@@ -1,0 +1,157 @@
+"""AdamW where the state is narrow: one parameter's weight, gradient and moments, read, updated and rounded.
+
+    m' = fma(g - m, 1 - beta1, m)                      1 - beta1 < 1/2; else fma(g - m, -beta1, g)
+    v' = fma((1 - beta2) g, g, v beta2)
+    w' = w (1 - lr weight_decay) - (lr / c1) m' / (sqrt(v') / sqrt(c2) + eps)        c = 1 - beta^t
+
+Every operation is rounded to fp32, and so is every factor that the host makes in fp64; fma(a, b, c) = a b + c
+is rounded once. These are the operations of torch's fused AdamW on a CPU with vectors (AVX2, AVX-512), so the
+kernel gives that function's digits on every GPU; torch's own kernels for GPUs contract other sums.
+
+What is narrow is then rounded as `AtRest.write` rounds it. Where that needs a scale of the whole tensor, the
+largest magnitude comes from a first launch, which computes all of it and keeps nothing else. Reading 6 bytes
+twice (msamp-o2) is less than writing 12 bytes of new fp32 numbers between the two, and reading these.
+
+Bytes an element, over the two launches and over torch's separate operations, each of which reads its operands
+and writes its result (an fp8 tensor is read in 87 bytes and written in 159, fp16-scaled in 14 and 102, bf16
+with random bits in 6 and 708; the fused update itself is 28):
+
+                  at rest                                 apart     here
+    bf16-sr       w 2, g 2, m 4, v 4                        748       22    one launch: nothing has a scale
+    msamp-o1      w 2, g 1, m 4, v 4                        231       32
+    msamp-o2      w 2, g 1, m 1, v 2                        593       17
+    msamp-o3      w 1, master 2, g 1, m 1, v 2              752       18
+
+Nothing is computed between the launches and nobody waits for a device: the second makes the scales itself.
+"""
+
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from narrowgauge.kernels.device import launches
+from narrowgauge.quantization import AtRest, Cast, make_cast
+
+_PLAIN = {
+    torch.float32: make_cast("fp32"),
+    torch.bfloat16: make_cast("bf16"),
+    torch.float16: make_cast("fp16"),
+}
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What the host knows of a step, fp32 numbers: the factors of the formulas above, in their order."""
+
+    decay: float
+    weight_1: float
+    beta_2: float
+    weight_2: float
+    step_size: float
+    root: float
+    eps: float
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], step: int) -> "Factors":
+        """Those of step `step`, from 1, under AdamW's options: lr, betas, eps, weight_decay."""
+        (beta_1, beta_2), lr = options["betas"], options["lr"]
+        step_size, root = lr / (1 - beta_1**step), (1 - beta_2**step) ** 0.5
+        decay = 1 - lr * options["weight_decay"]
+        wide = decay, 1 - beta_1, beta_2, 1 - beta_2, step_size, root, options["eps"]
+        return cls(*(float(np.float32(x)) for x in wide))
+
+    @property
+    def from_m(self) -> bool:
+        """Whether m moves towards g, rather than g back towards m: from the nearer of the two."""
+        return self.weight_1 < 0.5
+
+
+def takes(*states: AtRest | Tensor | None) -> bool:
+    """Whether the kernel runs on state that lies like this (None: there is none).
+
+    Plain fp32, fp16, bf16 (also rounded with random bits), bf16-split, fp16 and FP8 codes under one scale; of
+    tensors that are whole, and not on the host. A gauge needs float32 numbers in memory to look at.
+    """
+    return all(state is None or _takes(state) for state in states)
+
+
+def adamw(
+    w: AtRest | Tensor,
+    g: AtRest | Tensor,
+    m: AtRest,
+    v: AtRest,
+    beside: AtRest | None,
+    factors: Factors,
+    keys: Mapping[str, tuple[int, int]],
+) -> None:
+    """Update a parameter in place, by the kernel; all of it has to be what it `takes`.
+
+    `w` is the master where there is one, and `beside` then the weight. `keys` has the key words of the random
+    bits (`formats.stream_key`) of each that is rounded with any: "w", "m", "v", "beside".
+    """
+    from narrowgauge.kernels.on_gpu.adamw import launch
+
+    other = None if beside is None else as_it_lies(beside)
+    own = [keys.get(place, (0, 0)) for place in ("w", "m", "v", "beside")]
+    w_g_m_v = [as_it_lies(s) for s in (w, g, m, v)]
+    launch(w_g_m_v, other, astuple(factors), factors.from_m, own)
+    for state in (w, m, v, beside):
+        if state is not None:  # autograd does not know of what a kernel writes
+            written = [state] if isinstance(state, Tensor) else state.tensors.values()
+            torch.autograd.graph.increment_version(written)
+
+
+def reference(w: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: Factors) -> tuple[Tensor, Tensor, Tensor]:
+    """(w', m', v') of fp32 tensors of one shape, in plain torch."""
+    f = factors
+    weight_1, weight_2 = torch.tensor(f.weight_1), torch.tensor(f.weight_2)
+    m = fma(g - m, weight_1, m) if f.from_m else fma(g - m, weight_1 - 1, g)
+    v = fma(g * weight_2, g, v * f.beta_2)
+    root = v.double().sqrt().float()  # of fp32 torch may take that of a library which is an ulp off
+    w = w * f.decay - (m * f.step_size) / (root / torch.full_like(v, f.root) + f.eps)
+    return w, m, v
+
+
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c of fp32 tensors, rounded once.
+
+    The product is exact in fp64. If anything is cut off from the sum there, its last bit is made odd, so that
+    it is no tie and on no wrong side when it is rounded to fp32 (Boldo & Melquiond 2008).
+    """
+    product, c = a.double() * b.double(), c.double()
+    total = product + c
+    part = total - product
+    rest = (product - (total - part)) + (c - part)
+    bits = total.view(torch.int64)
+    cut = ((rest > 0) | (rest < 0)) & (bits & 1 == 0)
+    return (bits + cut * torch.where((rest > 0) == (total > 0), 1, -1)).view(torch.float64).float()
+
+
+def as_it_lies(state: AtRest | Tensor) -> tuple[Tensor, Tensor | None, Cast]:
+    """(numbers, scale or further bits, cast)."""
+    if isinstance(state, Tensor):
+        return state, None, _PLAIN[state.dtype]
+    values, *beside = state.tensors.values()
+    return values, beside[0] if beside else None, state.cast
+
+
+def _takes(state: AtRest | Tensor) -> bool:
+    if isinstance(state, Tensor):
+        return launches(state) and state.dtype in _PLAIN and state.is_contiguous()
+    values = next(iter(state.tensors.values()))
+    is_here = not state.on_host and (state.part is None or state.part.is_whole) and launches(values)
+    return is_here and state.gauge is None and _takes_cast(state.cast)
+
+
+def _takes_cast(cast: Cast) -> bool:
+    name = cast.element.name
+    if cast.split:
+        return True
+    if not cast.is_scaled:
+        return name in ("fp32", "bf16", "fp16") and (cast.rounding != "stochastic" or name == "bf16")
+    is_one = cast.scale == "fp32" and cast.block is None and not cast.expand and not cast.codebook
+    return is_one and name in ("fp16", "e4m3", "e5m2")

@@ -1,0 +1,267 @@
+"""AdamW's kernel on narrow state against its reference in plain torch, and the optimizer with it and without.
+
+All of it bit for bit: the reference's operations are torch's own on a CPU with vectors, which fuses the same
+products and sums on any such CPU, but for the elements behind the last whole vector; hence multiples of 16
+wherever the digits are compared with torch's.
+"""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from narrowgauge.formats import stream, stream_key
+from narrowgauge.kernels import device as where
+from narrowgauge.kernels.adamw import Factors, adamw, fma, reference, takes
+from narrowgauge.nn.weights import Gradient
+from narrowgauge.optim.adamw import adamw_update
+from narrowgauge.quantization import AtRest, make_cast
+from narrowgauge.recipes import recipe
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*encountered in:RuntimeWarning"
+)  # numpy's, of the interpreter
+
+E4M3 = {"cast": "e4m3", "power_of_two": True}
+E5M2 = {"cast": "e5m2"}
+SR = {"cast": "bf16", "rounding": "stochastic"}
+CODES_SR = {"cast": "e4m3", "rounding": "stochastic"}
+#: (weight, gradient, m, v, the weight beside it if the first is a master)
+WAYS = {
+    "msamp-o1": ("fp16-scaled", E4M3, "fp32", "fp32", None),
+    "msamp-o2": ("fp16-scaled", E4M3, E4M3, "fp16-scaled", None),
+    "msamp-o3": ("fp16-scaled", E4M3, E4M3, "fp16-scaled", E4M3),
+    "bf16-sr": (SR, SR, "fp32", "fp32", None),
+    "split": ("bf16-split", "bf16", "bf16", "fp16", None),
+    "random codes": ("fp32", "fp16", CODES_SR, E5M2, CODES_SR),
+    "random fp16": ({"cast": "fp16-scaled", "rounding": "stochastic"}, "fp32", "bf16", SR, SR),
+}
+like_torch = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="fuses no products and sums"
+)
+OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+SEED, STEP = 7, 3
+
+
+def filled(numbers, cast, device):
+    state = AtRest(numbers.shape, make_cast(cast), device)
+    state.write(numbers.to(device))
+    return state
+
+
+def states(way, shape, device, scale=1.0):
+    g = torch.Generator().manual_seed(0)
+    w, dw, m, v = (torch.randn(shape, generator=g) for _ in range(4))
+    numbers = (w * 0.02, dw * scale, m * scale, (v * scale).square(), w * 0.02)
+    return [
+        None if cast is None else filled(x, cast, device) for x, cast in zip(numbers, WAYS[way], strict=True)
+    ]
+
+
+def updated_by_reference(w, g, m, v, beside, factors):
+    """The same state as `adamw` has to leave, written as the optimizer writes it."""
+    numbers = reference(w.read(), g.read(), m.read(), v.read(), factors)
+    for i, (state, x) in enumerate(zip((w, m, v, beside), (*numbers, numbers[0]), strict=True)):
+        if state is not None:
+            random = state.cast.rounding == "stochastic"
+            state.write(x.clone(), stream(SEED, STEP, i, x.device) if random else None)
+
+
+def updated_by_kernel(w, g, m, v, beside, factors):
+    keys = {place: stream_key(SEED, STEP, i) for i, place in enumerate(("w", "m", "v", "beside"))}
+    assert takes(w, g, m, v, beside)
+    adamw(w, g, m, v, beside, factors, keys)
+
+
+def assert_same(a, b):
+    """Equal in every bit that is stored."""
+    for x, y in zip(a, b, strict=True):
+        if x is not None:
+            for name, tensor in x.tensors.items():
+                bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+                assert torch.equal(tensor.view(bits), y.tensors[name].view(bits)), (x.cast.name, name)
+
+
+def test_a_sum_of_products_is_rounded_once():
+    g = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(3000, generator=g) for _ in range(2))
+    c = -(a * b) * (1 + torch.randint(-3, 3, a.shape, generator=g) * 2.0**-20)
+    # 1 + 2^-23 + 2^-24 and a hair below or above: fp64 alone cannot see the hair, and would round to even
+    tie = torch.tensor([[1 + 2.0**-12, 1 + 2.0**-12, s] for s in (2.0**-60, -(2.0**-60), 0.0)]).T
+    a, b, c = torch.cat([a, tie[0]]), torch.cat([b, tie[1]]), torch.cat([c, tie[2]])
+    for x, y, z, ours in zip(a.tolist(), b.tolist(), c.tolist(), fma(a, b, c).tolist(), strict=True):
+        exact = Fraction(x) * Fraction(y) + Fraction(z)
+        t = torch.tensor(ours)
+        for other in (torch.nextafter(t, t + 1), torch.nextafter(t, t - 1)):
+            assert abs(exact - Fraction(ours)) <= abs(exact - Fraction(other.item())), (x, y, z)
+    low, high = fma(*tie)[[1, 0]].tolist()
+    assert low < high  # on the two sides of the tie
+    assert fma(torch.tensor(math.inf), torch.tensor(1.0), torch.tensor(1.0)).item() == math.inf
+
+
+@like_torch
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.9, 0.999), (0.5, 0.5), (0.1, 0.2), (0.0, 0.0)])
+def test_the_reference_is_torchs_fused_update(betas):
+    g = torch.Generator().manual_seed(2)
+    w, m, v = torch.randn(256, generator=g), torch.zeros(256), torch.zeros(256)
+    ours, steps = (w.clone(), m.clone(), v.clone()), torch.zeros(())
+    for step in (1, 2, 3, 4):
+        dw = torch.randn(256, generator=g) * 10.0 ** torch.randint(-12, 6, w.shape, generator=g)
+        options = OPTIONS | {"betas": betas, "lr": 1e-2 / step}
+        ours = reference(ours[0], dw, *ours[1:], Factors.of(options, step))
+        adamw_update([w], [dw], {"m": [m], "v": [v]}, [steps], options, [None])
+        for a, b in zip(ours, (w, m, v), strict=True):
+            assert torch.equal(a, b), step
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", [(71, 137), (3,)])
+def test_the_kernel_is_its_reference(way, shape, device):
+    """Two programs of the first launch and five of the second, none of them full; and one."""
+    for betas in ((0.9, 0.95), (0.3, 0.6)):
+        factors = Factors.of(OPTIONS | {"betas": betas}, STEP)
+        ours, plain = states(way, shape, device), states(way, shape, device)
+        for _ in range(2):
+            updated_by_kernel(*ours, factors)
+            updated_by_reference(*plain, factors)
+            assert_same(ours, plain)
+
+
+def test_random_bits_meet_what_is_cut_off(device):
+    """Where what bf16 cuts off is the random number, or next to it; with lr = 0 a weight stays as it is."""
+    shape = torch.Size((60, 70))
+    random = (stream(SEED, STEP, 3).uniform(shape) * 2**16).int()
+    ties = 0
+    for less in (0, 1):
+        bits = (0x3F80 << 16) + (random - less).clamp(0)
+        w = (torch.where(torch.arange(70) % 2 == 0, bits, bits | -(2**31))).view(torch.float32)
+        ties += (stream(SEED, STEP, 3).uniform(shape) == (bits & 0xFFFF) * 2.0**-16).sum()
+        kinds = {"fp32": w, "fp16": w, "bf16": w, "bf16-split": w.abs()}
+        ours, plain = (
+            [*(filled(x, c, device) for c, x in kinds.items()), filled(w, SR, device)] for _ in range(2)
+        )
+        factors = Factors.of(OPTIONS | {"lr": 0.0}, STEP)
+        updated_by_kernel(*ours, factors)
+        updated_by_reference(*plain, factors)
+        assert torch.equal(ours[0].read().cpu(), w)
+        assert_same(ours, plain)
+    assert ties > 0
+
+
+@pytest.mark.parametrize("scale", [0.0, 2.0**-75, 2.0**-140, 2.0**55, 2.0**70])
+@pytest.mark.parametrize("way", ["msamp-o2", "msamp-o3", "bf16-sr", "split"])
+def test_zeros_small_and_large_numbers(way, scale, device):
+    """Squares that are subnormal, or infinite: then v is NaN from its scale on, in both."""
+    factors = Factors.of(OPTIONS, 1)
+    ours, plain = states(way, (5, 16), device, scale), states(way, (5, 16), device, scale)
+    updated_by_kernel(*ours, factors)
+    updated_by_reference(*plain, factors)
+    for a, b in zip(ours, plain, strict=True):
+        if a is not None:
+            assert torch.equal(a.read().nan_to_num(nan=-1), b.read().nan_to_num(nan=-1)), a.cast.name
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("way", ["msamp-o1", "msamp-o3", "bf16-sr", "split"])
+def test_what_is_not_finite_stays_so(way, bad, device):
+    factors = Factors.of(OPTIONS, STEP)
+    for poisoned in (1, 2):
+        ours, plain = states(way, (5, 16), device), states(way, (5, 16), device)
+        for some in (ours, plain):
+            x = some[poisoned].read().clone()
+            x[2, 3] = bad
+            some[poisoned].write(x)
+        updated_by_kernel(*ours, factors)
+        updated_by_reference(*plain, factors)
+        for a, b in zip(ours, plain, strict=True):
+            if a is not None:
+                torch.testing.assert_close(a.read(), b.read(), rtol=0, atol=0, equal_nan=True)
+        assert ours[0].read().isnan().any()
+
+
+def test_what_it_takes_and_what_it_does_not(device):
+    def at_rest(cast, **options):
+        return AtRest(torch.Size((4, 256)), make_cast(cast), device, **options)
+
+    for cast in ("fp32", "bf16", "fp16", SR, "fp16-scaled", "bf16-split", E4M3, E5M2):
+        assert takes(at_rest(cast), None), cast
+    for cast in ("coat", "dynamic8", "fp8-1x128", "mxfp8", {"cast": "fp16", "rounding": "stochastic"}):
+        assert not takes(at_rest("fp32"), at_rest(cast)), cast
+    assert not takes(at_rest("fp32", on_host=True))
+    assert not takes(torch.zeros(4, 8, device=device).T)
+    assert not takes(torch.zeros(0, device=device))
+    assert not takes(torch.zeros(4, dtype=torch.float64, device=device))
+    shown = at_rest("bf16")
+    shown.gauge = lambda x, state: None
+    assert not takes(shown)
+
+
+def test_a_write_is_one_that_autograd_knows_of(device):
+    p = torch.ones(32, device=device)
+    before = p._version
+    m, v = (AtRest(p.shape, make_cast("bf16"), device) for _ in range(2))
+    adamw(p, torch.ones_like(p), m, v, None, Factors.of(OPTIONS, 1), {})
+    assert p._version > before
+    assert m.tensors["values"]._version > 0
+
+
+RECIPES = {
+    "msamp-o1": {},
+    "msamp-o2": {},
+    "msamp-o3": {},
+    "bf16-sr": {},
+    "fp32": {"m": "bf16", "v": E5M2},
+    "bf16": {"weight": "bf16", "master": "bf16-split", "m": CODES_SR, "v": SR},
+}
+
+
+def trained(name, device, steps=4):
+    """All that is stored after some steps: gradients of two sums, clipped; only matrices decay."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(80, 64), torch.nn.Linear(64, 16, bias=False)).to(device)
+    r = recipe(name).with_places(RECIPES[name])
+    model = ng.convert(model, r, keep=[])
+    optimizer = ng.AdamW(ng.optim.parameter_groups(model, 0.1), r, betas=(0.9, 0.95), seed=5)
+    g = torch.Generator().manual_seed(1)
+    for n in range(steps):
+        ng.optim.set_learning_rate(optimizer, 1e-2 / (n + 1))
+        optimizer.zero_grad()
+        for p in model.parameters():
+            dw = (torch.randn(p.shape, generator=g) * 10.0**-n).to(device)
+            narrow = getattr(p, "gradient", None)
+            if isinstance(narrow, Gradient):
+                narrow.add(dw, stream(1, n, 2, device))
+                narrow.add(dw.flip(0), stream(1, n, 3, device))
+            else:
+                p.grad = dw.to(p.dtype)
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+    found = optimizer.tensors({p: n for n, p in model.named_parameters()})
+    for n, p in model.named_parameters():
+        found[n] = p.detach()
+        for place in ("at_rest", "master"):
+            found |= {
+                f"{n}.{place}.{k}": t
+                for k, t in (getattr(p, place, None) or AtRest(p.shape, make_cast("fp32"))).tensors.items()
+            }
+    return {n: t.float().cpu() for n, t in found.items()}
+
+
+@like_torch
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_optimizer_with_kernels_is_torchs_to_the_last_digit(name, device, monkeypatch):
+    from narrowgauge.kernels.on_gpu import adamw as on_gpu  # here, for the interpreter: see conftest.py
+
+    ran, launch = [], on_gpu.launch
+    monkeypatch.setattr(on_gpu, "launch", lambda *args: ran.append(args[0][0][0].shape) or launch(*args))
+    ours = trained(name, device)
+    assert ran.count((64, 80)) == 4
+    monkeypatch.setattr(where, "_has_triton", lambda: False)
+    ran.clear()
+    torchs = trained(name, torch.device("cpu"))
+    assert not ran
+    assert ours.keys() == torchs.keys()
+    for n, t in ours.items():
+        assert torch.equal(t, torchs[n]), n
