@@ -120,6 +120,7 @@ TOML = {
     "section": ("[trainin]\nsteps = 3", ["unknown section 'trainin'", "'training'"]),
     "key": ("[training]\nstep = 3", ["unknown key 'training.step'", "'training.steps'"]),
     "place": ("[recipe]\nfprop = {q = 'bf16'}", ["unknown key 'recipe.fprop.q'"]),
+    "a grid": ("[sweep]\n'training.seed' = [1, 2]", ["section 'sweep' is a grid", "`narrowgauge compare`"]),
     "outside a section": ("steps = 3", ["unknown section 'steps'"]),
     "a section that is a number": ("training = 3", ["training = 3", "[training]"]),
     "a section that is a list": ("[[training]]\nsteps = 3", ["training = [{'steps': 3}]", "[training]"]),

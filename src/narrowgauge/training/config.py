@@ -175,6 +175,10 @@ def _sentence(error: ValidationError) -> UserError:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"][:2])
     if first["type"] == "extra_forbidden":
+        if where == "sweep":
+            return UserError(
+                "section 'sweep' is a grid for `narrowgauge compare`; a run has one value of each key"
+            )
         known = list(Config.model_fields) if len(first["loc"]) == 1 else list(config_keys())
         return unknown("section" if len(first["loc"]) == 1 else "key", where, known)
     rule = first["msg"][0].lower() + first["msg"][1:]
