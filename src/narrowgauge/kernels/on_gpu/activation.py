@@ -115,7 +115,7 @@ def launch_swiglu_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]
     tiles, tile = _tiles(rows, F)
     largest = torch.empty(tiles, device=dy.device)
     told = largest.view(torch.int32)
-    swiglu_backward[(tiles,)](dy, gate_up, grad, told, rows, F, **tile, num_warps=4, enable_fp_fusion=False)
+    swiglu_backward[(tiles,)](dy, gate_up, grad, told, rows, F, **tile, num_warps=8, enable_fp_fusion=False)
     return grad, largest
 
 
