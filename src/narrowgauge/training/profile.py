@@ -32,7 +32,7 @@ CLASSES = (
     ("attention", r"scaled_dot_product|flash_attention|ScaledDotProduct"),
     ("GEMMs", r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$|^narrowgauge::scaled_mm$"),
     ("loss", r"CrossEntropy|HeadLoss"),
-    ("casts", r"_ThreeGemms"),
+    ("casts", r"ThreeGemms"),
     ("norms and the rest", r""),
 )
 
