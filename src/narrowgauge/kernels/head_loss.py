@@ -43,6 +43,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from narrowgauge.kernels.cross_entropy import row_losses, write_gradients
+from narrowgauge.kernels.device import is_slow
 
 #: Logits held at a time (1 GiB in bf16).
 CHUNK_ELEMENTS = 2**29
@@ -166,8 +167,8 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, adds: bool = False) -> None:
         torch.addmm(out, a, b, beta=int(adds), out=out)
     elif out.is_meta:
         return  # nothing is made but `out`
-    elif out.device.type == "cpu" and (out.dtype == torch.float32 or out.dtype == torch.float16):
-        # Torch has no product of narrow operands in fp32 there, and multiplies fp16 one by one.
+    elif out.device.type == "cpu" and (out.dtype == torch.float32 or is_slow(a)):
+        # Torch has no product of narrow operands in fp32 there.
         product = a.float() @ b.float()
         out.copy_(out + product if adds else product)
     elif out.dtype == torch.float32:

@@ -196,6 +196,8 @@ def cheaper(
         changes.append(_Change("--training.micro_batch_size 1", {"training": {"micro_batch_size": 1}}))
     if not config.training.recompute:
         changes.append(_Change("--training.recompute true", {"training": {"recompute": True}}))
+    if not config.training.chunked_loss:
+        changes.append(_Change("--training.chunked_loss true", {"training": {"chunked_loss": True}}))
     if has_host and not config.the_recipe().offload:
         changes.append(
             _Change("--recipe.offload master,grad,m,v", {"recipe": {"offload": "master,grad,m,v"}})
