@@ -139,6 +139,8 @@ def _print_memory(plan: Plan, console: Console) -> None:
     console.print(f"{fits}: {gib(plan.needed)} of {gib(plan.limit)} ({plan.whose})", highlight=False)
     found = cheaper(plan.config, plan.has_host, plan.layout, wider=not plan.fits)
     for words, other in sorted(found, key=lambda item: item[1].peak):
+        if other.peak > 0.99 * memory.peak:  # it would not be noticed
+            continue
         note = "" if other.peak <= plan.limit else ", which does not fit either"
         console.print(f"with {words}: {gib(other.peak)}{note}", highlight=False, markup=False, soft_wrap=True)
 
