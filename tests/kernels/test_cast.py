@@ -84,8 +84,9 @@ def assert_same_tensors(x, cast, axis, **options):
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("name", SCALED)
 def test_equals_the_reference_bit_for_bit(name, axis, device):
-    for x in inputs(device).values():
-        for cast in variants(name):
+    for kind, x in inputs(device).items():
+        first, *others = variants(name)
+        for cast in (first, *(others if kind in ("wide", "subnormal", "huge") else ())):
             assert_same_tensors(x, cast, axis)
 
 
