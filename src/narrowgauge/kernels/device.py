@@ -28,7 +28,13 @@ def has_kernels(device: torch.device) -> bool:
         return False
     if device.type == "cpu":
         return os.environ.get("TRITON_INTERPRET") == "1" and _has_triton()
-    return device.type == "cuda" and _has_triton()
+    return device.type == "cuda" and _has_triton() and _is_for(device)
+
+
+@cache
+def _is_for(device: torch.device) -> bool:
+    """Whether Triton compiles for a GPU: AMD's, and NVIDIA's from Ampere on."""
+    return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def is_slow(x: torch.Tensor) -> bool:
