@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from narrowgauge.errors import UserError
 from narrowgauge.formats import stream
 from narrowgauge.kernels import emulate, quantize
 from narrowgauge.quantization import cast as cast_named
@@ -127,6 +128,13 @@ def test_a_transform_of_small_integers_is_exact(name, size, axis, device):
     ours, plain = ours.dequantize(), quantize_plainly(x, cast, axis, signs=signs).dequantize()
     assert ours.shape == plain.shape
     assert (ours != plain).float().mean() < 0.01
+
+
+def test_random_signs_have_to_be_given(device):
+    cast = make_cast({"cast": "mxfp4", "hadamard": 32, "signs": "random"})
+    for f in (quantize, quantize_plainly):
+        with pytest.raises(UserError, match="takes random signs"):
+            f(inputs(device)["bf16"], cast, -1)
 
 
 def test_what_has_no_kernel_goes_to_the_reference(device):

@@ -6,7 +6,7 @@ element of a bf16 tensor, read and written (the reference makes a dozen passes i
 
     blocks (MX, FP8 1x128, 16x16 ...)       2 + 1 for codes, 2 + 2 for numbers (4 where their scale is fp32)
     NVFP4                                   2 more: its tensor scale wants the largest magnitude first
-    a scale a row, or a tensor              2 more for that; nothing if its producer told it (`largest`)
+    a scale a row, 128 x 128, or a tensor   2 more for that; a tensor whose producer told it none (`largest`)
     codes along both axes, from one read    1 more for the second
 
 Left to the references: tensors that several processes hold together, outliers kept apart, random bits that

@@ -173,14 +173,18 @@ def prepared(
 
 def transformed(x: torch.Tensor, cast: Cast, axis: int, signs: torch.Tensor | None) -> torch.Tensor:
     """The tensor after the cast's Hadamard transform, if it has one."""
-    if cast.hadamard:
-        own = () if isinstance(cast.signs, str) else cast.signs
-        if cast.signs == "random" and signs is None:
-            raise UserError(
-                f"cast {cast.name!r} takes random signs, which a recipe draws in each step; give signs"
-            )
-        x = hadamard(x, cast.hadamard, axis, own if signs is None else signs)
-    return x
+    return hadamard(x, cast.hadamard, axis, signs_of(cast, signs)) if cast.hadamard else x
+
+
+def signs_of(cast: Cast, signs: torch.Tensor | None) -> torch.Tensor | tuple[int, ...]:
+    """The signs of a cast's transform: those that are given, or its own (() for the size's)."""
+    if signs is not None:
+        return signs
+    if isinstance(cast.signs, str):
+        raise UserError(
+            f"cast {cast.name!r} takes random signs, which a recipe draws in each step; give signs"
+        )
+    return cast.signs
 
 
 def _zero_where_not(finite: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.grid import Scales, scales_from
 from narrowgauge.quantization.hadamard import transform
-from narrowgauge.quantization.quantize import transformed
+from narrowgauge.quantization.quantize import signs_of, transformed
 from narrowgauge.quantization.scales import nvfp4_tensor_scale
 
 
@@ -141,7 +141,7 @@ def _cast_blocks(
     assert cast.block is not None
     view = _view(x, cast, axis)
     blocks = blocks_of(view.shape, cast, axis)
-    matrix = transform(cast.hadamard, _signs(cast, signs), x) if cast.hadamard else None
+    matrix = transform(cast.hadamard, signs_of(cast, signs), x) if cast.hadamard else None
     S = tensor_scale = None
     if cast.scale == "e4m3":
         amax = _largest(x, cast, view, axis, blocks, matrix)
@@ -205,7 +205,3 @@ def _random(x: torch.Tensor, generator: Stream | None) -> tuple[Any, Any]:
     if not isinstance(offset, torch.Tensor):
         offset = torch.full((), offset, dtype=torch.int64, device=x.device)
     return generator.key, offset
-
-
-def _signs(cast: Cast, signs: torch.Tensor | None) -> Any:
-    return signs if signs is not None else () if isinstance(cast.signs, str) else cast.signs
