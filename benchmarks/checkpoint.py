@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from narrowgauge.checkpoint import AsyncSaver, save, verify, whole
-from narrowgauge.checkpoint.tensor_writer import write_safetensors
+from narrowgauge.checkpoint.store.safetensors_writer import write_safetensors
 
 
 def seconds(do: Callable[[], object]) -> tuple[float, float]:

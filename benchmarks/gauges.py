@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from narrowgauge.data import open_data
-from narrowgauge.training.config import make_config
-from narrowgauge.training.directory import RunDirectory
-from narrowgauge.training.machine import choose_device, synchronize
-from narrowgauge.training.sections import GAUGES_EVERY
-from narrowgauge.training.session import Session
+from narrowgauge.training.config.config import make_config
+from narrowgauge.training.config.schema import GAUGES_EVERY
+from narrowgauge.training.monitor.hardware import choose_device, synchronize
+from narrowgauge.training.run_directory import RunDirectory
+from narrowgauge.training.step.trainer import Session
 
 
 def measure(args: argparse.Namespace, recipe: str, folder: Path) -> tuple[list[float], list[float]]:

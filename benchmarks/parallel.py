@@ -37,13 +37,13 @@ from torch.profiler import ProfilerActivity, profile
 from narrowgauge.checkpoint import AsyncSaver
 from narrowgauge.data import Batch
 from narrowgauge.distributed import Crew, Layout, Mesh, World
-from narrowgauge.distributed.build import Objective
-from narrowgauge.distributed.traffic import Traffic
+from narrowgauge.distributed.comm.byte_counter import Traffic
+from narrowgauge.distributed.parallel.parallelize import Objective
 from narrowgauge.models import Transformer, initialize
 from narrowgauge.optim import parameter_groups
 from narrowgauge.training import make_config
-from narrowgauge.training.profile import covered
-from narrowgauge.training.session import Session
+from narrowgauge.training.monitor.profiler import covered
+from narrowgauge.training.step.trainer import Session
 
 CPU = torch.device("cpu")
 LAYOUTS = {

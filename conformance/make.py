@@ -86,7 +86,7 @@ def inputs() -> dict[str, tuple[str, np.ndarray]]:
 
 
 def bits(shape: tuple[int, ...]) -> np.ndarray:
-    """24 random bits for each number: those that narrowgauge draws under KEY (formats/random_stream.py)."""
+    """24 random bits for each number: those that narrowgauge draws under KEY (formats/counter_rng.py)."""
 
     def mix(x: int) -> int:
         x = (x ^ x >> 16) * 0x21F0AAAD % 2**32

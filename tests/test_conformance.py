@@ -10,7 +10,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.formats import Stream, decode, format
-from narrowgauge.nn.delayed import History
+from narrowgauge.nn.amax_history import History
 from narrowgauge.quantization import cast, cast_names, emulate, make_cast, quantize
 from narrowgauge.recipes import GEMM_PLACES, recipe, recipe_names
 

@@ -15,7 +15,7 @@ import pytest
 
 import narrowgauge as ng
 from fenced import blocks, shell_lines, titled
-from narrowgauge.cli import _options, _read_train, _values
+from narrowgauge.cli.main import _options, _read_train, _values
 from narrowgauge.cluster import load_site
 from narrowgauge.models import model_names
 from narrowgauge.recipes import Device, choose_backend

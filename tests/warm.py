@@ -19,7 +19,7 @@ import torch._dynamo
 import torch.distributed.elastic.multiprocessing.api
 import torch.distributed.launcher.api  # noqa: F401  and when torchrun starts
 
-import narrowgauge.cli  # noqa: F401
+import narrowgauge.cli.main  # noqa: F401
 
 
 def become(job: dict) -> None:

@@ -21,11 +21,11 @@ def main() -> int:
     trains = sys.argv[1:2] == ["train"]
     with stop_requests(at_the_end=True) if trains else nullcontext():
         try:
-            from narrowgauge import cli
+            from narrowgauge.cli.main import main as run_command
         except KeyboardInterrupt:
             print("narrowgauge: interrupted", file=sys.stderr)
             return 1
-        return cli.main()
+        return run_command()
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from narrowgauge.bench.ceilings import Ceilings
-from narrowgauge.bench.contender import random_batches
 from narrowgauge.bench.peers import peer_step
 from narrowgauge.bench.timing import Spread
 from narrowgauge.bench.work import Attention, Gemm, work_of
+from narrowgauge.bench.worker import random_batches
 from narrowgauge.models import flops_per_token
 from narrowgauge.training import make_config
-from narrowgauge.training.session import Session
+from narrowgauge.training.step.trainer import Session
 
 CPU = torch.device("cpu")
 

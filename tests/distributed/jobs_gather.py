@@ -7,12 +7,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import narrowgauge as ng
-from narrowgauge.distributed.reducers import narrow_fsdp
-from narrowgauge.distributed.traffic import Traffic
+from narrowgauge.distributed.comm.byte_counter import Traffic
+from narrowgauge.distributed.comm.grad_hooks import narrow_fsdp
+from narrowgauge.distributed.parallel.fsdp import narrow_shards, renew_gather_scales
 from narrowgauge.nn import set_step
-from narrowgauge.nn.gathered import Gathered
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.shards import narrow_shards, renew_gather_scales
+from narrowgauge.nn.sharded.gathered_weight import Gathered
 from narrowgauge.optim import gradient
 
 D = 16

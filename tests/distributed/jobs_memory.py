@@ -5,11 +5,11 @@ import torch.distributed as dist
 
 from narrowgauge.data import open_data
 from narrowgauge.distributed import Mesh, Traffic
-from narrowgauge.training.config import make_config
-from narrowgauge.training.layout import layout_of
-from narrowgauge.training.memory import measured
-from narrowgauge.training.session import Session
-from narrowgauge.training.watch import Watch
+from narrowgauge.training.config.config import make_config
+from narrowgauge.training.monitor.memory import measured
+from narrowgauge.training.monitor.memory_tracker import Watch
+from narrowgauge.training.run.parallel_dims import layout_of
+from narrowgauge.training.step.trainer import Session
 
 CPU = torch.device("cpu")
 

@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 from narrowgauge.data import open_data
 from narrowgauge.distributed import Mesh
 from narrowgauge.nn import DTYPES, Linear
-from narrowgauge.nn.weights import best_numbers
+from narrowgauge.nn.weight_state import best_numbers
 from narrowgauge.optim import local, part_of
-from narrowgauge.training.config import make_config
-from narrowgauge.training.layout import layout_of
-from narrowgauge.training.session import Session
-from narrowgauge.training.validate import validation_loss
+from narrowgauge.training.config.config import make_config
+from narrowgauge.training.run.parallel_dims import layout_of
+from narrowgauge.training.run.validation import validation_loss
+from narrowgauge.training.step.trainer import Session
 
 CPU = torch.device("cpu")
 

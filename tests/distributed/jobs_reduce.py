@@ -10,19 +10,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
-from narrowgauge.distributed.collectives import gather_rows, sum_of_rows
-from narrowgauge.distributed.narrow_reduce import all_reduce, reduce_scatter
-from narrowgauge.distributed.reducers import (
+from narrowgauge.collectives import gather_rows, sum_of_rows
+from narrowgauge.distributed.comm.byte_counter import Traffic
+from narrowgauge.distributed.comm.grad_hooks import (
     all_reduce_at_rest,
     narrow_fsdp,
     narrow_hook,
     wires_of,
 )
-from narrowgauge.distributed.shared_scales import Wire
-from narrowgauge.distributed.traffic import Traffic
+from narrowgauge.distributed.comm.quantized_reduce import all_reduce, reduce_scatter
+from narrowgauge.distributed.comm.shared_scales import Wire
 from narrowgauge.errors import UserError
 from narrowgauge.formats import decode, round_to
-from narrowgauge.nn.weights import Gradient
+from narrowgauge.nn.weight_state import Gradient
 from narrowgauge.quantization import PreScale, make_cast, quantize
 from narrowgauge.quantization.scales import fp32_scale
 

@@ -4,10 +4,10 @@ import torch
 
 from narrowgauge.data import Batch
 from narrowgauge.distributed import Layout, Mesh
-from narrowgauge.distributed.traffic import Traffic
+from narrowgauge.distributed.comm.byte_counter import Traffic
 from narrowgauge.nn import Linear
 from narrowgauge.training import make_config
-from narrowgauge.training.session import Session
+from narrowgauge.training.step.trainer import Session
 
 CPU = torch.device("cpu")
 VOCABULARY, TOKENS = 64, 32

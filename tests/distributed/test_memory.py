@@ -3,8 +3,9 @@
 import pytest
 
 from narrowgauge.distributed import Layout, fit
-from narrowgauge.training import make_config, memory
-from narrowgauge.training.expected import expected_step
+from narrowgauge.training import make_config
+from narrowgauge.training.monitor import memory
+from narrowgauge.training.monitor.memory_estimate import expected_step
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import pytest
 
 from faults.table import case
 from narrowgauge.distributed import world_from
-from narrowgauge.distributed.slurm import expand_hosts, port_of, tasks_of_nodes
+from narrowgauge.distributed.launch.slurm_env import expand_hosts, port_of, tasks_of_nodes
 from narrowgauge.errors import UserError
 
 

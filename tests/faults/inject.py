@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.training.session import Session
+from narrowgauge.training.step.trainer import Session
 
 RANK = int(os.environ.get("RANK", "0"))
 Undo = Callable[[], None]

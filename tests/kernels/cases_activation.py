@@ -2,7 +2,7 @@
 
 import torch
 
-from narrowgauge.kernels.on_gpu import activation
+from narrowgauge.kernels.triton import activation
 
 
 def swiglu(F, dtype):

@@ -15,7 +15,7 @@ KEYS = [(2 * i + 5, -2 * i - 7) for i in range(4)]
 
 
 def run(w, g, m, v, beside=None, from_m=True):
-    from narrowgauge.kernels.on_gpu.adamw import launch  # compiled, or interpreted: whoever imports it says
+    from narrowgauge.kernels.triton.adamw import launch  # compiled, or interpreted: whoever imports it says
 
     shape = torch.Size((512, 4096))
     states = [None if c is None else as_it_lies(AtRest(shape, make_cast(c))) for c in (w, g, m, v, beside)]

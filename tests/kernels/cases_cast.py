@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from narrowgauge.formats import stream
-from narrowgauge.kernels.on_gpu.launch_cast import emulated, quantized
+from narrowgauge.kernels.triton.cast_launch import emulated, quantized
 from narrowgauge.quantization import cast, make_cast
 
 

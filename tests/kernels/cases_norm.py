@@ -2,7 +2,7 @@
 
 import torch
 
-from narrowgauge.kernels.on_gpu import norm
+from narrowgauge.kernels.triton import norm
 
 
 def case(D, kind, narrow, add=True):

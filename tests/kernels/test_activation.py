@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from narrowgauge.kernels.activation import gelu, gelu_reference, swiglu, swiglu_reference
-from narrowgauge.kernels.largest import told_largest
+from narrowgauge.kernels.amax_cache import told_largest
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*encountered in:RuntimeWarning"
@@ -145,7 +145,7 @@ def test_gelu_of_what_is_not_finite_is_torchs(device):
 
 def test_every_element_is_written(device, monkeypatch):
     """What is allocated is poisoned first; 70 rows of 3 leave most of a tile outside."""
-    from narrowgauge.kernels.on_gpu import activation
+    from narrowgauge.kernels.triton import activation
 
     def poisoned(make):
         return lambda *args, **kwargs: make(*args, **kwargs).fill_(NAN)

@@ -13,9 +13,9 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.formats import stream, stream_key
-from narrowgauge.kernels import device as where
+from narrowgauge.kernels import dispatch as where
 from narrowgauge.kernels.adamw import Factors, adamw, fma, reference, takes
-from narrowgauge.nn.weights import Gradient
+from narrowgauge.nn.weight_state import Gradient
 from narrowgauge.optim.adamw import adamw_update
 from narrowgauge.quantization import AtRest, make_cast
 from narrowgauge.recipes import recipe
@@ -252,7 +252,7 @@ def trained(name, device, steps=4):
 @like_torch
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_optimizer_with_kernels_is_torchs_to_the_last_digit(name, device, monkeypatch):
-    from narrowgauge.kernels.on_gpu import adamw as on_gpu  # here, for the interpreter: see conftest.py
+    from narrowgauge.kernels.triton import adamw as on_gpu
 
     ran, launch = [], on_gpu.launch
     monkeypatch.setattr(on_gpu, "launch", lambda *args: ran.append(args[0][0][0].shape) or launch(*args))

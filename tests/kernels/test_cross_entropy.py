@@ -14,7 +14,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 @pytest.fixture
 def on_gpu(device):
-    from narrowgauge.kernels.on_gpu import cross_entropy as on_gpu
+    from narrowgauge.kernels.triton import cross_entropy as on_gpu
 
     return on_gpu
 

@@ -43,11 +43,11 @@ def test_the_same_numbers_with_kernels_and_without(name, device, monkeypatch):
 
 
 def test_a_largest_magnitude_that_was_told_is_not_looked_for(device, monkeypatch):
-    from narrowgauge.kernels.on_gpu import launch_cast  # here, for the interpreter: see conftest.py
+    from narrowgauge.kernels.triton import cast_launch
 
     seen = []
-    find = launch_cast._largest
-    monkeypatch.setattr(launch_cast, "_largest", lambda x, *rest: seen.append(x.shape) or find(x, *rest))
+    find = cast_launch._largest
+    monkeypatch.setattr(cast_launch, "_largest", lambda x, *rest: seen.append(x.shape) or find(x, *rest))
     model = convert(
         torch.nn.Sequential(torch.nn.Linear(32, 16)).to(device), "fp8", keep=[], backend="emulated"
     )

@@ -9,8 +9,8 @@ it all numbers of all operations, and independently, that would be some 2^-8 * s
 import pytest
 import torch
 
-from narrowgauge.kernels import device as where
-from narrowgauge.kernels.largest import told_largest
+from narrowgauge.kernels import dispatch as where
+from narrowgauge.kernels.amax_cache import told_largest
 from narrowgauge.models import Transformer, generate, initialize, model_config
 
 pytestmark = pytest.mark.filterwarnings(

@@ -9,7 +9,7 @@ ulp, eps / 2 of the number.
 import pytest
 import torch
 
-from narrowgauge.kernels.largest import told_largest
+from narrowgauge.kernels.amax_cache import told_largest
 from narrowgauge.kernels.norm import add_norm, norm, reference
 
 FEW = 2.0**-18
@@ -80,7 +80,7 @@ def test_random_rows_are_as_near_as_rounding_allows(device, kind, D, x_dtype, de
 @pytest.mark.parametrize("delta_dtype", [torch.bfloat16, torch.float32, None])
 def test_gradients_are_those_of_double_precision(device, kind, delta_dtype, monkeypatch):
     """With the gradient that comes back to the sum. Seven rows on three programs are three, three and one."""
-    from narrowgauge.kernels.on_gpu import norm as on_gpu
+    from narrowgauge.kernels.triton import norm as on_gpu
 
     monkeypatch.setattr(on_gpu, "PROGRAMS", 3)
     shape, D = (1, 7, 24), 24
@@ -147,7 +147,7 @@ def test_an_output_beyond_its_dtype_tells_infinity(device):
 
 
 def test_every_element_is_written(device):
-    from narrowgauge.kernels.on_gpu import norm as on_gpu
+    from narrowgauge.kernels.triton import norm as on_gpu
 
     M, D = 5, 37
     x, weight_D = normal(M, D).to(device), torch.ones(D, device=device)

@@ -66,7 +66,7 @@ def test_bad_numbers_stay_in_their_pair(device):
 
 
 def test_every_element_is_written(device, monkeypatch):
-    from narrowgauge.kernels.on_gpu.rotary import launch_rotary
+    from narrowgauge.kernels.triton.rotary import launch_rotary
 
     make = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda x: make(x).fill_(torch.nan))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.nn.weights import Gradient
+from narrowgauge.nn.weight_state import Gradient
 from narrowgauge.optim import gradient
 from narrowgauge.quantization import make_cast
 

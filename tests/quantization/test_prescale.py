@@ -2,9 +2,9 @@
 
 import torch
 
-from narrowgauge.nn.weights import Gradient
+from narrowgauge.nn.weight_state import Gradient
 from narrowgauge.quantization import make_cast
-from narrowgauge.quantization.prescale import applied, next_mu
+from narrowgauge.quantization.state.prescale import applied, next_mu
 
 PLAIN = {"cast": "e4m3", "power_of_two": True}
 

@@ -5,7 +5,7 @@ import pytest
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import make_cast
 from narrowgauge.recipes import parse_recipe, recipe, recipe_names
-from narrowgauge.training.config import make_config, trajectory
+from narrowgauge.training.config.config import make_config, trajectory
 
 GATHERED = {
     "bf16": "bf16",

@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from narrowgauge.bench.ceilings import Ceilings, measure
-from narrowgauge.bench.contender import OURS, contenders
 from narrowgauge.bench.peers import check_peers, default_peers
 from narrowgauge.bench.timing import Spread, take_turns
 from narrowgauge.bench.work import Work, work_of
+from narrowgauge.bench.worker import OURS, contenders
 from narrowgauge.recipes import choose_backend, device_facts
 from narrowgauge.training import Config, choose_device
-from narrowgauge.training.machine import device_name
-from narrowgauge.training.profile import StepTime
+from narrowgauge.training.monitor.hardware import device_name
+from narrowgauge.training.monitor.profiler import StepTime
 
 
 @dataclass(frozen=True)

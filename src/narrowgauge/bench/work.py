@@ -26,7 +26,7 @@ from narrowgauge.nn import DTYPES, Linear
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import GEMM_PLACES, Recipe
 from narrowgauge.training import Config, expected
-from narrowgauge.training.model import build_model, recomputed
+from narrowgauge.training.step.build_model import build_model, recomputed
 
 
 @dataclass(frozen=True, order=True)

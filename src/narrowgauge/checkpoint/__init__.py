@@ -6,9 +6,16 @@ beside the steps, `files` for the three facts about disks that everything here f
 may write.
 """
 
-from narrowgauge.checkpoint.background import AsyncSaver
-from narrowgauge.checkpoint.boxes import Piece, Pieces, whole
-from narrowgauge.checkpoint.files import (
+from narrowgauge.checkpoint.store.async_save import AsyncSaver
+from narrowgauge.checkpoint.store.commit import newest_valid, steps
+from narrowgauge.checkpoint.store.disk_space import SaveError, require_space
+from narrowgauge.checkpoint.store.lock import lock_run
+from narrowgauge.checkpoint.store.manifest import DamagedError, FileEntry, Manifest, read_manifest, verify
+from narrowgauge.checkpoint.store.nonfinite import JSON, PoisonedError, is_finite
+from narrowgauge.checkpoint.store.restore import Checkpoint, choose_step, load, restore_pieces
+from narrowgauge.checkpoint.store.save import Save, plan_save, save, save_pieces
+from narrowgauge.checkpoint.store.slices import Piece, Pieces, whole
+from narrowgauge.files import (
     append_line,
     append_lines,
     fsync_directory,
@@ -17,13 +24,6 @@ from narrowgauge.checkpoint.files import (
     sha256_of,
     write_whole,
 )
-from narrowgauge.checkpoint.finite import JSON, PoisonedError, is_finite
-from narrowgauge.checkpoint.lock import lock_run
-from narrowgauge.checkpoint.manifest import DamagedError, FileEntry, Manifest, read_manifest, verify
-from narrowgauge.checkpoint.publication import newest_valid, steps
-from narrowgauge.checkpoint.restore import Checkpoint, choose_step, load, restore_pieces
-from narrowgauge.checkpoint.space import SaveError, require_space
-from narrowgauge.checkpoint.store import Save, plan_save, save, save_pieces
 
 __all__ = [
     "JSON",

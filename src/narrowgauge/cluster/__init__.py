@@ -1,17 +1,17 @@
 """Where does it run, and at what cost?"""
 
-from narrowgauge.cluster.doctor import as_json, examine, print_items
-from narrowgauge.cluster.machine import Cluster, cluster_names, load_cluster
-from narrowgauge.cluster.plan import Plan, make_plan, print_plan, tokens_of
-from narrowgauge.cluster.plan import as_json as plan_as_json
-from narrowgauge.cluster.scaling import Scaling, read_sizes, scaling
-from narrowgauge.cluster.scaling_rank import measure
-from narrowgauge.cluster.scaling_table import print_scaling
-from narrowgauge.cluster.scaling_world import WorldFailed
-from narrowgauge.cluster.script import MARK, Job
-from narrowgauge.cluster.site import Site, load_site, site_names
-from narrowgauge.cluster.slurm import slurm_script
-from narrowgauge.cluster.torchrun import torchrun_script
+from narrowgauge.cluster.doctor.doctor import as_json, examine, print_items
+from narrowgauge.cluster.launch.job_script import MARK, Job
+from narrowgauge.cluster.launch.site import Site, load_site, site_names
+from narrowgauge.cluster.launch.slurm import slurm_script
+from narrowgauge.cluster.launch.torchrun import torchrun_script
+from narrowgauge.cluster.plan.cluster_spec import Cluster, cluster_names, load_cluster
+from narrowgauge.cluster.plan.plan import Plan, make_plan, print_plan, tokens_of
+from narrowgauge.cluster.plan.plan import as_json as plan_as_json
+from narrowgauge.cluster.scaling.local_launch import WorldFailed
+from narrowgauge.cluster.scaling.scaling import Scaling, read_sizes, scaling
+from narrowgauge.cluster.scaling.table import print_scaling
+from narrowgauge.cluster.scaling.worker import measure
 
 __all__ = [
     "MARK",

@@ -1,16 +1,15 @@
 """Where do tokens come from? Sources, tokenizers, token files, their order, and batches."""
 
 from narrowgauge.data.corpus import Corpus, Manifest, is_corpus, open_corpus
-from narrowgauge.data.dataset import AUTO, Dataset, open_data, split_sources
-from narrowgauge.data.loader import Batch, Loader, count_windows, training_batch, validation_batches
-from narrowgauge.data.megatron import open_megatron, write_megatron
-from narrowgauge.data.order import first_samples, mixed_samples, samples, shares_of
-from narrowgauge.data.prepare import DEFAULT_TOKENIZER, cache_directory, prepare
-from narrowgauge.data.sieve import Options
+from narrowgauge.data.export import TOKEN_LAYOUTS, export_tokens
+from narrowgauge.data.loading.dataset import AUTO, Dataset, open_data, split_sources
+from narrowgauge.data.loading.loader import Batch, Loader, count_windows, training_batch, validation_batches
+from narrowgauge.data.loading.sample_order import first_samples, mixed_samples, samples, shares_of
+from narrowgauge.data.preparation.document_filter import Options
+from narrowgauge.data.preparation.prepare import DEFAULT_TOKENIZER, cache_directory, prepare
 from narrowgauge.data.sources import Document, documents
-from narrowgauge.data.stream import Mixture, Stream
-from narrowgauge.data.token_export import TOKEN_LAYOUTS, export_tokens
-from narrowgauge.data.token_file import (
+from narrowgauge.data.token_files.megatron import open_megatron, write_megatron
+from narrowgauge.data.token_files.token_file import (
     TokenFile,
     Tokens,
     open_token_file,
@@ -18,7 +17,8 @@ from narrowgauge.data.token_file import (
     write_token_file,
     write_token_shards,
 )
-from narrowgauge.data.tokenizer import (
+from narrowgauge.data.token_files.token_stream import Mixture, Stream
+from narrowgauge.data.tokenization.tokenizer import (
     Tokenizer,
     bytes_tokenizer,
     ids_tokenizer,

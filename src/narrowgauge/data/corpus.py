@@ -23,7 +23,7 @@ from typing import Any, cast, get_origin
 
 import numpy as np
 
-from narrowgauge.data.token_file import (
+from narrowgauge.data.token_files.token_file import (
     TokenFile,
     Tokens,
     damaged,
@@ -31,7 +31,7 @@ from narrowgauge.data.token_file import (
     open_token_file,
     verify_token_file,
 )
-from narrowgauge.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from narrowgauge.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from narrowgauge.errors import UserError
 
 LAYOUT_VERSION = 2

@@ -30,8 +30,8 @@ import torch
 
 from narrowgauge.errors import unknown
 from narrowgauge.formats import table
+from narrowgauge.formats.counter_rng import Stream
 from narrowgauge.formats.format import Format
-from narrowgauge.formats.random_stream import Stream
 
 Rounding = Literal["nearest-even", "half-away", "toward-zero", "stochastic"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)

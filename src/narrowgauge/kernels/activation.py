@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.kernels.device import launches
-from narrowgauge.kernels.largest import tell_largest
+from narrowgauge.kernels.amax_cache import tell_largest
+from narrowgauge.kernels.dispatch import launches
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ def gelu_reference(x: Tensor) -> Tensor:
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        from narrowgauge.kernels.on_gpu.activation import launch_swiglu
+        from narrowgauge.kernels.triton.activation import launch_swiglu
 
         ctx.save_for_backward(gate_up)
         y, largest = launch_swiglu(gate_up.contiguous())
@@ -79,7 +79,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, _: None) -> Tensor:
-        from narrowgauge.kernels.on_gpu.activation import launch_swiglu_backward
+        from narrowgauge.kernels.triton.activation import launch_swiglu_backward
 
         (gate_up,) = ctx.saved_tensors
         grad, largest = launch_swiglu_backward(dy.contiguous(), gate_up.contiguous())
@@ -90,7 +90,7 @@ class _SwiGLU(torch.autograd.Function):
 class _GELU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        from narrowgauge.kernels.on_gpu.activation import launch_gelu
+        from narrowgauge.kernels.triton.activation import launch_gelu
 
         ctx.save_for_backward(x)
         y, largest = launch_gelu(x.contiguous())
@@ -100,7 +100,7 @@ class _GELU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, _: None) -> Tensor:
-        from narrowgauge.kernels.on_gpu.activation import launch_gelu_backward
+        from narrowgauge.kernels.triton.activation import launch_gelu_backward
 
         (x,) = ctx.saved_tensors
         dx, largest = launch_gelu_backward(dy.contiguous(), x.contiguous())

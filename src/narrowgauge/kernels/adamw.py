@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels.device import launches
+from narrowgauge.kernels.dispatch import launches
 from narrowgauge.quantization import AtRest, Cast, make_cast
 
 _PLAIN = {
@@ -93,7 +93,7 @@ def adamw(
     `w` is the master where there is one, and `beside` then the weight. `keys` has the key words of the random
     bits (`formats.stream_key`) of each that is rounded with any: "w", "m", "v", "beside".
     """
-    from narrowgauge.kernels.on_gpu.adamw import launch
+    from narrowgauge.kernels.triton.adamw import launch
 
     other = None if beside is None else as_it_lies(beside)
     own = [keys.get(place, (0, 0)) for place in ("w", "m", "v", "beside")]

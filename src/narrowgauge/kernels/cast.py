@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from narrowgauge.formats import Stream
-from narrowgauge.kernels.device import launches
+from narrowgauge.kernels.dispatch import launches
 from narrowgauge.quantization import Cast, Part, QTensor
 from narrowgauge.quantization import emulate as emulate_plainly
 from narrowgauge.quantization import quantize as quantize_plainly
-from narrowgauge.quantization.grid import Generator
+from narrowgauge.quantization.scale_and_round import Generator
 
 
 def _has_kernel(x: torch.Tensor, cast: Cast, generator: Generator, part: Part | None) -> bool:
@@ -56,7 +56,7 @@ def quantize(
         a kernel writes both (None elsewhere; only casts whose numbers do not depend on the axis have them).
     """
     if _has_kernel(x, cast, generator, part):
-        from narrowgauge.kernels.on_gpu.launch_cast import quantized
+        from narrowgauge.kernels.triton.cast_launch import quantized
 
         return quantized(x, cast, axis, _stream(generator), signs, encode_scale, both)
     options: dict[str, Any] = {"generator": generator, "signs": signs, "encode_scale": encode_scale}
@@ -75,7 +75,7 @@ def emulate(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`quantization.emulate` of a matrix; `axis` is -1 or 0."""
     if _has_kernel(x, cast, generator, part):
-        from narrowgauge.kernels.on_gpu.launch_cast import emulated
+        from narrowgauge.kernels.triton.cast_launch import emulated
 
         return emulated(x, cast, axis, dtype, _stream(generator), signs, encode_scale)
     return emulate_plainly(x, cast, axis, dtype, generator, signs, encode_scale, part)

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.kernels.device import launches
+from narrowgauge.kernels.dispatch import launches
 
 #: fp32 logits held at a time (64 MiB). It fixes the order of summation, so it is no setting.
 CHUNK_ELEMENTS = 2**24
@@ -88,7 +88,7 @@ def row_losses(z_TV: Tensor, y_T: Tensor, ignores: bool) -> tuple[Tensor, Tensor
     `ignores` allows IGNORED among the ids.
     """
     if launches(z_TV):
-        from narrowgauge.kernels.on_gpu import cross_entropy as on_gpu
+        from narrowgauge.kernels.triton import cross_entropy as on_gpu
 
         return on_gpu.losses(z_TV, y_T, IGNORED if ignores else None)
     loss_T = z_TV.new_empty(len(z_TV), dtype=torch.float32)
@@ -105,7 +105,7 @@ def write_gradients(
     `stats_2T` is that of `row_losses`, `factor` a 0-dim fp32 tensor.
     """
     if stats_2T is not None:
-        from narrowgauge.kernels.on_gpu import cross_entropy as on_gpu
+        from narrowgauge.kernels.triton import cross_entropy as on_gpu
 
         on_gpu.write_gradients(z_TV, y_T, stats_2T, factor, IGNORED if ignores else None, out_TV)
         torch.autograd.graph.increment_version(out_TV)  # else autograd does not know

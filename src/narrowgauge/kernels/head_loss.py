@@ -43,7 +43,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from narrowgauge.kernels.cross_entropy import row_losses, write_gradients
-from narrowgauge.kernels.device import is_slow
+from narrowgauge.kernels.dispatch import is_slow
 
 #: Logits held at a time (1 GiB in bf16).
 CHUNK_ELEMENTS = 2**29

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.kernels.device import launches
-from narrowgauge.kernels.largest import tell_largest
+from narrowgauge.kernels.amax_cache import tell_largest
+from narrowgauge.kernels.dispatch import launches
 
 #: The widest row that the registers of one program hold in the backward pass.
 WIDEST = 8192
@@ -98,7 +98,7 @@ class _AddNorm(torch.autograd.Function):
         kind: str,
         out_dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        from narrowgauge.kernels.on_gpu import norm as on_gpu
+        from narrowgauge.kernels.triton import norm as on_gpu
 
         stream = None
         if delta is not None:
@@ -123,7 +123,7 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dstream: Tensor | None, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        from narrowgauge.kernels.on_gpu import norm as on_gpu
+        from narrowgauge.kernels.triton import norm as on_gpu
 
         x_dtype, delta_dtype, bias_dtype = ctx.dtypes
         stream, weight_D, mean_M, scale_M = ctx.saved_tensors

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.kernels.device import launches
+from narrowgauge.kernels.dispatch import launches
 
 
 def rotary(x_BNTH: Tensor, table: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ def reference(x_BNTH: Tensor, table: Tensor) -> Tensor:
 class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BNTH: Tensor, table: Tensor) -> Tensor:
-        from narrowgauge.kernels.on_gpu.rotary import launch_rotary
+        from narrowgauge.kernels.triton.rotary import launch_rotary
 
         ctx.save_for_backward(table)
         return launch_rotary(_even(x_BNTH), _even(table), is_back=False)
@@ -58,7 +58,7 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BNTH: Tensor) -> tuple[Tensor, None]:
-        from narrowgauge.kernels.on_gpu.rotary import launch_rotary
+        from narrowgauge.kernels.triton.rotary import launch_rotary
 
         (table,) = ctx.saved_tensors
         return launch_rotary(_even(grad_BNTH), _even(table), is_back=True), None

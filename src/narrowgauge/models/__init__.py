@@ -1,10 +1,10 @@
 """What are we training? One decoder-only transformer, its named sizes; knows nothing of recipes."""
 
 from narrowgauge.kernels.cross_entropy import IGNORED, cross_entropy
-from narrowgauge.models.cache import Cache
 from narrowgauge.models.config import ModelConfig
 from narrowgauge.models.count import count_parameters, flops_per_token
 from narrowgauge.models.generate import generate
+from narrowgauge.models.kv_cache import Cache
 from narrowgauge.models.sizes import model_config, model_names
 from narrowgauge.models.transformer import Transformer, initialize, starting_values
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import UserError
-from narrowgauge.models.cache import Cache
+from narrowgauge.models.kv_cache import Cache
 from narrowgauge.models.transformer import Transformer
 
 

@@ -33,11 +33,11 @@ from torch import Tensor, nn
 
 from narrowgauge.kernels.activation import gelu, swiglu
 from narrowgauge.kernels.attention import fastest_first
-from narrowgauge.kernels.device import is_slow
+from narrowgauge.kernels.dispatch import is_slow
 from narrowgauge.kernels.norm import add_norm, norm
 from narrowgauge.kernels.rotary import rotary
-from narrowgauge.models.cache import LayerCache
 from narrowgauge.models.config import ModelConfig
+from narrowgauge.models.kv_cache import LayerCache
 
 
 class Norm(nn.Module):

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from narrowgauge.errors import UserError
 from narrowgauge.kernels.cross_entropy import cross_entropy
 from narrowgauge.kernels.head_loss import head_loss
-from narrowgauge.models.cache import Cache
 from narrowgauge.models.config import ModelConfig
+from narrowgauge.models.kv_cache import Cache
 from narrowgauge.models.layers import Block, Norm, document_mask, rope_table
 
 

@@ -7,9 +7,9 @@ import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge.errors import UserError
-from narrowgauge.nn.delayed import History
+from narrowgauge.nn.amax_history import History
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.weights import Weight
+from narrowgauge.nn.weight_state import Weight
 from narrowgauge.recipes import Recipe, choose_backend, device_facts, matches
 from narrowgauge.recipes import recipe as recipe_named
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from narrowgauge.kernels.device import is_slow
+from narrowgauge.kernels.dispatch import is_slow
 from narrowgauge.nn.native import Codes, multiply_codes
 
 

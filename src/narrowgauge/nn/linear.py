@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from narrowgauge.formats import stream_key
-from narrowgauge.nn.delayed import History
-from narrowgauge.nn.gathered import Gathering
-from narrowgauge.nn.gauges import Onlooker
-from narrowgauge.nn.places import Places, stream_ids
-from narrowgauge.nn.split import Split
-from narrowgauge.nn.three_gemms import as_the_recipe_says, three_gemms
-from narrowgauge.nn.weights import Weight
+from narrowgauge.nn.amax_history import History
+from narrowgauge.nn.gemm_context import Places, stream_ids
+from narrowgauge.nn.linear_function import as_the_recipe_says, three_gemms
+from narrowgauge.nn.observer import Onlooker
+from narrowgauge.nn.sharded.gathered_weight import Gathering
+from narrowgauge.nn.sharded.layout import Split
+from narrowgauge.nn.weight_state import Weight
 from narrowgauge.quantization import Cast, PreScale
 from narrowgauge.recipes import Recipe, choose_backend, device_facts
 

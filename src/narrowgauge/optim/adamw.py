@@ -16,7 +16,7 @@ from torch.optim.adamw import adamw
 from narrowgauge.kernels import adamw as kernels
 from narrowgauge.optim.optimizer import Algorithm, KeyOf, Optimizer, Parts, Tensors
 from narrowgauge.optim.parameter import hung, local, part_of
-from narrowgauge.optim.writing import is_random
+from narrowgauge.optim.state_writer import is_random
 from narrowgauge.quantization import AtRest
 from narrowgauge.recipes import Recipe
 

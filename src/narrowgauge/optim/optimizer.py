@@ -20,7 +20,7 @@ import torch.distributed as dist
 from narrowgauge.errors import UserError
 from narrowgauge.formats import stream, stream_key
 from narrowgauge.optim.parameter import gradient, has_gradient, hung, local, part_of
-from narrowgauge.optim.writing import Narrow, Write, batches, is_random, write_all
+from narrowgauge.optim.state_writer import Narrow, Write, batches, is_random, write_all
 from narrowgauge.quantization import AtRest, Part, make_cast
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes import recipe as recipe_named

@@ -1,11 +1,11 @@
 """How does a tensor become narrow numbers? Blocks, scales, transforms, remedies, and the casts that exist."""
 
-from narrowgauge.quantization.at_rest import AtRest
 from narrowgauge.quantization.cast import Cast, cast, cast_names, make_cast, state_cast_names
-from narrowgauge.quantization.part import Axis, Part, whole_axis
-from narrowgauge.quantization.prescale import PreScale
+from narrowgauge.quantization.outliers import clamp_outliers, estimator_slope
 from narrowgauge.quantization.quantize import QTensor, emulate, quantize
-from narrowgauge.quantization.remedies import clamp_outliers, estimator_slope
+from narrowgauge.quantization.sharding.shard import Axis, Part, whole_axis
+from narrowgauge.quantization.state.prescale import PreScale
+from narrowgauge.quantization.state.quantized_state import AtRest
 
 __all__ = [
     "AtRest",

@@ -14,10 +14,10 @@ from narrowgauge.formats import Stream, decode, encode, encode_finite_, format, 
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.cast import cast as cast_named
-from narrowgauge.quantization.grid import Generator, on_grid, scales_of
 from narrowgauge.quantization.hadamard import hadamard
-from narrowgauge.quantization.part import Part
-from narrowgauge.quantization.remedies import clamp_outliers
+from narrowgauge.quantization.outliers import clamp_outliers
+from narrowgauge.quantization.scale_and_round import Generator, on_grid, scales_of
+from narrowgauge.quantization.sharding.shard import Part
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Which format is each place in? Recipes as TOML data, and which code runs them."""
 
 from narrowgauge.recipes.backend import BACKENDS, SCHEMES, Backend, choose_backend
-from narrowgauge.recipes.device import Device, device_facts
+from narrowgauge.recipes.capability import Device, device_facts
 from narrowgauge.recipes.parse import parse_recipe
 from narrowgauge.recipes.recipe import (
     GEMM_PLACES,
@@ -15,7 +15,7 @@ from narrowgauge.recipes.recipe import (
     Rule,
     matches,
 )
-from narrowgauge.recipes.shipped import load_recipe, recipe, recipe_names
+from narrowgauge.recipes.registry import load_recipe, recipe, recipe_names
 
 __all__ = [
     "BACKENDS",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.quantization import Cast
-from narrowgauge.recipes.device import Device
+from narrowgauge.recipes.capability import Device
 from narrowgauge.recipes.recipe import GEMMS, Recipe
 
 BACKENDS = ("auto", "native", "emulated")

@@ -1,9 +1,9 @@
 """What happened? Run directories read back, compared as words, and drawn on one HTML page."""
 
-from narrowgauge.report.page import render_report, write_report
-from narrowgauge.report.runs import Run, Step, Validation, read_run, read_runs
-from narrowgauge.report.table import comparison_notes, comparison_rows, print_comparison
-from narrowgauge.report.verdict import Verdict, print_verdicts, verdicts
+from narrowgauge.report.compare.table import comparison_notes, comparison_rows, print_comparison
+from narrowgauge.report.compare.verdict import Verdict, print_verdicts, verdicts
+from narrowgauge.report.page.page import render_report, write_report
+from narrowgauge.report.read.run import Run, Step, Validation, read_run, read_runs
 
 __all__ = [
     "Run",

@@ -1,18 +1,18 @@
 """How does a run go? The configuration, the loop, the run directory, validation."""
 
-from narrowgauge.training.config import Config, config_keys, load_values, make_config, to_toml
-from narrowgauge.training.convert import convert_run
-from narrowgauge.training.corruption import Corrupted
-from narrowgauge.training.entry import default_out, run
-from narrowgauge.training.expected import Step, cheaper, expected, expected_step
-from narrowgauge.training.guard import Diverged
-from narrowgauge.training.layout import layout_of
-from narrowgauge.training.loop import OutOfMemory
-from narrowgauge.training.machine import choose_device
-from narrowgauge.training.memory import Memory, gib
-from narrowgauge.training.profile import STEPS as PROFILED
-from narrowgauge.training.use import TrainedRun, open_run
-from narrowgauge.training.validate import bits_per_byte, validation_loss
+from narrowgauge.training.config.config import Config, config_keys, load_values, make_config, to_toml
+from narrowgauge.training.monitor.hardware import choose_device
+from narrowgauge.training.monitor.memory import Memory, gib
+from narrowgauge.training.monitor.memory_estimate import Step, cheaper, expected, expected_step
+from narrowgauge.training.monitor.profiler import STEPS as PROFILED
+from narrowgauge.training.run.loop import OutOfMemory
+from narrowgauge.training.run.parallel_dims import layout_of
+from narrowgauge.training.run.run import default_out, run
+from narrowgauge.training.run.validation import bits_per_byte, validation_loss
+from narrowgauge.training.step.guard import Diverged
+from narrowgauge.training.step.replica_check import Corrupted
+from narrowgauge.training.use.convert import convert_run
+from narrowgauge.training.use.trained_model import TrainedRun, open_run
 
 __all__ = [
     "PROFILED",

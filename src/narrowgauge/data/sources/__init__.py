@@ -22,7 +22,7 @@ are left out. A directory or a glob that leads to one text file only is read as 
 
 from collections.abc import Iterator
 
-from narrowgauge.data.sources import dump, hub, jsonl, table, text
+from narrowgauge.data.sources import hub, jsonl, parquet, text
 from narrowgauge.data.sources.paths import (
     DUMP,
     LINES,
@@ -33,7 +33,8 @@ from narrowgauge.data.sources.paths import (
     kind_of,
     standard_library,
 )
-from narrowgauge.data.sources.record import Chunk, Document, Input, Refusal, Rejected, Source
+from narrowgauge.data.sources.records import Chunk, Document, Input, Refusal, Rejected, Source
+from narrowgauge.data.sources.wikipedia import dump
 from narrowgauge.errors import UserError
 
 __all__ = [
@@ -109,7 +110,7 @@ def _chunks(files: tuple[Input, ...], text_key: str) -> Iterator[Chunk]:
         elif kind == LINES:
             yield from jsonl.chunks(file, text_key)
         elif kind == TABLE:
-            yield from table.chunks(file, text_key)
+            yield from parquet.chunks(file, text_key)
         elif kind == DUMP:
             yield from dump.chunks(file)
     yield from text.whole_files(together)

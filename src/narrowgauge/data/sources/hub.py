@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from narrowgauge.data.sources.record import Chunk, Source
-from narrowgauge.data.sources.table import Rows
+from narrowgauge.data.sources.parquet import Rows
+from narrowgauge.data.sources.records import Chunk, Source
 from narrowgauge.errors import UserError, unknown
 
 PREFIX = "hf:"

@@ -8,8 +8,8 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from narrowgauge.data.sources.record import MOST_BYTES, Chunk, Document, Input, Refusal, Rejected, document
-from narrowgauge.data.sources.stream import CutShort, Stream, cut
+from narrowgauge.data.sources.byte_stream import CutShort, Stream, cut
+from narrowgauge.data.sources.records import MOST_BYTES, Chunk, Document, Input, Refusal, Rejected, document
 
 
 @dataclass(frozen=True)

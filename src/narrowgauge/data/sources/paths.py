@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path
 
-from narrowgauge.data.sources.record import Input
-from narrowgauge.data.sources.stream import COMPRESSED
+from narrowgauge.data.sources.byte_stream import COMPRESSED
+from narrowgauge.data.sources.records import Input
 from narrowgauge.errors import UserError, unknown
 
 STDLIB = "stdlib"

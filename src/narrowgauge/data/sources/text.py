@@ -8,7 +8,8 @@ import codecs
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from narrowgauge.data.sources.record import (
+from narrowgauge.data.sources.byte_stream import CutShort, Stream
+from narrowgauge.data.sources.records import (
     CHUNK_BYTES,
     Chunk,
     Document,
@@ -17,7 +18,6 @@ from narrowgauge.data.sources.record import (
     Rejected,
     document,
 )
-from narrowgauge.data.sources.stream import CutShort, Stream
 
 MOST_WHOLE = 64 << 20  # bytes: a longer file is cut, also where it is one of many
 

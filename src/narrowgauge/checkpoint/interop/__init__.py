@@ -1,0 +1,1 @@
+"""How do models of other programs look on disk?"""

@@ -1,0 +1,204 @@
+"""llm.c's model files of GPT-2: `gpt2_124M.bin`, `gpt2_124M_bf16.bin`, `model_00001000.bin`; in and out.
+
+    256 x int32, little-endian   [0] 20240326  [1] 3 = fp32, 5 = bf16  [2] longest sequence  [3] vocabulary
+                                 [4] layers  [5] heads  [6] channels C  [7] padded vocabulary Vp, the rest 0
+    wte (Vp, C)   wpe (T, C)
+    then each of these for all layers before the next:
+        ln1w  ln1b  qkvw (3C, C)  qkvb  attprojw (C, C)  attprojb
+        ln2w  ln2b  fcw (4C, C)  fcb  fcprojw (C, 4C)  fcprojb
+    lnfw  lnfb
+
+(Source: karpathy/llm.c, `train_gpt2.py` write_model and `train_gpt2.cu` gpt2_write_to_checkpoint.)
+Linear weights are (out, in) as ours, the head is tied, the rows of the padding are zeros. What a file is
+stands in its header; its name says nothing. Everything in a bf16 file is bf16, the norms too.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from narrowgauge.checkpoint.interop.external_model import ForeignModel, foreign
+from narrowgauge.checkpoint.interop.safetensors_reader import refuse_pickle
+from narrowgauge.checkpoint.store.nonfinite import is_finite
+from narrowgauge.errors import UserError
+from narrowgauge.models import ModelConfig
+
+MAGIC = 20240326
+VERSIONS = {3: torch.float32, 5: torch.bfloat16}
+_HEADER = 256
+_PAD_TO = 128
+_MOST = 2**24  # of any dimension: keeps the size of a forged file's tensors within an int64
+_OTHERS = {
+    20240801: "tokens of Llama 3",
+    20240803: "a Llama 3 model, whose header rounds the norm's epsilon to 0: import its Hugging Face folder",
+    20240520: "tokens",
+    20240522: "an evaluation",
+    20240327: "a debug state",
+    20240328: "a tokenizer",
+    20240527: "a training state, whose weights are in the model_*.bin beside it",
+}
+_LAYER = ("attention_norm", "qkv", "attention_out", "mlp_norm", "up", "down")
+
+
+def is_llmc(path: Path) -> bool:
+    """Whether a file begins as llm.c's model files do."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == MAGIC.to_bytes(4, "little")
+    except OSError:
+        return False
+
+
+def read_llmc(path: Path) -> ForeignModel:
+    """The model in a file, its weights as float32, without the rows of the padding.
+
+    The format has no tokenizer; a tokenizer.json beside the file is taken for the model's.
+
+    Raises `UserError` for another kind of file, and for one whose size is not what its header says.
+    """
+    header = _header(path)
+    version, length, vocab, layers, heads, channels, padded = (int(x) for x in header[1:8])
+    config = _config(path, length, vocab, layers, heads, channels)
+    if not vocab <= padded < vocab + 2**16:
+        raise _wrong(path, f"a padded vocabulary of {padded} for one of {vocab}")
+    dtype = VERSIONS[version]
+    tensors: dict[str, torch.Tensor] = {}
+    shapes = list(_stored(config, padded))
+    size = 4 * _HEADER + dtype.itemsize * sum(math.prod(shape) for _, shape in shapes)
+    if path.stat().st_size != size:
+        raise _wrong(path, f"{path.stat().st_size} bytes, where its header asks for {size}")
+    raw: NDArray[np.generic] = np.memmap(
+        path, dtype="<f4" if dtype == torch.float32 else "<i2", mode="r", offset=4 * _HEADER
+    )
+    start = 0
+    for name, shape in shapes:
+        end = start + math.prod(shape)
+        numbers = torch.from_numpy(np.array(raw[start:end], dtype=raw.dtype.newbyteorder("="))).view(shape)
+        tensor = numbers if dtype == torch.float32 else numbers.view(torch.bfloat16).float()
+        tensors[name] = tensor[:vocab].clone() if name == "embedding.weight" else tensor
+        if not is_finite(tensor):
+            raise _wrong(path, f"a NaN or an infinity in {name}")
+        start = end
+    tokenizer = path.with_name("tokenizer.json")
+    return foreign("llmc", config, tensors, path, tokenizer if tokenizer.is_file() else None)
+
+
+def write_llmc(
+    path: Path, config: ModelConfig, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> None:
+    """Write a new file that llm.c reads.
+
+    Raises `UserError` for a model that is no GPT-2 as llm.c knows it, or a dtype that it has not.
+    """
+    _refuse_other(config)
+    versions = {d: version for version, d in VERSIONS.items()}
+    if dtype not in versions:
+        raise UserError(f"llm.c has no model files of {dtype}; use --dtype fp32 or --dtype bf16")
+    padded = -(-config.vocab_size // _PAD_TO) * _PAD_TO
+    header = np.zeros(_HEADER, dtype="<i4")
+    header[:8] = (
+        *(MAGIC, versions[dtype], config.max_sequence_length, config.vocab_size, config.layers),
+        *(config.heads, config.dim, padded),
+    )
+    with path.open("xb") as file:
+        file.write(header.tobytes())
+        for name, shape in _stored(config, padded):
+            tensor = tensors[name].detach().cpu().to(dtype)
+            if name == "embedding.weight":
+                tensor = torch.cat([tensor, tensor.new_zeros(padded - config.vocab_size, config.dim)])
+            assert tensor.shape == shape
+            bits = tensor.contiguous().view(torch.int32 if dtype == torch.float32 else torch.int16).numpy()
+            file.write(bits.astype(bits.dtype.newbyteorder("<"), copy=False).tobytes())
+
+
+def _stored(config: ModelConfig, padded: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor, in the order of the file."""
+    C = config.dim
+    shapes = {
+        "attention_norm": (C,),
+        "qkv": (3 * C, C),
+        "attention_out": (C, C),
+        "mlp_norm": (C,),
+        "up": (4 * C, C),
+        "down": (C, 4 * C),
+    }
+    yield "embedding.weight", (padded, C)
+    yield "position_embedding.weight", (config.max_sequence_length, C)
+    for module in _LAYER:
+        for kind in ("weight", "bias"):
+            for i in range(config.layers):
+                shape = shapes[module]
+                yield f"blocks.{i}.{module}.{kind}", shape if kind == "weight" else shape[:1]
+    yield "norm.weight", (C,)
+    yield "norm.bias", (C,)
+
+
+def _header(path: Path) -> NDArray[np.int32]:
+    refuse_pickle(path)
+    with path.open("rb") as file:
+        data = file.read(4 * _HEADER)
+    header = np.frombuffer(data[: len(data) // 4 * 4], dtype="<i4")
+    magic = int(header[0]) if len(header) else 0
+    if magic in _OTHERS:
+        raise UserError(f"{path} is a file of llm.c's, but no GPT-2 model: it is {_OTHERS[magic]}")
+    if magic != MAGIC:
+        raise UserError(
+            f"{path} is no model file, as llm.c's begin with the number {MAGIC} and no other file is read; "
+            "name one, or a folder: a run, or one of Hugging Face's"
+        )
+    if len(header) < _HEADER:
+        raise _wrong(path, f"{len(data)} bytes, where the header alone has {4 * _HEADER}")
+    if int(header[1]) not in VERSIONS:
+        raise _wrong(path, f"version {header[1]}, where 3 is fp32 and 5 is bf16")
+    return header
+
+
+def _config(path: Path, length: int, vocab: int, layers: int, heads: int, channels: int) -> ModelConfig:
+    if not all(0 < n < _MOST for n in (length, vocab, layers, heads, channels)):
+        raise _wrong(path, "a dimension that is not positive, or beyond any model")
+    if layers * 12 * channels * channels > path.stat().st_size:
+        raise _wrong(path, f"{layers} layers of {channels} channels in {path.stat().st_size} bytes")
+    try:
+        return ModelConfig(
+            dim=channels,
+            layers=layers,
+            heads=heads,
+            ffn_dim=4 * channels,
+            vocab_size=vocab,
+            max_sequence_length=length,
+            positions="learned",
+            norm="layer",
+            mlp="gelu",
+            bias=True,
+            tied_head=True,
+        )
+    except UserError as error:
+        raise _wrong(path, str(error)) from None
+
+
+def _refuse_other(config: ModelConfig) -> None:
+    """Raise for a model that the header cannot describe."""
+    c = config
+    rules = {
+        "positions = learned": c.positions == "learned",
+        "norm = layer": c.norm == "layer",
+        "mlp = gelu": c.mlp == "gelu",
+        "bias = true": c.bias and bool(c.qkv_bias),
+        "tied_head = true": c.tied_head,
+        "kv_heads = heads": c.kv_heads == c.heads,
+        "head_dim = dim / heads": c.head_dim * c.heads == c.dim,
+        "ffn_dim = 4 dim": c.ffn_dim == 4 * c.dim,
+        "norm_eps = 1e-5": c.norm_eps == 1e-5,
+    }
+    if broken := [rule for rule, holds in rules.items() if not holds]:
+        raise UserError(
+            f"llm.c's model files hold GPT-2 only, which has {broken[0]}, and this model has not; use --to hf"
+        )
+
+
+def _wrong(path: Path, what: str) -> UserError:
+    return UserError(f"{path} is a damaged model file of llm.c's: {what}; copy or make it again")

@@ -1,0 +1,169 @@
+"""Megatron-Core's names and order of numbers, in safetensors and TOML.
+
+Megatron-LM's own checkpoints are pickles (`torch.save`, and the metadata of its distributed ones), and
+nothing here is ever pickled or unpickled. So the exchange is a folder:
+
+    model.safetensors      the tensors that Megatron-Core's `GPTModel` has, under its names
+    megatron.toml          [arguments]: the options of Megatron-LM's command line that make this model
+                           [model]: the same in our names
+
+In a program that has Megatron-Core, `model.load_state_dict(safetensors.torch.load_file(...),
+strict=False)` takes it, for one rank (no tensor or pipeline parallelism) and the local layer
+specification. The one of TransformerEngine calls two tensors otherwise: `input_layernorm.weight` is
+`self_attention.linear_qkv.layer_norm_weight`, `pre_mlp_layernorm.weight` is
+`mlp.linear_fc1.layer_norm_weight`.
+
+    embedding, position_embedding    embedding.word_embeddings, embedding.position_embeddings
+    blocks.I.attention_norm          decoder.layers.I.input_layernorm
+    blocks.I.qkv                     decoder.layers.I.self_attention.linear_qkv
+    blocks.I.attention_out           decoder.layers.I.self_attention.linear_proj
+    blocks.I.mlp_norm                decoder.layers.I.pre_mlp_layernorm
+    blocks.I.gate_up or .up          decoder.layers.I.mlp.linear_fc1        (gate first)
+    blocks.I.down                    decoder.layers.I.mlp.linear_fc2
+    norm, head                       decoder.final_layernorm, output_layer
+
+(Source: NVIDIA/Megatron-LM, `megatron/core/models/gpt/` and `core/transformer/attention.py`.) The rows
+of `linear_qkv` are grouped by key-value head: the query heads of the first group, its key, its value,
+then the second group. The vocabulary is padded with rows of zeros to a multiple of 128
+(`--make-vocab-size-divisible-by`).
+"""
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowgauge.checkpoint.interop.external_model import ForeignModel, foreign, require_layers
+from narrowgauge.checkpoint.interop.name_map import shapes_of
+from narrowgauge.checkpoint.interop.safetensors_reader import TensorFolder, inside, write_tensors
+from narrowgauge.checkpoint.store.manifest import read_bounded
+from narrowgauge.errors import UserError
+from narrowgauge.models import ModelConfig
+
+SETTINGS = "megatron.toml"
+_PAD_TO = 128
+_NAMES = {
+    "embedding": "embedding.word_embeddings",
+    "position_embedding": "embedding.position_embeddings",
+    "norm": "decoder.final_layernorm",
+    "head": "output_layer",
+    "attention_norm": "input_layernorm",
+    "qkv": "self_attention.linear_qkv",
+    "attention_out": "self_attention.linear_proj",
+    "mlp_norm": "pre_mlp_layernorm",
+    "gate_up": "mlp.linear_fc1",
+    "up": "mlp.linear_fc1",
+    "down": "mlp.linear_fc2",
+}
+
+
+def read_megatron(folder: Path) -> ForeignModel:
+    """The model in a folder that `write_megatron` made. Raises `UserError` for anything else."""
+    settings = inside(folder, SETTINGS)
+    try:
+        config = ModelConfig(**tomllib.loads(read_bounded(settings, 1 << 20).decode("utf-8"))["model"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{folder / SETTINGS} cannot be used: {error}; make the folder again with "
+            "'narrowgauge export --to megatron'"
+        ) from None
+    tensors = {}
+    with TensorFolder(folder) as there:
+        require_layers(config, len(there.file_of), folder)
+        for ours in _stored(config):
+            if (name := _theirs(ours)) not in there.file_of:
+                raise UserError(
+                    f"{folder} has no tensor {name!r}, which its {SETTINGS} asks for; make it again"
+                )
+            tensors[ours] = _from_theirs(ours, there.read(name), config)
+    tokenizer = inside(folder, "tokenizer.json") if (folder / "tokenizer.json").exists() else None
+    return foreign("megatron", config, tensors, folder, tokenizer)
+
+
+def write_megatron(
+    folder: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    shard_bytes: int,
+) -> None:
+    """Fill an empty folder with a model in our names."""
+    named = [(_theirs(ours), _to_theirs(ours, tensors[ours], config)) for ours in _stored(config)]
+    write_tensors(folder, named, dtype, shard_bytes)
+    lines = []
+    for section, table in (("arguments", arguments(config)), ("model", asdict(config))):
+        # Numbers, booleans and plain strings are alike in TOML and JSON.
+        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items()), ""]
+    (folder / SETTINGS).write_text("\n".join(lines), encoding="utf-8")
+
+
+def arguments(config: ModelConfig) -> dict[str, Any]:
+    """Megatron-LM's options for a model, without the dashes; true means that the option is given."""
+    c = config
+    values: dict[str, Any] = {
+        "num-layers": c.layers,
+        "hidden-size": c.dim,
+        "num-attention-heads": c.heads,
+        "kv-channels": c.head_dim,
+        "ffn-hidden-size": c.ffn_dim,
+        "max-position-embeddings": c.max_sequence_length,
+        "vocab-size": c.vocab_size,
+        "make-vocab-size-divisible-by": _PAD_TO,
+        "position-embedding-type": "learned_absolute" if c.positions == "learned" else "rope",
+        "normalization": "LayerNorm" if c.norm == "layer" else "RMSNorm",
+        "norm-epsilon": c.norm_eps,
+        "init-method-std": c.initial_std,
+    }
+    if c.kv_heads != c.heads:
+        values |= {"group-query-attention": True, "num-query-groups": c.kv_heads}
+    if c.positions == "rope":
+        values["rotary-base"] = c.rope_theta
+    if c.positions == "rope" and c.rope_factor != 1:
+        values |= {"use-rope-scaling": True, "rope-scaling-factor": c.rope_factor}
+    flags = {
+        "swiglu": c.mlp == "swiglu",
+        "disable-bias-linear": not c.bias,
+        "add-qkv-bias": bool(c.qkv_bias) and not c.bias,
+        "untie-embeddings-and-output-weights": not c.tied_head,
+    }
+    return values | {flag: True for flag, given in flags.items() if given}
+
+
+def _stored(config: ModelConfig) -> list[str]:
+    return [name for name in shapes_of(config) if name != "head.weight" or not config.tied_head]
+
+
+def _theirs(ours: str) -> str:
+    module, kind = ours.rsplit(".", 1)
+    if found := re.fullmatch(r"blocks\.(\d+)\.(\w+)", module):
+        return f"decoder.layers.{found[1]}.{_NAMES[found[2]]}.{kind}"
+    return f"{_NAMES[module]}.{kind}"
+
+
+def _to_theirs(ours: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    if ".qkv." in ours:
+        return tensor[_grouped_rows(config)]
+    if ours in ("embedding.weight", "head.weight"):
+        pad = -config.vocab_size % _PAD_TO
+        return torch.cat([tensor, tensor.new_zeros(pad, config.dim)])
+    return tensor
+
+
+def _from_theirs(ours: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    if ".qkv." in ours:
+        rows = _grouped_rows(config)
+        return tensor[rows.argsort()] if len(rows) == len(tensor) else tensor  # else its shape is refused
+    return tensor[: config.vocab_size] if ours in ("embedding.weight", "head.weight") else tensor
+
+
+def _grouped_rows(config: ModelConfig) -> torch.Tensor:
+    """Which of our rows of qkv stands at each place of theirs."""
+    N, K, H = config.heads, config.kv_heads, config.head_dim
+    q, k, v = torch.arange((N + 2 * K) * H).split([N * H, K * H, K * H])
+    groups = [x.view(K, -1) for x in (q, k, v)]
+    return torch.cat(groups, dim=1).flatten()

@@ -1,0 +1,48 @@
+"""What is at a path? Decided by content: a folder by the files in it, a file by its first bytes."""
+
+from pathlib import Path
+
+from narrowgauge.checkpoint.interop import huggingface, megatron
+from narrowgauge.checkpoint.interop.external_model import ForeignModel
+from narrowgauge.checkpoint.interop.llmc import is_llmc, read_llmc
+from narrowgauge.checkpoint.interop.safetensors_reader import INDEX, WHOLE, holds_pickle
+from narrowgauge.errors import UserError
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether something is there that is to be read, or refused, by `read_foreign`: anything but a run."""
+    if path.is_file():
+        return True
+    if not path.is_dir() or (path / "config.toml").exists():
+        return False
+    marks = (megatron.SETTINGS, huggingface.CONFIG, INDEX, WHOLE)
+    return any((path / mark).exists() for mark in marks) or holds_pickle(path) or bool(_llmc_file(path))
+
+
+def read_foreign(path: Path) -> ForeignModel:
+    """The model that another program, or an export, left at `path`.
+
+    Raises `UserError` for what is no model, for a pickle, and for damage.
+    """
+    try:
+        if path.is_dir():
+            if (path / megatron.SETTINGS).is_file():
+                return megatron.read_megatron(path)
+            if huggingface.is_folder(path):
+                return huggingface.read_folder(path)
+            if (file := _llmc_file(path)) is not None:
+                return read_llmc(file)
+            if (path / "config.toml").is_file():
+                raise UserError(f"{path} is a run already: sample, eval and --model.weights take it as it is")
+            raise huggingface.refuse_other_folder(path)
+        if path.is_file():
+            return read_llmc(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}; mend its permissions or copy it again") from error
+    raise UserError(f"{path} does not exist; name a folder of Hugging Face's or an llm.c model file")
+
+
+def _llmc_file(folder: Path) -> Path | None:
+    """The one llm.c model file of a folder, such as `export` leaves; None if it has none or several."""
+    files = [p for p in sorted(folder.glob("*.bin")) if is_llmc(p)]
+    return files[0] if len(files) == 1 else None

@@ -1,0 +1,221 @@
+"""Tensors in a folder of safetensors files, as other programs write and read them.
+
+    model.safetensors                      all tensors in one file, or
+    model-00001-of-00003.safetensors ...   parts, and
+    model.safetensors.index.json           {"metadata": {"total_size": bytes},
+                                            "weight_map": {tensor: file, ...}}
+
+(Layout: Hugging Face `transformers`, `save_pretrained`.) What comes from elsewhere is not trusted. File
+names in an index are plain names of files in the folder itself. safetensors' own reader refuses tensors
+that overlap, leave gaps or reach beyond the file. A pickle is recognised by its content and never
+opened: unpickling can run any code.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from narrowgauge.checkpoint.store.manifest import plain_name
+from narrowgauge.checkpoint.store.nonfinite import is_finite
+from narrowgauge.checkpoint.store.safetensors_writer import write_safetensors
+from narrowgauge.errors import UserError
+from narrowgauge.files import open_regular
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 << 30
+_LARGEST_JSON = 256 << 20
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_PICKLE_STARTS = (b"PK\x03\x04", *(b"\x80" + bytes([protocol]) for protocol in range(1, 6)))
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class TensorFolder:
+    """The tensors of a folder, read one at a time; a context manager that closes its files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open = ExitStack()
+        self._files: dict[str, Any] = {}
+        self._in_file: dict[str, set[str]] = {}
+        self.file_of = self._find()
+
+    def __enter__(self) -> "TensorFolder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor as float32.
+
+        Raises `UserError` where it is not there, no float of 16 bits or more, or not finite.
+        """
+        path = self.folder / self.file_of[name]
+        try:
+            tensor: torch.Tensor = self._handle(self.file_of[name]).get_tensor(name)
+        except SafetensorError as error:
+            raise _damaged(path, str(error)) from error
+        if tensor.dtype not in _DTYPES:
+            raise UserError(
+                f"tensor {name!r} in {path} is {tensor.dtype}, and only fp32, bf16 and fp16 are read; "
+                "give the unquantized model"
+            )
+        if not is_finite(tensor):
+            raise UserError(f"tensor {name!r} in {path} holds a NaN or an infinity; give undamaged weights")
+        return tensor.float()
+
+    def _find(self) -> dict[str, str]:
+        """Which file holds each tensor."""
+        if (self.folder / INDEX).exists():
+            listed = read_json(inside(self.folder, INDEX)).get("weight_map")
+            if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
+                raise UserError(
+                    f"{self.folder / INDEX} has no weight_map of tensors and files; fetch the folder again"
+                )
+            for name, file in listed.items():
+                if name not in self._names(file):
+                    raise _damaged(
+                        self.folder / file, f"it has no tensor {name!r}, which {INDEX} says it has"
+                    )
+            return dict(listed)
+        if (self.folder / WHOLE).exists():
+            return dict.fromkeys(self._names(WHOLE), WHOLE)
+        refuse_pickles(self.folder)
+        raise UserError(
+            f"{self.folder} has neither {WHOLE} nor {INDEX}, and other files of weights are not read; "
+            "give a folder that transformers' save_pretrained wrote"
+        )
+
+    def _names(self, file: str) -> set[str]:
+        """The tensors that a file has."""
+        if file not in self._in_file:
+            self._in_file[file] = set(self._handle(file).keys())
+        return self._in_file[file]
+
+    def _handle(self, name: str) -> Any:
+        """The open file."""
+        if name not in self._files:
+            path = inside(self.folder, name)
+            if not name.endswith(".safetensors"):
+                refuse_pickle(path)
+                raise UserError(
+                    f"{self.folder / INDEX} names {name!r}, and only .safetensors files are read; "
+                    "save the model as safetensors"
+                )
+            try:
+                self._files[name] = self._open.enter_context(safe_open(path, framework="pt", device="cpu"))
+            except (SafetensorError, OSError) as error:
+                refuse_pickle(path)
+                raise _damaged(path, str(error)) from error
+        return self._files[name]
+
+
+def write_tensors(
+    folder: Path, tensors: Sequence[tuple[str, torch.Tensor]], dtype: torch.dtype | None, shard_bytes: int
+) -> None:
+    """Write tensors as one file, or as several of about `shard_bytes` with an index.
+
+    Floating tensors are converted to `dtype`, a file at a time; None keeps each as it is.
+    """
+    shards: list[list[tuple[str, torch.Tensor]]] = [[]]
+    sizes, total = [0], 0
+    for name, tensor in tensors:
+        nbytes = tensor.numel() * (dtype or tensor.dtype).itemsize
+        if sizes[-1] and sizes[-1] + nbytes > shard_bytes:
+            shards.append([])
+            sizes.append(0)
+        shards[-1].append((name, tensor))
+        sizes[-1] += nbytes
+        total += nbytes
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = WHOLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        own = {name: t.to(dtype or t.dtype) for name, t in shard}
+        write_safetensors(folder / file, own, metadata={"format": "pt"})
+        weight_map |= {name: file for name, _ in shard}
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The real path of a file that `folder` itself holds.
+
+    The download cache of Hugging Face keeps files in `blobs/` beside `snapshots/REVISION/` and links to them:
+    such a link is followed, any other that leads out of the folder is refused.
+    """
+    if not plain_name(name):
+        raise UserError(
+            f"{folder} names a file {name!r} outside itself, and only files of the folder are read; "
+            "fetch the folder again from a source that you trust"
+        )
+    home = folder.resolve()
+    real = (folder / name).resolve()
+    roots = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+    if not any(real.is_relative_to(root) for root in roots):
+        raise UserError(
+            f"{folder / name} is a link that leads out of the folder, to {real}; put the file itself there"
+        )
+    if not real.is_file():
+        raise UserError(f"{folder / name} is missing, or no file; fetch the folder again")
+    return real
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object. Raises `UserError` where the file holds none."""
+    try:
+        with open_regular(path) as file:
+            data = file.read(_LARGEST_JSON + 1)
+        value = json.loads(data) if len(data) <= _LARGEST_JSON else None
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path, f"it is not JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise _damaged(path, "it is not one JSON object")
+    return value
+
+
+def refuse_pickles(folder: Path) -> None:
+    """Name the first file of a folder that is a pickle."""
+    for path in _pickles(folder):
+        raise _pickle(path)
+
+
+def holds_pickle(folder: Path) -> bool:
+    """Whether a file of a folder is a pickle."""
+    return any(True for _ in _pickles(folder))
+
+
+def _pickles(folder: Path) -> Iterator[Path]:
+    named = (p for p in sorted(folder.iterdir()) if p.suffix in _PICKLE_SUFFIXES and p.is_file())
+    return (p for p in named if _begins_as_pickle(p))
+
+
+def refuse_pickle(path: Path) -> None:
+    """Refuse a file that is a pickle by its first bytes, whatever it is called.
+
+    A safetensors file may begin with the same bytes: to be asked of what has failed to be one.
+    """
+    if _begins_as_pickle(path):
+        raise _pickle(path)
+
+
+def _begins_as_pickle(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4).startswith(_PICKLE_STARTS)
+
+
+def _pickle(path: Path) -> UserError:
+    return UserError(
+        f"{path} is a pickle, and nothing is ever unpickled because that can run any code; load it with the "
+        "program it came from and save it as safetensors"
+    )
+
+
+def _damaged(path: Path, reason: str) -> UserError:
+    return UserError(f"{path} cannot be trusted: {reason}; fetch or make it again")

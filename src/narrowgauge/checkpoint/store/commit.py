@@ -1,0 +1,204 @@
+"""How a checkpoint becomes visible: whole or not at all. What is inside it is somebody else's business.
+
+The life of RUN/checkpoints/step-20, in order:
+
+    begin     step-20.tmp-<nonce>/ is made; drafts that a dead process left are removed
+    (write)   one process, or several together, write files into the draft, and sync and hash each
+    seal      manifest.json is written and synced, then the draft's names are synced
+    publish   the draft is renamed to step-20, then the parent directory is synced
+    retain    steps older than the newest `keep` valid ones are removed
+
+Only a name `step-N` without a suffix counts, so a process that dies before the rename leaves the old
+checkpoints, and one that dies after it leaves the new one too. A published directory is never written
+into. To publish step N says that the run stands at N: what is there under N already (damaged, or from a
+future that was abandoned by going back) and under greater numbers is set aside as `step-M.aside-<nonce>`,
+and goes when the run has moved past it.
+
+Crash points (see `narrowgauge.files`): `begun`, `write:manifest.json`, `synced:manifest.json`,
+`sealed`, `publish` before the rename, `published` after it, `durable` after the parent is synced,
+`set-aside:NAME` before a directory is set aside, `purge:NAME` before one goes, `purging:NAME` when it has
+lost its name but still has its files, `purged:NAME` after it.
+"""
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from narrowgauge.checkpoint.store.manifest import (
+    MANIFEST,
+    DamagedError,
+    FileEntry,
+    Manifest,
+    verify,
+    verify_listing,
+)
+from narrowgauge.checkpoint.store.verified_cache import forget, is_unchanged, remember
+from narrowgauge.errors import UserError
+from narrowgauge.files import crash_point, fsync_directory, make_directory, write_new
+
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+_DRAFT = re.compile(r"step-[0-9]+\.tmp-.*")
+_ASIDE = re.compile(r"step-([0-9]+)\.aside-.*")
+
+
+def steps(directory: Path) -> list[int]:
+    """Numbers of the published steps, ascending, valid or not; [] where there is no such directory.
+
+    Raises `UserError` where the directory cannot be read.
+    """
+    return sorted(int(found[1]) for name in _names(directory) if (found := _STEP.fullmatch(name)))
+
+
+def newest_valid(directory: Path, run_id: str | None = None) -> tuple[Path | None, list[str]]:
+    """The newest step that verifies, and a sentence for each newer one that does not.
+
+    Args:
+        directory: RUN/checkpoints.
+        run_id: the run that the checkpoint must belong to; None takes any.
+
+    Returns:
+        (path of step-N, refusals), newest refusal first; (None, []) where nothing was ever published.
+
+    Raises `UserError` where something was published but nothing of it is valid: a run never starts again
+    from step 0 by surprise.
+    """
+    refused = []
+    for step in reversed(steps(directory)):
+        path = directory / f"step-{step}"
+        try:
+            verify(path, run_id)
+        except DamagedError as error:
+            refused.append(str(error))
+        else:
+            return path, refused
+    aside = [
+        f"{directory / name} was set aside" for name in sorted(_names(directory)) if _ASIDE.fullmatch(name)
+    ]
+    if refused or aside:
+        raise UserError(
+            f"{str(directory)!r} has checkpoints, but none that can be used ({'; '.join(refused + aside)}), "
+            f"and a run does not start again from step 0 unasked; restore a step from a copy, or delete that "
+            f"directory to start anew"
+        )
+    return None, []
+
+
+def begin(directory: Path, step: int) -> Path:
+    """Make an empty draft of a step, and remove the drafts of dead processes.
+
+    The caller holds the run's lock, so any other draft is dead. Raises `OSError`.
+    """
+    make_directory(directory)
+    for name in os.listdir(directory):
+        if _DRAFT.fullmatch(name):
+            _remove(directory / name)
+    draft = directory / f"step-{step}.tmp-{secrets.token_hex(4)}"
+    draft.mkdir()
+    crash_point("begun")
+    return draft
+
+
+def seal(draft: Path, step: int, run_id: str, files: Mapping[str, FileEntry]) -> Manifest:
+    """Write the manifest of a draft that is otherwise complete and synced. Raises `OSError`."""
+    manifest = Manifest(step, run_id, files)
+    write_new(draft / MANIFEST, manifest.to_json())
+    fsync_directory(draft)
+    crash_point("sealed")
+    return manifest
+
+
+def publish(draft: Path, manifest: Manifest) -> Path:
+    """Give a sealed draft its name, and set newer steps aside; returns the path of step-N.
+
+    Where step-N is there already, valid and with the same content, it stays, and the draft is left to the
+    caller to remove. Raises `OSError`.
+    """
+    directory, final = draft.parent, draft.parent / f"step-{manifest.step}"
+    if not _holds(final, manifest):
+        if os.path.lexists(final):
+            _set_aside(final)
+        crash_point("publish")
+        os.rename(draft, final)
+        remember(final)
+        crash_point("published")
+        fsync_directory(directory)
+        crash_point("durable")
+    for newer in steps(directory):
+        if newer > manifest.step:
+            _set_aside(directory / f"step-{newer}")
+    return final
+
+
+def retain(directory: Path, keep: int, published: Manifest) -> None:
+    """Remove what is older than the newest `keep` valid steps.
+
+    A step counts as valid only if every byte of it verifies, so a damaged one never stands in for a good
+    one. What this process has written or verified is not read again while its files are unchanged
+    (`unchanged.py`). Raises `OSError`.
+    """
+    assert keep >= 2, "with fewer than two checkpoints, one bad disk block ends the run"
+    oldest, valid = published.step, 1
+    for step in reversed(steps(directory)):
+        if valid == keep:
+            break
+        if step < published.step and _valid(directory / f"step-{step}", published.run_id):
+            oldest, valid = step, valid + 1
+    if valid < keep:
+        return
+    for name in sorted(_names(directory)):
+        found = _STEP.fullmatch(name) or _ASIDE.fullmatch(name)
+        if found and int(found[1]) < oldest:
+            crash_point(f"purge:{name}")
+            _remove(directory / name)
+            crash_point(f"purged:{name}")
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise UserError(
+            f"{str(directory)!r} cannot be read as a directory of checkpoints: {error.strerror}"
+        ) from error
+
+
+def _valid(path: Path, run_id: str) -> bool:
+    try:
+        if is_unchanged(path):
+            return verify_listing(path, run_id) is not None
+        verify(path, run_id, cores=1)  # the others are the training's
+    except DamagedError:
+        return False
+    return True
+
+
+def _holds(path: Path, manifest: Manifest) -> bool:
+    """Whether a published step is valid and equal to the manifest's."""
+    try:
+        return verify(path, cores=1) == manifest
+    except DamagedError:
+        return False
+
+
+def _set_aside(path: Path) -> None:
+    crash_point(f"set-aside:{path.name}")
+    os.rename(path, path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}"))
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory. It loses its name first, so that one half removed is never taken for a step."""
+    forget(path)
+    if _STEP.fullmatch(path.name):
+        doomed = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+        os.rename(path, doomed)
+        crash_point(f"purging:{path.name}")
+        path = doomed
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -1,0 +1,90 @@
+"""One run at a time in a run directory.
+
+Two jobs that write into one run destroy both. The lock is the kernel's (`flock` on RUN/.lock), not the
+file's existence: it ends with the process, however that ends, so a file left by `kill -9` never blocks.
+Processes that are forked while the lock is held share it, and the run is free when the last of them is gone.
+
+The ranks of a run hold a second one together (RUN/.lock-ranks): each for as long as it lives, so that a run
+whose rank 0 was killed is still in use while any other rank writes, on whatever machine, as far as `flock`
+reaches over the file system. Rank 0 holds the first lock, and takes it only where nobody holds the second.
+"""
+
+import fcntl
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from narrowgauge.errors import UserError
+from narrowgauge.files import make_directory
+
+LOCK, RANKS = ".lock", ".lock-ranks"
+_HOW = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_APPEND
+
+
+@contextmanager
+def lock_run(directory: Path, rank: int = 0, meet: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold the run directory (made if need be) for the length of a `with`.
+
+    The ranks of a run all call this, with a `meet` that waits until all of them are there.
+
+    Raises `UserError` that names the holder's process id and host where another run has it, or the
+    cause where the directory or its file system cannot be locked.
+    """
+    with _opened(directory, LOCK) as lock, _opened(directory, RANKS) as ranks:
+        if rank == 0:
+            _take(lock, lock, directory, fcntl.LOCK_EX)
+            _take(ranks, lock, directory, fcntl.LOCK_EX)  # nobody is left of another run
+            os.ftruncate(lock, 0)
+            fcntl.flock(ranks, fcntl.LOCK_UN)
+        if meet is not None:
+            meet()  # rank 0 has it for all of them
+            _take(ranks, lock, directory, fcntl.LOCK_SH)
+        os.write(lock, f"process {os.getpid()} on host {socket.gethostname()}\n".encode())
+        if meet is not None:
+            meet()  # all of them hold it
+        yield
+
+
+@contextmanager
+def _opened(directory: Path, name: str) -> Iterator[int]:
+    try:
+        make_directory(directory)
+        descriptor = os.open(directory / name, _HOW, 0o666)
+    except OSError as error:
+        raise _unlockable(directory, error) from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)  # frees the lock; the file stays, because removing it could race with a newcomer
+
+
+def _take(descriptor: int, names: int, directory: Path, kind: int) -> None:
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise UserError(
+            f"{str(directory)!r} is in use by {_holder(names)}, and only one run may write into it; "
+            f"wait for it, stop it, or give another directory"
+        ) from error
+    except OSError as error:
+        raise _unlockable(directory, error) from error
+
+
+def _holder(descriptor: int) -> str:
+    """The first process in the file that may live: of those of this host, one that does."""
+    lines = os.pread(descriptor, 2**20, 0).decode(errors="replace").splitlines()
+    for line in lines:
+        match = re.fullmatch(r"process (\d+) on host (.*)", line)
+        if match and (match[2] != socket.gethostname() or Path(f"/proc/{match[1]}").exists()):
+            return line
+    return lines[0] if lines else "a process that just started"
+
+
+def _unlockable(directory: Path, error: OSError) -> UserError:
+    return UserError(
+        f"{str(directory)!r} cannot be locked ({error.strerror}), and a run needs its directory for itself; "
+        f"give a writable directory on a file system that supports flock"
+    )

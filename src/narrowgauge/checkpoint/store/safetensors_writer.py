@@ -1,0 +1,116 @@
+"""One safetensors file, written, hashed and synced in one pass over the bytes.
+
+    8 bytes     length N of the header, little-endian
+    N bytes     JSON: {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...},
+                with blanks at its end that make N a multiple of 8
+    the rest    the tensors' bytes, row by row, without gaps; wider dtypes first, so that all are aligned
+
+(Layout: the safetensors format.) The library's own writer would need a second pass over the file for its
+digest. Here a chunk goes to the disk while another thread hashes it; both release the interpreter's lock, so
+that a save in the background leaves the training loop alone.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from queue import Queue
+from threading import Thread
+
+import torch
+
+from narrowgauge.checkpoint.store.manifest import FileEntry
+from narrowgauge.files import crash_point
+
+CHUNK = 8 << 20  # bytes that are written and hashed at a time
+DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz},
+    **{"F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F8_E8M0": torch.float8_e8m0fnu},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+    **{"C64": torch.complex64, "BOOL": torch.bool},
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
+) -> FileEntry:
+    """Write and sync a file that must not exist yet; returns its size and digest.
+
+    Args:
+        path: of the file.
+        tensors: by key; on any device, with any strides. One at a time is copied where it is not contiguous
+            on the CPU.
+        metadata: further strings for the header.
+
+    Raises `OSError` (disk full, no permission); what was written is left to the caller to remove.
+    """
+    crash_point(f"write:{path.name}")
+    order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))
+    size = 0
+    with path.open("xb", buffering=0) as file, _hashing() as (hash_chunk, digest):
+        for chunk in _chunks(_header(tensors, order, metadata), (tensors[key] for key in order)):
+            hash_chunk(chunk)
+            _write_all(file.fileno(), chunk, path)
+            size += len(chunk)
+        crash_point(f"written:{path.name}")
+        os.fsync(file.fileno())
+    crash_point(f"synced:{path.name}")
+    return FileEntry(size, digest.hexdigest())
+
+
+@contextmanager
+def _hashing() -> Iterator[tuple[Callable[[memoryview], None], "hashlib._Hash"]]:
+    """A function that hashes chunks in order in a thread of its own, and the digest of all at the end."""
+    digest = hashlib.sha256()
+    ahead: Queue[memoryview | None] = Queue(2)  # chunks in memory: the disk and the hash wait for each other
+
+    def work() -> None:
+        while (chunk := ahead.get()) is not None:
+            digest.update(chunk)
+
+    # No executor: those take no work while a process ends, and a save may have to outlast the program.
+    thread = Thread(target=work)
+    thread.start()
+    try:
+        yield ahead.put, digest
+    finally:
+        ahead.put(None)
+        thread.join()
+
+
+def _header(
+    tensors: Mapping[str, torch.Tensor], order: list[str], metadata: Mapping[str, str] | None
+) -> bytes:
+    entries: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for key in order:
+        tensor = tensors[key]
+        begin, end = end, end + tensor.nbytes
+        shape = list(tensor.shape)
+        entries[key] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _chunks(header: bytes, tensors: Iterator[torch.Tensor]) -> Iterator[memoryview]:
+    yield memoryview(header)
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        view = memoryview(flat.view(torch.uint8).numpy().data)
+        for start in range(0, len(view), CHUNK):
+            yield view[start : start + CHUNK]
+
+
+def _write_all(descriptor: int, data: memoryview, path: Path) -> None:
+    """Every byte, however many `write` takes at a time."""
+    try:
+        while data:
+            data = data[os.write(descriptor, data) :]
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error

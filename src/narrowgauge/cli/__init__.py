@@ -1,0 +1,1 @@
+"""Which verbs does `narrowgauge` have? One thin function each."""

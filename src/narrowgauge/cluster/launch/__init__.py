@@ -1,0 +1,1 @@
+"""Which script starts a run on a cluster?"""

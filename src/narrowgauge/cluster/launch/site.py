@@ -1,0 +1,205 @@
+"""What one cluster needs to be told, as data: a TOML file of variables, each with its reason.
+
+    title = "Our cluster"
+    source = ["https://..."]            # where the values come from
+    architecture = "sm_90"              # of the devices, for the reader
+    devices_per_node = 4
+
+    [slurm]
+    partition = "gpu"                   # --partition and --account of the command line come first
+    account = "abc123"
+    cpus_per_task = 16
+    gpu_per_task = false                # true: Slurm shows each process a GPU of its own
+    signal_seconds = 300                # this long before the time limit the run is told to save
+    options = ["--constraint=ib"]       # further lines of #SBATCH
+    srun = ["--cpu-bind=cores"]         # further options of srun
+
+    [environment.NCCL_SOCKET_IFNAME]
+    value = "ib0"
+    why = "the interface of the fast network"
+
+    [setup]
+    lines = ["module load cuda"]        # lines of shell, before anything else
+
+Only `devices_per_node` must be there. A key that is not known is an error, not ignored: a cluster where one
+variable was misspelt is slow, and nothing says why.
+"""
+
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.errors import UserError, unknown
+
+_SLURM_WORD = re.compile(r"[A-Za-z0-9_.,:@+=/%-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A variable of the environment, and why."""
+
+    name: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """What a launch script takes from a cluster."""
+
+    title: str = "none (--site gives a cluster's variables)"
+    source: tuple[str, ...] = ()
+    architecture: str = ""
+    devices_per_node: int = 1
+    partition: str = ""
+    account: str = ""
+    cpus_per_task: int = 0
+    gpu_per_task: bool = False
+    signal_seconds: int = 300
+    options: tuple[str, ...] = ()
+    srun: tuple[str, ...] = ()
+    environment: tuple[Variable, ...] = ()
+    setup: tuple[str, ...] = ()
+
+
+def site_names() -> list[str]:
+    """The sites that ship."""
+    files = (resources.files("narrowgauge.cluster.launch") / "sites").iterdir()
+    return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
+
+
+def load_site(name: str) -> Site:
+    """A site that ships, or one's own by the path of its `.toml` file.
+
+    Raises:
+        UserError: there is none of that name, or its file is not in the form above.
+    """
+    if not name.endswith(".toml"):
+        if name not in site_names():
+            raise unknown("site", name, [*site_names(), "FILE.toml"])
+        file = resources.files("narrowgauge.cluster.launch") / "sites" / f"{name}.toml"
+        return parse_site(file.read_text(encoding="utf-8"), file.name)
+    try:
+        text = Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        shipped = ", ".join(site_names())
+        raise UserError(f"site file {name} cannot be read: {error}; those that ship: {shipped}") from None
+    return parse_site(text, name)
+
+
+def slurm_word(key: str, text: str) -> str:
+    """The text, if it may stand in a line of #SBATCH, which knows no safe quoting.
+
+    Raises:
+        UserError: it holds a space, a quote or another character of the shell.
+    """
+    if not _SLURM_WORD.fullmatch(text):
+        raise UserError(f"{key} is {text!r}; it may hold letters, digits and _ . , : @ + = / % - only")
+    return text
+
+
+def parse_site(text: str, file: str) -> Site:
+    """The site that a TOML text describes.
+
+    Raises:
+        UserError: no TOML, an unknown key, or a value of the wrong kind.
+    """
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"site file {file} is no TOML: {error}") from None
+    root = _checked(table, file, "", _ROOT)
+    slurm = _checked(root.pop("slurm", {}), file, "slurm.", _SLURM)
+    setup = _checked(root.pop("setup", {}), file, "setup.", {"lines": _lines})
+    if "devices_per_node" not in root:
+        raise UserError(f"site file {file} has no devices_per_node; say how many devices a node has")
+    for key in ("partition", "account"):
+        slurm_word(f"{file}: slurm.{key}", slurm.get(key, "x"))
+    for option in slurm.get("options", ()):
+        if not slurm_word(f"{file}: slurm.options", option).startswith("-"):
+            raise UserError(f"{file}: slurm.options holds {option!r}; write an option as --name=value")
+    variables = _variables(root.pop("environment", {}), file)
+    return Site(**root, **slurm, environment=variables, setup=setup.get("lines", ()))
+
+
+def _variables(table: Mapping[str, Any], file: str) -> tuple[Variable, ...]:
+    variables = []
+    for name, entry in table.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UserError(f"{file}: {name!r} cannot be the name of a variable; letters, digits and _ only")
+        if not isinstance(entry, dict):
+            form = '{value = "...", why = "..."}'
+            raise UserError(f"{file}: environment.{name} is no table; write {name} = {form}")
+        words = _checked(entry, file, f"environment.{name}.", {"value": _text, "why": _text})
+        if "value" not in words:
+            raise UserError(f"{file}: environment.{name} has no value; leave the variable out or give it one")
+        variables.append(Variable(name, words["value"], words.get("why", "")))
+    return tuple(variables)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.isprintable():
+        raise ValueError("text of one line")
+    return value
+
+
+def _lines(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise ValueError("a list of texts of one line each")
+    return tuple(_text(line) for line in value)
+
+
+def _count(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError("a whole number of at least 1")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+def _table(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError("a section")
+    return value
+
+
+_Checks = Mapping[str, Callable[[Any], Any]]
+_ROOT: _Checks = {
+    "title": _text,
+    "source": _lines,
+    "architecture": _text,
+    "devices_per_node": _count,
+    "slurm": _table,
+    "environment": _table,
+    "setup": _table,
+}
+_SLURM: _Checks = {
+    "partition": _text,
+    "account": _text,
+    "cpus_per_task": _count,
+    "gpu_per_task": _flag,
+    "signal_seconds": _count,
+    "options": _lines,
+    "srun": _lines,
+}
+
+
+def _checked(table: Mapping[str, Any], file: str, prefix: str, checks: _Checks) -> dict[str, Any]:
+    """The values, each of its kind, and no others."""
+    result = {}
+    for key, value in table.items():
+        if key not in checks:
+            raise unknown(f"key of {file}", f"{prefix}{key}", [f"{prefix}{name}" for name in checks])
+        try:
+            result[key] = checks[key](value)
+        except ValueError as error:
+            raise UserError(f"{file}: {prefix}{key} is {value!r}, but it must be {error}") from None
+    return result

@@ -1,0 +1,119 @@
+"""The launch script for Slurm: one for `sbatch`, one process a device by `srun`.
+
+`--signal=B:USR1@300` sends USR1 to the shell of the script alone, 300 seconds before the time limit. Two
+traps:
+
+- 75 alone does not bring a job back: who cancels a job means it;
+- srun must not kill the others when the first process ends (`--kill-on-bad-exit=0`): rank 0 may still be
+  saving. But if one died, the others would wait for it for ever: they get two minutes (`--wait=120`).
+
+Sources: https://slurm.schedmd.com/sbatch.html, https://slurm.schedmd.com/srun.html ("Signals and Escape
+Sequences": what srun hands on; `--cpus-per-task`: not inherited from sbatch since Slurm 22.05).
+"""
+
+import shlex
+
+from narrowgauge.cluster.launch.job_script import (
+    FORWARD,
+    GRACE_SECONDS,
+    SETTINGS,
+    WAIT,
+    Job,
+    command,
+    joined,
+    setup,
+    title,
+)
+from narrowgauge.cluster.launch.site import Site, slurm_word
+
+
+def slurm_script(job: Job, site: Site) -> str:
+    """The script for sbatch."""
+    tasks = f"{job.nodes} nodes x {job.per_node} processes; start it, and continue it, by: sbatch this-script"
+    return joined(
+        ["#!/bin/bash", *title(site, tasks), *_sbatch(job, site)],
+        SETTINGS,
+        [
+            "# The processes find their ranks in SLURM_PROCID and meet on the first host of SLURM_NODELIST,",
+            "# at a port made from the job's id; what a shell has set for torchrun would contradict that.",
+            "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT",
+        ],
+        setup(job, site),
+        [
+            "# srun hands USR1 on to every process.",
+            "forwarded=USR1",
+            *FORWARD,
+            *_srun(job, site),
+            *WAIT,
+        ],
+        [
+            "# Saved because the time was up, not because somebody cancelled the job: back into the queue.",
+            "if [[ $asked == USR1 && $status == 75 ]]; then",
+            '  scontrol requeue "$SLURM_JOB_ID"',
+            "fi",
+            'exit "$status"',
+        ],
+    )
+
+
+def _sbatch(job: Job, site: Site) -> list[str]:
+    """The lines that sbatch reads; it takes them as they stand, without a shell."""
+    account = slurm_word("--account", job.account) if job.account else site.account
+    partition = slurm_word("--partition", job.partition) if job.partition else site.partition
+    signal = site.signal_seconds
+    if job.time:
+        signal = min(signal, max(1, seconds_of(job.time) // 4))
+    options = [
+        "--job-name=narrowgauge",
+        f"--nodes={job.nodes}",
+        f"--ntasks-per-node={job.per_node}",
+        f"--gpus-per-node={job.per_node}" if job.gpus else "",
+        f"--cpus-per-task={site.cpus_per_task}" if site.cpus_per_task else "",
+        f"--time={job.time}" if job.time else "",
+        f"--account={account}" if account else "",
+        f"--partition={partition}" if partition else "",
+        *site.options,
+    ]
+    return [
+        *(f"#SBATCH {option}" for option in options if option),
+        "# a node that fails brings the job back into the queue; its log goes on in the same file",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        f"# {signal} s before the time limit: USR1 to this script (B), which hands it on",
+        f"#SBATCH --signal=B:USR1@{signal}",
+    ]
+
+
+def _srun(job: Job, site: Site) -> list[str]:
+    options = [
+        f"--nodes={job.nodes}",
+        f"--ntasks={job.nodes * job.per_node}",
+        f"--ntasks-per-node={job.per_node}",
+        f"--cpus-per-task={site.cpus_per_task}" if site.cpus_per_task else "",  # Slurm 22.05: not inherited
+        "--distribution=block",
+        "--kill-on-bad-exit=0",
+        f"--wait={GRACE_SECONDS}",
+        *(site.srun if job.gpus else ()),
+    ]
+    lines = [
+        "# Ranks fill one node after the other. The first that ends does not take the others with it, which",
+        f"# may be saving; but {GRACE_SECONDS} s later it does.",
+        *(f"  {shlex.quote(option)} \\" for option in options if option),
+        f'  "$PYTHON" -u -m {command(job)} &',
+    ]
+    lines.insert(2, "srun \\")
+    if site.gpu_per_task and job.gpus:
+        why = "# Slurm shows each process one GPU; the processes read here that it is their own."
+        lines = [why, "export SLURM_GPUS_PER_TASK=1", *lines]
+    return lines
+
+
+def seconds_of(time: str) -> int:
+    """The seconds of Slurm's [DAYS-]HH:MM:SS, which must have been checked.
+
+    >>> seconds_of("1-02:00:30")
+    93630
+    """
+    days, _, clock = time.rpartition("-")
+    hours, minutes, seconds = (int(part) for part in clock.split(":"))
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds

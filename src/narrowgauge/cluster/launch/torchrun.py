@@ -1,0 +1,71 @@
+"""The launch script for torchrun: the same on each node, which MASTER_ADDR, NNODES and NODE_RANK tell apart.
+
+On one node torchrun finds a free port itself. It returns 1 after any signal, whatever its processes returned,
+and kills them 30 seconds after it: the script gives them longer, and reads from the run's `status.json`
+whether they saved.
+
+Source: torch/distributed/run.py and torch/distributed/launcher/api.py of PyTorch 2.13.
+"""
+
+from narrowgauge.cluster.launch.job_script import (
+    FORWARD,
+    GRACE_SECONDS,
+    SETTINGS,
+    WAIT,
+    Job,
+    command,
+    joined,
+    setup,
+    status_file,
+    title,
+)
+from narrowgauge.cluster.launch.site import Site
+
+
+def torchrun_script(job: Job, site: Site) -> str:
+    """The script for each node, without a scheduler."""
+    if job.nodes == 1:
+        how = "on one node: bash this-script"
+        meet = ["where=(--standalone) # a free port of this machine"]
+    else:
+        how = "on every node: MASTER_ADDR=HOST-OF-NODE-0 NODE_RANK=0 (1, 2, ...) bash this-script"
+        meet = [
+            "# Where the nodes meet: node 0. NODE_RANK is 0 on it, 1 on the next, and so on.",
+            ': "${MASTER_ADDR:?set it to the host name of node 0}"',
+            ': "${NODE_RANK:?set it to the number of this node, from 0}"',
+            f'NNODES="${{NNODES:-{job.nodes}}}"',
+            'MASTER_PORT="${MASTER_PORT:-29500}"',
+            'where=(--nnodes "$NNODES" --node-rank "$NODE_RANK"',
+            '  --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")',
+        ]
+    return joined(
+        [
+            "#!/usr/bin/env bash",
+            *title(site, f"{job.nodes} node(s), {job.per_node} processes each; {how}"),
+        ],
+        SETTINGS,
+        setup(job, site),
+        [
+            "# torchrun would set this to 1 with a warning: the processes share the cores.",
+            'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"',
+            "# How long processes that were told to stop may take to save; torchrun's default is 30 s.",
+            f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={GRACE_SECONDS}",
+        ],
+        meet,
+        [
+            "# USR1 would kill torchrun; TERM it hands on. A Ctrl-C reaches it by itself.",
+            "forwarded=TERM",
+            *FORWARD,
+            "trap 'woken=1 asked=INT' INT",
+            f'"$PYTHON" -m torch.distributed.run --nproc-per-node {job.per_node} "${{where[@]}}" \\',
+            f"  -m -- {command(job)} &",
+            *WAIT,
+        ],
+        [
+            "# torchrun returns 1 after a signal; whether the run has saved is in its status.",
+            f'if [[ $asked && $status != 0 ]] && grep -qs \'"status": "preempted"\' {status_file(job)}; then',
+            "  status=75",
+            "fi",
+            'exit "$status"',
+        ],
+    )

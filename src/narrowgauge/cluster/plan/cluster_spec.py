@@ -1,0 +1,130 @@
+"""What a cluster can do, as data: a TOML file of figures, each with its source in a comment.
+
+    title = "Our cluster"
+    device = "NVIDIA H100 SXM"
+    devices_per_node = 8
+    memory = "80GB"             # of a device
+    memory_bandwidth = 3.35e12  # bytes/s
+    inside = 450e9              # bytes/s that a device sends to others of its node, while it receives as many
+    between = 50e9              # bytes/s to other nodes, for each device
+    host = 55e9                 # bytes/s to and from the host's memory
+    price = 3.5                 # of a device-hour; may be left out
+
+    [peak]                      # FLOP/s of matrix products without sparsity: what MFU refers to
+    bf16 = 989e12
+
+    [attainable]                # FLOP/s that somebody measured of large products; else the share of bf16
+    bf16 = 794.5e12
+
+A format that is not in [peak] is none of the device: its products are those of bf16, or of fp32.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from narrowgauge.errors import UserError, unknown
+from narrowgauge.training.monitor.hardware import bytes_of
+
+FORMATS = ("bf16", "fp16", "fp8", "fp6", "fp4", "fp32")
+
+
+class Cluster(BaseModel):
+    """A cluster of alike devices; units are bytes, bytes/s, FLOP/s and a price of the user's currency."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    title: str
+    device: str = ""
+    devices_per_node: int = Field(ge=1)
+    memory: str
+    memory_bandwidth: float = Field(gt=0)
+    inside: float = Field(gt=0)
+    between: float = Field(gt=0)
+    host: float = Field(gt=0)
+    price: float = Field(0.0, ge=0)
+    peak: Mapping[str, float]
+    attainable: Mapping[str, float] = {}
+
+    @field_validator("memory")
+    @classmethod
+    def _is_a_size(cls, value: str) -> str:
+        bytes_of(value)
+        return value
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of a device."""
+        return bytes_of(self.memory)
+
+    def format_for(self, bits: int, compute: str) -> str:
+        """The narrowest numbers of at least so many bits that the device multiplies, else `compute`."""
+        for name, width in (("fp4", 4), ("fp6", 6), ("fp8", 8)):
+            if width >= bits and name in self.peak:
+                return name
+        return compute if compute in self.peak else "fp32"
+
+    def speed(self, name: str) -> float:
+        """FLOP/s of large products: measured, or the share of the peak that bf16 has."""
+        if name in self.attainable:
+            return self.attainable[name]
+        base = next((n for n in ("bf16", "fp16", "fp32") if n in self.attainable and n in self.peak), None)
+        return self.peak[name] * (self.attainable[base] / self.peak[base] if base else 1.0)
+
+
+def cluster_names() -> list[str]:
+    """The clusters that ship."""
+    files = (resources.files("narrowgauge.cluster.plan") / "machines").iterdir()
+    return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
+
+
+def load_cluster(name: str) -> Cluster:
+    """A cluster that ships, or one's own by the path of its `.toml` file.
+
+    Raises:
+        UserError: there is none of that name, or its file is not in the form above.
+    """
+    if name.endswith(".toml"):
+        try:
+            return parse_cluster(Path(name).read_text(encoding="utf-8"), name)
+        except (OSError, UnicodeDecodeError) as error:
+            shipped = ", ".join(cluster_names())
+            raise UserError(
+                f"cluster file {name} cannot be read: {error}; those that ship: {shipped}"
+            ) from None
+    if name not in cluster_names():
+        raise unknown("cluster", name, [*cluster_names(), "FILE.toml"])
+    file = resources.files("narrowgauge.cluster.plan") / "machines" / f"{name}.toml"
+    return parse_cluster(file.read_text(encoding="utf-8"), f"{name}.toml")
+
+
+def parse_cluster(text: str, file: str) -> Cluster:
+    """The cluster that a TOML text describes.
+
+    Raises:
+        UserError: no TOML, an unknown key or format, a value of the wrong kind, none where one is needed.
+    """
+    try:
+        table = tomllib.loads(text)
+        cluster = Cluster.model_validate(table)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"cluster file {file} is no TOML: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            raise unknown(f"key of {file}", where, list(Cluster.model_fields)) from None
+        rule = first["msg"][0].lower() + first["msg"][1:]
+        raise UserError(f"{file}: {where}: {rule}; the keys are {', '.join(Cluster.model_fields)}") from None
+    for section in ("peak", "attainable"):
+        for name, speed in getattr(cluster, section).items():
+            if name not in FORMATS:
+                raise unknown(f"format of {file}", f"{section}.{name}", FORMATS)
+            if speed <= 0:
+                raise UserError(f"{file}: {section}.{name} is {speed}; FLOP/s are positive")
+    if "bf16" not in cluster.peak and "fp32" not in cluster.peak:
+        raise UserError(f"{file}: [peak] has neither bf16 nor fp32; one of them is what MFU refers to")
+    return cluster

@@ -1,0 +1,170 @@
+"""How long a step takes on a cluster, and what a run costs: ceilings, and how much of them overlaps.
+
+    products    operations of each format / what the device attains in it; recomputed ones twice
+    passes      bytes that everything else reads and writes, unfused / the device's memory bandwidth
+    links       bytes sent in a ring of processes / the slower of the links that the ring passes
+    update      bytes of the state, read and written / memory bandwidth, or the host's link
+
+Weights and gradients travel beside the computation and cost what is longer than it; tokens between processes
+that compute a sequence together are waited for. A pipeline of P processes and m micro-batches waits
+(P - 1) / (m x chunks) of its time. These are ceilings: a run is slower by what nobody counted, kernels that
+are small, processes that wait for each other.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from narrowgauge.cluster.plan.cluster_spec import Cluster
+from narrowgauge.distributed import Layout
+from narrowgauge.models import Transformer, flops_per_token, model_config
+from narrowgauge.recipes import Recipe
+from narrowgauge.training import Config, Step
+
+# Operations that move no bytes of their own: products have a ceiling of their own, views have none.
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product", "scaled_dot_product")
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Bytes that a device sends in a step: for one purpose, among these ranks.
+
+    Attributes:
+        inside, between: over links inside a node, and from node to node.
+        seconds: at the speed of the links.
+    """
+
+    purpose: str
+    ranks: int
+    inside: int
+    between: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step on a cluster, in seconds, and what follows."""
+
+    products: float
+    passes: float
+    update: float
+    waiting: float  # for links, beyond what overlaps
+    bubble: float  # of the pipeline
+    volumes: tuple[Volume, ...]
+    tokens: int
+    mfu: float
+    format: str  # of most products
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.products + self.passes + self.update + self.waiting + self.bubble
+
+
+def estimate(config: Config, layout: Layout, cluster: Cluster, step: Step) -> Estimate:
+    """The time of a step whose memory and traffic are known."""
+    model, t, data = config.the_model(), config.training, config.data
+    tokens = t.batch_size * data.sequence_length
+    per_device = tokens / layout.size
+    kind, products = _products(config, cluster)
+    passes = per_device * _bytes_per_token(config) / cluster.memory_bandwidth
+    volumes = tuple(_volume(*key, size, cluster) for key, size in sorted(step.sent.items()) if size >= 2**10)
+    busy = per_device * products + passes
+    beside = sum(v.seconds for v in volumes if v.purpose in ("gather", "reduce"))
+    waiting = max(0.0, beside - busy) + sum(v.seconds for v in volumes) - beside
+    micro_batches = t.batch_size // (layout.data * t.micro_batch_size)
+    bubble = busy * (layout.pipeline - 1) / (micro_batches * layout.chunks)
+    state = sum(step.memory.device[name] for name in ("weights", "master", "gradients", "m", "v"))
+    update = 2 * state / cluster.memory_bandwidth + 2 * sum(step.memory.host.values()) / cluster.host
+    total = busy + waiting + bubble + update
+    compute = cluster.format_for(16, config.the_recipe().compute)
+    used = flops_per_token(model, data.sequence_length) * tokens / total
+    mfu = used / layout.size / cluster.peak[compute]
+    return Estimate(per_device * products, passes, update, waiting, bubble, volumes, tokens, mfu, kind)
+
+
+def _products(config: Config, cluster: Cluster) -> tuple[str, float]:
+    """(the format of most products, seconds of a token's on one device)."""
+    model, recipe = config.the_model(), config.the_recipe()
+    T, t = config.data.sequence_length, config.training
+    head = 6 * model.vocab_size * model.dim
+    attention = 12 * model.layers * model.heads * model.head_dim * T
+    linear = flops_per_token(model, T) - head - attention
+    again = 4 / 3 if t.recompute and t.recompute_every == 1 else 1 + (t.recompute / 3 / t.recompute_every)
+    kind = cluster.format_for(_bits(recipe), recipe.compute)
+    wide = cluster.format_for(16, recipe.compute)
+    narrow = again * linear / cluster.speed(kind)
+    # Of the masked half of attention nothing is computed; the convention of MFU counts it.
+    return kind, narrow + (head + again * attention / 2) / cluster.speed(wide)
+
+
+def _bits(recipe: Recipe) -> int:
+    """Of the widest operand of most products: both have to be narrow."""
+    return max(16 if not recipe.is_narrow else c.element.bits for c in recipe.casts.values())
+
+
+def _bytes_per_token(config: Config) -> float:
+    """What operations that are no products read and write for a token, forward and back.
+
+    Counted on the code, of one block and two, with high precision; a narrow recipe reads each operand of a
+    product once more, and writes its codes.
+    """
+    T = min(config.data.sequence_length, 256)
+    one, two = (_moved(config, layers, T) for layers in (1, 2))
+    model, recipe = config.the_model(), config.the_recipe()
+    layers = model.layers * (4 / 3 if config.training.recompute else 1)
+    casts = 0.0
+    if recipe.is_narrow:
+        width = 2 * model.dim + (model.heads + 2 * model.kv_heads) * model.head_dim + 3 * model.ffn_dim
+        casts = 2 * width * (2 + 2 + _bits(recipe) / 8) * model.layers
+    return (two - one) / T * layers + max(0.0, 2 * one - two) / T + casts
+
+
+def _moved(config: Config, layers: int, T: int) -> int:
+    section = config.model.model_dump(exclude_none=True, exclude={"weights"})
+    with torch.device("meta"):
+        model = Transformer(model_config(**section | {"layers": layers}), torch.bfloat16).to(torch.bfloat16)
+    x_BT = torch.zeros(1, T, dtype=torch.long, device="meta")
+    with _Moves() as moves:
+        model.loss(x_BT, x_BT).backward()
+    return moves.bytes
+
+
+class _Moves(TorchDispatchMode):
+    """Counts the bytes that operations read and write, but for products and views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.name().partition("::")[2]
+        if not name.startswith(_PRODUCTS) and not func.is_view:
+            tensors = [x for x in tree_iter((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+            # Of the embedding, and of gradients of weights, what a step reads once is no token's.
+            self.bytes += sum(x.nbytes for x in tensors if x.ndim > 2)
+        return out
+
+
+def _volume(purpose: str, ranks: tuple[int, ...], size: int, cluster: Cluster) -> Volume:
+    """A ring of these ranks: from each node to the next as much as from each of them to its neighbour."""
+    nodes = len({rank // cluster.devices_per_node for rank in ranks})
+    here = len(ranks) // nodes
+    if nodes == 1:
+        return Volume(purpose, len(ranks), size, 0, size / cluster.inside)
+    between = size // max(1, here)
+    speed = min(cluster.between * max(1, here), cluster.inside) if here > 1 else cluster.between
+    return Volume(purpose, len(ranks), size - between, between, size / speed)
+
+
+def cost(found: Estimate, devices: int, tokens: int, price: float) -> Mapping[str, float]:
+    """Days, device-hours and price of a budget of tokens."""
+    days = tokens / found.tokens * found.seconds / 86400
+    return {"days": days, "device-hours": days * 24 * devices, "price": days * 24 * devices * price}

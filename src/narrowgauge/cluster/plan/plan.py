@@ -1,0 +1,200 @@
+"""What a run will take, before it is started: memory by class, what travels, time, and what it costs.
+
+The account of memory is the run's own (`training/monitor/memory_estimate.py`), so a plan and the run cannot
+disagree on what exists. Time comes from ceilings (`estimate.py`) on a cluster that a file describes
+(`cluster_spec.py`).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from narrowgauge.cluster.plan.cluster_spec import Cluster
+from narrowgauge.cluster.plan.estimate import Estimate, cost, estimate
+from narrowgauge.distributed import Layout
+from narrowgauge.errors import UserError
+from narrowgauge.training import Config, Memory, Step, cheaper, choose_device, expected_step, gib, layout_of
+from narrowgauge.training.monitor.hardware import bytes_of, device_name, total_memory
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of a run before it starts.
+
+    Attributes:
+        limit, whose: bytes that a device has, and what says so.
+        has_host: whether there is another memory beside the device's.
+        copy: bytes in the host's memory of the state that a save in the background writes.
+        time: where a cluster is known.
+    """
+
+    config: Config
+    layout: Layout
+    step: Step
+    limit: int
+    whose: str
+    has_host: bool
+    copy: int
+    time: Estimate | None
+    cluster: Cluster | None
+
+    @property
+    def needed(self) -> int:
+        """Bytes of the memory that is limited."""
+        return on_device(self.step.memory, self.has_host) + (0 if self.has_host else self.copy)
+
+    @property
+    def fits(self) -> bool:
+        """Whether a step does."""
+        return self.needed <= self.limit
+
+
+def on_device(memory: Memory, has_host: bool) -> int:
+    """Bytes at the peak; where the device is its own host, the host's too."""
+    return memory.peak + (0 if has_host else sum(memory.host.values()))
+
+
+def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) -> Plan:
+    """Look at a configuration on so many devices.
+
+    Raises:
+        UserError: the devices cannot be laid out as `[parallel]` asks.
+    """
+    layout, t = layout_of(config, devices), config.training
+    step = expected_step(config, layout)
+    if cluster is not None:
+        limit, whose = cluster.memory_bytes, cluster.device or cluster.title
+        has_host = cluster.device != "CPU"
+    else:
+        device = choose_device(t.device)
+        limit, whose = total_memory(device), device_name(device)
+        has_host = device.type != "cpu" or bool(t.memory_limit)  # a limit stands for a GPU that is not here
+    if t.memory_limit:
+        limit, whose = bytes_of(t.memory_limit), f"training.memory_limit {t.memory_limit}"
+    time = None if cluster is None else estimate(config, layout, cluster, step)
+    copy = copy_of_save(step.memory, layout) if config.checkpoint.asynchronous else 0
+    return Plan(config, layout, step, limit, whose, has_host, copy, time, cluster)
+
+
+def copy_of_save(memory: Memory, layout: Layout) -> int:
+    """Bytes that a process copies to write them: copies of the same state are shared out."""
+    kept = sum(memory.device[name] for name in ("weights", "master", "m", "v"))
+    kept += sum(size for name, size in memory.host.items() if name != "gradients")
+    return kept // (layout.replicate * (1 if layout.is_cut else layout.shard * layout.context))
+
+
+def tokens_of(text: str) -> int:
+    """The number of a budget such as 300B, 1T or 1.5e12.
+
+    Raises:
+        UserError: it is no number of at least 1.
+    """
+    units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+    digits, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1.0)
+    try:
+        found = float(digits) * unit
+    except ValueError:
+        found = 0.0
+    if not 1 <= found < 1e18:
+        raise UserError(f"--tokens {text!r}: it must be a number such as 300B, 1T or 1.5e12")
+    return int(found)
+
+
+def print_plan(plan: Plan, console: Console, tokens: int = 0, price: float | None = None) -> None:
+    """Print the account of a plan, and what would make it fit if it does not."""
+    _print_memory(plan, console)
+    if plan.time is not None and plan.cluster is not None:
+        _print_time(plan, plan.time, console)
+        budget = tokens or plan.config.training.steps * plan.time.tokens
+        found = cost(plan.time, plan.layout.size, budget, plan.cluster.price if price is None else price)
+        line = f"{budget:.4g} tokens: {found['days']:,.1f} days, {found['device-hours']:,.0f} device-hours"
+        line += f", price {found['price']:,.0f}" if found["price"] else ""
+        console.print(line, highlight=False)
+
+
+def _print_memory(plan: Plan, console: Console) -> None:
+    memory, t = plan.step.memory, plan.config.training
+    table = Table(box=None, header_style="bold")
+    table.add_column("class")
+    for column in ("bytes a parameter", "device", "host"):
+        table.add_column(column, justify="right")
+    for name, size in memory.device.items():
+        on_host = memory.host.get(name, 0)
+        share = (size + on_host) / memory.parameters
+        table.add_row(name, f"{share:.2f}", gib(size), gib(on_host) if on_host else "")
+    if plan.copy:
+        table.add_row("copy of a save", "", "", gib(plan.copy))
+    total = sum(memory.host.values()) + plan.copy
+    table.add_row("together", "", gib(memory.peak), gib(total) if total else "", style="bold")
+    several = f" on {plan.layout.size} devices ({_directions(plan.layout)})" if plan.layout.size > 1 else ""
+    console.print(
+        f"{plan.config.model.name}, {memory.parameters:,} parameters, recipe {plan.config.recipe.name}: "
+        f"micro-batches of {t.micro_batch_size} x {plan.config.data.sequence_length} tokens{several}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(table)
+    fits = "fits" if plan.fits else "does not fit"
+    console.print(f"{fits}: {gib(plan.needed)} of {gib(plan.limit)} ({plan.whose})", highlight=False)
+    found = cheaper(plan.config, plan.has_host, plan.layout, wider=not plan.fits)
+    for words, other in sorted(found, key=lambda item: item[1].peak):
+        if other.peak > 0.99 * memory.peak:  # it would not be noticed
+            continue
+        note = "" if other.peak <= plan.limit else ", which does not fit either"
+        console.print(f"with {words}: {gib(other.peak)}{note}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _directions(layout: Layout) -> str:
+    names = ("pipeline", "replicate", "shard", "context", "tensor")
+    return " x ".join(f"{name} {n}" for name in names if (n := getattr(layout, name)) > 1)
+
+
+def _print_time(plan: Plan, time: Estimate, console: Console) -> None:
+    assert plan.cluster is not None
+    table = Table(box=None, header_style="bold")
+    table.add_column("sent by a device, a step")
+    for column in ("ranks", "inside a node", "between nodes", "seconds"):
+        table.add_column(column, justify="right")
+    for v in time.volumes:
+        sizes = [gib(size) if size else "" for size in (v.inside, v.between)]
+        table.add_row(v.purpose, str(v.ranks), *sizes, f"{v.seconds:.3g}")
+    if time.volumes:
+        console.print(table)
+    parts = {
+        f"products ({time.format})": time.products,
+        "passes over memory": time.passes,
+        "update": time.update,
+        "waiting for links": time.waiting,
+        "pipeline": time.bubble,
+    }
+    words = " + ".join(f"{name} {size:.3g}" for name, size in parts.items() if size)
+    speed = time.tokens / time.seconds
+    console.print(
+        f"a step of {time.tokens:,} tokens: {time.seconds:.3g} s at best ({words}), {speed:,.0f} tokens/s, "
+        f"{speed / plan.layout.size:,.0f} for each of {plan.layout.size}, MFU {100 * time.mfu:.1f} %",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def as_json(plan: Plan, tokens: int = 0, price: float | None = None) -> dict[str, Any]:
+    """The plan for programs."""
+    table: dict[str, Any] = {
+        "memory": plan.step.memory.as_json() | {"limit": plan.limit, "fits": plan.fits, "copy": plan.copy},
+        "parameters": plan.step.memory.parameters,
+        "devices": plan.layout.size,
+    }
+    if plan.time is not None and plan.cluster is not None:
+        time = plan.time
+        own = plan.cluster.price if price is None else price
+        budget = tokens or plan.config.training.steps * time.tokens
+        parts = ("products", "passes", "update", "waiting", "bubble", "seconds", "mfu", "tokens", "format")
+        table["step"] = {name: getattr(time, name) for name in parts}
+        table["sent"] = [
+            {key: getattr(v, key) for key in ("purpose", "ranks", "inside", "between", "seconds")}
+            for v in time.volumes
+        ]
+        table["run"] = {"tokens": budget, **cost(time, plan.layout.size, budget, own)}
+    return table

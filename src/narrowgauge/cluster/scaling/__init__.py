@@ -1,0 +1,1 @@
+"""Are more processes faster?"""

@@ -1,0 +1,248 @@
+"""Are more processes faster? The same training on 1..N processes of this machine, for some seconds each.
+
+For each number a world of real processes is started (`scaling_world`), each of which takes steps of the
+ordinary training with a clock beside them (`scaling_rank`), once with the configuration's batch in all
+(strong) and once with it for each process (weak). What the times say is `scaling_figures`.
+
+The processes are laid out as [parallel] says, but for the number: `replicate` grows where it is more than 1,
+else `shard`.
+"""
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from narrowgauge.checkpoint import make_directory, write_whole
+from narrowgauge.cluster.scaling.local_launch import refuse_several, run_world
+from narrowgauge.cluster.scaling.statistics import (
+    Row,
+    bandwidth,
+    break_even,
+    compared,
+    have_same_cores,
+    of_ranks,
+    verdict,
+    warnings,
+)
+from narrowgauge.cluster.scaling.worker import WARMUP_STEPS
+from narrowgauge.data import open_data
+from narrowgauge.data.preparation.worker_pool import usable_cores
+from narrowgauge.distributed import Layout
+from narrowgauge.errors import UserError
+from narrowgauge.models import count_parameters
+from narrowgauge.recipes import choose_backend, device_facts
+from narrowgauge.training import Config, choose_device, to_toml
+from narrowgauge.training.monitor.hardware import device_name
+from narrowgauge.training.run.parallel_dims import layout_of
+from narrowgauge.training.run.run import check_data
+
+FILE = "scaling.json"
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What was measured, and what it comes to; `facts` are of the model and the machine."""
+
+    facts: dict[str, Any]
+    rows: Sequence[Row]
+    all_reduce: Sequence[dict[str, float]]  # milliseconds, bytes a second
+    compared: str
+    verdict: str
+    warnings: Sequence[str]
+
+    def as_json(self) -> str:
+        """All of it, as scaling.json."""
+        rest = {
+            "rows": [row.as_json() for row in self.rows],
+            "all_reduce": list(self.all_reduce),
+            "compared": self.compared,
+            "verdict": self.verdict,
+            "warnings": list(self.warnings),
+        }
+        return json.dumps(self.facts | rest, indent=2) + "\n"
+
+
+def scaling(config: Config, sizes: Sequence[int], seconds: float, out: Path, console: Console) -> Scaling:
+    """Measure a configuration on each number of processes, and write OUT/scaling.json.
+
+    Args:
+        config: what `train` would run; its `batch_size` is of all processes (strong) or of each (weak).
+        sizes: numbers of processes, ascending.
+        seconds: to measure each number in each mode for, beside start and warm-up.
+        out: a directory, made if it is not there.
+        console: gets a line for each world.
+
+    Raises:
+        UserError: the sizes cannot be, the configuration does not allow one, or `out` is no directory.
+        WorldFailed: a process of a world failed.
+    """
+    refuse_several(os.environ)
+    device = choose_device(config.training.device)
+    _check_gpus(sizes, device)
+    plans = {size: _plans(config, size, is_first=size == sizes[0]) for size in sizes}
+    choose_backend(config.the_recipe(), device_facts(device), config.recipe.backend)
+    try:
+        make_directory(out)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}; name another with --out") from None
+    console.print("preparing the data", highlight=False)
+    check_data(config, open_data(config.data.source, config.data.tokenizer, config.data.weights))
+    rows, reduced = _rows(plans, seconds, out, console)
+    cores, on_cpu = usable_cores(), device.type == "cpu"
+    found = Scaling(
+        _facts(config, sizes, device) | {"cores": cores, "seconds": seconds, "warmup_steps": WARMUP_STEPS},
+        rows,
+        reduced,
+        compared(rows, cores, on_cpu),
+        verdict(rows, same_cores=on_cpu and have_same_cores(rows, cores)),
+        warnings(rows, cores, on_cpu),
+    )
+    write_whole(out / FILE, found.as_json())
+    return found
+
+
+def _rows(
+    plans: dict[int, dict[str, Config]], seconds: float, out: Path, console: Console
+) -> tuple[list[Row], list[dict[str, float]]]:
+    """Every number of processes in both modes, and the bandwidths of its all-reduce."""
+    rows: list[Row] = []
+    reduced: list[dict[str, float]] = []
+    for size, modes in plans.items():
+        threads = _threads(size)
+        console.print(f"measuring {size} process(es) with {threads} thread(s) each", highlight=False)
+        result = _measured(modes, size, threads, seconds, out)
+        for mode in ("strong", "weak"):
+            name = mode if mode in modes else "strong"  # with the fewest both are the same
+            rows.append(_row(mode, size, threads, modes[name], result[name]))
+        if size > 1:
+            reduced.append(bandwidth(result["all_reduce"], size))
+    return [_against(row, next(r for r in rows if r.mode == row.mode), rows) for row in rows], reduced
+
+
+def _facts(config: Config, sizes: Sequence[int], device: torch.device) -> dict[str, Any]:
+    """What a reader of the figures has to know about the model and the machine."""
+    backend = choose_backend(config.the_recipe(), device_facts(device), config.recipe.backend)
+    return {
+        "model": config.model.name,
+        "parameters": count_parameters(config.the_model()),
+        "recipe": config.the_recipe().name,
+        "backend": backend.name,
+        "sequence_length": config.data.sequence_length,
+        "parallel": {size: asdict(_layout(config, size)) for size in sizes},
+        "device": "CPU" if device.type == "cpu" else device_name(device),
+        "torch": torch.__version__,
+    }
+
+
+def read_sizes(text: str) -> list[int]:
+    """The numbers of processes in "1,2,4".
+
+    Raises:
+        UserError: they are no whole numbers from 1 on, each larger than the one before.
+    """
+    sizes = [int(word) for word in text.split(",")] if re.fullmatch(r"\d{1,6}(,\d{1,6})*", text) else []
+    if not sizes or sizes[0] < 1 or sorted(set(sizes)) != sizes:
+        raise UserError(
+            f"--procs {text!r}: numbers of processes are whole and ascending with commas between, as in 1,2,4"
+        )
+    return sizes
+
+
+def _check_gpus(sizes: Sequence[int], device: torch.device) -> None:
+    if device.type == "cuda" and sizes[-1] > torch.cuda.device_count():
+        raise UserError(
+            f"--procs asks for {sizes[-1]} processes, each with a GPU of its own, and torch sees "
+            f"{torch.cuda.device_count()} GPU(s) here; ask for fewer, or measure with --device cpu"
+        )
+
+
+def _plans(config: Config, size: int, is_first: bool) -> dict[str, Config]:
+    """What so many processes are measured with, by mode; the fewest need one only where they are one."""
+    plans = {"strong": _sized(config, size, config.training.batch_size)}
+    if size > 1 or not is_first:
+        plans["weak"] = _sized(config, size, config.training.batch_size * size)
+    return plans
+
+
+def _sized(config: Config, size: int, batch: int) -> Config:
+    """The configuration for so many processes and sequences a step, in micro-batches that divide them."""
+    layout, t = _layout(config, size), config.training
+    if batch % layout.data:
+        fitting = [n for n in range(1, batch + 1) if batch % n == 0]
+        raise UserError(
+            f"training.batch_size = {batch} cannot be divided over {layout.data} processes, and strong "
+            f"scaling divides it; change it, or ask for a number that fits: {', '.join(map(str, fitting))}"
+        )
+    own = batch // layout.data
+    micro = max(n for n in range(1, t.micro_batch_size + 1) if own % n == 0)
+    training = t.model_copy(update={"batch_size": batch, "micro_batch_size": micro})
+    parallel = {name: getattr(layout, name) for name in ("replicate", "shard")}
+    sized = config.model_copy(
+        update={"training": training, "parallel": config.parallel.model_copy(update=parallel)}
+    )
+    layout_of(sized, size)
+    return sized
+
+
+def _layout(config: Config, size: int) -> Layout:
+    """The grid of [parallel] with as much of `replicate` or `shard` as makes so many processes."""
+    p = config.parallel
+    layout = Layout(**p.model_dump() | {"shard": max(1, p.shard)})
+    grows = "replicate" if layout.replicate > 1 else "shard"
+    layout = replace(layout, **{grows: 1})
+    if size % layout.size:
+        raise UserError(
+            f"--procs {size} is no multiple of the {layout.size} processes that [parallel] asks for beside "
+            f"{grows}; name multiples of {layout.size}"
+        )
+    return replace(layout, **{grows: size // layout.size})
+
+
+def _threads(size: int) -> int:
+    """Of each process: what OMP_NUM_THREADS says, else its share of the cores."""
+    told = os.environ.get("OMP_NUM_THREADS", "")
+    return int(told) if told.isdigit() and int(told) else max(1, usable_cores() // size)
+
+
+def _measured(modes: dict[str, Config], size: int, threads: int, seconds: float, out: Path) -> dict[str, Any]:
+    """What a world of so many processes says of each mode."""
+    with TemporaryDirectory(dir=out, prefix=".measuring-") as directory:
+        for name, config in modes.items():
+            write_whole(Path(directory) / f"{name}.toml", to_toml(config))
+        run_world(size, ["scaling", "--rank-of", directory, "--seconds", str(seconds)], threads)
+        return json.loads((Path(directory) / "result.json").read_text())
+
+
+def _row(mode: str, size: int, threads: int, config: Config, ranks: Sequence[dict[str, Any]]) -> Row:
+    t = config.training
+    return Row(
+        mode=mode,
+        processes=size,
+        threads=threads,
+        batch_size=t.batch_size,
+        micro_batch_size=t.micro_batch_size,
+        tokens_a_step=t.batch_size * config.data.sequence_length,
+        **of_ranks(ranks, size),
+    )
+
+
+def _against(row: Row, fewest: Row, rows: Sequence[Row]) -> Row:
+    """The row with what compares it with the fewest processes; the break-even is of the weak rows."""
+    if row is fewest:
+        return row
+    weak = {r.processes: r for r in rows if r.mode == "weak"}
+    speed_up = row.tokens_per_s / fewest.tokens_per_s
+    return replace(
+        row,
+        speed_up=speed_up,
+        efficiency=speed_up * fewest.processes / row.processes,
+        break_even_tokens=break_even(weak[fewest.processes], weak[row.processes]),
+    )

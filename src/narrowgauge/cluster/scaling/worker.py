@@ -1,0 +1,180 @@
+"""What each process of a measured world does: steps of the ordinary `Session`, and a clock beside them.
+
+The step is timed as `train` times it for `step_ms` of the metrics. Its communication is the time in which it
+waits for others: what goes on beside computation costs nothing and is not counted. That somebody is late is
+counted, too, since the faster process waits for the slower one.
+
+    CPU    the time in which this thread slept: the clock, less the time on a core, less the time in which
+           it could have run and had no core (/proc/thread-self/schedstat); gloo works in threads of its own
+    GPU    the time in which a kernel of NCCL ran and no other, in a few more steps under torch's profiler
+
+Sources: https://docs.kernel.org/scheduler/sched-stats.html ("/proc/<pid>/schedstat"), and for the bandwidths
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
+"""
+
+import gc
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from narrowgauge.checkpoint import write_whole
+from narrowgauge.data import Batch, Dataset, open_data
+from narrowgauge.distributed import START, Crew, Mesh, joined, world_from
+from narrowgauge.distributed.comm.byte_counter import Traffic
+from narrowgauge.models import count_parameters
+from narrowgauge.training import Config, OutOfMemory, choose_device, load_values, make_config
+from narrowgauge.training.monitor.hardware import is_out_of_memory, memory_kept, synchronize
+from narrowgauge.training.monitor.profiler import covered
+from narrowgauge.training.run.parallel_dims import layout_of
+from narrowgauge.training.step.trainer import Session
+
+WARMUP_STEPS = 3  # left out: allocation, DDP's buckets
+LEAST_STEPS = 5  # measured, however few seconds were asked for
+PROFILED_STEPS = 3
+LARGEST = 2**28  # bytes of the all-reduce whose bandwidth is measured
+
+Span = tuple[float, float]  # from, to
+
+
+def measure(directory: Path, seconds: float) -> None:
+    """Be a process of the world that the environment tells of, and measure each DIRECTORY/*.toml for so long.
+
+    The first process writes DIRECTORY/result.json: for each file what `_timed` says on each rank, and what
+    `_all_reduce` says.
+
+    Raises:
+        OutOfMemory: a step needs more memory than there is.
+    """
+    configs = {file.stem: make_config(load_values(file)) for file in sorted(directory.glob("*.toml"))}
+    config = next(iter(configs.values()))
+    device = choose_device(config.training.device)
+    world = world_from(os.environ, torch.cuda.device_count() if device.type == "cuda" else 0)
+    if device.type == "cuda" and world.size > 1:
+        device = torch.device("cuda", world.device)
+    with memory_kept(device), joined(world, device, config.training.hang_timeout) as crew:
+        dataset = open_data(config.data.source, config.data.tokenizer, config.data.weights)
+        mesh = Mesh(layout_of(config, world.size), device)
+        result: dict[str, Any] = {}
+        try:
+            for name, one in configs.items():
+                gc.collect()  # a model that was measured before this one
+                result[name] = _timed(Session.begin(one, device, mesh), dataset, crew, seconds)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise OutOfMemory(
+                    f"out of memory with {world.size} processes; lower training.micro_batch_size or --procs"
+                ) from error
+            raise
+        if world.size > 1:
+            result["all_reduce"] = _all_reduce(config, device, crew)
+        if crew.rank == 0:
+            write_whole(directory / "result.json", json.dumps(result))
+
+
+def _timed(session: Session, dataset: Dataset, crew: Crew, seconds: float) -> list[dict[str, Any]]:
+    """Of each rank: the seconds of its steps, the shares of them in which it waited for others or for a core,
+    and what it sent in a step."""
+    times, on_core, waiting, starved = [], [], [], []
+    with session.batches(dataset.train) as loader:
+        batches = _Batches(loader)
+        for _ in range(WARMUP_STEPS):
+            crew.at(f"step {session.step + 1}", START)
+            session.train_step(batches)
+        begin, is_late = time.perf_counter(), 0
+        while not is_late:
+            crew.at(f"step {session.step + 1}")
+            synchronize(session.device)
+            start, before, loading = time.perf_counter(), idle(), batches.waited
+            session.train_step(batches)
+            times.append(time.perf_counter() - start)
+            asleep, without_core = (b - a for a, b in zip(before, idle(), strict=True))
+            on_core.append(times[-1] - asleep - without_core)
+            waiting.append((asleep - batches.waited + loading) / times[-1])
+            starved.append(without_core / times[-1])
+            late = len(times) >= LEAST_STEPS and time.perf_counter() - begin > seconds
+            is_late = crew.agree(late=int(late))["late"]
+        if session.device.type == "cuda" and crew.size > 1:
+            waiting = [_share_on_gpu(session, batches)]
+        traffic = Traffic()
+        with traffic if crew.size > 1 else nullcontext():  # compiled steps of one process are not looked into
+            session.train_step(batches)
+    own = {"seconds": times, "on_core": on_core, "waiting": waiting, "starved": starved}
+    return session.engine.gather(own | {"sent": dict(traffic.sent), "calls": dict(traffic.calls)})
+
+
+class _Batches(Iterator[Batch]):
+    """Of a loader, which a step may have to wait for, too: `waited` seconds that are no communication."""
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches, self.waited = batches, 0.0
+
+    def __next__(self) -> Batch:
+        before = idle().asleep
+        batch = next(self._batches)
+        self.waited += idle().asleep - before
+        return batch
+
+
+class Idle(NamedTuple):
+    """Seconds since some moment in which a thread did not compute."""
+
+    asleep: float  # it waited for something
+    starved: float  # it was ready, and something else had the core
+
+
+def idle() -> Idle:
+    """Of this thread; where the system does not tell of starving (not Linux), that counts as sleep."""
+    try:
+        on_core, ready, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except OSError:
+        return Idle(time.perf_counter() - time.thread_time(), 0.0)
+    return Idle(time.perf_counter() - (int(on_core) + int(ready)) / 1e9, int(ready) / 1e9)
+
+
+def _share_on_gpu(session: Session, batches: Iterator[Batch]) -> float:
+    """The share of some steps in which the GPU did nothing but communicate."""
+    synchronize(session.device)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        start = time.perf_counter()
+        for _ in range(PROFILED_STEPS):
+            session.train_step(batches)
+        taken = time.perf_counter() - start
+    wire: list[Span] = []
+    work: list[Span] = []
+    for event in seen.events():
+        is_kernel = event.device_type.name == "CUDA"
+        if is_kernel and not getattr(event, "is_user_annotation", False):
+            spans = wire if event.name.startswith("nccl") else work
+            spans.append((event.time_range.start, event.time_range.end))
+    return alone(wire, work) / 1e6 / taken
+
+
+def alone(spans: list[Span], others: list[Span]) -> float:
+    """The time in which some of the spans is under way, and none of the others."""
+    return covered([*spans, *others]) - covered(others)
+
+
+def _all_reduce(config: Config, device: torch.device, crew: Crew) -> dict[str, float]:
+    """Bytes and median seconds of an all-reduce over all processes of numbers as the model has gradients."""
+    size = min(4 * count_parameters(config.the_model()), LARGEST)
+    numbers = torch.zeros(size // 4, device=device)
+    times = []
+    for _ in range(8):
+        crew.at("an all-reduce")
+        crew.meet()
+        synchronize(device)
+        start = time.perf_counter()
+        dist.all_reduce(numbers)
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    slowest = crew.agree(ns=int(1e9 * statistics.median(times[2:])))["ns"]
+    return {"bytes": size, "seconds": slowest / 1e9}

@@ -1,0 +1,1 @@
+"""In which order are tokens read, and how do they become batches?"""

@@ -1,0 +1,120 @@
+"""What does a run train on? The sources of its configuration, opened.
+
+Each source is one of three things, and is looked at in this order:
+
+- a prepared corpus (`corpus`), made by `narrowgauge prepare`;
+- tokens that somebody else has made (`token_source`);
+- text, which is prepared here (`prepare`).
+
+Several sources are separated by commas, and `weights` says what part of the samples each gives; without them,
+each gives as its number of tokens. All have one tokenizer: the one that is named, or `auto`, which is the one
+the first source comes with, and for text bpe-4096, learnt from the first source alone.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from narrowgauge.data.corpus import Corpus, Joined, is_corpus
+from narrowgauge.data.loading.sample_order import BLOCK, shares_of
+from narrowgauge.data.preparation.corpus_builder import Progress
+from narrowgauge.data.preparation.prepare import DEFAULT_TOKENIZER, prepare
+from narrowgauge.data.token_files.source import open_token_source, token_files
+from narrowgauge.data.token_files.token_stream import Mixture, Stream
+from narrowgauge.data.tokenization.formats import TOKENIZER_FILE
+from narrowgauge.data.tokenization.tokenizer import Tokenizer
+from narrowgauge.errors import UserError
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """What is trained on and what is held out, the tokenizer of both, and a digest that names all of it."""
+
+    tokenizer: Tokenizer
+    train: Mixture
+    val: Mixture
+    digest: str
+
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    name: str
+    tokenizer: Tokenizer
+    train: Stream
+    val: Stream
+    digest: str
+    tokenizer_file: Path | None = None
+
+
+def open_data(
+    source: str,
+    tokenizer: str = AUTO,
+    weights: Sequence[float] = (),
+    progress: Progress | None = None,
+) -> Dataset:
+    """Open, and where it is text prepare, what a run trains on; see above for `source` and `weights`.
+
+    Errors: `UserError` for a source, a tokenizer or weights that will not do.
+    """
+    report = progress or (lambda stage, done, total, facts: None)
+    opened = list[_Source]()
+    for name in split_sources(source, weights):
+        opened.append(_open(name, tokenizer, opened[0] if opened else None, report))
+        first, here = opened[0], opened[-1]
+        if here.tokenizer.digest != first.tokenizer.digest:
+            raise UserError(
+                f"data sources {first.name!r} and {here.name!r} have different tokenizers (sha256 "
+                f"{first.tokenizer.digest[:12]} and {here.tokenizer.digest[:12]}); make them with one, and "
+                "name it with --data.tokenizer"
+            )
+    if len(opened) == 1:
+        shares: tuple[int, ...] = (BLOCK,)
+        digest = opened[0].digest
+    else:
+        shares = shares_of(weights or [len(one.train) for one in opened])
+        digest = hashlib.sha256("\n".join(one.digest for one in opened).encode()).hexdigest()
+    train = Mixture(tuple(one.train for one in opened), shares)
+    val = Mixture(tuple(one.val for one in opened), shares)
+    return Dataset(opened[0].tokenizer, train, val, digest)
+
+
+def split_sources(source: str, weights: Sequence[float] = ()) -> list[str]:
+    """The sources that commas separate; a path with a comma that exists is one source.
+
+    Errors: `UserError` where the number of weights is another, or one is not a positive number.
+    """
+    names = [source] if Path(source).expanduser().exists() else [name.strip() for name in source.split(",")]
+    if not all(names):
+        raise UserError(f"data source {source!r} has an empty name between commas; remove the comma")
+    if weights and len(weights) != len(names):
+        raise UserError(
+            f"data.weights has {len(weights)} numbers, and data.source {source!r} names {len(names)}; give "
+            "one weight for each source"
+        )
+    if any(not 0 < weight < float("inf") for weight in weights):
+        raise UserError(f"data.weights = {list(weights)} must be positive; leave out a source of no weight")
+    return names
+
+
+def _open(name: str, tokenizer: str, first: _Source | None, report: Progress) -> _Source:
+    named = None if tokenizer == AUTO else tokenizer
+    if is_corpus(Path(name).expanduser()):
+        return _of_corpus(name, prepare(name, named))
+    if files := token_files(name):
+        tokens = open_token_source(name, files, named, report)
+        return _Source(name, tokens.tokenizer, tokens.train, tokens.val, tokens.digest)
+    if first and first.tokenizer_file and (named is None or named.startswith("bpe-")):
+        named = str(first.tokenizer_file)
+    return _of_corpus(name, prepare(name, named or DEFAULT_TOKENIZER, progress=report))
+
+
+def _of_corpus(name: str, corpus: Corpus) -> _Source:
+    ends = (corpus.tokenizer.end_of_document,)
+    train, val = (
+        Stream(tokens.pieces if isinstance(tokens, Joined) else (tokens,), ends)
+        for tokens in (corpus.train, corpus.val)
+    )
+    return _Source(name, corpus.tokenizer, train, val, corpus.digest, corpus.directory / TOKENIZER_FILE)

@@ -1,0 +1,1 @@
+"""How do documents become token files?"""

@@ -1,0 +1,138 @@
+"""What does a worker do with a chunk? It makes documents of it, and of these token ids, or text for later."""
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrowgauge.data.sources import Chunk, Document, Rejected
+from narrowgauge.data.sources.text import cut_text
+from narrowgauge.data.token_files.token_file import token_dtype
+from narrowgauge.data.tokenization.tokenizer import Tokenizer, load_tokenizer
+from narrowgauge.data.tokenization.word_cache import word_encoder
+
+Ids = NDArray[np.unsignedinteger[Any]]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A document as it is counted: its digest, that of its text alone, its characters, its ids if encoded."""
+
+    digest: bytes
+    content: bytes
+    characters: int
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What came of a chunk: `ids` of all documents end to end, or their names and texts, `packed`."""
+
+    size: int
+    found: list[Found]
+    rejected: list[Rejected]
+    ids: Ids = field(default_factory=lambda: np.empty(0, dtype=np.uint16))
+    packed: bytes = b""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Documents on their way from one reading to the next: JSON, compressed."""
+
+    data: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes as they lie on the disk."""
+        return len(self.data)
+
+    def records(self) -> Iterator[Document | Rejected]:
+        """The documents that were packed."""
+        for name, text in json.loads(zlib.decompress(self.data)):
+            yield Document(name, text)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Makes the work of a process that encodes with the tokenizer in a file; `cut`: documents in pieces."""
+
+    tokenizer: Path
+    cut: bool = False
+
+    def __call__(self) -> Callable[[Chunk], Batch]:
+        """The work."""
+        tokenizer = load_tokenizer(self.tokenizer)
+        encode_all = _encoder(tokenizer)
+
+        def encode(chunk: Chunk) -> Batch:
+            documents, rejected = _divide(chunk, self.cut)
+            rows = _with_ends(encode_all([document.text for document in documents]), tokenizer)
+            found = [_found(*pair) for pair in zip(documents, map(len, rows), strict=True)]
+            ids = np.concatenate(rows) if rows else np.empty(0, token_dtype(tokenizer.vocab_size))
+            return Batch(chunk.size, found, rejected, ids=ids)
+
+        return encode
+
+
+@dataclass(frozen=True)
+class Packer:
+    """Makes the work of a process that keeps documents until there is a tokenizer."""
+
+    cut: bool = False
+
+    def __call__(self) -> Callable[[Chunk], Batch]:
+        """The work."""
+
+        def pack(chunk: Chunk) -> Batch:
+            documents, rejected = _divide(chunk, self.cut)
+            pairs = json.dumps([(document.name, document.text) for document in documents])
+            found = [_found(document) for document in documents]
+            return Batch(chunk.size, found, rejected, packed=zlib.compress(pairs.encode("utf-8"), 1))
+
+        return pack
+
+
+def _divide(chunk: Chunk, cut: bool) -> tuple[list[Document], list[Rejected]]:
+    documents, rejected = list[Document](), list[Rejected]()
+    for record in chunk.records():
+        if isinstance(record, Rejected):
+            rejected.append(record)
+        elif cut:
+            pieces = enumerate(cut_text([record.text]))
+            documents += [Document(f"{record.name}#{i}", text) for i, text in pieces if not text.isspace()]
+        else:
+            documents.append(record)
+    return documents, rejected
+
+
+def _found(document: Document, tokens: int = 0) -> Found:
+    # A name may hold bytes of a file system that are not UTF-8; a text may not.
+    name = hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
+    text = document.text.encode("utf-8")
+    digest = hashlib.sha256(name + text).digest()
+    return Found(digest, hashlib.blake2b(text, digest_size=16).digest(), len(document.text), tokens)
+
+
+def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], Iterable[Sequence[int] | Ids]]:
+    """The ids of each text, by the fastest way that gives the right ones."""
+    if tokenizer.is_bytes:
+        return lambda texts: (np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts)
+    by_words = word_encoder(tokenizer, token_dtype(tokenizer.vocab_size))
+    return tokenizer.encode_batch if by_words is None else partial(map, by_words)
+
+
+def _with_ends(rows: Iterable[Sequence[int] | Ids], tokenizer: Tokenizer) -> list[Ids]:
+    """The ids of each text behind its end-of-document id, as llm.c has it."""
+    documents = []
+    for row in rows:
+        ids = np.empty(len(row) + 1, token_dtype(tokenizer.vocab_size))
+        ids[0], ids[1:] = tokenizer.end_of_document, row
+        documents.append(ids)
+    return documents

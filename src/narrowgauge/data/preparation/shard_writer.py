@@ -1,0 +1,125 @@
+"""How do the documents of many batches become the two parts of a corpus?
+
+In one pass, with nothing kept of a document but its counts: ids go to one file for each part as they come,
+and at the end these are copied to token files. A document that has to change sides, because the other is
+empty, changes them in that copy.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrowgauge.data.preparation.document_filter import TRAIN, VAL, Sieve, rank
+from narrowgauge.data.preparation.encode import Batch, Found
+from narrowgauge.data.token_files.token_file import TokenFile, token_dtype, write_token_file
+
+MOST_TOKENS = 1 << 30  # of one token file
+_COPY = 1 << 22  # tokens copied at once
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A document that may have to change sides: its number for the split, and where its ids are."""
+
+    rank: int
+    start: int
+    tokens: int
+
+
+class Parts:
+    """The ids of both parts, as they come and as they are kept."""
+
+    def __init__(self, directory: Path, vocab_size: int, sieve: Sieve) -> None:
+        self.directory, self.vocab_size, self.sieve = directory, vocab_size, sieve
+        self.tokens = {TRAIN: 0, VAL: 0}
+        self._lowest: Place | None = None
+        self._highest: Place | None = None
+        self._files: dict[str, IO[bytes]] = {}
+
+    def __enter__(self) -> "Parts":
+        self._files = {side: (self.directory / f"{side}.ids").open("wb") for side in (TRAIN, VAL)}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def add(self, batch: Batch) -> None:
+        """The documents of the next batch."""
+        self.sieve.reject(batch.rejected)
+        at = 0
+        for found in batch.found:
+            if (side := self.sieve.side(found)) is not None:
+                self._files[side].write(batch.ids[at : at + found.tokens].data)
+                self._note(side, found)
+                self.tokens[side] += found.tokens
+            at += found.tokens
+
+    def _note(self, side: str, found: Found) -> None:
+        place = Place(rank(found.digest), self.tokens[side], found.tokens)
+        if self._lowest is None or place.rank < self._lowest.rank:
+            self._lowest = place
+        if self._highest is None or place.rank > self._highest.rank:
+            self._highest = place
+
+    def write(self) -> dict[str, dict[str, TokenFile]]:
+        """The token files of each side, by name; the ids that came are gone afterwards."""
+        for file in self._files.values():
+            file.close()
+        documents, moved = self.sieve.documents, None
+        empty = next((side for side in (TRAIN, VAL) if not documents[side]), None)
+        if empty:
+            moved = self._lowest if empty == VAL else self._highest
+            assert moved is not None
+            documents[empty] += 1
+            documents[TRAIN if empty == VAL else VAL] -= 1
+        files = {side: self._token_files(side, empty, moved) for side in (TRAIN, VAL)}
+        for side in (TRAIN, VAL):
+            (self.directory / f"{side}.ids").unlink()
+        return files
+
+    def _token_files(self, side: str, empty: str | None, moved: Place | None) -> dict[str, TokenFile]:
+        other = TRAIN if side == VAL else VAL
+        dtype = token_dtype(self.vocab_size)
+        path = self.directory / f"{other if side == empty else side}.ids"
+        ids: NDArray[Any] = np.memmap(path, dtype, "r")
+        spans = [(0, len(ids))]
+        if moved is not None:
+            span = (moved.start, moved.start + moved.tokens)
+            spans = [span] if side == empty else [(0, span[0]), (span[1], len(ids))]
+        shards = _shards(spans, MOST_TOKENS)
+        # One file, or as many as it takes, numbered as llm.c's scripts number theirs.
+        names = [f"{side}.bin"] if len(shards) == 1 else [f"{side}_{i:06d}.bin" for i in range(len(shards))]
+        return {
+            name: write_token_file(self.directory / name, _chunks(ids, shard), self.vocab_size)
+            for name, shard in zip(names, shards, strict=True)
+        }
+
+
+def _shards(spans: list[Span], most: int) -> list[list[Span]]:
+    """The spans in groups of `most` positions each but the last."""
+    shards, room = [list[Span]()], most
+    for start, stop in spans:
+        while start < stop:
+            if not room:
+                shards.append([])
+                room = most
+            end = min(stop, start + room)
+            shards[-1].append((start, end))
+            room, start = room - (end - start), end
+    return shards
+
+
+def _chunks(ids: NDArray[Any], spans: list[Span]) -> Iterator[NDArray[Any]]:
+    for start, stop in spans:
+        for at in range(start, stop, _COPY):
+            yield ids[at : min(at + _COPY, stop)]

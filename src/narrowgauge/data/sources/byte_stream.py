@@ -1,0 +1,214 @@
+"""How is a file read that may be compressed, cut short, or all one line?
+
+`Stream` gives the bytes of a file, decompressed, in blocks of at most about a megabyte, whatever the ratio of
+compression; several compressed streams in one file (multistream .bz2, members of .gz, frames of .zst) are
+read through. It never ends quietly before the compressed data do: that is `CutShort`.
+
+`cut` divides the bytes after a mark (the end of a line, of a page) into portions of whole records, and holds
+no more than one portion and one record in memory.
+"""
+
+import bz2
+import zlib
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from narrowgauge.data.sources.records import CHUNK_BYTES, MOST_BYTES
+from narrowgauge.errors import UserError
+
+COMPRESSED = (".gz", ".bz2", ".zst")
+_READ = 1 << 18
+_READ_ZST = 1 << 13  # zstd gives all at once, up to 32 thousand times as much
+
+
+class CutShort(Exception):
+    """A compressed file that is damaged or ends before its data do."""
+
+
+class _Decoder(Protocol):
+    eof: bool
+    unused_data: bytes
+
+    def blocks(self, data: bytes) -> Iterator[bytes]: ...
+
+
+class Stream:
+    """The decompressed bytes of a file, in blocks; `consumed` is how far the file itself is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.consumed = path, 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        """The blocks. Errors: `UserError` for a file that cannot be read, `CutShort` for damage."""
+        suffix = self.path.suffix
+        raw = self.raw(_READ_ZST if suffix == ".zst" else _READ)
+        return self._decompressed(_decoder(suffix), raw) if suffix in COMPRESSED else raw
+
+    def raw(self, size: int) -> Iterator[bytes]:
+        """The bytes as they are in the file, in blocks of `size`. Errors: as iteration, but no `CutShort`."""
+        try:
+            with self.path.open("rb") as file:
+                while data := file.read(size):
+                    self.consumed += len(data)
+                    yield data
+        except OSError as error:
+            raise UserError(
+                f"cannot read {self.path}: {error.strerror}; mend its permissions or leave it out"
+            ) from None
+
+    def _decompressed(self, new: Callable[[], _Decoder], raw: Iterator[bytes]) -> Iterator[bytes]:
+        decoder: _Decoder | None = None
+        for data in raw:
+            while data:
+                decoder = decoder or new()
+                yield from decoder.blocks(data)
+                data = b""
+                if decoder.eof:
+                    data, decoder = decoder.unused_data, None
+                    if not data.strip(b"\x00"):  # padding after the last stream, as on tapes
+                        data = b""
+        if decoder is not None or not self.consumed:
+            raise CutShort("ends before its compressed data do")
+
+
+def _decoder(suffix: str) -> Callable[[], _Decoder]:
+    if suffix == ".zst":
+        return _zstd()
+    return _Gzip if suffix == ".gz" else _Bzip2
+
+
+class _Gzip:
+    def __init__(self) -> None:
+        self._inner = zlib.decompressobj(wbits=31)
+
+    eof = property(lambda self: self._inner.eof)
+    unused_data = property(lambda self: self._inner.unused_data)
+
+    def blocks(self, data: bytes) -> Iterator[bytes]:
+        try:
+            while data and not self._inner.eof:
+                yield self._inner.decompress(data, CHUNK_BYTES)
+                data = self._inner.unconsumed_tail
+        except zlib.error as error:
+            raise CutShort(f"is damaged ({error})") from None
+
+
+class _Bzip2:
+    def __init__(self) -> None:
+        self._inner = bz2.BZ2Decompressor()
+
+    eof = property(lambda self: self._inner.eof)
+    unused_data = property(lambda self: self._inner.unused_data)
+
+    def blocks(self, data: bytes) -> Iterator[bytes]:
+        try:
+            yield self._inner.decompress(data, CHUNK_BYTES)
+            while not (self._inner.eof or self._inner.needs_input):
+                yield self._inner.decompress(b"", CHUNK_BYTES)
+        except OSError as error:
+            raise CutShort(f"is damaged ({error})") from None
+
+
+def _zstd() -> Callable[[], _Decoder]:
+    try:
+        import zstandard
+    except ImportError:
+        raise UserError(
+            "a .zst file needs the package zstandard; run pip install 'narrowgauge[data]'"
+        ) from None
+
+    class Zstd:
+        def __init__(self) -> None:
+            self._inner: Any = zstandard.ZstdDecompressor().decompressobj()
+
+        eof = property(lambda self: self._inner.eof)
+        unused_data = property(lambda self: self._inner.unused_data)
+
+        def blocks(self, data: bytes) -> Iterator[bytes]:
+            try:
+                out = self._inner.decompress(data)
+                for start in range(0, len(out), CHUNK_BYTES):
+                    yield out[start : start + CHUNK_BYTES]
+            except zstandard.ZstdError as error:
+                raise CutShort(f"is damaged ({error})") from None
+
+    return Zstd
+
+
+@dataclass(frozen=True)
+class Portion:
+    """Whole records of a stream, or (`data` None) the place of one that is too long; lines count from 1."""
+
+    data: bytes | None
+    first_line: int
+    size: int
+
+
+def cut(stream: Stream, mark: bytes, blocks: Iterator[bytes] | None = None) -> Iterator[Portion]:
+    """The stream in portions that end after a `mark`; the last may lack it.
+
+    `blocks` replaces the bytes of the stream, where these have to be translated first. Errors: as `Stream`,
+    after all whole records before the damage.
+    """
+    cutter = _Cutter(stream, mark)
+    try:
+        for block in blocks or iter(stream):
+            yield from cutter.add(block)
+    except CutShort:
+        yield from cutter.whole_records()
+        raise
+    yield from cutter.rest()
+
+
+class _Cutter:
+    """The bytes not yet given out, and how far they have been searched for the mark."""
+
+    def __init__(self, stream: Stream, mark: bytes) -> None:
+        self.stream, self.mark = stream, mark
+        self.buffer, self.searched, self.skipping = bytearray(), 0, False
+        self.line, self.told = 1, 0
+
+    def add(self, block: bytes) -> Iterator[Portion]:
+        self.buffer += block
+        if self.skipping:
+            self._skip()
+        if self.skipping or len(self.buffer) < CHUNK_BYTES:
+            return
+        found = yield from self.whole_records()
+        if not found and len(self.buffer) > MOST_BYTES:
+            self.skipping = True
+            yield self._portion(None)
+
+    def whole_records(self) -> Generator[Portion, None, bool]:
+        """What ends with a mark; false where nothing does."""
+        end = -1 if self.skipping else self.buffer.rfind(self.mark, self.searched)
+        if end < 0:
+            self.searched = max(len(self.buffer) - len(self.mark) + 1, 0)
+            return False
+        yield self._portion(self._take(end + len(self.mark)))
+        return True
+
+    def rest(self) -> Iterator[Portion]:
+        """What stands behind the last mark."""
+        if self.buffer and not self.skipping:
+            yield self._portion(None if len(self.buffer) > MOST_BYTES else bytes(self.buffer))
+
+    def _skip(self) -> None:
+        end = self.buffer.find(self.mark)
+        self.skipping = end < 0
+        gone = len(self.buffer) - len(self.mark) + 1 if self.skipping else end + len(self.mark)
+        self.line += self._take(max(gone, 0)).count(b"\n")
+
+    def _take(self, size: int) -> bytes:
+        data = bytes(memoryview(self.buffer)[:size])
+        del self.buffer[:size]
+        self.searched = 0
+        return data
+
+    def _portion(self, data: bytes | None) -> Portion:
+        portion = Portion(data, self.line, self.stream.consumed - self.told)
+        self.told = self.stream.consumed
+        self.line += data.count(b"\n") if data is not None else 0
+        return portion

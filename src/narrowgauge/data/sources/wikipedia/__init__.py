@@ -1,0 +1,1 @@
+"""How does a MediaWiki dump become prose?"""

@@ -1,0 +1,117 @@
+"""A MediaWiki dump (`pages-articles.xml.bz2`): its articles, in prose.
+
+The reader looks for the ends of pages and nothing else; the dump is decompressed as it is read, never to the
+disk. A worker parses each page by itself with expat, so one broken page costs one page, and takes what is an
+article: namespace 0, no redirect, wikitext. Its text is the title, a blank line, and the prose that
+`wikitext` makes of it. Schema: https://www.mediawiki.org/xml/export-0.11.xsd (older ones differ in nothing
+that is read here).
+"""
+
+import codecs
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from xml.etree import ElementTree
+
+from narrowgauge.data.sources.byte_stream import CutShort, Portion, Stream, cut
+from narrowgauge.data.sources.records import MOST_BYTES, Chunk, Document, Input, Refusal, Rejected, document
+from narrowgauge.data.sources.wikipedia.wikitext import DROPPED_NAMESPACES, prose
+
+_END = b"</page>"
+_PAGE = re.compile(rb"<page[\s>]")
+_NAMESPACE = re.compile(r'<namespace key="(?:-2|6|14)"[^>]*>([^<]+)</namespace>')
+_REDIRECT = re.compile(r"\s*#\s*\w+\s*:?\s*\[\[")
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Whole pages of a dump, the first of which begins at or after the line `first_line`."""
+
+    path: str
+    data: bytes
+    first_line: int
+    size: int
+    dropped: frozenset[str]
+
+    def records(self) -> Iterator[Document | Rejected]:
+        """A document an article; other pages are nothing."""
+        at, line = 0, self.first_line
+        for page in self.data.split(_END)[:-1]:
+            begin = _PAGE.search(page)
+            before = begin.start() if begin else 0
+            line += page.count(b"\n", 0, before)
+            where = f"{self.path}:{line}"
+            if begin is None:
+                yield Rejected(where, "is not the beginning of a page")
+            else:
+                yield from _article(where, page[before:] + _END, self.dropped)
+            line += page.count(b"\n", before)
+            at += len(page) + len(_END)
+
+
+def _article(where: str, page: bytes, dropped: frozenset[str]) -> Iterator[Document | Rejected]:
+    try:
+        tree = ElementTree.fromstring(page)
+    except ElementTree.ParseError as error:
+        yield Rejected(where, f"begins a page that is not XML: {error}")
+        return
+    title, namespace = tree.findtext("title"), tree.findtext("ns")
+    texts = tree.findall("revision/text")
+    if title is None or namespace is None or not texts:
+        missing = "title" if title is None else "ns" if namespace is None else "text"
+        yield Rejected(where, f"begins a page without <{missing}>")
+    elif namespace.strip() == "0" and tree.find("redirect") is None:
+        text = texts[-1].text or ""
+        model = tree.findtext("revision/model", "wikitext")
+        if model == "wikitext" and not _REDIRECT.match(text):
+            body = prose(text, dropped)
+            yield from document(where, title, f"{title}\n\n{body}\n" if body else "")
+
+
+def chunks(file: Input) -> Iterator[Chunk]:
+    """The dump in portions of whole pages."""
+    stream, line, dropped = Stream(file.path), 1, DROPPED_NAMESPACES
+    ended = False
+    try:
+        for number, portion in enumerate(cut(stream, _END, _utf8(stream))):
+            line = portion.first_line
+            if portion.data is None:
+                reason = f"begins a page of more than {MOST_BYTES >> 20} MiB, the most of one document"
+                yield Refusal(Rejected(f"{file.path}:{line}", reason), portion.size)
+                continue
+            if number == 0:
+                dropped = _namespaces(file.path, portion)
+            ended = b"</mediawiki>" in portion.data
+            line += portion.data.count(b"\n")
+            yield Pages(str(file.path), portion.data, portion.first_line, portion.size, dropped)
+        if not ended:
+            raise CutShort("ends before </mediawiki> does, so it is cut short")
+    except CutShort as damage:
+        yield Refusal(Rejected(f"{file.path}:{line}", str(damage)))
+    except UnicodeDecodeError as error:
+        yield Refusal(Rejected(f"{file.path}:{line}", f"is followed by what is not UTF-16 ({error.reason})"))
+
+
+def _namespaces(path: Path, first: Portion) -> frozenset[str]:
+    """What links to files and categories begin with here; refuses what is not a dump at all."""
+    assert first.data is not None
+    head = first.data[: begin.start() if (begin := _PAGE.search(first.data)) else 4096]
+    if b"<mediawiki" not in head:
+        raise CutShort("does not begin with <mediawiki>, so it is not a dump")
+    names = _NAMESPACE.findall(head.decode("utf-8", "replace"))
+    return DROPPED_NAMESPACES | {name.casefold() for name in names}
+
+
+def _utf8(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    """The same in UTF-8: a dump that went through some tools of Windows is UTF-16, and says so at once."""
+    remaining = iter(blocks)
+    first = next(remaining, b"")
+    if not first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        yield from chain([first], remaining)
+        return
+    decoder = codecs.getincrementaldecoder("utf-16")()
+    for block in chain([first], remaining):
+        yield decoder.decode(block).encode("utf-8")
+    decoder.decode(b"", final=True)

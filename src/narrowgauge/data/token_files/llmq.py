@@ -1,0 +1,58 @@
+"""How does llmq keep tokens?
+
+In one file, all little-endian:
+
+| bytes       | content                                                                                 |
+|-------------|-----------------------------------------------------------------------------------------|
+| 0 to 7      | `BIN.TOK\\n`                                                                             |
+| 8 to 1023   | int32: version (1 or 2), bytes of a token (4), token count; in version 2 the size of    |
+|             | the vocabulary, without added tokens, and 1 if there is a mask; then filler             |
+| 4 x count   | the tokens, int32; after each document its end-of-document id                           |
+| count / 8   | the mask, if there is one, rounded up to bytes: bit i % 8 of byte i // 8 is 1 where     |
+|             | token i is to be learnt as a target                                                     |
+
+The file is exactly as long as that. Source: `src/training/dataloader.cpp` and `scripts/tokenize_data.py` of
+github.com/IST-DASLab/llmq.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrowgauge.data.token_files.token_file import HEADER_BYTES, Tokens, unfit
+
+MAGIC = b"BIN.TOK\n"
+
+
+@dataclass(frozen=True, eq=False)
+class LlmqFile:
+    """The tokens and the mask's bytes, mapped and read-only; None where there is no mask."""
+
+    tokens: Tokens
+    mask: NDArray[np.uint8] | None
+
+
+def open_llmq(path: Path) -> LlmqFile:
+    """The tokens of an llmq file. Errors: `UserError` for a header or a length that is not of this layout."""
+    with path.open("rb") as file:
+        raw = file.read(HEADER_BYTES)
+    if len(raw) < HEADER_BYTES:
+        raise unfit(path, f"it has {len(raw)} bytes, and the header alone has {HEADER_BYTES}")
+    version, width, count, vocab_size, masked = np.frombuffer(raw, "<i4", 5, len(MAGIC)).tolist()
+    if version not in (1, 2):
+        raise unfit(path, f"its version is {version}, and 1 and 2 are known")
+    if version == 1:  # the two are filler
+        vocab_size = masked = 0
+    if width != 4:
+        raise unfit(path, f"its tokens have {width} bytes, and 4 are known")
+    if count < 1 or vocab_size < 0 or masked not in (0, 1):
+        raise unfit(path, f"its header is damaged ({count} tokens, {vocab_size} ids, mask {masked})")
+    end = HEADER_BYTES + 4 * count
+    size, right = path.stat().st_size, end + masked * -(-count // 8)
+    if size != right:
+        raise unfit(path, f"its header promises {count} tokens, so {right} bytes, and it has {size}")
+    tokens = np.memmap(path, dtype="<i4", mode="r", offset=HEADER_BYTES, shape=(count,))
+    mask = np.memmap(path, dtype=np.uint8, mode="r", offset=end) if masked else None
+    return LlmqFile(tokens, mask)

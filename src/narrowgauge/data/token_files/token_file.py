@@ -1,0 +1,194 @@
+"""How are tokens kept on disk?
+
+In llm.c's layout, so that llm.c and its descendants read our files and we read theirs. All little-endian:
+
+| bytes       | content                                                                                 |
+|-------------|-----------------------------------------------------------------------------------------|
+| 0 to 1023   | 256 x int32: magic, version, token count, then zeros                                    |
+| 1024 to end | the tokens, one after another; before each document its end-of-document id              |
+
+Magic 20240520, version 1: uint16 tokens. Magic 20240801, version 7: uint32 tokens, where the vocabulary has
+more than 65536 ids. The file is exactly 1024 + count x itemsize bytes long. That is checked at every opening,
+since a mapped file that was cut short reads as fewer tokens without a word.
+
+llm.c's own loader takes the first kind only, and seeks with an int, so files for it stay below 2 GiB: its
+scripts cut a large corpus into *shards* of 100 million tokens, and so does `write_token_shards`.
+
+Source: `dev/data/data_common.py` and `llmc/dataloader.h` of github.com/karpathy/llm.c.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrowgauge.data.preparation.publish import whole_file
+from narrowgauge.errors import UserError
+
+HEADER_BYTES = 1024
+MOST_TOKENS = 2**31 - 1  # the count is an int32
+SHARD_TOKENS = 100_000_000
+_CHUNK = 1 << 22  # tokens looked at together when a file is verified
+
+_DTYPES: dict[tuple[int, int], np.dtype[Any]] = {
+    (20240520, 1): np.dtype("<u2"),
+    (20240801, 7): np.dtype("<u4"),
+}
+
+Tokens = NDArray[np.integer[Any]]
+Fault = Callable[[Path, str], UserError]
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """What is known of a token file when it was written: its tokens, and the digest of the whole file."""
+
+    count: int
+    sha256: str
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The narrowest dtype of the layout that holds every id below `vocab_size`."""
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+def write_token_file(path: Path, chunks: Iterable[NDArray[Any]], vocab_size: int) -> TokenFile:
+    """Write the chunks of ids end to end, one at a time in memory; the file appears whole or not at all.
+
+    Ids are integers in [0, vocab_size). Errors: `UserError` for more tokens than the layout can count.
+    """
+    dtype, count = token_dtype(vocab_size), 0
+    with whole_file(path) as file:
+        file.write(bytes(HEADER_BYTES))  # the count is known at the end
+        for chunk in chunks:
+            assert chunk.size == 0 or (chunk.min() >= 0 and chunk.max() < vocab_size)
+            file.write(chunk.astype(dtype).tobytes())
+            count += chunk.size
+            if count > MOST_TOKENS:
+                raise UserError(
+                    f"{path} would hold more than {MOST_TOKENS} tokens, the most of one file; split it"
+                )
+        file.seek(0)
+        file.write(_header(dtype, count))
+    return TokenFile(count, file_sha256(path))
+
+
+def write_token_shards(
+    directory: Path,
+    stem: str,
+    chunks: Iterable[NDArray[Any]],
+    vocab_size: int,
+    shard_tokens: int = SHARD_TOKENS,
+) -> list[Path]:
+    """Write the chunks of ids as STEM_000000.bin, STEM_000001.bin ... of `shard_tokens` each but the last.
+
+    Errors: as `write_token_file`.
+    """
+    assert 1 <= shard_tokens <= MOST_TOKENS
+    source = (chunk for chunk in chunks if chunk.size)
+    rest = np.empty(0, dtype=token_dtype(vocab_size))
+    paths = list[Path]()
+
+    def shard() -> Iterator[NDArray[Any]]:
+        nonlocal rest
+        room = shard_tokens
+        while room:
+            if not rest.size and (rest := next(source, rest)).size == 0:
+                return
+            yield rest[:room]
+            rest, room = rest[room:], room - min(room, rest.size)
+
+    while not paths or rest.size or (rest := next(source, rest)).size:
+        paths.append(directory / f"{stem}_{len(paths):06}.bin")
+        write_token_file(paths[-1], shard(), vocab_size)
+    return paths
+
+
+def open_token_file(path: Path, expected: TokenFile | None = None, fault: Fault | None = None) -> Tokens:
+    """The tokens of `path`, mapped and read-only: uint16 or uint32 of shape (count,).
+
+    Errors: `UserError` for a file that is not of this layout, has another length than its header says, or
+    another count than `expected`; `fault` words it, by default for a file of ours.
+    """
+    fault = fault or damaged
+    dtype, count = _read_header(path, fault)
+    size, right_size = path.stat().st_size, HEADER_BYTES + count * dtype.itemsize
+    if size != right_size:
+        raise fault(path, f"its header promises {count} tokens, so {right_size} bytes, and it has {size}")
+    if expected is not None and count != expected.count:
+        raise fault(path, f"it holds {count} tokens and was written with {expected.count}")
+    if count == 0:
+        raise fault(path, "it holds no tokens")
+    return np.memmap(path, dtype=dtype, mode="r", offset=HEADER_BYTES, shape=(count,))
+
+
+def verify_token_file(path: Path, expected: TokenFile, vocab_size: int) -> None:
+    """Read all of `path` and compare it with what was written.
+
+    Errors: `UserError` as for `open_token_file`, for another digest, and for an id beyond the vocabulary.
+    """
+    tokens = open_token_file(path, expected)
+    check_ids(path, tokens, vocab_size)
+    if file_sha256(path) != expected.sha256:
+        raise damaged(path, "its sha256 is not the one it was written with")
+
+
+def check_ids(path: Path, tokens: Tokens, vocab_size: int, fault: Fault | None = None) -> None:
+    """Refuse, with a `UserError` that names the position, the first id that is not in [0, vocab_size)."""
+    for start in range(0, len(tokens), _CHUNK):
+        chunk = np.asarray(tokens[start : start + _CHUNK])
+        beyond = (chunk >= vocab_size) | (chunk < 0)
+        if beyond.any():
+            position = start + int(beyond.argmax())
+            raise (fault or damaged)(
+                path,
+                f"token {position} has id {tokens[position]}, and the vocabulary ends at {vocab_size - 1}",
+            )
+
+
+def file_sha256(path: Path) -> str:
+    """The hexadecimal sha256 of the file, as the command `sha256sum` prints it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def damaged(path: Path, what: str) -> UserError:
+    """The error for a prepared file that is not as it was written, with the way out."""
+    return UserError(
+        f"{path} is damaged: {what}; delete the directory {path.parent} and prepare it again, "
+        "as the same line then does"
+    )
+
+
+def unfit(path: Path, what: str) -> UserError:
+    """The error for a token file of someone else's that cannot be read, with the way out."""
+    return UserError(f"{path} cannot be read as tokens: {what}; bring the file again, or make it anew")
+
+
+def _header(dtype: np.dtype[Any], count: int) -> bytes:
+    header = np.zeros(HEADER_BYTES // 4, dtype="<i4")
+    magic, version = next(key for key, of_key in _DTYPES.items() if of_key == dtype)
+    header[:3] = magic, version, count
+    return header.tobytes()
+
+
+def _read_header(path: Path, fault: Fault) -> tuple[np.dtype[Any], int]:
+    """The dtype and the token count that the header states."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(HEADER_BYTES)
+    except OSError as error:
+        raise fault(path, f"it cannot be read ({error.strerror})") from None
+    if len(raw) < HEADER_BYTES:
+        raise fault(path, f"it has {len(raw)} bytes, and the header alone has {HEADER_BYTES}")
+    magic, version, count = (int(value) for value in np.frombuffer(raw, "<i4", count=3))
+    dtype = _DTYPES.get((magic, version))
+    if dtype is None or count < 0:
+        raise fault(
+            path, f"it does not begin as a token file (magic {magic}, version {version}, {count} tokens)"
+        )
+    return dtype, count

@@ -1,0 +1,169 @@
+"""What is a stream of tokens, and where do its documents begin?
+
+A stream is the tokens of one file, or of several end to end, or a part of them. It is read by position and
+never held in memory: its pieces are mapped files.
+
+A *document* begins where an index says so (Megatron's), or, without one, at a boundary id: at the id itself
+if the layout puts it before a document (llm.c's, ours), at the token after it if behind (nanoGPT's, llmq's).
+A model may be asked to keep documents apart. Then a token sees its own document only, and its position is
+counted from that document's start; positions alone say it all: token i sees exactly the last position(i) + 1.
+
+Some files say of each token whether it is to be learnt (llmq's mask). Other targets are IGNORED.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrowgauge.data.token_files.token_file import Tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Bits:
+    """A sequence of `count` bits packed into bytes, the lowest bit of a byte first; sliced as an array."""
+
+    packed: NDArray[np.uint8]
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, part: slice) -> NDArray[np.uint8]:
+        start, stop, _ = part.indices(self.count)
+        unpacked = np.unpackbits(self.packed[start // 8 : -(-stop // 8)], bitorder="little")
+        return unpacked[start % 8 : start % 8 + stop - start]
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """Tokens, read by position; `first` and `last` bound the part of the pieces that it is.
+
+    `boundaries` are the ids between documents, `boundary_first` whether one stands before its document;
+    `starts` are the positions of documents in the pieces, where an index has them; `learnt` goes with the
+    pieces, one bit a token, and is empty where every token is to be learnt.
+    """
+
+    pieces: tuple[Tokens, ...]
+    boundaries: tuple[int, ...] = ()
+    boundary_first: bool = True
+    starts: NDArray[np.int64] | None = None
+    learnt: tuple[Bits, ...] = ()
+    first: int = 0
+    last: int | None = None
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        """Where each piece begins, and where the last ends."""
+        return [0, *accumulate(map(len, self.pieces))]
+
+    def __len__(self) -> int:
+        return (self._offsets[-1] if self.last is None else self.last) - self.first
+
+    def __getitem__(self, part: slice) -> NDArray[np.integer[Any]]:
+        """The tokens at a range of positions, in an array of their own dtype."""
+        start, stop, _ = part.indices(len(self))
+        return self._read(self.pieces, start, stop)
+
+    def part(self, start: int, stop: int) -> "Stream":
+        """The stream of the tokens at `start` to `stop` - 1."""
+        assert 0 <= start <= stop <= len(self)
+        return replace(self, first=self.first + start, last=self.first + stop)
+
+    def positions(self, start: int, row: NDArray[Any]) -> NDArray[np.int64]:
+        """Of each token of `row`, read at `start`: how many of its document stand before it in the row."""
+        begins = self._begins(start, row)
+        number_T = np.arange(len(row), dtype=np.int64)
+        begin_T = np.zeros_like(number_T)
+        begin_T[begins] = begins
+        return number_T - np.maximum.accumulate(begin_T)
+
+    def ignored(self, start: int, stop: int) -> NDArray[np.bool_] | None:
+        """Which of these tokens are not to be learnt as targets; None: all are."""
+        return self._read(self.learnt, start, stop) == 0 if self.learnt else None
+
+    def documents(self, at_once: int = 1 << 20) -> Iterator[NDArray[Any]]:
+        """Each document without the ids between documents; about `at_once` tokens are in memory."""
+        parts = list[NDArray[Any]]()
+        for start in range(0, len(self), at_once):
+            before = max(
+                start - 1, 0
+            )  # a boundary at the end of the last row begins one at the start of this
+            row = self[before : start + at_once]
+            begins = self._begins(before, row) - (start - before)
+            row = row[start - before :]
+            edges = [0, *begins[begins >= 0].tolist(), len(row)]
+            for number, (a, b) in enumerate(pairwise(edges)):
+                if parts and number > 0:
+                    yield self._inside(np.concatenate(parts))
+                    parts = []
+                if b > a:
+                    parts.append(row[a:b])
+        if parts:
+            yield self._inside(np.concatenate(parts))
+
+    def next_start(self, start: int, within: int) -> int:
+        """The first position from `start` on at which a document begins; `start` itself if none is near."""
+        stop = min(start + within, len(self))
+        position = self.positions(start, self[start:stop])
+        begins = np.flatnonzero(position == 0)
+        if len(begins) and begins[0] == 0 and not self._begins_at(start):
+            begins = begins[1:]  # the first of a row counts from 0 in any case
+        return start + int(begins[0]) if len(begins) else start
+
+    def _begins(self, start: int, row: NDArray[Any]) -> NDArray[np.int64]:
+        """Where in a row, read at `start`, documents begin."""
+        if self.starts is not None:
+            at = self.first + start
+            low, high = np.searchsorted(self.starts, [at, at + len(row)])
+            return self.starts[low:high] - at
+        begins = np.flatnonzero(np.isin(row, self.boundaries)) + (not self.boundary_first)
+        return begins[begins < len(row)]
+
+    def _inside(self, document: NDArray[Any]) -> NDArray[Any]:
+        """A document without a boundary id in front or behind."""
+        begin = int(document[0] in self.boundaries)
+        end = len(document) - int(len(document) > begin and document[-1] in self.boundaries)
+        return document[begin:end]
+
+    def _begins_at(self, position: int) -> bool:
+        if position == 0:
+            return True
+        return bool(self.positions(position - 1, self[position - 1 : position + 1])[1:2].tolist() == [0])
+
+    def _read(self, pieces: Sequence[Any], start: int, stop: int) -> NDArray[Any]:
+        start, stop = start + self.first, stop + self.first
+        number = bisect_right(self._offsets, start, hi=len(pieces)) - 1
+        parts = []
+        while start < stop:
+            begin, end = self._offsets[number : number + 2]
+            parts.append(pieces[number][start - begin : min(stop, end) - begin])
+            start, number = end, number + 1
+        if len(parts) == 1:
+            return np.asarray(parts[0])
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Several streams, each with its share of every `order.BLOCK` samples; one alone may have any share."""
+
+    streams: tuple[Stream, ...]
+    shares: tuple[int, ...]
+
+    def __len__(self) -> int:
+        """The tokens of all streams."""
+        return sum(map(len, self.streams))
+
+
+def as_mixture(tokens: "Mixture | Stream | Tokens") -> Mixture:
+    """The tokens as a mixture: what a loader reads."""
+    if isinstance(tokens, Mixture):
+        return tokens
+    stream = tokens if isinstance(tokens, Stream) else Stream((tokens,))
+    return Mixture((stream,), (1,))

@@ -1,0 +1,251 @@
+"""How does text become numbers, and numbers text?
+
+Three tokenizers are made here, and any other is read from its files (`tokenizer_files`):
+
+- `bytes`: id = byte of the UTF-8 text, 0 to 255; id 256 ends a document. Nothing to learn, nothing unknown.
+- `bpe-N`: byte-level byte pair encoding (Sennrich et al., arXiv 1508.07909; on bytes as in GPT-2). It starts
+  from the 256 bytes and N - 257 times gives an id of its own to the pair of ids that is most frequent in the
+  training text. Id 0 ends a document. A text too small to hold that many pairs gives fewer ids.
+- `ids-N`: for tokens whose tokenizer is not at hand. Text is the ids themselves, in decimal, each after
+  a space, and the last of the N ends a document; `ids-50257` stands for GPT-2's.
+
+The first two give back exactly the text they were given. All are saved as a `tokenizer.json`, which other
+programs read too: `bytes` is a byte-level BPE without merges, and is recognised by that.
+
+The end of a document is one id that no text can produce: where a text happens to contain the characters
+`<|endoftext|>`, they are encoded like any other characters.
+"""
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Library
+
+from narrowgauge.data.preparation.publish import whole_file
+from narrowgauge.data.tokenization.formats import TOKENIZER_FILE as TOKENIZER_FILE
+from narrowgauge.data.tokenization.formats import byte_characters, read_library, tokenizer_files
+from narrowgauge.errors import UserError, unknown
+
+END_OF_DOCUMENT = "<|endoftext|>"
+
+# What the tokenizers of others call the end of a document: GPT-2, Llama 3, Llama 2, Gemma.
+_ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
+_PARALLELISM = "TOKENIZERS_PARALLELISM"
+
+
+@dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """Text to ids and back.
+
+    `vocab_size` is the highest id + 1; `end_of_document` is the id that stands before every document.
+    """
+
+    library: Library
+    vocab_size: int
+    end_of_document: int
+    is_bytes: bool
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, without the end of a document. Errors: `UserError` for a lone surrogate."""
+        utf8 = _utf8(text)
+        if self.is_bytes:
+            return list(utf8)
+        try:
+            return list(self.library.encode(text, add_special_tokens=False).ids)
+        except Exception as error:  # the library raises nothing narrower for a word that it has no id for
+            raise _cannot_encode(error) from None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text, on all cores."""
+        utf8s = [_utf8(text) for text in texts]
+        if self.is_bytes:
+            return [list(utf8) for utf8 in utf8s]
+        try:
+            encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # as in `encode`
+            raise _cannot_encode(error) from None
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; never raises.
+
+        Bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary become nothing, and the end of a
+        document is written out as its name.
+        """
+        known = [int(i) for i in ids if 0 <= i < self.vocab_size]
+        return self.library.decode(known, skip_special_tokens=False)
+
+    def to_json(self) -> str:
+        """What `save` writes; equal for equal tokenizers."""
+        return self.library.to_str(pretty=True) + "\n"
+
+    @cached_property
+    def digest(self) -> str:
+        """The hexadecimal sha256 of `to_json`: two tokenizers are one if their digests are."""
+        return hashlib.sha256(self.to_json().encode("utf-8")).hexdigest()
+
+    def save(self, path: Path) -> None:
+        """Write the tokenizer.json at `path`, whole or not at all."""
+        with whole_file(path) as file:
+            file.write(self.to_json().encode("utf-8"))
+
+
+def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer called `name`: `bytes`, `bpe-N` trained on `texts`, `ids-N`, or the path of its files."""
+    if name == "bytes":
+        return bytes_tokenizer()
+    if entries := _entries("ids", name):
+        return ids_tokenizer(entries, entries - 1)
+    if entries := _bpe_entries(name):
+        return train_bpe(texts, entries)
+    return load_tokenizer(_existing(name))
+
+
+def tokenizer_identity(name: str) -> str:
+    """What decides the ids besides the documents: the name itself, or the digest of the files it names.
+
+    Errors: `UserError` for a name that is neither a kind of tokenizer nor a file.
+    """
+    if name == "bytes" or _bpe_entries(name) or _entries("ids", name):
+        return name
+    content = b"".join(file.read_bytes() for file in tokenizer_files(_existing(name)))
+    return "sha256:" + hashlib.sha256(content).hexdigest()
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """The tokenizer whose ids are the bytes of the text; 256 ends a document."""
+    return _wrap(_bytes_library())
+
+
+def train_bpe(texts: Iterable[str], entries: int) -> Tokenizer:
+    """A byte-level BPE of at most `entries` ids, learnt from `texts`; the same texts give the same ids."""
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=entries,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=byte_characters(),
+        show_progress=False,
+    )
+    library.train_from_iterator(texts, trainer)
+    return _wrap(library)
+
+
+def ids_tokenizer(vocab_size: int, end_of_document: int) -> Tokenizer:
+    """The tokenizer whose text is token ids in decimal, `"464 3290"`; see `ids-N` above."""
+    assert 0 <= end_of_document < vocab_size
+    names = {str(i): i for i in range(vocab_size) if i != end_of_document}
+    library = Library(models.WordLevel(vocab=names | {END_OF_DOCUMENT: end_of_document}))
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    library.decoder = decoders.Replace(Regex("^"), " ")  # before each id, so that texts can be put together
+    return _wrap(library)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in the file or folder `path`, of any kind that `tokenizer_files` knows.
+
+    Errors: `UserError` for a file that is missing, is no tokenizer, or has no id for the end of a document.
+    """
+    library = read_library(path)
+    # A file may carry settings for batches of padded sentences, which would change or lose tokens here.
+    library.no_truncation()
+    library.no_padding()
+    return _wrap(library, str(path))
+
+
+@contextmanager
+def parallel_tokenizing() -> Iterator[None]:
+    """Tokenize on all cores inside the block, and keep the library quiet about processes forked after it.
+
+    The library warns at every later fork unless the variable below is set. Outside the block it is left at
+    "false", at which a forked child tokenizes on one core and cannot lock up. What the user set stays.
+    """
+    chosen = os.environ.get(_PARALLELISM)
+    os.environ[_PARALLELISM] = chosen or "true"
+    try:
+        yield
+    finally:
+        os.environ[_PARALLELISM] = chosen or "false"
+
+
+def _wrap(library: Library, origin: str = "the tokenizer") -> Tokenizer:
+    vocabulary = library.get_vocab(with_added_tokens=True)
+    end = next((name for name in _ENDS if name in vocabulary), None)
+    if end is None:
+        raise UserError(f"{origin} has no id for the end of a document; add one of {', '.join(_ENDS)} to it")
+    # Special tokens are matched in the text unless the library is told otherwise; the end of a document has
+    # to be special for that to reach it, and in some files it is an ordinary entry.
+    library.add_special_tokens([AddedToken(end, special=True, normalized=False)])
+    library.encode_special_tokens = True
+    is_bytes = library.to_str() == _bytes_library().to_str()
+    return Tokenizer(library, max(vocabulary.values()) + 1, vocabulary[end], is_bytes)
+
+
+def _bytes_library() -> Library:
+    """The byte-level BPE without merges."""
+    library = Library(
+        models.BPE(vocab={char: byte for byte, char in enumerate(byte_characters())}, merges=[])
+    )
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
+    return library
+
+
+def _bpe_entries(name: str) -> int | None:
+    """N of `bpe-N`; None for another kind of name."""
+    entries = _entries("bpe", name)
+    if entries and entries < 257:
+        raise UserError(
+            f"tokenizer {name!r} is too small: 256 bytes and the end of a document make bpe-257 the least"
+        )
+    return entries
+
+
+def _entries(kind: str, name: str) -> int | None:
+    """N of `KIND-N`; None for another kind of name."""
+    match = re.fullmatch(kind + r"-([1-9][0-9]*)", name)
+    if match and len(match[1]) > 7:  # the library takes memory for N entries at once
+        raise UserError(f"tokenizer {name!r} is too large: a vocabulary has at most {kind}-9999999 entries")
+    return int(match[1]) if match else None
+
+
+def _existing(name: str) -> Path:
+    path = Path(name).expanduser()
+    try:
+        if tokenizer_files(path):
+            return path
+    except OSError as error:
+        raise UserError(
+            f"cannot look for tokenizer file {name!r}: {error.strerror}; name a tokenizer.json"
+        ) from None
+    if path.suffix or len(path.parts) > 1:
+        raise UserError(
+            f"tokenizer file {str(path)!r} does not exist; name a tokenizer.json, bytes or bpe-4096"
+        )
+    raise unknown("tokenizer", name, ["bytes", "bpe-4096", "bpe-N", "ids-N", TOKENIZER_FILE])
+
+
+def _cannot_encode(error: Exception) -> UserError:
+    return UserError(
+        f"the tokenizer has no id for a word of the text ({error}); a run on token ids whose "
+        "tokenizer was not at hand takes ids as text, as in '464 3290'"
+    )
+
+
+def _utf8(text: str) -> bytes:
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"the text holds half a surrogate pair (U+{ord(text[error.start]):04X}) at character "
+            f"{error.start}, which UTF-8 cannot carry; remove it"
+        ) from None

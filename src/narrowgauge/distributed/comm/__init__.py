@@ -1,0 +1,1 @@
+"""What travels between ranks, in which numbers?"""

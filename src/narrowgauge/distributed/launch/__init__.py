@@ -1,0 +1,1 @@
+"""Who is this process among the ranks?"""

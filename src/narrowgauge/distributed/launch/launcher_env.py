@@ -1,0 +1,166 @@
+"""What each launcher tells a process, in variables of its own.
+
+    torchrun       RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE
+    Open MPI       OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
+    MPICH, Intel   PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS
+    Cray           PMI_RANK, PMI_SIZE, PMI_LOCAL_RANK, PMI_LOCAL_SIZE
+    PMIx           PMIX_RANK, and no size
+    srun           SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_NODEID
+
+They nest: mpirun inside a Slurm job has all of the last, of which only mpirun's own are about this process,
+so the order above is the order of belief. The shell of a Slurm batch script looks like task 0 of its job; it
+has no `SLURM_STEP_ID`, which tells of a process that srun started.
+
+Sources: https://docs.pytorch.org/docs/stable/elastic/run.html ("Environment Variables"),
+https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html, https://slurm.schedmd.com/srun.html.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from narrowgauge.distributed.launch.slurm_env import tasks_of_nodes
+from narrowgauge.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What one launcher says."""
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    nodes: int
+
+
+def number(environ: Mapping[str, str], *names: str) -> int | None:
+    """The value of the first of these variables that is set."""
+    for name in names:
+        if environ.get(name):
+            try:
+                return int(environ[name])
+            except ValueError:
+                raise UserError(f"{name} is {environ[name]!r}, which is no whole number; unset it") from None
+    return None
+
+
+def place_of(environ: Mapping[str, str]) -> Place:
+    """The place of this process as its launcher says; a process without one is alone."""
+    alone = Place("none", 0, 1, 0, 1, 0, 1)
+    outer = _from_mpi(environ) or _from_slurm(environ)
+    if environ.get("RANK") or environ.get("WORLD_SIZE"):
+        return _from_torchrun(environ, outer or alone)
+    if outer is None and environ.get("PMIX_RANK"):
+        raise UserError(
+            "PMIX_RANK is set, but no variable says how many processes there are; start them by srun, "
+            "torchrun or mpirun, or set RANK, WORLD_SIZE and LOCAL_RANK too"
+        )
+    return outer or alone
+
+
+def _from_torchrun(environ: Mapping[str, str], outer: Place) -> Place:
+    rank, size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
+    if rank is None or size is None:
+        have, lack = ("RANK", "WORLD_SIZE") if size is None else ("WORLD_SIZE", "RANK")
+        raise UserError(
+            f"{have} is set but {lack} is not; set both, or neither and start by torchrun or srun"
+        )
+    same = outer if (outer.rank, outer.size) == (rank, size) else None
+    local_rank = number(environ, "LOCAL_RANK")
+    if local_rank is None and same is None and size > 1:
+        raise UserError(
+            "RANK and WORLD_SIZE are set but LOCAL_RANK is not, so that processes of a node could not choose "
+            "different GPUs; set it, or start by torchrun"
+        )
+    nodes = number(environ, "GROUP_WORLD_SIZE", "NNODES") or (same.nodes if same else 1)
+    local_size = number(environ, "LOCAL_WORLD_SIZE") or (same.local_size if same else max(1, size // nodes))
+    node = number(environ, "GROUP_RANK", "NODE_RANK")
+    if node is None:
+        node = same.node if same else rank // local_size
+    return Place(
+        "torchrun",
+        rank,
+        size,
+        local_rank if local_rank is not None else (same.local_rank if same else 0),
+        local_size,
+        node,
+        max(nodes, -(-size // local_size)),
+    )
+
+
+def _from_mpi(environ: Mapping[str, str]) -> Place | None:
+    """Open MPI; then Hydra (MPICH, Intel MPI) and Cray's PALS, unless srun speaks for them."""
+    launcher, prefix = "mpirun", "OMPI_COMM_WORLD"
+    if not environ.get("OMPI_COMM_WORLD_RANK"):
+        if environ.get("SLURM_PROCID") and not environ.get("MPI_LOCALRANKID"):
+            return None
+        launcher, prefix = "mpiexec", "PMI"
+    rank, size = number(environ, f"{prefix}_RANK"), number(environ, f"{prefix}_SIZE")
+    if rank is None or size is None:
+        return None
+    here = number(environ, f"{prefix}_LOCAL_RANK", "MPI_LOCALRANKID")
+    count = max(1, number(environ, f"{prefix}_LOCAL_SIZE", "MPI_LOCALNRANKS") or size)
+    # MPI names no node: ranks are taken to fill one node after the other, as they do by default.
+    local_rank = rank % count if here is None else here
+    return Place(launcher, rank, size, local_rank, count, rank // count, -(-size // count))
+
+
+def _from_slurm(environ: Mapping[str, str]) -> Place | None:
+    rank = number(environ, "SLURM_PROCID")
+    if rank is None:
+        return None
+    size = number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") or 1
+    node = number(environ, "SLURM_NODEID") or 0
+    nodes = number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") or 1
+    counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    tasks = tasks_of_nodes(counts) if counts else []
+    local_size = tasks[node] if node < len(tasks) and sum(tasks) == size else -(-size // nodes)
+    local_size = max(1, local_size)
+    local_rank = number(environ, "SLURM_LOCALID")
+    return Place(
+        "srun", rank, size, rank % local_size if local_rank is None else local_rank, local_size, node, nodes
+    )
+
+
+def refuse_separate_worlds(environ: Mapping[str, str], place: Place) -> None:
+    """Several processes were started, and each would train alone."""
+    outer = _from_mpi(environ) or _from_slurm(environ)
+    in_step = bool(environ.get("SLURM_STEP_ID"))
+    batch_shell = environ.get("ENVIRONMENT") == "BATCH" and not in_step
+    if place.launcher == "srun" and place.size > 1 and batch_shell:
+        raise UserError(
+            f"the Slurm job has {place.size} tasks, but this process was started by its script without srun "
+            "and would wait for the others; write srun before the command"
+        )
+    if place.launcher != "torchrun":
+        return
+    if environ.get("TORCHELASTIC_RUN_ID"):
+        if outer and outer.size > place.nodes and (in_step or outer.launcher != "srun"):
+            raise UserError(
+                f"{outer.launcher} started torchrun {outer.size} times, but each is a world of "
+                f"{place.nodes} node(s); start it once a node, with --nnodes {outer.nodes}, --node-rank and "
+                "--master-addr, or let srun start the processes without torchrun"
+            )
+        return
+    tasks = outer.size if outer else number(environ, "SLURM_NTASKS") or 1
+    if tasks not in (1, place.size):
+        name = outer.launcher if outer else "Slurm"
+        raise UserError(
+            f"{name} started {tasks} processes, but WORLD_SIZE={place.size} is set, so that they would be no "
+            "world of their own size; unset RANK, WORLD_SIZE and LOCAL_RANK"
+        )
+
+
+def speaks_for_all(environ: Mapping[str, str]) -> bool:
+    """Whether this process is the one to print what all of them find wrong, before they have met.
+
+    One that cannot tell speaks: a sentence said twice is better than none.
+    """
+    ranks = ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"]
+    if environ.get("TORCHELASTIC_RUN_ID"):
+        ranks.append("RANK")
+    if environ.get("SLURM_STEP_ID"):
+        ranks.append("SLURM_PROCID")
+    return all((environ.get(name) or "0").strip() in ("0", "") for name in ranks)

@@ -1,0 +1,129 @@
+"""Which piece of each weight is whose: tensor and context parallelism on a model that has no numbers yet.
+
+    qkv, up, gate_up         rows (heads, hidden units) over `tensor`; a fused weight has a run of each part
+    attention_out, down      columns, their products being summed over `tensor`
+    everything else          whole on each process of `tensor`, which see different tokens there
+
+Between the two kinds, tokens are divided over `tensor` (sequence parallelism), and everywhere over `context`.
+A parameter's `part` tells where it lies in the whole model's.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from narrowgauge.distributed.mesh import Layout, Mesh
+from narrowgauge.distributed.parallel.sequence_parallel import gather_tokens, sum_tokens, to_heads, to_tokens
+from narrowgauge.errors import UserError
+from narrowgauge.models import ModelConfig, Transformer
+from narrowgauge.nn import Linear, Split, Tokens
+from narrowgauge.quantization import Axis, Part, whole_axis
+
+BY_COLUMNS = ("attention_out", "down")  # the layers of a block whose columns `tensor` divides
+
+
+def check_division(model: ModelConfig, sequence_length: int, layout: Layout) -> None:
+    """Refuse a grid that a model's dimensions do not allow, by the name of what stands in the way."""
+    tensor, context, pipeline = layout.tensor, layout.context, layout.pipeline
+    rules = [
+        ("model.kv_heads", model.kv_heads, tensor * context, "parallel.tensor x parallel.context"),
+        ("model.heads", model.heads, tensor * context, "parallel.tensor x parallel.context"),
+        ("model.ffn_dim", model.ffn_dim, tensor, "parallel.tensor"),
+        ("data.sequence_length", sequence_length, tensor * context, "parallel.tensor x parallel.context"),
+    ]
+    for name, size, count, whose in rules:
+        if size % count:
+            raise UserError(f"{name} = {size} cannot be divided by {whose} = {count}; choose a divisor of it")
+    if model.layers < layout.stages:
+        raise UserError(
+            f"model.layers = {model.layers} are fewer than the {layout.stages} stages that "
+            f"parallel.pipeline = {pipeline} and parallel.chunks = {layout.chunks} ask for; choose fewer"
+        )
+
+
+def divide(model: Transformer, mesh: Mesh) -> None:
+    """Leave this process its pieces of a converted model on the meta device, without numbers yet."""
+    context = mesh.groups("context")
+    own = Tokens(mesh.index("context"), mesh.size("context"), context) if context else None
+    for block in model.blocks:
+        if isinstance(block, nn.Identity):  # another stage's
+            continue
+        _divide_block(block, model.config, mesh, own)
+    shared = mesh.groups("context", "tensor")
+    model.share = (
+        mesh.index("context") * mesh.size("tensor") + mesh.index("tensor"),
+        mesh.size("sequence"),
+    )
+    if isinstance(model.head, Linear) and shared:
+        model.head.split = Split(Tokens(*model.share, shared))
+    for _, parameter in model.named_parameters():
+        if not hasattr(parameter, "part"):
+            parameter.part = Part(tuple(whole_axis(n) for n in parameter.shape))  # type: ignore[attr-defined]
+
+
+def _divide_block(block: Any, config: ModelConfig, mesh: Mesh, own: Tokens | None) -> None:
+    if own is not None:
+        block.to_heads = partial(to_heads, group=own.groups[0])
+        block.to_tokens = partial(to_tokens, group=own.groups[0])
+    if mesh.size("tensor") == 1:
+        for layer in _linears(block):
+            layer.split = Split(own)
+        return
+    count = mesh.size("tensor")
+    block.heads_NKK = tuple(heads // count for heads in block.heads_NKK)
+    for name, sizes in rows_of(config).items():
+        _by_rows(getattr(block, name), sizes, mesh, own)
+    for name in BY_COLUMNS:
+        _by_columns(getattr(block, name), mesh, own)
+
+
+def rows_of(config: ModelConfig) -> dict[str, list[int]]:
+    """The layers of a block whose rows `tensor` divides: how many rows each part of their weight has."""
+    N, K, H, F = config.heads, config.kv_heads, config.head_dim, config.ffn_dim
+    up = {"gate_up": [F, F]} if config.mlp == "swiglu" else {"up": [F]}
+    return {"qkv": [N * H, K * H, K * H]} | up
+
+
+def _linears(block: nn.Module) -> Iterator[Linear]:
+    return (m for m in block.modules() if isinstance(m, Linear))
+
+
+def share_of(sizes: list[int], index: int, count: int, groups: tuple[dist.ProcessGroup, ...] = ()) -> Axis:
+    """Of parts of these sizes one after the other, the share of process `index` of `count` of each."""
+    runs, start = [], 0
+    for size in sizes:
+        runs.append((start + index * size // count, size // count))
+        start += size
+    return Axis(start, tuple(runs), groups)
+
+
+def _axis(sizes: list[int], mesh: Mesh) -> Axis:
+    return share_of(sizes, mesh.index("tensor"), mesh.size("tensor"), mesh.groups("tensor"))
+
+
+def _by_rows(layer: object, sizes: list[int], mesh: Mesh, own: Tokens | None) -> None:
+    assert isinstance(layer, Linear)
+    rows = _axis(sizes, mesh)
+    layer.split = Split(own, outputs=rows, before=partial(gather_tokens, group=mesh.group("tensor")))
+    layer.out_features = rows.length
+    layer.weight = _piece(Part((rows, whole_axis(layer.in_features))))
+    if layer.bias is not None:
+        layer.bias = _piece(Part((rows,)))
+
+
+def _by_columns(layer: object, mesh: Mesh, own: Tokens | None) -> None:
+    assert isinstance(layer, Linear)
+    columns = _axis([layer.in_features], mesh)
+    layer.split = Split(own, inputs=columns, after=partial(sum_tokens, group=mesh.group("tensor")))
+    layer.in_features = columns.length
+    layer.weight = _piece(Part((whole_axis(layer.out_features), columns)))
+
+
+def _piece(part: Part) -> nn.Parameter:
+    parameter = nn.Parameter(torch.empty(part.local_shape, device="meta"))
+    parameter.part = part  # type: ignore[attr-defined]
+    return parameter

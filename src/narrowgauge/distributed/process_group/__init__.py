@@ -1,0 +1,1 @@
+"""How do ranks meet, take decisions and end together?"""

@@ -1,0 +1,171 @@
+"""Where do the processes of a run find each other, and who is missing?
+
+They meet in a store of keys and values (PyTorch's `TCPStore`). torchrun keeps one in its own process; else
+rank 0 keeps it, at the address and port of its `World`. Each process writes there who it is and waits until
+all have; only then are process groups made, which would wait for a missing rank without naming it.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from narrowgauge.distributed.launch.world import World
+from narrowgauge.distributed.process_group.failure import End, OthersGone
+from narrowgauge.errors import UserError
+
+MEETING = "NARROWGAUGE_MEETING"  # in the environment: a name for each of several runs of one launcher
+_POLL_S = 0.1
+NEVER = timedelta(days=30)
+
+
+def keeps_store(world: World, environ: Mapping[str, str]) -> bool:
+    """Whether this process keeps the store: rank 0, unless torchrun does."""
+    return world.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+
+
+def open_store(world: World, environ: Mapping[str, str], timeout_s: float, keep: bool = False) -> Store:
+    """A connection of its own to the store, which this process begins to `keep` if it shall.
+
+    Raises `UserError` where its port is taken, its host has no such name, or nobody answers in time.
+    """
+    where = f"{world.master_addr}:{world.master_port}"
+    if not keep:
+        _wait_until_open(world, timeout_s)
+    answer: Future[Store] = Future()
+    # in a thread, because what listens there may take the question and never answer
+    threading.Thread(target=_connect, args=(world, keep, timeout_s, answer), daemon=True).start()
+    try:
+        store = answer.result(timeout_s)
+    except (dist.DistError, RuntimeError, ValueError, TimeoutError) as error:
+        if keep:
+            why = "is in use" if "in use" in str(error) else f"cannot be opened ({error})"
+            raise UserError(
+                f"port {world.master_port}, at which the ranks were to meet, {why} on this host; "
+                "set MASTER_PORT to a free one for all of them, or end the job that has it"
+            ) from None
+        raise UserError(
+            f"something else than rank 0 of this run answers at {where}; set MASTER_PORT to a free port"
+        ) from error
+    attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"narrowgauge/{attempt}/{environ.get(MEETING, '')}", store)
+
+
+def _connect(world: World, keep: bool, timeout_s: float, answer: "Future[Store]") -> None:
+    timeout = timedelta(seconds=timeout_s)
+    where = (world.master_addr, world.master_port)
+    try:
+        answer.set_result(TCPStore(*where, is_master=keep, timeout=timeout, wait_for_workers=False))
+    except Exception as error:
+        answer.set_exception(error)
+
+
+def _wait_until_open(world: World, timeout_s: float) -> None:
+    """Until somebody listens; without PyTorch, whose own waiting cannot be interrupted and is loud."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((world.master_addr, world.master_port), timeout=5).close()
+            return
+        except socket.gaierror as error:
+            reason = f"no host has the name {world.master_addr!r} ({error.strerror})"
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if time.monotonic() > deadline:
+            raise UserError(
+                f"rank {world.rank} finds nobody at {world.master_addr}:{world.master_port} after "
+                f"{timeout_s:g} s: {reason}; see whether rank 0 was started and is on that host"
+            )
+        time.sleep(_POLL_S)
+
+
+def register(store: Store, world: World, timeout_s: float) -> None:
+    """Say who this process is, and wait until all have.
+
+    Raises `UserError` that names the ranks that are missing, a rank that came twice, or sizes that differ.
+    """
+    size = store.compare_set("size", "", str(world.size)).decode()
+    if size != str(world.size):
+        raise UserError(
+            f"rank {world.rank} believes in {world.size} processes and another one in {size}; start all of "
+            "them with the same WORLD_SIZE"
+        )
+    me = json.dumps(f"process {os.getpid()} on host {socket.gethostname()}")
+    there = store.compare_set(f"here/{world.rank}", "", me).decode()
+    if there != me:
+        raise UserError(
+            f"rank {world.rank} is there already, as {json.loads(there)}; give each process a RANK of its "
+            "own, and each job a MASTER_PORT of its own"
+        )
+    arrived = store.add("arrived", 1)
+    deadline = time.monotonic() + timeout_s
+    while arrived < world.size:
+        if time.monotonic() > deadline:
+            raise UserError(_missing(store, world, timeout_s))
+        if End.find(store) is not None:
+            raise OthersGone("another rank has ended the run while this one waited for all to come")
+        time.sleep(_POLL_S)
+        arrived = store.add("arrived", 0)
+
+
+def leave(store: Store) -> None:
+    """Say that this process needs the store no more."""
+    store.add("left", 1)
+
+
+def await_leavers(store: Store, seconds: float) -> None:
+    """Wait until all that arrived have left, but not for long: some may have been killed."""
+    deadline = time.monotonic() + seconds
+    while store.add("left", 0) < store.add("arrived", 0) and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+
+
+def name_of(store: Store, rank: int) -> str:
+    """A rank with its process and host, if it has ever been there."""
+    known = store.check([f"here/{rank}"])
+    return f"rank {rank} ({json.loads(store.get(f'here/{rank}'))})" if known else f"rank {rank}"
+
+
+def _missing(store: Store, world: World, timeout_s: float) -> str:
+    missing = [str(rank) for rank in range(world.size) if not store.check([f"here/{rank}"])]
+    listed = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+    return (
+        f"after {timeout_s:g} s {world.size - len(missing)} of {world.size} ranks are here, and "
+        f"{'rank' if len(missing) == 1 else 'ranks'} {listed} missing; "
+        "see whether all were started, and whether WORLD_SIZE is their number"
+    )
+
+
+def make_groups(world: World, device: torch.device, store: Store, hang_s: float) -> dist.ProcessGroup:
+    """Make the default group, whose timeout comes after the watchdog's; returns one of gloo for control,
+    which waits for ever: rank 0 may prepare the data for hours.
+
+    Raises `UserError` where the ranks, which have met in the store, do not reach each other.
+    """
+    timeout = timedelta(seconds=4 * hang_s + 60) if hang_s else NEVER
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(device)
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=PrefixStore("torch", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timeout,
+            device_id=device if on_gpu else None,
+        )
+        return dist.new_group(backend="gloo", timeout=NEVER)
+    except (dist.DistError, RuntimeError) as error:
+        raise UserError(
+            f"rank {world.rank} is in the store and cannot connect to the other ranks ({error}); name "
+            "the network between the nodes in GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, if they have several"
+        ) from error

@@ -1,0 +1,1 @@
+"""What would one of N ranks do?"""

@@ -1,0 +1,235 @@
+"""What FSDP2 does in a step, done to tensors without numbers, which FSDP2 itself refuses.
+
+The memory of a module that is cut over processes comes and goes as there:
+
+    before its forward pass     the shards of all its weights are gathered into one buffer, and copied out
+    after it                    the whole weights go (ZeRO 3; the root's stay, and all with ZeRO 1 and 2)
+    before its backward pass    they are gathered again
+    after it                    whole gradients are put into one buffer, summed, and each keeps its shard
+
+A buffer on its way stays until that of the next module has arrived, for FSDP gathers ahead while it
+computes. The collectives are started like FSDP's, on processes that are not there (`imagined.py`), so that
+bytes are counted by the same code as a run's.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from narrowgauge.collectives import gather_rows
+from narrowgauge.distributed.comm.grad_hooks import WIDE, wires_of
+from narrowgauge.distributed.comm.quantized_reduce import reduce_scatter
+from narrowgauge.distributed.comm.shared_scales import Wire
+from narrowgauge.distributed.mesh import Mesh
+from narrowgauge.distributed.parallel.fsdp import take_sums
+from narrowgauge.distributed.simulate.fake_mesh import ImaginedMesh
+from narrowgauge.formats import torch_dtype
+from narrowgauge.nn import Linear
+from narrowgauge.nn.sharded.gathered_weight import Gathered
+from narrowgauge.nn.weight_state import Weight
+from narrowgauge.quantization import AtRest, Cast, Part, make_cast, whole_axis
+from narrowgauge.quantization.purpose import sending
+
+
+class Buffers:
+    """What of all modules is on its way: the last gathered, the last gradients to be summed."""
+
+    gathered: torch.Tensor | None = None
+    summed: torch.Tensor | None = None
+
+
+class Held:
+    """One parameter of a module: whole while it is computed with, a shard else."""
+
+    def __init__(
+        self, whole: nn.Parameter, owners: Sequence[tuple[nn.Module, str]], mesh: ImaginedMesh
+    ) -> None:
+        """Put the shard in place of the whole."""
+        self.owners, self.layer = owners, owners[0][0]
+        part = getattr(whole, "part", None) or Part(tuple(whole_axis(n) for n in whole.shape))
+        first, *others = part.axes
+        own = Part((first.rows(mesh.index("cut"), mesh.size("cut"), mesh.group("cut")), *others))
+        self.shape, self.own, self.is_tied = whole.shape, own, False
+        self.rows = -(-self.shape[0] // mesh.size("cut"))  # of each shard on its way
+        self.shard = nn.Parameter(torch.empty(own.local_shape, device="meta"), whole.requires_grad)
+        self.shard.part = own  # type: ignore[attr-defined]
+        self.shard.whole_shape = self.shape  # type: ignore[attr-defined]
+        self.wire, state = WIDE, getattr(self.layer, "state_at_rest", None)
+        if isinstance(self.layer, Linear) and owners[0][1] == "weight":
+            self._cut_layer(self.layer, state)
+        self.whole: nn.Parameter | None = None
+        self.show(self.shard)
+
+    def _cut_layer(self, layer: Linear, state: Weight | None) -> None:
+        layer.is_cut = True
+        layer.weight = self.shard
+        if state is not None:
+            numbers = torch.empty(self.own.local_shape, device="meta")
+            layer.state_at_rest = Weight(self.shard, layer.recipe.state, layer.recipe.offload, numbers)
+
+    def _numbers(self) -> torch.Tensor:
+        """The whole weight as it arrives: float32, or the numbers of the layer's cast."""
+        cast, at_rest = make_cast("fp32"), None
+        if isinstance(self.layer, Linear) and self.owners[0][1] == "weight":
+            cast, at_rest = self.layer.recipe.gather, getattr(self.shard, "at_rest", None)
+        if at_rest is None and cast.name == "fp32":
+            self.memory = torch.empty(self.shape, device="meta")
+            return self.memory
+        self.memory = torch.empty(self.shape, dtype=travelling(cast, at_rest), device="meta")
+        scale = torch.empty((), device="meta") if cast.is_scaled else None
+        return Gathered(self.memory, scale, cast, at_rest is None)
+
+    def begin(self) -> nn.Parameter:
+        """Make the whole parameter, in the first forward pass."""
+        self.whole = nn.Parameter(self._numbers(), self.shard.requires_grad)
+        return self.whole
+
+    def show(self, parameter: nn.Parameter) -> None:
+        """Let the module have the whole parameter, or the shard."""
+        for owner, key in self.owners:
+            owner._parameters[key] = parameter
+
+    def allocate(self, is_there: bool) -> None:
+        """Give the whole parameter its memory, or take it."""
+        size = self.memory.numel() * self.memory.element_size() if is_there else 0
+        self.memory.untyped_storage().resize_(size)
+
+
+def _nbytes(held: Held) -> int:
+    """Of a shard on its way."""
+    return held.rows * held.shape[1:].numel() * held.memory.element_size()
+
+
+def travelling(cast: Cast, at_rest: AtRest | None) -> torch.dtype:
+    """The dtype in which a weight is gathered."""
+    if at_rest is not None:
+        if not cast.is_scaled and at_rest.cast.is_scaled:
+            return torch.float32
+        return next(iter(at_rest.tensors.values())).dtype
+    return torch.uint8 if cast.is_scaled else torch_dtype(cast.element) or torch.float32
+
+
+class Unit:
+    """A module whose parameters are gathered and summed together."""
+
+    def __init__(self, module: nn.Module, mesh: ImaginedMesh, again: bool, buffers: Buffers) -> None:
+        """Cut what is not cut yet within; `again`: gathered again for the backward pass."""
+        self.mesh, self.again, self.buffers = mesh, again, buffers
+        self.here, self.arrived, self.passes = False, 0, 0
+        self.held = [Held(p, owners, mesh) for p, owners in _own(module).items()]
+        self.wires: dict[torch.Tensor, Wire] = wires_of(module)
+        module.imagined_unit = self  # type: ignore[assignment]
+        module.register_forward_pre_hook(self.gather)
+        module.register_forward_hook(self._after_forward)
+
+    @torch.no_grad()
+    def gather(self, *_: Any) -> None:
+        """Bring the shards together, if they are not."""
+        if self.here or not self.held:
+            return
+        self.here = True
+        for held in self.held:
+            if held.whole is None:
+                held.begin().register_post_accumulate_grad_hook(self._after_gradient)
+        with sending("gather"):
+            own = torch.empty(sum(map(_nbytes, self.held)), dtype=torch.uint8, device="meta")
+            self.buffers.gathered = gather_rows(own, self.mesh.group("cut"))
+        for held in self.held:
+            held.allocate(True)
+            assert held.whole is not None
+            held.show(held.whole)
+
+    def _after_forward(self, module: nn.Module, inputs: Any, out: torch.Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(self.gather)
+        if self.again and torch._C._current_graph_task_id() == -1:
+            self.cut()
+
+    def cut(self) -> None:
+        """Let the whole weights go."""
+        self.here = False
+        for held in self.held:
+            held.allocate(False)
+            held.show(held.shard)
+
+    def _after_gradient(self, _: torch.Tensor) -> None:
+        """One whole gradient has come: when all have, sum them."""
+        self.arrived += 1
+        if self.arrived < len(self.held):
+            return
+        self.arrived, self.passes = 0, self.passes + 1
+        is_last = self.passes == self.mesh.micro_batches
+        once = self.mesh.layout.zero == 1 or self.mesh.layout.stages > 1  # as torch's pipelines have it
+        if is_last or not once:
+            self._sum()
+            self.cut()
+        if is_last:
+            self.passes = 0
+
+    @torch.no_grad()
+    def _sum(self) -> None:
+        ranks, group = self.mesh.size("cut"), self.mesh.group("cut")
+        widths = [h.rows * h.shape[1:].numel() for h in self.held]
+        flat_RS = torch.empty(ranks, sum(widths), device="meta")
+        self.buffers.summed = flat_RS
+        for held in self.held:
+            assert held.whole is not None
+            held.whole.grad = None
+        wires = [self.wires.get(h.shard, WIDE) for h in self.held]
+        own = reduce_scatter(flat_RS, widths, wires, group)
+        if self.mesh.layout.replicate > 1:
+            with sending("reduce"):
+                dist.all_reduce(own, group=self.mesh.group("replicate"))
+        for held in self.held:
+            shape = held.own.local_shape
+            if held.shard.grad is None:
+                held.shard.grad = own.new_empty(shape)
+        take_sums(
+            {
+                held.layer: held.shard
+                for held in self.held
+                if isinstance(held.layer, Linear) and getattr(held.shard, "gradient", None) is not None
+            }
+        )
+
+
+def _own(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """A module's parameters that no unit within has, each with all who have it."""
+    found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+
+    def walk(part: nn.Module) -> None:
+        if getattr(part, "imagined_unit", None) is not None:
+            return
+        for key, p in part._parameters.items():
+            if p is not None:
+                found.setdefault(p, []).append((part, key))
+        for child in part.children():
+            walk(child)
+
+    walk(module)
+    return found
+
+
+def cut_imagined(module: nn.Module, mesh: ImaginedMesh, again: bool) -> None:
+    """As `fully_shard` of a module, on the meta device."""
+    buffers = mesh.__dict__.setdefault("buffers", Buffers())
+    Unit(module, mesh, again, buffers)
+
+
+def whole_weights(model: nn.Module, mesh: Mesh) -> int:
+    """Bytes of weights that are gathered at the end of a forward pass: with ZeRO 3, all but the blocks'."""
+    if not mesh.layout.is_cut:
+        return 0
+    layers = {m.weight: m for m in model.modules() if isinstance(m, Linear)}
+    total = 0
+    for name, p in model.named_parameters():
+        if mesh.layout.zero == 3 and name.startswith("blocks."):
+            continue
+        dtype, at_rest = torch.float32, getattr(p, "at_rest", None)
+        if p in layers and (at_rest is not None or layers[p].recipe.gather.name != "fp32"):
+            dtype = travelling(layers[p].recipe.gather, at_rest)
+        total += getattr(p, "whole_shape", p.shape).numel() * dtype.itemsize
+    return total

@@ -1,0 +1,139 @@
+"""Activations by tiles: each input is read once, each output written once."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from narrowgauge.kernels.triton.arithmetic import exp, magnitude, narrow, wide
+
+#: Elements of a tile, 16 a thread in four warps: two loads of 16 bytes from bf16, for each operand.
+TILE = 2048
+
+
+@triton.jit
+def tile_of(rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """A tile of [rows, F]: its rows (int64) and columns, and which of them exist. Tiles go along the rows."""
+    across = tl.cdiv(F, COLS)
+    row = (tl.program_id(0) // across * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    col = (tl.program_id(0) % across * COLS + tl.arange(0, COLS))[None, :]
+    return row, col, (row < rows) & (col < F)
+
+
+@triton.jit
+def swiglu_forward(gate_up_ptr, y_ptr, largest_ptr, rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """silu(gate) * up; where it is not there, 0."""
+    row, col, inside = tile_of(rows, F, ROWS, COLS)
+    at = row * 2 * F + col
+    gate = wide(tl.load(gate_up_ptr + at, inside, 0))
+    up = wide(tl.load(gate_up_ptr + at + F, inside, 0))
+    silu = narrow(tl.math.div_rn(gate, 1 + exp(-gate)), y_ptr.dtype.element_ty)
+    y = narrow(wide(silu) * up, y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row * F + col, y, inside)
+    tl.store(largest_ptr + tl.program_id(0), tl.max(tl.max(magnitude(y), 1), 0))
+
+
+@triton.jit
+def swiglu_backward(
+    dy_ptr, gate_up_ptr, grad_ptr, largest_ptr, rows, F, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """The gradients of gate and up, side by side."""
+    row, col, inside = tile_of(rows, F, ROWS, COLS)
+    at = row * 2 * F + col
+    dtype = grad_ptr.dtype.element_ty
+    dy = wide(tl.load(dy_ptr + row * F + col, inside, 0))
+    gate = wide(tl.load(gate_up_ptr + at, inside, 0))
+    up = wide(tl.load(gate_up_ptr + at + F, inside, 0))
+    below = 1 + exp(-gate)
+    silu = narrow(tl.math.div_rn(gate, below), dtype)
+    sigmoid = tl.math.div_rn(1.0, below)
+    dsilu = wide(narrow(dy * up, dtype))
+    dgate = narrow(dsilu * sigmoid * (1 + gate * (1 - sigmoid)), dtype)
+    dup = narrow(dy * wide(silu), dtype)
+    tl.store(grad_ptr + at, dgate, inside)
+    tl.store(grad_ptr + at + F, dup, inside)
+    largest = tl.maximum(magnitude(dgate), magnitude(dup))
+    tl.store(largest_ptr + tl.program_id(0), tl.max(tl.max(largest, 1), 0))
+
+
+@triton.jit
+def _turns(x):
+    """1 + exp(-2u) of GELU's u = sqrt(2 / pi) * (x + 0.044715 x^3)."""
+    u = 0.7978845608028654 * (x + 0.044715 * (x * x * x))
+    return 1 + exp(-2 * u)
+
+
+@triton.jit
+def gelu_forward(x_ptr, y_ptr, largest_ptr, count, BLOCK: tl.constexpr):
+    """x * sigmoid(2u)."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    x = wide(tl.load(x_ptr + at, inside, 0))
+    y = narrow(tl.math.div_rn(x, _turns(x)), y_ptr.dtype.element_ty)
+    tl.store(y_ptr + at, y, inside)
+    tl.store(largest_ptr + tl.program_id(0), tl.max(magnitude(y), 0))
+
+
+@triton.jit
+def gelu_backward(dy_ptr, x_ptr, dx_ptr, largest_ptr, count, BLOCK: tl.constexpr):
+    """dy * (s + x s (1 - s) 2u'), s = sigmoid(2u)."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    dy = wide(tl.load(dy_ptr + at, inside, 0))
+    x = wide(tl.load(x_ptr + at, inside, 0))
+    sigmoid = tl.math.div_rn(1.0, _turns(x))
+    slope = 1.5957691216057308 * (1 + 0.134145 * (x * x))
+    dx = narrow(dy * (sigmoid + x * sigmoid * (1 - sigmoid) * slope), dx_ptr.dtype.element_ty)
+    tl.store(dx_ptr + at, dx, inside)
+    tl.store(largest_ptr + tl.program_id(0), tl.max(magnitude(dx), 0))
+
+
+def _tiles(rows: int, F: int) -> tuple[int, dict[str, int]]:
+    """How many tiles, and their shape: up to 1024 columns, so that a wide row wastes little at its end."""
+    cols = min(1024, triton.next_power_of_2(F))
+    tile = {"ROWS": TILE // cols, "COLS": cols}
+    return triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(F, cols), tile
+
+
+def launch_swiglu(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., 2F] contiguous -> [..., F], and the largest magnitude of each tile (fp32)."""
+    F = gate_up.shape[-1] // 2
+    y = torch.empty(*gate_up.shape[:-1], F, dtype=gate_up.dtype, device=gate_up.device)
+    rows = y.numel() // F
+    tiles, tile = _tiles(rows, F)
+    largest = torch.empty(tiles, device=y.device)
+    told = largest.view(torch.int32)
+    swiglu_forward[(tiles,)](gate_up, y, told, rows, F, **tile, num_warps=4, enable_fp_fusion=False)
+    return y, largest
+
+
+def launch_swiglu_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., F] and [..., 2F], both contiguous -> the gradient [..., 2F], and its largest magnitudes."""
+    F = dy.shape[-1]
+    grad = torch.empty_like(gate_up)
+    rows = dy.numel() // F
+    tiles, tile = _tiles(rows, F)
+    largest = torch.empty(tiles, device=dy.device)
+    told = largest.view(torch.int32)
+    swiglu_backward[(tiles,)](dy, gate_up, grad, told, rows, F, **tile, num_warps=8, enable_fp_fusion=False)
+    return grad, largest
+
+
+def launch_gelu(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Contiguous -> the same shape, and the largest magnitude of each tile (fp32)."""
+    y = torch.empty_like(x)
+    tiles = triton.cdiv(x.numel(), TILE)
+    largest = torch.empty(tiles, device=x.device)
+    told = largest.view(torch.int32)
+    gelu_forward[(tiles,)](x, y, told, x.numel(), BLOCK=TILE, num_warps=4, enable_fp_fusion=False)
+    return y, largest
+
+
+def launch_gelu_backward(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Both contiguous -> the gradient of x, and its largest magnitudes."""
+    dx = torch.empty_like(x)
+    tiles = triton.cdiv(x.numel(), TILE)
+    largest = torch.empty(tiles, device=x.device)
+    told = largest.view(torch.int32)
+    gelu_backward[(tiles,)](dy, x, dx, told, x.numel(), BLOCK=TILE, num_warps=4, enable_fp_fusion=False)
+    return dx, largest

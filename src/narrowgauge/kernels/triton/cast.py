@@ -1,0 +1,173 @@
+"""Casts: tiles of a matrix to codes, or to the numbers that they stand for.
+
+A matrix is seen as (rows R, contraction K), whichever of the two its memory is contiguous along: `x_R` and
+`x_K` are strides, `out_*` those of what is written, `grid_*` those of the scales. So one kernel serves both
+axes, and what it writes may lie along the other axis than what it reads.
+
+    cast_blocks     scales of blocks that fit a tile: read once, written once
+    largest         largest magnitude of each row, larger block, or tensor (NVFP4: of its finite blocks)
+    cast_given      under scales that are known: of a row, a block, the tensor; along one axis or along both
+
+A tile has 4096 elements, 8 a thread: 16 bytes of bf16 in one load, and registers for many threads at once.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from narrowgauge.kernels.triton.arithmetic import dot, narrow, wide
+from narrowgauge.kernels.triton.rounding import code_of, to_grid, uniform, value_of
+from narrowgauge.kernels.triton.scales import INFINITE, e8m0_code, fp32_scale, nvfp4_scale, power_of_two
+
+
+@triton.jit
+def _load(x, r, k, R, K, x_R, x_K, matrix, TR: tl.constexpr, TK: tl.constexpr, H: tl.constexpr):
+    """A tile as float32, zeros beyond the edges, after a Hadamard transform of groups of H."""
+    there = (r < R)[:, None] & (k < K)[None, :]
+    tile = tl.load(x + r[:, None].to(tl.int64) * x_R + k[None, :].to(tl.int64) * x_K, mask=there, other=0.0)
+    if H:
+        h = tl.arange(0, H)
+        own = tl.load(matrix + h[:, None] * H + h[None, :])
+        groups = tl.reshape(tile, (TR * TK // H, H))
+        tile = tl.reshape(narrow(dot(groups, own), tile.dtype), (TR, TK))
+    return wide(tile)
+
+
+@triton.jit
+def _largest_bits(tile, TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
+    """Bits of the largest magnitude of each block of BR x BK: [TR / BR, TK / BK] int32."""
+    bits = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(tl.max(tl.reshape(bits, (TR // BR, BR, TK // BK, BK)), 3), 1)
+
+
+@triton.jit
+def _over_blocks(scale, TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
+    """Each block's number at each of its elements."""
+    wide = tl.broadcast_to(scale[:, None, :, None], (TR // BR, BR, TK // BK, BK))
+    return tl.reshape(wide, (TR, TK))
+
+
+@triton.jit
+def _store(out, value, r, k, R, K, out_R, out_K):
+    where = r[:, None].to(tl.int64) * out_R + k[None, :].to(tl.int64) * out_K
+    tl.store(out + where, narrow(value, out.dtype.element_ty), mask=(r < R)[:, None] & (k < K)[None, :])
+
+
+@triton.jit
+def _random(key, offset, r, k, element_R, element_K, ROUNDING: tl.constexpr):
+    """The random number of each element, which its place in row-major order says."""
+    if ROUNDING == "stochastic":
+        index = r[:, None].to(tl.int64) * element_R + k[None, :].to(tl.int64) * element_K
+        return uniform(key, tl.load(offset) + index)
+    else:
+        return 0.0
+
+
+@triton.jit
+def cast_blocks(
+    x, out, scales, scale_codes, S, matrix, key, offset,
+    R, K, K_OUT, GRID_R, GRID_K, x_R, x_K, out_R, out_K, grid_R, grid_K, element_R, element_K,
+    TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, H: tl.constexpr,
+    MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
+    TWOS: tl.constexpr, MINUS_ZERO: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr,
+    SCALE: tl.constexpr, RULE: tl.constexpr, POWER_OF_TWO: tl.constexpr, INVERSE_LARGEST: tl.constexpr,
+    EMAX: tl.constexpr, FRACTION: tl.constexpr, CODES: tl.constexpr,
+):  # fmt: skip
+    """One tile: scales of its blocks, and its elements as codes or as numbers times their block's scale."""
+    r = tl.program_id(0) * TR + tl.arange(0, TR)
+    k = tl.program_id(1) * TK + tl.arange(0, TK)
+    tile = _load(x, r, k, R, K, x_R, x_K, matrix, TR, TK, H)
+    bits = _largest_bits(tile, TR, TK, BR, BK)
+    finite = bits < INFINITE
+    amax = tl.where(finite, bits, 0).to(tl.float32, bitcast=True)
+    if SCALE == "e8m0":
+        code = e8m0_code(amax, RULE, INVERSE_LARGEST, EMAX, FRACTION)
+        encode, block = power_of_two(254 - code), power_of_two(code)
+        code = tl.where(finite, code, 255)
+    elif SCALE == "e4m3":
+        encode, block, code = nvfp4_scale(amax, tl.load(S), INVERSE_LARGEST)
+        code = tl.where(finite, code, 127)
+    else:
+        encode, block = fp32_scale(amax, MAX, POWER_OF_TWO)
+    block = tl.where(finite, block, float("nan"))
+    tile = tl.where(_over_blocks(finite.to(tl.int32), TR, TK, BR, BK) != 0, tile, 0.0)
+    scaled = tile * _over_blocks(encode, TR, TK, BR, BK)
+    random = _random(key, offset, r, k, element_R, element_K, ROUNDING)
+    n, e, sign = to_grid(scaled, random, MAX, EMIN, M, ROUNDING, RANDOM_BITS)
+    if CODES:
+        _store(out, code_of(n, e, sign, EMIN, M, BITS, TWOS, MINUS_ZERO), r, k, R, K_OUT, out_R, out_K)
+        i = tl.program_id(0) * (TR // BR) + tl.arange(0, TR // BR)
+        j = tl.program_id(1) * (TK // BK) + tl.arange(0, TK // BK)
+        _store(scales, block, i, j, GRID_R, GRID_K, grid_R, grid_K)
+        if SCALE != "fp32":
+            _store(scale_codes, code, i, j, GRID_R, GRID_K, grid_R, grid_K)
+    else:
+        value = value_of(n, e, sign, M, MINUS_ZERO) * _over_blocks(block, TR, TK, BR, BK)
+        _store(out, value, r, k, R, K_OUT, out_R, out_K)
+
+
+@triton.jit
+def largest(
+    x, found, matrix, R, K, x_R, x_K, found_R, found_K, block_R, block_K,
+    TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, H: tl.constexpr,
+    BY_ROW: tl.constexpr, FINITE: tl.constexpr,
+):  # fmt: skip
+    """The bits of the largest magnitude of each row or block that a tile lies in, into int32 zeros.
+
+    FINITE leaves out small blocks (BR x BK) that hold anything else. A maximum is the same in any order, so
+    it may be atomic.
+    """
+    r = tl.program_id(0) * TR + tl.arange(0, TR)
+    k = tl.program_id(1) * TK + tl.arange(0, TK)
+    tile = _load(x, r, k, R, K, x_R, x_K, matrix, TR, TK, H)
+    bits = _largest_bits(tile, TR, TK, BR, BK)
+    if FINITE:
+        bits = tl.where(bits < INFINITE, bits, 0)
+    if BY_ROW:
+        tl.atomic_max(found + r * found_R, tl.max(bits, 1), mask=r < R)
+    else:
+        at = tl.program_id(0) * TR // block_R * found_R + tl.program_id(1) * TK // block_K * found_K
+        tl.atomic_max(found + at, tl.max(tl.max(bits, 1), 0))
+
+
+@triton.jit
+def cast_given(
+    x, out, other, encode, block, key, offset,
+    R, K, x_R, x_K, out_R, out_K, other_R, other_K, scale_R, scale_K, block_R, block_K, element_R, element_K,
+    TR: tl.constexpr, TK: tl.constexpr, BY_ROW: tl.constexpr,
+    MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
+    TWOS: tl.constexpr, MINUS_ZERO: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr,
+    CODES: tl.constexpr, TIMES_SCALE: tl.constexpr, BOTH: tl.constexpr,
+):  # fmt: skip
+    """One tile under the scales of its rows, or of the block that it lies in: NaN if that is not finite."""
+    r = tl.program_id(0) * TR + tl.arange(0, TR)
+    k = tl.program_id(1) * TK + tl.arange(0, TK)
+    tile = _load(x, r, k, R, K, x_R, x_K, x, TR, TK, 0)
+    if BY_ROW:
+        factor = tl.load(encode + r * scale_R, mask=r < R, other=1.0)[:, None]
+        scale = tl.load(block + r * scale_R, mask=r < R, other=1.0)[:, None]
+    else:
+        at = tl.program_id(0) * TR // block_R * scale_R + tl.program_id(1) * TK // block_K * scale_K
+        factor, scale = tl.load(encode + at), tl.load(block + at)
+    scaled = tl.where(scale == scale, tile, 0.0) * factor
+    random = _random(key, offset, r, k, element_R, element_K, ROUNDING)
+    n, e, sign = to_grid(scaled, random, MAX, EMIN, M, ROUNDING, RANDOM_BITS)
+    if CODES:
+        value = code_of(n, e, sign, EMIN, M, BITS, TWOS, MINUS_ZERO)
+    else:
+        value = value_of(n, e, sign, M, MINUS_ZERO)
+        if TIMES_SCALE:
+            value = value * scale
+    _store(out, value, r, k, R, K, out_R, out_K)
+    if BOTH:
+        _store(other, value, r, k, R, K, other_R, other_K)
+
+
+def tile_of(x_K: int, block_K: int = 1) -> tuple[int, int]:
+    """Rows and contraction of a tile: long where memory is contiguous, and of whole blocks."""
+    return (32, 128) if x_K == 1 or block_K > 32 else (128, 32)
+
+
+#: Of every launch: 16 warps, and products and sums stay apart.
+LAUNCH: dict[str, Any] = {"num_warps": 16, "enable_fp_fusion": False}

@@ -1,0 +1,207 @@
+"""What a cast's kernels are launched with, and what becomes of their results."""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from narrowgauge.formats import Stream
+from narrowgauge.kernels.amax_cache import told_largest
+from narrowgauge.kernels.triton.cast import LAUNCH, cast_blocks, cast_given, largest, tile_of
+from narrowgauge.kernels.triton.rounding import facts
+from narrowgauge.quantization import Cast, QTensor
+from narrowgauge.quantization.blocks import Blocks, blocks_of
+from narrowgauge.quantization.hadamard import transform
+from narrowgauge.quantization.quantize import signs_of, transformed
+from narrowgauge.quantization.scale_and_round import Scales, scales_from
+from narrowgauge.quantization.scales import nvfp4_tensor_scale
+
+
+class _View(NamedTuple):
+    """A matrix as (rows, contraction): extents, strides of what is read and of what is written."""
+
+    R: int
+    K: int
+    K_OUT: int
+    x: tuple[int, int]
+    place: tuple[int, int]  # from one element to the next in row-major order
+    shape: torch.Size  # of what is written
+
+
+def _view(x: torch.Tensor, cast: Cast, axis: int) -> _View:
+    R, K = x.shape if axis == -1 else (x.shape[1], x.shape[0])
+    K_OUT = K + -K % cast.hadamard if cast.hadamard else K
+    s0, s1 = x.stride()
+    if axis == -1:
+        return _View(R, K, K_OUT, (s0, s1), (K_OUT, 1), torch.Size((R, K_OUT)))
+    return _View(R, K, K_OUT, (s1, s0), (1, R), torch.Size((K_OUT, R)))
+
+
+def _empty(view: _View, axis: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    """For what is written: codes lie along the contraction, as products read them; numbers by rows."""
+    if dtype == torch.uint8 and axis == 0:
+        return torch.empty(view.shape[::-1], dtype=dtype, device=like.device).T
+    return torch.empty(view.shape, dtype=dtype, device=like.device)
+
+
+def _strides(out: torch.Tensor, axis: int) -> tuple[int, int]:
+    """Of rows and of the contraction."""
+    return (out.stride(0), out.stride(1)) if axis == -1 else (out.stride(1), out.stride(0))
+
+
+@torch.no_grad()
+def quantized(
+    x: torch.Tensor,
+    cast: Cast,
+    axis: int,
+    generator: Stream | None,
+    signs: torch.Tensor | None,
+    encode_scale: torch.Tensor | None,
+    both: bool = False,
+) -> tuple[QTensor, torch.Tensor | None]:
+    """What `quantization.quantize` gives, and with `both` the same codes along the other axis."""
+    one = torch.ones((), device=x.device)
+    if _scale_is_known_first(cast):
+        codes, other, own, blocks = _cast_given(
+            x, cast, axis, torch.uint8, generator, signs, encode_scale, both
+        )
+        scales = own.block.reshape(() if cast.block is None else blocks.grid)
+        return QTensor(codes, scales, None, one, cast, blocks), other
+    codes, blocks, scales, scale_codes, S = _cast_blocks(x, cast, axis, torch.uint8, generator, signs)
+    return QTensor(codes, scales, scale_codes, one if S is None else S, cast, blocks), None
+
+
+@torch.no_grad()
+def emulated(
+    x: torch.Tensor,
+    cast: Cast,
+    axis: int,
+    dtype: torch.dtype,
+    generator: Stream | None,
+    signs: torch.Tensor | None,
+    encode_scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `quantization.emulate` gives."""
+    is_exact = cast.block is None or cast.scale != "fp32" or cast.power_of_two
+    out_dtype = dtype if is_exact else torch.float32
+    if _scale_is_known_first(cast):
+        values, _, own, _ = _cast_given(x, cast, axis, out_dtype, generator, signs, encode_scale)
+        return values, own.block.reshape(()) if cast.block is None else None
+    values, *_, tensor_scale = _cast_blocks(x, cast, axis, out_dtype, generator, signs)
+    return values, tensor_scale
+
+
+def _scale_is_known_first(cast: Cast) -> bool:
+    """Whether a scale is of more elements than a tile has: of a row, of 128 x 128, of the tensor."""
+    return cast.block is None or cast.block[1] == 0 or cast.block[0] == 128
+
+
+def _cast_given(
+    x: torch.Tensor,
+    cast: Cast,
+    axis: int,
+    dtype: torch.dtype,
+    generator: Stream | None,
+    signs: torch.Tensor | None,
+    encode_scale: torch.Tensor | None,
+    both: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, Scales, Blocks]:
+    """(codes or numbers, the same along the other axis, scales, blocks)."""
+    x = transformed(x, cast, axis, signs)
+    view = _view(x, cast, axis)
+    blocks = blocks_of(view.shape, cast, axis)
+    amax = told_largest(x) if cast.block is None else None
+    if amax is None:
+        amax = _largest(x, cast, view, axis, blocks)
+    own = scales_from(amax.reshape(blocks.grid), cast, encode_scale)
+    encode, block = own.encode.contiguous(), own.block.contiguous()
+    out = _empty(view, axis, dtype, x)
+    other = _empty(view, -1 - axis, dtype, x) if both else None
+    tile = tile_of(view.x[1])
+    cast_given[_grid(view, tile)](
+        x, out, out if other is None else other, encode, block, *_random(x, generator),
+        view.R, view.K, *view.x, *_strides(out, axis), *_strides(out if other is None else other, axis),
+        *_strides(block, axis), *_extents(blocks, axis), *view.place, TR=tile[0], TK=tile[1],
+        BY_ROW=_is_by_row(cast), **facts(cast.element), ROUNDING=cast.rounding,
+        RANDOM_BITS=cast.random_bits, CODES=dtype == torch.uint8, TIMES_SCALE=cast.block is not None,
+        BOTH=both, **LAUNCH,
+    )  # fmt: skip
+    return out, other, own, blocks
+
+
+def _cast_blocks(
+    x: torch.Tensor,
+    cast: Cast,
+    axis: int,
+    dtype: torch.dtype,
+    generator: Stream | None,
+    signs: torch.Tensor | None,
+) -> tuple[torch.Tensor, Blocks, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """(codes or numbers, blocks, scales, their codes, the tensor's scale)."""
+    assert cast.block is not None
+    view = _view(x, cast, axis)
+    blocks = blocks_of(view.shape, cast, axis)
+    matrix = transform(cast.hadamard, signs_of(cast, signs), x) if cast.hadamard else None
+    S = tensor_scale = None
+    if cast.scale == "e4m3":
+        amax = _largest(x, cast, view, axis, blocks, matrix)
+        S, tensor_scale = nvfp4_tensor_scale(amax.reshape(()), cast.element, cast.headroom)
+    codes = dtype == torch.uint8
+    out = _empty(view, axis, dtype, x)
+    scales = torch.empty(blocks.grid if codes else (), device=x.device)
+    has_codes = codes and cast.scale != "fp32"
+    scale_codes = torch.empty(blocks.grid, dtype=torch.uint8, device=x.device) if has_codes else None
+    grid, strides = blocks.grid, scales.stride() if codes else (0, 0)
+    if axis == 0:
+        grid, strides = grid[::-1], strides[::-1]
+    tile = tile_of(view.x[1], cast.block[1])
+    cast_blocks[_grid(view, tile)](
+        x, out, scales, scale_codes if has_codes else scales, scales if S is None else S,
+        x if matrix is None else matrix, *_random(x, generator),
+        view.R, view.K, view.K_OUT, *grid, *view.x, *_strides(out, axis), *strides, *view.place,
+        TR=tile[0], TK=tile[1], BR=cast.block[0], BK=cast.block[1], H=cast.hadamard,
+        **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
+        SCALE=cast.scale, RULE=cast.scale_rule, POWER_OF_TWO=cast.power_of_two,
+        INVERSE_LARGEST=1 / (cast.element.max * (cast.headroom if cast.scale == "e4m3" else 1)),
+        EMAX=cast.element.emax, FRACTION=cast.element.fraction_bits, CODES=codes, **LAUNCH,
+    )  # fmt: skip
+    return out, blocks, scales, scale_codes, tensor_scale
+
+
+def _largest(
+    x: torch.Tensor, cast: Cast, view: _View, axis: int, blocks: Blocks, matrix: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Largest magnitude of each block, float32 of their grid; NVFP4's are found in finite blocks only."""
+    finite = cast.scale == "e4m3"
+    BR, BK = cast.block if finite and cast.block else (1, 1)
+    found = torch.zeros((1, 1) if finite else blocks.grid, dtype=torch.int32, device=x.device)
+    tile = tile_of(view.x[1])
+    largest[_grid(view, tile)](
+        x, found, x if matrix is None else matrix, view.R, view.K, *view.x, *_strides(found, axis),
+        *((2**30, 2**30) if finite else _extents(blocks, axis)), TR=tile[0], TK=tile[1], BR=BR, BK=BK,
+        H=0 if matrix is None else len(matrix), BY_ROW=_is_by_row(cast), FINITE=finite, **LAUNCH,
+    )  # fmt: skip
+    return found.view(torch.float32)
+
+
+def _is_by_row(cast: Cast) -> bool:
+    return cast.block is not None and cast.block[1] == 0
+
+
+def _extents(blocks: Blocks, axis: int) -> tuple[int, ...]:
+    """Rows and contraction of a block."""
+    return blocks.size if axis == -1 else blocks.size[::-1]
+
+
+def _grid(view: _View, tile: tuple[int, int]) -> tuple[int, int]:
+    return triton.cdiv(view.R, tile[0]), triton.cdiv(view.K_OUT, tile[1])
+
+
+def _random(x: torch.Tensor, generator: Stream | None) -> tuple[Any, Any]:
+    """A stream's key and the place of the first element, as tensors on the device."""
+    if generator is None:
+        return x, x
+    offset = generator.offset
+    if not isinstance(offset, torch.Tensor):
+        offset = torch.full((), offset, dtype=torch.int64, device=x.device)
+    return generator.key, offset

@@ -1,0 +1,187 @@
+"""Norms by rows: a program holds a whole row in registers, so that it is read once.
+
+A row of D numbers is a block of the next power of two, of which a thread takes 8 (16 where D is 8192): loads
+of 16 bytes both from fp32 and from bf16. By the assembler for an H100 the forward pass then has 32 to 48
+registers a thread, so the threads of a multiprocessor are limited by nothing else, and the backward pass,
+which holds x, dy, the weight, the stream's gradient and one or two sums, 63 to 80 (126 at 8192): at a width
+of 1536 or 4096 half of the threads that a multiprocessor can hold.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from narrowgauge.kernels.triton.arithmetic import magnitude, narrow, wide
+
+#: Programs of the backward pass, and so rows of partial sums: of Llama's widths as many as an H100 holds at
+#: once. With 16,384 tokens they write and read 0.25 bytes an element, beside the 16 that must be moved.
+#: It fixes the order of summation, so it does not ask how large the GPU is.
+PROGRAMS = 512
+
+
+@triton.jit
+def norm_forward(
+    x_ptr,
+    delta_ptr,
+    weight_ptr,
+    bias_ptr,
+    stream_ptr,
+    y_ptr,
+    mean_ptr,
+    scale_ptr,
+    largest_ptr,
+    eps,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row: x + delta and its norm. Without `mean_ptr` it is RMSNorm."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < D
+    at = row * D + cols
+    x = wide(tl.load(x_ptr + at, inside, 0))
+    if delta_ptr is not None:
+        total = narrow(x + wide(tl.load(delta_ptr + at, inside, 0)), stream_ptr.dtype.element_ty)
+        tl.store(stream_ptr + at, total, inside)
+        x = wide(total)
+    if mean_ptr is not None:
+        mean = tl.math.div_rn(tl.sum(x, 0), D * 1.0)
+        tl.store(mean_ptr + row, mean)
+        x = tl.where(inside, x - mean, 0.0)
+    variance = tl.math.div_rn(tl.sum(x * x, 0), D * 1.0)
+    scale = tl.math.div_rn(1.0, tl.math.sqrt_rn(variance + eps))
+    tl.store(scale_ptr + row, scale)
+    y = x * scale * wide(tl.load(weight_ptr + cols, inside, 0))
+    if bias_ptr is not None:
+        y += wide(tl.load(bias_ptr + cols, inside, 0))
+    y = narrow(y, y_ptr.dtype.element_ty)
+    tl.store(y_ptr + at, y, inside)
+    tl.store(largest_ptr + row, tl.max(tl.where(inside, magnitude(y), 0), 0))
+
+
+@triton.jit
+def norm_backward(
+    dy_ptr,
+    dstream_ptr,
+    stream_ptr,
+    weight_ptr,
+    mean_ptr,
+    scale_ptr,
+    dx_ptr,
+    ddelta_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    largest_ptr,
+    rows,
+    rows_each,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some rows, one after the other: the gradient of x (and of delta), sums of those of weight and bias."""
+    program = tl.program_id(0)
+    cols = tl.arange(0, BLOCK)
+    inside = cols < D
+    weight = wide(tl.load(weight_ptr + cols, inside, 0))
+    dweight = tl.zeros([BLOCK], tl.float32)
+    dbias = tl.zeros([BLOCK], tl.float32)
+    first = program.to(tl.int64) * rows_each
+    for i in range(0, tl.minimum(rows_each, rows - first)):
+        row = first + i
+        at = row * D + cols
+        dy = wide(tl.load(dy_ptr + at, inside, 0))
+        x = wide(tl.load(stream_ptr + at, inside, 0))
+        scale = tl.load(scale_ptr + row)
+        if mean_ptr is not None:
+            x = tl.where(inside, x - tl.load(mean_ptr + row), 0.0)
+        x *= scale
+        dweight += dy * x
+        dbias += dy
+        dy *= weight
+        dx = dy - x * tl.math.div_rn(tl.sum(dy * x, 0), D * 1.0)
+        if mean_ptr is not None:
+            dx -= tl.math.div_rn(tl.sum(dy, 0), D * 1.0)
+        dx *= scale
+        if dstream_ptr is not None:
+            dx += wide(tl.load(dstream_ptr + at, inside, 0))
+        tl.store(dx_ptr + at, narrow(dx, dx_ptr.dtype.element_ty), inside)
+        if ddelta_ptr is not None:
+            ddelta = narrow(dx, ddelta_ptr.dtype.element_ty)
+            tl.store(ddelta_ptr + at, ddelta, inside)
+            tl.store(largest_ptr + row, tl.max(tl.where(inside, magnitude(ddelta), 0), 0))
+    tl.store(dweight_ptr + program.to(tl.int64) * D + cols, dweight, inside)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + program.to(tl.int64) * D + cols, dbias, inside)
+
+
+def _blocks(D: int) -> dict[str, int]:
+    block = triton.next_power_of_2(D)
+    return {"D": D, "BLOCK": block, "num_warps": max(1, min(16, block // 256))}
+
+
+def launch_forward(
+    x: Tensor,
+    delta: Tensor | None,
+    weight_D: Tensor,
+    bias_D: Tensor | None,
+    stream: Tensor | None,
+    y: Tensor,
+    mean_M: Tensor | None,
+    scale_M: Tensor,
+    largest_M: Tensor,
+    eps: float,
+) -> None:
+    """Fills `stream` (where there is a delta), `y` and the fp32 numbers of each row; [..., D] contiguous."""
+    D = len(weight_D)
+    norm_forward[(len(scale_M),)](
+        x,
+        delta,
+        weight_D,
+        bias_D,
+        stream,
+        y,
+        mean_M,
+        scale_M,
+        largest_M.view(torch.int32),
+        eps,
+        **_blocks(D),
+        enable_fp_fusion=False,
+    )
+
+
+def launch_backward(
+    dy: Tensor,
+    dstream: Tensor | None,
+    stream: Tensor,
+    weight_D: Tensor,
+    mean_M: Tensor | None,
+    scale_M: Tensor,
+    dx: Tensor,
+    ddelta: Tensor | None,
+    largest_M: Tensor | None,
+    with_bias: bool,
+) -> list[Tensor]:
+    """Fills `dx`, and `ddelta` with its `largest_M`; [..., D] contiguous. Returns the fp32 gradient of the
+    weight, and that of the bias."""
+    M, D = len(scale_M), len(weight_D)
+    rows_each = triton.cdiv(M, PROGRAMS)
+    programs = triton.cdiv(M, rows_each)
+    sums_2PD = scale_M.new_empty(1 + with_bias, programs, D)
+    norm_backward[(programs,)](
+        dy,
+        dstream,
+        stream,
+        weight_D,
+        mean_M,
+        scale_M,
+        dx,
+        ddelta,
+        sums_2PD[0],
+        sums_2PD[1] if with_bias else None,
+        None if largest_M is None else largest_M.view(torch.int32),
+        M,
+        rows_each,
+        **_blocks(D),
+        enable_fp_fusion=False,
+    )
+    return list(sums_2PD.sum(1))

@@ -1,0 +1,114 @@
+"""Tensors at rest (`quantization.at_rest`) as kernels read and write them, element by element.
+
+How a tensor lies is a tuple of constants, its CAST (`kind`). Reading is exact; writing rounds once, and of a
+tensor with one scale it makes the scale, from the largest magnitude that another launch has found.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from narrowgauge.kernels.triton.arithmetic import narrow, wide
+from narrowgauge.kernels.triton.rounding import code_of, to_grid, uniform_of, value_of
+from narrowgauge.kernels.triton.scales import INFINITE, fp32_scale
+from narrowgauge.quantization import Cast
+
+# What stands where in a CAST.
+HOW, MAX, EMIN, M, ROUNDING, RANDOM_BITS, POWER_OF_TWO = (tl.constexpr(i) for i in range(7))
+NOTHING = ("nothing", 0.0, 0, 0, "", 0, False)
+
+
+def kind(cast: Cast) -> tuple[Any, ...]:
+    """A cast as a kernel's constant; the first says how the numbers lie.
+
+    "plain", in a dtype; "split", bf16 and the 16 bits that make it fp32; "scaled", fp16 under one scale;
+    "codes", of a byte, under one scale.
+    """
+    how = "split" if cast.split else "plain" if not cast.is_scaled else "scaled"
+    if cast.is_scaled and cast.element.bits == 8:
+        how = "codes"
+    e = cast.element
+    return how, e.max, e.emin, e.mantissa_bits, cast.rounding, cast.random_bits, cast.power_of_two
+
+
+@triton.jit
+def read(values, beside, at, inside, CAST: tl.constexpr):
+    """Float32 numbers, exactly; `beside` are the 16 further bits of each, or the scale."""
+    x = tl.load(values + at, inside, 0)
+    if CAST[HOW] == "split":
+        rest = tl.load(beside + at, inside, 0).to(tl.int32)
+        x = ((x.to(tl.int16, bitcast=True).to(tl.int32) << 16) + rest).to(tl.float32, bitcast=True)
+    elif CAST[HOW] == "codes":
+        # The bits of an fp32 whose exponent is too low by a constant; finite, as all codes at rest are.
+        code = x.to(tl.int32)
+        bits = ((code & 127) << (23 - CAST[M])) | ((code & 128) << 24)
+        x = bits.to(tl.float32, bitcast=True) * 2.0 ** (126 + CAST[EMIN]) * tl.load(beside)
+    elif CAST[HOW] == "scaled":
+        x = wide(x) * tl.load(beside)
+    else:
+        x = wide(x)
+    return x
+
+
+@triton.jit
+def _random_bf16(x, random):
+    """Fp32 numbers on bf16's grid, up where the part that is cut off is more than `random`."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    finite = bits < INFINITE
+    bits = tl.minimum(bits, 0x7F7F0000)
+    cut = bits & 0xFFFF
+    bits += tl.where(cut.to(tl.float32) * (1.0 / 65536) > random, 0x10000, 0) - cut
+    value = (bits | (x.to(tl.int32, bitcast=True) & -0x80000000)).to(tl.float32, bitcast=True)
+    return tl.where(finite, value, x)
+
+
+@triton.jit
+def _write_plain(x, values, beside, key_0, key_1, at, inside, CAST: tl.constexpr):
+    """Store numbers that have no scale."""
+    if CAST[HOW] == "split":
+        bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
+        upper = (bits + 0x8000) >> 16
+        tl.store(values + at, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), inside)
+        tl.store(beside + at, (bits - (upper << 16)).to(tl.int16), inside)
+    else:
+        if CAST[ROUNDING] == "stochastic":
+            x = _random_bf16(x, uniform_of(key_0, key_1, at))
+        tl.store(values + at, narrow(x, values.dtype.element_ty), inside)
+
+
+@triton.jit
+def write(x, values, beside, largest, key_0, key_1, at, inside, CAST: tl.constexpr):
+    """Store float32 numbers, each rounded once, and their scale."""
+    if CAST[HOW] == "split" or CAST[HOW] == "plain":
+        _write_plain(x, values, beside, key_0, key_1, at, inside, CAST)
+    elif CAST[HOW] != "nothing":
+        bits = tl.load(largest)
+        finite = bits < INFINITE
+        encode, scale = fp32_scale(
+            tl.where(finite, bits, 0).to(tl.float32, bitcast=True), CAST[MAX], CAST[POWER_OF_TWO]
+        )
+        if tl.program_id(0) == 0:
+            tl.store(beside, tl.where(finite, scale, float("nan")))
+        x = tl.where(finite, x, 0.0) * encode
+        if CAST[HOW] == "scaled" and CAST[ROUNDING] == "nearest-even":
+            x = tl.minimum(tl.maximum(x, -CAST[MAX]), CAST[MAX])
+            tl.store(values + at, narrow(x, values.dtype.element_ty), inside)
+        else:
+            random = 0.0
+            if CAST[ROUNDING] == "stochastic":
+                random = uniform_of(key_0, key_1, at)
+            rounding: tl.constexpr = CAST[ROUNDING]  # Triton 3.6 passes on no bare string
+            k, e, sign = to_grid(x, random, CAST[MAX], CAST[EMIN], CAST[M], rounding, CAST[RANDOM_BITS])
+            if CAST[HOW] == "scaled":
+                x = narrow(value_of(k, e, sign, CAST[M], True), values.dtype.element_ty)
+            else:
+                x = code_of(k, e, sign, CAST[EMIN], CAST[M], 8, False, True)
+            tl.store(values + at, x, inside)
+
+
+@triton.jit
+def keep_scale(to, beside, CAST: tl.constexpr):
+    """Copy a scale, if there is one, as the bits of its fp32."""
+    if CAST[HOW] == "codes" or CAST[HOW] == "scaled":
+        tl.store(to, tl.load(beside).to(tl.int32, bitcast=True))

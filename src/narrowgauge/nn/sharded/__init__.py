@@ -1,0 +1,1 @@
+"""How does a layer compute when several ranks hold its tensors?"""

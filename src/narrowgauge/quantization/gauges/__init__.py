@@ -1,0 +1,1 @@
+"""What did a format do to a tensor?"""

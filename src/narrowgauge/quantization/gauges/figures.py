@@ -1,0 +1,241 @@
+"""What a cast did to a tensor, in a few numbers.
+
+Let x be the numbers that came, y those that are left (what a product sees, or what is stored), n how many
+there are, and for each block s its scale and m = s * (the element format's largest number). Shares are of n:
+
+    nonfinite    x or y is NaN or infinite; such elements count as 0 below
+    zeros        y = 0
+    underflow    x != 0 and y = 0; counted as zeros of y less zeros of x, since no cast makes anything of 0
+    largest      |y| >= m (1 - 2^-20): at the largest number there is, as the largest of a block often is
+    clipped      |x| > m (1 + 2^-20): what did not fit. The 2^-20 is for the rounding of the scale itself
+
+With the error e = y - x, and sums over all elements:
+
+    sqnr_db      10 log10(sum x^2 / sum e^2), the ratio of signal to quantization noise; None without either
+    mean_error   sum e / n: rounding to nearest is biased where it is far from 0 against sqrt(sum e^2) / n
+    rms          sqrt(sum x^2 / n)
+
+and of the largest magnitudes of the blocks, a:
+
+    amax         [smallest, median, largest]; the last is that of the tensor. Of an even number of blocks, the
+                 median is the lower of the two in the middle
+    binades      up to 16 counts: blocks whose a has the exponent of the largest, one below, ... 15 or more
+                 below (or a = 0); zeros at the end are left off
+    scales       [smallest, largest] of what undoes the encoding of a block, tensor scale included
+    histogram    of magnitudes before and after, in units of the scale: `histogram.py`; only of narrow formats
+
+Where a cast transforms a tensor (Hadamard), x is the transformed tensor; outliers that are clamped belong to
+x. Squares of small numbers underflow in float32, so x and y are multiplied by a power of two first, which is
+exact. `gauge` makes one vector of a tensor, on a GPU without waiting for it; `figures` turns that into the
+numbers above.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from narrowgauge.formats import Format, decode, format
+from narrowgauge.quantization.blocks import Blocks, blocks_of
+from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.gauges.histogram import WIDTH, counts, histogram
+from narrowgauge.quantization.outliers import clamp_outliers
+from narrowgauge.quantization.quantize import over_block, transformed
+from narrowgauge.quantization.scale_and_round import block_amax, pieces, scales_of
+from narrowgauge.quantization.state.quantized_state import AtRest
+
+BINADES = 16
+_SLACK = 2.0**-20
+_SUMS = ("nonfinite", "zeros", "zeros_before", "largest", "clipped", "error", "noise", "signal")
+_HEAD = ("elements", "factor", "smallest", "median", "amax", "scale_min", "scale_max", *_SUMS)
+_WIDE = 3e38  # the largest bf16 and fp32: nothing comes near it
+
+
+def gauge_operand(
+    x: torch.Tensor,
+    seen: torch.Tensor,
+    cast: Cast,
+    axis: int,
+    signs: torch.Tensor | None = None,
+    encode_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Gauge what `emulate` or `quantize` made of a tensor, given the same arguments.
+
+    Args:
+        x: the tensor that was quantized, any floating dtype.
+        seen: what is left of it, scales applied, in the same shape.
+
+    Returns:
+        float64 vector, for `figures`.
+    """
+    blocks = blocks_of(x.shape, cast, axis)
+    if not cast.is_scaled:
+        return gauge(x, seen, blocks, None, cast.element.max, cast.element)
+    x = transformed(x, cast, axis, signs)
+    kept = clamp_outliers(x, cast.outliers) if cast.outliers else x
+    own = scales_of(blocks.split(kept), cast, blocks, encode_scale)
+    scale = own.block if own.tensor is None else own.block * own.tensor
+    return gauge(x, seen, blocks, scale, cast.element.max, cast.element)
+
+
+@torch.no_grad()
+def gauge_state(x: torch.Tensor, stored: AtRest) -> torch.Tensor:
+    """Gauge what was stored of a tensor (float32), as a vector for `figures`.
+
+    Range expansion stretches each block to the largest number: nothing is clipped, and nothing counted.
+    """
+    cast, blocks = stored.cast, blocks_of(stored.shape, stored.cast, -1)
+    t = {name: tensor.to(x.device) for name, tensor in stored.tensors.items()}
+    scale, largest = None, math.inf if cast.expand or cast.split else cast.element.max
+    if cast.codebook:
+        scale, largest = over_block(t["scales"], blocks), 1.0
+    elif "scale" in t:
+        scale = t["scale"]
+    elif "scales" in t:
+        scale = t["scales"] if cast.scale == "fp32" else decode(t["scales"], format(cast.scale))
+        scale = over_block(scale, blocks) if scale.ndim else scale
+        scale = scale * t.get("tensor_scale", 1.0)
+    grid = None if cast.codebook or largest == math.inf else cast.element
+    return gauge(x, stored.read(), blocks, scale, largest, grid)
+
+
+@torch.no_grad()
+def gauge(
+    x: torch.Tensor,
+    seen: torch.Tensor,
+    blocks: Blocks,
+    scale: torch.Tensor | None = None,
+    largest: float = math.inf,
+    grid: Format | None = None,
+) -> torch.Tensor:
+    """Gauge a tensor before and after.
+
+    Args:
+        x, seen: before and after, of one shape, any floating dtypes; the same object if nothing changed.
+        blocks: how blocks lie on them.
+        scale: float32, of each block, as the grid with inner dimensions of size 1; None for 1.
+        largest: of the numbers of an element.
+        grid: the element format, where its numbers times `scale` are what can be stored: for the histogram.
+
+    Returns:
+        float64 vector, for `figures`.
+    """
+    split, after = blocks.split(x), blocks.split(seen)
+    amax = block_amax(split, blocks)
+    amax = torch.where(amax.isfinite(), amax, 0.0)
+    ends = _smallest_median_largest(amax)
+    exponent = ends[2].frexp().exponent
+    factor = torch.exp2(-exponent.clamp(-100, 100).double()).float()
+    limit = None
+    if largest < _WIDE:
+        limit = torch.full_like(amax, largest) if scale is None else scale * largest
+        limit = torch.where(limit > 0, limit, torch.inf)
+    clips = limit is not None and (x.device.type != "cpu" or bool((amax > limit * (1 + _SLACK)).any()))
+    sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=x.device)
+    for piece in pieces(split):
+        of_piece = piece.of(split), piece.of(after), None if limit is None else piece.of(limit)
+        sums += _sums(*of_piece, factor, clips, is_same=seen is x)
+    sums[1:3] -= split.numel() - x.numel()  # zeros that pad a ragged edge
+    scales = factor.new_ones(1) if scale is None or not scale.numel() else scale
+    low, high = (torch.where(scales.isfinite(), scales, end) for end in (torch.inf, -torch.inf))
+    elements = torch.full((1,), x.numel(), dtype=torch.float64, device=x.device)
+    found = torch.stack([factor, *ends, low.amin(), high.amax()]).double()
+    lie = torch.zeros(WIDTH, dtype=torch.float64, device=x.device)
+    if grid is not None and largest < _WIDE:
+        lie = histogram(split, after, scale, grid)
+    return torch.cat([elements, found, sums, _binades(amax, exponent), lie])
+
+
+def _sums(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    limit: torch.Tensor | None,
+    factor: torch.Tensor,
+    clips: bool,
+    is_same: bool,
+) -> torch.Tensor:
+    """The sums of one piece, float64, in the order of `_SUMS`; on a CPU only what there is to sum."""
+    x, y = x.float(), y.float()
+    nonfinite = nothing = torch.zeros((), dtype=torch.int64, device=x.device)
+    scaled = x * factor
+    e = scaled - scaled if is_same else (y * factor).sub_(scaled)
+    if x.device.type != "cpu" or not bool(e.sum().isfinite()):
+        is_finite = x.isfinite() & y.isfinite()
+        nonfinite = torch.count_nonzero(~is_finite)
+        x, y, scaled, e = (torch.where(is_finite, t, 0.0) for t in (x, y, scaled, e))
+    zeros_before = x.numel() - torch.count_nonzero(x)
+    zeros = zeros_before if is_same else y.numel() - torch.count_nonzero(y)
+    at_largest = clipped = nothing
+    if limit is not None:
+        at_largest = torch.count_nonzero(y.abs() >= limit * (1 - _SLACK))
+        clipped = torch.count_nonzero(x.abs() > limit * (1 + _SLACK)) if clips else nothing
+    counts = torch.stack([nonfinite, zeros, zeros_before, at_largest, clipped])
+    return torch.cat(
+        [counts.double(), torch.stack([e.sum(), (e * e).sum(), (scaled * scaled).sum()]).double()]
+    )
+
+
+def _smallest_median_largest(amax: torch.Tensor) -> list[torch.Tensor]:
+    """Of the largest magnitudes of the blocks, 0-dim each."""
+    if not amax.numel():
+        return [amax.new_zeros(())] * 3
+    return [amax.amin(), amax.median(), amax.amax()]
+
+
+def _binades(amax: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+    """How many blocks have their largest magnitude so many binades below the tensor's, float64 [BINADES]."""
+    below = torch.where(amax > 0, exponent - amax.frexp().exponent, BINADES).clamp_(max=BINADES - 1)
+    return torch.histc(below.double(), BINADES, 0, BINADES)
+
+
+def figures(vector: Sequence[float], grid: Format | None = None) -> dict[str, Any]:
+    """What `gauge` found, as numbers for people: the names of the module's docstring, and `elements`.
+
+    With the element format there is a `histogram`, if the tensor was one to make it of.
+    """
+    found, binades = dict(zip(_HEAD, vector, strict=False)), vector[len(_HEAD) : len(_HEAD) + BINADES]
+    lie = None if grid is None else counts(vector[-WIDTH:], grid)
+    n, unit = max(found["elements"], 1.0), 1 / found["factor"]
+    shares = {key: found[key] / n for key in ("nonfinite", "zeros")}
+    shares["underflow"] = (found["zeros"] - found["zeros_before"]) / n
+    return {
+        "elements": int(found["elements"]),
+        **shares,
+        "largest": found["largest"] / n,
+        "clipped": found["clipped"] / n,
+        "sqnr_db": decibels(found["signal"], found["noise"]),
+        "mean_error": found["error"] / n * unit,
+        "rms": math.sqrt(found["signal"] / n) * unit,
+        "amax": [found[key] for key in ("smallest", "median", "amax")],
+        "binades": _without_zeros_at_end([int(count) for count in binades]),
+        "scales": [found["scale_min"], found["scale_max"]],
+        **({} if lie is None else {"histogram": lie}),
+    }
+
+
+def _without_zeros_at_end(counts: list[int]) -> list[int]:
+    while counts and not counts[-1]:
+        counts = counts[:-1]
+    return counts
+
+
+def decibels(signal: float, noise: float) -> float | None:
+    """10 log10 of a ratio of powers; None where one of them is 0 or not finite."""
+    if not (0 < signal < math.inf and 0 < noise < math.inf):
+        return None
+    return 10 * math.log10(signal / noise)
+
+
+def gauge_product(result: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Compare a product with the same in high precision, of one shape: float64 [4], for `likeness`."""
+    a, b = result.double(), exact.double()
+    return torch.stack([(a * b).sum(), (a * a).sum(), (b * b).sum(), (a - b).square().sum()])
+
+
+def likeness(vector: Sequence[float]) -> dict[str, float | None]:
+    """Cosine of the angle between a product and the same in high precision, and SQNR in decibels."""
+    dot, ours, exact, noise = vector
+    is_good = 0 < ours < math.inf and 0 < exact < math.inf
+    cosine = dot / math.sqrt(ours) / math.sqrt(exact) if is_good else None
+    return {"cosine": cosine, "sqnr_db": decibels(exact, noise)}

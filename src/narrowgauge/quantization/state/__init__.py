@@ -1,0 +1,1 @@
+"""What lives across steps in narrow numbers?"""

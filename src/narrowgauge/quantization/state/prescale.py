@@ -1,0 +1,116 @@
+"""Automatic pre-scaling of gradients (FP8-LM, arXiv 2310.18313, equation 3).
+
+A gradient's scale leaves room for its largest element and no more: what is added up afterwards, over
+devices, may overflow, and a scale that always leaves more room loses small elements instead. So the scale is
+multiplied by a factor mu that learns how much room is needed:
+
+    more than 0.001 % of the elements overflowed      mu is halved for the next step
+    otherwise                                         mu grows, doubling over 1000 steps
+
+What is applied is mu cut to its power of two, so that products with it are exact.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from narrowgauge.quantization import scales
+from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.sharding.amax import largest_of_each, shares_of_each
+from narrowgauge.quantization.sharding.shard import Part
+
+LIMIT = 1e-5  # share of elements that may overflow
+STEPS_TO_DOUBLE = 1000
+UNUSED = -1.0  # in place of the share of elements that overflowed, in a step that had none to look at
+
+
+def next_mu(mu: torch.Tensor, overflowed: torch.Tensor) -> torch.Tensor:
+    """The factor for the next step from this one's and the share of elements that overflowed with it."""
+    return torch.where(overflowed > LIMIT, mu / 2, mu * 2 ** (1 / STEPS_TO_DOUBLE))
+
+
+def applied(mu: torch.Tensor) -> torch.Tensor:
+    """The power of two that a scale is multiplied by."""
+    return (mu.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+class PreScale:
+    """The factor of one gradient, and the share of its elements that overflowed in this step.
+
+    Of a gradient at rest, where the sum over micro-batches needs room, or of one on the wire, where that over
+    devices does.
+
+    Attributes:
+        tensors: "mu" and "overflowed", 0-dim float32, the same objects for its whole life but for `move`.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", mu: float = 1.0) -> None:
+        """A factor of `mu`; of 0 where it is not known yet what it begins with (`begin`)."""
+        overflowed = torch.full((), UNUSED, device=device)
+        self.tensors = {"mu": torch.full((), float(mu), device=device), "overflowed": overflowed}
+        self._before: dict[str, torch.Tensor] = {}  # this step
+
+    def begin_step(self) -> None:
+        """Learn from the step that is over; `forget_step` comes back to this."""
+        self._before = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        self.end_step()
+
+    def scale_for(self, amax: torch.Tensor, cast: Cast) -> torch.Tensor:
+        """The encoding scale of a gradient with that largest magnitude; both 0-dim float32."""
+        own, _ = scales.fp32_scale(torch.where(amax.isfinite(), amax, 0.0), cast.element, cast.power_of_two)
+        return (own * applied(self.tensors["mu"])).clamp(max=scales.FLOAT_MAX)
+
+    def see(self, share: torch.Tensor) -> None:
+        """Note the share of a gradient's elements that overflowed, 0-dim float32."""
+        overflowed = self.tensors["overflowed"]
+        overflowed.copy_(torch.maximum(overflowed, share))
+
+    def begin(self, devices: int) -> None:
+        """Begin with 1 / sqrt(devices), MS-AMP's constant, where the sum is one over so many devices."""
+        mu = self.tensors["mu"]
+        mu.copy_(torch.where(mu == 0, devices**-0.5, mu))
+
+    def end_step(self) -> None:
+        """Learn from the share of the step that is over, if it was used in that."""
+        mu, overflowed = self.tensors["mu"], self.tensors["overflowed"]
+        mu.copy_(torch.where(overflowed < 0, mu, next_mu(mu, overflowed)))
+        overflowed.fill_(UNUSED)
+
+    def forget_step(self) -> None:
+        """Be as before this step."""
+        self.tensors["overflowed"].fill_(UNUSED)
+        for name, tensor in self._before.items():
+            self.tensors[name].copy_(tensor)
+
+    def move(self, device: torch.device) -> None:
+        """Go to another device."""
+        self.tensors = {name: t.to(device) for name, t in self.tensors.items()}
+
+
+class Prescaled(NamedTuple):
+    """A gradient, or a `part` of one, that is about to be stored under a factor; float32."""
+
+    prescale: PreScale
+    x: torch.Tensor
+    cast: Cast
+    part: Part | None = None
+
+    def beyond(self, scale: torch.Tensor) -> torch.Tensor:
+        """Which elements overflow."""
+        return self.x.abs() * scale > self.cast.element.max
+
+
+def prescaled(gradients: Sequence[Prescaled]) -> list[torch.Tensor]:
+    """The encoding scale of each gradient, 0-dim float32; its factor is shown what overflows.
+
+    Processes that hold gradients together agree on all of them in two collectives: the largest magnitudes,
+    and how many elements overflow.
+    """
+    parts = [g.part for g in gradients]
+    every = zip(gradients, largest_of_each([g.x for g in gradients], parts), strict=True)
+    found = [g.prescale.scale_for(amax, g.cast) for g, amax in every]
+    overflow = (g.beyond(scale) for g, scale in zip(gradients, found, strict=True))
+    for g, share in zip(gradients, shares_of_each(overflow, parts), strict=True):
+        g.prescale.see(share)
+    return found

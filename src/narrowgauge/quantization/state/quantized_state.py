@@ -1,0 +1,247 @@
+"""A tensor at rest: state that lives from step to step in the numbers of a cast, in memory allocated once.
+
+Weights, gradients and moments are read as float32, changed, and written again. What is stored depends on the
+cast:
+
+    fp32, bf16, fp16        the tensor in that dtype
+    with scales, 16 bits    values on the fp16 or bf16 grid, and the scales
+    with scales, 8 bits     codes and scales, as `quantize` gives them; fewer bits packed into bytes
+    range expansion         also the k and c of each block (`expand.py`)
+    a codebook              codes into a table, and the largest magnitude of each block (`codebook.py`)
+    bf16-split              bf16, and beside it the 16 bits that make it float32 again
+
+Reading is exact; writing rounds, once. A NaN or an infinity makes its scaling block NaN, as anywhere.
+
+State may live in the host's memory while it is computed with on a GPU: it is brought there to be read, and
+what is written goes back. The numbers are the same wherever they lie.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from narrowgauge.errors import UserError
+from narrowgauge.formats import Stream, decode, format, round_to, torch_dtype, unpack
+from narrowgauge.quantization.blocks import Blocks, blocks_of
+from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.codebook import from_codes, to_codes
+from narrowgauge.quantization.quantize import QTensor, emulate, over_block, quantize
+from narrowgauge.quantization.sharding.shard import Part
+from narrowgauge.quantization.state.range_expansion import Expansion, expansion, shrink, stretch
+
+_BLANK: dict[tuple[torch.Size, Cast], dict[str, tuple[torch.Size, torch.dtype]]] = {}
+
+
+class AtRest:
+    """A tensor of a fixed shape in the numbers of a cast.
+
+    Attributes:
+        tensors: what is stored, by name; the same objects for its whole life, so that a checkpoint can hold
+            them and a restart copy into them.
+        gauge: is shown every tensor that was written, with this, where one is laid on (`nn.gauges`).
+    """
+
+    def __init__(
+        self,
+        shape: torch.Size,
+        cast: Cast,
+        device: torch.device | str = "cpu",
+        on_host: bool = False,
+        part: Part | None = None,
+    ) -> None:
+        """Zeros.
+
+        Args:
+            shape: of the tensor.
+            cast: the numbers it is kept in.
+            device: where it is computed with.
+            on_host: keep it in the host's memory (pinned) instead of a GPU's.
+            part: where it lies in a tensor that several processes hold together; they write at the same time.
+
+        Raises:
+            UserError: a cast that state cannot have.
+        """
+        if cast.hadamard or cast.outliers or cast.history:
+            raise UserError(
+                f"cast {cast.name!r} of state: transforms, outliers and histories are for operands of a "
+                "product; remove the key"
+            )
+        self.shape, self.cast, self.part = torch.Size(shape), cast, part
+        self.device, self.on_host = torch.device(device), on_host
+        self.gauge: Callable[[torch.Tensor, AtRest], None] | None = None
+        self.arriving: tuple[dict[str, torch.Tensor], torch.cuda.Event] | None = None
+        self.tensors = self._blank() if self.device.type == "meta" else self._zeros()
+        self.move(self.device)
+
+    def _zeros(self) -> dict[str, torch.Tensor]:
+        return self._encoded(torch.zeros(self.shape, device=self.device), part=self.part)
+
+    def _blank(self) -> dict[str, torch.Tensor]:
+        """The same without numbers: of all tensors of a shape, one is gone through."""
+        if self.part is not None and self.part.groups:  # what is stored does not depend on who else has some
+            return AtRest(self.shape, self.cast, self.device).tensors
+        key = self.shape, self.cast
+        if key not in _BLANK:
+            _BLANK[key] = {name: (t.shape, t.dtype) for name, t in self._zeros().items()}
+        return {
+            n: torch.empty(shape, dtype=dtype, device="meta") for n, (shape, dtype) in _BLANK[key].items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes in memory."""
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+    def read(self) -> torch.Tensor:
+        """The stored numbers as float32, contiguous; for an fp32 cast on its own device the tensor itself."""
+        t, cast = self._arrived(), self.cast
+        if cast.split:
+            return _joined(t["values"], t["rest"])
+        if not cast.is_scaled:
+            return t["values"].float()
+        if cast.element.bits == 16:
+            return t["values"].float() * t["scale"]
+        codes = unpack(t["codes"], cast.element, self.shape[-1] if self.shape else 1).view(self.shape)
+        blocks = self._blocks()
+        if cast.codebook:
+            values = blocks.split(from_codes(codes, cast.codebook))
+            return blocks.merge(values * over_block(t["scales"], blocks)).contiguous()
+        whole = t["tensor_scale"] if cast.scale == "e4m3" else torch.ones((), device=codes.device)
+        scales = t["scales"] if cast.scale == "fp32" else decode(t["scales"], format(cast.scale))
+        x = QTensor(codes, scales, None, whole, cast, blocks).dequantize()
+        if cast.expand:
+            x = blocks.merge(shrink(blocks.split(x), Expansion(t["k"], t["c"])))
+        return x.contiguous()
+
+    @property
+    def shares_scale(self) -> bool:
+        """Whether to be written it needs the largest magnitude of a tensor that is not all here."""
+        return self.part is not None and self.cast.is_scaled and self.cast.block is None
+
+    def write(
+        self,
+        x: torch.Tensor,
+        stream: Stream | None = None,
+        encode_scale: torch.Tensor | None = None,
+        amax: torch.Tensor | None = None,
+    ) -> None:
+        """Store float32 numbers.
+
+        `stream` gives the random bits of a cast that rounds stochastically; `encode_scale` (0-dim float32)
+        stands in for the scale of a whole tensor; `amax` (0-dim float32) is the largest magnitude of the one
+        tensor of which this is a part, where the processes have agreed on it already.
+        """
+        part = replace(self.part, agreed=amax) if self.part is not None else None
+        for name, tensor in self._encoded(x, stream, encode_scale, part).items():
+            self.tensors[name].copy_(tensor, non_blocking=self.on_host)
+        if self.gauge is not None:
+            self.gauge(x, self)
+
+    def move(self, device: torch.device) -> None:
+        """Be computed with on another device, and lie there if not on the host."""
+        self.device, self.arriving = device, None
+        to_host = self.on_host and device.type == "cuda"
+        self.tensors = {n: t.cpu().pin_memory() if to_host else t.to(device) for n, t in self.tensors.items()}
+
+    def fetch(self) -> None:
+        """Begin to bring what lies on the host to the GPU, beside other work, for the next `read`."""
+        if not self.on_host or self.device.type != "cuda":
+            return
+        stream = _copies(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))  # what is on its way back is there by then
+        with torch.cuda.stream(stream):
+            there = {n: t.to(self.device, non_blocking=True) for n, t in self.tensors.items()}
+        self.arriving = there, stream.record_event()
+
+    def _arrived(self) -> dict[str, torch.Tensor]:
+        """What is stored, on the device that computes with it."""
+        if self.arriving is None:
+            return {n: t.to(self.device, non_blocking=True) for n, t in self.tensors.items()}
+        (there, event), self.arriving = self.arriving, None
+        now = torch.cuda.current_stream(self.device)
+        now.wait_event(event)
+        for tensor in there.values():
+            tensor.record_stream(now)
+        return there
+
+    def scale_by(self, factor: torch.Tensor) -> None:
+        """Multiply by a 0-dim factor, without a change of codes where anything beside them is float32."""
+        for name in ("c", "tensor_scale", "scale", "scales"):
+            if name in self.tensors and self.tensors[name].dtype == torch.float32:
+                self.tensors[name].mul_(factor.to(self.tensors[name].device))
+                return
+        self.write(self.read() * factor)
+
+    def _encoded(
+        self,
+        x: torch.Tensor,
+        stream: Stream | None = None,
+        encode_scale: torch.Tensor | None = None,
+        part: Part | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """What `tensors` are to hold for `x`."""
+        cast = self.cast
+        if cast.split:
+            return _split(x)
+        if not cast.is_scaled:
+            if cast.rounding == "stochastic" and stream is not None:
+                bits = stream if part is None else part.bits_of(stream)
+                x = round_to(x, cast.element.name, cast.rounding, bits)
+            return {"values": x.to(torch_dtype(cast.element))}
+        if stream is None and cast.rounding == "stochastic":
+            cast = replace(cast, rounding="nearest-even")
+        if cast.element.bits == 16:
+            values, scale = emulate(x, cast, -1, torch.float32, stream, part=part)
+            assert scale is not None
+            return {"values": values.to(torch_dtype(cast.element)), "scale": scale}
+        blocks, extra = self._blocks(), {}
+        if cast.codebook:
+            if part is not None:
+                part.require_whole(cast)
+            return _coded(x, cast.codebook, blocks)
+        if cast.expand:
+            if part is not None:
+                part.require_whole(cast)
+            split = blocks.split(x)
+            e = expansion(split.abs(), blocks.inner, cast.element)
+            x, extra = blocks.merge(stretch(split, e)), e._asdict()
+        q = quantize(x, cast, generator=stream, encode_scale=encode_scale, part=part)
+        scales = q.scales if q.scale_codes is None else q.scale_codes
+        whole = {"tensor_scale": q.tensor_scale} if cast.scale == "e4m3" else {}
+        return {"codes": q.packed(), "scales": scales} | whole | extra
+
+    def _blocks(self) -> Blocks:
+        return blocks_of(self.shape, self.cast, -1)
+
+
+@cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    """The queue of copies from the host."""
+    return torch.cuda.Stream(device)
+
+
+def _coded(x: torch.Tensor, codebook: str, blocks: Blocks) -> dict[str, torch.Tensor]:
+    """Codes into a table, and what each block was divided by."""
+    split = blocks.split(x)
+    largest = split.abs().amax(blocks.inner, keepdim=True)
+    divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
+    codes = blocks.merge(to_codes(split / divisor, codebook)).contiguous()
+    return {"codes": codes, "scales": torch.where(largest.isfinite(), divisor, torch.nan).view(blocks.grid)}
+
+
+def _split(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """bf16 (half-way cases away from zero), and what is to be added to its bits in front of 16 zeros."""
+    x = torch.where(x.isnan(), torch.nan, x)  # of the NaNs only one, which no carry turns into a number
+    bits = x.view(torch.int32)
+    upper = (bits + 0x8000) >> 16
+    return {
+        "values": upper.to(torch.int16).view(torch.bfloat16),
+        "rest": (bits - (upper << 16)).to(torch.int16),
+    }
+
+
+def _joined(values: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_split`."""
+    return ((values.view(torch.int16).int() << 16) + rest.int()).view(torch.float32)

@@ -1,0 +1,1 @@
+"""Which run is better, and by how much?"""

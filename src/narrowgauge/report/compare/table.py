@@ -1,0 +1,192 @@
+"""Runs side by side, as words: the same rows for the terminal and for the page.
+
+The first run is the reference: `gap` is how far another run's loss lies above it, in percent. Losses fall
+with every token, so they are compared at equal tokens, the last at which both runs were measured; where one
+of them went further, the gap says at how many. A column that no run can fill is left out.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.table import Table
+
+from narrowgauge.report.read.run import FINAL_STEPS, Run
+
+NOTHING = "-"
+TEXT_COLUMNS = ("run", "recipe", "arithmetic", "status")  # the other columns are numbers, set to the right
+
+
+def comparison_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
+    """One row a run; keys are the column heads, in order, values are ready to print.
+
+    Columns: run, recipe, arithmetic, tokens, train loss, val loss, gap, tokens/s, memory, MFU, status.
+    A star marks an emulated run's speed and MFU, which say nothing about those of its formats.
+    """
+    rows = [_row(run, runs[0]) for run in runs]
+    kept = [column for column in rows[0] if column in TEXT_COLUMNS or any(r[column] != NOTHING for r in rows)]
+    if len(runs) == 1:
+        kept = [column for column in kept if column != "gap"]
+    return [{column: row[column] for column in kept} for row in rows]
+
+
+def comparison_notes(runs: Sequence[Run]) -> list[str]:
+    """What a reader has to know before believing the rows: one sentence each."""
+    notes = [f"Train loss is the mean over the last {FINAL_STEPS} steps; speed and MFU are medians over all."]
+    if len(runs) > 1:
+        basis = "train" if runs[0].final_val_loss is None else "validation"
+        notes.append(
+            f"Gap: {basis} loss in percent above (+) or below (-) {runs[0].name}'s, at equal tokens."
+        )
+    if len({run.tokens for run in runs}) > 1:
+        notes.append(
+            "The runs saw different numbers of tokens: their final losses do not compare, the gaps do."
+        )
+    if any(run.backend == "emulated" for run in runs):
+        notes.append("* Emulated arithmetic: speed and MFU say nothing about the format's own in hardware.")
+    notes += _peak_notes([run for run in runs if run.mfu is not None])
+    for run in runs:
+        if run.status in ("failed", "preempted") and run.reason:
+            notes.append(f"{run.name} {run.status}: {run.reason}")
+        if run.ignored_lines:
+            lines = "line" if run.ignored_lines == 1 else "lines"
+            notes.append(f"{run.name}: {run.ignored_lines} torn {lines} of metrics.jsonl left out.")
+    return notes
+
+
+def _peak_notes(runs: Sequence[Run]) -> list[str]:
+    """Which peak an MFU refers to; with the names of the runs, where they do not share one."""
+    of_peak: dict[str, list[str]] = {}
+    for run in runs:
+        of_peak.setdefault(run.peak_source or "a peak the run did not name", []).append(run.name)
+    if len(of_peak) == 1:
+        return [f"MFU is a share of {next(iter(of_peak))}."]
+    return [f"MFU of {', '.join(names)}: a share of {peak}." for peak, names in of_peak.items()]
+
+
+def print_comparison(runs: Sequence[Run], console: Console) -> None:
+    """Print the rows as a table, and the notes beneath it."""
+    print_rows(comparison_rows(runs), comparison_notes(runs), console, numbers_from=3)
+
+
+def print_rows(
+    rows: Sequence[Mapping[str, str]], notes: Sequence[str], console: Console, numbers_from: int
+) -> None:
+    """Print rows of equal keys as a table, and notes beneath it; a narrow terminal gets a column a row."""
+    table = _table([list(rows[0])] + [list(row.values()) for row in rows], numbers_from)
+    unbounded = console.options.update(max_width=10_000)
+    if Measurement.get(console, unbounded, table).maximum > console.width:
+        table = _table([[column, *(row[column] for row in rows)] for column in rows[0]], numbers_from=1)
+    console.print(table)
+    for note in notes:
+        console.print(note, style="dim", markup=False, highlight=False)
+
+
+def _table(lines: Sequence[Sequence[str]], numbers_from: int) -> Table:
+    """A table whose first line is its head and whose columns from `numbers_from` on are set to the right."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, head in enumerate(lines[0]):
+        table.add_column(escape(head), justify="right" if number >= numbers_from else "left", overflow="fold")
+    for line in lines[1:]:
+        table.add_row(*map(escape, line))
+    return table
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far a loss lies above another, where, and whether that is where both runs stand now."""
+
+    percent: float
+    tokens: int
+    final: bool
+
+
+def gap_to(run: Run, first: Run) -> Gap | None:
+    """The gap of `run` to `first` at the last equal number of tokens; None where no number is equal.
+
+    Of validation losses if `first` has any, else of train losses, as means over the last 10 equal places.
+    """
+    if first.validation:
+        window, ours, reference = 1, _val_by_tokens(run), _val_by_tokens(first)
+    else:
+        window, ours, reference = FINAL_STEPS, _train_by_tokens(run), _train_by_tokens(first)
+    equal = [tokens for tokens in ours if tokens in reference][-window:]
+    base = sum(reference[tokens] for tokens in equal)
+    if not base:
+        return None
+    excess = sum(ours[tokens] for tokens in equal) - base
+    return Gap(100 * excess / base, equal[-1], final=equal[-1] == max(ours) == max(reference))
+
+
+def _val_by_tokens(run: Run) -> dict[int, float]:
+    """Validation loss by tokens seen; without the one before training, where all runs are equal."""
+    return {at.tokens: at.val_loss for at in run.validation if at.tokens > 0}
+
+
+def _train_by_tokens(run: Run) -> dict[int, float]:
+    return {at.tokens: at.loss for at in run.steps}
+
+
+def human_count(count: float) -> str:
+    """A count in at most four digits: 950, 65.5 k, 12.3 M, 1.20 B.
+
+    >>> [human_count(n) for n in (950, 65_536, 999_999, 1_200_000_000)]
+    ['950', '65.5 k', '1.00 M', '1.20 B']
+    """
+    for suffix, unit in (("", 1), (" k", 1e3), (" M", 1e6), (" B", 1e9), (" T", 1e12)):
+        if abs(count) < 999.5 * unit or suffix == " T":  # 999.5 would be printed as 1000
+            break
+    return f"{count:.0f}" if not suffix else f"{count / unit:.{_decimals(count / unit)}f}{suffix}"
+
+
+def human_bytes(count: float) -> str:
+    """Bytes in binary units.
+
+    >>> human_bytes(3 * 2**30)
+    '3.00 GiB'
+    """
+    for power, suffix in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if count >= 2**power:
+            return f"{count / 2**power:.{_decimals(count / 2**power)}f} {suffix}"
+    return f"{count:.0f} B"
+
+
+def loss_words(loss: float | None) -> str:
+    """A loss with four decimals, "not finite", or "-" where there is none."""
+    if loss is None:
+        return NOTHING
+    return f"{loss:.4f}" if math.isfinite(loss) else "not finite"
+
+
+def gap_words(gap: Gap | None) -> str:
+    """A signed percentage, and the tokens it was taken at where a run went on; "-" where there is none."""
+    if gap is None:
+        return NOTHING
+    words = f"{gap.percent:+.2f} %" if math.isfinite(gap.percent) else "not finite"
+    return words if gap.final else f"{words} at {human_count(gap.tokens)}"
+
+
+def _decimals(value: float) -> int:
+    """Decimals that make three digits."""
+    return 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+
+
+def _row(run: Run, first: Run) -> dict[str, str]:
+    star = "*" if run.backend == "emulated" else ""
+    speed, memory, mfu = run.tokens_per_s, run.peak_memory_bytes, run.mfu
+    return {
+        "run": run.name,
+        "recipe": run.recipe or NOTHING,
+        "arithmetic": run.backend or NOTHING,
+        "tokens": human_count(run.tokens) if run.steps else NOTHING,
+        "train loss": loss_words(run.final_train_loss),
+        "val loss": loss_words(run.final_val_loss),
+        "gap": "reference" if run is first else gap_words(gap_to(run, first)),
+        "tokens/s": NOTHING if speed is None else f"{human_count(speed)}{star}",
+        "memory": NOTHING if memory is None else human_bytes(memory),
+        "MFU": NOTHING if mfu is None else f"{100 * mfu:.1f} %{star}",
+        "status": run.status,
+    }

@@ -1,0 +1,71 @@
+"""What the formats did to each layer and place: a map that the page's script fills (`heat`), and the last
+readings as a table, for whom the script does not run."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from narrowgauge.report.page.heat import ORDER, Reading, layers_of_each, noisiest, readings
+from narrowgauge.report.read.records import as_float
+from narrowgauge.report.read.run import Run
+
+
+def gauges(runs: Sequence[Run], host: str = "") -> str:
+    """A section with the map's host and, for each run that has readings, a table; empty where none has."""
+    told = [run for run in runs if run.gauges]
+    if not told:
+        return ""
+    most = layers_of_each(len(told))
+    return (
+        f'<section class="gauges"><h2>Gauges</h2>{host}'
+        "<details><summary>The last readings as a table</summary>"
+        f"{''.join(_of_run(run, most) for run in told)}"
+        "<p>Of each place the signal to quantization noise in decibels, and the share of numbers that "
+        "became zero (underflow); at 20 dB the noise is a tenth of the numbers. Of products (y, dx, dw) the "
+        "cosine of the angle to the same product in float32. Places that lose nothing are left out; numbers "
+        "that two products share stand where they were made. All other figures: "
+        "gauges.jsonl.</p></details></section>"
+    )
+
+
+def _of_run(run: Run, most: int) -> str:
+    """The table of a run; where it has many layers, of those with the most noise."""
+    every = readings(run)
+    reading: Reading = {key: line for key, line in every[max(every)].items() if _cell(line)}
+    layers = list(dict.fromkeys(layer for layer, _ in reading))
+    chosen = {
+        name: {place: line for (layer, place), line in reading.items() if layer == name}
+        for name in noisiest(reading, most)
+    }
+    columns = [place for place in ORDER if any(_cell(places.get(place)) for places in chosen.values())]
+    head = "".join(f'<th scope="col" class="number">{escape(place)}</th>' for place in columns)
+    body = "".join(
+        f'<tr><th scope="row">{escape(name)}</th>'
+        + "".join(f'<td class="number">{escape(_cell(places.get(place)))}</td>' for place in columns)
+        + "</tr>"
+        for name, places in chosen.items()
+    )
+    some = f", the {most} noisiest of {len(layers)} layers" if len(layers) > most else ""
+    return (
+        f"<h3>{escape(run.name)}, step {max(every):,}{some}</h3>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="Gauges of {escape(run.name)}"><table>'
+        f'<thead><tr><th scope="col">layer</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def _cell(line: Mapping[str, Any] | None) -> str:
+    """What is said of a layer's place; empty where nothing was lost."""
+    if line is None:
+        return ""
+    if "cosine" in line:
+        return f"{as_float(line['cosine']):.5f}"
+    decibels, underflow = as_float(line.get("sqnr_db")), as_float(line.get("underflow"))
+    if as_float(line.get("nonfinite")) > 0:
+        return "not finite"
+    if not (decibels == decibels or underflow > 0):  # NaN: there is no noise
+        return ""
+    return f"{decibels:.1f} dB" + (f", {_percent(underflow)}" if underflow > 0 else "")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if share >= 0.0005 else "<0.1 %"

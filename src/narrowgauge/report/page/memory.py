@@ -1,0 +1,83 @@
+"""The memory of runs by class of tensor: stacked bars side by side, and the table of their numbers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from narrowgauge.report.page.bars import Bar, bars, numbers
+from narrowgauge.report.read.run import Run
+
+
+def memory(runs: Sequence[Run]) -> str:
+    """A section with the bytes of each class, and a parameter; empty where no run has told them."""
+    told = [(run, event) for run in runs if (event := _account(run)) is not None]
+    if not told:
+        return ""
+    classes = list(dict.fromkeys(name for _, event in told for name in event["bytes"]))
+    rows = [(name, [_cell(event, "bytes", name) for _, event in told]) for name in classes]
+    rows.append(("together", [_size(event["peak"]) for _, event in told]))
+    rows.append(("expected", [_size(event["expected"]["peak"]) for _, event in told]))
+    if any(event["host_bytes"] for _, event in told):
+        rows.append(("on the host", [_size(sum(event["host_bytes"].values())) for _, event in told]))
+    return (
+        '<section class="memory"><h2>Memory</h2>'
+        + bars(*_bars(told, classes), "Memory by class")
+        + numbers([run.name for run, _ in told], rows, "Memory by class")
+        + "<p>In brackets: bytes a parameter. Measured in the first step of the last process; what was "
+        "expected (the line across a bar) is the same step on tensors without numbers, each operation on "
+        "whole tensors.</p></section>"
+    )
+
+
+def _bars(
+    told: Sequence[tuple[Run, Mapping[str, Any]]], classes: Sequence[str]
+) -> tuple[list[Bar], dict[str, list[str]]]:
+    """A bar a run, and what each part says."""
+    rows = [
+        Bar(
+            run.name,
+            {name: event["bytes"].get(name, 0) for name in classes},
+            _size(event["peak"]),
+            event["expected"]["peak"],
+        )
+        for run, event in told
+    ]
+    words = {name: [_words(event, name) for _, event in told] for name in classes}
+    return rows, words
+
+
+def _words(event: Mapping[str, Any], name: str) -> str:
+    size = event["bytes"].get(name, 0)
+    return f"{_size(size)}, {size / event['parameters']:.2f} bytes a parameter"
+
+
+def _account(run: Run) -> Mapping[str, Any] | None:
+    """The last account in a run's record that is whole."""
+    for event in reversed(run.events):
+        if event["event"] == "memory" and _is_whole(event):
+            return event
+    return None
+
+
+def _is_whole(event: Mapping[str, Any]) -> bool:
+    def are_sizes(value: object) -> bool:
+        return isinstance(value, Mapping) and all(isinstance(v, int) for v in value.values())
+
+    expected = event.get("expected")
+    return (
+        are_sizes(event.get("bytes"))
+        and are_sizes(event.get("host_bytes"))
+        and isinstance(event.get("peak"), int)
+        and isinstance(event.get("parameters"), int)
+        and event["parameters"] > 0
+        and isinstance(expected, Mapping)
+        and isinstance(expected.get("peak"), int)
+    )
+
+
+def _cell(event: Mapping[str, Any], key: str, name: str) -> str:
+    size = event[key].get(name, 0)
+    return f"{_size(size)} ({size / event['parameters']:.2f})"
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"

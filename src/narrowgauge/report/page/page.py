@@ -1,0 +1,85 @@
+"""One self-contained HTML page for one run or several.
+
+The page needs no network and no server. Its text is written here (`sections`), its curves travel as JSON
+(`curves`) and are drawn by the page's own script; templates lie beside this file. Run names, settings and
+samples come from outside, so three fences stand around them: text is escaped, the JSON cannot close
+its script element, and a content security policy lets no script run but our own, by its hash.
+"""
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from html import escape
+from importlib import resources
+from pathlib import Path
+from string import Template
+
+from narrowgauge.checkpoint import make_directory, write_whole
+from narrowgauge.errors import UserError
+from narrowgauge.report.page import sections
+from narrowgauge.report.page.curves import page_data
+from narrowgauge.report.page.events import events
+from narrowgauge.report.page.gauges import gauges
+from narrowgauge.report.page.heat import heat_data
+from narrowgauge.report.page.memory import memory
+from narrowgauge.report.page.step_time import step_time
+from narrowgauge.report.page.verdict_section import verdict_section
+from narrowgauge.report.read.run import Run, read_runs
+
+# in the order they build on each other
+SCRIPTS = ("marks.js", "draw.js", "chart.js", "page.js", "histogram.js", "heat.js")
+
+
+def write_report(runs: Sequence[Path | str], out: Path | str) -> Path:
+    """Read the run directories and write their page to the file `out`, whole or not at all.
+
+    Returns the path written; makes missing parent directories. The first run is the reference of every gap.
+    Raises `UserError` where a path is no run directory, or where `out` cannot be written.
+    """
+    html = render_report(read_runs(runs))
+    out = Path(out)
+    try:
+        if out.is_dir():
+            raise UserError(f"{str(out)!r} is a directory, but a report is a file: try {out / 'report.html'}")
+        make_directory(out.parent)
+        write_whole(out, html)
+    except OSError as error:
+        raise UserError(f"cannot write {str(out)!r} ({error.strerror}); choose another --out") from error
+    return out
+
+
+def render_report(runs: Sequence[Run]) -> str:
+    """The page as a string of ASCII HTML, under 5 MB whatever the length of the runs."""
+    script = "\n".join(_template(name) for name in SCRIPTS)
+    page = Template(_template("page.html")).substitute(
+        title=escape(sections.title(runs)),
+        summary=escape(sections.summary(runs)).replace(" %", "&#160;%"),
+        table=sections.table(runs),
+        verdicts=verdict_section(runs),
+        charts=_template("charts.html") if any(run.steps or run.validation for run in runs) else _NO_CURVES,
+        memory=memory(runs),
+        events=events(runs),
+        step_time=step_time(runs),
+        gauges=gauges(runs, _template("heat.html")),
+        samples=sections.samples(runs),
+        configuration=sections.configuration(runs),
+        style=_template("page.css"),
+        script=script,
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        data=_json_in_html({**page_data(runs), "gauges": heat_data(runs)}),
+    )
+    return page.encode("ascii", "xmlcharrefreplace").decode()
+
+
+_NO_CURVES = '<p class="empty">There are no curves yet: no step has been recorded.</p>'
+
+
+def _json_in_html(value: object) -> str:
+    """JSON that stays inert inside a script element: it holds no `<`, so it can neither end nor open one."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _template(name: str) -> str:
+    return resources.files("narrowgauge.report.page").joinpath("web", name).read_text("ascii").strip()

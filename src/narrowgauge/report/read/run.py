@@ -1,0 +1,232 @@
+"""A run directory, read back into plain values.
+
+A run leaves four files behind, and any of them may be young, torn or missing:
+
+    RUN/config.toml      every setting, resolved
+    RUN/metrics.jsonl    one JSON object a line: a step, a validation, or an event
+    RUN/gauges.jsonl     one JSON object a layer and place, of steps that were read
+    RUN/status.json      running, done, preempted or failed, and why
+
+`records` reads the files; here their values get names and types. A missing or non-finite number reads as
+NaN, never as zero: a loss that overflowed has to stay visible in every mean that includes it.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from narrowgauge.errors import UserError
+from narrowgauge.report.read.records import as_float, read_config, read_gauges, read_metrics, read_status
+
+CONFIG, METRICS, GAUGES, STATUS = "config.toml", "metrics.jsonl", "gauges.jsonl", "status.json"
+FINAL_STEPS = 10  # the final train loss is a mean over this many steps: one batch is mostly luck
+WARMUP_STEPS = 3  # allocation and compilation make the first steps slow
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step. Floats that were not recorded are NaN."""
+
+    step: int
+    tokens: int  # cumulative
+    seconds: float  # cumulative time spent in steps, without pauses between restarts
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_s: float
+    mfu: float
+    memory_bytes: float
+
+
+class Validation(NamedTuple):
+    """One pass over the validation set."""
+
+    step: int
+    tokens: int
+    val_loss: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run directory says.
+
+    `steps` and `validation` are in the order of their step numbers, `events` in the order of the file.
+    Losses are in nats a token, memory in bytes, `mfu` is a fraction.
+    """
+
+    name: str
+    path: Path
+    config: Mapping[str, Any]
+    steps: Sequence[Step]
+    validation: Sequence[Validation]
+    events: Sequence[Mapping[str, Any]]
+    status: str
+    reason: str
+    ignored_lines: int = 0
+    gauges: Sequence[Mapping[str, Any]] = ()  # the lines of gauges.jsonl, of some steps or all
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the run said about itself when it started or resumed; the last word on each key."""
+        told = [event for event in self.events if event["event"] in ("start", "resume")]
+        facts = {key: value for event in told for key, value in event.items()}
+        return {key: value for key, value in facts.items() if key not in ("event", "step", "reason")}
+
+    @property
+    def recipe(self) -> str:
+        """Name of the recipe, "" where nothing says it."""
+        section = self.config.get("recipe", {})
+        configured = section.get("name", "") if isinstance(section, Mapping) else section
+        return str(self.facts.get("recipe") or configured)
+
+    @property
+    def backend(self) -> str:
+        """ "native", "emulated" or "high precision"; "" before the first start."""
+        return str(self.facts.get("backend") or "")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on so far."""
+        return self.steps[-1].tokens if self.steps else 0
+
+    @property
+    def final_train_loss(self) -> float | None:
+        """Mean loss over the last 10 steps; NaN if any of them was not finite, None before the first."""
+        losses = [step.loss for step in self.steps[-FINAL_STEPS:]]
+        return sum(losses) / len(losses) if losses else None
+
+    @property
+    def final_val_loss(self) -> float | None:
+        """The last validation loss; None where validation never ran."""
+        return self.validation[-1].val_loss if self.validation else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Median speed after the first steps, all ranks together."""
+        return _median(self.steps, lambda step: step.tokens_per_s)
+
+    @property
+    def mfu(self) -> float | None:
+        """Median share of the peak that `peak_source` names; None where no peak is known."""
+        return _median(self.steps, lambda step: step.mfu)
+
+    @property
+    def peak_source(self) -> str:
+        """In words, the peak that the MFU refers to."""
+        return str(self.facts.get("peak_source") or "")
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """The most memory any step reported."""
+        seen = [step.memory_bytes for step in self.steps if math.isfinite(step.memory_bytes)]
+        return int(max(seen)) if seen else None
+
+    @property
+    def samples(self) -> list[tuple[str, str]]:
+        """(prompt, text) of each sample the run wrote when it was done."""
+        told = [event for event in self.events if event.get("sample") is not None]
+        return [(str(event.get("prompt") or ""), str(event["sample"])) for event in told]
+
+    def count(self, kind: str) -> int:
+        """How many events of a kind ("save", "skip", "resume", ...) were recorded."""
+        return sum(event["event"] == kind for event in self.events)
+
+
+def read_run(path: Path | str) -> Run:
+    """Read one run directory.
+
+    Raises `UserError` where `path` holds neither config.toml nor metrics.jsonl, or a broken config.toml.
+    """
+    path = Path(path)
+    if not any((path / file).is_file() for file in (CONFIG, METRICS)):
+        there = "holds neither of them" if path.is_dir() else "is no directory"
+        raise UserError(
+            f"{str(path)!r} is not a run: a run directory holds {CONFIG} and {METRICS}, and this {there}; "
+            f"give the directory that `narrowgauge train --out` wrote"
+        )
+    records, events, ignored = read_metrics(path / METRICS)
+    steps = _steps(records)
+    status, reason = read_status(path / STATUS)
+    return Run(
+        name=path.resolve().name,
+        path=path,
+        config=read_config(path / CONFIG),
+        steps=steps,
+        validation=_validation(records, steps),
+        events=events,
+        status=status,
+        reason=reason,
+        ignored_lines=ignored,
+        gauges=read_gauges(path / GAUGES),
+    )
+
+
+def read_runs(paths: Iterable[Path | str]) -> list[Run]:
+    """Read several run directories; equal names are told apart by as many parents as it takes."""
+    runs = [read_run(path) for path in dict.fromkeys(Path(path).resolve() for path in paths)]
+    if not runs:
+        raise UserError(
+            "a report needs at least one run; give a directory that `narrowgauge train --out` wrote"
+        )
+    for depth in range(2, max(len(run.path.parts) for run in runs) + 1):
+        names = [run.name for run in runs]
+        if len(set(names)) == len(names):
+            break
+        runs = [
+            replace(run, name="/".join(run.path.parts[-depth:])) if names.count(run.name) > 1 else run
+            for run in runs
+        ]
+    return runs
+
+
+def _steps(records: Mapping[int, Mapping[str, Any]]) -> list[Step]:
+    """The training steps. A line that stands for several steps counts its `step_ms` for each of them."""
+    steps: list[Step] = []
+    seconds, previous = 0.0, 0
+    for number, record in records.items():
+        if "loss" not in record:
+            continue
+        milliseconds = as_float(record.get("step_ms"))
+        seconds += (number - previous) * milliseconds / 1000 if math.isfinite(milliseconds) else 0.0
+        previous = number
+        steps.append(
+            Step(
+                step=number,
+                tokens=_tokens(record, steps),
+                seconds=seconds,
+                loss=as_float(record["loss"]),
+                lr=as_float(record.get("lr")),
+                grad_norm=as_float(record.get("grad_norm")),
+                tokens_per_s=as_float(record.get("tokens_per_s")),
+                mfu=as_float(record.get("mfu")),
+                memory_bytes=as_float(record.get("memory_bytes")),
+            )
+        )
+    return steps
+
+
+def _validation(records: Mapping[int, Mapping[str, Any]], steps: Sequence[Step]) -> list[Validation]:
+    """The validation losses; one that stands alone takes the tokens of the step it follows."""
+    found: list[Validation] = []
+    passed = 0
+    for number, record in records.items():
+        while passed < len(steps) and steps[passed].step <= number:
+            passed += 1
+        if "val_loss" in record:
+            before = steps[max(passed - 1, 0) : passed]
+            found.append(Validation(number, _tokens(record, before), as_float(record["val_loss"])))
+    return found
+
+
+def _tokens(record: Mapping[str, Any], before: Sequence[Step]) -> int:
+    tokens = as_float(record.get("tokens"))
+    return int(tokens) if math.isfinite(tokens) else (before[-1].tokens if before else 0)
+
+
+def _median(steps: Sequence[Step], value: Callable[[Step], float]) -> float | None:
+    settled = steps[WARMUP_STEPS:] or steps
+    finite = [v for v in map(value, settled) if math.isfinite(v)]
+    return statistics.median(finite) if finite else None

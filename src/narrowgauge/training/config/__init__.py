@@ -1,0 +1,1 @@
+"""What may be set, and what is refused?"""

@@ -1,0 +1,265 @@
+"""The sections of a configuration: which keys there are, their defaults, and the rule of each by itself.
+
+Here is what one value may be. What values have to be together, and where they come from, is `config`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from narrowgauge.data import AUTO
+from narrowgauge.models import ModelConfig
+from narrowgauge.optim import Kind
+from narrowgauge.recipes import BACKENDS
+from narrowgauge.training.monitor.hardware import bytes_of
+
+GAUGES_EVERY = 100  # by default; `benchmarks/gauges.py` measures what that takes
+
+
+class Section(BaseModel):
+    """A frozen table of keys, each with its rule and its words."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_broken_text(cls, value: Any) -> Any:
+        """Bytes of the command line that are no UTF-8 arrive as lone surrogates, which no file can hold."""
+        if isinstance(value, str) and not value.isascii():
+            try:
+                value.encode("utf-8")
+            except UnicodeEncodeError:
+                raise PydanticCustomError("not_utf8", "text must be UTF-8") from None
+        return value
+
+
+class _NamedModel(Section):
+    name: str = Field("debug", description="a named size, or custom where every dimension is given")
+    weights: str = Field("", description="a run whose model and weights to start from")
+
+
+_HINTS = get_type_hints(ModelConfig)
+# [model] takes any dimension of the model; None means that of the named size.
+ModelSection = create_model(
+    "ModelSection",
+    __base__=_NamedModel,
+    **{f.name: (_HINTS[f.name] | None, Field(None, description="of the model")) for f in fields(ModelConfig)},  # type: ignore[call-overload]
+)
+
+
+_Weight = Annotated[float, Field(gt=0)]
+
+
+class DataSection(Section):
+    """Where tokens come from."""
+
+    source: str = Field(
+        "stdlib",
+        description="what `prepare` made or takes, or token files; several: commas between",
+    )
+    weights: tuple[_Weight, ...] = Field((), description="of the sources; none: as their numbers of tokens")
+    tokenizer: str = Field(
+        AUTO,
+        description="bytes, bpe-N (learnt from the text), a file, or auto: the data's own, else bpe-4096",
+    )
+    sequence_length: int = Field(256, ge=2, description="tokens of a sequence")
+    separate_documents: bool = Field(
+        False, description="no attention and no loss from one document to the next in a sequence"
+    )
+
+    @field_validator("source", mode="before")
+    @classmethod
+    def _from_list(cls, value: Any) -> Any:
+        return (
+            ",".join(value) if isinstance(value, list) and all(isinstance(v, str) for v in value) else value
+        )
+
+    @field_validator("weights", mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return value.split(",") if isinstance(value, str) and value else value or ()
+
+
+class TrainingSection(Section):
+    """How long, how much at once, where."""
+
+    steps: int = Field(500, ge=1, description="optimizer steps")
+    batch_size: int = Field(8, ge=1, lt=2**31, description="sequences per optimizer step")
+    micro_batch_size: int = Field(8, ge=1, lt=2**31, description="sequences computed at once")
+    seed: int = Field(0, ge=0, lt=2**63, description="of weights, token order and stochastic rounding")
+    device: str = Field("auto", description="auto, cpu or cuda")
+    compile: bool = Field(False, description="run the model through torch.compile")
+    recompute: bool = Field(False, description="keep only block inputs for backward, compute the rest again")
+    recompute_every: int = Field(1, ge=1, description="with recompute: of every n-th block only")
+    chunked_loss: bool = Field(False, description="head and loss a chunk of tokens at a time: less memory")
+    memory_limit: str = Field("", description="of the device, as 24GB or 22GiB; empty: all it has")
+    hang_timeout: float = Field(600.0, ge=0, description="seconds ranks wait for a hung one; 0: for ever")
+
+    @field_validator("memory_limit")
+    @classmethod
+    def _is_a_size(cls, value: str) -> str:
+        bytes_of(value)
+        return value
+
+
+_Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerSection(Section):
+    """How weights move."""
+
+    name: Literal["adamw", "muon"] = Field("adamw", description="adamw, or muon for hidden matrices")
+    lr: float = Field(2e-3, gt=0, description="peak learning rate")
+    betas: tuple[_Decay, _Decay] = Field((0.9, 0.95), description="decay of the two moments")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    weight_decay: float = Field(0.1, ge=0, description="of matrices")
+    clip_norm: float = Field(
+        1.0, gt=0, allow_inf_nan=True, description="largest global gradient norm; inf: no clipping"
+    )
+
+    momentum: float = Field(0.95, ge=0, lt=1, description="muon only: decay of the momentum")
+    groups: Mapping[str, Mapping[str, float]] = Field(
+        default_factory=dict, description="weight_decay and lr_factor by pattern of parameter names"
+    )
+
+    @field_validator("groups", mode="before")
+    @classmethod
+    def _from_json(cls, value: Any) -> Any:
+        try:
+            return json.loads(value) if isinstance(value, str) else value
+        except json.JSONDecodeError:
+            raise PydanticCustomError(
+                "no_json", 'on the command line it is JSON, as in {{"*.bias": {{"lr_factor": 2}}}}'
+            ) from None
+
+    @field_validator("betas", mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        value = value.split(",") if isinstance(value, str) else value
+        if isinstance(value, (list, tuple)) and len(value) != 2:
+            raise PydanticCustomError("not_two", "there are two, as in 0.9,0.95")
+        return value
+
+
+class ScheduleSection(Section):
+    """The learning rate over time."""
+
+    kind: Kind = Field("cosine", description="cosine, linear, wsd or constant")
+    warmup_steps: int = Field(100, ge=0, description="steps of the linear rise")
+    final_lr_fraction: float = Field(0.1, ge=0, le=1, description="share of the peak at the end")
+    decay_fraction: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps that decay")
+    decay_steps: int = Field(0, ge=0, description="the step at which the fall ends; 0: the last")
+
+
+class RecipeSection(Section):
+    """Which format each place is in."""
+
+    name: str = Field("fp8", description="a shipped recipe or a .toml file")
+    backend: str = Field("auto", description=", ".join(BACKENDS))
+    places: Mapping[str, Any] = Field(default_factory=dict, description="other casts in some places")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_places(cls, values: Any) -> Any:
+        """Every key but name and backend is a place: `"fprop.x" = "bf16"`, or fprop = {x = "bf16"}."""
+        if not isinstance(values, dict):
+            return values
+        own = {k: v for k, v in values.items() if k in ("name", "backend")}
+        if not isinstance(values.get("places", {}), Mapping):
+            return values
+        places = dict(values.get("places", {}))
+        for key, value in values.items():
+            if key in own or key == "places":
+                continue
+            if isinstance(value, dict) and "cast" not in value:
+                places |= {f"{key}.{operand}": cast for operand, cast in value.items()}
+            else:
+                places[key] = value
+        return own | {"places": places}
+
+
+class ParallelSection(Section):
+    """How many processes in each direction; their product is that of all."""
+
+    replicate: int = Field(1, ge=1, description="whole weights on each, batches divided (DDP)")
+    shard: int = Field(0, ge=0, description="weights cut, batches divided (FSDP2); 0: what is left")
+    tensor: int = Field(1, ge=1, description="heads and hidden units divided, and tokens between them")
+    pipeline: int = Field(1, ge=1, description="layers divided")
+    context: int = Field(1, ge=1, description="tokens of each sequence divided")
+    chunks: int = Field(1, ge=1, description="stages of each process of pipeline (interleaved 1F1B)")
+    zero: int = Field(
+        3, ge=0, le=3, description="what shard cuts: 1 moments, 2 gradients, 3 weights, 0 nothing"
+    )
+
+
+class ValidationSection(Section):
+    """Loss on held-out text."""
+
+    every: int = Field(100, ge=1, description="steps between validations")
+    batches: int = Field(8, ge=1, description="micro-batches of a validation")
+
+
+class CheckpointSection(Section):
+    """What survives."""
+
+    every: int = Field(100, ge=1, description="steps between saves")
+    every_minutes: float = Field(
+        10.0, gt=0, allow_inf_nan=True, description="minutes between saves, whichever comes first; inf: never"
+    )
+    keep: int = Field(2, ge=2, description="how many valid ones are kept")
+    asynchronous: bool = Field(
+        False, description="write beside the steps; they wait for a copy of the state in the host's memory"
+    )
+    max_failures: int = Field(3, ge=1, description="saves that fail in a row before it stops")
+
+
+class GuardSection(Section):
+    """When numbers go wrong."""
+
+    max_skips: int = Field(10, ge=0, description="steps skipped in a row before it stops")
+    spike: Literal["off", "warn", "skip", "rollback"] = Field(
+        "warn", description="of a loss or gradient norm far above the last ones: off, warn, skip or rollback"
+    )
+    spike_factor: float = Field(
+        6.0, gt=0, description="deviations (loss) or times the median (norm) of a spike"
+    )
+    spike_window: int = Field(128, ge=4, description="steps that a spike is measured against")
+    max_rollbacks: int = Field(3, ge=0, description="rollbacks of a run before it stops")
+    check_every: int = Field(
+        1000,
+        ge=0,
+        description="steps between comparisons of replicas, beside those before a save; 0: only those",
+    )
+    replay_every: int = Field(
+        0, ge=0, description="steps between one computed twice, which must agree in every bit; 0: never"
+    )
+
+
+class GaugesSection(Section):
+    """What the recipe's numbers do to each place."""
+
+    every: int = Field(
+        GAUGES_EVERY, ge=0, description="steps between readings of every place; 0, or compile: none"
+    )
+
+
+class LogSection(Section):
+    """What is shown."""
+
+    every: int = Field(10, ge=1, description="steps between plain progress lines")
+    prompt: str = Field("", description="start of the sample at the end; empty: a fitting one")
+    sample_tokens: int = Field(160, ge=1, description="length of that sample")
+    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        (), description="where else metrics and gauges go: tensorboard, wandb, trackio"
+    )
+
+    @field_validator("sinks", mode="before")
+    @classmethod
+    def _from_text(cls, value: Any) -> Any:
+        return (
+            [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
+        )

@@ -1,0 +1,1 @@
+"""What does a run take, and what does it show?"""

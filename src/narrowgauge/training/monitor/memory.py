@@ -1,0 +1,119 @@
+"""Where the memory of a training step goes, by class of tensor: measured from a step, or expected of one.
+
+    weights, master, gradients, m, v     counted from the tensors themselves
+    other                                what recipes remember, step counts, buffers
+    saved activations                    what lives at the end of a forward pass and did not before it,
+    logits                               but for the head's output (none of a chunked loss, whose gradient of
+                                         the head is among the gradients from the forward pass on)
+    whole weights                        and what FSDP has gathered of weights that are cut
+    workspace                            the rest of the peak of a whole optimizer step
+
+`watch` looks at the step, `expected` takes it on tensors without numbers; both end in `measured`, so that a
+plan and a run cannot disagree on what exists. Of several processes, each has an account of its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from narrowgauge.distributed import whole_weights
+from narrowgauge.models import count_parameters
+from narrowgauge.nn import recipe_tensors
+from narrowgauge.optim import local
+from narrowgauge.training.monitor.memory_tracker import Watch
+from narrowgauge.training.step.trainer import Session
+
+STATE = ("weights", "master", "gradients", "m", "v", "other")
+CLASSES = (*STATE, "saved activations", "logits", "whole weights", "workspace")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by class: on the device, and of the state that lies in the host's memory."""
+
+    device: dict[str, int]
+    host: dict[str, int]
+    parameters: int
+
+    @property
+    def peak(self) -> int:
+        """The most that the device holds at once."""
+        return sum(self.device.values())
+
+    @property
+    def state(self) -> int:
+        """What the device holds between steps."""
+        return sum(self.device[name] for name in STATE)
+
+    def classes(self) -> str:
+        """The device's bytes by class, for people; what is next to nothing is left out."""
+        return " + ".join(f"{name} {gib(size)}" for name, size in self.device.items() if size >= 2**16)
+
+    def as_json(self) -> dict[str, Any]:
+        """For the metrics."""
+        return {"bytes": self.device, "host_bytes": self.host, "peak": self.peak}
+
+
+def measured(session: Session, watch: Watch) -> Memory:
+    """The memory of a session, after the step that was watched."""
+    device, host = _of_state(session)
+    grads = [local(p.grad) for p in session.optimizer.parameters() if p.grad is not None]
+    in_buckets = any(isinstance(module, DistributedDataParallel) for module in session.engine.modules)
+    new = 0 if in_buckets else sum(g.nbytes for g in grads)  # DDP's buckets were there before
+    saved = watch.saved - _early_gradient(session)
+    device["whole weights"] = min(saved, whole_weights(session.model, session.engine.mesh))
+    device["logits"] = min(saved - device["whole weights"], _logits(session))
+    device["saved activations"] = saved - device["logits"] - device["whole weights"]
+    # Gradients that a step makes anew are a class of their own.
+    device["workspace"] = max(0, watch.peak - saved - new)
+    return Memory(device, host, count_parameters(session.config.the_model()))
+
+
+def gib(size: int) -> str:
+    """Bytes for people."""
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
+
+
+def _of_state(session: Session) -> tuple[dict[str, int], dict[str, int]]:
+    """(on the device, on the host): bytes of the state by class."""
+    device, host = dict.fromkeys(STATE, 0), dict.fromkeys(("master", "gradients", "m", "v"), 0)
+    seen: set[int] = set()
+
+    def count(name: str, tensors: Sequence[torch.Tensor], on_host: bool = False) -> None:
+        for t in tensors:
+            if id(t) not in seen:
+                seen.add(id(t))
+                (host if on_host and name in host else device)[name] += local(t).nbytes
+
+    for p in session.optimizer.parameters():
+        for name, part in (("weights", "at_rest"), ("master", "master"), ("gradients", "gradient")):
+            if (at_rest := getattr(p, part, None)) is not None:
+                count(name, list(at_rest.tensors.values()), at_rest.on_host)
+        for place, moment in session.optimizer.moments(p).items():
+            count(place, list(moment.tensors.values()), moment.on_host)
+        if getattr(p, "at_rest", None) is None:
+            count("weights", [p])
+        count("gradients", [] if p.grad is None else [p.grad])
+        count("other", [session.optimizer.state[p]["step"]])
+    count("other", [*session.model.buffers(), *recipe_tensors(session.model).values()])
+    return device, {name: size for name, size in host.items() if size}
+
+
+def _logits(session: Session) -> int:
+    """Bytes of the head's output of a micro-batch, where the head is here and it exists as a whole."""
+    if session.model.head is None or session.model.chunks_loss:
+        return 0
+    t, data, count = session.config.training, session.config.data, session.model.share[1]
+    tokens = t.micro_batch_size * data.sequence_length // count
+    return tokens * session.config.the_model().vocab_size * session.model.compute_dtype.itemsize
+
+
+def _early_gradient(session: Session) -> int:
+    """Bytes of the head's gradient where the forward pass computes it (`kernels.head_loss`)."""
+    model = session.model
+    if model.head is None or not model.chunks_loss or model.compute_dtype == torch.float16:
+        return 0
+    return model.head.weight.numel() * 4

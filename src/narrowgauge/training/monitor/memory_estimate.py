@@ -1,0 +1,240 @@
+"""What a step will take, before there is one: the same step on torch's meta device.
+
+Its tensors have shapes and no numbers, and the processes of a mesh are imagined: no formula that could fall
+behind the code. Every operation is on whole tensors, as a GPU's are.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from narrowgauge.data import Batch
+from narrowgauge.distributed import Layout, MicroBatch, Traffic, imagined
+from narrowgauge.errors import UserError
+from narrowgauge.models import count_parameters
+from narrowgauge.nn import set_step
+from narrowgauge.training.config.config import Config, make_config
+from narrowgauge.training.monitor import hardware
+from narrowgauge.training.monitor.memory import Memory, gib, measured
+from narrowgauge.training.monitor.memory_tracker import Watch
+from narrowgauge.training.step.trainer import Session
+
+ALONE = Layout()
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step of one process.
+
+    Attributes:
+        memory: bytes by class.
+        sent: bytes that it sends for each (purpose, ranks that talk); see `distributed.traffic`.
+    """
+
+    memory: Memory
+    sent: Mapping[tuple[str, tuple[int, ...]], int]
+
+
+def expected(config: Config, layout: Layout = ALONE) -> Memory:
+    """What a configuration's step will take on the process of a mesh that needs most."""
+    return expected_step(config, layout).memory
+
+
+def expected_step(config: Config, layout: Layout = ALONE) -> Step:
+    """The step of that process: of a pipeline the first or the last, else they are alike.
+
+    Of many blocks, which are alike, a few are gone through, and a few more: the others take what those took.
+    """
+    model, t = config.the_model(), config.training
+    unit = layout.stages * (t.recompute_every if t.recompute else 1)
+    if model.layers <= 4 * unit or model.layers % unit:
+        return _heaviest(config, layout)
+    further, parameters = (model.layers - 4 * unit) / (2 * unit), count_parameters(model)
+    few, more = (_with_layers(config, n * unit) for n in (2, 4))
+    steps = [  # each process has a line of its own: of few layers another may be the heaviest
+        _line(_step(few, layout, rank), _step(more, layout, rank), further, parameters)
+        for rank in _ends(layout)
+    ]
+    return max(steps, key=lambda step: step.memory.peak)
+
+
+def _heaviest(config: Config, layout: Layout) -> Step:
+    return max((_step(config, layout, rank) for rank in _ends(layout)), key=lambda step: step.memory.peak)
+
+
+def _ends(layout: Layout) -> list[int]:
+    """A process of the first stage and one of the last; without a pipeline all are alike."""
+    return [0] if layout.pipeline == 1 else [0, layout.size - layout.size // layout.pipeline]
+
+
+def _with_layers(config: Config, layers: int) -> Config:
+    return config.model_copy(update={"model": config.model.model_copy(update={"layers": layers})})
+
+
+def _line(few: Step, more: Step, further: float, parameters: int) -> Step:
+    """What goes on as from the one step to the other."""
+
+    def on(a: Mapping[Any, int], b: Mapping[Any, int]) -> dict[Any, int]:
+        return {key: max(0, round(size + further * (size - a.get(key, 0)))) for key, size in b.items()}
+
+    old, new = few.memory, more.memory
+    return Step(
+        Memory(on(old.device, new.device), on(old.host, new.host), parameters), on(few.sent, more.sent)
+    )
+
+
+def _step(config: Config, layout: Layout, rank: int) -> Step:
+    """A step of one process, of as many micro-batches as tell what more of them would take."""
+    t, meta = config.training, torch.device("meta")
+    own = t.batch_size // (layout.data * t.micro_batch_size)
+    some = min(own, 2 * layout.pipeline if layout.pipeline > 1 else 2)
+    x_BT = torch.zeros(t.micro_batch_size, config.data.sequence_length, dtype=torch.long, device=meta)
+    batch = Batch(x_BT, x_BT, x_BT.numel(), x_BT if config.data.separate_documents else None)
+    sent: list[Counter[tuple[str, tuple[int, ...]]]] = []
+    with imagined(layout, rank) as mesh, Traffic() as traffic:
+        mesh.micro_batches = some
+        session, watch = Session.begin(config, meta, mesh), Watch(meta)
+
+        def begin(i: int) -> None:
+            sent.append(traffic.by_ranks.copy())
+            set_step(session.model, t.seed, 1, i * t.micro_batch_size, t.steps)
+
+        traffic.by_ranks.clear()
+        with watch:
+            micro_batches = [MicroBatch(i, batch, 1.0) for i in range(some)]
+            session.engine.accumulate(micro_batches, begin, lambda loss: loss, watch.after_forward)
+            session.engine.finish_backward()
+            session.optimizer.clip_grad_norm_(config.optimizer.clip_norm)
+            session.optimizer.step()
+            session.engine.after_update()
+        total = traffic.by_ranks
+        for key, size in _of_each_further(sent, total, layout).items():
+            total[key] += (own - some) * size
+        return Step(measured(session, watch), total)
+
+
+def _of_each_further(
+    sent: list[Counter[tuple[str, tuple[int, ...]]]],
+    total: Counter[tuple[str, tuple[int, ...]]],
+    layout: Layout,
+) -> Counter[tuple[str, tuple[int, ...]]]:
+    """What one more micro-batch sends: the second's, or of a pipeline its share; gradients not always."""
+    sums_each = layout.is_cut and layout.zero > 1 and layout.pipeline == 1
+    again = ("activations", "gather", "reduce") if sums_each else ("activations", "gather")
+    each = total if layout.pipeline > 1 else total - sent[1] if len(sent) > 1 else Counter()
+    count = 2 * layout.pipeline if layout.pipeline > 1 else 1
+    return Counter({key: size // count for key, size in each.items() if key[0] in again})
+
+
+def require_memory(config: Config, device: torch.device, layout: Layout = ALONE) -> Memory:
+    """What is expected of a run; refuses one that cannot fit.
+
+    A CPU's memory is promised freely, and a process that takes up the promise is killed without a word.
+
+    Raises:
+        UserError: the state alone is larger than the device's memory, or the step than `memory_limit`.
+    """
+    there, parameters = hardware.total_memory(device), count_parameters(config.the_model())
+    least = parameters * _least_bytes(config) / (layout.size // layout.replicate)
+    if least > there:  # too large even to be looked at
+        raise UserError(f"{_too_large(config, parameters, least, device)}; choose a smaller --model")
+    memory = expected(config, layout)
+    on_host = 0 if device.type != "cpu" else sum(memory.host.values())  # a CPU's device is its host
+    if memory.state + on_host > there:
+        advice = _advice(config, there, device.type != "cpu", layout)
+        raise UserError(f"{_too_large(config, parameters, memory.state, device)}; {advice}")
+    limit = hardware.bytes_of(config.training.memory_limit)
+    if limit and memory.peak > limit:
+        raise UserError(
+            f"a step is expected to take {gib(memory.peak)}, and training.memory_limit is "
+            f"{config.training.memory_limit} ({gib(limit)}); {_advice(config, limit, True, layout)}"
+        )
+    return memory
+
+
+def _least_bytes(config: Config) -> float:
+    """Bytes of state on the device that no parameter goes below."""
+    recipe = config.the_recipe()
+    kept = (c for place, c in recipe.state.items() if c is not None and place not in recipe.offload)
+    return sum(c.element.bits / 8 for c in kept)
+
+
+def _too_large(config: Config, parameters: int, state: float, device: torch.device) -> str:
+    return (
+        f"the model has {parameters:,} parameters, whose state under recipe {config.recipe.name!r} takes "
+        f"{gib(int(state))}, and this {device.type} has {gib(hardware.total_memory(device))}"
+    )
+
+
+def _advice(config: Config, limit: int, has_host: bool, layout: Layout) -> str:
+    found = [f"{words} ({gib(m.peak)})" for words, m in cheaper(config, has_host, layout) if m.peak <= limit]
+    if found:
+        return "it fits with " + ", or ".join(found)
+    return "no setting of this recipe makes it fit: choose a smaller --model, or narrower state (msamp-o3)"
+
+
+@dataclass
+class _Change:
+    words: str
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    layout: Layout | None = None
+
+
+def cheaper(
+    config: Config, has_host: bool = True, layout: Layout = ALONE, wider: bool = False
+) -> list[tuple[str, Memory]]:
+    """What would lower the peak, as options of the command line, with the memory that is then expected.
+
+    Each alone, then all together. `has_host`: whether there is another memory beside the device's. `wider`:
+    also what changes more than settings, the division over processes and the recipe.
+    """
+    changes = []
+    if config.training.micro_batch_size > 1:
+        changes.append(_Change("--training.micro_batch_size 1", {"training": {"micro_batch_size": 1}}))
+    if not config.training.recompute:
+        changes.append(_Change("--training.recompute true", {"training": {"recompute": True}}))
+    if not config.training.chunked_loss:
+        changes.append(_Change("--training.chunked_loss true", {"training": {"chunked_loss": True}}))
+    if has_host and not config.the_recipe().offload:
+        changes.append(
+            _Change("--recipe.offload master,grad,m,v", {"recipe": {"offload": "master,grad,m,v"}})
+        )
+    if len(changes) > 1:
+        together = _Change(" ".join(c.words for c in changes))
+        for change in changes:
+            for section, values in change.values.items():
+                together.values[section] = together.values.get(section, {}) | values
+        changes.append(together)
+    if wider:
+        changes += _wider(config, layout)
+    return [(c.words, expected(_changed(config, c.values), c.layout or layout)) for c in changes]
+
+
+def _wider(config: Config, layout: Layout) -> list[_Change]:
+    """Other divisions of the same processes, twice as many of them, narrower state."""
+    changes = []
+    if layout.shard > 1 and layout.zero < 3:
+        changes.append(_Change("--parallel.zero 3", layout=replace(layout, zero=3)))
+    if layout.replicate > 1:
+        words = f"--parallel.replicate 1 --parallel.shard {layout.data}"
+        changes.append(_Change(words, layout=replace(layout, replicate=1, shard=layout.data)))
+    twice = replace(layout, shard=2 * layout.shard)
+    if config.training.batch_size % (twice.data * config.training.micro_batch_size) == 0:
+        words = f"--devices {twice.size} --parallel.shard {twice.shard}"
+        changes.append(_Change(words, layout=twice))
+    if config.the_recipe().state["m"] is not None and not config.recipe.places:
+        kept = (c for c in config.the_recipe().state.values() if c is not None)
+        if all(c.element.bits == 32 for c in kept):
+            changes.append(_Change("--recipe msamp-o3", {"recipe": {"name": "msamp-o3"}}))
+    return changes
+
+
+def _changed(config: Config, values: dict[str, dict[str, Any]]) -> Config:
+    tables = config.model_dump()
+    tables["recipe"] |= tables["recipe"].pop("places")
+    for section, changes in values.items():
+        tables[section] |= changes
+    return make_config(tables)

@@ -1,0 +1,1 @@
+"""How does a run begin, go on and end?"""

@@ -1,0 +1,50 @@
+"""How a run is spread over its processes: the grid that `[parallel]` asks for, and what it may not be."""
+
+from narrowgauge.distributed import Layout, check_blocks, check_division, fit
+from narrowgauge.errors import UserError
+from narrowgauge.training.config.config import Config
+
+
+def layout_of(config: Config, processes: int) -> Layout:
+    """The grid of `[parallel]` for so many processes.
+
+    Raises:
+        UserError: it has another number of processes, or model, batch or settings do not allow it.
+    """
+    layout = fit(Layout(**config.parallel.model_dump()), processes)
+    model, t, data = config.the_model(), config.training, layout.data
+    check_division(model, config.data.sequence_length, layout)
+    check_blocks(model, config.the_recipe(), config.data.sequence_length, t.micro_batch_size, layout)
+    if t.batch_size % (data * t.micro_batch_size):
+        fitting = [n for n in range(1, t.batch_size + 1) if t.batch_size % (n * t.micro_batch_size) == 0]
+        raise UserError(
+            f"training.batch_size = {t.batch_size} in micro-batches of {t.micro_batch_size} cannot be cut "
+            f"over parallel.replicate x parallel.shard = {data} processes; these fit: "
+            f"{', '.join(map(str, fitting))}"
+        )
+    _check_pipeline(layout, t.batch_size // (data * t.micro_batch_size))
+    if layout.size > 1 and t.compile:
+        raise UserError(
+            "training.compile = true with several processes: compiled code does not know of the others; "
+            "set --training.compile false"
+        )
+    return layout
+
+
+def _check_pipeline(layout: Layout, micro_batches: int) -> None:
+    """Refuse so many micro-batches a step where the pipeline's schedule cannot have them."""
+    if layout.chunks > 1 and layout.pipeline == 1:
+        raise UserError(
+            f"parallel.chunks = {layout.chunks} with parallel.pipeline = 1: chunks are the stages of each "
+            "process of a pipeline; set chunks to 1, or pipeline to 2 or more"
+        )
+    if micro_batches < layout.pipeline:
+        raise UserError(
+            f"parallel.pipeline = {layout.pipeline} needs as many micro-batches a step, and there are "
+            f"{micro_batches}; raise training.batch_size, or lower training.micro_batch_size"
+        )
+    if layout.chunks > 1 and micro_batches % layout.pipeline:
+        raise UserError(
+            f"parallel.chunks = {layout.chunks}: {micro_batches} micro-batches a step are no multiple of "
+            f"parallel.pipeline = {layout.pipeline}; change training.micro_batch_size, or set chunks to 1"
+        )

@@ -1,0 +1,1 @@
+"""How is one optimizer step taken, and judged?"""

@@ -1,0 +1,78 @@
+"""A run's model on one process: made from its configuration, and brought to where a checkpoint left it."""
+
+from pathlib import Path
+
+import torch
+
+from narrowgauge.checkpoint import Checkpoint, load, newest_valid
+from narrowgauge.errors import UserError
+from narrowgauge.models import Transformer, initialize
+from narrowgauge.nn import DTYPES, convert, recipe_tensors, set_step
+from narrowgauge.training.config.config import Config
+
+
+def build_model(config: Config, device: torch.device) -> Transformer:
+    """The configuration's model under its recipe, with its starting weights, on a device."""
+    recipe = config.the_recipe()
+    with torch.device("meta" if device.type == "meta" else "cpu"):
+        model = Transformer(config.the_model(), DTYPES[recipe.compute])
+    if device.type != "meta":
+        initialize(model, config.training.seed)
+    model.recompute, model.chunked_loss = recomputed(config), config.training.chunked_loss
+    model.to(device)
+    convert(model, recipe, backend=config.recipe.backend)
+    return model
+
+
+def recomputed(config: Config) -> int:
+    """Of how many blocks one is computed again in the backward pass; 0: none is."""
+    return config.training.recompute_every if config.training.recompute else 0
+
+
+def load_model(model: torch.nn.Module, config: Config, checkpoint: Checkpoint) -> None:
+    """Bring a model to where it was when the checkpoint was made: weights, and the state of its recipe."""
+    load_weights(model, checkpoint)
+    set_step(model, config.training.seed, checkpoint.step, 0, config.training.steps)
+    saved = checkpoint.tensors.get("recipe", {})
+    for name, tensor in recipe_tensors(model).items():
+        if name not in saved or saved[name].shape != tensor.shape:
+            raise UserError(
+                f"the checkpoint of step {checkpoint.step} is of another recipe: it has no {name} as this "
+                "one keeps it; use its own, or `narrowgauge convert` to go on under another"
+            )
+        tensor.copy_(saved[name])
+
+
+@torch.no_grad()
+def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
+    """Copy a checkpoint's weights into a model.
+
+    Raises:
+        UserError: the checkpoint is another model's; the first difference is named.
+    """
+    weights = checkpoint.tensors["model"]
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        if name not in weights or weights[name].shape != parameter.shape:
+            found = tuple(weights[name].shape) if name in weights else "nothing"
+            raise UserError(
+                f"the checkpoint of step {checkpoint.step} is another model's: {name} should be "
+                f"{tuple(parameter.shape)}, and it holds {found}; use the configuration it was made with"
+            )
+        if weights[name].dtype != parameter.dtype:
+            raise UserError(
+                f"the checkpoint of step {checkpoint.step} keeps {name} as {weights[name].dtype}, and this "
+                f"recipe as {parameter.dtype}; use the recipe it was made with"
+            )
+        parameter.copy_(weights[name])
+    if extra := weights.keys() - parameters.keys():
+        raise UserError(
+            f"the checkpoint of step {checkpoint.step} is another model's: this one has no {min(extra)}; "
+            "use the configuration it was made with"
+        )
+
+
+def newest_checkpoint(checkpoints: Path, run_id: str | None) -> tuple[Checkpoint | None, list[str]]:
+    """The newest valid checkpoint, if there is any, and a sentence for each newer one that was refused."""
+    path, refused = newest_valid(checkpoints, run_id)
+    return (None if path is None else load(path)), refused

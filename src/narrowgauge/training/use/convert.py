@@ -1,0 +1,84 @@
+"""A run's newest state in the numbers of another recipe: a new run directory that goes on from it.
+
+Weights (their masters, where there are any) and moments are read as float32 and written in the new casts,
+rounded once. Step counts, the place in the data and the random bits' step stay what they were; histories of
+delayed scales start empty. The new directory appears whole or not at all.
+"""
+
+from pathlib import Path
+
+import torch
+
+from narrowgauge.checkpoint import load, newest_valid
+from narrowgauge.checkpoint.store.folder import new_folder
+from narrowgauge.errors import UserError
+from narrowgauge.nn import best_numbers
+from narrowgauge.training.config.config import Config, make_config
+from narrowgauge.training.run_directory import RunDirectory, is_settled, run_id_of
+from narrowgauge.training.step.trainer import Session
+
+
+def convert_run(source: Path, recipe: str, out: Path) -> int:
+    """Make the run directory `out` from the newest checkpoint of `source`, under another recipe.
+
+    Returns:
+        The step it goes on from.
+
+    Raises:
+        UserError: no run, no checkpoint, an imported model, an unknown recipe, or `out` is in use.
+    """
+    old = RunDirectory(source)
+    before = old.config(own_recipe=True)
+    after = _under(before, recipe)
+    path, _ = newest_valid(old.checkpoints, None)
+    if path is None:
+        raise UserError(
+            f"{source} has no checkpoint yet, so there is nothing to convert; continue the run first"
+        )
+    if "optimizer" not in load(path).tensors:
+        raise UserError(
+            f"{source} is an imported model, with weights and no optimizer; start from it with "
+            f"narrowgauge train --model.weights {source}"
+        )
+    digest = old.corpus_digest()
+    a, b = (Session.begin(config, torch.device("cpu")) for config in (before, after))
+    a.restore(path)
+    _copy(a, b)
+    with new_folder(out) as folder:
+        new = RunDirectory(folder)
+        new.claim(after)
+        new.tokenizer.write_bytes(old.tokenizer.read_bytes())
+        for line in old.lines():
+            if is_settled(line, b.step):
+                new.record(line)
+        reason = f"from {before.recipe.name} to {recipe}, {source}"
+        new.record({"event": "convert", "step": b.step, "reason": reason, "corpus": digest})
+        b.save(new.checkpoints, run_id_of(after, digest))
+        new.set_status("preempted", f"converted from {source} after step {b.step}; narrowgauge train goes on")
+    return b.step
+
+
+def _under(config: Config, recipe: str) -> Config:
+    """The configuration with another recipe, and none of the old one's places."""
+    tables = config.model_dump()
+    tables["recipe"] = {"name": recipe, "backend": config.recipe.backend}
+    return make_config(tables)
+
+
+@torch.no_grad()
+def _copy(a: Session, b: Session) -> None:
+    """Give `b` the numbers of `a`."""
+    theirs = dict(a.model.named_parameters())
+    for name, p in b.model.named_parameters():
+        numbers = best_numbers(theirs[name])
+        stored = [s for part in ("master", "at_rest") if (s := getattr(p, part, None)) is not None]
+        for at_rest in stored:
+            at_rest.write(numbers)
+        if not stored:
+            p.copy_(numbers)
+        b.optimizer.state[p]["step"].copy_(a.optimizer.state[theirs[name]]["step"])
+        moments = a.optimizer.moments(theirs[name])
+        for place, moment in b.optimizer.moments(p).items():
+            if place in moments:
+                moment.write(moments[place].read())
+    b.step, b.guard = a.step, a.guard

@@ -1,0 +1,156 @@
+"""The narrow weights in compressed-tensors' layout, against that package and against our own numbers."""
+
+import json
+
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from transformers.utils.quantization_config import CompressedTensorsConfig
+
+from narrowgauge.checkpoint.interop.compressed_tensors import write_compressed
+from narrowgauge.checkpoint.interop.name_map import counterparts_of
+from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
+from narrowgauge.errors import UserError
+from narrowgauge.models import Transformer, initialize, model_config
+from narrowgauge.nn import convert
+from narrowgauge.quantization import quantize
+from narrowgauge.recipes import recipe
+
+SIZES = {"dim": 256, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_dim": 384, "vocab_size": 160}
+RECIPES = {
+    "fp8": "float-quantized",
+    "fp8-delayed": "float-quantized",
+    "fp8-row": "float-quantized",
+    "fp8-block": "float-quantized",
+    "msamp-o2": "float-quantized",
+    "mxfp8": "mxfp8-quantized",
+    "mxfp6-e2m3": "mxfp6-pack-quantized",
+    "mxfp4": "mxfp4-pack-quantized",
+    "nvfp4": "nvfp4-pack-quantized",
+}
+
+
+def trained(name, **changes):
+    model = Transformer(model_config("debug", **(SIZES | changes)))
+    initialize(model, 0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + 0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    return convert(model, name)
+
+
+def plain(model):
+    names = dict(model.named_parameters(remove_duplicate=False))
+    return {name: t.float() for name, t in model.state_dict().items() if name in names}
+
+
+def written(tmp_path, model, dtype=torch.float32):
+    write_compressed(tmp_path, model, plain(model), None, dtype, SHARD_BYTES)
+    return load_file(tmp_path / "model.safetensors"), json.loads((tmp_path / "config.json").read_text())
+
+
+def expected(model, name):
+    """Their weight's numbers as training multiplies with them, and whether the layer is narrow."""
+    for counterpart in counterparts_of(model.config):
+        if name in counterpart.theirs:
+            weight = plain(model)[counterpart.ours]
+            layer = model.get_submodule(counterpart.ours.removesuffix(".weight"))
+            cast = getattr(layer, "casts", {}).get("fprop.w")
+            if cast is not None and cast.is_scaled:
+                q = quantize(weight, cast)
+                return dict(counterpart.split(q.dequantize()))[name], True
+            return dict(counterpart.split(weight))[name], False
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_package_reads_the_numbers_of_training(tmp_path, name):
+    model = trained(name)
+    tensors, config = written(tmp_path, model)
+    described = QuantizationConfig.model_validate(config["quantization_config"])
+    assert described.format == RECIPES[name]
+    (scheme,) = described.config_groups.values()
+    compressor = BaseCompressor.get_value_from_registry(described.format)
+    narrow = 0
+    for counterpart in counterparts_of(model.config):
+        for theirs in counterpart.theirs:
+            values, is_narrow = expected(model, theirs)
+            layer = theirs.removesuffix(".weight")
+            if not is_narrow:
+                assert torch.equal(tensors[theirs], values)
+                assert (
+                    counterpart.ours.endswith(("norm.weight", "embedding.weight"))
+                    or layer in described.ignore
+                )
+                continue
+            narrow += 1
+            assert layer not in described.ignore
+            own = {k.rsplit(".", 1)[1]: t for k, t in tensors.items() if k.startswith(f"{layer}.")}
+            assert set(own) == set(compressor.compression_param_names(scheme))
+            read = compressor.decompress(own, scheme)["weight"].float()
+            # The package multiplies in bfloat16 where elements are packed.
+            assert (read - values).norm() < (0.004 if "pack" in described.format else 1e-6) * values.norm()
+    assert narrow == 7 * (3 if name == "nvfp4" else 4)
+    assert "lm_head" in described.ignore
+
+
+@pytest.mark.parametrize(
+    ("name", "within"),
+    [("fp8", 1e-4), ("fp8-block", 1e-4), ("mxfp8", 1e-4), ("mxfp4", 1e-2), ("nvfp4", 1e-2)],
+)
+@torch.no_grad()
+def test_transformers_opens_it(tmp_path, name, within):
+    model = trained(name)
+    written(tmp_path, model)
+    wide = CompressedTensorsConfig(dequantize=True)
+    with pytest.warns(UserWarning, match="from the model will be used"):
+        theirs = AutoModelForCausalLM.from_pretrained(
+            tmp_path, dtype=torch.float32, quantization_config=wide
+        ).eval()
+    ours = Transformer(model.config)
+    weights = plain(model)
+    for counterpart in counterparts_of(model.config):
+        weights[counterpart.ours] = counterpart.join(lambda n: expected(model, n)[0])
+    ours.load_state_dict(weights)
+    ids = torch.arange(40)[None] % 160
+    expected_logits = ours(ids)
+    assert (theirs(ids).logits - expected_logits).norm() < within * expected_logits.norm()
+
+
+def test_several_casts_are_several_groups(tmp_path):
+    mixed = "mixed.toml"
+    text = recipe("mxfp8").text + '\n[[rule]]\nmodules = ["*.down"]\nfprop = "mxfp4"\n'
+    (tmp_path / mixed).write_text(text)
+    (tmp_path / "out").mkdir()
+    _, config = written(tmp_path / "out", trained(str(tmp_path / mixed)))
+    described = QuantizationConfig.model_validate(config["quantization_config"])
+    assert described.format == "mixed-precision"
+    by_format = {scheme.format: scheme.targets for scheme in described.config_groups.values()}
+    assert by_format["mxfp4-pack-quantized"] == [f"model.layers.{i}.mlp.down_proj" for i in range(4)]
+    assert len(by_format["mxfp8-quantized"]) == 24
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("bf16", {}, "multiplies with no narrow weights"),
+        ("quartet", {}, "after a Hadamard transform"),
+        ("mxint8", {}, "has no name"),
+        ("fp4", {}, "'fp4-row'"),
+        ("fp8-block", {"dim": 192, "heads": 3, "kv_heads": 1}, "cut through its blocks of 128 rows"),
+    ],
+)
+def test_what_the_layout_cannot_hold_is_refused(tmp_path, name, changes, words):
+    with pytest.raises(UserError, match=words) as error:
+        written(tmp_path, trained(name, **changes))
+    assert "--to hf" in str(error.value)
+
+
+def test_gpt2_is_refused(tmp_path):
+    model = Transformer(model_config("gpt2-debug", dim=128, layers=1, ffn_dim=128, vocab_size=160))
+    initialize(model, 0)
+    with pytest.raises(UserError, match="Conv1D"):
+        written(tmp_path, convert(model, "fp8"))

@@ -1,0 +1,217 @@
+"""Folders of transformers, in and out: the same logits, whoever wrote and whoever reads."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from narrowgauge.checkpoint.interop.hf_config import config_from, to_config
+from narrowgauge.checkpoint.interop.huggingface import read_folder, write_folder
+from narrowgauge.checkpoint.interop.safetensors_reader import INDEX
+from narrowgauge.data import train_bpe
+from narrowgauge.errors import UserError
+from narrowgauge.models import Transformer, initialize, model_config
+
+V, T = 67, 48
+IDS = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(0))
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
+
+def gpt2(**changes):
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=V, n_positions=64, n_embd=48, n_layer=3, n_head=4, **changes)
+    )
+
+
+def sizes(heads, kv_heads, head_dim):
+    return {
+        "vocab_size": V,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 64,
+    }
+
+
+def llama(kv_heads=2, head_dim=16, rope=None, **changes):
+    rope = {"rope_theta": 500.0} | (rope or {"rope_type": "default"})
+    return LlamaForCausalLM(LlamaConfig(**sizes(4, kv_heads, head_dim), rope_parameters=rope, **changes))
+
+
+def qwen2(tied=False):
+    config = Qwen2Config(**sizes(4, 2, 16), tie_word_embeddings=tied, rms_norm_eps=1e-6)
+    return Qwen2ForCausalLM(config)
+
+
+MODELS = {
+    "gpt2": gpt2,
+    "gpt2, untied, other width": lambda: gpt2(tie_word_embeddings=False, n_inner=80),
+    "llama": llama,
+    "llama, tied": lambda: llama(tie_word_embeddings=True),
+    "llama, all heads": lambda: llama(kv_heads=4, rms_norm_eps=1e-5),
+    "llama, one head for keys, wide heads": lambda: llama(kv_heads=1, head_dim=24),
+    "llama 3, scaled": lambda: llama(rope=LLAMA3),
+    "llama, biased": lambda: llama(attention_bias=True, mlp_bias=True),
+    "qwen2": qwen2,
+    "qwen2, tied": lambda: qwen2(tied=True),
+}
+
+
+@pytest.fixture(params=MODELS)
+def theirs(request):
+    """Weights of a size at which every part of the model shows in the logits."""
+    model = MODELS[request.param]()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            offset = 1.0 if "ln_" in name or "norm" in name else 0.0
+            p.copy_(offset + 0.15 * torch.randn(p.shape, generator=generator))
+    return model.eval()
+
+
+def ours_from(foreign):
+    model = Transformer(foreign.config)
+    model.load_state_dict(dict(foreign.tensors))
+    return model.eval()
+
+
+@torch.no_grad()
+def test_what_transformers_saved_gives_its_logits(theirs, tmp_path):
+    theirs.save_pretrained(tmp_path)
+    expected = theirs(IDS).logits
+    assert expected.std() > 0.3
+    assert (ours_from(read_folder(tmp_path))(IDS) - expected).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_what_we_write_gives_transformers_the_same_logits(theirs, tmp_path):
+    """Read, written again in parts, opened by transformers: nothing is missing, nothing is left over."""
+    theirs.save_pretrained(tmp_path / "theirs")
+    foreign = read_folder(tmp_path / "theirs")
+    (tmp_path / "ours").mkdir()
+    write_folder(tmp_path / "ours", foreign.config, foreign.tensors, None, shard_bytes=30_000)
+    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert (again.eval()(IDS).logits - theirs(IDS).logits).abs().max() < 1e-5
+    expected = ours_from(foreign)(IDS)
+    assert (again(IDS).logits - expected).abs().max() < 1e-5
+    assert torch.equal(ours_from(read_folder(tmp_path / "ours"))(IDS), expected)
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "gpt3-6.7b", "llama3-1b", "llama3-405b", "qwen2.5-7b"])
+def test_a_configuration_comes_back(name):
+    config = model_config(name)
+    assert config_from(to_config(config), "here") == config
+
+
+def test_settings_of_older_versions_are_read():
+    values = to_config(model_config("llama3-8b"))
+    assert values["rope_scaling"]["rope_type"] == "llama3"
+    values["rope_scaling"]["type"] = values["rope_scaling"].pop("rope_type")
+    assert config_from(values, "here") == model_config("llama3-8b")
+
+
+def test_weights_without_the_head_and_with_old_buffers_are_read(tmp_path):
+    """As on the hub: GPT-2's names there begin with `h.0.`, and its masks are stored."""
+    from safetensors.torch import save_file
+
+    model = gpt2()
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("transformer."): t for name, t in stored.items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    save_file(bare, tmp_path / "model.safetensors")
+    with torch.no_grad():
+        assert (ours_from(read_folder(tmp_path))(IDS) - model.eval()(IDS).logits).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrower_weights_are_rounded_once(tmp_path, dtype):
+    model = Transformer(model_config("debug", dim=64, layers=2, ffn_dim=96, vocab_size=V))
+    initialize(model, 0)
+    write_folder(tmp_path, model.config, model.state_dict(), None, dtype)
+    back = read_folder(tmp_path).tensors
+    assert all(torch.equal(back[n], p.to(dtype).float()) for n, p in model.state_dict().items())
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == str(dtype).split(".")[1]
+
+
+def test_the_tokenizer_goes_along(tmp_path):
+    tokenizer = train_bpe(["narrow gauge railways run narrow trains"] * 9, 300)
+    tokenizer.save(tmp_path / "tokenizer.json")
+    (tmp_path / "out").mkdir()
+    model = Transformer(model_config("gpt2-debug", dim=64, layers=1, ffn_dim=96, vocab_size=300))
+    write_folder(tmp_path / "out", model.config, model.state_dict(), tmp_path / "tokenizer.json")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "narrow trains, é 漢"
+    assert theirs(text)["input_ids"] == tokenizer.encode(text)
+    assert theirs.eos_token_id == tokenizer.end_of_document
+    assert theirs.decode(tokenizer.encode(text)) == text
+    assert read_folder(tmp_path / "out").tokenizer == tmp_path / "out" / "tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "lama"}, ["unknown model_type 'lama'", "'llama'"]),
+        ({"hidden_act": "gelu"}, ["hidden_act = 'gelu'", "'silu'"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["scaled by 'yarn'"]),
+        ({"use_sliding_window": True}, ["use_sliding_window = True"]),
+        ({"layer_types": ["sliding_attention"]}, ["sliding window"]),
+        ({"attention_bias": True}, ["attention or MLP alone"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantized already"]),
+        ({"hidden_size": "64"}, ["describes no model", "64"]),
+        ({"num_hidden_layers": 10**9}, ["1000000000 layers", "tensors"]),
+        ({"num_hidden_layers": 2}, ["no place", "model.layers.2."]),
+        ({"num_hidden_layers": 4}, ["no tensor 'model.layers.3."]),
+        ({"intermediate_size": 95}, ["shape", "(192, 64)", "(190, 64)"]),
+        ({"rope_theta": "x"}, ["describes no model"]),
+        ({"vocab_size": True}, ["vocab_size = True"]),
+    ],
+)
+def test_what_is_not_computed_is_refused_in_a_sentence(tmp_path, changes, words):
+    model = Transformer(
+        model_config("debug", dim=64, layers=3, heads=4, kv_heads=2, ffn_dim=96, vocab_size=V)
+    )
+    write_folder(tmp_path, model.config, model.state_dict(), None)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises(UserError) as error:
+        read_folder(tmp_path)
+    assert all(word in str(error.value) for word in [str(tmp_path), *words]), error.value
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"norm": "layer"}, {"mlp": "gelu"}, {"positions": "learned"}, {"bias": True, "qkv_bias": False}],
+)
+def test_a_mixture_that_no_family_has_is_refused(changes):
+    with pytest.raises(UserError, match="no family of Hugging Face's"):
+        to_config(model_config("debug", **changes))
+
+
+def test_a_small_model_has_no_index(tmp_path):
+    model = Transformer(model_config("debug", dim=64, layers=1, ffn_dim=96, vocab_size=V))
+    write_folder(tmp_path, model.config, model.state_dict(), None)
+    assert not (tmp_path / INDEX).exists()

@@ -1,0 +1,145 @@
+"""Saving beside the steps: snapshots, one at a time, failures told to all, nothing half visible."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from checkpoint.ranks import same_bits, tensors_of
+from narrowgauge.checkpoint import AsyncSaver, PoisonedError, SaveError, load, newest_valid, steps
+from narrowgauge.checkpoint.store.slices import whole
+
+
+def held(value, elements=1000):
+    return {"model": {"w": [whole(torch.full((elements,), float(value)))]}}
+
+
+def assert_of_step(path, step):
+    loaded = load(path)
+    assert loaded.state == {"step": step, "list": [step]}
+    for group, named in tensors_of(step).items():
+        assert all(same_bits(loaded.tensors[group][name], x) for name, x in named.items())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_is_saved_is_what_was_there_when_save_was_called(tmp_path, on_ranks, ranks):
+    world = on_ranks(ranks, "in_background", tmp_path, steps=[1, 2, 3])
+    assert [said["said"] for said in world.said] == [["begun", "begun", "begun", "closed"]] * ranks
+    assert steps(tmp_path) == [2, 3]
+    for step in (2, 3):
+        assert_of_step(tmp_path / f"step-{step}", step)
+
+
+def test_a_slow_disk_does_not_hold_the_step_and_a_second_save_waits(tmp_path, on_ranks):
+    world = on_ranks(2, "in_background", tmp_path, steps=[1, 2], delay=0.2)
+    for said in world.said:
+        first, second = said["seconds"]
+        assert second > 1  # the first save syncs more than five times
+        assert first < second / 4
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_a_failure_is_told_to_all_ranks_at_the_next_call_and_the_next_save_is_well(tmp_path, on_ranks):
+    world = on_ranks(
+        2, "in_background", tmp_path, steps=[1, 2, 3], small_files_on=1, largest_file=500
+    )  # every save fails, in the writer's thread of rank 1
+    assert world.codes == [0, 0]
+    for said in world.said:
+        first, second, third, end = said["said"]
+        assert (first, third) == ("begun", "begun")
+        for sentence, step in ((second, 1), (end, 3)):
+            assert sentence.startswith(f"SaveError: step {step} could not be saved under ")
+            assert "(rank 1: [Errno 27] File too large: " in sentence
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_nan_on_one_rank_is_told_to_all_and_nothing_is_published(tmp_path, on_ranks):
+    world = on_ranks(2, "in_background", tmp_path, steps=[1, 2, 3, 4], poison=2)
+    for said in world.said:
+        assert said["said"][0::3] == ["begun", "begun"]
+        assert said["said"][2].startswith("PoisonedError: rank 1: not saved: tensor 'columns.torch.float32")
+    assert steps(tmp_path) == [1, 4]
+
+
+def test_killed_with_a_save_under_way_the_previous_one_is_valid(tmp_path, on_ranks):
+    on_ranks(2, "save", tmp_path, steps=[1])
+    world = on_ranks(2, "in_background", tmp_path, steps=[2], delay=0.1, kill=True)
+    assert world.codes == [-signal.SIGKILL] * 2
+    assert newest_valid(tmp_path, "run") == (tmp_path / "step-1", [])
+    on_ranks(2, "save", tmp_path, steps=[2])
+    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2"]
+
+
+def test_one_process_reports_at_the_next_call_and_once(tmp_path):
+    (tmp_path / "file").touch()
+    with AsyncSaver() as saver:
+        assert saver.wait() is None
+        saver.save(tmp_path / "file", 1, held(1), {}, 2, "run")
+        with pytest.raises(SaveError, match=r"File exists|Not a directory"):
+            saver.save(tmp_path / "c", 2, held(2), {}, 2, "run")
+        assert not (tmp_path / "c").exists()
+        saver.save(tmp_path / "c", 2, held(2), {}, 2, "run")
+        assert saver.wait() == tmp_path / "c" / "step-2"
+        saver.save(tmp_path / "c", 3, held(torch.nan), {}, 2, "run")
+        with pytest.raises(PoisonedError, match="'w' of 'model'"):
+            saver.wait()
+    assert steps(tmp_path / "c") == [2]
+
+
+def test_leaving_the_block_waits_and_raises(tmp_path):
+    with pytest.raises(PoisonedError), AsyncSaver() as saver:
+        saver.save(tmp_path, 1, held(torch.inf), {}, 2, "run")
+    with AsyncSaver() as saver:
+        saver.save(tmp_path, 2, held(2, 3_000_000), {}, 2, "run")
+    assert load(tmp_path / "step-2").tensors["model"]["w"].eq(2).all()
+
+
+def test_the_end_of_a_process_waits_for_its_save(tmp_path):
+    script = (
+        "import sys, torch; from pathlib import Path;"
+        "from narrowgauge.checkpoint import AsyncSaver;"
+        "from narrowgauge.checkpoint.store.slices import whole;"
+        "AsyncSaver().save(Path(sys.argv[1]), 1, {'m': {'w': [whole(torch.ones(4_000_000))]}}, {}, 2, 'run')"
+    )
+    subprocess.run([sys.executable, "-c", script, tmp_path], check=True)
+    assert newest_valid(tmp_path, "run") == (tmp_path / "step-1", [])
+
+
+def test_memory_of_the_copy_is_used_again(tmp_path):
+    with AsyncSaver() as saver:
+        pieces = held(1, 100_000)
+        saver.save(tmp_path, 1, pieces, {}, 2, "run")
+        saver.wait()
+        before = [buffer.data_ptr() for buffer in saver._buffers.values()]
+        saver.save(tmp_path, 2, pieces, {}, 2, "run")
+        saver.wait()
+        assert [buffer.data_ptr() for buffer in saver._buffers.values()] == before
+
+
+def test_steps_go_on_while_a_save_is_written(tmp_path):
+    """The loop's own thread keeps the interpreter: beside a save it does much of what it does alone."""
+
+    def count(until):
+        turns = 0
+        while not until():
+            turns += 1
+        return turns
+
+    pieces = held(1, 20_000_000)
+    with AsyncSaver() as saver:
+        saver.save(tmp_path, 1, pieces, {}, 2, "run")
+        saver.wait()
+        begin = time.monotonic()
+        saver.save(tmp_path, 2, pieces, {}, 2, "run")
+        returned = time.monotonic()
+        beside = count(saver._pending.done) / (time.monotonic() - returned)
+        saver.wait()
+        taken = time.monotonic() - begin
+    end = time.monotonic() + 0.3
+    alone = count(lambda: time.monotonic() > end) / 0.3
+    print(f"call {returned - begin:.3f} s of {taken:.3f} s, turns {beside / alone:.2f} of those alone")
+    assert returned - begin < taken / 2

@@ -1,0 +1,155 @@
+"""Boxes and the plan of who writes what, without any process: against a slow obvious oracle."""
+
+import json
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from narrowgauge.checkpoint.store.index import from_json, to_json
+from narrowgauge.checkpoint.store.save_plan import describe, make_index, share_of
+from narrowgauge.checkpoint.store.slices import Box, Piece, require_exact_cover, whole
+from narrowgauge.errors import UserError
+
+
+def grid(shape, rng):
+    """A random division of a shape: cut in two along a random dimension, again and again."""
+    boxes = [Box((0,) * len(shape), shape)]
+    for _ in range(rng.randrange(12)):
+        box = boxes.pop(rng.randrange(len(boxes)))
+        d = rng.randrange(len(shape))
+        at = rng.randint(0, box.size[d])
+        for first, last in ((0, at), (at, box.size[d])):
+            offset = tuple(o + (first if i == d else 0) for i, o in enumerate(box.offset))
+            size = tuple(last - first if i == d else n for i, n in enumerate(box.size))
+            boxes.append(Box(offset, size))
+    rng.shuffle(boxes)
+    return boxes
+
+
+def count(shape, boxes):
+    """How often each element is covered: the oracle."""
+    times = torch.zeros(shape, dtype=torch.int64)
+    for box in boxes:
+        times[box.slices] += 1
+    return times
+
+
+def test_a_division_covers_and_any_box_moved_or_lost_does_not():
+    rng = random.Random(0)
+    for _ in range(300):
+        shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(1, 3)))
+        boxes = grid(shape, rng)
+        require_exact_cover(shape, boxes)
+        assert count(shape, boxes).eq(1).all()
+        box = boxes.pop(rng.randrange(len(boxes)))
+        d = rng.randrange(len(shape))
+        moved = Box(tuple(o + (i == d) for i, o in enumerate(box.offset)), box.size)
+        for wrong in ([*boxes, moved], boxes, [*boxes, box, box]):
+            if box.volume:
+                with pytest.raises(ValueError, match=r"overlap|no piece holds|reaches beyond"):
+                    require_exact_cover(shape, wrong)
+
+
+def test_overlaps_put_a_tensor_together():
+    rng = random.Random(1)
+    x = torch.arange(5 * 7 * 3).reshape(5, 7, 3)
+    for _ in range(100):
+        stored, wanted = grid((5, 7, 3), rng), grid((5, 7, 3), rng)
+        for target in wanted:
+            out = torch.full(target.size, -1)
+            for source in stored:
+                if (common := source.overlap(target)) is not None:
+                    part = x[source.slices][common.within(source).slices]
+                    out[common.within(target).slices] = part
+            assert torch.equal(out, x[target.slices])
+
+
+def test_a_scalar_is_one_box():
+    one = Box((), ())
+    require_exact_cover((), [one])
+    assert one.overlap(one) == one
+    with pytest.raises(ValueError, match="overlap"):
+        require_exact_cover((), [one, one])
+    with pytest.raises(ValueError, match="no piece holds 1 of the 1"):
+        require_exact_cover((), [])
+    require_exact_cover((0, 5), [])
+
+
+def test_many_boxes_are_checked_fast():
+    boxes = [Box((row, 0), (1, 8)) for row in range(20_000)]
+    require_exact_cover((20_000, 8), boxes)
+    with pytest.raises(ValueError, match=r"overlap"):
+        require_exact_cover((20_001, 8), [*boxes, boxes[10_000]])
+
+
+def plan(*ranks):
+    return make_index([describe({"model": named}) for named in ranks])
+
+
+def test_what_all_hold_is_spread_evenly_and_what_one_holds_is_its_own():
+    big = {f"w{i}": [whole(torch.zeros(100 + i))] for i in range(40)}
+    index = plan(big | {"only": [whole(torch.zeros(1000))]}, big, big, big)
+    load = Counter()
+    for entry in index["model"].values():
+        for part in entry.parts:
+            load[part.file] += part.box.volume
+    assert index["model"]["only"].parts[0].file == "model-00001-of-00004.safetensors"
+    assert max(load.values()) - min(load.values()) <= 140
+
+
+def test_the_plan_is_the_same_for_every_order_of_names():
+    a, b = [whole(torch.zeros(4))], [whole(torch.zeros(5))]
+    one, other = plan({"a": a, "b": b}, {"b": b, "a": a}), plan({"b": b, "a": a}, {"a": a, "b": b})
+    assert {name: entry.parts for name, entry in one["model"].items()} == {
+        name: entry.parts for name, entry in other["model"].items()
+    }
+
+
+def test_a_second_name_needs_all_holders_to_say_so():
+    x, y = whole(torch.ones(3)), whole(torch.ones(3))
+    assert plan({"embed": [x], "head": [x]})["model"]["head"].same_as == "embed"
+    assert plan({"embed": [x], "head": [x]}, {"head": [y]})["model"]["head"].same_as is None
+    assert plan({"embed": [x]}, {"embed": [y], "head": [y]})["model"]["head"].same_as == "embed"
+    other = Piece(x.tensor, (6,), (0,)), Piece(x.tensor, (6,), (3,))
+    assert plan({"embed": [x], "longer": list(other)})["model"]["longer"].same_as is None
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        (torch.zeros(3), torch.zeros(4), r"'w' of 'model' is .* on different ranks"),
+        (torch.zeros(3), torch.zeros(3).half(), r"'w' of 'model' is .*F16.*F32.* on different ranks"),
+    ],
+)
+def test_ranks_that_contradict_each_other_are_refused(first, second, words):
+    with pytest.raises(UserError, match=words):
+        plan({"w": [whole(first)]}, {"w": [whole(second)]})
+
+
+def test_pieces_that_overlap_are_refused_by_name():
+    left, right = Piece(torch.zeros(3), (4,), (0,)), Piece(torch.zeros(3), (4,), (1,))
+    with pytest.raises(
+        UserError, match=r"'w' of 'model' cannot be saved: the pieces at \(0,\) and \(1,\) overlap"
+    ):
+        plan({"w": [left]}, {"w": [right]})
+    with pytest.raises(
+        UserError, match=r"'w' of 'model' cannot be saved: .* reaches beyond its shape \(4,\)"
+    ):
+        plan({"w": [Piece(torch.zeros(3), (4,), (2,))]})
+
+
+def test_a_dtype_that_cannot_be_stored_is_refused_by_name():
+    with pytest.raises(UserError, match=r"'w' of 'model' .* one dtype, of F64, F32"):
+        describe({"model": {"w": [whole(torch.zeros(2, dtype=torch.complex128))]}})
+
+
+def test_an_index_reads_back_as_it_was():
+    x = torch.zeros(6, 4)
+    halves = [[Piece(x[:2], (6, 4), (0, 0))], [Piece(x[2:], (6, 4), (2, 0))]]
+    index = plan(*({"w": h, "tied": h, "none": [whole(torch.zeros(0, 3))]} for h in halves))
+    sizes = {part.file: 1000 for part in index["model"]["w"].parts}
+    assert from_json(json.loads(to_json(index)), sizes) == index
+    shares = [share_of(index, {"model": {"w": halves[r]}}, r, 2) for r in range(2)]
+    assert [list(share["model"]) for share in shares] == [["w@0,0"], ["w@2,0"]]

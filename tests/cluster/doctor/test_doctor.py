@@ -1,0 +1,170 @@
+"""The doctor on this machine: what it says is compared with what the system's own tools say."""
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import torch
+
+from narrowgauge.cli.main import main
+from narrowgauge.cluster.doctor.collect_gpus import parse_links, parse_processes, parse_use, torch_gpus
+from narrowgauge.cluster.doctor.collect_host import gather_disk
+from narrowgauge.cluster.doctor.commands import answer_of
+
+NAMES = [
+    *("python", "torch", "driver", "gpus", "recipes", "nccl", "launcher", "ranks", "cores", "open-files"),
+    *("locked-memory", "shared-memory", "clock", "disk", "cache", "compiler", "network"),
+]
+
+
+def said(*words):
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """{item: verdict} of this machine, as the command prints it, and its exit code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        ended = subprocess.run(
+            [sys.executable, "-m", "narrowgauge", "doctor", "--json"],
+            check=False,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path_factory.mktemp("doctor"),
+        )
+    assert ended.stderr == ""
+    items = json.loads(ended.stdout)
+    assert all(list(item) == ["item", "status", "found", "mend"] for item in items)
+    assert ended.returncode == any(item["status"] == "MISS" for item in items)
+    return {item["item"]: item for item in items}
+
+
+def test_every_item_once_and_in_order(here):
+    assert [name for name in here if name in NAMES] == NAMES
+    assert set(here) - set(NAMES) <= {"peers", "gpu-jobs"}
+    assert {item["status"] for item in here.values()} <= {"OK", "WARN", "MISS"}
+
+
+def test_software(here):
+    assert platform.python_version().startswith(here["python"]["found"])
+    assert here["torch"]["found"].startswith(version("torch"))
+    cxx = shutil.which("g++")
+    if cxx and "CXX" not in os.environ:
+        assert here["compiler"]["found"].startswith(said("g++", "--version").splitlines()[0])
+
+
+def test_recipes_agree_with_the_verb(here, capsys):
+    assert main(["recipes"]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    native = {row[0] for row in rows if len(row) > 1 and row[1] == "native"}
+    words = here["recipes"]["found"].partition("; ")[0].removeprefix("native: ")
+    assert set(words.split(", ")) == native
+
+
+def test_limits(here):
+    soft = said("bash", "-c", "ulimit -n").strip()
+    assert here["open-files"]["found"].replace(",", "") == soft
+    assert (here["open-files"]["status"] == "OK") == (soft == "unlimited" or int(soft) >= 4096)
+    locked = said("bash", "-c", "ulimit -l").strip()
+    if locked != "unlimited":
+        assert here["locked-memory"]["found"].startswith(f"{int(locked) / 1024:.1f} MiB")
+    threads = os.environ.get("OMP_NUM_THREADS")
+    assert (f"OMP_NUM_THREADS={threads}" in here["cores"]["found"]) == (threads is not None)
+    assert int(here["cores"]["found"].split()[0]) <= len(os.sched_getaffinity(0))
+
+
+def test_disks(here):
+    size = int(said("df", "--output=size", "-B1", "/dev/shm").split()[-1])
+    assert f"of {size / 2**30:.1f} GiB" in here["shared-memory"]["found"]
+    folder = re.match(r"(.+) \(\S+\): ", here["disk"]["found"])[1]
+    free, size, kind = said("df", "--output=avail,size,fstype", "-B1", folder).split()[-3:]
+    assert f"({kind})" in here["disk"]["found"]
+    told = float(re.search(r"([\d.]+) GiB free", here["disk"]["found"])[1])
+    assert told == pytest.approx(int(free) / 2**30, rel=0.05, abs=1)
+    assert f"of {int(size) / 2**30:.1f} GiB" in here["disk"]["found"]
+    assert not list(Path(folder).iterdir())
+
+
+def test_gpus(here):
+    if not list(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/kfd").exists():
+        assert here["driver"]["found"] == "no GPU, no driver"
+        assert "gpu-jobs" not in here
+    elif shutil.which("nvidia-smi"):
+        query = said("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+        name, driver = query.splitlines()[0].split(", ")
+        assert name in here["gpus"]["found"]
+        assert driver in here["driver"]["found"]
+
+
+def test_data_and_tokenizer_that_are_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "a.txt").write_text("the narrow gauge\n")
+
+    def verdicts(*words):
+        code = main(["doctor", "--json", *words])
+        items = {item["item"]: item for item in json.loads(capsys.readouterr().out)}
+        return code, items["data"], items["tokenizer"]
+
+    code, data, tokenizer = verdicts("--data", str(tmp_path), "--tokenizer", "bytes")
+    assert (data["status"], data["found"]) == ("OK", f"{tmp_path}: text: 1 files")
+    assert (tokenizer["status"], tokenizer["found"]) == ("OK", "bytes: needs no file")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    code, data, tokenizer = verdicts(
+        "--data", f"{tmp_path}/b.txt", "--tokenizer", str(tmp_path / "tokenizer.json")
+    )
+    assert (code, data["status"], tokenizer["status"]) == (1, "MISS", "MISS")
+    assert "does not exist" in data["found"] + data["mend"]
+    assert str(tmp_path / "tokenizer.json") in tokenizer["found"]
+    assert tokenizer["mend"]
+
+
+def test_a_folder_that_cannot_be_written_to_or_is_not_there_yet(tmp_path):
+    assert gather_disk(tmp_path / "not" / "yet").path == str(tmp_path)
+    assert gather_disk(Path("/proc")).error
+    disk = gather_disk(tmp_path)
+    assert (disk.error, disk.kind != "") == ("", True)
+    assert disk.speed > 0
+    assert abs(disk.skew) < 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_program_that_hangs_is_left():
+    start = time.monotonic()
+    assert answer_of(["sleep", "30"], 0.1).error == "no answer in 0 s"
+    assert answer_of(["no-such-program"], 1).code is None
+    assert time.monotonic() - start < 5
+
+
+def test_torch_is_asked_in_a_process_of_its_own():
+    gpus, error = torch_gpus([], {})
+    assert len(gpus) == torch.cuda.device_count()
+    if not gpus:
+        assert error
+    assert not torch.cuda.is_initialized()
+
+
+def test_what_nvidia_smi_says():
+    assert parse_use("GPU-1, 4, 0\nGPU-2, 80000, 99\nGPU-3, [N/A], [N/A]\nNo devices\n") == [
+        ("GPU-1", 4 << 20, 0),
+        ("GPU-2", 80000 << 20, 99),
+        ("GPU-3", None, None),
+    ]
+    rows = "GPU-2, 4711, 70000\nGPU-2, 4712, [N/A]\n"
+    assert parse_processes(rows) == {"GPU-2": [(4711, 70000 << 20), (4712, None)]}
+    matrix = (
+        "\t\x1b[4mGPU0\tGPU1\tGPU2\tCPU Affinity\x1b[0m\n"
+        "GPU0\t X \tNV18\tSYS\t0-15\n"
+        "GPU1\tNV18\t X \tPHB\t0-15\n"
+        "GPU2\tSYS\tPHB\t X \t16-31\n\nLegend:\n  X = Self\n"
+    )
+    assert parse_links(matrix) == ((0, 1, "NV18"), (0, 2, "SYS"), (1, 2, "PHB"))
+    assert parse_links("") == ()

@@ -1,0 +1,331 @@
+"""The doctor's verdicts on machines that nobody has at hand: whole ones, and each with one thing wrong.
+
+A machine is written down as the facts that would have been found there.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from narrowgauge.cluster.doctor.doctor import judge
+from narrowgauge.cluster.doctor.facts import (
+    Compiler,
+    Disk,
+    Facts,
+    Given,
+    Gpu,
+    Hardware,
+    Hub,
+    Software,
+    System,
+)
+
+CUDA = Software(
+    torch="2.11.0+cu128",
+    build="cuda",
+    library=(12, 8),
+    architectures=("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"),
+    backends=("gloo", "nccl"),
+    nccl=(2, 27, 5),
+)
+CUDA_129 = replace(CUDA, torch="2.11.0+cu129", library=(12, 9))
+ROCM = Software(
+    torch="2.11.0+rocm7.0",
+    build="rocm",
+    library=(7, 0),
+    architectures=("gfx90a", "gfx942", "gfx950", "gfx1100"),
+    backends=("gloo", "nccl"),
+    nccl=(2, 26, 6),
+)
+CXX = Compiler(cxx="/usr/bin/g++", version="g++ (Ubuntu 13.2.0) 13.2.0", triton="3.5.0")
+
+
+def node(gpu: Gpu, number: int, connected: bool = True) -> tuple[Gpu, ...]:
+    """So many GPUs of a kind, each of which reaches each other."""
+    return tuple(
+        replace(gpu, peers=tuple(j for j in range(number) if j != i) if connected else ())
+        for i in range(number)
+    )
+
+
+RTX4090 = Gpu(name="NVIDIA GeForce RTX 4090", capability=(8, 9), memory=24 << 30, used=400 << 20, busy=2)
+H100 = Gpu(name="NVIDIA H100 80GB HBM3", capability=(9, 0), memory=80 << 30, used=4 << 20, busy=0)
+MI250X = Gpu(name="AMD Instinct MI250X", maker="amd", architecture="gfx90a", memory=64 << 30, used=1 << 20)
+
+CPU_ONLY = Facts()
+LAPTOP = Facts(
+    software=CUDA,
+    hardware=Hardware(
+        makers=("nvidia",), on_bus=("nvidia",), driver="570.86.10", driver_cuda=(12, 8), gpus=(RTX4090,)
+    ),
+    system=System(cores=32, machine_cores=32, open_files=(1024, 1 << 20), locked_memory=(8 << 20, 8 << 20)),
+    disk=Disk(path="/home/me", kind="ext4", size=1 << 40, free=300 << 30, speed=2e9),
+    compiler=CXX,
+)
+EIGHT_H100 = Facts(
+    software=CUDA_129,
+    hardware=Hardware(
+        makers=("nvidia",) * 8,
+        on_bus=("nvidia",) * 8,
+        driver="575.57.08",
+        driver_cuda=(12, 9),
+        gpus=node(H100, 8),
+        links=tuple((a, b, "NV18") for a in range(8) for b in range(a + 1, 8)),
+        fabric=True,
+    ),
+    system=System(cores=192, machine_cores=192),
+    compiler=CXX,
+)
+FRONTIER = Facts(  # one of 8 processes of a node, two nodes, as srun starts them
+    software=ROCM,
+    hardware=Hardware(makers=("amd",) * 8, on_bus=("amd",) * 8, driver="6.8.5", gpus=node(MI250X, 8)),
+    system=System(cores=7, machine_cores=128, threads=7),
+    environment={
+        **{"SLURM_JOB_ID": "3", "SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_STEP_ID": "0"},
+        **{"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"},
+        **{"SLURM_PROCID": "9", "SLURM_LOCALID": "1", "PMI_SIZE": "16", "PMI_RANK": "9"},
+        **{"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"},
+        **{"MASTER_ADDR": "frontier00001", "MASTER_PORT": "29500"},
+    },
+    disk=Disk(path="/lustre/me", kind="lustre", size=1 << 50, free=1 << 49, speed=8e8),
+    hub=Hub(outcome="offline"),
+    compiler=CXX,
+)
+
+
+def changed(facts, **parts):
+    """The facts with other values in some of their parts: `system={"cores": 1}`."""
+    made = {}
+    for part, values in parts.items():
+        old = getattr(facts, part)
+        is_part = isinstance(values, dict) and not isinstance(old, dict)
+        made[part] = replace(old, **values) if is_part else values
+    return replace(facts, **made)
+
+
+def not_ok(facts):
+    """What is wrong, as {item: status}; whatever is, has a mend, and nothing else has."""
+    items = judge(facts)
+    names = [item.item for item in items]
+    assert len(set(names)) == len(names)
+    for item in items:
+        assert item.found
+        assert bool(item.mend) == (item.status != "OK"), item
+    return {item.item: item.status for item in items if item.status != "OK"}
+
+
+def found(facts, name):
+    (item,) = [item for item in judge(facts) if item.item == name]
+    return item
+
+
+def gpus(facts, **values):
+    return changed(facts, hardware={"gpus": tuple(replace(gpu, **values) for gpu in facts.hardware.gpus)})
+
+
+@pytest.mark.parametrize("facts", [CPU_ONLY, EIGHT_H100, FRONTIER], ids=["cpu", "8xH100", "Frontier"])
+def test_nothing_is_wrong(facts):
+    assert not_ok(facts) == {}
+
+
+def test_the_laptop_has_few_open_files():
+    assert not_ok(LAPTOP) == {"open-files": "WARN"}
+    assert found(LAPTOP, "open-files").mend == "ulimit -n 65536"
+    tied = changed(LAPTOP, system={"open_files": (1024, 1024)})
+    assert "administrator" in found(tied, "open-files").mend
+
+
+@pytest.mark.parametrize(
+    ("facts", "native"),
+    [
+        (CPU_ONLY, {"fp32", "bf16", "bf16-sr", "fp16"}),
+        (FRONTIER, {"fp32", "bf16", "bf16-sr", "fp16"}),
+        (LAPTOP, {"fp8", "fp8-row", "msamp-o2"}),
+        (EIGHT_H100, {"fp8", "fp8-block", "msamp-o3"}),
+        (gpus(EIGHT_H100, capability=(10, 0)), {"fp8", "mxfp8", "nvfp4"}),
+        (gpus(FRONTIER, architecture="gfx942"), {"fp8-fnuz"}),
+    ],
+    ids=["cpu", "MI250X", "4090", "H100", "B200", "MI300X"],
+)
+def test_recipes_that_run_natively(facts, native):
+    words, _, emulated = found(facts, "recipes").found.partition("; emulated: ")
+    assert native <= set(words.removeprefix("native: ").split(", "))
+    assert "mxfp4" in emulated.split(", ")
+    assert ("fp8-block" in words) == ("fp8-block" in native)
+    assert ("mxfp8" in words) == ("mxfp8" in native)
+
+
+def test_a_newer_cuda_would_make_a_recipe_native():
+    facts = changed(EIGHT_H100, software=CUDA)
+    assert not_ok(facts) == {"recipes": "WARN"}
+    assert "fp8-block" in found(facts, "recipes").mend
+    assert "12.9" in found(facts, "recipes").mend
+
+
+@pytest.mark.parametrize(
+    ("facts", "wrong", "words"),
+    [
+        (
+            changed(LAPTOP, software=Software(), hardware={"gpus": ()}),
+            {"torch": "MISS", "gpus": "MISS"},
+            [
+                "2.11.0, built for CPUs; this machine has 1 NVIDIA GPU",
+                "a torch built for CUDA 12.8 or earlier",
+            ],
+        ),
+        (
+            changed(FRONTIER, software=CUDA, hardware={"gpus": (), "error": "Found no NVIDIA driver"}),
+            {"torch": "MISS", "gpus": "MISS"},
+            ["this machine has 8 AMD GPUs", "a torch built for ROCm", "Found no NVIDIA driver"],
+        ),
+        (
+            changed(LAPTOP, hardware={"driver": "460.73.01", "driver_cuda": (11, 2), "gpus": ()}),
+            {"driver": "MISS", "gpus": "MISS"},
+            ["NVIDIA 460.73.01, for CUDA up to 11.2; torch was built for CUDA 12.8", "update the driver"],
+        ),
+        (
+            changed(LAPTOP, hardware={"driver_cuda": (12, 4)}),
+            {"driver": "WARN"},
+            ["it runs, without what is newer"],
+        ),
+        (
+            changed(LAPTOP, hardware={"driver_cuda": None, "gpus": ()}),
+            {"driver": "MISS", "gpus": "MISS"},
+            ["libcuda.so.1 does not load"],
+        ),
+        (
+            changed(LAPTOP, hardware={"gpus": ()}, environment={"CUDA_VISIBLE_DEVICES": ""}),
+            {"gpus": "WARN"},
+            ["CUDA_VISIBLE_DEVICES='' hides them", "unset CUDA_VISIBLE_DEVICES"],
+        ),
+        (
+            changed(LAPTOP, hardware={"makers": (), "driver_cuda": None, "gpus": ()}),
+            {"gpus": "WARN"},
+            ["1 NVIDIA GPU on the bus", "--gpus all"],
+        ),
+        (gpus(LAPTOP, capability=(6, 1)), {"gpus": "MISS"}, ["a torch built for compute capability 6.1"]),
+        (gpus(FRONTIER, architecture="gfx906"), {"gpus": "MISS"}, ["gfx906"]),
+        (
+            changed(EIGHT_H100, hardware={"gpus": (*node(H100, 7), replace(RTX4090, peers=tuple(range(7))))}),
+            {"gpus": "WARN", "peers": "WARN"},
+            ["7 x NVIDIA H100", "1 x NVIDIA GeForce", "choose GPUs of one kind"],
+        ),
+        (
+            changed(LAPTOP, hardware={"makers": ("nvidia",) * 2, "gpus": node(RTX4090, 2, connected=False)}),
+            {"peers": "WARN"},
+            ["1 of 1 pairs of GPUs, such as 0 and 1", "narrowgauge scaling"],
+        ),
+        (changed(EIGHT_H100, software={"nccl": (2, 21, 5)}), {"nccl": "WARN"}, ["NCCL 2.24 or later"]),
+        (changed(EIGHT_H100, software={"backends": ("gloo",)}), {"nccl": "MISS"}, ["none (built in: gloo)"]),
+        (
+            gpus(LAPTOP, used=20 << 30, processes=((4711, 19 << 30),), busy=97),
+            {"gpu-jobs": "WARN"},
+            ["GPU 0: 20.0 GiB in use by process 4711, 97 % busy"],
+        ),
+        (gpus(LAPTOP, used=3 << 30, busy=0), {"gpu-jobs": "WARN"}, ["GPU 0: 3.0 GiB in use"]),
+    ],
+)
+def test_software_and_gpus(facts, wrong, words):
+    wrong = wrong | ({"open-files": "WARN"} if facts.system == LAPTOP.system else {})
+    assert not_ok(facts) == wrong
+    said = " ".join(f"{item.found} {item.mend}" for item in judge(facts))
+    for word in words:
+        assert word in said
+
+
+def test_old_versions():
+    facts = changed(CPU_ONLY, software={"python": (3, 10, 4), "torch": "2.6.0"})
+    assert not_ok(facts) == {"python": "MISS", "torch": "MISS"}
+
+
+def test_what_is_not_there_is_not_judged():
+    names = {item.item for item in judge(CPU_ONLY)}
+    assert not names & {"peers", "gpu-jobs", "data", "tokenizer"}
+    assert "peers" in {item.item for item in judge(EIGHT_H100)}
+    assert "NV18" in found(EIGHT_H100, "peers").found
+    assert found(gpus(LAPTOP, used=None, busy=None), "gpu-jobs").found.startswith("not known")
+
+
+@pytest.mark.parametrize(
+    ("parts", "wrong", "words"),
+    [
+        ({"system": {"shm_size": 64 << 20, "shm_free": 64 << 20}}, {"shared-memory": "WARN"}, "--shm-size"),
+        ({"system": {"shm_size": 64 << 20, "shm_free": 1 << 20}}, {"shared-memory": "MISS"}, "--shm-size"),
+        ({"system": {"shm_free": 64 << 20}}, {"shared-memory": "WARN"}, "killed programs"),
+        ({"system": {"shm_free": 1 << 20}}, {"shared-memory": "MISS"}, "killed programs"),
+        ({"system": {"shm_size": None, "shm_free": None}}, {"shared-memory": "WARN"}, "mount a tmpfs"),
+        ({"system": {"shm_error": "Permission denied"}}, {"shared-memory": "MISS"}, "chmod 1777"),
+        (
+            {"system": {"locked_memory": (8 << 20, None)}, "hardware": {"fabric": True}},
+            {"locked-memory": "WARN"},
+            "ulimit -l unlimited",
+        ),
+        ({"system": {"now": 0.0}}, {"clock": "MISS"}, "timedatectl"),
+        ({"hub": {"ahead": 4000.0}}, {"clock": "WARN"}, "4000 s behind the hub's"),
+        ({"disk": {"skew": -60.0}}, {"clock": "WARN"}, "60 s ahead of that of the file system"),
+        (
+            {"system": {"synchronized": False}, "environment": {"SLURM_NNODES": "2"}},
+            {"clock": "WARN"},
+            "chrony",
+        ),
+        ({"disk": {"free": 100 << 20}}, {"disk": "MISS"}, "100.0 MiB free"),
+        ({"disk": {"free": 5 << 30}}, {"disk": "WARN"}, "make room"),
+        ({"cache": {"free": 50 << 30}}, {"cache": "WARN"}, "NARROWGAUGE_CACHE"),
+        ({"disk": {"inodes": 10**6, "inodes_free": 12}}, {"disk": "MISS"}, "12 inodes free"),
+        ({"disk": {"inodes": 10**6, "inodes_free": 10**4}}, {"disk": "WARN"}, "1.0% of the inodes"),
+        ({"disk": {"speed": 9e6, "kind": "nfs4"}}, {"disk": "WARN"}, "(nfs4)"),
+        ({"disk": {"error": "Read-only file system"}}, {"disk": "WARN"}, "--out"),
+        ({"compiler": Compiler()}, {"compiler": "WARN"}, "install g++"),
+        (
+            {"data": Given(name="a,hf:b", found="both"), "hub": {"outcome": "no name"}},
+            {"network": "MISS"},
+            "huggingface.co",
+        ),
+        (
+            {"compiler": {"error": "program.cpp:1:10: fatal error: Python.h: No such file or directory"}},
+            {"compiler": "WARN"},
+            "python3-dev",
+        ),
+        ({"compiler": {"error": "unsupported option '-fopenmp'"}}, {"compiler": "WARN"}, "libomp-dev"),
+        ({"data": Given(name="x", error="data source 'x' does not exist")}, {"data": "MISS"}, "'x'"),
+        ({"tokenizer": Given(name="t", error="tokenizer file 't' is damaged")}, {"tokenizer": "MISS"}, "'t'"),
+    ],
+)
+def test_the_host(parts, wrong, words):
+    facts = changed(CPU_ONLY, **parts)
+    assert not_ok(facts) == wrong
+    assert any(words in f"{item.found} {item.mend}" for item in judge(facts) if item.status != "OK")
+
+
+def test_where_there_is_no_dev_shm():
+    facts = changed(CPU_ONLY, system={"linux": False, "shm_size": None, "shm_free": None})
+    assert not_ok(facts) == {}
+
+
+def test_triton_is_missed_on_a_gpu_only():
+    without = replace(CXX, triton="")
+    assert "compiler" not in not_ok(changed(CPU_ONLY, compiler=without))
+    assert not_ok(changed(EIGHT_H100, compiler=without)) == {"compiler": "WARN"}
+
+
+@pytest.mark.parametrize(
+    ("hub", "words"),
+    [
+        (Hub(outcome="proxy refused", proxy="http://10.0.0.1:3128", status=503), "the proxy finds no way on"),
+        (Hub(outcome="proxy refused", proxy="http://10.0.0.1:3128", status=407), "user and password"),
+        (Hub(outcome="proxy refused", proxy="http://10.0.0.1:3128", status=403), "administrator"),
+        (Hub(outcome="proxy unreachable", proxy="http://10.0.0.1:3128", detail="timed out"), "never asked"),
+        (Hub(outcome="no name", detail="name or service not known"), "no proxy is set"),
+        (Hub(outcome="no network", detail="network is unreachable"), "no way to huggingface.co"),
+        (Hub(outcome="no answer", detail="no answer in 12 s"), "no answer in 12 s"),
+        (Hub(outcome="certificate", detail="self-signed certificate"), "SSL_CERT_FILE"),
+        (Hub(outcome="refused", status=502), "answers HTTP 502"),
+    ],
+)
+def test_the_network_is_needed_for_the_hub_alone(hub, words):
+    facts = changed(CPU_ONLY, hub=hub)
+    assert not_ok(facts) == {"network": "WARN"}
+    item = found(facts, "network")
+    assert words in f"{item.found} {item.mend}"
+    wanted = changed(facts, data=Given(name="hf:somebody/texts", found="a data set of the hub"))
+    assert not_ok(wanted) == {"network": "MISS"}

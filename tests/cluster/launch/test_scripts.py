@@ -1,0 +1,304 @@
+"""The written scripts, as bash and as what they do: start a run, hand signals on, wait for the save."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+
+from narrowgauge.cli.main import main
+
+ROOT = "runs/debug-stdlib-fp8"
+
+# Instead of the program: says what it was started with, and after a signal ends as WANTED says.
+STANDS_IN = """\
+import json, os, pathlib, signal, sys, time
+if os.environ.get("WANTED"):
+    asked = []
+    for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        signal.signal(n, lambda n, frame: asked.append(signal.Signals(n).name))
+place = {k: os.environ.get(k) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "NCCL_DEBUG")}
+place["words"], place["folder"] = sys.argv[1:], os.getcwd()
+rank = place["RANK"] or "0"
+if os.environ.get("MEET"):
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.tensor([dist.get_rank() + 1])
+    dist.all_reduce(total)
+    place["total"] = total.item()
+    dist.destroy_process_group()
+here = pathlib.Path(os.environ["HERE"])
+(here / f"{rank}.part").write_text(json.dumps(place))
+(here / f"{rank}.part").rename(here / f"{rank}.json")
+if os.environ.get("WANTED"):
+    while not asked:
+        time.sleep(0.01)
+    time.sleep(0.3)  # the save
+    (here / f"{rank}.asked").write_text(" ".join(asked))
+    if rank == "0":
+        run = pathlib.Path("RUN_DIR")
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "status.json").write_text(json.dumps({"status": "preempted", "reason": "SIGNAL"}) + "\\n")
+    sys.exit(int(os.environ["WANTED"]))
+""".replace("RUN_DIR", ROOT)
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch, capsys):
+    """Write a script in an empty folder; returns its path."""
+    folder = tmp_path / "a folder; with 'quotes' and $HOME"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+
+    def do(*words: str, train: tuple[str, ...] = ("train", "--log.every", "3")):
+        assert main(["launch", *words, "--out", "script.sh", "--", *train]) == 0, capsys.readouterr().err
+        path = folder / "script.sh"
+        subprocess.run(["bash", "-n", path], check=True)
+        if shutil.which("shellcheck"):
+            subprocess.run(["shellcheck", path], check=True)
+        assert path.stat().st_mode & stat.S_IXUSR
+        assert "set -euo pipefail" in path.read_text()
+        return path
+
+    return do
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Start a script with a package `narrowgauge` that stands in, and a stub of srun and scontrol."""
+    package = tmp_path / "path" / "narrowgauge"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(STANDS_IN)
+    stubs = {
+        "srun": 'while [[ $1 == --* ]]; do echo "$1" >> "$HERE/srun"; shift; done\nexec "$@"',
+        "scontrol": 'echo "$*" >> "$HERE/scontrol"',
+    }
+    for name, text in stubs.items():
+        file = tmp_path / "path" / name
+        file.write_text(f"#!/bin/bash\n{text}\n")
+        file.chmod(0o755)
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "NCCL_"))}
+    environ = {
+        **clean,
+        "HERE": str(tmp_path),
+        "PYTHONPATH": str(package.parent),
+        "PATH": f"{package.parent}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "42",
+        "OMP_NUM_THREADS": "1",
+    }
+    started = []
+
+    def do(script, real: bool = False, **more: str):
+        if real:
+            more["PYTHONPATH"] = os.environ.get("PYTHONPATH", "")
+        process = subprocess.Popen(
+            ["bash", script],
+            env={**environ, **more},
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield do
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def told(tmp_path, rank: int = 0) -> dict:
+    """What a process said when it started."""
+    file = tmp_path / f"{rank}.json"
+    end = time.monotonic() + 60
+    while not file.exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return json.loads(file.read_text())
+
+
+def test_torchrun_starts_two_processes_that_meet(write, start, tmp_path):
+    train = ("train", "--log.every", "3", "--data", "it's $HOME; `id`", "--steps", "7")
+    script = write("--torchrun", "--gpus-per-node", "2", train=train)
+    ended = start(script, MEET="1")
+    _, err = ended.communicate(timeout=60)
+    assert ended.returncode == 0, err
+    for rank in (0, 1):
+        place = told(tmp_path, rank)
+        assert (place["RANK"], place["WORLD_SIZE"], place["LOCAL_RANK"]) == (str(rank), "2", str(rank))
+        assert place["total"] == 3
+        assert place["words"] == list(train)
+        assert place["folder"] == str(script.parent)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+def test_torchrun_hands_the_signal_on_and_says_75_when_the_run_has_saved(write, start, tmp_path, number):
+    process = start(write("--torchrun", "--gpus-per-node", "2"), WANTED="75")
+    told(tmp_path, 0), told(tmp_path, 1)
+    if number == signal.SIGINT:  # as the terminal sends it: to all that are in the foreground
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    for rank in (0, 1):
+        assert (tmp_path / f"{rank}.asked").read_text() == (
+            "SIGINT" if number == signal.SIGINT else "SIGTERM"
+        )
+
+
+def test_torchrun_on_two_nodes_needs_to_be_told_where(write, start):
+    script = write("--torchrun", "--nodes", "2", "--site", "azure-ndv5")
+    text = script.read_text()
+    for word in ('--nnodes "$NNODES"', '--node-rank "$NODE_RANK"', "--nproc-per-node 8", "NNODES:-2"):
+        assert word in text
+    process = start(script)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert "MASTER_ADDR: set it to the host name of node 0" in err
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "requeued"),
+    [
+        (signal.SIGUSR1, 75, True),  # the time is up and the run has saved
+        (signal.SIGUSR1, 1, False),  # the save failed
+        (signal.SIGUSR1, 0, False),  # the last step was the last
+        (signal.SIGTERM, 75, False),  # somebody cancelled the job
+    ],
+)
+def test_slurm_hands_the_signal_on_waits_and_goes_back_into_the_queue(
+    write, start, tmp_path, number, code, requeued
+):
+    process = start(write("--slurm", "--gpus-per-node", "2", "--time", "01:00:00"), WANTED=str(code))
+    told(tmp_path)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == code, err
+    assert (tmp_path / "0.asked").read_text() == "SIGUSR1"
+    assert (tmp_path / "scontrol").exists() == requeued
+    if requeued:
+        assert (tmp_path / "scontrol").read_text() == "requeue 42\n"
+
+
+def test_a_real_run_saves_at_the_time_limit_and_the_same_script_ends_it(write, start, line, look, tmp_path):
+    out = tmp_path / "run"
+    script = write(
+        "--slurm", train=(*line({"training.steps": 60, "checkpoint.every": 1000}), "--out", str(out))
+    )
+    process = start(script, real=True)
+    end = time.monotonic() + 60
+    while not look(out).has_step(3)():
+        assert time.monotonic() < end
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGUSR1)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert "stopped by SIGUSR1" in err
+    assert (tmp_path / "scontrol").read_text() == "requeue 42\n"
+    again = start(script, real=True)
+    _, err = again.communicate(timeout=60)
+    assert again.returncode == 0, err
+    assert json.loads((out / "status.json").read_text())["status"] == "done"
+
+
+def test_slurm_without_a_signal_gives_the_code_of_the_run(write, start, tmp_path):
+    script = write("--slurm", "--site", "azure-ndv5", "--nodes", "3")
+    process = start(script, RANK="0", WORLD_SIZE="1")
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 0, err
+    place = told(tmp_path)
+    assert place["words"] == ["train", "--log.every", "3"]
+    assert place["folder"] == str(script.parent)
+    assert (place["RANK"], place["NCCL_DEBUG"]) == (None, "WARN")
+    options = (tmp_path / "srun").read_text().splitlines()
+    assert {"--nodes=3", "--ntasks=24", "--ntasks-per-node=8", "--kill-on-bad-exit=0"} <= set(options)
+
+
+def test_slurm_where_srun_is_missing(write, start, tmp_path):
+    script = write("--slurm")
+    script.write_text(script.read_text().replace("\nsrun ", "\nsrun-not-there "))
+    process = start(script)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 127
+    assert "srun-not-there" in err
+
+
+def test_what_sbatch_reads(write):
+    text = write(
+        "--slurm", "--site", "frontier", "--nodes", "64", "--time", "1-00:00:00", "--account", "abc1"
+    ).read_text()
+    head = text.split("\nset -euo")[0].splitlines()
+    assert head[0] == "#!/bin/bash"
+    assert all(line.startswith("#") or not line for line in head)
+    options = {line.removeprefix("#SBATCH ") for line in head if line.startswith("#SBATCH ")}
+    assert {
+        *("--nodes=64", "--ntasks-per-node=8", "--gpus-per-node=8", "--cpus-per-task=7"),
+        *("--time=1-00:00:00", "--account=abc1", "--partition=batch"),
+        *("--requeue", "--open-mode=append", "--signal=B:USR1@300"),
+    } <= options
+    assert "export NCCL_SOCKET_IFNAME=hsn0" in text
+    assert "export SLURM_GPUS_PER_TASK=1" in text
+
+
+def test_a_short_limit_has_a_short_warning_and_a_cpu_run_asks_for_no_gpus(write):
+    train = ("train", "--device", "cpu")
+    text = write("--slurm", "--time", "00:10:00", "--gpus-per-node", "4", train=train).read_text()
+    assert "--signal=B:USR1@150" in text
+    assert "--ntasks-per-node=4" in text
+    assert "gpu" not in text.lower()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--slurm --out s.sh -- trian", "'train' alone"),
+        ("--slurm --out s.sh", "'train' alone"),
+        ("--slurm --out s.sh -- train --log.evry 3", "'--log.every'"),
+        ("--slurm --out s.sh -- train --recipe mxpf4", "'mxfp4'"),
+        ("--out s.sh -- train", "add --slurm or --torchrun"),
+        ("--slurm -- train", "--out SCRIPT"),
+        ("--slurm --sitee frontier --out s.sh -- train", "unknown option '--sitee'; the nearest is '--site'"),
+        ("--slrum --out s.sh -- train", "the nearest is '--slurm'"),
+        ("--slurm --torchrun --out s.sh -- train", "not allowed with"),
+        ("--slurm --time 5 --out s.sh -- train", "write HH:MM:SS"),
+        ("--slurm --account a;b --out s.sh -- train", "--account is 'a;b'"),
+        ("--slurm --partition x\ny --out s.sh -- train", "--partition is"),
+        ("--slurm --site fronteer --out s.sh -- train", "'frontier'"),
+        ("--slurm --nodes 0 --out s.sh -- train", "--nodes is 0"),
+        ("--torchrun --time 01:00:00 --out s.sh -- train", "--time is Slurm's"),
+        (
+            "--slurm --site frontier --gpus-per-node 16 --out s.sh -- train",
+            "16, but a node of frontier has 8",
+        ),
+        ("--slurm --out mine.txt -- train", "no script of launch"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_nothing_is_written(tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.txt").write_text("mine")
+    assert main(["launch", *words.split(" ")]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_an_older_script_is_replaced(write):
+    write("--slurm", "--nodes", "2")
+    assert "--nodes=3" in write("--slurm", "--nodes", "3").read_text()
+
+
+def test_the_python_is_the_one_that_wrote_it(write):
+    assert sys.executable in write("--slurm").read_text()

@@ -1,0 +1,216 @@
+"""Tokens of others as a data source: which files, which are held out, which tokenizer; what is refused."""
+
+import os
+import pickle
+import shutil
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from faults.table import case
+from narrowgauge.data import ids_tokenizer, open_data, write_megatron, write_token_file
+from narrowgauge.data.token_files.source import token_files
+from narrowgauge.errors import UserError
+
+END = 50256
+
+
+def text_like(count, seed=0, end=END):
+    """Ids as of a text: documents of 5 to 40 tokens, each after the id that ends the one before."""
+    rng = np.random.default_rng(seed)
+    ids = np.minimum(rng.geometric(0.02, count), 500)
+    borders = np.cumsum(rng.integers(5, 40, count // 5))
+    ids[borders[borders < count]] = end
+    ids[0] = end
+    return ids
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def names(source):
+    found = token_files(source)
+    return found and tuple([str(path) for path in part] for part in found)
+
+
+def write(*paths):
+    for i, path in enumerate(paths):
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        write_token_file(Path(path), [text_like(2000, i)], 50257)
+
+
+def test_the_held_out_part_is_found_by_name():
+    write(
+        "a/x_train_000001.bin", "a/x_train_000002.bin", "a/x_val_000000.bin", "a/x_test.bin", "a/.hidden.bin"
+    )
+    Path("a/notes.txt").write_text("text beside tokens\n")
+    Path("a/meta.bin").write_bytes(pickle.dumps({"itos": list(range(3000))}))
+    train = ["a/x_train_000001.bin", "a/x_train_000002.bin"]
+    assert names("a") == (train, ["a/x_val_000000.bin"])
+    assert names("a/x_*_00*.bin") == (train, ["a/x_val_000000.bin"])
+    assert names("a/x_train_*.bin") == (train, ["a/x_val_000000.bin"])
+    assert names("a/x_train_000001.bin") == (train[:1], [])
+    assert names("a/x_val_000000.bin") == (["a/x_val_000000.bin"], [])
+    write("b/train.bin", "b/val.bin", "c/train-000.bin", "c/eval.bin", "d/validation.bin", "d/valiant.bin")
+    assert names("b/train.bin") == names("b") == (["b/train.bin"], ["b/val.bin"])
+    assert names("c") == (["c/train-000.bin"], ["c/eval.bin"])
+    assert names("d") == (["d/valiant.bin"], ["d/validation.bin"])
+    write("e/w_train_000001.bin", "e/w_val_000001.bin")
+    assert names("e/w_train_*.bin") == (["e/w_train_000001.bin"], ["e/w_val_000001.bin"])
+
+
+def test_what_holds_no_tokens_is_left_to_others():
+    os.makedirs("text")
+    Path("text/a.txt").write_text("words and words\n" * 100)
+    Path("text/picture.bin").write_bytes(np.random.default_rng(0).bytes(10000))
+    for source in ("text", "text/a.txt", "text/*", "text/*.txt", "nothing", "none/*.bin", "stdlib"):
+        assert names(source) is None
+
+
+def test_a_megatron_pair_goes_by_any_of_its_names():
+    write_megatron(Path("wiki_text_document"), [text_like(3000)], 50257)
+    for source in ("wiki_text_document", "wiki_text_document.bin", "wiki_text_document.idx", "wiki*"):
+        assert names(source) == (["wiki_text_document.bin"], [])
+    Path("wiki_text_document.bin").unlink()
+    with pytest.raises(
+        UserError, match=r"wiki_text_document\.idx .* there is no wiki_text_document\.bin beside"
+    ):
+        names("wiki_text_document")
+
+
+def test_without_a_held_out_file_the_tail_is_held_out_from_a_documents_start_on():
+    ids = text_like(30_000)
+    write_token_file(Path("x.bin"), [ids], 50257)
+    data = open_data("x.bin")
+    (train,), (val,) = data.train.streams, data.val.streams
+    assert np.array_equal(np.concatenate([train[:], val[:]]), ids)
+    assert val[0:1].tolist() == [END]
+    assert 2800 < len(val) <= 3000
+    documents = [part for part in np.split(ids, np.flatnonzero(ids == END)) if len(part)]
+    write_megatron(Path("y"), [np.append(d[1:], END) for d in documents], 50257)
+    (val,) = open_data("y").val.streams
+    assert val.starts is not None
+    assert val.first in val.starts
+
+
+def test_tokens_without_a_word_on_their_tokenizer_are_gpt2s_or_refused():
+    write("x.bin")
+    tokenizer = open_data("x.bin").tokenizer
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (50257, END)
+    assert tokenizer.decode([12, END]) == " 12 <|endoftext|>"
+    Path("bare").write_bytes(text_like(5000).astype("<u2").tobytes())
+    assert open_data("bare").tokenizer.digest == tokenizer.digest
+    Path("letters").write_bytes((text_like(5000, end=64) % 65).astype("<u2").tobytes())
+    words = (
+        r"letters \(bare uint16\) does not say which tokenizer made it, and its largest id is 64; name one"
+    )
+    with pytest.raises(UserError, match=words + r" with .* --data\.tokenizer ids-66"):
+        open_data("letters")
+    data = open_data("letters", "ids-66")
+    assert (data.tokenizer.vocab_size, data.tokenizer.end_of_document) == (66, 65)
+    write_token_file(Path("llama.bin"), [np.append(text_like(3000, end=128000), 128255)], 128256)
+    data = open_data("llama.bin")
+    assert data.tokenizer.vocab_size == 128256
+    assert data.train.streams[0].boundaries == (128000,)
+
+
+def test_a_tokenizer_beside_the_tokens_is_theirs():
+    os.makedirs("x")
+    write_token_file(Path("x/train.bin"), [text_like(3000, end=500)], 501)
+    ids_tokenizer(501, 500).save(Path("x/tokenizer.json"))
+    data = open_data("x")
+    assert (data.tokenizer.vocab_size, data.train.streams[0].boundaries) == (501, (500,))
+    with pytest.raises(
+        UserError, match="tokenizer 'bpe-300' would be learnt from text; name the tokenizer that"
+    ):
+        open_data("x", "bpe-300")
+    with pytest.raises(
+        UserError, match=r"x/train\.bin .* token \d+ has id 500, and the vocabulary ends at 256"
+    ):
+        open_data("x", "bytes")
+
+
+def test_an_id_beyond_the_vocabulary_is_refused_with_its_place_also_when_it_is_known_already():
+    ids = text_like(3000)
+    ids[1234] = 60_000
+    write_token_file(Path("x.bin"), [ids], 65536)
+    for _ in range(2):
+        with pytest.raises(
+            UserError, match=r"x\.bin .* token 1234 has id 60000, and the vocabulary ends at 50256"
+        ):
+            open_data("x.bin")
+    write_megatron(Path("y"), [np.abs(ids)], 100_000)
+    raw = np.memmap("y.bin", dtype="<i4", mode="r+")
+    raw[7] = -1
+    raw.flush()
+    with pytest.raises(UserError, match=r"y\.bin .* token 7 has id -1"):
+        open_data("y", "ids-100000")
+
+
+def test_a_change_of_the_tokens_is_a_change_of_the_digest():
+    write("x.bin")
+    before = open_data("x.bin").digest
+    assert open_data("x.bin").digest == before
+    shutil.copy("x.bin", "copy.bin")
+    assert open_data("copy.bin").digest == before
+    assert open_data("x.bin", "ids-60000").digest != before
+    os.makedirs("d")
+    shutil.copy("x.bin", "d/val.bin")
+    shutil.copy("x.bin", "d/train.bin")
+    assert open_data("d").digest != before
+    raw = bytearray(Path("x.bin").read_bytes())
+    raw[1030] ^= 1
+    Path("x.bin").write_bytes(raw)
+    assert open_data("x.bin").digest != before
+
+
+def test_mixed_and_useless_sources_are_refused():
+    write("m/a.bin")
+    Path("m/b.bin").write_bytes(text_like(5000).astype("<u2").tobytes())
+    with pytest.raises(
+        UserError, match=r"mixes layouts: m/a\.bin is llm\.c uint16 and m/b\.bin is bare uint16"
+    ):
+        open_data("m")
+    Path("m/meta.pkl").write_bytes(pickle.dumps({"itos": list(range(3000))}))
+    with pytest.raises(
+        UserError, match=r"leads to token files and to m/meta\.pkl, which is none; narrow the glob"
+    ):
+        open_data("m/*")
+    write("v/val.bin", "v/test.bin")
+    with pytest.raises(
+        UserError, match="'v' holds nothing to train on: by their names its files are held out"
+    ):
+        open_data("v")
+    Path("cut.bin").write_bytes(Path("m/a.bin").read_bytes()[:-2])
+    with pytest.raises(
+        UserError, match=r"cut\.bin cannot be read as tokens: its header promises 2000 tokens"
+    ):
+        open_data("cut.bin")
+
+
+@case("C5", quick=True)
+def test_a_pickle_is_never_opened(tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "exploded"),)
+
+    for name in ("train.bin", "train.txt", "meta.pkl"):
+        Path(name).write_bytes(pickle.dumps(Bomb()))
+        with pytest.raises(UserError):
+            open_data(name)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_masks_belong_to_all_files_of_a_source_or_none():
+    for name, masked in (("a.bin", 1), ("b.bin", 0)):
+        ids = text_like(800)
+        raw = b"BIN.TOK\n" + struct.pack("<5i", 2, 4, len(ids), 50257, masked)
+        raw = raw.ljust(1024, b"*") + ids.astype("<i4").tobytes() + bytes(100 * masked)
+        os.makedirs("q", exist_ok=True)
+        Path(f"q/{name}").write_bytes(raw)
+    with pytest.raises(UserError, match=r"q/b\.bin .* it has no mask, and others of its source have one"):
+        open_data("q")

@@ -1,0 +1,95 @@
+"""Streams: files end to end, parts of them, and where their documents begin."""
+
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from narrowgauge.data import Stream
+from narrowgauge.data.token_files.token_stream import Bits
+
+END = 9
+
+
+@given(
+    sizes=st.lists(st.integers(1, 7), min_size=1, max_size=6),
+    cuts=st.lists(st.integers(0, 42), min_size=4, max_size=4),
+)
+def test_pieces_end_to_end_are_the_tokens_whatever_part_is_read(sizes, cuts):
+    whole = np.arange(sum(sizes))
+    ends = list(accumulate(sizes))
+    bits = whole % 3 > 0
+    stream = Stream(
+        tuple(whole[end - size : end] for size, end in zip(sizes, ends, strict=True)),
+        learnt=tuple(
+            Bits(np.packbits(bits[end - size : end], bitorder="little"), size)
+            for size, end in zip(sizes, ends, strict=True)
+        ),
+    )
+    assert len(stream) == len(whole)
+    a, b = sorted(min(cut, len(whole)) for cut in cuts[:2])
+    part = stream.part(a, b)
+    c, d = sorted(min(cut, b - a) for cut in cuts[2:])
+    assert part[c:d].tolist() == whole[a:b][c:d].tolist()
+    ignored = part.ignored(c, d)
+    assert ignored is not None
+    assert ignored.tolist() == (~bits[a:b][c:d]).tolist()
+    assert Stream((whole,)).ignored(0, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "row", "positions"),
+    [
+        (True, [1, 2, END, 3, 4, END, END, 5], [0, 1, 0, 1, 2, 0, 0, 1]),
+        (True, [END, 1, 2], [0, 1, 2]),
+        (False, [1, 2, END, 3, 4, END, END, 5], [0, 1, 2, 0, 1, 2, 0, 0]),
+        (False, [1, 2, END], [0, 1, 2]),
+        (False, [END, 1], [0, 0]),
+    ],
+)
+def test_documents_begin_at_the_boundary_or_after_it(first, row, positions):
+    stream = Stream((np.array([7, *row]),), boundaries=(END, 11), boundary_first=first)
+    assert stream.positions(1, np.array(row)).tolist() == positions
+    assert stream.part(1, len(stream)).positions(0, np.array(row)).tolist() == positions
+
+
+def test_an_index_says_where_documents_begin_and_boundary_ids_then_do_not():
+    stream = Stream((np.arange(6), np.arange(6, 12)), boundaries=(3,), starts=np.array([0, 4, 4, 7, 12]))
+    assert stream.positions(0, stream[0:12]).tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]
+    assert stream.positions(5, stream[5:9]).tolist() == [0, 1, 0, 1]
+    assert stream.part(5, 12).positions(1, stream[6:9]).tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_next_start_is_a_documents_or_the_place_itself(first):
+    tokens = np.array([END, 1, 2, END, 3, 4, 5, 6, END, 7])
+    stream = Stream((tokens,), (END,), first)
+    starts = [0, 3, 8] if first else [0, 1, 4, 9]
+    for place in range(10):
+        later = [start for start in starts if start >= place]
+        assert stream.next_start(place, 10) == (later[0] if later else place)
+    assert stream.next_start(5, 3) == 5
+    assert stream.next_start(4, 10) == (8 if first else 4)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=8),
+    at_once=st.integers(1, 20),
+    kind=st.sampled_from(["before", "behind", "index", "index and ids"]),
+)
+def test_documents_come_one_by_one_without_the_ids_between_them(lengths, at_once, kind):
+    numbers = iter(range(100, 200))
+    texts = [[next(numbers) for _ in range(length)] for length in lengths]
+    ids = {
+        "before": [[END, *text] for text in texts],
+        "behind": [[*text, END] for text in texts],
+        "index": [text for text in texts if text],
+        "index and ids": [[*text, END] for text in texts],
+    }[kind]
+    tokens = np.array([i for document in ids for i in document], dtype=np.int64)
+    starts = np.cumsum([0, *map(len, ids)])[:-1] if "index" in kind else None
+    stream = Stream((tokens[:7], tokens[7:]), (END,), kind == "before", starts)
+    expected = [text for text in texts if text] if kind == "index" else texts
+    assert [document.tolist() for document in stream.documents(at_once)] == expected

@@ -1,0 +1,92 @@
+"""The largest magnitude is handed on with a tensor, and forgotten when the tensor is written to."""
+
+import torch
+
+from narrowgauge.kernels.amax_cache import tell_largest, told_largest
+
+
+def test_it_is_told_until_the_tensor_is_written_to():
+    x, amax = torch.tensor([1.0, -3.0]), torch.tensor(3.0)
+    assert told_largest(x) is None
+    tell_largest(x, amax)
+    assert told_largest(x) is amax
+    x.mul_(2)
+    assert told_largest(x) is None
+    tell_largest(x, amax * 2)
+    x[0] = 9  # through a view, which counts as well
+    assert told_largest(x) is None
+
+
+def test_the_largest_of_parts_is_made_one_when_asked_for_and_a_nan_is_kept():
+    x = torch.ones(4)
+    tell_largest(x, torch.tensor([[1.0, 5.0], [2.0, 0.5]]))
+    told = told_largest(x)
+    assert (told.ndim, told.item()) == (0, 5)
+    assert told_largest(x) is told
+    tell_largest(x, torch.tensor([1.0, torch.nan]))
+    assert told_largest(x).isnan()
+    tell_largest(x, torch.tensor([1.0, torch.inf]))
+    assert told_largest(x) == torch.inf
+
+
+def test_a_view_of_all_of_it_is_told_and_of_a_part_is_not():
+    x = torch.arange(24.0).view(2, 3, 4).clone()
+    tell_largest(x, torch.tensor(23.0))
+    assert told_largest(x.reshape(-1, 4)) == 23
+    assert told_largest(x.flatten()) == 23
+    for other in (
+        x[0],
+        x[:, :2],
+        x.transpose(0, 1),
+        x.clone(),
+        x[..., :1].expand(2, 3, 4),
+        x.view(torch.int32),
+    ):
+        assert told_largest(other) is None
+    view = x.view(6, 4)
+    view.add_(1)
+    assert told_largest(x) is None
+    assert told_largest(view) is None
+
+
+def test_what_counts_no_versions_is_told_nothing():
+    with torch.inference_mode():
+        x = torch.ones(3)
+        tell_largest(x, torch.tensor(1.0))
+        assert told_largest(x) is None
+
+
+HEARD = []
+
+
+class Times(torch.autograd.Function):
+    """y = 3x; tells of the gradient that it returns, and keeps what it was told of the one that it gets."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 3 * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        HEARD.append(told_largest(dy))
+        dx = 3 * dy
+        tell_largest(dx, dx.abs().amax())
+        return dx
+
+
+def test_autograd_hands_it_on_to_the_next_backward():
+    """Through a view of the whole as well, as a linear layer makes of its output."""
+    HEARD.clear()
+    x = torch.ones(2, 3, requires_grad=True)
+    y = Times.apply(Times.apply(Times.apply(x).view(6)))
+    y.backward(torch.full((6,), 2.0))
+    assert HEARD[0] is None
+    assert [float(t) for t in HEARD[1:]] == [6, 18]
+
+
+def test_autograd_tells_nothing_of_a_sum_of_gradients():
+    HEARD.clear()
+    x = torch.ones(3, requires_grad=True)
+    y = Times.apply(x)
+    (Times.apply(y) + Times.apply(y)).backward(torch.ones(3))
+    assert HEARD == [None, None, None]

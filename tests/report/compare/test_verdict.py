@@ -1,0 +1,125 @@
+"""Verdicts over seeds: the arithmetic, and what is said where it cannot be done."""
+
+import io
+import json
+import math
+import statistics
+
+import pytest
+from rich.console import Console
+
+from narrowgauge.report import print_verdicts, read_runs, render_report, verdicts
+from narrowgauge.report.compare.t_interval import half_width, quantile
+from narrowgauge.report.compare.verdict import groups, verdict_notes, verdict_rows
+
+# two-sided 5 % points as every table prints them
+TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 7: 2.365, 10: 2.228, 29: 2.045, 30: 2.042, 120: 1.980}
+
+
+@pytest.mark.parametrize("degrees", TABLE)
+def test_students_quantiles_are_those_of_the_tables(degrees):
+    assert round(quantile(degrees), 3) == TABLE[degrees]
+
+
+def test_the_interval_of_a_mean():
+    gaps = [0.3, -0.1, 0.25, 0.4]
+    assert half_width(gaps) == pytest.approx(3.182446 * 0.217466 / 2, rel=1e-5)
+    assert half_width([0.3]) is None
+
+
+@pytest.fixture
+def seeded(make_run):
+    """`seeded(recipe, losses)`: directories of a run for each seed, with this final validation loss."""
+
+    def make(recipe, losses, backend="native", speed=1.0, first=0):
+        paths = []
+        for seed, loss in enumerate(losses, start=first):
+            name = recipe if seed == 0 else f"{recipe}-seed-{seed}"
+            path = make_run(name, recipe=recipe, backend=backend, steps=20)
+            config = (path / "config.toml").read_text()
+            assert "seed = 1\n" in config
+            (path / "config.toml").write_text(config.replace("seed = 1\n", f"seed = {seed}\n"))
+            lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+            for line in lines:
+                if "val_loss" in line and line["step"] == 20:
+                    line["val_loss"] = loss
+                if "tokens_per_s" in line:
+                    line["tokens_per_s"] = 1000.0 * speed
+            (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            paths.append(path)
+        return paths
+
+    return make
+
+
+def test_gaps_are_paired_by_seed(seeded):
+    base, shift = [4.0, 5.0, 3.0], [1.01, 1.02, 1.015]
+    paths = seeded("bf16", base)
+    paths += seeded("mxfp4", [b * s for b, s in zip(base, shift, strict=True)], "emulated", speed=0.5)
+    reference, other = verdicts(read_runs(paths))
+    assert (reference.name, reference.words, reference.seeds) == ("bf16", "reference", (0, 1, 2))
+    assert (other.name, other.words, other.arithmetic) == ("mxfp4", "worse", "emulated")
+    gaps = [1.0, 2.0, 1.5]
+    assert other.gap == pytest.approx(1.5)
+    assert other.half_width == pytest.approx(4.302653 * statistics.stdev(gaps) / math.sqrt(3), rel=1e-6)
+    # the losses themselves spread by 25 %, and two means would tell nothing
+    assert reference.loss_deviation == pytest.approx(1.0)
+    assert other.speed == pytest.approx(0.5)
+    assert other.memory == pytest.approx(1.0)
+    row = verdict_rows([reference, other])[1]
+    assert row["gap"] == "+1.50 %"
+    assert row["95 % interval"] == "+0.26 .. +2.74 %"
+    assert row["tokens/s"] == "500* (0.50x)"
+    assert row["seeds"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ([4.02, 4.9, 3.03], "no difference seen"),
+        ([3.9, 4.9, 2.93], "better"),
+        ([4.0, 5.0, 3.0], "equal"),
+        ([4.0, math.nan, 3.0], "not finite"),
+        ([4.02], "open"),
+    ],
+)
+def test_the_words_say_what_the_interval_allows(seeded, losses, words):
+    found = verdicts(read_runs(seeded("bf16", [4.0, 5.0, 3.0]) + seeded("fp8", losses)))
+    assert found[1].words == words
+    assert "nan" not in " ".join(verdict_rows(found)[1].values())
+
+
+def test_one_seed_has_a_gap_and_plainly_no_interval(seeded):
+    found = verdicts(read_runs(seeded("bf16", [4.0]) + seeded("fp8", [4.04])))
+    assert verdict_rows(found)[1]["gap"] == "+1.00 %"
+    assert verdict_rows(found)[1]["95 % interval"] == "none"
+    assert verdict_notes(found)[0].startswith("A gap of one seed has no confidence interval")
+
+
+def test_a_seed_without_a_partner_is_named_and_left_out(seeded):
+    found = verdicts(read_runs(seeded("bf16", [4.0, 5.0]) + seeded("fp8", [4.04, 5.05, 9.0])))
+    assert found[1].paired == (0, 1)
+    assert found[1].gap == pytest.approx(1.0)
+    assert "fp8: seed 2 has no equal tokens in bf16, and is left out." in verdict_notes(found)
+
+
+def test_runs_of_other_settings_are_other_variants(seeded, make_run):
+    paths = [*seeded("fp8", [4.0, 4.1]), make_run("fp8-long", recipe="fp8", steps=40)]
+    assert [(group.name, list(group.runs)) for group in groups(read_runs(paths))] == [
+        ("fp8", [0, 1]),
+        ("fp8-long", [1]),
+    ]
+    again = [group.name for group in groups(read_runs([*paths, *seeded("again/fp8", [4.0])]))]
+    assert again == ["runs/fp8", "fp8-long", "again/fp8"]
+
+
+def test_the_page_and_the_terminal_show_the_same_verdicts(seeded):
+    runs = read_runs(seeded("bf16", [4.0, 5.0, 3.0]) + seeded("fp8", [4.04, 5.0, 3.03]))
+    page, said = render_report(runs), io.StringIO()
+    print_verdicts(runs, Console(file=said, width=200))
+    for row in verdict_rows(verdicts(runs)):
+        for value in row.values():
+            assert value in said.getvalue()
+            assert value.encode("ascii", "xmlcharrefreplace").decode() in page
+    assert "<h2>Verdicts</h2>" in page
+    assert "<h2>Verdicts</h2>" not in render_report(runs[:1])

@@ -1,0 +1,160 @@
+"""The page in a real browser: its script runs under its own policy, and the controls do what they say."""
+
+import json
+import re
+from html import escape
+
+import pytest
+import torch
+
+from narrowgauge.quantization import cast, quantize
+from narrowgauge.quantization.gauges.figures import figures, gauge_operand
+from narrowgauge.report import write_report
+from report.browser import dump, needs_browser, said_by, without_policy
+
+pytestmark = needs_browser
+
+ACT = """
+const say = {};
+const plots = () => [...document.querySelectorAll(".chart")].filter((c) => !c.hidden);
+const line = (chart, run) => plots()[chart].querySelector(`.run${run} .line`)?.getAttribute("d") ?? null;
+const set = (id, value) => {
+  document.getElementById(id).value = value;
+  document.getElementById(id).dispatchEvent(new Event("input", { bubbles: true }));
+};
+const plot = plots()[0].querySelector(".plot");
+say.titles = plots().map((c) => c.querySelector("h3").textContent);
+say.before = line(0, 1) !== null;
+const button = document.querySelectorAll(".legend button")[1];
+button.click();
+say.hidden = [line(0, 1), button.getAttribute("aria-pressed")];
+button.click();
+say.back = [line(0, 1) !== null, button.getAttribute("aria-pressed")];
+const rough = line(0, 0);
+set("smooth", 15);
+say.smoother = line(0, 0) !== rough;
+set("smooth", 0);
+for (const axis of ["seconds", "step"]) document.querySelector(`input[value=${axis}]`).click();
+say.subtitle = plots()[0].querySelector(".heading .muted").textContent;
+document.getElementById("log").click();
+set("from", 50);
+say.holes = document.querySelector(".charts").innerHTML.includes("NaN");
+plot.focus();
+plot.dispatchEvent(new KeyboardEvent("keydown", { key: "End" }));
+say.readout = plot.querySelector(".readout").innerText;
+say.crosses = [...document.querySelectorAll(".cross")].filter((c) => c.children.length).length;
+plot.dispatchEvent(new KeyboardEvent("keydown", { key: "Escape" }));
+say.silent = plot.querySelector(".readout").hidden;
+say.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+document.title = JSON.stringify(say);
+"""
+
+
+@pytest.fixture
+def five(make_run):
+    recipes = ("bf16", "fp8", "mxfp8", "nvfp4", "mxfp4")
+    return [make_run(name, recipe=name, worse=0.05 * i, steps=300) for i, name in enumerate(recipes)]
+
+
+def test_the_script_draws_under_the_policy_of_the_page(five, make_run, tmp_path):
+    lost = make_run("lost", steps=100)
+    make_run.append(lost, '{"step": 101, "loss": NaN, "tokens": 6619136}\n{"step": 102, "loss": null}\n')
+    page = write_report([*five, lost], tmp_path / "report.html")
+    dom, complaints = dump(page, tmp_path / "profile", "--window-size=1280,2000")
+    assert complaints == []
+    charts = dom[dom.index('<div class="charts">') : dom.index("What the models write")]
+    assert len(re.findall(r'<path d="M[^"]+" class="line"', charts)) >= 6 * 6
+    assert len(set(re.findall(r'stroke-dasharray="([^"]*)"', charts))) >= 6, "not by colour alone"
+    assert "NaN" not in charts
+    assert "undefined" not in charts
+
+
+def test_the_controls_do_what_they_say(five, tmp_path):
+    page = write_report(five, tmp_path / "report.html")
+    html = without_policy(page.read_text())
+    page.write_text(html.replace("</body>", f"<script>{ACT}</script></body>"))
+    dom, complaints = dump(page, tmp_path / "profile", "--window-size=1280,2000")
+    assert complaints == []
+    said = said_by(dom)
+    titles = "Train loss, Events, Validation loss, Validation gap to bf16, Train gap to bf16, Gradient norm"
+    assert said.pop("titles") == [*titles.split(", "), "Learning rate", "Tokens per second"]
+    readout = said.pop("readout").split()
+    assert readout[:2] == ["300", "steps"]
+    assert readout[2:12:2] == ["bf16", "fp8", "mxfp8", "nvfp4", "mxfp4"]
+    assert said == {
+        "before": True,
+        "hidden": [None, "false"],
+        "back": [True, "true"],
+        "smoother": True,
+        "subtitle": "nats a token, across steps",
+        "holes": False,
+        "crosses": 8,
+        "silent": True,
+        "wide": 0,
+    }
+
+
+LOOK = """
+const doc = document.querySelector("iframe").contentDocument, say = {};
+const id = (name) => doc.getElementById(name);
+const set = (name, value) => {
+  id(name).value = value;
+  id(name).dispatchEvent(new Event("input", { bubbles: true }));
+};
+const cell = (row, column) => doc.querySelectorAll(".heat tbody tr")[row].cells[column + 1];
+say.width = [doc.defaultView.innerWidth, doc.documentElement.scrollWidth - doc.documentElement.clientWidth];
+say.gauges = [...id("heat-gauge").options].map((option) => option.value);
+say.noisy = id("heat-said").textContent;
+set("heat-gauge", "underflow");
+set("heat-step", 0);
+say.first = [id("heat-step-says").textContent, cell(0, 0).textContent];
+set("heat-step", 1);
+say.second = [id("heat-step-says").textContent, cell(0, 0).textContent];
+cell(1, 0).click();
+say.clicked = id("heat-said").textContent;
+cell(1, 0).dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowUp", bubbles: true }));
+say.moved = id("heat-said").textContent;
+const plot = doc.querySelector("#histogram .plot");
+plot.dispatchEvent(new KeyboardEvent("keydown", { key: "Home" }));
+say.zero = plot.querySelector(".readout").innerText.split(/\\s+/);
+say.bars = [...doc.querySelectorAll("#histogram rect.after")].length > 2;
+document.title = JSON.stringify(say);
+"""
+
+
+def test_the_map_of_gauges_on_a_phone(make_run, tmp_path):
+    path, mx = make_run("run", steps=100), cast("mxfp4")
+    lines = []
+    for step in (50, 100):
+        for layer in ("a", "b"):
+            x = torch.randn(64, 96, generator=torch.Generator().manual_seed(step + ord(layer)))
+            vector = gauge_operand(x, quantize(x, mx, -1).dequantize(), mx, -1).tolist()
+            lines.append(
+                {
+                    "step": step,
+                    "layer": layer,
+                    "place": "fprop.x",
+                    "cast": "mxfp4",
+                    **figures(vector, mx.element),
+                }
+            )
+    (path / "gauges.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    html = without_policy(write_report([path], tmp_path / "report.html").read_text())
+    frame = f'<iframe width="375" height="800" style="border:0" srcdoc="{escape(html)}"></iframe>'
+    outer = tmp_path / "outer.html"
+    outer.write_text(f"<title></title>{frame}<script>onload = () => {{{LOOK}}}</script>")
+    dom, complaints = dump(outer, tmp_path / "profile")
+    assert complaints == []
+    said = said_by(dom)
+    share = [f"{float(format(100 * line['underflow'], '.3g')):.4g}" for line in lines]
+    assert said["width"] == [375, 0], "no scrolling to the side"
+    assert {"sqnr", "underflow", "zeros", "largest", "clipped", "amax", "bias"} <= set(said["gauges"])
+    assert "fprop.x (mxfp4): SQNR" in said["noisy"]
+    assert said["first"] == ["50", share[0]]
+    assert said["second"] == ["100", share[2]]
+    assert said["clicked"] == f"b, fprop.x (mxfp4): underflow {share[3]} %"
+    assert said["moved"] == f"a, fprop.x (mxfp4): underflow {share[2]} %"
+    zeros = lines[2]["histogram"]["zeros"]
+    assert said["zero"][0] == "zero"
+    assert float(said["zero"][5]) == pytest.approx(100 * zeros[1] / (64 * 96), rel=0.35), "a sample"
+    assert said["bars"]

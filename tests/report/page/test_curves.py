@@ -1,0 +1,71 @@
+"""What travels to the page: small, finite, and nothing hidden."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from narrowgauge.report import Run, Step, read_run
+from narrowgauge.report.page.curves import POINTS_PER_RUN, page_data
+
+
+def run_of(losses):
+    steps = [
+        Step(i, 100 * i, 0.5 * i, loss, 1e-3, 1.0, 200.0, math.nan, math.nan)
+        for i, loss in enumerate(losses, 1)
+    ]
+    return Run("run", None, {}, steps, [], [], "done", "")
+
+
+def test_a_short_run_keeps_every_step(make_run):
+    run = read_run(make_run(steps=300))
+    (data,) = page_data([run])["runs"]
+    assert data["x"]["step"] == [step.step for step in run.steps]
+    assert data["x"]["tokens"] == [step.tokens for step in run.steps]
+    assert data["curves"]["loss"]["mean"] == pytest.approx([step.loss for step in run.steps], rel=1e-5)
+    assert set(data["curves"]["loss"]) == {"mean"}, "no band where nothing was averaged"
+    assert data["validation"]["mean"] == pytest.approx([at.val_loss for at in run.validation], rel=1e-5)
+
+
+@given(
+    st.lists(st.floats(0, 100) | st.just(math.nan), min_size=1, max_size=400),
+    st.integers(min_value=1, max_value=12),
+)
+def test_the_band_hides_no_spike_and_the_mean_is_a_mean(losses, repeats):
+    run = run_of(losses * repeats)
+    (data,) = page_data([run] * 40)["runs"][:1]
+    curve, finite = data["curves"]["loss"], [loss for loss in losses if math.isfinite(loss)]
+    assert len(curve["mean"]) <= POINTS_PER_RUN
+    assert len(curve["mean"]) == len(data["x"]["step"])
+    assert data["x"]["step"][-1] == len(run.steps), "the last step is always there"
+    if finite:
+        top = max(v for v in curve.get("greatest", curve["mean"]) if v is not None)
+        bottom = min(v for v in curve.get("least", curve["mean"]) if v is not None)
+        assert top == pytest.approx(max(finite), rel=1e-5)
+        assert bottom == pytest.approx(min(finite), rel=1e-5)
+    json.dumps(data, allow_nan=False)
+
+
+def test_a_hole_in_the_loss_is_a_hole_in_the_curve_and_an_event():
+    (data,) = page_data([run_of([3.0, 2.0, math.nan, math.inf, 2.5, math.nan])])["runs"]
+    assert data["curves"]["loss"]["mean"] == [3.0, 2.0, None, None, 2.5, None]
+    assert [event["x"]["step"] for event in data["events"]] == [3, 6]
+    assert {event["kind"] for event in data["events"]} == {"not finite"}
+
+
+def test_events_lie_at_the_tokens_of_their_step(make_run):
+    (data,) = page_data([read_run(make_run(steps=200))])["runs"]
+    saves = [event["x"] for event in data["events"] if event["kind"] == "save"]
+    assert [x["step"] for x in saves] == list(range(20, 201, 20))
+    assert all(x["tokens"] == 65_536 * x["step"] for x in saves)
+
+
+def test_thousands_of_saves_are_thinned_and_the_rare_events_stay(make_run):
+    path = make_run(steps=200)
+    make_run.append(path, "".join(f'{{"event": "save", "step": {i}}}\n' for i in range(20_000)))
+    (data,) = page_data([read_run(path)])["runs"]
+    kinds = [event["kind"] for event in data["events"]]
+    assert kinds.count("save") <= 2000
+    assert {"start", "resume", "done"} <= set(kinds)

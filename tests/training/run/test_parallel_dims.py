@@ -1,0 +1,170 @@
+"""What a grid of processes cannot do is refused by name, before any data is read."""
+
+import pytest
+
+from narrowgauge.errors import UserError
+from narrowgauge.training.config.config import make_config
+from narrowgauge.training.run.parallel_dims import layout_of
+
+
+def layout(tiny, processes, changes):
+    base = {
+        "model.dim": 256,
+        "model.heads": 4,
+        "model.kv_heads": 4,
+        "model.ffn_dim": 256,
+        "data.sequence_length": 256,
+        "training.batch_size": 4,
+    }
+    return layout_of(make_config(tiny(base | changes)), processes)
+
+
+BLOCKS = {
+    "outputs over tensor": (
+        {"recipe.name": "fp8-block", "parallel.tensor": 2, "model.ffn_dim": 192},
+        "fprop.w of blocks.0.gate_up: cast 'fp8-128x128' has blocks of 128, and dividing 384 outputs over "
+        "parallel.tensor = 2 would cut some; use fewer processes there, another dimension, or another cast "
+        "in that place",
+    ),
+    "inputs over tensor": (
+        {"recipe.name": "fp8", "recipe.fprop.x": "mxfp8", "parallel.tensor": 2, "model.ffn_dim": 96},
+        "fprop.x of blocks.0.down: cast 'mxfp8' has blocks of 32, and dividing 96 inputs over",
+    ),
+    "tokens over context": (
+        {"recipe.name": "mxfp8", "parallel.context": 2, "data.sequence_length": 48},
+        "wgrad.dy of blocks.0.qkv: cast 'mxfp8' has blocks of 32, and dividing 48 tokens over "
+        "parallel.context = 2",
+    ),
+    "tokens of several sequences": (
+        {
+            "recipe.name": "fp8",
+            "recipe.wgrad.dy": "nvfp4",
+            "parallel.context": 2,
+            "data.sequence_length": 40,
+            "training.micro_batch_size": 2,
+        },
+        "dividing 80 tokens over parallel.context = 2",
+    ),
+    "tokens of the head over both": (
+        {
+            "recipe.name": "bf16",
+            "recipe.wgrad.dy": "mxfp8",
+            "parallel.context": 2,
+            "parallel.tensor": 2,
+            "data.sequence_length": 64,
+        },
+        "wgrad.dy of head: cast 'mxfp8' has blocks of 32, and dividing 64 tokens over "
+        "parallel.context = 2 x parallel.tensor = 2",
+    ),
+    "transforms": (
+        {
+            "recipe.name": "bf16",
+            "recipe.wgrad": {place: {"cast": "bf16", "hadamard": 32} for place in ("dy", "x")},
+            "parallel.context": 2,
+            "data.sequence_length": 48,
+        },
+        "wgrad.dy of blocks.0.qkv: cast 'bf16' has transforms of 32, and dividing 48 tokens",
+    ),
+    "what is saved": (
+        {"recipe.name": "fp8", "recipe.saved": "fp8-1x128", "parallel.tensor": 2, "model.ffn_dim": 128},
+        "saved of blocks.0.down: cast 'fp8-1x128' has blocks of 128, and dividing 128 inputs",
+    ),
+    "rows of a moment over shard": (
+        {"recipe.name": "fp8", "recipe.m": "fp8-128x128"},
+        "m of head: cast 'fp8-128x128' has blocks of 128, and dividing 257 outputs over parallel.shard = 2",
+    ),
+    "stretched moments over tensor": (
+        {"recipe.name": "coat", "parallel.tensor": 2, "model.ffn_dim": 384},
+        "m of blocks.0.down: cast 'coat' has blocks of 128, and dividing 384 inputs over parallel.tensor = 2",
+    ),
+    "gradients over tensor": (
+        {"recipe.name": "fp8", "recipe.grad": "fp8-1x128", "parallel.tensor": 2, "model.ffn_dim": 384},
+        "grad of blocks.0.down: cast 'fp8-1x128' has blocks of 128",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), BLOCKS.values(), ids=BLOCKS.keys())
+def test_blocks_that_would_be_cut_are_named(tiny, changes, words):
+    both = changes.get("parallel.tensor", 1) * changes.get("parallel.context", 1)
+    with pytest.raises(UserError) as refused:
+        layout(tiny, max(both, 2), changes)
+    assert words in str(refused.value)
+
+
+FITTING = {
+    "whole blocks": {"recipe.name": "fp8-block", "parallel.tensor": 2},
+    "a block of the full extent is shared": {"recipe.name": "fp8-row", "parallel.tensor": 2},
+    "layers that are kept out": {"recipe.name": "mxfp8", "parallel.tensor": 4, "data.sequence_length": 32},
+    "ragged blocks that nobody divides": {
+        "recipe.name": "mxfp8",
+        "data.sequence_length": 48,
+        "training.micro_batch_size": 2,
+    },
+    "whole weights": {"recipe.name": "fp8", "recipe.m": "fp8-128x128", "parallel.zero": 0},
+    "small matrices have wide moments": {
+        "recipe.name": "fp8",
+        "recipe.m": "nvfp4-2d",
+        "model.dim": 32,
+        "model.vocab_size": 66,
+        "model.ffn_dim": 33,
+    },
+}
+
+
+@pytest.mark.parametrize("changes", FITTING.values(), ids=FITTING.keys())
+def test_a_grid_that_cuts_no_block_is_taken(tiny, changes):
+    assert layout(tiny, changes.get("parallel.tensor", 2), changes).size > 1
+
+
+PIPELINES = {
+    "too few micro-batches": (
+        2,
+        {"parallel.pipeline": 2, "training.micro_batch_size": 4},
+        "parallel.pipeline = 2 needs as many micro-batches a step, and there are 1; raise "
+        "training.batch_size, or lower training.micro_batch_size",
+    ),
+    "chunks of no pipeline": (
+        1,
+        {"parallel.chunks": 2},
+        "parallel.chunks = 2 with parallel.pipeline = 1: chunks are the stages of each process of a "
+        "pipeline; set chunks to 1, or pipeline to 2 or more",
+    ),
+    "chunks that do not take turns": (
+        2,
+        {"parallel.pipeline": 2, "parallel.chunks": 2, "model.layers": 4, "training.batch_size": 3},
+        "3 micro-batches a step are no multiple of parallel.pipeline = 2",
+    ),
+}
+
+
+@pytest.mark.parametrize(("processes", "changes", "words"), PIPELINES.values(), ids=PIPELINES.keys())
+def test_a_pipeline_that_no_schedule_fits_is_refused(tiny, processes, changes, words):
+    with pytest.raises(UserError) as refused:
+        layout(tiny, processes, changes)
+    assert words in str(refused.value)
+
+
+def test_the_command_says_it_once(narrowgauge, line, tmp_path):
+    """Before the processes meet, and before the text is looked for."""
+    words = line({"recipe.name": "mxfp8", "parallel.context": 2, "model.kv_heads": 2, "data.source": "gone"})
+    ranks = [
+        narrowgauge.start(
+            *words,
+            "--out",
+            tmp_path / "run",
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE="2",
+            LOCAL_WORLD_SIZE="2",
+            MASTER_ADDR="localhost",
+            MASTER_PORT="1",
+            TORCHELASTIC_RUN_ID="none",
+        )
+        for rank in (0, 1)
+    ]
+    ended = [process.wait() for process in ranks]
+    assert [e.code for e in ended] == [2, 2]
+    (sentence,) = [text for e in ended for text in e.err.splitlines()]
+    assert "wgrad.dy of blocks.0.qkv: cast 'mxfp8' has blocks of 32, and dividing 32 tokens" in sentence
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,76 @@
+"""The state of a run goes to a checkpoint and comes back bit for bit, and to no other model."""
+
+import pytest
+import torch
+
+from narrowgauge.checkpoint import load
+from narrowgauge.data import prepare
+from narrowgauge.errors import UserError
+from narrowgauge.training import make_config
+from narrowgauge.training.step.build_model import load_weights, newest_checkpoint
+from narrowgauge.training.step.trainer import Session
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def corpus(text):
+    return prepare(text, "bytes")
+
+
+def begin(tiny, changes=None):
+    return Session.begin(make_config(tiny(changes)), CPU)
+
+
+@pytest.mark.parametrize("changes", [{}, {"model.name": "gpt2-debug", "model.kv_heads": 2}], ids=str)
+def test_a_restored_session_goes_on_to_the_same_bits(tiny, corpus, tmp_path, changes):
+    changes = {"recipe.name": "nvfp4"} | changes
+    one = begin(tiny, changes)
+    for _ in range(3):
+        one.train_step(one.batches(corpus.train))
+    one.guard.skips_in_a_row = 7
+    path = one.save(tmp_path, "me")
+    other = begin(tiny, changes | {"log.every": 3})
+    other.train_step(other.batches(corpus.train))  # a session that has been elsewhere comes back all the same
+    other.restore(path)
+    assert (other.step, other.guard.skips_in_a_row) == (3, 7)
+    for _ in range(3):
+        assert one.train_step(one.batches(corpus.train)) == other.train_step(other.batches(corpus.train))
+    for name, tensor in one.optimizer.tensors(one.names).items():
+        assert torch.equal(tensor, other.optimizer.tensors(other.names)[name]), name
+    for (name, a), b in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_tied_weights_stay_tied(tiny, corpus, tmp_path):
+    session = begin(tiny, {"model.tied_head": True})
+    session.train_step(session.batches(corpus.train))
+    session.restore(session.save(tmp_path, "me"))
+    assert session.model.head.weight is session.model.embedding.weight
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model.dim": 64}, r"embedding\.weight should be \(257, 64\), and it holds \(257, 32\)"),
+        ({"model.layers": 3}, r"blocks\.2\..* and it holds nothing"),
+        ({"model.layers": 1}, r"this one has no blocks\.1\."),
+    ],
+)
+def test_another_model_is_refused(tiny, corpus, tmp_path, changes, words):
+    checkpoint = load(begin(tiny).save(tmp_path, "me"))
+    with pytest.raises(UserError, match=f"of step 0 is another model's.*{words}"):
+        load_weights(begin(tiny, changes).model, checkpoint)
+
+
+def test_the_newest_checkpoint_of_the_run_is_found(tiny, corpus, tmp_path):
+    assert newest_checkpoint(tmp_path, "me") == (None, [])
+    session = begin(tiny)
+    for _ in range(2):
+        session.train_step(session.batches(corpus.train))
+        session.save(tmp_path, "me")
+    checkpoint, refused = newest_checkpoint(tmp_path, "me")
+    assert checkpoint is not None
+    assert (checkpoint.step, refused) == (2, [])
+    with pytest.raises(UserError, match="of run 'me', and this run is 'you'"):
+        newest_checkpoint(tmp_path, "you")

@@ -1,0 +1,131 @@
+"""The guard by itself: what it decides from a history of losses and norms, and what it remembers."""
+
+import json
+import math
+import random
+
+import pytest
+
+from narrowgauge.training import Diverged
+from narrowgauge.training.config.schema import GuardSection
+from narrowgauge.training.step.guard import Guard
+
+NAN, INF = math.nan, math.inf
+
+
+def guard(**rules):
+    return Guard(GuardSection(**({"spike_window": 16} | rules)))
+
+
+def noise(steps, level=3.0, seed=0):
+    rng = random.Random(seed)
+    return [(level + rng.gauss(0, 0.1), 1 + 0.3 * rng.random()) for _ in range(steps)]
+
+
+def actions(g, history):
+    return [g.judge(loss, norm).action for loss, norm in history]
+
+
+@pytest.mark.parametrize("bad", [(NAN, 1.0), (3.0, NAN), (INF, 1.0), (3.0, INF), (-INF, 1.0)])
+def test_what_is_not_finite_is_skipped_whatever_spikes_do(bad):
+    for spike in ("off", "warn", "skip", "rollback"):
+        g = guard(spike=spike)
+        actions(g, noise(20))
+        verdict = g.judge(*bad)
+        assert (verdict.action, verdict.takes, verdict.is_finite) == ("skip", False, False)
+        assert "loss" in verdict.reason
+        assert (g.skips, g.skips_in_a_row) == (1, 1)
+
+
+def test_one_bad_step_and_then_200_good_ones_are_one_skip():
+    g = guard(spike="skip", spike_window=128)
+    history = [*noise(130), (NAN, NAN), *noise(200, seed=1)]
+    assert actions(g, history).count("skip") == 1
+    assert all(map(math.isfinite, g.losses + g.norms))
+    assert (g.skips, g.skips_in_a_row) == (1, 0)
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(30.0, 1.0), (3.0, 10.0), (4.5, 1.0)])
+def test_a_spike_is_what_the_policy_says(loss, norm):
+    for spike, action in {"off": "take", "warn": "warn", "skip": "skip", "rollback": "rollback"}.items():
+        g = guard(spike=spike)
+        assert set(actions(g, noise(50))) == {"take"}
+        assert g.judge(loss, norm).action == action
+
+
+@pytest.mark.parametrize(("loss", "norm"), [(3.4, 1.0), (0.1, 0.01), (3.0, 3.0)])
+def test_what_is_not_far_above_is_no_spike(loss, norm):
+    g = guard(spike="skip")
+    actions(g, noise(50))
+    assert g.judge(loss, norm).action == "take"
+
+
+def test_the_bounds_are_those_that_are_documented():
+    losses, norms = [1.0, 2.0, 3.0, 4.0, 10.0], [1.0, 1.0, 2.0, 5.0, 5.0]
+    g = guard(spike="skip", spike_window=5, spike_factor=2)
+    actions(g, zip(losses, norms, strict=True))
+    bound = 3 + 2 * 1.4826 * 1  # the median is 3, the distances from it are 2 1 0 1 7
+    for value, action in ((bound - 1e-6, "take"), (bound + 1e-6, "skip")):
+        assert Guard.from_state(g.rules, {"guard": g.state()}, 0).judge(value, 1.0).action == action
+    for value, action in ((4.0, "take"), (4.001, "skip")):  # the median of the norms is 2
+        assert Guard.from_state(g.rules, {"guard": g.state()}, 0).judge(3.0, value).action == action
+
+
+def test_a_loss_that_hardly_moves_makes_no_spike_of_a_twitch():
+    g = guard(spike="skip")
+    assert actions(g, [(2.0, 1.0)] * 16 + [(2.1, 1.0), (2.13, 1.0)]) == ["take"] * 17 + ["skip"]
+
+
+def test_there_is_no_spike_before_the_window_is_full():
+    g = guard(spike="skip")
+    assert actions(g, [*noise(15), (1e6, 1e6)]) == ["take"] * 16
+
+
+def test_a_spike_that_lasts_is_told_once_and_becomes_the_rule():
+    g = guard(spike="warn")
+    actions(g, noise(20))
+    told = actions(g, [(30 + 0.1 * i, 1.0) for i in range(20)] + noise(1))
+    assert told == ["warn"] + ["take"] * 20
+
+
+def test_spikes_that_are_skipped_for_ever_end_it():
+    g = guard(spike="skip", max_skips=3)
+    actions(g, noise(20))
+    for step in range(4):
+        verdict = g.judge(30.0, 1.0)
+        if step < 3:
+            g.require_patience(verdict, step)
+    with pytest.raises(Diverged, match=r"4 steps in a row had a spike, the last is 3; lower optimizer\.lr"):
+        g.require_patience(verdict, 3)
+
+
+def test_rollbacks_end_too():
+    g = guard(spike="rollback", max_rollbacks=1)
+    actions(g, noise(20))
+    verdict = g.judge(30.0, 1.0)
+    g.require_patience(verdict, 21)
+    back = guard(spike="rollback", max_rollbacks=1)
+    back.samples, g.samples, g.skips = 10, 42, 5
+    back.rolled_back(g)
+    assert (back.rollbacks, back.samples, back.skips) == (1, 42, 5)
+    with pytest.raises(Diverged, match=r"gone back 1 times.*--allow-change guard\.max_rollbacks"):
+        back.require_patience(verdict, 22)
+
+
+@pytest.mark.parametrize("cut", [1, 17, 40, 73])
+def test_a_guard_that_was_kept_in_json_decides_alike(cut):
+    history = [*noise(30), (NAN, 1.0), (30.0, 1.0), *noise(30, seed=2), (3.0, 20.0), *noise(30, 2.5, seed=3)]
+    for spike in ("warn", "skip", "rollback"):
+        whole, first = guard(spike=spike), guard(spike=spike)
+        expected = actions(whole, history)
+        begun = actions(first, history[:cut])
+        state = json.loads(json.dumps({"guard": first.state()}, allow_nan=False))
+        second = Guard.from_state(first.rules, state, 0)
+        assert begun + actions(second, history[cut:]) == expected
+        assert second.state() == whole.state()
+        assert len(json.dumps(state)) < 2000
+
+
+def test_the_state_of_an_older_version_is_read():
+    g = Guard.from_state(GuardSection(), {"skips_in_a_row": 4}, 24)
+    assert (g.skips_in_a_row, g.samples, g.losses) == (4, 24, [])

@@ -1,0 +1,168 @@
+"""Out of a run and into one: the same model, whatever the recipe, and never half of it."""
+
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from narrowgauge.data import bytes_tokenizer, prepare, train_bpe
+from narrowgauge.distributed import Engine
+from narrowgauge.errors import UserError
+from narrowgauge.models import Transformer
+from narrowgauge.recipes import recipe_names
+from narrowgauge.training import open_run, run, validation_loss
+from narrowgauge.training.use.export import TARGETS, export_run, import_model
+
+IDS = torch.arange(30)[None] % 257
+GPT2 = {"model.name": "gpt2-debug", "model.kv_heads": 2, "model.ffn_dim": 128}
+
+
+def plain_logits(path):
+    """Of the weights a run has, in float32 arithmetic."""
+    there = open_run(path, "cpu")
+    model = Transformer(there.model.config)
+    model.load_state_dict(there.weights())
+    with torch.no_grad():
+        return model(IDS)
+
+
+# Those that keep weights in other numbers, and some that do not; the others are slow tests.
+QUICK = {"fp32", "fp8", "fp8-delayed", "bf16-sr", "msamp-o2", "msamp-o3", "nvfp4", "coat"}
+RECIPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in recipe_names()]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_run_under_any_recipe_opens_in_transformers(train, tmp_path, name):
+    path = train(changes={"recipe.name": name, "training.steps": 2})
+    export_run(path, "hf", tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert (theirs(IDS).logits - plain_logits(path)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("to", ["hf", "llmc", "megatron"])
+def test_what_goes_out_comes_in(train, tmp_path, to, text, look):
+    path = train(changes={"recipe.name": "msamp-o3", "training.steps": 2} | (GPT2 if to == "llmc" else {}))
+    export_run(path, to, tmp_path / "out")
+    where = tmp_path / "out" / "model.bin" if to == "llmc" else tmp_path / "out"
+    back = import_model(where, tmp_path / "back", source=text)
+    there = open_run(back, "cpu")
+    before = open_run(path, "cpu")
+    assert all(torch.equal(there.weights()[n], t) for n, t in before.weights().items())
+    assert there.config.the_model() == before.config.the_model()
+    assert there.tokenizer.to_json() == before.tokenizer.to_json()
+    # The same without a run in between.
+    assert torch.equal(open_run(where, "cpu").model(IDS), there.model(IDS))
+    assert [line["event"] for line in look(back).lines] == ["import"]
+    assert (back / "recipe.toml").is_file()
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "msamp-o3", "nvfp4"])
+def test_a_run_starts_from_imported_weights(train, tiny, tmp_path, text, recipe, look):
+    base = train("base", {"recipe.name": "fp32"})
+    export_run(base, "hf", tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "imported", source=text)
+    changes = {"recipe.name": recipe, "model": {}, "validation.batches": 2}
+    values = tiny(changes)
+    values["model"] = {"weights": str(tmp_path / "imported")}
+    del values["data"]["tokenizer"]
+    said = io.StringIO()
+    tuned = run(values, tmp_path / "tuned", Console(file=said, width=500))
+    assert look(tuned).lines[1]["step"] == 0
+    first, last = look(tuned).lines[1]["val_loss"], look(base).steps[-1]["val_loss"]
+    assert first == pytest.approx(last, abs=1e-6 if recipe == "fp32" else 0.05)
+    assert look(tuned).steps[-1]["val_loss"] < first
+    # What was started from may be gone by the time the run is opened, or its line given again.
+    (tmp_path / "imported").rename(tmp_path / "gone")
+    assert open_run(tuned, "cpu").step == 6
+    assert "done" in (tuned / "status.json").read_text()
+
+
+def test_a_start_from_another_model_or_tokenizer_is_refused(train, tiny, tmp_path):
+    base = train("base", {"recipe.name": "fp32"})
+    for changes, words in [
+        ({"model.weights": str(tmp_path / "nowhere")}, "is no run directory"),
+        ({"model.weights": str(base), "data.tokenizer": "bpe-257"}, "is not the tokenizer"),
+        ({"model.weights": str(base), "model.ffn_dim": 96}, "is another model: blocks.0"),
+    ]:
+        values = tiny(changes)
+        values["model"] = {key[6:]: value for key, value in changes.items() if key.startswith("model.")}
+        with pytest.raises(UserError, match=words):
+            run(values, tmp_path / "new", Console(file=io.StringIO()))
+        assert not (tmp_path / "new" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_nothing_half_written_has_the_final_name(train, tmp_path, to, monkeypatch):
+    path = train(changes={"recipe.name": "fp8", "training.steps": 2} | (GPT2 if to == "llmc" else {}))
+
+    def stop(name):
+        if name.startswith("exchange:"):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("narrowgauge.checkpoint.store.folder.crash_point", stop)
+    with pytest.raises(OSError, match="No space left"):
+        export_run(path, to, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir() if "out" in p.name] == []
+
+
+def test_nothing_is_overwritten(train, tmp_path):
+    path = train(changes={"training.steps": 1})
+    (tmp_path / "out").mkdir()
+    export_run(path, "hf", tmp_path / "out")  # an empty folder is as good as none
+    before = (tmp_path / "out" / "config.json").stat()
+    for what in (
+        lambda: export_run(path, "hf", tmp_path / "out"),
+        lambda: import_model(tmp_path / "out", path),
+    ):
+        with pytest.raises(UserError, match="nothing is ever overwritten"):
+            what()
+    assert (tmp_path / "out" / "config.json").stat() == before
+
+
+def test_other_numbers_and_names_are_refused(train, tmp_path):
+    path = train(changes={"training.steps": 1})
+    with pytest.raises(UserError, match="the nearest is 'megatron'"):
+        export_run(path, "megatrn", tmp_path / "out")
+    with pytest.raises(UserError, match="unknown dtype 'fp8'"):
+        export_run(path, "hf", tmp_path / "out", dtype="fp8")
+    with pytest.raises(UserError, match="bytes holds nothing"):
+        export_run(path, "hf", tmp_path / "out", shard_bytes=0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_a_tokenizer(train, tmp_path):
+    path = train(changes={"training.steps": 1} | GPT2)
+    export_run(path, "llmc", tmp_path / "out")
+    (tmp_path / "out" / "tokenizer.json").unlink()
+    back = import_model(tmp_path / "out" / "model.bin", tmp_path / "back")
+    with pytest.raises(UserError, match=r"came without a tokenizer.*--tokenizer"):
+        assert open_run(back, "cpu").tokenizer
+    bytes_tokenizer().save(tmp_path / "tokenizer.json")
+    assert open_run(back, "cpu", tmp_path / "tokenizer.json").prompt_ids("ab") == [97, 98]
+    again = import_model(tmp_path / "out" / "model.bin", tmp_path / "more", tmp_path / "tokenizer.json")
+    assert open_run(again, "cpu").tokenizer.is_bytes
+
+
+def test_a_tokenizer_of_more_ids_is_refused(train, tmp_path):
+    path = train(changes={"training.steps": 1, "model.vocab_size": 257})
+    export_run(path, "hf", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eos_token_id"] == 256
+    train_bpe(["many words to learn from, many more words"] * 30, 280).save(tmp_path / "tokenizer.json")
+    with pytest.raises(UserError, match=r"and the model .* only 257"):
+        import_model(tmp_path / "out", tmp_path / "back", tmp_path / "tokenizer.json")
+
+
+def test_validation_of_an_import_is_that_of_the_run(train, tmp_path, text):
+    path = train(changes={"recipe.name": "fp32"})
+    export_run(path, "hf", tmp_path / "out")
+    val = prepare(text, "bytes").val
+    losses = [
+        validation_loss(Engine.alone(open_run(p, "cpu").model), val, 1, 32, 2)
+        for p in (path, tmp_path / "out")
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
