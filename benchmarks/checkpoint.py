@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.checkpoint import AsyncSaver, save, verify, whole
+from narrowgauge.checkpoint import AsyncSaver, full_tensor, save, verify
 from narrowgauge.checkpoint.store.safetensors_writer import write_safetensors
 
 
@@ -77,7 +77,7 @@ def speeds(directory: Path, mib: int, rounds: int) -> None:
 
 def stall(directory: Path, mib: int, rounds: int) -> None:
     x = torch.randn(512, 512)
-    pieces = {"model": {f"w{i}": [whole(torch.randn(mib << 14))] for i in range(16)}}
+    pieces = {"model": {f"w{i}": [full_tensor(torch.randn(mib << 14))] for i in range(16)}}
 
     def steps(saver: AsyncSaver | None) -> None:
         for number in range(60):

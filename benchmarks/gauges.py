@@ -20,7 +20,7 @@ from narrowgauge.training.config.config import make_config
 from narrowgauge.training.config.schema import GAUGES_EVERY
 from narrowgauge.training.monitor.hardware import choose_device, synchronize
 from narrowgauge.training.run_directory import RunDirectory
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.step.trainer import Trainer
 
 
 def measure(args: argparse.Namespace, recipe: str, folder: Path) -> tuple[list[float], list[float]]:
@@ -40,19 +40,19 @@ def measure(args: argparse.Namespace, recipe: str, folder: Path) -> tuple[list[f
     )
     device = choose_device(args.device)
     dataset = open_data(config.data.source, config.data.tokenizer, config.data.weights, lambda *_: None)
-    session, directory = Session.begin(config, device), RunDirectory(folder)
+    trainer, directory = Trainer.begin(config, device), RunDirectory(folder)
     without: list[float] = []
     read: list[float] = []
-    with session.batches(dataset.train) as batches:
+    with trainer.batches(dataset.train) as batches:
         for _ in range(3):
-            session.train_step(batches)
+            trainer.train_step(batches)
         for i in range(2 * args.pairs + 2):
             synchronize(device)
             start = time.perf_counter()
-            gauges = session.make_gauges() if i % 2 else None
-            session.train_step(batches, gauges=gauges)
+            gauges = trainer.make_gauges() if i % 2 else None
+            trainer.train_step(batches, gauges=gauges)
             if gauges is not None:
-                directory.record_gauges(gauges.lines(session.step))
+                directory.record_gauges(gauges.lines(trainer.step))
             (read if i % 2 else without).append(time.perf_counter() - start)
     return without[1:], read[1:]
 

@@ -16,7 +16,7 @@ import numpy as np
 from narrowgauge.data import (
     Loader,
     Mixture,
-    Stream,
+    TokenStream,
     first_samples,
     open_token_file,
     shares_of,
@@ -25,11 +25,11 @@ from narrowgauge.data import (
 
 
 def measure(
-    mixture: Mixture, args: argparse.Namespace, workers: int, apart: bool, step_s: float
+    mixture: Mixture, args: argparse.Namespace, workers: int, separate_documents: bool, step_s: float
 ) -> tuple[float, float]:
     """(tokens a second, share of the time spent waiting)"""
     firsts = first_samples(0, args.batch, args.batch)
-    with Loader(mixture, 0, firsts, args.batch, args.length, apart, workers=workers) as loader:
+    with Loader(mixture, 0, firsts, args.batch, args.length, separate_documents, workers=workers) as loader:
         next(loader)
         start, waited, batches = time.perf_counter(), 0.0, 0
         while time.perf_counter() - start < args.seconds:
@@ -58,11 +58,11 @@ def main() -> None:
             path = Path(folder) / f"{i}.bin"
             chunks = (rng.integers(0, 50257, 10_000_000) for _ in range(args.tokens // 10_000_000))
             write_token_file(path, chunks, 50257)
-            streams.append(Stream((open_token_file(path),), (50256,)))
+            streams.append(TokenStream((open_token_file(path),), (50256,)))
         mixture = Mixture(tuple(streams), shares_of([0.7, 0.3]))
-        for kind, apart in (("packed", False), ("apart", True)):
+        for kind, separate_documents in (("packed", False), ("apart", True)):
             for workers in (1, 2):
-                rate, _ = measure(mixture, args, workers, apart, 0)
+                rate, _ = measure(mixture, args, workers, separate_documents, 0)
                 print(f"documents {kind}, {workers} thread(s): {rate / 1e6:.1f} M tokens/s")
         for milliseconds in (2, 10, 50):
             rate, waiting = measure(mixture, args, 1, False, milliseconds / 1000)

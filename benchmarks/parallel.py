@@ -36,25 +36,25 @@ from torch.profiler import ProfilerActivity, profile
 
 from narrowgauge.checkpoint import AsyncSaver
 from narrowgauge.data import Batch
-from narrowgauge.distributed import Crew, Layout, Mesh, World
-from narrowgauge.distributed.comm.byte_counter import Traffic
+from narrowgauge.distributed import Coordinator, Mesh, ParallelDims, World
+from narrowgauge.distributed.comm.byte_counter import CommCounter
 from narrowgauge.distributed.parallel.parallelize import Objective
 from narrowgauge.models import Transformer, initialize
 from narrowgauge.optim import parameter_groups
 from narrowgauge.training import make_config
 from narrowgauge.training.monitor.profiler import covered
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")
 LAYOUTS = {
-    "alone": Layout(),
-    "DDP": Layout(replicate=2),
-    "FSDP2, zero 1": Layout(shard=2, zero=1),
-    "FSDP2, zero 2": Layout(shard=2, zero=2),
-    "FSDP2, zero 3": Layout(shard=2),
-    "tensor 2": Layout(tensor=2),
-    "context 2": Layout(context=2),
-    "pipeline 2": Layout(pipeline=2),
+    "alone": ParallelDims(),
+    "DDP": ParallelDims(replicate=2),
+    "FSDP2, zero 1": ParallelDims(shard=2, zero=1),
+    "FSDP2, zero 2": ParallelDims(shard=2, zero=2),
+    "FSDP2, zero 3": ParallelDims(shard=2),
+    "tensor 2": ParallelDims(tensor=2),
+    "context 2": ParallelDims(context=2),
+    "pipeline 2": ParallelDims(pipeline=2),
 }
 RECIPES = ("fp32", "bf16", "fp8", "msamp-o2")
 
@@ -64,8 +64,8 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace, rank: int) -> None:
         self.options, self.rank = options, rank
-        self.crew = Crew(World(rank, 2, rank, 2, 0, 1, "none", "localhost", 0), CPU)
-        self.crew.control = dist.new_group()
+        self.coordinator = Coordinator(World(rank, 2, rank, 2, 0, 1, "none", "localhost", 0), CPU)
+        self.coordinator.control = dist.new_group()
 
     def config(self, recipe: str) -> Any:
         """A run of a recipe."""
@@ -83,27 +83,27 @@ class Bench:
             }
         )
 
-    def session(self, recipe: str, layout: Layout) -> Session:
+    def trainer(self, recipe: str, layout: ParallelDims) -> Trainer:
         """Its state before the first step."""
-        return Session.begin(self.config(recipe), CPU, Mesh(layout, CPU))
+        return Trainer.begin(self.config(recipe), CPU, Mesh(layout, CPU))
 
-    def batches(self, layout: Layout) -> list[Batch]:
+    def batches(self, layout: ParallelDims) -> list[Batch]:
         """This process's micro-batches of a step, always the same."""
         o, number = self.options, self.rank if layout.data > 1 else 0
         g = torch.Generator().manual_seed(number)
         ids = [torch.randint(o.vocab, (o.batch, o.length + 1), generator=g) for _ in range(2 // layout.data)]
         return [Batch(x[:, :-1], x[:, 1:], x[:, 1:].numel()) for x in ids]
 
-    def engine_step(self, recipe: str, layout: Layout) -> tuple[Session, Callable[[], Any]]:
+    def engine_step(self, recipe: str, layout: ParallelDims) -> tuple[Trainer, Callable[[], Any]]:
         """A run, and what takes one step of it."""
-        session, batches = self.session(recipe, layout), self.batches(layout)
+        trainer, batches = self.trainer(recipe, layout), self.batches(layout)
 
         def step() -> None:
-            session.train_step(iter(batches))
+            trainer.train_step(iter(batches))
             if layout.size > 1:
-                self.crew.agree(asked=0, late=0)
+                self.coordinator.all_reduce_max(asked=0, late=0)
 
-        return session, step
+        return trainer, step
 
     def measure(self, step: Callable[[], Any], times: int = 1) -> tuple[float, float]:
         """Seconds of the clock, on the slower rank, and of the processors, on both, of some steps."""
@@ -141,7 +141,7 @@ def plain_step(bench: Bench, recipe: str) -> Callable[[], Any]:
     """FSDP2 as one writes it without this project; the embedding and the residual stream are fp32, too."""
     config = bench.config(recipe)
     narrow = torch.bfloat16 if recipe == "bf16" else torch.float32
-    model = Transformer(config.the_model(), narrow)
+    model = Transformer(config.resolved_model(), narrow)
     model.head = Head(bench.options.dim, bench.options.vocab, bias=False)
     initialize(model, 0)
     mesh = init_device_mesh("cpu", (2,))
@@ -187,17 +187,17 @@ def overhead(bench: Bench) -> Any:
 
 def save(bench: Bench) -> Any:
     """What an interval of steps takes with a save at its beginning, over one without."""
-    session, step = bench.engine_step("bf16", LAYOUTS["FSDP2, zero 3"])
+    trainer, step = bench.engine_step("bf16", LAYOUTS["FSDP2, zero 3"])
     ratios: dict[str, list[tuple[float, ...]]] = {"background": [], "at once": []}
     place = Path(bench.options.directory) / "checkpoints"
     every = bench.options.interval
     with AsyncSaver() as saver:
 
         def background() -> None:
-            saver.save(place, session.step, session.pieces(), session.state(), 2, "benchmark")
+            saver.save(place, trainer.step, trainer.pieces(), trainer.state(), 2, "benchmark")
 
         def at_once() -> None:
-            session.save(place, "benchmark", bench.crew.control)
+            trainer.save(place, "benchmark", bench.coordinator.control)
 
         for turn in range(-1, bench.options.rounds):
             without, alone = bench.measure(step, every)
@@ -262,12 +262,12 @@ def wire(bench: Bench) -> Any:
     bench.say(f"{'':15} {'recipe':9} gather  reduce  activations    amax    collectives")
     for name, layout in LAYOUTS.items():
         for recipe in RECIPES if layout.size > 1 else ():
-            session, step = bench.engine_step(recipe, layout)
+            trainer, step = bench.engine_step(recipe, layout)
             step()
             step()  # DDP lays its buckets anew after the first
-            with Traffic() as traffic:
+            with CommCounter() as traffic:
                 step()
-            elements = sum(p.numel() for p in session.model.parameters())
+            elements = sum(p.numel() for p in trainer.model.parameters())
             each = {kind: traffic.sent[kind] / elements * 2 for kind in ("gather", "reduce", "activations")}
             found[f"{name}, {recipe}"] = {**each, "elements": elements, "calls": dict(traffic.calls)}
             numbers = "  ".join(f"{value:6.2f}" for value in each.values())

@@ -17,7 +17,7 @@ import numpy as np
 from narrowgauge.formats import Format, format, format_names
 from narrowgauge.formats.oracle import code_of, fl, round_scalar
 from narrowgauge.quantization import Cast, cast, cast_names, make_cast
-from narrowgauge.quantization.oracle import Fraction, delayed_scale, quantize_by_hand
+from narrowgauge.quantization.oracle import Fraction, delayed_scale, reference_quantize
 from narrowgauge.recipes import GEMM_PLACES, recipe, recipe_names
 
 SIGNS_32 = [1 - 2 * (0x9E3779B9 >> i & 1) for i in range(32)]
@@ -140,7 +140,7 @@ def vector(name: str, tensor: str, c: Cast, axis: int, full: bool = False, **giv
             padded[axis] += -padded[axis] % c.hadamard
         draws = bits(tuple(padded))
         out |= {"key": list(KEY), "random": "".join(f"{d:06x}" for d in draws.ravel()) if full else None}
-    hand = quantize_by_hand(x, c, axis, draws, signs, scale, dtype)  # type: ignore[arg-type]
+    hand = reference_quantize(x, c, axis, draws, signs, scale, dtype)  # type: ignore[arg-type]
     scales = np.array(list(hand.scales.values()))
     stored = format("fp32" if c.scale == "fp32" else c.scale)
     out |= {"codes": hexadecimal(hand.values, c.element), "scales": hexadecimal(scales, stored)}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.formats import Stream, decode, format
-from narrowgauge.nn.amax_history import History
+from narrowgauge.formats import RandomStream, decode, format
+from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.quantization import cast, cast_names, emulate, make_cast, quantize
 from narrowgauge.recipes import GEMM_PLACES, recipe, recipe_names
 
@@ -57,7 +57,7 @@ def given(v):
     if "signs" in v:
         arguments["signs"] = torch.tensor(v["signs"])
     if "key" in v:
-        arguments["generator"] = Stream(torch.tensor(v["key"], dtype=torch.int32))
+        arguments["generator"] = RandomStream(torch.tensor(v["key"], dtype=torch.int32))
     if "encode_scale" in v:
         arguments["encode_scale"] = numbers(v["encode_scale"], "fp32").reshape(())
     return arguments
@@ -103,7 +103,7 @@ def test_what_clamping_took_away_is_in_the_operand(name):
 @pytest.mark.parametrize("name", [n for n in VECTORS if "amaxes" in VECTORS[n]])
 def test_delayed_scales(name):
     v = VECTORS[name]
-    history = History(cast_of(v))
+    history = AmaxHistory(cast_of(v))
     for amax in v["amaxes"]:
         history.see(torch.tensor([amax]))
         history.end_step()
@@ -115,7 +115,7 @@ def test_random_bits_are_those_of_the_key():
     for v in random:
         count = len(v["random"]) // 6
         expected = [int(v["random"][6 * i : 6 * i + 6], 16) for i in range(count)]
-        uniform = Stream(torch.tensor(v["key"], dtype=torch.int32)).uniform((count,))
+        uniform = RandomStream(torch.tensor(v["key"], dtype=torch.int32)).uniform((count,))
         assert [int(u) for u in (uniform.double() * 2**24).floor()] == expected
     assert len(random) >= 4
 

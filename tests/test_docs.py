@@ -40,15 +40,15 @@ def check(options: argparse.Namespace) -> None:
         values = _values(options)
         is_from_a_run = values.get("model", {}).pop("weights", "")  # which is not here
         config = make_config(values)
-        assert config.the_recipe()
-        assert is_from_a_run or config.the_model()
+        assert config.resolved_recipe()
+        assert is_from_a_run or config.resolved_model()
     for name in (getattr(options, "recipes", None) or "").split(","):
         assert not name or recipe_of(name)
     if hasattr(options, "words"):
         assert options.words[0] == "--"
         config, _ = _read_train(options.words[1:])
-        assert config.the_recipe()
-        assert config.the_model()
+        assert config.resolved_recipe()
+        assert config.resolved_model()
     if getattr(options, "site", None):
         assert load_site(options.site).devices_per_node
 

@@ -64,7 +64,7 @@ def test_python_prints_what_its_comments_say():
 def test_the_configuration_is_one_and_the_recipe_another():
     configuration, recipe = blocks(README, "toml")
     config = make_config(tomllib.loads(configuration))
-    assert config.the_recipe().casts["wgrad.dy"].rounding == "stochastic"
+    assert config.resolved_recipe().casts["wgrad.dy"].rounding == "stochastic"
     assert len(parse_recipe(recipe, "README.toml").rules) == 2
 
 

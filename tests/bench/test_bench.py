@@ -13,7 +13,7 @@ from narrowgauge.bench.work import Attention, Gemm, work_of
 from narrowgauge.bench.worker import random_batches
 from narrowgauge.models import flops_per_token
 from narrowgauge.training import make_config
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def config(tiny):
 
 def test_products_are_those_that_mfu_counts(config):
     c = config(training__batch_size=4, training__micro_batch_size=2)
-    work, model, T = work_of(c, native=False), c.the_model(), 32
+    work, model, T = work_of(c, native=False), c.resolved_model(), 32
     attention = 12 * model.layers * model.heads * model.head_dim * T
     assert work.flops == (flops_per_token(model, T) - attention) * 4 * T
     assert work.attention == Attention(2, 2, 1, T, 16, "bf16")
@@ -71,9 +71,9 @@ def test_the_floor_adds_up_what_each_part_takes(config):
 def test_a_peer_does_the_same_work_as_we_do(config):
     c = config(recipe__name="fp32", training__batch_size=4, training__micro_batch_size=2)
     batches = random_batches(c, CPU)
-    session = Session.begin(c, CPU)
+    trainer = Trainer.begin(c, CPU)
     theirs = peer_step("torch fp32", c, CPU, batches)
-    loss, _, _ = session.train_step(iter(batches))
+    loss, _, _ = trainer.train_step(iter(batches))
     assert theirs() == pytest.approx(loss, abs=1e-6)
 
 

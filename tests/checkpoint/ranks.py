@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from narrowgauge.checkpoint import AsyncSaver, Piece, choose_step, restore_pieces, save_pieces
+from narrowgauge.checkpoint import AsyncSaver, LocalTensor, choose_step, restore_distributed, save_distributed
 
 SHAPES = {
     "rows": (7, 6),
@@ -69,9 +69,9 @@ def parts_of(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> list[t
     return [(slice(a, b), slice(0, shape[1])) for a, b in zip(firsts, ends, strict=True)]
 
 
-def pieces_of(groups: dict, rank: int, ranks: int) -> dict[str, dict[str, list[Piece]]]:
+def pieces_of(groups: dict, rank: int, ranks: int) -> dict[str, dict[str, list[LocalTensor]]]:
     """What a rank holds of whole tensors, copied; a second name of one tensor is the same piece."""
-    pieces: dict[str, dict[str, list[Piece]]] = {}
+    pieces: dict[str, dict[str, list[LocalTensor]]] = {}
     for group, named in groups.items():
         pieces[group] = {}
         for name, x in named.items():
@@ -80,7 +80,7 @@ def pieces_of(groups: dict, rank: int, ranks: int) -> dict[str, dict[str, list[P
             held = [raw[p].clone().view(x.dtype) for p in parts]
             if parts:
                 pieces[group][name] = [
-                    Piece(t, tuple(x.shape), tuple(s.start for s in p))
+                    LocalTensor(t, tuple(x.shape), tuple(s.start for s in p))
                     for t, p in zip(held, parts, strict=True)
                 ]
     pieces["model"]["tied"] = pieces["model"]["rows.torch.bfloat16"]
@@ -100,7 +100,7 @@ def save_step(job: dict, rank: int, ranks: int, step: int) -> str:
         pieces["optimizer"]["columns.torch.float32"][0].tensor.view(-1)[0] = torch.nan
     if job.get("hole") and rank == 1:
         del pieces["model"]["columns.torch.bfloat16"]
-    path = save_pieces(
+    path = save_distributed(
         Path(job["path"]), step, pieces, {"step": step}, job.get("keep", 2), "run", dist.group.WORLD
     )
     return path.name
@@ -131,12 +131,16 @@ def restore(job: dict, rank: int, ranks: int) -> dict:
         elif kind == "add":
             wanted[group][name] = wanted[group]["rows.torch.bfloat16"]
         elif kind == "dtype":
-            wanted[group][name] = [Piece(p.tensor.float(), p.shape, p.offset) for p in wanted[group][name]]
+            wanted[group][name] = [
+                LocalTensor(p.tensor.float(), p.shape, p.offset) for p in wanted[group][name]
+            ]
         elif kind == "shape":
-            wanted[group][name] = [Piece(p.tensor, (99, *p.shape[1:]), p.offset) for p in wanted[group][name]]
+            wanted[group][name] = [
+                LocalTensor(p.tensor, (99, *p.shape[1:]), p.offset) for p in wanted[group][name]
+            ]
     state_before = torch.get_rng_state()
     try:
-        checkpoint = restore_pieces(path, wanted, dist.group.WORLD)
+        checkpoint = restore_distributed(path, wanted, dist.group.WORLD)
     except Exception as error:
         untouched = pieces_of(tensors_of(10**6), rank, ranks)["optimizer"]
         held = wanted["optimizer"]

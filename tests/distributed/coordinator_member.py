@@ -15,53 +15,55 @@ from pathlib import Path
 import torch
 
 from narrowgauge.checkpoint import lock_run, write_whole
-from narrowgauge.distributed import Crew, Stopped, joined, world_from
+from narrowgauge.distributed import Coordinator, StoppedByPeer, init_process_group, world_from
 from narrowgauge.errors import UserError
 from narrowgauge.signals import Preempted, StoppedEarly, die_with_launcher, stop_requests
 
 ERRORS = {"value": ValueError, "user": UserError, "memory": MemoryError}
 
 
-def is_due(crew: Crew, told: str | None, step: int) -> bool:
+def is_due(coordinator: Coordinator, told: str | None, step: int) -> bool:
     who, _, when = (told or "").partition("@")
-    return who in (str(crew.rank), "all") and int(when) == step
+    return who in (str(coordinator.rank), "all") and int(when) == step
 
 
-def steps(crew: Crew, run: Path, requests, told: dict[str, str]) -> None:
+def steps(coordinator: Coordinator, run: Path, requests, told: dict[str, str]) -> None:
     weights = torch.ones(4)
     for step in range(1, int(told.get("steps", 2000)) + 1):
-        crew.at(f"step {step}")
-        if is_due(crew, told.get("raise"), step):
+        coordinator.progress(f"step {step}")
+        if is_due(coordinator, told.get("raise"), step):
             raise ERRORS[told.get("error", "value")](f"the trouble of step {step}")
-        while is_due(crew, told.get("hang"), step):
+        while is_due(coordinator, told.get("hang"), step):
             time.sleep(1)
-        if crew.size > 1:
+        if coordinator.size > 1:
             torch.distributed.all_reduce(weights)
         time.sleep(0.01)
-        asked = crew.agree(asked=requests.number, rank=crew.rank)
-        assert asked["rank"] == crew.size - 1
-        (run / f"step-of-{crew.rank}").write_text(str(step))
+        asked = coordinator.all_reduce_max(asked=requests.number, rank=coordinator.rank)
+        assert asked["rank"] == coordinator.size - 1
+        (run / f"step-of-{coordinator.rank}").write_text(str(step))
         if asked["asked"]:
-            if crew.rank == 0:
+            if coordinator.rank == 0:
                 write_whole(run / "saved", f"{step}\n")
-            crew.meet()
+            coordinator.barrier()
             raise Preempted(f"signal {asked['asked']} after step {step}")
 
 
-def work(crew: Crew, run: Path, requests, told: dict[str, str]) -> None:
+def work(coordinator: Coordinator, run: Path, requests, told: dict[str, str]) -> None:
     def status(text: str) -> None:
-        if crew.rank == 0:
+        if coordinator.rank == 0:
             write_whole(run / "status", text)
 
-    with lock_run(run, crew.rank, crew.meet):
-        (run / f"pid-of-{crew.rank}").write_text(str(os.getpid()))
-        crew.keep_records_in(run, lambda sentence: write_whole(run / "status", f"failed {sentence}"))
-        assert crew.share({"from": crew.rank}) == {"from": 0}
+    with lock_run(run, coordinator.rank, coordinator.barrier):
+        (run / f"pid-of-{coordinator.rank}").write_text(str(os.getpid()))
+        coordinator.record_failures_in(
+            run, lambda sentence: write_whole(run / "status", f"failed {sentence}")
+        )
+        assert coordinator.broadcast({"from": coordinator.rank}) == {"from": 0}
         if "early" not in told:
             requests.save_first()
         try:
-            with crew.one_cause():
-                steps(crew, run, requests, told)
+            with coordinator.first_failure():
+                steps(coordinator, run, requests, told)
             status("done")
         except (Preempted, StoppedEarly) as stop:
             status(f"preempted {stop}")
@@ -75,18 +77,18 @@ def main() -> int:
     die_with_launcher(os.environ)
     run, told = Path(sys.argv[1]), dict(word.split("=") for word in sys.argv[2:])
     world = world_from(os.environ, gpus=0)
-    hang_s, meet_s = float(told.get("hang_s", 60)), float(told.get("meet_s", 60))
+    hang_s, rendezvous_s = float(told.get("hang_s", 60)), float(told.get("meet_s", 60))
     try:
         with stop_requests() as requests:
             requests.nothing_to_save()
-            with joined(world, torch.device("cpu"), hang_s, meet_s) as crew:
-                work(crew, run, requests, told)
+            with init_process_group(world, torch.device("cpu"), hang_s, rendezvous_s) as coordinator:
+                work(coordinator, run, requests, told)
     except (Preempted, StoppedEarly) as stop:
         print(f"crew: {stop}", file=sys.stderr)
         return 75
     except KeyboardInterrupt:
         return 1
-    except Stopped as stop:
+    except StoppedByPeer as stop:
         if stop.speaks:
             print(f"crew: {stop}", file=sys.stderr)
         return stop.code

@@ -7,12 +7,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import narrowgauge as ng
-from narrowgauge.distributed.comm.byte_counter import Traffic
-from narrowgauge.distributed.comm.grad_hooks import narrow_fsdp
-from narrowgauge.distributed.parallel.fsdp import narrow_shards, renew_gather_scales
+from narrowgauge.distributed.comm.byte_counter import CommCounter
+from narrowgauge.distributed.comm.grad_hooks import quantize_fsdp_reduce
+from narrowgauge.distributed.parallel.fsdp import quantized_fsdp, renew_gather_scales
 from narrowgauge.nn import set_step
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.sharded.gathered_weight import Gathered
+from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
 from narrowgauge.optim import gradient
 
 D = 16
@@ -46,11 +46,11 @@ def shard(net, reshard=True, copies=1):
     mesh = init_device_mesh("cpu", (copies, world // copies), mesh_dim_names=names)
     mesh = mesh if copies > 1 else mesh["shard"]
     for block in [*net, net]:
-        with narrow_shards(block):
+        with quantized_fsdp(block):
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
         block.set_gradient_divide_factor(1.0)
         block.set_force_sum_reduction_for_comms(True)
-    narrow_fsdp(net)
+    quantize_fsdp_reduce(net)
     return net
 
 
@@ -86,7 +86,7 @@ def like_the_whole(recipe, places=None, width=24, steps=2, reshard=True, copies=
         outputs = []
         for net in (alone, cut):
             set_step(net, 7, step, 0)
-            with Traffic() as traffic:
+            with CommCounter() as traffic:
                 y = net(x)
                 y.square().sum().backward()
             outputs.append(y.detach())
@@ -99,7 +99,7 @@ def like_the_whole(recipe, places=None, width=24, steps=2, reshard=True, copies=
         for name, p in cut.named_parameters():
             ours, theirs = here(p), here(alone.get_parameter(name))
             equal(ours, rows_of(theirs, ranks, rank), f"{name} after step {step}")
-        with Traffic() as traffic:
+        with CommCounter() as traffic:
             renew_gather_scales(cut)
     return {"sent": sent, "calls": calls, "renewed": [dict(traffic.sent), dict(traffic.calls)]}
 
@@ -151,7 +151,7 @@ def what_is_computed_with(recipe):
     memory = weight.numbers.untyped_storage().size()
     y.square().sum().backward()
     return {
-        "gathered": isinstance(weight, Gathered),
+        "gathered": isinstance(weight, GatheredWeight),
         "looks": str(weight.dtype),
         "numbers": str(weight.numbers.dtype),
         "kept": memory,

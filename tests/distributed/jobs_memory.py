@@ -4,12 +4,12 @@ import torch
 import torch.distributed as dist
 
 from narrowgauge.data import open_data
-from narrowgauge.distributed import Mesh, Traffic
+from narrowgauge.distributed import CommCounter, Mesh
 from narrowgauge.training.config.config import make_config
 from narrowgauge.training.monitor.memory import measured
-from narrowgauge.training.monitor.memory_tracker import Watch
-from narrowgauge.training.run.parallel_dims import layout_of
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.monitor.memory_tracker import MemoryTracker
+from narrowgauge.training.run.parallel_dims import parallel_dims_of
+from narrowgauge.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ def account(values):
     config = make_config(values)
     d = config.data
     data = open_data(d.source, d.tokenizer, d.weights, lambda *_: None)
-    session = Session.begin(config, CPU, Mesh(layout_of(config, dist.get_world_size()), CPU))
-    with session.batches(data.train) as batches, Traffic() as traffic, Watch(CPU) as watch:
-        session.train_step(batches, watch.after_forward)
-    return measured(session, watch).as_json(), dict(traffic.sent)
+    trainer = Trainer.begin(config, CPU, Mesh(parallel_dims_of(config, dist.get_world_size()), CPU))
+    with trainer.batches(data.train) as batches, CommCounter() as traffic, MemoryTracker(CPU) as watch:
+        trainer.train_step(batches, watch.after_forward)
+    return measured(trainer, watch).as_json(), dict(traffic.sent)

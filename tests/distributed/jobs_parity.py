@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 from narrowgauge.data import open_data
 from narrowgauge.distributed import Mesh
 from narrowgauge.nn import DTYPES, Linear
-from narrowgauge.nn.weight_state import best_numbers
+from narrowgauge.nn.weight_state import master_or_weight
 from narrowgauge.optim import local, part_of
 from narrowgauge.training.config.config import make_config
-from narrowgauge.training.run.parallel_dims import layout_of
+from narrowgauge.training.run.parallel_dims import parallel_dims_of
 from narrowgauge.training.run.validation import validation_loss
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -54,39 +54,39 @@ class Trained:
         self.config = config = make_config(values)
         d, samples = config.data, config.training.micro_batch_size
         data = open_data(d.source, d.tokenizer, d.weights, lambda *_: None)
-        self.mesh = Mesh(layout_of(config, dist.get_world_size()), CPU)
-        self.session = Session.begin(config, CPU, self.mesh)
+        self.mesh = Mesh(parallel_dims_of(config, dist.get_world_size()), CPU)
+        self.trainer = Trainer.begin(config, CPU, self.mesh)
         if loss_scale:
-            self.session.scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale)
-            self.session.scaler.scale(torch.zeros(()))
+            self.trainer.scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale)
+            self.trainer.scaler.scale(torch.zeros(()))
         self.start = {name: numbers(p).clone() for name, p in self.parameters()}
-        layers = {n: m for n, m in self.session.model.named_modules() if isinstance(m, Linear)}
+        layers = {n: m for n, m in self.trainer.model.named_modules() if isinstance(m, Linear)}
         onlookers = [Operands(name, layer, samples) for name, layer in layers.items()]
         self.steps = []
-        with self.session.batches(data.train) as batches:
+        with self.trainer.batches(data.train) as batches:
             for step in range(steps):
                 for each in onlookers:
                     each.layer.gauge = each if step == 0 else None
-                self.steps.append(self.session.train_step(batches)[:2])
+                self.steps.append(self.trainer.train_step(batches)[:2])
         self.operands = {(o.name, place): seen for o in onlookers for place, seen in o.seen.items()}
         val = validation_loss(
-            self.session.engine, data.val, samples, d.sequence_length, 3, d.separate_documents
+            self.trainer.engine, data.val, samples, d.sequence_length, 3, d.separate_documents
         )
-        self.told = {"steps": self.steps, "val": val, "state": self.session.state()}
+        self.told = {"steps": self.steps, "val": val, "state": self.trainer.state()}
 
     def parameters(self):
-        return list(self.session.model.named_parameters())
+        return list(self.trainer.model.named_parameters())
 
     def found(self):
         """(parameter, kind, where it lies, numbers): how far it has moved, and its moments."""
         for name, p in self.parameters():
             yield name, "moved", part_of(p), (numbers(p) - self.start[name]).detach()
-            for place, moment in self.session.optimizer.moments(p).items():
+            for place, moment in self.trainer.optimizer.moments(p).items():
                 yield name, place, part_of(p), moment.read()
 
 
 def numbers(p):
-    return local(p).float() if getattr(p, "at_rest", None) is None else best_numbers(p)
+    return local(p).float() if getattr(p, "at_rest", None) is None else master_or_weight(p)
 
 
 def alone(path, **how):
@@ -99,7 +99,7 @@ def alone(path, **how):
     return trained.told
 
 
-def together(path, **how):
+def model_group(path, **how):
     """The figures of several, and what their pieces differ in.
 
     `apart`: by parameter and kind, the sums of squares of the differences and of what there should be.

@@ -10,19 +10,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
-from narrowgauge.collectives import gather_rows, sum_of_rows
-from narrowgauge.distributed.comm.byte_counter import Traffic
+from narrowgauge.collectives import all_gather_rows, reduce_scatter_rows
+from narrowgauge.distributed.comm.byte_counter import CommCounter
 from narrowgauge.distributed.comm.grad_hooks import (
-    all_reduce_at_rest,
-    narrow_fsdp,
-    narrow_hook,
-    wires_of,
+    all_reduce_gradient_states,
+    quantize_fsdp_reduce,
+    quantized_comm_hook,
+    wire_formats,
 )
 from narrowgauge.distributed.comm.quantized_reduce import all_reduce, reduce_scatter
-from narrowgauge.distributed.comm.shared_scales import Wire
+from narrowgauge.distributed.comm.shared_scales import WireFormat
 from narrowgauge.errors import UserError
 from narrowgauge.formats import decode, round_to
-from narrowgauge.nn.weight_state import Gradient
+from narrowgauge.nn.weight_state import GradientState
 from narrowgauge.quantization import PreScale, make_cast, quantize
 from narrowgauge.quantization.scales import fp32_scale
 
@@ -85,8 +85,8 @@ def scattered(casts, poison=False):
     columns = gradients_of([(ranks, w) for w in widths])
     if poison and rank == 0:
         columns[0][ranks - 1, 3] = math.inf if poison == "inf" else math.nan
-    with Traffic() as traffic:
-        found = reduce_scatter(torch.cat(columns, 1), widths, [Wire(c) for c in casts], WORLD())
+    with CommCounter() as traffic:
+        found = reduce_scatter(torch.cat(columns, 1), widths, [WireFormat(c) for c in casts], WORLD())
     for cast, part, column in zip(casts, found.split(widths), columns, strict=True):
         if cast.name == "fp32":
             torch.testing.assert_close(part, sum(everyone(column))[rank])
@@ -104,8 +104,8 @@ def reduced_everywhere(casts):
     shapes = [(5, 3), (11,), (4, 4)][: len(casts)]
     mine = gradients_of(shapes)
     every = [everyone(x) for x in mine]
-    with Traffic() as traffic:
-        all_reduce(mine, [Wire(c) for c in casts], WORLD())
+    with CommCounter() as traffic:
+        all_reduce(mine, [WireFormat(c) for c in casts], WORLD())
     for cast, x, of_all in zip(casts, mine, every, strict=True):
         for other in everyone(x):
             equal(x, other)
@@ -123,7 +123,7 @@ def reduced_everywhere(casts):
 def learned(steps):
     """The factor of pre-scaling over steps in which every rank has the same large gradient."""
     cast = make_cast({"cast": "e4m3", "power_of_two": True, "prescale": True})
-    wire = Wire(cast, PreScale())
+    wire = WireFormat(cast, PreScale())
     x = torch.full((64,), 448.0)
     history = []
     for _ in range(steps):
@@ -180,8 +180,8 @@ def sharded(reduce, odd=False):
     for module in [net, *net]:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    narrow_fsdp(net)
-    with Traffic() as traffic:
+    quantize_fsdp_reduce(net)
+    with CommCounter() as traffic:
         net(batch(rank)).square().sum().backward()
     for name, p in net.named_parameters():
         grads = expected[name]
@@ -205,7 +205,7 @@ def replicated(reduce):
     ranks = dist.get_world_size()
     net = model(recipe, True)
     ddp = DistributedDataParallel(net)
-    ddp.register_comm_hook(None, narrow_hook(wires_of(net), WORLD(), divisor=ranks))
+    ddp.register_comm_hook(None, quantized_comm_hook(wire_formats(net), WORLD(), divisor=ranks))
     ddp(batch(dist.get_rank())).square().sum().backward()
     for name, p in net.named_parameters():
         for other in everyone(p.grad):
@@ -224,13 +224,13 @@ def at_rest(grad, reduce):
     """Gradients at rest: what all ranks hold afterwards is the sum, in the same bytes."""
     grad, reduce = make_cast(grad), make_cast(reduce)
     shapes = [(6, 8), (5, 4)]
-    mine = [Gradient(shape, grad) for shape in shapes]
+    mine = [GradientState(shape, grad) for shape in shapes]
     for g, x in zip(mine, gradients_of(shapes), strict=True):
         g.add(x, None)
     before = [everyone(g.read()) for g in mine]
-    wires = [Wire(reduce, PreScale() if reduce.prescale else None) for _ in mine]
-    with Traffic() as traffic:
-        all_reduce_at_rest(mine, wires, WORLD())
+    wires = [WireFormat(reduce, PreScale() if reduce.prescale else None) for _ in mine]
+    with CommCounter() as traffic:
+        all_reduce_gradient_states(mine, wires, WORLD())
     for g, of_all in zip(mine, before, strict=True):
         for tensor in g.tensors.values():
             for other in everyone(tensor):
@@ -252,12 +252,12 @@ def at_rest(grad, reduce):
 
 
 def counted():
-    """What `Traffic` says of torch's own collectives."""
+    """What `CommCounter` says of torch's own collectives."""
     ranks = dist.get_world_size()
     x = torch.zeros(12 * ranks)
-    with Traffic() as traffic:
-        gather_rows(x, WORLD())
-        sum_of_rows(x.view(ranks, 12), WORLD())
+    with CommCounter() as traffic:
+        all_gather_rows(x, WORLD())
+        reduce_scatter_rows(x.view(ranks, 12), WORLD())
         dist.all_reduce(x)
         dist.barrier()
     return [dict(traffic.sent), dict(traffic.calls)]
@@ -269,7 +269,7 @@ def in_pieces():
     rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]  # ranks with the same piece
     columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]  # ranks with the same samples
     cast = make_cast({"cast": "e4m3", "prescale": True})
-    wire = Wire(cast, PreScale(mu=0), (columns[rank % 2], rows[rank // 2]))
+    wire = WireFormat(cast, PreScale(mu=0), (columns[rank % 2], rows[rank // 2]))
     (x,) = gradients_of([(6, 4)])
     every = everyone(x)
     all_reduce([x], [wire], rows[rank // 2])
@@ -289,7 +289,7 @@ def copied():
     fully_shard(net, mesh=mesh)
     net.set_gradient_divide_factor(1.0)
     net.set_force_sum_reduction_for_comms(True)
-    narrow_fsdp(net)
+    quantize_fsdp_reduce(net)
     for step in range(3):
         for block in net:
             for layer in (block.up, block.down):
@@ -304,7 +304,7 @@ def left_out():
     net = model(ng.recipe("bf16").with_places({"reduce": "e4m3", "gather": "fp32"}))
     net[0].forward = lambda x: x + net[0].up(x)[:, :16]
     fully_shard(net)
-    narrow_fsdp(net)
+    quantize_fsdp_reduce(net)
     try:
         net(batch(0)).square().sum().backward()
     except UserError as error:

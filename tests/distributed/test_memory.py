@@ -2,10 +2,10 @@
 
 import pytest
 
-from narrowgauge.distributed import Layout, fit
+from narrowgauge.distributed import ParallelDims, resolve_dims
 from narrowgauge.training import make_config
 from narrowgauge.training.monitor import memory
-from narrowgauge.training.monitor.memory_estimate import expected_step
+from narrowgauge.training.monitor.memory_estimate import estimate_step
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_two_ranks_take_what_is_expected(ranks, text, recipe, parallel):
     }
     (found, sent), _ = ranks(2, "jobs_memory.account", values=values)
     config = make_config(values)
-    step = expected_step(config, fit(Layout(**config.parallel.model_dump()), 2))
+    step = estimate_step(config, resolve_dims(ParallelDims(**config.parallel.model_dump()), 2))
     plan = step.memory
     print(found["bytes"], plan.device)
     assert {c: found["bytes"][c] for c in memory.STATE} == {c: plan.device[c] for c in memory.STATE}

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from narrowgauge.nn.native import codes_of
-from narrowgauge.nn.sharded.gathered_weight import Gathered, Hollow
+from narrowgauge.nn.native import quantized_operand
+from narrowgauge.nn.sharded.gathered_weight import GatheredWeight, PlaceholderShard
 from narrowgauge.quantization import cast, emulate, quantize
 
 D = 16
@@ -121,7 +121,7 @@ class TestGathered:
     def make(self, axis=-1):
         w = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
         q = quantize(w, "e4m3", axis)
-        return w, q, Gathered(q.codes, q.scales, q.cast, True)
+        return w, q, GatheredWeight(q.codes, q.scales, q.cast, True)
 
     def test_an_operand_is_that_of_the_whole(self):
         w, q, gathered = self.make()
@@ -129,30 +129,30 @@ class TestGathered:
         found = gathered.operand(torch.bfloat16, native=False)
         assert torch.equal(found.values, values)
         assert torch.equal(found.scale, scale)
-        native, expected = gathered.operand(torch.bfloat16, native=True), codes_of(q, -1)
+        native, expected = gathered.operand(torch.bfloat16, native=True), quantized_operand(q, -1)
         for ours, theirs in zip(native[:3], expected[:3], strict=True):
             assert torch.equal(ours, theirs)
 
     def test_along_the_other_axis(self):
         _, _, gathered = self.make()
         _, q, _ = self.make(axis=0)
-        native, expected = gathered.operand(torch.bfloat16, native=True).flipped(), codes_of(q, 0)
+        native, expected = gathered.operand(torch.bfloat16, native=True).flipped(), quantized_operand(q, 0)
         assert torch.equal(native.codes, expected.codes)
 
     def test_it_looks_like_float32_and_is_computed_with_as_that(self):
         _, q, gathered = self.make()
         assert (gathered.dtype, gathered.shape) == (torch.float32, (6, 8))
-        assert type(gathered.T) is Gathered
+        assert type(gathered.T) is GatheredWeight
         assert torch.equal(gathered.T + 0, q.dequantize().T)
         parameter = torch.nn.Parameter(gathered)
         (torch.ones(2, 6) @ parameter).sum().backward()
         assert torch.equal(parameter.grad, torch.full((6, 8), 2.0))
 
     def test_a_hollow_tensor_has_a_shape_and_nothing_else(self):
-        hollow = torch.nn.Parameter(Hollow(torch.Size((6, 8)), (8, 1), torch.device("cpu")))
+        hollow = torch.nn.Parameter(PlaceholderShard(torch.Size((6, 8)), (8, 1), torch.device("cpu")))
         first, last = hollow.chunk(2)
-        assert [type(first), first.shape, last.dtype] == [Hollow, (3, 8), torch.float32]
+        assert [type(first), first.shape, last.dtype] == [PlaceholderShard, (3, 8), torch.float32]
         padded = hollow.detach().new_zeros(8, 8)
         padded.narrow(0, 0, 6).copy_(hollow.detach())
-        assert (type(padded.view(-1)), padded.view(-1).shape) == (Hollow, (64,))
+        assert (type(padded.view(-1)), padded.view(-1).shape) == (PlaceholderShard, (64,))
         assert repr(padded) == "Hollow((8, 8))"

@@ -17,17 +17,17 @@ from typing import Any
 
 import torch
 
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.step.trainer import Trainer
 
 RANK = int(os.environ.get("RANK", "0"))
 Undo = Callable[[], None]
 
 
-def in_steps(steps: Iterable[int], spoil: Callable[[Session], Undo]) -> None:
+def in_steps(steps: Iterable[int], spoil: Callable[[Trainer], Undo]) -> None:
     """Do something to the session before each of these steps, and undo it after."""
-    at, take = set(steps), Session.train_step
+    at, take = set(steps), Trainer.train_step
 
-    def train_step(self: Session, *args: Any, **kwargs: Any) -> Any:
+    def train_step(self: Trainer, *args: Any, **kwargs: Any) -> Any:
         if self.step + 1 not in at:
             return take(self, *args, **kwargs)
         undo = spoil(self)
@@ -36,7 +36,7 @@ def in_steps(steps: Iterable[int], spoil: Callable[[Session], Undo]) -> None:
         finally:
             undo()
 
-    Session.train_step = train_step  # type: ignore[method-assign]
+    Trainer.train_step = train_step  # type: ignore[method-assign]
 
 
 def gradient(steps: Iterable[int], factor: float, layer: str = "blocks.1.down") -> None:
@@ -46,7 +46,7 @@ def gradient(steps: Iterable[int], factor: float, layer: str = "blocks.1.down") 
         if output.requires_grad:
             output.register_hook(lambda g: g * factor)
 
-    in_steps(steps, lambda session: session.model.get_submodule(layer).register_forward_hook(hook).remove)
+    in_steps(steps, lambda trainer: trainer.model.get_submodule(layer).register_forward_hook(hook).remove)
 
 
 def output(steps: Iterable[int], factor: float, layer: str = "norm", data: str = "") -> None:
@@ -73,10 +73,10 @@ def output(steps: Iterable[int], factor: float, layer: str = "norm", data: str =
     def hook(module: torch.nn.Module, inputs: Any, y: torch.Tensor) -> torch.Tensor:
         return y * factor if torch.is_grad_enabled() and of_these() else y
 
-    def spoil(session: Session) -> Undo:
+    def spoil(trainer: Trainer) -> Undo:
         handles = [
-            session.model.embedding.register_forward_pre_hook(see),
-            session.model.get_submodule(layer).register_forward_hook(hook),
+            trainer.model.embedding.register_forward_pre_hook(see),
+            trainer.model.get_submodule(layer).register_forward_hook(hook),
         ]
         return lambda: [handle.remove() for handle in handles] and None
 
@@ -92,8 +92,8 @@ def flip(steps: Iterable[int], layer: str = "blocks.0.down", what: str = "weight
         bits[bits.numel() // 2 + local.element_size() - 1] ^= 0x20  # of an exponent
         return tensor
 
-    def spoil(session: Session) -> Undo:
-        module = session.model.get_submodule(layer)
+    def spoil(trainer: Trainer) -> Undo:
+        module = trainer.model.get_submodule(layer)
         if what == "weight":
             flipped(module.weight)
             return lambda: None
@@ -110,7 +110,7 @@ def flip(steps: Iterable[int], layer: str = "blocks.0.down", what: str = "weight
 def stop(steps: Iterable[int], how: str, micro_batch: int = 0) -> None:
     """Inside these steps, before micro-batch number `micro_batch`, the process raises, dies or waits."""
 
-    def spoil(session: Session) -> Undo:
+    def spoil(trainer: Trainer) -> Undo:
         seen: list[None] = []
 
         def hook(module: torch.nn.Module, inputs: Any) -> None:
@@ -124,7 +124,7 @@ def stop(steps: Iterable[int], how: str, micro_batch: int = 0) -> None:
             if how == "wait":
                 time.sleep(3600)
 
-        return session.model.embedding.register_forward_pre_hook(hook).remove
+        return trainer.model.embedding.register_forward_pre_hook(hook).remove
 
     in_steps(steps, spoil)
 
@@ -132,7 +132,7 @@ def stop(steps: Iterable[int], how: str, micro_batch: int = 0) -> None:
 def signals(steps: Iterable[int], name: str) -> None:
     """The process gets a signal inside these steps."""
 
-    def spoil(session: Session) -> Undo:
+    def spoil(trainer: Trainer) -> Undo:
         os.kill(os.getpid(), signal.Signals[name])
         return lambda: None
 
@@ -141,9 +141,9 @@ def signals(steps: Iterable[int], name: str) -> None:
 
 def record_tokens(file: str) -> None:
     """Every sequence that is trained on is written down: [step, ids], one line each."""
-    take = Session.train_step
+    take = Trainer.train_step
 
-    def train_step(self: Session, *args: Any, **kwargs: Any) -> Any:
+    def train_step(self: Trainer, *args: Any, **kwargs: Any) -> Any:
         embed = self.model.embed  # is given whole sequences, whatever part of them is here
 
         def write(x_BT: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -158,7 +158,7 @@ def record_tokens(file: str) -> None:
         finally:
             del self.model.embed
 
-    Session.train_step = train_step  # type: ignore[method-assign]
+    Trainer.train_step = train_step  # type: ignore[method-assign]
 
 
 def slow_disk(seconds: float) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.formats import Stream, decode, encode, round_finite, stream
+from narrowgauge.formats import RandomStream, decode, encode, random_stream, round_finite
 from narrowgauge.formats.rounding import PIECE
 
 LARGE = 2 * PIECE + 77
@@ -18,10 +18,11 @@ def small_parts(x):
 @pytest.mark.parametrize("rounding", ["nearest-even", "half-away", "toward-zero", "stochastic"])
 def test_rounding(name, rounding):
     x, fmt = torch.randn(LARGE) * 3, ng.format(name)
-    bits = stream(1, 2, 3)
+    bits = random_stream(1, 2, 3)
     whole = round_finite(x, fmt, rounding, bits)
     parts = [
-        round_finite(part, fmt, rounding, Stream(bits.key, 1000 * i)) for i, part in enumerate(small_parts(x))
+        round_finite(part, fmt, rounding, RandomStream(bits.key, 1000 * i))
+        for i, part in enumerate(small_parts(x))
     ]
     assert torch.equal(whole, torch.cat(parts))
 

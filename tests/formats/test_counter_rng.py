@@ -5,30 +5,35 @@ import math
 import pytest
 import torch
 
-from narrowgauge.formats import stream
-from narrowgauge.formats.counter_rng import Stream
+from narrowgauge.formats import random_stream
+from narrowgauge.formats.counter_rng import RandomStream
 
 
 def test_the_same_element_gets_the_same_bits_wherever_the_tensor_is_cut():
-    whole = stream(7, 3, 2).bits((100, 64))
-    rows = Stream(stream(7, 3, 2).key, offset=40 * 64).bits((60, 64))
+    whole = random_stream(7, 3, 2).bits((100, 64))
+    rows = RandomStream(random_stream(7, 3, 2).key, offset=40 * 64).bits((60, 64))
     assert torch.equal(whole[40:], rows)
 
 
 def test_seed_step_and_tensor_each_change_the_bits():
-    base = stream(0, 0, 0).bits((4096,))
-    for other in (stream(1, 0, 0), stream(0, 1, 0), stream(0, 0, 1), stream(0, 2**33, 0)):
+    base = random_stream(0, 0, 0).bits((4096,))
+    for other in (
+        random_stream(1, 0, 0),
+        random_stream(0, 1, 0),
+        random_stream(0, 0, 1),
+        random_stream(0, 2**33, 0),
+    ):
         agree = (base == other.bits((4096,))).float().mean().item()
         assert agree < 0.01
 
 
 def test_elements_beyond_32_bits_differ_from_those_below():
-    key = stream(0, 0, 0).key
-    assert not torch.equal(Stream(key, 2**32).bits((64,)), Stream(key, 0).bits((64,)))
+    key = random_stream(0, 0, 0).key
+    assert not torch.equal(RandomStream(key, 2**32).bits((64,)), RandomStream(key, 0).bits((64,)))
 
 
 def test_bits_are_balanced_and_uncorrelated():
-    bits = stream(1, 2, 3).bits((200_000,))
+    bits = random_stream(1, 2, 3).bits((200_000,))
     ones = torch.stack([(bits >> i & 1).float() for i in range(32)])
     bound = 5 * 0.5 / math.sqrt(bits.numel())
     assert (ones.mean(1) - 0.5).abs().max() < bound
@@ -40,7 +45,7 @@ def test_bits_are_balanced_and_uncorrelated():
 
 
 def test_uniform_lies_inside_the_unit_interval():
-    u = stream(0, 0, 0).uniform((100_000,))
+    u = random_stream(0, 0, 0).uniform((100_000,))
     assert 0 < u.min() < u.max() < 1
     assert abs(u.mean().item() - 0.5) < 5 * math.sqrt(1 / 12 / u.numel())
 
@@ -60,6 +65,6 @@ def _bits(key: list[int], place: int) -> int:
 @pytest.mark.parametrize("offset", [0, 5, 2**31 - 3, 2**32 - 64, 2**32 - 3, 2**33 + 7, 2**40])
 def test_bits_are_those_of_the_formula_in_whole_numbers(offset):
     for seed in (0, 1, 2**40):
-        key = stream(seed, 3, 2).key
+        key = random_stream(seed, 3, 2).key
         expected = [_bits(key.tolist(), place) for place in range(offset, offset + 64)]
-        assert [bits % 2**32 for bits in Stream(key, offset).bits((64,)).tolist()] == expected
+        assert [bits % 2**32 for bits in RandomStream(key, offset).bits((64,)).tolist()] == expected

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import narrowgauge as ng
 from narrowgauge.errors import UserError
-from narrowgauge.formats import decode, encode, pack, stream, torch_dtype, unpack
+from narrowgauge.formats import decode, encode, pack, random_stream, torch_dtype, unpack
 from narrowgauge.formats.codes import decode_scalar
 from narrowgauge.formats.oracle import round_scalar
 
@@ -40,11 +40,13 @@ def fast(x: float, fmt, rounding: str, uniform: float) -> float:
     if rounding != "stochastic":
         return ng.round_to(torch.tensor(x, dtype=torch.float64), fmt, rounding).item()
 
-    class Fixed(type(stream(0, 0, 0))):
+    class Fixed(type(random_stream(0, 0, 0))):
         def uniform(self, shape):
             return torch.full(shape, uniform)
 
-    return ng.round_to(torch.tensor(x, dtype=torch.float64), fmt, rounding, Fixed(stream(0, 0, 0).key)).item()
+    return ng.round_to(
+        torch.tensor(x, dtype=torch.float64), fmt, rounding, Fixed(random_stream(0, 0, 0).key)
+    ).item()
 
 
 def same(a: float, b: float) -> bool:

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from narrowgauge.kernels.adamw import as_it_lies
-from narrowgauge.quantization import AtRest, make_cast
+from narrowgauge.quantization import QuantizedState, make_cast
 
 E4M3 = {"cast": "e4m3", "power_of_two": True}
 E5M2 = {"cast": "e5m2", "rounding": "stochastic"}
@@ -18,7 +18,9 @@ def run(w, g, m, v, beside=None, from_m=True):
     from narrowgauge.kernels.triton.adamw import launch  # compiled, or interpreted: whoever imports it says
 
     shape = torch.Size((512, 4096))
-    states = [None if c is None else as_it_lies(AtRest(shape, make_cast(c))) for c in (w, g, m, v, beside)]
+    states = [
+        None if c is None else as_it_lies(QuantizedState(shape, make_cast(c))) for c in (w, g, m, v, beside)
+    ]
     launch(states[:4], states[4], FACTORS, from_m, KEYS)
 
 

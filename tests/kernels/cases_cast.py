@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from narrowgauge.formats import stream
+from narrowgauge.formats import random_stream
 from narrowgauge.kernels.triton.cast_launch import emulated, quantized
 from narrowgauge.quantization import cast, make_cast
 
@@ -12,7 +12,7 @@ from narrowgauge.quantization import cast, make_cast
 def run(name, axis, **changes):
     x = torch.empty(4096, 4096, dtype=torch.bfloat16)
     c = make_cast({"cast": name} | changes) if changes else cast(name)
-    random = stream(0, 0, 0) if c.rounding == "stochastic" else None
+    random = random_stream(0, 0, 0) if c.rounding == "stochastic" else None
     quantized(x, c, axis, random, None, None)
     emulated(x, c, axis, torch.bfloat16, random, None, None)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from narrowgauge.kernels.activation import gelu, gelu_reference, swiglu, swiglu_reference
-from narrowgauge.kernels.amax_cache import told_largest
+from narrowgauge.kernels.amax_cache import cached_amax
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*encountered in:RuntimeWarning"
@@ -79,16 +79,16 @@ def test_swiglu_of_any_shape_is_torchs_within_the_exponential(device, dtype, sha
     rtol = 2 * torch.finfo(dtype).eps + 2**-21
     torch.testing.assert_close(y, reference, rtol=rtol, atol=1e-7)
     torch.testing.assert_close(grad, reference_grad, rtol=rtol, atol=1e-6)
-    assert torch.equal(told_largest(swiglu(gate_up)), y.float().abs().max())
-    assert torch.equal(told_largest(grad), grad.float().abs().max())
+    assert torch.equal(cached_amax(swiglu(gate_up)), y.float().abs().max())
+    assert torch.equal(cached_amax(grad), grad.float().abs().max())
 
 
 def test_swiglu_tells_nan_and_infinity(device):
     gate_up = torch.ones(2, 6, device=device, dtype=torch.bfloat16)
     gate_up[0, 1] = torch.inf
-    assert told_largest(swiglu(gate_up)) == torch.inf
+    assert cached_amax(swiglu(gate_up)) == torch.inf
     gate_up[1, 4] = NAN
-    assert told_largest(swiglu(gate_up)).isnan()
+    assert cached_amax(swiglu(gate_up)).isnan()
 
 
 def gelu_in_double(x):
@@ -117,8 +117,8 @@ def test_gelu_of_every_bf16_is_the_nearest_but_for_ties(device):
         slope.abs() + x.detach().double().clamp(-10, 0).abs() * gelu_in_double(x.detach())[0].abs()
     )
     assert ((dx.double() - exact_dx).abs() <= near * exact_dx.abs() + 2.0**-15 * terms + 1e-36).all()
-    assert torch.equal(told_largest(y), y.detach().float().abs().max())
-    assert torch.equal(told_largest(dx), dx.float().abs().max())
+    assert torch.equal(cached_amax(y), y.detach().float().abs().max())
+    assert torch.equal(cached_amax(dx), dx.float().abs().max())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -139,8 +139,8 @@ def test_gelu_is_torchs_within_what_torch_cancels(device, dtype, count):
 def test_gelu_of_what_is_not_finite_is_torchs(device):
     x = torch.tensor([torch.inf, -torch.inf, NAN, 0.0, -0.0, 1e30, -1e30], device=device)
     assert same_bits(gelu(x), gelu_reference(x))
-    assert told_largest(gelu(x)).isnan()
-    assert told_largest(gelu(x[:1])) == torch.inf
+    assert cached_amax(gelu(x)).isnan()
+    assert cached_amax(gelu(x[:1])) == torch.inf
 
 
 def test_every_element_is_written(device, monkeypatch):

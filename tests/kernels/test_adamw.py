@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.formats import stream, stream_key
+from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.kernels import dispatch as where
 from narrowgauge.kernels.adamw import Factors, adamw, fma, reference, takes
-from narrowgauge.nn.weight_state import Gradient
+from narrowgauge.nn.weight_state import GradientState
 from narrowgauge.optim.adamw import adamw_update
-from narrowgauge.quantization import AtRest, make_cast
+from narrowgauge.quantization import QuantizedState, make_cast
 from narrowgauge.recipes import recipe
 
 pytestmark = pytest.mark.filterwarnings(
@@ -46,7 +46,7 @@ SEED, STEP = 7, 3
 
 
 def filled(numbers, cast, device):
-    state = AtRest(numbers.shape, make_cast(cast), device)
+    state = QuantizedState(numbers.shape, make_cast(cast), device)
     state.write(numbers.to(device))
     return state
 
@@ -66,7 +66,7 @@ def updated_by_reference(w, g, m, v, beside, factors):
     for i, (state, x) in enumerate(zip((w, m, v, beside), (*numbers, numbers[0]), strict=True)):
         if state is not None:
             random = state.cast.rounding == "stochastic"
-            state.write(x.clone(), stream(SEED, STEP, i, x.device) if random else None)
+            state.write(x.clone(), random_stream(SEED, STEP, i, x.device) if random else None)
 
 
 def updated_by_kernel(w, g, m, v, beside, factors):
@@ -132,12 +132,12 @@ def test_the_kernel_is_its_reference(way, shape, device):
 def test_random_bits_meet_what_is_cut_off(device):
     """Where what bf16 cuts off is the random number, or next to it; with lr = 0 a weight stays as it is."""
     shape = torch.Size((60, 70))
-    random = (stream(SEED, STEP, 3).uniform(shape) * 2**16).int()
+    random = (random_stream(SEED, STEP, 3).uniform(shape) * 2**16).int()
     ties = 0
     for less in (0, 1):
         bits = (0x3F80 << 16) + (random - less).clamp(0)
         w = (torch.where(torch.arange(70) % 2 == 0, bits, bits | -(2**31))).view(torch.float32)
-        ties += (stream(SEED, STEP, 3).uniform(shape) == (bits & 0xFFFF) * 2.0**-16).sum()
+        ties += (random_stream(SEED, STEP, 3).uniform(shape) == (bits & 0xFFFF) * 2.0**-16).sum()
         kinds = {"fp32": w, "fp16": w, "bf16": w, "bf16-split": w.abs()}
         ours, plain = (
             [*(filled(x, c, device) for c, x in kinds.items()), filled(w, SR, device)] for _ in range(2)
@@ -183,7 +183,7 @@ def test_what_is_not_finite_stays_so(way, bad, device):
 
 def test_what_it_takes_and_what_it_does_not(device):
     def at_rest(cast, **options):
-        return AtRest(torch.Size((4, 256)), make_cast(cast), device, **options)
+        return QuantizedState(torch.Size((4, 256)), make_cast(cast), device, **options)
 
     for cast in ("fp32", "bf16", "fp16", SR, "fp16-scaled", "bf16-split", E4M3, E5M2):
         assert takes(at_rest(cast), None), cast
@@ -201,7 +201,7 @@ def test_what_it_takes_and_what_it_does_not(device):
 def test_a_write_is_one_that_autograd_knows_of(device):
     p = torch.ones(32, device=device)
     before = p._version
-    m, v = (AtRest(p.shape, make_cast("bf16"), device) for _ in range(2))
+    m, v = (QuantizedState(p.shape, make_cast("bf16"), device) for _ in range(2))
     adamw(p, torch.ones_like(p), m, v, None, Factors.of(OPTIONS, 1), {})
     assert p._version > before
     assert m.tensors["values"]._version > 0
@@ -231,9 +231,9 @@ def trained(name, device, steps=4):
         for p in model.parameters():
             dw = (torch.randn(p.shape, generator=g) * 10.0**-n).to(device)
             narrow = getattr(p, "gradient", None)
-            if isinstance(narrow, Gradient):
-                narrow.add(dw, stream(1, n, 2, device))
-                narrow.add(dw.flip(0), stream(1, n, 3, device))
+            if isinstance(narrow, GradientState):
+                narrow.add(dw, random_stream(1, n, 2, device))
+                narrow.add(dw.flip(0), random_stream(1, n, 3, device))
             else:
                 p.grad = dw.to(p.dtype)
         optimizer.clip_grad_norm_(1.0)
@@ -244,7 +244,9 @@ def trained(name, device, steps=4):
         for place in ("at_rest", "master"):
             found |= {
                 f"{n}.{place}.{k}": t
-                for k, t in (getattr(p, place, None) or AtRest(p.shape, make_cast("fp32"))).tensors.items()
+                for k, t in (
+                    getattr(p, place, None) or QuantizedState(p.shape, make_cast("fp32"))
+                ).tensors.items()
             }
     return {n: t.float().cpu() for n, t in found.items()}
 

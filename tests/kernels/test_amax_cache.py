@@ -2,38 +2,38 @@
 
 import torch
 
-from narrowgauge.kernels.amax_cache import tell_largest, told_largest
+from narrowgauge.kernels.amax_cache import attach_amax, cached_amax
 
 
 def test_it_is_told_until_the_tensor_is_written_to():
     x, amax = torch.tensor([1.0, -3.0]), torch.tensor(3.0)
-    assert told_largest(x) is None
-    tell_largest(x, amax)
-    assert told_largest(x) is amax
+    assert cached_amax(x) is None
+    attach_amax(x, amax)
+    assert cached_amax(x) is amax
     x.mul_(2)
-    assert told_largest(x) is None
-    tell_largest(x, amax * 2)
+    assert cached_amax(x) is None
+    attach_amax(x, amax * 2)
     x[0] = 9  # through a view, which counts as well
-    assert told_largest(x) is None
+    assert cached_amax(x) is None
 
 
 def test_the_largest_of_parts_is_made_one_when_asked_for_and_a_nan_is_kept():
     x = torch.ones(4)
-    tell_largest(x, torch.tensor([[1.0, 5.0], [2.0, 0.5]]))
-    told = told_largest(x)
+    attach_amax(x, torch.tensor([[1.0, 5.0], [2.0, 0.5]]))
+    told = cached_amax(x)
     assert (told.ndim, told.item()) == (0, 5)
-    assert told_largest(x) is told
-    tell_largest(x, torch.tensor([1.0, torch.nan]))
-    assert told_largest(x).isnan()
-    tell_largest(x, torch.tensor([1.0, torch.inf]))
-    assert told_largest(x) == torch.inf
+    assert cached_amax(x) is told
+    attach_amax(x, torch.tensor([1.0, torch.nan]))
+    assert cached_amax(x).isnan()
+    attach_amax(x, torch.tensor([1.0, torch.inf]))
+    assert cached_amax(x) == torch.inf
 
 
 def test_a_view_of_all_of_it_is_told_and_of_a_part_is_not():
     x = torch.arange(24.0).view(2, 3, 4).clone()
-    tell_largest(x, torch.tensor(23.0))
-    assert told_largest(x.reshape(-1, 4)) == 23
-    assert told_largest(x.flatten()) == 23
+    attach_amax(x, torch.tensor(23.0))
+    assert cached_amax(x.reshape(-1, 4)) == 23
+    assert cached_amax(x.flatten()) == 23
     for other in (
         x[0],
         x[:, :2],
@@ -42,18 +42,18 @@ def test_a_view_of_all_of_it_is_told_and_of_a_part_is_not():
         x[..., :1].expand(2, 3, 4),
         x.view(torch.int32),
     ):
-        assert told_largest(other) is None
+        assert cached_amax(other) is None
     view = x.view(6, 4)
     view.add_(1)
-    assert told_largest(x) is None
-    assert told_largest(view) is None
+    assert cached_amax(x) is None
+    assert cached_amax(view) is None
 
 
 def test_what_counts_no_versions_is_told_nothing():
     with torch.inference_mode():
         x = torch.ones(3)
-        tell_largest(x, torch.tensor(1.0))
-        assert told_largest(x) is None
+        attach_amax(x, torch.tensor(1.0))
+        assert cached_amax(x) is None
 
 
 HEARD = []
@@ -68,9 +68,9 @@ class Times(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        HEARD.append(told_largest(dy))
+        HEARD.append(cached_amax(dy))
         dx = 3 * dy
-        tell_largest(dx, dx.abs().amax())
+        attach_amax(dx, dx.abs().amax())
         return dx
 
 

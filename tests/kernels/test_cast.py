@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.formats import stream
+from narrowgauge.formats import random_stream
 from narrowgauge.kernels import emulate, quantize
 from narrowgauge.quantization import cast as cast_named
 from narrowgauge.quantization import cast_names, make_cast
@@ -100,7 +100,7 @@ def test_every_rounding_takes_the_same_bits(name, rounding, device):
     for bits in (24, 8):
         cast = make_cast({"cast": name, "rounding": rounding, "random_bits": bits})
         for offset in (0, 7 * 2**30, torch.tensor(2**32 - 100, device=device)):
-            bits_of = dataclasses.replace(stream(1, 2, 3, device), offset=offset)
+            bits_of = dataclasses.replace(random_stream(1, 2, 3, device), offset=offset)
             for axis in (-1, 0):
                 assert_same_tensors(x, cast, axis, generator=bits_of)
 

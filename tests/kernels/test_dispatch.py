@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from narrowgauge.kernels import has_kernels
-from narrowgauge.kernels.dispatch import launches
+from narrowgauge.kernels.dispatch import use_kernels
 
 
 def test_a_cpu_has_kernels_in_the_interpreter_only(monkeypatch):
@@ -24,6 +24,6 @@ def test_gpus_before_ampere_keep_to_plain_operations(capability, has, monkeypatc
 
 
 def test_nothing_is_launched_for_no_numbers_or_wide_ones(device):
-    assert launches(torch.zeros(3, device=device))
-    assert not launches(torch.zeros(0, device=device))
-    assert not launches(torch.zeros(3, dtype=torch.float64, device=device))
+    assert use_kernels(torch.zeros(3, device=device))
+    assert not use_kernels(torch.zeros(0, device=device))
+    assert not use_kernels(torch.zeros(3, dtype=torch.float64, device=device))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowgauge.kernels import tell_largest
+from narrowgauge.kernels import attach_amax
 from narrowgauge.nn import convert, set_step
 from narrowgauge.recipes import recipe, recipe_names
 
@@ -55,7 +55,7 @@ def test_a_largest_magnitude_that_was_told_is_not_looked_for(device, monkeypatch
     plain = model(x)
     assert seen == [(24, 32), (16, 32)]  # the input's and the weight's
     seen.clear()
-    tell_largest(x, x.float().abs().max())
+    attach_amax(x, x.float().abs().max())
     assert torch.equal(model(x), plain)
     assert seen == [(16, 32)]
     x.mul_(2)  # it is another tensor now

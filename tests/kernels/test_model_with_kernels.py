@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from narrowgauge.kernels import dispatch as where
-from narrowgauge.kernels.amax_cache import told_largest
+from narrowgauge.kernels.amax_cache import cached_amax
 from narrowgauge.models import Transformer, generate, initialize, model_config
 
 pytestmark = pytest.mark.filterwarnings(
@@ -123,7 +123,7 @@ def test_every_product_but_that_of_attention_is_told_its_input(device, name):
     told = {}
     for n, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(lambda _, x, n=n: told.update({n: (told_largest(x[0]), x[0])}))
+            module.register_forward_pre_hook(lambda _, x, n=n: told.update({n: (cached_amax(x[0]), x[0])}))
     loss_and_gradients(model)
     for n, (amax, x) in told.items():
         if n.endswith("attention_out"):

@@ -9,7 +9,7 @@ ulp, eps / 2 of the number.
 import pytest
 import torch
 
-from narrowgauge.kernels.amax_cache import told_largest
+from narrowgauge.kernels.amax_cache import cached_amax
 from narrowgauge.kernels.norm import add_norm, norm, reference
 
 FEW = 2.0**-18
@@ -46,7 +46,7 @@ def test_exact_numbers_come_out_bit_for_bit(device, kind, out_dtype):
     expected = reference(s, weight_D, bias_D, TINY, kind, out_dtype)
     assert y.dtype == out_dtype
     assert torch.equal(y, expected)
-    assert torch.equal(told_largest(y), expected.float().abs().max())
+    assert torch.equal(cached_amax(y), expected.float().abs().max())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -73,7 +73,7 @@ def test_random_rows_are_as_near_as_rounding_allows(device, kind, D, x_dtype, de
     scale = (centered.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     meets = stream.double().abs().amax(-1, keepdim=True) * scale * weight_D.abs() + exact.abs()
     assert ((y.double() - exact).abs() <= half_ulp(out_dtype) * exact.abs() + FEW * meets).all()
-    assert torch.equal(told_largest(y), y.float().abs().max())
+    assert torch.equal(cached_amax(y), y.float().abs().max())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,7 +107,7 @@ def test_gradients_are_those_of_double_precision(device, kind, delta_dtype, monk
         size = e.abs().amax(-1, keepdim=True) + e.abs().mean() if e.ndim > 1 else e.abs().max()
         assert ((g.double() - e).abs() <= half_ulp(g.dtype) * e.abs() + 4 * FEW * size).all()
     if delta_dtype == torch.bfloat16:
-        assert torch.equal(told_largest(got[1]), got[1].float().abs().max())
+        assert torch.equal(cached_amax(got[1]), got[1].float().abs().max())
 
 
 def test_without_the_stream_used_and_without_its_norm_used(device):
@@ -136,14 +136,14 @@ def test_bad_rows_stay_bad_and_leave_the_others_alone(device, kind):
     assert y[0].isfinite().all()
     assert not y[1].isfinite().any()
     assert not y[3].any()
-    assert told_largest(y).isnan()
+    assert cached_amax(y).isnan()
 
 
 def test_an_output_beyond_its_dtype_tells_infinity(device):
     x = torch.tensor([[1.0, -1.0, 1.0, 1.0]], device=device)
     y = norm(x, torch.full((4,), 1e6, device=device), None, 1e-5, "rms", torch.float16)
     assert y.isinf().all()
-    assert told_largest(y) == torch.inf
+    assert cached_amax(y) == torch.inf
 
 
 def test_every_element_is_written(device):
@@ -180,5 +180,5 @@ def test_a_compiler_sees_plain_torch(device):
     arguments = (x, weight_D, None, 1e-5, "rms", torch.bfloat16)
     y = torch.compile(norm, backend="eager", fullgraph=True)(*arguments)
     assert torch.equal(y, reference(*arguments))
-    assert told_largest(y) is None
-    assert told_largest(norm(*arguments)) is not None
+    assert cached_amax(y) is None
+    assert cached_amax(norm(*arguments)) is not None

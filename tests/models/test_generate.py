@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.models import Cache, Transformer, generate, initialize, model_config
+from narrowgauge.models import KVCache, Transformer, generate, initialize, model_config
 
 TINY = {"dim": 64, "layers": 2, "ffn_dim": 96, "vocab_size": 61, "max_sequence_length": 32}
 
@@ -62,7 +62,7 @@ def test_a_cache_gives_the_logits_of_the_whole_context(groups):
     model = Transformer(model_config("debug", **(TINY | {"kv_heads": 4 // groups})))
     initialize(model, 1)
     ids = torch.randint(61, (2, 20), generator=torch.Generator().manual_seed(0))
-    cache = Cache(model.config, 20)
+    cache = KVCache(model.config, 20)
     with torch.no_grad():
         pieces = [ids[:, :7], *ids[:, 7:].split(1, dim=1)]
         logits = torch.cat([model.head(model.hidden(piece, cache=cache)) for piece in pieces], dim=1)

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from narrowgauge.nn import Linear, convert, recipe_tensors, set_step
-from narrowgauge.nn.amax_history import History
+from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.quantization import make_cast
 from narrowgauge.recipes import parse_recipe, recipe
 
 
 def history(length=4, **extra):
-    return History(make_cast({"cast": "e4m3", "history": length} | extra))
+    return AmaxHistory(make_cast({"cast": "e4m3", "history": length} | extra))
 
 
 def feed(h, magnitudes):

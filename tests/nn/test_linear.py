@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from narrowgauge.formats import round_to, stream
+from narrowgauge.formats import random_stream, round_to
 from narrowgauge.nn import Linear
 from narrowgauge.quantization import Cast, estimator_slope, quantize
 from narrowgauge.recipes import GEMM_PLACES, Recipe, recipe, recipe_names
@@ -28,11 +28,11 @@ def numbers(tensor: torch.Tensor, cast: Cast, axis: int, place: str) -> torch.Te
         return tensor.to(DTYPES[cast.name]).double()
     if cast.history:  # the scale is still 1
         return round_to(tensor, cast.element).double()
-    bits = stream(SEED, STEP, INDEX * len(GEMM_PLACES) + GEMM_PLACES.index(place))
+    bits = random_stream(SEED, STEP, INDEX * len(GEMM_PLACES) + GEMM_PLACES.index(place))
     signs = None
     if cast.signs == "random":
         gemm = ("fprop", "dgrad", "wgrad").index(place.split(".")[0])
-        signs = 1 - 2 * (stream(SEED, STEP, 2**32 + 3 * INDEX + gemm).bits((cast.hadamard,)) & 1)
+        signs = 1 - 2 * (random_stream(SEED, STEP, 2**32 + 3 * INDEX + gemm).bits((cast.hadamard,)) & 1)
     stored = quantize(tensor, cast, axis=axis, generator=bits, signs=signs).dequantize().double()
     if cast.compensate:
         ranked = tensor.flatten().sort().values

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_mm
 from narrowgauge.formats import decode, format, unpack
 from narrowgauge.nn import Linear, convert
 from narrowgauge.nn.gemm import multiply
-from narrowgauge.nn.native import arguments, codes_of, multiply_codes, tiled
+from narrowgauge.nn.native import arguments, native_product, quantized_operand, tiled
 from narrowgauge.quantization import make_cast, quantize
 from narrowgauge.recipes import choose_backend, device_facts, recipe, recipe_names
 
@@ -47,7 +47,7 @@ def pair(a, b, m, k, n, axis=-1):
     x, w = torch.randn(m, k, generator=g), torch.randn(n, k, generator=g)
     qs = [quantize(t if axis == -1 else t.T, c, axis) for t, c in ((x, a), (w, b))]
     wide = [q.dequantize() if axis == -1 else q.dequantize().T for q in qs]
-    return [codes_of(q, axis) for q in qs], wide
+    return [quantized_operand(q, axis) for q in qs], wide
 
 
 def read_elements(matrix, cast):
@@ -137,7 +137,7 @@ def test_tiles_of_scales():
 @pytest.mark.parametrize(("a", "b"), PAIRS[:5])
 def test_a_product_on_torchs_cpu_kernel(a, b, shape):
     (x, w), (x_MK, w_NK) = pair(a, b, *shape)
-    got = multiply_codes(x, w, torch.bfloat16).double()
+    got = native_product(x, w, torch.bfloat16).double()
     exact = x_MK.double() @ w_NK.double().T
     slack = 1e-4 * (x_MK.double().abs() @ w_NK.double().abs().T)
     assert ((got - exact).abs() <= exact.abs() * 2.0**-8 + slack).all()
@@ -147,8 +147,8 @@ def test_a_product_on_torchs_cpu_kernel(a, b, shape):
 @pytest.mark.parametrize(("a", "b"), PAIRS[:5])
 def test_ones_give_twos(a, b):
     """MS-AMP's case: ones (4, 2) times ones (2, 3), sizes that no hardware takes without padding."""
-    x, w = (codes_of(quantize(torch.ones(rows, 2), c), -1) for rows, c in ((4, a), (3, b)))
-    assert torch.equal(multiply_codes(x, w, torch.bfloat16), torch.full((4, 3), 2.0).bfloat16())
+    x, w = (quantized_operand(quantize(torch.ones(rows, 2), c), -1) for rows, c in ((4, a), (3, b)))
+    assert torch.equal(native_product(x, w, torch.bfloat16), torch.full((4, 3), 2.0).bfloat16())
 
 
 def both(name, shape, bias, saved=None):

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.nn import Gauges, Linear, convert
-from narrowgauge.nn.gemm_context import Places
+from narrowgauge.nn.gemm_context import GemmContext
 from narrowgauge.nn.observer import LayerGauge, evenly
 from narrowgauge.optim import AdamW
 from narrowgauge.quantization import emulate, make_cast, quantize
@@ -137,7 +137,9 @@ def test_native_operands_are_read_alike(name, axis):
     for native in (False, True):
         gauges = Gauges({}, {})
         c = {"fprop.x": make_cast(name)}
-        Places(c, torch.bfloat16, native=native, gauge=LayerGauge("it", gauges)).operand(x, "fprop.x", axis)
+        GemmContext(c, torch.bfloat16, native=native, gauge=LayerGauge("it", gauges)).operand(
+            x, "fprop.x", axis
+        )
         lines.append(gauges.lines(1))
     assert lines[0] == lines[1]
 

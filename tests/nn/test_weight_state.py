@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.formats import stream
+from narrowgauge.formats import random_stream
 from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import Linear, convert, recipe_tensors, set_step
-from narrowgauge.nn.weight_state import Gradient
+from narrowgauge.nn.weight_state import GradientState
 from narrowgauge.optim import AdamW, parameter_groups
-from narrowgauge.quantization import AtRest, make_cast
+from narrowgauge.quantization import QuantizedState, make_cast
 from narrowgauge.recipes import parse_recipe, recipe
 
 K, N = 96, 128
@@ -91,7 +91,7 @@ def test_products_see_the_stored_numbers(name):
     expected = other.weight.grad
     if name != "coat":
         assert layer.weight.grad is None
-        rounded = AtRest(expected.shape, layer.weight.gradient.cast)
+        rounded = QuantizedState(expected.shape, layer.weight.gradient.cast)
         rounded.write(expected)
         step = (rounded.read() - expected).abs().max() * 2
         assert ((gradient - expected).abs() <= expected.abs() * 2.0**-3 + step).all()
@@ -105,7 +105,7 @@ class TestMicroBatches:
     def test_each_is_added_to_what_was_read_and_rounded_once(self, size, cast):
         """MS-AMP's case: ten rounds, bit for bit those of dequantize, add, quantize."""
         cast = make_cast(cast)
-        gradient, oracle = (kind(torch.Size((size, size)), cast) for kind in (Gradient, AtRest))
+        gradient, oracle = (kind(torch.Size((size, size)), cast) for kind in (GradientState, QuantizedState))
         for n in range(10):
             x = torch.randn(size, size, generator=torch.Generator().manual_seed(n))
             gradient.add(x, None)
@@ -117,12 +117,12 @@ class TestMicroBatches:
         cast = make_cast({"cast": "e4m3", "rounding": "stochastic"})
         sums = {}
         for name, is_random in (("nearest", False), ("stochastic", True)):
-            gradient = Gradient(torch.Size((64, 64)), cast)
+            gradient = GradientState(torch.Size((64, 64)), cast)
             start = torch.ones(64, 64)
             start[0, 0] = 448.0  # which keeps the scale at 1, and the step at 1.0 an eighth
             gradient.add(start, None)
             for n in range(64):
-                gradient.add(torch.full((64, 64), 1 / 64), stream(0, n, 5) if is_random else None)
+                gradient.add(torch.full((64, 64), 1 / 64), random_stream(0, n, 5) if is_random else None)
             sums[name] = gradient.read()[1:].mean().item()
         assert sums["nearest"] == pytest.approx(1.0, abs=0.02)
         assert sums["stochastic"] == pytest.approx(2.0, abs=0.02)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.nn.weight_state import Gradient
+from narrowgauge.nn.weight_state import GradientState
 from narrowgauge.optim import gradient
 from narrowgauge.quantization import make_cast
 
@@ -69,7 +69,7 @@ def test_clipped_to_an_l1_norm_of_one(name):
 def test_unscaled_by_a_quarter(of):
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
     x = {"dense": x, "transposed": x.T, "sliced": x[:, :3]}[of]
-    state = Gradient(x.shape, E4M3)
+    state = GradientState(x.shape, E4M3)
     state.add(x, None)
     before = state.read().clone()
     state.scale_by(torch.tensor(0.25))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowgauge.formats import stream
+from narrowgauge.formats import random_stream
 from narrowgauge.quantization import cast_names, emulate, make_cast, quantize, scale_and_round
 
 CASTS = [make_cast(name) for name in cast_names() if make_cast(name).is_scaled]
@@ -19,8 +19,8 @@ def test_pieces_give_the_numbers_of_the_whole(c, shape, axis, rounding, monkeypa
     c = make_cast({"cast": c.name, "rounding": rounding})
 
     def numbers():
-        q = quantize(x, c, axis, generator=stream(1, 2, 3))
-        operand, scale = emulate(x, c, axis, torch.bfloat16, stream(1, 2, 3))
+        q = quantize(x, c, axis, generator=random_stream(1, 2, 3))
+        operand, scale = emulate(x, c, axis, torch.bfloat16, random_stream(1, 2, 3))
         scale = torch.ones(()) if scale is None else scale
         return [q.codes, q.scales, q.tensor_scale, operand.float(), scale]
 
@@ -32,6 +32,6 @@ def test_pieces_give_the_numbers_of_the_whole(c, shape, axis, rounding, monkeypa
 
 def test_a_large_tensor_is_walked_through_in_pieces():
     x = torch.zeros(3000, 256)
-    pieces = list(scale_and_round.pieces(x))
+    pieces = list(scale_and_round.chunks(x))
     assert len(pieces) > 1
     assert sum(size for _, _, size in pieces) == 3000

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.quantization import AtRest, cast, emulate, make_cast, quantize
+from narrowgauge.quantization import QuantizedState, cast, emulate, make_cast, quantize
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.gauges.figures import (
+    cosine_similarity,
     figures,
     gauge,
     gauge_operand,
     gauge_product,
     gauge_state,
-    likeness,
 )
 from narrowgauge.quantization.hadamard import hadamard
 
@@ -196,7 +196,7 @@ STATE = ["bf16", "fp16-scaled", "bf16-split", "coat", "dynamic8", "e4m3", "fp8-1
 @pytest.mark.parametrize("name", STATE)
 def test_state_is_gauged_as_it_is_stored(name):
     x, c = numbers((24, 300), spread=2), cast(name)
-    stored = AtRest(x.shape, c)
+    stored = QuantizedState(x.shape, c)
     shown = []
     stored.gauge = lambda x, stored: shown.append(figures(gauge_state(x, stored).tolist()))
     stored.write(x)
@@ -229,11 +229,11 @@ def test_tensors_of_any_shape(shape):
 
 def test_a_product_is_compared_with_the_exact_one():
     a, b = numbers((6, 8), 1, 1).double(), numbers((6, 8), 2, 0.1).double()
-    found = likeness(gauge_product((a + 0.01 * b).float(), a).tolist())
+    found = cosine_similarity(gauge_product((a + 0.01 * b).float(), a).tolist())
     c = (a + 0.01 * b).float().double().numpy().ravel()
     d = a.numpy().ravel()
     assert found["cosine"] == pytest.approx(c @ d / math.sqrt(c @ c) / math.sqrt(d @ d))
     assert found["sqnr_db"] == pytest.approx(10 * math.log10(d @ d / ((c - d) @ (c - d))))
-    assert likeness(gauge_product(a, a).tolist())["sqnr_db"] is None
+    assert cosine_similarity(gauge_product(a, a).tolist())["sqnr_db"] is None
     nothing = torch.zeros(2, 2)
-    assert likeness(gauge_product(nothing, nothing).tolist()) == {"cosine": None, "sqnr_db": None}
+    assert cosine_similarity(gauge_product(nothing, nothing).tolist()) == {"cosine": None, "sqnr_db": None}

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from narrowgauge.quantization import AtRest, make_cast
+from narrowgauge.quantization import QuantizedState, make_cast
 
 KINDS = ("fp32", "bf16", "fp16-scaled", "e4m3", "e5m2")
 TOLERANCE = {"e4m3": 0.1, "fp16-scaled": 1e-3}
@@ -13,7 +13,7 @@ TOLERANCE = {"e4m3": 0.1, "fp16-scaled": 1e-3}
 
 def stored(x, kind):
     """What is read back of a tensor that was stored in a kind of numbers."""
-    state = AtRest(x.shape, make_cast(kind))
+    state = QuantizedState(x.shape, make_cast(kind))
     state.write(x)
     return state.read()
 

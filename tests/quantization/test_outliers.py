@@ -7,7 +7,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.errors import UserError
-from narrowgauge.formats import stream
+from narrowgauge.formats import random_stream
 from narrowgauge.quantization import clamp_outliers, emulate, estimator_slope, make_cast
 
 FP4_POW2 = make_cast({"cast": "fp4-row", "power_of_two": True})
@@ -90,12 +90,12 @@ def test_what_is_clamped_comes_back_in_high_precision():
 def test_the_bits_of_hardware_round_as_its_definition_says():
     """floor(t + r / 256): the expectation lies low by less than 1/256 of a step; with 24 bits it does not."""
     x = torch.full((1, 2**16), 0.25 + 0.5 / 256)
-    bits = stream(1, 2, 3)
+    bits = random_stream(1, 2, 3)
     r = (bits.uniform((1, 2**16)) * 256).floor()
     by_hand = ((x / 0.5 + r / 256).floor() * 0.5).double()
     c = make_cast({"cast": "mxfp4", "rounding": "stochastic", "random_bits": 8})
     block = torch.cat([torch.full((2**11, 1), 6.0), x.view(2**11, 32)[:, 1:]], 1)  # a scale of 1
-    got = ng.quantize(block, c, generator=stream(1, 2, 3)).dequantize().double()
+    got = ng.quantize(block, c, generator=random_stream(1, 2, 3)).dequantize().double()
     assert torch.equal(got[:, 1:], by_hand.view(2**11, 32)[:, 1:])
     unbiased = ng.quantize(block, make_cast({"cast": "mxfp4", "rounding": "stochastic"}), generator=bits)
     deviation = 0.5 * 0.5 / math.sqrt(2**16)

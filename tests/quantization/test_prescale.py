@@ -2,7 +2,7 @@
 
 import torch
 
-from narrowgauge.nn.weight_state import Gradient
+from narrowgauge.nn.weight_state import GradientState
 from narrowgauge.quantization import make_cast
 from narrowgauge.quantization.state.prescale import applied, next_mu
 
@@ -23,7 +23,7 @@ def test_what_is_applied_is_a_power_of_two():
 
 
 def gradient_with(mu, x):
-    state = Gradient(x.shape, make_cast(PLAIN | {"prescale": True}))
+    state = GradientState(x.shape, make_cast(PLAIN | {"prescale": True}))
     state.prescale.tensors["mu"].fill_(mu)
     state.add(x, None)
     return state
@@ -31,7 +31,7 @@ def gradient_with(mu, x):
 
 def test_a_factor_of_one_changes_nothing():
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
-    plain = Gradient(x.shape, make_cast(PLAIN))
+    plain = GradientState(x.shape, make_cast(PLAIN))
     plain.add(x, None)
     scaled = gradient_with(1.0, x)
     assert torch.equal(plain.read(), scaled.read())

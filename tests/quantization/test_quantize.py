@@ -14,7 +14,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.formats import decode, unpack
 from narrowgauge.quantization import cast as cast_named
 from narrowgauge.quantization import cast_names, emulate, make_cast
-from narrowgauge.quantization.oracle import quantize_by_hand
+from narrowgauge.quantization.oracle import reference_quantize
 
 SCALED = [n for n in cast_names() if cast_named(n).is_scaled]
 MX = [n for n in SCALED if cast_named(n).scale == "e8m0"]
@@ -58,7 +58,7 @@ def test_equals_the_oracle_bit_for_bit(name, kind, axis):
     for variant in variants[c.scale]:
         varied = make_cast({"cast": name} | variant)
         q = ng.quantize(x, varied, axis=axis)
-        hand = quantize_by_hand(x.float().numpy(), varied, axis)
+        hand = reference_quantize(x.float().numpy(), varied, axis)
         values = decode(q.codes, c.element).numpy()
         np.testing.assert_array_equal(values, hand.values)
         np.testing.assert_array_equal(np.signbit(values), np.signbit(hand.values))

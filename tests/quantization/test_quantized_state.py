@@ -8,8 +8,8 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.errors import UserError
-from narrowgauge.formats import stream
-from narrowgauge.quantization import AtRest, cast_names, make_cast, state_cast_names
+from narrowgauge.formats import random_stream
+from narrowgauge.quantization import QuantizedState, cast_names, make_cast, state_cast_names
 from narrowgauge.quantization.codebook import code_values, to_codes
 
 ROWS, COLUMNS = 48, 384
@@ -33,7 +33,7 @@ BYTES = {
 
 
 def at_rest(cast, x):
-    state = AtRest(x.shape, make_cast(cast))
+    state = QuantizedState(x.shape, make_cast(cast))
     state.write(x)
     return state
 
@@ -72,7 +72,7 @@ def test_bytes_an_element(name):
 
 @pytest.mark.parametrize("name", [*cast_names(), *state_cast_names()])
 def test_it_begins_with_zeros_and_is_allocated_once(name):
-    state = AtRest(torch.Size((ROWS, COLUMNS)), make_cast(name))
+    state = QuantizedState(torch.Size((ROWS, COLUMNS)), make_cast(name))
     assert not state.read().any()
     before = {k: t.data_ptr() for k, t in state.tensors.items()}
     state.write(numbers())
@@ -181,24 +181,24 @@ def test_a_factor(cast):
 def test_stochastic_rounding_is_right_on_average_and_repeats(name):
     cast = make_cast({"cast": name, "rounding": "stochastic"})
     x = numbers()[:8, :64]
-    state = AtRest(x.shape, cast)
+    state = QuantizedState(x.shape, cast)
     sums, count = torch.zeros(x.shape, dtype=torch.float64), 400
     for step in range(count):
-        state.write(x, stream(7, step, 3))
+        state.write(x, random_stream(7, step, 3))
         sums += state.read()
     gap = (at_rest(name, x).read() - x).abs().max()
     assert ((sums / count - x).abs() <= 6 * 2 * gap / math.sqrt(count)).all()
     assert (sums / count - x).norm() < 0.2 * (at_rest(name, x).read() - x).norm()
-    state.write(x, stream(7, 5, 3))
+    state.write(x, random_stream(7, 5, 3))
     once = state.read().clone()
-    state.write(x, stream(7, 5, 3))
+    state.write(x, random_stream(7, 5, 3))
     assert torch.equal(state.read(), once)
 
 
 @pytest.mark.parametrize("key", [{"hadamard": 16}, {"outliers": 0.99}, {"history": 4}])
 def test_what_belongs_to_operands_is_refused(key):
     with pytest.raises(UserError, match="transforms, outliers and histories are for operands of a product"):
-        AtRest(torch.Size((8, 8)), make_cast({"cast": "e4m3"} | key))
+        QuantizedState(torch.Size((8, 8)), make_cast({"cast": "e4m3"} | key))
 
 
 class TestBf16WithItsRest:

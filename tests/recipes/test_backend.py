@@ -31,16 +31,16 @@ def nvidia(major, minor, cuda=(13, 0)):
 @pytest.mark.parametrize("wish", BACKENDS)
 @pytest.mark.parametrize("device", [CPU, H200])
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
-def test_references_are_native_everywhere(name, device, wish):
-    backend = choose_backend(recipe(name), device, wish)
+def test_references_are_native_everywhere(name, device, requested):
+    backend = choose_backend(recipe(name), device, requested)
     assert backend.name == "native"
     assert backend.reason == f"torch multiplies {name} itself"
 
 
 @pytest.mark.parametrize("wish", ["auto", "emulated"])
 @pytest.mark.parametrize("name", NARROW)
-def test_narrow_recipes_are_emulated_on_a_cpu_and_say_why(name, wish):
-    backend = choose_backend(recipe(name), CPU, wish)
+def test_narrow_recipes_are_emulated_on_a_cpu_and_say_why(name, requested):
+    backend = choose_backend(recipe(name), CPU, requested)
     assert backend.name == "emulated"
     assert backend.reason == "a CPU has no narrow matrix units; the same numbers in bf16 GEMMs"
 

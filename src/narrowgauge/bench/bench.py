@@ -16,7 +16,7 @@ from narrowgauge.bench.ceilings import Ceilings, measure
 from narrowgauge.bench.peers import check_peers, default_peers
 from narrowgauge.bench.timing import Spread, take_turns
 from narrowgauge.bench.work import Work, work_of
-from narrowgauge.bench.worker import OURS, contenders
+from narrowgauge.bench.worker import OURS, start_workers
 from narrowgauge.recipes import choose_backend, device_facts
 from narrowgauge.training import Config, choose_device
 from narrowgauge.training.monitor.hardware import device_name
@@ -24,7 +24,7 @@ from narrowgauge.training.monitor.profiler import StepTime
 
 
 @dataclass(frozen=True)
-class Found:
+class BenchResult:
     """All figures of a benchmark."""
 
     config: Config
@@ -64,7 +64,7 @@ class Found:
         }
 
 
-def bench(config: Config, peers: Sequence[str] | None, rounds: int, console: Console) -> Found:
+def bench(config: Config, peers: Sequence[str] | None, rounds: int, console: Console) -> BenchResult:
     """Measure, and print what was found.
 
     Args:
@@ -77,14 +77,14 @@ def bench(config: Config, peers: Sequence[str] | None, rounds: int, console: Con
         UserError: an unknown peer, or one that is not here.
     """
     device = choose_device(config.training.device)
-    backend = choose_backend(config.the_recipe(), device_facts(device), config.recipe.backend)
+    backend = choose_backend(config.resolved_recipe(), device_facts(device), config.recipe.backend)
     names = default_peers(device) if peers is None else peers
     check_peers(names, device)
     work = work_of(config, backend.name == "native")
     with console.status("") as status:
         ceilings = measure(work, device, status.update)
         status.update("the first steps")
-        with contenders([OURS, *names], config) as everyone:
+        with start_workers([OURS, *names], config) as everyone:
             for one in everyone:
                 status.update(f"the first steps of {one.name}")
                 one.is_ready()
@@ -92,12 +92,12 @@ def bench(config: Config, peers: Sequence[str] | None, rounds: int, console: Con
             seconds = take_turns({one.name: one.step for one in everyone}, rounds)
             status.update("where the time goes")
             profiled = everyone[0].profile()
-    found = Found(config, device_name(device), backend.name, work, ceilings, profiled, seconds)
+    found = BenchResult(config, device_name(device), backend.name, work, ceilings, profiled, seconds)
     _print(found, console)
     return found
 
 
-def _print(found: Found, console: Console) -> None:
+def _print(found: BenchResult, console: Console) -> None:
     t, c = found.config.training, found.ceilings
     console.print(
         f"{found.config.model.name}, recipe {found.config.recipe.name} ({found.backend}), "
@@ -120,7 +120,7 @@ def _print(found: Found, console: Console) -> None:
     console.print(_peers_table(found))
 
 
-def _ceilings_table(found: Found) -> Table:
+def _ceilings_table(found: BenchResult) -> Table:
     table = Table("product (m, n, k)", box=None, header_style="bold")
     for column in ("in", "times", "TFLOP/s"):
         table.add_column(column, justify="right")
@@ -130,7 +130,7 @@ def _ceilings_table(found: Found) -> Table:
     return table
 
 
-def _classes_table(found: Found) -> Table:
+def _classes_table(found: BenchResult) -> Table:
     floor = found.ceilings.floor_ms(found.work)
     table = Table("class", box=None, header_style="bold")
     for column in ("ms a step", "floor", "of light speed"):
@@ -147,7 +147,7 @@ def _classes_table(found: Found) -> Table:
     return table
 
 
-def _peers_table(found: Found) -> Table:
+def _peers_table(found: BenchResult) -> Table:
     table = Table("who", box=None, header_style="bold")
     for column in ("tokens/s", "ms a step", "we are faster by"):
         table.add_column(column, justify="right")

@@ -48,7 +48,7 @@ def peer_step(
     name: str, config: Config, device: torch.device, batches: Sequence[Batch]
 ) -> Callable[[], object]:
     """An optimizer step of a peer on these micro-batches, after `check_peers`."""
-    model = Transformer(config.the_model())
+    model = Transformer(config.resolved_model())
     initialize(model, config.training.seed)
     model.to(device)
     if name in TORCHAO:

@@ -25,7 +25,7 @@ from narrowgauge.models import Transformer
 from narrowgauge.nn import DTYPES, Linear
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import GEMM_PLACES, Recipe
-from narrowgauge.training import Config, expected
+from narrowgauge.training import Config, estimate_memory
 from narrowgauge.training.step.build_model import build_model, recomputed
 
 
@@ -74,7 +74,7 @@ class Work:
 
 def work_of(config: Config, native: bool) -> Work:
     """The work of a configuration's step; `native` if its hardware multiplies the narrow numbers."""
-    model, recipe, t = config.the_model(), config.the_recipe(), config.training
+    model, recipe, t = config.resolved_model(), config.resolved_recipe(), config.training
     B, T = t.micro_batch_size, config.data.sequence_length
     attention = Attention(B, model.heads, model.kv_heads, T, model.head_dim, recipe.compute)
     work = Work(attention)
@@ -95,7 +95,7 @@ def work_of(config: Config, native: bool) -> Work:
     block = forward * (1 + again / model.layers) + backward
     work.moved["norms and the rest"] = int(times * (M * (model.layers * block + 8 * D) + 4 * V * D))
     work.moved["loss"] = times * 3 * M * V * DTYPES[recipe.compute].itemsize
-    memory = expected(config).device
+    memory = estimate_memory(config).device
     state = sum(memory[name] for name in ("weights", "master", "m", "v"))
     work.moved["optimizer"] = 2 * state + 2 * memory["gradients"]
     return work

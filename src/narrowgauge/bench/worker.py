@@ -22,13 +22,13 @@ from narrowgauge.errors import UserError
 from narrowgauge.training import Config, choose_device
 from narrowgauge.training.monitor.hardware import memory_kept
 from narrowgauge.training.monitor.profiler import Profile, StepTime
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.step.trainer import Trainer
 
 OURS = "narrowgauge"
 _WARM = 2  # steps before any is timed
 
 
-class Contender:
+class Worker:
     """A process that takes steps when it is asked to."""
 
     def __init__(self, name: str, answers: Connection) -> None:
@@ -63,7 +63,7 @@ class Contender:
 
 
 @contextmanager
-def contenders(names: Sequence[str], config: Config) -> Iterator[list[Contender]]:
+def start_workers(names: Sequence[str], config: Config) -> Iterator[list[Worker]]:
     """Processes for `OURS` and for peers, for the length of a `with`."""
     context = get_context("spawn")
     threads = torch.get_num_threads()
@@ -71,17 +71,17 @@ def contenders(names: Sequence[str], config: Config) -> Iterator[list[Contender]
         found = []
         for name in names:
             here, there = context.Pipe()
-            process = context.Process(target=be, args=(name, config, threads, there))
+            process = context.Process(target=serve, args=(name, config, threads, there))
             process.start()
             there.close()
             stack.callback(process.join, 10)
             stack.callback(process.terminate)
             stack.callback(here.close)
-            found.append(Contender(name, here))
+            found.append(Worker(name, here))
         yield found
 
 
-def be(name: str, config: Config, threads: int, asked: Connection) -> None:
+def serve(name: str, config: Config, threads: int, asked: Connection) -> None:
     """The life of a contender."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and nobody asks any more
     torch.set_num_threads(threads)
@@ -107,8 +107,8 @@ def _answer(what: str, step: Callable[[], object], device: torch.device) -> obje
 
 def own_step(config: Config, device: torch.device, batches: Sequence[Batch]) -> Callable[[], object]:
     """A step as a run takes it."""
-    session = Session.begin(config, device)
-    return lambda: session.train_step(iter(batches))
+    trainer = Trainer.begin(config, device)
+    return lambda: trainer.train_step(iter(batches))
 
 
 def profiled(step: Callable[[], object], device: torch.device) -> StepTime:
@@ -129,6 +129,6 @@ def random_batches(config: Config, device: torch.device) -> list[Batch]:
     found = []
     for _ in range(t.batch_size // t.micro_batch_size):
         shape = (t.micro_batch_size, T + 1)
-        ids = torch.randint(config.the_model().vocab_size, shape, generator=g).to(device)
+        ids = torch.randint(config.resolved_model().vocab_size, shape, generator=g).to(device)
         found.append(Batch(ids[:, :-1], ids[:, 1:], ids[:, 1:].numel()))
     return found

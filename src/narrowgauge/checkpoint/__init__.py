@@ -12,9 +12,9 @@ from narrowgauge.checkpoint.store.disk_space import SaveError, require_space
 from narrowgauge.checkpoint.store.lock import lock_run
 from narrowgauge.checkpoint.store.manifest import DamagedError, FileEntry, Manifest, read_manifest, verify
 from narrowgauge.checkpoint.store.nonfinite import JSON, PoisonedError, is_finite
-from narrowgauge.checkpoint.store.restore import Checkpoint, choose_step, load, restore_pieces
-from narrowgauge.checkpoint.store.save import Save, plan_save, save, save_pieces
-from narrowgauge.checkpoint.store.slices import Piece, Pieces, whole
+from narrowgauge.checkpoint.store.restore import Checkpoint, choose_step, load, restore_distributed
+from narrowgauge.checkpoint.store.save import Save, plan_save, save, save_distributed
+from narrowgauge.checkpoint.store.slices import LocalTensor, LocalTensors, full_tensor
 from narrowgauge.files import (
     append_line,
     append_lines,
@@ -31,9 +31,9 @@ __all__ = [
     "Checkpoint",
     "DamagedError",
     "FileEntry",
+    "LocalTensor",
+    "LocalTensors",
     "Manifest",
-    "Piece",
-    "Pieces",
     "PoisonedError",
     "Save",
     "SaveError",
@@ -41,6 +41,7 @@ __all__ = [
     "append_lines",
     "choose_step",
     "fsync_directory",
+    "full_tensor",
     "is_finite",
     "load",
     "lock_run",
@@ -50,12 +51,11 @@ __all__ = [
     "read_jsonl",
     "read_manifest",
     "require_space",
-    "restore_pieces",
+    "restore_distributed",
     "save",
-    "save_pieces",
+    "save_distributed",
     "sha256_of",
     "steps",
     "verify",
-    "whole",
     "write_whole",
 ]

@@ -19,7 +19,7 @@ from narrowgauge.checkpoint import PoisonedError, SaveError
 from narrowgauge.cli import bench, compare, launch, machine, prepare
 from narrowgauge.cli.models import add_exchange_verbs
 from narrowgauge.cluster import WorldFailed
-from narrowgauge.distributed import Stopped, speaks_for_all, world_from
+from narrowgauge.distributed import StoppedByPeer, reports_for_all, world_from
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import format, format_names
 from narrowgauge.recipes import choose_backend, device_facts, recipe, recipe_names
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except (Preempted, StoppedEarly) as stop:
         return _ended_alike(stop, f"stopped by {stop}", EXIT_PREEMPTED)
-    except Stopped as stop:  # another rank has said why
+    except StoppedByPeer as stop:  # another rank has said why
         return _ended(str(stop), stop.code) if stop.speaks else stop.code
     except (ComparisonFailed, WorldFailed) as error:
         # A run that ended by itself has said why.
@@ -104,7 +104,7 @@ def _with_notes(error: BaseException) -> str:
 
 def _ended_alike(error: BaseException, sentence: str, code: int) -> int:
     """The end of all processes of a job, told by one; or of the rank that a note names."""
-    return _ended(sentence, code) if _notes(error) or speaks_for_all(os.environ) else code
+    return _ended(sentence, code) if _notes(error) or reports_for_all(os.environ) else code
 
 
 def _ended(sentence: str, code: int) -> int:

@@ -115,9 +115,9 @@ def _evaluate_text(options: argparse.Namespace, there: TrainedRun) -> None:
     dataset = _dataset(there, options.data)
     length = options.sequence_length or there.config.data.sequence_length
     windows = (there.config.training.micro_batch_size, length, options.batches)
-    apart = there.config.data.separate_documents
-    loss = validation_loss(Engine.alone(there.model), dataset.val, *windows, apart)
-    bits = bits_per_byte(loss, dataset.tokenizer, dataset.val, *windows, apart)
+    separate_documents = there.config.data.separate_documents
+    loss = validation_loss(Engine.alone(there.model), dataset.val, *windows, separate_documents)
+    bits = bits_per_byte(loss, dataset.tokenizer, dataset.val, *windows, separate_documents)
     text = f"validation loss {loss:.4f} nats per token, {bits:.4f} bits per byte"
     _say(f"{options.run}: step {there.step}, {text}")
 

@@ -1,6 +1,6 @@
 """Where do tokens come from? Sources, tokenizers, token files, their order, and batches."""
 
-from narrowgauge.data.corpus import Corpus, Manifest, is_corpus, open_corpus
+from narrowgauge.data.corpus import Corpus, CorpusManifest, is_corpus, open_corpus
 from narrowgauge.data.export import TOKEN_LAYOUTS, export_tokens
 from narrowgauge.data.loading.dataset import AUTO, Dataset, open_data, split_sources
 from narrowgauge.data.loading.loader import Batch, Loader, count_windows, training_batch, validation_batches
@@ -17,7 +17,7 @@ from narrowgauge.data.token_files.token_file import (
     write_token_file,
     write_token_shards,
 )
-from narrowgauge.data.token_files.token_stream import Mixture, Stream
+from narrowgauge.data.token_files.token_stream import Mixture, TokenStream
 from narrowgauge.data.tokenization.tokenizer import (
     Tokenizer,
     bytes_tokenizer,
@@ -32,14 +32,14 @@ __all__ = [
     "TOKEN_LAYOUTS",
     "Batch",
     "Corpus",
+    "CorpusManifest",
     "Dataset",
     "Document",
     "Loader",
-    "Manifest",
     "Mixture",
     "Options",
-    "Stream",
     "TokenFile",
+    "TokenStream",
     "Tokenizer",
     "Tokens",
     "bytes_tokenizer",

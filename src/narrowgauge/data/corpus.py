@@ -39,7 +39,7 @@ MANIFEST_FILE = "manifest.json"
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CorpusManifest:
     """The facts of manifest.json; counts are of documents and of tokens, digests are hexadecimal sha256.
 
     `files` are the inputs: name, bytes and sha256 of each. `tokenizer` is the name asked for, and
@@ -82,7 +82,7 @@ class Corpus:
     train: Tokens
     val: Tokens
     digest: str
-    manifest: Manifest
+    manifest: CorpusManifest
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,9 @@ def open_corpus(directory: Path, verify: bool = True) -> Corpus:
     return Corpus(directory, tokenizer, train, val, manifest.digest, manifest)
 
 
-def _open_part(directory: Path, manifest: Manifest, files: list[dict[str, Any]], verify: bool) -> Tokens:
+def _open_part(
+    directory: Path, manifest: CorpusManifest, files: list[dict[str, Any]], verify: bool
+) -> Tokens:
     parts = []
     for facts in files:
         path, expected = directory / facts["name"], TokenFile(facts["tokens"], facts["sha256"])
@@ -143,7 +145,7 @@ def _open_part(directory: Path, manifest: Manifest, files: list[dict[str, Any]],
     return parts[0] if len(parts) == 1 else cast(Tokens, Joined(tuple(parts)))
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path) -> CorpusManifest:
     """The manifest of the corpus in `directory`. Errors: `UserError` for one that is missing or damaged."""
     path = directory / MANIFEST_FILE
     try:
@@ -160,13 +162,13 @@ def read_manifest(directory: Path) -> Manifest:
             f"the corpus in {directory} has layout {layout}, and this narrowgauge reads layout "
             f"{LAYOUT_VERSION}; delete the directory and prepare it again"
         )
-    types = {field.name: get_origin(field.type) or field.type for field in fields(Manifest)}
+    types = {field.name: get_origin(field.type) or field.type for field in fields(CorpusManifest)}
     if not isinstance(facts, dict) or {name: type(value) for name, value in facts.items()} != types:
         raise damaged(path, f"it does not state just {', '.join(types)}")
     for part in (facts["train"], facts["val"]):
         if not part or not all(_is_file(entry) for entry in part):
             raise damaged(path, "it does not state name, tokens and sha256 of each file of tokens")
-    return Manifest(**facts)
+    return CorpusManifest(**facts)
 
 
 def _is_file(entry: object) -> bool:

@@ -1,40 +1,40 @@
 """How is a run spread over devices?"""
 
-from narrowgauge.distributed.comm.byte_counter import Traffic
-from narrowgauge.distributed.launch.launcher_env import speaks_for_all
+from narrowgauge.distributed.comm.byte_counter import CommCounter
+from narrowgauge.distributed.launch.launcher_env import reports_for_all
 from narrowgauge.distributed.launch.world import World, world_from
-from narrowgauge.distributed.mesh import Layout, Mesh, fit
+from narrowgauge.distributed.mesh import Mesh, ParallelDims, resolve_dims
 from narrowgauge.distributed.parallel.check_blocks import check_blocks
 from narrowgauge.distributed.parallel.engine import Engine
-from narrowgauge.distributed.parallel.parallelize import Plan, build
+from narrowgauge.distributed.parallel.parallelize import ModelSpec, parallelize
 from narrowgauge.distributed.parallel.pipeline_stage import MicroBatch
-from narrowgauge.distributed.parallel.tensor_parallel import check_division
-from narrowgauge.distributed.process_group.coordinator import START, Crew, joined
-from narrowgauge.distributed.process_group.failure import Stopped
-from narrowgauge.distributed.process_group.rendezvous import MEETING, NEVER
-from narrowgauge.distributed.simulate.fake_fsdp import whole_weights
-from narrowgauge.distributed.simulate.fake_mesh import imagined
+from narrowgauge.distributed.parallel.tensor_parallel import check_tensor_parallel
+from narrowgauge.distributed.process_group.coordinator import START, Coordinator, init_process_group
+from narrowgauge.distributed.process_group.failure import StoppedByPeer
+from narrowgauge.distributed.process_group.rendezvous import NEVER, RENDEZVOUS
+from narrowgauge.distributed.simulate.fake_fsdp import full_weights
+from narrowgauge.distributed.simulate.fake_mesh import fake_mesh
 
 __all__ = [
-    "MEETING",
     "NEVER",
+    "RENDEZVOUS",
     "START",
-    "Crew",
+    "CommCounter",
+    "Coordinator",
     "Engine",
-    "Layout",
     "Mesh",
     "MicroBatch",
-    "Plan",
-    "Stopped",
-    "Traffic",
+    "ModelSpec",
+    "ParallelDims",
+    "StoppedByPeer",
     "World",
-    "build",
     "check_blocks",
-    "check_division",
-    "fit",
-    "imagined",
-    "joined",
-    "speaks_for_all",
-    "whole_weights",
+    "check_tensor_parallel",
+    "fake_mesh",
+    "full_weights",
+    "init_process_group",
+    "parallelize",
+    "reports_for_all",
+    "resolve_dims",
     "world_from",
 ]

@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from narrowgauge.errors import UserError
 
-DIRECTIONS = ("pipeline", "replicate", "shard", "context", "tensor")
+AXES = ("pipeline", "replicate", "shard", "context", "tensor")
 # Directions taken together.
-TOGETHER = {
+COMBINED_AXES = {
     "cut": ("shard", "context"),  # over which FSDP cuts
     "data": ("replicate", "shard", "context"),  # that each have a gradient of the same weights
     "sequence": ("context", "tensor"),  # that compute a sequence together
@@ -37,7 +37,7 @@ TOGETHER = {
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelDims:
     """How many processes in each direction, the ZeRO stage of `shard`, the chunks of each in `pipeline`."""
 
     pipeline: int = 1
@@ -56,7 +56,7 @@ class Layout:
     @property
     def size(self) -> int:
         """Processes in all."""
-        return prod(getattr(self, name) for name in DIRECTIONS)
+        return prod(getattr(self, name) for name in AXES)
 
     @property
     def data(self) -> int:
@@ -69,19 +69,19 @@ class Layout:
         return self.shard > 1 and self.zero > 0
 
 
-def fit(layout: Layout, processes: int) -> Layout:
+def resolve_dims(layout: ParallelDims, processes: int) -> ParallelDims:
     """The layout for so many processes; a `shard` of 0 takes those that are left.
 
     Raises:
         UserError: the directions' product is not the number of processes.
     """
-    others = prod(getattr(layout, name) for name in DIRECTIONS if name != "shard")
+    others = prod(getattr(layout, name) for name in AXES if name != "shard")
     shard = layout.shard or max(1, processes // others)
-    found = Layout(
-        **{name: getattr(layout, name) for name in (*DIRECTIONS, "zero", "chunks")} | {"shard": shard}
+    found = ParallelDims(
+        **{name: getattr(layout, name) for name in (*AXES, "zero", "chunks")} | {"shard": shard}
     )
     if found.size != processes:
-        product = " x ".join(f"{name} {getattr(found, name)}" for name in DIRECTIONS)
+        product = " x ".join(f"{name} {getattr(found, name)}" for name in AXES)
         raise UserError(
             f"[parallel] asks for {product} = {found.size} processes, and there are {processes}; start that "
             "many, or change one of the numbers (shard = 0 takes what is left)"
@@ -96,17 +96,17 @@ class Mesh:
     """
 
     ends: dist.ProcessGroup | None = None
-    micro_batches = 1  # of a step, where processes are imagined (`imagined.py`)
+    micro_batches = 1  # of a step, where processes are imagined (`fake_mesh.py`)
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: ParallelDims, device: torch.device) -> None:
         """Make the groups of all directions; every process calls this at the same time."""
         self.layout = layout
         self._grids: dict[str, DeviceMesh] = {}
         if layout.size > 1:
-            sizes = tuple(getattr(layout, name) for name in DIRECTIONS)
-            grid = init_device_mesh(device.type, sizes, mesh_dim_names=DIRECTIONS)
-            self._grids = {name: grid[name] for name in DIRECTIONS}
-            self._grids |= {name: grid[some]._flatten(name) for name, some in TOGETHER.items()}
+            sizes = tuple(getattr(layout, name) for name in AXES)
+            grid = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+            self._grids = {name: grid[name] for name in AXES}
+            self._grids |= {name: grid[some]._flatten(name) for name, some in COMBINED_AXES.items()}
             if layout.pipeline > 1:
                 self._make_ends(grid)
             if layout.is_cut and layout.replicate > 1:
@@ -131,7 +131,7 @@ class Mesh:
 
     def size(self, direction: str) -> int:
         """Processes in a direction, or in several together."""
-        return prod(getattr(self.layout, name) for name in TOGETHER.get(direction, (direction,)))
+        return prod(getattr(self.layout, name) for name in COMBINED_AXES.get(direction, (direction,)))
 
     def index(self, direction: str) -> int:
         """The place of this process among them."""

@@ -1,8 +1,8 @@
 """Random numbers without hidden state: bits are a pure function of (seed, step, tensor, element).
 
 A generator that advances must be saved, restored and kept in the same order on every rank, and a resumed
-run that gets this wrong is silently another run. Here nothing advances. A `Stream` is a 64-bit key, mixed
-from (seed, step, tensor id); element i gets
+run that gets this wrong is silently another run. Here nothing advances. A `RandomStream` is a 64-bit key,
+mixed from (seed, step, tensor id); element i gets
 
     r_i = mix(mix(low(i) ^ k0) ^ high(i) * GOLDEN ^ k1)          all in 32-bit arithmetic, wrapping
 
@@ -61,7 +61,7 @@ def stream_key(seed: int, step: int, tensor: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class RandomStream:
     """A source of random numbers for one tensor in one step.
 
     `key` is an int32 tensor of two words (a tensor, so that compiled code need not be compiled anew for
@@ -94,9 +94,9 @@ class Stream:
         spare = torch.empty_like(x)
         return _mix_(_mix_(x, spare).bitwise_xor_(_signed((first >> 32) * _GOLDEN % 2**32) ^ k1), spare)
 
-    def from_element(self, first: int) -> "Stream":
+    def from_element(self, first: int) -> "RandomStream":
         """The same stream, asked for elements from `first` on."""
-        return Stream(self.key, self.offset + first)
+        return RandomStream(self.key, self.offset + first)
 
     def uniform(self, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
         """Float32 tensor of `shape` from the 2^24 numbers k / 2^24 of [0, 1), each of them exact."""
@@ -111,6 +111,6 @@ def _uniform(bits: torch.Tensor) -> torch.Tensor:
     return bits.bitwise_right_shift_(8).bitwise_and_(2**24 - 1).float().mul_(2.0**-24)
 
 
-def stream(seed: int, step: int, tensor: int, device: torch.device | str = "cpu") -> Stream:
+def random_stream(seed: int, step: int, tensor: int, device: torch.device | str = "cpu") -> RandomStream:
     """The stream of (seed, step, tensor id) on a device."""
-    return Stream(torch.tensor(stream_key(seed, step, tensor), dtype=torch.int32, device=device))
+    return RandomStream(torch.tensor(stream_key(seed, step, tensor), dtype=torch.int32, device=device))

@@ -30,14 +30,14 @@ import torch
 
 from narrowgauge.errors import unknown
 from narrowgauge.formats import table
-from narrowgauge.formats.counter_rng import Stream
+from narrowgauge.formats.counter_rng import RandomStream
 from narrowgauge.formats.format import Format
 
 Rounding = Literal["nearest-even", "half-away", "toward-zero", "stochastic"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 
 # Where the random bits of "stochastic" come from; a tensor has a number in [0, 1) for each element.
-Randomness = torch.Generator | Stream | torch.Tensor | None
+Randomness = torch.Generator | RandomStream | torch.Tensor | None
 RANDOM_BITS = 24  # an element, so that rounding is unbiased to float32's own precision
 PIECE = 2**18  # elements; with its temporaries, about what a core's second-level cache holds
 
@@ -111,10 +111,12 @@ def round_finite_(
     it are bound by memory.
     """
     piecewise = x.device.type == "cpu" and x.numel() > PIECE and x.is_contiguous()
-    has_places = rounding != "stochastic" or isinstance(generator, Stream)  # a torch.Generator has an order
+    has_places = rounding != "stochastic" or isinstance(
+        generator, RandomStream
+    )  # a torch.Generator has an order
     if piecewise and has_places and not torch.compiler.is_compiling():
         for number, piece in enumerate(x.view(-1).split(PIECE)):
-            own = generator.from_element(number * PIECE) if isinstance(generator, Stream) else generator
+            own = generator.from_element(number * PIECE) if isinstance(generator, RandomStream) else generator
             _round_(piece, fmt, rounding, own, random_bits)
         return x
     return _round_(x, fmt, rounding, generator, random_bits)
@@ -182,7 +184,7 @@ def _round_to_integer_(t: torch.Tensor, rounding: str, generator: Randomness, ra
 
 def _goes_up_(fraction: torch.Tensor, generator: Randomness, random_bits: int) -> torch.Tensor:
     """Whether each fraction of a quantum is rounded up: 1 or 0, in the memory of the fractions."""
-    if isinstance(generator, Stream):
+    if isinstance(generator, RandomStream):
         uniform = generator.uniform(fraction.shape)
     elif isinstance(generator, torch.Tensor):
         uniform = generator

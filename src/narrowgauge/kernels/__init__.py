@@ -9,8 +9,8 @@ A kernel computes what its reference does, rounding for rounding: each is launch
 (a product and a sum are not made one), and divides with `tl.math.div_rn` (Triton's `/` is 2 ulp off).
 """
 
-from narrowgauge.kernels.amax_cache import tell_largest, told_largest
+from narrowgauge.kernels.amax_cache import attach_amax, cached_amax
 from narrowgauge.kernels.cast import emulate, quantize
 from narrowgauge.kernels.dispatch import has_kernels
 
-__all__ = ["emulate", "has_kernels", "quantize", "tell_largest", "told_largest"]
+__all__ = ["attach_amax", "cached_amax", "emulate", "has_kernels", "quantize"]

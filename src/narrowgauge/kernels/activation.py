@@ -33,25 +33,25 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.kernels.amax_cache import tell_largest
-from narrowgauge.kernels.dispatch import launches
+from narrowgauge.kernels.amax_cache import attach_amax
+from narrowgauge.kernels.dispatch import use_kernels
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of [..., 2F], the gate first -> [..., F] in its dtype; kernels tell max |y|."""
-    if not launches(gate_up):
+    if not use_kernels(gate_up):
         return swiglu_reference(gate_up)
     y, largest = _SwiGLU.apply(gate_up)
-    tell_largest(y, largest)
+    attach_amax(y, largest)
     return y
 
 
 def gelu(x: Tensor) -> Tensor:
     """GELU in its tanh form, in the shape and dtype of `x`; kernels tell max |y|."""
-    if not launches(x):
+    if not use_kernels(x):
         return gelu_reference(x)
     y, largest = _GELU.apply(x)
-    tell_largest(y, largest)
+    attach_amax(y, largest)
     return y
 
 
@@ -83,7 +83,7 @@ class _SwiGLU(torch.autograd.Function):
 
         (gate_up,) = ctx.saved_tensors
         grad, largest = launch_swiglu_backward(dy.contiguous(), gate_up.contiguous())
-        tell_largest(grad, largest)
+        attach_amax(grad, largest)
         return grad
 
 
@@ -104,5 +104,5 @@ class _GELU(torch.autograd.Function):
 
         (x,) = ctx.saved_tensors
         dx, largest = launch_gelu_backward(dy.contiguous(), x.contiguous())
-        tell_largest(dx, largest)
+        attach_amax(dx, largest)
         return dx

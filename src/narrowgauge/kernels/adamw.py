@@ -8,9 +8,10 @@ Every operation is rounded to fp32, and so is every factor that the host makes i
 is rounded once. These are the operations of torch's fused AdamW on a CPU with vectors (AVX2, AVX-512), so the
 kernel gives that function's digits on every GPU; torch's own kernels for GPUs contract other sums.
 
-What is narrow is then rounded as `AtRest.write` rounds it. Where that needs a scale of the whole tensor, the
-largest magnitude comes from a first launch, which computes all of it and keeps nothing else. Reading 6 bytes
-twice (msamp-o2) is less than writing 12 bytes of new fp32 numbers between the two, and reading these.
+What is narrow is then rounded as `QuantizedState.write` rounds it. Where that needs a scale of the whole
+tensor, the largest magnitude comes from a first launch, which computes all of it and keeps nothing else.
+Reading 6 bytes twice (msamp-o2) is less than writing 12 bytes of new fp32 numbers between the two, and
+reading these.
 
 Bytes an element, over the two launches and over torch's separate operations, each of which reads its operands
 and writes its result (an fp8 tensor is read in 87 bytes and written in 159, fp16-scaled in 14 and 102, bf16
@@ -33,8 +34,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels.dispatch import launches
-from narrowgauge.quantization import AtRest, Cast, make_cast
+from narrowgauge.kernels.dispatch import use_kernels
+from narrowgauge.quantization import Cast, QuantizedState, make_cast
 
 _PLAIN = {
     torch.float32: make_cast("fp32"),
@@ -70,7 +71,7 @@ class Factors:
         return self.weight_1 < 0.5
 
 
-def takes(*states: AtRest | Tensor | None) -> bool:
+def takes(*states: QuantizedState | Tensor | None) -> bool:
     """Whether the kernel runs on state that lies like this (None: there is none).
 
     Plain fp32, fp16, bf16 (also rounded with random bits), bf16-split, fp16 and FP8 codes under one scale; of
@@ -80,11 +81,11 @@ def takes(*states: AtRest | Tensor | None) -> bool:
 
 
 def adamw(
-    w: AtRest | Tensor,
-    g: AtRest | Tensor,
-    m: AtRest,
-    v: AtRest,
-    beside: AtRest | None,
+    w: QuantizedState | Tensor,
+    g: QuantizedState | Tensor,
+    m: QuantizedState,
+    v: QuantizedState,
+    beside: QuantizedState | None,
     factors: Factors,
     keys: Mapping[str, tuple[int, int]],
 ) -> None:
@@ -131,7 +132,7 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return (bits + cut * torch.where((rest > 0) == (total > 0), 1, -1)).view(torch.float64).float()
 
 
-def as_it_lies(state: AtRest | Tensor) -> tuple[Tensor, Tensor | None, Cast]:
+def as_it_lies(state: QuantizedState | Tensor) -> tuple[Tensor, Tensor | None, Cast]:
     """(numbers, scale or further bits, cast)."""
     if isinstance(state, Tensor):
         return state, None, _PLAIN[state.dtype]
@@ -139,11 +140,11 @@ def as_it_lies(state: AtRest | Tensor) -> tuple[Tensor, Tensor | None, Cast]:
     return values, beside[0] if beside else None, state.cast
 
 
-def _takes(state: AtRest | Tensor) -> bool:
+def _takes(state: QuantizedState | Tensor) -> bool:
     if isinstance(state, Tensor):
-        return launches(state) and state.dtype in _PLAIN and state.is_contiguous()
+        return use_kernels(state) and state.dtype in _PLAIN and state.is_contiguous()
     values = next(iter(state.tensors.values()))
-    is_here = not state.on_host and (state.part is None or state.part.is_whole) and launches(values)
+    is_here = not state.on_host and (state.part is None or state.part.is_whole) and use_kernels(values)
     return is_here and state.gauge is None and _takes_cast(state.cast)
 
 

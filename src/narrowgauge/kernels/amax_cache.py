@@ -15,7 +15,7 @@ from torch import Tensor
 _TOLD = "_largest_magnitude"
 
 
-def tell_largest(tensor: Tensor, amax: Tensor) -> None:
+def attach_amax(tensor: Tensor, amax: Tensor) -> None:
     """Say that max |tensor| = max(amax), as fp32: 0-dim, or the largest of each part in any shape.
 
     A NaN among `amax` says that there is one in the tensor. On a tensor that counts no versions (of
@@ -25,7 +25,7 @@ def tell_largest(tensor: Tensor, amax: Tensor) -> None:
         setattr(tensor, _TOLD, (amax, tensor._version))
 
 
-def told_largest(tensor: Tensor) -> Tensor | None:
+def cached_amax(tensor: Tensor) -> Tensor | None:
     """Max |tensor|, 0-dim fp32, if it was told and the tensor has not been written to since; else None."""
     if tensor.is_inference():
         return None
@@ -38,7 +38,7 @@ def told_largest(tensor: Tensor) -> Tensor | None:
     if amax.ndim:
         with torch.no_grad():
             amax = amax.amax()
-        tell_largest(owner, amax)
+        attach_amax(owner, amax)
     return amax
 
 

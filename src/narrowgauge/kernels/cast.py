@@ -10,22 +10,23 @@ element of a bf16 tensor, read and written (the reference makes a dozen passes i
     codes along both axes, from one read    1 more for the second
 
 Left to the references: tensors that several processes hold together, outliers kept apart, random bits that
-are not a `Stream`'s, tensors that are no matrices, and compiled code, whose compiler fuses these passes.
+are not a `RandomStream`'s, tensors that are no matrices, and compiled code, whose compiler fuses these
+passes.
 """
 
 from typing import Any
 
 import torch
 
-from narrowgauge.formats import Stream
-from narrowgauge.kernels.dispatch import launches
-from narrowgauge.quantization import Cast, Part, QTensor
+from narrowgauge.formats import RandomStream
+from narrowgauge.kernels.dispatch import use_kernels
+from narrowgauge.quantization import Cast, QTensor, TensorShard
 from narrowgauge.quantization import emulate as emulate_plainly
 from narrowgauge.quantization import quantize as quantize_plainly
 from narrowgauge.quantization.scale_and_round import Generator
 
 
-def _has_kernel(x: torch.Tensor, cast: Cast, generator: Generator, part: Part | None) -> bool:
+def _has_kernel(x: torch.Tensor, cast: Cast, generator: Generator, part: TensorShard | None) -> bool:
     of_state = cast.expand or cast.codebook or cast.element.bits > 8
     of_others = part is not None or cast.outliers or cast.compensate
     is_random = cast.rounding == "stochastic"
@@ -34,8 +35,8 @@ def _has_kernel(x: torch.Tensor, cast: Cast, generator: Generator, part: Part | 
         and cast.is_scaled
         and not (of_state or of_others)
         and cast.hadamard in (0, 16, 32, 64, 128)
-        and (isinstance(generator, Stream) or not is_random)
-        and launches(x)
+        and (isinstance(generator, RandomStream) or not is_random)
+        and use_kernels(x)
     )
 
 
@@ -46,7 +47,7 @@ def quantize(
     generator: Generator = None,
     signs: torch.Tensor | None = None,
     encode_scale: torch.Tensor | None = None,
-    part: Part | None = None,
+    part: TensorShard | None = None,
     both: bool = False,
 ) -> tuple[QTensor, torch.Tensor | None]:
     """`quantization.quantize` of a matrix; `axis` is -1 or 0.
@@ -71,7 +72,7 @@ def emulate(
     generator: Generator = None,
     signs: torch.Tensor | None = None,
     encode_scale: torch.Tensor | None = None,
-    part: Part | None = None,
+    part: TensorShard | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`quantization.emulate` of a matrix; `axis` is -1 or 0."""
     if _has_kernel(x, cast, generator, part):
@@ -81,5 +82,5 @@ def emulate(
     return emulate_plainly(x, cast, axis, dtype, generator, signs, encode_scale, part)
 
 
-def _stream(generator: Generator) -> Stream | None:
-    return generator if isinstance(generator, Stream) else None
+def _stream(generator: Generator) -> RandomStream | None:
+    return generator if isinstance(generator, RandomStream) else None

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.kernels.dispatch import launches
+from narrowgauge.kernels.dispatch import use_kernels
 
 #: fp32 logits held at a time (64 MiB). It fixes the order of summation, so it is no setting.
 CHUNK_ELEMENTS = 2**24
@@ -47,7 +47,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, y_T: Tensor, targets: int | None, overwrite: bool) -> Tensor:
         stats_2T, ignores = None, targets is not None
-        if launches(logits_TV):
+        if use_kernels(logits_TV):
             loss_T, stats_2T = row_losses(logits_TV, y_T, ignores)
             total = loss_T.sum()
         else:
@@ -87,7 +87,7 @@ def row_losses(z_TV: Tensor, y_T: Tensor, ignores: bool) -> tuple[Tensor, Tensor
 
     `ignores` allows IGNORED among the ids.
     """
-    if launches(z_TV):
+    if use_kernels(z_TV):
         from narrowgauge.kernels.triton import cross_entropy as on_gpu
 
         return on_gpu.losses(z_TV, y_T, IGNORED if ignores else None)

@@ -53,7 +53,7 @@ def _has_bf16_products() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def launches(x: torch.Tensor) -> bool:
+def use_kernels(x: torch.Tensor) -> bool:
     """Whether an operation on `x` is to launch its kernel.
 
     Not under a compiler either, which fuses plain operations itself, nor on no numbers at all, nor in fp64.

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.kernels.amax_cache import tell_largest
-from narrowgauge.kernels.dispatch import launches
+from narrowgauge.kernels.amax_cache import attach_amax
+from narrowgauge.kernels.dispatch import use_kernels
 
 #: The widest row that the registers of one program hold in the backward pass.
 WIDEST = 8192
@@ -53,11 +53,11 @@ def add_norm(
     `x` and `delta` are [..., D], the weight and bias [D] (the bias for "layer" only), all in any float dtype;
     `y` is in `out_dtype`. Where kernels run, max |y| is told.
     """
-    if not launches(x) or x.shape[-1] > WIDEST or torch.float64 in (weight_D.dtype, out_dtype):
+    if not use_kernels(x) or x.shape[-1] > WIDEST or torch.float64 in (weight_D.dtype, out_dtype):
         s = x if delta is None else x + delta
         return s, reference(s, weight_D, bias_D, eps, kind, out_dtype)
     s, y, largest_M = _AddNorm.apply(x, delta, weight_D, bias_D, eps, kind, out_dtype)
-    tell_largest(y, largest_M)
+    attach_amax(y, largest_M)
     return s, y
 
 
@@ -141,6 +141,6 @@ class _AddNorm(torch.autograd.Function):
             dy, dstream, stream, weight_D, mean_M, scale_M, dx, narrow, largest_M, bias_dtype is not None
         )
         if ddelta is not None and largest_M is not None:
-            tell_largest(ddelta, largest_M)
+            attach_amax(ddelta, largest_M)
         dbias = dbias_D[0].to(bias_dtype) if dbias_D else None
         return dx, ddelta, dweight_D.to(weight_D.dtype), dbias, None, None, None

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.kernels.dispatch import launches
+from narrowgauge.kernels.dispatch import use_kernels
 
 
 def rotary(x_BNTH: Tensor, table: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def rotary(x_BNTH: Tensor, table: Tensor) -> Tensor:
 
     `table` holds cosines and sines, fp32: [2, T, H/2], or [2, B, 1, T, H/2] where each sequence has its own.
     """
-    if launches(x_BNTH):
+    if use_kernels(x_BNTH):
         turned: Tensor = _Rotary.apply(x_BNTH, table)
         return turned
     return reference(x_BNTH, table)

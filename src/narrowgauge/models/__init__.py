@@ -4,13 +4,13 @@ from narrowgauge.kernels.cross_entropy import IGNORED, cross_entropy
 from narrowgauge.models.config import ModelConfig
 from narrowgauge.models.count import count_parameters, flops_per_token
 from narrowgauge.models.generate import generate
-from narrowgauge.models.kv_cache import Cache
+from narrowgauge.models.kv_cache import KVCache
 from narrowgauge.models.sizes import model_config, model_names
 from narrowgauge.models.transformer import Transformer, initialize, starting_values
 
 __all__ = [
     "IGNORED",
-    "Cache",
+    "KVCache",
     "ModelConfig",
     "Transformer",
     "count_parameters",

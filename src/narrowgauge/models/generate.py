@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import UserError
-from narrowgauge.models.kv_cache import Cache
+from narrowgauge.models.kv_cache import KVCache
 from narrowgauge.models.transformer import Transformer
 
 
@@ -51,13 +51,13 @@ def generate(
     device = model.embedding.weight.device
     generator = torch.Generator("cpu").manual_seed(seed)
     ids = list(prompt_ids)
-    kept: Cache | None = None
+    kept: KVCache | None = None
     for _ in range(max_new_tokens):
         new = ids[-limit:]
         if not cache or len(ids) > limit:
             kept = None
         elif kept is None:
-            kept = Cache(model.config, min(limit, len(ids) + max_new_tokens))
+            kept = KVCache(model.config, min(limit, len(ids) + max_new_tokens))
         else:
             new = ids[-1:]
         hidden_BTD = model.hidden(torch.tensor([new], device=device), cache=kept)

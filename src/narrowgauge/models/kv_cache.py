@@ -13,7 +13,7 @@ from torch import Tensor
 from narrowgauge.models.config import ModelConfig
 
 
-class LayerCache:
+class LayerKVCache:
     """What one layer keeps; memory is taken once, for `capacity` tokens."""
 
     def __init__(self, capacity: int) -> None:
@@ -37,11 +37,11 @@ class LayerCache:
         return k, v
 
 
-class Cache:
+class KVCache:
     """What a whole model keeps of up to `capacity` tokens; begins empty."""
 
     def __init__(self, config: ModelConfig, capacity: int) -> None:
-        self.layers = [LayerCache(capacity) for _ in range(config.layers)]
+        self.layers = [LayerKVCache(capacity) for _ in range(config.layers)]
 
     @property
     def length(self) -> int:

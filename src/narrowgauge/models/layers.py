@@ -37,7 +37,7 @@ from narrowgauge.kernels.dispatch import is_slow
 from narrowgauge.kernels.norm import add_norm, norm
 from narrowgauge.kernels.rotary import rotary
 from narrowgauge.models.config import ModelConfig
-from narrowgauge.models.kv_cache import LayerCache
+from narrowgauge.models.kv_cache import LayerKVCache
 
 
 class Norm(nn.Module):
@@ -185,7 +185,7 @@ class Block(nn.Module):
         rope: Tensor | None,
         mask: Tensor | None = None,
         *,
-        cache: LayerCache | None = None,
+        cache: LayerKVCache | None = None,
     ) -> Tensor:
         """fp32 residual stream in and out; `rope` and `mask` are those of `rotary` and `attend`, or None.
 
@@ -196,7 +196,7 @@ class Block(nn.Module):
         return x_BTD + self._mlp(normed_BTD)
 
     def _attention(
-        self, x_BTD: Tensor, rope: Tensor | None, mask: Tensor | None, cache: LayerCache | None
+        self, x_BTD: Tensor, rope: Tensor | None, mask: Tensor | None, cache: LayerKVCache | None
     ) -> Tensor:
         heads_BTNH = self.qkv(x_BTD).unflatten(-1, (-1, self.head_dim))
         q, k, v = (self.to_heads(h).transpose(1, 2) for h in heads_BTNH.split(self.heads_NKK, dim=2))

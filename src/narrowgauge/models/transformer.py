@@ -23,7 +23,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.kernels.cross_entropy import cross_entropy
 from narrowgauge.kernels.head_loss import head_loss
 from narrowgauge.models.config import ModelConfig
-from narrowgauge.models.kv_cache import Cache
+from narrowgauge.models.kv_cache import KVCache
 from narrowgauge.models.layers import Block, Norm, document_mask, rope_table
 
 
@@ -72,7 +72,7 @@ class Transformer(nn.Module):
             self.head.weight = self.embedding.weight
 
     def hidden(
-        self, x_BT: Tensor, position_BT: Tensor | None = None, *, cache: Cache | None = None
+        self, x_BT: Tensor, position_BT: Tensor | None = None, *, cache: KVCache | None = None
     ) -> Tensor:
         """Token ids (int64) -> what the head reads: [B, T, D] in `compute_dtype`.
 
@@ -110,7 +110,7 @@ class Transformer(nn.Module):
         start: int,
         end: int,
         position_BT: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: KVCache | None = None,
         blocks: Iterable[Callable[..., Tensor]] | None = None,
     ) -> Tensor:
         """The residual stream of tokens `start` to `end` after some blocks, or all."""

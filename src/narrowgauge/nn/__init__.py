@@ -1,21 +1,21 @@
 """How does a layer compute under a recipe? `Linear` (three GEMMs) and `convert(model, recipe)`."""
 
-from narrowgauge.nn.convert import convert, forget_step, recipe_tensors, set_step
+from narrowgauge.nn.convert import convert, discard_step, recipe_tensors, set_step
 from narrowgauge.nn.linear import DTYPES, Linear
-from narrowgauge.nn.observer import Gauges, Onlooker
-from narrowgauge.nn.sharded.layout import Split, Tokens
-from narrowgauge.nn.weight_state import best_numbers
+from narrowgauge.nn.observer import Gauges, Observer
+from narrowgauge.nn.sharded.layout import LinearShards, TokenShard
+from narrowgauge.nn.weight_state import master_or_weight
 
 __all__ = [
     "DTYPES",
     "Gauges",
     "Linear",
-    "Onlooker",
-    "Split",
-    "Tokens",
-    "best_numbers",
+    "LinearShards",
+    "Observer",
+    "TokenShard",
     "convert",
-    "forget_step",
+    "discard_step",
+    "master_or_weight",
     "recipe_tensors",
     "set_step",
 ]

@@ -23,7 +23,7 @@ from narrowgauge.quantization import Cast
 FLOAT_MAX = torch.finfo(torch.float32).max
 
 
-class History(torch.nn.Module):
+class AmaxHistory(torch.nn.Module):
     """The history of one tensor, in buffers that are no part of a state dict."""
 
     amax: torch.Tensor
@@ -52,7 +52,7 @@ class History(torch.nn.Module):
             amax = x.abs().amax().float()
             torch.maximum(self.amax, torch.where(amax.isfinite(), amax, 0.0), out=self.amax)
 
-    def forget_step(self) -> None:
+    def discard_step(self) -> None:
         """Forget what was seen in this step: its end then changes nothing."""
         self.amax.zero_()
 
@@ -69,7 +69,7 @@ class History(torch.nn.Module):
         amax = self.entries.max() if self.cast.history_algorithm == "max" else self.entries[-1]
         self.scale.copy_(torch.where(saw, _scale(amax, self.cast.element, self.cast.margin), self.scale))
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "History":
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "AmaxHistory":
         """Go to another device, but stay float32 when the model's dtype changes."""
         before = self.tensors()
         super()._apply(fn, recurse)

@@ -7,9 +7,9 @@ import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge.errors import UserError
-from narrowgauge.nn.amax_history import History
+from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.weight_state import Weight
+from narrowgauge.nn.weight_state import WeightState
 from narrowgauge.recipes import Recipe, choose_backend, device_facts, matches
 from narrowgauge.recipes import recipe as recipe_named
 
@@ -114,7 +114,7 @@ def set_step(
             module.set_position(seed, step, first_sample, steps)
 
 
-def forget_step(model: torch.nn.Module) -> None:
+def discard_step(model: torch.nn.Module) -> None:
     """After a step that was computed and is not taken: what recipes remember is as if it had not been.
 
     Histories of delayed scales leave out what they saw since `set_step` began it, and pre-scaling factors go
@@ -122,7 +122,7 @@ def forget_step(model: torch.nn.Module) -> None:
     """
     for module in model.modules():
         if isinstance(module, Linear):
-            module.forget_step()
+            module.discard_step()
 
 
 def recipe_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -132,10 +132,10 @@ def recipe_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     The tensors are the model's own: copy into them to restore. A plain state dict does not hold them.
     """
-    owners: list[tuple[str, History | Weight]] = []
+    owners: list[tuple[str, AmaxHistory | WeightState]] = []
     found: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
-        if isinstance(module, History):
+        if isinstance(module, AmaxHistory):
             owners.append((name, module))
         elif isinstance(module, Linear):
             if module.state_at_rest is not None:

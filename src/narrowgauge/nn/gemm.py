@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from narrowgauge.kernels.dispatch import is_slow
-from narrowgauge.nn.native import Codes, multiply_codes
+from narrowgauge.nn.native import QuantizedOperand, native_product
 
 
 class Operand(NamedTuple):
@@ -21,7 +21,7 @@ class Operand(NamedTuple):
     values: torch.Tensor
     scale: torch.Tensor | None = None
 
-    def flipped(self) -> "Operand":
+    def transposed(self) -> "Operand":
         """The same numbers along the other axis."""
         return Operand(self.values.T, self.scale)
 
@@ -42,13 +42,15 @@ def _(a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor) -> torch.Tens
     return a_MK.new_empty(a_MK.shape[0], b_KN.shape[1])
 
 
-def multiply(a: Operand | Codes, b: Operand | Codes, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
+def multiply(
+    a: Operand | QuantizedOperand, b: Operand | QuantizedOperand, dtype: torch.dtype, fast: bool = False
+) -> torch.Tensor:
     """The product of (M, K) and (N, K) as (M, N).
 
-    Native operands give `dtype` (`fast`: see `multiply_codes`), emulated ones that or their own, if wider.
+    Native operands give `dtype` (`fast`: see `native_product`), emulated ones that or their own, if wider.
     """
-    if isinstance(a, Codes) and isinstance(b, Codes):
-        return multiply_codes(a, b, dtype, fast)
+    if isinstance(a, QuantizedOperand) and isinstance(b, QuantizedOperand):
+        return native_product(a, b, dtype, fast)
     assert isinstance(a, Operand)
     assert isinstance(b, Operand)
     a_MK, b_KN = a.values, b.values.T

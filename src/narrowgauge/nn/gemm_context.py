@@ -1,7 +1,7 @@
 """The places of one layer at one moment: which numbers each GEMM sees of each tensor.
 
-A `Places` is made for every forward pass and goes with it to the backward pass. It holds the casts of this
-step, the random keys of this step, and the histories of delayed scales.
+A `GemmContext` is made for every forward pass and goes with it to the backward pass. It holds the casts of
+this step, the random keys of this step, and the histories of delayed scales.
 """
 
 from collections.abc import Mapping
@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 
 import torch
 
-from narrowgauge.formats import Stream
+from narrowgauge.formats import RandomStream
 from narrowgauge.kernels import emulate, quantize
-from narrowgauge.nn.amax_history import History
+from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.gemm import Operand
-from narrowgauge.nn.native import Codes, codes_of
-from narrowgauge.nn.observer import Onlooker
+from narrowgauge.nn.native import QuantizedOperand, quantized_operand
+from narrowgauge.nn.observer import Observer
 from narrowgauge.nn.saved import Restore, Tensors, keep_as_it_is, keep_operand, keep_quantized
-from narrowgauge.nn.sharded.gathered_weight import Gathered
-from narrowgauge.nn.weight_state import Weight
-from narrowgauge.quantization import Cast, Part
+from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
+from narrowgauge.nn.weight_state import WeightState
+from narrowgauge.quantization import Cast, TensorShard
 from narrowgauge.recipes import GEMM_PLACES, GEMMS
 
 
@@ -30,7 +30,7 @@ def stream_ids(layer: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class GemmContext:
     """The casts of one layer's GEMMs, and what they need beside the tensors.
 
     Attributes:
@@ -51,26 +51,28 @@ class Places:
     keys: torch.Tensor | None = None
     first_sample: int | torch.Tensor = 0
     num_samples: int = 1
-    histories: Mapping[str, History] | None = None
+    histories: Mapping[str, AmaxHistory] | None = None
     sees: bool = False
     native: bool = False
-    weight: Weight | None = None
+    weight: WeightState | None = None
     transposed: bool = False
-    gauge: Onlooker | None = None
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    gauge: Observer | None = None
+    parts: Mapping[str, TensorShard] = field(default_factory=dict)
 
-    def part(self, place: str) -> Part | None:
+    def part(self, place: str) -> TensorShard | None:
         """Where the tensor of a place lies in the global one, if not all of it is here."""
         return self.parts.get(place.partition(".")[2])
 
-    def operand(self, tensor: torch.Tensor, place: str, axis: int, both: bool = False) -> Operand | Codes:
+    def operand(
+        self, tensor: torch.Tensor, place: str, axis: int, both: bool = False
+    ) -> Operand | QuantizedOperand:
         """What the GEMM of `place` sees of a matrix whose `axis` (-1 or 0) it contracts.
 
         `both` says that the same numbers will be contracted along the other axis, too.
         """
-        if isinstance(tensor, Gathered):  # it travelled as that, so there is no loss left to gauge
+        if isinstance(tensor, GatheredWeight):  # it travelled as that, so there is no loss left to gauge
             seen = tensor.operand(self.compute, self.native)
-            return seen if axis == -1 else seen.flipped()
+            return seen if axis == -1 else seen.transposed()
         cast, encode_scale = self.casts[place], None
         if cast.history:
             assert self.histories is not None
@@ -85,15 +87,15 @@ class Places:
             q, other = quantize(tensor, cast, axis, stream, signs, encode_scale, part, both)
             if self.gauge is not None:
                 self.gauge.operand(place, tensor, q.dequantize(), None, cast, axis, signs, encode_scale)
-            return codes_of(q, axis, other)
+            return quantized_operand(q, axis, other)
         operand = Operand(*emulate(tensor, cast, axis, self.compute, stream, signs, encode_scale, part))
         if self.gauge is not None:
             self.gauge.operand(place, tensor, *operand, cast, axis, signs, encode_scale)
-        return operand if axis == -1 else operand.flipped()
+        return operand if axis == -1 else operand.transposed()
 
     def wide(self, w_NK: torch.Tensor) -> torch.Tensor:
         """The numbers of a weight whose parameter is `w_NK`, in whatever dtype holds them."""
-        if isinstance(w_NK, Gathered):
+        if isinstance(w_NK, GatheredWeight):
             return w_NK if w_NK.is_operand else w_NK.wide()
         if self.weight is None:
             return w_NK
@@ -106,18 +108,18 @@ class Places:
             return False
         stream = None
         if self.keys is not None:
-            stream = Stream(self.keys[-1], self.first_sample * self._elements("fprop.w", dw_NK))
+            stream = RandomStream(self.keys[-1], self.first_sample * self._elements("fprop.w", dw_NK))
         self.weight.gradient.add((dw_NK.T if self.transposed else dw_NK).float(), stream)
         return True
 
-    def _stream(self, tensor: torch.Tensor, place: str) -> Stream | None:
+    def _stream(self, tensor: torch.Tensor, place: str) -> RandomStream | None:
         """The random bits of a place: a function of (seed, step, tensor, element of the global batch)."""
         if self.casts[place].rounding != "stochastic":
             return None
         assert self.keys is not None
         is_weight = place.endswith(".w")
         offset = 0 if is_weight else self.first_sample * (self._elements(place, tensor) // self.num_samples)
-        return Stream(self.keys[GEMM_PLACES.index(place)], offset)
+        return RandomStream(self.keys[GEMM_PLACES.index(place)], offset)
 
     def _elements(self, place: str, tensor: torch.Tensor) -> int:
         """Of the global tensor."""
@@ -128,7 +130,7 @@ class Places:
         """The signs of a GEMM's transform, the same for both operands."""
         assert self.keys is not None
         gemm = GEMMS.index(place.partition(".")[0])
-        bits = Stream(self.keys[len(GEMM_PLACES) + gemm]).bits((self.casts[place].hadamard,))
+        bits = RandomStream(self.keys[len(GEMM_PLACES) + gemm]).bits((self.casts[place].hadamard,))
         return 1 - 2 * (bits & 1)
 
     def shared(self, a: str, b: str) -> bool:
@@ -141,11 +143,16 @@ class Places:
         """Whether the operand of the forward pass is wgrad's, too."""
         return isinstance(self.saved, str) and self.shared("fprop.x", "wgrad.x")
 
-    def keep(self, x_MK: torch.Tensor, operand: Operand | Codes) -> tuple[Tensors, Restore]:
+    def keep(self, x_MK: torch.Tensor, operand: Operand | QuantizedOperand) -> tuple[Tensors, Restore]:
         """What is kept of the input; `operand` is what fprop saw of it."""
         own = self.casts["fprop.x"]
         if self.reuses_x:
-            if isinstance(operand, Codes) or self.saved == "input" or own.block or not own.is_scaled:
+            if (
+                isinstance(operand, QuantizedOperand)
+                or self.saved == "input"
+                or own.block
+                or not own.is_scaled
+            ):
                 return keep_as_it_is(operand)
             return keep_operand(operand, own)
         if self.saved == "input":

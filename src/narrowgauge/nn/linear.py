@@ -1,8 +1,8 @@
 """A linear layer that computes under a recipe.
 
-It is what surrounds the three GEMMs (`three_gemms.py`): whose weight it is and what that is stored in, where
-training is, on whose hardware it runs. It returns the dtype it was given, so that conversion changes no other
-part of a model.
+It is what surrounds the three GEMMs (`linear_function.py`): whose weight it is and what that is stored in,
+where training is, on whose hardware it runs. It returns the dtype it was given, so that conversion changes no
+other part of a model.
 """
 
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from narrowgauge.formats import stream_key
-from narrowgauge.nn.amax_history import History
-from narrowgauge.nn.gemm_context import Places, stream_ids
-from narrowgauge.nn.linear_function import as_the_recipe_says, three_gemms
-from narrowgauge.nn.observer import Onlooker
-from narrowgauge.nn.sharded.gathered_weight import Gathering
-from narrowgauge.nn.sharded.layout import Split
-from narrowgauge.nn.weight_state import Weight
+from narrowgauge.nn.amax_history import AmaxHistory
+from narrowgauge.nn.gemm_context import GemmContext, stream_ids
+from narrowgauge.nn.linear_function import autocast_disabled, linear_function
+from narrowgauge.nn.observer import Observer
+from narrowgauge.nn.sharded.gathered_weight import WeightGather
+from narrowgauge.nn.sharded.layout import LinearShards
+from narrowgauge.nn.weight_state import WeightState
 from narrowgauge.quantization import Cast, PreScale
 from narrowgauge.recipes import Recipe, choose_backend, device_facts
 
@@ -62,14 +62,14 @@ class Linear(torch.nn.Linear):
         self.driven = False  # whether `set_step` says where training is
         self.awaits_backward = False
         self.step: int | None = None
-        self.gauge: Onlooker | None = None  # laid on for a step by `nn.gauges`
-        self.split = Split()  # what of the layer lies here; the room `distributed` divides it
+        self.gauge: Observer | None = None  # laid on for a step by `nn.gauges`
+        self.split = LinearShards()  # what of the layer lies here; the room `distributed` divides it
         self.is_cut = False  # whether FSDP has cut the weight (`nn.shards`),
-        self.gathering: Gathering | None = None  # and how it travels, if not in fp32
+        self.gathering: WeightGather | None = None  # and how it travels, if not in fp32
         every = [*recipe.casts.items(), *(item for rule in recipe.rules for item in rule.casts.items())]
         random_casts = (c for _, c in [*every, *recipe.state.items()] if c is not None)
         self.is_random = any(c.rounding == "stochastic" or c.signs == "random" for c in random_casts)
-        self.histories = {place: History(c) for place, c in every if c.history}
+        self.histories = {place: AmaxHistory(c) for place, c in every if c.history}
         for place, history in self.histories.items():
             self.add_module(place.replace(".", "_"), history)
         self.register_buffer("keys", None, persistent=False)
@@ -83,7 +83,7 @@ class Linear(torch.nn.Linear):
         self.native = self._runs_natively(self.backend)
         for history in self.histories.values():
             history.reset(weight.device)
-        state = Weight(self.weight, self.recipe.state, self.recipe.offload)
+        state = WeightState(self.weight, self.recipe.state, self.recipe.offload)
         self.state_at_rest = None if state.is_plain else state
         # Of the gradient on the wire, told of by what sends it (`distributed.reducers`).
         self.reduce_prescale = PreScale(weight.device, mu=0) if self.recipe.reduce.prescale else None
@@ -104,14 +104,14 @@ class Linear(torch.nn.Linear):
             self.keys = torch.tensor(words, dtype=torch.int32, device=self.weight.device)
             self.first_sample = torch.tensor(first_sample, device=self.weight.device)
 
-    def _runs_natively(self, wish: str) -> bool:
-        return choose_backend(self.whole, device_facts(self.weight.device), wish).name == "native"
+    def _runs_natively(self, requested: str) -> bool:
+        return choose_backend(self.whole, device_facts(self.weight.device), requested).name == "native"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Linear":
         """Go to another device, and run there as it can."""
         super()._apply(fn, recurse)
         if self.state_at_rest is not None:
-            self.state_at_rest.tie(self.weight)
+            self.state_at_rest.bind(self.weight)
         if self.reduce_prescale is not None:
             self.reduce_prescale.move(self.weight.device)
         self.native = self._runs_natively("emulated" if self.backend == "emulated" else "auto")
@@ -133,7 +133,7 @@ class Linear(torch.nn.Linear):
         """What belongs together is one again after a copy."""
         super().__setstate__(state)
         if self.state_at_rest is not None:
-            self.state_at_rest.tie(self.weight)
+            self.state_at_rest.bind(self.weight)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """A plain weight under its plain name, whatever it is stored in."""
@@ -159,15 +159,15 @@ class Linear(torch.nn.Linear):
         if self.reduce_prescale is not None:
             self.reduce_prescale.end_step()
 
-    def forget_step(self) -> None:
-        """Be as if the forward and backward passes of this step had not been; see `nn.forget_step`."""
+    def discard_step(self) -> None:
+        """Be as if the forward and backward passes of this step had not been; see `nn.discard_step`."""
         for history in self.histories.values():
-            history.forget_step()
+            history.discard_step()
         gradient = None if self.state_at_rest is None else self.state_at_rest.gradient
         if gradient is not None:
-            gradient.forget_step()
+            gradient.discard_step()
         if self.reduce_prescale is not None:
-            self.reduce_prescale.forget_step()
+            self.reduce_prescale.discard_step()
 
     @property
     def plain_product(self) -> torch.dtype | None:
@@ -194,7 +194,7 @@ class Linear(torch.nn.Linear):
                 self.keys = self.keys + _NEXT_KEY
         samples = input.shape[0] if input.ndim > 2 else 1
         weight = self.weight.T if self.transposed else self.weight
-        places = Places(
+        places = GemmContext(
             self.casts,
             DTYPES[self.recipe.compute],
             self.recipe.saved,
@@ -213,12 +213,12 @@ class Linear(torch.nn.Linear):
             bias = None if self.bias is None else self.bias.to(input.dtype)
             weight = weight if places.weight is None else places.wide(weight).detach()
             return torch.nn.functional.linear(input, weight.to(input.dtype), bias)
-        compute = three_gemms
+        compute = linear_function
         if places.weight is not None and places.weight.gradient is not None:
             # Its backward pass writes a gradient on the side, which no compiled graph can hold.
-            compute = torch.compiler.disable(three_gemms)
+            compute = torch.compiler.disable(linear_function)
         x_MK = input.reshape(-1, self.in_features)
-        with as_the_recipe_says(input.device.type):
+        with autocast_disabled(input.device.type):
             own_bias = self.bias if self.split.after is None else None  # of a sum it is added to the sum
             y_MN = compute(x_MK, weight, own_bias, places)
         y = y_MN.view(*input.shape[:-1], self.out_features)

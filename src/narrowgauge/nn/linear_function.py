@@ -19,21 +19,21 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from narrowgauge.nn.gemm import multiply
-from narrowgauge.nn.gemm_context import Places
+from narrowgauge.nn.gemm_context import GemmContext
 from narrowgauge.nn.observer import evenly
 from narrowgauge.nn.saved import keep_as_it_is
-from narrowgauge.nn.sharded.gathered_weight import Gathered
+from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
 from narrowgauge.quantization import estimator_slope
 
 
-class _ThreeGemms(torch.autograd.Function):
+class _LinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None, places: Places
+        ctx: Any, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None, places: GemmContext
     ) -> torch.Tensor:
         needs_dx, needs_dw, *_ = ctx.needs_input_grad
         # What was gathered is gathered again, so that nothing of it is kept.
-        ctx.reuses_w = places.shared("fprop.w", "dgrad.w") and not isinstance(w_NK, Gathered)
+        ctx.reuses_w = places.shared("fprop.w", "dgrad.w") and not isinstance(w_NK, GatheredWeight)
         x = places.operand(x_MK, "fprop.x", -1, both=needs_dw and places.reuses_x)
         w = places.operand(places.wide(w_NK), "fprop.w", -1, both=needs_dx and ctx.reuses_w)
         y_MN = multiply(x, w, places.compute, fast=True)
@@ -54,20 +54,20 @@ class _ThreeGemms(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        with as_the_recipe_says(dy_MN.device.type):
+        with autocast_disabled(dy_MN.device.type):
             return _backward(ctx, dy_MN)
 
 
 def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     w_NK, *kept = ctx.saved_tensors
-    places: Places = ctx.places
+    places: GemmContext = ctx.places
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
     dx_MK = dw_NK = dbias_N = dy = None
     if ctx.needs_input_grad[0]:
         shared = ctx.needs_input_grad[1] and places.shared("dgrad.dy", "wgrad.dy")
         dy = places.operand(dy_MN, "dgrad.dy", -1, both=shared)
         if ctx.reuses_w:
-            w = ctx.restore_w(*kept[:3]).flipped()
+            w = ctx.restore_w(*kept[:3]).transposed()
         else:
             w = places.operand(places.wide(w_NK), "dgrad.w", 0)
         dx_MK = multiply(dy, w, places.compute).to(x_dtype)
@@ -75,11 +75,11 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             places.gauge.product("dgrad.dx", dx_MK, dy_MN, places.wide(w_NK).T)
     if ctx.needs_input_grad[1]:
         if dy is not None and places.shared("dgrad.dy", "wgrad.dy"):
-            dy = dy.flipped()
+            dy = dy.transposed()
         else:
             dy = places.operand(dy_MN, "wgrad.dy", 0)
         x = ctx.restore_x(*kept[3:6])
-        x = x.flipped() if places.reuses_x else places.operand(x.values, "wgrad.x", 0)
+        x = x.transposed() if places.reuses_x else places.operand(x.values, "wgrad.x", 0)
         # A sum that lacks the tokens of others is not rounded before it is whole.
         is_whole = places.part("wgrad.x") is None
         dw_NK = multiply(dy, x, places.compute if is_whole else torch.float32)
@@ -94,10 +94,10 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return dx_MK, dw_NK, dbias_N, None
 
 
-def as_the_recipe_says(device: str) -> AbstractContextManager[Any]:
+def autocast_disabled(device: str) -> AbstractContextManager[Any]:
     """No autocast: what is computed in what is not its business here (the meta device has none)."""
     return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
 
 
 #: (x_MK, w_NK, bias_N or None, places) to y_MN, in the dtype of x.
-three_gemms = _ThreeGemms.apply
+linear_function = _LinearFunction.apply

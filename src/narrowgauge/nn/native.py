@@ -28,7 +28,7 @@ TILED = {
 }
 
 
-class Codes(NamedTuple):
+class QuantizedOperand(NamedTuple):
     """An operand as (rows, contraction) in narrow numbers.
 
     Attributes:
@@ -44,25 +44,27 @@ class Codes(NamedTuple):
     cast: Cast
     other: torch.Tensor | None = None
 
-    def flipped(self) -> "Codes":
+    def transposed(self) -> "QuantizedOperand":
         """The same numbers along the other axis."""
         scales = self.scales.T if self.scales.ndim else self.scales
         codes = self.codes.T if self.other is None else self.other
         return self._replace(codes=codes, scales=scales, other=None)
 
 
-def codes_of(q: QTensor, axis: int, other: torch.Tensor | None = None) -> Codes:
+def quantized_operand(q: QTensor, axis: int, other: torch.Tensor | None = None) -> QuantizedOperand:
     """A quantized matrix as an operand whose `axis` (-1 or 0) is contracted.
 
     `other` are its codes again, which lie next to each other along the other axis.
     """
     scales = q.scales if q.scale_codes is None else q.scale_codes
-    codes = Codes(q.codes, scales, q.tensor_scale, q.cast)
-    codes = codes if axis == -1 else codes.flipped()
+    codes = QuantizedOperand(q.codes, scales, q.tensor_scale, q.cast)
+    codes = codes if axis == -1 else codes.transposed()
     return codes if other is None else codes._replace(other=other.T if axis == -1 else other)
 
 
-def multiply_codes(a: Codes, b: Codes, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
+def native_product(
+    a: QuantizedOperand, b: QuantizedOperand, dtype: torch.dtype, fast: bool = False
+) -> torch.Tensor:
     """The product of (M, K) and (N, K) as (M, N), rounded once to `dtype`.
 
     `fast` lets Hopper add up in fewer bits, as is usual for the forward product.
@@ -73,7 +75,7 @@ def multiply_codes(a: Codes, b: Codes, dtype: torch.dtype, fast: bool = False) -
     return result[:m, :n]
 
 
-def arguments(a: Codes, b: Codes) -> dict[str, Any]:
+def arguments(a: QuantizedOperand, b: QuantizedOperand) -> dict[str, Any]:
     """What `scaled_mm` is called with."""
     a, b = _padded(a), _padded(b)
     kind_a, scale_a = _scales(a, b, first=True)
@@ -93,7 +95,7 @@ def arguments(a: Codes, b: Codes) -> dict[str, Any]:
     }
 
 
-def _padded(x: Codes) -> Codes:
+def _padded(x: QuantizedOperand) -> QuantizedOperand:
     """With rows and columns that the units take; new rows have zeros for elements and scales."""
     columns = 128 if x.cast.block in ((1, 128), (128, 128)) else 32
     # torch's compiler wants whole square blocks, its kernels do not.
@@ -105,12 +107,14 @@ def _padded(x: Codes) -> Codes:
     return x._replace(codes=codes, scales=scales)
 
 
-def _elements(x: Codes) -> torch.Tensor:
+def _elements(x: QuantizedOperand) -> torch.Tensor:
     codes = pack(x.codes.contiguous(), x.cast.element)
     return codes.view(torch_dtype(x.cast.element) or torch.float4_e2m1fn_x2)
 
 
-def _scales(x: Codes, other: Codes, first: bool) -> tuple[list[ScalingType], list[torch.Tensor]]:
+def _scales(
+    x: QuantizedOperand, other: QuantizedOperand, first: bool
+) -> tuple[list[ScalingType], list[torch.Tensor]]:
     """(kinds, tensors) of an operand's scales, next to the other operand's."""
     rows, scales = x.codes.shape[0], x.scales
     if x.cast.scale in TILED:

@@ -25,15 +25,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.quantization import AtRest, Cast, cast
+from narrowgauge.quantization import Cast, QuantizedState, cast
 from narrowgauge.quantization.blocks import blocks_of
 from narrowgauge.quantization.gauges.figures import (
+    cosine_similarity,
     figures,
     gauge,
     gauge_operand,
     gauge_product,
     gauge_state,
-    likeness,
 )
 
 ROWS = 64  # of a product, that are computed again in float32
@@ -52,7 +52,7 @@ def evenly(t: torch.Tensor) -> torch.Tensor:
     return t[:: max(1, t.shape[0] // ROWS)][:ROWS]
 
 
-class Onlooker(Protocol):
+class Observer(Protocol):
     """What may be laid on a layer, to be shown each operand and each product of its three GEMMs."""
 
     def operand(
@@ -76,7 +76,9 @@ class Gauges:
     """The gauges of a model during one optimizer step: the calls below, in their order."""
 
     def __init__(
-        self, layers: Mapping[str, torch.nn.Module], state: Mapping[tuple[str, str], AtRest | torch.Tensor]
+        self,
+        layers: Mapping[str, torch.nn.Module],
+        state: Mapping[tuple[str, str], QuantizedState | torch.Tensor],
     ) -> None:
         """Read nothing yet.
 
@@ -94,7 +96,7 @@ class Gauges:
         """Lay gauges on what this micro-batch is to show."""
         for name, layer in self.layers.items():
             layer.gauge = LayerGauge(name, self) if is_first else None  # type: ignore[assignment]
-        self._lay_on(lambda place: is_last and place == "grad")
+        self._attach(lambda place: is_last and place == "grad")
 
     def after_backward(self) -> None:
         """Take them off, read plain gradients, and lay gauges on what the update writes."""
@@ -102,11 +104,11 @@ class Gauges:
         for key, tensor in self.state.items():
             if key.place == "weight" and isinstance(tensor, torch.Tensor) and tensor.grad is not None:
                 self._read_plain(Key(key.layer, "grad"), tensor.grad)
-        self._lay_on(lambda place: place != "grad")
+        self._attach(lambda place: place != "grad")
 
     def after_step(self) -> None:
         """Take them off, and read what was updated where it lies."""
-        self._lay_on(lambda place: False)
+        self._attach(lambda place: False)
         for key, tensor in self.state.items():
             if isinstance(tensor, torch.Tensor):
                 self._read_plain(key, tensor.detach())
@@ -118,18 +120,18 @@ class Gauges:
         casts = {key: cast.name for key, (cast, _) in self.read.items()}
         vectors = _fetched({key: vector for key, (_, vector) in self.read.items()})
         found = {key: figures(vector, self.read[key][0].element) for key, vector in vectors.items()}
-        of_products = {key: likeness(v) for key, v in _fetched(self.products).items()}
+        of_products = {key: cosine_similarity(v) for key, v in _fetched(self.products).items()}
         return [
             {"step": step, **key._asdict(), "cast": casts.get(key), **_rounded(values)}
             for key, values in (found | of_products).items()
         ]
 
-    def _lay_on(self, is_wanted: Callable[[str], bool]) -> None:
+    def _attach(self, is_wanted: Callable[[str], bool]) -> None:
         for key, tensor in self.state.items():
-            if isinstance(tensor, AtRest):
+            if isinstance(tensor, QuantizedState):
                 tensor.gauge = partial(self._see, key) if is_wanted(key.place) else None
 
-    def _see(self, key: Key, x: torch.Tensor, stored: AtRest) -> None:
+    def _see(self, key: Key, x: torch.Tensor, stored: QuantizedState) -> None:
         """Read a tensor that has been stored; the first time counts."""
         if key not in self.read:
             self.read[key] = stored.cast, gauge_state(x, stored)

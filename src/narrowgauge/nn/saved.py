@@ -13,20 +13,20 @@ import torch
 
 from narrowgauge.formats import decode, encode, pack, unpack
 from narrowgauge.nn.gemm import Operand
-from narrowgauge.nn.native import Codes
+from narrowgauge.nn.native import QuantizedOperand
 from narrowgauge.quantization import Cast, QTensor
 
 Tensors = tuple[torch.Tensor | None, ...]
 # From the three tensors that were kept to the operand.
-Restore = Callable[..., Operand | Codes]
+Restore = Callable[..., Operand | QuantizedOperand]
 
 
-def keep_as_it_is(operand: Operand | Codes) -> tuple[Tensors, Restore]:
+def keep_as_it_is(operand: Operand | QuantizedOperand) -> tuple[Tensors, Restore]:
     """Keep an operand in the tensors that it has."""
-    if isinstance(operand, Codes):
+    if isinstance(operand, QuantizedOperand):
         cast = operand.cast
         codes = operand.codes if operand.other is None else operand.other.T  # the backward pass wants these
-        return (codes, *operand[1:3]), lambda codes, scales, tensor_scale: Codes(
+        return (codes, *operand[1:3]), lambda codes, scales, tensor_scale: QuantizedOperand(
             codes, scales, tensor_scale, cast
         )
     return (*operand, None), lambda values, scale, _: Operand(values, scale)

@@ -15,13 +15,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from narrowgauge.formats import Stream, torch_dtype
-from narrowgauge.quantization import AtRest, Cast, Part, PreScale
-from narrowgauge.quantization.sharding.amax import largest_of_each
+from narrowgauge.formats import RandomStream, torch_dtype
+from narrowgauge.quantization import Cast, PreScale, QuantizedState, TensorShard
+from narrowgauge.quantization.sharding.amax import all_reduce_amaxes
 from narrowgauge.quantization.state.prescale import Prescaled, prescaled
 
 
-class Gradient(AtRest):
+class GradientState(QuantizedState):
     """A gradient that is added up in float32 and stored after each micro-batch.
 
     Attributes:
@@ -35,21 +35,21 @@ class Gradient(AtRest):
         cast: Cast,
         device: torch.device | str = "cpu",
         on_host: bool = False,
-        part: Part | None = None,
+        part: TensorShard | None = None,
     ) -> None:
-        """Empty; see `AtRest`."""
+        """Empty; see `QuantizedState`."""
         self.is_empty, self.sums = True, 0
         self.prescale = PreScale(device) if cast.prescale else None
         super().__init__(shape, cast, device, on_host, part)
 
-    def add(self, x: torch.Tensor, stream: Stream | None) -> None:
+    def add(self, x: torch.Tensor, stream: RandomStream | None) -> None:
         """Add float32 numbers, rounding the sum once; with random bits nothing small is lost on average."""
         add_all([self], [x], [stream])
 
-    def forget_step(self) -> None:
+    def discard_step(self) -> None:
         """Give the pre-scaling factor back what this step has taught it."""
         if self.prescale is not None and not self.is_empty:
-            self.prescale.forget_step()
+            self.prescale.discard_step()
 
     def move(self, device: torch.device) -> None:
         """Go to another device, the pre-scaling factor with it."""
@@ -59,9 +59,11 @@ class Gradient(AtRest):
 
 
 def add_all(
-    gradients: Sequence[Gradient], tensors: Iterable[torch.Tensor], streams: Iterable[Stream | None]
+    gradients: Sequence[GradientState],
+    tensors: Iterable[torch.Tensor],
+    streams: Iterable[RandomStream | None],
 ) -> None:
-    """`Gradient.add` for each; processes that hold them together agree on all their scales at once."""
+    """`GradientState.add` for each; processes that hold them together agree on all their scales at once."""
     totals = [x if g.is_empty else g.read() + x for g, x in zip(gradients, tensors, strict=True)]
     every = list(zip(gradients, totals, strict=True))
     factors = [(g, x, g.prescale) for g, x in every if g.prescale is not None]
@@ -70,7 +72,7 @@ def add_all(
             prescale.begin_step()
     scales = iter(prescaled([Prescaled(prescale, x, g.cast, g.part) for g, x, prescale in factors]))
     sharing = [(g, x) for g, x in every if g.prescale is None and g.shares_scale]
-    largest = iter(largest_of_each([x for _, x in sharing], [g.part for g, _ in sharing]))
+    largest = iter(all_reduce_amaxes([x for _, x in sharing], [g.part for g, _ in sharing]))
     for (g, x), stream in zip(every, streams, strict=True):
         if g.prescale is not None:
             g.write(x, stream, encode_scale=next(scales))
@@ -80,16 +82,16 @@ def add_all(
         g.is_empty = False
 
 
-def best_numbers(parameter: torch.Tensor) -> torch.Tensor:
+def master_or_weight(parameter: torch.Tensor) -> torch.Tensor:
     """The best that is known of a weight, as float32."""
     for name in ("master", "at_rest"):
-        stored = getattr(parameter, name, None)
-        if stored is not None:
-            return stored.read()
+        stored_tensor = getattr(parameter, name, None)
+        if stored_tensor is not None:
+            return stored_tensor.read()
     return parameter.detach().float()
 
 
-def stored(parameter: torch.Tensor) -> torch.Tensor:
+def stored_tensor(parameter: torch.Tensor) -> torch.Tensor:
     """The tensor that holds a parameter's numbers, or the codes of a weight at rest, as they lie here."""
     at_rest = getattr(parameter, "at_rest", None)
     if at_rest is None:
@@ -98,7 +100,7 @@ def stored(parameter: torch.Tensor) -> torch.Tensor:
     return first.view(torch_dtype(at_rest.cast.element) or first.dtype)
 
 
-class Weight:
+class WeightState:
     """The state of one parameter; where that lies in a larger one (`part`) hangs on it, too."""
 
     def __init__(
@@ -114,7 +116,7 @@ class Weight:
         """
         self.parameter, self.is_shard = parameter, shard is not None
         self.at_rest = self.master = self.gradient = None
-        numbers = best_numbers(parameter) if shard is None else shard
+        numbers = master_or_weight(parameter) if shard is None else shard
         shape, device = numbers.shape, parameter.device
         part = getattr(parameter, "part", None)
         weight, master, grad = (state[place] for place in ("weight", "master", "grad"))
@@ -123,29 +125,29 @@ class Weight:
         if shard is None and getattr(parameter, "at_rest", None) is not None:  # it was under another recipe
             parameter.data = numbers
         if weight.name != "fp32":
-            self.at_rest = AtRest(shape, weight, device, part=part)
+            self.at_rest = QuantizedState(shape, weight, device, part=part)
             _begin(self.at_rest, numbers)
         if master is not None:
-            self.master = AtRest(shape, master, device, "master" in offload, part)
+            self.master = QuantizedState(shape, master, device, "master" in offload, part)
             _begin(self.master, numbers)
         if self.at_rest is not None or grad.name != "fp32":
-            self.gradient = Gradient(shape, grad, device, "grad" in offload, part)
-        self.tie(parameter)
+            self.gradient = GradientState(shape, grad, device, "grad" in offload, part)
+        self.bind(parameter)
 
     @property
     def is_plain(self) -> bool:
         """Whether there is nothing but an fp32 parameter."""
         return self.at_rest is None and self.gradient is None
 
-    def tie(self, parameter: torch.nn.Parameter) -> None:
+    def bind(self, parameter: torch.nn.Parameter) -> None:
         """Make the parameter hold the stored numbers; again after anything that gave it its own tensor."""
         self.parameter = parameter
         for each in (self.at_rest, self.master, self.gradient):
             if each is not None:
                 each.move(parameter.device)
         if self.at_rest is not None and not self.is_shard:
-            stored = next(iter(self.at_rest.tensors.values()))
-            parameter.data = stored.view(torch_dtype(self.at_rest.cast.element) or stored.dtype)
+            stored_tensor = next(iter(self.at_rest.tensors.values()))
+            parameter.data = stored_tensor.view(torch_dtype(self.at_rest.cast.element) or stored_tensor.dtype)
         for name in ("at_rest", "master", "gradient"):
             setattr(parameter, name, getattr(self, name))
 
@@ -175,6 +177,6 @@ class Weight:
         return named | ({} if prescale is None else {f"grad.{k}": t for k, t in prescale.tensors.items()})
 
 
-def _begin(state: AtRest, numbers: torch.Tensor) -> None:
+def _begin(state: QuantizedState, numbers: torch.Tensor) -> None:
     if not numbers.is_meta:  # there is nothing to write
         state.write(numbers)

@@ -3,16 +3,16 @@
 from narrowgauge.optim.adamw import AdamW
 from narrowgauge.optim.groups import parameter_groups, set_learning_rate
 from narrowgauge.optim.muon import Muon
-from narrowgauge.optim.optimizer import Optimizer, Together
+from narrowgauge.optim.optimizer import ModelGroup, Optimizer
 from narrowgauge.optim.parameter import gradient, has_gradient, local, part_of
-from narrowgauge.optim.schedule import Kind, learning_rate
+from narrowgauge.optim.schedule import ScheduleKind, learning_rate
 
 __all__ = [
     "AdamW",
-    "Kind",
+    "ModelGroup",
     "Muon",
     "Optimizer",
-    "Together",
+    "ScheduleKind",
     "gradient",
     "has_gradient",
     "learning_rate",

@@ -17,7 +17,7 @@ from narrowgauge.kernels import adamw as kernels
 from narrowgauge.optim.optimizer import Algorithm, KeyOf, Optimizer, Parts, Tensors
 from narrowgauge.optim.parameter import hung, local, part_of
 from narrowgauge.optim.state_writer import is_random
-from narrowgauge.quantization import AtRest
+from narrowgauge.quantization import QuantizedState
 from narrowgauge.recipes import Recipe
 
 
@@ -36,7 +36,7 @@ def adamw_update(
     adamw(w, g, moments["m"], moments["v"], [], steps, fused=True, **own)
 
 
-def adamw_at_rest(
+def adamw_fused(
     p: torch.Tensor, state: Mapping[str, Any], options: Mapping[str, Any], step: int, key_of: KeyOf
 ) -> bool:
     """The same by the kernel, if it takes the parameter and all of its state; whether it did."""
@@ -48,14 +48,14 @@ def adamw_at_rest(
         return False
     places = {"w": "master" if master else "at_rest", "m": "m", "v": "v", "beside": "at_rest"}
     written = {"w": w, "m": m, "v": v, "beside": beside}
-    random = [k for k, to in written.items() if isinstance(to, AtRest) and is_random(to)]
+    random = [k for k, to in written.items() if isinstance(to, QuantizedState) and is_random(to)]
     keys = {name: key_of(places[name]) for name in random}
     kernels.adamw(w, g, m, v, beside, kernels.Factors.of(options, step), keys)
     state["step"].add_(1)
     return True
 
 
-ADAMW = Algorithm(("m", "v"), adamw_update, adamw_at_rest)
+ADAMW = Algorithm(("m", "v"), adamw_update, adamw_fused)
 
 
 class AdamW(Optimizer):

@@ -55,8 +55,8 @@ def parameter_groups(
             options |= changes if fnmatchcase(name, pattern) else {}
         is_hidden = p.ndim == 2 and not any(part in _WIDE for part in name.split("."))
         algorithm = "muon" if muon and is_hidden else "adamw"
-        mind = (*options.values(), algorithm)
-        groups.setdefault(mind, {"params": [], **options, "algorithm": algorithm})["params"].append(p)
+        group_key = (*options.values(), algorithm)
+        groups.setdefault(group_key, {"params": [], **options, "algorithm": algorithm})["params"].append(p)
     return list(groups.values())
 
 

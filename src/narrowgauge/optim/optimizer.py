@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from narrowgauge.errors import UserError
-from narrowgauge.formats import stream, stream_key
+from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.optim.parameter import gradient, has_gradient, hung, local, part_of
 from narrowgauge.optim.state_writer import Narrow, Write, batches, is_random, write_all
-from narrowgauge.quantization import AtRest, Part, make_cast
+from narrowgauge.quantization import QuantizedState, TensorShard, make_cast
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes import recipe as recipe_named
 
@@ -31,13 +31,13 @@ _FIRST_STREAM = 2**34  # above the tensor ids of layers (nn.places)
 _WRITTEN = ("m", "v", "master", "at_rest")  # each with a stream of its own
 
 Tensors = list[torch.Tensor]
-Parts = list[Part | None]
+Parts = list[TensorShard | None]
 # update(weights, gradients, {moment: tensors}, steps, options, parts), all float32, in place
 Update = Callable[[Tensors, Tensors, Mapping[str, Tensors], Tensors, Mapping[str, Any], Parts], None]
 # at_rest(parameter, its state, options, number of the step, key words of a place's random bits): updates all
 # that hangs on the parameter where it lies, if it can; whether it did
 KeyOf = Callable[[str], tuple[int, int]]
-UpdateAtRest = Callable[[torch.Tensor, Mapping[str, Any], Mapping[str, Any], int, KeyOf], bool]
+FusedUpdate = Callable[[torch.Tensor, Mapping[str, Any], Mapping[str, Any], int, KeyOf], bool]
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Algorithm:
 
     moments: tuple[str, ...]
     update: Update
-    at_rest: UpdateAtRest | None = None
+    at_rest: FusedUpdate | None = None
 
 
 @dataclass(frozen=True)
-class Together:
+class ModelGroup:
     """The processes that hold a model together: all of them, and how many there are for each parameter."""
 
     group: dist.ProcessGroup
@@ -61,11 +61,11 @@ class Optimizer(torch.optim.Optimizer):
     """Moves parameters by the algorithm of their group, with state as a recipe says.
 
     Of a parameter that several processes hold together each moves its own part, which hangs on it (`part`,
-    and `number`, its place among all parameters, and `stages`, how many of a pipeline have it); `together`
+    and `number`, its place among all parameters, and `stages`, how many of a pipeline have it); `model_group`
     says who they are.
     """
 
-    together: Together | None = None
+    model_group: ModelGroup | None = None
     algorithms: ClassVar[Mapping[str, Algorithm]]
 
     def __init__(
@@ -96,7 +96,7 @@ class Optimizer(torch.optim.Optimizer):
                 for place in self.algorithms[group["algorithm"]].moments:
                     cast = (self.recipe.state[place] if is_large else None) or FP32
                     on_host = is_large and place in self.recipe.offload
-                    self.state[p][place] = AtRest(local(p).shape, cast, p.device, on_host, part)
+                    self.state[p][place] = QuantizedState(local(p).shape, cast, p.device, on_host, part)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -165,7 +165,7 @@ class Optimizer(torch.optim.Optimizer):
         for place, (to, x) in {**written, "master": (master, w), "at_rest": (at_rest, w)}.items():
             if to is not None:
                 tensor = first_stream + _WRITTEN.index(place)
-                yield to, x, stream(self.seed, number, tensor, p.device) if is_random(to) else None
+                yield to, x, random_stream(self.seed, number, tensor, p.device) if is_random(to) else None
         if at_rest is None and w is not here:
             here.copy_(w)
 
@@ -179,7 +179,7 @@ class Optimizer(torch.optim.Optimizer):
         """Begin to bring a parameter's state from the host, while another is updated."""
         parts = [hung(p, name) for name in ("master", "at_rest", "gradient")]
         for state in (*self.state[p].values(), *parts):
-            if isinstance(state, AtRest):
+            if isinstance(state, QuantizedState):
                 state.fetch()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -199,7 +199,7 @@ class Optimizer(torch.optim.Optimizer):
         every = ((p, gradient(p)) for p in self.parameters())
         wide = torch.float64
         norms = {p: torch.linalg.vector_norm(g, norm_type, dtype=wide) for p, g in every if g is not None}
-        if not norms and self.together is None:
+        if not norms and self.model_group is None:
             return torch.zeros(())
         total = self._norm_of_all(norms, norm_type).float()
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -213,16 +213,16 @@ class Optimizer(torch.optim.Optimizer):
     def _norm_of_all(self, norms: Mapping[torch.Tensor, torch.Tensor], norm_type: float) -> torch.Tensor:
         """The norm of all gradients from those of the tensors that are here, float64."""
         device = next(iter(norms), torch.zeros(())).device
-        if self.together is None:
+        if self.model_group is None:
             return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms.values()]), norm_type)
         assert norm_type != torch.inf, "a sum over processes"
         total = torch.zeros((), dtype=torch.float64, device=device)
         for p, norm in norms.items():
             part = part_of(p)
-            holders = self.together.for_each * getattr(p, "stages", 1)
+            holders = self.model_group.for_each * getattr(p, "stages", 1)
             copies = holders // (1 if part is None else part.pieces)
             total += norm.to(device) ** norm_type / copies
-        dist.all_reduce(total, group=self.together.group)
+        dist.all_reduce(total, group=self.model_group.group)
         return total ** (1 / norm_type)
 
     def tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
@@ -276,9 +276,9 @@ class Optimizer(torch.optim.Optimizer):
         """All of them, in the order of the groups."""
         return [p for group in self.param_groups for p in group["params"]]
 
-    def moments(self, p: torch.Tensor) -> dict[str, AtRest]:
+    def moments(self, p: torch.Tensor) -> dict[str, QuantizedState]:
         """A parameter's moments at rest, by place."""
-        return {place: s for place, s in self.state[p].items() if isinstance(s, AtRest)}
+        return {place: s for place, s in self.state[p].items() if isinstance(s, QuantizedState)}
 
     def _tensors_of(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
         moments = {f"{place}.{k}": t for place, m in self.moments(p).items() for k, t in m.tensors.items()}

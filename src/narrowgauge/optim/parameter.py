@@ -1,7 +1,7 @@
 """What of a parameter is here: its numbers, its gradient, its place in the whole.
 
-A parameter may be narrow (`nn.weights` hung its master and its gradient on it) and may be held by several
-processes (a DTensor, with its `part`).
+A parameter may be narrow (`nn.weight_state` hung its master and its gradient on it) and may be held by
+several processes (a DTensor, with its `part`).
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.quantization import Part
+from narrowgauge.quantization import TensorShard
 
 
 def gradient(p: torch.Tensor) -> torch.Tensor | None:
@@ -31,12 +31,12 @@ def local(t: torch.Tensor) -> torch.Tensor:
     return t.to_local() if isinstance(t, DTensor) else t.detach()
 
 
-def part_of(p: torch.Tensor) -> Part | None:
+def part_of(p: torch.Tensor) -> TensorShard | None:
     """Where that lies in the whole parameter, if others hold some of it."""
     part = getattr(p, "part", None)
     return None if part is None or part.is_whole else part
 
 
 def hung(p: torch.Tensor, name: str) -> Any:
-    """What `nn.weights` hung on a parameter."""
+    """What `nn.weight_state` hung on a parameter."""
     return getattr(p, name, None)

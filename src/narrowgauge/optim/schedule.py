@@ -12,7 +12,7 @@ Where `decay_steps` is given, the fall of all kinds ends there, and the rate sta
 import math
 from typing import Literal
 
-Kind = Literal["cosine", "linear", "wsd", "constant"]
+ScheduleKind = Literal["cosine", "linear", "wsd", "constant"]
 
 
 def learning_rate(
@@ -20,7 +20,7 @@ def learning_rate(
     *,
     lr: float,
     steps: int,
-    kind: Kind,
+    kind: ScheduleKind,
     warmup_steps: int,
     final_lr_fraction: float,
     decay_fraction: float,

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from narrowgauge.formats import Stream
+from narrowgauge.formats import RandomStream
 from narrowgauge.optim.parameter import part_of
-from narrowgauge.quantization import AtRest
-from narrowgauge.quantization.sharding.amax import largest_of_each
+from narrowgauge.quantization import QuantizedState
+from narrowgauge.quantization.sharding.amax import all_reduce_amaxes
 
-TOGETHER = 2**22  # elements of a batch
+TENSORS_A_BATCH = 2**22  # elements of a batch
 
 Narrow = tuple[torch.Tensor, Mapping[str, Any], int]  # a parameter, its group, its first stream
-Write = tuple[AtRest, torch.Tensor, Stream | None]
+Write = tuple[QuantizedState, torch.Tensor, RandomStream | None]
 
 
 def batches(narrow: Iterable[Narrow]) -> Iterator[list[Narrow]]:
@@ -31,8 +31,8 @@ def batches(narrow: Iterable[Narrow]) -> Iterator[list[Narrow]]:
     size = 0
     for one in narrow:
         part = part_of(one[0])
-        elements = TOGETHER if part is None else part.shape.numel() // part.pieces
-        if batch and size + elements > TOGETHER:
+        elements = TENSORS_A_BATCH if part is None else part.shape.numel() // part.pieces
+        if batch and size + elements > TENSORS_A_BATCH:
             yield batch
             batch, size = [], 0
         batch.append(one)
@@ -44,11 +44,11 @@ def batches(narrow: Iterable[Narrow]) -> Iterator[list[Narrow]]:
 def write_all(writes: list[Write]) -> None:
     """Store what was updated; scales that several processes share are agreed on together."""
     sharing = [(to, x) for to, x, _ in writes if to.shares_scale]
-    found = iter(largest_of_each([x for _, x in sharing], [to.part for to, _ in sharing]))
+    found = iter(all_reduce_amaxes([x for _, x in sharing], [to.part for to, _ in sharing]))
     for to, x, random in writes:
         to.write(x, random, amax=next(found) if to.shares_scale else None)
 
 
-def is_random(state: AtRest) -> bool:
+def is_random(state: QuantizedState) -> bool:
     """Whether a tensor is rounded with random bits when it is written."""
     return state.cast.rounding == "stochastic"

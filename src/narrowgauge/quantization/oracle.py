@@ -31,7 +31,7 @@ Index = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class ByHand:
+class ReferenceTensor:
     """What the oracle finds.
 
     Attributes:
@@ -49,7 +49,7 @@ class ByHand:
     rest: np.ndarray
 
 
-def quantize_by_hand(
+def reference_quantize(
     x: np.ndarray,
     cast: Cast,
     axis: int = -1,
@@ -57,7 +57,7 @@ def quantize_by_hand(
     signs: Sequence[int] = (),
     encode_scale: float | None = None,
     dtype: str = "fp32",
-) -> ByHand:
+) -> ReferenceTensor:
     """Quantize an array of numbers, along `axis`.
 
     Args:
@@ -98,7 +98,7 @@ def quantize_by_hand(
             values[i] = _round(clamped[i], factor, cast, None if draws is None else int(draws[i]))
     codes = np.vectorize(lambda v: code_of(v, cast.element), otypes=[np.int64])(values)
     rest = x - clamped if cast.outliers else np.zeros_like(x)
-    return ByHand(values, codes, scales, float(tensor_scale), rest)
+    return ReferenceTensor(values, codes, scales, float(tensor_scale), rest)
 
 
 def _round(x: float, factor: Fraction, cast: Cast, draw: int | None) -> float:

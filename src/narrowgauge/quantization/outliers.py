@@ -21,15 +21,15 @@ from narrowgauge.formats.rounding import exponent_bits, inverse_quantum
 from narrowgauge.quantization.blocks import blocks_of
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.scale_and_round import scales_of
-from narrowgauge.quantization.sharding.shard import Part
+from narrowgauge.quantization.sharding.shard import TensorShard
 
 
-def clamp_outliers(x: torch.Tensor, quantile: float, part: Part | None = None) -> torch.Tensor:
+def clamp_outliers(x: torch.Tensor, quantile: float, part: TensorShard | None = None) -> torch.Tensor:
     """x clamped to its quantiles 1 - `quantile` and `quantile`, each an element of x, no mean of two.
 
     Of a `part` they are those of the global tensor, all of which is brought here to be ordered.
     """
-    every = x.detach() if part is None else part.everything(x.detach())
+    every = x.detach() if part is None else part.all_gather_flat(x.detach())
     n = every.numel()
     if n == 0:
         return x
@@ -60,7 +60,7 @@ def _from_counts(counts: torch.Tensor, rank: int) -> torch.Tensor:
     return torch.tensor(word, dtype=torch.int16).view(torch.bfloat16) + 0.0
 
 
-def estimator_slope(w: torch.Tensor, cast: Cast, axis: int, part: Part | None = None) -> torch.Tensor:
+def estimator_slope(w: torch.Tensor, cast: Cast, axis: int, part: TensorShard | None = None) -> torch.Tensor:
     """The slope of rounding at each element of `w` under a cast, float32 of w's shape.
 
     Only for casts with fp32 scales: `estimator_k` and `estimator_cap` are the k and the cap of above.

@@ -11,15 +11,15 @@ _PURPOSE: ContextVar[str] = ContextVar("purpose", default="")
 
 
 @contextmanager
-def sending(purpose: str) -> Iterator[None]:
+def comm_tag(current_comm_tag: str) -> Iterator[None]:
     """Collectives within are for this."""
-    token = _PURPOSE.set(purpose)
+    token = _PURPOSE.set(current_comm_tag)
     try:
         yield
     finally:
         _PURPOSE.reset(token)
 
 
-def purpose() -> str:
+def current_comm_tag() -> str:
     """What collectives are for at this moment."""
     return _PURPOSE.get()

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.formats import Stream, decode, encode, encode_finite_, format, pack, torch_dtype
+from narrowgauge.formats import RandomStream, decode, encode, encode_finite_, format, pack, torch_dtype
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.cast import cast as cast_named
 from narrowgauge.quantization.hadamard import hadamard
 from narrowgauge.quantization.outliers import clamp_outliers
-from narrowgauge.quantization.scale_and_round import Generator, on_grid, scales_of
-from narrowgauge.quantization.sharding.shard import Part
+from narrowgauge.quantization.scale_and_round import Generator, round_blocks, scales_of
+from narrowgauge.quantization.sharding.shard import TensorShard
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def quantize(
     generator: Generator = None,
     signs: torch.Tensor | None = None,
     encode_scale: torch.Tensor | None = None,
-    part: Part | None = None,
+    part: TensorShard | None = None,
 ) -> QTensor:
     """Quantize a tensor to the codes and scales of a cast.
 
@@ -94,7 +94,7 @@ def quantize(
     def codes_of(values: torch.Tensor, _: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
         return encode_finite_(_zero_where_not(finite, values), c.element)
 
-    codes = on_grid(split, scales, c, blocks, generator, codes_of, torch.uint8)
+    codes = round_blocks(split, scales, c, blocks, generator, codes_of, torch.uint8)
     whole = c.block is None
 
     def per_block(t: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ def emulate(
     generator: Generator = None,
     signs: torch.Tensor | None = None,
     encode_scale: torch.Tensor | None = None,
-    part: Part | None = None,
+    part: TensorShard | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What a GEMM on narrow numbers sees: (operand, scale), with x ~ operand * scale.
 
@@ -138,14 +138,16 @@ def emulate(
     scales = scales_of(split, cast, blocks, encode_scale, part, axis)
     generator = _of_part(generator, part, blocks)
     if cast.block is None and not cast.compensate:
-        values = on_grid(split, scales, cast, blocks, generator, lambda values, *_: values, dtype)
+        values = round_blocks(split, scales, cast, blocks, generator, lambda values, *_: values, dtype)
         return blocks.merge(values), scales.block.reshape(())
 
     def stored(values: torch.Tensor, block: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return values.mul_(block)
 
     is_exact = (cast.scale != "fp32" or cast.power_of_two) and not cast.compensate
-    values = on_grid(split, scales, cast, blocks, generator, stored, dtype if is_exact else torch.float32)
+    values = round_blocks(
+        split, scales, cast, blocks, generator, stored, dtype if is_exact else torch.float32
+    )
     operand = blocks.merge(values)
     if cast.compensate:
         # What was clamped away is added again; in float32, as a difference of bf16 is not exact.
@@ -153,16 +155,16 @@ def emulate(
     return operand, scales.tensor
 
 
-def _of_part(generator: Generator, part: Part | None, blocks: Blocks) -> Generator:
+def _of_part(generator: Generator, part: TensorShard | None, blocks: Blocks) -> Generator:
     """The random numbers of the elements that lie here."""
-    if part is None or not isinstance(generator, Stream):
+    if part is None or not isinstance(generator, RandomStream):
         return generator
     generator = part.bits_of(generator)
     return blocks.split(generator) if isinstance(generator, torch.Tensor) else generator
 
 
 def prepared(
-    x: torch.Tensor, cast: Cast, axis: int, signs: torch.Tensor | None, part: Part | None = None
+    x: torch.Tensor, cast: Cast, axis: int, signs: torch.Tensor | None, part: TensorShard | None = None
 ) -> torch.Tensor:
     """The tensor that is quantized: transformed, without its outliers."""
     if cast.hadamard and part is not None:

@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 import torch
 
-from narrowgauge.formats import Stream, round_finite_
+from narrowgauge.formats import RandomStream, round_finite_
 from narrowgauge.quantization import scales
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.sharding.shard import Part, largest_of
+from narrowgauge.quantization.sharding.shard import TensorShard, all_reduce_amax
 
-Generator = torch.Generator | Stream | torch.Tensor | None
-PIECE = 2**18  # elements that stay in a CPU's cache
-LARGE_PIECE = 2**25  # elements whose temporaries a GPU has room for
+Generator = torch.Generator | RandomStream | torch.Tensor | None
+CHUNK = 2**18  # elements that stay in a CPU's cache
+LARGE_CHUNK = 2**25  # elements whose temporaries a GPU has room for
 
 
 class Scales(NamedTuple):
@@ -35,7 +35,7 @@ class Scales(NamedTuple):
     finite: torch.Tensor  # bool: whether the block holds finite numbers only
 
 
-Finish = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Epilogue = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def scales_of(
@@ -43,7 +43,7 @@ def scales_of(
     cast: Cast,
     blocks: Blocks,
     encode_scale: torch.Tensor | None = None,
-    part: Part | None = None,
+    part: TensorShard | None = None,
     axis: int = -1,
 ) -> Scales:
     """The scales of a split tensor's blocks; `encode_scale` (0-dim float32) in place of its own.
@@ -54,12 +54,12 @@ def scales_of(
     if part is not None and encode_scale is None:
         if cast.block is None and not amax.numel():  # of a global tensor of which nothing lies here
             amax = amax.new_zeros([1] * amax.ndim)
-        amax = part.share_amax(amax, cast, axis)
+        amax = part.reduce_amax(amax, cast, axis)
     return scales_from(amax, cast, encode_scale, part)
 
 
 def scales_from(
-    amax: torch.Tensor, cast: Cast, encode_scale: torch.Tensor | None = None, part: Part | None = None
+    amax: torch.Tensor, cast: Cast, encode_scale: torch.Tensor | None = None, part: TensorShard | None = None
 ) -> Scales:
     """The scales of blocks whose largest magnitudes are known (float32; NaN or infinite: not finite)."""
     finite = amax.isfinite()
@@ -75,42 +75,44 @@ def scales_from(
     else:
         largest = amax.amax() if amax.numel() else amax.new_zeros(())
         if part is not None:
-            largest = largest_of(largest, part.groups)
+            largest = all_reduce_amax(largest, part.groups)
         S, tensor_scale = scales.nvfp4_tensor_scale(largest, cast.element, cast.headroom)
         encode, block = scales.nvfp4_block_scale(amax, S, cast.element, cast.headroom)
     return Scales(encode, torch.where(finite, block, torch.nan), tensor_scale, finite)
 
 
-def on_grid(
+def round_blocks(
     split: torch.Tensor,
     own: Scales,
     cast: Cast,
     blocks: Blocks,
     generator: Generator,
-    finish: Finish,
+    epilogue: Epilogue,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Round every element to the grid; `finish(values, block scales, finite)` makes of it what is asked for.
+    """Round every element to the grid; `epilogue(values, block scales, finite)` makes of it what is asked
+    for.
 
     Returns:
-        What `finish` returned, in `dtype` and the shape of `split`. `finish` may use up its values' memory.
+        What `epilogue` returned, in `dtype` and the shape of `split`. `epilogue` may use up its values'
+        memory.
     """
-    if isinstance(generator, Stream) and split.numel() != math.prod(blocks.shape):
+    if isinstance(generator, RandomStream) and split.numel() != math.prod(blocks.shape):
         # An element's bits are those of its place in the tensor, whatever pads its block.
         generator = blocks.split(generator.uniform(blocks.shape))
-    has_order = cast.rounding == "stochastic" and not isinstance(generator, Stream | torch.Tensor)
+    has_order = cast.rounding == "stochastic" and not isinstance(generator, RandomStream | torch.Tensor)
     out = None
-    for piece in pieces(split, whole=has_order):
+    for piece in chunks(split, whole=has_order):
         x = piece.of(split)
         bits = generator
-        if isinstance(generator, Stream):
+        if isinstance(generator, RandomStream):
             bits = generator.from_element(piece.first_element(split)) if piece.start else generator
         elif isinstance(generator, torch.Tensor):
             bits = piece.of(generator)
         encode = piece.of(own.encode)
         scaled = x * encode if x.dtype == torch.float32 else x.float().mul_(encode)
         values = round_finite_(scaled, cast.element, cast.rounding, bits, cast.random_bits)
-        values = finish(values, piece.of(own.block), piece.of(own.finite))
+        values = epilogue(values, piece.of(own.block), piece.of(own.finite))
         if x.shape == split.shape:
             return values.to(dtype)
         out = torch.empty(split.shape, dtype=dtype, device=split.device) if out is None else out
@@ -119,7 +121,7 @@ def on_grid(
     return out
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """Some of a split tensor: a range of positions along one dimension."""
 
     dim: int
@@ -135,19 +137,19 @@ class Piece(NamedTuple):
         return self.start * (split.numel() // split.shape[self.dim])
 
 
-def pieces(split: torch.Tensor, whole: bool = False) -> Iterator[Piece]:
+def chunks(split: torch.Tensor, whole: bool = False) -> Iterator[Chunk]:
     """The pieces of a split tensor, in the order of its elements."""
     dim = 1 if split.ndim > 1 and split.shape[0] == 1 else 0
-    elements = PIECE if split.device.type == "cpu" else LARGE_PIECE
+    elements = CHUNK if split.device.type == "cpu" else LARGE_CHUNK
     if split.is_meta:  # where only memory is asked for
         elements = max(elements, split.numel() // 64)
     if whole or torch.compiler.is_compiling() or split.numel() <= elements:
-        yield Piece(dim if split.ndim else 0, 0, split.shape[dim] if split.ndim else 1)
+        yield Chunk(dim if split.ndim else 0, 0, split.shape[dim] if split.ndim else 1)
         return
     length = split.shape[dim]
     size = max(1, elements * length // split.numel())
     for start in range(0, length, size):
-        yield Piece(dim, start, min(size, length - start))
+        yield Chunk(dim, start, min(size, length - start))
 
 
 def block_amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
@@ -160,7 +162,7 @@ def block_amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
             grid = grid.unsqueeze(dim)
         return grid
     parts, dim = [], 0
-    for dim, start, size in pieces(split):
+    for dim, start, size in chunks(split):
         part = split.narrow(dim, start, size)
         largest = part.abs() if part.dtype == torch.float32 else part.float().abs_()
         for inner in reversed(blocks.inner):  # one at a time, the innermost first: faster than all at once

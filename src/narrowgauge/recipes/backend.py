@@ -128,23 +128,23 @@ class Backend:
     reason: str
 
 
-def choose_backend(recipe: Recipe, device: Device, wish: str = "auto") -> Backend:
+def choose_backend(recipe: Recipe, device: Device, requested: str = "auto") -> Backend:
     """Decide how a recipe runs on a device.
 
     Raises:
         UserError: an unknown wish, or a native backend asked for where there is none.
     """
-    if wish not in BACKENDS:
-        raise unknown("backend", wish, BACKENDS)
+    if requested not in BACKENDS:
+        raise unknown("backend", requested, BACKENDS)
     if not recipe.is_narrow:
         return Backend("native", f"torch multiplies {recipe.compute} itself")
     obstacle, found = _look_up(recipe, device)
-    if wish == "native" and obstacle:
+    if requested == "native" and obstacle:
         raise UserError(
             f"recipe {recipe.name!r} cannot run natively here: {obstacle}; "
             f"use --backend emulated (the same numbers, computed in {recipe.compute})"
         )
-    if wish == "emulated" and not obstacle:
+    if requested == "emulated" and not obstacle:
         obstacle = "asked for"
     if obstacle:
         return Backend("emulated", f"{obstacle}; the same numbers in {recipe.compute} GEMMs")

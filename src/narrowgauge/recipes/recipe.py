@@ -96,9 +96,9 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
 
 
-def _count(wish: float, blocks: int) -> int:
+def _count(requested: float, blocks: int) -> int:
     # 0.28 * 25 is 7.000000000000001
-    return wish if isinstance(wish, int) else ceil(round(wish * blocks, 6))
+    return requested if isinstance(requested, int) else ceil(round(requested * blocks, 6))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

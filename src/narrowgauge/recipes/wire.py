@@ -19,12 +19,12 @@ from narrowgauge.quantization import Cast, make_cast
 WIDE = ("fp32", "bf16", "fp16")
 
 
-def fitting_gather(wish: Cast, operands: Sequence[Cast], weight: Cast | None) -> Cast:
+def fitting_gather(requested: Cast, operands: Sequence[Cast], weight: Cast | None) -> Cast:
     """The wish if it changes nothing, else what does not: the bytes of a narrow weight, or fp32."""
     if weight is not None and weight.name != "fp32":
         own = replace(weight, rounding="nearest-even")
-        return next((c for c in (wish, own) if _is_own(c, weight)), make_cast("fp32"))
-    return wish if _is_seen(wish, operands) else make_cast("fp32")
+        return next((c for c in (requested, own) if _is_own(c, weight)), make_cast("fp32"))
+    return requested if _is_seen(requested, operands) else make_cast("fp32")
 
 
 def require_gather(cast: Cast, operands: Sequence[Cast], weight: Cast | None, where: str) -> None:

@@ -3,10 +3,10 @@
 from narrowgauge.training.config.config import Config, config_keys, load_values, make_config, to_toml
 from narrowgauge.training.monitor.hardware import choose_device
 from narrowgauge.training.monitor.memory import Memory, gib
-from narrowgauge.training.monitor.memory_estimate import Step, cheaper, expected, expected_step
+from narrowgauge.training.monitor.memory_estimate import StepEstimate, cheaper, estimate_memory, estimate_step
 from narrowgauge.training.monitor.profiler import STEPS as PROFILED
 from narrowgauge.training.run.loop import OutOfMemory
-from narrowgauge.training.run.parallel_dims import layout_of
+from narrowgauge.training.run.parallel_dims import parallel_dims_of
 from narrowgauge.training.run.run import default_out, run
 from narrowgauge.training.run.validation import bits_per_byte, validation_loss
 from narrowgauge.training.step.guard import Diverged
@@ -21,7 +21,7 @@ __all__ = [
     "Diverged",
     "Memory",
     "OutOfMemory",
-    "Step",
+    "StepEstimate",
     "TrainedRun",
     "bits_per_byte",
     "cheaper",
@@ -29,13 +29,13 @@ __all__ = [
     "config_keys",
     "convert_run",
     "default_out",
-    "expected",
-    "expected_step",
+    "estimate_memory",
+    "estimate_step",
     "gib",
-    "layout_of",
     "load_values",
     "make_config",
     "open_run",
+    "parallel_dims_of",
     "run",
     "to_toml",
     "validation_loss",

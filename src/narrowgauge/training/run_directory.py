@@ -28,7 +28,7 @@ import torch
 from narrowgauge.checkpoint import append_line, append_lines, make_directory, read_jsonl, write_whole
 from narrowgauge.errors import UserError
 from narrowgauge.training.config.config import Config, make_config, to_toml, trajectory
-from narrowgauge.training.config.diff import TORCH, Changes, differences, require_allowed
+from narrowgauge.training.config.diff import TORCH, ConfigDiff, config_diff, require_allowed
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class RunDirectory:
                 f"{file} cannot be read: {error}; restore it, or start with another --out"
             ) from None
 
-    def claim(self, config: Config, allowed: Sequence[str] = ()) -> Changes:
+    def claim(self, config: Config, allowed: Sequence[str] = ()) -> ConfigDiff:
         """Make the directory this configuration's, or check that it is.
 
         Returns:
@@ -127,7 +127,7 @@ class RunDirectory:
         Raises:
             UserError: it holds a run of another configuration, other files, or cannot be written.
         """
-        recipe_text = config.the_recipe().text
+        recipe_text = config.resolved_recipe().text
         try:
             make_directory(self.path)
             if not (self.path / "config.toml").exists():
@@ -145,7 +145,7 @@ class RunDirectory:
                 f"the run directory {self.path} cannot be written: {error.strerror}; "
                 "name another with --out, or mend its permissions"
             ) from None
-        changes = differences(self.config(), config)
+        changes = config_diff(self.config(), config)
         recipe_there = self.path / "recipe.toml"
         if not recipe_there.exists() or recipe_there.read_text(encoding="utf-8") != recipe_text:
             changes.setdefault("recipe.name", (config.recipe.name, config.recipe.name))
@@ -155,7 +155,7 @@ class RunDirectory:
         require_allowed(self.path, changes, allowed)
         return changes
 
-    def adopt(self, config: Config, changes: Changes, digest: str, step: int) -> None:
+    def adopt(self, config: Config, changes: ConfigDiff, digest: str, step: int) -> None:
         """Make what `claim` and `check_corpus` have let through the run's own, from `step` on."""
         told = self.corpus_digest()
         changes = {**changes, **({"corpus": (told, digest)} if told not in ("", digest) else {})}
@@ -164,7 +164,7 @@ class RunDirectory:
         if not (identity := self.path / "identity.json").exists():
             write_whole(identity, json.dumps({"run_id": self.run_id(digest)}) + "\n")
         self.record({"event": "change", "step": step, "changes": {k: list(v) for k, v in changes.items()}})
-        write_whole(self.path / "recipe.toml", config.the_recipe().text)
+        write_whole(self.path / "recipe.toml", config.resolved_recipe().text)
         write_whole(self.path / "config.toml", to_toml(config))
 
     def run_id(self, digest: str) -> str:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from narrowgauge.checkpoint.interop.compressed_tensors import write_compressed
-from narrowgauge.checkpoint.interop.name_map import counterparts_of
+from narrowgauge.checkpoint.interop.name_map import name_map
 from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize, model_config
@@ -54,7 +54,7 @@ def written(tmp_path, model, dtype=torch.float32):
 
 def expected(model, name):
     """Their weight's numbers as training multiplies with them, and whether the layer is narrow."""
-    for counterpart in counterparts_of(model.config):
+    for counterpart in name_map(model.config):
         if name in counterpart.theirs:
             weight = plain(model)[counterpart.ours]
             layer = model.get_submodule(counterpart.ours.removesuffix(".weight"))
@@ -75,7 +75,7 @@ def test_the_package_reads_the_numbers_of_training(tmp_path, name):
     (scheme,) = described.config_groups.values()
     compressor = BaseCompressor.get_value_from_registry(described.format)
     narrow = 0
-    for counterpart in counterparts_of(model.config):
+    for counterpart in name_map(model.config):
         for theirs in counterpart.theirs:
             values, is_narrow = expected(model, theirs)
             layer = theirs.removesuffix(".weight")
@@ -112,7 +112,7 @@ def test_transformers_opens_it(tmp_path, name, within):
         ).eval()
     ours = Transformer(model.config)
     weights = plain(model)
-    for counterpart in counterparts_of(model.config):
+    for counterpart in name_map(model.config):
         weights[counterpart.ours] = counterpart.join(lambda n: expected(model, n)[0])
     ours.load_state_dict(weights)
     ids = torch.arange(40)[None] % 160

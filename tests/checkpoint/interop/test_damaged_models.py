@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from faults.table import case
 from narrowgauge.checkpoint.interop.huggingface import write_folder
-from narrowgauge.checkpoint.interop.recognize import read_foreign
+from narrowgauge.checkpoint.interop.recognize import read_external_model
 from narrowgauge.checkpoint.interop.safetensors_reader import INDEX, TensorFolder
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, model_config
@@ -48,7 +48,7 @@ def parts(tmp_path, model):
 
 def refused(path, *words):
     with pytest.raises(UserError) as error:
-        read_foreign(path)
+        read_external_model(path)
     said = str(error.value)
     assert all(str(word) in said for word in words), said
     assert "\n" not in said
@@ -65,7 +65,7 @@ def with_header(path, change):
 
 
 def test_what_is_sound_is_read(folder, parts):
-    assert read_foreign(folder).tensors.keys() == read_foreign(parts).tensors.keys()
+    assert read_external_model(folder).tensors.keys() == read_external_model(parts).tensors.keys()
 
 
 @case("C6", quick=True)
@@ -119,7 +119,7 @@ def test_the_links_of_the_download_cache_are_followed(folder):
     for number, file in enumerate(sorted(folder.iterdir())):
         (home / "snapshots" / "abc" / file.name).symlink_to(f"../../blobs/{number}")
         file.rename(home / "blobs" / str(number))
-    assert read_foreign(home / "snapshots" / "abc").config.dim == 64
+    assert read_external_model(home / "snapshots" / "abc").config.dim == 64
 
 
 def test_an_index_of_other_things(parts):

@@ -6,7 +6,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from narrowgauge.checkpoint.interop.llmc import read_llmc, write_llmc
-from narrowgauge.checkpoint.interop.recognize import read_foreign
+from narrowgauge.checkpoint.interop.recognize import read_external_model
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize, model_config
 
@@ -64,7 +64,7 @@ def test_a_file_of_llmc_gives_its_logits_and_the_same_bytes_again(theirs, tmp_pa
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
     path.rename(tmp_path / "model.bin")
     (tmp_path / "again").unlink()
-    assert read_foreign(tmp_path).config == there.config, "a folder with one such file is that model"
+    assert read_external_model(tmp_path).config == there.config, "a folder with one such file is that model"
 
 
 def test_the_published_sizes_of_a_file(tmp_path):

@@ -11,11 +11,11 @@ import torch
 
 from checkpoint.ranks import same_bits, tensors_of
 from narrowgauge.checkpoint import AsyncSaver, PoisonedError, SaveError, load, newest_valid, steps
-from narrowgauge.checkpoint.store.slices import whole
+from narrowgauge.checkpoint.store.slices import full_tensor
 
 
 def held(value, elements=1000):
-    return {"model": {"w": [whole(torch.full((elements,), float(value)))]}}
+    return {"model": {"w": [full_tensor(torch.full((elements,), float(value)))]}}
 
 
 def assert_of_step(path, step):

@@ -140,12 +140,14 @@ def test_files_are_synced_then_renamed_then_the_directory_is_synced(tmp_path):
         what = re.sub(r"tmp-[0-9a-f]+", "tmp", call.replace(str(tmp_path), "T").split(None, 1)[1])
         what = re.sub(r"<T", "T", re.sub(r"\(\d+<", "(<", what)).replace(">)", ")").split("  ")[0]
         at.setdefault(what.split(" = ")[0].strip(), number)
-    draft = "T/checkpoints/step-1.tmp"
+    staging = "T/checkpoints/step-1.tmp"
     for file in ("model.safetensors", "state.json", "manifest.json"):
-        assert at[f"fsync({draft}/{file})"] < at[f"fsync({draft})"]
-    assert at[f"fsync({draft}/model.safetensors)"] < at[f"fsync({draft}/manifest.json)"]
-    (rename,) = [number for what, number in at.items() if what.startswith("rename") and f'"{draft}"' in what]
-    assert at["fsync(T)"] < at[f"fsync({draft})"] < rename < at["fsync(T/checkpoints)"]
+        assert at[f"fsync({staging}/{file})"] < at[f"fsync({staging})"]
+    assert at[f"fsync({staging}/model.safetensors)"] < at[f"fsync({staging}/manifest.json)"]
+    (rename,) = [
+        number for what, number in at.items() if what.startswith("rename") and f'"{staging}"' in what
+    ]
+    assert at["fsync(T)"] < at[f"fsync({staging})"] < rename < at["fsync(T/checkpoints)"]
 
 
 # Choice

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from checkpoint.ranks import pieces_of, same_bits, tensors_of
-from narrowgauge.checkpoint import load, newest_valid, restore_pieces, save, steps
-from narrowgauge.checkpoint.store.slices import whole
+from narrowgauge.checkpoint import load, newest_valid, restore_distributed, save, steps
+from narrowgauge.checkpoint.store.slices import full_tensor
 from narrowgauge.errors import UserError
 
 MODEL, OPTIMIZER = "model-0000{}-of-00002.safetensors", "optimizer-0000{}-of-00002.safetensors"
@@ -72,7 +72,7 @@ def test_every_world_reads_what_every_other_wrote(tmp_path, on_ranks):
 
 def test_one_process_without_a_group_reads_any_part(start):
     held = pieces_of(tensors_of(1), 3, 4)
-    restore_pieces(start / "step-2", held)
+    restore_distributed(start / "step-2", held)
     for group, named in pieces_of(tensors_of(2), 3, 4).items():
         for name, parts in named.items():
             assert all(same_bits(a.tensor, b.tensor) for a, b in zip(parts, held[group][name], strict=True))
@@ -203,9 +203,9 @@ def test_drift_is_refused_by_name_before_anything_changes(start, on_ranks, group
 
 def test_a_group_that_nobody_names_is_left_alone(start):
     truth = tensors_of(2)["model"]
-    held = {name: [whole(torch.empty_like(x))] for name, x in truth.items()}
-    held["tied"] = [whole(torch.zeros(7, 6, dtype=torch.bfloat16))]
-    restore_pieces(start / "step-2", {"model": held})
+    held = {name: [full_tensor(torch.empty_like(x))] for name, x in truth.items()}
+    held["tied"] = [full_tensor(torch.zeros(7, 6, dtype=torch.bfloat16))]
+    restore_distributed(start / "step-2", {"model": held})
     assert all(same_bits(held[name][0].tensor, x) for name, x in truth.items())
     assert same_bits(held["tied"][0].tensor, truth["rows.torch.bfloat16"])
 
@@ -220,12 +220,12 @@ def test_a_rank_reads_only_the_files_it_needs(start):
     for group in wanted:
         wanted[group] |= {name: [] for name in tensors_of(1)[group] if name not in wanted[group]}
     (start / "step-2" / MODEL.format(2)).write_bytes(b"")
-    restore_pieces(start / "step-2", wanted)
+    restore_distributed(start / "step-2", wanted)
     for group in wanted:
         for name in filter(lambda name: "rows" in name, truth[group]):
             assert same_bits(wanted[group][name][0].tensor, truth[group][name][0].tensor)
     with pytest.raises(UserError, match=MODEL.format(2)):
-        restore_pieces(start / "step-2", pieces_of(tensors_of(1), 1, 2))
+        restore_distributed(start / "step-2", pieces_of(tensors_of(1), 1, 2))
 
 
 def test_a_pickle_in_place_of_a_ranks_file_is_refused_and_not_executed(start, on_ranks):

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from narrowgauge.checkpoint.store.index import from_json, to_json
-from narrowgauge.checkpoint.store.save_plan import describe, make_index, share_of
-from narrowgauge.checkpoint.store.slices import Box, Piece, require_exact_cover, whole
+from narrowgauge.checkpoint.store.save_plan import describe, make_index, plan_for_rank
+from narrowgauge.checkpoint.store.slices import LocalTensor, TensorSlice, full_tensor, require_exact_cover
 from narrowgauge.errors import UserError
 
 
 def grid(shape, rng):
     """A random division of a shape: cut in two along a random dimension, again and again."""
-    boxes = [Box((0,) * len(shape), shape)]
+    boxes = [TensorSlice((0,) * len(shape), shape)]
     for _ in range(rng.randrange(12)):
         box = boxes.pop(rng.randrange(len(boxes)))
         d = rng.randrange(len(shape))
@@ -23,7 +23,7 @@ def grid(shape, rng):
         for first, last in ((0, at), (at, box.size[d])):
             offset = tuple(o + (first if i == d else 0) for i, o in enumerate(box.offset))
             size = tuple(last - first if i == d else n for i, n in enumerate(box.size))
-            boxes.append(Box(offset, size))
+            boxes.append(TensorSlice(offset, size))
     rng.shuffle(boxes)
     return boxes
 
@@ -45,7 +45,7 @@ def test_a_division_covers_and_any_box_moved_or_lost_does_not():
         assert count(shape, boxes).eq(1).all()
         box = boxes.pop(rng.randrange(len(boxes)))
         d = rng.randrange(len(shape))
-        moved = Box(tuple(o + (i == d) for i, o in enumerate(box.offset)), box.size)
+        moved = TensorSlice(tuple(o + (i == d) for i, o in enumerate(box.offset)), box.size)
         for wrong in ([*boxes, moved], boxes, [*boxes, box, box]):
             if box.volume:
                 with pytest.raises(ValueError, match=r"overlap|no piece holds|reaches beyond"):
@@ -67,7 +67,7 @@ def test_overlaps_put_a_tensor_together():
 
 
 def test_a_scalar_is_one_box():
-    one = Box((), ())
+    one = TensorSlice((), ())
     require_exact_cover((), [one])
     assert one.overlap(one) == one
     with pytest.raises(ValueError, match="overlap"):
@@ -78,7 +78,7 @@ def test_a_scalar_is_one_box():
 
 
 def test_many_boxes_are_checked_fast():
-    boxes = [Box((row, 0), (1, 8)) for row in range(20_000)]
+    boxes = [TensorSlice((row, 0), (1, 8)) for row in range(20_000)]
     require_exact_cover((20_000, 8), boxes)
     with pytest.raises(ValueError, match=r"overlap"):
         require_exact_cover((20_001, 8), [*boxes, boxes[10_000]])
@@ -89,8 +89,8 @@ def plan(*ranks):
 
 
 def test_what_all_hold_is_spread_evenly_and_what_one_holds_is_its_own():
-    big = {f"w{i}": [whole(torch.zeros(100 + i))] for i in range(40)}
-    index = plan(big | {"only": [whole(torch.zeros(1000))]}, big, big, big)
+    big = {f"w{i}": [full_tensor(torch.zeros(100 + i))] for i in range(40)}
+    index = plan(big | {"only": [full_tensor(torch.zeros(1000))]}, big, big, big)
     load = Counter()
     for entry in index["model"].values():
         for part in entry.parts:
@@ -100,7 +100,7 @@ def test_what_all_hold_is_spread_evenly_and_what_one_holds_is_its_own():
 
 
 def test_the_plan_is_the_same_for_every_order_of_names():
-    a, b = [whole(torch.zeros(4))], [whole(torch.zeros(5))]
+    a, b = [full_tensor(torch.zeros(4))], [full_tensor(torch.zeros(5))]
     one, other = plan({"a": a, "b": b}, {"b": b, "a": a}), plan({"b": b, "a": a}, {"a": a, "b": b})
     assert {name: entry.parts for name, entry in one["model"].items()} == {
         name: entry.parts for name, entry in other["model"].items()
@@ -108,11 +108,11 @@ def test_the_plan_is_the_same_for_every_order_of_names():
 
 
 def test_a_second_name_needs_all_holders_to_say_so():
-    x, y = whole(torch.ones(3)), whole(torch.ones(3))
+    x, y = full_tensor(torch.ones(3)), full_tensor(torch.ones(3))
     assert plan({"embed": [x], "head": [x]})["model"]["head"].same_as == "embed"
     assert plan({"embed": [x], "head": [x]}, {"head": [y]})["model"]["head"].same_as is None
     assert plan({"embed": [x]}, {"embed": [y], "head": [y]})["model"]["head"].same_as == "embed"
-    other = Piece(x.tensor, (6,), (0,)), Piece(x.tensor, (6,), (3,))
+    other = LocalTensor(x.tensor, (6,), (0,)), LocalTensor(x.tensor, (6,), (3,))
     assert plan({"embed": [x], "longer": list(other)})["model"]["longer"].same_as is None
 
 
@@ -125,11 +125,11 @@ def test_a_second_name_needs_all_holders_to_say_so():
 )
 def test_ranks_that_contradict_each_other_are_refused(first, second, words):
     with pytest.raises(UserError, match=words):
-        plan({"w": [whole(first)]}, {"w": [whole(second)]})
+        plan({"w": [full_tensor(first)]}, {"w": [full_tensor(second)]})
 
 
 def test_pieces_that_overlap_are_refused_by_name():
-    left, right = Piece(torch.zeros(3), (4,), (0,)), Piece(torch.zeros(3), (4,), (1,))
+    left, right = LocalTensor(torch.zeros(3), (4,), (0,)), LocalTensor(torch.zeros(3), (4,), (1,))
     with pytest.raises(
         UserError, match=r"'w' of 'model' cannot be saved: the pieces at \(0,\) and \(1,\) overlap"
     ):
@@ -137,19 +137,19 @@ def test_pieces_that_overlap_are_refused_by_name():
     with pytest.raises(
         UserError, match=r"'w' of 'model' cannot be saved: .* reaches beyond its shape \(4,\)"
     ):
-        plan({"w": [Piece(torch.zeros(3), (4,), (2,))]})
+        plan({"w": [LocalTensor(torch.zeros(3), (4,), (2,))]})
 
 
 def test_a_dtype_that_cannot_be_stored_is_refused_by_name():
     with pytest.raises(UserError, match=r"'w' of 'model' .* one dtype, of F64, F32"):
-        describe({"model": {"w": [whole(torch.zeros(2, dtype=torch.complex128))]}})
+        describe({"model": {"w": [full_tensor(torch.zeros(2, dtype=torch.complex128))]}})
 
 
 def test_an_index_reads_back_as_it_was():
     x = torch.zeros(6, 4)
-    halves = [[Piece(x[:2], (6, 4), (0, 0))], [Piece(x[2:], (6, 4), (2, 0))]]
-    index = plan(*({"w": h, "tied": h, "none": [whole(torch.zeros(0, 3))]} for h in halves))
+    halves = [[LocalTensor(x[:2], (6, 4), (0, 0))], [LocalTensor(x[2:], (6, 4), (2, 0))]]
+    index = plan(*({"w": h, "tied": h, "none": [full_tensor(torch.zeros(0, 3))]} for h in halves))
     sizes = {part.file: 1000 for part in index["model"]["w"].parts}
     assert from_json(json.loads(to_json(index)), sizes) == index
-    shares = [share_of(index, {"model": {"w": halves[r]}}, r, 2) for r in range(2)]
+    shares = [plan_for_rank(index, {"model": {"w": halves[r]}}, r, 2) for r in range(2)]
     assert [list(share["model"]) for share in shares] == [["w@0,0"], ["w@2,0"]]

@@ -16,7 +16,7 @@ import torch
 
 from narrowgauge.cli.main import main
 from narrowgauge.cluster.doctor.collect_gpus import parse_links, parse_processes, parse_use, torch_gpus
-from narrowgauge.cluster.doctor.collect_host import gather_disk
+from narrowgauge.cluster.doctor.collect_host import collect_disk
 from narrowgauge.cluster.doctor.commands import answer_of
 
 NAMES = [
@@ -128,9 +128,9 @@ def test_data_and_tokenizer_that_are_named(tmp_path, capsys, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_written_to_or_is_not_there_yet(tmp_path):
-    assert gather_disk(tmp_path / "not" / "yet").path == str(tmp_path)
-    assert gather_disk(Path("/proc")).error
-    disk = gather_disk(tmp_path)
+    assert collect_disk(tmp_path / "not" / "yet").path == str(tmp_path)
+    assert collect_disk(Path("/proc")).error
+    disk = collect_disk(tmp_path)
     assert (disk.error, disk.kind != "") == ("", True)
     assert disk.speed > 0
     assert abs(disk.skew) < 1

@@ -2,7 +2,7 @@
 
 import pytest
 
-from narrowgauge.cluster.doctor.doctor import judge
+from narrowgauge.cluster.doctor.doctor import check
 from narrowgauge.cluster.doctor.facts import Facts, Gpu, Hardware, System
 
 TORCHRUN = {
@@ -30,7 +30,7 @@ def verdict(name, environment, gpus=8, there=8, **system):
         system=System(cores=64, machine_cores=64) if not system else System(**system),
         environment=environment,
     )
-    (item,) = [item for item in judge(facts) if item.item == name]
+    (item,) = [item for item in check(facts) if item.item == name]
     return item
 
 

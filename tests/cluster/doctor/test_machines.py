@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from narrowgauge.cluster.doctor.doctor import judge
+from narrowgauge.cluster.doctor.doctor import check
 from narrowgauge.cluster.doctor.facts import (
     Compiler,
     Disk,
@@ -105,7 +105,7 @@ def changed(facts, **parts):
 
 def not_ok(facts):
     """What is wrong, as {item: status}; whatever is, has a mend, and nothing else has."""
-    items = judge(facts)
+    items = check(facts)
     names = [item.item for item in items]
     assert len(set(names)) == len(names)
     for item in items:
@@ -115,7 +115,7 @@ def not_ok(facts):
 
 
 def found(facts, name):
-    (item,) = [item for item in judge(facts) if item.item == name]
+    (item,) = [item for item in check(facts) if item.item == name]
     return item
 
 
@@ -228,7 +228,7 @@ def test_a_newer_cuda_would_make_a_recipe_native():
 def test_software_and_gpus(facts, wrong, words):
     wrong = wrong | ({"open-files": "WARN"} if facts.system == LAPTOP.system else {})
     assert not_ok(facts) == wrong
-    said = " ".join(f"{item.found} {item.mend}" for item in judge(facts))
+    said = " ".join(f"{item.found} {item.mend}" for item in check(facts))
     for word in words:
         assert word in said
 
@@ -239,9 +239,9 @@ def test_old_versions():
 
 
 def test_what_is_not_there_is_not_judged():
-    names = {item.item for item in judge(CPU_ONLY)}
+    names = {item.item for item in check(CPU_ONLY)}
     assert not names & {"peers", "gpu-jobs", "data", "tokenizer"}
-    assert "peers" in {item.item for item in judge(EIGHT_H100)}
+    assert "peers" in {item.item for item in check(EIGHT_H100)}
     assert "NV18" in found(EIGHT_H100, "peers").found
     assert found(gpus(LAPTOP, used=None, busy=None), "gpu-jobs").found.startswith("not known")
 
@@ -294,7 +294,7 @@ def test_what_is_not_there_is_not_judged():
 def test_the_host(parts, wrong, words):
     facts = changed(CPU_ONLY, **parts)
     assert not_ok(facts) == wrong
-    assert any(words in f"{item.found} {item.mend}" for item in judge(facts) if item.status != "OK")
+    assert any(words in f"{item.found} {item.mend}" for item in check(facts) if item.status != "OK")
 
 
 def test_where_there_is_no_dev_shm():

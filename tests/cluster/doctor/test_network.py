@@ -12,7 +12,7 @@ import pytest
 
 from narrowgauge.cli.main import main
 from narrowgauge.cluster.doctor.collect_network import ask_hub, proxy_for
-from narrowgauge.cluster.doctor.doctor import judge
+from narrowgauge.cluster.doctor.doctor import check
 from narrowgauge.cluster.doctor.facts import Facts
 
 SECRET = "s3cr/t@w:rd"
@@ -62,7 +62,7 @@ def nobody():
 
 
 def network(hub):
-    (item,) = [item for item in judge(Facts(hub=hub)) if item.item == "network"]
+    (item,) = [item for item in check(Facts(hub=hub)) if item.item == "network"]
     return item
 
 
@@ -117,7 +117,7 @@ def test_a_mirror_that_answers_and_its_clock():
     assert requests == [("HEAD", "/", None)]
     assert (hub.outcome, hub.host, hub.proxy) == ("reached", "127.0.0.1", "")
     assert network(hub).status == "OK"
-    (clock,) = [item for item in judge(Facts(hub=hub)) if item.item == "clock"]
+    (clock,) = [item for item in check(Facts(hub=hub)) if item.item == "clock"]
     assert (clock.status, "ahead of the hub's" in clock.found) == ("WARN", True)
     with server(500) as (address, _):
         hub = ask_hub({"HF_ENDPOINT": f"http://{address}"})

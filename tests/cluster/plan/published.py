@@ -12,8 +12,8 @@ The settings are those of a program, the same in all of its rows, and nothing in
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrowgauge.distributed import Layout
-from narrowgauge.training import expected_step, make_config
+from narrowgauge.distributed import ParallelDims
+from narrowgauge.training import estimate_step, make_config
 
 GB, GIB = 10**9, 2**30
 GPT = {"name": "custom", "bias": True, "norm": "layer", "mlp": "gelu", "positions": "rope", "tied_head": True}
@@ -59,14 +59,14 @@ class Row:
 
     def expected(self) -> float:
         """What this program would take, in the row's unit."""
-        layout = Layout(**self.mesh)
+        layout = ParallelDims(**self.mesh)
         training: dict[str, Any] = {"micro_batch_size": self.micro_batch}
         training["batch_size"] = self.batch or self.micro_batch * layout.data
         if self.recompute_every:
             training |= {"recompute": True, "recompute_every": self.recompute_every}
         values = {"model": self.model, "recipe": self.recipe, "training": training}
         config = make_config(values | {"data": {"sequence_length": self.tokens}})
-        return expected_step(config, layout).memory.peak / self.unit
+        return estimate_step(config, layout).memory.peak / self.unit
 
 
 def fp8_lm(size: str, precision: str) -> Row:

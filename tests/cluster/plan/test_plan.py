@@ -9,10 +9,10 @@ from narrowgauge.cluster import cluster_names, load_cluster, make_plan, tokens_o
 from narrowgauge.cluster.plan.cluster_spec import parse_cluster
 from narrowgauge.cluster.plan.estimate import cost, estimate
 from narrowgauge.cluster.plan.plan import copy_of_save
-from narrowgauge.distributed import Layout
+from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
 from narrowgauge.models import flops_per_token
-from narrowgauge.training import cheaper, expected, expected_step, make_config
+from narrowgauge.training import cheaper, estimate_memory, estimate_step, make_config
 from narrowgauge.training.monitor.memory_estimate import _heaviest
 
 SMALL = {"name": "debug", "dim": 128, "ffn_dim": 256, "vocab_size": 256}
@@ -76,7 +76,7 @@ def test_an_unknown_cluster_is_told_the_nearest():
 )
 def test_a_few_layers_tell_what_many_take(recipe, mesh):
     deep = config(recipe, SMALL | {"layers": 10})
-    quick, slow = expected_step(deep, Layout(**mesh)), _heaviest(deep, Layout(**mesh))
+    quick, slow = estimate_step(deep, ParallelDims(**mesh)), _heaviest(deep, ParallelDims(**mesh))
     for name in ("weights", "gradients", "m", "v", "logits", "saved activations"):
         assert quick.memory.device[name] == slow.memory.device[name], name
     assert quick.memory.peak == pytest.approx(slow.memory.peak, rel=0.03)
@@ -85,7 +85,7 @@ def test_a_few_layers_tell_what_many_take(recipe, mesh):
 
 def test_narrow_weights_and_gradients_travel_in_a_byte():
     sent = {
-        name: expected_step(config(name, SMALL | {"layers": 1}), Layout(shard=4)).sent
+        name: estimate_step(config(name, SMALL | {"layers": 1}), ParallelDims(shard=4)).sent
         for name in ("fp32", "bf16", "fp8", "msamp-o2")
     }
 
@@ -111,19 +111,19 @@ def test_a_mesh_too_large_to_try_is_planned_in_a_moment():
 
 
 def test_time_obeys_its_ceilings():
-    cluster, layout = load_cluster("h100"), Layout(shard=8)
+    cluster, layout = load_cluster("h100"), ParallelDims(shard=8)
     one = config("bf16", {"name": "llama3-1b"}, batch_size=64)
-    found = estimate(one, layout, cluster, expected_step(one, layout))
+    found = estimate(one, layout, cluster, estimate_step(one, layout))
     tokens = 64 * 128
     assert found.products <= found.seconds
     attained = cluster.attainable["bf16"] / cluster.peak["bf16"]
     assert 0 < found.mfu < attained
-    useful = flops_per_token(one.the_model(), 128) * tokens / found.seconds / 8
+    useful = flops_per_token(one.resolved_model(), 128) * tokens / found.seconds / 8
     assert found.mfu == pytest.approx(useful / 989e12)
     narrow = config("fp8", {"name": "llama3-1b"}, batch_size=64)
-    assert estimate(narrow, layout, cluster, expected_step(narrow, layout)).products < found.products
+    assert estimate(narrow, layout, cluster, estimate_step(narrow, layout)).products < found.products
     again = config("bf16", {"name": "llama3-1b"}, batch_size=64, recompute=True)
-    assert estimate(again, layout, cluster, expected_step(again, layout)).products > found.products
+    assert estimate(again, layout, cluster, estimate_step(again, layout)).products > found.products
 
 
 def test_links_between_nodes_are_waited_for():
@@ -151,18 +151,18 @@ def test_what_is_no_number_of_tokens_is_refused(text):
 
 def test_what_does_not_fit_is_told_what_would_help():
     big = config("bf16", SMALL | {"layers": 2}, batch_size=64)
-    layout = Layout(replicate=8)
+    layout = ParallelDims(replicate=8)
     words = dict(cheaper(big, True, layout, wider=True))
     for change in ("--parallel.replicate 1 --parallel.shard 8", "--devices 16 --parallel.shard 2"):
-        assert words[change].peak < expected(big, layout).peak, change
-    assert words["--recipe msamp-o3"].state < expected(big, layout).state * 0.7
+        assert words[change].peak < estimate_memory(big, layout).peak, change
+    assert words["--recipe msamp-o3"].state < estimate_memory(big, layout).state * 0.7
 
 
 def test_a_save_in_the_background_takes_the_hosts_memory():
-    memory = expected(config(), Layout(shard=2))
+    memory = estimate_memory(config(), ParallelDims(shard=2))
     state = sum(memory.device[name] for name in ("weights", "m", "v"))
-    assert copy_of_save(memory, Layout(shard=2)) == state
-    assert copy_of_save(memory, Layout(replicate=2)) == state // 2
+    assert copy_of_save(memory, ParallelDims(shard=2)) == state
+    assert copy_of_save(memory, ParallelDims(replicate=2)) == state // 2
 
 
 def test_the_command(narrowgauge):

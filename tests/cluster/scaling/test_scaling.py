@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from narrowgauge.cluster.scaling.local_launch import refuse_several
-from narrowgauge.cluster.scaling.scaling import _against, _layout, _plans
+from narrowgauge.cluster.scaling.scaling import _against, _dims, _plans
 from narrowgauge.cluster.scaling.statistics import (
     Row,
     bandwidth,
@@ -141,7 +141,7 @@ def test_sleep_is_waiting_and_work_is_not():
     ],
 )
 def test_the_number_of_processes_alone_changes(parallel, size, grid):
-    layout = _layout(make_config({"parallel": parallel}), size)
+    layout = _dims(make_config({"parallel": parallel}), size)
     assert layout.size == size
     assert {name: getattr(layout, name) for name in grid} == grid
 

@@ -9,7 +9,7 @@ import torch
 from narrowgauge.data import (
     Loader,
     Mixture,
-    Stream,
+    TokenStream,
     count_windows,
     first_samples,
     mixed_samples,
@@ -113,19 +113,19 @@ END = 9
 def documents(*texts, end_first):
     """A stream of the documents, each with END before or behind it."""
     ids = [[END, *text] if end_first else [*text, END] for text in texts]
-    return Stream((np.concatenate(ids),), (END,), end_first)
+    return TokenStream((np.concatenate(ids),), (END,), end_first)
 
 
 def test_documents_kept_apart_bring_positions_and_lose_only_the_guess_at_a_beginning():
     first = documents([1, 2, 3], [4, 5], end_first=True)
-    batch = training_batch(first, 0, 0, 1, 6, apart=True)
+    batch = training_batch(first, 0, 0, 1, 6, separate_documents=True)
     assert batch.x_BT.tolist() == [[9, 1, 2, 3, 9, 4]]
     assert batch.position_BT is not None
     assert batch.position_BT.tolist() == [[0, 1, 2, 3, 0, 1]]
     assert batch.y_BT.tolist() == [[1, 2, 3, 9, 4, 5]]  # the end of a document is for it to know
     assert (batch.targets, batch.ignores) == (6, False)
     behind = documents([1, 2, 3], [4, 5, 6], end_first=False)
-    batch = training_batch(behind, 0, 0, 1, 7, apart=True)
+    batch = training_batch(behind, 0, 0, 1, 7, separate_documents=True)
     assert batch.x_BT.tolist() == [[1, 2, 3, 9, 4, 5, 6]]
     assert batch.position_BT is not None
     assert batch.position_BT.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
@@ -138,15 +138,15 @@ def test_documents_kept_apart_bring_positions_and_lose_only_the_guess_at_a_begin
 
 def test_a_mask_makes_targets_ignored(tokens):
     learnt = np.arange(101) % 2 == 0
-    stream = Stream((tokens,), learnt=(Bits(np.packbits(learnt, bitorder="little"), 101),))
+    stream = TokenStream((tokens,), learnt=(Bits(np.packbits(learnt, bitorder="little"), 101),))
     x_BT, y_BT = batch = training_batch(stream, 0, 0, 10, 10)
     assert torch.equal(y_BT, torch.where((x_BT + 1) % 2 == 0, x_BT + 1, -100))
     assert batch.targets == (y_BT != -100).sum() == 50
 
 
 def test_a_mixture_draws_each_sample_from_its_stream(tokens):
-    other = Stream((np.arange(1000, 1500),))
-    mixture = Mixture((Stream((tokens,)), other), shares_of([0.25, 0.75]))
+    other = TokenStream((np.arange(1000, 1500),))
+    mixture = Mixture((TokenStream((tokens,)), other), shares_of([0.25, 0.75]))
     x_BT, y_BT = training_batch(mixture, 2, 50, 400, 10)
     stream_N, window_N = mixed_samples(2, 50, 400, [10, 49], mixture.shares)
     assert x_BT[:, 0].tolist() == (window_N * 10 + 1000 * stream_N).tolist()

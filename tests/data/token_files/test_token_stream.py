@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowgauge.data import Stream
+from narrowgauge.data import TokenStream
 from narrowgauge.data.token_files.token_stream import Bits
 
 END = 9
@@ -21,7 +21,7 @@ def test_pieces_end_to_end_are_the_tokens_whatever_part_is_read(sizes, cuts):
     whole = np.arange(sum(sizes))
     ends = list(accumulate(sizes))
     bits = whole % 3 > 0
-    stream = Stream(
+    stream = TokenStream(
         tuple(whole[end - size : end] for size, end in zip(sizes, ends, strict=True)),
         learnt=tuple(
             Bits(np.packbits(bits[end - size : end], bitorder="little"), size)
@@ -36,7 +36,7 @@ def test_pieces_end_to_end_are_the_tokens_whatever_part_is_read(sizes, cuts):
     ignored = part.ignored(c, d)
     assert ignored is not None
     assert ignored.tolist() == (~bits[a:b][c:d]).tolist()
-    assert Stream((whole,)).ignored(0, 1) is None
+    assert TokenStream((whole,)).ignored(0, 1) is None
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,13 @@ def test_pieces_end_to_end_are_the_tokens_whatever_part_is_read(sizes, cuts):
     ],
 )
 def test_documents_begin_at_the_boundary_or_after_it(first, row, positions):
-    stream = Stream((np.array([7, *row]),), boundaries=(END, 11), boundary_first=first)
+    stream = TokenStream((np.array([7, *row]),), boundaries=(END, 11), boundary_first=first)
     assert stream.positions(1, np.array(row)).tolist() == positions
     assert stream.part(1, len(stream)).positions(0, np.array(row)).tolist() == positions
 
 
 def test_an_index_says_where_documents_begin_and_boundary_ids_then_do_not():
-    stream = Stream((np.arange(6), np.arange(6, 12)), boundaries=(3,), starts=np.array([0, 4, 4, 7, 12]))
+    stream = TokenStream((np.arange(6), np.arange(6, 12)), boundaries=(3,), starts=np.array([0, 4, 4, 7, 12]))
     assert stream.positions(0, stream[0:12]).tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]
     assert stream.positions(5, stream[5:9]).tolist() == [0, 1, 0, 1]
     assert stream.part(5, 12).positions(1, stream[6:9]).tolist() == [0, 0, 1]
@@ -65,7 +65,7 @@ def test_an_index_says_where_documents_begin_and_boundary_ids_then_do_not():
 @pytest.mark.parametrize("first", [True, False])
 def test_the_next_start_is_a_documents_or_the_place_itself(first):
     tokens = np.array([END, 1, 2, END, 3, 4, 5, 6, END, 7])
-    stream = Stream((tokens,), (END,), first)
+    stream = TokenStream((tokens,), (END,), first)
     starts = [0, 3, 8] if first else [0, 1, 4, 9]
     for place in range(10):
         later = [start for start in starts if start >= place]
@@ -90,6 +90,6 @@ def test_documents_come_one_by_one_without_the_ids_between_them(lengths, at_once
     }[kind]
     tokens = np.array([i for document in ids for i in document], dtype=np.int64)
     starts = np.cumsum([0, *map(len, ids)])[:-1] if "index" in kind else None
-    stream = Stream((tokens[:7], tokens[7:]), (END,), kind == "before", starts)
+    stream = TokenStream((tokens[:7], tokens[7:]), (END,), kind == "before", starts)
     expected = [text for text in texts if text] if kind == "index" else texts
     assert [document.tolist() for document in stream.documents(at_once)] == expected

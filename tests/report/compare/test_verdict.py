@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from narrowgauge.report import print_verdicts, read_runs, render_report, verdicts
-from narrowgauge.report.compare.t_interval import half_width, quantile
+from narrowgauge.report.compare.t_interval import half_width, t_quantile
 from narrowgauge.report.compare.verdict import groups, verdict_notes, verdict_rows
 
 # two-sided 5 % points as every table prints them
@@ -18,7 +18,7 @@ TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 7: 2.365, 10: 2.228, 29: 2.045
 
 @pytest.mark.parametrize("degrees", TABLE)
 def test_students_quantiles_are_those_of_the_tables(degrees):
-    assert round(quantile(degrees), 3) == TABLE[degrees]
+    assert round(t_quantile(degrees), 3) == TABLE[degrees]
 
 
 def test_the_interval_of_a_mean():

@@ -26,7 +26,7 @@ def test_a_default_given_as_text_is_the_default(key):
     section, _, name = key.partition(".")
     value = getattr(getattr(Config(), section), name)
     if value is None:  # of the named model
-        value = getattr(Config().the_model(), name)
+        value = getattr(Config().resolved_model(), name)
     text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
     assert to_toml(make_config({section: {name: text}})) == to_toml(Config())
 
@@ -84,12 +84,12 @@ def test_places_dotted_or_nested_are_the_same():
     dotted = make_config({"recipe": {"name": "bf16", "fprop.x": "mxfp4", "wgrad.x": "e4m3"}})
     nested = make_config({"recipe": {"name": "bf16", "fprop": {"x": "mxfp4"}, "wgrad": {"x": "e4m3"}}})
     assert dotted == nested
-    casts = dotted.the_recipe().casts
+    casts = dotted.resolved_recipe().casts
     assert (casts["fprop.x"].name, casts["wgrad.x"].name, casts["fprop.w"].name) == ("mxfp4", "e4m3", "bf16")
 
 
 def test_a_dimension_overrides_the_named_size():
-    model = make_config({"model": {"name": "gpt2-124m", "layers": "3"}}).the_model()
+    model = make_config({"model": {"name": "gpt2-124m", "layers": "3"}}).resolved_model()
     assert (model.layers, model.dim) == (3, 768)
 
 
@@ -120,7 +120,7 @@ def test_the_text_makes_the_same_configuration(values):
     text = to_toml(config)
     again = make_config(tomllib.loads(text))
     assert to_toml(again) == text
-    assert again.the_model() == config.the_model()
+    assert again.resolved_model() == config.resolved_model()
     for section in ("data", "training", "optimizer", "schedule", "recipe", "log"):
         assert getattr(again, section) == getattr(config, section)
 
@@ -168,6 +168,6 @@ def test_places_on_the_host_come_from_both_doors(tmp_path):
     (tmp_path / "c.toml").write_text('[recipe]\nname = "msamp-o3"\noffload = ["m", "master"]\n')
     from_file = make_config(load_values(tmp_path / "c.toml"))
     from_line = make_config({"recipe": {"name": "msamp-o3", "offload": "m, master"}})
-    assert from_file.the_recipe().offload == from_line.the_recipe().offload == ("master", "m")
+    assert from_file.resolved_recipe().offload == from_line.resolved_recipe().offload == ("master", "m")
     with pytest.raises(UserError, match="place to offload 'weight'"):
         make_config({"recipe": {"offload": "weight"}})

@@ -12,8 +12,8 @@ import pytest
 from narrowgauge.errors import UserError
 from narrowgauge.training.monitor import loggers
 from narrowgauge.training.monitor.logger_backends import KINDS, is_installed
-from narrowgauge.training.monitor.loggers import Feed, Sinks, numbers, require_sinks
-from narrowgauge.training.run.run_writer import Bystander, Journal
+from narrowgauge.training.monitor.loggers import Feed, Loggers, numbers, require_sinks
+from narrowgauge.training.run.run_writer import NullRunWriter, RunWriter
 
 SMALL = {"gauges.every": 3, "training.steps": 6, "checkpoint.every": 2}
 PRESENT = {name: is_installed(kind.package) for name, kind in KINDS.items()}
@@ -44,7 +44,7 @@ class Book:
 def test_a_journal_gives_its_sinks_every_step_and_reading_and_no_event(tmp_path):
     book, said, opened = Book(), [], []
     feed = Feed("book", lambda step: opened.append(step) or book, said.append)
-    journal = Journal(tmp_path, said.append, sinks=Sinks((feed,)))
+    journal = RunWriter(tmp_path, said.append, sinks=Loggers((feed,)))
     journal.record({"event": "start", "step": 4})
     journal.record({"step": 5, "loss": 2.5, "val_loss": 2.0})
     gauge = {"step": 5, "layer": "blocks.0.qkv", "place": "fprop.x", "cast": "e4m3", "elements": 64}
@@ -62,8 +62,8 @@ def test_a_journal_gives_its_sinks_every_step_and_reading_and_no_event(tmp_path)
 
 def test_only_the_first_process_writes(tmp_path):
     book = Book()
-    sinks_of_it = Sinks((Feed("book", lambda step: book, print),))
-    bystander = Bystander(tmp_path, print, sinks=sinks_of_it)
+    sinks_of_it = Loggers((Feed("book", lambda step: book, print),))
+    bystander = NullRunWriter(tmp_path, print, sinks=sinks_of_it)
     bystander.record({"step": 1, "loss": 2.0})
     bystander.record_gauges([{"step": 1, "layer": "a", "place": "m", "zeros": 0.0}])
     sinks_of_it.close()

@@ -10,10 +10,10 @@ from narrowgauge.training import make_config
 from narrowgauge.training.monitor import hardware, memory
 from narrowgauge.training.monitor.hardware import bytes_of
 from narrowgauge.training.monitor.memory import measured
-from narrowgauge.training.monitor.memory_estimate import cheaper, expected, require_memory
-from narrowgauge.training.monitor.memory_tracker import Watch
+from narrowgauge.training.monitor.memory_estimate import cheaper, estimate_memory, require_memory
+from narrowgauge.training.monitor.memory_tracker import MemoryTracker
 from narrowgauge.training.run_directory import RunDirectory
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")
 WIDE = {"model.dim": 128, "model.ffn_dim": 256}  # matrices large enough for narrow moments
@@ -21,15 +21,15 @@ WIDE = {"model.dim": 128, "model.ffn_dim": 256}  # matrices large enough for nar
 
 def step(tiny, text, changes):
     """(session, its memory) after one watched step."""
-    session = Session.begin(make_config(tiny(WIDE | changes)), CPU)
+    trainer = Trainer.begin(make_config(tiny(WIDE | changes)), CPU)
     corpus = prepare(text, "bytes")
-    with Watch(CPU) as watch:
-        session.train_step(session.batches(corpus.train), watch.after_forward)
-    return session, measured(session, watch)
+    with MemoryTracker(CPU) as watch:
+        trainer.train_step(trainer.batches(corpus.train), watch.after_forward)
+    return trainer, measured(trainer, watch)
 
 
 def test_operations_are_counted_until_they_are_gone():
-    watch = Watch(CPU)
+    watch = MemoryTracker(CPU)
     before = torch.ones(1000)
     with watch:
         a = before * 2
@@ -50,7 +50,7 @@ def test_expected_state_is_the_runs(tiny, text, name):
     """Whatever the recipe, and so are activations; a CPU has its own workspace, for it works in pieces."""
     changes = {"recipe.name": name}
     _, found = step(tiny, text, changes)
-    plan = expected(make_config(tiny(WIDE | changes)))
+    plan = estimate_memory(make_config(tiny(WIDE | changes)))
     assert {c: found.device[c] for c in memory.STATE} == {c: plan.device[c] for c in memory.STATE}
     assert found.parameters == plan.parameters
     assert found.device["saved activations"] == plan.device["saved activations"]
@@ -63,7 +63,7 @@ def test_a_chunked_loss_has_no_logits_and_is_expected_as_it_is(tiny, text, name)
     changes = {"recipe.name": name, "training.chunked_loss": True, "training.micro_batch_size": 2}
     whole = step(tiny, text, changes | {"training.chunked_loss": False})[1]
     found = step(tiny, text, changes)[1]
-    plan = expected(make_config(tiny(WIDE | changes)))
+    plan = estimate_memory(make_config(tiny(WIDE | changes)))
     assert {c: found.device[c] for c in memory.STATE} == {c: plan.device[c] for c in memory.STATE}
     assert found.device["saved activations"] == plan.device["saved activations"]
     assert found.device["logits"] == plan.device["logits"] == 0
@@ -73,8 +73,8 @@ def test_a_chunked_loss_has_no_logits_and_is_expected_as_it_is(tiny, text, name)
 
 
 def test_by_hand(tiny, text):
-    session, found = step(tiny, text, {"recipe.name": "bf16"})
-    parameters = sum(p.numel() for p in session.model.parameters())
+    trainer, found = step(tiny, text, {"recipe.name": "bf16"})
+    parameters = sum(p.numel() for p in trainer.model.parameters())
     for name in ("weights", "gradients", "m", "v"):
         assert found.device[name] == 4 * parameters
     assert found.device["master"] == 0
@@ -86,12 +86,12 @@ def test_narrow_saved_operands_are_smaller(tiny, text):
 
 
 def test_after_the_step_nothing_is_held_but_gradients(tiny, text):
-    session = Session.begin(make_config(tiny(WIDE | {"recipe.name": "fp8"})), CPU)
+    trainer = Trainer.begin(make_config(tiny(WIDE | {"recipe.name": "fp8"})), CPU)
     corpus = prepare(text, "bytes")
-    watch = Watch(CPU)
+    watch = MemoryTracker(CPU)
     with watch:
-        session.train_step(session.batches(corpus.train), watch.after_forward)
-        gradients = sum(p.grad.nbytes for p in session.model.parameters())
+        trainer.train_step(trainer.batches(corpus.train), watch.after_forward)
+        gradients = sum(p.grad.nbytes for p in trainer.model.parameters())
         assert watch.saved > 0
         assert watch._operations.alive == gradients
 
@@ -126,7 +126,7 @@ def test_the_run_tells_what_it_took(train, look):
     (event,) = run.events("memory")
     assert set(event["bytes"]) == set(memory.CLASSES)
     assert event["peak"] == sum(event["bytes"].values())
-    assert event["expected"]["peak"] == expected(RunDirectory(run.path).config()).peak
+    assert event["expected"]["peak"] == estimate_memory(RunDirectory(run.path).config()).peak
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_what_is_no_size_is_refused(tiny, size):
 
 def test_a_limit_is_obeyed_before_anything_is_trained(tiny):
     config = make_config(tiny(WIDE | {"training.micro_batch_size": 2}))
-    peak = expected(config).peak
+    peak = estimate_memory(config).peak
     limited = config.model_copy(
         update={"training": config.training.model_copy(update={"memory_limit": str(peak - 1)})}
     )
@@ -159,7 +159,7 @@ def test_a_limit_is_obeyed_before_anything_is_trained(tiny):
 
 def test_what_is_cheaper(tiny):
     config = make_config(tiny(WIDE | {"training.micro_batch_size": 2}))
-    peak, found = expected(config).peak, dict(cheaper(config))
+    peak, found = estimate_memory(config).peak, dict(cheaper(config))
     assert list(found)[:4] == [
         "--training.micro_batch_size 1",
         "--training.recompute true",
@@ -171,7 +171,7 @@ def test_what_is_cheaper(tiny):
 
 
 def test_a_model_larger_than_the_machine_is_refused(tiny, monkeypatch):
-    state = expected(make_config(tiny(WIDE))).state
+    state = estimate_memory(make_config(tiny(WIDE))).state
     for there, way_out in ((10**6, "choose a smaller --model"), (state - 1, "no setting of this recipe")):
         monkeypatch.setattr(hardware, "total_memory", lambda device, there=there: there)
         with pytest.raises(UserError, match=rf"state under recipe 'fp8' takes .* and this cpu .*; {way_out}"):
@@ -188,11 +188,11 @@ def test_bytes_a_parameter_of_linear_weights(name):
             "training": {"batch_size": 8},
         }
     )
-    session = Session.begin(config, torch.device("meta"))
-    linear = [p for p in session.model.parameters() if getattr(p, "at_rest", None) is not None]
+    trainer = Trainer.begin(config, torch.device("meta"))
+    linear = [p for p in trainer.model.parameters() if getattr(p, "at_rest", None) is not None]
     total = 0
     for p in linear:
-        parts = [p.at_rest, p.master, p.gradient, *session.optimizer.moments(p).values()]
+        parts = [p.at_rest, p.master, p.gradient, *trainer.optimizer.moments(p).values()]
         total += sum(part.nbytes for part in parts if part is not None)
     wanted = {"msamp-o1": 11, "msamp-o2": 6, "msamp-o3": 7}[name]
     assert wanted <= total / sum(p.numel() for p in linear) < wanted * 1.01

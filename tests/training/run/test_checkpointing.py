@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import pytest
 
 from narrowgauge.checkpoint import SaveError, newest_valid, steps
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.step.trainer import Trainer
 
 BEHIND = {"checkpoint.asynchronous": True}
 WAYS = pytest.mark.parametrize("way", [{}, BEHIND], ids=["at once", "behind"])
@@ -22,7 +22,7 @@ WAYS = pytest.mark.parametrize("way", [{}, BEHIND], ids=["at once", "behind"])
 @pytest.fixture
 def in_step(monkeypatch):
     """Before the steps named `actions[n]()` is called, when no save is under way."""
-    train_step, submit, pending = Session.train_step, ThreadPoolExecutor.submit, []
+    train_step, submit, pending = Trainer.train_step, ThreadPoolExecutor.submit, []
 
     def submit_and_remember(*arguments):
         found = submit(*arguments)
@@ -31,15 +31,15 @@ def in_step(monkeypatch):
         return found
 
     def do(actions):
-        def act_and_step(session, *arguments):
-            if action := actions.pop(session.step + 1, None):
+        def act_and_step(trainer, *arguments):
+            if action := actions.pop(trainer.step + 1, None):
                 wait(pending)
                 action()
-            return train_step(session, *arguments)
+            return train_step(trainer, *arguments)
 
         monkeypatch.setattr(ThreadPoolExecutor, "submit", submit_and_remember)
 
-        monkeypatch.setattr(Session, "train_step", act_and_step)
+        monkeypatch.setattr(Trainer, "train_step", act_and_step)
 
     return do
 

@@ -14,7 +14,7 @@ from narrowgauge.checkpoint import read_jsonl, steps
 from narrowgauge.errors import UserError
 from narrowgauge.training import make_config, run
 from narrowgauge.training.monitor.disk import Room, checkpoint_room, free_room
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.step.trainer import Trainer
 
 MIB = 1 << 20
 
@@ -42,21 +42,21 @@ def small_disk(tmp_path):
 @pytest.fixture
 def at_step(monkeypatch):
     """Runs that begin from now on call `actions[n]()` in the middle of step n."""
-    begin = Session.begin.__func__
+    begin = Trainer.begin.__func__
 
     def do(actions):
         left = dict(actions)
 
         def begin_and_watch(cls, config, device, mesh=None):
-            session = begin(cls, config, device, mesh)
+            trainer = begin(cls, config, device, mesh)
 
             def hook(gradient):
-                left.pop(session.step + 1, lambda: None)()
+                left.pop(trainer.step + 1, lambda: None)()
 
-            session.model.head.weight.register_hook(hook)
-            return session
+            trainer.model.head.weight.register_hook(hook)
+            return trainer
 
-        monkeypatch.setattr(Session, "begin", classmethod(begin_and_watch))
+        monkeypatch.setattr(Trainer, "begin", classmethod(begin_and_watch))
 
     return do
 
@@ -65,10 +65,10 @@ def test_the_room_of_a_checkpoint_is_that_of_its_files(train, tiny):
     for name in ("fp8", "msamp-o2"):
         path = train(name, {"recipe.name": name, "model.dim": 128, "training.steps": 2})
         folder = path / "checkpoints" / "step-2"
-        session = Session.begin(
+        trainer = Trainer.begin(
             make_config(tiny({"recipe.name": name, "model.dim": 128})), torch.device("cpu")
         )
-        room = checkpoint_room(session)
+        room = checkpoint_room(trainer)
         assert room.inodes == len(os.listdir(folder)) + 1
         size = sum(file.stat().st_size for file in folder.iterdir())
         assert size <= room.bytes <= size + room.inodes * 65536
@@ -76,10 +76,10 @@ def test_the_room_of_a_checkpoint_is_that_of_its_files(train, tiny):
 
 def test_tied_weights_count_once(tiny):
     config = make_config(tiny({"model.name": "gpt2-debug", "model.kv_heads": 2, "recipe.name": "fp32"}))
-    session = Session.begin(config, torch.device("cpu"))
-    parameters = sum(p.nbytes for p in session.model.parameters())
-    of_steps = 4 * len(list(session.model.parameters()))
-    room = checkpoint_room(session)
+    trainer = Trainer.begin(config, torch.device("cpu"))
+    parameters = sum(p.nbytes for p in trainer.model.parameters())
+    of_steps = 4 * len(list(trainer.model.parameters()))
+    room = checkpoint_room(trainer)
     assert room.bytes - room.inodes * 65536 == 3 * parameters + of_steps
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from narrowgauge.errors import UserError
 from narrowgauge.training.config.config import make_config
-from narrowgauge.training.run.parallel_dims import layout_of
+from narrowgauge.training.run.parallel_dims import parallel_dims_of
 
 
 def layout(tiny, processes, changes):
@@ -16,7 +16,7 @@ def layout(tiny, processes, changes):
         "data.sequence_length": 256,
         "training.batch_size": 4,
     }
-    return layout_of(make_config(tiny(base | changes)), processes)
+    return parallel_dims_of(make_config(tiny(base | changes)), processes)
 
 
 BLOCKS = {

@@ -8,41 +8,41 @@ import torch
 from narrowgauge.checkpoint import is_finite, load, steps
 from narrowgauge.data import prepare
 from narrowgauge.training import Diverged, make_config
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")
 
 
-def spoil(session, at_steps, value=math.nan):
+def spoil(trainer, at_steps, value=math.nan):
     """From now on one element of one gradient is `value` in these steps."""
 
     def hook(gradient):
-        if session.step + 1 in at_steps:
+        if trainer.step + 1 in at_steps:
             gradient = gradient.clone()
             gradient.view(-1)[5] = value
         return gradient
 
-    session.model.blocks[1].down.weight.register_hook(hook)
+    trainer.model.blocks[1].down.weight.register_hook(hook)
 
 
 @pytest.fixture
 def spoiled(monkeypatch):
     """Runs that begin from now on have a bad gradient in the given steps."""
-    begin = Session.begin.__func__
+    begin = Trainer.begin.__func__
 
     def do(*at_steps):
         def begin_and_spoil(cls, config, device, mesh=None):
-            session = begin(cls, config, device, mesh)
-            spoil(session, at_steps)
-            return session
+            trainer = begin(cls, config, device, mesh)
+            spoil(trainer, at_steps)
+            return trainer
 
-        monkeypatch.setattr(Session, "begin", classmethod(begin_and_spoil))
+        monkeypatch.setattr(Trainer, "begin", classmethod(begin_and_spoil))
 
     return do
 
 
-def state_of(session):
-    tensors = dict(session.model.named_parameters()) | session.optimizer.tensors(session.names)
+def state_of(trainer):
+    tensors = dict(trainer.model.named_parameters()) | trainer.optimizer.tensors(trainer.names)
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
@@ -50,23 +50,23 @@ def state_of(session):
 def test_a_bad_gradient_leaves_every_bit(tiny, value):
     config = make_config(tiny({"recipe.name": "fp32"}))
     corpus = prepare(config.data.source, config.data.tokenizer)
-    session = Session.begin(config, CPU)
-    spoil(session, {3}, value)
-    session.train_step(session.batches(corpus.train))
-    session.train_step(session.batches(corpus.train))
-    before = state_of(session)
+    trainer = Trainer.begin(config, CPU)
+    spoil(trainer, {3}, value)
+    trainer.train_step(trainer.batches(corpus.train))
+    trainer.train_step(trainer.batches(corpus.train))
+    before = state_of(trainer)
     assert any(name.endswith(".m.values") for name in before)
-    loss, norm, _ = session.train_step(session.batches(corpus.train))
+    loss, norm, _ = trainer.train_step(trainer.batches(corpus.train))
     assert math.isfinite(loss)
     assert not math.isfinite(norm)
-    after = state_of(session)
+    after = state_of(trainer)
     assert after.keys() == before.keys()
     for name, tensor in before.items():
         assert torch.equal(after[name], tensor), name
-    assert (session.step, session.guard.skips_in_a_row) == (3, 1)
-    session.train_step(session.batches(corpus.train))
-    assert session.guard.skips_in_a_row == 0
-    assert not torch.equal(state_of(session)["head.weight"], before["head.weight"])
+    assert (trainer.step, trainer.guard.skips_in_a_row) == (3, 1)
+    trainer.train_step(trainer.batches(corpus.train))
+    assert trainer.guard.skips_in_a_row == 0
+    assert not torch.equal(state_of(trainer)["head.weight"], before["head.weight"])
 
 
 def test_one_bad_step_is_skipped_once_and_told(spoiled, train, look):

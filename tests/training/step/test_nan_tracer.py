@@ -8,7 +8,7 @@ import torch
 from narrowgauge.data import prepare
 from narrowgauge.training import make_config
 from narrowgauge.training.step.nan_tracer import COMPILED, NOTHING, FirstBad, earliest
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")
 WIDE = {"model.dim": 64, "model.ffn_dim": 96}  # large enough for narrow moments
@@ -21,19 +21,19 @@ def begin(tiny):
     def do(name="fp8", **changes):
         config = make_config(tiny(WIDE | {"recipe.name": name, "training.steps": 20} | changes))
         corpus = prepare(config.data.source, config.data.tokenizer)
-        session = Session.begin(config, CPU)
-        batches = session.batches(corpus.train)
+        trainer = Trainer.begin(config, CPU)
+        batches = trainer.batches(corpus.train)
         for _ in range(2):
-            session.train_step(batches)
-        return session, batches
+            trainer.train_step(batches)
+        return trainer, batches
 
     return do
 
 
-def bits(session):
+def bits(trainer):
     return {
         f"{group} {name}": tensor.detach().clone()
-        for group, named in session.tensors().items()
+        for group, named in trainer.tensors().items()
         for name, tensor in named.items()
     }
 
@@ -48,7 +48,7 @@ def assert_same(before, after):
         ), name
 
 
-def spoil_input(session, layer, value=math.inf):
+def spoil_input(trainer, layer, value=math.inf):
     """From now on one element that comes to a layer is bad."""
 
     def hook(module, inputs):
@@ -56,10 +56,10 @@ def spoil_input(session, layer, value=math.inf):
         x.view(-1)[7] = value
         return (x,)
 
-    return session.model.get_submodule(layer).register_forward_pre_hook(hook)
+    return trainer.model.get_submodule(layer).register_forward_pre_hook(hook)
 
 
-def spoil_what_comes_back(session, layer, second_only=False):
+def spoil_what_comes_back(trainer, layer, second_only=False):
     """From now on one element of the gradient of a layer's output is bad."""
     calls = []
 
@@ -74,21 +74,21 @@ def spoil_what_comes_back(session, layer, second_only=False):
         if output.requires_grad:
             output.register_hook(backward)
 
-    return session.model.get_submodule(layer).register_forward_hook(hook)
+    return trainer.model.get_submodule(layer).register_forward_hook(hook)
 
 
-def found(session, batches):
-    session.train_step(batches)
-    assert not session.verdict.is_finite
-    return session.first_bad
+def found(trainer, batches):
+    trainer.train_step(batches)
+    assert not trainer.verdict.is_finite
+    return trainer.first_bad
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("layer", ["blocks.0.down", "blocks.1.qkv", "head"])
 def test_what_comes_to_a_layer(begin, layer, recompute):
-    session, batches = begin(**{"training.recompute": recompute})
-    spoil_input(session, layer)
-    first = found(session, batches)
+    trainer, batches = begin(**{"training.recompute": recompute})
+    spoil_input(trainer, layer)
+    first = found(trainer, batches)
     assert (first.layer, first.place, first.micro_batch, first.rank) == (layer, "fprop.x", 0, 0)
     assert "as it came" in first.what
     assert f"{layer} fprop.x" in str(first)
@@ -97,45 +97,45 @@ def test_what_comes_to_a_layer(begin, layer, recompute):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("layer", ["blocks.0.attention_out", "blocks.1.gate_up", "head"])
 def test_what_comes_back_to_a_layer(begin, layer, recompute):
-    session, batches = begin(**{"training.recompute": recompute})
-    spoil_what_comes_back(session, layer)
-    first = found(session, batches)
+    trainer, batches = begin(**{"training.recompute": recompute})
+    spoil_what_comes_back(trainer, layer)
+    first = found(trainer, batches)
     assert (first.layer, first.place, first.micro_batch) == (layer, "dgrad.dy", 0)
 
 
 def test_the_micro_batch_is_told(begin):
-    session, batches = begin("mxfp8")
-    spoil_what_comes_back(session, "blocks.1.down", second_only=True)
-    first = found(session, batches)
+    trainer, batches = begin("mxfp8")
+    spoil_what_comes_back(trainer, "blocks.1.down", second_only=True)
+    first = found(trainer, batches)
     assert (first.layer, first.place, first.micro_batch) == ("blocks.1.down", "dgrad.dy", 1)
 
 
 def test_an_operand_that_its_format_cannot_hold(begin):
     """1e5 is a number, and no number of fp16."""
-    session, batches = begin("fp16")
+    trainer, batches = begin("fp16")
     with torch.no_grad():
-        session.model.blocks[1].gate_up.weight[3, 4] = 1e5
-    first = found(session, batches)
+        trainer.model.blocks[1].gate_up.weight[3, 4] = 1e5
+    first = found(trainer, batches)
     assert (first.layer, first.place) == ("blocks.1.gate_up", "fprop.w")
     assert first.what == "finite before it became fp16"
 
 
 def test_a_product_of_finite_operands(begin):
     """Two numbers of 1e25 are finite, and their product is not."""
-    session, batches = begin("fp32")
+    trainer, batches = begin("fp32")
     with torch.no_grad():
-        session.model.blocks[0].down.weight[:, 7] = 1e25
-    spoil_input(session, "blocks.0.down", 1e25)
-    first = found(session, batches)
+        trainer.model.blocks[0].down.weight[:, 7] = 1e25
+    spoil_input(trainer, "blocks.0.down", 1e25)
+    first = found(trainer, batches)
     assert (first.layer, first.place) == ("blocks.0.down", "fprop.y")
 
 
 @pytest.mark.parametrize("name", ["blocks.0.qkv.weight", "embedding.weight", "norm.weight"])
 def test_a_weight_that_was_bad_before(begin, name):
-    session, batches = begin()
+    trainer, batches = begin()
     with torch.no_grad():
-        session.model.get_parameter(name).fill_(math.nan)
-    first = found(session, batches)
+        trainer.model.get_parameter(name).fill_(math.nan)
+    first = found(trainer, batches)
     assert (first.layer, first.place) == (name.removesuffix(".weight"), "weight")
     assert "from before the step" in first.what
     assert first.micro_batch is None
@@ -143,44 +143,44 @@ def test_a_weight_that_was_bad_before(begin, name):
 
 @pytest.mark.parametrize("name", ["embedding", "blocks.1.mlp_norm", "norm"])
 def test_what_other_modules_put_out(begin, name):
-    session, batches = begin()
+    trainer, batches = begin()
 
     def hook(module, inputs, output):
         if isinstance(output, tuple):  # a norm in a block hands on the stream beside its own output
             return output[0], hook(module, inputs, output[1])
         return output * torch.where(torch.arange(output.shape[-1]) == 3, math.nan, 1.0)
 
-    session.model.get_submodule(name).register_forward_hook(hook)
-    first = found(session, batches)
+    trainer.model.get_submodule(name).register_forward_hook(hook)
+    first = found(trainer, batches)
     assert (first.layer, first.place) == (name, "output")
 
 
 def test_a_norm_that_overflows(begin):
-    session, batches = begin("fp32")
-    session.model.blocks[1].down.weight.register_hook(lambda g: torch.full_like(g, 1e38))
-    first = found(session, batches)
+    trainer, batches = begin("fp32")
+    trainer.model.blocks[1].down.weight.register_hook(lambda g: torch.full_like(g, 1e38))
+    first = found(trainer, batches)
     assert (first.layer, first.place) == ("blocks.1.down.weight", "grad")
     assert "whose norm is not" in first.what
 
 
 def test_a_fault_that_does_not_come_again(begin):
-    session, batches = begin()
+    trainer, batches = begin()
     calls = []
 
     def hook(g):
         calls.append(g)
         return g * math.nan if len(calls) == 1 else g
 
-    session.model.blocks[1].down.weight.register_hook(hook)
-    assert found(session, batches) == NOTHING
+    trainer.model.blocks[1].down.weight.register_hook(hook)
+    assert found(trainer, batches) == NOTHING
     assert "memory or hardware" in str(NOTHING)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # what torch.compile imports
 def test_compiled_code_cannot_be_looked_into(tiny):
     changes = {"training.compile": True, "gauges.every": 0}
-    session = Session.begin(make_config(tiny(changes)), CPU)
-    assert session._find_first_bad([]) is COMPILED
+    trainer = Trainer.begin(make_config(tiny(changes)), CPU)
+    assert trainer._find_first_bad([]) is COMPILED
     assert "training.compile" in str(COMPILED)
 
 

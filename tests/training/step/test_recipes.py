@@ -8,7 +8,7 @@ import torch
 from narrowgauge.recipes import recipe_names
 from narrowgauge.training import open_run
 from narrowgauge.training.config.config import make_config
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.step.trainer import Trainer
 
 
 @pytest.mark.parametrize("name", recipe_names())
@@ -48,22 +48,22 @@ def test_a_rule_holds_from_its_share_of_the_run_on(train, look, tmp_path):
 
 def test_fp16_scales_its_loss_and_lowers_the_scale_where_it_overflows(tiny):
     config = make_config(tiny({"recipe.name": "fp16"}))
-    session = Session.begin(config, torch.device("cpu"))
-    assert session.scaler is not None
-    scale = session.scaler.get_scale()
+    trainer = Trainer.begin(config, torch.device("cpu"))
+    assert trainer.scaler is not None
+    scale = trainer.scaler.get_scale()
     from narrowgauge.data import prepare
 
     corpus = prepare(config.data.source, config.data.tokenizer, progress=lambda *_: None)
-    before = {n: p.detach().clone() for n, p in session.model.named_parameters()}
-    hook = session.model.head.weight.register_hook(lambda g: g * float("inf"))
-    session.train_step(session.batches(corpus.train))
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    hook = trainer.model.head.weight.register_hook(lambda g: g * float("inf"))
+    trainer.train_step(trainer.batches(corpus.train))
     hook.remove()
-    assert session.guard.skips_in_a_row == 1
-    assert session.scaler.get_scale() == scale / 2
-    assert all(torch.equal(before[n], p) for n, p in session.model.named_parameters())
-    session.train_step(session.batches(corpus.train))
-    assert session.guard.skips_in_a_row == 0
-    assert not torch.equal(before["head.weight"], session.model.head.weight)
+    assert trainer.guard.skips_in_a_row == 1
+    assert trainer.scaler.get_scale() == scale / 2
+    assert all(torch.equal(before[n], p) for n, p in trainer.model.named_parameters())
+    trainer.train_step(trainer.batches(corpus.train))
+    assert trainer.guard.skips_in_a_row == 0
+    assert not torch.equal(before["head.weight"], trainer.model.head.weight)
 
 
 def test_the_scale_of_the_loss_is_in_the_checkpoint(train):

@@ -6,12 +6,12 @@ import torch
 from narrowgauge.data import prepare
 from narrowgauge.training import Corrupted, make_config
 from narrowgauge.training.step.replica_check import (
+    differing_ranks,
     fingerprint,
     first_difference,
-    odd_ones,
     require_same_replicas,
 )
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8, torch.int64)
@@ -41,14 +41,14 @@ def test_shards_add_up_and_order_is_no_matter():
 @pytest.mark.parametrize("name", ["model blocks.1.down.weight", "optimizer blocks.0.qkv.weight.v.values"])
 def test_a_replica_that_differs_is_named(tiny, name):
     config = make_config(tiny({"recipe.name": "fp32"}))
-    sessions = [Session.begin(config, CPU) for _ in range(3)]
+    sessions = [Trainer.begin(config, CPU) for _ in range(3)]
     group, _, tensor = name.partition(" ")
     bits = sessions[1].tensors()[group][tensor].detach().view(-1).view(torch.int32)
     bits[11] ^= 1 << 20
-    prints = [fingerprint(session.tensors()) for session in sessions]
+    prints = [fingerprint(trainer.tensors()) for trainer in sessions]
     assert first_difference(prints[0], prints[2]) is None
     assert first_difference(prints[0], prints[1]) == name
-    assert odd_ones(prints) == (name, [1])
+    assert differing_ranks(prints) == (name, [1])
     with pytest.raises(Corrupted, match=f"after step 7 the replicas differ in {name}, on rank 1:"):
         require_same_replicas(prints, 7)
     require_same_replicas([prints[0], prints[2]], 7)
@@ -63,7 +63,7 @@ def test_a_replay_changes_nothing(train, look, name):
     assert look(train("twice", changes | {"guard.replay_every": 2})).trajectory == plain
 
 
-def flip_once(session, call):
+def flip_once(trainer, call):
     """One bit of one gradient is wrong when it is computed for the `call`-th time."""
     calls = []
 
@@ -74,7 +74,7 @@ def flip_once(session, call):
             g.view(-1).view(torch.int32)[3] ^= 1 << 20
         return g
 
-    session.model.blocks[1].gate_up.weight.register_hook(hook)
+    trainer.model.blocks[1].gate_up.weight.register_hook(hook)
 
 
 @pytest.mark.parametrize(("call", "is_seen"), [(3, True), (6, True), (2, False)])
@@ -82,27 +82,27 @@ def test_a_step_that_comes_out_otherwise_the_second_time(tiny, call, is_seen):
     """Two micro-batches a step; of the steps 1, 2 and 3, only the second is computed twice."""
     config = make_config(tiny({"recipe.name": "fp8", "guard.replay_every": 2}))
     corpus = prepare(config.data.source, config.data.tokenizer)
-    session = Session.begin(config, CPU)
-    flip_once(session, call)
-    batches = session.batches(corpus.train)
-    session.train_step(batches)
+    trainer = Trainer.begin(config, CPU)
+    flip_once(trainer, call)
+    batches = trainer.batches(corpus.train)
+    trainer.train_step(batches)
     if is_seen:
         with pytest.raises(Corrupted, match=r"step 2 .*the gradient of blocks\.1\.gate_up\.weight differs"):
-            session.train_step(batches)
-        assert session.step == 1, "nothing was made of it"
+            trainer.train_step(batches)
+        assert trainer.step == 1, "nothing was made of it"
     else:
-        session.train_step(batches)
+        trainer.train_step(batches)
 
 
 def test_a_corrupted_run_ends_without_another_save(monkeypatch, train, look, tmp_path):
-    begin = Session.begin.__func__
+    begin = Trainer.begin.__func__
 
     def begin_and_flip(cls, config, device, mesh=None):
-        session = begin(cls, config, device, mesh)
-        flip_once(session, 9)
-        return session
+        trainer = begin(cls, config, device, mesh)
+        flip_once(trainer, 9)
+        return trainer
 
-    monkeypatch.setattr(Session, "begin", classmethod(begin_and_flip))
+    monkeypatch.setattr(Trainer, "begin", classmethod(begin_and_flip))
     with pytest.raises(Corrupted):
         train(changes={"guard.replay_every": 4, "checkpoint.every": 1})
     assert look(tmp_path / "run").events("save")[-1]["step"] == 3

@@ -8,7 +8,7 @@ from narrowgauge.data import prepare
 from narrowgauge.errors import UserError
 from narrowgauge.training import make_config
 from narrowgauge.training.step.build_model import load_weights, newest_checkpoint
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ def corpus(text):
 
 
 def begin(tiny, changes=None):
-    return Session.begin(make_config(tiny(changes)), CPU)
+    return Trainer.begin(make_config(tiny(changes)), CPU)
 
 
 @pytest.mark.parametrize("changes", [{}, {"model.name": "gpt2-debug", "model.kv_heads": 2}], ids=str)
@@ -43,10 +43,10 @@ def test_a_restored_session_goes_on_to_the_same_bits(tiny, corpus, tmp_path, cha
 
 
 def test_tied_weights_stay_tied(tiny, corpus, tmp_path):
-    session = begin(tiny, {"model.tied_head": True})
-    session.train_step(session.batches(corpus.train))
-    session.restore(session.save(tmp_path, "me"))
-    assert session.model.head.weight is session.model.embedding.weight
+    trainer = begin(tiny, {"model.tied_head": True})
+    trainer.train_step(trainer.batches(corpus.train))
+    trainer.restore(trainer.save(tmp_path, "me"))
+    assert trainer.model.head.weight is trainer.model.embedding.weight
 
 
 @pytest.mark.parametrize(
@@ -65,10 +65,10 @@ def test_another_model_is_refused(tiny, corpus, tmp_path, changes, words):
 
 def test_the_newest_checkpoint_of_the_run_is_found(tiny, corpus, tmp_path):
     assert newest_checkpoint(tmp_path, "me") == (None, [])
-    session = begin(tiny)
+    trainer = begin(tiny)
     for _ in range(2):
-        session.train_step(session.batches(corpus.train))
-        session.save(tmp_path, "me")
+        trainer.train_step(trainer.batches(corpus.train))
+        trainer.save(tmp_path, "me")
     checkpoint, refused = newest_checkpoint(tmp_path, "me")
     assert checkpoint is not None
     assert (checkpoint.step, refused) == (2, [])

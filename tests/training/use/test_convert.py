@@ -9,19 +9,19 @@ import torch
 from faults.table import case
 from narrowgauge.checkpoint import newest_valid
 from narrowgauge.errors import UserError
-from narrowgauge.nn import best_numbers
+from narrowgauge.nn import master_or_weight
 from narrowgauge.training import convert_run, make_config, run
 from narrowgauge.training.run_directory import RunDirectory
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.training.use.export import export_run, import_model
 
 WIDE = {"model.dim": 128, "model.ffn_dim": 256, "training.steps": 8, "checkpoint.every": 4}
 
 
 def session_of(path):
-    session = Session.begin(RunDirectory(path).config(own_recipe=True), torch.device("cpu"))
-    session.restore(newest_valid(RunDirectory(path).checkpoints, None)[0])
-    return session
+    trainer = Trainer.begin(RunDirectory(path).config(own_recipe=True), torch.device("cpu"))
+    trainer.restore(newest_valid(RunDirectory(path).checkpoints, None)[0])
+    return trainer
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_the_numbers_stay(train, tmp_path, first, second, rtol):
     assert convert_run(before, second, after) == 8
     a, b = session_of(before), session_of(after)
     for (name, p), q in zip(a.model.named_parameters(), b.model.parameters(), strict=True):
-        torch.testing.assert_close(best_numbers(q), best_numbers(p), rtol=rtol, atol=0, msg=name)
+        torch.testing.assert_close(master_or_weight(q), master_or_weight(p), rtol=rtol, atol=0, msg=name)
         assert b.optimizer.state[q]["step"] == 8
     if first == second:
         ours, theirs = (s.optimizer.tensors(s.names) for s in (a, b))
@@ -100,7 +100,7 @@ def test_another_recipe_in_the_same_directory_is_refused_with_both_named(train):
 @case("C8", quick=True)
 def test_a_checkpoint_of_other_formats_is_refused_with_both_named(train, tiny):
     path = train("run", WIDE | {"recipe.name": "msamp-o1"})
-    session = Session.begin(make_config(tiny(WIDE | {"recipe.name": "msamp-o3"})), torch.device("cpu"))
+    trainer = Trainer.begin(make_config(tiny(WIDE | {"recipe.name": "msamp-o3"})), torch.device("cpu"))
     there = newest_valid(RunDirectory(path).checkpoints, None)[0]
     with pytest.raises(UserError, match=r"keeps .blocks.* as torch.float16, .* as torch.float8_e4m3fn"):
-        session.restore(there)
+        trainer.restore(there)

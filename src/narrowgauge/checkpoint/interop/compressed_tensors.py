@@ -32,7 +32,7 @@ import torch
 
 from narrowgauge.checkpoint.interop.hf_config import family_of, to_config
 from narrowgauge.checkpoint.interop.huggingface import write_settings
-from narrowgauge.checkpoint.interop.name_map import Counterpart, counterparts_of
+from narrowgauge.checkpoint.interop.name_map import NamePair, name_map
 from narrowgauge.checkpoint.interop.safetensors_reader import write_tensors
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
@@ -43,7 +43,7 @@ Parts = Mapping[str, torch.Tensor]  # the tensors of a layer, by the last compon
 
 
 @dataclass(frozen=True)
-class Scheme:
+class CompressionScheme:
     """How one cast is called and described there."""
 
     format: str
@@ -55,16 +55,16 @@ _FLOAT = {"type": "float", "symmetric": True}
 _TOKEN = {"num_bits": 8, **_FLOAT, "strategy": "token", "dynamic": True}
 
 
-def _fp8(strategy: str, inputs: Mapping[str, Any] = _TOKEN, **more: Any) -> Scheme:
+def _fp8(strategy: str, inputs: Mapping[str, Any] = _TOKEN, **more: Any) -> CompressionScheme:
     weights = {"num_bits": 8, **_FLOAT, "strategy": strategy, "dynamic": False, **more}
-    return Scheme("float-quantized", weights, inputs)
+    return CompressionScheme("float-quantized", weights, inputs)
 
 
-def _mx(bits: int, name: str, input_bits: int) -> Scheme:
+def _mx(bits: int, name: str, input_bits: int) -> CompressionScheme:
     group = {**_FLOAT, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
     group["zp_dtype"] = "torch.uint8"
     weights = {"num_bits": bits, **group, "dynamic": False}
-    return Scheme(name, weights, {"num_bits": input_bits, **group, "dynamic": True})
+    return CompressionScheme(name, weights, {"num_bits": input_bits, **group, "dynamic": True})
 
 
 _BLOCK_INPUTS = {"num_bits": 8, **_FLOAT, "strategy": "group", "group_size": 128, "dynamic": True}
@@ -81,7 +81,7 @@ _BY_CAST = {
     ("e2m1", "e8m0", (1, 32)): _mx(4, "mxfp4-pack-quantized", 4),
 }
 # Its activations have a second scale for the tensor, which would have to be measured: weights alone.
-_NVFP4_SCHEME = Scheme("nvfp4-pack-quantized", {**_NVFP4, "dynamic": False}, {})
+_NVFP4_SCHEME = CompressionScheme("nvfp4-pack-quantized", {**_NVFP4, "dynamic": False}, {})
 
 
 def write_compressed(
@@ -106,8 +106,8 @@ def write_compressed(
         raise UserError("this run's recipe multiplies with no narrow weights; use --to hf")
     casts = narrow_casts(model)
     tensors: list[tuple[str, torch.Tensor]] = []
-    layers: dict[str, Scheme | None] = {} if "head" in schemes else {"lm_head": None}
-    for counterpart in counterparts_of(model.config):
+    layers: dict[str, CompressionScheme | None] = {} if "head" in schemes else {"lm_head": None}
+    for counterpart in name_map(model.config):
         module = counterpart.ours.removesuffix(".weight")
         if module not in schemes or not counterpart.ours.endswith(".weight"):
             tensors += [(name, part.to(dtype)) for name, part in counterpart.split(weights[counterpart.ours])]
@@ -129,7 +129,7 @@ def narrow_casts(model: torch.nn.Module) -> dict[str, Cast]:
     return {n: m.casts["fprop.w"] for n, m in layers.items() if m.casts["fprop.w"].is_scaled}
 
 
-def _scheme(layer: str, cast: Cast) -> Scheme:
+def _scheme(layer: str, cast: Cast) -> CompressionScheme:
     if not cast.hadamard and not cast.outliers:
         if cast.element.name == "e2m1" and cast.scale == "e4m3":
             return _NVFP4_SCHEME
@@ -143,7 +143,7 @@ def _scheme(layer: str, cast: Cast) -> Scheme:
     )
 
 
-def _split(counterpart: Counterpart, q: QTensor) -> list[tuple[str, Parts]]:
+def _split(counterpart: NamePair, q: QTensor) -> list[tuple[str, Parts]]:
     """The layers that a fused one is there, with the tensors of each."""
     rows = counterpart.rows or (q.codes.shape[0],)
     starts = [sum(rows[:i]) for i in range(len(rows))]
@@ -178,7 +178,7 @@ def _parts(q: QTensor, start: int, end: int) -> Parts:
     return stored | {"weight_scale": scales.view(torch.float8_e4m3fn), "weight_global_scale": global_scale}
 
 
-def _describe(layers: Mapping[str, Scheme | None]) -> dict[str, Any]:
+def _describe(layers: Mapping[str, CompressionScheme | None]) -> dict[str, Any]:
     """The `quantization_config` of layers by name; None = wide."""
     kinds = []
     for scheme in layers.values():

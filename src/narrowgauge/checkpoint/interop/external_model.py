@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.checkpoint.interop.name_map import check_shapes, shapes_of
+from narrowgauge.checkpoint.interop.name_map import check_shapes, external_shapes
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig
 
 
 @dataclass(frozen=True)
-class ForeignModel:
+class ExternalModel:
     """Configuration and float32 weights; a tied head stands under both of its names, as one tensor."""
 
     kind: str  #: "hf", "llmc" or "megatron"
@@ -21,19 +21,19 @@ class ForeignModel:
     tokenizer: Path | None = None  #: of a tokenizer.json, where it came with one
 
 
-def foreign(
+def external_model(
     kind: str,
     config: ModelConfig,
     tensors: dict[str, torch.Tensor],
     origin: Path,
     tokenizer: Path | None = None,
-) -> ForeignModel:
+) -> ExternalModel:
     """A foreign model whose tensors have been compared with its configuration."""
     if config.tied_head:
         tensors["head.weight"] = tensors["embedding.weight"]
     check_shapes(config, tensors, str(origin))
-    assert tensors.keys() == shapes_of(config).keys()
-    return ForeignModel(kind, config, tensors, tokenizer)
+    assert tensors.keys() == external_shapes(config).keys()
+    return ExternalModel(kind, config, tensors, tokenizer)
 
 
 def require_layers(config: ModelConfig, tensors: int, origin: Path) -> None:

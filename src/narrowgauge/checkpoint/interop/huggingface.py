@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from narrowgauge.checkpoint.interop.external_model import ForeignModel, foreign, require_layers
+from narrowgauge.checkpoint.interop.external_model import ExternalModel, external_model, require_layers
 from narrowgauge.checkpoint.interop.hf_config import config_from, to_config
-from narrowgauge.checkpoint.interop.name_map import counterparts_of
+from narrowgauge.checkpoint.interop.name_map import name_map
 from narrowgauge.checkpoint.interop.safetensors_reader import (
     SHARD_BYTES,
     TensorFolder,
@@ -44,7 +44,7 @@ def is_folder(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
-def read_folder(folder: Path) -> ForeignModel:
+def read_folder(folder: Path) -> ExternalModel:
     """The model in a folder, its weights as float32.
 
     Raises `UserError` for a family, an option or a file that is not read; nothing in the files is executed.
@@ -53,7 +53,7 @@ def read_folder(folder: Path) -> ForeignModel:
     with TensorFolder(folder) as there:
         require_layers(config, len(there.file_of), folder)
         stored = {_full_name(name, config): name for name in there.file_of if not _NO_WEIGHT.fullmatch(name)}
-        counterparts = counterparts_of(config)
+        counterparts = name_map(config)
         needed = {name for counterpart in counterparts for name in counterpart.theirs}
         if missing := sorted(needed - stored.keys()):
             raise UserError(
@@ -70,7 +70,7 @@ def read_folder(folder: Path) -> ForeignModel:
             for counterpart in counterparts
         }
     tokenizer = inside(folder, TOKENIZER) if (folder / TOKENIZER).exists() else None
-    return foreign("hf", config, tensors, folder, tokenizer)
+    return external_model("hf", config, tensors, folder, tokenizer)
 
 
 def write_folder(
@@ -83,9 +83,7 @@ def write_folder(
 ) -> None:
     """Fill an empty folder with a model in our names that transformers opens with `from_pretrained`."""
     named = [
-        item
-        for counterpart in counterparts_of(config)
-        for item in counterpart.split(tensors[counterpart.ours])
+        item for counterpart in name_map(config) for item in counterpart.split(tensors[counterpart.ours])
     ]
     values = to_config(config)
     write_tensors(folder, named, dtype, shard_bytes)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from narrowgauge.checkpoint.interop.external_model import ForeignModel, foreign
+from narrowgauge.checkpoint.interop.external_model import ExternalModel, external_model
 from narrowgauge.checkpoint.interop.safetensors_reader import refuse_pickle
 from narrowgauge.checkpoint.store.nonfinite import is_finite
 from narrowgauge.errors import UserError
@@ -53,7 +53,7 @@ def is_llmc(path: Path) -> bool:
         return False
 
 
-def read_llmc(path: Path) -> ForeignModel:
+def read_llmc(path: Path) -> ExternalModel:
     """The model in a file, its weights as float32, without the rows of the padding.
 
     The format has no tokenizer; a tokenizer.json beside the file is taken for the model's.
@@ -84,7 +84,7 @@ def read_llmc(path: Path) -> ForeignModel:
             raise _wrong(path, f"a NaN or an infinity in {name}")
         start = end
     tokenizer = path.with_name("tokenizer.json")
-    return foreign("llmc", config, tensors, path, tokenizer if tokenizer.is_file() else None)
+    return external_model("llmc", config, tensors, path, tokenizer if tokenizer.is_file() else None)
 
 
 def write_llmc(

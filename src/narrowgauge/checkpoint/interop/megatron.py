@@ -38,8 +38,8 @@ from typing import Any
 
 import torch
 
-from narrowgauge.checkpoint.interop.external_model import ForeignModel, foreign, require_layers
-from narrowgauge.checkpoint.interop.name_map import shapes_of
+from narrowgauge.checkpoint.interop.external_model import ExternalModel, external_model, require_layers
+from narrowgauge.checkpoint.interop.name_map import external_shapes
 from narrowgauge.checkpoint.interop.safetensors_reader import TensorFolder, inside, write_tensors
 from narrowgauge.checkpoint.store.manifest import read_bounded
 from narrowgauge.errors import UserError
@@ -62,7 +62,7 @@ _NAMES = {
 }
 
 
-def read_megatron(folder: Path) -> ForeignModel:
+def read_megatron(folder: Path) -> ExternalModel:
     """The model in a folder that `write_megatron` made. Raises `UserError` for anything else."""
     settings = inside(folder, SETTINGS)
     try:
@@ -82,7 +82,7 @@ def read_megatron(folder: Path) -> ForeignModel:
                 )
             tensors[ours] = _from_theirs(ours, there.read(name), config)
     tokenizer = inside(folder, "tokenizer.json") if (folder / "tokenizer.json").exists() else None
-    return foreign("megatron", config, tensors, folder, tokenizer)
+    return external_model("megatron", config, tensors, folder, tokenizer)
 
 
 def write_megatron(
@@ -135,7 +135,7 @@ def arguments(config: ModelConfig) -> dict[str, Any]:
 
 
 def _stored(config: ModelConfig) -> list[str]:
-    return [name for name in shapes_of(config) if name != "head.weight" or not config.tied_head]
+    return [name for name in external_shapes(config) if name != "head.weight" or not config.tied_head]
 
 
 def _theirs(ours: str) -> str:

@@ -29,7 +29,7 @@ from narrowgauge.models import ModelConfig, Transformer
 
 
 @dataclass(frozen=True, slots=True)
-class Counterpart:
+class NamePair:
     """One of our tensors, and the tensors it is elsewhere, which hold `rows` of it each."""
 
     ours: str
@@ -50,20 +50,20 @@ class Counterpart:
         return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
 
-def counterparts_of(config: ModelConfig) -> list[Counterpart]:
+def name_map(config: ModelConfig) -> list[NamePair]:
     """Every tensor of a model, in Hugging Face's names for its family."""
     names = (_gpt2 if config.positions == "learned" else _llama)(config)
-    stored = [name for name in shapes_of(config) if name != "head.weight" or not config.tied_head]
+    stored = [name for name in external_shapes(config) if name != "head.weight" or not config.tied_head]
     counterparts = []
     for ours in stored:
         module, kind = ours.rsplit(".", 1)
         theirs, rows, transposed = names[module]
         places = tuple(f"{name}.{kind}" for name in theirs)
-        counterparts.append(Counterpart(ours, places, rows, transposed and kind == "weight"))
+        counterparts.append(NamePair(ours, places, rows, transposed and kind == "weight"))
     return counterparts
 
 
-def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
+def external_shapes(config: ModelConfig) -> dict[str, torch.Size]:
     """The shape of each of our tensors; a tied head is there under both names."""
     with torch.device("meta"):
         model = Transformer(config)
@@ -72,7 +72,7 @@ def shapes_of(config: ModelConfig) -> dict[str, torch.Size]:
 
 def check_shapes(config: ModelConfig, tensors: Mapping[str, torch.Tensor], origin: str) -> None:
     """Refuse tensors that are not those of the configuration, naming the first."""
-    for name, shape in shapes_of(config).items():
+    for name, shape in external_shapes(config).items():
         if name in tensors and tensors[name].shape != shape:
             raise UserError(
                 f"{origin}: {name} has the shape {tuple(tensors[name].shape)}, and its configuration makes "

@@ -3,14 +3,15 @@
 from pathlib import Path
 
 from narrowgauge.checkpoint.interop import huggingface, megatron
-from narrowgauge.checkpoint.interop.external_model import ForeignModel
+from narrowgauge.checkpoint.interop.external_model import ExternalModel
 from narrowgauge.checkpoint.interop.llmc import is_llmc, read_llmc
 from narrowgauge.checkpoint.interop.safetensors_reader import INDEX, WHOLE, holds_pickle
 from narrowgauge.errors import UserError
 
 
-def is_foreign(path: Path) -> bool:
-    """Whether something is there that is to be read, or refused, by `read_foreign`: anything but a run."""
+def is_external_model(path: Path) -> bool:
+    """Whether something is there that is to be read, or refused, by `read_external_model`: anything but a
+    run."""
     if path.is_file():
         return True
     if not path.is_dir() or (path / "config.toml").exists():
@@ -19,7 +20,7 @@ def is_foreign(path: Path) -> bool:
     return any((path / mark).exists() for mark in marks) or holds_pickle(path) or bool(_llmc_file(path))
 
 
-def read_foreign(path: Path) -> ForeignModel:
+def read_external_model(path: Path) -> ExternalModel:
     """The model that another program, or an export, left at `path`.
 
     Raises `UserError` for what is no model, for a pickle, and for damage.

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from narrowgauge.checkpoint.store.nonfinite import JSON, Tensors
 from narrowgauge.checkpoint.store.save import plan_save, write_share
-from narrowgauge.checkpoint.store.slices import Pieces
+from narrowgauge.checkpoint.store.slices import LocalTensors
 
 NICE = 10  # the background gives way to the steps where both want a core
 
@@ -53,9 +53,15 @@ class AsyncSaver:
         self.close()
 
     def save(
-        self, directory: Path, step: int, pieces: Pieces, state: Mapping[str, JSON], keep: int, run_id: str
+        self,
+        directory: Path,
+        step: int,
+        pieces: LocalTensors,
+        state: Mapping[str, JSON],
+        keep: int,
+        run_id: str,
     ) -> None:
-        """Begin what `save_pieces` does, and return when tensors and state may change again.
+        """Begin what `save_distributed` does, and return when tensors and state may change again.
 
         Waits for the save that is under way. Raises, before anything is begun, what that one raised; called
         again it then begins.

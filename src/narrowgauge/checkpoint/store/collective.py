@@ -22,7 +22,7 @@ Wrap = Callable[[str], UserError]  # what the operating system said, in a senten
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """What went wrong on a rank, in a form that can be sent; `kind` is raised everywhere."""
 
     rank: int
@@ -49,7 +49,7 @@ def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
     return values  # type: ignore[return-value]  # each was filled
 
 
-def everywhere(do: Callable[[], T], group: dist.ProcessGroup | None, wrap: Wrap) -> list[T]:
+def on_all_ranks(do: Callable[[], T], group: dist.ProcessGroup | None, wrap: Wrap) -> list[T]:
     """Do something on every rank; the results of all, in order.
 
     Where it fails on any rank, all ranks raise the failure of the first of them, and the sentence names that
@@ -59,42 +59,42 @@ def everywhere(do: Callable[[], T], group: dist.ProcessGroup | None, wrap: Wrap)
     mine, cause = _attempt(do, group, wrap)
     results: list[T] = []
     for result in gather(mine, group):
-        if isinstance(result, Failure):
+        if isinstance(result, RankFailure):
             _raise(result, cause)
         results.append(result)
     return results
 
 
-def first_only(do: Callable[[], T], group: dist.ProcessGroup | None, wrap: Wrap) -> T:
+def on_rank0(do: Callable[[], T], group: dist.ProcessGroup | None, wrap: Wrap) -> T:
     """Do something on rank 0 alone; its result, or the error it raised, on every rank."""
-    told: list[T | Failure | None] = [None]
+    told: list[T | RankFailure | None] = [None]
     cause: Exception | None = None
     if rank_in(group) == 0:
         told[0], cause = _attempt(do, group, wrap)
     if group is not None:
         dist.broadcast_object_list(told, src=dist.get_global_rank(group, 0), group=group)
-    if isinstance(told[0], Failure):
+    if isinstance(told[0], RankFailure):
         _raise(told[0], cause)
     return told[0]  # type: ignore[return-value]  # rank 0 filled it
 
 
 def _attempt(
     do: Callable[[], T], group: dist.ProcessGroup | None, wrap: Wrap
-) -> tuple[T | Failure, Exception | None]:
+) -> tuple[T | RankFailure, Exception | None]:
     """The result, or the failure to send and the error it was."""
     rank = rank_in(group)
     where = f"rank {rank}: " if size_of(group) > 1 else ""
     try:
         return do(), None
     except UserError as error:
-        return Failure(rank, type(error), f"{where}{error}"), error
+        return RankFailure(rank, type(error), f"{where}{error}"), error
     except Exception as error:
         reason = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         wrapped = wrap(f"{where}{reason}")
-        return Failure(rank, type(wrapped), str(wrapped)), error
+        return RankFailure(rank, type(wrapped), str(wrapped)), error
 
 
-def _raise(failure: Failure, own: Exception | None) -> NoReturn:
+def _raise(failure: RankFailure, own: Exception | None) -> NoReturn:
     """Raise a failure, or this rank's own where that is a bug, whose traceback is worth more."""
     if own is not None and not isinstance(own, UserError | OSError):
         raise own

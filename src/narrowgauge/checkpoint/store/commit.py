@@ -35,13 +35,13 @@ from narrowgauge.checkpoint.store.manifest import (
     verify,
     verify_listing,
 )
-from narrowgauge.checkpoint.store.verified_cache import forget, is_unchanged, remember
+from narrowgauge.checkpoint.store.verified_cache import add_verified, drop_verified, is_verified
 from narrowgauge.errors import UserError
 from narrowgauge.files import crash_point, fsync_directory, make_directory, write_new
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
-_DRAFT = re.compile(r"step-[0-9]+\.tmp-.*")
-_ASIDE = re.compile(r"step-([0-9]+)\.aside-.*")
+_STAGING = re.compile(r"step-[0-9]+\.tmp-.*")
+_QUARANTINED = re.compile(r"step-([0-9]+)\.aside-.*")
 
 
 def steps(directory: Path) -> list[int]:
@@ -75,7 +75,9 @@ def newest_valid(directory: Path, run_id: str | None = None) -> tuple[Path | Non
         else:
             return path, refused
     aside = [
-        f"{directory / name} was set aside" for name in sorted(_names(directory)) if _ASIDE.fullmatch(name)
+        f"{directory / name} was set aside"
+        for name in sorted(_names(directory))
+        if _QUARANTINED.fullmatch(name)
     ]
     if refused or aside:
         raise UserError(
@@ -93,42 +95,42 @@ def begin(directory: Path, step: int) -> Path:
     """
     make_directory(directory)
     for name in os.listdir(directory):
-        if _DRAFT.fullmatch(name):
+        if _STAGING.fullmatch(name):
             _remove(directory / name)
-    draft = directory / f"step-{step}.tmp-{secrets.token_hex(4)}"
-    draft.mkdir()
+    staging = directory / f"step-{step}.tmp-{secrets.token_hex(4)}"
+    staging.mkdir()
     crash_point("begun")
-    return draft
+    return staging
 
 
-def seal(draft: Path, step: int, run_id: str, files: Mapping[str, FileEntry]) -> Manifest:
+def seal(staging: Path, step: int, run_id: str, files: Mapping[str, FileEntry]) -> Manifest:
     """Write the manifest of a draft that is otherwise complete and synced. Raises `OSError`."""
     manifest = Manifest(step, run_id, files)
-    write_new(draft / MANIFEST, manifest.to_json())
-    fsync_directory(draft)
+    write_new(staging / MANIFEST, manifest.to_json())
+    fsync_directory(staging)
     crash_point("sealed")
     return manifest
 
 
-def publish(draft: Path, manifest: Manifest) -> Path:
+def publish(staging: Path, manifest: Manifest) -> Path:
     """Give a sealed draft its name, and set newer steps aside; returns the path of step-N.
 
     Where step-N is there already, valid and with the same content, it stays, and the draft is left to the
     caller to remove. Raises `OSError`.
     """
-    directory, final = draft.parent, draft.parent / f"step-{manifest.step}"
+    directory, final = staging.parent, staging.parent / f"step-{manifest.step}"
     if not _holds(final, manifest):
         if os.path.lexists(final):
-            _set_aside(final)
+            _quarantine(final)
         crash_point("publish")
-        os.rename(draft, final)
-        remember(final)
+        os.rename(staging, final)
+        add_verified(final)
         crash_point("published")
         fsync_directory(directory)
         crash_point("durable")
     for newer in steps(directory):
         if newer > manifest.step:
-            _set_aside(directory / f"step-{newer}")
+            _quarantine(directory / f"step-{newer}")
     return final
 
 
@@ -149,7 +151,7 @@ def retain(directory: Path, keep: int, published: Manifest) -> None:
     if valid < keep:
         return
     for name in sorted(_names(directory)):
-        found = _STEP.fullmatch(name) or _ASIDE.fullmatch(name)
+        found = _STEP.fullmatch(name) or _QUARANTINED.fullmatch(name)
         if found and int(found[1]) < oldest:
             crash_point(f"purge:{name}")
             _remove(directory / name)
@@ -169,7 +171,7 @@ def _names(directory: Path) -> list[str]:
 
 def _valid(path: Path, run_id: str) -> bool:
     try:
-        if is_unchanged(path):
+        if is_verified(path):
             return verify_listing(path, run_id) is not None
         verify(path, run_id, cores=1)  # the others are the training's
     except DamagedError:
@@ -185,14 +187,14 @@ def _holds(path: Path, manifest: Manifest) -> bool:
         return False
 
 
-def _set_aside(path: Path) -> None:
+def _quarantine(path: Path) -> None:
     crash_point(f"set-aside:{path.name}")
     os.rename(path, path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}"))
 
 
 def _remove(path: Path) -> None:
     """Remove a directory. It loses its name first, so that one half removed is never taken for a step."""
-    forget(path)
+    drop_verified(path)
     if _STEP.fullmatch(path.name):
         doomed = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
         os.rename(path, doomed)

@@ -24,18 +24,18 @@ def new_folder(path: Path) -> Iterator[Path]:
     path = Path(os.path.abspath(path))
     _refuse_existing(path)
     make_directory(path.parent)
-    draft = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
-    draft.mkdir()
+    staging = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+    staging.mkdir()
     try:
-        yield draft
-        _sync(draft)
+        yield staging
+        _sync(staging)
         crash_point("exchange:filled")
         _refuse_existing(path)
-        os.rename(draft, path)  # takes the place of an empty folder, never of a filled one
+        os.rename(staging, path)  # takes the place of an empty folder, never of a filled one
         crash_point("exchange:renamed")
         fsync_directory(path.parent)
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _refuse_existing(path: Path) -> None:

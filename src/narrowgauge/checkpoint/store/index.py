@@ -30,7 +30,7 @@ from typing import Any, TypeAlias
 import torch
 
 from narrowgauge.checkpoint.store.safetensors_writer import DTYPES
-from narrowgauge.checkpoint.store.slices import Box, Shape, require_exact_cover
+from narrowgauge.checkpoint.store.slices import Shape, TensorSlice, require_exact_cover
 
 INDEX = "index.json"
 SUFFIX = ".safetensors"
@@ -40,12 +40,12 @@ STORABLE = DTYPES | {"F4": torch.float4_e2m1fn_x2}
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredSlice:
     """A stored box: its file, and its name there."""
 
     file: str
     key: str
-    box: Box
+    box: TensorSlice
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Entry:
 
     dtype: str
     shape: Shape
-    parts: tuple[Part, ...]
+    parts: tuple[StoredSlice, ...]
     same_as: str | None = None
 
     @property
@@ -113,7 +113,10 @@ def _entry(named: Mapping[str, Any], name: str) -> Entry:
     content = named[name] if first is None else named[first]
     if content["dtype"] not in STORABLE or "same_as" in content:
         raise ValueError(f"dtype or same_as of {name!r}")
-    parts = [Part(b["file"], b["key"], Box(_shape(b["offset"]), _shape(b["size"]))) for b in content["boxes"]]
+    parts = [
+        StoredSlice(b["file"], b["key"], TensorSlice(_shape(b["offset"]), _shape(b["size"])))
+        for b in content["boxes"]
+    ]
     if not all(isinstance(text, str) for part in parts for text in (part.file, part.key)):
         raise ValueError(f"file or key of {name!r}")
     return Entry(content["dtype"], _shape(content["shape"]), () if first is not None else tuple(parts), first)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.checkpoint.store.verified_cache import remember
+from narrowgauge.checkpoint.store.verified_cache import add_verified
 from narrowgauge.errors import UserError
 from narrowgauge.files import open_regular, sha256_of
 
@@ -126,7 +126,7 @@ def verify(directory: Path, run_id: str | None = None, cores: int | None = None)
     """
     manifest = verify_listing(directory, run_id)
     verify_files(directory, manifest, manifest.files, cores)
-    remember(directory)
+    add_verified(directory)
     return manifest
 
 

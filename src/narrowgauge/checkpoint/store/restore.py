@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
-from narrowgauge.checkpoint.store.collective import everywhere, first_only
+from narrowgauge.checkpoint.store.collective import on_all_ranks, on_rank0
 from narrowgauge.checkpoint.store.commit import newest_valid
-from narrowgauge.checkpoint.store.index import INDEX, STORABLE, SUFFIX, Entry, Index, Part, from_json
+from narrowgauge.checkpoint.store.index import INDEX, STORABLE, SUFFIX, Entry, Index, StoredSlice, from_json
 from narrowgauge.checkpoint.store.manifest import (
     DamagedError,
     Manifest,
@@ -29,7 +29,13 @@ from narrowgauge.checkpoint.store.manifest import (
     verify_listing,
 )
 from narrowgauge.checkpoint.store.save import STATE
-from narrowgauge.checkpoint.store.slices import Box, Piece, Pieces, require_inside, whole
+from narrowgauge.checkpoint.store.slices import (
+    LocalTensor,
+    LocalTensors,
+    TensorSlice,
+    full_tensor,
+    require_inside,
+)
 from narrowgauge.errors import UserError
 
 _LARGEST_JSON = 1 << 30
@@ -57,7 +63,7 @@ def choose_step(
         path, refused = newest_valid(directory, run_id)
         return (None if path is None else path.name), refused
 
-    name, refused = first_only(choose, group, UserError)
+    name, refused = on_rank0(choose, group, UserError)
     return (None if name is None else directory / name), refused
 
 
@@ -75,12 +81,14 @@ def load(path: Path) -> Checkpoint:
     for group, named in opened.index.items():
         own = {n: torch.empty(e.shape, dtype=STORABLE[e.dtype]) for n, e in named.items() if not e.same_as}
         tensors[group] = {name: own[entry.same_as or name] for name, entry in named.items()}
-        wanted += [(named[name], whole(tensor)) for name, tensor in own.items()]
+        wanted += [(named[name], full_tensor(tensor)) for name, tensor in own.items()]
     _fill(path, wanted)
     return Checkpoint(opened.manifest.step, opened.manifest.run_id, tensors, opened.state)
 
 
-def restore_pieces(path: Path, pieces: Pieces, group: dist.ProcessGroup | None = None) -> Checkpoint:
+def restore_distributed(
+    path: Path, pieces: LocalTensors, group: dist.ProcessGroup | None = None
+) -> Checkpoint:
     """Fill pieces in place from a published step of any number of ranks. Called by every rank of `group`.
 
     Args:
@@ -99,7 +107,7 @@ def restore_pieces(path: Path, pieces: Pieces, group: dist.ProcessGroup | None =
     """
     path = Path(os.path.abspath(path))
     opened: list[_Opened] = []
-    filled: list[tuple[Entry, Piece]] = []
+    filled: list[tuple[Entry, LocalTensor]] = []
 
     def prepare() -> dict[str, set[str]]:
         opened.append(_open(path))
@@ -111,8 +119,8 @@ def restore_pieces(path: Path, pieces: Pieces, group: dist.ProcessGroup | None =
     def unreadable(reason: str) -> UserError:
         return DamagedError(f"{path} cannot be read: {reason}")
 
-    _refuse_left_over(opened, everywhere(prepare, group, unreadable))
-    everywhere(lambda: _fill(path, filled), group, unreadable)
+    _refuse_left_over(opened, on_all_ranks(prepare, group, unreadable))
+    on_all_ranks(lambda: _fill(path, filled), group, unreadable)
     manifest = opened[0].manifest
     return Checkpoint(manifest.step, manifest.run_id, {}, opened[0].state)
 
@@ -162,7 +170,7 @@ def _read_json(path: Path, manifest: Manifest) -> dict[str, Any]:
     return content
 
 
-def _match(opened: _Opened, pieces: Pieces) -> list[tuple[Entry, Piece]]:
+def _match(opened: _Opened, pieces: LocalTensors) -> list[tuple[Entry, LocalTensor]]:
     """The entry of each wanted piece. Raises `UserError` where the checkpoint has another tensor."""
     found = []
     for group, named in pieces.items():
@@ -198,14 +206,14 @@ def _another(path: Path, difference: str) -> UserError:
     return UserError(f"{path} is another model's: {difference}; use the configuration it was made with")
 
 
-def _overlaps(entry: Entry, box: Box) -> Iterator[tuple[Part, Box]]:
+def _overlaps(entry: Entry, box: TensorSlice) -> Iterator[tuple[StoredSlice, TensorSlice]]:
     for part in entry.parts:
         if (common := part.box.overlap(box)) is not None:
             yield part, common
 
 
 @torch.no_grad()
-def _fill(path: Path, wanted: Iterable[tuple[Entry, Piece]]) -> None:
+def _fill(path: Path, wanted: Iterable[tuple[Entry, LocalTensor]]) -> None:
     """Copy stored parts into pieces. Digests have been checked; the content is still not trusted."""
     with ExitStack() as stack:
         files: dict[str, Any] = {}
@@ -225,7 +233,7 @@ def _fill(path: Path, wanted: Iterable[tuple[Entry, Piece]]) -> None:
                 _raw(piece.tensor)[common.within(piece.box).slices].copy_(_raw(data))
 
 
-def _check_slice(stored: Any, part: Part, entry: Entry) -> None:
+def _check_slice(stored: Any, part: StoredSlice, entry: Entry) -> None:
     dtype = "U8" if entry.dtype == "F4" else entry.dtype
     if (stored.get_dtype(), tuple(stored.get_shape())) != (dtype, part.box.size):
         raise ValueError(f"{part.key!r} is {stored.get_dtype()} {stored.get_shape()}, not what {INDEX} says")

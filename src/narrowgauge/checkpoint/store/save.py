@@ -32,15 +32,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from narrowgauge.checkpoint.store.collective import everywhere, first_only, rank_in, size_of
+from narrowgauge.checkpoint.store.collective import on_all_ranks, on_rank0, rank_in, size_of
 from narrowgauge.checkpoint.store.commit import begin, publish, retain, seal
 from narrowgauge.checkpoint.store.disk_space import SaveError, require_space
 from narrowgauge.checkpoint.store.index import INDEX, Index, to_json
 from narrowgauge.checkpoint.store.manifest import MANIFEST, FileEntry
 from narrowgauge.checkpoint.store.nonfinite import JSON, Tensors, refuse_non_finite
 from narrowgauge.checkpoint.store.safetensors_writer import write_safetensors
-from narrowgauge.checkpoint.store.save_plan import describe, file_name, make_index, share_of
-from narrowgauge.checkpoint.store.slices import Pieces, whole
+from narrowgauge.checkpoint.store.save_plan import describe, file_name, make_index, plan_for_rank
+from narrowgauge.checkpoint.store.slices import LocalTensors, full_tensor
 from narrowgauge.files import write_new
 
 STATE = "state.json"
@@ -50,15 +50,17 @@ _HEADER = 1 << 20  # bytes: room for a file's header, and for each JSON file
 def save(
     directory: Path, step: int, tensors: Tensors, state: Mapping[str, JSON], keep: int, run_id: str
 ) -> Path:
-    """Publish a step of one process: `save_pieces` of whole tensors (group -> name -> tensor)."""
-    pieces = {g: {name: [whole(tensor)] for name, tensor in named.items()} for g, named in tensors.items()}
-    return save_pieces(directory, step, pieces, state, keep, run_id, None)
+    """Publish a step of one process: `save_distributed` of whole tensors (group -> name -> tensor)."""
+    pieces = {
+        g: {name: [full_tensor(tensor)] for name, tensor in named.items()} for g, named in tensors.items()
+    }
+    return save_distributed(directory, step, pieces, state, keep, run_id, None)
 
 
-def save_pieces(
+def save_distributed(
     directory: Path,
     step: int,
-    pieces: Pieces,
+    pieces: LocalTensors,
     state: Mapping[str, JSON],
     keep: int,
     run_id: str,
@@ -123,33 +125,33 @@ class Save:
 def plan_save(
     directory: Path,
     step: int,
-    pieces: Pieces,
+    pieces: LocalTensors,
     state: Mapping[str, JSON],
     keep: int,
     run_id: str,
     group: dist.ProcessGroup | None,
 ) -> Save:
-    """The first part of `save_pieces`: agree on who writes what."""
+    """The first part of `save_distributed`: agree on who writes what."""
     assert keep >= 2
     assert step >= 0
-    holdings = everywhere(lambda: describe(pieces), group, SaveError)
+    holdings = on_all_ranks(lambda: describe(pieces), group, SaveError)
     index = make_index(holdings)
-    share = share_of(index, pieces, rank_in(group), size_of(group))
+    share = plan_for_rank(index, pieces, rank_in(group), size_of(group))
     return Save(directory, step, index, share, state, keep, run_id, group)
 
 
 def write_share(save: Save) -> Path:
-    """The rest of `save_pieces`: write this rank's share, and publish what all have written."""
+    """The rest of `save_distributed`: write this rank's share, and publish what all have written."""
     group = save.group
-    everywhere(lambda: refuse_non_finite(save.share, save.state), group, save.failed)
-    draft = save.directory / first_only(lambda: _begin(save), group, save.failed)
+    on_all_ranks(lambda: refuse_non_finite(save.share, save.state), group, save.failed)
+    staging = save.directory / on_rank0(lambda: _begin(save), group, save.failed)
     try:
-        written = everywhere(lambda: _write_files(draft, save), group, save.failed)
+        written = on_all_ranks(lambda: _write_files(staging, save), group, save.failed)
         entries = {name: entry for files in written for name, entry in files.items()}
-        first_only(lambda: _publish(draft, save, entries), group, save.failed)
+        on_rank0(lambda: _publish(staging, save, entries), group, save.failed)
     finally:
         if rank_in(group) == 0:  # a published draft has another name by now
-            shutil.rmtree(draft, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
     return save.directory / f"step-{save.step}"
 
 
@@ -158,12 +160,12 @@ def _begin(save: Save) -> str:
     return begin(save.directory, save.step).name
 
 
-def _write_files(draft: Path, save: Save) -> dict[str, FileEntry]:
+def _write_files(staging: Path, save: Save) -> dict[str, FileEntry]:
     """Write this rank's tensors."""
     files = {}
     for group, tensors in save.share.items():
         name = file_name(group, rank_in(save.group), size_of(save.group))
-        files[name] = write_safetensors(draft / name, {key: _storable(t) for key, t in tensors.items()})
+        files[name] = write_safetensors(staging / name, {key: _storable(t) for key, t in tensors.items()})
     return files
 
 
@@ -172,13 +174,13 @@ def _storable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(torch.uint8) if tensor.dtype is torch.float4_e2m1fn_x2 else tensor
 
 
-def _publish(draft: Path, save: Save, entries: Mapping[str, FileEntry]) -> None:
+def _publish(staging: Path, save: Save, entries: Mapping[str, FileEntry]) -> None:
     """What rank 0 does when all have written."""
     state = json.dumps(dict(save.state), allow_nan=False, indent=1) + "\n"
     texts = {INDEX: to_json(save.index), STATE: state}
-    described = {name: _write_text(draft / name, text) for name, text in texts.items()}
-    manifest = seal(draft, save.step, save.run_id, {**entries, **described})
-    publish(draft, manifest)
+    described = {name: _write_text(staging / name, text) for name, text in texts.items()}
+    manifest = seal(staging, save.step, save.run_id, {**entries, **described})
+    publish(staging, manifest)
     try:
         retain(save.directory, save.keep, manifest)
     except OSError as error:

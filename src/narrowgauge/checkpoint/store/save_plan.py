@@ -10,9 +10,9 @@ from typing import TypeAlias
 
 import torch
 
-from narrowgauge.checkpoint.store.index import STORABLE, SUFFIX, Entry, Index, Part
+from narrowgauge.checkpoint.store.index import STORABLE, SUFFIX, Entry, Index, StoredSlice
 from narrowgauge.checkpoint.store.manifest import plain_name
-from narrowgauge.checkpoint.store.slices import Box, Pieces, Shape, require_exact_cover
+from narrowgauge.checkpoint.store.slices import LocalTensors, Shape, TensorSlice, require_exact_cover
 from narrowgauge.errors import UserError
 
 _NAMES = {dtype: name for name, dtype in STORABLE.items()}
@@ -20,21 +20,21 @@ _MISTAKE = "this is a mistake of the program that saves"
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalEntry:
     """What one rank holds of one tensor; of boxes without elements, nothing."""
 
     dtype: str
     shape: Shape
-    boxes: tuple[Box, ...]
+    boxes: tuple[TensorSlice, ...]
     same_as: str | None
 
 
-Holding: TypeAlias = Mapping[str, Mapping[str, Held]]
+LocalEntries: TypeAlias = Mapping[str, Mapping[str, LocalEntry]]
 
 
-def describe(pieces: Pieces) -> Holding:
+def describe(pieces: LocalTensors) -> LocalEntries:
     """What this rank holds. Raises `UserError` for a dtype that cannot be stored."""
-    holding: dict[str, dict[str, Held]] = {}
+    holding: dict[str, dict[str, LocalEntry]] = {}
     for group, named in pieces.items():
         first: dict[object, str] = {}
         holding[group] = {}
@@ -52,7 +52,7 @@ def describe(pieces: Pieces) -> Holding:
             same = tuple((*kinds, _identity(piece.tensor), piece.box) for piece in filled)
             earlier = first.setdefault(same, name) if same else name
             known = None if earlier == name else earlier
-            holding[group][name] = Held(_NAMES[dtype], tuple(parts[0].shape), boxes, known)
+            holding[group][name] = LocalEntry(_NAMES[dtype], tuple(parts[0].shape), boxes, known)
     return holding
 
 
@@ -62,7 +62,7 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
     return (*storage, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
 
-def make_index(ranks: Sequence[Holding]) -> Index:
+def make_index(ranks: Sequence[LocalEntries]) -> Index:
     """Plan who writes what.
 
     Args:
@@ -71,7 +71,7 @@ def make_index(ranks: Sequence[Holding]) -> Index:
     Raises `UserError` where the pieces of a tensor contradict each other, overlap or leave a hole.
     """
     index: dict[str, dict[str, Entry]] = {}
-    shared: list[tuple[int, int, str, str, Box, list[int]]] = []
+    shared: list[tuple[int, int, str, str, TensorSlice, list[int]]] = []
     for group in dict.fromkeys(group for rank in ranks for group in rank):
         assert plain_name(group), f"{group!r} cannot be a file's name"
         index[group] = {}
@@ -82,13 +82,13 @@ def make_index(ranks: Sequence[Holding]) -> Index:
             for box, who in holders.items():
                 shared.append((len(who), -box.volume * entry.itemsize, group, name, box, who))
     load = [0] * len(ranks)
-    parts: dict[tuple[str, str], list[Part]] = {}
+    parts: dict[tuple[str, str], list[StoredSlice]] = {}
     for _, less, group, name, box, who in sorted(shared):  # those without a choice first, then the largest
         rank = min(who, key=lambda r: load[r])
         load[rank] -= less
         is_whole = box.size == index[group][name].shape
         key = name if is_whole else f"{name}@{','.join(map(str, box.offset))}"
-        part = Part(file_name(group, rank, len(ranks)), key, box)
+        part = StoredSlice(file_name(group, rank, len(ranks)), key, box)
         parts.setdefault((group, name), []).append(part)
     return {
         group: {
@@ -103,7 +103,9 @@ def file_name(group: str, rank: int, ranks: int) -> str:
     return f"{group}{SUFFIX}" if ranks == 1 else f"{group}-{rank + 1:05}-of-{ranks:05}{SUFFIX}"
 
 
-def _agree(group: str, name: str, held: Mapping[int, Held]) -> tuple[Entry, dict[Box, list[int]]]:
+def _agree(
+    group: str, name: str, held: Mapping[int, LocalEntry]
+) -> tuple[Entry, dict[TensorSlice, list[int]]]:
     """What the ranks that hold a tensor say of it, and who holds each box; nobody of a second name's."""
     kinds = {(h.dtype, h.shape) for h in held.values()}
     if len(kinds) > 1:
@@ -115,7 +117,7 @@ def _agree(group: str, name: str, held: Mapping[int, Held]) -> tuple[Entry, dict
     known = {h.same_as for h in held.values() if h.boxes}
     if len(known) == 1 and (first := known.pop()) is not None:
         return replace(entry, same_as=first), {}
-    holders: dict[Box, list[int]] = {}
+    holders: dict[TensorSlice, list[int]] = {}
     for rank, h in held.items():
         for box in h.boxes:
             holders.setdefault(box, []).append(rank)
@@ -126,7 +128,9 @@ def _agree(group: str, name: str, held: Mapping[int, Held]) -> tuple[Entry, dict
     return entry, holders
 
 
-def share_of(index: Index, pieces: Pieces, rank: int, ranks: int) -> dict[str, dict[str, torch.Tensor]]:
+def plan_for_rank(
+    index: Index, pieces: LocalTensors, rank: int, ranks: int
+) -> dict[str, dict[str, torch.Tensor]]:
     """What this rank has to write: for each group that it has a file of, the tensors by their keys."""
     share: dict[str, dict[str, torch.Tensor]] = {}
     for group, named in index.items():

@@ -23,7 +23,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 @dataclass(frozen=True, order=True)
-class Box:
+class TensorSlice:
     """A part of a tensor: `offset[d]` to `offset[d] + size[d]` along dimension d."""
 
     offset: Shape
@@ -39,21 +39,21 @@ class Box:
         """The box as an index into the whole tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.size, strict=True))
 
-    def overlap(self, other: "Box") -> "Box | None":
+    def overlap(self, other: "TensorSlice") -> "TensorSlice | None":
         """What two boxes of one tensor have in common; None where that is nothing."""
         begin = tuple(map(max, self.offset, other.offset))
         ends = zip(self.offset, self.size, other.offset, other.size, strict=True)
         end = tuple(min(a + n, b + m) for a, n, b, m in ends)
-        common = Box(begin, tuple(e - b for b, e in zip(begin, end, strict=True)))
+        common = TensorSlice(begin, tuple(e - b for b, e in zip(begin, end, strict=True)))
         return common if all(n > 0 for n in common.size) else None
 
-    def within(self, frame: "Box") -> "Box":
+    def within(self, frame: "TensorSlice") -> "TensorSlice":
         """The same box, counted from where `frame` begins."""
-        return Box(tuple(a - b for a, b in zip(self.offset, frame.offset, strict=True)), self.size)
+        return TensorSlice(tuple(a - b for a, b in zip(self.offset, frame.offset, strict=True)), self.size)
 
 
 @dataclass(frozen=True)
-class Piece:
+class LocalTensor:
     """What one process holds of a tensor.
 
     Attributes:
@@ -67,20 +67,22 @@ class Piece:
     offset: Shape
 
     @property
-    def box(self) -> Box:
+    def box(self) -> TensorSlice:
         """Where the part lies."""
-        return Box(tuple(self.offset), tuple(self.tensor.shape))
+        return TensorSlice(tuple(self.offset), tuple(self.tensor.shape))
 
 
-Pieces: TypeAlias = Mapping[str, Mapping[str, Sequence[Piece]]]  # group -> name -> pieces held here
+LocalTensors: TypeAlias = Mapping[
+    str, Mapping[str, Sequence[LocalTensor]]
+]  # group -> name -> pieces held here
 
 
-def whole(tensor: torch.Tensor) -> Piece:
+def full_tensor(tensor: torch.Tensor) -> LocalTensor:
     """A tensor that one process holds all of."""
-    return Piece(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
+    return LocalTensor(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
 
-def require_exact_cover(shape: Shape, boxes: Iterable[Box]) -> None:
+def require_exact_cover(shape: Shape, boxes: Iterable[TensorSlice]) -> None:
     """Check that boxes fill a shape, each element once. Raises `ValueError` with what is wrong."""
     boxes = [box for box in boxes if box.volume]
     for box in boxes:
@@ -91,7 +93,7 @@ def require_exact_cover(shape: Shape, boxes: Iterable[Box]) -> None:
         raise ValueError(f"no piece holds {missing} of the {prod(shape)} elements of its shape {shape}")
 
 
-def require_inside(shape: Shape, box: Box) -> None:
+def require_inside(shape: Shape, box: TensorSlice) -> None:
     """Check that a box is a part of a shape. Raises `ValueError` with what is wrong."""
     dimensions = len(box.offset) == len(box.size) == len(shape)
     if not dimensions or any(
@@ -100,12 +102,12 @@ def require_inside(shape: Shape, box: Box) -> None:
         raise ValueError(f"a piece at {box.offset} of size {box.size} reaches beyond its shape {shape}")
 
 
-def _overlapping(boxes: list[Box], dimensions: int) -> tuple[Box, Box] | None:
+def _overlapping(boxes: list[TensorSlice], dimensions: int) -> tuple[TensorSlice, TensorSlice] | None:
     """Two boxes that overlap: a sweep along the dimension that is cut most."""
     if dimensions == 0:
         return (boxes[0], boxes[1]) if len(boxes) > 1 else None
     along = max(range(dimensions), key=lambda d: len({box.offset[d] for box in boxes}))
-    open_boxes: list[Box] = []  # that reach to where the sweep is
+    open_boxes: list[TensorSlice] = []  # that reach to where the sweep is
     for box in sorted(boxes, key=lambda box: box.offset[along]):
         open_boxes = [b for b in open_boxes if b.offset[along] + b.size[along] > box.offset[along]]
         for other in open_boxes:

@@ -13,19 +13,19 @@ _Look = frozenset[tuple[str, int, int, int, int]]
 _seen: dict[Path, _Look] = {}  # a memory of facts, like a cache: without an entry the files are read again
 
 
-def remember(directory: Path) -> None:
+def add_verified(directory: Path) -> None:
     """Every byte of the directory has just been written or verified."""
     if (look := _look(directory)) is not None:
         _seen[directory.absolute()] = look
 
 
-def is_unchanged(directory: Path) -> bool:
-    """Whether nothing has touched the directory's files since `remember`."""
+def is_verified(directory: Path) -> bool:
+    """Whether nothing has touched the directory's files since `add_verified`."""
     look = _look(directory)
     return look is not None and _seen.get(directory.absolute()) == look
 
 
-def forget(directory: Path) -> None:
+def drop_verified(directory: Path) -> None:
     """The directory is gone."""
     _seen.pop(directory.absolute(), None)
 

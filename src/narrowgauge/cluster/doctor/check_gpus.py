@@ -15,7 +15,7 @@ _NCCL_FP8, _FP8_SUMS = (2, 24), (9, 0)
 _FOREIGN = 1 << 30  # bytes in use on a GPU that are somebody's work; a display and the driver take less
 
 
-def judge_gpus(facts: Facts) -> list[Item]:
+def check_gpus(facts: Facts) -> list[Item]:
     """The items of this file; those on several GPUs, or on any, only where there are such."""
     items = [_gpus(facts), _recipes(facts), _nccl(facts)]
     return items + [item for judge in (_peers, _jobs) if (item := judge(facts))]

@@ -28,7 +28,7 @@ _SLOW = 50e6
 _CLOCK_OFF, _FILE_CLOCK_OFF = 300.0, 5.0
 
 
-def judge_host(facts: Facts) -> list[Item]:
+def check_host(facts: Facts) -> list[Item]:
     """The items of this file."""
     items = [_open_files(facts), _locked_memory(facts), _shared_memory(facts), _clock(facts)]
     items.append(_disk("disk", facts.disk, "go to another folder, or name one with --out"))

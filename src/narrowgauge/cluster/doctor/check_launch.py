@@ -42,7 +42,7 @@ class _Launch:
     local_rank: str
 
 
-def judge_ranks(facts: Facts) -> list[Item]:
+def check_launch(facts: Facts) -> list[Item]:
     """The items of this file."""
     return [_launcher(facts), _ranks(facts), _cores(facts)]
 

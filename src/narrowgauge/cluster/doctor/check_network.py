@@ -12,7 +12,7 @@ from narrowgauge.cluster.doctor.facts import Facts, Hub, Item, miss, ok, warn
 _OFFLINE = "where none is wanted, set HF_HUB_OFFLINE=1"
 
 
-def judge_network(facts: Facts) -> list[Item]:
+def check_network(facts: Facts) -> list[Item]:
     """The item of this file."""
     hub, sources = facts.hub, facts.data.name.split(",") if facts.data else []
     wanted = any(name.strip().startswith("hf:") for name in sources)

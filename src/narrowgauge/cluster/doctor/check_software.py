@@ -12,7 +12,7 @@ _BUILDS = {"nvidia": "cuda", "amd": "rocm"}
 _MAKERS = {"nvidia": "NVIDIA", "amd": "AMD"}
 
 
-def judge_software(facts: Facts) -> list[Item]:
+def check_software(facts: Facts) -> list[Item]:
     """The items of this file, in the order in which they are mended."""
     return [_python(facts), _torch(facts), _driver(facts)]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from narrowgauge.cluster.doctor.check_launch import VARIABLES
-from narrowgauge.cluster.doctor.collect_gpus import gather_hardware
-from narrowgauge.cluster.doctor.collect_host import gather_compiler, gather_disk, gather_system
+from narrowgauge.cluster.doctor.collect_gpus import collect_hardware
+from narrowgauge.cluster.doctor.collect_host import collect_compiler, collect_disk, collect_system
 from narrowgauge.cluster.doctor.collect_network import ask_hub
 from narrowgauge.cluster.doctor.facts import Facts, Given, Software
 from narrowgauge.data import cache_directory, is_corpus, load_tokenizer, open_corpus, split_sources
@@ -19,24 +19,24 @@ from narrowgauge.data.tokenization.tokenizer import tokenizer_identity
 from narrowgauge.errors import UserError
 
 
-def gather(data: str | None = None, tokenizer: str | None = None) -> Facts:
+def collect(data: str | None = None, tokenizer: str | None = None) -> Facts:
     """The facts of this machine, and of the data and the tokenizer of these names."""
-    software = gather_software()
+    software = collect_software()
     return Facts(
         software=software,
-        hardware=gather_hardware(software.build),
-        system=gather_system(),
+        hardware=collect_hardware(software.build),
+        system=collect_system(),
         environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
-        disk=gather_disk(Path.cwd()),
-        cache=gather_disk(cache_directory()),
+        disk=collect_disk(Path.cwd()),
+        cache=collect_disk(cache_directory()),
         hub=ask_hub(),
         data=None if data is None else _data(data),
         tokenizer=None if tokenizer is None else _tokenizer(tokenizer),
-        compiler=gather_compiler(),
+        compiler=collect_compiler(),
     )
 
 
-def gather_software() -> Software:
+def collect_software() -> Software:
     """Python, torch, and what torch was built with."""
     distributed = torch.distributed
     backends: tuple[str, ...] = ()

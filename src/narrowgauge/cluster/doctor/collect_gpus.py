@@ -26,7 +26,7 @@ _ASK = "from narrowgauge.cluster.doctor.collect_gpus import answer; answer()"
 _MARK = "narrowgauge-doctor:"
 
 
-def gather_hardware(build: str) -> Hardware:
+def collect_hardware(build: str) -> Hardware:
     """The GPUs of this machine; `build` is what torch was built for."""
     makers = ("nvidia",) * _nvidia_gpus() + ("amd",) * _amd_gpus()
     newest = _driver_cuda()

@@ -25,7 +25,7 @@ _PROGRAM = (
 )
 
 
-def gather_system() -> System:
+def collect_system() -> System:
     """Limits of this process and of the machine."""
     threads = os.environ.get("OMP_NUM_THREADS", "").strip()
     size, free, error = _shared_memory()
@@ -84,7 +84,7 @@ def _synchronized() -> bool | None:
     return None if state < 0 else bool(state != _NOT_SYNCHRONIZED)
 
 
-def gather_disk(folder: Path) -> Disk:
+def collect_disk(folder: Path) -> Disk:
     """Space, speed and clock of the file system that a folder is on, or would be."""
     place = folder.absolute()
     answers: list[Disk] = []
@@ -96,7 +96,7 @@ def gather_disk(folder: Path) -> Disk:
 
 
 def _disk(place: Path) -> Disk:
-    """As `gather_disk`, however long it takes."""
+    """As `collect_disk`, however long it takes."""
     while not place.exists() and place != place.parent:
         place = place.parent
     path, kind = str(place), _kind(place)
@@ -147,7 +147,7 @@ def _kind(place: Path) -> str:
     return max(above)[1] if above else ""
 
 
-def gather_compiler() -> Compiler:
+def collect_compiler() -> Compiler:
     """The C++ compiler that torch.compile would take, tried on a small program, and Triton."""
     try:
         triton = version("triton")

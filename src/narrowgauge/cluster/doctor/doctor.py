@@ -7,26 +7,26 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from narrowgauge.cluster.doctor.check_gpus import judge_gpus
-from narrowgauge.cluster.doctor.check_host import judge_host
-from narrowgauge.cluster.doctor.check_launch import judge_ranks
-from narrowgauge.cluster.doctor.check_network import judge_network
-from narrowgauge.cluster.doctor.check_software import judge_software
-from narrowgauge.cluster.doctor.collect import gather
+from narrowgauge.cluster.doctor.check_gpus import check_gpus
+from narrowgauge.cluster.doctor.check_host import check_host
+from narrowgauge.cluster.doctor.check_launch import check_launch
+from narrowgauge.cluster.doctor.check_network import check_network
+from narrowgauge.cluster.doctor.check_software import check_software
+from narrowgauge.cluster.doctor.collect import collect
 from narrowgauge.cluster.doctor.facts import Facts, Item
 
 _STYLES = {"OK": "green", "WARN": "yellow", "MISS": "bold red"}
 
 
-def judge(facts: Facts) -> list[Item]:
+def check(facts: Facts) -> list[Item]:
     """The verdicts on a machine; they follow from the facts alone."""
-    judges = (judge_software, judge_gpus, judge_ranks, judge_host, judge_network)
+    judges = (check_software, check_gpus, check_launch, check_host, check_network)
     return [item for judge_some in judges for item in judge_some(facts)]
 
 
 def examine(data: str | None = None, tokenizer: str | None = None) -> list[Item]:
     """The verdicts on this machine, and on the data and the tokenizer of these names."""
-    return judge(gather(data, tokenizer))
+    return check(collect(data, tokenizer))
 
 
 def as_json(items: Sequence[Item]) -> str:

@@ -20,10 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from narrowgauge.cluster.plan.cluster_spec import Cluster
-from narrowgauge.distributed import Layout
+from narrowgauge.distributed import ParallelDims
 from narrowgauge.models import Transformer, flops_per_token, model_config
 from narrowgauge.recipes import Recipe
-from narrowgauge.training import Config, Step
+from narrowgauge.training import Config, StepEstimate
 
 # Operations that move no bytes of their own: products have a ceiling of their own, views have none.
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product", "scaled_dot_product")
@@ -65,9 +65,9 @@ class Estimate:
         return self.products + self.passes + self.update + self.waiting + self.bubble
 
 
-def estimate(config: Config, layout: Layout, cluster: Cluster, step: Step) -> Estimate:
+def estimate(config: Config, layout: ParallelDims, cluster: Cluster, step: StepEstimate) -> Estimate:
     """The time of a step whose memory and traffic are known."""
-    model, t, data = config.the_model(), config.training, config.data
+    model, t, data = config.resolved_model(), config.training, config.data
     tokens = t.batch_size * data.sequence_length
     per_device = tokens / layout.size
     kind, products = _products(config, cluster)
@@ -81,7 +81,7 @@ def estimate(config: Config, layout: Layout, cluster: Cluster, step: Step) -> Es
     state = sum(step.memory.device[name] for name in ("weights", "master", "gradients", "m", "v"))
     update = 2 * state / cluster.memory_bandwidth + 2 * sum(step.memory.host.values()) / cluster.host
     total = busy + waiting + bubble + update
-    compute = cluster.format_for(16, config.the_recipe().compute)
+    compute = cluster.format_for(16, config.resolved_recipe().compute)
     used = flops_per_token(model, data.sequence_length) * tokens / total
     mfu = used / layout.size / cluster.peak[compute]
     return Estimate(per_device * products, passes, update, waiting, bubble, volumes, tokens, mfu, kind)
@@ -89,7 +89,7 @@ def estimate(config: Config, layout: Layout, cluster: Cluster, step: Step) -> Es
 
 def _products(config: Config, cluster: Cluster) -> tuple[str, float]:
     """(the format of most products, seconds of a token's on one device)."""
-    model, recipe = config.the_model(), config.the_recipe()
+    model, recipe = config.resolved_model(), config.resolved_recipe()
     T, t = config.data.sequence_length, config.training
     head = 6 * model.vocab_size * model.dim
     attention = 12 * model.layers * model.heads * model.head_dim * T
@@ -115,7 +115,7 @@ def _bytes_per_token(config: Config) -> float:
     """
     T = min(config.data.sequence_length, 256)
     one, two = (_moved(config, layers, T) for layers in (1, 2))
-    model, recipe = config.the_model(), config.the_recipe()
+    model, recipe = config.resolved_model(), config.resolved_recipe()
     layers = model.layers * (4 / 3 if config.training.recompute else 1)
     casts = 0.0
     if recipe.is_narrow:

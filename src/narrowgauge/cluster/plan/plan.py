@@ -13,9 +13,18 @@ from rich.table import Table
 
 from narrowgauge.cluster.plan.cluster_spec import Cluster
 from narrowgauge.cluster.plan.estimate import Estimate, cost, estimate
-from narrowgauge.distributed import Layout
+from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
-from narrowgauge.training import Config, Memory, Step, cheaper, choose_device, expected_step, gib, layout_of
+from narrowgauge.training import (
+    Config,
+    Memory,
+    StepEstimate,
+    cheaper,
+    choose_device,
+    estimate_step,
+    gib,
+    parallel_dims_of,
+)
 from narrowgauge.training.monitor.hardware import bytes_of, device_name, total_memory
 
 
@@ -31,8 +40,8 @@ class Plan:
     """
 
     config: Config
-    layout: Layout
-    step: Step
+    layout: ParallelDims
+    step: StepEstimate
     limit: int
     whose: str
     has_host: bool
@@ -62,8 +71,8 @@ def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) 
     Raises:
         UserError: the devices cannot be laid out as `[parallel]` asks.
     """
-    layout, t = layout_of(config, devices), config.training
-    step = expected_step(config, layout)
+    layout, t = parallel_dims_of(config, devices), config.training
+    step = estimate_step(config, layout)
     if cluster is not None:
         limit, whose = cluster.memory_bytes, cluster.device or cluster.title
         has_host = cluster.device != "CPU"
@@ -78,7 +87,7 @@ def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) 
     return Plan(config, layout, step, limit, whose, has_host, copy, time, cluster)
 
 
-def copy_of_save(memory: Memory, layout: Layout) -> int:
+def copy_of_save(memory: Memory, layout: ParallelDims) -> int:
     """Bytes that a process copies to write them: copies of the same state are shared out."""
     kept = sum(memory.device[name] for name in ("weights", "master", "m", "v"))
     kept += sum(size for name, size in memory.host.items() if name != "gradients")
@@ -128,7 +137,7 @@ def _print_memory(plan: Plan, console: Console) -> None:
         table.add_row("copy of a save", "", "", gib(plan.copy))
     total = sum(memory.host.values()) + plan.copy
     table.add_row("together", "", gib(memory.peak), gib(total) if total else "", style="bold")
-    several = f" on {plan.layout.size} devices ({_directions(plan.layout)})" if plan.layout.size > 1 else ""
+    several = f" on {plan.layout.size} devices ({_axes(plan.layout)})" if plan.layout.size > 1 else ""
     console.print(
         f"{plan.config.model.name}, {memory.parameters:,} parameters, recipe {plan.config.recipe.name}: "
         f"micro-batches of {t.micro_batch_size} x {plan.config.data.sequence_length} tokens{several}",
@@ -146,7 +155,7 @@ def _print_memory(plan: Plan, console: Console) -> None:
         console.print(f"with {words}: {gib(other.peak)}{note}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _directions(layout: Layout) -> str:
+def _axes(layout: ParallelDims) -> str:
     names = ("pipeline", "replicate", "shard", "context", "tensor")
     return " x ".join(f"{name} {n}" for name in names if (n := getattr(layout, name)) > 1)
 

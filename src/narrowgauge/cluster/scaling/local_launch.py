@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from narrowgauge.distributed.launch.launcher_env import place_of
+from narrowgauge.distributed.launch.launcher_env import launch_info
 from narrowgauge.errors import UserError
 
 # What launchers tell a process; a process that we start hears us alone.
@@ -48,7 +48,7 @@ def refuse_several(environ: Mapping[str, str]) -> None:
     Raises:
         UserError: it is.
     """
-    place = place_of(environ)
+    place = launch_info(environ)
     if place.size > 1 and (place.launcher != "srun" or environ.get("SLURM_STEP_ID")):
         raise UserError(
             f"{place.launcher} started {place.size} processes, but scaling starts its own; "

@@ -35,13 +35,13 @@ from narrowgauge.cluster.scaling.statistics import (
 from narrowgauge.cluster.scaling.worker import WARMUP_STEPS
 from narrowgauge.data import open_data
 from narrowgauge.data.preparation.worker_pool import usable_cores
-from narrowgauge.distributed import Layout
+from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
 from narrowgauge.models import count_parameters
 from narrowgauge.recipes import choose_backend, device_facts
 from narrowgauge.training import Config, choose_device, to_toml
 from narrowgauge.training.monitor.hardware import device_name
-from narrowgauge.training.run.parallel_dims import layout_of
+from narrowgauge.training.run.parallel_dims import parallel_dims_of
 from narrowgauge.training.run.run import check_data
 
 FILE = "scaling.json"
@@ -88,7 +88,7 @@ def scaling(config: Config, sizes: Sequence[int], seconds: float, out: Path, con
     device = choose_device(config.training.device)
     _check_gpus(sizes, device)
     plans = {size: _plans(config, size, is_first=size == sizes[0]) for size in sizes}
-    choose_backend(config.the_recipe(), device_facts(device), config.recipe.backend)
+    choose_backend(config.resolved_recipe(), device_facts(device), config.recipe.backend)
     try:
         make_directory(out)
     except OSError as error:
@@ -129,14 +129,14 @@ def _rows(
 
 def _facts(config: Config, sizes: Sequence[int], device: torch.device) -> dict[str, Any]:
     """What a reader of the figures has to know about the model and the machine."""
-    backend = choose_backend(config.the_recipe(), device_facts(device), config.recipe.backend)
+    backend = choose_backend(config.resolved_recipe(), device_facts(device), config.recipe.backend)
     return {
         "model": config.model.name,
-        "parameters": count_parameters(config.the_model()),
-        "recipe": config.the_recipe().name,
+        "parameters": count_parameters(config.resolved_model()),
+        "recipe": config.resolved_recipe().name,
         "backend": backend.name,
         "sequence_length": config.data.sequence_length,
-        "parallel": {size: asdict(_layout(config, size)) for size in sizes},
+        "parallel": {size: asdict(_dims(config, size)) for size in sizes},
         "device": "CPU" if device.type == "cpu" else device_name(device),
         "torch": torch.__version__,
     }
@@ -174,7 +174,7 @@ def _plans(config: Config, size: int, is_first: bool) -> dict[str, Config]:
 
 def _sized(config: Config, size: int, batch: int) -> Config:
     """The configuration for so many processes and sequences a step, in micro-batches that divide them."""
-    layout, t = _layout(config, size), config.training
+    layout, t = _dims(config, size), config.training
     if batch % layout.data:
         fitting = [n for n in range(1, batch + 1) if batch % n == 0]
         raise UserError(
@@ -188,14 +188,14 @@ def _sized(config: Config, size: int, batch: int) -> Config:
     sized = config.model_copy(
         update={"training": training, "parallel": config.parallel.model_copy(update=parallel)}
     )
-    layout_of(sized, size)
+    parallel_dims_of(sized, size)
     return sized
 
 
-def _layout(config: Config, size: int) -> Layout:
+def _dims(config: Config, size: int) -> ParallelDims:
     """The grid of [parallel] with as much of `replicate` or `shard` as makes so many processes."""
     p = config.parallel
-    layout = Layout(**p.model_dump() | {"shard": max(1, p.shard)})
+    layout = ParallelDims(**p.model_dump() | {"shard": max(1, p.shard)})
     grows = "replicate" if layout.replicate > 1 else "shard"
     layout = replace(layout, **{grows: 1})
     if size % layout.size:

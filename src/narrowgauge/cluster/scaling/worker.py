@@ -1,4 +1,4 @@
-"""What each process of a measured world does: steps of the ordinary `Session`, and a clock beside them.
+"""What each process of a measured world does: steps of the ordinary `Trainer`, and a clock beside them.
 
 The step is timed as `train` times it for `step_ms` of the metrics. Its communication is the time in which it
 waits for others: what goes on beside computation costs nothing and is not counted. That somebody is late is
@@ -28,14 +28,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from narrowgauge.checkpoint import write_whole
 from narrowgauge.data import Batch, Dataset, open_data
-from narrowgauge.distributed import START, Crew, Mesh, joined, world_from
-from narrowgauge.distributed.comm.byte_counter import Traffic
+from narrowgauge.distributed import START, Coordinator, Mesh, init_process_group, world_from
+from narrowgauge.distributed.comm.byte_counter import CommCounter
 from narrowgauge.models import count_parameters
 from narrowgauge.training import Config, OutOfMemory, choose_device, load_values, make_config
 from narrowgauge.training.monitor.hardware import is_out_of_memory, memory_kept, synchronize
 from narrowgauge.training.monitor.profiler import covered
-from narrowgauge.training.run.parallel_dims import layout_of
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.run.parallel_dims import parallel_dims_of
+from narrowgauge.training.step.trainer import Trainer
 
 WARMUP_STEPS = 3  # left out: allocation, DDP's buckets
 LEAST_STEPS = 5  # measured, however few seconds were asked for
@@ -60,14 +60,14 @@ def measure(directory: Path, seconds: float) -> None:
     world = world_from(os.environ, torch.cuda.device_count() if device.type == "cuda" else 0)
     if device.type == "cuda" and world.size > 1:
         device = torch.device("cuda", world.device)
-    with memory_kept(device), joined(world, device, config.training.hang_timeout) as crew:
+    with memory_kept(device), init_process_group(world, device, config.training.hang_timeout) as coordinator:
         dataset = open_data(config.data.source, config.data.tokenizer, config.data.weights)
-        mesh = Mesh(layout_of(config, world.size), device)
+        mesh = Mesh(parallel_dims_of(config, world.size), device)
         result: dict[str, Any] = {}
         try:
             for name, one in configs.items():
                 gc.collect()  # a model that was measured before this one
-                result[name] = _timed(Session.begin(one, device, mesh), dataset, crew, seconds)
+                result[name] = _timed(Trainer.begin(one, device, mesh), dataset, coordinator, seconds)
         except Exception as error:
             if is_out_of_memory(error):
                 raise OutOfMemory(
@@ -75,40 +75,44 @@ def measure(directory: Path, seconds: float) -> None:
                 ) from error
             raise
         if world.size > 1:
-            result["all_reduce"] = _all_reduce(config, device, crew)
-        if crew.rank == 0:
+            result["all_reduce"] = _all_reduce(config, device, coordinator)
+        if coordinator.rank == 0:
             write_whole(directory / "result.json", json.dumps(result))
 
 
-def _timed(session: Session, dataset: Dataset, crew: Crew, seconds: float) -> list[dict[str, Any]]:
+def _timed(
+    trainer: Trainer, dataset: Dataset, coordinator: Coordinator, seconds: float
+) -> list[dict[str, Any]]:
     """Of each rank: the seconds of its steps, the shares of them in which it waited for others or for a core,
     and what it sent in a step."""
     times, on_core, waiting, starved = [], [], [], []
-    with session.batches(dataset.train) as loader:
+    with trainer.batches(dataset.train) as loader:
         batches = _Batches(loader)
         for _ in range(WARMUP_STEPS):
-            crew.at(f"step {session.step + 1}", START)
-            session.train_step(batches)
+            coordinator.progress(f"step {trainer.step + 1}", START)
+            trainer.train_step(batches)
         begin, is_late = time.perf_counter(), 0
         while not is_late:
-            crew.at(f"step {session.step + 1}")
-            synchronize(session.device)
+            coordinator.progress(f"step {trainer.step + 1}")
+            synchronize(trainer.device)
             start, before, loading = time.perf_counter(), idle(), batches.waited
-            session.train_step(batches)
+            trainer.train_step(batches)
             times.append(time.perf_counter() - start)
             asleep, without_core = (b - a for a, b in zip(before, idle(), strict=True))
             on_core.append(times[-1] - asleep - without_core)
             waiting.append((asleep - batches.waited + loading) / times[-1])
             starved.append(without_core / times[-1])
             late = len(times) >= LEAST_STEPS and time.perf_counter() - begin > seconds
-            is_late = crew.agree(late=int(late))["late"]
-        if session.device.type == "cuda" and crew.size > 1:
-            waiting = [_share_on_gpu(session, batches)]
-        traffic = Traffic()
-        with traffic if crew.size > 1 else nullcontext():  # compiled steps of one process are not looked into
-            session.train_step(batches)
+            is_late = coordinator.all_reduce_max(late=int(late))["late"]
+        if trainer.device.type == "cuda" and coordinator.size > 1:
+            waiting = [_share_on_gpu(trainer, batches)]
+        traffic = CommCounter()
+        with (
+            traffic if coordinator.size > 1 else nullcontext()
+        ):  # compiled steps of one process are not looked into
+            trainer.train_step(batches)
     own = {"seconds": times, "on_core": on_core, "waiting": waiting, "starved": starved}
-    return session.engine.gather(own | {"sent": dict(traffic.sent), "calls": dict(traffic.calls)})
+    return trainer.engine.gather(own | {"sent": dict(traffic.sent), "calls": dict(traffic.calls)})
 
 
 class _Batches(Iterator[Batch]):
@@ -140,13 +144,13 @@ def idle() -> Idle:
     return Idle(time.perf_counter() - (int(on_core) + int(ready)) / 1e9, int(ready) / 1e9)
 
 
-def _share_on_gpu(session: Session, batches: Iterator[Batch]) -> float:
+def _share_on_gpu(trainer: Trainer, batches: Iterator[Batch]) -> float:
     """The share of some steps in which the GPU did nothing but communicate."""
-    synchronize(session.device)
+    synchronize(trainer.device)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
         start = time.perf_counter()
         for _ in range(PROFILED_STEPS):
-            session.train_step(batches)
+            trainer.train_step(batches)
         taken = time.perf_counter() - start
     wire: list[Span] = []
     work: list[Span] = []
@@ -163,18 +167,18 @@ def alone(spans: list[Span], others: list[Span]) -> float:
     return covered([*spans, *others]) - covered(others)
 
 
-def _all_reduce(config: Config, device: torch.device, crew: Crew) -> dict[str, float]:
+def _all_reduce(config: Config, device: torch.device, coordinator: Coordinator) -> dict[str, float]:
     """Bytes and median seconds of an all-reduce over all processes of numbers as the model has gradients."""
-    size = min(4 * count_parameters(config.the_model()), LARGEST)
+    size = min(4 * count_parameters(config.resolved_model()), LARGEST)
     numbers = torch.zeros(size // 4, device=device)
     times = []
     for _ in range(8):
-        crew.at("an all-reduce")
-        crew.meet()
+        coordinator.progress("an all-reduce")
+        coordinator.barrier()
         synchronize(device)
         start = time.perf_counter()
         dist.all_reduce(numbers)
         synchronize(device)
         times.append(time.perf_counter() - start)
-    slowest = crew.agree(ns=int(1e9 * statistics.median(times[2:])))["ns"]
+    slowest = coordinator.all_reduce_max(ns=int(1e9 * statistics.median(times[2:])))["ns"]
     return {"bytes": size, "seconds": slowest / 1e9}

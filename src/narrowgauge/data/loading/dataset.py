@@ -21,7 +21,7 @@ from narrowgauge.data.loading.sample_order import BLOCK, shares_of
 from narrowgauge.data.preparation.corpus_builder import Progress
 from narrowgauge.data.preparation.prepare import DEFAULT_TOKENIZER, prepare
 from narrowgauge.data.token_files.source import open_token_source, token_files
-from narrowgauge.data.token_files.token_stream import Mixture, Stream
+from narrowgauge.data.token_files.token_stream import Mixture, TokenStream
 from narrowgauge.data.tokenization.formats import TOKENIZER_FILE
 from narrowgauge.data.tokenization.tokenizer import Tokenizer
 from narrowgauge.errors import UserError
@@ -43,8 +43,8 @@ class Dataset:
 class _Source:
     name: str
     tokenizer: Tokenizer
-    train: Stream
-    val: Stream
+    train: TokenStream
+    val: TokenStream
     digest: str
     tokenizer_file: Path | None = None
 
@@ -114,7 +114,7 @@ def _open(name: str, tokenizer: str, first: _Source | None, report: Progress) ->
 def _of_corpus(name: str, corpus: Corpus) -> _Source:
     ends = (corpus.tokenizer.end_of_document,)
     train, val = (
-        Stream(tokens.pieces if isinstance(tokens, Joined) else (tokens,), ends)
+        TokenStream(tokens.pieces if isinstance(tokens, Joined) else (tokens,), ends)
         for tokens in (corpus.train, corpus.val)
     )
     return _Source(name, corpus.tokenizer, train, val, corpus.digest, corpus.directory / TOKENIZER_FILE)

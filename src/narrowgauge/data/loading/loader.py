@@ -6,9 +6,9 @@ by one, and the last target of a window is the first token of the next.
 
 So documents are packed: a window holds the end of one, some whole ones and the beginning of another. Unless
 asked otherwise they are not kept apart; the end-of-document id between them is what a model learns to heed.
-Kept `apart`, each token comes with its position in its document (`stream`), for a model to look no further
-back; and a document does not have to guess how the next begins: that target is IGNORED, but for the id
-between documents itself, which is how a document ends.
+Kept `separate_documents`, each token comes with its position in its document (`stream`), for a model to look
+no further back; and a document does not have to guess how the next begins: that target is IGNORED, but for
+the id between documents itself, which is how a document ends.
 
 Shapes: B sequences of a batch, T = sequence_length tokens of a sequence.
 """
@@ -27,11 +27,11 @@ from numpy.typing import NDArray
 
 from narrowgauge.data.loading.sample_order import mixed_samples
 from narrowgauge.data.token_files.token_file import Tokens
-from narrowgauge.data.token_files.token_stream import Mixture, Stream, as_mixture
+from narrowgauge.data.token_files.token_stream import Mixture, TokenStream, as_mixture
 from narrowgauge.errors import UserError
 from narrowgauge.models import IGNORED
 
-Source = Mixture | Stream | Tokens
+Source = Mixture | TokenStream | Tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,12 @@ def count_windows(tokens: Source, sequence_length: int, part: str = "training") 
 
 
 def training_batch(
-    tokens: Source, seed: int, first_sample: int, count: int, sequence_length: int, apart: bool = False
+    tokens: Source,
+    seed: int,
+    first_sample: int,
+    count: int,
+    sequence_length: int,
+    separate_documents: bool = False,
 ) -> Batch:
     """Samples first_sample .. first_sample + count - 1 of the run, on the CPU.
 
@@ -93,11 +98,15 @@ def training_batch(
     mixture = as_mixture(tokens)
     windows = _windows(mixture, sequence_length, "training")
     stream_B, window_B = mixed_samples(seed, first_sample, count, windows, mixture.shares)
-    return _batch(mixture, stream_B, window_B, sequence_length, apart)
+    return _batch(mixture, stream_B, window_B, sequence_length, separate_documents)
 
 
 def validation_batches(
-    tokens: Source, batch_size: int, sequence_length: int, limit: int | None = None, apart: bool = False
+    tokens: Source,
+    batch_size: int,
+    sequence_length: int,
+    limit: int | None = None,
+    separate_documents: bool = False,
 ) -> Iterator[Batch]:
     """The same batches every time, on the CPU, at most `limit` of them (None: all).
 
@@ -113,7 +122,7 @@ def validation_batches(
     stream_N = np.searchsorted(end_S, window_N, side="right")
     window_N -= np.append(0, end_S)[stream_N]
     parts = (slice(start, start + batch_size) for start in range(0, taken, batch_size))
-    return (_batch(mixture, stream_N[p], window_N[p], sequence_length, apart) for p in parts)
+    return (_batch(mixture, stream_N[p], window_N[p], sequence_length, separate_documents) for p in parts)
 
 
 class Loader:
@@ -131,14 +140,14 @@ class Loader:
         firsts: Iterator[int],
         count: int,
         sequence_length: int,
-        apart: bool = False,
+        separate_documents: bool = False,
         pin: bool = False,
         ahead: int = 8,
         workers: int = 1,
     ) -> None:
         assert ahead >= 1
         self._mixture, self._seed, self._firsts = as_mixture(tokens), seed, firsts
-        self._count, self._length, self._apart, self._pin = count, sequence_length, apart, pin
+        self._count, self._length, self._apart, self._pin = count, sequence_length, separate_documents, pin
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="narrowgauge-loader")
         self._coming: deque[Future[Batch]] = deque()
         for _ in range(ahead):
@@ -200,10 +209,10 @@ def _batch(
     stream_B: NDArray[np.int64],
     window_B: NDArray[np.int64],
     sequence_length: int,
-    apart: bool,
+    separate_documents: bool,
 ) -> Batch:
     rows = np.empty((len(window_B), sequence_length + 1), dtype=np.int64)
-    positions = np.empty((len(window_B), sequence_length), dtype=np.int64) if apart else None
+    positions = np.empty((len(window_B), sequence_length), dtype=np.int64) if separate_documents else None
     targets = np.empty((len(window_B), sequence_length), dtype=np.int64)
     for b, (number, window) in enumerate(zip(stream_B, window_B, strict=True)):
         stream, start = mixture.streams[number], int(window) * sequence_length

@@ -9,15 +9,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.data.corpus import LAYOUT_VERSION, MANIFEST_FILE, Manifest
-from narrowgauge.data.preparation.document_buffer import Spool
-from narrowgauge.data.preparation.document_filter import TRAIN, VAL, Options, Sieve
+from narrowgauge.data.corpus import LAYOUT_VERSION, MANIFEST_FILE, CorpusManifest
+from narrowgauge.data.preparation.document_buffer import DocumentBuffer
+from narrowgauge.data.preparation.document_filter import TRAIN, VAL, DocumentFilter, Options
 from narrowgauge.data.preparation.encode import Encoder, Packer
 from narrowgauge.data.preparation.publish import whole_file
-from narrowgauge.data.preparation.shard_writer import Parts
+from narrowgauge.data.preparation.shard_writer import ShardWriter
 from narrowgauge.data.preparation.worker_pool import ordered_map
 from narrowgauge.data.sources import Chunk, Source, no_text
-from narrowgauge.data.sources.byte_stream import Stream
+from narrowgauge.data.sources.byte_stream import ByteStream
 from narrowgauge.data.token_files.token_file import TokenFile, file_sha256, token_dtype
 from narrowgauge.data.tokenization.tokenizer import TOKENIZER_FILE, load_tokenizer, make_tokenizer
 from narrowgauge.errors import UserError
@@ -28,7 +28,7 @@ TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"
 _BLOCK = 1 << 24  # bytes digested between two reports
 
 
-class Files:
+class SourceFiles:
     """The files of a source, digested, and how far they have been read since."""
 
     def __init__(self, source: Source, report: Progress) -> None:
@@ -42,7 +42,7 @@ class Files:
 
     def _sha256(self, path: Path) -> str:
         digest = hashlib.sha256()
-        for block in Stream(path).raw(_BLOCK):
+        for block in ByteStream(path).raw(_BLOCK):
             digest.update(block)
             self._digested += len(block)
             self.report("digest", self._digested, self.total, "")
@@ -60,7 +60,7 @@ class Files:
 
 
 @dataclass(frozen=True)
-class Build:
+class CorpusBuilder:
     """One building of a corpus, in the directory `aside`."""
 
     aside: Path
@@ -69,7 +69,7 @@ class Build:
     identity: str
     request: str
     options: Options
-    files: Files
+    files: SourceFiles
     workers: int
     cut: bool = False
 
@@ -87,66 +87,77 @@ class Build:
     def _with_given(self) -> int:
         """With a tokenizer that exists: one reading."""
         make_tokenizer(self.name, []).save(self.aside / TOKENIZER_FILE)
-        with Sieve(self.source.name, self.options, self.aside) as sieve:
-            return self._encode(self.source.chunks(), self.files.total, sieve, sieve, self.cut)
+        with DocumentFilter(self.source.name, self.options, self.aside) as document_filter:
+            return self._encode(
+                self.source.chunks(), self.files.total, document_filter, document_filter, self.cut
+            )
 
     def _with_learnt(self) -> int:
         """With a tokenizer that is learnt from the documents: these lie on the disk meanwhile."""
         report = self.files.report
         with (
-            Sieve(self.source.name, self.options, self.aside) as sieve,
-            Spool(self.aside / "texts", sieve) as spool,
+            DocumentFilter(self.source.name, self.options, self.aside) as document_filter,
+            DocumentBuffer(self.aside / "texts", document_filter) as document_buffer,
         ):
             done = 0
             for batch in ordered_map(Packer(self.cut), self.source.chunks(), self.workers):
-                spool.add(batch)
+                document_buffer.add(batch)
                 done += batch.size
-                report("read", done, self.files.total, f"{sieve.kept:,} documents")
-            if not self._is_enough(sieve):
-                return sieve.kept
-            texts = self._reported(spool.texts(), spool.size)
+                report("read", done, self.files.total, f"{document_filter.kept:,} documents")
+            if not self._is_enough(document_filter):
+                return document_filter.kept
+            texts = self._reported(document_buffer.texts(), document_buffer.size)
             make_tokenizer(self.name, texts).save(self.aside / TOKENIZER_FILE)
-            with Sieve(self.source.name, self.options, self.aside, "seen-again") as again:
-                return self._encode(spool.chunks(), spool.size, again, sieve, False)
+            with DocumentFilter(self.source.name, self.options, self.aside, "seen-again") as again:
+                return self._encode(
+                    document_buffer.chunks(), document_buffer.size, again, document_filter, False
+                )
 
     def _reported(self, texts: Iterator[tuple[str, float]], size: int) -> Iterator[str]:
         for text, share in texts:
             self.files.report("learn", round(size * share), size, "")
             yield text
 
-    def _encode(self, chunks: Iterator[Chunk], total: int, sieve: Sieve, first: Sieve, cut: bool) -> int:
+    def _encode(
+        self,
+        chunks: Iterator[Chunk],
+        total: int,
+        document_filter: DocumentFilter,
+        first: DocumentFilter,
+        cut: bool,
+    ) -> int:
         """Encode the documents of the chunks and write all files; returns how many documents were kept."""
         encoder = Encoder(self.aside / TOKENIZER_FILE, cut)
         vocab_size = load_tokenizer(encoder.tokenizer).vocab_size
-        with Parts(self.aside, vocab_size, sieve) as parts, _one_thread_each(self.workers):
+        with ShardWriter(self.aside, vocab_size, document_filter) as parts, _one_thread_each(self.workers):
             done = 0
             for batch in ordered_map(encoder, chunks, self.workers):
                 parts.add(batch)
                 done += batch.size
-                facts = f"{sieve.kept:,} documents  {sum(parts.tokens.values()):,} tokens"
+                facts = f"{document_filter.kept:,} documents  {sum(parts.tokens.values()):,} tokens"
                 self.files.report("encode", done, total, facts)
-            if self._is_enough(sieve):
+            if self._is_enough(document_filter):
                 self._write(parts, vocab_size, first)
-        return sieve.kept
+        return document_filter.kept
 
-    def _is_enough(self, sieve: Sieve) -> bool:
+    def _is_enough(self, document_filter: DocumentFilter) -> bool:
         """Whether the documents make a corpus; one alone may be cut, and none is refused."""
-        sieve.judge()
+        document_filter.judge()
         self.files.check()
-        if not sieve.kept:
+        if not document_filter.kept:
             raise no_text(self.source.name)
-        if sieve.kept == 1 and self.cut:
+        if document_filter.kept == 1 and self.cut:
             raise UserError(
                 f"data source {self.source.name!r} is one document of a few thousand characters, and a "
                 "corpus needs two, one of them held out; add text"
             )
-        return sieve.kept > 1
+        return document_filter.kept > 1
 
-    def _write(self, parts: Parts, vocab_size: int, first: Sieve) -> None:
-        """The token files and, last, the manifest; `first` is the sieve of the first reading."""
-        written, sieve = parts.write(), parts.sieve
-        documents = sieve.digest.hexdigest()
-        manifest = Manifest(
+    def _write(self, parts: ShardWriter, vocab_size: int, first: DocumentFilter) -> None:
+        """The token files and, last, the manifest; `first` is the filter of the first reading."""
+        written, document_filter = parts.write(), parts.document_filter
+        documents = document_filter.digest.hexdigest()
+        manifest = CorpusManifest(
             layout=LAYOUT_VERSION,
             version=version("narrowgauge"),
             source=self.source.name,
@@ -159,9 +170,9 @@ class Build:
             documents_sha256=documents,
             vocab_size=vocab_size,
             dtype=token_dtype(vocab_size).name,
-            train_documents=sieve.documents[TRAIN],
-            val_documents=sieve.documents[VAL],
-            duplicates=sieve.duplicates,
+            train_documents=document_filter.documents[TRAIN],
+            val_documents=document_filter.documents[VAL],
+            duplicates=document_filter.duplicates,
             rejected=first.rejected,
             train_tokens=_count(written[TRAIN]),
             val_tokens=_count(written[VAL]),

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from narrowgauge.data.preparation.document_filter import TRAIN, Sieve
-from narrowgauge.data.preparation.encode import Batch, Packed
+from narrowgauge.data.preparation.document_filter import TRAIN, DocumentFilter
+from narrowgauge.data.preparation.encode import EncodedBatch, Packed
 from narrowgauge.data.sources import Chunk, Document
 
 LEARN_FROM = 8 << 20  # characters: more changes the merges little, and costs time and memory
@@ -28,18 +28,18 @@ class _Place:
     characters: int
 
 
-class Spool:
+class DocumentBuffer:
     """The documents of a first reading, in the file `path`, which goes at the end."""
 
-    def __init__(self, path: Path, sieve: Sieve) -> None:
-        self._path, self._sieve = path, sieve
+    def __init__(self, path: Path, document_filter: DocumentFilter) -> None:
+        self._path, self._sieve = path, document_filter
         self._ends = [0]  # of the packs in the file
         self._heap: list[tuple[int, _Place]] = []  # training documents; the highest digest first
         self._characters = 0  # of those
         self._extremes: list[tuple[int, _Place]] = []  # the lowest and the highest digest of all
         self._file: IO[bytes]
 
-    def __enter__(self) -> "Spool":
+    def __enter__(self) -> "DocumentBuffer":
         self._file = self._path.open("w+b")
         return self
 
@@ -49,7 +49,7 @@ class Spool:
         self._file.close()
         self._path.unlink()
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: EncodedBatch) -> None:
         """The documents of the next batch."""
         self._sieve.reject(batch.rejected)
         for number, found in enumerate(batch.found):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from narrowgauge.data.preparation.encode import Found
+from narrowgauge.data.preparation.encode import EncodedDocument
 from narrowgauge.data.sources import Rejected
 from narrowgauge.errors import UserError
 
@@ -89,7 +89,7 @@ class Options:
             )
 
 
-class Sieve:
+class DocumentFilter:
     """Decides on each document, in order: kept or not, and on which side; counts what it decides."""
 
     def __init__(self, source: str, options: Options, aside: Path, seen: str = "seen") -> None:
@@ -102,7 +102,7 @@ class Sieve:
         self._seen: Seen | None = Seen(self._seen_path) if options.dedup else None
         self._stack = ExitStack()
 
-    def __enter__(self) -> "Sieve":
+    def __enter__(self) -> "DocumentFilter":
         if self._seen:
             self._stack.callback(self._seen_path.unlink)
             self._stack.enter_context(self._seen)
@@ -118,7 +118,7 @@ class Sieve:
         """The documents kept on both sides."""
         return self.documents[TRAIN] + self.documents[VAL]
 
-    def side(self, found: Found) -> str | None:
+    def side(self, found: EncodedDocument) -> str | None:
         """The side of the next document; None: it is a duplicate."""
         if self._seen and not self._seen.add(found.content):
             self.duplicates += 1

@@ -22,7 +22,7 @@ Ids = NDArray[np.unsignedinteger[Any]]
 
 
 @dataclass(frozen=True)
-class Found:
+class EncodedDocument:
     """A document as it is counted: its digest, that of its text alone, its characters, its ids if encoded."""
 
     digest: bytes
@@ -32,11 +32,11 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Batch:
+class EncodedBatch:
     """What came of a chunk: `ids` of all documents end to end, or their names and texts, `packed`."""
 
     size: int
-    found: list[Found]
+    found: list[EncodedDocument]
     rejected: list[Rejected]
     ids: Ids = field(default_factory=lambda: np.empty(0, dtype=np.uint16))
     packed: bytes = b""
@@ -66,17 +66,17 @@ class Encoder:
     tokenizer: Path
     cut: bool = False
 
-    def __call__(self) -> Callable[[Chunk], Batch]:
+    def __call__(self) -> Callable[[Chunk], EncodedBatch]:
         """The work."""
         tokenizer = load_tokenizer(self.tokenizer)
         encode_all = _encoder(tokenizer)
 
-        def encode(chunk: Chunk) -> Batch:
+        def encode(chunk: Chunk) -> EncodedBatch:
             documents, rejected = _divide(chunk, self.cut)
             rows = _with_ends(encode_all([document.text for document in documents]), tokenizer)
             found = [_found(*pair) for pair in zip(documents, map(len, rows), strict=True)]
             ids = np.concatenate(rows) if rows else np.empty(0, token_dtype(tokenizer.vocab_size))
-            return Batch(chunk.size, found, rejected, ids=ids)
+            return EncodedBatch(chunk.size, found, rejected, ids=ids)
 
         return encode
 
@@ -87,14 +87,14 @@ class Packer:
 
     cut: bool = False
 
-    def __call__(self) -> Callable[[Chunk], Batch]:
+    def __call__(self) -> Callable[[Chunk], EncodedBatch]:
         """The work."""
 
-        def pack(chunk: Chunk) -> Batch:
+        def pack(chunk: Chunk) -> EncodedBatch:
             documents, rejected = _divide(chunk, self.cut)
             pairs = json.dumps([(document.name, document.text) for document in documents])
             found = [_found(document) for document in documents]
-            return Batch(chunk.size, found, rejected, packed=zlib.compress(pairs.encode("utf-8"), 1))
+            return EncodedBatch(chunk.size, found, rejected, packed=zlib.compress(pairs.encode("utf-8"), 1))
 
         return pack
 
@@ -112,12 +112,12 @@ def _divide(chunk: Chunk, cut: bool) -> tuple[list[Document], list[Rejected]]:
     return documents, rejected
 
 
-def _found(document: Document, tokens: int = 0) -> Found:
+def _found(document: Document, tokens: int = 0) -> EncodedDocument:
     # A name may hold bytes of a file system that are not UTF-8; a text may not.
     name = hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
     text = document.text.encode("utf-8")
     digest = hashlib.sha256(name + text).digest()
-    return Found(digest, hashlib.blake2b(text, digest_size=16).digest(), len(document.text), tokens)
+    return EncodedDocument(digest, hashlib.blake2b(text, digest_size=16).digest(), len(document.text), tokens)
 
 
 def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], Iterable[Sequence[int] | Ids]]:

@@ -5,8 +5,8 @@
 
 The files are digested first: with the tokenizer and the options, their digests say whether the corpus is
 there already. Then, with a tokenizer that exists, one reading does all the rest. A tokenizer that is to be
-learnt needs the text before there are ids; it lies compressed on the disk meanwhile (`spool`). Memory does
-not depend on the length of the source, and the result does not on the number of workers.
+learnt needs the text before there are ids; it lies compressed on the disk meanwhile (`document_buffer`).
+Memory does not depend on the length of the source, and the result does not on the number of workers.
 
 **Once only.** The corpus is built aside and renamed to its place, so it is whole wherever it is found. Two
 processes that prepare the same corpus at once both build it, one of them publishes, both use that one. The
@@ -22,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from narrowgauge.data.corpus import LAYOUT_VERSION, MANIFEST_FILE, Corpus, is_corpus, open_corpus
-from narrowgauge.data.preparation.corpus_builder import Build, Files, Progress
+from narrowgauge.data.preparation.corpus_builder import CorpusBuilder, Progress, SourceFiles
 from narrowgauge.data.preparation.document_filter import Options
 from narrowgauge.data.preparation.publish import whole_directory
 from narrowgauge.data.preparation.worker_pool import usable_cores
@@ -64,14 +64,17 @@ def prepare(
         raise UserError(f"--workers {workers} must be at least 1")
     identity = tokenizer_identity(name)  # refuse a mistyped tokenizer before anything is read
     opened = open_source(source, options.text_key)
-    files = Files(opened, progress or (lambda stage, done, total, facts: None))
+    files = SourceFiles(opened, progress or (lambda stage, done, total, facts: None))
     request = _digest(LAYOUT_VERSION, identity, asdict(options), opened.identity, files.facts)
     target = directory or cache_directory() / "tokens" / f"{_slug(source)}-{_slug(name)}-{request[:12]}"
     _refuse_foreign(target)
     if not (target / MANIFEST_FILE).exists():
         few = 0 < files.total < _FEW_BYTES
         workers = workers or (1 if few else usable_cores())
-        _build(target, lambda aside: Build(aside, opened, name, identity, request, options, files, workers))
+        _build(
+            target,
+            lambda aside: CorpusBuilder(aside, opened, name, identity, request, options, files, workers),
+        )
     corpus = open_corpus(target)
     if corpus.manifest.request != request:
         raise UserError(
@@ -82,7 +85,7 @@ def prepare(
     return corpus
 
 
-def _build(target: Path, build: Callable[[Path], Build]) -> None:
+def _build(target: Path, build: Callable[[Path], CorpusBuilder]) -> None:
     """Make the corpus aside, and give it its name."""
     try:
         with whole_directory(target) as aside, parallel_tokenizing():

@@ -14,8 +14,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from narrowgauge.data.preparation.document_filter import TRAIN, VAL, Sieve, rank
-from narrowgauge.data.preparation.encode import Batch, Found
+from narrowgauge.data.preparation.document_filter import TRAIN, VAL, DocumentFilter, rank
+from narrowgauge.data.preparation.encode import EncodedBatch, EncodedDocument
 from narrowgauge.data.token_files.token_file import TokenFile, token_dtype, write_token_file
 
 MOST_TOKENS = 1 << 30  # of one token file
@@ -25,7 +25,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Place:
+class DocumentSpan:
     """A document that may have to change sides: its number for the split, and where its ids are."""
 
     rank: int
@@ -33,17 +33,17 @@ class Place:
     tokens: int
 
 
-class Parts:
+class ShardWriter:
     """The ids of both parts, as they come and as they are kept."""
 
-    def __init__(self, directory: Path, vocab_size: int, sieve: Sieve) -> None:
-        self.directory, self.vocab_size, self.sieve = directory, vocab_size, sieve
+    def __init__(self, directory: Path, vocab_size: int, document_filter: DocumentFilter) -> None:
+        self.directory, self.vocab_size, self.document_filter = directory, vocab_size, document_filter
         self.tokens = {TRAIN: 0, VAL: 0}
-        self._lowest: Place | None = None
-        self._highest: Place | None = None
+        self._lowest: DocumentSpan | None = None
+        self._highest: DocumentSpan | None = None
         self._files: dict[str, IO[bytes]] = {}
 
-    def __enter__(self) -> "Parts":
+    def __enter__(self) -> "ShardWriter":
         self._files = {side: (self.directory / f"{side}.ids").open("wb") for side in (TRAIN, VAL)}
         return self
 
@@ -53,19 +53,19 @@ class Parts:
         for file in self._files.values():
             file.close()
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: EncodedBatch) -> None:
         """The documents of the next batch."""
-        self.sieve.reject(batch.rejected)
+        self.document_filter.reject(batch.rejected)
         at = 0
         for found in batch.found:
-            if (side := self.sieve.side(found)) is not None:
+            if (side := self.document_filter.side(found)) is not None:
                 self._files[side].write(batch.ids[at : at + found.tokens].data)
                 self._note(side, found)
                 self.tokens[side] += found.tokens
             at += found.tokens
 
-    def _note(self, side: str, found: Found) -> None:
-        place = Place(rank(found.digest), self.tokens[side], found.tokens)
+    def _note(self, side: str, found: EncodedDocument) -> None:
+        place = DocumentSpan(rank(found.digest), self.tokens[side], found.tokens)
         if self._lowest is None or place.rank < self._lowest.rank:
             self._lowest = place
         if self._highest is None or place.rank > self._highest.rank:
@@ -75,7 +75,7 @@ class Parts:
         """The token files of each side, by name; the ids that came are gone afterwards."""
         for file in self._files.values():
             file.close()
-        documents, moved = self.sieve.documents, None
+        documents, moved = self.document_filter.documents, None
         empty = next((side for side in (TRAIN, VAL) if not documents[side]), None)
         if empty:
             moved = self._lowest if empty == VAL else self._highest
@@ -87,7 +87,7 @@ class Parts:
             (self.directory / f"{side}.ids").unlink()
         return files
 
-    def _token_files(self, side: str, empty: str | None, moved: Place | None) -> dict[str, TokenFile]:
+    def _token_files(self, side: str, empty: str | None, moved: DocumentSpan | None) -> dict[str, TokenFile]:
         other = TRAIN if side == VAL else VAL
         dtype = token_dtype(self.vocab_size)
         path = self.directory / f"{other if side == empty else side}.ids"

@@ -1,8 +1,8 @@
 """How is a file read that may be compressed, cut short, or all one line?
 
-`Stream` gives the bytes of a file, decompressed, in blocks of at most about a megabyte, whatever the ratio of
-compression; several compressed streams in one file (multistream .bz2, members of .gz, frames of .zst) are
-read through. It never ends quietly before the compressed data do: that is `CutShort`.
+`ByteStream` gives the bytes of a file, decompressed, in blocks of at most about a megabyte, whatever the
+ratio of compression; several compressed streams in one file (multistream .bz2, members of .gz, frames of
+.zst) are read through. It never ends quietly before the compressed data do: that is `TruncatedError`.
 
 `cut` divides the bytes after a mark (the end of a line, of a page) into portions of whole records, and holds
 no more than one portion and one record in memory.
@@ -23,7 +23,7 @@ _READ = 1 << 18
 _READ_ZST = 1 << 13  # zstd gives all at once, up to 32 thousand times as much
 
 
-class CutShort(Exception):
+class TruncatedError(Exception):
     """A compressed file that is damaged or ends before its data do."""
 
 
@@ -34,20 +34,21 @@ class _Decoder(Protocol):
     def blocks(self, data: bytes) -> Iterator[bytes]: ...
 
 
-class Stream:
+class ByteStream:
     """The decompressed bytes of a file, in blocks; `consumed` is how far the file itself is read."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.consumed = path, 0
 
     def __iter__(self) -> Iterator[bytes]:
-        """The blocks. Errors: `UserError` for a file that cannot be read, `CutShort` for damage."""
+        """The blocks. Errors: `UserError` for a file that cannot be read, `TruncatedError` for damage."""
         suffix = self.path.suffix
         raw = self.raw(_READ_ZST if suffix == ".zst" else _READ)
         return self._decompressed(_decoder(suffix), raw) if suffix in COMPRESSED else raw
 
     def raw(self, size: int) -> Iterator[bytes]:
-        """The bytes as they are in the file, in blocks of `size`. Errors: as iteration, but no `CutShort`."""
+        """The bytes as they are in the file, in blocks of `size`. Errors: as iteration, but no
+        `TruncatedError`."""
         try:
             with self.path.open("rb") as file:
                 while data := file.read(size):
@@ -70,7 +71,7 @@ class Stream:
                     if not data.strip(b"\x00"):  # padding after the last stream, as on tapes
                         data = b""
         if decoder is not None or not self.consumed:
-            raise CutShort("ends before its compressed data do")
+            raise TruncatedError("ends before its compressed data do")
 
 
 def _decoder(suffix: str) -> Callable[[], _Decoder]:
@@ -92,7 +93,7 @@ class _Gzip:
                 yield self._inner.decompress(data, CHUNK_BYTES)
                 data = self._inner.unconsumed_tail
         except zlib.error as error:
-            raise CutShort(f"is damaged ({error})") from None
+            raise TruncatedError(f"is damaged ({error})") from None
 
 
 class _Bzip2:
@@ -108,7 +109,7 @@ class _Bzip2:
             while not (self._inner.eof or self._inner.needs_input):
                 yield self._inner.decompress(b"", CHUNK_BYTES)
         except OSError as error:
-            raise CutShort(f"is damaged ({error})") from None
+            raise TruncatedError(f"is damaged ({error})") from None
 
 
 def _zstd() -> Callable[[], _Decoder]:
@@ -132,7 +133,7 @@ def _zstd() -> Callable[[], _Decoder]:
                 for start in range(0, len(out), CHUNK_BYTES):
                     yield out[start : start + CHUNK_BYTES]
             except zstandard.ZstdError as error:
-                raise CutShort(f"is damaged ({error})") from None
+                raise TruncatedError(f"is damaged ({error})") from None
 
     return Zstd
 
@@ -146,17 +147,17 @@ class Portion:
     size: int
 
 
-def cut(stream: Stream, mark: bytes, blocks: Iterator[bytes] | None = None) -> Iterator[Portion]:
+def cut(stream: ByteStream, mark: bytes, blocks: Iterator[bytes] | None = None) -> Iterator[Portion]:
     """The stream in portions that end after a `mark`; the last may lack it.
 
-    `blocks` replaces the bytes of the stream, where these have to be translated first. Errors: as `Stream`,
-    after all whole records before the damage.
+    `blocks` replaces the bytes of the stream, where these have to be translated first. Errors: as
+    `ByteStream`, after all whole records before the damage.
     """
     cutter = _Cutter(stream, mark)
     try:
         for block in blocks or iter(stream):
             yield from cutter.add(block)
-    except CutShort:
+    except TruncatedError:
         yield from cutter.whole_records()
         raise
     yield from cutter.rest()
@@ -165,7 +166,7 @@ def cut(stream: Stream, mark: bytes, blocks: Iterator[bytes] | None = None) -> I
 class _Cutter:
     """The bytes not yet given out, and how far they have been searched for the mark."""
 
-    def __init__(self, stream: Stream, mark: bytes) -> None:
+    def __init__(self, stream: ByteStream, mark: bytes) -> None:
         self.stream, self.mark = stream, mark
         self.buffer, self.searched, self.skipping = bytearray(), 0, False
         self.line, self.told = 1, 0

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from narrowgauge.data.sources.byte_stream import CutShort, Stream, cut
+from narrowgauge.data.sources.byte_stream import ByteStream, TruncatedError, cut
 from narrowgauge.data.sources.records import MOST_BYTES, Chunk, Document, Input, Refusal, Rejected, document
 
 
@@ -56,7 +56,7 @@ def _record(where: str, line: bytes, key: str) -> Iterator[Document | Rejected]:
 
 def chunks(file: Input, key: str) -> Iterator[Chunk]:
     """The file, compressed or not, in portions of whole lines."""
-    stream, line = Stream(file.path), 1
+    stream, line = ByteStream(file.path), 1
     if not file.path.stat().st_size:
         yield Refusal(Rejected(str(file.path), "is empty", "bring it again, or leave it out"))
         return
@@ -69,5 +69,5 @@ def chunks(file: Input, key: str) -> Iterator[Chunk]:
             else:
                 yield Lines(str(file.path), portion.data, line, portion.size, key)
                 line += portion.data.count(b"\n")
-    except CutShort as damage:
+    except TruncatedError as damage:
         yield Refusal(Rejected(f"{file.path}:{line}", str(damage)))

@@ -8,7 +8,7 @@ import codecs
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from narrowgauge.data.sources.byte_stream import CutShort, Stream
+from narrowgauge.data.sources.byte_stream import ByteStream, TruncatedError
 from narrowgauge.data.sources.records import (
     CHUNK_BYTES,
     Chunk,
@@ -28,7 +28,7 @@ _CONVERT = "convert it to UTF-8 or leave it out"
 
 
 @dataclass(frozen=True)
-class Files:
+class TextFiles:
     """Some small files, each of them a document; `skip` leaves out those that are not text."""
 
     inputs: tuple[Input, ...]
@@ -39,11 +39,11 @@ class Files:
         """A document a file; files of white space are nothing."""
         for file in self.inputs:
             try:
-                text = b"".join(Stream(file.path)).decode("utf-8").removeprefix("\ufeff")
+                text = b"".join(ByteStream(file.path)).decode("utf-8").removeprefix("\ufeff")
             except UnicodeDecodeError as error:
                 if not self.skip:
                     yield _not_utf8(file, error.start, error.object[error.start])
-            except CutShort as damage:
+            except TruncatedError as damage:
                 yield Rejected(str(file.path), str(damage))
             else:
                 yield from document(_place(file, text), file.name, text)
@@ -75,17 +75,17 @@ def whole_files(files: Sequence[Input], skip: bool = False) -> Iterator[Chunk]:
             some.append(file)
             size += own
         if some and (size >= CHUNK_BYTES or not whole):
-            yield Files(tuple(some), size, skip)
+            yield TextFiles(tuple(some), size, skip)
             some, size = [], 0
         if not whole:
             yield from pieces(file)
     if some:
-        yield Files(tuple(some), size, skip)
+        yield TextFiles(tuple(some), size, skip)
 
 
 def pieces(file: Input) -> Iterator[Chunk]:
     """A file cut between paragraphs where possible, between lines where not; read in blocks."""
-    stream, told, number = Stream(file.path), 0, 0
+    stream, told, number = ByteStream(file.path), 0, 0
     texts, size = list[str](), 0
     try:
         for text in cut_text(_decoded(file, stream)):
@@ -98,7 +98,7 @@ def pieces(file: Input) -> Iterator[Chunk]:
     except _Undecodable as bad:
         yield Pieces(file, tuple(texts), number, 0)
         yield Refusal(_not_utf8(file, bad.position, bad.byte), stream.consumed - told)
-    except CutShort as damage:
+    except TruncatedError as damage:
         yield Pieces(file, tuple(texts), number, 0)
         yield Refusal(Rejected(str(file.path), str(damage)), stream.consumed - told)
     else:
@@ -110,7 +110,7 @@ class _Undecodable(Exception):
         self.position, self.byte = position, byte
 
 
-def _decoded(file: Input, stream: Stream) -> Iterator[str]:
+def _decoded(file: Input, stream: ByteStream) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     start, first = 0, True
     for block, last in _and_last(stream):

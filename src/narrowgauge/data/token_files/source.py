@@ -16,7 +16,7 @@ order of their names, end to end.
 with the vocabulary that the layout states; or GPT-2's, if the largest id is its end of text, 50256. Anything
 else is refused: a guess would be a silent wrong start.
 
-All files are read through once, for their digest and their largest id (`survey`).
+All files are read through once, for their digest and their largest id (`token_statistics`).
 """
 
 import glob
@@ -30,9 +30,9 @@ import numpy as np
 from narrowgauge.data.preparation.corpus_builder import Progress
 from narrowgauge.data.sources.paths import kind_of
 from narrowgauge.data.token_files.detect import BARE, OpenFile, layout_of, open_file
-from narrowgauge.data.token_files.statistics import survey
+from narrowgauge.data.token_files.statistics import token_statistics
 from narrowgauge.data.token_files.token_file import check_ids, unfit
-from narrowgauge.data.token_files.token_stream import Stream
+from narrowgauge.data.token_files.token_stream import TokenStream
 from narrowgauge.data.tokenization.formats import tokenizer_files
 from narrowgauge.data.tokenization.tokenizer import Tokenizer, ids_tokenizer, load_tokenizer, make_tokenizer
 from narrowgauge.errors import UserError
@@ -49,8 +49,8 @@ class TokenSource:
     """Both parts of somebody's tokens, the tokenizer they go with, and what names them."""
 
     tokenizer: Tokenizer
-    train: Stream
-    val: Stream
+    train: TokenStream
+    val: TokenStream
     digest: str
 
 
@@ -97,7 +97,7 @@ def open_token_source(
             f"data source {source!r} mixes layouts: {opened[0].path} is {opened[0].layout} and {other.path} "
             f"is {other.layout}; make two sources of it, separated by a comma"
         )
-    found = [survey(file, report) for file in opened]
+    found = [token_statistics(file, report) for file in opened]
     largest = max(one.largest for one in found)
     the_tokenizer, boundaries = _tokenizer(source, opened[0], tokenizer, largest)
     for file, one in zip(opened, found, strict=True):
@@ -191,7 +191,7 @@ def _tokenizer(
     return tokenizer, tuple(sorted({tokenizer.end_of_document} | also))
 
 
-def _stream(files: list[OpenFile], boundaries: tuple[int, ...]) -> Stream:
+def _stream(files: list[OpenFile], boundaries: tuple[int, ...]) -> TokenStream:
     """The files end to end."""
     starts, learnt, offset = [], [], 0
     for file in files:
@@ -203,7 +203,7 @@ def _stream(files: list[OpenFile], boundaries: tuple[int, ...]) -> Stream:
     if learnt and len(learnt) < len(files):
         unmasked = next(file for file in files if file.learnt is None)
         raise unfit(unmasked.path, "it has no mask, and others of its source have one")
-    return Stream(
+    return TokenStream(
         tuple(file.tokens for file in files),
         boundaries,
         files[0].boundary_first,
@@ -212,7 +212,7 @@ def _stream(files: list[OpenFile], boundaries: tuple[int, ...]) -> Stream:
     )
 
 
-def _require_targets(source: str, part: str, stream: Stream) -> None:
+def _require_targets(source: str, part: str, stream: TokenStream) -> None:
     """Refuse a mask that leaves nothing to learn: the mean of no losses is no number."""
     masks = (stream.ignored(start, min(start + _NEAR, len(stream))) for start in range(0, len(stream), _NEAR))
     if not any(mask is None or not mask.all() for mask in masks):
@@ -222,7 +222,7 @@ def _require_targets(source: str, part: str, stream: Stream) -> None:
         )
 
 
-def _tail_apart(stream: Stream) -> tuple[Stream, Stream]:
+def _tail_apart(stream: TokenStream) -> tuple[TokenStream, TokenStream]:
     """The stream without its tail, and the tail, which is held out."""
     size = len(stream)
     cut = size - min(size // _HELD_OUT_ONE_IN, _HELD_OUT_MOST)

@@ -23,7 +23,7 @@ _CHUNK = 1 << 22  # tokens looked at together
 
 
 @dataclass(frozen=True)
-class Survey:
+class TokenStatistics:
     """The sha256 of all files that belong together, and the range of their ids."""
 
     sha256: str
@@ -31,11 +31,11 @@ class Survey:
     largest: int
 
 
-def survey(file: OpenFile, report: Progress) -> Survey:
+def token_statistics(file: OpenFile, report: Progress) -> TokenStatistics:
     """What is in the file, from the cache where it is known; `report` is told of bytes."""
     note = cache_directory() / "surveys" / f"{_name(file.files)}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):
-        known = Survey(**json.loads(note.read_text(encoding="utf-8")))
+        known = TokenStatistics(**json.loads(note.read_text(encoding="utf-8")))
         if [type(value) for value in asdict(known).values()] == [str, int, int]:
             return known
     smallest, largest, total = 0, 0, len(file.tokens)
@@ -49,7 +49,7 @@ def survey(file: OpenFile, report: Progress) -> Survey:
             "",
         )
     digests = "\n".join(map(file_sha256, file.files))
-    result = Survey(hashlib.sha256(digests.encode()).hexdigest(), smallest, largest)
+    result = TokenStatistics(hashlib.sha256(digests.encode()).hexdigest(), smallest, largest)
     with contextlib.suppress(OSError):
         note.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(note) as out:

@@ -41,7 +41,7 @@ class Bits:
 
 
 @dataclass(frozen=True, eq=False)
-class Stream:
+class TokenStream:
     """Tokens, read by position; `first` and `last` bound the part of the pieces that it is.
 
     `boundaries` are the ids between documents, `boundary_first` whether one stands before its document;
@@ -70,7 +70,7 @@ class Stream:
         start, stop, _ = part.indices(len(self))
         return self._read(self.pieces, start, stop)
 
-    def part(self, start: int, stop: int) -> "Stream":
+    def part(self, start: int, stop: int) -> "TokenStream":
         """The stream of the tokens at `start` to `stop` - 1."""
         assert 0 <= start <= stop <= len(self)
         return replace(self, first=self.first + start, last=self.first + stop)
@@ -153,7 +153,7 @@ class Stream:
 class Mixture:
     """Several streams, each with its share of every `order.BLOCK` samples; one alone may have any share."""
 
-    streams: tuple[Stream, ...]
+    streams: tuple[TokenStream, ...]
     shares: tuple[int, ...]
 
     def __len__(self) -> int:
@@ -161,9 +161,9 @@ class Mixture:
         return sum(map(len, self.streams))
 
 
-def as_mixture(tokens: "Mixture | Stream | Tokens") -> Mixture:
+def as_mixture(tokens: "Mixture | TokenStream | Tokens") -> Mixture:
     """The tokens as a mixture: what a loader reads."""
     if isinstance(tokens, Mixture):
         return tokens
-    stream = tokens if isinstance(tokens, Stream) else Stream((tokens,))
+    stream = tokens if isinstance(tokens, TokenStream) else TokenStream((tokens,))
     return Mixture((stream,), (1,))

@@ -5,7 +5,7 @@
     traffic.sent["gather"]
 
 Every collective of torch.distributed goes through torch's dispatcher, those of FSDP and DTensor too, where a
-`Traffic` reads its tensors. What a rank of N sends for a tensor of n bytes is what a ring sends:
+`CommCounter` reads its tensors. What a rank of N sends for a tensor of n bytes is what a ring sends:
 
     all-gather of n bytes from each rank          (N - 1) n
     reduce-scatter, all-to-all of n bytes         (N - 1) n / N
@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowgauge.quantization.purpose import purpose
+from narrowgauge.quantization.purpose import current_comm_tag
 
 
-class Traffic(TorchDispatchMode):
+class CommCounter(TorchDispatchMode):
     """Counts what this process sends while it is entered.
 
     Attributes:
@@ -67,9 +67,9 @@ class Traffic(TorchDispatchMode):
             kind = "activations"
         elif not name.startswith("broadcast_"):
             return  # barriers, and what nothing here is counted by
-        self.sent[purpose() or kind] += size
-        self.calls[purpose() or kind] += 1
-        self.by_ranks[purpose() or kind, tuple(dist.get_process_group_ranks(group))] += size
+        self.sent[current_comm_tag() or kind] += size
+        self.calls[current_comm_tag() or kind] += 1
+        self.by_ranks[current_comm_tag() or kind, tuple(dist.get_process_group_ranks(group))] += size
 
 
 def _inputs(args: Sequence[Any], reads_second: bool) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
     NarrowReduceScatter     for `FSDPModule.set_custom_reduce_scatter`, one for each sharded module
     narrow_hook             for `DistributedDataParallel.register_comm_hook`
-    all_reduce_at_rest      for gradients that lie in narrow numbers, outside of autograd (`nn.weights`)
+    all_reduce_at_rest      for gradients that lie in narrow numbers, outside of autograd (`nn.weight_state`)
 
 Sums are sums; a mean is one where torch asks for it (FSDP's default) or the caller divides.
 """
@@ -17,33 +17,40 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from narrowgauge.collectives import Group
-from narrowgauge.distributed.comm.quantized_reduce import Sum, all_reduce, all_reduce_narrow, reduce_scatter
-from narrowgauge.distributed.comm.shared_scales import Wire
+from narrowgauge.distributed.comm.quantized_reduce import (
+    QuantizedSum,
+    all_reduce,
+    all_reduce_quantized,
+    reduce_scatter,
+)
+from narrowgauge.distributed.comm.shared_scales import WireFormat
 from narrowgauge.errors import UserError
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.weight_state import Gradient
-from narrowgauge.quantization import Part, make_cast
-from narrowgauge.quantization.purpose import sending
+from narrowgauge.nn.weight_state import GradientState
+from narrowgauge.quantization import TensorShard, make_cast
+from narrowgauge.quantization.purpose import comm_tag
 
-WIDE = Wire(make_cast("fp32"))
-Wires = Mapping[torch.Tensor, Wire]
+WIDE = WireFormat(make_cast("fp32"))
+WireFormats = Mapping[torch.Tensor, WireFormat]
 
 
-def wires_of(model: torch.nn.Module) -> dict[torch.Tensor, Wire]:
+def wire_formats(model: torch.nn.Module) -> dict[torch.Tensor, WireFormat]:
     """How the gradient of each parameter travels: that of a linear layer's weight as the recipe says.
 
     Others travel in fp32. The parameters are the present ones: sharding puts new ones in their place.
     """
-    wires: dict[torch.Tensor, Wire] = dict.fromkeys(model.parameters(), WIDE)
+    wires: dict[torch.Tensor, WireFormat] = dict.fromkeys(model.parameters(), WIDE)
     for layer in model.modules():
         if isinstance(layer, Linear):
-            wires[layer.weight] = Wire(layer.recipe.reduce, layer.reduce_prescale, _holders(layer.weight))
+            wires[layer.weight] = WireFormat(
+                layer.recipe.reduce, layer.reduce_prescale, _holders(layer.weight)
+            )
     return wires
 
 
 def _holders(weight: torch.Tensor) -> tuple[Group, ...]:
     """The groups that hold pieces or copies of a weight."""
-    part: Part | None = getattr(weight, "part", None)
+    part: TensorShard | None = getattr(weight, "part", None)
     groups = [] if part is None else part.groups
     if isinstance(weight, DTensor):
         mesh = weight.device_mesh
@@ -52,25 +59,25 @@ def _holders(weight: torch.Tensor) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def narrow_fsdp(model: torch.nn.Module) -> None:
+def quantize_fsdp_reduce(model: torch.nn.Module) -> None:
     """Make every sharded module of a model reduce its gradients as its layers' recipes say."""
-    wires = wires_of(model)
+    wires = wire_formats(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             own = _own_parameters(module)
             if any(wires[p].is_narrow for p in own):
-                comm: Any = NarrowReduceScatter(own, wires)  # of FSDP's interface, which is not public
+                comm: Any = QuantizedReduceScatter(own, wires)  # of FSDP's interface, which is not public
                 module.set_custom_reduce_scatter(comm)
 
 
-class NarrowReduceScatter:
+class QuantizedReduceScatter:
     """FSDP's reduce-scatter of one sharded module, each of its parameters in the numbers of its wire.
 
     FSDP hands over a flat float32 buffer (ranks, shard): row r holds of every parameter what rank r keeps,
     one after the other, the first dimension of each parameter padded to a multiple of the ranks.
     """
 
-    def __init__(self, parameters: Sequence[DTensor], wires: Wires) -> None:
+    def __init__(self, parameters: Sequence[DTensor], wires: WireFormats) -> None:
         """Of the parameters that one FSDP module shards, in its order."""
         self.wires = [wires[p] for p in parameters if p.requires_grad]
         self.shapes = [p.shape for p in parameters if p.requires_grad]
@@ -102,8 +109,8 @@ class NarrowReduceScatter:
         output_tensor.copy_(found / ranks if op == dist.ReduceOp.AVG else found)
 
 
-def narrow_hook(
-    wires: Wires, group: Group, divisor: float = 1.0
+def quantized_comm_hook(
+    wires: WireFormats, group: Group, divisor: float = 1.0
 ) -> Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]:
     """A communication hook of DDP: the sums of a bucket's gradients, divided by `divisor`.
 
@@ -120,7 +127,9 @@ def narrow_hook(
     return hook
 
 
-def all_reduce_at_rest(gradients: Sequence[Gradient], wires: Sequence[Wire], group: Group) -> None:
+def all_reduce_gradient_states(
+    gradients: Sequence[GradientState], wires: Sequence[WireFormat], group: Group
+) -> None:
     """Put the sum over ranks in place of gradients at rest; those that are empty here count as zeros.
 
     Where a gradient lies in the numbers that it travels in, the codes of the sum become its codes as they
@@ -132,7 +141,7 @@ def all_reduce_at_rest(gradients: Sequence[Gradient], wires: Sequence[Wire], gro
     all_reduce([everything[i] for i in wide], [wires[i] for i in wide], group)
     for i in wide:
         gradients[i].write(everything[i])
-    sums = all_reduce_narrow([everything[i] for i in narrow], [wires[i] for i in narrow], group)
+    sums = all_reduce_quantized([everything[i] for i in narrow], [wires[i] for i in narrow], group)
     for i, total in zip(narrow, sums, strict=True):
         _store(gradients[i], total)
     for gradient in gradients:
@@ -140,13 +149,13 @@ def all_reduce_at_rest(gradients: Sequence[Gradient], wires: Sequence[Wire], gro
     _agree([g.prescale.tensors["overflowed"] for g in gradients if g.prescale is not None], group)
 
 
-def _numbers(gradient: Gradient) -> torch.Tensor:
+def _numbers(gradient: GradientState) -> torch.Tensor:
     if gradient.is_empty:
         return torch.zeros(gradient.shape, device=gradient.device)
     return gradient.read().clone()
 
 
-def _store(gradient: Gradient, total: Sum) -> None:
+def _store(gradient: GradientState, total: QuantizedSum) -> None:
     """A sum off the wire into a gradient at rest."""
     cast = gradient.cast
     same = cast.element == total.element and cast.block is None and not cast.codebook
@@ -163,7 +172,7 @@ def _agree(shares: Sequence[torch.Tensor], group: Group) -> None:
     """Take the largest of all ranks, so that what is learnt of it is the same on all."""
     if shares:
         together = torch.stack(list(shares))
-        with sending("amax"):
+        with comm_tag("amax"):
             dist.all_reduce(together, dist.ReduceOp.MAX, group)
         for share, found in zip(shares, together, strict=True):
             share.copy_(found)

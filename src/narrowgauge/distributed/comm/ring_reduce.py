@@ -23,13 +23,13 @@ from functools import cache
 import torch
 import torch.distributed as dist
 
-from narrowgauge.collectives import Group, gather_rows
+from narrowgauge.collectives import Group, all_gather_rows
 from narrowgauge.formats import Format, decode, encode, round_finite
 from narrowgauge.formats import format as format_named
-from narrowgauge.quantization.purpose import sending
+from narrowgauge.quantization.purpose import comm_tag
 
 
-def add_over_ring(
+def ring_reduce_scatter(
     kinds: Sequence[tuple[Format, torch.Tensor]], group: Group, counts: bool = False
 ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """The sums of this rank's chunk, after one all-to-all for all kinds.
@@ -46,7 +46,7 @@ def add_over_ring(
     rows = [numbers.contiguous().view(torch.uint8) for _, numbers in kinds]
     mine = torch.cat(rows, 1) if len(rows) > 1 else rows[0]
     theirs = torch.empty_like(mine)
-    with sending("reduce"):
+    with comm_tag("reduce"):
         dist.all_to_all_single(theirs, mine, group=group)
     found = []
     for (element, numbers), parts in zip(kinds, theirs.split([r.shape[1] for r in rows], 1), strict=True):
@@ -80,8 +80,8 @@ def gather_chunks(chunks: Sequence[torch.Tensor], group: Group) -> list[torch.Te
     """Of each tensor (chunk,) those of all ranks, one after the other, after one all-gather."""
     rows = [chunk.contiguous().view(torch.uint8) for chunk in chunks]
     mine = torch.cat(rows)
-    with sending("reduce"):
-        every = gather_rows(mine, group)
+    with comm_tag("reduce"):
+        every = all_gather_rows(mine, group)
     parts = every.split([len(row) for row in rows], 1)
     return [_viewed(p, c.dtype).flatten() for p, c in zip(parts, chunks, strict=True)]
 

@@ -23,14 +23,14 @@ import torch.distributed as dist
 from narrowgauge.collectives import Group
 from narrowgauge.formats import encode_finite_, round_finite_, torch_dtype
 from narrowgauge.quantization import Cast, PreScale
-from narrowgauge.quantization.purpose import sending
+from narrowgauge.quantization.purpose import comm_tag
 from narrowgauge.quantization.scales import FLOAT_MAX, fp32_scale
-from narrowgauge.quantization.sharding.shard import largest_of
+from narrowgauge.quantization.sharding.shard import all_reduce_amax
 from narrowgauge.quantization.state.prescale import applied
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class WireFormat:
     """How one tensor travels.
 
     Attributes:
@@ -49,15 +49,15 @@ class Wire:
         return self.cast.name != "fp32"
 
 
-def largest_anywhere(tensors: Iterable[torch.Tensor], group: Group) -> torch.Tensor:
+def all_reduce_max_amax(tensors: Iterable[torch.Tensor], group: Group) -> torch.Tensor:
     """The largest magnitude of each tensor on any rank, float32, infinite where any element is not finite."""
     amax = [t.abs().amax() if t.numel() else t.new_zeros(()) for t in tensors]
     together = torch.stack(amax).float()
-    return largest_of(together, [group])
+    return all_reduce_amax(together, [group])
 
 
 def shared_scales(
-    tensors: Sequence[torch.Tensor], wires: Sequence[Wire], group: Group
+    tensors: Sequence[torch.Tensor], wires: Sequence[WireFormat], group: Group
 ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
     """For each tensor (encode, decode), 0-dim float32, the same on all ranks; None where the cast has none.
 
@@ -67,9 +67,9 @@ def shared_scales(
     found: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(wires)
     if not scaled:
         return found
-    every = largest_anywhere([tensors[i] for i in scaled], group)
+    every = all_reduce_max_amax([tensors[i] for i in scaled], group)
     for other, which in _others([wires[i] for i in scaled], group):
-        every[which] = largest_of(every[which], [other])
+        every[which] = all_reduce_amax(every[which], [other])
     for i, amax in zip(scaled, every, strict=True):
         cast, prescale = wires[i].cast, wires[i].prescale
         finite = amax.isfinite()
@@ -81,22 +81,22 @@ def shared_scales(
     return found
 
 
-def to_wire(x: torch.Tensor, wire: Wire, encode: torch.Tensor | None) -> torch.Tensor:
+def to_wire(x: torch.Tensor, wire: WireFormat, encode: torch.Tensor | None) -> torch.Tensor:
     """A float32 tensor as it travels: uint8 codes, or values in bf16 or fp16."""
     if encode is None:
         return x.to(torch_dtype(wire.cast.element))
     return encode_finite_(round_finite_(x * encode, wire.cast.element), wire.cast.element)
 
 
-def count_cut(x: torch.Tensor, wire: Wire, encode: torch.Tensor | None) -> torch.Tensor:
+def count_cut(x: torch.Tensor, wire: WireFormat, encode: torch.Tensor | None) -> torch.Tensor:
     """How many elements do not fit, 0-dim int64; zero where nobody asks."""
     if wire.prescale is None or encode is None:
         return torch.zeros((), dtype=torch.int64, device=x.device)
     return torch.count_nonzero(x.abs() * encode > wire.cast.element.max)
 
 
-def learn(
-    wires: Sequence[Wire],
+def update_prescale(
+    wires: Sequence[WireFormat],
     before: Sequence[torch.Tensor],
     within: Sequence[torch.Tensor],
     elements: Sequence[int],
@@ -112,7 +112,7 @@ def learn(
         group: the ranks.
     """
     counts = torch.stack([*before, *within])
-    with sending("amax"):
+    with comm_tag("amax"):
         dist.all_reduce(counts, group=group)
         totals = torch.cat([counts, torch.tensor(elements, device=counts.device)]).view(3, -1)
         for other, which in _others(wires, group):
@@ -126,7 +126,7 @@ def learn(
             overflowed.copy_(torch.maximum(overflowed, share))
 
 
-def _others(wires: Sequence[Wire], group: Group) -> list[tuple[Group, list[int]]]:
+def _others(wires: Sequence[WireFormat], group: Group) -> list[tuple[Group, list[int]]]:
     """Each further group, and which of the tensors share their scale with it."""
     here = dist.get_process_group_ranks(group)
     found: dict[Group, list[int]] = {}

@@ -23,7 +23,7 @@ from narrowgauge.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LaunchInfo:
     """What one launcher says."""
 
     launcher: str
@@ -46,9 +46,9 @@ def number(environ: Mapping[str, str], *names: str) -> int | None:
     return None
 
 
-def place_of(environ: Mapping[str, str]) -> Place:
+def launch_info(environ: Mapping[str, str]) -> LaunchInfo:
     """The place of this process as its launcher says; a process without one is alone."""
-    alone = Place("none", 0, 1, 0, 1, 0, 1)
+    alone = LaunchInfo("none", 0, 1, 0, 1, 0, 1)
     outer = _from_mpi(environ) or _from_slurm(environ)
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
         return _from_torchrun(environ, outer or alone)
@@ -60,7 +60,7 @@ def place_of(environ: Mapping[str, str]) -> Place:
     return outer or alone
 
 
-def _from_torchrun(environ: Mapping[str, str], outer: Place) -> Place:
+def _from_torchrun(environ: Mapping[str, str], outer: LaunchInfo) -> LaunchInfo:
     rank, size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
     if rank is None or size is None:
         have, lack = ("RANK", "WORLD_SIZE") if size is None else ("WORLD_SIZE", "RANK")
@@ -79,7 +79,7 @@ def _from_torchrun(environ: Mapping[str, str], outer: Place) -> Place:
     node = number(environ, "GROUP_RANK", "NODE_RANK")
     if node is None:
         node = same.node if same else rank // local_size
-    return Place(
+    return LaunchInfo(
         "torchrun",
         rank,
         size,
@@ -90,7 +90,7 @@ def _from_torchrun(environ: Mapping[str, str], outer: Place) -> Place:
     )
 
 
-def _from_mpi(environ: Mapping[str, str]) -> Place | None:
+def _from_mpi(environ: Mapping[str, str]) -> LaunchInfo | None:
     """Open MPI; then Hydra (MPICH, Intel MPI) and Cray's PALS, unless srun speaks for them."""
     launcher, prefix = "mpirun", "OMPI_COMM_WORLD"
     if not environ.get("OMPI_COMM_WORLD_RANK"):
@@ -104,10 +104,10 @@ def _from_mpi(environ: Mapping[str, str]) -> Place | None:
     count = max(1, number(environ, f"{prefix}_LOCAL_SIZE", "MPI_LOCALNRANKS") or size)
     # MPI names no node: ranks are taken to fill one node after the other, as they do by default.
     local_rank = rank % count if here is None else here
-    return Place(launcher, rank, size, local_rank, count, rank // count, -(-size // count))
+    return LaunchInfo(launcher, rank, size, local_rank, count, rank // count, -(-size // count))
 
 
-def _from_slurm(environ: Mapping[str, str]) -> Place | None:
+def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
     rank = number(environ, "SLURM_PROCID")
     if rank is None:
         return None
@@ -119,12 +119,12 @@ def _from_slurm(environ: Mapping[str, str]) -> Place | None:
     local_size = tasks[node] if node < len(tasks) and sum(tasks) == size else -(-size // nodes)
     local_size = max(1, local_size)
     local_rank = number(environ, "SLURM_LOCALID")
-    return Place(
+    return LaunchInfo(
         "srun", rank, size, rank % local_size if local_rank is None else local_rank, local_size, node, nodes
     )
 
 
-def refuse_separate_worlds(environ: Mapping[str, str], place: Place) -> None:
+def refuse_separate_worlds(environ: Mapping[str, str], place: LaunchInfo) -> None:
     """Several processes were started, and each would train alone."""
     outer = _from_mpi(environ) or _from_slurm(environ)
     in_step = bool(environ.get("SLURM_STEP_ID"))
@@ -153,7 +153,7 @@ def refuse_separate_worlds(environ: Mapping[str, str], place: Place) -> None:
         )
 
 
-def speaks_for_all(environ: Mapping[str, str]) -> bool:
+def reports_for_all(environ: Mapping[str, str]) -> bool:
     """Whether this process is the one to print what all of them find wrong, before they have met.
 
     One that cannot tell speaks: a sentence said twice is better than none.

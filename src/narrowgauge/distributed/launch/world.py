@@ -8,7 +8,12 @@ is refused, not warned about, and so is a GPU that several processes would share
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from narrowgauge.distributed.launch.launcher_env import Place, number, place_of, refuse_separate_worlds
+from narrowgauge.distributed.launch.launcher_env import (
+    LaunchInfo,
+    launch_info,
+    number,
+    refuse_separate_worlds,
+)
 from narrowgauge.distributed.launch.slurm_env import expand_hosts, port_of
 from narrowgauge.errors import UserError
 
@@ -46,7 +51,7 @@ def world_from(environ: Mapping[str, str], gpus: int) -> World:
         UserError: several processes were meant but each would be alone, several would share a GPU, they have
             nowhere to meet, or the variables contradict each other.
     """
-    place = place_of(environ)
+    place = launch_info(environ)
     refuse_separate_worlds(environ, place)
     here = 0 <= place.local_rank < place.local_size <= place.size
     if not (here and 0 <= place.rank < place.size and 0 <= place.node < place.nodes):
@@ -69,7 +74,7 @@ def world_from(environ: Mapping[str, str], gpus: int) -> World:
     )
 
 
-def _meeting_point(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
+def _meeting_point(environ: Mapping[str, str], place: LaunchInfo) -> tuple[str, int]:
     """The address and port at which rank 0 listens; port 0 (any) for a process alone."""
     hosts = (
         environ.get("SLURM_STEP_NODELIST")
@@ -97,7 +102,7 @@ def _meeting_point(environ: Mapping[str, str], place: Place) -> tuple[str, int]:
     return address, port
 
 
-def _device(environ: Mapping[str, str], place: Place, gpus: int) -> int:
+def _device(environ: Mapping[str, str], place: LaunchInfo, gpus: int) -> int:
     """The index of this process's GPU among those it sees."""
     if gpus == 0 or place.local_size <= gpus:
         return place.local_rank if gpus else 0

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from narrowgauge.distributed.mesh import Layout
-from narrowgauge.distributed.parallel.tensor_parallel import BY_COLUMNS, rows_of, share_of
+from narrowgauge.distributed.mesh import ParallelDims
+from narrowgauge.distributed.parallel.tensor_parallel import BY_COLUMNS, rows_of, shard_sizes
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig
-from narrowgauge.nn import Tokens
+from narrowgauge.nn import TokenShard
 from narrowgauge.optim.optimizer import SMALLEST_NARROW
-from narrowgauge.quantization import Axis, Cast, whole_axis
+from narrowgauge.quantization import Cast, ShardAxis, full_axis
 from narrowgauge.recipes import Recipe
 
 # Of the tensor in each place the dimension across the product, and the one that it contracts.
@@ -41,7 +41,7 @@ class Divided:
     """One dimension of a global tensor: what each process has of it, and which numbers divide it."""
 
     what: str
-    shares: tuple[Axis, ...]
+    shares: tuple[ShardAxis, ...]
     by: Mapping[str, int]
 
     def require_whole(self, size: int, kind: str, cast: Cast, where: str) -> None:
@@ -54,7 +54,7 @@ class Divided:
                 "another cast in that place"
             )
 
-    def cut(self, layout: Layout) -> "Divided":
+    def cut(self, layout: ParallelDims) -> "Divided":
         """The same where FSDP cuts it further."""
         if not layout.is_cut:
             return self
@@ -65,7 +65,7 @@ class Divided:
 
 
 def check_blocks(
-    model: ModelConfig, recipe: Recipe, sequence_length: int, sequences: int, layout: Layout
+    model: ModelConfig, recipe: Recipe, sequence_length: int, sequences: int, layout: ParallelDims
 ) -> None:
     """Refuse a grid that cuts blocks of a recipe's casts, by the names of place, layer and direction.
 
@@ -89,7 +89,7 @@ def check_blocks(
 
 
 def _layers(
-    model: ModelConfig, sequence_length: int, sequences: int, layout: Layout
+    model: ModelConfig, sequence_length: int, sequences: int, layout: ParallelDims
 ) -> Iterator[tuple[str, int | None, dict[str, Divided]]]:
     """The name of each linear layer, its block, and its dimensions M, N and K."""
     D, tensor, context = model.dim, layout.tensor, layout.context
@@ -109,19 +109,19 @@ def _tokens(length: int, sequences: int, by: dict[str, int]) -> Divided:
     count = prod(by.values())
     if count == 1:
         return _whole(sequences * length, "tokens")
-    axes = (Tokens(index, count, ()).axis(sequences, length // count) for index in range(count))
+    axes = (TokenShard(index, count, ()).axis(sequences, length // count) for index in range(count))
     return Divided("tokens", tuple(axes), by)
 
 
 def _over_tensor(sizes: list[int], what: str, tensor: int) -> Divided:
     if tensor == 1:
         return _whole(sum(sizes), what)
-    shares = tuple(share_of(sizes, index, tensor) for index in range(tensor))
+    shares = tuple(shard_sizes(sizes, index, tensor) for index in range(tensor))
     return Divided(what, shares, {"tensor": tensor})
 
 
 def _whole(size: int, what: str) -> Divided:
-    return Divided(what, (whole_axis(size),), {})
+    return Divided(what, (full_axis(size),), {})
 
 
 def _operands(recipe: Recipe) -> Iterator[tuple[str, Cast]]:

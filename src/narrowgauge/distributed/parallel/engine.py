@@ -18,18 +18,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.data import Batch
-from narrowgauge.distributed.comm.grad_hooks import all_reduce_at_rest, wires_of
-from narrowgauge.distributed.mesh import Layout, Mesh
+from narrowgauge.distributed.comm.grad_hooks import all_reduce_gradient_states, wire_formats
+from narrowgauge.distributed.mesh import Mesh, ParallelDims
 from narrowgauge.distributed.parallel.fsdp import renew_gather_scales
 from narrowgauge.distributed.parallel.pipeline_schedule import Pipeline
-from narrowgauge.distributed.parallel.pipeline_stage import MicroBatch, Work
-from narrowgauge.distributed.simulate.fake_mesh import ImaginedMesh
-from narrowgauge.distributed.simulate.fake_pipeline import ImaginedPipeline
+from narrowgauge.distributed.parallel.pipeline_stage import MicroBatch, StageInput
+from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
+from narrowgauge.distributed.simulate.fake_pipeline import FakePipeline
 from narrowgauge.models import Transformer
-from narrowgauge.nn.amax_history import History
-from narrowgauge.optim import Optimizer, Together, local
-from narrowgauge.quantization import Part
-from narrowgauge.quantization.purpose import sending
+from narrowgauge.nn.amax_history import AmaxHistory
+from narrowgauge.optim import ModelGroup, Optimizer, local
+from narrowgauge.quantization import TensorShard
+from narrowgauge.quantization.purpose import comm_tag
 
 
 class Engine:
@@ -40,9 +40,9 @@ class Engine:
     ) -> None:
         """`modules` are what `build` gave, or the one function that computes the loss."""
         self.model, self.mesh, self.device, self.modules = model, mesh, device, list(modules)
-        self.pipeline: Pipeline | ImaginedPipeline | None = None
-        if isinstance(mesh, ImaginedMesh) and mesh.layout.stages > 1:
-            self.pipeline = ImaginedPipeline(model, self.modules, mesh)
+        self.pipeline: Pipeline | FakePipeline | None = None
+        if isinstance(mesh, FakeMesh) and mesh.layout.stages > 1:
+            self.pipeline = FakePipeline(model, self.modules, mesh)
         elif mesh.layout.stages > 1:
             self.pipeline = Pipeline(model, cast(list[nn.Module], self.modules), mesh, device)
 
@@ -50,13 +50,13 @@ class Engine:
     def alone(cls, model: Transformer) -> "Engine":
         """A model that is all in this process."""
         device = next(model.parameters()).device
-        return cls(model, Mesh(Layout(), device), device, [model.loss])
+        return cls(model, Mesh(ParallelDims(), device), device, [model.loss])
 
     def attach(self, optimizer: Optimizer) -> None:
         """Tell an optimizer who holds the parameters with it."""
         if not self.mesh.is_alone:
             assert dist.group.WORLD is not None
-            optimizer.together = Together(dist.group.WORLD, self.mesh.size("stage"))
+            optimizer.model_group = ModelGroup(dist.group.WORLD, self.mesh.size("stage"))
 
     def accumulate(
         self,
@@ -72,7 +72,7 @@ class Engine:
         """
         total = self._zero()
         if self.pipeline is not None:
-            return self.pipeline.run(Work(micro_batches, begin, scale, total), with_backward=True)
+            return self.pipeline.run(StageInput(micro_batches, begin, scale, total), with_backward=True)
         for i, (_, batch, weight) in enumerate(micro_batches):
             begin(i)
             with self._last(i == len(micro_batches) - 1):
@@ -87,7 +87,7 @@ class Engine:
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """This process's part of the mean loss of a batch, a term of a sum over `sequence` and stages."""
         if self.pipeline is not None:
-            work = Work([MicroBatch(0, batch, 1.0)], lambda i: None, lambda loss: loss, self._zero())
+            work = StageInput([MicroBatch(0, batch, 1.0)], lambda i: None, lambda loss: loss, self._zero())
             loss = self.pipeline.run(work, with_backward=False)
         else:
             loss = self._loss(batch)
@@ -133,23 +133,23 @@ class Engine:
             _sum_flat([local(p.grad) for p in self._whole_over_tensor() if p.grad is not None], group)
         if self.mesh.ends is not None and self.model.config.tied_head:
             _sum_flat([local(g) for g in [self.model.embedding.weight.grad] if g is not None], self.mesh.ends)
-        amaxes = [m.amax for m in self.model.modules() if isinstance(m, History)]
+        amaxes = [m.amax for m in self.model.modules() if isinstance(m, AmaxHistory)]
         if amaxes:
-            together = torch.stack(amaxes)
-            with sending("amax"):
-                dist.all_reduce(together, dist.ReduceOp.MAX, self.mesh.group("stage"))
-            for amax, of_all in zip(amaxes, together, strict=True):
+            model_group = torch.stack(amaxes)
+            with comm_tag("amax"):
+                dist.all_reduce(model_group, dist.ReduceOp.MAX, self.mesh.group("stage"))
+            for amax, of_all in zip(amaxes, model_group, strict=True):
                 amax.copy_(of_all)
 
     def _sum_at_rest(self) -> None:
         """Gradients in narrow numbers: of whole weights over `tensor`, over `data` where FSDP does not."""
-        wires = wires_of(self.model)
+        wires = wire_formats(self.model)
         held = [p for p in self.model.parameters() if getattr(p, "gradient", None) is not None]
         for direction in ("tensor",) if self.mesh.layout.is_cut else ("data", "tensor"):
             if self.mesh.size(direction) > 1:
                 group = self.mesh.group(direction)
                 some = [p for p in held if direction == "data" or group not in _groups(p)]
-                all_reduce_at_rest([p.gradient for p in some], [wires[p] for p in some], group)  # type: ignore[attr-defined]
+                all_reduce_gradient_states([p.gradient for p in some], [wires[p] for p in some], group)  # type: ignore[attr-defined]
 
     def after_update(self) -> None:
         """The weights have changed: agree on the scales that they travel with."""
@@ -167,9 +167,9 @@ class Engine:
         """Each of some numbers summed over all processes, in float64."""
         if self.mesh.is_alone:
             return list(numbers)
-        together = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        dist.all_reduce(together)
-        return together.tolist()
+        model_group = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        dist.all_reduce(model_group)
+        return model_group.tolist()
 
     @property
     def rank(self) -> int:
@@ -188,10 +188,10 @@ class Engine:
         """A count summed over the processes that meet sequences of their own."""
         if self.mesh.layout.data == 1:
             return count
-        together = torch.tensor(count, device=self.device)
+        model_group = torch.tensor(count, device=self.device)
         for group in self.mesh.groups("replicate", "shard"):
-            dist.all_reduce(together, group=group)
-        return int(together)
+            dist.all_reduce(model_group, group=group)
+        return int(model_group)
 
     def share_overflow(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
         """What one process found not finite in its gradients, all shall know of: scales stay equal."""
@@ -202,7 +202,7 @@ class Engine:
 
 def _groups(p: torch.Tensor) -> list[dist.ProcessGroup]:
     """That hold pieces of a parameter."""
-    part: Part = p.part  # type: ignore[attr-defined]
+    part: TensorShard = p.part  # type: ignore[attr-defined]
     return part.groups
 
 
@@ -211,7 +211,7 @@ def _sum_flat(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     if not gradients:
         return
     flat = torch.cat([g.flatten() for g in gradients])
-    with sending("reduce"):
+    with comm_tag("reduce"):
         dist.all_reduce(flat, group=group)
     for g, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         g.copy_(summed.view_as(g))

@@ -19,25 +19,25 @@ from functools import partial
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from narrowgauge.formats import Stream
+from narrowgauge.formats import RandomStream
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.sharded.gathered_weight import Gathering, Hollow, agree
-from narrowgauge.nn.weight_state import Weight, add_all
-from narrowgauge.quantization import AtRest, Part, whole_axis
+from narrowgauge.nn.sharded.gathered_weight import PlaceholderShard, WeightGather, sync_scales
+from narrowgauge.nn.weight_state import WeightState, add_all
+from narrowgauge.quantization import QuantizedState, TensorShard, full_axis
 
 
 @contextmanager
-def narrow_shards(module: torch.nn.Module) -> Iterator[None]:
+def quantized_fsdp(module: torch.nn.Module) -> Iterator[None]:
     """Let what is cut within travel and rest as recipes say: around `fully_shard` of this module.
 
     Every process enters it for the same modules in the same order.
     """
     every = (m for m in module.modules() if isinstance(m, Linear))
-    whole = {layer: _hollow_out(layer) for layer in every if not isinstance(layer.weight, DTensor)}
+    whole = {layer: _detach_state(layer) for layer in every if not isinstance(layer.weight, DTensor)}
     yield
-    sums = Sums()
+    sums = GradCollector()
     for layer, (state, part) in whole.items():
-        _fill(layer, state, part, sums)
+        _attach_state(layer, state, part, sums)
 
 
 def renew_gather_scales(model: torch.nn.Module) -> None:
@@ -45,25 +45,27 @@ def renew_gather_scales(model: torch.nn.Module) -> None:
 
     One all-reduce for all weights that the same processes hold; bit for bit what each layer would find.
     """
-    together: dict[tuple[object, ...], list[Gathering]] = {}
+    model_group: dict[tuple[object, ...], list[WeightGather]] = {}
     for layer in model.modules():
         if isinstance(layer, Linear) and layer.gathering is not None and layer.gathering.needs_scale:
-            together.setdefault(tuple(layer.gathering.part.groups), []).append(layer.gathering)
-    for gatherings in together.values():
-        agree(gatherings)
+            model_group.setdefault(tuple(layer.gathering.part.groups), []).append(layer.gathering)
+    for gatherings in model_group.values():
+        sync_scales(gatherings)
 
 
-def _hollow_out(layer: Linear) -> tuple[Weight | None, Part]:
+def _detach_state(layer: Linear) -> tuple[WeightState | None, TensorShard]:
     """Take the numbers of a weight at rest out of its parameter; (its state, where it lies)."""
     weight, state = layer.weight, layer.state_at_rest
-    part = getattr(weight, "part", None) or Part(tuple(whole_axis(n) for n in weight.shape))
+    part = getattr(weight, "part", None) or TensorShard(tuple(full_axis(n) for n in weight.shape))
     if state is not None and state.at_rest is not None:
         strides = torch.empty(weight.shape, device="meta").stride()
-        layer.weight = torch.nn.Parameter(Hollow(weight.shape, strides, weight.device), weight.requires_grad)
+        layer.weight = torch.nn.Parameter(
+            PlaceholderShard(weight.shape, strides, weight.device), weight.requires_grad
+        )
     return state, part
 
 
-def _fill(layer: Linear, whole: Weight | None, part: Part, sums: "Sums") -> None:
+def _attach_state(layer: Linear, whole: WeightState | None, part: TensorShard, sums: "GradCollector") -> None:
     """Give a layer whose weight has been cut its shard of everything."""
     parameter = layer.weight
     assert isinstance(parameter, DTensor), "narrow_shards is for modules that fully_shard cuts within"
@@ -76,10 +78,10 @@ def _fill(layer: Linear, whole: Weight | None, part: Part, sums: "Sums") -> None
             sums.expect(layer)
     at_rest = None if whole is None else state.at_rest
     if at_rest is not None or layer.recipe.gather.name != "fp32":
-        layer.gathering = Gathering(layer.recipe.gather, parameter, at_rest, own)
+        layer.gathering = WeightGather(layer.recipe.gather, parameter, at_rest, own)
 
 
-def _cut(part: Part, parameter: DTensor) -> tuple[Part, slice]:
+def _cut(part: TensorShard, parameter: DTensor) -> tuple[TensorShard, slice]:
     """Where the shard lies in the whole of which the parameter is `part`, and its rows in the parameter."""
     first, *others = part.axes
     rows, mesh = slice(0, first.length), parameter.device_mesh
@@ -89,30 +91,30 @@ def _cut(part: Part, parameter: DTensor) -> tuple[Part, slice]:
             each = -(-first.length // ranks)
             rows = slice(rank * each, (rank + 1) * each)
             first = first.rows(rank, ranks, mesh.get_group(dim))
-    return Part((first, *others)), rows
+    return TensorShard((first, *others)), rows
 
 
-def _shard_of(whole: Weight, layer: Linear, rows: slice) -> Weight:
+def _shard_of(whole: WeightState, layer: Linear, rows: slice) -> WeightState:
     """The state of a shard, bit for bit that of the whole where its bytes can be cut."""
     recipe, known = layer.recipe, whole.master or whole.at_rest
     parameter: torch.Tensor = layer.weight
     assert isinstance(parameter, DTensor)
     numbers = parameter._local_tensor if known is None else known.read()[rows]
-    state = Weight(layer.weight, recipe.state, recipe.offload, numbers)
+    state = WeightState(layer.weight, recipe.state, recipe.offload, numbers)
     for to, of in ((state.at_rest, whole.at_rest), (state.master, whole.master)):
         if to is not None and of is not None:
             _copy_rows(to, of, rows)
     return state
 
 
-def _copy_rows(to: AtRest, of: AtRest, rows: slice) -> None:
+def _copy_rows(to: QuantizedState, of: QuantizedState, rows: slice) -> None:
     for name, tensor in of.tensors.items():
         here = tensor[rows] if tensor.ndim and len(tensor) == of.shape[0] else tensor
         if here.shape == to.tensors[name].shape:  # blocks of several rows were laid on the shard
             to.tensors[name].copy_(here)
 
 
-class Sums:
+class GradCollector:
     """Gradients that FSDP sums together, and hands over one after the other: the last one takes them all."""
 
     def __init__(self) -> None:
@@ -129,11 +131,11 @@ class Sums:
         self._arrived.add(layer)
         if len(self._arrived) == len(self._layers):
             self._arrived.clear()
-            take_sums(self._layers)
+            collect_grads(self._layers)
 
 
 @torch.no_grad()
-def take_sums(parameters: Mapping[Linear, torch.Tensor]) -> None:
+def collect_grads(parameters: Mapping[Linear, torch.Tensor]) -> None:
     """Add what FSDP has summed to the gradients at rest of these layers' shards, and forget it."""
     gradients, tensors, streams = [], [], []
     for layer, parameter in parameters.items():
@@ -143,7 +145,7 @@ def take_sums(parameters: Mapping[Linear, torch.Tensor]) -> None:
         assert total is not None
         # The same on all copies of a shard, which meet other samples: sums are counted instead.
         first = state.gradient.sums * parameter.numel()
-        streams.append(None if layer.keys is None else Stream(layer.keys[-1], first))
+        streams.append(None if layer.keys is None else RandomStream(layer.keys[-1], first))
         tensors.append((total._local_tensor if isinstance(total, DTensor) else total).float())
         gradients.append(state.gradient)
         parameter.grad = None

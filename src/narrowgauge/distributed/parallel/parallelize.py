@@ -17,17 +17,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowgauge.distributed.comm.grad_hooks import narrow_fsdp, narrow_hook, wires_of
+from narrowgauge.distributed.comm.grad_hooks import quantize_fsdp_reduce, quantized_comm_hook, wire_formats
 from narrowgauge.distributed.mesh import Mesh
-from narrowgauge.distributed.parallel.fsdp import narrow_shards
+from narrowgauge.distributed.parallel.fsdp import quantized_fsdp
 from narrowgauge.distributed.parallel.pipeline_stage import Stage, keep_stages, stages_of
-from narrowgauge.distributed.parallel.tensor_parallel import divide
-from narrowgauge.distributed.simulate.fake_fsdp import cut_imagined
-from narrowgauge.distributed.simulate.fake_mesh import ImaginedMesh
+from narrowgauge.distributed.parallel.tensor_parallel import shard_blocks
+from narrowgauge.distributed.simulate.fake_fsdp import fake_fully_shard
+from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.models import ModelConfig, Transformer, starting_values
 from narrowgauge.nn import DTYPES, Linear, convert
-from narrowgauge.quantization import Part
-from narrowgauge.quantization.purpose import sending
+from narrowgauge.quantization import TensorShard
+from narrowgauge.quantization.purpose import comm_tag
 from narrowgauge.recipes import Recipe
 
 
@@ -50,7 +50,7 @@ class Objective(nn.Module):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ModelSpec:
     """What decides a model's numbers, but for the optimizer."""
 
     model: ModelConfig
@@ -61,7 +61,7 @@ class Plan:
     chunked_loss: bool = False
 
 
-def build(plan: Plan, mesh: Mesh, device: torch.device) -> tuple[Transformer, list[nn.Module]]:
+def parallelize(plan: ModelSpec, mesh: Mesh, device: torch.device) -> tuple[Transformer, list[nn.Module]]:
     """This process's pieces of the model, and the modules that compute with them.
 
     One, the `Objective`, or the stages of this process in a pipeline.
@@ -73,7 +73,7 @@ def build(plan: Plan, mesh: Mesh, device: torch.device) -> tuple[Transformer, li
     # Without numbers there is no device that could have the formats; with them, each layer looks again.
     convert(model, plan.recipe, backend="emulated" if plan.backend == "emulated" else "auto")
     keep_stages(model, mesh)
-    divide(model, mesh)
+    shard_blocks(model, mesh)
     parts = {name: p.part for name, p in model.named_parameters()}  # type: ignore[attr-defined]
     _fill(model, plan, shapes, mesh, device)
     modules: list[nn.Module] = [Objective(model)]
@@ -86,7 +86,7 @@ def build(plan: Plan, mesh: Mesh, device: torch.device) -> tuple[Transformer, li
             if not hasattr(p, "part"):  # weights of linear layers have theirs (`nn.shards`)
                 p.part = _cut_part(parts[name], mesh)  # type: ignore[attr-defined]
         for module in modules:
-            narrow_fsdp(module)
+            quantize_fsdp_reduce(module)
     elif mesh.size("data") > 1:
         modules = [_replicated(module, mesh) for module in modules]
     if mesh.ends is not None and plan.model.tied_head:
@@ -95,7 +95,7 @@ def build(plan: Plan, mesh: Mesh, device: torch.device) -> tuple[Transformer, li
 
 
 def _fill(
-    model: Transformer, plan: Plan, shapes: Mapping[str, torch.Size], mesh: Mesh, device: torch.device
+    model: Transformer, plan: ModelSpec, shapes: Mapping[str, torch.Size], mesh: Mesh, device: torch.device
 ) -> None:
     """Give every parameter its numbers; blocks are cut when they have theirs."""
     missing = dict(model.named_parameters())
@@ -103,7 +103,7 @@ def _fill(
         if name not in missing:
             continue
         owner, key = _owner(model, name)
-        part: Part = missing.pop(name).part  # type: ignore[attr-defined]
+        part: TensorShard = missing.pop(name).part  # type: ignore[attr-defined]
         parameter = nn.Parameter(part.take(value).to(device))
         parameter.part = part  # type: ignore[attr-defined]
         setattr(owner, key, parameter)
@@ -118,7 +118,7 @@ def _fill(
 
 
 def _values(
-    plan: Plan, shapes: Mapping[str, torch.Size], device: torch.device
+    plan: ModelSpec, shapes: Mapping[str, torch.Size], device: torch.device
 ) -> Iterable[tuple[str, torch.Tensor]]:
     """The starting value of each parameter, or what stands for it where there are no numbers."""
     if device.type != "meta":
@@ -144,19 +144,19 @@ def _cut(module: nn.Module, mesh: Mesh) -> None:
     whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     is_root = isinstance(module, Objective | Stage)  # what these have themselves is needed at once again
     again = layout.zero == 3 and not is_root
-    if isinstance(mesh, ImaginedMesh):
-        cut_imagined(module, mesh, again)
+    if isinstance(mesh, FakeMesh):
+        fake_fully_shard(module, mesh, again)
         return
-    with narrow_shards(module):
+    with quantized_fsdp(module):
         fully_shard(module, mesh=mesh.cuts, mp_policy=whole, reshard_after_forward=again)
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
 
 
-def _cut_part(part: Part, mesh: Mesh) -> Part:
+def _cut_part(part: TensorShard, mesh: Mesh) -> TensorShard:
     first, *others = part.axes
-    return Part((first.rows(mesh.index("cut"), mesh.size("cut"), mesh.group("cut")), *others))
+    return TensorShard((first.rows(mesh.index("cut"), mesh.size("cut"), mesh.group("cut")), *others))
 
 
 def _replicated(objective: nn.Module, mesh: Mesh) -> DistributedDataParallel:
@@ -170,9 +170,9 @@ def _replicated(objective: nn.Module, mesh: Mesh) -> DistributedDataParallel:
     wrapped = DistributedDataParallel(
         objective, process_group=group, init_sync=False, gradient_as_bucket_view=True
     )
-    wires = wires_of(objective)
+    wires = wire_formats(objective)
     if any(wire.is_narrow for wire in wires.values()):
-        wrapped.register_comm_hook(None, narrow_hook(wires, group))
+        wrapped.register_comm_hook(None, quantized_comm_hook(wires, group))
     else:
         wrapped.register_comm_hook(group, _sum)
     return wrapped
@@ -184,19 +184,19 @@ def _sum(
 ) -> torch.futures.Future[torch.Tensor]:
     """The sum of a bucket's gradients, where DDP would take their mean."""
     if bucket.buffer().is_meta:
-        return _sum_imagined(group, bucket)
-    with sending("reduce"):
+        return _sum_simulated(group, bucket)
+    with comm_tag("reduce"):
         work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def _sum_imagined(
+def _sum_simulated(
     group: dist.ProcessGroup,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
     """The same among processes that are not there, whose work has no future."""
-    with sending("reduce"):
+    with comm_tag("reduce"):
         dist.all_reduce(bucket.buffer(), group=group)
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())

@@ -9,7 +9,7 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleLoopedB
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed.mesh import Mesh
-from narrowgauge.distributed.parallel.pipeline_stage import Stage, Work
+from narrowgauge.distributed.parallel.pipeline_stage import Stage, StageInput
 from narrowgauge.models import Transformer
 
 
@@ -23,7 +23,7 @@ class Pipeline:
         self.model, self.modules, self.mesh, self.device = model, modules, mesh, device
         self._schedules: dict[tuple[Any, ...], Any] = {}
 
-    def run(self, work: Work, with_backward: bool) -> torch.Tensor:
+    def run(self, work: StageInput, with_backward: bool) -> torch.Tensor:
         """All micro-batches, forward and, if wanted, back; the sum of the losses, 0 but on the last stage."""
         stages = [_stage_of(module) for module in self.modules]
         for stage in stages:

@@ -28,7 +28,7 @@ class MicroBatch(NamedTuple):
 
 
 @dataclass
-class Work:
+class StageInput:
     """What the stages of a process have to do in a step, beside what travels between them.
 
     `begin(i)` is called before each forward pass of the i-th micro-batch, and `scale` makes of its loss what
@@ -83,7 +83,7 @@ class Stage(nn.Module):
     beside its input is in `work`.
     """
 
-    work: Work
+    work: StageInput
 
     def __init__(self, model: Transformer, number: int, stages: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Stage(nn.Module):
             self.norm, self.head = model.norm, model.head
         self.count = 0
 
-    def start(self, work: Work) -> None:
+    def start(self, work: StageInput) -> None:
         """Begin a step."""
         self.work, self.count = work, 0
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from narrowgauge.quantization.purpose import sending
+from narrowgauge.quantization.purpose import comm_tag
 
 # Torch 2.13 gave them new names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class _GatherTokens(torch.autograd.Function):
+class _AllGatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
@@ -33,7 +33,7 @@ class _GatherTokens(torch.autograd.Function):
         return _summed(dy_BTD, ctx.group), None
 
 
-class _SumTokens(torch.autograd.Function):
+class _ReduceScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
@@ -44,44 +44,44 @@ class _SumTokens(torch.autograd.Function):
         return _gathered(dy_BTD, ctx.group), None
 
 
-class _Swap(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """Cut dimension `cut` into as many pieces as there are processes, and put those received along `put`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cut: int, put: int, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.way = cut, put, group
-        return _swapped(x, cut, put, group)
+        return _all_to_all(x, cut, put, group)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         cut, put, group = ctx.way
-        return _swapped(dy, put, cut, group), None, None, None
+        return _all_to_all(dy, put, cut, group), None, None, None
 
 
-def gather_tokens(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_gather_tokens(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[B, t, D] of each process -> [B, T, D], T = t x processes, in the order of their ranks."""
-    return _GatherTokens.apply(x_BTD, group)
+    return _AllGatherTokens.apply(x_BTD, group)
 
 
-def sum_tokens(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def reduce_scatter_tokens(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum of all processes' [B, T, D], of which each gets its own T / processes tokens."""
-    return _SumTokens.apply(x_BTD, group)
+    return _ReduceScatterTokens.apply(x_BTD, group)
 
 
-def to_heads(x_BTNH: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_to_all_heads(x_BTNH: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[B, t, N, H] -> [B, T, n, H], n = N / processes."""
-    return _Swap.apply(x_BTNH, 2, 1, group)
+    return _AllToAll.apply(x_BTNH, 2, 1, group)
 
 
-def to_tokens(x_BTNH: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def all_to_all_tokens(x_BTNH: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[B, T, n, H] -> [B, t, N, H], t = T / processes."""
-    return _Swap.apply(x_BTNH, 1, 2, group)
+    return _AllToAll.apply(x_BTNH, 1, 2, group)
 
 
 def _gathered(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     x_TBD = x_BTD.transpose(0, 1).contiguous()
     out_TBD = x_TBD.new_empty(group.size() * x_TBD.shape[0], *x_TBD.shape[1:])
-    with sending("activations"):
+    with comm_tag("activations"):
         _all_gather(out_TBD, x_TBD, group)
     return out_TBD.transpose(0, 1).contiguous()
 
@@ -89,14 +89,14 @@ def _gathered(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def _summed(x_BTD: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     x_TBD = x_BTD.transpose(0, 1).contiguous()
     out_TBD = x_TBD.new_empty(x_TBD.shape[0] // group.size(), *x_TBD.shape[1:])
-    with sending("activations"):
+    with comm_tag("activations"):
         _reduce_scatter(out_TBD, x_TBD, group=group)
     return out_TBD.transpose(0, 1).contiguous()
 
 
-def _swapped(x: torch.Tensor, cut: int, put: int, group: dist.ProcessGroup) -> torch.Tensor:
+def _all_to_all(x: torch.Tensor, cut: int, put: int, group: dist.ProcessGroup) -> torch.Tensor:
     sent = torch.stack(x.chunk(group.size(), cut))
     received = torch.empty_like(sent)
-    with sending("activations"):
+    with comm_tag("activations"):
         dist.all_to_all_single(received, sent, group=group)
     return torch.cat(received.unbind(), put)

@@ -16,17 +16,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from narrowgauge.distributed.mesh import Layout, Mesh
-from narrowgauge.distributed.parallel.sequence_parallel import gather_tokens, sum_tokens, to_heads, to_tokens
+from narrowgauge.distributed.mesh import Mesh, ParallelDims
+from narrowgauge.distributed.parallel.sequence_parallel import (
+    all_gather_tokens,
+    all_to_all_heads,
+    all_to_all_tokens,
+    reduce_scatter_tokens,
+)
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig, Transformer
-from narrowgauge.nn import Linear, Split, Tokens
-from narrowgauge.quantization import Axis, Part, whole_axis
+from narrowgauge.nn import Linear, LinearShards, TokenShard
+from narrowgauge.quantization import ShardAxis, TensorShard, full_axis
 
 BY_COLUMNS = ("attention_out", "down")  # the layers of a block whose columns `tensor` divides
 
 
-def check_division(model: ModelConfig, sequence_length: int, layout: Layout) -> None:
+def check_tensor_parallel(model: ModelConfig, sequence_length: int, layout: ParallelDims) -> None:
     """Refuse a grid that a model's dimensions do not allow, by the name of what stands in the way."""
     tensor, context, pipeline = layout.tensor, layout.context, layout.pipeline
     rules = [
@@ -45,40 +50,40 @@ def check_division(model: ModelConfig, sequence_length: int, layout: Layout) -> 
         )
 
 
-def divide(model: Transformer, mesh: Mesh) -> None:
+def shard_blocks(model: Transformer, mesh: Mesh) -> None:
     """Leave this process its pieces of a converted model on the meta device, without numbers yet."""
     context = mesh.groups("context")
-    own = Tokens(mesh.index("context"), mesh.size("context"), context) if context else None
+    own = TokenShard(mesh.index("context"), mesh.size("context"), context) if context else None
     for block in model.blocks:
         if isinstance(block, nn.Identity):  # another stage's
             continue
-        _divide_block(block, model.config, mesh, own)
+        _shard_block(block, model.config, mesh, own)
     shared = mesh.groups("context", "tensor")
     model.share = (
         mesh.index("context") * mesh.size("tensor") + mesh.index("tensor"),
         mesh.size("sequence"),
     )
     if isinstance(model.head, Linear) and shared:
-        model.head.split = Split(Tokens(*model.share, shared))
+        model.head.split = LinearShards(TokenShard(*model.share, shared))
     for _, parameter in model.named_parameters():
         if not hasattr(parameter, "part"):
-            parameter.part = Part(tuple(whole_axis(n) for n in parameter.shape))  # type: ignore[attr-defined]
+            parameter.part = TensorShard(tuple(full_axis(n) for n in parameter.shape))  # type: ignore[attr-defined]
 
 
-def _divide_block(block: Any, config: ModelConfig, mesh: Mesh, own: Tokens | None) -> None:
+def _shard_block(block: Any, config: ModelConfig, mesh: Mesh, own: TokenShard | None) -> None:
     if own is not None:
-        block.to_heads = partial(to_heads, group=own.groups[0])
-        block.to_tokens = partial(to_tokens, group=own.groups[0])
+        block.to_heads = partial(all_to_all_heads, group=own.groups[0])
+        block.to_tokens = partial(all_to_all_tokens, group=own.groups[0])
     if mesh.size("tensor") == 1:
         for layer in _linears(block):
-            layer.split = Split(own)
+            layer.split = LinearShards(own)
         return
     count = mesh.size("tensor")
     block.heads_NKK = tuple(heads // count for heads in block.heads_NKK)
     for name, sizes in rows_of(config).items():
-        _by_rows(getattr(block, name), sizes, mesh, own)
+        _shard_rows(getattr(block, name), sizes, mesh, own)
     for name in BY_COLUMNS:
-        _by_columns(getattr(block, name), mesh, own)
+        _shard_columns(getattr(block, name), mesh, own)
 
 
 def rows_of(config: ModelConfig) -> dict[str, list[int]]:
@@ -92,38 +97,44 @@ def _linears(block: nn.Module) -> Iterator[Linear]:
     return (m for m in block.modules() if isinstance(m, Linear))
 
 
-def share_of(sizes: list[int], index: int, count: int, groups: tuple[dist.ProcessGroup, ...] = ()) -> Axis:
+def shard_sizes(
+    sizes: list[int], index: int, count: int, groups: tuple[dist.ProcessGroup, ...] = ()
+) -> ShardAxis:
     """Of parts of these sizes one after the other, the share of process `index` of `count` of each."""
     runs, start = [], 0
     for size in sizes:
         runs.append((start + index * size // count, size // count))
         start += size
-    return Axis(start, tuple(runs), groups)
+    return ShardAxis(start, tuple(runs), groups)
 
 
-def _axis(sizes: list[int], mesh: Mesh) -> Axis:
-    return share_of(sizes, mesh.index("tensor"), mesh.size("tensor"), mesh.groups("tensor"))
+def _axis(sizes: list[int], mesh: Mesh) -> ShardAxis:
+    return shard_sizes(sizes, mesh.index("tensor"), mesh.size("tensor"), mesh.groups("tensor"))
 
 
-def _by_rows(layer: object, sizes: list[int], mesh: Mesh, own: Tokens | None) -> None:
+def _shard_rows(layer: object, sizes: list[int], mesh: Mesh, own: TokenShard | None) -> None:
     assert isinstance(layer, Linear)
     rows = _axis(sizes, mesh)
-    layer.split = Split(own, outputs=rows, before=partial(gather_tokens, group=mesh.group("tensor")))
+    layer.split = LinearShards(
+        own, outputs=rows, before=partial(all_gather_tokens, group=mesh.group("tensor"))
+    )
     layer.out_features = rows.length
-    layer.weight = _piece(Part((rows, whole_axis(layer.in_features))))
+    layer.weight = _piece(TensorShard((rows, full_axis(layer.in_features))))
     if layer.bias is not None:
-        layer.bias = _piece(Part((rows,)))
+        layer.bias = _piece(TensorShard((rows,)))
 
 
-def _by_columns(layer: object, mesh: Mesh, own: Tokens | None) -> None:
+def _shard_columns(layer: object, mesh: Mesh, own: TokenShard | None) -> None:
     assert isinstance(layer, Linear)
     columns = _axis([layer.in_features], mesh)
-    layer.split = Split(own, inputs=columns, after=partial(sum_tokens, group=mesh.group("tensor")))
+    layer.split = LinearShards(
+        own, inputs=columns, after=partial(reduce_scatter_tokens, group=mesh.group("tensor"))
+    )
     layer.in_features = columns.length
-    layer.weight = _piece(Part((whole_axis(layer.out_features), columns)))
+    layer.weight = _piece(TensorShard((full_axis(layer.out_features), columns)))
 
 
-def _piece(part: Part) -> nn.Parameter:
+def _piece(part: TensorShard) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(part.local_shape, device="meta"))
     parameter.part = part  # type: ignore[attr-defined]
     return parameter

@@ -1,10 +1,10 @@
 """The processes of a run as a crew: they join, agree on what to do next, and end together.
 
-    with joined(world, device) as crew:
+    with init_process_group(world, device) as coordinator:
         for step in ...:
-            crew.at(f"step {step}")
+            coordinator.progress(f"step {step}")
             ...
-            asked = crew.agree(asked=requests.number)["asked"]
+            asked = coordinator.all_reduce_max(asked=requests.number)["asked"]
 
 Decisions are made from values that all ranks have alike, and never from what one of them saw: a signal that
 reached one rank only, a clock, a full disk. Flags travel together, in one small all-reduce a step.
@@ -27,18 +27,18 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from narrowgauge.distributed.launch.world import World
 from narrowgauge.distributed.process_group.failure import (
     EXIT_FAILED,
-    End,
-    Stopped,
-    await_end,
-    end_of,
-    is_of_the_wire,
+    Failure,
+    StoppedByPeer,
+    await_failure,
+    failure_of,
+    is_connection_error,
     keep_traceback,
+    report_to_torchrun,
     store_gone,
-    tell_torchrun,
 )
 from narrowgauge.distributed.process_group.rendezvous import (
     await_leavers,
-    keeps_store,
+    hosts_store,
     leave,
     make_groups,
     name_of,
@@ -48,13 +48,14 @@ from narrowgauge.distributed.process_group.rendezvous import (
 from narrowgauge.distributed.process_group.watchdog import Watchdog
 from narrowgauge.signals import Preempted, heed_no_more
 
-HANG_S, MEET_S = 600.0, 300.0
+HANG_S, RENDEZVOUS_S = 600.0, 300.0
 START = 3.0  # patience for what happens once: restoring, compiling, the first step
 _LINGER_S = 3.0  # how long a rank that keeps the store, or waits for a cause, stays for the others
 
 
-class Crew:
-    """What a rank has of the others; made by `joined`. `control` is a gloo group (None for one alone)."""
+class Coordinator:
+    """What a rank has of the others; made by `init_process_group`. `control` is a gloo group (None for one
+    alone)."""
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world, self.device = world, device
@@ -73,7 +74,7 @@ class Crew:
         """How many processes there are."""
         return self.world.size
 
-    def at(self, place: str, patience: float = 1.0) -> None:
+    def progress(self, place: str, patience: float = 1.0) -> None:
         """This rank has come to `place`, such as "step 12"; all ranks come to the same places in order.
 
         Coming nowhere for longer than the run's patience, times `patience` here, is a hang.
@@ -81,7 +82,7 @@ class Crew:
         if self.watchdog is not None:
             self.watchdog.at(place, patience)
 
-    def agree(self, **flags: int) -> dict[str, int]:
+    def all_reduce_max(self, **flags: int) -> dict[str, int]:
         """The largest value of each flag over the ranks, which all give the same names, once a step."""
         if self.control is None:
             return flags
@@ -92,12 +93,12 @@ class Crew:
         dist.all_reduce(values, dist.ReduceOp.MAX, group=group)
         return dict(zip(names, values.tolist(), strict=True))
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all ranks are here."""
         if self.control is not None:
             dist.barrier(group=self.control)
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Rank 0's value, which JSON can hold, on all ranks."""
         if self.control is None:
             return value
@@ -108,20 +109,20 @@ class Crew:
         dist.broadcast(data, 0, group=self.control)
         return json.loads(data.numpy().tobytes())
 
-    def keep_records_in(self, directory: Path, tell: Callable[[str], None]) -> None:
+    def record_failures_in(self, directory: Path, tell: Callable[[str], None]) -> None:
         """Where stacks (hang/) and tracebacks (errors/) go, once the directory is this run's; `tell` gets the
         cause of an end that rank 0 may not live to tell, on the rank that found it, in any thread."""
         if self.watchdog is not None:
             self.watchdog.directory, self.watchdog.tell = directory, tell
 
     @contextmanager
-    def one_cause(self) -> Iterator[None]:
+    def first_failure(self) -> Iterator[None]:
         """An error inside leaves as the first cause of the run's end: on the rank that has it, itself; on all
-        others, `Stopped`. `joined` has one around everything; one further inside learns of the cause before
-        what is between them, such as the writing of the status."""
+        others, `StoppedByPeer`. `init_process_group` has one around everything; one further inside learns of
+        the cause before what is between them, such as the writing of the status."""
         try:
             yield
-        except (Preempted, Stopped):
+        except (Preempted, StoppedByPeer):
             raise
         except BaseException as error:
             if self._store is None or self._has_ended:
@@ -132,8 +133,9 @@ class Crew:
             raise
 
     def _end(self, store: Store, error: BaseException) -> None:
-        """Publish the error, and return if it is the cause; raise `Stopped` if it follows from another."""
-        watchdog, own = self.watchdog, end_of(error, self.rank)
+        """Publish the error, and return if it is the cause; raise `StoppedByPeer` if it follows from
+        another."""
+        watchdog, own = self.watchdog, failure_of(error, self.rank)
         if watchdog is not None and watchdog.found_hang:
             _wait_for_the_watchdog()
         if own.code == EXIT_FAILED:
@@ -146,29 +148,29 @@ class Crew:
                 watchdog.stop()
             leave(store)  # nobody looks into it here any more
         except (dist.DistError, RuntimeError):
-            if not is_of_the_wire(error):
+            if not is_connection_error(error):
                 return  # nobody to tell it to
             first = store_gone(self.world)
-        if first.rank == 0 and first.teller == self.rank and watchdog is not None:
-            watchdog.tell(first.of_another())  # rank 0 cannot
+        if first.rank == 0 and first.reporter == self.rank and watchdog is not None:
+            watchdog.tell(first.as_seen_by_peers())  # rank 0 cannot
         if first == own:
             error.add_note(f"rank {self.rank} of {self.size}")
-            tell_torchrun(error)
+            report_to_torchrun(error)
             return
         time.sleep(1)  # the first one speaks first
-        speaks = first.is_told_by(self.world) and first.sentence != own.sentence
-        raise Stopped(first.of_another(), first.code, speaks) from None
+        speaks = first.is_reported_by(self.world) and first.sentence != own.sentence
+        raise StoppedByPeer(first.as_seen_by_peers(), first.code, speaks) from None
 
-    def _first_cause(self, store: Store, error: BaseException, own: End) -> End:
-        if not is_of_the_wire(error):
+    def _first_cause(self, store: Store, error: BaseException, own: Failure) -> Failure:
+        if not is_connection_error(error):
             return own.publish(store)
         heard = self.watchdog.end if self.watchdog is not None else None
-        if (end := heard or await_end(store, _LINGER_S)) is not None:
+        if (end := heard or await_failure(store, _LINGER_S)) is not None:
             return end
         if self.watchdog is not None and (silent := self.watchdog.silent_ranks()):
             names = ", ".join(name_of(store, rank) for rank in silent[:8])
             sentence = f"{names} gave no sign of life; was it killed?"
-            return End(silent[0], EXIT_FAILED, sentence, teller=self.rank).publish(store)
+            return Failure(silent[0], EXIT_FAILED, sentence, reporter=self.rank).publish(store)
         return own.publish(store)
 
 
@@ -179,16 +181,16 @@ def _wait_for_the_watchdog() -> NoReturn:
 
 
 @contextmanager
-def joined(
+def init_process_group(
     world: World,
     device: torch.device,
     hang_s: float = HANG_S,
-    meet_s: float = MEET_S,
+    rendezvous_s: float = RENDEZVOUS_S,
     environ: Mapping[str, str] = os.environ,
-) -> Iterator[Crew]:
+) -> Iterator[Coordinator]:
     """The crew of all processes of a world, for the length of a `with`.
 
-    Inside, torch's default process group exists (gloo, with NCCL for a GPU), and `crew.control`.
+    Inside, torch's default process group exists (gloo, with NCCL for a GPU), and `coordinator.control`.
 
     Args:
         world: of `world_from`.
@@ -201,26 +203,26 @@ def joined(
         UserError: the ranks cannot meet; says who is missing or what is in the way.
         Stopped: another rank is the cause of the end.
     """
-    crew = Crew(world, device)
+    coordinator = Coordinator(world, device)
     if world.size == 1:
-        yield crew
+        yield coordinator
         return
-    keeps = keeps_store(world, environ)
-    store = open_store(world, environ, meet_s, keep=keeps)
-    crew._store = store
+    keeps = hosts_store(world, environ)
+    store = open_store(world, environ, rendezvous_s, keep=keeps)
+    coordinator._store = store
     try:
-        with crew.one_cause():
-            register(store, world, meet_s)
-            crew.watchdog = Watchdog(world, open_store(world, environ, meet_s), hang_s)
-            crew.at("the start", START)
-            crew.control = make_groups(world, device, store, hang_s)
+        with coordinator.first_failure():
+            register(store, world, rendezvous_s)
+            coordinator.watchdog = Watchdog(world, open_store(world, environ, rendezvous_s), hang_s)
+            coordinator.progress("the start", START)
+            coordinator.control = make_groups(world, device, store, hang_s)
             preempted = None
             try:
-                yield crew
+                yield coordinator
             except Preempted as stop:  # by all of them together: an end as good as any
                 preempted = stop
-            crew.watchdog.stop()
-            crew.meet()  # nobody looks into the store any more
+            coordinator.watchdog.stop()
+            coordinator.barrier()  # nobody looks into the store any more
         dist.destroy_process_group()
         if preempted is not None:
             raise preempted
@@ -228,11 +230,11 @@ def joined(
         raise
     except BaseException:
         if dist.is_initialized() and device.type == "cpu":  # with NCCL it could wait for what never comes
-            crew.control = None
+            coordinator.control = None
             dist.destroy_process_group()  # the others have waited long enough
         if keeps:
             await_leavers(store, _LINGER_S)  # the others still have to read why
         raise
     finally:
-        if crew.watchdog is not None:
-            crew.watchdog.stop()
+        if coordinator.watchdog is not None:
+            coordinator.watchdog.stop()

@@ -25,14 +25,21 @@ EXIT_FAILED, EXIT_USAGE, EXIT_PREEMPTED = 1, 2, 75
 _KEY = "end"
 
 # How PyTorch's collectives and stores tell that a peer is gone, where the error's class does not.
-_OF_THE_WIRE = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "c10d", "tcpstore")
+_CONNECTION_WORDS = (
+    "gloo",
+    "nccl",
+    "connection closed by peer",
+    "connection reset by peer",
+    "c10d",
+    "tcpstore",
+)
 
 
-class OthersGone(RuntimeError):
+class PeerGone(RuntimeError):
     """There is no use in waiting for the other ranks: one of them has ended the run."""
 
 
-class Stopped(Exception):
+class StoppedByPeer(Exception):
     """This rank ends because of another one, with its exit code; only where it `speaks` is that printed."""
 
     def __init__(self, sentence: str, code: int, speaks: bool) -> None:
@@ -41,75 +48,75 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """Why a run ends, as the first rank that knew has written it: `teller`, where it is not the cause."""
+class Failure:
+    """Why a run ends, as the first rank that knew has written it: `reporter`, where it is not the cause."""
 
     rank: int
     code: int
     sentence: str
-    teller: int = -1
+    reporter: int = -1
     hang: bool = False
 
-    def publish(self, store: Store) -> "End":
+    def publish(self, store: Store) -> "Failure":
         """Write it if it is the first; returns the first."""
-        return End._read(store.compare_set(_KEY, "", json.dumps(asdict(self))))
+        return Failure._read(store.compare_set(_KEY, "", json.dumps(asdict(self))))
 
     @staticmethod
-    def find(store: Store) -> "End | None":
+    def find(store: Store) -> "Failure | None":
         """The one that was written."""
-        return End._read(store.get(_KEY)) if store.check([_KEY]) else None
+        return Failure._read(store.get(_KEY)) if store.check([_KEY]) else None
 
     @staticmethod
-    def _read(value: bytes) -> "End":
-        return End(**json.loads(value))
+    def _read(value: bytes) -> "Failure":
+        return Failure(**json.loads(value))
 
-    def is_told_by(self, world: World) -> bool:
+    def is_reported_by(self, world: World) -> bool:
         """Whether a rank that is not the cause prints it: a line for each node, and of who found it out."""
-        return self.code == EXIT_FAILED and (world.local_rank == 0 or world.rank == self.teller)
+        return self.code == EXIT_FAILED and (world.local_rank == 0 or world.rank == self.reporter)
 
-    def of_another(self) -> str:
+    def as_seen_by_peers(self) -> str:
         """What the other ranks say."""
         return f"stopped, because rank {self.rank} failed: {self.sentence}"
 
 
-def store_gone(world: World) -> End:
+def store_gone(world: World) -> Failure:
     """What a rank has to say that finds no store any more; rank 0 of the first node may not speak for it."""
     where = f"{world.master_addr}:{world.master_port}"
-    teller = world.rank if world.local_rank == 1 else -1
-    return End(0, EXIT_FAILED, f"it or its launcher is gone from {where}", teller)
+    reporter = world.rank if world.local_rank == 1 else -1
+    return Failure(0, EXIT_FAILED, f"it or its launcher is gone from {where}", reporter)
 
 
-def end_of(error: BaseException, rank: int) -> End:
+def failure_of(error: BaseException, rank: int) -> Failure:
     """What a rank has to say about its error."""
     if isinstance(error, StoppedEarly):
-        return End(rank, EXIT_PREEMPTED, f"stopped by {error}")
+        return Failure(rank, EXIT_PREEMPTED, f"stopped by {error}")
     if isinstance(error, UserError):
-        return End(rank, error.exit_code, str(error))
+        return Failure(rank, error.exit_code, str(error))
     if isinstance(error, KeyboardInterrupt):
-        return End(rank, EXIT_FAILED, "interrupted")
-    return End(rank, EXIT_FAILED, f"{type(error).__name__}: {error}".rstrip(": "))
+        return Failure(rank, EXIT_FAILED, "interrupted")
+    return Failure(rank, EXIT_FAILED, f"{type(error).__name__}: {error}".rstrip(": "))
 
 
-def is_of_the_wire(error: BaseException) -> bool:
+def is_connection_error(error: BaseException) -> bool:
     """Whether an error, or one that led to it, says that other ranks cannot be reached."""
     seen: BaseException | None = error
     while seen is not None:
         text = str(seen).lower() if isinstance(seen, RuntimeError) else ""
-        if isinstance(seen, (dist.DistError, OthersGone)) or any(word in text for word in _OF_THE_WIRE):
+        if isinstance(seen, (dist.DistError, PeerGone)) or any(word in text for word in _CONNECTION_WORDS):
             return True
         seen = seen.__cause__ or seen.__context__
     return False
 
 
-def await_end(store: Store, seconds: float) -> End | None:
+def await_failure(store: Store, seconds: float) -> Failure | None:
     """The end that some rank is about to write, if it does so in time."""
     deadline = time.monotonic() + seconds
-    while (end := End.find(store)) is None and time.monotonic() < deadline:
+    while (end := Failure.find(store)) is None and time.monotonic() < deadline:
         time.sleep(0.1)
     return end
 
 
-def tell_torchrun(error: BaseException) -> None:
+def report_to_torchrun(error: BaseException) -> None:
     """Leave the first cause where torchrun looks for what it prints last."""
     if isinstance(error, Exception) and os.environ.get("TORCHELASTIC_ERROR_FILE"):
         get_error_handler().record_exception(error)

@@ -19,15 +19,15 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from narrowgauge.distributed.launch.world import World
-from narrowgauge.distributed.process_group.failure import End, OthersGone
+from narrowgauge.distributed.process_group.failure import Failure, PeerGone
 from narrowgauge.errors import UserError
 
-MEETING = "NARROWGAUGE_MEETING"  # in the environment: a name for each of several runs of one launcher
+RENDEZVOUS = "NARROWGAUGE_MEETING"  # in the environment: a name for each of several runs of one launcher
 _POLL_S = 0.1
 NEVER = timedelta(days=30)
 
 
-def keeps_store(world: World, environ: Mapping[str, str]) -> bool:
+def hosts_store(world: World, environ: Mapping[str, str]) -> bool:
     """Whether this process keeps the store: rank 0, unless torchrun does."""
     return world.rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
@@ -56,7 +56,7 @@ def open_store(world: World, environ: Mapping[str, str], timeout_s: float, keep:
             f"something else than rank 0 of this run answers at {where}; set MASTER_PORT to a free port"
         ) from error
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"narrowgauge/{attempt}/{environ.get(MEETING, '')}", store)
+    return PrefixStore(f"narrowgauge/{attempt}/{environ.get(RENDEZVOUS, '')}", store)
 
 
 def _connect(world: World, keep: bool, timeout_s: float, answer: "Future[Store]") -> None:
@@ -110,8 +110,8 @@ def register(store: Store, world: World, timeout_s: float) -> None:
     while arrived < world.size:
         if time.monotonic() > deadline:
             raise UserError(_missing(store, world, timeout_s))
-        if End.find(store) is not None:
-            raise OthersGone("another rank has ended the run while this one waited for all to come")
+        if Failure.find(store) is not None:
+            raise PeerGone("another rank has ended the run while this one waited for all to come")
         time.sleep(_POLL_S)
         arrived = store.add("arrived", 0)
 

@@ -5,7 +5,8 @@ thread with a connection of its own to the store, so that it works while the mai
 collective. Every half second, a beat, it
 
 - publishes its beat, and where the main thread is;
-- looks whether some rank has ended the run (`ending.End`), and if this rank cannot, because it waits for one
+- looks whether some rank has ended the run (`ending.Failure`), and if this rank cannot, because it waits for
+    one
   that is gone, ends it too;
 - counts the beats since the main thread came somewhere. After too many it ends the run for all: every rank
   writes the stacks of its threads to RUN/hang/rank-N.txt, and the first one says who did not arrive. A rank
@@ -30,7 +31,7 @@ from typing import TypeVar
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from narrowgauge.distributed.launch.world import World
-from narrowgauge.distributed.process_group.failure import EXIT_FAILED, End, store_gone
+from narrowgauge.distributed.process_group.failure import EXIT_FAILED, Failure, store_gone
 from narrowgauge.distributed.process_group.rendezvous import name_of
 
 BEAT_S = 0.5
@@ -53,11 +54,11 @@ class Watchdog:
         self.directory: Path | None = None
         self.tell: Callable[[str], None] = lambda sentence: None
         self.found_hang = False
-        self.end: End | None = None  # what another rank has told
+        self.end: Failure | None = None  # what another rank has told
         self._place, self._arrivals, self._patience = "the start", 0, 1.0
         self._beats = self._quiet = 0
         self._done = threading.Event()
-        self._wire = _Wire(store)
+        self._wire = _StoreClient(store)
         self._thread = threading.Thread(target=self._watch, name="narrowgauge-watchdog", daemon=True)
         self._thread.start()
 
@@ -101,16 +102,16 @@ class Watchdog:
                 return
             beating = self._wire.ask(self._beat)
 
-    def _beat(self, store: Store) -> End | None:
+    def _beat(self, store: Store) -> Failure | None:
         self._beats += 1
         pulse = [self._beats, self._arrivals, self._place]
         store.set(f"pulse/{self.world.rank}", json.dumps(pulse))
-        return End.find(store)
+        return Failure.find(store)
 
-    def _leave(self, end: End) -> None:
+    def _leave(self, end: Failure) -> None:
         """End the process, unless its main thread does so in time."""
         if not self._done.wait(_GRACE_BEATS * BEAT_S):
-            self._exit(end.of_another() if end.is_told_by(self.world) else "", end.code)
+            self._exit(end.as_seen_by_peers() if end.is_reported_by(self.world) else "", end.code)
 
     def _exit(self, sentence: str, code: int = EXIT_FAILED) -> None:
         if sentence:
@@ -122,7 +123,7 @@ class Watchdog:
         self.found_hang = True
         self._dump_stacks()
         waited = f"nothing moved for {self.patience_s * self._patience:g} s"
-        publish = End(self.world.rank, EXIT_FAILED, waited, hang=True).publish
+        publish = Failure(self.world.rank, EXIT_FAILED, waited, hang=True).publish
         try:
             first = self._wire.ask(publish).result(5)
             if first.rank != self.world.rank:
@@ -200,7 +201,7 @@ class Watchdog:
             faulthandler.dump_traceback()
 
 
-class _Wire:
+class _StoreClient:
     """Asks the store in a thread of its own, because a store that does not answer holds who asks it."""
 
     def __init__(self, store: Store) -> None:

@@ -8,7 +8,7 @@ The memory of a module that is cut over processes comes and goes as there:
     after it                    whole gradients are put into one buffer, summed, and each keeps its shard
 
 A buffer on its way stays until that of the next module has arrived, for FSDP gathers ahead while it
-computes. The collectives are started like FSDP's, on processes that are not there (`imagined.py`), so that
+computes. The collectives are started like FSDP's, on processes that are not there (`fake_mesh.py`), so that
 bytes are counted by the same code as a run's.
 """
 
@@ -19,19 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from narrowgauge.collectives import gather_rows
-from narrowgauge.distributed.comm.grad_hooks import WIDE, wires_of
+from narrowgauge.collectives import all_gather_rows
+from narrowgauge.distributed.comm.grad_hooks import WIDE, wire_formats
 from narrowgauge.distributed.comm.quantized_reduce import reduce_scatter
-from narrowgauge.distributed.comm.shared_scales import Wire
+from narrowgauge.distributed.comm.shared_scales import WireFormat
 from narrowgauge.distributed.mesh import Mesh
-from narrowgauge.distributed.parallel.fsdp import take_sums
-from narrowgauge.distributed.simulate.fake_mesh import ImaginedMesh
+from narrowgauge.distributed.parallel.fsdp import collect_grads
+from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.formats import torch_dtype
 from narrowgauge.nn import Linear
-from narrowgauge.nn.sharded.gathered_weight import Gathered
-from narrowgauge.nn.weight_state import Weight
-from narrowgauge.quantization import AtRest, Cast, Part, make_cast, whole_axis
-from narrowgauge.quantization.purpose import sending
+from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
+from narrowgauge.nn.weight_state import WeightState
+from narrowgauge.quantization import Cast, QuantizedState, TensorShard, full_axis, make_cast
+from narrowgauge.quantization.purpose import comm_tag
 
 
 class Buffers:
@@ -41,17 +41,15 @@ class Buffers:
     summed: torch.Tensor | None = None
 
 
-class Held:
+class FakeShards:
     """One parameter of a module: whole while it is computed with, a shard else."""
 
-    def __init__(
-        self, whole: nn.Parameter, owners: Sequence[tuple[nn.Module, str]], mesh: ImaginedMesh
-    ) -> None:
+    def __init__(self, whole: nn.Parameter, owners: Sequence[tuple[nn.Module, str]], mesh: FakeMesh) -> None:
         """Put the shard in place of the whole."""
         self.owners, self.layer = owners, owners[0][0]
-        part = getattr(whole, "part", None) or Part(tuple(whole_axis(n) for n in whole.shape))
+        part = getattr(whole, "part", None) or TensorShard(tuple(full_axis(n) for n in whole.shape))
         first, *others = part.axes
-        own = Part((first.rows(mesh.index("cut"), mesh.size("cut"), mesh.group("cut")), *others))
+        own = TensorShard((first.rows(mesh.index("cut"), mesh.size("cut"), mesh.group("cut")), *others))
         self.shape, self.own, self.is_tied = whole.shape, own, False
         self.rows = -(-self.shape[0] // mesh.size("cut"))  # of each shard on its way
         self.shard = nn.Parameter(torch.empty(own.local_shape, device="meta"), whole.requires_grad)
@@ -63,12 +61,12 @@ class Held:
         self.whole: nn.Parameter | None = None
         self.show(self.shard)
 
-    def _cut_layer(self, layer: Linear, state: Weight | None) -> None:
+    def _cut_layer(self, layer: Linear, state: WeightState | None) -> None:
         layer.is_cut = True
         layer.weight = self.shard
         if state is not None:
             numbers = torch.empty(self.own.local_shape, device="meta")
-            layer.state_at_rest = Weight(self.shard, layer.recipe.state, layer.recipe.offload, numbers)
+            layer.state_at_rest = WeightState(self.shard, layer.recipe.state, layer.recipe.offload, numbers)
 
     def _numbers(self) -> torch.Tensor:
         """The whole weight as it arrives: float32, or the numbers of the layer's cast."""
@@ -80,7 +78,7 @@ class Held:
             return self.memory
         self.memory = torch.empty(self.shape, dtype=travelling(cast, at_rest), device="meta")
         scale = torch.empty((), device="meta") if cast.is_scaled else None
-        return Gathered(self.memory, scale, cast, at_rest is None)
+        return GatheredWeight(self.memory, scale, cast, at_rest is None)
 
     def begin(self) -> nn.Parameter:
         """Make the whole parameter, in the first forward pass."""
@@ -98,12 +96,12 @@ class Held:
         self.memory.untyped_storage().resize_(size)
 
 
-def _nbytes(held: Held) -> int:
+def _nbytes(held: FakeShards) -> int:
     """Of a shard on its way."""
     return held.rows * held.shape[1:].numel() * held.memory.element_size()
 
 
-def travelling(cast: Cast, at_rest: AtRest | None) -> torch.dtype:
+def travelling(cast: Cast, at_rest: QuantizedState | None) -> torch.dtype:
     """The dtype in which a weight is gathered."""
     if at_rest is not None:
         if not cast.is_scaled and at_rest.cast.is_scaled:
@@ -112,15 +110,15 @@ def travelling(cast: Cast, at_rest: AtRest | None) -> torch.dtype:
     return torch.uint8 if cast.is_scaled else torch_dtype(cast.element) or torch.float32
 
 
-class Unit:
+class FakeFSDPUnit:
     """A module whose parameters are gathered and summed together."""
 
-    def __init__(self, module: nn.Module, mesh: ImaginedMesh, again: bool, buffers: Buffers) -> None:
+    def __init__(self, module: nn.Module, mesh: FakeMesh, again: bool, buffers: Buffers) -> None:
         """Cut what is not cut yet within; `again`: gathered again for the backward pass."""
         self.mesh, self.again, self.buffers = mesh, again, buffers
         self.here, self.arrived, self.passes = False, 0, 0
-        self.held = [Held(p, owners, mesh) for p, owners in _own(module).items()]
-        self.wires: dict[torch.Tensor, Wire] = wires_of(module)
+        self.held = [FakeShards(p, owners, mesh) for p, owners in _own(module).items()]
+        self.wires: dict[torch.Tensor, WireFormat] = wire_formats(module)
         module.imagined_unit = self  # type: ignore[assignment]
         module.register_forward_pre_hook(self.gather)
         module.register_forward_hook(self._after_forward)
@@ -134,9 +132,9 @@ class Unit:
         for held in self.held:
             if held.whole is None:
                 held.begin().register_post_accumulate_grad_hook(self._after_gradient)
-        with sending("gather"):
+        with comm_tag("gather"):
             own = torch.empty(sum(map(_nbytes, self.held)), dtype=torch.uint8, device="meta")
-            self.buffers.gathered = gather_rows(own, self.mesh.group("cut"))
+            self.buffers.gathered = all_gather_rows(own, self.mesh.group("cut"))
         for held in self.held:
             held.allocate(True)
             assert held.whole is not None
@@ -181,13 +179,13 @@ class Unit:
         wires = [self.wires.get(h.shard, WIDE) for h in self.held]
         own = reduce_scatter(flat_RS, widths, wires, group)
         if self.mesh.layout.replicate > 1:
-            with sending("reduce"):
+            with comm_tag("reduce"):
                 dist.all_reduce(own, group=self.mesh.group("replicate"))
         for held in self.held:
             shape = held.own.local_shape
             if held.shard.grad is None:
                 held.shard.grad = own.new_empty(shape)
-        take_sums(
+        collect_grads(
             {
                 held.layer: held.shard
                 for held in self.held
@@ -213,13 +211,13 @@ def _own(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
     return found
 
 
-def cut_imagined(module: nn.Module, mesh: ImaginedMesh, again: bool) -> None:
+def fake_fully_shard(module: nn.Module, mesh: FakeMesh, again: bool) -> None:
     """As `fully_shard` of a module, on the meta device."""
     buffers = mesh.__dict__.setdefault("buffers", Buffers())
-    Unit(module, mesh, again, buffers)
+    FakeFSDPUnit(module, mesh, again, buffers)
 
 
-def whole_weights(model: nn.Module, mesh: Mesh) -> int:
+def full_weights(model: nn.Module, mesh: Mesh) -> int:
     """Bytes of weights that are gathered at the end of a forward pass: with ZeRO 3, all but the blocks'."""
     if not mesh.layout.is_cut:
         return 0

@@ -1,6 +1,6 @@
 """Processes that are not there, for tensors that have no numbers: what one of N processes would do.
 
-    with imagined(layout, rank, device) as mesh:
+    with fake_mesh(layout, rank, device) as mesh:
         Session.begin(config, torch.device("meta"), mesh)
 
 Torch's `fake` process group takes part in every collective alone, and leaves the results as they are; on the
@@ -16,22 +16,22 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 
-from narrowgauge.distributed.mesh import DIRECTIONS, TOGETHER, Layout, Mesh
+from narrowgauge.distributed.mesh import AXES, COMBINED_AXES, Mesh, ParallelDims
 from narrowgauge.errors import UserError
 
 
-class ImaginedMesh(Mesh):
+class FakeMesh(Mesh):
     """The place of one process in a grid of processes that are not there."""
 
-    def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
+    def __init__(self, layout: ParallelDims, rank: int, device: torch.device) -> None:
         """Make the groups that this process is in, and no others."""
-        super().__init__(Layout(), device)
+        super().__init__(ParallelDims(), device)
         self.layout, self.rank = layout, rank
-        sizes = [getattr(layout, name) for name in DIRECTIONS]
+        sizes = [getattr(layout, name) for name in AXES]
         self._grid = torch.arange(layout.size).view(sizes)
         self._place = torch.nonzero(self._grid == rank)[0].tolist()
-        self._ranks = {name: self._members((name,)) for name in DIRECTIONS}
-        self._ranks |= {name: self._members(some) for name, some in TOGETHER.items()}
+        self._ranks = {name: self._members((name,)) for name in AXES}
+        self._ranks |= {name: self._members(some) for name, some in COMBINED_AXES.items()}
         self._groups: dict[str, dist.ProcessGroup] = {}
         if layout.pipeline > 1:
             pipeline = self._ranks["pipeline"]
@@ -40,8 +40,7 @@ class ImaginedMesh(Mesh):
 
     def _members(self, directions: tuple[str, ...]) -> list[int]:
         own = tuple(
-            slice(None) if name in directions else at
-            for name, at in zip(DIRECTIONS, self._place, strict=True)
+            slice(None) if name in directions else at for name, at in zip(AXES, self._place, strict=True)
         )
         return self._grid[own].flatten().tolist()
 
@@ -66,7 +65,7 @@ class ImaginedMesh(Mesh):
 
 
 @contextmanager
-def imagined(layout: Layout, rank: int = 0) -> Iterator[Mesh]:
+def fake_mesh(layout: ParallelDims, rank: int = 0) -> Iterator[Mesh]:
     """A mesh of processes that are not there; of one process, an ordinary mesh.
 
     Raises:
@@ -85,6 +84,6 @@ def imagined(layout: Layout, rank: int = 0) -> Iterator[Mesh]:
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("fake", store=store, rank=rank, world_size=layout.size)
     try:
-        yield ImaginedMesh(layout, rank, device)
+        yield FakeMesh(layout, rank, device)
     finally:
         dist.destroy_process_group()

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from narrowgauge.distributed.mesh import Mesh
-from narrowgauge.distributed.parallel.pipeline_stage import Work
+from narrowgauge.distributed.parallel.pipeline_stage import StageInput
 from narrowgauge.models import Transformer
-from narrowgauge.quantization.purpose import sending
+from narrowgauge.quantization.purpose import comm_tag
 
 
-class ImaginedPipeline:
+class FakePipeline:
     """The stages of this process, and how they run."""
 
     def __init__(self, model: Transformer, modules: list[Any], mesh: Mesh) -> None:
@@ -24,7 +24,7 @@ class ImaginedPipeline:
         self.model, self.modules, self.mesh = model, modules, mesh
         self.live: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def run(self, work: Work, with_backward: bool) -> torch.Tensor:
+    def run(self, work: StageInput, with_backward: bool) -> torch.Tensor:
         """All micro-batches, forward and back; `with_backward` is for the form."""
         layout, place, count = self.mesh.layout, self.mesh.index("pipeline"), len(work.micro_batches)
         stages = [getattr(module, "module", module) for module in self.modules]
@@ -44,7 +44,7 @@ class ImaginedPipeline:
             self._backward(*each)
         return work.total
 
-    def _forward(self, chunk: int, i: int, work: Work) -> None:
+    def _forward(self, chunk: int, i: int, work: StageInput) -> None:
         stage = getattr(self.modules[chunk], "module", self.modules[chunk])
         x_BT = work.micro_batches[i].batch.x_BT
         x = x_BT
@@ -66,7 +66,7 @@ class ImaginedPipeline:
     def _send(self, x: torch.Tensor, by: int) -> None:
         group = self.mesh.group("pipeline")
         ranks = dist.get_process_group_ranks(group)
-        with sending("activations"):
+        with comm_tag("activations"):
             dist.send(x.detach(), ranks[(self.mesh.index("pipeline") + by) % len(ranks)], group=group)
 
 

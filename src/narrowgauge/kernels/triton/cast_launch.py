@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from narrowgauge.formats import Stream
-from narrowgauge.kernels.amax_cache import told_largest
+from narrowgauge.formats import RandomStream
+from narrowgauge.kernels.amax_cache import cached_amax
 from narrowgauge.kernels.triton.cast import LAUNCH, cast_blocks, cast_given, largest, tile_of
 from narrowgauge.kernels.triton.rounding import facts
 from narrowgauge.quantization import Cast, QTensor
@@ -54,7 +54,7 @@ def quantized(
     x: torch.Tensor,
     cast: Cast,
     axis: int,
-    generator: Stream | None,
+    generator: RandomStream | None,
     signs: torch.Tensor | None,
     encode_scale: torch.Tensor | None,
     both: bool = False,
@@ -77,7 +77,7 @@ def emulated(
     cast: Cast,
     axis: int,
     dtype: torch.dtype,
-    generator: Stream | None,
+    generator: RandomStream | None,
     signs: torch.Tensor | None,
     encode_scale: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -101,7 +101,7 @@ def _cast_given(
     cast: Cast,
     axis: int,
     dtype: torch.dtype,
-    generator: Stream | None,
+    generator: RandomStream | None,
     signs: torch.Tensor | None,
     encode_scale: torch.Tensor | None,
     both: bool = False,
@@ -110,7 +110,7 @@ def _cast_given(
     x = transformed(x, cast, axis, signs)
     view = _view(x, cast, axis)
     blocks = blocks_of(view.shape, cast, axis)
-    amax = told_largest(x) if cast.block is None else None
+    amax = cached_amax(x) if cast.block is None else None
     if amax is None:
         amax = _largest(x, cast, view, axis, blocks)
     own = scales_from(amax.reshape(blocks.grid), cast, encode_scale)
@@ -134,7 +134,7 @@ def _cast_blocks(
     cast: Cast,
     axis: int,
     dtype: torch.dtype,
-    generator: Stream | None,
+    generator: RandomStream | None,
     signs: torch.Tensor | None,
 ) -> tuple[torch.Tensor, Blocks, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(codes or numbers, blocks, scales, their codes, the tensor's scale)."""
@@ -197,7 +197,7 @@ def _grid(view: _View, tile: tuple[int, int]) -> tuple[int, int]:
     return triton.cdiv(view.R, tile[0]), triton.cdiv(view.K_OUT, tile[1])
 
 
-def _random(x: torch.Tensor, generator: Stream | None) -> tuple[Any, Any]:
+def _random(x: torch.Tensor, generator: RandomStream | None) -> tuple[Any, Any]:
     """A stream's key and the place of the first element, as tensors on the device."""
     if generator is None:
         return x, x

@@ -4,13 +4,13 @@ FSDP asks a shard what to send (`fsdp_pre_all_gather`) and makes of what arrived
 computes with (`fsdp_post_all_gather`). Two tensors stand there that look like float32, so that gradients are
 float32 whatever travels, and are none:
 
-    Hollow      the shard of a weight at rest in narrow numbers, which lie beside it (`nn.weights`)
+    Hollow      the shard of a weight at rest in narrow numbers, which lie beside it (`nn.weight_state`)
     Gathered    the whole weight: the codes or values that arrived, and their scale
 
 A weight that is fp32 at rest stays an ordinary shard, which is given the two methods. Its codes are those
 that the layer would make of the whole weight, as their one scale comes from the largest magnitude of all
-shards: `agree` finds those of many layers in one all-reduce; a layer whose weight has changed since does so
-alone.
+shards: `sync_scales` finds those of many layers in one all-reduce; a layer whose weight has changed since
+does so alone.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ from torch.utils._pytree import tree_map_only
 
 from narrowgauge.formats import decode, torch_dtype
 from narrowgauge.nn.gemm import Operand
-from narrowgauge.nn.native import Codes
-from narrowgauge.quantization import AtRest, Cast, Part, quantize
+from narrowgauge.nn.native import QuantizedOperand
+from narrowgauge.quantization import Cast, QuantizedState, TensorShard, quantize
 from narrowgauge.quantization.scales import fp32_scale
-from narrowgauge.quantization.sharding.shard import largest_of
+from narrowgauge.quantization.sharding.shard import all_reduce_amax
 
 aten = torch.ops.aten
 _VIEWS = {
@@ -41,7 +41,7 @@ _VIEWS = {
 }
 
 
-class Gathered(torch.Tensor):
+class GatheredWeight(torch.Tensor):
     """A whole weight as it travelled, (N, K): looks like float32, so that its gradient is.
 
     Attributes:
@@ -61,9 +61,9 @@ class Gathered(torch.Tensor):
     @staticmethod
     def __new__(
         cls, numbers: torch.Tensor, scale: torch.Tensor | None, cast: Cast, is_operand: bool
-    ) -> "Gathered":
+    ) -> "GatheredWeight":
         """A tensor of the numbers' shape."""
-        self: Gathered = torch.Tensor._make_wrapper_subclass(
+        self: GatheredWeight = torch.Tensor._make_wrapper_subclass(
             cls, numbers.shape, strides=numbers.stride(), dtype=torch.float32, device=numbers.device
         )
         self.numbers, self.scale, self.cast, self.is_operand = numbers, scale, cast, is_operand
@@ -79,12 +79,12 @@ class Gathered(torch.Tensor):
             return decode(self.numbers, self.cast.element) * self.scale
         return self.numbers if self.scale is None else self.numbers.float() * self.scale
 
-    def operand(self, dtype: torch.dtype, native: bool) -> Operand | Codes:
+    def operand(self, dtype: torch.dtype, native: bool) -> Operand | QuantizedOperand:
         """What products see, contracting the last axis: as `emulate` or `quantize` would give it."""
         if self.scale is None:
             return Operand(self.numbers)
         if native:
-            return Codes(self.numbers, self.scale, torch.ones_like(self.scale), self.cast)
+            return QuantizedOperand(self.numbers, self.scale, torch.ones_like(self.scale), self.cast)
         return Operand(decode(self.numbers, self.cast.element, dtype), self.scale)
 
     @classmethod
@@ -93,15 +93,17 @@ class Gathered(torch.Tensor):
     ) -> Any:
         """Views are of the numbers; anything else sees the weight in float32."""
         first = args[0] if args else None
-        if isinstance(first, Gathered):
+        if isinstance(first, GatheredWeight):
             if func is aten.as_strided.default:  # FSDP's, which asks for the shape that it has
                 assert (tuple(args[1]), tuple(args[2])) == (first.shape, first.stride())
-                return Gathered(first.numbers, first.scale, first.cast, first.is_operand)
+                return GatheredWeight(first.numbers, first.scale, first.cast, first.is_operand)
             if func in _VIEWS:
-                return Gathered(func(first.numbers, *args[1:]), first.scale, first.cast, first.is_operand)
+                return GatheredWeight(
+                    func(first.numbers, *args[1:]), first.scale, first.cast, first.is_operand
+                )
             if func is aten._to_copy.default and first.scale is None and kwargs:
                 return func(first.numbers, *args[1:], **kwargs)
-        args, kwargs = tree_map_only(Gathered, lambda x: x.wide().float(), (args, kwargs or {}))
+        args, kwargs = tree_map_only(GatheredWeight, lambda x: x.wide().float(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -109,13 +111,13 @@ class Gathered(torch.Tensor):
         return f"Gathered({tuple(self.shape)}, {self.cast.name})"
 
 
-class Hollow(torch.Tensor):
+class PlaceholderShard(torch.Tensor):
     """Looks like a float32 tensor, and has no numbers: whatever is done with it gives such a one."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, strides: Sequence[int], device: torch.device) -> "Hollow":
+    def __new__(cls, shape: torch.Size, strides: Sequence[int], device: torch.device) -> "PlaceholderShard":
         """Of a shape."""
         return torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=torch.float32, device=device, strides=strides
@@ -129,19 +131,21 @@ class Hollow(torch.Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Ask a tensor on the meta device for the shape of the result."""
-        hollow = next(a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Hollow))
+        placeholder = next(
+            a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, PlaceholderShard)
+        )
 
         def to_meta(x: torch.Tensor) -> torch.Tensor:
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
         metas, named = tree_map_only(torch.Tensor, to_meta, (args, dict(kwargs or {})))
-        device = named.get("device") or hollow.device
+        device = named.get("device") or placeholder.device
         if "device" in named:
             named["device"] = torch.device("meta")
         found = func(*metas, **named)
         if func._schema.is_mutable:
             return args[0]
-        return tree_map_only(torch.Tensor, lambda x: Hollow(x.shape, x.stride(), device), found)
+        return tree_map_only(torch.Tensor, lambda x: PlaceholderShard(x.shape, x.stride(), device), found)
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Its shape, which is all it has."""
@@ -151,8 +155,8 @@ class Hollow(torch.Tensor):
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor], Any]:
         """What FSDP is to send, and what the receiver has to know."""
-        gathering: Gathering = module.gathering
-        return gathering.leave(self, mesh, outer_size)
+        gathering: WeightGather = module.gathering
+        return gathering.pre_all_gather(self, mesh, outer_size)
 
     def fsdp_post_all_gather(
         self,
@@ -164,10 +168,10 @@ class Hollow(torch.Tensor):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """The whole weight of what arrived."""
         gathering, scale, rows = metadata
-        return gathering.arrive(outputs[0][:rows], scale, out)
+        return gathering.post_all_gather(outputs[0][:rows], scale, out)
 
 
-class Gathering:
+class WeightGather:
     """How the weight of one layer travels.
 
     Attributes:
@@ -175,14 +179,16 @@ class Gathering:
         scale: 0-dim float32 (encode, decode), as last agreed on; `version` is that of the shard it is of.
     """
 
-    def __init__(self, cast: Cast, parameter: DTensor, at_rest: AtRest | None, part: Part) -> None:
+    def __init__(
+        self, cast: Cast, parameter: DTensor, at_rest: QuantizedState | None, part: TensorShard
+    ) -> None:
         """In the numbers of a cast; `part` tells whose the other shards are."""
         self.cast, self.parameter, self.at_rest, self.part = cast, parameter, at_rest, part
         self.scale: tuple[torch.Tensor, torch.Tensor] | None = None
         self.version = -1
         shard = parameter._local_tensor
-        if not isinstance(shard, Hollow):
-            for method in (Hollow.fsdp_pre_all_gather, Hollow.fsdp_post_all_gather):
+        if not isinstance(shard, PlaceholderShard):
+            for method in (PlaceholderShard.fsdp_pre_all_gather, PlaceholderShard.fsdp_post_all_gather):
                 setattr(shard, method.__name__, MethodType(method, shard))
 
     @property
@@ -190,7 +196,7 @@ class Gathering:
         """Whether its scale depends on all shards: not that of a weight at rest, which lies beside it."""
         return self.at_rest is None and self.cast.is_scaled
 
-    def leave(
+    def pre_all_gather(
         self, shard: torch.Tensor, mesh: DeviceMesh, size: torch.Size
     ) -> tuple[tuple[torch.Tensor], Any]:
         """What a shard of a weight of `size` sends, filled up to the rows that all shards have."""
@@ -208,31 +214,31 @@ class Gathering:
         if not self.cast.is_scaled:
             return shard.to(torch_dtype(self.cast.element)), None
         if self.version != shard._version:
-            agree([self])
+            sync_scales([self])
         assert self.scale is not None
         encode, decode = self.scale
         if not shard.numel():
             return shard.to(torch.uint8), decode
         return quantize(shard, self.cast, encode_scale=encode).codes, decode
 
-    def arrive(
+    def post_all_gather(
         self, numbers: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """A weight of what arrived, or what arrived into one."""
         if out is None:
-            return Gathered(numbers, scale, self.cast, self.at_rest is None), ()
+            return GatheredWeight(numbers, scale, self.cast, self.at_rest is None), ()
         whole = out._local_tensor if isinstance(out, DTensor) else out
-        assert isinstance(whole, Gathered)
+        assert isinstance(whole, GatheredWeight)
         whole.numbers, whole.scale = numbers, scale
         return None
 
 
 @torch.no_grad()
-def agree(gatherings: Sequence[Gathering]) -> None:
+def sync_scales(gatherings: Sequence[WeightGather]) -> None:
     """Take the scales of weights whose shards the same processes have, in one all-reduce."""
     shards = [g.parameter._local_tensor for g in gatherings]
     amaxes = [torch.linalg.vector_norm(s, torch.inf) if s.numel() else s.new_zeros(()) for s in shards]
-    amax = largest_of(torch.stack(amaxes), gatherings[0].part.groups)
+    amax = all_reduce_amax(torch.stack(amaxes), gatherings[0].part.groups)
     for gathering, shard, largest in zip(gatherings, shards, amax, strict=True):
         finite, cast = largest.isfinite(), gathering.cast
         encode, decode = fp32_scale(torch.where(finite, largest, 0.0), cast.element, cast.power_of_two)

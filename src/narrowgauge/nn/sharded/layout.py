@@ -14,42 +14,42 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from narrowgauge.quantization import Axis, Part, whole_axis
+from narrowgauge.quantization import ShardAxis, TensorShard, full_axis
 
 Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenShard:
     """Of each sequence's tokens those of one share of `count` equal ones, the groups holding the others."""
 
     index: int
     count: int
     groups: tuple[dist.ProcessGroup, ...]
 
-    def axis(self, samples: int, here: int) -> Axis:
+    def axis(self, samples: int, here: int) -> ShardAxis:
         """Of so many sequences one after the other, `here` tokens of each."""
         each = here * self.count
         runs = tuple((b * each + self.index * here, here) for b in range(samples))
-        return Axis(samples * each, runs, self.groups)
+        return ShardAxis(samples * each, runs, self.groups)
 
 
 @dataclass(frozen=True)
-class Split:
+class LinearShards:
     """The division of one layer; None for what lies here whole.
 
     `before` makes of the input that of the products, `after` of their result the layer's, before a bias.
     """
 
-    tokens: Tokens | None = None
-    inputs: Axis | None = None
-    outputs: Axis | None = None
+    tokens: TokenShard | None = None
+    inputs: ShardAxis | None = None
+    outputs: ShardAxis | None = None
     before: Exchange | None = None
     after: Exchange | None = None
 
-    def parts(self, samples: int, m: int, n: int, k: int) -> dict[str, Part]:
+    def parts(self, samples: int, m: int, n: int, k: int) -> dict[str, TensorShard]:
         """The parts of x (M, K), w (N, K) and dy (M, N), M tokens of `samples` sequences being here."""
-        M = whole_axis(m) if self.tokens is None else self.tokens.axis(samples, m // samples)
-        N, K = self.outputs or whole_axis(n), self.inputs or whole_axis(k)
-        every = {"x": Part((M, K)), "w": Part((N, K)), "dy": Part((M, N))}
+        M = full_axis(m) if self.tokens is None else self.tokens.axis(samples, m // samples)
+        N, K = self.outputs or full_axis(n), self.inputs or full_axis(k)
+        every = {"x": TensorShard((M, K)), "w": TensorShard((N, K)), "dy": TensorShard((M, N))}
         return {name: part for name, part in every.items() if not part.is_whole}

@@ -42,8 +42,8 @@ from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.gauges.histogram import WIDTH, counts, histogram
 from narrowgauge.quantization.outliers import clamp_outliers
 from narrowgauge.quantization.quantize import over_block, transformed
-from narrowgauge.quantization.scale_and_round import block_amax, pieces, scales_of
-from narrowgauge.quantization.state.quantized_state import AtRest
+from narrowgauge.quantization.scale_and_round import block_amax, chunks, scales_of
+from narrowgauge.quantization.state.quantized_state import QuantizedState
 
 BINADES = 16
 _SLACK = 2.0**-20
@@ -80,7 +80,7 @@ def gauge_operand(
 
 
 @torch.no_grad()
-def gauge_state(x: torch.Tensor, stored: AtRest) -> torch.Tensor:
+def gauge_state(x: torch.Tensor, stored: QuantizedState) -> torch.Tensor:
     """Gauge what was stored of a tensor (float32), as a vector for `figures`.
 
     Range expansion stretches each block to the largest number: nothing is clipped, and nothing counted.
@@ -133,7 +133,7 @@ def gauge(
         limit = torch.where(limit > 0, limit, torch.inf)
     clips = limit is not None and (x.device.type != "cpu" or bool((amax > limit * (1 + _SLACK)).any()))
     sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=x.device)
-    for piece in pieces(split):
+    for piece in chunks(split):
         of_piece = piece.of(split), piece.of(after), None if limit is None else piece.of(limit)
         sums += _sums(*of_piece, factor, clips, is_same=seen is x)
     sums[1:3] -= split.numel() - x.numel()  # zeros that pad a ragged edge
@@ -228,12 +228,13 @@ def decibels(signal: float, noise: float) -> float | None:
 
 
 def gauge_product(result: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Compare a product with the same in high precision, of one shape: float64 [4], for `likeness`."""
+    """Compare a product with the same in high precision, of one shape: float64 [4], for
+    `cosine_similarity`."""
     a, b = result.double(), exact.double()
     return torch.stack([(a * b).sum(), (a * a).sum(), (b * b).sum(), (a - b).square().sum()])
 
 
-def likeness(vector: Sequence[float]) -> dict[str, float | None]:
+def cosine_similarity(vector: Sequence[float]) -> dict[str, float | None]:
     """Cosine of the angle between a product and the same in high precision, and SQNR in decibels."""
     dot, ours, exact, noise = vector
     is_good = 0 < ours < math.inf and 0 < exact < math.inf

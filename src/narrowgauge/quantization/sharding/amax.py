@@ -9,20 +9,24 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from narrowgauge.quantization.purpose import sending
-from narrowgauge.quantization.sharding.shard import Part, largest_of
+from narrowgauge.quantization.purpose import comm_tag
+from narrowgauge.quantization.sharding.shard import TensorShard, all_reduce_amax
 
 
-def largest_of_each(tensors: Sequence[torch.Tensor], parts: Sequence[Part | None]) -> list[torch.Tensor]:
+def all_reduce_amaxes(
+    tensors: Sequence[torch.Tensor], parts: Sequence[TensorShard | None]
+) -> list[torch.Tensor]:
     """The largest magnitude of each whole tensor, of which these are parts: 0-dim, infinite where not finite.
 
     One collective for all that are divided alike, instead of one for each.
     """
     found = [t.abs().amax() if t.numel() else t.new_zeros(()) for t in tensors]
-    return _together(found, parts, largest_of)
+    return _together(found, parts, all_reduce_amax)
 
 
-def shares_of_each(which: Iterable[torch.Tensor], parts: Sequence[Part | None]) -> list[torch.Tensor]:
+def all_reduce_shares(
+    which: Iterable[torch.Tensor], parts: Sequence[TensorShard | None]
+) -> list[torch.Tensor]:
     """The share of each whole tensor's elements for which a bool tensor is true, 0-dim float32.
 
     One collective for all that are divided alike.
@@ -37,7 +41,7 @@ def shares_of_each(which: Iterable[torch.Tensor], parts: Sequence[Part | None]) 
 
 def _together(
     values: list[torch.Tensor],
-    parts: Sequence[Part | None],
+    parts: Sequence[TensorShard | None],
     agree: Callable[[torch.Tensor, Sequence[dist.ProcessGroup]], torch.Tensor],
 ) -> list[torch.Tensor]:
     """What the holders of each whole tensor agree on, from what each of them has: 0-dim tensors."""
@@ -53,7 +57,7 @@ def _together(
 
 
 def _total(counts: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    with sending("amax"):
+    with comm_tag("amax"):
         for group in groups:
             dist.all_reduce(counts, group=group)
     return counts

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 
 from narrowgauge.errors import UserError
-from narrowgauge.formats import Stream
+from narrowgauge.formats import RandomStream
 from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.purpose import sending
+from narrowgauge.quantization.purpose import comm_tag
 
 
 @dataclass(frozen=True, eq=False)
-class Axis:
+class ShardAxis:
     """The entries of one dimension of a global tensor that lie here.
 
     Attributes:
@@ -57,7 +57,7 @@ class Axis:
         ends = last[0] + last[1] == self.size or last[1] % block == 0
         return ends and last[0] % block == 0 and all(a % block == 0 == n % block for a, n in others)
 
-    def rows(self, rank: int, size: int, *group: dist.ProcessGroup) -> "Axis":
+    def rows(self, rank: int, size: int, *group: dist.ProcessGroup) -> "ShardAxis":
         """The entries that process `rank` of `size` gets when these are cut as `torch.chunk` cuts them.
 
         `group` has those processes; without one it is arithmetic only.
@@ -70,22 +70,22 @@ class Axis:
             if low < high:
                 runs.append((a + low, high - low))
             passed += n
-        return Axis(self.size, tuple(runs), (*self.groups, *group))
+        return ShardAxis(self.size, tuple(runs), (*self.groups, *group))
 
 
-def whole_axis(size: int) -> Axis:
+def full_axis(size: int) -> ShardAxis:
     """An axis that nobody else has entries of."""
-    return Axis(size, ((0, size),), ())
+    return ShardAxis(size, ((0, size),), ())
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class TensorShard:
     """A local tensor as part of a global one: an axis for each dimension.
 
     `agreed` is its largest magnitude, where all have found it already (`agreement`).
     """
 
-    axes: tuple[Axis, ...]
+    axes: tuple[ShardAxis, ...]
     agreed: torch.Tensor | None = None
 
     @property
@@ -113,7 +113,7 @@ class Part:
         """Into how many pieces the global tensor is divided."""
         return prod(group.size() for group in self.groups)
 
-    def share_amax(self, amax: torch.Tensor, cast: Cast, axis: int) -> torch.Tensor:
+    def reduce_amax(self, amax: torch.Tensor, cast: Cast, axis: int) -> torch.Tensor:
         """The largest magnitudes of blocks that others hold elements of, too; other blocks stay as they are.
 
         A NaN or an infinity comes back as infinity.
@@ -130,7 +130,7 @@ class Part:
                 shared += own.groups
             elif own.groups and not own.holds_whole(extent):
                 raise _cut(own, f"blocks of {extent}", cast)
-        return largest_of(amax, shared)
+        return all_reduce_amax(amax, shared)
 
     def require_groups_of(self, size: int, axis: int, cast: Cast) -> None:
         """Refuse a transform of `size` elements along an axis where one would be cut."""
@@ -151,7 +151,7 @@ class Part:
             index = index[..., None] * axis.size + axis.positions.to(device)
         return index
 
-    def bits_of(self, stream: Stream) -> Stream | torch.Tensor:
+    def bits_of(self, stream: RandomStream) -> RandomStream | torch.Tensor:
         """The stream, or its numbers for the elements that lie here where they do not follow each other."""
         if self.is_whole:
             return stream
@@ -160,7 +160,7 @@ class Part:
             return stream.from_element(first.runs[0][0] * prod(axis.size for axis in others))
         return stream.uniform_at(self.places(stream.key.device))
 
-    def everything(self, x: torch.Tensor) -> torch.Tensor:
+    def all_gather_flat(self, x: torch.Tensor) -> torch.Tensor:
         """All elements of the global tensor, in no particular order, as one row."""
         x = x.flatten()
         for group in self.groups:
@@ -195,14 +195,14 @@ class Part:
         )
 
 
-def largest_of(amax: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+def all_reduce_amax(amax: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
     """The largest of all processes of the groups, element by element; what is not finite is infinite.
 
     MAX of a NaN is defined differently by every backend, that of an infinity by none.
     """
     if groups:
         amax = torch.where(amax.isfinite(), amax, torch.inf)
-        with sending("amax"):
+        with comm_tag("amax"):
             for group in groups:
                 dist.all_reduce(amax, dist.ReduceOp.MAX, group)
     return amax
@@ -213,7 +213,7 @@ def _extent(cast: Cast, is_contracted: bool) -> int:
     return 0 if cast.block is None else cast.block[1 if is_contracted else 0]
 
 
-def _cut(axis: Axis, what: str, cast: Cast) -> UserError:
+def _cut(axis: ShardAxis, what: str, cast: Cast) -> UserError:
     return UserError(
         f"cast {cast.name!r} has {what}, and dividing {axis.size} entries over the processes would cut some; "
         "use fewer processes in that direction of [parallel], or other dimensions"

@@ -17,8 +17,8 @@ import torch
 
 from narrowgauge.quantization import scales
 from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.sharding.amax import largest_of_each, shares_of_each
-from narrowgauge.quantization.sharding.shard import Part
+from narrowgauge.quantization.sharding.amax import all_reduce_amaxes, all_reduce_shares
+from narrowgauge.quantization.sharding.shard import TensorShard
 
 LIMIT = 1e-5  # share of elements that may overflow
 STEPS_TO_DOUBLE = 1000
@@ -52,7 +52,7 @@ class PreScale:
         self._before: dict[str, torch.Tensor] = {}  # this step
 
     def begin_step(self) -> None:
-        """Learn from the step that is over; `forget_step` comes back to this."""
+        """Learn from the step that is over; `discard_step` comes back to this."""
         self._before = {name: tensor.clone() for name, tensor in self.tensors.items()}
         self.end_step()
 
@@ -77,7 +77,7 @@ class PreScale:
         mu.copy_(torch.where(overflowed < 0, mu, next_mu(mu, overflowed)))
         overflowed.fill_(UNUSED)
 
-    def forget_step(self) -> None:
+    def discard_step(self) -> None:
         """Be as before this step."""
         self.tensors["overflowed"].fill_(UNUSED)
         for name, tensor in self._before.items():
@@ -94,7 +94,7 @@ class Prescaled(NamedTuple):
     prescale: PreScale
     x: torch.Tensor
     cast: Cast
-    part: Part | None = None
+    part: TensorShard | None = None
 
     def beyond(self, scale: torch.Tensor) -> torch.Tensor:
         """Which elements overflow."""
@@ -108,9 +108,9 @@ def prescaled(gradients: Sequence[Prescaled]) -> list[torch.Tensor]:
     and how many elements overflow.
     """
     parts = [g.part for g in gradients]
-    every = zip(gradients, largest_of_each([g.x for g in gradients], parts), strict=True)
+    every = zip(gradients, all_reduce_amaxes([g.x for g in gradients], parts), strict=True)
     found = [g.prescale.scale_for(amax, g.cast) for g, amax in every]
     overflow = (g.beyond(scale) for g, scale in zip(gradients, found, strict=True))
-    for g, share in zip(gradients, shares_of_each(overflow, parts), strict=True):
+    for g, share in zip(gradients, all_reduce_shares(overflow, parts), strict=True):
         g.prescale.see(share)
     return found

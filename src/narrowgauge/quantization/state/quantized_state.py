@@ -23,18 +23,18 @@ from functools import cache
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.formats import Stream, decode, format, round_to, torch_dtype, unpack
+from narrowgauge.formats import RandomStream, decode, format, round_to, torch_dtype, unpack
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.codebook import from_codes, to_codes
 from narrowgauge.quantization.quantize import QTensor, emulate, over_block, quantize
-from narrowgauge.quantization.sharding.shard import Part
-from narrowgauge.quantization.state.range_expansion import Expansion, expansion, shrink, stretch
+from narrowgauge.quantization.sharding.shard import TensorShard
+from narrowgauge.quantization.state.range_expansion import RangeExpansion, contract, expand, range_expansion
 
 _BLANK: dict[tuple[torch.Size, Cast], dict[str, tuple[torch.Size, torch.dtype]]] = {}
 
 
-class AtRest:
+class QuantizedState:
     """A tensor of a fixed shape in the numbers of a cast.
 
     Attributes:
@@ -49,7 +49,7 @@ class AtRest:
         cast: Cast,
         device: torch.device | str = "cpu",
         on_host: bool = False,
-        part: Part | None = None,
+        part: TensorShard | None = None,
     ) -> None:
         """Zeros.
 
@@ -70,7 +70,7 @@ class AtRest:
             )
         self.shape, self.cast, self.part = torch.Size(shape), cast, part
         self.device, self.on_host = torch.device(device), on_host
-        self.gauge: Callable[[torch.Tensor, AtRest], None] | None = None
+        self.gauge: Callable[[torch.Tensor, QuantizedState], None] | None = None
         self.arriving: tuple[dict[str, torch.Tensor], torch.cuda.Event] | None = None
         self.tensors = self._blank() if self.device.type == "meta" else self._zeros()
         self.move(self.device)
@@ -81,7 +81,7 @@ class AtRest:
     def _blank(self) -> dict[str, torch.Tensor]:
         """The same without numbers: of all tensors of a shape, one is gone through."""
         if self.part is not None and self.part.groups:  # what is stored does not depend on who else has some
-            return AtRest(self.shape, self.cast, self.device).tensors
+            return QuantizedState(self.shape, self.cast, self.device).tensors
         key = self.shape, self.cast
         if key not in _BLANK:
             _BLANK[key] = {name: (t.shape, t.dtype) for name, t in self._zeros().items()}
@@ -112,7 +112,7 @@ class AtRest:
         scales = t["scales"] if cast.scale == "fp32" else decode(t["scales"], format(cast.scale))
         x = QTensor(codes, scales, None, whole, cast, blocks).dequantize()
         if cast.expand:
-            x = blocks.merge(shrink(blocks.split(x), Expansion(t["k"], t["c"])))
+            x = blocks.merge(contract(blocks.split(x), RangeExpansion(t["k"], t["c"])))
         return x.contiguous()
 
     @property
@@ -123,7 +123,7 @@ class AtRest:
     def write(
         self,
         x: torch.Tensor,
-        stream: Stream | None = None,
+        stream: RandomStream | None = None,
         encode_scale: torch.Tensor | None = None,
         amax: torch.Tensor | None = None,
     ) -> None:
@@ -177,9 +177,9 @@ class AtRest:
     def _encoded(
         self,
         x: torch.Tensor,
-        stream: Stream | None = None,
+        stream: RandomStream | None = None,
         encode_scale: torch.Tensor | None = None,
-        part: Part | None = None,
+        part: TensorShard | None = None,
     ) -> dict[str, torch.Tensor]:
         """What `tensors` are to hold for `x`."""
         cast = self.cast
@@ -205,8 +205,8 @@ class AtRest:
             if part is not None:
                 part.require_whole(cast)
             split = blocks.split(x)
-            e = expansion(split.abs(), blocks.inner, cast.element)
-            x, extra = blocks.merge(stretch(split, e)), e._asdict()
+            e = range_expansion(split.abs(), blocks.inner, cast.element)
+            x, extra = blocks.merge(expand(split, e)), e._asdict()
         q = quantize(x, cast, generator=stream, encode_scale=encode_scale, part=part)
         scales = q.scales if q.scale_codes is None else q.scale_codes
         whole = {"tensor_scale": q.tensor_scale} if cast.scale == "e4m3" else {}

@@ -20,14 +20,14 @@ from narrowgauge.formats import Format
 LARGEST_K = 64.0  # of a block whose magnitudes are nearly one
 
 
-class Expansion(NamedTuple):
+class RangeExpansion(NamedTuple):
     """What takes a block back: float32, one entry a block, in the shape that broadcasts over its elements."""
 
     k: torch.Tensor
     c: torch.Tensor
 
 
-def expansion(magnitudes: torch.Tensor, inner: list[int], element: Format) -> Expansion:
+def range_expansion(magnitudes: torch.Tensor, inner: list[int], element: Format) -> RangeExpansion:
     """The k and c of each block of a split tensor's magnitudes (float32, finite)."""
     largest = magnitudes.amax(inner, keepdim=True)
     smallest = torch.where(magnitudes > 0, magnitudes, math.inf).amin(inner, keepdim=True)
@@ -37,14 +37,14 @@ def expansion(magnitudes: torch.Tensor, inner: list[int], element: Format) -> Ex
     available = math.log2(element.max * element.max / 2)
     k = torch.floor(available / binades * 16) / 16
     k = torch.where(binades > 0, k.clamp(1 / 16, LARGEST_K), 1.0)
-    return Expansion(k, torch.sqrt(largest) * torch.sqrt(smallest))
+    return RangeExpansion(k, torch.sqrt(largest) * torch.sqrt(smallest))
 
 
-def stretch(x: torch.Tensor, e: Expansion) -> torch.Tensor:
+def expand(x: torch.Tensor, e: RangeExpansion) -> torch.Tensor:
     """f of above."""
     return x.sign() * (x.abs() / e.c) ** e.k
 
 
-def shrink(y: torch.Tensor, e: Expansion) -> torch.Tensor:
-    """The inverse of `stretch`."""
+def contract(y: torch.Tensor, e: RangeExpansion) -> torch.Tensor:
+    """The inverse of `expand`."""
     return y.sign() * y.abs() ** (1 / e.k) * e.c

@@ -21,7 +21,7 @@ from types import FrameType
 from rich.console import Console
 
 from narrowgauge.checkpoint import make_directory, write_whole
-from narrowgauge.distributed import MEETING
+from narrowgauge.distributed import RENDEZVOUS
 from narrowgauge.errors import UserError
 from narrowgauge.report.compare.grid import Point
 from narrowgauge.training import to_toml
@@ -63,7 +63,7 @@ def compare(points: Sequence[Point], out: Path, console: Console, rank: int = 0)
                     f"{out} cannot be written: {error.strerror}; name another with --out"
                 ) from None
             command = [sys.executable, "-m", "narrowgauge", "train", str(file), "--out", str(path)]
-            if code := _run_to_its_end(command, {**os.environ, MEETING: point.name}):
+            if code := _run_to_its_end(command, {**os.environ, RENDEZVOUS: point.name}):
                 raise ComparisonFailed(point.name, code)
             runs.append(path)
     return runs

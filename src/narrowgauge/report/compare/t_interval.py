@@ -16,7 +16,7 @@ from functools import cache
 CONFIDENCE = 0.95
 
 
-def share_within(t: float, degrees: int) -> float:
+def t_probability(t: float, degrees: int) -> float:
     """How likely a variable of Student's distribution is within `t` of zero, t >= 0, degrees >= 1."""
     theta = math.atan(t / math.sqrt(degrees))
     sine, cosine = math.sin(theta), math.cos(theta)
@@ -30,18 +30,18 @@ def share_within(t: float, degrees: int) -> float:
 
 
 @cache
-def quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
+def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
     """The t within which a share `confidence` lies.
 
     >>> round(quantile(2), 3), round(quantile(4), 3)
     (4.303, 2.776)
     """
     low, high = 0.0, 1.0
-    while share_within(high, degrees) < confidence:
+    while t_probability(high, degrees) < confidence:
         low, high = high, 2 * high
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if share_within(middle, degrees) < confidence else (low, middle)
+        low, high = (middle, high) if t_probability(middle, degrees) < confidence else (low, middle)
     return (low + high) / 2
 
 
@@ -52,4 +52,4 @@ def half_width(values: Sequence[float], confidence: float = CONFIDENCE) -> float
         return None
     mean = math.fsum(values) / n
     deviation = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
-    return quantile(n - 1, confidence) * deviation / math.sqrt(n)
+    return t_quantile(n - 1, confidence) * deviation / math.sqrt(n)

@@ -56,12 +56,12 @@ class Config(Section):
         is_default = "every" not in self.gauges.model_fields_set
         return 0 if self.training.compile and is_default else self.gauges.every
 
-    def the_model(self) -> ModelConfig:
+    def resolved_model(self) -> ModelConfig:
         """The model's dimensions: the named size with the section's other keys over it."""
         section = self.model.model_dump(exclude_none=True, exclude={"weights"})
         return model_config(**section)
 
-    def the_recipe(self) -> Recipe:
+    def resolved_recipe(self) -> Recipe:
         """The recipe, with the section's places over it."""
         return recipe(self.recipe.name).with_places(self.recipe.places)
 
@@ -83,8 +83,8 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
         raise unknown("backend", config.recipe.backend, BACKENDS)
     if config.data.weights:
         split_sources(config.data.source, config.data.weights)
-    the_model = config.the_model()
-    config.the_recipe()
+    the_model = config.resolved_model()
+    config.resolved_recipe()
     t = config.training
     if t.batch_size % t.micro_batch_size:
         raise UserError(
@@ -189,7 +189,7 @@ def to_toml(config: Config) -> str:
     """The whole configuration as TOML, resolved: it makes the same run again."""
     tables = config.model_dump()
     start = {"weights": config.model.weights} if config.model.weights else {}
-    tables["model"] = {"name": config.model.name} | start | asdict(config.the_model())
+    tables["model"] = {"name": config.model.name} | start | asdict(config.resolved_model())
     tables["recipe"] |= tables["recipe"].pop("places")
     tables["gauges"]["every"] = config.gauges_every()
     lines = []

@@ -17,10 +17,10 @@ from narrowgauge.errors import UserError, unknown
 from narrowgauge.training.config.config import Config, config_keys, trajectory
 
 TORCH = "code.torch"
-Changes = Mapping[str, tuple[object, object]]  # key -> what it was, what it is
+ConfigDiff = Mapping[str, tuple[object, object]]  # key -> what it was, what it is
 
 
-def differences(there: Config, here: Config) -> dict[str, tuple[object, object]]:
+def config_diff(there: Config, here: Config) -> dict[str, tuple[object, object]]:
     """Every `section.key` by which two configurations make another trajectory, with both values."""
     old, new = trajectory(there), trajectory(here)
     found = {}
@@ -40,7 +40,7 @@ def check_keys(allowed: Sequence[str]) -> None:
             raise unknown("key", f"--allow-change {key}", known)
 
 
-def require_allowed(path: object, changes: Changes, allowed: Sequence[str]) -> None:
+def require_allowed(path: object, changes: ConfigDiff, allowed: Sequence[str]) -> None:
     """Raise `UserError` with every difference that was not allowed by name."""
     refused = {key: values for key, values in changes.items() if key not in allowed}
     if refused:

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from narrowgauge.data import AUTO
 from narrowgauge.models import ModelConfig
-from narrowgauge.optim import Kind
+from narrowgauge.optim import ScheduleKind
 from narrowgauge.recipes import BACKENDS
 from narrowgauge.training.monitor.hardware import bytes_of
 
@@ -148,7 +148,7 @@ class OptimizerSection(Section):
 class ScheduleSection(Section):
     """The learning rate over time."""
 
-    kind: Kind = Field("cosine", description="cosine, linear, wsd or constant")
+    kind: ScheduleKind = Field("cosine", description="cosine, linear, wsd or constant")
     warmup_steps: int = Field(100, ge=0, description="steps of the linear rise")
     final_lr_fraction: float = Field(0.1, ge=0, le=1, description="share of the peak at the end")
     decay_fraction: float = Field(0.2, gt=0, le=1, description="wsd: share of the steps that decay")

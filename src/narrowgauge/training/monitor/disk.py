@@ -13,7 +13,7 @@ from pathlib import Path
 from narrowgauge.checkpoint import steps
 from narrowgauge.errors import UserError
 from narrowgauge.training.monitor.memory import gib
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.step.trainer import Trainer
 
 _BESIDE = 4  # inodes beside those of tensors: index, state, manifest, the directory
 _SLACK = 1 << 16  # bytes of each of its files: headers, and the last block
@@ -39,16 +39,16 @@ class Room:
         return f"{gib(self.bytes)}" + ("" if self.inodes is None else f" and {self.inodes} inodes")
 
 
-def checkpoint_room(session: Session) -> Room:
+def checkpoint_room(trainer: Trainer) -> Room:
     """What one checkpoint of all processes takes; two names of a tensor are stored once."""
     here: dict[tuple[int, int], int] = {}
-    groups = session.pieces()
+    groups = trainer.pieces()
     for named in groups.values():
         for pieces in named.values():
             for piece in pieces:
                 size = prod(piece.shape) * piece.tensor.element_size()
                 here[piece.tensor.data_ptr(), piece.tensor.nbytes] = size // len(pieces)
-    engine = session.engine
+    engine = trainer.engine
     [told] = engine.sums([sum(here.values())])  # each process of a stage has told of all of it
     files = len(groups) * engine.mesh.layout.size + _BESIDE
     return Room(round(told / engine.mesh.size("stage")) + files * _SLACK, files)

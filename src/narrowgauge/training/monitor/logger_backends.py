@@ -20,7 +20,7 @@ PROJECT = "narrowgauge"
 _OPEN_S = 10.0
 
 
-class Sink(Protocol):
+class LoggerBackend(Protocol):
     """What a program is to us; every method may take long, or fail in ways of its own."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -113,7 +113,7 @@ class Kind:
     """A program: the package it needs, which is also our extra's name, and how it is opened."""
 
     package: str
-    open: Callable[[Opening], Sink]
+    open: Callable[[Opening], LoggerBackend]
 
 
 KINDS: Mapping[str, Kind] = {

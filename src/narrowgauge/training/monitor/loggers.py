@@ -15,7 +15,7 @@ from queue import Empty, Full, Queue
 from typing import Any
 
 from narrowgauge.errors import UserError
-from narrowgauge.training.monitor.logger_backends import KINDS, Opening, Sink, is_installed
+from narrowgauge.training.monitor.logger_backends import KINDS, LoggerBackend, Opening, is_installed
 
 Values = dict[str, float]
 Say = Callable[[str], None]
@@ -40,14 +40,14 @@ def require_sinks(names: Iterable[str]) -> None:
 class Feed:
     """One sink and its thread, which begins with the first record."""
 
-    def __init__(self, name: str, open: Callable[[int], Sink], say: Say) -> None:
+    def __init__(self, name: str, open: Callable[[int], LoggerBackend], say: Say) -> None:
         self.name, self.open, self.say = name, open, say
         self._records: Queue[tuple[int, Values]] = Queue(WAITING)
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_down = False
         self._next_try = 0.0
-        self._sink: Sink | None = None
+        self._sink: LoggerBackend | None = None
 
     def put(self, step: int, values: Values) -> None:
         """Give a record to the thread; never waits."""
@@ -107,16 +107,16 @@ class Feed:
 
 
 @dataclass(frozen=True)
-class Sinks:
+class Loggers:
     """All sinks of a run; without any, every call is for nothing."""
 
     feeds: tuple[Feed, ...] = field(default=())
 
     @classmethod
-    def of(cls, names: Iterable[str], path: Path, config: Mapping[str, Any], say: Say) -> "Sinks":
+    def of(cls, names: Iterable[str], path: Path, config: Mapping[str, Any], say: Say) -> "Loggers":
         """Of these `KINDS`, opened when the first record comes."""
 
-        def opener(name: str) -> Callable[[int], Sink]:
+        def opener(name: str) -> Callable[[int], LoggerBackend]:
             return lambda step: KINDS[name].open(Opening(path, config, step))
 
         return cls(tuple(Feed(name, opener(name), say) for name in dict.fromkeys(names)))

@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowgauge.distributed import whole_weights
+from narrowgauge.distributed import full_weights
 from narrowgauge.models import count_parameters
 from narrowgauge.nn import recipe_tensors
 from narrowgauge.optim import local
-from narrowgauge.training.monitor.memory_tracker import Watch
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.monitor.memory_tracker import MemoryTracker
+from narrowgauge.training.step.trainer import Trainer
 
 STATE = ("weights", "master", "gradients", "m", "v", "other")
 CLASSES = (*STATE, "saved activations", "logits", "whole weights", "workspace")
@@ -57,19 +57,19 @@ class Memory:
         return {"bytes": self.device, "host_bytes": self.host, "peak": self.peak}
 
 
-def measured(session: Session, watch: Watch) -> Memory:
+def measured(trainer: Trainer, watch: MemoryTracker) -> Memory:
     """The memory of a session, after the step that was watched."""
-    device, host = _of_state(session)
-    grads = [local(p.grad) for p in session.optimizer.parameters() if p.grad is not None]
-    in_buckets = any(isinstance(module, DistributedDataParallel) for module in session.engine.modules)
+    device, host = _of_state(trainer)
+    grads = [local(p.grad) for p in trainer.optimizer.parameters() if p.grad is not None]
+    in_buckets = any(isinstance(module, DistributedDataParallel) for module in trainer.engine.modules)
     new = 0 if in_buckets else sum(g.nbytes for g in grads)  # DDP's buckets were there before
-    saved = watch.saved - _early_gradient(session)
-    device["whole weights"] = min(saved, whole_weights(session.model, session.engine.mesh))
-    device["logits"] = min(saved - device["whole weights"], _logits(session))
+    saved = watch.saved - _early_gradient(trainer)
+    device["whole weights"] = min(saved, full_weights(trainer.model, trainer.engine.mesh))
+    device["logits"] = min(saved - device["whole weights"], _logits(trainer))
     device["saved activations"] = saved - device["logits"] - device["whole weights"]
     # Gradients that a step makes anew are a class of their own.
     device["workspace"] = max(0, watch.peak - saved - new)
-    return Memory(device, host, count_parameters(session.config.the_model()))
+    return Memory(device, host, count_parameters(trainer.config.resolved_model()))
 
 
 def gib(size: int) -> str:
@@ -77,7 +77,7 @@ def gib(size: int) -> str:
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
 
 
-def _of_state(session: Session) -> tuple[dict[str, int], dict[str, int]]:
+def _of_state(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
     """(on the device, on the host): bytes of the state by class."""
     device, host = dict.fromkeys(STATE, 0), dict.fromkeys(("master", "gradients", "m", "v"), 0)
     seen: set[int] = set()
@@ -88,32 +88,32 @@ def _of_state(session: Session) -> tuple[dict[str, int], dict[str, int]]:
                 seen.add(id(t))
                 (host if on_host and name in host else device)[name] += local(t).nbytes
 
-    for p in session.optimizer.parameters():
+    for p in trainer.optimizer.parameters():
         for name, part in (("weights", "at_rest"), ("master", "master"), ("gradients", "gradient")):
             if (at_rest := getattr(p, part, None)) is not None:
                 count(name, list(at_rest.tensors.values()), at_rest.on_host)
-        for place, moment in session.optimizer.moments(p).items():
+        for place, moment in trainer.optimizer.moments(p).items():
             count(place, list(moment.tensors.values()), moment.on_host)
         if getattr(p, "at_rest", None) is None:
             count("weights", [p])
         count("gradients", [] if p.grad is None else [p.grad])
-        count("other", [session.optimizer.state[p]["step"]])
-    count("other", [*session.model.buffers(), *recipe_tensors(session.model).values()])
+        count("other", [trainer.optimizer.state[p]["step"]])
+    count("other", [*trainer.model.buffers(), *recipe_tensors(trainer.model).values()])
     return device, {name: size for name, size in host.items() if size}
 
 
-def _logits(session: Session) -> int:
+def _logits(trainer: Trainer) -> int:
     """Bytes of the head's output of a micro-batch, where the head is here and it exists as a whole."""
-    if session.model.head is None or session.model.chunks_loss:
+    if trainer.model.head is None or trainer.model.chunks_loss:
         return 0
-    t, data, count = session.config.training, session.config.data, session.model.share[1]
+    t, data, count = trainer.config.training, trainer.config.data, trainer.model.share[1]
     tokens = t.micro_batch_size * data.sequence_length // count
-    return tokens * session.config.the_model().vocab_size * session.model.compute_dtype.itemsize
+    return tokens * trainer.config.resolved_model().vocab_size * trainer.model.compute_dtype.itemsize
 
 
-def _early_gradient(session: Session) -> int:
+def _early_gradient(trainer: Trainer) -> int:
     """Bytes of the head's gradient where the forward pass computes it (`kernels.head_loss`)."""
-    model = session.model
+    model = trainer.model
     if model.head is None or not model.chunks_loss or model.compute_dtype == torch.float16:
         return 0
     return model.head.weight.numel() * 4

@@ -12,21 +12,21 @@ from typing import Any
 import torch
 
 from narrowgauge.data import Batch
-from narrowgauge.distributed import Layout, MicroBatch, Traffic, imagined
+from narrowgauge.distributed import CommCounter, MicroBatch, ParallelDims, fake_mesh
 from narrowgauge.errors import UserError
 from narrowgauge.models import count_parameters
 from narrowgauge.nn import set_step
 from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.monitor import hardware
 from narrowgauge.training.monitor.memory import Memory, gib, measured
-from narrowgauge.training.monitor.memory_tracker import Watch
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.monitor.memory_tracker import MemoryTracker
+from narrowgauge.training.step.trainer import Trainer
 
-ALONE = Layout()
+ALONE = ParallelDims()
 
 
 @dataclass(frozen=True)
-class Step:
+class StepEstimate:
     """One optimizer step of one process.
 
     Attributes:
@@ -38,17 +38,17 @@ class Step:
     sent: Mapping[tuple[str, tuple[int, ...]], int]
 
 
-def expected(config: Config, layout: Layout = ALONE) -> Memory:
+def estimate_memory(config: Config, layout: ParallelDims = ALONE) -> Memory:
     """What a configuration's step will take on the process of a mesh that needs most."""
-    return expected_step(config, layout).memory
+    return estimate_step(config, layout).memory
 
 
-def expected_step(config: Config, layout: Layout = ALONE) -> Step:
+def estimate_step(config: Config, layout: ParallelDims = ALONE) -> StepEstimate:
     """The step of that process: of a pipeline the first or the last, else they are alike.
 
     Of many blocks, which are alike, a few are gone through, and a few more: the others take what those took.
     """
-    model, t = config.the_model(), config.training
+    model, t = config.resolved_model(), config.training
     unit = layout.stages * (t.recompute_every if t.recompute else 1)
     if model.layers <= 4 * unit or model.layers % unit:
         return _heaviest(config, layout)
@@ -61,11 +61,11 @@ def expected_step(config: Config, layout: Layout = ALONE) -> Step:
     return max(steps, key=lambda step: step.memory.peak)
 
 
-def _heaviest(config: Config, layout: Layout) -> Step:
+def _heaviest(config: Config, layout: ParallelDims) -> StepEstimate:
     return max((_step(config, layout, rank) for rank in _ends(layout)), key=lambda step: step.memory.peak)
 
 
-def _ends(layout: Layout) -> list[int]:
+def _ends(layout: ParallelDims) -> list[int]:
     """A process of the first stage and one of the last; without a pipeline all are alike."""
     return [0] if layout.pipeline == 1 else [0, layout.size - layout.size // layout.pipeline]
 
@@ -74,19 +74,19 @@ def _with_layers(config: Config, layers: int) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"layers": layers})})
 
 
-def _line(few: Step, more: Step, further: float, parameters: int) -> Step:
+def _line(few: StepEstimate, more: StepEstimate, further: float, parameters: int) -> StepEstimate:
     """What goes on as from the one step to the other."""
 
     def on(a: Mapping[Any, int], b: Mapping[Any, int]) -> dict[Any, int]:
         return {key: max(0, round(size + further * (size - a.get(key, 0)))) for key, size in b.items()}
 
     old, new = few.memory, more.memory
-    return Step(
+    return StepEstimate(
         Memory(on(old.device, new.device), on(old.host, new.host), parameters), on(few.sent, more.sent)
     )
 
 
-def _step(config: Config, layout: Layout, rank: int) -> Step:
+def _step(config: Config, layout: ParallelDims, rank: int) -> StepEstimate:
     """A step of one process, of as many micro-batches as tell what more of them would take."""
     t, meta = config.training, torch.device("meta")
     own = t.batch_size // (layout.data * t.micro_batch_size)
@@ -94,32 +94,32 @@ def _step(config: Config, layout: Layout, rank: int) -> Step:
     x_BT = torch.zeros(t.micro_batch_size, config.data.sequence_length, dtype=torch.long, device=meta)
     batch = Batch(x_BT, x_BT, x_BT.numel(), x_BT if config.data.separate_documents else None)
     sent: list[Counter[tuple[str, tuple[int, ...]]]] = []
-    with imagined(layout, rank) as mesh, Traffic() as traffic:
+    with fake_mesh(layout, rank) as mesh, CommCounter() as traffic:
         mesh.micro_batches = some
-        session, watch = Session.begin(config, meta, mesh), Watch(meta)
+        trainer, watch = Trainer.begin(config, meta, mesh), MemoryTracker(meta)
 
         def begin(i: int) -> None:
             sent.append(traffic.by_ranks.copy())
-            set_step(session.model, t.seed, 1, i * t.micro_batch_size, t.steps)
+            set_step(trainer.model, t.seed, 1, i * t.micro_batch_size, t.steps)
 
         traffic.by_ranks.clear()
         with watch:
             micro_batches = [MicroBatch(i, batch, 1.0) for i in range(some)]
-            session.engine.accumulate(micro_batches, begin, lambda loss: loss, watch.after_forward)
-            session.engine.finish_backward()
-            session.optimizer.clip_grad_norm_(config.optimizer.clip_norm)
-            session.optimizer.step()
-            session.engine.after_update()
+            trainer.engine.accumulate(micro_batches, begin, lambda loss: loss, watch.after_forward)
+            trainer.engine.finish_backward()
+            trainer.optimizer.clip_grad_norm_(config.optimizer.clip_norm)
+            trainer.optimizer.step()
+            trainer.engine.after_update()
         total = traffic.by_ranks
         for key, size in _of_each_further(sent, total, layout).items():
             total[key] += (own - some) * size
-        return Step(measured(session, watch), total)
+        return StepEstimate(measured(trainer, watch), total)
 
 
 def _of_each_further(
     sent: list[Counter[tuple[str, tuple[int, ...]]]],
     total: Counter[tuple[str, tuple[int, ...]]],
-    layout: Layout,
+    layout: ParallelDims,
 ) -> Counter[tuple[str, tuple[int, ...]]]:
     """What one more micro-batch sends: the second's, or of a pipeline its share; gradients not always."""
     sums_each = layout.is_cut and layout.zero > 1 and layout.pipeline == 1
@@ -129,7 +129,7 @@ def _of_each_further(
     return Counter({key: size // count for key, size in each.items() if key[0] in again})
 
 
-def require_memory(config: Config, device: torch.device, layout: Layout = ALONE) -> Memory:
+def require_memory(config: Config, device: torch.device, layout: ParallelDims = ALONE) -> Memory:
     """What is expected of a run; refuses one that cannot fit.
 
     A CPU's memory is promised freely, and a process that takes up the promise is killed without a word.
@@ -137,11 +137,11 @@ def require_memory(config: Config, device: torch.device, layout: Layout = ALONE)
     Raises:
         UserError: the state alone is larger than the device's memory, or the step than `memory_limit`.
     """
-    there, parameters = hardware.total_memory(device), count_parameters(config.the_model())
+    there, parameters = hardware.total_memory(device), count_parameters(config.resolved_model())
     least = parameters * _least_bytes(config) / (layout.size // layout.replicate)
     if least > there:  # too large even to be looked at
         raise UserError(f"{_too_large(config, parameters, least, device)}; choose a smaller --model")
-    memory = expected(config, layout)
+    memory = estimate_memory(config, layout)
     on_host = 0 if device.type != "cpu" else sum(memory.host.values())  # a CPU's device is its host
     if memory.state + on_host > there:
         advice = _advice(config, there, device.type != "cpu", layout)
@@ -157,7 +157,7 @@ def require_memory(config: Config, device: torch.device, layout: Layout = ALONE)
 
 def _least_bytes(config: Config) -> float:
     """Bytes of state on the device that no parameter goes below."""
-    recipe = config.the_recipe()
+    recipe = config.resolved_recipe()
     kept = (c for place, c in recipe.state.items() if c is not None and place not in recipe.offload)
     return sum(c.element.bits / 8 for c in kept)
 
@@ -169,7 +169,7 @@ def _too_large(config: Config, parameters: int, state: float, device: torch.devi
     )
 
 
-def _advice(config: Config, limit: int, has_host: bool, layout: Layout) -> str:
+def _advice(config: Config, limit: int, has_host: bool, layout: ParallelDims) -> str:
     found = [f"{words} ({gib(m.peak)})" for words, m in cheaper(config, has_host, layout) if m.peak <= limit]
     if found:
         return "it fits with " + ", or ".join(found)
@@ -180,11 +180,11 @@ def _advice(config: Config, limit: int, has_host: bool, layout: Layout) -> str:
 class _Change:
     words: str
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    layout: Layout | None = None
+    layout: ParallelDims | None = None
 
 
 def cheaper(
-    config: Config, has_host: bool = True, layout: Layout = ALONE, wider: bool = False
+    config: Config, has_host: bool = True, layout: ParallelDims = ALONE, wider: bool = False
 ) -> list[tuple[str, Memory]]:
     """What would lower the peak, as options of the command line, with the memory that is then expected.
 
@@ -198,7 +198,7 @@ def cheaper(
         changes.append(_Change("--training.recompute true", {"training": {"recompute": True}}))
     if not config.training.chunked_loss:
         changes.append(_Change("--training.chunked_loss true", {"training": {"chunked_loss": True}}))
-    if has_host and not config.the_recipe().offload:
+    if has_host and not config.resolved_recipe().offload:
         changes.append(
             _Change("--recipe.offload master,grad,m,v", {"recipe": {"offload": "master,grad,m,v"}})
         )
@@ -210,10 +210,10 @@ def cheaper(
         changes.append(together)
     if wider:
         changes += _wider(config, layout)
-    return [(c.words, expected(_changed(config, c.values), c.layout or layout)) for c in changes]
+    return [(c.words, estimate_memory(_changed(config, c.values), c.layout or layout)) for c in changes]
 
 
-def _wider(config: Config, layout: Layout) -> list[_Change]:
+def _wider(config: Config, layout: ParallelDims) -> list[_Change]:
     """Other divisions of the same processes, twice as many of them, narrower state."""
     changes = []
     if layout.shard > 1 and layout.zero < 3:
@@ -225,8 +225,8 @@ def _wider(config: Config, layout: Layout) -> list[_Change]:
     if config.training.batch_size % (twice.data * config.training.micro_batch_size) == 0:
         words = f"--devices {twice.size} --parallel.shard {twice.shard}"
         changes.append(_Change(words, layout=twice))
-    if config.the_recipe().state["m"] is not None and not config.recipe.places:
-        kept = (c for c in config.the_recipe().state.values() if c is not None)
+    if config.resolved_recipe().state["m"] is not None and not config.recipe.places:
+        kept = (c for c in config.resolved_recipe().state.values() if c is not None)
         if all(c.element.bits == 32 for c in kept):
             changes.append(_Change("--recipe msamp-o3", {"recipe": {"name": "msamp-o3"}}))
     return changes

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from narrowgauge.nn.sharded.gathered_weight import Gathered, Hollow
+from narrowgauge.nn.sharded.gathered_weight import GatheredWeight, PlaceholderShard
 
 
-class Watch:
+class MemoryTracker:
     """Watches one optimizer step of a session: `with watch: ...`, and `after_forward` in it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class Watch:
         self._operations = None if device.type == "cuda" else _Operations(device.type)
         self._start = 0
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "MemoryTracker":
         if self._operations is not None:
             self._operations.__enter__()
         else:
@@ -114,6 +114,6 @@ def _with_memory(leaf: Any) -> torch.Tensor | None:
     """The tensor that has the memory of what an operation was given."""
     if isinstance(leaf, DTensor):
         return _with_memory(leaf._local_tensor)
-    if isinstance(leaf, Gathered):
+    if isinstance(leaf, GatheredWeight):
         return leaf.numbers
-    return leaf if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Hollow) else None
+    return leaf if isinstance(leaf, torch.Tensor) and not isinstance(leaf, PlaceholderShard) else None

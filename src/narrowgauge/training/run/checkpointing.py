@@ -17,51 +17,62 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from narrowgauge.checkpoint import AsyncSaver, SaveError
-from narrowgauge.distributed import NEVER, START, Crew
+from narrowgauge.distributed import NEVER, START, Coordinator
 from narrowgauge.errors import UserError
 from narrowgauge.training.config.config import Config
-from narrowgauge.training.run.run_writer import Journal
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.run.run_writer import RunWriter
+from narrowgauge.training.step.trainer import Trainer
 
 
-class Saves:
-    """The saves of a run, at once or in the background; made by `saves_of`.
+class Checkpointer:
+    """The saves of a run, at once or in the background; made by `make_checkpointer`.
 
     Attributes:
         failures: how many failed since the last one that went well.
     """
 
     def __init__(
-        self, directory: Journal, say: Callable[[str], None], crew: Crew, most: int, saver: AsyncSaver | None
+        self,
+        directory: RunWriter,
+        say: Callable[[str], None],
+        coordinator: Coordinator,
+        most: int,
+        saver: AsyncSaver | None,
     ) -> None:
         """Of a directory; `saver` is the background, None without one."""
-        self.directory, self.say, self.crew, self.most, self._saver = directory, say, crew, most, saver
+        self.directory, self.say, self.coordinator, self.most, self._saver = (
+            directory,
+            say,
+            coordinator,
+            most,
+            saver,
+        )
         self.failures = 0
         self._under_way: int | None = None
 
-    def save(self, session: Session, run_id: str, must: bool) -> None:
+    def save(self, trainer: Trainer, run_id: str, must: bool) -> None:
         """Publish the state as it is now, in the background unless it `must` be there when this returns.
 
         Raises:
             SaveError: it was not published and must be, or it is one failure too many.
             PoisonedError: the state, or that of the save before in the background, is not finite.
         """
-        self.crew.at(f"the save after step {session.step}", START)
+        self.coordinator.progress(f"the save after step {trainer.step}", START)
         self.settle()
         self.directory.require_there()
-        session.check_replicas()
+        trainer.check_replicas()
         self.directory.sync_metrics()
         if self._saver is None:
-            with self._told(session.step, must):
-                session.save(self.directory.checkpoints, run_id, self.crew.control)
-                self._well(session.step)
+            with self._told(trainer.step, must):
+                trainer.save(self.directory.checkpoints, run_id, self.coordinator.control)
+                self._well(trainer.step)
             return
-        keep = session.config.checkpoint.keep
-        with self._told(session.step, must):
+        keep = trainer.config.checkpoint.keep
+        with self._told(trainer.step, must):
             self._saver.save(
-                self.directory.checkpoints, session.step, session.pieces(), session.state(), keep, run_id
+                self.directory.checkpoints, trainer.step, trainer.pieces(), trainer.state(), keep, run_id
             )
-            self._under_way = session.step
+            self._under_way = trainer.step
         if must:
             self.settle(must)
 
@@ -105,8 +116,10 @@ class Saves:
                 ) from error
 
 
-def saves_of(config: Config, directory: Journal, say: Callable[[str], None], crew: Crew) -> Saves:
-    """The saves of a run: all ranks of the crew call this together, and `end` when the run has ended."""
+def make_checkpointer(
+    config: Config, directory: RunWriter, say: Callable[[str], None], coordinator: Coordinator
+) -> Checkpointer:
+    """The saves of a run: all ranks of the run call this together, and `end` when the run has ended."""
     wanted = config.checkpoint
     saver = AsyncSaver(NEVER) if wanted.asynchronous else None
-    return Saves(directory, say, crew, wanted.max_failures, saver)
+    return Checkpointer(directory, say, coordinator, wanted.max_failures, saver)

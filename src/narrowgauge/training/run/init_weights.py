@@ -46,7 +46,7 @@ def start_from_weights(config: Config, model: Transformer) -> None:
     there = open_run(Path(config.model.weights), "cpu")
     weights = there.weights()
     with torch.device("meta"):
-        whole = Transformer(config.the_model())
+        whole = Transformer(config.resolved_model())
     ours = {name: p.shape for name, p in whole.named_parameters(remove_duplicate=False)}
     for name in sorted(ours.keys() | weights.keys()):
         found = tuple(weights[name].shape) if name in weights else "nothing"

@@ -1,20 +1,20 @@
 """How a run is spread over its processes: the grid that `[parallel]` asks for, and what it may not be."""
 
-from narrowgauge.distributed import Layout, check_blocks, check_division, fit
+from narrowgauge.distributed import ParallelDims, check_blocks, check_tensor_parallel, resolve_dims
 from narrowgauge.errors import UserError
 from narrowgauge.training.config.config import Config
 
 
-def layout_of(config: Config, processes: int) -> Layout:
+def parallel_dims_of(config: Config, processes: int) -> ParallelDims:
     """The grid of `[parallel]` for so many processes.
 
     Raises:
         UserError: it has another number of processes, or model, batch or settings do not allow it.
     """
-    layout = fit(Layout(**config.parallel.model_dump()), processes)
-    model, t, data = config.the_model(), config.training, layout.data
-    check_division(model, config.data.sequence_length, layout)
-    check_blocks(model, config.the_recipe(), config.data.sequence_length, t.micro_batch_size, layout)
+    layout = resolve_dims(ParallelDims(**config.parallel.model_dump()), processes)
+    model, t, data = config.resolved_model(), config.training, layout.data
+    check_tensor_parallel(model, config.data.sequence_length, layout)
+    check_blocks(model, config.resolved_recipe(), config.data.sequence_length, t.micro_batch_size, layout)
     if t.batch_size % (data * t.micro_batch_size):
         fitting = [n for n in range(1, t.batch_size + 1) if t.batch_size % (n * t.micro_batch_size) == 0]
         raise UserError(
@@ -31,7 +31,7 @@ def layout_of(config: Config, processes: int) -> Layout:
     return layout
 
 
-def _check_pipeline(layout: Layout, micro_batches: int) -> None:
+def _check_pipeline(layout: ParallelDims, micro_batches: int) -> None:
     """Refuse so many micro-batches a step where the pipeline's schedule cannot have them."""
     if layout.chunks > 1 and layout.pipeline == 1:
         raise UserError(

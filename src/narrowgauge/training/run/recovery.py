@@ -16,41 +16,43 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.checkpoint import DamagedError, steps, verify
-from narrowgauge.distributed import Crew
+from narrowgauge.distributed import Coordinator
 from narrowgauge.training.run_directory import RunDirectory
-from narrowgauge.training.step.guard import Verdict
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.step.guard import GuardVerdict
+from narrowgauge.training.step.trainer import Trainer
 
 
-def respond(
-    session: Session,
+def recover(
+    trainer: Trainer,
     directory: RunDirectory,
     run_id: str,
     loss: float,
     norm: float,
     say: Callable[[str], None],
-    crew: Crew,
+    coordinator: Coordinator,
 ) -> bool:
-    """Act on `session.verdict`; returns whether the run went back, so that its data has to be opened anew.
+    """Act on `trainer.verdict`; returns whether the run went back, so that its data has to be opened anew.
 
     Raises `Diverged` where the guard's patience is at its end.
     """
-    verdict, guard = session.verdict, session.guard
+    verdict, guard = trainer.verdict, trainer.guard
     if verdict.action == "rollback":
-        guard.require_patience(verdict, session.step)
-        every = session.config.checkpoint.every
+        guard.require_patience(verdict, trainer.step)
+        every = trainer.config.checkpoint.every
         target = (
-            rollback_target(directory.checkpoints, run_id, session.step, every) if crew.rank == 0 else None
+            rollback_target(directory.checkpoints, run_id, trainer.step, every)
+            if coordinator.rank == 0
+            else None
         )
-        name = crew.share(None if target is None else target.name)
+        name = coordinator.broadcast(None if target is None else target.name)
         if name is not None:
             figures = {"loss": loss, "grad_norm": norm}
-            _go_back(session, directory, directory.checkpoints / name, figures, say, crew)
+            _roll_back(trainer, directory, directory.checkpoints / name, figures, say, coordinator)
             return True
         verdict = guard.cannot_roll_back(verdict)
     if verdict.action != "take":
-        _tell(session, directory, verdict, say)
-        guard.require_patience(verdict, session.step, str(session.first_bad or ""))
+        _tell(trainer, directory, verdict, say)
+        guard.require_patience(verdict, trainer.step, str(trainer.first_bad or ""))
     return False
 
 
@@ -67,39 +69,41 @@ def rollback_target(checkpoints: Path, run_id: str, before: int, every: int) -> 
     return None
 
 
-def _go_back(
-    session: Session,
+def _roll_back(
+    trainer: Trainer,
     directory: RunDirectory,
     path: Path,
     figures: dict[str, float],
     say: Callable[[str], None],
-    crew: Crew,
+    coordinator: Coordinator,
 ) -> None:
-    reason, before, spike = session.verdict.reason, session.guard, session.step
-    session.restore(path, crew.control)
-    guard = session.guard
+    reason, before, spike = trainer.verdict.reason, trainer.guard, trainer.step
+    trainer.restore(path, coordinator.control)
+    guard = trainer.guard
     guard.rolled_back(before)
-    directory.keep_metrics_until(session.step, guard.rollbacks)
-    first = guard.samples - (spike - session.step) * session.config.training.batch_size
+    directory.keep_metrics_until(trainer.step, guard.rollbacks)
+    first = guard.samples - (spike - trainer.step) * trainer.config.training.batch_size
     event = {
         "event": "rollback",
-        "step": session.step,
+        "step": trainer.step,
         "reason": reason,
         "from_step": spike,
         "figures": figures,
     }
     skipped = {"skipped_samples": [first, guard.samples - 1]}
     directory.record({**event, **skipped, "rollbacks": guard.rollbacks})
-    say(f"step {spike}: {reason}; back to step {session.step}, and on with other data")
+    say(f"step {spike}: {reason}; back to step {trainer.step}, and on with other data")
 
 
-def _tell(session: Session, directory: RunDirectory, verdict: Verdict, say: Callable[[str], None]) -> None:
-    event: dict[str, Any] = {"event": "spike" if verdict.takes else "skip", "step": session.step}
+def _tell(
+    trainer: Trainer, directory: RunDirectory, verdict: GuardVerdict, say: Callable[[str], None]
+) -> None:
+    event: dict[str, Any] = {"event": "spike" if verdict.takes else "skip", "step": trainer.step}
     event["reason"] = verdict.reason
     found = ""
-    if session.first_bad is not None:
-        event["first_bad"] = session.first_bad.as_json()
-        found = f"; {session.first_bad}"
+    if trainer.first_bad is not None:
+        event["first_bad"] = trainer.first_bad.as_json()
+        found = f"; {trainer.first_bad}"
     directory.record(event)
     what = "a spike" if verdict.takes else "skipped"
-    say(f"step {session.step}: {what}, {verdict.reason}{found}")
+    say(f"step {trainer.step}: {what}, {verdict.reason}{found}")

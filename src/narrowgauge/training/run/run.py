@@ -14,23 +14,30 @@ from rich.console import Console
 
 from narrowgauge.checkpoint import lock_run
 from narrowgauge.data import AUTO, Dataset, count_windows, open_data, split_sources
-from narrowgauge.distributed import Crew, Layout, Mesh, Stopped, joined, world_from
+from narrowgauge.distributed import (
+    Coordinator,
+    Mesh,
+    ParallelDims,
+    StoppedByPeer,
+    init_process_group,
+    world_from,
+)
 from narrowgauge.errors import UserError
 from narrowgauge.recipes import choose_backend, device_facts
 from narrowgauge.signals import Preempted, Requests, StoppedEarly, stop_requests
 from narrowgauge.training.config.config import Config, make_config
-from narrowgauge.training.config.diff import Changes, check_keys
+from narrowgauge.training.config.diff import ConfigDiff, check_keys
 from narrowgauge.training.monitor import hardware
-from narrowgauge.training.monitor.loggers import Sinks, require_sinks
+from narrowgauge.training.monitor.loggers import Loggers, require_sinks
 from narrowgauge.training.monitor.memory import Memory, gib
 from narrowgauge.training.monitor.memory_estimate import cheaper, require_memory
 from narrowgauge.training.monitor.profiler import Profile
 from narrowgauge.training.monitor.progress import Display
-from narrowgauge.training.run.checkpointing import saves_of
+from narrowgauge.training.run.checkpointing import make_checkpointer
 from narrowgauge.training.run.init_weights import check_start
-from narrowgauge.training.run.loop import Job, OutOfMemory, finish, start_or_resume, train
-from narrowgauge.training.run.parallel_dims import layout_of
-from narrowgauge.training.run.run_writer import Bystander, Journal
+from narrowgauge.training.run.loop import OutOfMemory, RunContext, finish, start_or_resume, train
+from narrowgauge.training.run.parallel_dims import parallel_dims_of
+from narrowgauge.training.run.run_writer import NullRunWriter, RunWriter
 from narrowgauge.training.run_directory import RunDirectory
 
 
@@ -76,8 +83,8 @@ def run(
     world = world_from(os.environ, torch.cuda.device_count() if device.type == "cuda" else 0)
     if device.type == "cuda" and world.size > 1:
         device = torch.device("cuda", world.device)
-    layout = layout_of(config, world.size)
-    choose_backend(config.the_recipe(), device_facts(device), config.recipe.backend)
+    layout = parallel_dims_of(config, world.size)
+    choose_backend(config.resolved_recipe(), device_facts(device), config.recipe.backend)
     require_sinks(config.log.sinks)
     plan = require_memory(config, device, layout)
     hardware.limit_memory(device, hardware.bytes_of(config.training.memory_limit))
@@ -89,12 +96,24 @@ def run(
         Display(console, config.training.steps, config.log.every) as display,
     ):
         requests.nothing_to_save()
-        with joined(world, device, config.training.hang_timeout) as crew:
-            dataset = _open_data(config, crew, display)
-            with lock_run(path, crew.rank, crew.meet):
+        with init_process_group(world, device, config.training.hang_timeout) as coordinator:
+            dataset = _open_data(config, coordinator, display)
+            with lock_run(path, coordinator.rank, coordinator.barrier):
                 requests.save_first()  # until the directory has a status
-                seen = Profile(path / "profile", crew.rank, device, profile) if profile else None
-                _run(config, path, device, layout, plan, dataset, crew, display, requests, allow_change, seen)
+                seen = Profile(path / "profile", coordinator.rank, device, profile) if profile else None
+                _run(
+                    config,
+                    path,
+                    device,
+                    layout,
+                    plan,
+                    dataset,
+                    coordinator,
+                    display,
+                    requests,
+                    allow_change,
+                    seen,
+                )
     return path
 
 
@@ -102,45 +121,47 @@ def _run(
     config: Config,
     path: Path,
     device: torch.device,
-    layout: Layout,
+    layout: ParallelDims,
     plan: Memory | None,
     dataset: Dataset,
-    crew: Crew,
+    coordinator: Coordinator,
     display: Display,
     requests: Requests,
     allow_change: Sequence[str],
     profile: Profile | None,
 ) -> None:
     """The run in a directory that is locked."""
-    changes: Changes = {}
+    changes: ConfigDiff = {}
     is_done = False
-    if crew.rank == 0:
+    if coordinator.rank == 0:
         there = RunDirectory(path)
         changes = there.claim(config, allow_change)
         is_done = there.status() == "done" and not changes
         if not is_done:
             there.check_corpus(dataset.digest, allow_change)
-    if crew.share(is_done):
+    if coordinator.broadcast(is_done):
         display.say(f"{path} is done; to train again, name another directory with --out")
         return
-    sinks = Sinks.of(config.log.sinks, path, config.model_dump(mode="json"), display.say)
-    directory = (Journal if crew.rank == 0 else Bystander)(path, display.say, sinks=sinks)
-    saves = saves_of(config, directory, display.say, crew)
-    crew.keep_records_in(path, lambda cause: RunDirectory(path).set_status("failed", cause))
+    sinks = Loggers.of(config.log.sinks, path, config.model_dump(mode="json"), display.say)
+    directory = (RunWriter if coordinator.rank == 0 else NullRunWriter)(path, display.say, sinks=sinks)
+    checkpointer = make_checkpointer(config, directory, display.say, coordinator)
+    coordinator.record_failures_in(path, lambda cause: RunDirectory(path).set_status("failed", cause))
     try:
-        with crew.one_cause():
+        with coordinator.first_failure():
             requests.nothing_to_save()
-            if crew.rank == 0:
+            if coordinator.rank == 0:
                 dataset.tokenizer.save(directory.tokenizer)
-            run_id = crew.share(directory.run_id(dataset.digest) if crew.rank == 0 else "")
-            job = Job(config, device, dataset, directory, display, plan, crew, saves, run_id, profile)
-            session = start_or_resume(job, changes, Mesh(layout, device))
-            train(job, session, requests)
-            finish(job, session)
+            run_id = coordinator.broadcast(directory.run_id(dataset.digest) if coordinator.rank == 0 else "")
+            job = RunContext(
+                config, device, dataset, directory, display, plan, coordinator, checkpointer, run_id, profile
+            )
+            trainer = start_or_resume(job, changes, Mesh(layout, device))
+            train(job, trainer, requests)
+            finish(job, trainer)
     except (Preempted, StoppedEarly) as stop:
         directory.set_status("preempted", str(stop))
         raise
-    except Stopped as stop:
+    except StoppedByPeer as stop:
         directory.set_status("preempted" if stop.code == 75 else "failed", str(stop))
         raise
     except BaseException as error:
@@ -154,26 +175,28 @@ def _run(
         if profile is not None:
             profile.close()
         try:  # at last: the others know the cause of an end before this one waits for a disk or a network
-            saves.end()
+            checkpointer.end()
         finally:
             sinks.close()
 
 
-def _open_data(config: Config, crew: Crew, display: Display) -> Dataset:
+def _open_data(config: Config, coordinator: Coordinator, display: Display) -> Dataset:
     """The tokens: made by the first process, then found made by the others."""
     d = config.data
-    crew.at("preparing the data", patience=1000.0)
-    if crew.rank > 0:
-        crew.meet()
+    coordinator.progress("preparing the data", patience=1000.0)
+    if coordinator.rank > 0:
+        coordinator.barrier()
     dataset = open_data(d.source, d.tokenizer, d.weights, display.stage)
     check_data(config, dataset)
     check_start(config, dataset.tokenizer)
-    if crew.rank == 0:
-        crew.meet()
+    if coordinator.rank == 0:
+        coordinator.barrier()
     return dataset
 
 
-def _how_to_save_memory(config: Config, device: torch.device, plan: Memory | None, layout: Layout) -> str:
+def _how_to_save_memory(
+    config: Config, device: torch.device, plan: Memory | None, layout: ParallelDims
+) -> str:
     """What a step was expected to take, and what lowers that, the largest gain first."""
     what = f"out of memory on {hardware.device_name(device)}"
     advice = (
@@ -189,7 +212,9 @@ def _how_to_save_memory(config: Config, device: torch.device, plan: Memory | Non
     return f"{what}; {advice}, or choose a smaller --model, and name a new directory with --out"
 
 
-def _cheaper(config: Config, device: torch.device, plan: Memory, layout: Layout) -> list[tuple[str, Memory]]:
+def _cheaper(
+    config: Config, device: torch.device, plan: Memory, layout: ParallelDims
+) -> list[tuple[str, Memory]]:
     """What is expected to take less; nothing where there is no room left even to find that out."""
     if layout.size > 1:  # the account of several processes has no place beside real ones
         return []
@@ -201,7 +226,7 @@ def _cheaper(config: Config, device: torch.device, plan: Memory, layout: Layout)
 
 def check_data(config: Config, dataset: Dataset) -> None:
     """Refuse tokens that the model cannot take, before the directory is claimed for this configuration."""
-    vocab_size, needed = config.the_model().vocab_size, dataset.tokenizer.vocab_size
+    vocab_size, needed = config.resolved_model().vocab_size, dataset.tokenizer.vocab_size
     if needed > vocab_size:
         named = config.data.tokenizer != AUTO
         whose = f"tokenizer {config.data.tokenizer!r}" if named else f"data source {config.data.source!r}"

@@ -18,15 +18,15 @@ from typing import Any
 
 from narrowgauge.checkpoint import append_lines
 from narrowgauge.training.config.config import Config
-from narrowgauge.training.config.diff import Changes
-from narrowgauge.training.monitor.loggers import Sinks
+from narrowgauge.training.config.diff import ConfigDiff
+from narrowgauge.training.monitor.loggers import Loggers
 from narrowgauge.training.run_directory import RunDirectory
 
 _MOST = 100_000  # lines of a file that are kept in memory; beyond that the oldest go
 
 
 @dataclass(frozen=True)
-class Journal(RunDirectory):
+class RunWriter(RunDirectory):
     """A run directory whose record waits where the disk does not take it.
 
     Attributes:
@@ -39,7 +39,7 @@ class Journal(RunDirectory):
     say: Callable[[str], None]
     waiting: dict[Path, list[Mapping[str, Any]]] = field(default_factory=dict)
     identity: list[int] = field(default_factory=list)
-    sinks: Sinks = field(default_factory=Sinks)
+    sinks: Loggers = field(default_factory=Loggers)
 
     def __post_init__(self) -> None:
         self.identity.extend(_identity(self.path))
@@ -98,7 +98,7 @@ class Journal(RunDirectory):
             self.say(f"NOT RECORDED: {file} cannot be written ({reason}); training goes on, and lines wait")
 
 
-class Bystander(Journal):
+class NullRunWriter(RunWriter):
     """What a process other than the first has of the run directory: it reads there, and writes nothing."""
 
     def record(self, line: Mapping[str, Any]) -> None:
@@ -116,7 +116,7 @@ class Bystander(Journal):
     def set_status(self, status: str, reason: str) -> None:
         """The first process does."""
 
-    def adopt(self, config: Config, changes: Changes, digest: str, step: int) -> None:
+    def adopt(self, config: Config, changes: ConfigDiff, digest: str, step: int) -> None:
         """The first process does."""
 
 

@@ -24,16 +24,19 @@ def validation_loss(
     batch_size: int,
     sequence_length: int,
     batches: int | None,
-    apart: bool = False,
+    separate_documents: bool = False,
 ) -> float:
     """Mean cross entropy in nats per token over `batches` batches spread over the tokens; None = all.
 
-    `apart`: documents are kept apart, as `data.separate_documents` has it in training. Processes that have
-    data of their own take turns; one that has none left computes the last batch again, with the others.
+    `separate_documents`: documents are kept apart, as `data.separate_documents` has it in training. Processes
+    that have data of their own take turns; one that has none left computes the last batch again, with the
+    others.
     """
     index, count = engine.mesh.data_index, engine.mesh.layout.data
     targets, losses = [], []
-    for i, batch in enumerate(validation_batches(tokens, batch_size, sequence_length, batches, apart)):
+    for i, batch in enumerate(
+        validation_batches(tokens, batch_size, sequence_length, batches, separate_documents)
+    ):
         targets.append(batch.targets)
         losses.append(0.0)
         if i % count == index:
@@ -53,12 +56,12 @@ def bits_per_byte(
     batch_size: int,
     sequence_length: int,
     batches: int | None,
-    apart: bool = False,
+    separate_documents: bool = False,
 ) -> float:
     """What `validation_loss` of the same batches is in bits per byte of text; NaN where there is no text."""
     lengths = token_bytes(tokenizer)
     count = text = 0
-    for batch in validation_batches(tokens, batch_size, sequence_length, batches, apart):
+    for batch in validation_batches(tokens, batch_size, sequence_length, batches, separate_documents):
         y_N = batch.y_BT[batch.y_BT != IGNORED].long()
         text += int(lengths[y_N].sum())
         count += y_N.numel()

@@ -13,9 +13,9 @@ from narrowgauge.training.config.config import Config
 
 def build_model(config: Config, device: torch.device) -> Transformer:
     """The configuration's model under its recipe, with its starting weights, on a device."""
-    recipe = config.the_recipe()
+    recipe = config.resolved_recipe()
     with torch.device("meta" if device.type == "meta" else "cpu"):
-        model = Transformer(config.the_model(), DTYPES[recipe.compute])
+        model = Transformer(config.resolved_model(), DTYPES[recipe.compute])
     if device.type != "meta":
         initialize(model, config.training.seed)
     model.recompute, model.chunked_loss = recomputed(config), config.training.chunked_loss

@@ -11,14 +11,14 @@ from math import ceil
 
 import torch
 
-from narrowgauge.checkpoint import Piece, Pieces
+from narrowgauge.checkpoint import LocalTensor, LocalTensors
 from narrowgauge.optim import local, part_of
-from narrowgauge.quantization import Axis, Part
+from narrowgauge.quantization import ShardAxis, TensorShard
 
 
-def pieces_of(
+def local_tensors_of(
     groups: Mapping[str, Mapping[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]
-) -> Pieces:
+) -> LocalTensors:
     """The pieces of tensors by group and name; names begin with that of the parameter they belong to."""
     return {
         group: {name: list(_cut(local(t), _part(name, parameters))) for name, t in named.items()}
@@ -26,7 +26,7 @@ def pieces_of(
     }
 
 
-def _part(name: str, parameters: Mapping[str, torch.Tensor]) -> Part | None:
+def _part(name: str, parameters: Mapping[str, torch.Tensor]) -> TensorShard | None:
     """Of the parameter `a.b.weight` for `a.b.weight`, `a.b.weight.m.codes` and `a.b.master.codes`."""
     words = name.split(".")
     for end in range(len(words), 0, -1):
@@ -38,20 +38,20 @@ def _part(name: str, parameters: Mapping[str, torch.Tensor]) -> Part | None:
     return None
 
 
-def _cut(stored: torch.Tensor, part: Part | None) -> Iterator[Piece]:
+def _cut(stored: torch.Tensor, part: TensorShard | None) -> Iterator[LocalTensor]:
     """The pieces of a stored tensor that belongs to a part of a parameter."""
     if part is None or not stored.ndim:
-        yield Piece(stored, tuple(stored.shape), (0,) * stored.ndim)
+        yield LocalTensor(stored, tuple(stored.shape), (0,) * stored.ndim)
         return
     axes = [_scaled(axis, n) for axis, n in zip(part.axes, stored.shape, strict=False)]
-    axes += [Axis(n, ((0, n),), ()) for n in stored.shape[len(axes) :]]
+    axes += [ShardAxis(n, ((0, n),), ()) for n in stored.shape[len(axes) :]]
     shape = tuple(axis.size for axis in axes)
     for box in product(*(_runs(axis) for axis in axes)):
         here = tuple(slice(begin, begin + n) for begin, _, n in box)
-        yield Piece(stored[here], shape, tuple(start for _, start, _ in box))
+        yield LocalTensor(stored[here], shape, tuple(start for _, start, _ in box))
 
 
-def _runs(axis: Axis) -> Iterator[tuple[int, int, int]]:
+def _runs(axis: ShardAxis) -> Iterator[tuple[int, int, int]]:
     """(where a run begins here, where it begins in the whole, its length)."""
     begin = 0
     for start, length in axis.runs:
@@ -59,10 +59,10 @@ def _runs(axis: Axis) -> Iterator[tuple[int, int, int]]:
         begin += length
 
 
-def _scaled(axis: Axis, stored: int) -> Axis:
+def _scaled(axis: ShardAxis, stored: int) -> ShardAxis:
     """An axis counted in what is stored: bytes of several elements, scales of blocks."""
     if not axis.groups or stored == axis.length:
-        return axis if axis.groups else Axis(stored, ((0, stored),), ())
+        return axis if axis.groups else ShardAxis(stored, ((0, stored),), ())
     each = Fraction(axis.length, stored)
     runs = tuple((int(start / each), ceil(length / each)) for start, length in axis.runs)
-    return Axis(ceil(axis.size / each), runs, axis.groups)
+    return ShardAxis(ceil(axis.size / each), runs, axis.groups)

@@ -48,7 +48,7 @@ class Diverged(Exception):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GuardVerdict:
     """What is to be done with a step, and why."""
 
     action: Literal["take", "warn", "skip", "rollback"] = "take"
@@ -81,25 +81,25 @@ class Guard:
     rollbacks: int = 0
     samples: int = 0
 
-    def judge(self, loss: float, norm: float) -> Verdict:
+    def judge(self, loss: float, norm: float) -> GuardVerdict:
         """Decide about a step, and remember it. The arguments are those of the whole batch."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            return self._skip(Verdict("skip", f"loss {loss}, gradient norm {norm}", is_finite=False))
+            return self._skip(GuardVerdict("skip", f"loss {loss}, gradient norm {norm}", is_finite=False))
         reason = "" if self.rules.spike == "off" else self._spike(loss, norm)
         if reason and self.rules.spike == "rollback":
-            return Verdict("rollback", reason)
+            return GuardVerdict("rollback", reason)
         if reason and self.rules.spike == "skip":
-            return self._skip(Verdict("skip", reason))
+            return self._skip(GuardVerdict("skip", reason))
         self.skips_in_a_row = 0
         self.spikes_in_a_row = self.spikes_in_a_row + 1 if reason else 0
         for window, value in ((self.losses, loss), (self.norms, norm)):
             window.append(value)
             del window[: -self.rules.spike_window]
-        return Verdict("warn", reason) if self.spikes_in_a_row == 1 else Verdict()
+        return GuardVerdict("warn", reason) if self.spikes_in_a_row == 1 else GuardVerdict()
 
-    def cannot_roll_back(self, verdict: Verdict) -> Verdict:
+    def cannot_roll_back(self, verdict: GuardVerdict) -> GuardVerdict:
         """The verdict instead of a rollback where there is no checkpoint to go back to: a skip."""
-        return self._skip(Verdict("skip", f"{verdict.reason}; there is no checkpoint to go back to"))
+        return self._skip(GuardVerdict("skip", f"{verdict.reason}; there is no checkpoint to go back to"))
 
     def rolled_back(self, before: "Guard") -> None:
         """This is the guard of a checkpoint: carry on what the one `before` the rollback has counted.
@@ -108,7 +108,7 @@ class Guard:
         """
         self.skips, self.rollbacks, self.samples = before.skips, before.rollbacks + 1, before.samples
 
-    def require_patience(self, verdict: Verdict, step: int, found: str = "") -> None:
+    def require_patience(self, verdict: GuardVerdict, step: int, found: str = "") -> None:
         """Raise `Diverged` where a verdict is one too many; `found` tells what else is known of the step."""
         more = f" ({found})" if found else ""
         if verdict.action == "rollback" and self.rollbacks >= self.rules.max_rollbacks:
@@ -139,7 +139,7 @@ class Guard:
         names = {f.name for f in fields(cls)} - {"rules"}
         return cls(rules, **{name: value for name, value in state.items() if name in names})
 
-    def _skip(self, verdict: Verdict) -> Verdict:
+    def _skip(self, verdict: GuardVerdict) -> GuardVerdict:
         self.skips, self.skips_in_a_row = self.skips + 1, self.skips_in_a_row + 1
         self.spikes_in_a_row = 0
         return verdict

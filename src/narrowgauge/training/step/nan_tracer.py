@@ -11,7 +11,8 @@ random bits, and with a look at everything on the way, in the order in which it 
 
 The first that is not finite is named, and nothing else is looked at from there on. A second look changes
 nothing: what the step has left in histories and gradients is forgotten before it and after it. Layers find a
-`Look` where gauges are laid on; one that recomputes activations shows them twice, and the first time counts.
+`NanTracer` where gauges are laid on; one that recomputes activations shows them twice, and the first time
+counts.
 """
 
 import re
@@ -75,8 +76,8 @@ def earliest(found: Sequence[FirstBad]) -> FirstBad:
     return min(named, key=lambda f: (f.order, f.rank)) if named else found[0]
 
 
-class Look:
-    """Laid on a model for one step: `with Look(model, rank) as look:`, then `look.first`."""
+class NanTracer:
+    """Laid on a model for one step: `with NanTracer(model, rank) as look:`, then `look.first`."""
 
     def __init__(self, model: torch.nn.Module, rank: int = 0) -> None:
         self.model, self.rank, self.first = model, rank, NOTHING
@@ -86,7 +87,7 @@ class Look:
     def __enter__(self) -> Self:
         for name, module in self.model.named_modules():
             if isinstance(module, Linear):
-                module.gauge = _LayerLook(name, self)
+                module.gauge = _LayerTracer(name, self)
             elif not any(True for _ in module.children()):
                 self._handles.append(module.register_forward_hook(partial(self._output, name)))
         return self
@@ -150,11 +151,11 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class _LayerLook:
-    """What a linear layer shows its operands and products to (`nn.Onlooker`)."""
+class _LayerTracer:
+    """What a linear layer shows its operands and products to (`nn.Observer`)."""
 
     layer: str
-    look: Look
+    look: NanTracer
 
     def operand(
         self,

@@ -62,7 +62,7 @@ def first_difference(mine: Mapping[str, int], theirs: Mapping[str, int]) -> str 
     return next((name for name in every if mine.get(name) != theirs.get(name)), None)
 
 
-def odd_ones(prints: Sequence[Mapping[str, int]]) -> tuple[str, list[int]] | None:
+def differing_ranks(prints: Sequence[Mapping[str, int]]) -> tuple[str, list[int]] | None:
     """The first tensor that replicas do not agree on, and the ranks that hold it unlike most.
 
     None where all agree. Where no value is held by more than half of them, it cannot be told who is wrong,
@@ -90,7 +90,7 @@ def common(prints: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
 
 def require_same_replicas(prints: Sequence[Mapping[str, int]], step: int) -> None:
     """Raise `Corrupted` where replicas differ after a step, with the tensor and the ranks."""
-    if (found := odd_ones(prints)) is not None:
+    if (found := differing_ranks(prints)) is not None:
         name, ranks = found
         who = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
         raise Corrupted(

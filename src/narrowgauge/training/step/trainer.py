@@ -13,19 +13,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from narrowgauge.checkpoint import JSON, Pieces, restore_pieces, save_pieces
+from narrowgauge.checkpoint import JSON, LocalTensors, restore_distributed, save_distributed
 from narrowgauge.data import Batch, Loader, Mixture, Tokens, first_samples
-from narrowgauge.distributed import Engine, Layout, Mesh, MicroBatch, Plan, build
+from narrowgauge.distributed import Engine, Mesh, MicroBatch, ModelSpec, ParallelDims, parallelize
 from narrowgauge.models import Transformer
-from narrowgauge.nn import Gauges, Linear, forget_step, recipe_tensors, set_step
-from narrowgauge.nn.weight_state import stored
+from narrowgauge.nn import Gauges, Linear, discard_step, recipe_tensors, set_step
+from narrowgauge.nn.weight_state import stored_tensor
 from narrowgauge.optim import AdamW, Muon, Optimizer, learning_rate, parameter_groups, set_learning_rate
-from narrowgauge.quantization import AtRest
+from narrowgauge.quantization import QuantizedState
 from narrowgauge.training.config.config import Config
 from narrowgauge.training.step.build_model import build_model, recomputed
-from narrowgauge.training.step.checkpoint_slices import pieces_of
-from narrowgauge.training.step.guard import Guard, Verdict
-from narrowgauge.training.step.nan_tracer import COMPILED, FirstBad, Look, earliest
+from narrowgauge.training.step.checkpoint_slices import local_tensors_of
+from narrowgauge.training.step.guard import Guard, GuardVerdict
+from narrowgauge.training.step.nan_tracer import COMPILED, FirstBad, NanTracer, earliest
 from narrowgauge.training.step.replica_check import (
     common,
     fingerprint,
@@ -34,13 +34,13 @@ from narrowgauge.training.step.replica_check import (
     step_fingerprint,
 )
 
-# Where the state of each place hangs on a parameter (`nn.weights`).
+# Where the state of each place hangs on a parameter (`nn.weight_state`).
 AT_REST = {"weight": "at_rest", "master": "master", "grad": "gradient"}
 
 
 def make_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
     """The configuration's optimizer of a model, before its first step."""
-    o, recipe, seed = config.optimizer, config.the_recipe(), config.training.seed
+    o, recipe, seed = config.optimizer, config.resolved_recipe(), config.training.seed
     groups = parameter_groups(model, o.weight_decay, o.groups, muon=o.name == "muon")
     if o.name == "muon":
         return Muon(groups, recipe, momentum=o.momentum, betas=o.betas, eps=o.eps, seed=seed)
@@ -50,7 +50,7 @@ def make_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
 def number_parameters(config: Config, model: torch.nn.Module) -> None:
     """Tell each parameter its place among all of the whole model's, which its random bits depend on."""
     with torch.device("meta"):
-        whole = Transformer(config.the_model())
+        whole = Transformer(config.resolved_model())
     o = config.optimizer
     groups = parameter_groups(whole, o.weight_decay, o.groups, muon=o.name == "muon")
     numbers = {p: i for i, p in enumerate(p for group in groups for p in group["params"])}
@@ -60,7 +60,7 @@ def number_parameters(config: Config, model: torch.nn.Module) -> None:
 
 
 @dataclass
-class Session:
+class Trainer:
     """A run in motion: everything that changes from step to step."""
 
     config: Config
@@ -70,14 +70,14 @@ class Session:
     engine: Engine
     guard: Guard
     step: int = 0
-    verdict: Verdict = field(default_factory=Verdict)  # on the last step
+    verdict: GuardVerdict = field(default_factory=GuardVerdict)  # on the last step
     first_bad: FirstBad | None = None  # of the last step, where it was not finite
     scaler: torch.amp.GradScaler | None = None  # of the loss, where gradients pass through fp16
 
     @classmethod
-    def begin(cls, config: Config, device: torch.device, mesh: Mesh | None = None) -> "Session":
+    def begin(cls, config: Config, device: torch.device, mesh: Mesh | None = None) -> "Trainer":
         """The state before the first step; of several processes, each has its pieces."""
-        mesh = mesh or Mesh(Layout(), device)
+        mesh = mesh or Mesh(ParallelDims(), device)
         modules: Sequence[Callable[..., torch.Tensor]]
         if mesh.is_alone:
             model = build_model(config, device)
@@ -87,23 +87,23 @@ class Session:
             modules = [torch.compile(model.loss) if is_compiled else model.loss]
         else:
             t = config.training
-            plan = Plan(
-                config.the_model(),
-                config.the_recipe(),
+            plan = ModelSpec(
+                config.resolved_model(),
+                config.resolved_recipe(),
                 t.seed,
                 config.recipe.backend,
                 recomputed(config),
                 t.chunked_loss,
             )
-            model, modules = build(plan, mesh, device)
+            model, modules = parallelize(plan, mesh, device)
             number_parameters(config, model)
         engine = Engine(model, mesh, device, modules)
-        session = cls(config, device, model, make_optimizer(config, model), engine, Guard(config.guard))
-        session.engine.attach(session.optimizer)
-        if config.the_recipe().compute == "fp16" and device.type != "meta":
-            session.scaler = torch.amp.GradScaler(device.type)
-            session.scaler.scale(torch.zeros((), device=device))  # a stage without the loss never does
-        return session
+        trainer = cls(config, device, model, make_optimizer(config, model), engine, Guard(config.guard))
+        trainer.engine.attach(trainer.optimizer)
+        if config.resolved_recipe().compute == "fp16" and device.type != "meta":
+            trainer.scaler = torch.amp.GradScaler(device.type)
+            trainer.scaler.scale(torch.zeros((), device=device))  # a stage without the loss never does
+        return trainer
 
     def batches(self, train: Mixture | Tokens) -> Loader:
         """The micro-batches from here on, made ahead in the background until the loader is closed."""
@@ -147,7 +147,7 @@ class Session:
         replays = bool(self.guard.rules.replay_every) and step % self.guard.rules.replay_every == 0
         if replays:
             rehearsed = step_fingerprint(self._accumulate(micro_batches), self.names)
-            forget_step(self.model)
+            discard_step(self.model)
         total = self._accumulate(micro_batches, after_forward, gauges)
         if replays:
             require_same_replay(rehearsed, step_fingerprint(total, self.names), step)
@@ -167,7 +167,7 @@ class Session:
             gauges.after_step()
         self.first_bad = None if self.verdict.is_finite else self._find_first_bad(micro_batches)
         if not self.verdict.takes:
-            forget_step(self.model)
+            discard_step(self.model)
         if self.scaler:
             self.scaler.update()
         self.step, self.guard.samples = step, self.guard.samples + t.batch_size
@@ -177,7 +177,7 @@ class Session:
         self,
         micro_batches: Sequence[MicroBatch],
         after_forward: Callable[[torch.Tensor], None] | None = None,
-        onlooker: Gauges | Look | None = None,
+        observer: Gauges | NanTracer | None = None,
     ) -> torch.Tensor:
         """Leave the next step's gradients on the parameters; returns its loss here, a 0-dim tensor."""
         t = self.config.training
@@ -185,8 +185,8 @@ class Session:
 
         def begin(i: int) -> None:
             set_step(self.model, t.seed, self.step + 1, micro_batches[i].first, t.steps)
-            if onlooker is not None:
-                onlooker.begin_micro_batch(i == 0, i == len(micro_batches) - 1)
+            if observer is not None:
+                observer.begin_micro_batch(i == 0, i == len(micro_batches) - 1)
 
         def scale(loss: torch.Tensor) -> torch.Tensor:
             return self.scaler.scale(loss) if self.scaler else loss
@@ -199,8 +199,8 @@ class Session:
         """Compute the step that was just judged again, and look where it goes wrong, on whatever process."""
         if self.config.training.compile:
             return COMPILED
-        forget_step(self.model)
-        with Look(self.model, self.engine.rank) as look:
+        discard_step(self.model)
+        with NanTracer(self.model, self.engine.rank) as look:
             look.state(self.tensors())
             self._accumulate(micro_batches, look.after_forward, look)
             look.after_backward()
@@ -223,7 +223,7 @@ class Session:
     def make_gauges(self) -> Gauges:
         """Gauges for one step: of every linear layer, and of the state of every matrix."""
         layers = {name: m for name, m in self.model.named_modules() if isinstance(m, Linear)}
-        state: dict[tuple[str, str], AtRest | torch.Tensor] = {}
+        state: dict[tuple[str, str], QuantizedState | torch.Tensor] = {}
         for p, name in self.names.items():
             if p.ndim < 2:
                 continue
@@ -241,15 +241,15 @@ class Session:
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """All tensors that a checkpoint holds, by group and name: the session's own."""
         groups = {
-            "model": {n: stored(p) for n, p in self.model.named_parameters(remove_duplicate=False)},
+            "model": {n: stored_tensor(p) for n, p in self.model.named_parameters(remove_duplicate=False)},
             "optimizer": self.optimizer.tensors(self.names),
         }
         of_recipe = recipe_tensors(self.model)
         return groups | ({"recipe": of_recipe} if of_recipe else {})
 
-    def pieces(self) -> Pieces:
+    def pieces(self) -> LocalTensors:
         """The same, as what this process holds of the whole run's."""
-        return pieces_of(self.tensors(), dict(self.model.named_parameters(remove_duplicate=False)))
+        return local_tensors_of(self.tensors(), dict(self.model.named_parameters(remove_duplicate=False)))
 
     def check_replicas(self) -> None:
         """Compare what several processes hold alike, bit for bit; raises `Corrupted` where it is not."""
@@ -267,14 +267,14 @@ class Session:
         return state | ({"loss_scaling": self.scaler.state_dict()} if self.scaler else {})
 
     def save(self, checkpoints: Path, run_id: str, group: dist.ProcessGroup | None = None) -> Path:
-        """Publish the state after `step` steps; see `checkpoint.save_pieces` for what it may raise."""
+        """Publish the state after `step` steps; see `checkpoint.save_distributed` for what it may raise."""
         keep = self.config.checkpoint.keep
-        return save_pieces(checkpoints, self.step, self.pieces(), self.state(), keep, run_id, group)
+        return save_distributed(checkpoints, self.step, self.pieces(), self.state(), keep, run_id, group)
 
     def restore(self, path: Path, group: dist.ProcessGroup | None = None) -> None:
         """Go back to the state in a checkpoint, whoever made it; all processes of `group` together."""
         with torch.no_grad():
-            checkpoint = restore_pieces(path, self.pieces(), group)
+            checkpoint = restore_distributed(path, self.pieces(), group)
         self.engine.after_update()
         set_step(self.model, self.config.training.seed, checkpoint.step, 0, self.config.training.steps)
         self.step = checkpoint.step

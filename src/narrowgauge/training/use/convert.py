@@ -12,10 +12,10 @@ import torch
 from narrowgauge.checkpoint import load, newest_valid
 from narrowgauge.checkpoint.store.folder import new_folder
 from narrowgauge.errors import UserError
-from narrowgauge.nn import best_numbers
+from narrowgauge.nn import master_or_weight
 from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.run_directory import RunDirectory, is_settled, run_id_of
-from narrowgauge.training.step.trainer import Session
+from narrowgauge.training.step.trainer import Trainer
 
 
 def convert_run(source: Path, recipe: str, out: Path) -> int:
@@ -41,7 +41,7 @@ def convert_run(source: Path, recipe: str, out: Path) -> int:
             f"narrowgauge train --model.weights {source}"
         )
     digest = old.corpus_digest()
-    a, b = (Session.begin(config, torch.device("cpu")) for config in (before, after))
+    a, b = (Trainer.begin(config, torch.device("cpu")) for config in (before, after))
     a.restore(path)
     _copy(a, b)
     with new_folder(out) as folder:
@@ -66,11 +66,11 @@ def _under(config: Config, recipe: str) -> Config:
 
 
 @torch.no_grad()
-def _copy(a: Session, b: Session) -> None:
+def _copy(a: Trainer, b: Trainer) -> None:
     """Give `b` the numbers of `a`."""
     theirs = dict(a.model.named_parameters())
     for name, p in b.model.named_parameters():
-        numbers = best_numbers(theirs[name])
+        numbers = master_or_weight(theirs[name])
         stored = [s for part in ("master", "at_rest") if (s := getattr(p, part, None)) is not None]
         for at_rest in stored:
             at_rest.write(numbers)

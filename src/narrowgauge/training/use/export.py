@@ -14,7 +14,7 @@ from narrowgauge.checkpoint.interop.compressed_tensors import write_compressed
 from narrowgauge.checkpoint.interop.huggingface import write_folder
 from narrowgauge.checkpoint.interop.llmc import write_llmc
 from narrowgauge.checkpoint.interop.megatron import write_megatron
-from narrowgauge.checkpoint.interop.recognize import read_foreign
+from narrowgauge.checkpoint.interop.recognize import read_external_model
 from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
 from narrowgauge.checkpoint.store.folder import new_folder
 from narrowgauge.data import load_tokenizer
@@ -48,7 +48,7 @@ def export_run(
     if shard_bytes < 1:
         raise UserError(f"a shard of {shard_bytes} bytes holds nothing; about 5000000000 is usual")
     there = open_run(run, "cpu")
-    config, weights, numbers = there.config.the_model(), there.weights(), DTYPES[dtype]
+    config, weights, numbers = there.config.resolved_model(), there.weights(), DTYPES[dtype]
     with new_folder(out) as folder:
         if to == "hf":
             write_folder(folder, config, weights, there.tokenizer_file, numbers, shard_bytes)
@@ -76,7 +76,7 @@ def import_model(path: Path, out: Path, tokenizer: Path | None = None, source: s
 
     Raises `UserError` for what is no model, a pickle, damage, or a tokenizer of more ids than the model has.
     """
-    there = read_foreign(path)
+    there = read_external_model(path)
     config = imported_config(there, source)
     found = tokenizer or there.tokenizer
     if found is not None and load_tokenizer(found).vocab_size > there.config.vocab_size:

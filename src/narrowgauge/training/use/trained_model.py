@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.checkpoint.interop.external_model import ForeignModel
-from narrowgauge.checkpoint.interop.recognize import is_foreign, read_foreign
+from narrowgauge.checkpoint.interop.external_model import ExternalModel
+from narrowgauge.checkpoint.interop.recognize import is_external_model, read_external_model
 from narrowgauge.data import Tokenizer, load_tokenizer
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
@@ -73,8 +73,8 @@ def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) ->
         UserError: no run or model, or a run without a checkpoint.
     """
     on = choose_device(device)
-    if is_foreign(path):
-        there = read_foreign(path)
+    if is_external_model(path):
+        there = read_external_model(path)
         model = plain_model(there).to(on)
         return TrainedRun(path, imported_config(there), model.eval(), 0, tokenizer or there.tokenizer)
     directory = RunDirectory(path)
@@ -91,7 +91,7 @@ def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) ->
     return TrainedRun(path, config, model.eval(), checkpoint.step, tokenizer or own)
 
 
-def plain_model(there: ForeignModel) -> Transformer:
+def plain_model(there: ExternalModel) -> Transformer:
     """A model whose parameters are the tensors themselves."""
     with torch.device("meta"):
         model = Transformer(there.config)
@@ -100,7 +100,7 @@ def plain_model(there: ForeignModel) -> Transformer:
     return model
 
 
-def imported_config(there: ForeignModel, source: str = "stdlib") -> Config:
+def imported_config(there: ExternalModel, source: str = "stdlib") -> Config:
     """The configuration of a run that begins, and for now ends, with a foreign model."""
     values = {name: value for name, value in vars(there.config).items() if value is not None}
     length = min(_WINDOW, there.config.max_sequence_length)

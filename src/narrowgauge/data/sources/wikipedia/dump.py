@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from xml.etree import ElementTree
 
-from narrowgauge.data.sources.byte_stream import CutShort, Portion, Stream, cut
+from narrowgauge.data.sources.byte_stream import ByteStream, Portion, TruncatedError, cut
 from narrowgauge.data.sources.records import MOST_BYTES, Chunk, Document, Input, Refusal, Rejected, document
 from narrowgauge.data.sources.wikipedia.wikitext import DROPPED_NAMESPACES, prose
 
@@ -72,7 +72,7 @@ def _article(where: str, page: bytes, dropped: frozenset[str]) -> Iterator[Docum
 
 def chunks(file: Input) -> Iterator[Chunk]:
     """The dump in portions of whole pages."""
-    stream, line, dropped = Stream(file.path), 1, DROPPED_NAMESPACES
+    stream, line, dropped = ByteStream(file.path), 1, DROPPED_NAMESPACES
     ended = False
     try:
         for number, portion in enumerate(cut(stream, _END, _utf8(stream))):
@@ -87,8 +87,8 @@ def chunks(file: Input) -> Iterator[Chunk]:
             line += portion.data.count(b"\n")
             yield Pages(str(file.path), portion.data, portion.first_line, portion.size, dropped)
         if not ended:
-            raise CutShort("ends before </mediawiki> does, so it is cut short")
-    except CutShort as damage:
+            raise TruncatedError("ends before </mediawiki> does, so it is cut short")
+    except TruncatedError as damage:
         yield Refusal(Rejected(f"{file.path}:{line}", str(damage)))
     except UnicodeDecodeError as error:
         yield Refusal(Rejected(f"{file.path}:{line}", f"is followed by what is not UTF-16 ({error.reason})"))
@@ -99,7 +99,7 @@ def _namespaces(path: Path, first: Portion) -> frozenset[str]:
     assert first.data is not None
     head = first.data[: begin.start() if (begin := _PAGE.search(first.data)) else 4096]
     if b"<mediawiki" not in head:
-        raise CutShort("does not begin with <mediawiki>, so it is not a dump")
+        raise TruncatedError("does not begin with <mediawiki>, so it is not a dump")
     names = _NAMESPACE.findall(head.decode("utf-8", "replace"))
     return DROPPED_NAMESPACES | {name.casefold() for name in names}
 
