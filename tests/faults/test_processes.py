@@ -11,6 +11,7 @@ import pytest
 
 from faults.jobs import alive
 from faults.table import RANKS, case
+from launch_environments import CONTRADICTIONS, env
 from narrowgauge.checkpoint import steps
 
 
@@ -105,20 +106,11 @@ def test_a_port_in_use_is_named(runs, out):
     assert not (out / "metrics.jsonl").exists()
 
 
-WRONG = {
-    "no size": ({"RANK": "0"}, "WORLD_SIZE is not"),
-    "no rank": ({"WORLD_SIZE": "2"}, "RANK is not"),
-    "beyond the size": ({"RANK": "5", "WORLD_SIZE": "2", "LOCAL_RANK": "5", "MASTER_ADDR": "a"}, "5 of 2"),
-    "no number": ({"RANK": "first", "WORLD_SIZE": "2"}, "no whole number"),
-    "nowhere to meet": ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "MASTER_ADDR"),
-}
-
-
 @case("G5")
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", CONTRADICTIONS)
 def test_variables_of_a_launcher_that_cannot_be(runs, out, wrong):
-    environ, says = WRONG[wrong]
-    ended = runs.start(runs.words(), out, **environ).wait(60)
+    text, says = CONTRADICTIONS[wrong]
+    ended = runs.start(runs.words(), out, **env(text)).wait(60)
     assert ended.codes == [2]
     assert says in ended.err
     assert ended.err.count("\n") == 1, "one sentence"

@@ -28,14 +28,14 @@ from narrowgauge.cluster import (
 from narrowgauge.errors import UserError
 from narrowgauge.training import Config
 
-HELP = "what is wrong with this machine, and how to mend it; exit code 1 if something is missing"
+HELP = "what is wrong with this machine, and how to fix it; exit code 1 if something is missing"
 
 PLAN_HELP = "what a run will take, before it is started: memory by class, traffic, time, cost"
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
     """The options of the verb."""
-    p.add_argument("--json", action="store_true", help="a list of {item, status, found, mend}")
+    p.add_argument("--json", action="store_true", help="a list of {item, status, found, fix}")
     p.add_argument("--data", metavar="SOURCE", help="look at this data too: whatever train --data takes")
     p.add_argument("--tokenizer", metavar="T", help="look at this tokenizer too: bytes, bpe-N, or its file")
 

@@ -1,7 +1,7 @@
 """How is a run spread over devices?"""
 
 from narrowgauge.distributed.comm.byte_counter import CommCounter
-from narrowgauge.distributed.launch.launcher_env import reports_for_all
+from narrowgauge.distributed.launch.launcher_env import NotStartedBySrun, reports_for_all
 from narrowgauge.distributed.launch.world import World, world_from
 from narrowgauge.distributed.mesh import Mesh, ParallelDims, resolve_dims
 from narrowgauge.distributed.parallel.check_blocks import check_blocks
@@ -25,6 +25,7 @@ __all__ = [
     "Mesh",
     "MicroBatch",
     "ModelSpec",
+    "NotStartedBySrun",
     "ParallelDims",
     "StoppedByPeer",
     "World",

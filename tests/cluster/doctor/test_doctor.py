@@ -43,7 +43,7 @@ def here(tmp_path_factory):
         )
     assert ended.stderr == ""
     items = json.loads(ended.stdout)
-    assert all(list(item) == ["item", "status", "found", "mend"] for item in items)
+    assert all(list(item) == ["item", "status", "found", "fix"] for item in items)
     assert ended.returncode == any(item["status"] == "MISS" for item in items)
     return {item["item"]: item for item in items}
 
@@ -122,9 +122,9 @@ def test_data_and_tokenizer_that_are_named(tmp_path, capsys, monkeypatch):
         "--data", f"{tmp_path}/b.txt", "--tokenizer", str(tmp_path / "tokenizer.json")
     )
     assert (code, data["status"], tokenizer["status"]) == (1, "MISS", "MISS")
-    assert "does not exist" in data["found"] + data["mend"]
+    assert "does not exist" in data["found"] + data["fix"]
     assert str(tmp_path / "tokenizer.json") in tokenizer["found"]
-    assert tokenizer["mend"]
+    assert tokenizer["fix"]
 
 
 def test_a_folder_that_cannot_be_written_to_or_is_not_there_yet(tmp_path):

@@ -1,115 +1,171 @@
-"""Processes that know of each other, and those that do not: every launcher's variables, and what is said."""
+"""Processes that know of each other, and those that do not: the doctor says of them what `train` says."""
 
 import pytest
 
+from launch_environments import CONTRADICTIONS, DEVICES, MPIRUN, REFUSED, SRUN, WORLDS, env
 from narrowgauge.cluster.doctor.doctor import check
 from narrowgauge.cluster.doctor.facts import Facts, Gpu, Hardware, System
+from narrowgauge.distributed import NotStartedBySrun, world_from
+from narrowgauge.errors import UserError
 
-TORCHRUN = {
-    **{"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8"},
-    **{"MASTER_ADDR": "node1", "MASTER_PORT": "29500"},
-}
-MPIRUN = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}
-MPICH = {"PMI_SIZE": "8", "PMI_RANK": "3", "MPI_LOCALNRANKS": "8"}
-BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_NNODES": "1", "SLURM_PROCID": "0"}
-SRUN = BATCH | {
-    **{"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1"},
-    **{"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_PROCID": "3", "SLURM_LOCALID": "3"},
-    **{"PMI_SIZE": "8", "PMI_RANK": "3"},
-}
-TWO_NODES = {
-    **{"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
-    **{"PMI_SIZE": "2", "PMI_RANK": "1"},
-}
+ONE_NODE = "RANK=3 WORLD_SIZE=8 LOCAL_RANK=3 LOCAL_WORLD_SIZE=8 MASTER_ADDR=node1 MASTER_PORT=29500"
+SHELL = "SLURM_JOB_ID=7 SLURM_NTASKS=8 SLURM_NNODES=1 SLURM_PROCID=0 ENVIRONMENT=BATCH"
+STEP = (
+    f"{SHELL} SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=8 SLURM_STEP_NUM_NODES=1 SLURM_STEP_TASKS_PER_NODE=8 "
+    "SLURM_PROCID=3 SLURM_LOCALID=3 PMI_SIZE=8 PMI_RANK=3"
+)
+TWO_NODES = (
+    f"{STEP} SLURM_NNODES=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NUM_NODES=2 SLURM_STEP_TASKS_PER_NODE=1(x2) "
+    "SLURM_PROCID=1 SLURM_NODEID=1 SLURM_LOCALID=0 PMI_SIZE=2 PMI_RANK=1"
+)
+TORCHRUNS = (
+    f"{TWO_NODES} {ONE_NODE} RANK=11 WORLD_SIZE=16 GROUP_RANK=1 GROUP_WORLD_SIZE=2 TORCHELASTIC_RUN_ID=7"
+)
+EIGHT_BY_MPIRUN = (
+    "OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_LOCAL_RANK=3 OMPI_COMM_WORLD_LOCAL_SIZE=8"
+)
+ALL = [
+    *(text for text, _ in WORLDS),
+    *(text for text, _ in REFUSED),
+    *(text for text, _, _ in DEVICES),
+    *(text for text, _ in CONTRADICTIONS.values()),
+    *(ONE_NODE, SHELL, STEP, TWO_NODES, TORCHRUNS, EIGHT_BY_MPIRUN),
+]
 
 
-def verdict(name, environment, gpus=8, there=8, **system):
+def items(text, gpus=8, there=8, **system):
+    """{item: verdict} of a process with these variables, which sees so many of the GPUs that are there."""
     cards = tuple(Gpu(name="GPU", capability=(9, 0), peers=tuple(range(gpus))) for _ in range(gpus))
     facts = Facts(
         hardware=Hardware(makers=("nvidia",) * there, gpus=cards),
-        system=System(cores=64, machine_cores=64) if not system else System(**system),
-        environment=environment,
+        system=System(**({"cores": 64, "machine_cores": 64} | system)),
+        environment=env(text),
     )
-    (item,) = [item for item in check(facts) if item.item == name]
-    return item
+    return {item.item: item for item in check(facts)}
+
+
+def verdict(name, text, gpus=8, there=8, **system):
+    return items(text, gpus, there, **system)[name]
+
+
+def train_says(text, gpus):
+    """(the verdict that `train` gives by starting or not, its sentence)."""
+    try:
+        world_from(env(text), gpus)
+    except UserError as error:
+        return "WARN" if isinstance(error, NotStartedBySrun) else "MISS", str(error)
+    return "OK", ""
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("text", dict.fromkeys(ALL))
+def test_the_doctor_refuses_what_train_refuses_and_nothing_else(text, gpus):
+    found = items(text, gpus, gpus)
+    said = [found[name] for name in ("launcher", "ranks") if name in found]
+    status, sentence = train_says(text, gpus)
+    if status == "OK":
+        assert [item.item for item in said] == ["launcher", "ranks"]
+        assert said[0].status == "OK"
+        assert said[1].status != "MISS"
+    else:
+        assert said[-1].status == status
+        assert said[-1].found
+        assert said[-1].fix
+        assert f"{said[-1].found}; {said[-1].fix}" == sentence, "the sentence of train, with its way out"
+        assert all(item.status == "OK" for item in said[:-1])
 
 
 @pytest.mark.parametrize(
-    ("environment", "words"),
+    ("text", "words"),
     [
-        ({}, "started by itself"),
-        (TORCHRUN, "process 3 of 8"),
-        (MPIRUN | TORCHRUN, "process 3 of 8, started by mpirun"),
-        (SRUN | TORCHRUN, "process 3 of 8, started by srun"),
+        ("", "one process, started by itself"),
+        ("SLURM_JOB_ID=7 SLURM_NTASKS=8", "one process, started by itself, in Slurm's job 7 of 8 tasks"),
+        (ONE_NODE, "process 3 of 8, by torchrun's variables; all meet at node1:29500"),
         (
-            SRUN | TWO_NODES | TORCHRUN | {"WORLD_SIZE": "16", "RANK": "11"},
-            "process 11 of 16, by 2 torchruns",
+            STEP,
+            "process 3 of 8, by srun's variables, in Slurm's job 7 of 8 tasks; all meet at localhost:15007",
         ),
-        (BATCH, "a batch script or shell in Slurm's job 7, which has 8 tasks"),
+        (f"{STEP} PMI_SIZE=1 PMI_RANK=0", "process 3 of 8, by srun's variables"),
         (
-            SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "PMI_SIZE": "1"},
-            "one process",
+            SRUN,
+            "process 9 of 16, by srun's variables, in Slurm's job 777 of 16 tasks; all meet at frontier00123",
         ),
-        (BATCH | MPIRUN | TORCHRUN, "started by mpirun"),
-        (SRUN | TORCHRUN | {"RANK": "5", "TORCHELASTIC_RUN_ID": "none"}, "process 5 of 8"),
+        (f"{EIGHT_BY_MPIRUN} MASTER_ADDR=a", "process 3 of 8, by mpirun's variables; all meet at a:29500"),
+        (f"{EIGHT_BY_MPIRUN} {ONE_NODE}", "process 3 of 8, by torchrun's variables"),
+        (f"{SHELL} {EIGHT_BY_MPIRUN} {ONE_NODE}", "process 3 of 8"),
+        (f"{STEP} {ONE_NODE}", "process 3 of 8"),
+        (TORCHRUNS, "process 11 of 16"),
+        (
+            f"{STEP} SLURM_STEP_NUM_TASKS=1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_PROCID=0 SLURM_LOCALID=0",
+            "one process,",
+        ),
     ],
 )
-def test_one_world(environment, words):
-    item = verdict("launcher", environment)
+def test_one_world(text, words):
+    item = verdict("launcher", text)
     assert item.status == "OK", item
     assert words in item.found
 
 
 @pytest.mark.parametrize(
-    ("environment", "words", "mend"),
+    ("text", "words", "fix"),
     [
-        (MPIRUN, "mpirun started 8 processes, but WORLD_SIZE is not set", "RANK=$OMPI_COMM_WORLD_RANK"),
-        (MPICH, "mpirun started 8 processes, but WORLD_SIZE is not set", "RANK=$PMI_RANK"),
-        (SRUN, "srun started 8 processes, but WORLD_SIZE is not set", "RANK=$SLURM_PROCID WORLD_SIZE=8"),
-        (SRUN | {"RANK": "0", "WORLD_SIZE": "1"}, "srun started 8 processes, but WORLD_SIZE=1", "torchrun"),
-        (BATCH | {"SLURM_PROCID": "5"}, "srun started 8 processes", "torchrun"),
-        (SRUN | TWO_NODES | MPICH, "mpirun started 8", "torchrun"),
-        (SRUN | {"PMI_SIZE": "1"}, "MPI tells each that it is alone", "--mpi=pmix"),
-        (SRUN | MPIRUN | {"OMPI_COMM_WORLD_SIZE": "1"}, "MPI tells each that it is alone", "--mpi=pmix"),
-        (MPIRUN | TORCHRUN | {"RANK": "0"}, "RANK=0, but OMPI_COMM_WORLD_RANK=3", "its own"),
-        (SRUN | TORCHRUN | {"WORLD_SIZE": "5"}, "8 processes, but WORLD_SIZE=5", "number of all processes"),
-        ({"RANK": "0"}, "RANK=0, WORLD_SIZE=(not set)", "unset both"),
-        ({"RANK": "x", "WORLD_SIZE": "8"}, "RANK=x", "torchrun"),
-        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "without MASTER_ADDR, MASTER_PORT", "rank 0"),
-        ({"RANK": "8", "WORLD_SIZE": "8"}, "RANK=8, WORLD_SIZE=8", "torchrun"),
+        (EIGHT_BY_MPIRUN, "mpirun started 8 processes, but MASTER_ADDR is not set", "-x MASTER_ADDR=HOST"),
+        ("PMI_SIZE=8 PMI_RANK=3 MPI_LOCALRANKID=3", "mpiexec started 8 processes", "-genv MASTER_ADDR HOST"),
+        ("PMI_SIZE=8 PMI_RANK=3 PMI_LOCAL_RANK=3", "mpiexec started 8 processes", "-genv MASTER_ADDR HOST"),
+        ("PMIX_RANK=3", "no variable says how many", "srun, torchrun or mpirun"),
+        (f"{STEP} RANK=0 WORLD_SIZE=1", "srun started 8 processes, but WORLD_SIZE=1", "unset RANK"),
+        (f"{STEP} {ONE_NODE} WORLD_SIZE=5", "srun started 8 processes, but WORLD_SIZE=5", "unset RANK"),
+        (f"{STEP} {ONE_NODE} TORCHELASTIC_RUN_ID=7", "srun started torchrun 8 times", "start it once a node"),
+        ("RANK=0", "RANK is set but WORLD_SIZE is not", "set both"),
+        ("RANK=x WORLD_SIZE=8", "RANK is 'x'", "unset it"),
+        ("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1", "MASTER_ADDR is not set", "the host of rank 0"),
+        (f"{ONE_NODE} RANK=8", "8 of 8", "unset them"),
+        (f"{ONE_NODE} LOCAL_RANK=9", "9 of 8", "unset them"),
+        (f"{ONE_NODE} MASTER_PORT=0", "MASTER_PORT is 0", "correct it"),
     ],
 )
-def test_a_world_of_one_and_worse(environment, words, mend):
-    item = verdict("launcher", environment)
+def test_a_world_of_one_and_worse(text, words, fix):
+    item = verdict("launcher", text)
     assert item.status == "MISS"
     assert words in item.found
-    assert mend in item.mend
+    assert fix in item.fix
+    assert "ranks" not in items(text), "those of no world are not judged"
+
+
+def test_the_shell_of_a_batch_script_is_where_the_doctor_is_started():
+    item = verdict("launcher", SHELL)
+    assert item.status == "WARN"
+    assert "the Slurm job has 8 tasks, but this process was started by its script without srun" in item.found
+    assert item.fix == "write srun before the command"
+    assert verdict("launcher", f"{SHELL} SLURM_NTASKS=1").status == "OK"
 
 
 @pytest.mark.parametrize(
-    ("environment", "gpus", "there", "status", "words"),
+    ("text", "gpus", "there", "status", "words"),
     [
-        ({}, 0, 0, "OK", "1 on this node, on the CPU"),
-        ({}, 1, 1, "OK", "one to each GPU"),
-        ({}, 8, 8, "OK", "one of 8 GPUs"),
-        (TORCHRUN, 8, 8, "OK", "8 on this node, one to each GPU"),
-        (TORCHRUN, 1, 1, "MISS", "8 on this node share 1 GPU"),
-        (MPIRUN, 1, 1, "MISS", "8 on this node share 1 GPU"),
-        (TORCHRUN, 1, 8, "OK", "one GPU of its own"),
-        (SRUN | {"SLURM_GPUS_PER_TASK": "1"}, 1, 1, "OK", "one GPU of its own"),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, 8, 8, "WARN", "4 on this node, 8 GPUs"),
-        (TORCHRUN | {"LOCAL_RANK": "9"}, 8, 8, "MISS", "LOCAL_RANK=9"),
+        ("", 0, 0, "OK", "1 on this node, on the CPU"),
+        ("", 1, 1, "OK", "one to each GPU"),
+        ("", 8, 8, "OK", "one of 8 GPUs"),
+        (ONE_NODE, 8, 8, "OK", "8 on this node, one to each GPU"),
+        (ONE_NODE, 1, 1, "MISS", "8 processes on this node would share 1 GPU"),
+        (f"{EIGHT_BY_MPIRUN} MASTER_ADDR=a", 1, 1, "MISS", "8 processes on this node would share 1 GPU"),
+        (ONE_NODE, 1, 8, "MISS", "8 processes on this node would share 1 GPU"),
+        (f"{ONE_NODE} CUDA_VISIBLE_DEVICES=3", 1, 8, "OK", "one GPU of its own"),
+        (f"{STEP} SLURM_GPUS_PER_TASK=1", 1, 1, "OK", "one GPU of its own"),
+        (f"{ONE_NODE} LOCAL_WORLD_SIZE=4", 8, 8, "WARN", "4 on this node, 8 GPUs"),
+        (f"{MPIRUN} MASTER_ADDR=a", 1, 2, "MISS", "start at most 1 a node"),
     ],
 )
-def test_processes_and_gpus(environment, gpus, there, status, words):
-    item = verdict("ranks", environment, gpus, there)
+def test_processes_and_gpus(text, gpus, there, status, words):
+    item = verdict("ranks", text, gpus, there)
     assert item.status == status
-    assert words in item.found
+    assert words in f"{item.found}; {item.fix}"
 
 
 def test_cores():
-    assert verdict("cores", TORCHRUN, cores=64, machine_cores=64, threads=8).status == "OK"
-    bound = verdict("cores", SRUN, cores=1, machine_cores=64)
-    assert (bound.status, "--cpus-per-task" in bound.mend) == ("WARN", True)
-    many = verdict("cores", TORCHRUN, cores=64, machine_cores=64, threads=64)
-    assert (many.status, "OMP_NUM_THREADS=8" in many.mend) == ("WARN", True)
+    assert verdict("cores", ONE_NODE, cores=64, machine_cores=64, threads=8).status == "OK"
+    bound = verdict("cores", STEP, cores=1, machine_cores=64)
+    assert (bound.status, "--cpus-per-task" in bound.fix) == ("WARN", True)
+    many = verdict("cores", ONE_NODE, cores=64, machine_cores=64, threads=64)
+    assert (many.status, "OMP_NUM_THREADS=8" in many.fix) == ("WARN", True)

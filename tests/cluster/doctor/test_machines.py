@@ -104,13 +104,13 @@ def changed(facts, **parts):
 
 
 def not_ok(facts):
-    """What is wrong, as {item: status}; whatever is, has a mend, and nothing else has."""
+    """What is wrong, as {item: status}; whatever is, has a fix, and nothing else has."""
     items = check(facts)
     names = [item.item for item in items]
     assert len(set(names)) == len(names)
     for item in items:
         assert item.found
-        assert bool(item.mend) == (item.status != "OK"), item
+        assert bool(item.fix) == (item.status != "OK"), item
     return {item.item: item.status for item in items if item.status != "OK"}
 
 
@@ -130,9 +130,9 @@ def test_nothing_is_wrong(facts):
 
 def test_the_laptop_has_few_open_files():
     assert not_ok(LAPTOP) == {"open-files": "WARN"}
-    assert found(LAPTOP, "open-files").mend == "ulimit -n 65536"
+    assert found(LAPTOP, "open-files").fix == "ulimit -n 65536"
     tied = changed(LAPTOP, system={"open_files": (1024, 1024)})
-    assert "administrator" in found(tied, "open-files").mend
+    assert "administrator" in found(tied, "open-files").fix
 
 
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_recipes_that_run_natively(facts, native):
 def test_a_newer_cuda_would_make_a_recipe_native():
     facts = changed(EIGHT_H100, software=CUDA)
     assert not_ok(facts) == {"recipes": "WARN"}
-    assert "fp8-block" in found(facts, "recipes").mend
-    assert "12.9" in found(facts, "recipes").mend
+    assert "fp8-block" in found(facts, "recipes").fix
+    assert "12.9" in found(facts, "recipes").fix
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_a_newer_cuda_would_make_a_recipe_native():
 def test_software_and_gpus(facts, wrong, words):
     wrong = wrong | ({"open-files": "WARN"} if facts.system == LAPTOP.system else {})
     assert not_ok(facts) == wrong
-    said = " ".join(f"{item.found} {item.mend}" for item in check(facts))
+    said = " ".join(f"{item.found} {item.fix}" for item in check(facts))
     for word in words:
         assert word in said
 
@@ -294,7 +294,7 @@ def test_what_is_not_there_is_not_judged():
 def test_the_host(parts, wrong, words):
     facts = changed(CPU_ONLY, **parts)
     assert not_ok(facts) == wrong
-    assert any(words in f"{item.found} {item.mend}" for item in check(facts) if item.status != "OK")
+    assert any(words in f"{item.found} {item.fix}" for item in check(facts) if item.status != "OK")
 
 
 def test_where_there_is_no_dev_shm():
@@ -326,6 +326,6 @@ def test_the_network_is_needed_for_the_hub_alone(hub, words):
     facts = changed(CPU_ONLY, hub=hub)
     assert not_ok(facts) == {"network": "WARN"}
     item = found(facts, "network")
-    assert words in f"{item.found} {item.mend}"
+    assert words in f"{item.found} {item.fix}"
     wanted = changed(facts, data=Given(name="hf:somebody/texts", found="a data set of the hub"))
     assert not_ok(wanted) == {"network": "MISS"}

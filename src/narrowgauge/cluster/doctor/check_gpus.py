@@ -65,12 +65,12 @@ def _no_gpu(facts: Facts) -> Item:
         if value is not None and (not value.strip() or value.strip().startswith("-")):
             return warn("gpus", f"{there}: {name}={value!r} hides them", f"unset {name}, or name GPUs in it")
     if facts.software.build == "cpu":
-        return miss("gpus", f"{there}: it is a build for CPUs", "mend torch first (see above)")
+        return miss("gpus", f"{there}: it is a build for CPUs", "fix torch first (see above)")
     said = f" ({hardware.error})" if hardware.error else ""
     return miss(
         "gpus",
         f"{there}{said}",
-        "mend torch and the driver first; if both are right, see that this user may open the device files "
+        "fix torch and the driver first; if both are right, see that this user may open the device files "
         "(/dev/nvidia*, or /dev/kfd and /dev/dri: group render) and that nothing crashed (dmesg)",
     )
 

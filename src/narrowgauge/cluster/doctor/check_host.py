@@ -17,7 +17,7 @@ Where a bound is a number it is a judgement, and stands here with its reason:
 
 import re
 
-from narrowgauge.cluster.doctor.facts import Compiler, Disk, Facts, Given, Item, gib, miss, ok, warn
+from narrowgauge.cluster.doctor.facts import Compiler, Disk, Facts, Given, Item, gib, miss, of_error, ok, warn
 
 _FILES = 4096
 _SHARED, _SHARED_LEAST = 1 << 30, 16 << 20
@@ -69,7 +69,7 @@ def _locked_memory(facts: Facts) -> Item:
 
 def _shared_memory(facts: Facts) -> Item:
     system = facts.system
-    mend = "docker run --shm-size 16g, or --ipc host; else mount -o remount,size=16G /dev/shm"
+    fix = "docker run --shm-size 16g, or --ipc host; else mount -o remount,size=16G /dev/shm"
     if not system.linux:
         return ok("shared-memory", "not a file system here")
     if system.shm_size is None or system.shm_free is None:
@@ -83,8 +83,8 @@ def _shared_memory(facts: Facts) -> Item:
         return ok("shared-memory", found)
     status = miss if system.shm_free < _SHARED_LEAST else warn
     if system.shm_size >= _SHARED:
-        mend = "remove what killed programs left there"
-    return status("shared-memory", found, mend)
+        fix = "remove what killed programs left there"
+    return status("shared-memory", found, fix)
 
 
 def _clock(facts: Facts) -> Item:
@@ -156,7 +156,7 @@ def _compiler(facts: Facts) -> Item:
         )
     found = f"{compiler.version or compiler.cxx}{triton}"
     if compiler.error:
-        return warn("compiler", f"{found}: {compiler.error}", _mend_of_compiler(compiler))
+        return warn("compiler", f"{found}: {compiler.error}", _fix_of_compiler(compiler))
     if gpus and not compiler.triton:
         return warn(
             "compiler", f"{found}, no Triton", "pip install triton: training.compile needs it on a GPU"
@@ -164,16 +164,15 @@ def _compiler(facts: Facts) -> Item:
     return ok("compiler", found)
 
 
-def _mend_of_compiler(compiler: Compiler) -> str:
+def _fix_of_compiler(compiler: Compiler) -> str:
     if "Python.h" in compiler.error:
         return "install Python's headers (python3-dev or python3-devel): training.compile needs them"
     if re.search(r"openmp|omp\.h|lg?omp", compiler.error):
         return "install OpenMP for this compiler (libomp-dev, or take g++): training.compile needs it"
-    return "mend the compiler, or name another in CXX: training.compile needs one"
+    return "fix the compiler, or name another in CXX: training.compile needs one"
 
 
 def _given(item: str, given: Given) -> Item:
     if given.error:
-        found, _, mend = given.error.rpartition("; ")  # so the house's errors are built
-        return miss(item, found or mend, mend if found else f"name another with --{item}")
+        return of_error("MISS", item, given.error, f"name another with --{item}")
     return ok(item, f"{given.name}: {given.found}")

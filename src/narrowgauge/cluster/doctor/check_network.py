@@ -23,12 +23,12 @@ def check_network(facts: Facts) -> list[Item]:
         return [ok("network", "offline mode (HF_HUB_OFFLINE): hf: sources come from the hub's cache alone")]
     if hub.outcome == "not asked":
         return [ok("network", f"not asked{through}: {hub.detail}")]
-    found, mend = _verdict(hub)
-    return [(miss if wanted else warn)("network", found, mend)]
+    found, fix = _verdict(hub)
+    return [(miss if wanted else warn)("network", found, fix)]
 
 
 def _verdict(hub: Hub) -> tuple[str, str]:
-    """(what was found, the mend) where the hub was not reached."""
+    """(what was found, the fix) where the hub was not reached."""
     match hub.outcome:
         case "proxy refused":
             return _refused(hub)

@@ -13,7 +13,7 @@ _MAKERS = {"nvidia": "NVIDIA", "amd": "AMD"}
 
 
 def check_software(facts: Facts) -> list[Item]:
-    """The items of this file, in the order in which they are mended."""
+    """The items of this file, in the order in which they are fixed."""
     return [_python(facts), _torch(facts), _driver(facts)]
 
 
@@ -72,10 +72,10 @@ def _driver(facts: Facts) -> Item:
     if software.build != "cuda" or newest >= software.library:
         return ok("driver", found)
     built = f"torch was built for CUDA {dotted(software.library)}"
-    mend = f"update the driver, or install a torch built for CUDA {dotted(newest)} or earlier"
+    fix = f"update the driver, or install a torch built for CUDA {dotted(newest)} or earlier"
     if newest[0] < software.library[0]:
-        return miss("driver", f"{found}; {built}", mend)
-    return warn("driver", f"{found}; {built}: it runs, without what is newer than the driver", mend)
+        return miss("driver", f"{found}; {built}", fix)
+    return warn("driver", f"{found}; {built}: it runs, without what is newer than the driver", fix)
 
 
 def _release(version: str) -> tuple[int, int]:

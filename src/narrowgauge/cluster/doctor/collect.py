@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.cluster.doctor.check_launch import VARIABLES
 from narrowgauge.cluster.doctor.collect_gpus import collect_hardware
 from narrowgauge.cluster.doctor.collect_host import collect_compiler, collect_disk, collect_system
 from narrowgauge.cluster.doctor.collect_network import ask_hub
@@ -26,7 +25,7 @@ def collect(data: str | None = None, tokenizer: str | None = None) -> Facts:
         software=software,
         hardware=collect_hardware(software.build),
         system=collect_system(),
-        environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        environment=dict(os.environ),
         disk=collect_disk(Path.cwd()),
         cache=collect_disk(cache_directory()),
         hub=ask_hub(),

@@ -1,4 +1,4 @@
-"""What is wrong with this machine, and how is it mended? The facts, judged and printed."""
+"""What is wrong with this machine, and how is it fixed? The facts, judged and printed."""
 
 import json
 from collections.abc import Sequence
@@ -30,20 +30,20 @@ def examine(data: str | None = None, tokenizer: str | None = None) -> list[Item]
 
 
 def as_json(items: Sequence[Item]) -> str:
-    """The verdicts as a list of {item, status, found, mend}."""
+    """The verdicts as a list of {item, status, found, fix}."""
     return json.dumps([asdict(item) for item in items], indent=1, ensure_ascii=False)
 
 
 def print_items(items: Sequence[Item], console: Console) -> None:
-    """The verdicts as a table, each mend under what was found, and a line that counts them."""
+    """The verdicts as a table, each fix under what was found, and a line that counts them."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column()
     for item in items:
         table.add_row(f"[{_STYLES[item.status]}]{item.status}[/]", item.item, _plain(item.found))
-        if item.mend:
-            table.add_row("", "", _plain(f"mend: {item.mend}"))
+        if item.fix:
+            table.add_row("", "", _plain(f"fix: {item.fix}"))
     console.print(table, highlight=False)
     count = {status: sum(item.status == status for item in items) for status in _STYLES}
     console.print(", ".join(f"{number} {status}" for status, number in count.items()), highlight=False)

@@ -188,7 +188,7 @@ class System:
 class Facts:
     """All that the doctor looks at.
 
-    `environment` holds the variables of launchers and of the choice of GPUs, and no others.
+    `environment` holds every variable of the process, for `train` reads the launcher's from there, too.
     """
 
     software: Software = Software()
@@ -207,28 +207,41 @@ class Facts:
 class Item:
     """A verdict: `status` is OK, WARN (works, but) or MISS (will not work, or silently wrong).
 
-    `found` is what there is; `mend`, empty if nothing is to be mended, what to do about it.
+    `found` is what there is; `fix`, empty if nothing is to be fixed, what to do about it.
     """
 
     item: str
     status: str
     found: str
-    mend: str = ""
+    fix: str = ""
 
 
 def ok(item: str, found: str) -> Item:
-    """Nothing to mend."""
+    """Nothing to fix."""
     return Item(item, "OK", found)
 
 
-def warn(item: str, found: str, mend: str) -> Item:
+def warn(item: str, found: str, fix: str) -> Item:
     """It works, but slower or less than it could, or only for some of the verbs."""
-    return Item(item, "WARN", found, mend)
+    return Item(item, "WARN", found, fix)
 
 
-def miss(item: str, found: str, mend: str) -> Item:
+def miss(item: str, found: str, fix: str) -> Item:
     """It will not work, or it would be silently wrong."""
-    return Item(item, "MISS", found, mend)
+    return Item(item, "MISS", found, fix)
+
+
+def of_error(status: str, item: str, sentence: str, otherwise: str) -> Item:
+    """The verdict that repeats a `UserError`, whose way out stands behind its last semicolon.
+
+    Args:
+        status: WARN or MISS.
+        item: what is judged.
+        sentence: the error's text.
+        otherwise: the fix where the sentence names no way out.
+    """
+    found, _, fix = sentence.rpartition("; ")
+    return Item(item, status, found or fix, fix if found else otherwise)
 
 
 def gib(size: float) -> str:

@@ -22,6 +22,10 @@ from narrowgauge.distributed.launch.slurm_env import tasks_of_nodes
 from narrowgauge.errors import UserError
 
 
+class NotStartedBySrun(UserError):
+    """The shell of a Slurm batch script: its job has several tasks, and srun has started none of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class LaunchInfo:
     """What one launcher says."""
@@ -125,14 +129,30 @@ def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
 
 
 def refuse_separate_worlds(environ: Mapping[str, str], place: LaunchInfo) -> None:
-    """Several processes were started, and each would train alone."""
+    """Refuse processes of which several were started, and each would train alone.
+
+    Args:
+        environ: the variables of the process.
+        place: what `launch_info` made of them.
+
+    Raises:
+        NotStartedBySrun: the shell of a batch script was to be one of the tasks of its job.
+        UserError: several processes were started, and none knows of the others.
+    """
     outer = _from_mpi(environ) or _from_slurm(environ)
     in_step = bool(environ.get("SLURM_STEP_ID"))
     batch_shell = environ.get("ENVIRONMENT") == "BATCH" and not in_step
     if place.launcher == "srun" and place.size > 1 and batch_shell:
-        raise UserError(
+        raise NotStartedBySrun(
             f"the Slurm job has {place.size} tasks, but this process was started by its script without srun "
             "and would wait for the others; write srun before the command"
+        )
+    by_mpi = place.launcher in ("mpirun", "mpiexec")
+    step = _from_slurm(environ) if by_mpi and in_step else None
+    if step and place.size == 1 and step.size > step.nodes:  # mpirun has srun start one daemon a node
+        raise UserError(
+            f"srun started {step.size} processes, but {place.launcher} tells each that it is alone; start "
+            f"them by srun or by {place.launcher}, not by one inside of the other"
         )
     if place.launcher != "torchrun":
         return

@@ -28,7 +28,10 @@ def expand_hosts(text: str) -> Iterator[str]:
         not re.fullmatch(r"(?:[^\[\],\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\]|,(?=[^,]))+", text)
         or text[0] == ","
     ):
-        raise UserError(f"the list of hosts {text!r} is not in Slurm's form, such as node[01-04,07]")
+        raise UserError(
+            f"the list of hosts {text!r} is not in Slurm's form, such as node[01-04,07]; set MASTER_ADDR to "
+            "the host of rank 0"
+        )
     for name in re.findall(r"(?:[^\[\],]|\[[^\]]*\])+", text):
         yield from _expand(name)
 
@@ -59,7 +62,10 @@ def tasks_of_nodes(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if not match:
-            raise UserError(f"the tasks of each node, {text!r}, are not in Slurm's form, such as 8(x3),4")
+            raise UserError(
+                f"the tasks of each node, {text!r}, are not in Slurm's form, such as 8(x3),4; correct or "
+                "unset SLURM_STEP_TASKS_PER_NODE and SLURM_TASKS_PER_NODE"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 

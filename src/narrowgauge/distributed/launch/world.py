@@ -98,7 +98,9 @@ def _meeting_point(environ: Mapping[str, str], place: LaunchInfo) -> tuple[str, 
     if port is None:
         port = 29500 if job is None else port_of(job, number(environ, "SLURM_STEP_ID") or 0)
     if not 0 < port < 65536:
-        raise UserError(f"MASTER_PORT is {port}; a port is a number from 1 to 65535")
+        raise UserError(
+            f"MASTER_PORT is {port}, but a port is a number from 1 to 65535; correct it or unset it"
+        )
     return address, port
 
 
