@@ -25,7 +25,7 @@ def test_pieces_give_the_numbers_of_the_whole(c, shape, axis, rounding, monkeypa
         return [q.codes, q.scales, q.tensor_scale, operand.float(), scale]
 
     whole = numbers()
-    monkeypatch.setattr(scale_and_round, "PIECE", 700)
+    monkeypatch.setattr(scale_and_round, "CHUNK", 700)
     for a, b in zip(whole, numbers(), strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 

@@ -28,7 +28,7 @@ def nvidia(major, minor, cuda=(13, 0)):
     return Device(maker="nvidia", capability=(major, minor), library=cuda)
 
 
-@pytest.mark.parametrize("wish", BACKENDS)
+@pytest.mark.parametrize("requested", BACKENDS)
 @pytest.mark.parametrize("device", [CPU, H200])
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_references_are_native_everywhere(name, device, requested):
@@ -37,7 +37,7 @@ def test_references_are_native_everywhere(name, device, requested):
     assert backend.reason == f"torch multiplies {name} itself"
 
 
-@pytest.mark.parametrize("wish", ["auto", "emulated"])
+@pytest.mark.parametrize("requested", ["auto", "emulated"])
 @pytest.mark.parametrize("name", NARROW)
 def test_narrow_recipes_are_emulated_on_a_cpu_and_say_why(name, requested):
     backend = choose_backend(recipe(name), CPU, requested)
