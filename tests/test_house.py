@@ -11,6 +11,10 @@ ROOT = Path(ng.__file__).parent
 ROOMS = (
     "errors",
     "signals",
+    "units",
+    "files",
+    "toml_text",
+    "collectives",
     "formats",
     "quantization",
     "kernels",
@@ -25,12 +29,6 @@ ROOMS = (
     "report",
     "bench",
     "cluster",
-    "cli_bench",
-    "cli_cluster",
-    "cli_compare",
-    "cli_exchange",
-    "cli_launch",
-    "cli_prepare",
     "cli",
 )
 FILES = sorted(ROOT.rglob("*.py"))

@@ -2,7 +2,7 @@
 
 from narrowgauge.training.config.config import Config, config_keys, load_values, make_config, to_toml
 from narrowgauge.training.monitor.hardware import choose_device
-from narrowgauge.training.monitor.memory import Memory, gib
+from narrowgauge.training.monitor.memory import Memory
 from narrowgauge.training.monitor.memory_estimate import StepEstimate, cheaper, estimate_memory, estimate_step
 from narrowgauge.training.monitor.profiler import STEPS as PROFILED
 from narrowgauge.training.run.loop import OutOfMemory
@@ -31,7 +31,6 @@ __all__ = [
     "default_out",
     "estimate_memory",
     "estimate_step",
-    "gib",
     "load_values",
     "make_config",
     "open_run",

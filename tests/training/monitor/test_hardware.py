@@ -50,7 +50,7 @@ def test_memory_is_in_bytes():
 PAGES = """
 import resource, torch
 from pathlib import Path
-from narrowgauge.training.monitor.hardware import memory_kept
+from narrowgauge.training.monitor.hardware import (memory_kept)
 
 def pages_taken():
     "By ten tensors of 64 MiB, one after the other: more than glibc ever keeps by itself (32 MiB)."

@@ -8,12 +8,12 @@ from narrowgauge.errors import UserError
 from narrowgauge.recipes import recipe, recipe_names
 from narrowgauge.training import make_config
 from narrowgauge.training.monitor import hardware, memory
-from narrowgauge.training.monitor.hardware import bytes_of
 from narrowgauge.training.monitor.memory import measured
 from narrowgauge.training.monitor.memory_estimate import cheaper, estimate_memory, require_memory
 from narrowgauge.training.monitor.memory_tracker import MemoryTracker
 from narrowgauge.training.run_directory import RunDirectory
 from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.units import parse_bytes
 
 CPU = torch.device("cpu")
 WIDE = {"model.dim": 128, "model.ffn_dim": 256}  # matrices large enough for narrow moments
@@ -134,7 +134,7 @@ def test_the_run_tells_what_it_took(train, look):
     [("24GB", 24e9), ("22GiB", 22 * 2**30), ("500MB", 5e8), ("1.5 GB", 1.5e9), ("1024", 1024), ("", 0)],
 )
 def test_sizes(size, found):
-    assert bytes_of(size) == found
+    assert parse_bytes(size) == found
 
 
 @pytest.mark.parametrize("size", ["24 gigs", "-1GB", "GB", "1e9x"])

@@ -7,9 +7,10 @@ NCCL adds FP8 from 2.24 on, on GPUs of capability 9.0 and later (release notes o
 
 from dataclasses import replace
 
-from narrowgauge.cluster.doctor.facts import Facts, Gpu, Item, Software, dotted, gib, miss, ok, warn
+from narrowgauge.cluster.doctor.facts import Facts, Gpu, Item, Software, dotted, miss, ok, warn
 from narrowgauge.recipes import choose_backend, recipe, recipe_names
 from narrowgauge.recipes.capability import Device
+from narrowgauge.units import human_bytes
 
 _NCCL_FP8, _FP8_SUMS = (2, 24), (9, 0)
 _FOREIGN = 1 << 30  # bytes in use on a GPU that are somebody's work; a display and the driver take less
@@ -26,9 +27,9 @@ def _gpus(facts: Facts) -> Item:
     gpus = hardware.gpus
     if not gpus:
         return _no_gpu(facts)
-    names = {f"{gpu.name}, {gib(gpu.memory)}, {_kind(gpu)}": 0 for gpu in gpus}
+    names = {f"{gpu.name}, {human_bytes(gpu.memory)}, {_kind(gpu)}": 0 for gpu in gpus}
     for gpu in gpus:
-        names[f"{gpu.name}, {gib(gpu.memory)}, {_kind(gpu)}"] += 1
+        names[f"{gpu.name}, {human_bytes(gpu.memory)}, {_kind(gpu)}"] += 1
     found = "; ".join(f"{number} x {name}" for name, number in names.items())
     without = [gpu for gpu in gpus if not _has_code(software, gpu)]
     if without:
@@ -182,7 +183,7 @@ def _jobs(facts: Facts) -> Item | None:
             who = ", ".join(str(pid) for pid, _ in gpu.processes)
             by = f" by process {who}" if who else ""
             busy = f", {gpu.busy} % busy" if gpu.busy else ""
-            taken.append(f"GPU {index}: {gib(gpu.used or 0)} in use{by}{busy}")
+            taken.append(f"GPU {index}: {human_bytes(gpu.used or 0)} in use{by}{busy}")
     if taken:
         return warn(
             "gpu-jobs",

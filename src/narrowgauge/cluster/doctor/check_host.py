@@ -17,7 +17,8 @@ Where a bound is a number it is a judgement, and stands here with its reason:
 
 import re
 
-from narrowgauge.cluster.doctor.facts import Compiler, Disk, Facts, Given, Item, gib, miss, of_error, ok, warn
+from narrowgauge.cluster.doctor.facts import Compiler, Disk, Facts, Given, Item, miss, of_error, ok, warn
+from narrowgauge.units import human_bytes
 
 _FILES = 4096
 _SHARED, _SHARED_LEAST = 1 << 30, 16 << 20
@@ -60,11 +61,11 @@ def _locked_memory(facts: Facts) -> Item:
     if facts.hardware.fabric:
         return warn(
             "locked-memory",
-            f"{gib(soft)}, and the machine has InfiniBand, whose buffers are locked",
+            f"{human_bytes(soft)}, and the machine has InfiniBand, whose buffers are locked",
             "ulimit -l unlimited, or memlock in /etc/security/limits.conf (docker run --ulimit memlock=-1); "
             "under Slurm, PropagateResourceLimitsExcept=MEMLOCK",
         )
-    return ok("locked-memory", f"{gib(soft)}; only InfiniBand needs more, and there is none")
+    return ok("locked-memory", f"{human_bytes(soft)}; only InfiniBand needs more, and there is none")
 
 
 def _shared_memory(facts: Facts) -> Item:
@@ -76,7 +77,7 @@ def _shared_memory(facts: Facts) -> Item:
         return warn(
             "shared-memory", "there is no /dev/shm", "mount a tmpfs there: mount -t tmpfs tmpfs /dev/shm"
         )
-    found = f"{gib(system.shm_free)} free of {gib(system.shm_size)} in /dev/shm"
+    found = f"{human_bytes(system.shm_free)} free of {human_bytes(system.shm_size)} in /dev/shm"
     if system.shm_error:
         return miss("shared-memory", f"{found}: {system.shm_error}", "chmod 1777 /dev/shm")
     if system.shm_free >= _SHARED:
@@ -123,7 +124,7 @@ def _disk(item: str, disk: Disk, elsewhere: str) -> Item:
     kind = f" ({disk.kind})" if disk.kind else ""
     if disk.error:
         return warn(item, f"{disk.path}{kind}: {disk.error}", elsewhere)
-    found = f"{disk.path}{kind}: {gib(disk.free)} free of {gib(disk.size)}"
+    found = f"{disk.path}{kind}: {human_bytes(disk.free)} free of {human_bytes(disk.size)}"
     if disk.speed:
         found += f", writes {disk.speed / 1e6:,.0f} MB/s"
     if disk.inodes and disk.inodes_free is not None:

@@ -244,14 +244,6 @@ def of_error(status: str, item: str, sentence: str, otherwise: str) -> Item:
     return Item(item, status, found or fix, fix if found else otherwise)
 
 
-def gib(size: float) -> str:
-    """A size for people: "1.5 GiB"."""
-    for unit, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:.1f} {name}"
-    return f"{size:.0f} bytes"
-
-
 def dotted(version: Version) -> str:
     """A version as it is written: "12.9"."""
     return ".".join(map(str, version))

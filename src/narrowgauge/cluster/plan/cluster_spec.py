@@ -27,7 +27,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.training.monitor.hardware import bytes_of
+from narrowgauge.units import parse_bytes
 
 FORMATS = ("bf16", "fp16", "fp8", "fp6", "fp4", "fp32")
 
@@ -52,13 +52,13 @@ class Cluster(BaseModel):
     @field_validator("memory")
     @classmethod
     def _is_a_size(cls, value: str) -> str:
-        bytes_of(value)
+        parse_bytes(value)
         return value
 
     @property
     def memory_bytes(self) -> int:
         """Of a device."""
-        return bytes_of(self.memory)
+        return parse_bytes(self.memory)
 
     def format_for(self, bits: int, compute: str) -> str:
         """The narrowest numbers of at least so many bits that the device multiplies, else `compute`."""

@@ -22,10 +22,10 @@ from narrowgauge.training import (
     cheaper,
     choose_device,
     estimate_step,
-    gib,
     parallel_dims_of,
 )
-from narrowgauge.training.monitor.hardware import bytes_of, device_name, total_memory
+from narrowgauge.training.monitor.hardware import device_name, total_memory
+from narrowgauge.units import human_bytes, parse_bytes
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) 
         limit, whose = total_memory(device), device_name(device)
         has_host = device.type != "cpu" or bool(t.memory_limit)  # a limit stands for a GPU that is not here
     if t.memory_limit:
-        limit, whose = bytes_of(t.memory_limit), f"training.memory_limit {t.memory_limit}"
+        limit, whose = parse_bytes(t.memory_limit), f"training.memory_limit {t.memory_limit}"
     time = None if cluster is None else estimate(config, layout, cluster, step)
     copy = copy_of_save(step.memory, layout) if config.checkpoint.asynchronous else 0
     return Plan(config, layout, step, limit, whose, has_host, copy, time, cluster)
@@ -132,11 +132,11 @@ def _print_memory(plan: Plan, console: Console) -> None:
     for name, size in memory.device.items():
         on_host = memory.host.get(name, 0)
         share = (size + on_host) / memory.parameters
-        table.add_row(name, f"{share:.2f}", gib(size), gib(on_host) if on_host else "")
+        table.add_row(name, f"{share:.2f}", human_bytes(size), human_bytes(on_host) if on_host else "")
     if plan.copy:
-        table.add_row("copy of a save", "", "", gib(plan.copy))
+        table.add_row("copy of a save", "", "", human_bytes(plan.copy))
     total = sum(memory.host.values()) + plan.copy
-    table.add_row("together", "", gib(memory.peak), gib(total) if total else "", style="bold")
+    table.add_row("together", "", human_bytes(memory.peak), human_bytes(total) if total else "", style="bold")
     several = f" on {plan.layout.size} devices ({_axes(plan.layout)})" if plan.layout.size > 1 else ""
     console.print(
         f"{plan.config.model.name}, {memory.parameters:,} parameters, recipe {plan.config.recipe.name}: "
@@ -146,13 +146,17 @@ def _print_memory(plan: Plan, console: Console) -> None:
     )
     console.print(table)
     fits = "fits" if plan.fits else "does not fit"
-    console.print(f"{fits}: {gib(plan.needed)} of {gib(plan.limit)} ({plan.whose})", highlight=False)
+    console.print(
+        f"{fits}: {human_bytes(plan.needed)} of {human_bytes(plan.limit)} ({plan.whose})", highlight=False
+    )
     found = cheaper(plan.config, plan.has_host, plan.layout, wider=not plan.fits)
     for words, other in sorted(found, key=lambda item: item[1].peak):
         if other.peak > 0.99 * memory.peak:  # it would not be noticed
             continue
         note = "" if other.peak <= plan.limit else ", which does not fit either"
-        console.print(f"with {words}: {gib(other.peak)}{note}", highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            f"with {words}: {human_bytes(other.peak)}{note}", highlight=False, markup=False, soft_wrap=True
+        )
 
 
 def _axes(layout: ParallelDims) -> str:
@@ -167,7 +171,7 @@ def _print_time(plan: Plan, time: Estimate, console: Console) -> None:
     for column in ("ranks", "inside a node", "between nodes", "seconds"):
         table.add_column(column, justify="right")
     for v in time.volumes:
-        sizes = [gib(size) if size else "" for size in (v.inside, v.between)]
+        sizes = [human_bytes(size) if size else "" for size in (v.inside, v.between)]
         table.add_row(v.purpose, str(v.ranks), *sizes, f"{v.seconds:.3g}")
     if time.volumes:
         console.print(table)

@@ -5,7 +5,7 @@ from rich.table import Table
 
 from narrowgauge.cluster.scaling.scaling import Scaling
 from narrowgauge.cluster.scaling.statistics import Row
-from narrowgauge.report.compare.table import human_bytes, human_count
+from narrowgauge.units import human_bytes, human_count
 
 _TITLES = {
     "strong": "strong: the same batch in all",

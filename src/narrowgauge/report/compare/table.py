@@ -15,6 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from narrowgauge.report.read.run import FINAL_STEPS, Run
+from narrowgauge.units import human_bytes, human_count
 
 NOTHING = "-"
 TEXT_COLUMNS = ("run", "recipe", "arithmetic", "status")  # the other columns are numbers, set to the right
@@ -130,30 +131,6 @@ def _train_by_tokens(run: Run) -> dict[int, float]:
     return {at.tokens: at.loss for at in run.steps}
 
 
-def human_count(count: float) -> str:
-    """A count in at most four digits: 950, 65.5 k, 12.3 M, 1.20 B.
-
-    >>> [human_count(n) for n in (950, 65_536, 999_999, 1_200_000_000)]
-    ['950', '65.5 k', '1.00 M', '1.20 B']
-    """
-    for suffix, unit in (("", 1), (" k", 1e3), (" M", 1e6), (" B", 1e9), (" T", 1e12)):
-        if abs(count) < 999.5 * unit or suffix == " T":  # 999.5 would be printed as 1000
-            break
-    return f"{count:.0f}" if not suffix else f"{count / unit:.{_decimals(count / unit)}f}{suffix}"
-
-
-def human_bytes(count: float) -> str:
-    """Bytes in binary units.
-
-    >>> human_bytes(3 * 2**30)
-    '3.00 GiB'
-    """
-    for power, suffix in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if count >= 2**power:
-            return f"{count / 2**power:.{_decimals(count / 2**power)}f} {suffix}"
-    return f"{count:.0f} B"
-
-
 def loss_words(loss: float | None) -> str:
     """A loss with four decimals, "not finite", or "-" where there is none."""
     if loss is None:
@@ -167,11 +144,6 @@ def gap_words(gap: Gap | None) -> str:
         return NOTHING
     words = f"{gap.percent:+.2f} %" if math.isfinite(gap.percent) else "not finite"
     return words if gap.final else f"{words} at {human_count(gap.tokens)}"
-
-
-def _decimals(value: float) -> int:
-    """Decimals that make three digits."""
-    return 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
 
 
 def _row(run: Run, first: Run) -> dict[str, str]:

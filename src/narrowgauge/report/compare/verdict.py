@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from narrowgauge.report.compare.t_interval import CONFIDENCE, half_width
-from narrowgauge.report.compare.table import NOTHING, gap_to, human_bytes, human_count, loss_words, print_rows
+from narrowgauge.report.compare.table import NOTHING, gap_to, loss_words, print_rows
 from narrowgauge.report.read.run import Run
+from narrowgauge.units import human_bytes, human_count
 
 
 @dataclass(frozen=True)

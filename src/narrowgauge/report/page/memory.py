@@ -5,6 +5,7 @@ from typing import Any
 
 from narrowgauge.report.page.bars import Bar, bars, numbers
 from narrowgauge.report.read.run import Run
+from narrowgauge.units import human_bytes
 
 
 def memory(runs: Sequence[Run]) -> str:
@@ -14,10 +15,10 @@ def memory(runs: Sequence[Run]) -> str:
         return ""
     classes = list(dict.fromkeys(name for _, event in told for name in event["bytes"]))
     rows = [(name, [_cell(event, "bytes", name) for _, event in told]) for name in classes]
-    rows.append(("together", [_size(event["peak"]) for _, event in told]))
-    rows.append(("expected", [_size(event["expected"]["peak"]) for _, event in told]))
+    rows.append(("together", [human_bytes(event["peak"]) for _, event in told]))
+    rows.append(("expected", [human_bytes(event["expected"]["peak"]) for _, event in told]))
     if any(event["host_bytes"] for _, event in told):
-        rows.append(("on the host", [_size(sum(event["host_bytes"].values())) for _, event in told]))
+        rows.append(("on the host", [human_bytes(sum(event["host_bytes"].values())) for _, event in told]))
     return (
         '<section class="memory"><h2>Memory</h2>'
         + bars(*_bars(told, classes), "Memory by class")
@@ -36,7 +37,7 @@ def _bars(
         Bar(
             run.name,
             {name: event["bytes"].get(name, 0) for name in classes},
-            _size(event["peak"]),
+            human_bytes(event["peak"]),
             event["expected"]["peak"],
         )
         for run, event in told
@@ -47,7 +48,7 @@ def _bars(
 
 def _words(event: Mapping[str, Any], name: str) -> str:
     size = event["bytes"].get(name, 0)
-    return f"{_size(size)}, {size / event['parameters']:.2f} bytes a parameter"
+    return f"{human_bytes(size)}, {size / event['parameters']:.2f} bytes a parameter"
 
 
 def _account(run: Run) -> Mapping[str, Any] | None:
@@ -76,8 +77,4 @@ def _is_whole(event: Mapping[str, Any]) -> bool:
 
 def _cell(event: Mapping[str, Any], key: str, name: str) -> str:
     size = event[key].get(name, 0)
-    return f"{_size(size)} ({size / event['parameters']:.2f})"
-
-
-def _size(size: int) -> str:
-    return f"{size / 2**30:,.2f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
+    return f"{human_bytes(size)} ({size / event['parameters']:.2f})"

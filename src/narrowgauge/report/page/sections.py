@@ -15,10 +15,10 @@ from narrowgauge.report.compare.table import (
     comparison_rows,
     gap_to,
     gap_words,
-    human_count,
     loss_words,
 )
 from narrowgauge.report.read.run import Run
+from narrowgauge.units import human_count
 
 
 def title(runs: Sequence[Run]) -> str:

@@ -15,7 +15,7 @@ from narrowgauge.data import AUTO
 from narrowgauge.models import ModelConfig
 from narrowgauge.optim import ScheduleKind
 from narrowgauge.recipes import BACKENDS
-from narrowgauge.training.monitor.hardware import bytes_of
+from narrowgauge.units import parse_bytes
 
 GAUGES_EVERY = 100  # by default; `benchmarks/gauges.py` measures what that takes
 
@@ -102,7 +102,7 @@ class TrainingSection(Section):
     @field_validator("memory_limit")
     @classmethod
     def _is_a_size(cls, value: str) -> str:
-        bytes_of(value)
+        parse_bytes(value)
         return value
 
 

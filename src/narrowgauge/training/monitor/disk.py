@@ -12,8 +12,8 @@ from pathlib import Path
 
 from narrowgauge.checkpoint import steps
 from narrowgauge.errors import UserError
-from narrowgauge.training.monitor.memory import gib
 from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.units import human_bytes
 
 _BESIDE = 4  # inodes beside those of tensors: index, state, manifest, the directory
 _SLACK = 1 << 16  # bytes of each of its files: headers, and the last block
@@ -36,7 +36,7 @@ class Room:
         return self.bytes <= free.bytes and (not known or (self.inodes or 0) <= (free.inodes or 0))
 
     def __str__(self) -> str:
-        return f"{gib(self.bytes)}" + ("" if self.inodes is None else f" and {self.inodes} inodes")
+        return f"{human_bytes(self.bytes)}" + ("" if self.inodes is None else f" and {self.inodes} inodes")
 
 
 def checkpoint_room(trainer: Trainer) -> Room:

@@ -45,21 +45,6 @@ def choose_device(wish: str) -> torch.device:
     return device
 
 
-def bytes_of(size: str) -> int:
-    """The bytes of a size such as 24GB (10^9), 22GiB (2^30) or 500MB; 0 for "".
-
-    Raises:
-        UserError: it is no size.
-    """
-    if not size:
-        return 0
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", size.strip(), re.IGNORECASE)
-    if not found:
-        raise UserError(f"memory size {size!r}: it must be a number and a unit, such as 24GB or 22GiB")
-    number, unit, binary = found.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
-
-
 def total_memory(device: torch.device) -> int:
     """Bytes that the GPU has, or the machine."""
     if device.type == "cuda":

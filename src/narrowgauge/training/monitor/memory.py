@@ -25,6 +25,7 @@ from narrowgauge.nn import recipe_tensors
 from narrowgauge.optim import local
 from narrowgauge.training.monitor.memory_tracker import MemoryTracker
 from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.units import human_bytes
 
 STATE = ("weights", "master", "gradients", "m", "v", "other")
 CLASSES = (*STATE, "saved activations", "logits", "whole weights", "workspace")
@@ -50,7 +51,9 @@ class Memory:
 
     def classes(self) -> str:
         """The device's bytes by class, for people; what is next to nothing is left out."""
-        return " + ".join(f"{name} {gib(size)}" for name, size in self.device.items() if size >= 2**16)
+        return " + ".join(
+            f"{name} {human_bytes(size)}" for name, size in self.device.items() if size >= 2**16
+        )
 
     def as_json(self) -> dict[str, Any]:
         """For the metrics."""
@@ -70,11 +73,6 @@ def measured(trainer: Trainer, watch: MemoryTracker) -> Memory:
     # Gradients that a step makes anew are a class of their own.
     device["workspace"] = max(0, watch.peak - saved - new)
     return Memory(device, host, count_parameters(trainer.config.resolved_model()))
-
-
-def gib(size: int) -> str:
-    """Bytes for people."""
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"
 
 
 def _of_state(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:

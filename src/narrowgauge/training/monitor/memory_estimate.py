@@ -18,9 +18,10 @@ from narrowgauge.models import count_parameters
 from narrowgauge.nn import set_step
 from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.monitor import hardware
-from narrowgauge.training.monitor.memory import Memory, gib, measured
+from narrowgauge.training.monitor.memory import Memory, measured
 from narrowgauge.training.monitor.memory_tracker import MemoryTracker
 from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.units import human_bytes, parse_bytes
 
 ALONE = ParallelDims()
 
@@ -146,11 +147,11 @@ def require_memory(config: Config, device: torch.device, layout: ParallelDims = 
     if memory.state + on_host > there:
         advice = _advice(config, there, device.type != "cpu", layout)
         raise UserError(f"{_too_large(config, parameters, memory.state, device)}; {advice}")
-    limit = hardware.bytes_of(config.training.memory_limit)
+    limit = parse_bytes(config.training.memory_limit)
     if limit and memory.peak > limit:
         raise UserError(
-            f"a step is expected to take {gib(memory.peak)}, and training.memory_limit is "
-            f"{config.training.memory_limit} ({gib(limit)}); {_advice(config, limit, True, layout)}"
+            f"a step is expected to take {human_bytes(memory.peak)}, and training.memory_limit is "
+            f"{config.training.memory_limit} ({human_bytes(limit)}); {_advice(config, limit, True, layout)}"
         )
     return memory
 
@@ -165,12 +166,16 @@ def _least_bytes(config: Config) -> float:
 def _too_large(config: Config, parameters: int, state: float, device: torch.device) -> str:
     return (
         f"the model has {parameters:,} parameters, whose state under recipe {config.recipe.name!r} takes "
-        f"{gib(int(state))}, and this {device.type} has {gib(hardware.total_memory(device))}"
+        f"{human_bytes(int(state))}, and this {device.type} has {human_bytes(hardware.total_memory(device))}"
     )
 
 
 def _advice(config: Config, limit: int, has_host: bool, layout: ParallelDims) -> str:
-    found = [f"{words} ({gib(m.peak)})" for words, m in cheaper(config, has_host, layout) if m.peak <= limit]
+    found = [
+        f"{words} ({human_bytes(m.peak)})"
+        for words, m in cheaper(config, has_host, layout)
+        if m.peak <= limit
+    ]
     if found:
         return "it fits with " + ", or ".join(found)
     return "no setting of this recipe makes it fit: choose a smaller --model, or narrower state (msamp-o3)"

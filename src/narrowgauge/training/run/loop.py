@@ -26,7 +26,7 @@ from narrowgauge.training.config.config import Config
 from narrowgauge.training.config.diff import ConfigDiff
 from narrowgauge.training.monitor import hardware
 from narrowgauge.training.monitor.disk import checkpoint_room, require_disk
-from narrowgauge.training.monitor.memory import Memory, gib, measured
+from narrowgauge.training.monitor.memory import Memory, measured
 from narrowgauge.training.monitor.memory_tracker import MemoryTracker
 from narrowgauge.training.monitor.profiler import Profile
 from narrowgauge.training.monitor.progress import Display
@@ -37,6 +37,7 @@ from narrowgauge.training.run.run_writer import RunWriter
 from narrowgauge.training.run.validation import validation_loss
 from narrowgauge.training.step.build_model import build_model, load_model
 from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.units import human_bytes, parse_bytes
 
 Taken = tuple[float, float, float]  # loss, gradient norm, learning rate
 
@@ -163,13 +164,15 @@ def _first_step(job: RunContext, trainer: Trainer, batches: Loader) -> dict[str,
     memory, plan = measured(trainer, watch), job.plan
     facts = {"parameters": memory.parameters, **memory.as_json(), "expected": plan.as_json()}
     job.directory.record({"event": "memory", "step": trainer.step, **facts})
-    on_host = f"; on the host {gib(sum(memory.host.values()))}" if memory.host else ""
-    job.display.say(f"memory: {memory.classes()} = {gib(memory.peak)}, expected {gib(plan.peak)}{on_host}")
-    limit = hardware.bytes_of(job.config.training.memory_limit)
+    on_host = f"; on the host {human_bytes(sum(memory.host.values()))}" if memory.host else ""
+    job.display.say(
+        f"memory: {memory.classes()} = {human_bytes(memory.peak)}, expected {human_bytes(plan.peak)}{on_host}"
+    )
+    limit = parse_bytes(job.config.training.memory_limit)
     if limit and memory.peak > limit:
         raise OutOfMemory(
-            f"a step took {gib(memory.peak)}, and training.memory_limit is {gib(limit)}; raise it, or see "
-            "`narrowgauge plan` for what lowers the peak"
+            f"a step took {human_bytes(memory.peak)}, and training.memory_limit is {human_bytes(limit)}; "
+            "raise it, or see `narrowgauge plan` for what lowers the peak"
         )
     return line
 

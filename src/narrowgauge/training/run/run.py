@@ -29,7 +29,7 @@ from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.config.diff import ConfigDiff, check_keys
 from narrowgauge.training.monitor import hardware
 from narrowgauge.training.monitor.loggers import Loggers, require_sinks
-from narrowgauge.training.monitor.memory import Memory, gib
+from narrowgauge.training.monitor.memory import Memory
 from narrowgauge.training.monitor.memory_estimate import cheaper, require_memory
 from narrowgauge.training.monitor.profiler import Profile
 from narrowgauge.training.monitor.progress import Display
@@ -39,6 +39,7 @@ from narrowgauge.training.run.loop import OutOfMemory, RunContext, finish, start
 from narrowgauge.training.run.parallel_dims import parallel_dims_of
 from narrowgauge.training.run.run_writer import NullRunWriter, RunWriter
 from narrowgauge.training.run_directory import RunDirectory
+from narrowgauge.units import human_bytes, parse_bytes
 
 
 def default_out(config: Config) -> Path:
@@ -87,7 +88,7 @@ def run(
     choose_backend(config.resolved_recipe(), device_facts(device), config.recipe.backend)
     require_sinks(config.log.sinks)
     plan = require_memory(config, device, layout)
-    hardware.limit_memory(device, hardware.bytes_of(config.training.memory_limit))
+    hardware.limit_memory(device, parse_bytes(config.training.memory_limit))
     path = Path(out) if out is not None else default_out(config)
     console = (console or Console()) if world.rank == 0 else Console(quiet=True)
     with (
@@ -204,11 +205,11 @@ def _how_to_save_memory(
     )
     if plan is not None:
         what += (
-            f"; a step is expected to take {gib(plan.peak)} ({plan.classes()}), beside the program itself "
-            "and the data"
+            f"; a step is expected to take {human_bytes(plan.peak)} ({plan.classes()}), beside the program "
+            "itself and the data"
         )
         if others := _cheaper(config, device, plan, layout):
-            advice = ", ".join(f"{gib(memory.peak)} with {words}" for words, memory in others)
+            advice = ", ".join(f"{human_bytes(memory.peak)} with {words}" for words, memory in others)
     return f"{what}; {advice}, or choose a smaller --model, and name a new directory with --out"
 
 

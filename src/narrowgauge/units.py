@@ -1,0 +1,48 @@
+"""Sizes and counts as words, and words as sizes: one formatter of each."""
+
+import re
+
+from narrowgauge.errors import UserError
+
+_BINARY = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def human_bytes(size: float) -> str:
+    """Bytes in binary units with one decimal.
+
+    >>> [human_bytes(n) for n in (3 * 2**30, 1_500_000, 12)]
+    ['3.0 GiB', '1.4 MiB', '12 bytes']
+    """
+    for unit, name in _BINARY:
+        if size >= unit:
+            return f"{size / unit:,.1f} {name}"
+    return f"{size:.0f} bytes"
+
+
+def human_count(count: float) -> str:
+    """A count in at most four digits: 950, 65.5 k, 12.3 M, 1.20 B.
+
+    >>> [human_count(n) for n in (950, 65_536, 999_999, 1_200_000_000)]
+    ['950', '65.5 k', '1.00 M', '1.20 B']
+    """
+    for suffix, unit in (("", 1), (" k", 1e3), (" M", 1e6), (" B", 1e9), (" T", 1e12)):
+        if abs(count) < 999.5 * unit or suffix == " T":  # 999.5 would be printed as 1000
+            break
+    value = count / unit
+    decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0  # three digits
+    return f"{value:.{decimals}f}{suffix}" if suffix else f"{count:.0f}"
+
+
+def parse_bytes(size: str) -> int:
+    """The bytes of a size such as 24GB (10^9), 22GiB (2^30) or 500MB; 0 for "".
+
+    Raises:
+        UserError: the text is not a size.
+    """
+    if not size:
+        return 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", size.strip(), re.IGNORECASE)
+    if not match:
+        raise UserError(f"memory size {size!r}: it must be a number and a unit, such as 24GB or 22GiB")
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
