@@ -98,7 +98,12 @@ def worker(directory: Path, pins: Mapping[str, str] = PINS) -> Iterator[Worker]:
     own = {"NARROWGAUGE_CACHE": str(directory / "cache"), "PYTHONPATH": str(package), "COLUMNS": "110"}
     command = [sys.executable, "-W", "error", str(HERE / "worker.py")]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=inherited | own | dict(pins)
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=directory,
+        env=inherited | own | dict(pins),
     ) as server:
         try:
             yield Worker(server, directory)
@@ -140,6 +145,8 @@ def state_of(checkpoint: Path) -> dict[str, str]:
     found: dict[str, list[str]] = {}
     for group, tensors in groups.items():
         for name, facts in tensors.items():
+            if "same_as" in facts:  # a second name of a tensor
+                continue
             parts = hashlib.sha256(f"{facts['dtype']} {facts['shape']}".encode())
             for box in sorted(facts["boxes"], key=lambda box: box["offset"]):
                 if box["file"] not in files:

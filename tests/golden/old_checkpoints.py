@@ -1,0 +1,89 @@
+"""Checkpoints of an earlier commit, one for each recipe, that have to be resumed to the same digits for good.
+
+    python tests/golden/old_checkpoints.py    # keeps those of the package that is imported now
+
+Each is the run directory of a training of four steps that was killed after its second: what it holds is what
+that commit wrote, and the digits beside it are those that the same commit went on to compute. The layout on
+disk is a promise to users, so they are made anew only when a recipe is added (its own is added then) or when
+a change of the layout is meant, and then this file says how old runs are read.
+"""
+
+import io
+import json
+import shutil
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+
+import narrowgauge as ng
+from golden.runs import Cell, Worker, digits_of, worker
+
+HERE = Path(__file__).parent
+ARCHIVE, DIGITS = HERE / "old_checkpoints.tar.xz", HERE / "old_checkpoints.json"
+# As small as a model can be in which every cast has a whole block to scale.
+SMALL: dict[str, Any] = {
+    "model.dim": 32,
+    "model.layers": 1,
+    "model.heads": 2,
+    "model.kv_heads": 1,
+    "model.ffn_dim": 32,
+    "model.tied_head": True,
+    "data.sequence_length": 32,
+    "training.steps": 4,
+    "training.micro_batch_size": 1,
+    "checkpoint.every": 2,
+}
+
+
+def resume(process: Worker, run: Path, recipe: str) -> Cell:
+    """The digits of a run that goes on where its directory says."""
+    values = process.values(recipe, {**SMALL, "data.source": "text"})
+    process({"run": values, "out": str(run)})
+    return digits_of(run)
+
+
+def kill_after_two(run: Path) -> None:
+    """Leave the directory as a kill in the third step leaves it."""
+    shutil.rmtree(run / "checkpoints/step-4")
+    for name in ("report.html", "gauges.jsonl"):
+        (run / name).unlink(missing_ok=True)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    last = next(i for i, line in enumerate(lines) if json.loads(line).get("step", 0) > 2)
+    (run / "metrics.jsonl").write_text("".join(lines[:last]))
+    (run / "status.json").write_text(json.dumps({"status": "running", "reason": ""}))
+
+
+def extract(recipe: str, directory: Path) -> Path:
+    """The kept run directory of a recipe, as it was."""
+    with tarfile.open(ARCHIVE) as archive:
+        members = [member for member in archive if member.name.startswith(f"{recipe}/")]
+        archive.extractall(directory, members, filter="data")
+    return directory / recipe
+
+
+def main() -> None:
+    """Keep a run of each recipe, and the digits that it goes on to."""
+    digits = {}
+    with tempfile.TemporaryDirectory() as folder, worker(Path(folder)) as process:
+        for recipe in ng.recipe_names():
+            run = Path(folder) / recipe
+            digits[recipe] = resume(process, run, recipe)
+            kill_after_two(run)
+        with tarfile.open(ARCHIVE, "w:xz", preset=9) as archive:
+            for recipe in digits:
+                for file in sorted((Path(folder) / recipe).rglob("*")):
+                    if file.is_file() and not file.name.startswith(".lock"):
+                        member = tarfile.TarInfo(str(file.relative_to(folder)))
+                        member.size = file.stat().st_size
+                        archive.addfile(member, io.BytesIO(file.read_bytes()))
+    DIGITS.write_text(json.dumps(digits, indent=1) + "\n", encoding="utf-8")
+    print(ARCHIVE, f"{ARCHIVE.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

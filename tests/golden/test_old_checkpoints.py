@@ -1,0 +1,38 @@
+"""A checkpoint that an earlier commit wrote goes on, bit for bit, to what that commit went on to."""
+
+import pytest
+
+from golden import cells, old_checkpoints
+from golden.runs import lines_of, worker
+
+
+@pytest.fixture(scope="module")
+def pinned(tmp_path_factory):
+    with worker(tmp_path_factory.mktemp("golden")) as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def same_arithmetic(pinned):
+    """Whether this machine computes as the one did that wrote the checkpoints."""
+    (here,) = pinned({"fingerprint": True})
+    return here == cells.read(cells.DIGITS)["arithmetic"]
+
+
+KEPT = cells.read(old_checkpoints.DIGITS)
+
+
+@pytest.mark.parametrize("recipe", KEPT)
+def test_an_old_checkpoint_is_resumed_to_the_bit(pinned, same_arithmetic, record_property, tmp_path, recipe):
+    run = old_checkpoints.extract(recipe, tmp_path)
+    now = old_checkpoints.resume(pinned, run, recipe)
+    assert [line["step"] for line in lines_of(run / "metrics.jsonl") if line.get("event") == "resume"] == [2]
+    if same_arithmetic:
+        record_property("golden", "digit for digit, from an old checkpoint")
+        differences = list(cells.same(KEPT[recipe], now))
+    else:
+        record_property("golden", "within bounds, from an old checkpoint")
+        bounds = cells.read(cells.BOUNDS)[recipe]
+        differences = list(cells.near(KEPT[recipe], now, bounds))
+    assert not differences, "\n".join([recipe, *differences])
+    assert len(now["loss and grad_norm"]) == 4
