@@ -1,4 +1,4 @@
-"""`narrowgauge bench`: the machine's ceilings, a step's time by class against its floor, and others' steps.
+"""`narrowgauge bench`: the machine's ceilings, a step's time by class against its floor, and peers' steps.
 
 The data are random tokens, the model is the configuration's at its starting weights: speed depends on
 neither. Nothing is written to a run directory.
@@ -33,20 +33,20 @@ class BenchResult:
     work: Work
     ceilings: Ceilings
     profiled: StepTime
-    seconds: dict[str, list[float]]  # of a step, round by round, by who took it
+    seconds: dict[str, list[float]]  # of a step, round by round: worker -> times
 
     def ratios(self, peer: str) -> Spread:
         """How many times as fast our step is: the peer's time over ours, round by round."""
         pairs = zip(self.seconds[peer], self.seconds[OURS], strict=True)
-        return Spread.of([theirs / own for theirs, own in pairs])
+        return Spread.of([peer_s / our_s for peer_s, our_s in pairs])
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.config.training.batch_size * self.config.data.sequence_length
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, for a file."""
+        """All figures as JSON values."""
         names = [name for name in self.seconds if name != OURS]
         return {
             "torch": torch.__version__,
@@ -65,16 +65,19 @@ class BenchResult:
 
 
 def bench(config: Config, peers: Sequence[str] | None, rounds: int, console: Console) -> BenchResult:
-    """Measure, and print what was found.
+    """Measure, and print the result.
 
     Args:
         config: the model, its recipe, its batch; one process.
-        peers: whom to time beside it (`bench.peers`); None: whoever fits this machine.
-        rounds: how often each takes its turn.
-        console: where to print.
+        peers: names of the peers to time (`bench.peers`); None: all that fit this machine.
+        rounds: number of timed rounds; each worker takes one step a round.
+        console: where tables are printed.
+
+    Returns:
+        All figures; they are printed, too.
 
     Raises:
-        UserError: an unknown peer, or one that is not here.
+        UserError: a peer is unknown, or not installed.
     """
     device = choose_device(config.training.device)
     backend = choose_backend(config.resolved_recipe(), device_facts(device), config.recipe.backend)
@@ -84,75 +87,75 @@ def bench(config: Config, peers: Sequence[str] | None, rounds: int, console: Con
     with console.status("") as status:
         ceilings = measure(work, device, status.update)
         status.update("the first steps")
-        with start_workers([OURS, *names], config) as everyone:
-            for one in everyone:
-                status.update(f"the first steps of {one.name}")
-                one.is_ready()
-            status.update(f"{rounds} rounds of {', '.join(one.name for one in everyone)}")
-            seconds = take_turns({one.name: one.step for one in everyone}, rounds)
+        with start_workers([OURS, *names], config) as workers:
+            for worker in workers:
+                status.update(f"the first steps of {worker.name}")
+                worker.wait_until_ready()
+            status.update(f"{rounds} rounds of {', '.join(worker.name for worker in workers)}")
+            seconds = take_turns({worker.name: worker.step for worker in workers}, rounds)
             status.update("where the time goes")
-            profiled = everyone[0].profile()
-    found = BenchResult(config, device_name(device), backend.name, work, ceilings, profiled, seconds)
-    _print(found, console)
-    return found
+            profiled = workers[0].profile()
+    result = BenchResult(config, device_name(device), backend.name, work, ceilings, profiled, seconds)
+    _print(result, console)
+    return result
 
 
-def _print(found: BenchResult, console: Console) -> None:
-    t, c = found.config.training, found.ceilings
+def _print(result: BenchResult, console: Console) -> None:
+    t, c = result.config.training, result.ceilings
     console.print(
-        f"{found.config.model.name}, recipe {found.config.recipe.name} ({found.backend}), "
-        f"{t.batch_size} x {found.config.data.sequence_length} tokens, {found.device}",
+        f"{result.config.model.name}, recipe {result.config.recipe.name} ({result.backend}), "
+        f"{t.batch_size} x {result.config.data.sequence_length} tokens, {result.device}",
         highlight=False,
     )
-    console.print(_ceilings_table(found))
+    console.print(_ceilings_table(result))
     console.print(
         f"attention {1e3 * c.attention_forward_s:.2f} ms forward, {1e3 * c.attention_backward_s:.2f} ms "
         f"backward a layer; a copy moves {c.copy_bytes_per_s / 1e9:.1f} GB/s\n",
         highlight=False,
     )
-    console.print(_classes_table(found))
+    console.print(_classes_table(result))
     console.print(
         "floor: the work of each class, counted from shapes, at the machine's best. Classes are those of a "
         "profiled step, which is slower.\n",
         style="dim",
         highlight=False,
     )
-    console.print(_peers_table(found))
+    console.print(_peers_table(result))
 
 
-def _ceilings_table(found: BenchResult) -> Table:
+def _ceilings_table(result: BenchResult) -> Table:
     table = Table("product (m, n, k)", box=None, header_style="bold")
     for column in ("in", "times", "TFLOP/s"):
         table.add_column(column, justify="right")
-    for gemm, seconds in found.ceilings.gemm_s.items():
+    for gemm, seconds in result.ceilings.gemm_s.items():
         shape = f"{gemm.m} x {gemm.n} x {gemm.k}"
-        table.add_row(shape, gemm.kind, str(found.work.gemms[gemm]), f"{gemm.flops / seconds / 1e12:.3f}")
+        table.add_row(shape, gemm.kind, str(result.work.gemms[gemm]), f"{gemm.flops / seconds / 1e12:.3f}")
     return table
 
 
-def _classes_table(found: BenchResult) -> Table:
-    floor = found.ceilings.floor_ms(found.work)
+def _classes_table(result: BenchResult) -> Table:
+    floor = result.ceilings.floor_ms(result.work)
     table = Table("class", box=None, header_style="bold")
     for column in ("ms a step", "floor", "of light speed"):
         table.add_column(column, justify="right")
-    for name, ms in found.profiled.classes.items():
+    for name, ms in result.profiled.classes.items():
         least = floor.get(name, 0.0)
         if ms or least:
             share = f"{least / ms:.0%}" if ms and least else ""
             table.add_row(name, f"{ms:.1f}", f"{least:.1f}", share)
-    total, least = found.profiled.step_ms, sum(floor.values())
+    total, least = result.profiled.step_ms, sum(floor.values())
     table.add_row("together", f"{total:.1f}", f"{least:.1f}", f"{least / total:.0%}", style="bold")
-    own = 1e3 * Spread.of(found.seconds[OURS]).median
-    table.add_row("not profiled", f"{own:.1f}", f"{least:.1f}", f"{least / own:.0%}", style="bold")
+    ours = 1e3 * Spread.of(result.seconds[OURS]).median
+    table.add_row("not profiled", f"{ours:.1f}", f"{least:.1f}", f"{least / ours:.0%}", style="bold")
     return table
 
 
-def _peers_table(found: BenchResult) -> Table:
+def _peers_table(result: BenchResult) -> Table:
     table = Table("who", box=None, header_style="bold")
     for column in ("tokens/s", "ms a step", "we are faster by"):
         table.add_column(column, justify="right")
-    for name, taken in found.seconds.items():
-        median = Spread.of(taken).median
-        ratio = "" if name == OURS else str(found.ratios(name))
-        table.add_row(name, f"{found.tokens / median:,.0f}", f"{1e3 * median:.1f}", ratio)
+    for name, seconds in result.seconds.items():
+        median = Spread.of(seconds).median
+        ratio = "" if name == OURS else str(result.ratios(name))
+        table.add_row(name, f"{result.tokens / median:,.0f}", f"{1e3 * median:.1f}", ratio)
     return table

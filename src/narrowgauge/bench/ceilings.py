@@ -1,8 +1,8 @@
-"""How fast this machine is at what a step is made of: measured, at the step's own shapes.
+"""Measured ceilings of this machine, at the shapes of a step.
 
-No figure of a data sheet is used. A product is measured by torch in the numbers that it is computed in, with
-operands that are there already; attention by torch's own kernel, which chooses among those it has; memory by
-a copy, whose bytes are those it reads and those it writes.
+No figure of a data sheet is used. A product is measured with torch, in the format that it is computed in,
+with operands that exist already. Attention is measured with torch's own kernel, which chooses its back end.
+Memory is measured with a copy; its bytes are the bytes read and the bytes written.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class Ceilings:
         return {"GEMMs": 1e3 * gemms, "attention": 1e3 * (forward + backward), **moved}
 
     def as_json(self) -> dict[str, object]:
-        """For a file."""
+        """Ceilings as JSON values."""
         gemms = [
             {"m": g.m, "n": g.n, "k": g.k, "kind": g.kind, "tflops": g.flops / s / 1e12}
             for g, s in self.gemm_s.items()
@@ -49,24 +49,30 @@ class Ceilings:
         }
 
 
-def measure(work: Work, device: torch.device, say: Callable[[str], None]) -> Ceilings:
-    """Measure what a step's work is made of; takes seconds, or a minute on a CPU."""
+def measure(work: Work, device: torch.device, log: Callable[[str], None]) -> Ceilings:
+    """Measure the ceilings of a step's work: seconds on a GPU, about a minute on a CPU.
+
+    Args:
+        work: what the step has to do (`work_of`).
+        device: where to measure.
+        log: called with a line for each measurement that begins.
+    """
     gemms = {}
     for number, gemm in enumerate(sorted(work.gemms), start=1):
-        say(f"ceilings: product {number} of {len(work.gemms)}")
+        log(f"ceilings: product {number} of {len(work.gemms)}")
         gemms[gemm] = gemm_seconds(gemm, device)
-    say("ceilings: attention and memory")
+    log("ceilings: attention and memory")
     forward, backward = attention_seconds(work.attention, device)
     return Ceilings(gemms, forward, backward, copy_bandwidth(device))
 
 
 def gemm_seconds(gemm: Gemm, device: torch.device) -> float:
-    """The best time of a product."""
+    """The best time of a product, in seconds."""
     if gemm.kind == "fp8":
         return _fp8_seconds(gemm, device)
     dtype = DTYPES[gemm.kind]
     if device.type == "cpu" and dtype == torch.float16:
-        dtype = torch.float32  # what its products are computed in there (nn.gemm)
+        dtype = torch.float32  # as nn.gemm computes fp16 products on a CPU
     a = torch.randn(gemm.m, gemm.k, device=device).to(dtype)
     b = torch.randn(gemm.n, gemm.k, device=device).to(dtype)
     out = torch.empty(gemm.m, gemm.n, device=device, dtype=dtype)
@@ -74,7 +80,7 @@ def gemm_seconds(gemm: Gemm, device: torch.device) -> float:
 
 
 def _fp8_seconds(gemm: Gemm, device: torch.device) -> float:
-    """One scale a tensor, fast accumulation: the fastest that the hardware has."""
+    """The best time of an FP8 product: one scale a tensor, fast accumulation, the fastest of the hardware."""
     a = torch.randn(gemm.m, gemm.k, device=device).to(torch.float8_e4m3fn)
     b = torch.randn(gemm.n, gemm.k, device=device).to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
@@ -84,7 +90,7 @@ def _fp8_seconds(gemm: Gemm, device: torch.device) -> float:
 
 
 def attention_seconds(shape: Attention, device: torch.device) -> tuple[float, float]:
-    """The best times of a forward and of a backward pass of causal attention."""
+    """The best times of a forward and of a backward pass of causal attention, in seconds."""
     dtype = DTYPES[shape.kind]
     q, k, v = (
         torch.randn(shape.batch, heads, shape.tokens, shape.head_dim, device=device)
@@ -105,7 +111,7 @@ def attention_seconds(shape: Attention, device: torch.device) -> tuple[float, fl
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written a second."""
+    """Bytes that a copy reads and writes in a second."""
     size = _COPY_BYTES[device.type]
     x = torch.zeros(size // 4, device=device)
     y = torch.empty_like(x)

@@ -1,11 +1,11 @@
-"""The same training as one writes it without this project: the same model of torch.nn.Linear, AdamW, a loop.
+"""Peers: the same training without this project. The model uses torch.nn.Linear, the loop is written by hand.
 
     torch fp32       eager, everything in float32
     torch bf16       eager, under autocast
     ... compiled     the same through torch.compile
     torchao R        compiled, its linear layers in FP8 by torchao's recipe R, where that is installed
 
-All have torch's own attention, cross entropy and fused AdamW, and clip gradients as a run does.
+All use torch's own attention, cross entropy and fused AdamW, and clip gradients as a run does.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,14 +27,18 @@ TORCHAO = ("torchao tensorwise", "torchao rowwise", "torchao rowwise_with_gw_hp"
 
 
 def default_peers(device: torch.device) -> list[str]:
-    """Whom a step is compared with when nobody is named: on a GPU those that compile."""
+    """The peers of a device when none is named; on a GPU only compiled ones."""
     if device.type != "cuda":
         return ["torch fp32", "torch bf16"]
     return ["torch bf16 compiled", *(TORCHAO if find_spec("torchao") else ())]
 
 
 def check_peers(names: Sequence[str], device: torch.device) -> None:
-    """Refuse who is unknown or not here."""
+    """Refuse unknown peers, and peers that this machine cannot run.
+
+    Raises:
+        UserError: a peer is unknown, not installed, or needs a GPU.
+    """
     for name in names:
         if name not in TORCH + TORCHAO:
             raise unknown("peer", name, TORCH + TORCHAO)
@@ -47,7 +51,7 @@ def check_peers(names: Sequence[str], device: torch.device) -> None:
 def peer_step(
     name: str, config: Config, device: torch.device, batches: Sequence[Batch]
 ) -> Callable[[], object]:
-    """An optimizer step of a peer on these micro-batches, after `check_peers`."""
+    """An optimizer step of a peer on the given micro-batches; call `check_peers` first."""
     model = Transformer(config.resolved_model())
     initialize(model, config.training.seed)
     model.to(device)
@@ -77,7 +81,7 @@ def peer_step(
 
 
 class _Objective(torch.nn.Module):
-    """The loss as a module."""
+    """A module that computes the loss, so that it can be compiled as one."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
@@ -89,7 +93,7 @@ class _Objective(torch.nn.Module):
 
 
 def _to_torchao(model: Transformer, recipe: str) -> None:
-    """Put the linear layers of the blocks under a recipe of torchao."""
+    """Convert the linear layers of the blocks with a recipe of torchao."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig.from_recipe_name(recipe)

@@ -1,8 +1,8 @@
-"""Times that mean something on a machine that others use, too.
+"""Timing on a machine that is shared with other programs.
 
-A ceiling is the best of several tries: whatever disturbs a measurement makes it longer, never shorter. A
-comparison is a ratio of two that took turns, so that a disturbance meets both; the median of the ratios is
-given with their quartiles.
+A ceiling is the best of several tries, because a disturbance makes a measurement longer, never shorter. A
+comparison is a ratio of two workers that took turns, so that a disturbance meets both. It is given as the
+median of the ratios with their quartiles.
 """
 
 import statistics
@@ -19,17 +19,17 @@ _MOST, _LEAST = 50, 3  # tries
 
 
 def best_seconds(action: Callable[[], object], device: torch.device, budget_s: float = _BUDGET_S) -> float:
-    """The shortest of several calls, after one that is not counted."""
+    """The shortest time of several calls, after one warm-up call."""
     action()
-    best, spent, tries = float("inf"), 0.0, 0
-    while tries < _LEAST or (spent < budget_s and tries < _MOST):
-        taken = seconds(action, device)
-        best, spent, tries = min(best, taken), spent + taken, tries + 1
+    best, total, tries = float("inf"), 0.0, 0
+    while tries < _LEAST or (total < budget_s and tries < _MOST):
+        elapsed = seconds(action, device)
+        best, total, tries = min(best, elapsed), total + elapsed, tries + 1
     return best
 
 
 def seconds(action: Callable[[], object], device: torch.device) -> float:
-    """Of one call, to the end of what it began."""
+    """The time of one call, until the device has finished its work."""
     synchronize(device)
     start = time.perf_counter()
     action()
@@ -47,7 +47,7 @@ class Spread:
 
     @staticmethod
     def of(values: Sequence[float]) -> "Spread":
-        """Of at least one figure."""
+        """The spread of at least one figure."""
         if len(values) == 1:
             return Spread(values[0], values[0], values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -58,10 +58,14 @@ class Spread:
 
 
 def take_turns(steps: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """What each answers, its seconds, `rounds` times; who begins changes from round to round."""
-    taken: dict[str, list[float]] = {name: [] for name in steps}
+    """Call each step `rounds` times, in turns; the order is reversed every other round.
+
+    Returns:
+        name -> what its step returned (seconds), round by round.
+    """
+    times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds):
         names = list(steps)
         for name in names if turn % 2 == 0 else reversed(names):
-            taken[name].append(steps[name]())
-    return taken
+            times[name].append(steps[name]())
+    return times

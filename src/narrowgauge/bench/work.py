@@ -1,17 +1,17 @@
-"""What a step has to do at least, counted from shapes: products, attention, and bytes that must move.
+"""The least work of a step, counted from shapes: products, attention, and bytes that must move.
 
     GEMMs        2 M N K operations each: forward, input gradient, weight gradient; forward again where a
-                 block is recomputed; each in the numbers that the hardware multiplies
+                 block is recomputed; each in the format that the hardware multiplies
     attention    forward and backward of every layer, as one kernel each
-    casts        each operand is read once as it is and written once as the product wants it, unless it is so
-                 already; what two places see alike is made once
-    norms ...    what is left, fused as far as it can be: a norm with the sum before it, an activation, the
-                 rotation of positions; the embedding
+    casts        each operand is read once and written once in the format of its product, unless it has that
+                 format already; an operand that two places share is made once
+    norms ...    the rest, fused as far as possible: a norm with the sum before it, an activation, rotary
+                 positions; the embedding
     loss         logits read forward, read and written backward
     optimizer    gradients read for their norm and for the update, all state read and written
 
-Nothing here is measured. `ceilings` says how fast the machine can do each, and their quotient is the floor: a
-time that no step of this shape can beat on this machine without doing other work.
+Nothing is measured in this file. `ceilings` measures how fast the machine does each kind of work. Work
+divided by ceiling is the floor: no step of this shape can be faster on this machine without doing other work.
 
 Legend: M tokens, N outputs, K inputs, D dim, F ffn_dim, V vocabulary, H head_dim.
 """
@@ -31,7 +31,7 @@ from narrowgauge.training.step.build_model import build_model, recomputed
 
 @dataclass(frozen=True, order=True)
 class Gemm:
-    """A product (m, k) @ (k, n) of numbers of `kind`: fp32, bf16, fp16 or fp8."""
+    """A product (m, k) @ (k, n); `kind` is its format: fp32, bf16, fp16 or fp8."""
 
     m: int
     n: int
@@ -40,13 +40,13 @@ class Gemm:
 
     @property
     def flops(self) -> int:
-        """Its operations."""
+        """Operations: a multiplication and an addition count as two."""
         return 2 * self.m * self.n * self.k
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal attention: batch, query heads, key-value heads, tokens, head_dim, and the numbers."""
+    """The shape of causal attention, and its format `kind`."""
 
     batch: int
     heads: int
@@ -58,7 +58,7 @@ class Attention:
 
 @dataclass
 class Work:
-    """What an optimizer step of one process has to do."""
+    """The work of one optimizer step of one process."""
 
     attention: Attention
     attention_forward: int = 0  # times
@@ -73,26 +73,26 @@ class Work:
 
 
 def work_of(config: Config, native: bool) -> Work:
-    """The work of a configuration's step; `native` if its hardware multiplies the narrow numbers."""
+    """The work of a configuration's step; `native` if the hardware multiplies its narrow formats."""
     model, recipe, t = config.resolved_model(), config.resolved_recipe(), config.training
     B, T = t.micro_batch_size, config.data.sequence_length
     attention = Attention(B, model.heads, model.kv_heads, T, model.head_dim, recipe.compute)
     work = Work(attention)
     times, M = t.batch_size // B, B * T  # micro-batches of a step, tokens of one
     network = build_model(config, torch.device("meta"))
-    again = _recomputed_blocks(config, model.layers)
-    work.attention_forward = times * (model.layers + again)
+    recomputed_layers = _recomputed_blocks(config, model.layers)
+    work.attention_forward = times * (model.layers + recomputed_layers)
     work.attention_backward = times * model.layers
-    _add_products(work, network, recipe, times, M, again / model.layers, native)
+    _add_products(work, network, recipe, times, M, recomputed_layers / model.layers, native)
     D, V = model.dim, model.vocab_size
     F = (2 if model.mlp == "swiglu" else 1) * model.ffn_dim
     heads = (model.heads + model.kv_heads) * model.head_dim if model.positions == "rope" else 0
-    # A norm forward: the sum (read 4 + 2, write 4) and what it emits (2); backward reads and writes as much
-    # and its own input again. An activation forward reads F and writes ffn_dim; backward reads
+    # A norm forward: the sum (read 4 + 2, write 4) and its output (2); backward reads and writes as much
+    # and its input again. An activation forward reads F and writes ffn_dim; backward reads
     # both and writes F.
     forward = 2 * 12 * D + 2 * (F + model.ffn_dim) + 4 * heads
     backward = 2 * 16 * D + 2 * (2 * F + model.ffn_dim) + 4 * heads
-    block = forward * (1 + again / model.layers) + backward
+    block = forward * (1 + recomputed_layers / model.layers) + backward
     work.moved["norms and the rest"] = int(times * (M * (model.layers * block + 8 * D) + 4 * V * D))
     work.moved["loss"] = times * 3 * M * V * DTYPES[recipe.compute].itemsize
     memory = estimate_memory(config).device
@@ -107,7 +107,13 @@ def _recomputed_blocks(config: Config, layers: int) -> int:
 
 
 def _add_products(
-    work: Work, network: Transformer, recipe: Recipe, times: int, M: int, again: float, native: bool
+    work: Work,
+    network: Transformer,
+    recipe: Recipe,
+    times: int,
+    M: int,
+    recomputed_share: float,
+    native: bool,
 ) -> None:
     """The three products of each linear layer, and the casts of their operands."""
     for name, layer in network.named_modules():
@@ -116,22 +122,22 @@ def _add_products(
         N, K = layer.out_features, layer.in_features
         casts = layer.casts if isinstance(layer, Linear) else {}
         kind = "fp8" if native and casts and casts["fprop.x"].is_scaled else recipe.compute
-        forward = times * (1 + again) if name.startswith("blocks.") else times
+        forward = times * (1 + recomputed_share) if name.startswith("blocks.") else times
         work.gemms[Gemm(M, N, K, kind)] += round(forward)
         work.gemms[Gemm(M, K, N, kind)] += times
         work.gemms[Gemm(N, K, M, kind)] += times
         elements = {"x": M * K, "w": N * K, "dy": M * N}
         source = {"x": recipe.compute, "w": "fp32", "dy": recipe.compute}
-        made: set[tuple[str, Cast]] = set()
+        cast_already: set[tuple[str, Cast]] = set()
         for place in GEMM_PLACES if casts else ():
             operand, cast = place.partition(".")[2], casts[place]
-            is_again = cast.ignores_axis and (operand, cast) in made
-            if is_again or cast.name == source[operand]:
+            is_shared = cast.ignores_axis and (operand, cast) in cast_already
+            if is_shared or cast.name == source[operand]:
                 continue
-            made.add((operand, cast))
+            cast_already.add((operand, cast))
             bits = cast.element.bits if native and cast.is_scaled else 8 * DTYPES[recipe.compute].itemsize
-            each = DTYPES[source[operand]].itemsize + bits / 8
+            bytes_an_element = DTYPES[source[operand]].itemsize + bits / 8
             passes = forward if place.startswith("fprop") else times
-            work.moved["casts"] += int(passes * elements[operand] * each)
+            work.moved["casts"] += int(passes * elements[operand] * bytes_an_element)
         if not casts and recipe.compute != "fp32":
             work.moved["casts"] += times * N * K * (4 + DTYPES[recipe.compute].itemsize)

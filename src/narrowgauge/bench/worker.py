@@ -1,8 +1,7 @@
-"""Whoever takes part in a comparison has a process of its own, as a user's would be.
+"""Workers: each contestant of a benchmark runs in a process of its own, as a user's training does.
 
-What one does to its process (how memory is kept, what is compiled, which kernels were chosen) is then no gift
-to the others and no burden. They are all made first and wait; one at a time takes a step, so that they never
-compete for the machine.
+So the settings of one process (kept memory, compiled code, chosen kernels) neither help nor hurt the others.
+All workers start first and wait. Only one takes a step at a time, so that they never compete for the machine.
 """
 
 import signal
@@ -29,61 +28,60 @@ _WARM = 2  # steps before any is timed
 
 
 class Worker:
-    """A process that takes steps when it is asked to."""
+    """The parent's side of a process that takes a step on request."""
 
-    def __init__(self, name: str, answers: Connection) -> None:
-        """The parent's end."""
-        self.name, self._answers = name, answers
+    def __init__(self, name: str, connection: Connection) -> None:
+        self.name, self._connection = name, connection
 
     def step(self) -> float:
         """The seconds of one step."""
-        found = self._ask("step")
-        assert isinstance(found, float)
-        return found
+        elapsed = self._request("step")
+        assert isinstance(elapsed, float)
+        return elapsed
 
     def profile(self) -> StepTime:
         """The time by class of a few steps."""
-        found = self._ask("profile")
-        assert isinstance(found, StepTime)
-        return found
+        step_time = self._request("profile")
+        assert isinstance(step_time, StepTime)
+        return step_time
 
-    def is_ready(self) -> None:
-        """Wait until its first steps are done."""
-        self._ask("ready")
+    def wait_until_ready(self) -> None:
+        """Wait until the warm-up steps are done."""
+        self._request("ready")
 
-    def _ask(self, what: str) -> object:
+    def _request(self, command: str) -> object:
         try:
-            self._answers.send(what)
-            return self._answers.recv()
+            self._connection.send(command)
+            return self._connection.recv()
         except (EOFError, OSError):
             raise UserError(
-                f"the process of {self.name!r} ended before its step was measured; its own words are above, "
+                f"the process of {self.name!r} ended before its step was measured; its own message is above, "
                 "and --peers leaves it out"
             ) from None
 
 
 @contextmanager
 def start_workers(names: Sequence[str], config: Config) -> Iterator[list[Worker]]:
-    """Processes for `OURS` and for peers, for the length of a `with`."""
+    """Start a process for `OURS` and for each peer; they end with the `with` block."""
     context = get_context("spawn")
     threads = torch.get_num_threads()
     with ExitStack() as stack:
-        found = []
+        workers = []
         for name in names:
-            here, there = context.Pipe()
-            process = context.Process(target=serve, args=(name, config, threads, there))
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(name, config, threads, theirs))
             process.start()
-            there.close()
+            theirs.close()
             stack.callback(process.join, 10)
             stack.callback(process.terminate)
-            stack.callback(here.close)
-            found.append(Worker(name, here))
-        yield found
+            stack.callback(ours.close)
+            workers.append(Worker(name, ours))
+        yield workers
 
 
-def serve(name: str, config: Config, threads: int, asked: Connection) -> None:
-    """The life of a contender."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, and nobody asks any more
+def serve(name: str, config: Config, threads: int, connection: Connection) -> None:
+    """Run a worker process: warm up, then answer requests until the parent closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which closes the connection
     torch.set_num_threads(threads)
     device = choose_device(config.training.device)
     batches = random_batches(config, device)
@@ -93,20 +91,20 @@ def serve(name: str, config: Config, threads: int, asked: Connection) -> None:
             step()
         while True:
             try:
-                what = asked.recv()
-                asked.send(_answer(what, step, device))
-            except (EOFError, OSError):  # nobody asks any more
+                command = connection.recv()
+                connection.send(_answer(command, step, device))
+            except (EOFError, OSError):  # the parent is gone
                 return
 
 
-def _answer(what: str, step: Callable[[], object], device: torch.device) -> object:
-    if what == "step":
+def _answer(command: str, step: Callable[[], object], device: torch.device) -> object:
+    if command == "step":
         return seconds(step, device)
-    return profiled(step, device) if what == "profile" else None
+    return profiled(step, device) if command == "profile" else None
 
 
 def own_step(config: Config, device: torch.device, batches: Sequence[Batch]) -> Callable[[], object]:
-    """A step as a run takes it."""
+    """An optimizer step of this project, as a run takes it."""
     trainer = Trainer.begin(config, device)
     return lambda: trainer.train_step(iter(batches))
 
@@ -115,20 +113,20 @@ def profiled(step: Callable[[], object], device: torch.device) -> StepTime:
     """The time by class of some steps."""
     with TemporaryDirectory() as directory:
         profile = Profile(Path(directory), 0, device)
-        number, found = 0, None
-        while found is None:
+        number, step_time = 0, None
+        while step_time is None:
             number += 1
-            _, found = profile.step(number, step, is_last=False)
-    return found
+            _, step_time = profile.step(number, step, is_last=False)
+    return step_time
 
 
 def random_batches(config: Config, device: torch.device) -> list[Batch]:
-    """The micro-batches of a step, always the same."""
+    """The micro-batches of a step: random tokens, the same in every process."""
     t, T = config.training, config.data.sequence_length
     g = torch.Generator().manual_seed(0)
-    found = []
+    batches = []
     for _ in range(t.batch_size // t.micro_batch_size):
         shape = (t.micro_batch_size, T + 1)
         ids = torch.randint(config.resolved_model().vocab_size, shape, generator=g).to(device)
-        found.append(Batch(ids[:, :-1], ids[:, 1:], ids[:, 1:].numel()))
-    return found
+        batches.append(Batch(ids[:, :-1], ids[:, 1:], ids[:, 1:].numel()))
+    return batches
