@@ -33,7 +33,7 @@ def t_probability(t: float, degrees: int) -> float:
 def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
     """The t within which a share `confidence` lies.
 
-    >>> round(quantile(2), 3), round(quantile(4), 3)
+    >>> round(t_quantile(2), 3), round(t_quantile(4), 3)
     (4.303, 2.776)
     """
     low, high = 0.0, 1.0
