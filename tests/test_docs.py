@@ -15,7 +15,8 @@ import pytest
 
 import narrowgauge as ng
 from fenced import blocks, shell_lines, titled
-from narrowgauge.cli.main import _options, _read_train, _values
+from narrowgauge.cli.main import _options, _read_train
+from narrowgauge.cli.options import config_values
 from narrowgauge.cluster import load_site
 from narrowgauge.models import model_names
 from narrowgauge.recipes import Device, choose_backend
@@ -37,7 +38,7 @@ def check(options: argparse.Namespace) -> None:
     if hasattr(options, "config"):
         if options.config and not options.config.exists():
             options.config.touch()  # a reader's own, and the page does not show it
-        values = _values(options)
+        values = config_values(options)
         is_from_a_run = values.get("model", {}).pop("weights", "")  # which is not here
         config = make_config(values)
         assert config.resolved_recipe()

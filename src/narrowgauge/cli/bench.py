@@ -1,4 +1,4 @@
-"""The door of `narrowgauge bench`: how fast a step is, and how fast it could be."""
+"""`bench`: how fast a step is, and how fast it could be."""
 
 import argparse
 import json
@@ -8,26 +8,27 @@ from rich.console import Console
 
 from narrowgauge.bench import bench
 from narrowgauge.checkpoint import write_whole
+from narrowgauge.cli.options import config_values
 from narrowgauge.errors import UserError
-from narrowgauge.training import Config
+from narrowgauge.training import make_config
 
 HELP = "how fast a step is, against this machine's ceilings and beside plain torch"
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
-    """The options of the verb, beside the configuration's."""
+    """Add the options of the verb, without the configuration's."""
     p.add_argument("--rounds", metavar="N", default="5", help="how often each takes its turn (5)")
     p.add_argument("--peers", metavar="A,B", help="whom to time beside it; none: only the own step")
     p.add_argument("--json", metavar="FILE", type=Path, help="write all figures there")
 
 
-def run(options: argparse.Namespace, config: Config) -> None:
+def run(options: argparse.Namespace) -> None:
     """Measure and print."""
     if not options.rounds.isdecimal() or int(options.rounds) < 1:
         raise UserError(f"--rounds {options.rounds}: it is a whole number above 0")
     peers = None
     if options.peers is not None:
         peers = [name.strip() for name in options.peers.split(",") if name.strip() not in ("", "none")]
-    found = bench(config, peers, int(options.rounds), Console())
+    result = bench(make_config(config_values(options)), peers, int(options.rounds), Console())
     if options.json:
-        write_whole(options.json, json.dumps(found.as_json(), indent=2) + "\n")
+        write_whole(options.json, json.dumps(result.as_json(), indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""The door of `narrowgauge launch`: a script that starts a run on a cluster."""
+"""`launch`: a script that starts a run on a cluster."""
 
 import argparse
 import re
@@ -13,7 +13,7 @@ Check = Callable[[list[str]], tuple[Config, Path | None]]
 
 
 def add_options(p: argparse.ArgumentParser, check: Check) -> None:
-    """The options of the verb; `check` reads the words of `train` as the command line does."""
+    """Add the options of the verb; `check` reads the words of `train` as the command line does."""
     kind = p.add_mutually_exclusive_group()
     kind.add_argument("--slurm", action="store_true", help="for sbatch: one process a device, by srun")
     kind.add_argument("--torchrun", action="store_true", help="for each node, without a scheduler")
@@ -29,7 +29,7 @@ def add_options(p: argparse.ArgumentParser, check: Check) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Write the script and say how it is started."""
+    """Write the script and print the line that starts it."""
     words = _words(options)
     site = load_site(options.site) if options.site else Site()
     _check_slurm(options)
@@ -53,7 +53,7 @@ def _check_slurm(options: argparse.Namespace) -> None:
 
 
 def _job(options: argparse.Namespace, words: list[str], site: Site) -> Job:
-    """What is to be started, after a look at everything that can be wrong with it."""
+    """The job that the script starts; every option is checked."""
     config, out = options.check(words)
     per_node = site.devices_per_node if options.gpus_per_node is None else options.gpus_per_node
     for name, count in (("--nodes", options.nodes), ("--gpus-per-node", per_node)):
@@ -79,7 +79,7 @@ def _job(options: argparse.Namespace, words: list[str], site: Site) -> Job:
 
 
 def _words(options: argparse.Namespace) -> list[str]:
-    """The words of `train`; what argparse itself would say of the rest is said here, the likeliest first."""
+    """The words of `train`; the likeliest mistakes are refused here, before argparse sees them."""
     words: list[str] = options.words
     if words[:1] != ["--"] and words and words[0].startswith("-"):
         raise unknown("option", words[0].split("=")[0], options.parser._option_string_actions)
@@ -96,7 +96,7 @@ def _words(options: argparse.Namespace) -> list[str]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write an executable file, and overwrite none but an older script of the same kind."""
+    """Write an executable file; only an older script of this verb is overwritten."""
     if path.exists() and (path.is_dir() or MARK.encode() not in path.read_bytes()[:4096]):
         raise UserError(f"{path} is there and no script of launch; name another file by --out, or remove it")
     path.parent.mkdir(parents=True, exist_ok=True)

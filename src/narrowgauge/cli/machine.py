@@ -1,15 +1,15 @@
-"""The doors of `doctor` (what is wrong with this machine?), `plan` (what will a run take?) and `scaling` (are
-more processes faster?).
+"""`doctor` (what is wrong with this machine?), `plan` (what will a run take?) and `scaling` (are more
+processes faster?).
 """
 
 import argparse
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
+from narrowgauge.cli.options import config_values
 from narrowgauge.cluster import (
     as_json,
     cluster_names,
@@ -26,7 +26,7 @@ from narrowgauge.cluster import (
     tokens_of,
 )
 from narrowgauge.errors import UserError
-from narrowgauge.training import Config
+from narrowgauge.training import make_config
 
 HELP = "what is wrong with this machine, and how to fix it; exit code 1 if something is missing"
 
@@ -34,14 +34,14 @@ PLAN_HELP = "what a run will take, before it is started: memory by class, traffi
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
+    """Add the options of `doctor`."""
     p.add_argument("--json", action="store_true", help="a list of {item, status, found, fix}")
     p.add_argument("--data", metavar="SOURCE", help="look at this data too: whatever train --data takes")
     p.add_argument("--tokenizer", metavar="T", help="look at this tokenizer too: bytes, bpe-N, or its file")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examine the machine and say what was found; 1 if something is missing, else 0."""
+    """Examine the machine and print the items; returns 1 if something is missing, else 0."""
     items = examine(options.data, options.tokenizer)
     if options.json:
         print(as_json(items))
@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def add_plan_options(p: argparse.ArgumentParser) -> None:
-    """The options of the verb, beside those of a run."""
+    """Add the options of `plan`, without the configuration's."""
     p.add_argument("--cluster", metavar="SPEC", help=f"{', '.join(cluster_names())}, or a .toml file")
     p.add_argument("--devices", metavar="N", default="1", help="in all, laid out as [parallel] says (1)")
     p.add_argument("--tokens", metavar="N", help="to train on, as 300B or 1T; else those of training.steps")
@@ -59,8 +59,9 @@ def add_plan_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--json", action="store_true", help="for programs")
 
 
-def run_plan(config: Config, options: argparse.Namespace) -> None:
+def run_plan(options: argparse.Namespace) -> None:
     """Print the plan of a configuration."""
+    config = make_config(config_values(options))
     cluster = load_cluster(options.cluster) if options.cluster else None
     if cluster is None and (options.tokens or options.price):
         raise UserError("--tokens and --price need to know the machine; name one with --cluster")
@@ -77,39 +78,39 @@ def run_plan(config: Config, options: argparse.Namespace) -> None:
 
 def _number(option: str, text: str, kind: type[int] | type[float]) -> float:
     try:
-        found = kind(text)
+        number = kind(text)
     except ValueError:
-        found = -1
-    if not 0 < found < 2**24 or not math.isfinite(found):
+        number = -1
+    if not 0 < number < 2**24 or not math.isfinite(number):
         raise UserError(f"{option} {text!r}: it must be a number above 0")
-    return found
+    return number
 
 
 SCALING_HELP = "measure the same training on 1..N processes: speed-up, efficiency, communication"
 
 
 def add_scaling_options(p: argparse.ArgumentParser) -> None:
-    """The options of the verb, beside those of the configuration."""
+    """Add the options of `scaling`, without the configuration's."""
     p.add_argument("--procs", metavar="1,2,4", default="", help="numbers of processes, ascending")
     p.add_argument("--seconds", type=float, default=5.0, metavar="N", help="of each number and mode (5)")
     p.add_argument("--json", action="store_true", help="print scaling.json, and no table")
-    p.add_argument("--rank-of", type=Path, metavar="DIR", help=argparse.SUPPRESS)  # what is measured calls it
+    p.add_argument("--rank-of", type=Path, metavar="DIR", help=argparse.SUPPRESS)  # for its own processes
 
 
-def run_scaling(options: argparse.Namespace, config: Callable[[], Config]) -> None:
-    """Measure and print; or, as a process of a world, be measured."""
+def run_scaling(options: argparse.Namespace) -> None:
+    """Measure and print; a process that `scaling` itself started measures its own steps."""
     if not 0 < options.seconds < math.inf:
         raise UserError(f"--seconds {options.seconds:g}: it must be a number above 0, as in --seconds 5")
     if options.rank_of is not None:
         measure(options.rank_of, options.seconds)
         return
-    sizes, what = read_sizes(options.procs), config()
-    out = options.out or Path("runs") / f"scaling-{what.model.name}"
+    sizes, config = read_sizes(options.procs), make_config(config_values(options))
+    out = options.out or Path("runs") / f"scaling-{config.model.name}"
     console = Console()
     progress = Console(stderr=True, quiet=True) if options.json else console
-    found = scaling(what, sizes, options.seconds, out, progress)
+    result = scaling(config, sizes, options.seconds, out, progress)
     if options.json:
-        print(found.as_json(), end="")
+        print(result.as_json(), end="")
         return
-    print_scaling(found, console)
+    print_scaling(result, console)
     console.print(f"figures: {out / 'scaling.json'}", markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The doors that models go through: sample, eval, export, import. One thin function for each verb."""
+"""`sample`, `eval`, `export`, `import`: what can be done with a trained model."""
 
 import argparse
 from collections.abc import Callable
@@ -64,23 +64,23 @@ def _add_model(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     Console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _sample(options: argparse.Namespace) -> None:
-    there = open_run(options.run, options.device, options.tokenizer)
-    tokenizer = there.tokenizer
+    trained = open_run(options.run, options.device, options.tokenizer)
+    tokenizer = trained.tokenizer
     new = generate(
-        there.model,
-        there.prompt_ids(options.prompt),
+        trained.model,
+        trained.prompt_ids(options.prompt),
         options.tokens,
         temperature=options.temperature,
         top_k=options.top_k,
         top_p=options.top_p,
         seed=options.seed,
         stop_id=tokenizer.end_of_document,
-        cache=there.is_tokenwise if options.cache == "auto" else options.cache == "on",
+        cache=trained.is_tokenwise if options.cache == "auto" else options.cache == "on",
     )
     print(options.prompt + tokenizer.decode(new))
 
@@ -98,38 +98,38 @@ def _eval(options: argparse.Namespace) -> None:
             options.run, names, device, options.limit, options.task_folder
         ).items():
             numbers = [f"{k.partition(',')[0]} {v:.4f}" for k, v in scores.items() if isinstance(v, float)]
-            _say(f"{options.run}: {name}, {', '.join(numbers)}")
+            _print(f"{options.run}: {name}, {', '.join(numbers)}")
         return
-    there = open_run(options.run, options.device, options.tokenizer)
+    trained = open_run(options.run, options.device, options.tokenizer)
     if task == "hellaswag" and detail:
-        score = evaluate(there, Path(detail), options.limit)
+        score = evaluate(trained, Path(detail), options.limit)
         text = f"{score.examples} examples, acc {score.acc:.4f}, acc_norm {score.acc_norm:.4f}"
-        _say(f"{options.run}: step {there.step}, hellaswag, {text}")
+        _print(f"{options.run}: step {trained.step}, hellaswag, {text}")
     elif options.task == "val":
-        _evaluate_text(options, there)
+        _evaluate_text(options, trained)
     else:
         raise unknown("task", options.task, _TASKS)
 
 
-def _evaluate_text(options: argparse.Namespace, there: TrainedRun) -> None:
-    dataset = _dataset(there, options.data)
-    length = options.sequence_length or there.config.data.sequence_length
-    windows = (there.config.training.micro_batch_size, length, options.batches)
-    separate_documents = there.config.data.separate_documents
-    loss = validation_loss(Engine.alone(there.model), dataset.val, *windows, separate_documents)
+def _evaluate_text(options: argparse.Namespace, trained: TrainedRun) -> None:
+    dataset = _dataset(trained, options.data)
+    length = options.sequence_length or trained.config.data.sequence_length
+    windows = (trained.config.training.micro_batch_size, length, options.batches)
+    separate_documents = trained.config.data.separate_documents
+    loss = validation_loss(Engine.alone(trained.model), dataset.val, *windows, separate_documents)
     bits = bits_per_byte(loss, dataset.tokenizer, dataset.val, *windows, separate_documents)
     text = f"validation loss {loss:.4f} nats per token, {bits:.4f} bits per byte"
-    _say(f"{options.run}: step {there.step}, {text}")
+    _print(f"{options.run}: step {trained.step}, {text}")
 
 
-def _dataset(there: TrainedRun, source: str | None) -> Dataset:
-    """The run's own text, or another source in the run's tokens."""
-    data = there.config.data
-    made_there = data.tokenizer in (AUTO, "bytes") or data.tokenizer.startswith(("bpe-", "ids-"))
-    use_own = source is not None or not (made_there or Path(data.tokenizer).exists())
-    if use_own and there.tokenizer_file is None:
-        assert there.tokenizer  # raises
-    name = str(there.tokenizer_file) if use_own else data.tokenizer
+def _dataset(trained: TrainedRun, source: str | None) -> Dataset:
+    """The run's own text, or another source encoded with the run's tokenizer."""
+    data = trained.config.data
+    is_made = data.tokenizer in (AUTO, "bytes") or data.tokenizer.startswith(("bpe-", "ids-"))
+    use_run_tokenizer = source is not None or not (is_made or Path(data.tokenizer).exists())
+    if use_run_tokenizer and trained.tokenizer_file is None:
+        assert trained.tokenizer  # raises
+    name = str(trained.tokenizer_file) if use_run_tokenizer else data.tokenizer
     with Display(Console(), 1, 1) as display:
         weights = data.weights if source is None else ()
         return open_data(source or data.source, name, weights, display.stage)
@@ -139,11 +139,11 @@ def _export(options: argparse.Namespace) -> None:
     size = options.shard_gb * 1e9
     if not 1 <= size < 2**63:
         raise UserError(f"--shard-gb {options.shard_gb} must be the size of a file, such as 5")
-    there = export_run(options.run, options.to, options.out, options.dtype, int(size))
-    _say(f"{options.out}: {options.run} after step {there.step}, as {options.to}")
+    trained = export_run(options.run, options.to, options.out, options.dtype, int(size))
+    _print(f"{options.out}: {options.run} after step {trained.step}, as {options.to}")
 
 
 def _import(options: argparse.Namespace) -> None:
     run = import_model(options.path, options.out, options.tokenizer, options.data)
-    _say(f"run directory: {run}")
-    _say(f"to train on from it: narrowgauge train --model.weights {run} --data SOURCE --out NEW")
+    _print(f"run directory: {run}")
+    _print(f"to train on from it: narrowgauge train --model.weights {run} --data SOURCE --out NEW")

@@ -1,4 +1,4 @@
-"""The door of `narrowgauge prepare`: documents in, token files out."""
+"""`prepare`: documents in, token files out."""
 
 import argparse
 from pathlib import Path
@@ -17,7 +17,7 @@ _SOURCES = (
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
-    """The options of the verb."""
+    """Add the options of the verb."""
     p.add_argument("source", metavar="SOURCE", help=_SOURCES)
     p.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the corpus goes")
     p.add_argument(
@@ -51,7 +51,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Prepare the source and say what came of it."""
+    """Prepare the source and print what was written."""
     if options.layout not in (OWN, *TOKEN_LAYOUTS):
         raise unknown("layout", options.layout, (OWN, *TOKEN_LAYOUTS))
     console = Console()

@@ -7,9 +7,9 @@ import pytest
 from narrowgauge.errors import UserError
 from narrowgauge.report.compare.grid import (
     Variant,
+    make_points,
     parse_seeds,
     parse_variant,
-    points,
     recipe_variants,
     take_sweep,
 )
@@ -18,7 +18,7 @@ SHORT = {"recipe": "recipe.name"}
 
 
 def names(variants="", grid=None, seeds="", values=None):
-    return [point.name for point in points(values or {}, recipe_variants(variants), grid or {}, seeds)]
+    return [point.name for point in make_points(values or {}, recipe_variants(variants), grid or {}, seeds)]
 
 
 def test_one_seed_is_named_as_its_recipe_and_others_by_number():
@@ -29,8 +29,8 @@ def test_one_seed_is_named_as_its_recipe_and_others_by_number():
 
 
 def test_more_recipes_and_seeds_keep_the_runs_that_are_there():
-    before = {p.name: p.config for p in points({}, recipe_variants("bf16,fp8"), {}, "")}
-    after = {p.name: p.config for p in points({}, recipe_variants("bf16,mxfp8,fp8"), {}, "3")}
+    before = {p.name: p.config for p in make_points({}, recipe_variants("bf16,fp8"), {}, "")}
+    after = {p.name: p.config for p in make_points({}, recipe_variants("bf16,mxfp8,fp8"), {}, "3")}
     assert {name: after[name] for name in before} == before
     assert [config.training.seed for config in after.values()] == [0] * 3 + [1] * 3 + [2] * 3
 
@@ -46,7 +46,7 @@ def test_every_point_of_a_grid_has_a_readable_name():
     """
     values, grid = take_sweep(tomllib.loads(text))
     assert values == {}
-    found = points(values, [], grid, "")
+    found = make_points(values, [], grid, "")
     assert len(found) == 8
     assert found[0].name == "bf16,checkpoint.every=5,betas=0.9+0.99,lr=0.001,fprop.x=e4m3"
     assert found[-1].name == "fp8,checkpoint.every=5,betas=0.9+0.99,lr=0.02,fprop.x=bf16"
@@ -90,8 +90,11 @@ def test_seeds_that_are_none(text):
         (lambda: take_sweep({"sweep": {"optimizer": {"lr": 0.1}}}), "a list of values"),
         (lambda: take_sweep({"sweep": {"optimizer": {"lr": []}}}), "a list of values"),
         (lambda: parse_variant("hp:fp8", SHORT), "'fp8' is no KEY=VALUE"),
-        (lambda: points({}, [Variant("a/b", {}), Variant("c", {})], {}, ""), "names a directory"),
-        (lambda: points({}, [Variant("a", {"training.seed": "1"}), Variant("c", {})], {}, ""), "by --seeds"),
+        (lambda: make_points({}, [Variant("a/b", {}), Variant("c", {})], {}, ""), "names a directory"),
+        (
+            lambda: make_points({}, [Variant("a", {"training.seed": "1"}), Variant("c", {})], {}, ""),
+            "by --seeds",
+        ),
     ],
 )
 def test_mistakes_are_sentences(make, words):

@@ -103,7 +103,7 @@ def take_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, lis
     return rest, grid
 
 
-def points(
+def make_points(
     values: Values, variants: Sequence[Variant], grid: Mapping[str, list[Any]], seeds: str
 ) -> list[Point]:
     """Every run of a comparison in order: variants and points of the grid at the first seed, then the next.
@@ -128,16 +128,16 @@ def points(
     count = len(variants) * len(combinations) * len(chosen)
     if count > MOST_RUNS:
         raise UserError(f"this comparison has {count} runs, and one may have {MOST_RUNS}; make it smaller")
-    found = []
+    points = []
     for seed in chosen:
         suffix = "" if seed == own else f"-seed-{seed}"
         for variant in variants:
             _check(variant, axes)
             for keys in combinations:
                 name = ",".join(filter(None, [variant.name, *_words(keys)])) + suffix
-                found.append(Point(name, make_config(_with(values, {**variant.keys, **keys, SEED: seed}))))
-    _require_distinct(found)
-    return found
+                points.append(Point(name, make_config(_with(values, {**variant.keys, **keys, SEED: seed}))))
+    _require_distinct(points)
+    return points
 
 
 def _check(variant: Variant, axes: Mapping[str, list[Any]]) -> None:
@@ -151,8 +151,8 @@ def _check(variant: Variant, axes: Mapping[str, list[Any]]) -> None:
         raise UserError(f"variant {variant.name!r} and [sweep] both set {twice[0]}; leave one of them out")
 
 
-def _require_distinct(found: Sequence[Point]) -> None:
-    names = [point.name for point in found]
+def _require_distinct(points: Sequence[Point]) -> None:
+    names = [point.name for point in points]
     if len(names) < 2:
         raise UserError(
             f"{names[0]!r} is one run, and a comparison needs at least two; name recipes, as in "

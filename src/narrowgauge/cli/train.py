@@ -1,0 +1,76 @@
+"""`train`, and the verbs on what it wrote: `convert`, `report`."""
+
+import argparse
+import os
+from pathlib import Path
+
+from rich.console import Console
+
+from narrowgauge.cli.options import add_config_options, config_values, positive_integer
+from narrowgauge.distributed import world_from
+from narrowgauge.report import print_comparison, read_run, write_report
+from narrowgauge.training import PROFILED, convert_run, make_config, run
+
+HELP = "train a model; the same line again continues a run that stopped"
+CONVERT_HELP = "a run's newest state under another recipe, in a new run directory"
+REPORT_HELP = "(re)make the HTML report of one run or several"
+
+
+def add_options(p: argparse.ArgumentParser) -> None:
+    """Add the options of `train`."""
+    p.add_argument(
+        "--allow-change",
+        metavar="KEY[,KEY]",
+        default="",
+        help="section.keys that may have other values than the run in --out began with",
+    )
+    p.add_argument(
+        "--profile",
+        metavar="STEPS",
+        nargs="?",
+        type=positive_integer,
+        const=PROFILED,
+        default=0,
+        help=f"record STEPS steps ({PROFILED}): a trace for Perfetto in DIR/profile, and the time by class",
+    )
+    add_config_options(p)
+
+
+def add_convert_options(p: argparse.ArgumentParser) -> None:
+    """Add the options of `convert`."""
+    p.add_argument("run", metavar="RUN", type=Path)
+    p.add_argument("--recipe", required=True, metavar="R", help="a shipped recipe or a .toml file")
+    p.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new run directory")
+
+
+def add_report_options(p: argparse.ArgumentParser) -> None:
+    """Add the options of `report`."""
+    p.add_argument("runs", metavar="RUN", type=Path, nargs="+")
+    p.add_argument("--out", type=Path, help="the page (report.html in the first RUN)")
+
+
+def run_train(options: argparse.Namespace) -> None:
+    """Train or continue a run; the first rank writes the report and prints the summary."""
+    console = Console()
+    allowed = [key.strip() for key in options.allow_change.split(",") if key.strip()]
+    path = run(make_config(config_values(options)), options.out, console, allowed, options.profile)
+    if world_from(os.environ, 0).rank:  # the first of several processes reports for all
+        return
+    report = write_report([path], path / "report.html")
+    print_comparison([read_run(path)], console)
+    console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
+
+
+def run_convert(options: argparse.Namespace) -> None:
+    """Write a new run directory with the state under another recipe."""
+    step = convert_run(options.run, options.recipe, options.out)
+    print(f"{options.out}: the state of {options.run} after step {step}, under recipe {options.recipe}")
+    print(f"to go on: narrowgauge train {options.out}/config.toml --out {options.out}")
+
+
+def run_report(options: argparse.Namespace) -> None:
+    """Write the page and print the comparison of the runs."""
+    out = options.out or options.runs[0] / "report.html"
+    runs = [read_run(path) for path in options.runs]
+    print(f"report: {write_report(options.runs, out)}")
+    print_comparison(runs, Console())
