@@ -132,7 +132,7 @@ def test_memory_that_runs_out_is_one_sentence(narrowgauge, line, look, tmp_path,
     """2^31 - 1 sequences at once: their numbers alone take 16 GiB."""
     huge = {"training.batch_size": 2**31 - 1, "training.micro_batch_size": 2**31 - 1}
     ended = narrowgauge(*line(huge), "--out", tmp_path / "run", memory=12 << 30)
-    refused(ended, "out of memory", "MiB with --training.micro_batch_size 1", code=1)
+    refused(ended, "out of memory", "KiB with --training.micro_batch_size 1", code=1)
     for name in ("a step is expected to take", "weights", "saved activations", "workspace"):
         assert name in ended.err, "what was planned, by class"
     assert look(tmp_path / "run").status["status"] == "failed"
