@@ -41,13 +41,13 @@ def add_options(p: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examine the machine and print the items; returns 1 if something is missing, else 0."""
-    items = examine(options.data, options.tokenizer)
+    """Examine the machine and print the verdicts; returns 1 if something is missing, else 0."""
+    verdicts = examine(options.data, options.tokenizer)
     if options.json:
-        print(as_json(items))
+        print(as_json(verdicts))
     else:
-        print_items(items, Console())
-    return int(any(item.status == "MISS" for item in items))
+        print_items(verdicts, Console())
+    return int(any(verdict.status == "MISS" for verdict in verdicts.values()))
 
 
 def add_plan_options(p: argparse.ArgumentParser) -> None:

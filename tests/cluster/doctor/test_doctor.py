@@ -15,7 +15,13 @@ import pytest
 import torch
 
 from narrowgauge.cli.main import main
-from narrowgauge.cluster.doctor.collect_gpus import parse_links, parse_processes, parse_use, torch_gpus
+from narrowgauge.cluster.doctor.collect_gpus import (
+    parse_links,
+    parse_processes,
+    parse_torch,
+    parse_use,
+    torch_gpus,
+)
 from narrowgauge.cluster.doctor.collect_host import collect_disk
 from narrowgauge.cluster.doctor.commands import answer_of
 
@@ -145,26 +151,40 @@ def test_a_program_that_hangs_is_left():
 
 
 def test_torch_is_asked_in_a_process_of_its_own():
-    gpus, error = torch_gpus([], {})
+    gpus, error = torch_gpus({}, {})
     assert len(gpus) == torch.cuda.device_count()
     if not gpus:
         assert error
     assert not torch.cuda.is_initialized()
 
 
-def test_what_nvidia_smi_says():
-    assert parse_use("GPU-1, 4, 0\nGPU-2, 80000, 99\nGPU-3, [N/A], [N/A]\nNo devices\n") == [
-        ("GPU-1", 4 << 20, 0),
-        ("GPU-2", 80000 << 20, 99),
-        ("GPU-3", None, None),
+def test_what_torch_says_is_joined_with_what_the_driver_says():
+    described = {"maker": "nvidia", "capability": [9, 0], "architecture": "", "memory": 80 << 30}
+    cards = [
+        described | {"name": "H100", "peers": [1], "uuid": "a", "used": 5},
+        described | {"name": "H100", "peers": [0], "uuid": "b", "used": 6},
     ]
-    rows = "GPU-2, 4711, 70000\nGPU-2, 4712, [N/A]\n"
-    assert parse_processes(rows) == {"GPU-2": [(4711, 70000 << 20), (4712, None)]}
+    text = "a warning\nnarrowgauge-doctor:" + json.dumps({"gpus": cards, "error": ""})
+    (first, second), error = parse_torch(text, {"GPU-a": (7, 50)}, {"GPU-a": (4711,)})
+    assert error == ""
+    assert (first.used, first.busy, first.processes, first.peers) == (7, 50, (4711,), (1,))
+    assert (second.used, second.busy, second.processes, second.capability) == (6, None, (), (9, 0))
+    assert parse_torch("it crashed", {}, {}) is None
+
+
+def test_what_nvidia_smi_says():
+    assert parse_use("GPU-1, 4, 0\nGPU-2, 80000, 99\nGPU-3, [N/A], [N/A]\nNo devices\n") == {
+        "GPU-1": (4 << 20, 0),
+        "GPU-2": (80000 << 20, 99),
+        "GPU-3": (None, None),
+    }
+    assert parse_processes("GPU-2, 4711\nGPU-1, 9\nGPU-2, 4712\n") == {"GPU-1": (9,), "GPU-2": (4711, 4712)}
     matrix = (
-        "\t\x1b[4mGPU0\tGPU1\tGPU2\tCPU Affinity\x1b[0m\n"
-        "GPU0\t X \tNV18\tSYS\t0-15\n"
-        "GPU1\tNV18\t X \tPHB\t0-15\n"
-        "GPU2\tSYS\tPHB\t X \t16-31\n\nLegend:\n  X = Self\n"
+        "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\x1b[0m\n"
+        "GPU0\t X \tNV18\tSYS\tPXB\t0-15\n"
+        "GPU1\tNV18\t X \tPHB\tPXB\t0-15\n"
+        "GPU2\tSYS\tPHB\t X \tNODE\t16-31\n"
+        "NIC0\tPXB\tPXB\tNODE\t X \t\n\nLegend:\n  X = Self\n"
     )
-    assert parse_links(matrix) == ((0, 1, "NV18"), (0, 2, "SYS"), (1, 2, "PHB"))
+    assert parse_links(matrix) == ("NV18", "PHB", "SYS")
     assert parse_links("") == ()

@@ -7,20 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.healthy import CPU_ONLY
 from narrowgauge.cluster.doctor.doctor import check
-from narrowgauge.cluster.doctor.facts import (
-    Compiler,
-    Disk,
-    Facts,
-    Given,
-    Gpu,
-    Hardware,
-    Hub,
-    Software,
-    System,
-)
+from narrowgauge.cluster.doctor.facts import Compiler, Disk, Given, Gpu, Hardware, Hub
 
-CUDA = Software(
+CUDA = replace(
+    CPU_ONLY.software,
     torch="2.11.0+cu128",
     build="cuda",
     library=(12, 8),
@@ -29,7 +21,8 @@ CUDA = Software(
     nccl=(2, 27, 5),
 )
 CUDA_129 = replace(CUDA, torch="2.11.0+cu129", library=(12, 9))
-ROCM = Software(
+ROCM = replace(
+    CPU_ONLY.software,
     torch="2.11.0+rocm7.0",
     build="rocm",
     library=(7, 0),
@@ -52,17 +45,24 @@ RTX4090 = Gpu(name="NVIDIA GeForce RTX 4090", capability=(8, 9), memory=24 << 30
 H100 = Gpu(name="NVIDIA H100 80GB HBM3", capability=(9, 0), memory=80 << 30, used=4 << 20, busy=0)
 MI250X = Gpu(name="AMD Instinct MI250X", maker="amd", architecture="gfx90a", memory=64 << 30, used=1 << 20)
 
-CPU_ONLY = Facts()
-LAPTOP = Facts(
+LAPTOP = replace(
+    CPU_ONLY,
     software=CUDA,
     hardware=Hardware(
         makers=("nvidia",), on_bus=("nvidia",), driver="570.86.10", driver_cuda=(12, 8), gpus=(RTX4090,)
     ),
-    system=System(cores=32, machine_cores=32, open_files=(1024, 1 << 20), locked_memory=(8 << 20, 8 << 20)),
+    system=replace(
+        CPU_ONLY.system,
+        cores=32,
+        machine_cores=32,
+        open_files=(1024, 1 << 20),
+        locked_memory=(8 << 20, 8 << 20),
+    ),
     disk=Disk(path="/home/me", kind="ext4", size=1 << 40, free=300 << 30, speed=2e9),
     compiler=CXX,
 )
-EIGHT_H100 = Facts(
+EIGHT_H100 = replace(
+    CPU_ONLY,
     software=CUDA_129,
     hardware=Hardware(
         makers=("nvidia",) * 8,
@@ -70,16 +70,17 @@ EIGHT_H100 = Facts(
         driver="575.57.08",
         driver_cuda=(12, 9),
         gpus=node(H100, 8),
-        links=tuple((a, b, "NV18") for a in range(8) for b in range(a + 1, 8)),
+        links=("NV18",),
         fabric=True,
     ),
-    system=System(cores=192, machine_cores=192),
+    system=replace(CPU_ONLY.system, cores=192, machine_cores=192),
     compiler=CXX,
 )
-FRONTIER = Facts(  # one of 8 processes of a node, two nodes, as srun starts them
+FRONTIER = replace(  # one of 8 processes of a node, two nodes, as srun starts them
+    CPU_ONLY,
     software=ROCM,
     hardware=Hardware(makers=("amd",) * 8, on_bus=("amd",) * 8, driver="6.8.5", gpus=node(MI250X, 8)),
-    system=System(cores=7, machine_cores=128, threads=7),
+    system=replace(CPU_ONLY.system, cores=7, machine_cores=128, threads=7),
     environment={
         **{"SLURM_JOB_ID": "3", "SLURM_NTASKS": "16", "SLURM_NNODES": "2", "SLURM_STEP_ID": "0"},
         **{"SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"},
@@ -105,18 +106,20 @@ def changed(facts, **parts):
 
 def not_ok(facts):
     """What is wrong, as {item: status}; whatever is, has a fix, and nothing else has."""
-    items = check(facts)
-    names = [item.item for item in items]
-    assert len(set(names)) == len(names)
-    for item in items:
-        assert item.found
-        assert bool(item.fix) == (item.status != "OK"), item
-    return {item.item: item.status for item in items if item.status != "OK"}
+    verdicts = check(facts)
+    for verdict in verdicts.values():
+        assert verdict.found
+        assert bool(verdict.fix) == (verdict.status != "OK"), verdict
+    return {item: verdict.status for item, verdict in verdicts.items() if verdict.status != "OK"}
 
 
 def found(facts, name):
-    (item,) = [item for item in check(facts) if item.item == name]
-    return item
+    return check(facts)[name]
+
+
+def shared(size, free, error=""):
+    """What `changed` makes of the shared memory."""
+    return {"system": {"shared_memory": Disk(path="/dev/shm", size=size, free=free, error=error)}}
 
 
 def gpus(facts, **values):
@@ -166,7 +169,7 @@ def test_a_newer_cuda_would_make_a_recipe_native():
     ("facts", "wrong", "words"),
     [
         (
-            changed(LAPTOP, software=Software(), hardware={"gpus": ()}),
+            changed(LAPTOP, software=CPU_ONLY.software, hardware={"gpus": ()}),
             {"torch": "MISS", "gpus": "MISS"},
             [
                 "2.11.0, built for CPUs; this machine has 1 NVIDIA GPU",
@@ -218,7 +221,7 @@ def test_a_newer_cuda_would_make_a_recipe_native():
         (changed(EIGHT_H100, software={"nccl": (2, 21, 5)}), {"nccl": "WARN"}, ["NCCL 2.24 or later"]),
         (changed(EIGHT_H100, software={"backends": ("gloo",)}), {"nccl": "MISS"}, ["none (built in: gloo)"]),
         (
-            gpus(LAPTOP, used=20 << 30, processes=((4711, 19 << 30),), busy=97),
+            gpus(LAPTOP, used=20 << 30, processes=(4711,), busy=97),
             {"gpu-jobs": "WARN"},
             ["GPU 0: 20.0 GiB in use by process 4711, 97 % busy"],
         ),
@@ -228,7 +231,7 @@ def test_a_newer_cuda_would_make_a_recipe_native():
 def test_software_and_gpus(facts, wrong, words):
     wrong = wrong | ({"open-files": "WARN"} if facts.system == LAPTOP.system else {})
     assert not_ok(facts) == wrong
-    said = " ".join(f"{item.found} {item.fix}" for item in check(facts))
+    said = " ".join(f"{verdict.found} {verdict.fix}" for verdict in check(facts).values())
     for word in words:
         assert word in said
 
@@ -239,9 +242,9 @@ def test_old_versions():
 
 
 def test_what_is_not_there_is_not_judged():
-    names = {item.item for item in check(CPU_ONLY)}
+    names = set(check(CPU_ONLY))
     assert not names & {"peers", "gpu-jobs", "data", "tokenizer"}
-    assert "peers" in {item.item for item in check(EIGHT_H100)}
+    assert "peers" in check(EIGHT_H100)
     assert "NV18" in found(EIGHT_H100, "peers").found
     assert found(gpus(LAPTOP, used=None, busy=None), "gpu-jobs").found.startswith("not known")
 
@@ -249,12 +252,12 @@ def test_what_is_not_there_is_not_judged():
 @pytest.mark.parametrize(
     ("parts", "wrong", "words"),
     [
-        ({"system": {"shm_size": 64 << 20, "shm_free": 64 << 20}}, {"shared-memory": "WARN"}, "--shm-size"),
-        ({"system": {"shm_size": 64 << 20, "shm_free": 1 << 20}}, {"shared-memory": "MISS"}, "--shm-size"),
-        ({"system": {"shm_free": 64 << 20}}, {"shared-memory": "WARN"}, "killed programs"),
-        ({"system": {"shm_free": 1 << 20}}, {"shared-memory": "MISS"}, "killed programs"),
-        ({"system": {"shm_size": None, "shm_free": None}}, {"shared-memory": "WARN"}, "mount a tmpfs"),
-        ({"system": {"shm_error": "Permission denied"}}, {"shared-memory": "MISS"}, "chmod 1777"),
+        (shared(64 << 20, 64 << 20), {"shared-memory": "WARN"}, "--shm-size"),
+        (shared(64 << 20, 1 << 20), {"shared-memory": "MISS"}, "--shm-size"),
+        (shared(32 << 30, 64 << 20), {"shared-memory": "WARN"}, "killed programs"),
+        (shared(32 << 30, 1 << 20), {"shared-memory": "MISS"}, "killed programs"),
+        ({"system": {"shared_memory": None}}, {"shared-memory": "WARN"}, "mount a tmpfs"),
+        (shared(32 << 30, 32 << 30, "Permission denied"), {"shared-memory": "MISS"}, "chmod 1777"),
         (
             {"system": {"locked_memory": (8 << 20, None)}, "hardware": {"fabric": True}},
             {"locked-memory": "WARN"},
@@ -294,11 +297,12 @@ def test_what_is_not_there_is_not_judged():
 def test_the_host(parts, wrong, words):
     facts = changed(CPU_ONLY, **parts)
     assert not_ok(facts) == wrong
-    assert any(words in f"{item.found} {item.fix}" for item in check(facts) if item.status != "OK")
+    verdicts = check(facts)
+    assert any(words in f"{verdicts[item].found} {verdicts[item].fix}" for item in wrong)
 
 
 def test_where_there_is_no_dev_shm():
-    facts = changed(CPU_ONLY, system={"linux": False, "shm_size": None, "shm_free": None})
+    facts = changed(CPU_ONLY, system={"linux": False, "shared_memory": None})
     assert not_ok(facts) == {}
 
 

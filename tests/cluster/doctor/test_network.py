@@ -3,17 +3,19 @@
 import base64
 import contextlib
 import json
+import os
 import socket
 import threading
 import time
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from cluster.healthy import CPU_ONLY
 from narrowgauge.cli.main import main
 from narrowgauge.cluster.doctor.collect_network import ask_hub, proxy_for
 from narrowgauge.cluster.doctor.doctor import check
-from narrowgauge.cluster.doctor.facts import Facts
 
 SECRET = "s3cr/t@w:rd"
 
@@ -61,15 +63,34 @@ def nobody():
         yield f"127.0.0.1:{taken.getsockname()[1]}"
 
 
+@pytest.fixture
+def ask(monkeypatch):
+    """Asks the hub where only these variables name proxies, mirrors and wishes."""
+
+    def with_variables(variables, **options):
+        surroundings(monkeypatch, variables)
+        return ask_hub(**options)
+
+    return with_variables
+
+
+def surroundings(monkeypatch, variables):
+    """Let these be the only variables on the way to the hub."""
+    for name in list(os.environ):
+        if name.lower().endswith("_proxy") or name.startswith(("HF_", "TRANSFORMERS_")):
+            monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
 def network(hub):
-    (item,) = [item for item in check(Facts(hub=hub)) if item.item == "network"]
-    return item
+    return check(replace(CPU_ONLY, hub=hub))["network"]
 
 
 @pytest.mark.parametrize("status", [503, 407, 403, 502])
-def test_a_proxy_that_refuses_is_told_apart_from_no_network(status):
+def test_a_proxy_that_refuses_is_told_apart_from_no_network(ask, status):
     with server(status) as (address, requests):
-        hub = ask_hub({"HTTPS_PROXY": f"http://me:{SECRET}@{address}"})
+        hub = ask({"HTTPS_PROXY": f"http://me:{SECRET}@{address}"})
     assert (hub.outcome, hub.status, hub.proxy) == ("proxy refused", status, f"http://{address}")
     assert [request[:2] for request in requests] == [("CONNECT", "huggingface.co:443")]
     assert base64.b64decode(requests[0][2].removeprefix("Basic ")).decode() == f"me:{SECRET}"
@@ -79,79 +100,86 @@ def test_a_proxy_that_refuses_is_told_apart_from_no_network(status):
     assert f"HTTP {status}" in item.found
 
 
-def test_a_proxy_without_a_tunnel():
+def test_a_proxy_without_a_tunnel(ask):
     with server(503) as (address, requests):
-        hub = ask_hub({"http_proxy": address, "HF_ENDPOINT": "http://mirror.test"})
+        hub = ask({"http_proxy": address, "HF_ENDPOINT": "http://mirror.test"})
     assert (hub.outcome, hub.status, hub.host) == ("proxy refused", 503, "mirror.test")
     assert requests == [("HEAD", "http://mirror.test:80/", None)]
 
 
-def test_a_proxy_that_is_not_there(nobody):
-    hub = ask_hub({"HTTPS_PROXY": f"http://me:{SECRET}@{nobody}"})
+def test_a_proxy_that_is_not_there(ask, nobody):
+    hub = ask({"HTTPS_PROXY": f"http://me:{SECRET}@{nobody}"})
     assert hub.outcome == "proxy unreachable"
     assert "connection refused" in network(hub).found
     assert SECRET not in str(hub)
 
 
 @pytest.mark.parametrize("address", [f"http://me:{SECRET}@host:port", f"http://me:{SECRET}@", "http://"])
-def test_a_proxy_that_cannot_be_read(address):
-    hub = ask_hub({"HTTPS_PROXY": address})
+def test_a_proxy_that_cannot_be_read(ask, address):
+    hub = ask({"HTTPS_PROXY": address})
     assert hub.outcome == "proxy unreachable"
     assert "s3cr" not in str(hub)
     assert "http://HOST:PORT" in network(hub).found
 
 
-def test_no_answer_ends_soon(silent):
+def test_no_answer_ends_soon(ask, silent):
     start = time.monotonic()
     for environment in ({"HTTPS_PROXY": f"http://{silent}"}, {"HF_ENDPOINT": f"http://{silent}"}):
-        hub = ask_hub(environment, seconds=0.2)
+        hub = ask(environment, seconds=0.2)
         assert (hub.outcome, network(hub).status) == ("no network", "WARN")
     assert time.monotonic() - start < 2
 
 
-def test_a_mirror_that_answers_and_its_clock():
+def test_a_mirror_that_answers_and_its_clock(ask):
     with server(200, date="Wed, 01 Jan 2020 00:00:00 GMT") as (address, requests):
-        hub = ask_hub(
-            {"HF_ENDPOINT": f"http://{address}", "NO_PROXY": "127.0.0.1", "ALL_PROXY": "http://x:1"}
-        )
+        hub = ask({"HF_ENDPOINT": f"http://{address}", "NO_PROXY": "127.0.0.1", "ALL_PROXY": "http://x:1"})
     assert requests == [("HEAD", "/", None)]
     assert (hub.outcome, hub.host, hub.proxy) == ("reached", "127.0.0.1", "")
     assert network(hub).status == "OK"
-    (clock,) = [item for item in check(Facts(hub=hub)) if item.item == "clock"]
+    clock = check(replace(CPU_ONLY, hub=hub))["clock"]
     assert (clock.status, "ahead of the hub's" in clock.found) == ("WARN", True)
     with server(500) as (address, _):
-        hub = ask_hub({"HF_ENDPOINT": f"http://{address}"})
+        hub = ask({"HF_ENDPOINT": f"http://{address}"})
     assert (hub.outcome, hub.status) == ("refused", 500)
 
 
-def test_a_name_that_no_one_has():
-    hub = ask_hub({"HF_ENDPOINT": "https://hub.invalid"}, seconds=1)
+def test_a_name_that_no_one_has(ask):
+    hub = ask({"HF_ENDPOINT": "https://hub.invalid"}, seconds=1)
     assert hub.outcome in ("no name", "no answer", "no network")
     assert network(hub).status == "WARN"
 
 
 @pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"])
-def test_offline_is_a_wish_and_nothing_is_asked(name):
+def test_offline_is_a_wish_and_nothing_is_asked(ask, name):
     with server(503) as (address, requests):
-        hub = ask_hub({name: "1", "HTTPS_PROXY": f"http://{address}"})
+        hub = ask({name: "1", "HTTPS_PROXY": f"http://{address}"})
     assert (hub.outcome, requests, network(hub).status) == ("offline", [], "OK")
 
 
-def test_which_proxy():
-    environment = {"HTTPS_PROXY": "http://a:1", "https_proxy": "http://b:2", "no_proxy": ".local,10.0.0.1"}
-    assert proxy_for("https", "huggingface.co", environment) == "http://b:2"
-    assert proxy_for("https", "mirror.local", environment) == ""
-    assert proxy_for("http", "huggingface.co", environment) == ""
-    assert proxy_for("http", "huggingface.co", {"ALL_PROXY": "socks5://c:3"}) == "socks5://c:3"
-    assert ask_hub({"ALL_PROXY": "socks5://me:word@c:3"}).outcome == "not asked"
+def test_which_proxy(ask, monkeypatch):
+    named = {"HTTPS_PROXY": "http://a:1", "https_proxy": "http://b:2", "no_proxy": ".local,10.0.0.1"}
+    surroundings(monkeypatch, named)
+    assert proxy_for("https", "huggingface.co") == "http://b:2"
+    assert proxy_for("https", "mirror.local") == ""
+    assert proxy_for("http", "huggingface.co") == ""
+    surroundings(monkeypatch, {"ALL_PROXY": "socks5://c:3"})
+    assert proxy_for("http", "huggingface.co") == "socks5://c:3"
+    assert ask({"ALL_PROXY": "socks5://me:word@c:3"}).outcome == "not asked"
+
+
+@pytest.mark.parametrize(
+    "address", ["http://mirror:port", "https://[::1", "https://a..b", "ftp://mirror", "https://"]
+)
+def test_a_mirror_that_is_no_address(ask, address):
+    hub = ask({"HF_ENDPOINT": address})
+    assert hub.outcome == "no address"
+    assert network(hub).status == "WARN"
+    assert "HF_ENDPOINT" in network(hub).found
 
 
 def test_no_password_is_printed(capfd, monkeypatch):
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    for name in ("https_proxy", "no_proxy", "NO_PROXY", "HF_ENDPOINT"):
-        monkeypatch.delenv(name, raising=False)
     with server(503) as (address, requests):
-        monkeypatch.setenv("HTTPS_PROXY", f"http://me:{SECRET}@{address}")
+        surroundings(monkeypatch, {"HTTPS_PROXY": f"http://me:{SECRET}@{address}"})
         assert main(["doctor"]) == main(["doctor", "--json"])
     assert len(requests) == 2
     said = capfd.readouterr()

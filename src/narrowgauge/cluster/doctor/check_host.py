@@ -1,168 +1,150 @@
-"""Will the machine around the GPUs hold? Verdicts on limits, shared memory, clock, disks, compiler and files.
+"""The verdicts on the machine around the GPUs: limits, shared memory, clock, disks, compiler and given files.
 
-Where a bound is a number it is a judgement, and stands here with its reason:
-
-| what                  | bound         | because                                                          |
-|-----------------------|---------------|------------------------------------------------------------------|
-| open files            | 4096          | shards of a corpus, sockets to each other process; 1024 is usual |
-| shared memory         | 1 GiB, 16 MiB | processes hand batches and gradients over in it, and a container |
-|                       |               | gets 64 MiB; below the second, NCCL does not start               |
-| free disk             | 10 GiB, 1 GiB | a few checkpoints of a small model, or none                      |
-| a disk that is full   | 90 %, 100 GiB | file systems get slow, and quotas strike                         |
-| inodes                | 5 %, 1000     | a corpus or a checkpoint is many files                           |
-| disk speed            | 50 MB/s       | a checkpoint of 124 M parameters would take half a minute        |
-| a clock that is off   | 5 minutes     | certificates are refused                                         |
-| a file server's clock | 5 seconds     | "newest" then names the wrong file                               |
+The bounds are judgements; `limits.toml` has each with its reason.
 """
 
 import re
 
-from narrowgauge.cluster.doctor.facts import Compiler, Disk, Facts, Given, Item, miss, of_error, ok, warn
+from narrowgauge.cluster.doctor.facts import (
+    LIMITS,
+    Compiler,
+    Disk,
+    Facts,
+    Given,
+    Verdict,
+    miss,
+    of_error,
+    ok,
+    warn,
+)
 from narrowgauge.units import human_bytes
 
-_FILES = 4096
-_SHARED, _SHARED_LEAST = 1 << 30, 16 << 20
-_FREE, _FREE_LEAST = 10 << 30, 1 << 30
-_FULL, _PLENTY = 0.9, 100 << 30
-_INODES_LEAST, _INODES_SHARE = 1000, 0.05
-_SLOW = 50e6
-_CLOCK_OFF, _FILE_CLOCK_OFF = 300.0, 5.0
+
+def check_host(facts: Facts) -> dict[str, Verdict]:
+    """The verdicts by item; those on data and a tokenizer only where they are given."""
+    given = {"data": facts.data, "tokenizer": facts.tokenizer}
+    return {
+        "open-files": _open_files(facts),
+        "locked-memory": _locked_memory(facts),
+        "shared-memory": _shared_memory(facts),
+        "clock": _clock(facts),
+        "disk": _disk(facts.disk, "go to another folder, or name one with --out"),
+        "cache": _disk(facts.cache, "name another folder in NARROWGAUGE_CACHE"),
+        "compiler": _compiler(facts),
+        **{name: _given(name, what) for name, what in given.items() if what},
+    }
 
 
-def check_host(facts: Facts) -> list[Item]:
-    """The items of this file."""
-    items = [_open_files(facts), _locked_memory(facts), _shared_memory(facts), _clock(facts)]
-    items.append(_disk("disk", facts.disk, "go to another folder, or name one with --out"))
-    items.append(_disk("cache", facts.cache, "name another folder in NARROWGAUGE_CACHE"))
-    items.append(_compiler(facts))
-    for name, given in (("data", facts.data), ("tokenizer", facts.tokenizer)):
-        if given:
-            items.append(_given(name, given))
-    return items
-
-
-def _open_files(facts: Facts) -> Item:
-    soft, hard = facts.system.open_files
-    if soft is None or soft >= _FILES:
-        return ok("open-files", "unlimited" if soft is None else f"{soft:,}")
-    if hard is None or hard >= _FILES:
-        return warn("open-files", f"{soft:,}", f"ulimit -n {min(hard or 65536, 65536)}")
+def _open_files(facts: Facts) -> Verdict:
+    (soft, hard), enough = facts.system.open_files, LIMITS["open_files"]["enough"]
+    if soft is None or soft >= enough:
+        return ok("unlimited" if soft is None else f"{soft:,}")
+    if hard is None or hard >= enough:
+        return warn(f"{soft:,}", f"ulimit -n {min(hard or 65536, 65536)}")
     return warn(
-        "open-files",
         f"{soft:,}, and the user may not raise it beyond {hard:,}",
         "let the administrator raise nofile in /etc/security/limits.conf (docker run --ulimit nofile=65536)",
     )
 
 
-def _locked_memory(facts: Facts) -> Item:
+def _locked_memory(facts: Facts) -> Verdict:
     soft = facts.system.locked_memory[0]
     if soft is None:
-        return ok("locked-memory", "unlimited")
+        return ok("unlimited")
     if facts.hardware.fabric:
         return warn(
-            "locked-memory",
             f"{human_bytes(soft)}, and the machine has InfiniBand, whose buffers are locked",
             "ulimit -l unlimited, or memlock in /etc/security/limits.conf (docker run --ulimit memlock=-1); "
             "under Slurm, PropagateResourceLimitsExcept=MEMLOCK",
         )
-    return ok("locked-memory", f"{human_bytes(soft)}; only InfiniBand needs more, and there is none")
+    return ok(f"{human_bytes(soft)}; only InfiniBand needs more, and there is none")
 
 
-def _shared_memory(facts: Facts) -> Item:
-    system = facts.system
+def _shared_memory(facts: Facts) -> Verdict:
+    shared, bounds = facts.system.shared_memory, LIMITS["shared_memory"]
+    if not facts.system.linux:
+        return ok("not a file system here")
+    if shared is None:
+        return warn("there is no /dev/shm", "mount a tmpfs there: mount -t tmpfs tmpfs /dev/shm")
+    found = f"{human_bytes(shared.free)} free of {human_bytes(shared.size)} in /dev/shm"
+    if shared.error:
+        return miss(f"{found}: {shared.error}", "chmod 1777 /dev/shm")
+    if shared.free >= bounds["enough"]:
+        return ok(found)
     fix = "docker run --shm-size 16g, or --ipc host; else mount -o remount,size=16G /dev/shm"
-    if not system.linux:
-        return ok("shared-memory", "not a file system here")
-    if system.shm_size is None or system.shm_free is None:
-        return warn(
-            "shared-memory", "there is no /dev/shm", "mount a tmpfs there: mount -t tmpfs tmpfs /dev/shm"
-        )
-    found = f"{human_bytes(system.shm_free)} free of {human_bytes(system.shm_size)} in /dev/shm"
-    if system.shm_error:
-        return miss("shared-memory", f"{found}: {system.shm_error}", "chmod 1777 /dev/shm")
-    if system.shm_free >= _SHARED:
-        return ok("shared-memory", found)
-    status = miss if system.shm_free < _SHARED_LEAST else warn
-    if system.shm_size >= _SHARED:
+    if shared.size >= bounds["enough"]:
         fix = "remove what killed programs left there"
-    return status("shared-memory", found, fix)
+    return (miss if shared.free < bounds["least"] else warn)(found, fix)
 
 
-def _clock(facts: Facts) -> Item:
+def _clock(facts: Facts) -> Verdict:
     system = facts.system
     if system.now < system.installed - 86400:  # a day: wheels carry local times
         return miss(
-            "clock",
             "before the day this package was installed",
             "set the clock (timedatectl set-ntp true): certificates and 'newest' depend on it",
         )
     ahead = facts.hub.ahead
-    if ahead is not None and abs(ahead) > _CLOCK_OFF:
-        way = "behind" if ahead > 0 else "ahead of"
-        return warn("clock", f"{abs(ahead):.0f} s {way} the hub's", "timedatectl set-ntp true")
+    if ahead is not None and abs(ahead) > LIMITS["clock"]["machine"]:
+        return warn(f"{_off(ahead)} the hub's", "timedatectl set-ntp true")
     for disk in (facts.disk, facts.cache):
-        if disk.skew is not None and abs(disk.skew) > _FILE_CLOCK_OFF:
-            way = "behind" if disk.skew > 0 else "ahead of"
+        if disk.skew is not None and abs(disk.skew) > LIMITS["clock"]["file_server"]:
             return warn(
-                "clock",
-                f"{abs(disk.skew):.0f} s {way} that of the file system at {disk.path}",
+                f"{_off(disk.skew)} that of the file system at {disk.path}",
                 "let this machine and the file server follow the same time server (NTP)",
             )
     agrees = ", agrees with the hub's" if ahead is not None else ""
     if system.synchronized is False:
-        if int(facts.environment.get("SLURM_NNODES", "1") or 1) > 1:
+        if facts.environment.get("SLURM_NNODES", "1") != "1":
             return warn(
-                "clock",
                 f"plausible{agrees}; the kernel does not know it to be synchronized",
                 "run chrony or ntpd on every node, so that their logs can be compared",
             )
-        return ok("clock", f"plausible{agrees}; not known to the kernel to be synchronized")
-    return ok("clock", f"plausible{agrees}" + (", synchronized" if system.synchronized else ""))
+        return ok(f"plausible{agrees}; not known to the kernel to be synchronized")
+    return ok(f"plausible{agrees}" + (", synchronized" if system.synchronized else ""))
 
 
-def _disk(item: str, disk: Disk, elsewhere: str) -> Item:
-    kind = f" ({disk.kind})" if disk.kind else ""
+def _off(ahead: float) -> str:
+    """How far this clock is off, if another is so many seconds ahead."""
+    return f"{abs(ahead):.0f} s {'behind' if ahead > 0 else 'ahead of'}"
+
+
+def _disk(disk: Disk, elsewhere: str) -> Verdict:
+    bounds, kind = LIMITS["disk"], f" ({disk.kind})" if disk.kind else ""
     if disk.error:
-        return warn(item, f"{disk.path}{kind}: {disk.error}", elsewhere)
+        return warn(f"{disk.path}{kind}: {disk.error}", elsewhere)
     found = f"{disk.path}{kind}: {human_bytes(disk.free)} free of {human_bytes(disk.size)}"
     if disk.speed:
         found += f", writes {disk.speed / 1e6:,.0f} MB/s"
     if disk.inodes and disk.inodes_free is not None:
-        share = disk.inodes_free / disk.inodes
-        if disk.inodes_free < _INODES_LEAST:
-            return miss(
-                item, f"{found}, {disk.inodes_free} inodes free", f"remove small files, or {elsewhere}"
-            )
-        if share < _INODES_SHARE:
-            return warn(
-                item, f"{found}, {share:.1%} of the inodes free", f"remove small files, or {elsewhere}"
-            )
-    if disk.free < _FREE_LEAST:
-        return miss(item, found, f"make room, or {elsewhere}")
-    if disk.free < _FREE or disk.free < min(_PLENTY, (1 - _FULL) * disk.size):
-        return warn(item, found, f"make room, or {elsewhere}")
-    if disk.speed and disk.speed < _SLOW:
-        return warn(item, found, f"{elsewhere} (a faster file system): every save waits for this one")
-    return ok(item, found)
+        share, fix = disk.inodes_free / disk.inodes, f"remove small files, or {elsewhere}"
+        if disk.inodes_free < bounds["least_inodes"]:
+            return miss(f"{found}, {disk.inodes_free} inodes free", fix)
+        if share < bounds["inodes_share"]:
+            return warn(f"{found}, {share:.1%} of the inodes free", fix)
+    if disk.free < bounds["least"]:
+        return miss(found, f"make room, or {elsewhere}")
+    if disk.free < max(bounds["enough"], min(bounds["plenty"], (1 - bounds["full"]) * disk.size)):
+        return warn(found, f"make room, or {elsewhere}")
+    if disk.speed and disk.speed < bounds["slow"]:
+        return warn(found, f"{elsewhere} (a faster file system): every save waits for this one")
+    return ok(found)
 
 
-def _compiler(facts: Facts) -> Item:
+def _compiler(facts: Facts) -> Verdict:
     compiler, gpus = facts.compiler, facts.hardware.gpus
     triton = f", Triton {compiler.triton}" if compiler.triton else ""
     if not compiler.cxx:
         return warn(
-            "compiler",
             f"{compiler.error or 'no C++ compiler'}{triton}",
             "install g++ or clang++, or name one in CXX: training.compile needs it; nothing else does",
         )
     found = f"{compiler.version or compiler.cxx}{triton}"
     if compiler.error:
-        return warn("compiler", f"{found}: {compiler.error}", _fix_of_compiler(compiler))
+        return warn(f"{found}: {compiler.error}", _fix_of_compiler(compiler))
     if gpus and not compiler.triton:
-        return warn(
-            "compiler", f"{found}, no Triton", "pip install triton: training.compile needs it on a GPU"
-        )
-    return ok("compiler", found)
+        return warn(f"{found}, no Triton", "pip install triton: training.compile needs it on a GPU")
+    return ok(found)
 
 
 def _fix_of_compiler(compiler: Compiler) -> str:
@@ -173,7 +155,7 @@ def _fix_of_compiler(compiler: Compiler) -> str:
     return "fix the compiler, or name another in CXX: training.compile needs one"
 
 
-def _given(item: str, given: Given) -> Item:
+def _given(name: str, given: Given) -> Verdict:
     if given.error:
-        return of_error("MISS", item, given.error, f"name another with --{item}")
-    return ok(item, f"{given.name}: {given.found}")
+        return of_error("MISS", given.error, f"name another with --{name}")
+    return ok(f"{given.name}: {given.found}")

@@ -1,4 +1,4 @@
-"""Do the processes know of each other? Verdicts on the launcher, ranks and cores.
+"""The verdicts on the launcher, ranks and cores: whether the processes of a run know of each other.
 
 A program that is started eight times, and is not told so, trains the same model eight times on one GPU: the
 *world of one*. Whether that would happen here is asked of the code that `train` asks, `distributed.world`, so
@@ -10,32 +10,32 @@ mostly started, and nothing is wrong with the job.
 
 from collections.abc import Mapping
 
-from narrowgauge.cluster.doctor.facts import Facts, Item, of_error, ok, warn
+from narrowgauge.cluster.doctor.facts import Facts, Verdict, of_error, ok, warn
 from narrowgauge.distributed import NotStartedBySrun, World, world_from
 from narrowgauge.errors import UserError
 
 _OTHERWISE = "start the processes with torchrun, srun or mpirun, and leave the variables to it"
 
 
-def check_launch(facts: Facts) -> list[Item]:
-    """The items of this file; there is none on the ranks of processes that form no world."""
+def check_launch(facts: Facts) -> dict[str, Verdict]:
+    """The verdicts by item; there is none on the ranks of processes that form no world."""
     launcher, world = _launcher(facts.environment)
-    ranks = [_ranks(facts, world)] if world else []
-    return [launcher, *ranks, _cores(facts, world.local_size if world else 1)]
+    ranks = {"ranks": _ranks(facts, world)} if world else {}
+    return {"launcher": launcher, **ranks, "cores": _cores(facts, world.local_size if world else 1)}
 
 
-def _launcher(env: Mapping[str, str]) -> tuple[Item, World | None]:
+def _launcher(env: Mapping[str, str]) -> tuple[Verdict, World | None]:
     """The verdict on the world that the variables tell of, and that world; None: `train` refuses it."""
     try:
         world = world_from(env, gpus=0)
     except UserError as error:
         status = "WARN" if isinstance(error, NotStartedBySrun) else "MISS"
-        return of_error(status, "launcher", str(error), _OTHERWISE), None
-    return ok("launcher", _found(env, world)), world
+        return of_error(status, str(error), _OTHERWISE), None
+    return ok(_in_words(env, world)), world
 
 
-def _found(env: Mapping[str, str], world: World) -> str:
-    """What a world is, in words."""
+def _in_words(env: Mapping[str, str], world: World) -> str:
+    """The place of this process in its world, and where all meet."""
     process = f"process {world.rank} of {world.size}" if world.size > 1 else "one process"
     told = "started by itself" if world.launcher == "none" else f"by {world.launcher}'s variables"
     job, tasks = env.get("SLURM_JOB_ID"), env.get("SLURM_NTASKS", "1")
@@ -44,39 +44,37 @@ def _found(env: Mapping[str, str], world: World) -> str:
     return f"{process}, {told}{inside}{meeting}"
 
 
-def _ranks(facts: Facts, world: World) -> Item:
+def _ranks(facts: Facts, world: World) -> Verdict:
     """The verdict on a world and the GPUs of this node."""
     local, gpus = world.local_size, len(facts.hardware.gpus)
     try:
         world_from(facts.environment, gpus)
     except UserError as error:
-        return of_error("MISS", "ranks", str(error), _OTHERWISE)
+        return of_error("MISS", str(error), _OTHERWISE)
     if not gpus:
-        return ok("ranks", f"{local} on this node, on the CPU")
+        return ok(f"{local} on this node, on the CPU")
     if local > gpus:
-        return ok("ranks", f"{local} on this node; this one was given one GPU of its own")
+        return ok(f"{local} on this node; this one was given one GPU of its own")
     if 1 < local < gpus:
-        return warn("ranks", f"{local} on this node, {gpus} GPUs", f"start {gpus} to use every GPU")
+        return warn(f"{local} on this node, {gpus} GPUs", f"start {gpus} to use every GPU")
     if local < gpus:
-        return ok("ranks", f"1 on this node, which uses one of {gpus} GPUs")
-    return ok("ranks", f"{local} on this node, one to each GPU")
+        return ok(f"1 on this node, which uses one of {gpus} GPUs")
+    return ok(f"{local} on this node, one to each GPU")
 
 
-def _cores(facts: Facts, local: int) -> Item:
+def _cores(facts: Facts, local: int) -> Verdict:
     """The verdict on the cores of this process, one of `local` on its node."""
     system = facts.system
     found = f"{system.cores} of {system.machine_cores}"
     if system.cores == 1 < system.machine_cores:
         return warn(
-            "cores",
             f"{found}: this process may use a single one, for Python, data and the GPU's queue",
             "ask the launcher for more (srun --cpus-per-task 8, mpirun --bind-to none)",
         )
     threads = system.threads
     if threads and threads * local > system.machine_cores:
         return warn(
-            "cores",
             f"{found}; {local} processes of OMP_NUM_THREADS={threads}",
             f"OMP_NUM_THREADS={max(1, system.machine_cores // local)}: more threads than cores take turns",
         )
-    return ok("cores", f"{found}" + (f", OMP_NUM_THREADS={threads}" if threads else ""))
+    return ok(f"{found}" + (f", OMP_NUM_THREADS={threads}" if threads else ""))

@@ -1,67 +1,65 @@
-"""Can data be fetched? The verdict on proxies, offline mode and the Hugging Face hub.
+"""The verdict on the way to data: proxies, offline mode and the Hugging Face hub.
 
-Who sits behind a proxy sees the same broken download for very different reasons. A proxy that answers the
-request for a tunnel with 503 is there, and says that *it* cannot reach the hub; a proxy that does not answer
-is a wrong address; a name that is not found without any proxy mostly means that there must be one.
+Behind a proxy, very different causes look like the same broken download. A proxy that answers the request for
+a tunnel with 503 is there, and says that *it* cannot reach the hub. A proxy that does not answer is a wrong
+address. A name that is not found without any proxy mostly means that there must be one.
 
-Only `hf:` sources need the hub, so that it cannot be reached is a warning, and more where one is asked for.
+Only `hf:` sources need the hub. Where none is asked for, a hub that cannot be reached is only a warning.
 """
 
-from narrowgauge.cluster.doctor.facts import Facts, Hub, Item, miss, ok, warn
+from narrowgauge.cluster.doctor.facts import Facts, Hub, Verdict, miss, ok, warn
 
 _OFFLINE = "where none is wanted, set HF_HUB_OFFLINE=1"
 
 
-def check_network(facts: Facts) -> list[Item]:
-    """The item of this file."""
+def check_network(facts: Facts) -> dict[str, Verdict]:
+    """The verdict on the network; a hub that is not reached is MISS if a source needs it, else WARN."""
     hub, sources = facts.hub, facts.data.name.split(",") if facts.data else []
     wanted = any(name.strip().startswith("hf:") for name in sources)
     through = f" through the proxy {hub.proxy}" if hub.proxy else ""
-    if hub.outcome == "reached":
-        return [ok("network", f"{hub.host} answers{through}")]
-    if hub.outcome == "offline":
-        return [ok("network", "offline mode (HF_HUB_OFFLINE): hf: sources come from the hub's cache alone")]
-    if hub.outcome == "not asked":
-        return [ok("network", f"not asked{through}: {hub.detail}")]
-    found, fix = _verdict(hub)
-    return [(miss if wanted else warn)("network", found, fix)]
+    match hub.outcome:
+        case "reached":
+            verdict = ok(f"{hub.host} answers{through}")
+        case "offline":
+            verdict = ok("offline mode (HF_HUB_OFFLINE): hf: sources come from the hub's cache alone")
+        case "not asked":
+            verdict = ok(f"not asked{through}: {hub.detail}")
+        case _:
+            verdict = (miss if wanted else warn)(*_verdict(hub))
+    return {"network": verdict}
 
 
 def _verdict(hub: Hub) -> tuple[str, str]:
     """(what was found, the fix) where the hub was not reached."""
+    through = f" through the proxy {hub.proxy}" if hub.proxy else " and no proxy is set"
     match hub.outcome:
         case "proxy refused":
             return _refused(hub)
         case "proxy unreachable":
-            return (
-                f"the proxy {hub.proxy} cannot be reached ({hub.detail}): it was never asked for {hub.host}",
-                "correct HTTPS_PROXY, or unset it if this network needs no proxy",
+            found = (
+                f"the proxy {hub.proxy} cannot be reached ({hub.detail}): it was never asked for {hub.host}"
             )
+            fix = "correct HTTPS_PROXY, or unset it if this network needs no proxy"
+        case "no address":
+            found, fix = "HF_ENDPOINT is no address", "write https://HOST, or unset it to use huggingface.co"
         case "no name":
-            return (
-                f"the name {hub.host} is not found ({hub.detail}), and no proxy is set",
-                f"set HTTPS_PROXY if this network has a proxy; {_OFFLINE}",
-            )
+            found = f"the name {hub.host} is not found ({hub.detail}), and no proxy is set"
+            fix = f"set HTTPS_PROXY if this network has a proxy; {_OFFLINE}"
         case "certificate":
-            return (
-                f"{hub.host} shows a certificate that is not trusted ({hub.detail})",
-                "see that the clock is right; where a proxy opens TLS, name its certificate in SSL_CERT_FILE "
-                "and REQUESTS_CA_BUNDLE",
-            )
+            found = f"{hub.host} shows a certificate that is not trusted ({hub.detail})"
+            fix = "see that the clock is right; where a proxy opens TLS, name its certificate in "
+            fix += "SSL_CERT_FILE and REQUESTS_CA_BUNDLE"
         case "refused":
-            return (
-                f"{hub.host} answers HTTP {hub.status}",
-                "try again later; if HF_ENDPOINT names a mirror, see that it is the right one",
-            )
+            found = f"{hub.host} answers HTTP {hub.status}"
+            fix = "try again later; if HF_ENDPOINT names a mirror, see that it is the right one"
         case _:
-            through = f" through the proxy {hub.proxy}" if hub.proxy else " and no proxy is set"
-            return (
-                f"no way to {hub.host}{through} ({hub.detail})",
-                f"set HTTPS_PROXY if this network has a proxy, or ask for a way out; {_OFFLINE}",
-            )
+            found = f"no way to {hub.host}{through} ({hub.detail})"
+            fix = f"set HTTPS_PROXY if this network has a proxy, or ask for a way out; {_OFFLINE}"
+    return found, fix
 
 
 def _refused(hub: Hub) -> tuple[str, str]:
+    """(what was found, the fix) where a proxy was reached, and the hub was not."""
     found = f"the proxy {hub.proxy} is reached, and refuses the way to {hub.host} with HTTP {hub.status}"
     match hub.status:
         case 407:

@@ -9,7 +9,7 @@ import torch
 from narrowgauge.cluster.doctor.collect_gpus import collect_hardware
 from narrowgauge.cluster.doctor.collect_host import collect_compiler, collect_disk, collect_system
 from narrowgauge.cluster.doctor.collect_network import ask_hub
-from narrowgauge.cluster.doctor.facts import Facts, Given, Software
+from narrowgauge.cluster.doctor.facts import Facts, Given, Software, release
 from narrowgauge.data import cache_directory, is_corpus, load_tokenizer, open_corpus, split_sources
 from narrowgauge.data.sources import open_source
 from narrowgauge.data.sources.hub import PREFIX
@@ -46,32 +46,20 @@ def collect_software() -> Software:
     build = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
     if build != "cpu" and "nccl" in backends:
         nccl = tuple(torch.cuda.nccl.version()[:3])
+    flags = torch._C._cuda_getArchFlags() if build != "cpu" else None  # this wakes no GPU
     return Software(
         python=tuple(sys.version_info[:3]),
         torch=torch.__version__,
         build=build,
-        library=_version(torch.version.hip or torch.version.cuda or "0.0"),
-        architectures=_architectures(build),
+        library=release(torch.version.hip or torch.version.cuda or "0.0"),
+        architectures=tuple(flags.split()) if flags else (),
         backends=backends,
         nccl=nccl,
     )
 
 
-def _architectures(build: str) -> tuple[str, ...]:
-    """The GPUs that torch has code for; without waking one."""
-    if build == "cpu":
-        return ()
-    flags = torch._C._cuda_getArchFlags()
-    return tuple(flags.split()) if flags else ()
-
-
-def _version(text: str) -> tuple[int, int]:
-    major, minor = text.split(".")[:2]
-    return int(major), int(minor)
-
-
 def _data(source: str) -> Given:
-    """What the sources are, without preparing any of them."""
+    """The kinds of the sources, none of which is prepared."""
     try:
         found = [_one_source(name) for name in split_sources(source)]
     except (UserError, OSError) as error:
@@ -93,7 +81,7 @@ def _one_source(name: str) -> str:
 
 
 def _tokenizer(name: str) -> Given:
-    """What the tokenizer is."""
+    """The size of the tokenizer."""
     try:
         if tokenizer_identity(name) == name:
             return Given(name=name, found="needs no file")

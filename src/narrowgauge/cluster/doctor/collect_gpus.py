@@ -1,4 +1,4 @@
-"""Which GPUs are there? Asked of the kernel, of the driver and of torch, who need not agree.
+"""Reads which GPUs there are, from the kernel, the driver and torch, who need not agree.
 
 Torch is asked in a process of its own: a broken driver may hang or crash it, and the doctor's own use of
 the GPU is over when it looks at who else uses it.
@@ -8,20 +8,20 @@ import ctypes
 import json
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from narrowgauge.cluster.doctor.commands import answer_of
-from narrowgauge.cluster.doctor.facts import Gpu, Hardware
+from narrowgauge.cluster.doctor.facts import LIMITS, Gpu, Hardware
 
+Use = Mapping[str, tuple[int | None, int | None]]  # (bytes in use, percent busy) by GPU id
 _TORCH_SECONDS, _TOOL_SECONDS = 90.0, 15.0
 _VENDORS = {"0x10de": "nvidia", "0x1002": "amd"}
 _GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
-_INTEGRATED = 4 << 30  # bytes of its own memory below which an AMD GPU is part of the processor
+_USE = "--query-gpu=uuid,memory.used,utilization.gpu"
 _ASK = "from narrowgauge.cluster.doctor.collect_gpus import answer; answer()"
 _MARK = "narrowgauge-doctor:"
 
@@ -29,18 +29,12 @@ _MARK = "narrowgauge-doctor:"
 def collect_hardware(build: str) -> Hardware:
     """The GPUs of this machine; `build` is what torch was built for."""
     makers = ("nvidia",) * _nvidia_gpus() + ("amd",) * _amd_gpus()
-    newest = _driver_cuda()
-    gpus: tuple[Gpu, ...] = ()
-    error, driver, links = "", _text("/sys/module/amdgpu/version") if "amd" in makers else "", ""
-    use: list[tuple[str, int | None, int | None]] = []
-    processes: dict[str, list[tuple[int, int | None]]] = {}
-    if "nvidia" in makers:
-        driver = _nvidia_driver()
-        use = parse_use(_smi("--query-gpu=uuid,memory.used,utilization.gpu"))
-        processes = parse_processes(_smi("--query-compute-apps=gpu_uuid,pid,used_memory"))
-        links = answer_of(["nvidia-smi", "topo", "-m"], _TOOL_SECONDS).out
-    if build != "cpu" and (makers or newest):
-        gpus, error = torch_gpus(use, processes)
+    newest, is_nvidia = _driver_cuda(), "nvidia" in makers
+    driver = _nvidia_driver() if is_nvidia else _text("/sys/module/amdgpu/version") if makers else ""
+    use = parse_use(_smi(_USE)) if is_nvidia else {}
+    processes = parse_processes(_smi("--query-compute-apps=gpu_uuid,pid")) if is_nvidia else {}
+    links = parse_links(answer_of(["nvidia-smi", "topo", "-m"], _TOOL_SECONDS).out) if is_nvidia else ()
+    gpus, error = torch_gpus(use, processes) if build != "cpu" and (makers or newest) else ((), "")
     makers = makers or tuple(gpu.maker for gpu in gpus)
     return Hardware(
         makers=makers,
@@ -49,7 +43,7 @@ def collect_hardware(build: str) -> Hardware:
         driver_cuda=newest,
         gpus=gpus,
         error=error,
-        links=parse_links(links) if len(gpus) == len(makers) else (),  # torch numbers what it sees
+        links=links if len(gpus) == len(makers) else (),  # those between others that torch does not see
         fabric=any(Path("/sys/class/infiniband").glob("*")),
     )
 
@@ -59,7 +53,7 @@ def _nvidia_gpus() -> int:
     files = len(list(Path("/dev").glob("nvidia[0-9]*")))
     if files or not Path("/dev/dxg").exists():
         return files
-    return len(parse_use(_smi("--query-gpu=uuid,memory.used,utilization.gpu")))
+    return len(parse_use(_smi(_USE)))
 
 
 def _nvidia_driver() -> str:
@@ -84,14 +78,11 @@ def _amd_gpus() -> int:
         return 0
     count = 0
     for node in Path("/sys/class/kfd/kfd/topology/nodes").glob("*"):
-        sizes = re.findall(r"^size_in_bytes (\d+)$", _banks(node), re.MULTILINE)
+        banks = "\n".join(_text(bank) for bank in node.glob("mem_banks/*/properties"))
+        sizes = re.findall(r"^size_in_bytes (\d+)$", banks, re.MULTILINE)
         is_gpu = re.search(r"^simd_count [1-9]", _text(node / "properties"), re.MULTILINE)
-        count += bool(is_gpu and sum(map(int, sizes)) >= _INTEGRATED)
+        count += bool(is_gpu and sum(map(int, sizes)) >= LIMITS["gpu"]["integrated"])
     return count
-
-
-def _banks(node: Path) -> str:
-    return "\n".join(_text(bank) for bank in node.glob("mem_banks/*/properties"))
 
 
 def _driver_cuda() -> tuple[int, int] | None:
@@ -115,57 +106,51 @@ def _rows(text: str, columns: int) -> list[list[str]]:
     return [row for row in rows if len(row) == columns and row[0].startswith("GPU-")]
 
 
-def _integer(text: str) -> int | None:
-    return int(text) if text.isdecimal() else None
-
-
-def parse_use(text: str) -> list[tuple[str, int | None, int | None]]:
-    """(id, bytes in use, percent busy) of each GPU, from nvidia-smi's lines `uuid, MiB, percent`."""
-    return [
-        (uuid, None if (used := _integer(mib)) is None else used << 20, _integer(busy))
+def parse_use(text: str) -> Use:
+    """(bytes in use, percent busy) by GPU id, from nvidia-smi's lines `uuid, MiB, percent`."""
+    return {
+        uuid: (int(mib) << 20 if mib.isdecimal() else None, int(busy) if busy.isdecimal() else None)
         for uuid, mib, busy in _rows(text, 3)
-    ]
+    }
 
 
-def parse_processes(text: str) -> dict[str, list[tuple[int, int | None]]]:
-    """[(process, bytes)] by GPU id, from nvidia-smi's lines `uuid, pid, MiB`."""
-    processes: dict[str, list[tuple[int, int | None]]] = {}
-    for uuid, pid, mib in _rows(text, 3):
-        used = _integer(mib)
-        processes.setdefault(uuid, []).append((int(pid), None if used is None else used << 20))
-    return processes
+def parse_processes(text: str) -> dict[str, tuple[int, ...]]:
+    """The processes by GPU id, from nvidia-smi's lines `uuid, pid`."""
+    rows = _rows(text, 2)
+    return {uuid: tuple(int(pid) for other, pid in rows if other == uuid) for uuid, _ in rows}
 
 
-def parse_links(text: str) -> tuple[tuple[int, int, str], ...]:
-    """(GPU, GPU, kind of connection) of each pair, from the matrix that `nvidia-smi topo -m` prints."""
-    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in text.splitlines()]
-    links = []
-    for words in lines:
+def parse_links(text: str) -> tuple[str, ...]:
+    """The kinds of connection between two GPUs, from the matrix that `nvidia-smi topo -m` prints."""
+    kinds: set[str] = set()
+    for line in text.splitlines():
+        words = re.sub(r"\x1b\[[0-9;]*m", "", line).split()
         if len(words) > 1 and re.fullmatch(r"GPU\d+", words[0]) and not words[1].startswith("GPU"):
-            row = int(words[0][3:])
-            links += [(row, column, kind) for column, kind in enumerate(words[1 : row + 1])]
-    return tuple((b, a, kind) for a, b, kind in links)
+            kinds.update(words[1 : 1 + int(words[0][3:])])  # left of the diagonal: each pair once
+    return tuple(sorted(kinds))
 
 
-def torch_gpus(
-    use: Sequence[tuple[str, int | None, int | None]],
-    processes: dict[str, list[tuple[int, int | None]]],
-) -> tuple[tuple[Gpu, ...], str]:
+def torch_gpus(use: Use, processes: Mapping[str, tuple[int, ...]]) -> tuple[tuple[Gpu, ...], str]:
     """(the GPUs that torch sees, or none and what it said)."""
     said = answer_of([sys.executable, "-c", _ASK], _TORCH_SECONDS)
-    lines = [line for line in said.out.splitlines() if line.startswith(_MARK)]
+    last = (said.error.strip().splitlines() or ["it ended without an answer"])[-1]
+    return parse_torch(said.out, use, processes) or ((), last[:300])
+
+
+def parse_torch(
+    text: str, use: Use, processes: Mapping[str, tuple[int, ...]]
+) -> tuple[tuple[Gpu, ...], str] | None:
+    """(the GPUs, what was wrong) from the line that `answer` prints, with the driver's figures."""
+    lines = [line for line in text.splitlines() if line.startswith(_MARK)]
     if not lines:
-        last = (said.error.strip().splitlines() or ["it ended without an answer"])[-1]
-        return (), last[:300]
+        return None
     answered = json.loads(lines[-1].removeprefix(_MARK))
-    by_id = {uuid: (used, busy) for uuid, used, busy in use}
     gpus = []
     for facts in answered["gpus"]:
         uuid = f"GPU-{facts.pop('uuid')}"
-        used, busy = by_id.get(uuid, (facts.pop("used_by_all"), None))
-        facts.pop("used_by_all", None)
-        gpu = Gpu(**facts | {"capability": tuple(facts["capability"]), "peers": tuple(facts["peers"])})
-        gpus.append(replace(gpu, used=used, busy=busy, processes=tuple(processes.get(uuid, ()))))
+        facts["capability"], facts["peers"] = tuple(facts["capability"]), tuple(facts["peers"])
+        facts["used"], facts["busy"] = use.get(uuid, (facts["used"], None))
+        gpus.append(Gpu(**facts, processes=processes.get(uuid, ())))
     return tuple(gpus), answered["error"]
 
 
@@ -177,7 +162,7 @@ def answer() -> None:
         torch.cuda.init()
         gpus = [_describe(index) for index in range(torch.cuda.device_count())]
     except Exception as problem:  # whatever a broken installation raises is the answer
-        error = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+        error = (str(problem).strip() or type(problem).__name__).splitlines()[0]
     print(_MARK + json.dumps({"gpus": gpus, "error": error}))
 
 
@@ -194,7 +179,7 @@ def _describe(index: int) -> dict[str, Any]:
         "memory": properties.total_memory,
         "peers": [other for other in others if torch.cuda.can_device_access_peer(index, other)],
         "uuid": str(getattr(properties, "uuid", "")),
-        "used_by_all": total - free,
+        "used": total - free,
     }
 
 

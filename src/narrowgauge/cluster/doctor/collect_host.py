@@ -1,4 +1,4 @@
-"""The machine around the GPUs: limits, shared memory, clock, disks and compilers, as they are found."""
+"""Reads the facts of the machine around the GPUs: limits, shared memory, clock, disks and compilers."""
 
 import contextlib
 import ctypes
@@ -8,16 +8,17 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import narrowgauge
-from narrowgauge.cluster.doctor.commands import answer_of
+from narrowgauge.cluster.doctor.commands import answer_of, in_time, words_of
 from narrowgauge.cluster.doctor.facts import Compiler, Disk, System
 
-_PIECE, _PIECES, _WRITING = 1 << 22, 16, 2.0  # bytes, pieces of a test file at most, seconds
+_SHARED = Path("/dev/shm")
+_PIECE, _WRITING = 1 << 22, 2.0  # bytes of a piece of a test file, seconds that all may take
 _DISK_SECONDS, _COMPILER_SECONDS = 15.0, 60.0
 _NOT_SYNCHRONIZED = 5  # TIME_ERROR of <sys/timex.h>
 _PROGRAM = (
@@ -28,8 +29,6 @@ _PROGRAM = (
 def collect_system() -> System:
     """Limits of this process and of the machine."""
     threads = os.environ.get("OMP_NUM_THREADS", "").strip()
-    size, free, error = _shared_memory()
-    package = Path(narrowgauge.__file__)
     return System(
         cores=_cores(),
         machine_cores=os.cpu_count() or 1,
@@ -37,11 +36,9 @@ def collect_system() -> System:
         open_files=_limit(resource.RLIMIT_NOFILE),
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
         linux=sys.platform == "linux",
-        shm_size=size,
-        shm_free=free,
-        shm_error=error,
+        shared_memory=collect_disk(_SHARED, pieces=0) if _SHARED.exists() else None,
         now=time.time(),
-        installed=package.stat().st_mtime,
+        installed=Path(narrowgauge.__file__).stat().st_mtime,
         synchronized=_synchronized(),
     )
 
@@ -60,21 +57,6 @@ def _limit(which: int) -> tuple[int | None, int | None]:
     return soft, hard
 
 
-def _shared_memory() -> tuple[int | None, int | None, str]:
-    """(size, free bytes, why it cannot be written to) of /dev/shm."""
-    try:
-        found = shutil.disk_usage("/dev/shm")
-    except OSError:
-        return None, None, ""
-    error = ""
-    try:
-        with tempfile.TemporaryFile(dir="/dev/shm") as file:
-            file.write(b"0")
-    except OSError as problem:
-        error = problem.strerror or str(problem)
-    return found.total, found.free, error
-
-
 def _synchronized() -> bool | None:
     """Whether the kernel's clock follows another; None where it does not say."""
     try:
@@ -84,37 +66,32 @@ def _synchronized() -> bool | None:
     return None if state < 0 else bool(state != _NOT_SYNCHRONIZED)
 
 
-def collect_disk(folder: Path) -> Disk:
-    """Space, speed and clock of the file system that a folder is on, or would be."""
+def collect_disk(folder: Path, pieces: int = 16) -> Disk:
+    """Space, clock and speed of the file system that a folder is on, or would be.
+
+    Args:
+        folder: need not exist.
+        pieces: of 4 MiB, written at most to measure the speed; 0: it is not measured.
+    """
     place = folder.absolute()
-    answers: list[Disk] = []
-    thread = threading.Thread(target=lambda: answers.append(_disk(place)), daemon=True)
-    thread.start()
-    thread.join(_DISK_SECONDS)
-    late = f"no answer in {_DISK_SECONDS:.0f} s; a file server may be away"
-    return answers[0] if answers else Disk(path=str(place), error=late)
+    late = Disk(path=str(place), error=f"no answer in {_DISK_SECONDS:.0f} s; a file server may be away")
+    return in_time(lambda: _disk(place, pieces), _DISK_SECONDS, late)
 
 
-def _disk(place: Path) -> Disk:
-    """As `collect_disk`, however long it takes."""
+def _disk(place: Path, pieces: int) -> Disk:
+    """The facts of `collect_disk`, however long they take."""
     while not place.exists() and place != place.parent:
         place = place.parent
-    path, kind = str(place), _kind(place)
+    disk = Disk(path=str(place), kind=_kind(place))
     try:
         space, inodes = shutil.disk_usage(place), os.statvfs(place)
-        speed, skew = _write(place, min(_PIECES, space.free // (4 * _PIECE)))
-    except OSError as problem:
-        return Disk(path=path, kind=kind, error=problem.strerror or str(problem))
-    return Disk(
-        path=path,
-        kind=kind,
-        size=space.total,
-        free=space.free,
-        inodes=inodes.f_files or None,
-        inodes_free=inodes.f_favail if inodes.f_files else None,
-        speed=speed,
-        skew=skew,
-    )
+        disk = replace(disk, size=space.total, free=space.free)
+        if inodes.f_files:
+            disk = replace(disk, inodes=inodes.f_files, inodes_free=inodes.f_favail)
+        speed, skew = _write(place, min(pieces, space.free // (4 * _PIECE)))
+        return replace(disk, speed=speed, skew=skew)
+    except OSError as error:
+        return replace(disk, error=words_of(error))
 
 
 def _write(place: Path, pieces: int) -> tuple[float | None, float]:
@@ -173,7 +150,5 @@ def _compile(cxx: str) -> str:
         made = answer_of([cxx, *flags, str(source), "-o", str(source.with_suffix(".so"))], _COMPILER_SECONDS)
     if made.code == 0:
         return ""
-    lines = [line for line in made.error.splitlines() if "error" in line.lower()] or [
-        made.error or "it failed"
-    ]
-    return lines[0].replace(f"{folder}/", "")[:200]
+    lines = [line for line in made.error.splitlines() if "error" in line.lower()]
+    return (lines or [made.error or "it failed"])[0].replace(f"{folder}/", "")[:200]

@@ -1,8 +1,12 @@
-"""Runs another program for its answer, and never waits long: a broken driver can hold its tools for ever."""
+"""Asks a program, or a server, for its answer and never waits long: what is broken can hang for ever."""
 
 import subprocess
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,17 +20,13 @@ class Answer:
 
 def answer_of(command: Sequence[str], seconds: float) -> Answer:
     """Run a command for at most `seconds`. One that not even a kill ends is left behind."""
+    pipe = subprocess.PIPE
     try:
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace"
         )
     except OSError as error:
-        return Answer(None, error=error.strerror or str(error))
+        return Answer(None, error=words_of(error))
     try:
         out, said = process.communicate(timeout=seconds)
         return Answer(process.returncode, out, said)
@@ -39,3 +39,17 @@ def answer_of(command: Sequence[str], seconds: float) -> Answer:
             if stream:
                 stream.close()
     return Answer(None, error=f"no answer in {seconds:.0f} s")
+
+
+def in_time(ask: Callable[[], T], seconds: float, late: T) -> T:
+    """What `ask` returns, or `late` if that takes more than `seconds`; its thread is then left behind."""
+    answers: list[T] = []
+    thread = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else late
+
+
+def words_of(error: Exception) -> str:
+    """The system's name for an error; never more, for the rest may quote what was asked."""
+    return (getattr(error, "strerror", None) or str(error) or type(error).__name__).strip(" .")

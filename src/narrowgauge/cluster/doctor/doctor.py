@@ -1,10 +1,10 @@
-"""What is wrong with this machine, and how is it fixed? The facts, judged and printed."""
+"""The verb `doctor`: it judges the facts of this machine, and prints what is wrong and how to fix it."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from narrowgauge.cluster.doctor.check_gpus import check_gpus
@@ -13,42 +13,38 @@ from narrowgauge.cluster.doctor.check_launch import check_launch
 from narrowgauge.cluster.doctor.check_network import check_network
 from narrowgauge.cluster.doctor.check_software import check_software
 from narrowgauge.cluster.doctor.collect import collect
-from narrowgauge.cluster.doctor.facts import Facts, Item
+from narrowgauge.cluster.doctor.facts import Facts, Verdict
 
 _STYLES = {"OK": "green", "WARN": "yellow", "MISS": "bold red"}
 
 
-def check(facts: Facts) -> list[Item]:
-    """The verdicts on a machine; they follow from the facts alone."""
+def check(facts: Facts) -> dict[str, Verdict]:
+    """The verdicts on a machine, by item; they follow from the facts alone."""
     judges = (check_software, check_gpus, check_launch, check_host, check_network)
-    return [item for judge_some in judges for item in judge_some(facts)]
+    return {item: verdict for judge_some in judges for item, verdict in judge_some(facts).items()}
 
 
-def examine(data: str | None = None, tokenizer: str | None = None) -> list[Item]:
-    """The verdicts on this machine, and on the data and the tokenizer of these names."""
+def examine(data: str | None = None, tokenizer: str | None = None) -> dict[str, Verdict]:
+    """The verdicts on this machine by item, and on the data and the tokenizer of these names."""
     return check(collect(data, tokenizer))
 
 
-def as_json(items: Sequence[Item]) -> str:
+def as_json(verdicts: Mapping[str, Verdict]) -> str:
     """The verdicts as a list of {item, status, found, fix}."""
-    return json.dumps([asdict(item) for item in items], indent=1, ensure_ascii=False)
+    rows = [{"item": item, **verdict._asdict()} for item, verdict in verdicts.items()]
+    return json.dumps(rows, indent=1, ensure_ascii=False)
 
 
-def print_items(items: Sequence[Item], console: Console) -> None:
-    """The verdicts as a table, each fix under what was found, and a line that counts them."""
+def print_items(verdicts: Mapping[str, Verdict], console: Console) -> None:
+    """Print the verdicts as a table, each fix under what was found, and a line that counts them."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column()
-    for item in items:
-        table.add_row(f"[{_STYLES[item.status]}]{item.status}[/]", item.item, _plain(item.found))
-        if item.fix:
-            table.add_row("", "", _plain(f"fix: {item.fix}"))
+    for item, (status, found, fix) in verdicts.items():
+        table.add_row(f"[{_STYLES[status]}]{status}[/]", item, escape(found))
+        if fix:
+            table.add_row("", "", escape(f"fix: {fix}"))
     console.print(table, highlight=False)
-    count = {status: sum(item.status == status for item in items) for status in _STYLES}
-    console.print(", ".join(f"{number} {status}" for status, number in count.items()), highlight=False)
-
-
-def _plain(text: str) -> str:
-    """Text in which nothing is markup."""
-    return text.replace("[", r"\[")
+    said = [verdict.status for verdict in verdicts.values()]
+    console.print(", ".join(f"{said.count(status)} {status}" for status in _STYLES), highlight=False)

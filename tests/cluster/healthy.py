@@ -1,0 +1,35 @@
+"""A machine without a GPU on which nothing is wrong; the tests of the doctor break one thing at a time."""
+
+from narrowgauge.cluster.doctor.facts import Compiler, Disk, Facts, Hardware, Hub, Software, System
+
+CPU_ONLY = Facts(
+    software=Software(
+        python=(3, 12, 0),
+        torch="2.11.0",
+        build="cpu",
+        library=(0, 0),
+        architectures=(),
+        backends=("gloo",),
+        nccl=(),
+    ),
+    hardware=Hardware(),
+    system=System(
+        cores=8,
+        machine_cores=8,
+        threads=None,
+        open_files=(1 << 20, 1 << 20),
+        locked_memory=(None, None),
+        linux=True,
+        shared_memory=Disk(path="/dev/shm", size=32 << 30, free=32 << 30),
+        now=1.8e9,
+        installed=1.7e9,
+        synchronized=True,
+    ),
+    environment={},
+    disk=Disk(path=".", size=1 << 40, free=1 << 39, speed=1e9),
+    cache=Disk(path="cache", size=1 << 40, free=1 << 39, speed=1e9),
+    hub=Hub(outcome="reached"),
+    data=None,
+    tokenizer=None,
+    compiler=Compiler(cxx="/usr/bin/g++", version="g++ 13.2.0"),
+)
