@@ -11,7 +11,15 @@ import torch
 import narrowgauge as ng
 from narrowgauge.formats import RandomStream, decode, format
 from narrowgauge.nn.amax_history import AmaxHistory
-from narrowgauge.quantization import cast, cast_names, emulate, make_cast, quantize
+from narrowgauge.quantization import (
+    QuantContext,
+    cast,
+    cast_names,
+    emulate,
+    make_cast,
+    quantize,
+    quantize_in_context,
+)
 from narrowgauge.recipes import GEMM_PLACES, recipe, recipe_names
 
 FOLDER = Path(__file__).parent.parent / "conformance"
@@ -51,16 +59,13 @@ def cast_of(v):
     return c
 
 
-def given(v):
-    """What a vector gives beside the tensor, as arguments."""
-    arguments = {}
-    if "signs" in v:
-        arguments["signs"] = torch.tensor(v["signs"])
-    if "key" in v:
-        arguments["generator"] = RandomStream(torch.tensor(v["key"], dtype=torch.int32))
-    if "encode_scale" in v:
-        arguments["encode_scale"] = numbers(v["encode_scale"], "fp32").reshape(())
-    return arguments
+def context_of(v):
+    """What a vector gives beside the tensor and its cast."""
+    return QuantContext(
+        random=RandomStream(torch.tensor(v["key"], dtype=torch.int32)) if "key" in v else None,
+        signs=torch.tensor(v["signs"]) if "signs" in v else None,
+        scale=numbers(v["encode_scale"], "fp32").reshape(()) if "encode_scale" in v else None,
+    )
 
 
 def same(a, b):
@@ -70,7 +75,7 @@ def same(a, b):
 @pytest.mark.parametrize("name", SCALED)
 def test_codes_and_scales(name):
     v = VECTORS[name]
-    q = quantize(tensor_of(v), cast_of(v), v["axis"], **given(v))
+    q = quantize_in_context(tensor_of(v), cast_of(v), v["axis"], context_of(v))
     assert torch.equal(q.codes.flatten(), codes(v["codes"]))
     if q.scale_codes is None:
         assert same(q.scales.flatten(), numbers(v["scales"], "fp32"))

@@ -26,7 +26,7 @@ class Operands:
     def __init__(self, name, layer, samples):
         self.name, self.layer, self.samples, self.seen = name, layer, samples, {}
 
-    def operand(self, place, x, values, scale, cast, axis, signs=None, encode_scale=None):
+    def operand(self, place, x, values, scale, cast, axis, context):
         in_backward = torch._C._current_graph_task_id() != -1
         if place == "saved" or (place.startswith("fprop") and in_backward):  # no operand, or seen before
             return

@@ -23,7 +23,7 @@ from narrowgauge.distributed.comm.shared_scales import WireFormat
 from narrowgauge.errors import UserError
 from narrowgauge.formats import decode, round_to
 from narrowgauge.nn.weight_state import GradientState
-from narrowgauge.quantization import PreScale, make_cast, quantize
+from narrowgauge.quantization import PreScale, QuantContext, make_cast, quantize_in_context
 from narrowgauge.quantization.scales import fp32_scale
 
 WORLD = lambda: dist.group.WORLD  # noqa: E731
@@ -52,7 +52,7 @@ def by_hand(tensors, cast, destination, mu=1.0, encode=None):
     if encode is None:
         encode = fp32_scale(torch.tensor(amax), cast.element, cast.power_of_two)[0] * mu
     plain = make_cast({"cast": cast.name})
-    codes = [quantize(x, plain, encode_scale=encode) for x in order]
+    codes = [quantize_in_context(x, plain, -1, QuantContext(scale=encode)) for x in order]
     values = [decode(q.codes, cast.element) for q in codes]
     total = values[0]
     for x in values[1:]:

@@ -1,13 +1,13 @@
-"""On a CPU large tensors are walked through in pieces: the same bits as element by element."""
+"""On a CPU large tensors are walked through in chunks: the same bits as element by element."""
 
 import pytest
 import torch
 
 import narrowgauge as ng
 from narrowgauge.formats import RandomStream, decode, encode, random_stream, round_finite
-from narrowgauge.formats.rounding import PIECE
+from narrowgauge.formats.rounding import CHUNK
 
-LARGE = 2 * PIECE + 77
+LARGE = 2 * CHUNK + 77
 
 
 def small_parts(x):

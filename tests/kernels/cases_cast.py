@@ -13,8 +13,8 @@ def run(name, axis, **changes):
     x = torch.empty(4096, 4096, dtype=torch.bfloat16)
     c = make_cast({"cast": name} | changes) if changes else cast(name)
     random = random_stream(0, 0, 0) if c.rounding == "stochastic" else None
-    quantized(x, c, axis, random, None, None)
-    emulated(x, c, axis, torch.bfloat16, random, None, None)
+    quantized(x, c, axis, random, (), None)
+    emulated(x, c, axis, torch.bfloat16, random, (), None)
 
 
 CASES = [

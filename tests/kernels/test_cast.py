@@ -8,10 +8,10 @@ import torch
 from narrowgauge.errors import UserError
 from narrowgauge.formats import random_stream
 from narrowgauge.kernels import emulate, quantize
+from narrowgauge.quantization import DEFAULT_CONTEXT, QuantContext, cast_names, make_cast, quantize_in_context
 from narrowgauge.quantization import cast as cast_named
-from narrowgauge.quantization import cast_names, make_cast
-from narrowgauge.quantization import emulate as emulate_plainly
-from narrowgauge.quantization import quantize as quantize_plainly
+from narrowgauge.quantization import emulate as emulate_in_torch
+from narrowgauge.quantization import quantize as quantize_in_torch
 
 SCALED = [n for n in cast_names() if cast_named(n).is_scaled]
 ROUNDINGS = ("nearest-even", "stochastic", "half-away", "toward-zero")
@@ -62,9 +62,9 @@ def variants(name):
     return [cast, dataclasses.replace(cast, power_of_two=True)]
 
 
-def assert_same_tensors(x, cast, axis, **options):
-    plain = quantize_plainly(x, cast, axis, **options)
-    ours, other = quantize(x, cast, axis, **options, both=cast.block is None)
+def assert_same_tensors(x, cast, axis, context=DEFAULT_CONTEXT):
+    plain = quantize_in_context(x, cast, axis, context)
+    ours, other = quantize(x, cast, axis, context, both=cast.block is None)
     if cast.block is None:  # the same, next to each other along the other axis
         assert torch.equal(other, ours.codes)
         assert (other if axis == 0 else other.T).is_contiguous()
@@ -73,8 +73,8 @@ def assert_same_tensors(x, cast, axis, **options):
         assert same(getattr(ours, field), getattr(plain, field)), field
     assert ours.blocks == plain.blocks
     for dtype in (torch.bfloat16, torch.float32):
-        ours = emulate(x, cast, axis, dtype, **options)
-        plain = emulate_plainly(x, cast, axis, dtype, **options)
+        ours = emulate(x, cast, axis, dtype, context)
+        plain = emulate_in_torch(x, cast, axis, dtype, context)
         assert same(ours[1], plain[1])
         if plain[1] is None or plain[1].isfinite():
             assert same(ours[0], plain[0])
@@ -102,7 +102,7 @@ def test_every_rounding_takes_the_same_bits(name, rounding, device):
         for offset in (0, 7 * 2**30, torch.tensor(2**32 - 100, device=device)):
             bits_of = dataclasses.replace(random_stream(1, 2, 3, device), offset=offset)
             for axis in (-1, 0):
-                assert_same_tensors(x, cast, axis, generator=bits_of)
+                assert_same_tensors(x, cast, axis, QuantContext(bits_of))
 
 
 @pytest.mark.parametrize("axis", [-1, 0])
@@ -110,7 +110,7 @@ def test_a_delayed_scale_is_taken_and_saturates(axis, device):
     cast = make_cast({"cast": "e4m3", "history": 4})
     for x in inputs(device).values():
         for scale in (0.37, 2.0**20, 2.0**-120):
-            assert_same_tensors(x, cast, axis, encode_scale=torch.tensor(scale, device=device))
+            assert_same_tensors(x, cast, axis, QuantContext(scale=torch.tensor(scale, device=device)))
 
 
 @pytest.mark.parametrize("axis", [-1, 0])
@@ -124,15 +124,16 @@ def test_a_transform_of_small_integers_is_exact(name, size, axis, device):
     if size == 16:  # sqrt(16) is exact, in bf16, too
         assert_same_tensors(x, make_cast({"cast": name, "hadamard": 16}), axis)
     cast = make_cast({"cast": name, "hadamard": size, "signs": "random"})
-    ours, _ = quantize(x, cast, axis, signs=signs)
-    ours, plain = ours.dequantize(), quantize_plainly(x, cast, axis, signs=signs).dequantize()
+    context = QuantContext(signs=signs)
+    ours, _ = quantize(x, cast, axis, context)
+    ours, plain = ours.dequantize(), quantize_in_context(x, cast, axis, context).dequantize()
     assert ours.shape == plain.shape
     assert (ours != plain).float().mean() < 0.01
 
 
 def test_random_signs_have_to_be_given(device):
     cast = make_cast({"cast": "mxfp4", "hadamard": 32, "signs": "random"})
-    for f in (quantize, quantize_plainly):
+    for f in (quantize, quantize_in_torch):
         with pytest.raises(UserError, match="takes random signs"):
             f(inputs(device)["bf16"], cast, -1)
 
@@ -140,8 +141,8 @@ def test_random_signs_have_to_be_given(device):
 def test_what_has_no_kernel_goes_to_the_reference(device):
     x = inputs(device)["normal"]
     for cast in (make_cast({"cast": "fp4-row", "outliers": 0.99, "compensate": True}), cast_named("bf16")):
-        ours, plain = (f(x, cast, -1, torch.bfloat16) for f in (emulate, emulate_plainly))
+        ours, plain = (f(x, cast, -1, torch.bfloat16) for f in (emulate, emulate_in_torch))
         assert same(ours[0], plain[0])
     ours, other = quantize(x[None], cast_named("mxfp4"))
-    assert same(ours.codes, quantize_plainly(x[None], "mxfp4").codes)
+    assert same(ours.codes, quantize_in_torch(x[None], "mxfp4").codes)
     assert other is None

@@ -10,7 +10,7 @@ import torch
 
 from narrowgauge.formats import random_stream, round_to
 from narrowgauge.nn import Linear
-from narrowgauge.quantization import Cast, estimator_slope, quantize
+from narrowgauge.quantization import Cast, QuantContext, estimator_slope, quantize_in_context
 from narrowgauge.recipes import GEMM_PLACES, Recipe, recipe, recipe_names
 
 # Narrow weights and gradients have tests of their own (test_weights.py).
@@ -33,7 +33,7 @@ def numbers(tensor: torch.Tensor, cast: Cast, axis: int, place: str) -> torch.Te
     if cast.signs == "random":
         gemm = ("fprop", "dgrad", "wgrad").index(place.split(".")[0])
         signs = 1 - 2 * (random_stream(SEED, STEP, 2**32 + 3 * INDEX + gemm).bits((cast.hadamard,)) & 1)
-    stored = quantize(tensor, cast, axis=axis, generator=bits, signs=signs).dequantize().double()
+    stored = quantize_in_context(tensor, cast, axis, QuantContext(bits, signs)).dequantize().double()
     if cast.compensate:
         ranked = tensor.flatten().sort().values
         low, high = (ranked[int(q * tensor.numel())] for q in (1 - cast.outliers, cast.outliers))

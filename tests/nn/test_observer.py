@@ -10,7 +10,7 @@ from narrowgauge.nn import Gauges, Linear, convert
 from narrowgauge.nn.gemm_context import GemmContext
 from narrowgauge.nn.observer import LayerGauge, evenly
 from narrowgauge.optim import AdamW
-from narrowgauge.quantization import emulate, make_cast, quantize
+from narrowgauge.quantization import QuantContext, emulate, make_cast, quantize
 from narrowgauge.quantization.gauges.figures import figures, gauge_operand
 from narrowgauge.recipes import recipe
 
@@ -153,7 +153,7 @@ def test_a_delayed_scale_is_the_one_that_was_used():
     scale, large = layer.histories["fprop.x"].scale.clone(), (x.detach() * 3)
     layer(large.requires_grad_())
     (line,) = [line for line in gauges.lines(3) if line["place"] == "fprop.x"]
-    values, _ = emulate(large, layer.casts["fprop.x"], -1, torch.float32, encode_scale=scale)
+    values, _ = emulate(large, layer.casts["fprop.x"], -1, torch.float32, QuantContext(scale=scale))
     assert line["clipped"] == pytest.approx(
         float((large.float().abs() * scale > 448 * (1 + 2**-20)).float().mean()), rel=1e-5
     )

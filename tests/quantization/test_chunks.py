@@ -1,10 +1,10 @@
-"""Walking through a tensor in pieces changes no number: every cast, both axes, shapes that fit no block."""
+"""Walking through a tensor in chunks changes no number: every cast, both axes, shapes that fit no block."""
 
 import pytest
 import torch
 
 from narrowgauge.formats import random_stream
-from narrowgauge.quantization import cast_names, emulate, make_cast, quantize, scale_and_round
+from narrowgauge.quantization import QuantContext, cast_names, emulate, make_cast, quantize, scale_and_round
 
 CASTS = [make_cast(name) for name in cast_names() if make_cast(name).is_scaled]
 
@@ -13,14 +13,14 @@ CASTS = [make_cast(name) for name in cast_names() if make_cast(name).is_scaled]
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("shape", [(320, 256), (150, 77), (1, 3000), (3000, 1), (4, 60, 33)], ids=str)
 @pytest.mark.parametrize("c", CASTS, ids=lambda c: c.name)
-def test_pieces_give_the_numbers_of_the_whole(c, shape, axis, rounding, monkeypatch):
+def test_chunks_give_the_numbers_of_the_full_tensor(c, shape, axis, rounding, monkeypatch):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).bfloat16()
     x[0].view(-1)[:1] = float("inf")
     c = make_cast({"cast": c.name, "rounding": rounding})
 
     def numbers():
         q = quantize(x, c, axis, generator=random_stream(1, 2, 3))
-        operand, scale = emulate(x, c, axis, torch.bfloat16, random_stream(1, 2, 3))
+        operand, scale = emulate(x, c, axis, torch.bfloat16, QuantContext(random_stream(1, 2, 3)))
         scale = torch.ones(()) if scale is None else scale
         return [q.codes, q.scales, q.tensor_scale, operand.float(), scale]
 
@@ -30,8 +30,8 @@ def test_pieces_give_the_numbers_of_the_whole(c, shape, axis, rounding, monkeypa
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_large_tensor_is_walked_through_in_pieces():
+def test_a_large_tensor_is_walked_through_in_chunks():
     x = torch.zeros(3000, 256)
-    pieces = list(scale_and_round.chunks(x))
-    assert len(pieces) > 1
-    assert sum(size for _, _, size in pieces) == 3000
+    chunks = list(scale_and_round.chunks(x))
+    assert len(chunks) > 1
+    assert sum(size for _, _, size in chunks) == 3000

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.quantization import QuantizedState, cast, emulate, make_cast, quantize
+from narrowgauge.quantization import (
+    QuantContext,
+    QuantizedState,
+    cast,
+    emulate,
+    make_cast,
+    quantize,
+    quantize_in_context,
+)
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.gauges.figures import (
     cosine_similarity,
@@ -121,11 +129,22 @@ def test_underflow_and_zeros_are_told_apart(name):
     assert found["underflow"] > 0.05
 
 
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_a_transform_pads_the_axis(axis):
+    """63 tokens or 40 inputs are no multiple of the group: gauged are the numbers with their padding."""
+    c, x = make_cast({"cast": "nvfp4", "hadamard": 32}), numbers((63, 40))
+    padded = torch.nn.functional.pad(x, (0, 24) if axis == -1 else (0, 0, 0, 1))
+    q = quantize(x, c, axis)
+    assert figures(gauge_operand(x, q.dequantize(), c, axis).tolist()) == figures(
+        gauge_operand(padded, q.dequantize(), c, axis).tolist()
+    )
+
+
 def test_what_does_not_fit_an_old_scale_is_clipped():
     c, x = make_cast({"cast": "e4m3", "history": 4}), numbers((32, 64), spread=0)
-    encode = torch.tensor(448.0)  # of a tensor that had an amax of 1
-    q = quantize(x, c, encode_scale=encode)
-    found = figures(gauge_operand(x, q.dequantize(), c, -1, encode_scale=encode).tolist())
+    context = QuantContext(scale=torch.tensor(448.0))  # of a tensor that had an amax of 1
+    q = quantize_in_context(x, c, -1, context)
+    found = figures(gauge_operand(x, q.dequantize(), c, -1, context).tolist())
     assert_same(found, slow(x, q.dequantize(), blocks_of(x.shape, c, -1), lambda _: 1 / 448, 448.0))
     assert found["clipped"] == pytest.approx(0.95 * 0.317, abs=0.05), "of normal numbers beyond one sigma"
     assert found["largest"] >= found["clipped"]

@@ -8,7 +8,14 @@ import torch
 import narrowgauge as ng
 from narrowgauge.errors import UserError
 from narrowgauge.formats import random_stream
-from narrowgauge.quantization import clamp_outliers, emulate, estimator_slope, make_cast
+from narrowgauge.quantization import (
+    QuantContext,
+    clamp_outliers,
+    emulate,
+    estimator_slope,
+    make_cast,
+    quantize_in_context,
+)
 
 FP4_POW2 = make_cast({"cast": "fp4-row", "power_of_two": True})
 
@@ -114,7 +121,9 @@ def test_signs_of_the_transform():
     random = make_cast({"cast": "nvfp4", "hadamard": 16, "signs": "random"})
     assert torch.equal(own.codes, given.codes)
     assert not torch.equal(own.codes, plus.codes)
-    assert torch.equal(ng.quantize(x, random, signs=torch.tensor(te)).codes, own.codes)
+    assert torch.equal(
+        quantize_in_context(x, random, -1, QuantContext(signs=torch.tensor(te))).codes, own.codes
+    )
     with pytest.raises(UserError, match="takes random signs"):
         ng.quantize(x, random)
 

@@ -3,7 +3,14 @@
 from narrowgauge.formats.codes import decode, encode, encode_finite_, pack, unpack
 from narrowgauge.formats.counter_rng import RandomStream, random_stream, stream_key
 from narrowgauge.formats.format import Format, Specials
-from narrowgauge.formats.rounding import RANDOM_BITS, ROUNDINGS, round_finite, round_finite_, round_to
+from narrowgauge.formats.rounding import (
+    RANDOM_BITS,
+    ROUNDINGS,
+    Randomness,
+    round_finite,
+    round_finite_,
+    round_to,
+)
 from narrowgauge.formats.table import format, format_names, torch_dtype
 
 __all__ = [
@@ -11,6 +18,7 @@ __all__ = [
     "ROUNDINGS",
     "Format",
     "RandomStream",
+    "Randomness",
     "Specials",
     "decode",
     "encode",

@@ -39,7 +39,7 @@ ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 # Where the random bits of "stochastic" come from; a tensor has a number in [0, 1) for each element.
 Randomness = torch.Generator | RandomStream | torch.Tensor | None
 RANDOM_BITS = 24  # an element, so that rounding is unbiased to float32's own precision
-PIECE = 2**18  # elements; with its temporaries, about what a core's second-level cache holds
+CHUNK = 2**18  # elements; with its temporaries, about what a core's second-level cache holds
 
 # The working precision: (integer of the same width, exponent mask, mantissa bits, exponent bias).
 _LAYOUT = {
@@ -110,14 +110,16 @@ def round_finite_(
     On a CPU a large tensor is walked through in pieces that stay in the cache, because the eight passes over
     it are bound by memory.
     """
-    piecewise = x.device.type == "cpu" and x.numel() > PIECE and x.is_contiguous()
+    in_chunks = x.device.type == "cpu" and x.numel() > CHUNK and x.is_contiguous()
     has_places = rounding != "stochastic" or isinstance(
         generator, RandomStream
     )  # a torch.Generator has an order
-    if piecewise and has_places and not torch.compiler.is_compiling():
-        for number, piece in enumerate(x.view(-1).split(PIECE)):
-            own = generator.from_element(number * PIECE) if isinstance(generator, RandomStream) else generator
-            _round_(piece, fmt, rounding, own, random_bits)
+    if in_chunks and has_places and not torch.compiler.is_compiling():
+        for number, chunk in enumerate(x.view(-1).split(CHUNK)):
+            bits = generator
+            if isinstance(generator, RandomStream):
+                bits = generator.from_element(number * CHUNK)
+            _round_(chunk, fmt, rounding, bits, random_bits)
         return x
     return _round_(x, fmt, rounding, generator, random_bits)
 

@@ -14,73 +14,57 @@ are not a `RandomStream`'s, tensors that are no matrices, and compiled code, who
 passes.
 """
 
-from typing import Any
-
 import torch
 
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels.dispatch import use_kernels
-from narrowgauge.quantization import Cast, QTensor, TensorShard
-from narrowgauge.quantization import emulate as emulate_plainly
-from narrowgauge.quantization import quantize as quantize_plainly
-from narrowgauge.quantization.scale_and_round import Generator
-
-
-def _has_kernel(x: torch.Tensor, cast: Cast, generator: Generator, part: TensorShard | None) -> bool:
-    of_state = cast.expand or cast.codebook or cast.element.bits > 8
-    of_others = part is not None or cast.outliers or cast.compensate
-    is_random = cast.rounding == "stochastic"
-    return (
-        x.ndim == 2
-        and cast.is_scaled
-        and not (of_state or of_others)
-        and cast.hadamard in (0, 16, 32, 64, 128)
-        and (isinstance(generator, RandomStream) or not is_random)
-        and use_kernels(x)
-    )
+from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext, quantize_in_context
+from narrowgauge.quantization import emulate as emulate_in_torch
 
 
 def quantize(
-    x: torch.Tensor,
-    cast: Cast,
-    axis: int = -1,
-    generator: Generator = None,
-    signs: torch.Tensor | None = None,
-    encode_scale: torch.Tensor | None = None,
-    part: TensorShard | None = None,
-    both: bool = False,
+    x: torch.Tensor, cast: Cast, axis: int = -1, context: QuantContext = DEFAULT_CONTEXT, both: bool = False
 ) -> tuple[QTensor, torch.Tensor | None]:
-    """`quantization.quantize` of a matrix; `axis` is -1 or 0.
+    """`quantization.quantize_in_context` of a matrix; `axis` is -1 or 0.
 
     Returns:
         The quantized tensor and, with `both`, the same codes next to each other along the other axis, where
         a kernel writes both (None elsewhere; only casts whose numbers do not depend on the axis have them).
     """
-    if _has_kernel(x, cast, generator, part):
+    if _has_kernel(x, cast, context):
         from narrowgauge.kernels.triton.cast_launch import quantized
 
-        return quantized(x, cast, axis, _stream(generator), signs, encode_scale, both)
-    options: dict[str, Any] = {"generator": generator, "signs": signs, "encode_scale": encode_scale}
-    return quantize_plainly(x, cast, axis, **options, part=part), None
+        return quantized(x, cast, axis, *_fields(cast, context), both)
+    return quantize_in_context(x, cast, axis, context), None
 
 
 def emulate(
-    x: torch.Tensor,
-    cast: Cast,
-    axis: int,
-    dtype: torch.dtype,
-    generator: Generator = None,
-    signs: torch.Tensor | None = None,
-    encode_scale: torch.Tensor | None = None,
-    part: TensorShard | None = None,
+    x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype, context: QuantContext = DEFAULT_CONTEXT
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`quantization.emulate` of a matrix; `axis` is -1 or 0."""
-    if _has_kernel(x, cast, generator, part):
+    if _has_kernel(x, cast, context):
         from narrowgauge.kernels.triton.cast_launch import emulated
 
-        return emulated(x, cast, axis, dtype, _stream(generator), signs, encode_scale)
-    return emulate_plainly(x, cast, axis, dtype, generator, signs, encode_scale, part)
+        return emulated(x, cast, axis, dtype, *_fields(cast, context))
+    return emulate_in_torch(x, cast, axis, dtype, context)
 
 
-def _stream(generator: Generator) -> RandomStream | None:
-    return generator if isinstance(generator, RandomStream) else None
+def _has_kernel(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:
+    is_of_state = cast.expand or cast.codebook or cast.element.bits > 8
+    sees_all = context.shard is not None or cast.outliers or cast.compensate
+    return (
+        x.ndim == 2
+        and cast.is_scaled
+        and not (is_of_state or sees_all)
+        and cast.hadamard in (0, 16, 32, 64, 128)
+        and (isinstance(context.random, RandomStream) or cast.rounding != "stochastic")
+        and use_kernels(x)
+    )
+
+
+def _fields(
+    cast: Cast, context: QuantContext
+) -> tuple[RandomStream | None, torch.Tensor | tuple[int, ...], torch.Tensor | None]:
+    """(random stream, signs of the transform, given scale)."""
+    stream = context.random if isinstance(context.random, RandomStream) else None
+    return stream, context.signs_of(cast) if cast.hadamard else (), context.scale

@@ -18,7 +18,7 @@ from narrowgauge.nn.observer import Observer
 from narrowgauge.nn.saved import Restore, Tensors, keep_as_it_is, keep_operand, keep_quantized
 from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
 from narrowgauge.nn.weight_state import WeightState
-from narrowgauge.quantization import Cast, TensorShard
+from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QuantContext, TensorShard
 from narrowgauge.recipes import GEMM_PLACES, GEMMS
 
 
@@ -73,24 +73,15 @@ class GemmContext:
         if isinstance(tensor, GatheredWeight):  # it travelled as that, so there is no loss left to gauge
             seen = tensor.operand(self.compute, self.native)
             return seen if axis == -1 else seen.transposed()
-        cast, encode_scale = self.casts[place], None
-        if cast.history:
-            assert self.histories is not None
-            history = self.histories[place]
-            encode_scale = history.scale
-            if self.sees:
-                history.see(tensor)
-        stream = self._stream(tensor, place)
-        signs = self._signs(place) if cast.signs == "random" else None
-        part = self.part(place)
+        cast, context = self.casts[place], self._context(tensor, place)
         if self.native and cast.is_scaled:
-            q, other = quantize(tensor, cast, axis, stream, signs, encode_scale, part, both)
+            q, other = quantize(tensor, cast, axis, context, both)
             if self.gauge is not None:
-                self.gauge.operand(place, tensor, q.dequantize(), None, cast, axis, signs, encode_scale)
+                self.gauge.operand(place, tensor, q.dequantize(), None, cast, axis, context)
             return quantized_operand(q, axis, other)
-        operand = Operand(*emulate(tensor, cast, axis, self.compute, stream, signs, encode_scale, part))
+        operand = Operand(*emulate(tensor, cast, axis, self.compute, context))
         if self.gauge is not None:
-            self.gauge.operand(place, tensor, *operand, cast, axis, signs, encode_scale)
+            self.gauge.operand(place, tensor, *operand, cast, axis, context)
         return operand if axis == -1 else operand.transposed()
 
     def wide(self, w_NK: torch.Tensor) -> torch.Tensor:
@@ -111,6 +102,18 @@ class GemmContext:
             stream = RandomStream(self.keys[-1], self.first_sample * self._elements("fprop.w", dw_NK))
         self.weight.gradient.add((dw_NK.T if self.transposed else dw_NK).float(), stream)
         return True
+
+    def _context(self, tensor: torch.Tensor, place: str) -> QuantContext:
+        """What the cast of a place needs beside the tensor; a history takes note of the tensor."""
+        cast, scale = self.casts[place], None
+        if cast.history:
+            assert self.histories is not None
+            history = self.histories[place]
+            scale = history.scale
+            if self.sees:
+                history.see(tensor)
+        signs = self._signs(place) if cast.signs == "random" else None
+        return QuantContext(self._stream(tensor, place), signs, scale, self.part(place))
 
     def _stream(self, tensor: torch.Tensor, place: str) -> RandomStream | None:
         """The random bits of a place: a function of (seed, step, tensor, element of the global batch)."""
@@ -161,7 +164,7 @@ class GemmContext:
         if not cast.is_scaled:
             return keep_as_it_is(Operand(emulate(x_MK, cast, -1, self.compute)[0]))  # no scale to share
         stream = self._stream(x_MK, "fprop.x") if self.saved == "operand" else None
-        q, _ = quantize(x_MK, cast, generator=stream, part=self.part("fprop.x"))
+        q, _ = quantize(x_MK, cast, -1, QuantContext(stream, shard=self.part("fprop.x")))
         if self.gauge is not None and self.saved != "operand":
-            self.gauge.operand("saved", x_MK, q.dequantize(), None, cast, -1)
+            self.gauge.operand("saved", x_MK, q.dequantize(), None, cast, -1, DEFAULT_CONTEXT)
         return keep_quantized(q, x_MK.dtype)

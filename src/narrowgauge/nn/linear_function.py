@@ -23,7 +23,7 @@ from narrowgauge.nn.gemm_context import GemmContext
 from narrowgauge.nn.observer import evenly
 from narrowgauge.nn.saved import keep_as_it_is
 from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
-from narrowgauge.quantization import estimator_slope
+from narrowgauge.quantization import QuantContext, estimator_slope
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -86,8 +86,8 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if places.gauge is not None:
             places.gauge.product("wgrad.dw", dw_NK.T, kept[6], dy_MN.T)
         if places.casts["fprop.w"].estimator_k:
-            part = places.part("fprop.w")
-            dw_NK = dw_NK * estimator_slope(places.wide(w_NK), places.casts["fprop.w"], -1, part)
+            w_context = QuantContext(shard=places.part("fprop.w"))
+            dw_NK = dw_NK * estimator_slope(places.wide(w_NK), places.casts["fprop.w"], -1, w_context)
         dw_NK = None if places.take_gradient(dw_NK) else dw_NK.to(w_dtype)
     if bias_dtype is not None and ctx.needs_input_grad[2]:
         dbias_N = dy_MN.sum(0, dtype=torch.float32).to(bias_dtype)

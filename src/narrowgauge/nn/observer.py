@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.quantization import Cast, QuantizedState, cast
+from narrowgauge.quantization import Cast, QuantContext, QuantizedState, cast
 from narrowgauge.quantization.blocks import blocks_of
 from narrowgauge.quantization.gauges.figures import (
     cosine_similarity,
@@ -63,8 +63,7 @@ class Observer(Protocol):
         scale: torch.Tensor | None,
         cast: Cast,
         axis: int,
-        signs: torch.Tensor | None = None,
-        encode_scale: torch.Tensor | None = None,
+        context: QuantContext,
     ) -> None:
         """See a matrix and what a GEMM sees of it, `values * scale`; the rest is as for `emulate`."""
 
@@ -158,14 +157,13 @@ class LayerGauge:
         scale: torch.Tensor | None,
         cast: Cast,
         axis: int,
-        signs: torch.Tensor | None = None,
-        encode_scale: torch.Tensor | None = None,
+        context: QuantContext,
     ) -> None:
         """See a matrix and what a GEMM sees of it, `values * scale`; the rest is as for `emulate`."""
         key = Key(self.layer, place)
         if key not in self.gauges.read:
             seen = values if scale is None else values.float() * scale
-            vector = gauge_operand(x, seen, cast, axis, signs, encode_scale)
+            vector = gauge_operand(x, seen, cast, axis, context)
             self.gauges.read[key] = cast, vector
 
     def product(self, place: str, c_MN: torch.Tensor, a_MK: torch.Tensor, b_NK: torch.Tensor) -> None:

@@ -6,6 +6,7 @@ grid starts at element (0, 0) of the *global* tensor.
 """
 
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -15,14 +16,14 @@ from narrowgauge.quantization.cast import Cast
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A grid of blocks on a tensor of `shape`; `size` is a block's extent along each dimension."""
+    """A grid of blocks on a tensor of `shape`; `size` is the extent of a block along each dimension."""
 
     shape: tuple[int, ...]
     size: tuple[int, ...]
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """How many blocks lie along each dimension."""
+        """The number of blocks along each dimension."""
         return tuple(-(-n // b) if n else 0 for n, b in zip(self.shape, self.size, strict=True))
 
     @property
@@ -34,6 +35,11 @@ class Blocks:
                 dims.append(position + 1)
             position += 1 + (b > 1)
         return dims
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether the last block of some dimension is padded."""
+        return prod(self.grid) * prod(self.size) != prod(self.shape)
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """`x` with every dimension that has blocks split in two: (blocks, inside the block)."""
@@ -52,6 +58,12 @@ class Blocks:
             if y.shape[dim] != n:
                 y = y.narrow(dim, 0, n)
         return y
+
+    def align(self, scales: torch.Tensor) -> torch.Tensor:
+        """Scales in the shape of the grid, viewed so that they broadcast over a split tensor."""
+        for dim in self.inner:
+            scales = scales.unsqueeze(dim)
+        return scales
 
 
 def blocks_of(shape: torch.Size, cast: Cast, axis: int) -> Blocks:

@@ -1,28 +1,26 @@
-"""The two passes of quantization: the scales of all blocks, then every element on its format's grid.
+"""The two passes of quantization: the scales of all blocks, then every element to its format's grid.
 
-Both work on a split tensor (`Blocks.split`). On a CPU they walk through it in pieces of whole rows that stay
-in the cache: an elementwise operation in memory that is asked for anew costs several times its arithmetic.
-On a GPU the pieces are large, and there only to bound the memory of what is between. A piece gets exactly
-the numbers that the whole would; compiled code takes the whole in one.
+Both work on a split tensor (`Blocks.split`), and both walk through it in chunks. On a CPU a chunk stays in
+the cache, because an elementwise operation on newly allocated memory costs several times its arithmetic. On a
+GPU chunks are large and only bound the memory of temporaries. A chunk gets exactly the numbers that the full
+tensor would get; compiled code takes the tensor in one chunk.
 
 A block that holds a NaN or an infinity gets the scale NaN: nothing non-finite ever comes out finite, also in
 formats that have no code for it.
 """
 
-import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from narrowgauge.formats import RandomStream, round_finite_
+from narrowgauge.formats.rounding import CHUNK
 from narrowgauge.quantization import scales
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.sharding.shard import TensorShard, all_reduce_amax
+from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 
-Generator = torch.Generator | RandomStream | torch.Tensor | None
-CHUNK = 2**18  # elements that stay in a CPU's cache
 LARGE_CHUNK = 2**25  # elements whose temporaries a GPU has room for
 
 
@@ -35,88 +33,65 @@ class Scales(NamedTuple):
     finite: torch.Tensor  # bool: whether the block holds finite numbers only
 
 
+# (values on the grid, block scales, finite) to the result; it may overwrite the values.
 Epilogue = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def scales_of(
-    split: torch.Tensor,
-    cast: Cast,
-    blocks: Blocks,
-    encode_scale: torch.Tensor | None = None,
-    part: TensorShard | None = None,
-    axis: int = -1,
+    split: torch.Tensor, blocks: Blocks, cast: Cast, axis: int, context: QuantContext = DEFAULT_CONTEXT
 ) -> Scales:
-    """The scales of a split tensor's blocks; `encode_scale` (0-dim float32) in place of its own.
-
-    Of a `part` of a global tensor, blocks along `axis`, they are those of the global tensor's blocks.
-    """
-    amax = block_amax(split, blocks)
-    if part is not None and encode_scale is None:
-        if cast.block is None and not amax.numel():  # of a global tensor of which nothing lies here
-            amax = amax.new_zeros([1] * amax.ndim)
-        amax = part.reduce_amax(amax, cast, axis)
-    return scales_from(amax, cast, encode_scale, part)
+    """The scales of a split tensor's blocks: those of the global tensor, if other processes hold some."""
+    return scales_from(context.global_amax(block_amax(split, blocks), cast, axis), cast, context)
 
 
-def scales_from(
-    amax: torch.Tensor, cast: Cast, encode_scale: torch.Tensor | None = None, part: TensorShard | None = None
-) -> Scales:
+def scales_from(amax: torch.Tensor, cast: Cast, context: QuantContext = DEFAULT_CONTEXT) -> Scales:
     """The scales of blocks whose largest magnitudes are known (float32; NaN or infinite: not finite)."""
     finite = amax.isfinite()
     amax = torch.where(finite, amax, 0.0)
     tensor_scale = None
-    if encode_scale is not None:
-        encode, block = encode_scale.expand_as(amax), (1.0 / encode_scale).expand_as(amax)
+    if context.scale is not None:
+        encode, block = context.scale.expand_as(amax), (1.0 / context.scale).expand_as(amax)
     elif cast.scale == "fp32":
         encode, block = scales.fp32_scale(amax, cast.element, cast.power_of_two)
     elif cast.scale == "e8m0":
         assert cast.scale_rule is not None
         encode, block = scales.e8m0_scale(scales.e8m0_code(amax, cast.element, cast.scale_rule))
     else:
-        largest = amax.amax() if amax.numel() else amax.new_zeros(())
-        if part is not None:
-            largest = all_reduce_amax(largest, part.groups)
-        S, tensor_scale = scales.nvfp4_tensor_scale(largest, cast.element, cast.headroom)
+        S, tensor_scale = scales.nvfp4_tensor_scale(context.tensor_amax(amax), cast.element, cast.headroom)
         encode, block = scales.nvfp4_block_scale(amax, S, cast.element, cast.headroom)
     return Scales(encode, torch.where(finite, block, torch.nan), tensor_scale, finite)
 
 
 def round_blocks(
     split: torch.Tensor,
-    own: Scales,
-    cast: Cast,
     blocks: Blocks,
-    generator: Generator,
+    scales: Scales,
+    cast: Cast,
+    context: QuantContext,
     epilogue: Epilogue,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Round every element to the grid; `epilogue(values, block scales, finite)` makes of it what is asked
-    for.
+    """Round every element of a split tensor to the grid.
 
     Returns:
-        What `epilogue` returned, in `dtype` and the shape of `split`. `epilogue` may use up its values'
-        memory.
+        What `epilogue` makes of the rounded values, in `dtype` and the shape of `split`.
     """
-    if isinstance(generator, RandomStream) and split.numel() != math.prod(blocks.shape):
-        # An element's bits are those of its place in the tensor, whatever pads its block.
-        generator = blocks.split(generator.uniform(blocks.shape))
-    has_order = cast.rounding == "stochastic" and not isinstance(generator, RandomStream | torch.Tensor)
-    out = None
-    for piece in chunks(split, whole=has_order):
-        x = piece.of(split)
-        bits = generator
-        if isinstance(generator, RandomStream):
-            bits = generator.from_element(piece.first_element(split)) if piece.start else generator
-        elif isinstance(generator, torch.Tensor):
-            bits = piece.of(generator)
-        encode = piece.of(own.encode)
+    random, out = context.random_over(blocks), None
+    # A torch.Generator draws in order, so all elements have to be rounded at once.
+    in_order = cast.rounding == "stochastic" and not isinstance(random, RandomStream | torch.Tensor)
+    for chunk in chunks(split, in_one=in_order):
+        x, encode, bits = chunk.of(split), chunk.of(scales.encode), random
+        if isinstance(random, RandomStream):
+            bits = random.from_element(chunk.first_element(split)) if chunk.start else random
+        elif isinstance(random, torch.Tensor):
+            bits = chunk.of(random)
         scaled = x * encode if x.dtype == torch.float32 else x.float().mul_(encode)
         values = round_finite_(scaled, cast.element, cast.rounding, bits, cast.random_bits)
-        values = epilogue(values, piece.of(own.block), piece.of(own.finite))
+        values = epilogue(values, chunk.of(scales.block), chunk.of(scales.finite))
         if x.shape == split.shape:
             return values.to(dtype)
         out = torch.empty(split.shape, dtype=dtype, device=split.device) if out is None else out
-        piece.of(out).copy_(values)
+        chunk.of(out).copy_(values)
     assert out is not None
     return out
 
@@ -129,21 +104,21 @@ class Chunk(NamedTuple):
     size: int
 
     def of(self, t: torch.Tensor) -> torch.Tensor:
-        """This piece of a tensor of the same dimensions; where it has one position, it is for all pieces."""
+        """The chunk of a tensor with the same dimensions; one of size 1 is the same for all chunks."""
         return t if not t.ndim or t.shape[self.dim] == 1 else t.narrow(self.dim, self.start, self.size)
 
     def first_element(self, split: torch.Tensor) -> int:
-        """The number of its first element in the tensor."""
+        """The index of the chunk's first element in the tensor."""
         return self.start * (split.numel() // split.shape[self.dim])
 
 
-def chunks(split: torch.Tensor, whole: bool = False) -> Iterator[Chunk]:
-    """The pieces of a split tensor, in the order of its elements."""
+def chunks(split: torch.Tensor, in_one: bool = False) -> Iterator[Chunk]:
+    """The chunks of a split tensor, in the order of its elements."""
     dim = 1 if split.ndim > 1 and split.shape[0] == 1 else 0
     elements = CHUNK if split.device.type == "cpu" else LARGE_CHUNK
-    if split.is_meta:  # where only memory is asked for
+    if split.is_meta:  # only the amount of memory matters
         elements = max(elements, split.numel() // 64)
-    if whole or torch.compiler.is_compiling() or split.numel() <= elements:
+    if in_one or torch.compiler.is_compiling() or split.numel() <= elements:
         yield Chunk(dim if split.ndim else 0, 0, split.shape[dim] if split.ndim else 1)
         return
     length = split.shape[dim]
@@ -153,22 +128,19 @@ def chunks(split: torch.Tensor, whole: bool = False) -> Iterator[Chunk]:
 
 
 def block_amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
-    """Largest magnitude of each block of a split tensor, float32, inner dims kept with size 1."""
+    """The largest magnitude of each block of a split tensor: float32, inner dimensions kept with size 1."""
     if not blocks.inner:
         return split.float().abs()
     if split.numel() == 0:
-        grid = torch.zeros(blocks.grid, device=split.device)
-        for dim in blocks.inner:
-            grid = grid.unsqueeze(dim)
-        return grid
-    parts, dim = [], 0
+        return blocks.align(torch.zeros(blocks.grid, device=split.device))
+    amaxes, dim = [], 0
     for dim, start, size in chunks(split):
-        part = split.narrow(dim, start, size)
-        largest = part.abs() if part.dtype == torch.float32 else part.float().abs_()
+        x = split.narrow(dim, start, size)
+        amax = x.abs() if x.dtype == torch.float32 else x.float().abs_()
         for inner in reversed(blocks.inner):  # one at a time, the innermost first: faster than all at once
-            largest = largest.amax(inner, keepdim=True)
-        parts.append(largest)
-    if len(parts) == 1:
-        return parts[0]
-    joined = torch.cat(parts, dim)
+            amax = amax.amax(inner, keepdim=True)
+        amaxes.append(amax)
+    if len(amaxes) == 1:
+        return amaxes[0]
+    joined = torch.cat(amaxes, dim)
     return joined.amax(dim, keepdim=True) if dim in blocks.inner else joined

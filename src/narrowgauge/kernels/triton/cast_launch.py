@@ -9,12 +9,13 @@ from narrowgauge.formats import RandomStream
 from narrowgauge.kernels.amax_cache import cached_amax
 from narrowgauge.kernels.triton.cast import LAUNCH, cast_blocks, cast_given, largest, tile_of
 from narrowgauge.kernels.triton.rounding import facts
-from narrowgauge.quantization import Cast, QTensor
+from narrowgauge.quantization import Cast, QTensor, QuantContext
 from narrowgauge.quantization.blocks import Blocks, blocks_of
-from narrowgauge.quantization.hadamard import transform
-from narrowgauge.quantization.quantize import signs_of, transformed
+from narrowgauge.quantization.hadamard import hadamard, transform
 from narrowgauge.quantization.scale_and_round import Scales, scales_from
 from narrowgauge.quantization.scales import nvfp4_tensor_scale
+
+Signs = torch.Tensor | tuple[int, ...]
 
 
 class _View(NamedTuple):
@@ -54,20 +55,20 @@ def quantized(
     x: torch.Tensor,
     cast: Cast,
     axis: int,
-    generator: RandomStream | None,
-    signs: torch.Tensor | None,
-    encode_scale: torch.Tensor | None,
+    stream: RandomStream | None,
+    signs: Signs,
+    given_scale: torch.Tensor | None,
     both: bool = False,
 ) -> tuple[QTensor, torch.Tensor | None]:
     """What `quantization.quantize` gives, and with `both` the same codes along the other axis."""
     one = torch.ones((), device=x.device)
     if _scale_is_known_first(cast):
-        codes, other, own, blocks = _cast_given(
-            x, cast, axis, torch.uint8, generator, signs, encode_scale, both
+        codes, other, given, blocks = _cast_given(
+            x, cast, axis, torch.uint8, stream, signs, given_scale, both
         )
-        scales = own.block.reshape(() if cast.block is None else blocks.grid)
+        scales = given.block.reshape(() if cast.block is None else blocks.grid)
         return QTensor(codes, scales, None, one, cast, blocks), other
-    codes, blocks, scales, scale_codes, S = _cast_blocks(x, cast, axis, torch.uint8, generator, signs)
+    codes, blocks, scales, scale_codes, S = _cast_blocks(x, cast, axis, torch.uint8, stream, signs)
     return QTensor(codes, scales, scale_codes, one if S is None else S, cast, blocks), None
 
 
@@ -77,17 +78,17 @@ def emulated(
     cast: Cast,
     axis: int,
     dtype: torch.dtype,
-    generator: RandomStream | None,
-    signs: torch.Tensor | None,
-    encode_scale: torch.Tensor | None,
+    stream: RandomStream | None,
+    signs: Signs,
+    given_scale: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What `quantization.emulate` gives."""
     is_exact = cast.block is None or cast.scale != "fp32" or cast.power_of_two
     out_dtype = dtype if is_exact else torch.float32
     if _scale_is_known_first(cast):
-        values, _, own, _ = _cast_given(x, cast, axis, out_dtype, generator, signs, encode_scale)
-        return values, own.block.reshape(()) if cast.block is None else None
-    values, *_, tensor_scale = _cast_blocks(x, cast, axis, out_dtype, generator, signs)
+        values, _, given, _ = _cast_given(x, cast, axis, out_dtype, stream, signs, given_scale)
+        return values, given.block.reshape(()) if cast.block is None else None
+    values, *_, tensor_scale = _cast_blocks(x, cast, axis, out_dtype, stream, signs)
     return values, tensor_scale
 
 
@@ -101,32 +102,32 @@ def _cast_given(
     cast: Cast,
     axis: int,
     dtype: torch.dtype,
-    generator: RandomStream | None,
-    signs: torch.Tensor | None,
-    encode_scale: torch.Tensor | None,
+    stream: RandomStream | None,
+    signs: Signs,
+    given_scale: torch.Tensor | None,
     both: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, Scales, Blocks]:
     """(codes or numbers, the same along the other axis, scales, blocks)."""
-    x = transformed(x, cast, axis, signs)
+    x = hadamard(x, cast.hadamard, axis, signs) if cast.hadamard else x
     view = _view(x, cast, axis)
     blocks = blocks_of(view.shape, cast, axis)
     amax = cached_amax(x) if cast.block is None else None
     if amax is None:
         amax = _largest(x, cast, view, axis, blocks)
-    own = scales_from(amax.reshape(blocks.grid), cast, encode_scale)
-    encode, block = own.encode.contiguous(), own.block.contiguous()
+    scales = scales_from(amax.reshape(blocks.grid), cast, QuantContext(scale=given_scale))
+    encode, block = scales.encode.contiguous(), scales.block.contiguous()
     out = _empty(view, axis, dtype, x)
     other = _empty(view, -1 - axis, dtype, x) if both else None
     tile = tile_of(view.x[1])
     cast_given[_grid(view, tile)](
-        x, out, out if other is None else other, encode, block, *_random(x, generator),
+        x, out, out if other is None else other, encode, block, *_random(x, stream),
         view.R, view.K, *view.x, *_strides(out, axis), *_strides(out if other is None else other, axis),
         *_strides(block, axis), *_extents(blocks, axis), *view.place, TR=tile[0], TK=tile[1],
         BY_ROW=_is_by_row(cast), **facts(cast.element), ROUNDING=cast.rounding,
         RANDOM_BITS=cast.random_bits, CODES=dtype == torch.uint8, TIMES_SCALE=cast.block is not None,
         BOTH=both, **LAUNCH,
     )  # fmt: skip
-    return out, other, own, blocks
+    return out, other, scales, blocks
 
 
 def _cast_blocks(
@@ -134,14 +135,14 @@ def _cast_blocks(
     cast: Cast,
     axis: int,
     dtype: torch.dtype,
-    generator: RandomStream | None,
-    signs: torch.Tensor | None,
+    stream: RandomStream | None,
+    signs: Signs,
 ) -> tuple[torch.Tensor, Blocks, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(codes or numbers, blocks, scales, their codes, the tensor's scale)."""
     assert cast.block is not None
     view = _view(x, cast, axis)
     blocks = blocks_of(view.shape, cast, axis)
-    matrix = transform(cast.hadamard, signs_of(cast, signs), x) if cast.hadamard else None
+    matrix = transform(cast.hadamard, signs, x) if cast.hadamard else None
     S = tensor_scale = None
     if cast.scale == "e4m3":
         amax = _largest(x, cast, view, axis, blocks, matrix)
@@ -157,7 +158,7 @@ def _cast_blocks(
     tile = tile_of(view.x[1], cast.block[1])
     cast_blocks[_grid(view, tile)](
         x, out, scales, scale_codes if has_codes else scales, scales if S is None else S,
-        x if matrix is None else matrix, *_random(x, generator),
+        x if matrix is None else matrix, *_random(x, stream),
         view.R, view.K, view.K_OUT, *grid, *view.x, *_strides(out, axis), *strides, *view.place,
         TR=tile[0], TK=tile[1], BR=cast.block[0], BK=cast.block[1], H=cast.hadamard,
         **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
@@ -197,11 +198,11 @@ def _grid(view: _View, tile: tuple[int, int]) -> tuple[int, int]:
     return triton.cdiv(view.R, tile[0]), triton.cdiv(view.K_OUT, tile[1])
 
 
-def _random(x: torch.Tensor, generator: RandomStream | None) -> tuple[Any, Any]:
+def _random(x: torch.Tensor, stream: RandomStream | None) -> tuple[Any, Any]:
     """A stream's key and the place of the first element, as tensors on the device."""
-    if generator is None:
+    if stream is None:
         return x, x
-    offset = generator.offset
+    offset = stream.offset
     if not isinstance(offset, torch.Tensor):
         offset = torch.full((), offset, dtype=torch.int64, device=x.device)
-    return generator.key, offset
+    return stream.key, offset

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 from narrowgauge.formats import decode, torch_dtype
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.native import QuantizedOperand
-from narrowgauge.quantization import Cast, QuantizedState, TensorShard, quantize
+from narrowgauge.quantization import Cast, QuantContext, QuantizedState, TensorShard, quantize_in_context
 from narrowgauge.quantization.scales import fp32_scale
 from narrowgauge.quantization.sharding.shard import all_reduce_amax
 
@@ -219,7 +219,7 @@ class WeightGather:
         encode, decode = self.scale
         if not shard.numel():
             return shard.to(torch.uint8), decode
-        return quantize(shard, self.cast, encode_scale=encode).codes, decode
+        return quantize_in_context(shard, self.cast, -1, QuantContext(scale=encode)).codes, decode
 
     def post_all_gather(
         self, numbers: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor | None

@@ -39,9 +39,10 @@ import torch
 from narrowgauge.formats import Format, decode, format
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.gauges.histogram import WIDTH, counts, histogram
 from narrowgauge.quantization.outliers import clamp_outliers
-from narrowgauge.quantization.quantize import over_block, transformed
+from narrowgauge.quantization.quantize import transformed
 from narrowgauge.quantization.scale_and_round import block_amax, chunks, scales_of
 from narrowgauge.quantization.state.quantized_state import QuantizedState
 
@@ -57,25 +58,29 @@ def gauge_operand(
     seen: torch.Tensor,
     cast: Cast,
     axis: int,
-    signs: torch.Tensor | None = None,
-    encode_scale: torch.Tensor | None = None,
+    context: QuantContext = DEFAULT_CONTEXT,
 ) -> torch.Tensor:
-    """Gauge what `emulate` or `quantize` made of a tensor, given the same arguments.
+    """Gauge what `emulate` or `quantize` made of a tensor.
 
     Args:
-        x: the tensor that was quantized, any floating dtype.
-        seen: what is left of it, scales applied, in the same shape.
+        x: The tensor that was quantized, of any floating dtype.
+        seen: The numbers that are left of it, scales applied, in the shape of the quantized tensor.
+        cast: The cast that it was quantized with.
+        axis: The axis that blocks lie along.
+        context: The context that it was quantized under. A shard is gauged by itself, under the scales that
+            it would have alone, so that no process waits for others.
 
     Returns:
-        float64 vector, for `figures`.
+        A float64 vector, for `figures`.
     """
-    blocks = blocks_of(x.shape, cast, axis)
     if not cast.is_scaled:
-        return gauge(x, seen, blocks, None, cast.element.max, cast.element)
-    x = transformed(x, cast, axis, signs)
+        return gauge(x, seen, blocks_of(x.shape, cast, axis), None, cast.element.max, cast.element)
+    context = context.local()
+    x = transformed(x, cast, axis, context)
+    blocks = blocks_of(x.shape, cast, axis)  # a transform may have lengthened the axis
     kept = clamp_outliers(x, cast.outliers) if cast.outliers else x
-    own = scales_of(blocks.split(kept), cast, blocks, encode_scale)
-    scale = own.block if own.tensor is None else own.block * own.tensor
+    scales = scales_of(blocks.split(kept), blocks, cast, axis, context)
+    scale = scales.block if scales.tensor is None else scales.block * scales.tensor
     return gauge(x, seen, blocks, scale, cast.element.max, cast.element)
 
 
@@ -89,12 +94,12 @@ def gauge_state(x: torch.Tensor, stored: QuantizedState) -> torch.Tensor:
     t = {name: tensor.to(x.device) for name, tensor in stored.tensors.items()}
     scale, largest = None, math.inf if cast.expand or cast.split else cast.element.max
     if cast.codebook:
-        scale, largest = over_block(t["scales"], blocks), 1.0
+        scale, largest = blocks.align(t["scales"]), 1.0
     elif "scale" in t:
         scale = t["scale"]
     elif "scales" in t:
         scale = t["scales"] if cast.scale == "fp32" else decode(t["scales"], format(cast.scale))
-        scale = over_block(scale, blocks) if scale.ndim else scale
+        scale = blocks.align(scale) if scale.ndim else scale
         scale = scale * t.get("tensor_scale", 1.0)
     grid = None if cast.codebook or largest == math.inf else cast.element
     return gauge(x, stored.read(), blocks, scale, largest, grid)

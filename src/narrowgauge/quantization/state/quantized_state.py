@@ -27,7 +27,8 @@ from narrowgauge.formats import RandomStream, decode, format, round_to, torch_dt
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.codebook import from_codes, to_codes
-from narrowgauge.quantization.quantize import QTensor, emulate, over_block, quantize
+from narrowgauge.quantization.context import QuantContext
+from narrowgauge.quantization.quantize import QTensor, emulate, quantize_in_context
 from narrowgauge.quantization.sharding.shard import TensorShard
 from narrowgauge.quantization.state.range_expansion import RangeExpansion, contract, expand, range_expansion
 
@@ -107,7 +108,7 @@ class QuantizedState:
         blocks = self._blocks()
         if cast.codebook:
             values = blocks.split(from_codes(codes, cast.codebook))
-            return blocks.merge(values * over_block(t["scales"], blocks)).contiguous()
+            return blocks.merge(values * blocks.align(t["scales"])).contiguous()
         whole = t["tensor_scale"] if cast.scale == "e4m3" else torch.ones((), device=codes.device)
         scales = t["scales"] if cast.scale == "fp32" else decode(t["scales"], format(cast.scale))
         x = QTensor(codes, scales, None, whole, cast, blocks).dequantize()
@@ -193,7 +194,7 @@ class QuantizedState:
         if stream is None and cast.rounding == "stochastic":
             cast = replace(cast, rounding="nearest-even")
         if cast.element.bits == 16:
-            values, scale = emulate(x, cast, -1, torch.float32, stream, part=part)
+            values, scale = emulate(x, cast, -1, torch.float32, QuantContext(stream, shard=part))
             assert scale is not None
             return {"values": values.to(torch_dtype(cast.element)), "scale": scale}
         blocks, extra = self._blocks(), {}
@@ -207,7 +208,7 @@ class QuantizedState:
             split = blocks.split(x)
             e = range_expansion(split.abs(), blocks.inner, cast.element)
             x, extra = blocks.merge(expand(split, e)), e._asdict()
-        q = quantize(x, cast, generator=stream, encode_scale=encode_scale, part=part)
+        q = quantize_in_context(x, cast, -1, QuantContext(stream, scale=encode_scale, shard=part))
         scales = q.scales if q.scale_codes is None else q.scale_codes
         whole = {"tensor_scale": q.tensor_scale} if cast.scale == "e4m3" else {}
         return {"codes": q.packed(), "scales": scales} | whole | extra

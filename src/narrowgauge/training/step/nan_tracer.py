@@ -27,7 +27,7 @@ import torch
 from narrowgauge.checkpoint import is_finite
 from narrowgauge.nn import Linear
 from narrowgauge.optim import gradient
-from narrowgauge.quantization import Cast
+from narrowgauge.quantization import Cast, QuantContext
 
 _STATE = re.compile(r"(.+)\.(?:weight|bias)\.([^.]+)\..*")
 
@@ -165,8 +165,7 @@ class _LayerTracer:
         scale: torch.Tensor | None,
         cast: Cast,
         axis: int,
-        signs: torch.Tensor | None = None,
-        encode_scale: torch.Tensor | None = None,
+        context: QuantContext,
     ) -> None:
         """Look at an operand as it came, then in the numbers of its place."""
         self.look.see(self.layer, place, "as it came to the GEMM, before any rounding", x)

@@ -1,0 +1,94 @@
+"""What quantization depends on beside the tensor and its cast, in one record.
+
+    random   the bits of stochastic rounding
+    signs    the diagonal of a Hadamard transform whose signs are drawn anew in each step
+    scale    an encoding scale that is known beforehand, in place of the one of the tensor at hand
+    shard    where a local tensor lies in a global one that several processes hold together
+
+Most tensors need none of them (`DEFAULT_CONTEXT`). Blocks, scales and random bits are laid on the global
+tensor, so that sharding never changes a number; all that quantization asks about it is asked here.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from narrowgauge.errors import UserError
+from narrowgauge.formats import Randomness, RandomStream
+from narrowgauge.quantization.blocks import Blocks
+from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.sharding.shard import TensorShard, all_reduce_amax
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantContext:
+    """The circumstances under which a tensor is quantized.
+
+    Attributes:
+        random: The random bits of stochastic rounding: a `RandomStream`, a `torch.Generator`, numbers in
+            [0, 1) in the shape of the tensor, or None for torch's default generator.
+        signs: One +1 or -1 for each element of a Hadamard group; for casts that say `signs = "random"`.
+        scale: A 0-dim float32 tensor: what a whole tensor is multiplied by before rounding (delayed scaling,
+            scales that devices share). None takes it from the tensor.
+        shard: Where the tensor lies in a global tensor. All processes that hold it quantize at the same time.
+    """
+
+    random: Randomness = None
+    signs: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    shard: TensorShard | None = None
+
+    def local(self) -> "QuantContext":
+        """The same context for the local tensor by itself: other processes are not asked."""
+        return replace(self, shard=None)
+
+    def signs_of(self, cast: Cast) -> torch.Tensor | tuple[int, ...]:
+        """The signs of a cast's transform; () stands for those that belong to its size.
+
+        Raises:
+            UserError: The cast takes random signs, and the context has none.
+        """
+        if self.signs is not None:
+            return self.signs
+        if isinstance(cast.signs, str):
+            raise UserError(
+                f"cast {cast.name!r} takes random signs, which a recipe draws in each step; give signs"
+            )
+        return cast.signs
+
+    def require_groups(self, cast: Cast, axis: int) -> None:
+        """Refuse a sharding that cuts the groups of a cast's Hadamard transform along `axis`."""
+        if self.shard is not None:
+            self.shard.require_groups_of(cast.hadamard, axis, cast)
+
+    def random_over(self, blocks: Blocks) -> Randomness:
+        """The source of random bits for a tensor that is split into blocks; numbers are split with it.
+
+        The bits of an element are those of its index in the global tensor, whatever pads its block.
+        """
+        random = self.random
+        if isinstance(random, RandomStream) and self.shard is not None:
+            random = self.shard.bits_of(random)
+        if isinstance(random, RandomStream) and blocks.is_ragged:
+            random = random.uniform(blocks.shape)
+        return blocks.split(random) if isinstance(random, torch.Tensor) else random
+
+    def global_amax(self, amax: torch.Tensor, cast: Cast, axis: int) -> torch.Tensor:
+        """The largest magnitudes of the global tensor's blocks, from those of the local elements."""
+        if self.shard is None or self.scale is not None:
+            return amax
+        if cast.block is None and not amax.numel():  # this process holds no element of the tensor
+            amax = amax.new_zeros([1] * amax.ndim)
+        return self.shard.reduce_amax(amax, cast, axis)
+
+    def tensor_amax(self, amax: torch.Tensor) -> torch.Tensor:
+        """The largest magnitude of the global tensor (0-dim), from those of the local blocks."""
+        largest = amax.amax() if amax.numel() else amax.new_zeros(())
+        return largest if self.shard is None else all_reduce_amax(largest, self.shard.groups)
+
+    def global_elements(self, x: torch.Tensor) -> torch.Tensor:
+        """All elements of the global tensor in no particular order, for what has to sort them."""
+        return x if self.shard is None else self.shard.all_gather_flat(x)
+
+
+DEFAULT_CONTEXT = QuantContext()
