@@ -26,15 +26,14 @@ class Operands:
     def __init__(self, name, layer, samples):
         self.name, self.layer, self.samples, self.seen = name, layer, samples, {}
 
-    def operand(self, place, x, values, scale, cast, axis, context):
-        in_backward = torch._C._current_graph_task_id() != -1
+    def operand(self, observation):
+        place, in_backward = observation.place, torch._C._current_graph_task_id() != -1
         if place == "saved" or (place.startswith("fprop") and in_backward):  # no operand, or seen before
             return
-        tokens = self.samples if place.endswith(".w") else x.shape[0]
+        tokens = self.samples if place.endswith(".w") else observation.x.shape[0]
         sizes = self.samples, tokens, self.layer.out_features, self.layer.in_features
         part = self.layer.split.parts(*sizes).get(place.partition(".")[2])
-        numbers = values.clone() if scale is None else values.float() * scale
-        self.seen.setdefault(place, []).append((numbers, part))
+        self.seen.setdefault(place, []).append((observation.seen.clone(), part))
 
     def product(self, *_):
         pass
@@ -66,7 +65,7 @@ class Trained:
         with self.trainer.batches(data.train) as batches:
             for step in range(steps):
                 for each in onlookers:
-                    each.layer.gauge = each if step == 0 else None
+                    each.layer.observer = each if step == 0 else None
                 self.steps.append(self.trainer.train_step(batches)[:2])
         self.operands = {(o.name, place): seen for o in onlookers for place, seen in o.seen.items()}
         val = validation_loss(

@@ -137,7 +137,7 @@ def test_native_operands_are_read_alike(name, axis):
     for native in (False, True):
         gauges = Gauges({}, {})
         c = {"fprop.x": make_cast(name)}
-        GemmContext(c, torch.bfloat16, native=native, gauge=LayerGauge("it", gauges)).operand(
+        GemmContext(c, torch.bfloat16, native=native, observer=LayerGauge("it", gauges)).operand(
             x, "fprop.x", axis
         )
         lines.append(gauges.lines(1))
@@ -164,7 +164,7 @@ def test_a_delayed_scale_is_the_one_that_was_used():
 def test_gauges_leave_no_trace():
     layer, (x, dy) = layer_under("nvfp4"), tensors()
     one_step(layer, x, dy)
-    assert layer.gauge is None
+    assert layer.observer is None
 
 
 @pytest.mark.parametrize("name", ["fp8", "msamp-o3", "coat"])

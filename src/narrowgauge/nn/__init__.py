@@ -2,7 +2,7 @@
 
 from narrowgauge.nn.convert import convert, discard_step, recipe_tensors, set_step
 from narrowgauge.nn.linear import DTYPES, Linear
-from narrowgauge.nn.observer import Gauges, Observer
+from narrowgauge.nn.observer import Gauges, Observation, Observer
 from narrowgauge.nn.sharded.layout import LinearShards, TokenShard
 from narrowgauge.nn.weight_state import master_or_weight
 
@@ -11,6 +11,7 @@ __all__ = [
     "Gauges",
     "Linear",
     "LinearShards",
+    "Observation",
     "Observer",
     "TokenShard",
     "convert",

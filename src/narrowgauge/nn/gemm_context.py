@@ -14,7 +14,7 @@ from narrowgauge.kernels import emulate, quantize
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.native import QuantizedOperand, quantized_operand
-from narrowgauge.nn.observer import Observer
+from narrowgauge.nn.observer import Observation, Observer
 from narrowgauge.nn.saved import Restore, Tensors, keep_as_it_is, keep_operand, keep_quantized
 from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
 from narrowgauge.nn.weight_state import WeightState
@@ -41,7 +41,7 @@ class GemmContext:
         weight: the weight at rest, if it or its gradient is narrow and all of it is here.
         transposed: whether that is stored (K, N).
         native: whether narrow operands stay codes, for the hardware to multiply.
-        gauge: is shown what every place saw, where one is laid on the layer.
+        observer: is shown the operand of every place, where one is attached to the layer.
         parts: of x, w and dy, those that several processes hold together.
     """
 
@@ -56,7 +56,7 @@ class GemmContext:
     native: bool = False
     weight: WeightState | None = None
     transposed: bool = False
-    gauge: Observer | None = None
+    observer: Observer | None = None
     parts: Mapping[str, TensorShard] = field(default_factory=dict)
 
     def part(self, place: str) -> TensorShard | None:
@@ -76,12 +76,12 @@ class GemmContext:
         cast, context = self.casts[place], self._context(tensor, place)
         if self.native and cast.is_scaled:
             q, other = quantize(tensor, cast, axis, context, both)
-            if self.gauge is not None:
-                self.gauge.operand(place, tensor, q.dequantize(), None, cast, axis, context)
+            if self.observer is not None:
+                self.observer.operand(Observation(place, tensor, q.dequantize(), None, cast, axis, context))
             return quantized_operand(q, axis, other)
         operand = Operand(*emulate(tensor, cast, axis, self.compute, context))
-        if self.gauge is not None:
-            self.gauge.operand(place, tensor, *operand, cast, axis, context)
+        if self.observer is not None:
+            self.observer.operand(Observation(place, tensor, *operand, cast, axis, context))
         return operand if axis == -1 else operand.transposed()
 
     def wide(self, w_NK: torch.Tensor) -> torch.Tensor:
@@ -165,6 +165,7 @@ class GemmContext:
             return keep_as_it_is(Operand(emulate(x_MK, cast, -1, self.compute)[0]))  # no scale to share
         stream = self._stream(x_MK, "fprop.x") if self.saved == "operand" else None
         q, _ = quantize(x_MK, cast, -1, QuantContext(stream, shard=self.part("fprop.x")))
-        if self.gauge is not None and self.saved != "operand":
-            self.gauge.operand("saved", x_MK, q.dequantize(), None, cast, -1, DEFAULT_CONTEXT)
+        if self.observer is not None and self.saved != "operand":
+            seen = q.dequantize()
+            self.observer.operand(Observation("saved", x_MK, seen, None, cast, -1, DEFAULT_CONTEXT))
         return keep_quantized(q, x_MK.dtype)

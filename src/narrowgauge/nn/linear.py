@@ -62,7 +62,7 @@ class Linear(torch.nn.Linear):
         self.driven = False  # whether `set_step` says where training is
         self.awaits_backward = False
         self.step: int | None = None
-        self.gauge: Observer | None = None  # laid on for a step by `nn.gauges`
+        self.observer: Observer | None = None  # attached for a step (`observer.py`)
         self.split = LinearShards()  # what of the layer lies here; the room `distributed` divides it
         self.is_cut = False  # whether FSDP has cut the weight (`nn.shards`),
         self.gathering: WeightGather | None = None  # and how it travels, if not in fp32
@@ -206,7 +206,7 @@ class Linear(torch.nn.Linear):
             self.native,
             None if self.is_cut else self.state_at_rest,
             self.transposed,
-            self.gauge,
+            self.observer,
             self.split.parts(samples, input[..., 0].numel(), *weight.shape),
         )
         if not input.numel():  # no tokens, no numbers to narrow: zeros, and gradients of zero

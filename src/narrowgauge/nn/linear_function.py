@@ -38,14 +38,14 @@ class _LinearFunction(torch.autograd.Function):
         w = places.operand(places.wide(w_NK), "fprop.w", -1, both=needs_dx and ctx.reuses_w)
         y_MN = multiply(x, w, places.compute, fast=True)
         some_x_RM = None
-        if places.gauge is not None:
+        if places.observer is not None:
             some_x_RM = evenly(x_MK.T).clone()
-            places.gauge.product("fprop.y", y_MN, x_MK, places.wide(w_NK))
+            places.observer.product("fprop.y", y_MN, x_MK, places.wide(w_NK))
         if bias_N is not None:
             y_MN += bias_N.to(y_MN.dtype)  # in place: another tensor of this size costs its memory's pages
         kept, ctx.restore_x = places.keep(x_MK, x)
         kept_w, ctx.restore_w = keep_as_it_is(w) if ctx.reuses_w else ((None, None, None), None)
-        needs_w = not ctx.reuses_w or places.casts["fprop.w"].estimator_k or places.gauge is not None
+        needs_w = not ctx.reuses_w or places.casts["fprop.w"].estimator_k or places.observer is not None
         ctx.save_for_backward(w_NK if needs_w else None, *kept_w, *kept, some_x_RM)
         ctx.places = places
         ctx.dtypes = x_MK.dtype, w_NK.dtype, None if bias_N is None else bias_N.dtype
@@ -71,8 +71,8 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         else:
             w = places.operand(places.wide(w_NK), "dgrad.w", 0)
         dx_MK = multiply(dy, w, places.compute).to(x_dtype)
-        if places.gauge is not None:
-            places.gauge.product("dgrad.dx", dx_MK, dy_MN, places.wide(w_NK).T)
+        if places.observer is not None:
+            places.observer.product("dgrad.dx", dx_MK, dy_MN, places.wide(w_NK).T)
     if ctx.needs_input_grad[1]:
         if dy is not None and places.shared("dgrad.dy", "wgrad.dy"):
             dy = dy.transposed()
@@ -83,8 +83,8 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # A sum that lacks the tokens of others is not rounded before it is whole.
         is_whole = places.part("wgrad.x") is None
         dw_NK = multiply(dy, x, places.compute if is_whole else torch.float32)
-        if places.gauge is not None:
-            places.gauge.product("wgrad.dw", dw_NK.T, kept[6], dy_MN.T)
+        if places.observer is not None:
+            places.observer.product("wgrad.dw", dw_NK.T, kept[6], dy_MN.T)
         if places.casts["fprop.w"].estimator_k:
             w_context = QuantContext(shard=places.part("fprop.w"))
             dw_NK = dw_NK * estimator_slope(places.wide(w_NK), places.casts["fprop.w"], -1, w_context)

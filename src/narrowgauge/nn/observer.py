@@ -1,12 +1,12 @@
-"""Gauges: one optimizer step of a model, read place by place.
+"""Observers of a layer's operands and products, and the gauges: an observer that reads them for one step.
 
-A `Gauges` is laid on a model for one step. Layers and tensors at rest find it there and show it what they
-have, before and after; it changes nothing. Each place is read once:
+`Gauges` are attached to a model for one optimizer step. Layers and state tensors then show them what they
+have, before and after; nothing is changed. Each place is read once:
 
     operands    of the first micro-batch: `fprop.x` ... `wgrad.x`, and `saved` where that is a cast of its
                 own. Numbers that two products share stand under the place that made them (fp8: `fprop.w`, and
-                no `dgrad.w`); a second forward pass (recompute) finds its places read, and a head that is
-                computed with the loss (`training.chunked_loss`) shows none
+                no `dgrad.w`). A second forward pass (recompute) finds its places read. A head that is
+                computed together with the loss (`kernels.head_loss`) shows none
     products    of the first micro-batch: `fprop.y`, `dgrad.dx`, `wgrad.dw`, each against the product in
                 float32 of what came before any rounding, at 64 rows of y and dx and 64 columns of dw, evenly
                 spaced
@@ -41,34 +41,53 @@ DIGITS = 6  # of what is written
 
 
 class Key(NamedTuple):
-    """What a gauge reads."""
+    """The layer and the place that a gauge reads."""
 
     layer: str
     place: str
 
 
 def evenly(t: torch.Tensor) -> torch.Tensor:
-    """A view of `ROWS` rows of a matrix, or all if it has fewer, evenly spaced from the first on."""
+    """A view of `ROWS` rows of a matrix, evenly spaced from the first on; of all if it has fewer."""
     return t[:: max(1, t.shape[0] // ROWS)][:ROWS]
 
 
-class Observer(Protocol):
-    """What may be laid on a layer, to be shown each operand and each product of its three GEMMs."""
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """A matrix, and what a GEMM sees of it.
 
-    def operand(
-        self,
-        place: str,
-        x: torch.Tensor,
-        values: torch.Tensor,
-        scale: torch.Tensor | None,
-        cast: Cast,
-        axis: int,
-        context: QuantContext,
-    ) -> None:
-        """See a matrix and what a GEMM sees of it, `values * scale`; the rest is as for `emulate`."""
+    Attributes:
+        place: The place in the recipe, such as "fprop.x".
+        x: The matrix as it came, in high precision.
+        operand: What the GEMM multiplies.
+        scale: A 0-dim float32 scale that belongs to the operand, or None for 1.
+        cast: The cast of the place.
+        axis: The axis that the GEMM contracts.
+        context: The context under which the cast was applied.
+    """
+
+    place: str
+    x: torch.Tensor
+    operand: torch.Tensor
+    scale: torch.Tensor | None
+    cast: Cast
+    axis: int
+    context: QuantContext
+
+    @property
+    def seen(self) -> torch.Tensor:
+        """The numbers that the GEMM sees, scale applied."""
+        return self.operand if self.scale is None else self.operand.float() * self.scale
+
+
+class Observer(Protocol):
+    """What can be attached to a layer, to be shown each operand and each product of its three GEMMs."""
+
+    def operand(self, observation: Observation) -> None:
+        """Observe an operand."""
 
     def product(self, place: str, c_MN: torch.Tensor, a_MK: torch.Tensor, b_NK: torch.Tensor) -> None:
-        """See a product, and what it is the product of in high precision; of `a` perhaps some rows only."""
+        """Observe a product and its factors in high precision; of `a_MK` perhaps some rows only."""
 
 
 class Gauges:
@@ -79,26 +98,26 @@ class Gauges:
         layers: Mapping[str, torch.nn.Module],
         state: Mapping[tuple[str, str], QuantizedState | torch.Tensor],
     ) -> None:
-        """Read nothing yet.
+        """Prepare for a step; nothing is read yet.
 
         Args:
-            layers: the `nn.Linear`s of a converted model, by name.
-            state: by (layer, place), the tensors at rest and the parameters that are plain; the gradient of a
-                plain parameter is found on it.
+            layers: The `nn.Linear`s of a converted model, by name.
+            state: The state tensors and the plain parameters, by (layer, place). The gradient of a plain
+                parameter is read from it.
         """
         self.layers = dict(layers)
         self.state = {Key(*key): tensor for key, tensor in state.items()}
-        self.read: dict[Key, tuple[Cast, torch.Tensor]] = {}  # with a vector of `quantization.gauge`
+        self.vectors: dict[Key, tuple[Cast, torch.Tensor]] = {}  # made by `quantization.gauges.gauge`
         self.products: dict[Key, torch.Tensor] = {}
 
     def begin_micro_batch(self, is_first: bool, is_last: bool) -> None:
-        """Lay gauges on what this micro-batch is to show."""
+        """Attach the gauges to what this micro-batch is to show."""
         for name, layer in self.layers.items():
-            layer.gauge = LayerGauge(name, self) if is_first else None  # type: ignore[assignment]
+            layer.observer = LayerGauge(name, self) if is_first else None  # type: ignore[assignment]
         self._attach(lambda place: is_last and place == "grad")
 
     def after_backward(self) -> None:
-        """Take them off, read plain gradients, and lay gauges on what the update writes."""
+        """Detach the gauges from layers, read plain gradients, and observe what the update writes."""
         self.begin_micro_batch(is_first=False, is_last=False)
         for key, tensor in self.state.items():
             if key.place == "weight" and isinstance(tensor, torch.Tensor) and tensor.grad is not None:
@@ -106,7 +125,7 @@ class Gauges:
         self._attach(lambda place: place != "grad")
 
     def after_step(self) -> None:
-        """Take them off, and read what was updated where it lies."""
+        """Detach all gauges, and read the state that was updated in place."""
         self._attach(lambda place: False)
         for key, tensor in self.state.items():
             if isinstance(tensor, torch.Tensor):
@@ -115,56 +134,45 @@ class Gauges:
                 self._read_plain(key, tensor.read())
 
     def lines(self, step: int) -> list[dict[str, Any]]:
-        """One object a layer and place, ready for JSON; waits for the device."""
-        casts = {key: cast.name for key, (cast, _) in self.read.items()}
-        vectors = _fetched({key: vector for key, (_, vector) in self.read.items()})
-        found = {key: figures(vector, self.read[key][0].element) for key, vector in vectors.items()}
-        of_products = {key: cosine_similarity(v) for key, v in _fetched(self.products).items()}
+        """One object for each layer and place, ready for JSON; waits for the device."""
+        casts = {key: cast.name for key, (cast, _) in self.vectors.items()}
+        vectors = _fetched({key: vector for key, (_, vector) in self.vectors.items()})
+        readings = {key: figures(vector, self.vectors[key][0].element) for key, vector in vectors.items()}
+        products = {key: cosine_similarity(v) for key, v in _fetched(self.products).items()}
         return [
             {"step": step, **key._asdict(), "cast": casts.get(key), **_rounded(values)}
-            for key, values in (found | of_products).items()
+            for key, values in (readings | products).items()
         ]
 
     def _attach(self, is_wanted: Callable[[str], bool]) -> None:
         for key, tensor in self.state.items():
             if isinstance(tensor, QuantizedState):
-                tensor.gauge = partial(self._see, key) if is_wanted(key.place) else None
+                tensor.gauge = partial(self._observe, key) if is_wanted(key.place) else None
 
-    def _see(self, key: Key, x: torch.Tensor, stored: QuantizedState) -> None:
-        """Read a tensor that has been stored; the first time counts."""
-        if key not in self.read:
-            self.read[key] = stored.cast, gauge_state(x, stored)
+    def _observe(self, key: Key, x: torch.Tensor, stored: QuantizedState) -> None:
+        """Read a tensor that has been stored; only the first time counts."""
+        if key not in self.vectors:
+            self.vectors[key] = stored.cast, gauge_state(x, stored)
 
     def _read_plain(self, key: Key, x: torch.Tensor) -> None:
-        if key not in self.read:
-            x = x.to_local() if isinstance(x, DTensor) else x  # of a weight that is cut, what is here
+        if key not in self.vectors:
+            x = x.to_local() if isinstance(x, DTensor) else x  # the local shard
             plain = cast("fp32")
-            self.read[key] = plain, gauge(x, x, blocks_of(x.shape, plain, -1))
+            self.vectors[key] = plain, gauge(x, x, blocks_of(x.shape, plain, -1))
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGauge:
-    """What a layer shows its operands and products to."""
+    """The observer of one layer, which reads for the gauges of the model."""
 
     layer: str
     gauges: Gauges
 
-    def operand(
-        self,
-        place: str,
-        x: torch.Tensor,
-        values: torch.Tensor,
-        scale: torch.Tensor | None,
-        cast: Cast,
-        axis: int,
-        context: QuantContext,
-    ) -> None:
-        """See a matrix and what a GEMM sees of it, `values * scale`; the rest is as for `emulate`."""
-        key = Key(self.layer, place)
-        if key not in self.gauges.read:
-            seen = values if scale is None else values.float() * scale
-            vector = gauge_operand(x, seen, cast, axis, context)
-            self.gauges.read[key] = cast, vector
+    def operand(self, observation: Observation) -> None:
+        """Read an operand against the matrix that it was made of."""
+        key, o = Key(self.layer, observation.place), observation
+        if key not in self.gauges.vectors:
+            self.gauges.vectors[key] = o.cast, gauge_operand(o.x, o.seen, o.cast, o.axis, o.context)
 
     def product(self, place: str, c_MN: torch.Tensor, a_MK: torch.Tensor, b_NK: torch.Tensor) -> None:
         """Read some rows of a product against the same rows in high precision."""
@@ -180,7 +188,7 @@ def _fetched(vectors: Mapping[Key, torch.Tensor]) -> dict[Key, list[float]]:
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers in few digits, without those that are not finite, which JSON has no word for."""
+    """Numbers in few digits; None for those that are not finite, which JSON has no word for."""
     if isinstance(value, dict):
         return {key: _rounded(v) for key, v in value.items()}
     if isinstance(value, list):

@@ -25,9 +25,8 @@ from typing import Any, Self
 import torch
 
 from narrowgauge.checkpoint import is_finite
-from narrowgauge.nn import Linear
+from narrowgauge.nn import Linear, Observation
 from narrowgauge.optim import gradient
-from narrowgauge.quantization import Cast, QuantContext
 
 _STATE = re.compile(r"(.+)\.(?:weight|bias)\.([^.]+)\..*")
 
@@ -87,7 +86,7 @@ class NanTracer:
     def __enter__(self) -> Self:
         for name, module in self.model.named_modules():
             if isinstance(module, Linear):
-                module.gauge = _LayerTracer(name, self)
+                module.observer = _LayerTracer(name, self)
             elif not any(True for _ in module.children()):
                 self._handles.append(module.register_forward_hook(partial(self._output, name)))
         return self
@@ -99,7 +98,7 @@ class NanTracer:
             handle.remove()
         for module in self.model.modules():
             if isinstance(module, Linear):
-                module.gauge = None
+                module.observer = None
 
     def see(self, layer: str, place: str, what: str, tensor: torch.Tensor) -> None:
         """Look at one tensor, unless something bad was found already."""
@@ -157,20 +156,11 @@ class _LayerTracer:
     layer: str
     look: NanTracer
 
-    def operand(
-        self,
-        place: str,
-        x: torch.Tensor,
-        values: torch.Tensor,
-        scale: torch.Tensor | None,
-        cast: Cast,
-        axis: int,
-        context: QuantContext,
-    ) -> None:
+    def operand(self, observation: Observation) -> None:
         """Look at an operand as it came, then in the numbers of its place."""
-        self.look.see(self.layer, place, "as it came to the GEMM, before any rounding", x)
-        seen = values if scale is None else values.float() * scale
-        self.look.see(self.layer, place, f"finite before it became {cast.name}", seen)
+        place, became = observation.place, observation.cast.name
+        self.look.see(self.layer, place, "as it came to the GEMM, before any rounding", observation.x)
+        self.look.see(self.layer, place, f"finite before it became {became}", observation.seen)
 
     def product(self, place: str, c_MN: torch.Tensor, a_MK: torch.Tensor, b_NK: torch.Tensor) -> None:
         """Look at a product."""
