@@ -110,7 +110,7 @@ def test_delayed_scales(name):
     v = VECTORS[name]
     history = AmaxHistory(cast_of(v))
     for amax in v["amaxes"]:
-        history.see(torch.tensor([amax]))
+        history.update(torch.tensor([amax]))
         history.end_step()
     assert torch.equal(history.scale.reshape(1), numbers(v["encode_scale"], "fp32"))
 

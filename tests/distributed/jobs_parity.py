@@ -32,7 +32,7 @@ class Operands:
             return
         tokens = self.samples if place.endswith(".w") else observation.x.shape[0]
         sizes = self.samples, tokens, self.layer.out_features, self.layer.in_features
-        part = self.layer.split.parts(*sizes).get(place.partition(".")[2])
+        part = self.layer.shards.tensor_shards(*sizes).get(place.partition(".")[2])
         self.seen.setdefault(place, []).append((observation.seen.clone(), part))
 
     def product(self, *_):

@@ -17,7 +17,7 @@ def feed(h, magnitudes):
     """The scale after each step with one tensor of a magnitude."""
     scales = []
     for a in magnitudes:
-        h.see(torch.tensor([0.5 * a, -a]))
+        h.update(torch.tensor([0.5 * a, -a]))
         h.end_step()
         scales.append(h.scale.item())
     return scales

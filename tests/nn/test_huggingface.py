@@ -91,7 +91,7 @@ def test_which_layers(kind):
     }
     converted = [m for m in model.modules() if isinstance(m, Linear)]
     assert len(converted) == 3 * (4 if kind == "gpt2" else 7) + 1
-    assert all(m.transposed == (kind == "gpt2") for m in converted if m is not model.lm_head)
+    assert all(m.spec.transposed == (kind == "gpt2") for m in converted if m is not model.lm_head)
 
 
 def test_state_dict_goes_back_into_an_unconverted_model(kind):

@@ -6,6 +6,7 @@ have to mean the same numbers; torch's own checks for CUDA see them as tensors w
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -158,7 +159,7 @@ def both(name, shape, bias, saved=None):
     for native in (True, False):
         torch.manual_seed(0)
         layer = Linear(torch.nn.Linear(shape[-1], 24, bias=bias), r, 0)
-        layer.native = native  # what a GPU of the right generation decides
+        layer.spec = replace(layer.spec, native=native)  # what a GPU of the right generation decides
         x = torch.randn(shape).bfloat16().requires_grad_()
         for step in (1, 2):
             layer.set_position(1, step, 0)
@@ -195,7 +196,7 @@ def test_what_is_kept_changes_nothing(name):
 @pytest.mark.parametrize("name", ["fp8", "fp8-row"])
 def test_nothing_non_finite_comes_out_finite(name, poison):
     layer = Linear(torch.nn.Linear(32, 16), recipe(name), 0)
-    layer.native = True
+    layer.spec = replace(layer.spec, native=True)
     x = torch.randn(20, 32)
     x[3, 5] = poison
     y = layer(x)
@@ -211,7 +212,7 @@ def test_nothing_non_finite_comes_out_finite(name, poison):
 def test_it_compiles_whole(name):
     torch._dynamo.reset()
     layer = Linear(torch.nn.Linear(32, 16), recipe(name), 0)
-    layer.native = True
+    layer.spec = replace(layer.spec, native=True)
     layer.set_position(1, 1, 0)
     x = torch.randn(20, 32, requires_grad=True)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

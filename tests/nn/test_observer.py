@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.nn import Gauges, Linear, convert
-from narrowgauge.nn.gemm_context import GemmContext
+from narrowgauge.nn.gemm_context import GemmContext, LayerSpec
 from narrowgauge.nn.observer import LayerGauge, evenly
 from narrowgauge.optim import AdamW
 from narrowgauge.quantization import QuantContext, emulate, make_cast, quantize
@@ -136,10 +136,8 @@ def test_native_operands_are_read_alike(name, axis):
     x, lines = tensors()[0], []
     for native in (False, True):
         gauges = Gauges({}, {})
-        c = {"fprop.x": make_cast(name)}
-        GemmContext(c, torch.bfloat16, native=native, observer=LayerGauge("it", gauges)).operand(
-            x, "fprop.x", axis
-        )
+        spec = LayerSpec({"fprop.x": make_cast(name)}, torch.bfloat16, native=native)
+        GemmContext(spec, observer=LayerGauge("it", gauges)).operand(x, "fprop.x", axis)
         lines.append(gauges.lines(1))
     assert lines[0] == lines[1]
 
@@ -153,7 +151,7 @@ def test_a_delayed_scale_is_the_one_that_was_used():
     scale, large = layer.histories["fprop.x"].scale.clone(), (x.detach() * 3)
     layer(large.requires_grad_())
     (line,) = [line for line in gauges.lines(3) if line["place"] == "fprop.x"]
-    values, _ = emulate(large, layer.casts["fprop.x"], -1, torch.float32, QuantContext(scale=scale))
+    values, _ = emulate(large, layer.spec.casts["fprop.x"], -1, torch.float32, QuantContext(scale=scale))
     assert line["clipped"] == pytest.approx(
         float((large.float().abs() * scale > 448 * (1 + 2**-20)).float().mean()), rel=1e-5
     )

@@ -120,7 +120,7 @@ def _add_products(
         if not isinstance(layer, torch.nn.Linear):
             continue
         N, K = layer.out_features, layer.in_features
-        casts = layer.casts if isinstance(layer, Linear) else {}
+        casts = layer.spec.casts if isinstance(layer, Linear) else {}
         kind = "fp8" if native and casts and casts["fprop.x"].is_scaled else recipe.compute
         forward = times * (1 + recomputed_share) if name.startswith("blocks.") else times
         work.gemms[Gemm(M, N, K, kind)] += round(forward)

@@ -46,7 +46,7 @@ class AmaxHistory(torch.nn.Module):
         return {"amax": self.amax, "entries": self.entries, "scale": self.scale}
 
     @torch.no_grad()
-    def see(self, x: torch.Tensor) -> None:
+    def update(self, x: torch.Tensor) -> None:
         """Take note of a tensor of the current step."""
         if x.numel():
             amax = x.abs().amax().float()

@@ -152,7 +152,7 @@ def _is_conv1d(module: torch.nn.Module) -> bool:
 
 
 def _is_transposed(layer: torch.nn.Module) -> bool:
-    return layer.transposed if isinstance(layer, Linear) else _is_conv1d(layer)
+    return layer.spec.transposed if isinstance(layer, Linear) else _is_conv1d(layer)
 
 
 def _is_linear(module: torch.nn.Module) -> bool:

@@ -1,7 +1,10 @@
-"""The places of one layer at one moment: which numbers each GEMM sees of each tensor.
+"""What the three GEMMs of one layer need beside the tensors, and the operands that they see.
 
-A `GemmContext` is made for every forward pass and goes with it to the backward pass. It holds the casts of
-this step, the random keys of this step, and the histories of delayed scales.
+A `GemmContext` is made for every forward pass and goes with it to the backward pass. It joins three records:
+
+    LayerSpec    what `convert` fixes: the cast of each place, the dtype of products, the hardware
+    StepState    what a step fixes: random keys, histories of delayed scales
+    shards       where the tensors of this pass lie in the global ones
 """
 
 from collections.abc import Mapping
@@ -15,10 +18,9 @@ from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.native import QuantizedOperand, quantized_operand
 from narrowgauge.nn.observer import Observation, Observer
-from narrowgauge.nn.saved import Restore, Tensors, keep_as_it_is, keep_operand, keep_quantized
 from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
 from narrowgauge.nn.weight_state import WeightState
-from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QuantContext, TensorShard
+from narrowgauge.quantization import Cast, QuantContext, TensorShard
 from narrowgauge.recipes import GEMM_PLACES, GEMMS
 
 
@@ -29,39 +31,75 @@ def stream_ids(layer: int) -> list[int]:
     return [*operands, *signs, 2**33 + layer]
 
 
-@dataclass(frozen=True, slots=True)
-class GemmContext:
-    """The casts of one layer's GEMMs, and what they need beside the tensors.
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerSpec:
+    """How a layer computes.
 
     Attributes:
-        keys: int32 [10, 2], the keys of this step's streams (`stream_ids`), if any cast is random.
-        first_sample, num_samples: which sequences of the global batch the tensors hold.
-        histories: of the places with delayed scaling.
-        sees: whether histories take note of the forward pass (it will be followed by a backward pass).
-        weight: the weight at rest, if it or its gradient is narrow and all of it is here.
-        transposed: whether that is stored (K, N).
-        native: whether narrow operands stay codes, for the hardware to multiply.
-        observer: is shown the operand of every place, where one is attached to the layer.
-        parts: of x, w and dy, those that several processes hold together.
+        casts: The cast of each GEMM place; rules that wait for a step change it.
+        compute: The dtype of products, and of everything that is not narrow.
+        saved: What is kept of the input for the backward pass (`saved.py`).
+        native: Whether narrow operands stay codes, for the hardware to multiply.
+        transposed: Whether the weight is stored (K, N).
     """
 
     casts: Mapping[str, Cast]
     compute: torch.dtype
     saved: str | Cast = "input"
+    native: bool = False
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepState:
+    """Where training is.
+
+    Attributes:
+        keys: int32 [10, 2], the keys of the step's random streams (`stream_ids`); None if no cast is random.
+        first_sample: The index in the global batch of the first sequence of this pass.
+        histories: The amax histories of the places with delayed scaling.
+        is_training: Whether a backward pass will follow, so that histories are updated.
+    """
+
     keys: torch.Tensor | None = None
     first_sample: int | torch.Tensor = 0
-    num_samples: int = 1
-    histories: Mapping[str, AmaxHistory] | None = None
-    sees: bool = False
-    native: bool = False
-    weight: WeightState | None = None
-    transposed: bool = False
-    observer: Observer | None = None
-    parts: Mapping[str, TensorShard] = field(default_factory=dict)
+    histories: Mapping[str, AmaxHistory] = field(default_factory=dict)
+    is_training: bool = False
 
-    def part(self, place: str) -> TensorShard | None:
-        """Where the tensor of a place lies in the global one, if not all of it is here."""
-        return self.parts.get(place.partition(".")[2])
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GemmContext:
+    """What the GEMMs of one forward and backward pass need beside x, w and dy.
+
+    Attributes:
+        layer: What `convert` fixes.
+        step: What the step fixes.
+        num_samples: The number of sequences that x and dy hold.
+        shards: Where "x", "w" and "dy" lie in global tensors; those that several processes hold together.
+        weight: The state of the weight, if it or its gradient is narrow and all of it is here.
+        observer: What is shown every operand and product, if one is attached to the layer.
+    """
+
+    layer: LayerSpec
+    step: StepState = field(default_factory=StepState)
+    num_samples: int = 1
+    shards: Mapping[str, TensorShard] = field(default_factory=dict)
+    weight: WeightState | None = None
+    observer: Observer | None = None
+
+    def shard(self, place: str) -> TensorShard | None:
+        """Where the tensor of a place lies in the global one; None if all of it is here."""
+        return self.shards.get(place.partition(".")[2])
+
+    def shared(self, a: str, b: str) -> bool:
+        """Whether two places see the same numbers of the same tensor, whatever the axis."""
+        cast = self.layer.casts[a]
+        return cast == self.layer.casts[b] and cast.ignores_axis and cast.rounding != "stochastic"
+
+    @property
+    def reuses_x(self) -> bool:
+        """Whether the operand of the forward pass is wgrad's, too."""
+        return isinstance(self.layer.saved, str) and self.shared("fprop.x", "wgrad.x")
 
     def operand(
         self, tensor: torch.Tensor, place: str, axis: int, both: bool = False
@@ -71,101 +109,68 @@ class GemmContext:
         `both` says that the same numbers will be contracted along the other axis, too.
         """
         if isinstance(tensor, GatheredWeight):  # it travelled as that, so there is no loss left to gauge
-            seen = tensor.operand(self.compute, self.native)
+            seen = tensor.operand(self.layer.compute, self.layer.native)
             return seen if axis == -1 else seen.transposed()
-        cast, context = self.casts[place], self._context(tensor, place)
-        if self.native and cast.is_scaled:
+        cast, context = self.layer.casts[place], self._quant_context(tensor, place)
+        if self.layer.native and cast.is_scaled:
             q, other = quantize(tensor, cast, axis, context, both)
             if self.observer is not None:
-                self.observer.operand(Observation(place, tensor, q.dequantize(), None, cast, axis, context))
+                observed = Observation(place, tensor, q.dequantize(), None, cast, axis, context)
+                self.observer.operand(observed)
             return quantized_operand(q, axis, other)
-        operand = Operand(*emulate(tensor, cast, axis, self.compute, context))
+        operand = Operand(*emulate(tensor, cast, axis, self.layer.compute, context))
         if self.observer is not None:
             self.observer.operand(Observation(place, tensor, *operand, cast, axis, context))
         return operand if axis == -1 else operand.transposed()
 
-    def wide(self, w_NK: torch.Tensor) -> torch.Tensor:
+    def numbers_of(self, w_NK: torch.Tensor) -> torch.Tensor:
         """The numbers of a weight whose parameter is `w_NK`, in whatever dtype holds them."""
         if isinstance(w_NK, GatheredWeight):
             return w_NK if w_NK.is_operand else w_NK.wide()
         if self.weight is None:
             return w_NK
         w = self.weight.operand()
-        return w.T if self.transposed else w
+        return w.T if self.layer.transposed else w
 
-    def take_gradient(self, dw_NK: torch.Tensor) -> bool:
-        """Add to a gradient at rest; False where autograd does that."""
+    def add_gradient(self, dw_NK: torch.Tensor) -> bool:
+        """Add to a narrow gradient; False where there is none, so that autograd adds."""
         if self.weight is None or self.weight.gradient is None:
             return False
-        stream = None
-        if self.keys is not None:
-            stream = RandomStream(self.keys[-1], self.first_sample * self._elements("fprop.w", dw_NK))
-        self.weight.gradient.add((dw_NK.T if self.transposed else dw_NK).float(), stream)
+        stream, step = None, self.step
+        if step.keys is not None:
+            stream = RandomStream(step.keys[-1], step.first_sample * self._elements("fprop.w", dw_NK))
+        self.weight.gradient.add((dw_NK.T if self.layer.transposed else dw_NK).float(), stream)
         return True
 
-    def _context(self, tensor: torch.Tensor, place: str) -> QuantContext:
-        """What the cast of a place needs beside the tensor; a history takes note of the tensor."""
-        cast, scale = self.casts[place], None
-        if cast.history:
-            assert self.histories is not None
-            history = self.histories[place]
-            scale = history.scale
-            if self.sees:
-                history.see(tensor)
-        signs = self._signs(place) if cast.signs == "random" else None
-        return QuantContext(self._stream(tensor, place), signs, scale, self.part(place))
-
-    def _stream(self, tensor: torch.Tensor, place: str) -> RandomStream | None:
+    def stream(self, tensor: torch.Tensor, place: str) -> RandomStream | None:
         """The random bits of a place: a function of (seed, step, tensor, element of the global batch)."""
-        if self.casts[place].rounding != "stochastic":
+        if self.layer.casts[place].rounding != "stochastic":
             return None
-        assert self.keys is not None
-        is_weight = place.endswith(".w")
-        offset = 0 if is_weight else self.first_sample * (self._elements(place, tensor) // self.num_samples)
-        return RandomStream(self.keys[GEMM_PLACES.index(place)], offset)
+        assert self.step.keys is not None
+        offset: int | torch.Tensor = 0
+        if not place.endswith(".w"):
+            offset = self.step.first_sample * (self._elements(place, tensor) // self.num_samples)
+        return RandomStream(self.step.keys[GEMM_PLACES.index(place)], offset)
+
+    def _quant_context(self, tensor: torch.Tensor, place: str) -> QuantContext:
+        """The context of a place's cast; a history takes note of the tensor."""
+        cast, scale = self.layer.casts[place], None
+        if cast.history:
+            history = self.step.histories[place]
+            scale = history.scale
+            if self.step.is_training:
+                history.update(tensor)
+        signs = self._signs(place) if cast.signs == "random" else None
+        return QuantContext(self.stream(tensor, place), signs, scale, self.shard(place))
 
     def _elements(self, place: str, tensor: torch.Tensor) -> int:
-        """Of the global tensor."""
-        part = self.part(place)
-        return tensor.numel() if part is None else part.shape.numel()
+        """The number of elements of the global tensor."""
+        shard = self.shard(place)
+        return tensor.numel() if shard is None else shard.shape.numel()
 
     def _signs(self, place: str) -> torch.Tensor:
         """The signs of a GEMM's transform, the same for both operands."""
-        assert self.keys is not None
+        assert self.step.keys is not None
         gemm = GEMMS.index(place.partition(".")[0])
-        bits = RandomStream(self.keys[len(GEMM_PLACES) + gemm]).bits((self.casts[place].hadamard,))
+        bits = RandomStream(self.step.keys[len(GEMM_PLACES) + gemm]).bits((self.layer.casts[place].hadamard,))
         return 1 - 2 * (bits & 1)
-
-    def shared(self, a: str, b: str) -> bool:
-        """Whether two places see the same numbers of the same tensor, whatever the axis."""
-        cast = self.casts[a]
-        return cast == self.casts[b] and cast.ignores_axis and cast.rounding != "stochastic"
-
-    @property
-    def reuses_x(self) -> bool:
-        """Whether the operand of the forward pass is wgrad's, too."""
-        return isinstance(self.saved, str) and self.shared("fprop.x", "wgrad.x")
-
-    def keep(self, x_MK: torch.Tensor, operand: Operand | QuantizedOperand) -> tuple[Tensors, Restore]:
-        """What is kept of the input; `operand` is what fprop saw of it."""
-        own = self.casts["fprop.x"]
-        if self.reuses_x:
-            if (
-                isinstance(operand, QuantizedOperand)
-                or self.saved == "input"
-                or own.block
-                or not own.is_scaled
-            ):
-                return keep_as_it_is(operand)
-            return keep_operand(operand, own)
-        if self.saved == "input":
-            return keep_as_it_is(Operand(x_MK))
-        cast = own if isinstance(self.saved, str) else self.saved
-        if not cast.is_scaled:
-            return keep_as_it_is(Operand(emulate(x_MK, cast, -1, self.compute)[0]))  # no scale to share
-        stream = self._stream(x_MK, "fprop.x") if self.saved == "operand" else None
-        q, _ = quantize(x_MK, cast, -1, QuantContext(stream, shard=self.part("fprop.x")))
-        if self.observer is not None and self.saved != "operand":
-            seen = q.dequantize()
-            self.observer.operand(Observation("saved", x_MK, seen, None, cast, -1, DEFAULT_CONTEXT))
-        return keep_quantized(q, x_MK.dtype)

@@ -12,13 +12,39 @@ from collections.abc import Callable
 import torch
 
 from narrowgauge.formats import decode, encode, pack, unpack
+from narrowgauge.kernels import emulate, quantize
 from narrowgauge.nn.gemm import Operand
+from narrowgauge.nn.gemm_context import GemmContext
 from narrowgauge.nn.native import QuantizedOperand
-from narrowgauge.quantization import Cast, QTensor
+from narrowgauge.nn.observer import Observation
+from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext
 
 Tensors = tuple[torch.Tensor | None, ...]
-# From the three tensors that were kept to the operand.
+# The three tensors that were kept, to the operand.
 Restore = Callable[..., Operand | QuantizedOperand]
+
+
+def keep_input(
+    x_MK: torch.Tensor, operand: Operand | QuantizedOperand, context: GemmContext
+) -> tuple[Tensors, Restore]:
+    """Keep a layer's input; `operand` is what fprop saw of it."""
+    saved, fprop = context.layer.saved, context.layer.casts["fprop.x"]
+    if context.reuses_x:
+        has_one_scale = fprop.is_scaled and fprop.block is None
+        if saved == "operand" and has_one_scale and isinstance(operand, Operand):
+            return _keep_operand(operand, fprop)
+        return keep_as_it_is(operand)
+    if saved == "input":
+        return keep_as_it_is(Operand(x_MK))
+    cast = fprop if isinstance(saved, str) else saved
+    if not cast.is_scaled:
+        return keep_as_it_is(Operand(emulate(x_MK, cast, -1, context.layer.compute)[0]))
+    stream = context.stream(x_MK, "fprop.x") if saved == "operand" else None
+    q, _ = quantize(x_MK, cast, -1, QuantContext(stream, shard=context.shard("fprop.x")))
+    if context.observer is not None and saved != "operand":
+        observed = Observation("saved", x_MK, q.dequantize(), None, cast, -1, DEFAULT_CONTEXT)
+        context.observer.operand(observed)
+    return _keep_quantized(q, x_MK.dtype)
 
 
 def keep_as_it_is(operand: Operand | QuantizedOperand) -> tuple[Tensors, Restore]:
@@ -32,7 +58,7 @@ def keep_as_it_is(operand: Operand | QuantizedOperand) -> tuple[Tensors, Restore
     return (*operand, None), lambda values, scale, _: Operand(values, scale)
 
 
-def keep_operand(operand: Operand, cast: Cast) -> tuple[Tensors, Restore]:
+def _keep_operand(operand: Operand, cast: Cast) -> tuple[Tensors, Restore]:
     """Keep an operand with one scale (`emulate`) as bytes."""
     values, scale = operand
     element, width, dtype = cast.element, values.shape[-1], values.dtype
@@ -43,7 +69,7 @@ def keep_operand(operand: Operand, cast: Cast) -> tuple[Tensors, Restore]:
     return (pack(encode(values, element), element), scale, None), restore
 
 
-def keep_quantized(q: QTensor, dtype: torch.dtype) -> tuple[Tensors, Restore]:
+def _keep_quantized(q: QTensor, dtype: torch.dtype) -> tuple[Tensors, Restore]:
     """Keep a quantized tensor: packed codes, scales, tensor scale."""
     cast, blocks, width, element = q.cast, q.blocks, q.codes.shape[-1], q.cast.element
 

@@ -126,7 +126,8 @@ def write_compressed(
 def narrow_casts(model: torch.nn.Module) -> dict[str, Cast]:
     """The cast of each linear layer's weight in the forward product, where it has scales."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
-    return {n: m.casts["fprop.w"] for n, m in layers.items() if m.casts["fprop.w"].is_scaled}
+    casts = {name: layer.spec.casts["fprop.w"] for name, layer in layers.items()}
+    return {name: cast for name, cast in casts.items() if cast.is_scaled}
 
 
 def _scheme(layer: str, cast: Cast) -> CompressionScheme:

@@ -135,7 +135,7 @@ def _begin(block: nn.Module) -> None:
     """Let the layers take over their parameters."""
     for layer in block.modules():
         if isinstance(layer, Linear):
-            layer.take(layer.weight, layer.bias)
+            layer.set_weights(layer.weight, layer.bias)
 
 
 def _cut(module: nn.Module, mesh: Mesh) -> None:

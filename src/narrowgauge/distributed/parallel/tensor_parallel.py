@@ -64,7 +64,7 @@ def shard_blocks(model: Transformer, mesh: Mesh) -> None:
         mesh.size("sequence"),
     )
     if isinstance(model.head, Linear) and shared:
-        model.head.split = LinearShards(TokenShard(*model.share, shared))
+        model.head.shards = LinearShards(TokenShard(*model.share, shared))
     for _, parameter in model.named_parameters():
         if not hasattr(parameter, "part"):
             parameter.part = TensorShard(tuple(full_axis(n) for n in parameter.shape))  # type: ignore[attr-defined]
@@ -76,7 +76,7 @@ def _shard_block(block: Any, config: ModelConfig, mesh: Mesh, own: TokenShard | 
         block.to_tokens = partial(all_to_all_tokens, group=own.groups[0])
     if mesh.size("tensor") == 1:
         for layer in _linears(block):
-            layer.split = LinearShards(own)
+            layer.shards = LinearShards(own)
         return
     count = mesh.size("tensor")
     block.heads_NKK = tuple(heads // count for heads in block.heads_NKK)
@@ -115,7 +115,7 @@ def _axis(sizes: list[int], mesh: Mesh) -> ShardAxis:
 def _shard_rows(layer: object, sizes: list[int], mesh: Mesh, own: TokenShard | None) -> None:
     assert isinstance(layer, Linear)
     rows = _axis(sizes, mesh)
-    layer.split = LinearShards(
+    layer.shards = LinearShards(
         own, outputs=rows, before=partial(all_gather_tokens, group=mesh.group("tensor"))
     )
     layer.out_features = rows.length
@@ -127,7 +127,7 @@ def _shard_rows(layer: object, sizes: list[int], mesh: Mesh, own: TokenShard | N
 def _shard_columns(layer: object, mesh: Mesh, own: TokenShard | None) -> None:
     assert isinstance(layer, Linear)
     columns = _axis([layer.in_features], mesh)
-    layer.split = LinearShards(
+    layer.shards = LinearShards(
         own, inputs=columns, after=partial(reduce_scatter_tokens, group=mesh.group("tensor"))
     )
     layer.in_features = columns.length

@@ -47,7 +47,7 @@ class LinearShards:
     before: Exchange | None = None
     after: Exchange | None = None
 
-    def parts(self, samples: int, m: int, n: int, k: int) -> dict[str, TensorShard]:
+    def tensor_shards(self, samples: int, m: int, n: int, k: int) -> dict[str, TensorShard]:
         """The parts of x (M, K), w (N, K) and dy (M, N), M tokens of `samples` sequences being here."""
         M = full_axis(m) if self.tokens is None else self.tokens.axis(samples, m // samples)
         N, K = self.outputs or full_axis(n), self.inputs or full_axis(k)

@@ -57,7 +57,7 @@ class TrainedRun:
         """Whether what a layer makes of a token depends on that token alone (`models/generate.py`)."""
         for module in self.model.modules():
             if isinstance(module, Linear):
-                cast = module.casts["fprop.x"]
+                cast = module.spec.casts["fprop.x"]
                 own_scales = not cast.is_scaled or (cast.scale != "e4m3" and (cast.block or (0,))[0] == 1)
                 if not own_scales or cast.outliers or cast.rounding == "stochastic":
                     return False
