@@ -1,7 +1,8 @@
-"""What the README shows is what happens: its code blocks are run, its tables are compared with the house."""
+"""What the README and the pages about topics show is what happens: code is run, tables are compared."""
 
 import contextlib
 import io
+import os
 import re
 import subprocess
 import sys
@@ -11,12 +12,17 @@ from pathlib import Path
 import pytest
 
 import narrowgauge as ng
-from fenced import blocks, shell_lines
+from fenced import blocks, shell_lines, titled
+from narrowgauge.models import model_names
 from narrowgauge.recipes import parse_recipe
 from narrowgauge.training import make_config
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+TOPICS = ("recipes", "data", "models", "gauges", "run-directory", "plan", "launch")
+PAGES = {"README.md": README} | {
+    f"docs/{name}.md": (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in TOPICS
+}
 SMALL = "--model.layers 1 --model.dim 64 --model.ffn_dim 64 --data.sequence_length 32 --training.batch_size 1"
 
 
@@ -28,21 +34,31 @@ def test_make_targets_exist():
         subprocess.run(["make", "-n", *target], cwd=ROOT, check=True, capture_output=True)
 
 
-def test_command_lines_run_as_they_stand(tmp_path, monkeypatch):
-    """Only the size of the model and the number of steps are made small."""
-    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
-    lines = [words[1:] for words in shell_lines(README) if words[0] == "narrowgauge"]
-    assert {words[0] for words in lines} == {
+def commands(text: str) -> list[list[str]]:
+    """The words of each line of `narrowgauge` in the `sh` blocks."""
+    return [words[1:] for words in shell_lines(text) if words[0] == "narrowgauge"]
+
+
+def test_every_verb_is_shown():
+    assert {words[0] for page in PAGES.values() for words in commands(page)} == {
         *("train", "compare", "sample", "eval", "report", "recipes", "formats", "prepare"),
         *("export", "import", "plan", "convert", "doctor", "launch"),
     }
-    make_train = ["train", "--steps", "2"]
-    for words in [make_train, *lines]:
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Runs `narrowgauge` in a folder that has what `make train` leaves behind."""
+    folder = tmp_path_factory.mktemp("reader")
+    environment = os.environ | {"NARROWGAUGE_CACHE": str(folder / "cache")}
+
+    def run(words):
         if words[0] in ("train", "compare", "plan"):
             words = [*words, "--training.micro_batch_size", "1", "--steps", "2", *SMALL.split()]
         ended = subprocess.run(
             [sys.executable, "-m", "narrowgauge", *words],
-            cwd=tmp_path,
+            cwd=folder,
+            env=environment,
             check=False,
             capture_output=True,
             text=True,
@@ -51,37 +67,72 @@ def test_command_lines_run_as_they_stand(tmp_path, monkeypatch):
         assert ended.stderr == ""
         assert ended.stdout
 
+    run.folder = folder
+    run(["train"])
+    return run
 
-def test_python_prints_what_its_comments_say():
-    (block,) = blocks(README, "python")
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        exec(block, {})
-    expected = re.findall(r"^print\(.*?\)\s+# (.*)$", block, re.MULTILINE)
-    assert said.getvalue().splitlines() == expected
+
+@pytest.mark.parametrize("page", PAGES)
+def test_command_lines_run_as_they_stand(page, run):
+    """Only the size of the model and the number of steps are made small."""
+    for name, text in titled(PAGES[page]).items():
+        (run.folder / name).write_text(text, encoding="utf-8")
+    for words in commands(PAGES[page]):
+        if "--cluster" not in words:  # of hundreds of devices; `test_docs` reads that line
+            run(words)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(PAGES[page], "python")])
+def test_python_prints_what_its_comments_say(page):
+    for block in blocks(PAGES[page], "python"):
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            exec(block, {})
+        expected = re.findall(r"^print\(.*?\)\s+# (.*)$", block, re.MULTILINE)
+        assert said.getvalue().splitlines() == expected
 
 
 def test_the_configuration_is_one_and_the_recipe_another():
-    configuration, recipe = blocks(README, "toml")
+    (configuration,) = blocks(README, "toml")
+    (recipe,) = blocks(PAGES["docs/recipes.md"], "toml")
     config = make_config(tomllib.loads(configuration))
     assert config.resolved_recipe().casts["wgrad.dy"].rounding == "stochastic"
     assert len(parse_recipe(recipe, "README.toml").rules) == 2
 
 
-def test_tables_name_what_exists():
-    def table(heading: str) -> str:
-        return re.split(r"^## ", README.split(f"## {heading}\n")[1], maxsplit=1, flags=re.MULTILINE)[0]
+def first_column(text: str) -> list[str]:
+    """What stands in `code` in the first column of the tables of a text, below their headings."""
+    rows = [row.split("|")[1] for row in text.splitlines() if row.startswith("| ")]
+    return re.findall(r"`([^`]+)`", " ".join(rows[1:]))
 
-    def first_column(text: str) -> list[str]:
-        rows = [row.split("|")[1] for row in text.splitlines() if row.startswith("| ")]
-        return re.findall(r"`([^`]+)`", " ".join(rows[1:]))
 
-    assert set(first_column(table("Recipes").split("A recipe of your own")[0])) == set(ng.recipe_names())
+def section(text: str, heading: str) -> str:
+    return re.split(r"^## ", text.split(f"## {heading}\n")[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def test_the_tables_of_recipes_name_all_of_them():
+    page = PAGES["docs/recipes.md"]
+    named = [*first_column(section(page, "Recipes for the products"))]
+    named += first_column(section(page, "Recipes for the state"))
+    assert sorted(named) == sorted(ng.recipe_names())
+
+
+def test_the_table_of_models_names_what_exists():
+    table = section(PAGES["docs/models.md"], "Named models")
+    assert set(first_column(table)) <= set(model_names())
+
+
+def test_the_table_of_rooms_is_the_package():
+    page = (ROOT / "docs" / "reading-order.md").read_text(encoding="utf-8")
     package = ROOT / "src" / "narrowgauge"
     folders = {f"{p.name}/" for p in package.iterdir() if (p / "__init__.py").exists()}
-    assert set(first_column(table("The house"))) == folders
+    assert set(first_column(section(page, "The rooms"))) == folders
 
 
-@pytest.mark.parametrize("target", re.findall(r"\]\((?!https://)([^)]+)\)", README))
+def test_the_readme_is_short():
+    assert len(README.splitlines()) <= 300
+
+
+@pytest.mark.parametrize("target", re.findall(r"\]\((?!https://)([^)#]+)(?:#[^)]*)?\)", README))
 def test_links_lead_somewhere(target):
     assert (ROOT / target).exists()
