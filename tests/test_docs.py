@@ -156,8 +156,10 @@ def test_the_reference_names_what_exists():
             (room, *file), name = path.split(".")[:-1], path.split(".")[-1]
             assert name in import_module(f"narrowgauge.{room}").__all__, f"docs/{page}: {path}"
             folder = ROOT / "src" / "narrowgauge" / room
-            assert file or not (folder / f"{name}.py").exists(), f"docs/{page}: {path} is the file"
-            assert not file or f"def {name}(" in (folder / f"{file[0]}.py").read_text(encoding="utf-8")
+            hidden = (folder / f"{name}.py").exists() or (folder / name).is_dir()
+            assert file or not hidden, f"docs/{page}: {path} is the file"
+            module = folder.joinpath(*file).with_suffix(".py")
+            assert not file or f"def {name}(" in module.read_text(encoding="utf-8")
             shown.add(name)
     assert set(ng.__all__) <= shown
 
