@@ -1,6 +1,5 @@
 """The runs whose digits are kept, and how they are compared: exactly, or within what other CPUs explain."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,8 +8,6 @@ from typing import Any
 import narrowgauge as ng
 from golden.runs import Cell, Worker, digits_of
 
-HERE = Path(__file__).parent
-DIGITS, BOUNDS = HERE / "digits.json", HERE / "bounds.json"
 # A bound is so many times the largest change that other arithmetic was seen to make (`make.py bounds`): five
 # kinds of it were seen, and which codes a last bit tips over is chance. None is below FLOOR, a few last bits.
 MARGIN, FLOOR = 4, 1e-5
@@ -24,44 +21,61 @@ class Run:
     world: int = 1
     changes: Mapping[str, Any] = field(default_factory=dict)
     products: str = "fp32"
+    is_slow: bool = False
 
 
+# How many processes, and the keys. Those that share out a batch have two micro-batches each, as others do.
 GRIDS: dict[str, tuple[int, dict[str, Any]]] = {
-    "alone": (1, {}),
-    "replicate 2": (2, {"parallel.replicate": 2}),
-    "shard 2": (2, {"parallel.shard": 2}),
-    "shard 2 zero 2": (2, {"parallel.shard": 2, "parallel.zero": 2}),
-    "shard 2 zero 1": (2, {"parallel.shard": 2, "parallel.zero": 1}),
+    "replicate 2": (2, {"parallel.replicate": 2, "training.batch_size": 4}),
+    "shard 2": (2, {"parallel.shard": 2, "training.batch_size": 4}),
+    "shard 2, zero 2": (2, {"parallel.shard": 2, "parallel.zero": 2, "training.batch_size": 4}),
+    "shard 2, zero 1": (2, {"parallel.shard": 2, "parallel.zero": 1, "training.batch_size": 4}),
     "tensor 2": (2, {"parallel.tensor": 2}),
     "context 2": (2, {"parallel.context": 2}),
     "pipeline 2": (2, {"parallel.pipeline": 2}),
-    "shard 2 tensor 2": (4, {"parallel.shard": 2, "parallel.tensor": 2}),
+    "shard 2, tensor 2": (4, {"parallel.shard": 2, "parallel.tensor": 2, "training.batch_size": 4}),
 }
 SHARED_OUT = ("bf16", "fp8", "nvfp4", "msamp-o3")
-# Several micro-batches on each process.
-SMALL = {"training.steps": 3, "training.batch_size": 4, "training.micro_batch_size": 1}
+# What a commit waits for: each grid, each recipe where it goes a way of its own. The others are `slow`.
+SOON = {
+    "replicate 2": ("nvfp4",),
+    "shard 2": ("fp8", "msamp-o3"),
+    "shard 2, zero 2": ("msamp-o3",),
+    "shard 2, zero 1": ("nvfp4",),
+    "tensor 2": ("fp8", "msamp-o3"),
+    "context 2": ("nvfp4",),
+    "pipeline 2": ("bf16", "fp8"),
+    "shard 2, tensor 2": ("nvfp4",),
+}
+FEW = {"training.steps": 2, "training.batch_size": 2, "training.micro_batch_size": 1}
 
 
 def all_runs() -> dict[str, Run]:
     """By name: each recipe by itself, some where a CPU multiplies bf16, some on grids."""
     runs = {name: Run(name) for name in ng.recipe_names()}
-    runs |= {f"{name}, bf16 products": Run(name, products="bf16") for name in ("bf16", "fp8", "nvfp4")}
+    steps = {"training.steps": 3}  # torch's own products of bf16 are slow
+    runs |= {f"{name}, bf16 products": Run(name, 1, steps, "bf16") for name in ("bf16", "fp8", "nvfp4")}
+    gauges = {"gauges.every": 2}
+    runs |= {f"{name}, 2 micro-batches": Run(name, 1, FEW | gauges) for name in SHARED_OUT}
+    for grid, (world, keys) in GRIDS.items():
+        for name in SHARED_OUT:
+            runs[f"{name}, {grid}"] = Run(name, world, FEW | keys, is_slow=name not in SOON[grid])
     return runs
 
 
 RUNS = all_runs()
 
 
-def take(worker: Worker, run: Run, products: str | None = None) -> Cell:
-    """The digits of a run, taken now; `products` are the run's own, or other ones."""
+def run_of(worker: Worker, name: str, products: str | None = None) -> Path:
+    """The directory of a run by name; `products` are the run's own, or other ones."""
+    run = RUNS[name]
     values = worker.values(run.recipe, run.changes)
-    return digits_of(worker.train(values, run.world, run.products if products is None else products))
+    return worker.train(name, values, run.world, run.products if products is None else products)
 
 
-def read(file: Path) -> dict[str, Any]:
-    """What a golden file holds."""
-    kept: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return kept
+def take(worker: Worker, name: str, products: str | None = None) -> Cell:
+    """The digits of a run, taken now."""
+    return digits_of(run_of(worker, name, products))
 
 
 def same(kept: Cell, now: Cell) -> Iterator[str]:
@@ -70,7 +84,7 @@ def same(kept: Cell, now: Cell) -> Iterator[str]:
         for i, (a, b) in enumerate(zip(kept[key], now[key], strict=True), 1):
             if a != b:
                 yield f"{key} of line {i}: {_readable(a)} was kept, {_readable(b)} is now"
-    yield from _state(kept["state"], now["state"], lambda tensor: tensor)
+    yield from _parts(kept, now, lambda part: part)
 
 
 def near(kept: Cell, now: Cell, bounds: Mapping[str, float]) -> Iterator[str]:
@@ -78,7 +92,7 @@ def near(kept: Cell, now: Cell, bounds: Mapping[str, float]) -> Iterator[str]:
     for figure, change in changes(kept, now).items():
         if not change <= bounds[figure]:
             yield f"{figure} is off by {change:.2g}; another CPU explains {bounds[figure]:.2g}"
-    yield from _state(kept["state"], now["state"], lambda tensor: tensor.partition("=")[0])
+    yield from _parts(kept, now, lambda part: part.partition("=")[0])
 
 
 def changes(kept: Cell, now: Cell) -> dict[str, float]:
@@ -110,15 +124,14 @@ def _readable(line: str) -> str:
     return f"{line} ({' '.join(f'{float.fromhex(word):.9g}' for word in line.split())})"
 
 
-def _state(kept: Mapping[str, str], now: Mapping[str, str], key: Callable[[str], str]) -> Iterator[str]:
-    """The first tensor that differs, and how many do."""
-    flat = [
-        {f"{owner} {key(tensor)}" for owner, tensors in state.items() for tensor in tensors.split()}
-        for state in (kept, now)
-    ]
-    other = sorted(flat[1] - flat[0])
-    gone = sorted(flat[0] - flat[1])
-    if other:
-        yield f"of {len(flat[1])} tensors {len(other)} are not as they were kept; the first is {other[0]}"
-    if gone and len(gone) != len(other):
-        yield f"{len(gone)} that were kept are not there or differ; the first is {gone[0]}"
+def _parts(kept: Cell, now: Cell, key: Callable[[str], str]) -> Iterator[str]:
+    """The first tensor, and the first reading of a gauge, that differs, and how many do."""
+    for what, one in (("state", "tensors"), ("gauges", "readings")):
+        there, here = (
+            {f"{owner} {key(part)}" for owner, parts in cell.get(what, {}).items() for part in parts.split()}
+            for cell in (kept, now)
+        )
+        if other := sorted(here - there):
+            yield f"of {len(here)} {one} {len(other)} are not as they were kept; the first is {other[0]}"
+        if len(gone := sorted(there - here)) > len(other):
+            yield f"of {len(there)} {one} {len(gone)} were kept and are not there; the first is {gone[0]}"

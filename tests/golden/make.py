@@ -1,4 +1,4 @@
-"""Makes the golden files anew: `python tests/golden/make.py [digits] [bounds]`; no name = all.
+"""Makes the golden files anew: `python tests/golden/make.py [PART ...]`; no PART = all of them.
 
 `test_golden.py` holds the project to these files, digit for digit. A change of the code's shape changes none
 of them. Make them anew only
@@ -21,15 +21,15 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-from golden import cells
-from golden.runs import PINS, Worker, worker
+from golden import cells, outputs
+from golden.runs import PINS, Worker, kept_file, read_kept, worker
 
 # Other arithmetic: what each variable is set to, and in what bf16 operands are multiplied (none:
 # as the run says; "": as the CPU can).
@@ -45,8 +45,8 @@ OTHERS: dict[str, tuple[dict[str, str], str | None]] = {
 def take_all(process: Worker, products: str | None = None) -> dict[str, cells.Cell]:
     """The digits of all runs."""
     taken = {}
-    for name, run in cells.RUNS.items():
-        taken[name] = cells.take(process, run, products)
+    for name in cells.RUNS:
+        taken[name] = cells.take(process, name, products)
     return taken
 
 
@@ -55,12 +55,12 @@ def digits() -> None:
     with tempfile.TemporaryDirectory() as directory, worker(Path(directory)) as process:
         (arithmetic,) = process({"fingerprint": True})
         runs = take_all(process)
-    write(cells.DIGITS, {"arithmetic": arithmetic, "runs": runs})
+    write("digits", {"arithmetic": arithmetic, "runs": runs})
 
 
 def bounds() -> None:
     """Keeps by how much at most each recipe's digits differ with other arithmetic, times `MARGIN`."""
-    kept: dict[str, cells.Cell] = cells.read(cells.DIGITS)["runs"]
+    kept: dict[str, cells.Cell] = read_kept("digits")["runs"]
     found: dict[str, dict[str, float]] = {}
     for what, (variables, products) in OTHERS.items():
         pins = {k: v for k, v in PINS.items() if not k.startswith(("ATEN", "MKL_CBWR", "ONEDNN"))} | variables
@@ -71,7 +71,7 @@ def bounds() -> None:
                     most = found.setdefault(cells.RUNS[name].recipe, {})
                     most[figure] = max(change, most.get(figure, 0.0))
     write(
-        cells.BOUNDS,
+        "bounds",
         {
             recipe: {f: float(f"{max(cells.FLOOR, cells.MARGIN * c):.1e}") for f, c in most.items()}
             for recipe, most in found.items()
@@ -79,13 +79,23 @@ def bounds() -> None:
     )
 
 
-def write(file: Path, what: Mapping[str, Any]) -> None:
-    """JSON, one value a line."""
+def output(name: str) -> None:
+    """Keeps what the command line leaves beside digits."""
+    with tempfile.TemporaryDirectory() as directory, worker(Path(directory)) as process:
+        (arithmetic,) = process({"fingerprint": True})
+        if arithmetic != read_kept("digits")["arithmetic"]:
+            sys.exit("the arithmetic here is not that of the digits that are kept; make those anew, or none")
+        write(name, outputs.OUTPUTS[name](process))
+
+
+def write(name: str, what: Any) -> None:
+    """Keeps JSON, one value a line."""
+    file = kept_file(name)
     file.write_text(json.dumps(what, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(file)
 
 
-PARTS = {"digits": digits, "bounds": bounds}
+PARTS = {"digits": digits, "bounds": bounds} | {name: partial(output, name) for name in outputs.OUTPUTS}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

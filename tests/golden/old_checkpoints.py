@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
 import narrowgauge as ng
-from golden.runs import Cell, Worker, digits_of, worker
+from golden.runs import Cell, Worker, digits_of, kept_file, worker
 
 HERE = Path(__file__).parent
-ARCHIVE, DIGITS = HERE / "old_checkpoints.tar.xz", HERE / "old_checkpoints.json"
+ARCHIVE, DIGITS = HERE / "old_checkpoints.tar.xz", kept_file("old_checkpoints")
 # As small as a model can be in which every cast has a whole block to scale.
 SMALL: dict[str, Any] = {
     "model.dim": 32,

@@ -17,4 +17,4 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for how, count in _compared.items():
-        terminalreporter.write_line(f"golden: {count} runs compared {how}")
+        terminalreporter.write_line(f"golden: {count} {how}")

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -56,10 +57,9 @@ def write_text(directory: Path) -> Path:
 class Worker:
     """The pinned process, and a directory for what it makes."""
 
-    def __init__(self, server: "subprocess.Popen[str]", directory: Path, products: str = "") -> None:
-        self.server, self.directory, self.forced = server, directory, products
-        self.text = write_text(directory / "text")
-        self.count = 0
+    def __init__(self, server: "subprocess.Popen[str]", directory: Path) -> None:
+        self.server, self.directory = server, directory
+        write_text(directory / "text")
 
     def __call__(self, *calls: Mapping[str, Any], world: int = 1, products: str = "fp32") -> list[Any]:
         """What the first rank of a world returned of each call; a failure of any rank is shown."""
@@ -75,18 +75,18 @@ class Worker:
     def values(self, recipe: str, changes: Mapping[str, Any] | None = None) -> Values:
         """Values of a tiny run, with `{"section.key": value}` over them."""
         values = {section: dict(table) for section, table in TINY.items()}
-        values["data"]["source"] = str(self.text)
+        values["data"]["source"] = "text"  # below the directory of the worker, whose path thus stands nowhere
         values["recipe"] = {"name": recipe}
         for key, value in (changes or {}).items():
             section, _, name = key.partition(".")
             values.setdefault(section, {})[name] = value
         return values
 
-    def train(self, values: Values, world: int = 1, products: str = "fp32") -> Path:
-        """The run directory of a training of its own."""
-        self.count += 1
-        out = self.directory / f"run-{self.count}"
-        self({"run": values, "out": str(out)}, world=world, products=products)
+    def train(self, name: str, values: Values, world: int = 1, products: str = "fp32") -> Path:
+        """The run directory of a training of its own, trained once."""
+        out = self.directory / "runs" / re.sub(r"\W+", "-", name)
+        if not out.exists():
+            self({"run": values, "out": str(out)}, world=world, products=products)
         return out
 
 
@@ -110,6 +110,16 @@ def worker(directory: Path, pins: Mapping[str, str] = PINS) -> Iterator[Worker]:
         finally:
             assert server.stdin is not None
             server.stdin.close()
+
+
+def kept_file(name: str) -> Path:
+    """The golden file of a part."""
+    return HERE / "kept" / f"{name}.json"
+
+
+def read_kept(name: str) -> Any:
+    """What a golden file holds."""
+    return json.loads(kept_file(name).read_text(encoding="utf-8"))
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
@@ -160,13 +170,27 @@ def state_of(checkpoint: Path) -> dict[str, str]:
     return {owner: " ".join(sorted(digests)) for owner, digests in sorted(found.items())}
 
 
+def checkpoint_of(run: Path) -> Path:
+    """The last checkpoint of a run."""
+    return max((run / "checkpoints").iterdir(), key=lambda path: int(path.name.split("-")[1]))
+
+
+def gauges_of(run: Path) -> dict[str, str]:
+    """The digest of each reading of the gauges, a line for each layer."""
+    found: dict[str, list[str]] = {}
+    for line in lines_of(run / "gauges.jsonl"):
+        digest = sha(json.dumps(line, sort_keys=True).encode(), 8)
+        found.setdefault(line["layer"], []).append(f"{line['place']}={digest}")
+    return {layer: " ".join(digests) for layer, digests in found.items()}
+
+
 def digits_of(run: Path) -> Cell:
     """What a finished run is compared by."""
     lines = lines_of(run / "metrics.jsonl")
     steps = [f"{line['loss'].hex()} {line['grad_norm'].hex()}" for line in lines if "loss" in line]
-    checkpoints = sorted((run / "checkpoints").iterdir(), key=lambda path: int(path.name.split("-")[1]))
-    return {
+    digits = {
         "loss and grad_norm": steps,
         "val_loss": [line["val_loss"].hex() for line in lines if "val_loss" in line],
-        "state": state_of(checkpoints[-1]),
+        "state": state_of(checkpoint_of(run)),
     }
+    return digits | ({"gauges": gauges_of(run)} if (run / "gauges.jsonl").exists() else {})

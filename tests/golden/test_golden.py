@@ -2,8 +2,8 @@
 
 import pytest
 
-from golden import cells
-from golden.runs import worker
+from golden import cells, outputs
+from golden.runs import read_kept, worker
 
 
 @pytest.fixture(scope="module")
@@ -13,35 +13,56 @@ def pinned(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def kept():
-    return cells.read(cells.DIGITS)
+def digits():
+    return read_kept("digits")
 
 
 @pytest.fixture(scope="module")
 def bounds():
-    return cells.read(cells.BOUNDS)
+    return read_kept("bounds")
 
 
 @pytest.fixture(scope="module")
-def other_arithmetic(pinned, kept):
+def other_arithmetic(pinned, digits):
     """The kinds of arithmetic that give other digits here than where the golden ones were made."""
     (here,) = pinned({"fingerprint": True})
-    return [kind for kind, digest in kept["arithmetic"].items() if here.get(kind) != digest]
+    return [kind for kind, digest in digits["arithmetic"].items() if here.get(kind) != digest]
 
 
-@pytest.mark.parametrize("name", cells.RUNS)
-def test_digits(pinned, kept, bounds, other_arithmetic, record_property, name):
-    run = cells.RUNS[name]
-    assert name in kept["runs"], "no digits are kept of it: see tests/golden/make.py"
-    now = cells.take(pinned, run)
+# A commit does not wait for all of them.
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.slow] if run.is_slow else []) for name, run in cells.RUNS.items()
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_digits(pinned, digits, bounds, other_arithmetic, record_property, name):
+    assert name in digits["runs"], "no digits are kept of it: see tests/golden/make.py"
+    kept, now = digits["runs"][name], cells.take(pinned, name)
     if other_arithmetic:
-        record_property("golden", f"within bounds: {', '.join(other_arithmetic)} are others here")
-        differences = list(cells.near(kept["runs"][name], now, bounds[run.recipe]))
+        record_property("golden", f"runs compared within bounds: {', '.join(other_arithmetic)} differ here")
+        differences = list(cells.near(kept, now, bounds[cells.RUNS[name].recipe]))
     else:
-        record_property("golden", "digit for digit")
-        differences = list(cells.same(kept["runs"][name], now))
+        record_property("golden", "runs compared digit for digit")
+        differences = list(cells.same(kept, now))
     assert not differences, "\n".join([name, *differences])
 
 
-def test_nothing_is_kept_that_no_test_compares(kept):
-    assert set(kept["runs"]) == set(cells.RUNS)
+def test_nothing_is_kept_that_no_test_compares(digits):
+    assert set(digits["runs"]) == set(cells.RUNS)
+
+
+@pytest.mark.parametrize("name", outputs.OUTPUTS)
+def test_outputs(pinned, other_arithmetic, record_property, name):
+    kept, now = read_kept(name), outputs.OUTPUTS[name](pinned)
+    if other_arithmetic:
+        record_property("golden", "outputs compared without what follows from digits")
+        kept, now = outputs.form(kept), outputs.form(now)
+    else:
+        record_property("golden", "outputs compared byte for byte")
+    if name == "plans" and "torch" in other_arithmetic:  # what an operation saves is torch's own
+        kept, now = outputs.shape_of(kept), outputs.shape_of(now)
+    if name == "words" and kept["python"] != now["python"]:
+        kept, now = outputs.unwrapped(kept), outputs.unwrapped(now)
+    differences = list(outputs.differences(kept, now))
+    assert not differences, "\n".join([f"{len(differences)} differences", *differences[:20]])

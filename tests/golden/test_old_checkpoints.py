@@ -3,7 +3,7 @@
 import pytest
 
 from golden import cells, old_checkpoints
-from golden.runs import lines_of, worker
+from golden.runs import lines_of, read_kept, worker
 
 
 @pytest.fixture(scope="module")
@@ -16,10 +16,10 @@ def pinned(tmp_path_factory):
 def same_arithmetic(pinned):
     """Whether this machine computes as the one did that wrote the checkpoints."""
     (here,) = pinned({"fingerprint": True})
-    return here == cells.read(cells.DIGITS)["arithmetic"]
+    return here == read_kept("digits")["arithmetic"]
 
 
-KEPT = cells.read(old_checkpoints.DIGITS)
+KEPT = read_kept("old_checkpoints")
 
 
 @pytest.mark.parametrize("recipe", KEPT)
@@ -28,11 +28,11 @@ def test_an_old_checkpoint_is_resumed_to_the_bit(pinned, same_arithmetic, record
     now = old_checkpoints.resume(pinned, run, recipe)
     assert [line["step"] for line in lines_of(run / "metrics.jsonl") if line.get("event") == "resume"] == [2]
     if same_arithmetic:
-        record_property("golden", "digit for digit, from an old checkpoint")
+        record_property("golden", "old checkpoints resumed digit for digit")
         differences = list(cells.same(KEPT[recipe], now))
     else:
-        record_property("golden", "within bounds, from an old checkpoint")
-        bounds = cells.read(cells.BOUNDS)[recipe]
+        record_property("golden", "old checkpoints resumed within bounds")
+        bounds = read_kept("bounds")[recipe]
         differences = list(cells.near(KEPT[recipe], now, bounds))
     assert not differences, "\n".join([recipe, *differences])
     assert len(now["loss and grad_norm"]) == 4

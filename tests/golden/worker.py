@@ -55,16 +55,24 @@ def call(what: Mapping[str, Any]) -> Any:
     return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
 
 
-def be_rank(rank: int, job: Mapping[str, Any], port: int, answer: int) -> None:
+def take_part(rank: int, size: int, port: int) -> None:
+    """Have the variables by which a launcher says who this process is."""
+    ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+    variables = ranks | {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+
+
+def be_rank(rank: int, job: Mapping[str, Any], ports: list[int], answer: int) -> None:
     """In a process of its own: make the calls, write what they return as JSON."""
     try:
-        if (size := job["world"]) > 1:
-            ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-            meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
-            os.environ.update({name: str(value) for name, value in (ranks | meeting).items()})
         if job["products"]:
             pin(job["products"])
-        result: Any = {"results": [call(what) for what in job["calls"]]}
+        results = []
+        for what, port in zip(job["calls"], ports, strict=True):
+            if job["world"] > 1:
+                take_part(rank, job["world"], port)
+            results.append(call(what))
+        result: dict[str, Any] = {"results": results}
     except BaseException:
         result = {"error": traceback.format_exc()}
     with os.fdopen(answer, "w") as pipe:
@@ -72,20 +80,22 @@ def be_rank(rank: int, job: Mapping[str, Any], port: int, answer: int) -> None:
     os._exit(0)
 
 
-def free_port() -> int:
-    with socket.create_server(("localhost", 0)) as server:
-        return int(server.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Ports at which nobody listens."""
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("localhost", 0))) for _ in range(count)]
+        return [int(server.getsockname()[1]) for server in servers]
 
 
 def do(job: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What each rank answers."""
-    pipes, children, port = [], [], free_port() if job["world"] > 1 else 0
+    pipes, children, ports = [], [], free_ports(len(job["calls"]))
     for rank in range(job["world"]):
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
             os.close(reading)
-            be_rank(rank, job, port, writing)
+            be_rank(rank, job, ports, writing)
         os.close(writing)
         pipes.append(reading)
         children.append(child)

@@ -1,0 +1,266 @@
+"""What the command line leaves beside digits: prepared text, files of checkpoints and exports, plans, words.
+
+Each output is a tree of strings and numbers. Where a part of it follows from digits, that part is apart from
+the rest (`form=... digits=...`, or the key `digits`), and `form` leaves it out: so it is compared where the
+arithmetic is another one.
+"""
+
+import bz2
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import narrowgauge as ng
+from golden.cells import run_of
+from golden.runs import Worker, checkpoint_of, lines_of, sha
+
+Tree = Any
+
+ARTICLE = """{{Infobox|name=Iron|image=[[File:Fe.jpg|thumb|An [[ingot]]]]}}
+'''Iron''' ({{lang|la|ferrum}}) is a [[metal]]&nbsp;of [[group 8 element|group 8]].<ref>A [[book]].</ref>
+== Uses ==
+Tools &ndash; and [http://example.org nails].
+{| class="wikitable"
+| 1900 || 40
+|}
+* H<sub>2</sub>O is not in it
+[[Category:Metals]]
+"""
+CONFIGS = Path(__file__).parents[2] / "configs"
+# whose checkpoints, exports and pages are kept
+MSAMP, NVFP4 = "msamp-o3, 2 micro-batches", "nvfp4, 2 micro-batches"
+# of a model with the parts of GPT-2, which llm.c has
+LIKE_GPT2 = {
+    "model.ffn_dim": 512,
+    "model.positions": "learned",
+    "model.norm": "layer",
+    "model.mlp": "gelu",
+    "model.bias": True,
+    "model.tied_head": True,
+    "model.kv_heads": 4,
+    "model.max_sequence_length": 64,
+    "training.steps": 1,
+}
+
+
+def write_sources(directory: Path) -> dict[str, str]:
+    """Sources of each kind, beside the text of `runs`."""
+    records = [{"text": f"{'narrow gauge ' * (i % 7 + 1)}{i % 31}"} for i in range(60)]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    (directory / "records.jsonl").write_text(lines)
+    revision = '<id>2</id><model>wikitext</model><text xml:space="preserve">{}</text>'
+    page = f"<page><title>Iron {{}}</title><ns>{{}}</ns><id>1</id><revision>{revision}</revision></page>\n"
+    pages = [page.format(i, i % 5 // 4, escape(f"{ARTICLE}{i}")) for i in range(20)]
+    head = '<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" version="0.11" xml:lang="en">\n'
+    dump = f"{head}{''.join(pages)}</mediawiki>\n"
+    (directory / "dump.xml.bz2").write_bytes(bz2.compress(dump.encode()))
+    return {"text": "text", "records": "records.jsonl", "dump": "dump.xml.bz2"}
+
+
+def command(worker: Worker, *words: str | Path) -> str:
+    """What a command prints; it must succeed."""
+    (ended,) = worker({"argv": list(map(str, words))})
+    assert ended["code"] == 0, ended["err"]
+    return str(ended["out"])
+
+
+def files_of(directory: Path, of_file: Callable[[Path], str]) -> dict[str, str]:
+    """Each file of a directory, with its digest."""
+    return {
+        str(path.relative_to(directory)): of_file(path)
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and not path.name.startswith(".")
+    }
+
+
+def exact(path: Path) -> str:
+    """The digest of a file."""
+    return sha(path.read_bytes())
+
+
+def in_parts(path: Path) -> str:
+    """The digest of a file; where some of it follows from digits, in two parts."""
+    data = path.read_bytes()
+    if path.suffix == ".safetensors":
+        start = 8 + int.from_bytes(data[:8], "little")
+        return f"form={sha(data[:start])} digits={sha(data[start:])}"
+    if path.name == "model.bin":  # llm.c's: 256 whole numbers, then the weights
+        return f"form={sha(data[:1024])} digits={sha(data[1024:])}"
+    if path.name in ("manifest.json", "state.json"):  # digests of the others; losses
+        return f"form={sha(json.dumps(shape_of(json.loads(data))).encode())} digits={sha(data)}"
+    return sha(data)
+
+
+def shape_of(tree: Tree) -> Tree:
+    """The keys of a tree, without what stands there."""
+    if isinstance(tree, dict):
+        return {key: shape_of(value) for key, value in tree.items()}
+    return [shape_of(value) for value in tree] if isinstance(tree, list) else type(tree).__name__
+
+
+def prepared(worker: Worker) -> Tree:
+    """Every file that `prepare` makes of each kind of source, and in each layout."""
+    sources = write_sources(worker.directory)
+    how = {
+        "text": ("text", "--tokenizer", "bytes"),
+        "text, bpe": ("text", "--tokenizer", "bpe-300"),
+        "records": ("records", "--tokenizer", "bytes", "--dedup", "--val-fraction", "0.25"),
+        "dump": ("dump", "--tokenizer", "bytes"),
+        "text as llmc": ("text", "--tokenizer", "bytes", "--layout", "llmc"),
+        "text as megatron": ("text", "--tokenizer", "bytes", "--layout", "megatron"),
+    }
+    found = {}
+    for name, (source, *options) in how.items():
+        out = f"prepared-{name.replace(' ', '-')}"
+        command(worker, "prepare", sources[source], "--out", out, "--workers", "1", *options)
+        found[name] = files_of(worker.directory / out, exact)
+    return found
+
+
+def checkpoints(worker: Worker) -> Tree:
+    """Every file of the last checkpoint of some runs, and of a run that was converted."""
+    saved = {name: checkpoint_of(run_of(worker, name)) for name in (MSAMP, "fp8, shard 2")}
+    command(worker, "convert", run_of(worker, MSAMP), "--recipe", "nvfp4", "--out", "converted")
+    saved["msamp-o3 converted to nvfp4"] = checkpoint_of(worker.directory / "converted")
+    return {name: files_of(checkpoint, in_parts) for name, checkpoint in saved.items()}
+
+
+def exports(worker: Worker) -> Tree:
+    """Every file of every export, and of an import."""
+    found = {}
+    gpt2 = worker.train("like gpt2", worker.values("bf16", LIKE_GPT2))
+    runs = {"llama": run_of(worker, MSAMP), "narrow llama": run_of(worker, NVFP4), "gpt2": gpt2}
+    for name, to in (
+        ("llama", "hf"),
+        ("llama", "megatron"),
+        ("narrow llama", "compressed-tensors"),
+        ("gpt2", "hf"),
+        ("gpt2", "llmc"),
+    ):
+        out = f"export-{name}-{to}".replace(" ", "-")
+        command(worker, "export", runs[name], "--to", to, "--out", out)
+        found[f"{name} as {to}"] = files_of(worker.directory / out, in_parts)
+    command(worker, "import", "export-gpt2-llmc/model.bin", "--out", "imported", "--data", "text")
+    return found | {"gpt2 from llmc": files_of(worker.directory / "imported", in_parts)}
+
+
+def plans(worker: Worker) -> Tree:
+    """The plans of four configurations, as programs read them; few layers, which are gone through quickly."""
+    small = "--model gpt2-124m --model.layers 2 --training.micro_batch_size 1"
+    asked = {
+        "fp8, one device": f"{small} --recipe fp8 --memory-limit 24GB",
+        "msamp-o3, in part offloaded": f"{small} --recipe msamp-o3 --recipe.offload m,v --cluster rtx4090",
+        "bf16, cut four ways": (
+            f"{small} --recipe bf16 --cluster frontier --devices 512 --tokens 1T --training.batch_size 512 "
+            "--parallel.tensor 2 --parallel.context 2 --parallel.pipeline 2"
+        ),
+        "nvfp4, copies of shards": (
+            f"{CONFIGS / 'gpt3-13b.toml'} --model.layers 2 --training.recompute true --recipe nvfp4 "
+            "--cluster h100 --devices 64 --parallel.replicate 4 --tokens 1B --price 2"
+        ),
+    }
+    told = {name: command(worker, "plan", *words.split(), "--json") for name, words in asked.items()}
+    return {name: json.loads(text) for name, text in told.items()}
+
+
+def words(worker: Worker) -> Tree:
+    """The names of the package, and what the command line says of itself, line by line."""
+    told: dict[str, Any] = {"python": ".".join(map(str, sys.version_info[:2])), "names": sorted(ng.__all__)}
+    told |= {"recipes": ng.recipe_names(), "formats": ng.format_names()}
+    top = command(worker, "--help")
+    verbs = re.findall(r"^    ([a-z]+) ", top, re.MULTILINE)
+    texts = {f"narrowgauge {verb} --help": command(worker, verb, "--help") for verb in verbs}
+    keys = texts["narrowgauge train --help"].partition(KEYS)[2]
+    texts = {name: text.replace(keys, "  as of train\n") for name, text in texts.items()}
+    texts |= {"narrowgauge --help": top, "keys of train": keys}
+    texts |= {f"narrowgauge {verb}": command(worker, verb) for verb in ("recipes", "formats")}
+    return told | {name: text.splitlines() for name, text in texts.items()}
+
+
+def unwrapped(told: Tree) -> Tree:
+    """The same without line breaks, which are another Python's own."""
+    return {name: " ".join(" ".join(lines).split()) for name, lines in told.items() if name != "python"}
+
+
+KEYS = "any key of the configuration:\n"
+
+
+def report(worker: Worker) -> Tree:
+    """What the page of two runs gives its script, and a digest of each section's text; times are made up."""
+    runs = [run_of(worker, name) for name in (MSAMP, NVFP4)]
+    for run in runs:
+        _make_times_up(run / "metrics.jsonl")
+    command(worker, "report", *runs, "--out", "report.html")
+    page = (worker.directory / "report.html").read_text(encoding="ascii")
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    body = page.partition("<body>")[2].partition("<script")[0]
+    texts = {}
+    for section in body.split("<section")[1:]:
+        title = re.findall("<h2>(.*?)</h2>", section)[0]
+        texts[title] = sha(" ".join(re.split(r"<[^>]*>|\s+", section)).encode())
+    return {"digits": {"data": _short(json.loads(data)), "texts": texts}}
+
+
+def _short(tree: Tree) -> Tree:
+    """The tree with a line for a list of numbers, and a digest where numbers go by the hundred."""
+    if isinstance(tree, dict):
+        return {key: _short(value) for key, value in tree.items()}
+    if not isinstance(tree, list):
+        return tree
+    text = json.dumps(tree)
+    is_flat = not any(isinstance(value, dict | list) for value in tree)
+    if len(text) < 100 and is_flat:
+        return text
+    if is_flat or isinstance(tree[0], list):
+        return sha(text.encode())
+    return [_short(value) if len(tree) < 9 else sha(json.dumps(value).encode()) for value in tree]
+
+
+# What differs from one run of a test to the next, or between machines: the only place that makes it equal.
+MADE_UP = {"tokens_per_s": 1000.0, "step_ms": 500.0, "mfu": 0.25, "memory_bytes": 10**9, "torch": "2"}
+
+
+def _make_times_up(metrics: Path) -> None:
+    lines = [line | {key: x for key, x in MADE_UP.items() if key in line} for line in lines_of(metrics)]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+OUTPUTS: dict[str, Callable[[Worker], Tree]] = {
+    "prepared": prepared,
+    "checkpoints": checkpoints,
+    "exports": exports,
+    "plans": plans,
+    "words": words,
+    "report": report,
+}
+
+
+def form(tree: Tree) -> Tree:
+    """The tree without what follows from digits: only its shape."""
+    if isinstance(tree, dict):
+        return {k: shape_of(v) if k == "digits" else form(v) for k, v in tree.items()}
+    if isinstance(tree, list):
+        return [form(value) for value in tree]
+    return tree.partition(" digits=")[0] if isinstance(tree, str) else tree
+
+
+def differences(kept: Tree, now: Tree, where: str = "") -> Iterator[str]:
+    """What differs between two trees, in sentences, from the top."""
+    if isinstance(kept, dict) and isinstance(now, dict):
+        for key in [*kept, *(key for key in now if key not in kept)]:
+            inside = f"{where} > {key}" if where else str(key)
+            if key not in kept or key not in now:
+                yield f"{inside}: {'was not there' if key in now else 'is not there any more'}"
+            else:
+                yield from differences(kept[key], now[key], inside)
+    elif isinstance(kept, list) and isinstance(now, list):
+        for i, (a, b) in enumerate(zip(kept, now, strict=False), 1):
+            yield from differences(a, b, f"{where} > {i}")
+        if len(kept) != len(now):
+            yield f"{where}: {len(kept)} entries were kept, {len(now)} are now"
+    elif type(kept) is not type(now) or kept != now:
+        yield f"{where}: {kept!r} was kept, {now!r} is now"
