@@ -81,9 +81,11 @@ def take(worker: Worker, name: str, products: str | None = None) -> Cell:
 def same(kept: Cell, now: Cell) -> Iterator[str]:
     """What differs in any digit, in sentences."""
     for key in ("loss and grad_norm", "val_loss"):
-        for i, (a, b) in enumerate(zip(kept[key], now[key], strict=True), 1):
-            if a != b:
-                yield f"{key} of line {i}: {_readable(a)} was kept, {_readable(b)} is now"
+        pairs = list(zip(kept[key], now[key], strict=True))
+        other = [i for i, (a, b) in enumerate(pairs) if a != b]
+        if other:
+            first, (a, b) = other[0] + 1, map(_readable, pairs[other[0]])
+            yield f"{key}: {len(other)} of {len(pairs)} differ, first number {first}: kept {a}, now {b}"
     yield from _parts(kept, now, lambda part: part)
 
 

@@ -21,7 +21,6 @@ import argparse
 import json
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +49,6 @@ def take_all(process: Worker, products: str | None = None) -> dict[str, cells.Ce
     return taken
 
 
-def digits() -> None:
-    """Keeps the digits of all runs, and the fingerprint of the arithmetic; the bounds stay."""
-    with tempfile.TemporaryDirectory() as directory, worker(Path(directory)) as process:
-        (arithmetic,) = process({"fingerprint": True})
-        runs = take_all(process)
-    write("digits", {"arithmetic": arithmetic, "runs": runs})
-
-
 def bounds() -> None:
     """Keeps by how much at most each recipe's digits differ with other arithmetic, times `MARGIN`."""
     kept: dict[str, cells.Cell] = read_kept("digits")["runs"]
@@ -79,13 +70,17 @@ def bounds() -> None:
     )
 
 
-def output(name: str) -> None:
-    """Keeps what the command line leaves beside digits."""
+def parts(names: list[str]) -> None:
+    """Keeps digits with the fingerprint of their arithmetic, and what the command line leaves beside them."""
     with tempfile.TemporaryDirectory() as directory, worker(Path(directory)) as process:
         (arithmetic,) = process({"fingerprint": True})
-        if arithmetic != read_kept("digits")["arithmetic"]:
-            sys.exit("the arithmetic here is not that of the digits that are kept; make those anew, or none")
-        write(name, outputs.OUTPUTS[name](process))
+        for name in names:
+            if name == "digits":
+                write(name, {"arithmetic": arithmetic, "runs": take_all(process)})
+            elif arithmetic != read_kept("digits")["arithmetic"]:
+                sys.exit("the arithmetic here is not that of the digits that are kept: make these first")
+            else:
+                write(name, outputs.OUTPUTS[name](process))
 
 
 def write(name: str, what: Any) -> None:
@@ -95,10 +90,14 @@ def write(name: str, what: Any) -> None:
     print(file)
 
 
-PARTS = {"digits": digits, "bounds": bounds} | {name: partial(output, name) for name in outputs.OUTPUTS}
+PARTS = ["digits", *outputs.OUTPUTS, "bounds"]
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART", help=", ".join(PARTS))
-    for part in parser.parse_args().parts or PARTS:
-        PARTS[part]()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; none: all")
+    asked = parser.parse_args().parts or PARTS
+    if unknown := set(asked) - set(PARTS):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    parts([name for name in PARTS[:-1] if name in asked])
+    if "bounds" in asked:
+        bounds()

@@ -9,7 +9,7 @@ import bz2
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -61,11 +61,12 @@ def write_sources(directory: Path) -> dict[str, str]:
     return {"text": "text", "records": "records.jsonl", "dump": "dump.xml.bz2"}
 
 
-def command(worker: Worker, *words: str | Path) -> str:
-    """What a command prints; it must succeed."""
-    (ended,) = worker({"argv": list(map(str, words))})
-    assert ended["code"] == 0, ended["err"]
-    return str(ended["out"])
+def commands(worker: Worker, *lines: Sequence[str | Path]) -> list[str]:
+    """What each of some command lines prints, in one process; they must succeed."""
+    ended = worker(*({"argv": list(map(str, line))} for line in lines))
+    for line, end in zip(lines, ended, strict=True):
+        assert end["code"] == 0, (line, end["err"])
+    return [str(end["out"]) for end in ended]
 
 
 def files_of(directory: Path, of_file: Callable[[Path], str]) -> dict[str, str]:
@@ -113,39 +114,38 @@ def prepared(worker: Worker) -> Tree:
         "text as llmc": ("text", "--tokenizer", "bytes", "--layout", "llmc"),
         "text as megatron": ("text", "--tokenizer", "bytes", "--layout", "megatron"),
     }
-    found = {}
-    for name, (source, *options) in how.items():
-        out = f"prepared-{name.replace(' ', '-')}"
-        command(worker, "prepare", sources[source], "--out", out, "--workers", "1", *options)
-        found[name] = files_of(worker.directory / out, exact)
-    return found
+    outs = {name: f"prepared-{name.replace(' ', '-')}" for name in how}
+    lines = [
+        ("prepare", sources[source], "--out", outs[name], "--workers", "1", *options)
+        for name, (source, *options) in how.items()
+    ]
+    commands(worker, *lines)
+    return {name: files_of(worker.directory / out, exact) for name, out in outs.items()}
 
 
 def checkpoints(worker: Worker) -> Tree:
     """Every file of the last checkpoint of some runs, and of a run that was converted."""
     saved = {name: checkpoint_of(run_of(worker, name)) for name in (MSAMP, "fp8, shard 2")}
-    command(worker, "convert", run_of(worker, MSAMP), "--recipe", "nvfp4", "--out", "converted")
+    commands(worker, ("convert", run_of(worker, MSAMP), "--recipe", "nvfp4", "--out", "converted"))
     saved["msamp-o3 converted to nvfp4"] = checkpoint_of(worker.directory / "converted")
     return {name: files_of(checkpoint, in_parts) for name, checkpoint in saved.items()}
 
 
 def exports(worker: Worker) -> Tree:
     """Every file of every export, and of an import."""
-    found = {}
     gpt2 = worker.train("like gpt2", worker.values("bf16", LIKE_GPT2))
-    runs = {"llama": run_of(worker, MSAMP), "narrow llama": run_of(worker, NVFP4), "gpt2": gpt2}
-    for name, to in (
-        ("llama", "hf"),
-        ("llama", "megatron"),
-        ("narrow llama", "compressed-tensors"),
-        ("gpt2", "hf"),
-        ("gpt2", "llmc"),
-    ):
-        out = f"export-{name}-{to}".replace(" ", "-")
-        command(worker, "export", runs[name], "--to", to, "--out", out)
-        found[f"{name} as {to}"] = files_of(worker.directory / out, in_parts)
-    command(worker, "import", "export-gpt2-llmc/model.bin", "--out", "imported", "--data", "text")
-    return found | {"gpt2 from llmc": files_of(worker.directory / "imported", in_parts)}
+    runs = {"llama": run_of(worker, MSAMP), "narrow-llama": run_of(worker, NVFP4), "gpt2": gpt2}
+    made = {
+        "llama-as-hf": ("llama", "hf"),
+        "llama-as-megatron": ("llama", "megatron"),
+        "narrow-llama-as-compressed-tensors": ("narrow-llama", "compressed-tensors"),
+        "gpt2-as-hf": ("gpt2", "hf"),
+        "gpt2-as-llmc": ("gpt2", "llmc"),
+    }
+    lines = [("export", runs[run], "--to", to, "--out", out) for out, (run, to) in made.items()]
+    back = ("import", "gpt2-as-llmc/model.bin", "--out", "gpt2-from-llmc", "--data", "text")
+    commands(worker, *lines, back)
+    return {out: files_of(worker.directory / out, in_parts) for out in (*made, "gpt2-from-llmc")}
 
 
 def plans(worker: Worker) -> Tree:
@@ -163,27 +163,33 @@ def plans(worker: Worker) -> Tree:
             "--cluster h100 --devices 64 --parallel.replicate 4 --tokens 1B --price 2"
         ),
     }
-    told = {name: command(worker, "plan", *words.split(), "--json") for name, words in asked.items()}
-    return {name: json.loads(text) for name, text in told.items()}
+    told = commands(worker, *(("plan", *line.split(), "--json") for line in asked.values()))
+    return {name: json.loads(text) for name, text in zip(asked, told, strict=True)}
 
 
 def words(worker: Worker) -> Tree:
     """The names of the package, and what the command line says of itself, line by line."""
-    told: dict[str, Any] = {"python": ".".join(map(str, sys.version_info[:2])), "names": sorted(ng.__all__)}
-    told |= {"recipes": ng.recipe_names(), "formats": ng.format_names()}
-    top = command(worker, "--help")
+    (top,) = commands(worker, ("--help",))
     verbs = re.findall(r"^    ([a-z]+) ", top, re.MULTILINE)
-    texts = {f"narrowgauge {verb} --help": command(worker, verb, "--help") for verb in verbs}
-    keys = texts["narrowgauge train --help"].partition(KEYS)[2]
-    texts = {name: text.replace(keys, "  as of train\n") for name, text in texts.items()}
-    texts |= {"narrowgauge --help": top, "keys of train": keys}
-    texts |= {f"narrowgauge {verb}": command(worker, verb) for verb in ("recipes", "formats")}
-    return told | {name: text.splitlines() for name, text in texts.items()}
+    lines = [*((verb, "--help") for verb in verbs), ("recipes",), ("formats",)]
+    texts = {" ".join(line): text for line, text in zip(lines, commands(worker, *lines), strict=True)}
+    keys = texts["train --help"].partition(KEYS)[2]
+    texts = {line: text.replace(keys, "  as of train\n") for line, text in texts.items()}
+    return {
+        "python": ".".join(map(str, sys.version_info[:2])),
+        "names of the package": sorted(ng.__all__),
+        "formats": ng.format_names(),
+        "recipes": {name: sha(ng.recipe(name).text.encode()) for name in ng.recipe_names()},
+        "narrowgauge": {
+            line: text.splitlines() for line, text in ({"--help": top, "keys": keys} | texts).items()
+        },
+    }
 
 
 def unwrapped(told: Tree) -> Tree:
     """The same without line breaks, which are another Python's own."""
-    return {name: " ".join(" ".join(lines).split()) for name, lines in told.items() if name != "python"}
+    texts = {line: " ".join(" ".join(lines).split()) for line, lines in told["narrowgauge"].items()}
+    return told | {"python": "", "narrowgauge": texts}
 
 
 KEYS = "any key of the configuration:\n"
@@ -194,7 +200,7 @@ def report(worker: Worker) -> Tree:
     runs = [run_of(worker, name) for name in (MSAMP, NVFP4)]
     for run in runs:
         _make_times_up(run / "metrics.jsonl")
-    command(worker, "report", *runs, "--out", "report.html")
+    commands(worker, ("report", *runs, "--out", "report.html"))
     page = (worker.directory / "report.html").read_text(encoding="ascii")
     (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     body = page.partition("<body>")[2].partition("<script")[0]

@@ -29,6 +29,12 @@ def other_arithmetic(pinned, digits):
     return [kind for kind, digest in digits["arithmetic"].items() if here.get(kind) != digest]
 
 
+def require_none(differences):
+    """Fail with the first differences, and without the lines of code that found them."""
+    if differences:
+        pytest.fail("\n".join([f"{len(differences)} differences", *differences[:20]]), pytrace=False)
+
+
 # A commit does not wait for all of them.
 NAMES = [
     pytest.param(name, marks=[pytest.mark.slow] if run.is_slow else []) for name, run in cells.RUNS.items()
@@ -45,7 +51,7 @@ def test_digits(pinned, digits, bounds, other_arithmetic, record_property, name)
     else:
         record_property("golden", "runs compared digit for digit")
         differences = list(cells.same(kept, now))
-    assert not differences, "\n".join([name, *differences])
+    require_none(differences)
 
 
 def test_nothing_is_kept_that_no_test_compares(digits):
@@ -65,4 +71,4 @@ def test_outputs(pinned, other_arithmetic, record_property, name):
     if name == "words" and kept["python"] != now["python"]:
         kept, now = outputs.unwrapped(kept), outputs.unwrapped(now)
     differences = list(outputs.differences(kept, now))
-    assert not differences, "\n".join([f"{len(differences)} differences", *differences[:20]])
+    require_none(differences)
