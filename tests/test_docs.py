@@ -153,13 +153,15 @@ def test_the_reference_names_what_exists():
     shown = set()
     for page, text in PAGES.items():
         for path in re.findall(r"^::: narrowgauge\.(\S+)$", text, re.MULTILINE):
-            (room, *file), name = path.split(".")[:-1], path.split(".")[-1]
+            (*module, name), room = path.split("."), path.split(".")[0]
             assert name in import_module(f"narrowgauge.{room}").__all__, f"docs/{page}: {path}"
-            folder = ROOT / "src" / "narrowgauge" / room
-            hidden = (folder / f"{name}.py").exists() or (folder / name).is_dir()
-            assert file or not hidden, f"docs/{page}: {path} is the file"
-            module = folder.joinpath(*file).with_suffix(".py")
-            assert not file or f"def {name}(" in module.read_text(encoding="utf-8")
+            folder = ROOT / "src" / "narrowgauge"
+            if len(module) > 1:
+                file = folder.joinpath(*module).with_suffix(".py")
+                assert f"def {name}(" in file.read_text(encoding="utf-8"), f"docs/{page}: {path}"
+            else:
+                hidden = (folder / room / f"{name}.py").exists() or (folder / room / name).is_dir()
+                assert not hidden, f"docs/{page}: {path} is the file"
             shown.add(name)
     assert set(ng.__all__) <= shown
 
