@@ -1,4 +1,4 @@
-"""What happened? Run directories read back, compared as words, and drawn on one HTML page."""
+"""What happened? Reads run directories, compares runs as tables, and draws them on one HTML page."""
 
 from narrowgauge.report.compare.table import comparison_notes, comparison_rows, print_comparison
 from narrowgauge.report.compare.verdict import Verdict, print_verdicts, verdicts

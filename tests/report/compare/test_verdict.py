@@ -57,8 +57,8 @@ def test_gaps_are_paired_by_seed(seeded):
     paths = seeded("bf16", base)
     paths += seeded("mxfp4", [b * s for b, s in zip(base, shift, strict=True)], "emulated", speed=0.5)
     reference, other = verdicts(read_runs(paths))
-    assert (reference.name, reference.words, reference.seeds) == ("bf16", "reference", (0, 1, 2))
-    assert (other.name, other.words, other.arithmetic) == ("mxfp4", "worse", "emulated")
+    assert (reference.name, reference.conclusion, reference.seeds) == ("bf16", "reference", (0, 1, 2))
+    assert (other.name, other.conclusion, other.arithmetic) == ("mxfp4", "worse", "emulated")
     gaps = [1.0, 2.0, 1.5]
     assert other.gap == pytest.approx(1.5)
     assert other.half_width == pytest.approx(4.302653 * statistics.stdev(gaps) / math.sqrt(3), rel=1e-6)
@@ -85,7 +85,7 @@ def test_gaps_are_paired_by_seed(seeded):
 )
 def test_the_words_say_what_the_interval_allows(seeded, losses, words):
     found = verdicts(read_runs(seeded("bf16", [4.0, 5.0, 3.0]) + seeded("fp8", losses)))
-    assert found[1].words == words
+    assert found[1].conclusion == words
     assert "nan" not in " ".join(verdict_rows(found)[1].values())
 
 

@@ -1,11 +1,11 @@
 """The same model, the same tokens in the same order, under several recipes, settings and seeds.
 
-Each point (`variants`) trains in a process of its own, started with the ordinary `train` on a configuration
-file, so that its peak memory is its own and a comparison that was stopped goes on where it was: finished runs
-are found done, a stopped one continues.
+Each point (`grid`) trains in a separate process, started with the ordinary `train` on a configuration file.
+So the peak memory of a point is measured alone, and a stopped comparison continues: `train` skips a finished
+run and resumes a stopped one.
 
-Where several processes were started (torchrun, srun), each of them starts its own for every point, and these
-are the ranks of the run. They meet under the point's name, since a launcher's store outlives a run.
+Under a launcher (torchrun, srun) every launched process starts one child process per point, and the children
+are the ranks of the run. The rendezvous uses the point's name, because a launcher's store outlives a run.
 """
 
 import os
@@ -28,7 +28,7 @@ from narrowgauge.training import to_toml
 
 
 class ComparisonFailed(Exception):
-    """A run of a comparison did not end well: `code` is its exit code, negative where a signal killed it."""
+    """A run of a comparison failed; `code` is its exit code, negative if a signal killed it."""
 
     def __init__(self, name: str, code: int) -> None:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -37,16 +37,19 @@ class ComparisonFailed(Exception):
 
 
 def compare(points: Sequence[Point], out: Path, console: Console, rank: int = 0) -> list[Path]:
-    """Train every point into `out/NAME`; returns the run directories in order.
+    """Train every point into `out/NAME`.
 
     Args:
-        points: of `variants.points`.
+        points: the runs, from `grid.make_points`.
         out: the directory of the comparison.
-        console: of this process.
-        rank: of this process among those that a launcher started; only 0 writes here.
+        console: the console of this process.
+        rank: the rank of this process under its launcher; only rank 0 writes into `out`.
+
+    Returns:
+        The run directories in the order of the points.
 
     Raises:
-        UserError: a directory that cannot be written.
+        UserError: a directory cannot be written.
         ComparisonFailed: a run failed or was preempted.
     """
     runs = []
@@ -63,24 +66,24 @@ def compare(points: Sequence[Point], out: Path, console: Console, rank: int = 0)
                     f"{out} cannot be written: {error.strerror}; name another with --out"
                 ) from None
             command = [sys.executable, "-m", "narrowgauge", "train", str(file), "--out", str(path)]
-            if code := _run_to_its_end(command, {**os.environ, RENDEZVOUS: point.name}):
+            if code := _run_process(command, {**os.environ, RENDEZVOUS: point.name}):
                 raise ComparisonFailed(point.name, code)
             runs.append(path)
     return runs
 
 
-def _run_to_its_end(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """The exit code of a run in a process of its own; negative: the signal that killed it.
+def _run_process(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run a command as a child process and return its exit code; negative: the signal that killed it.
 
-    What asks this process to stop is passed on, and the run saves. Ctrl-C reaches every process of a
-    terminal without us; passed on, it would be a second one, and that stops a run at once.
+    SIGTERM and SIGUSR1 are forwarded to the child, so the run saves. Ctrl-C (SIGINT) already reaches every
+    process of a terminal; a forwarded one would be the second, and the second stops a run at once.
     """
     with subprocess.Popen(command, env=environment) as process:
 
-        def pass_on(number: int, frame: FrameType | None) -> None:
+        def forward(number: int, frame: FrameType | None) -> None:
             process.send_signal(number)
 
-        handlers = {signal.SIGTERM: pass_on, signal.SIGUSR1: pass_on, signal.SIGINT: lambda *_: None}
+        handlers = {signal.SIGTERM: forward, signal.SIGUSR1: forward, signal.SIGINT: lambda *_: None}
         previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             code = process.wait()

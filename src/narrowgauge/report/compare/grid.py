@@ -1,22 +1,23 @@
-"""What a comparison compares: variants, a grid of values, and seeds. Every point of it is one run.
+"""The points of a comparison: variants, a grid of values, and seeds. Every point is one run.
 
     variants    recipes (--recipes), or sets of keys with a name (--variant)
     grid        the table [sweep] of the TOML file: a list of values for any key, every combination
-    seeds       the same again from other weights and in another token order
+    seeds       the same runs with other initial weights and another token order
 
-A run lies in a directory named after its point, and the name depends on nothing but the point's own values:
-`fp8`, `fp8,lr=0.002`, `fp8-seed-7`. So the same line continues a comparison, and one with more recipes, more
-values or more seeds finds the runs that are there.
+A run directory is named after its point, and the name depends only on the values of the point: `fp8`,
+`fp8,lr=0.002`, `fp8-seed-7`. So the same command line continues a comparison, and one with more recipes,
+values or seeds reuses the existing runs.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import UserError
+from narrowgauge.report.read.records import flatten
 from narrowgauge.training import Config, config_keys, make_config
 
 Values = Mapping[str, Mapping[str, Any]]  # nested, as TOML has them
@@ -29,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 @dataclass(frozen=True)
 class Variant:
-    """A name, and the keys that make it differ from the configuration they all share."""
+    """A name, and the keys in which the variant differs from the shared configuration."""
 
     name: str
     keys: Keys
@@ -37,20 +38,20 @@ class Variant:
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a comparison: its directory's name, and its configuration."""
+    """One run of a comparison: the name of its directory, and its configuration."""
 
     name: str
     config: Config
 
 
 def recipe_variants(text: str) -> list[Variant]:
-    """Of `--recipes A,B,C`: each is named as its recipe, or as the file the recipe is in."""
+    """Parse `--recipes A,B,C`: each variant is named after its recipe, or after the recipe's file."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     return [Variant(Path(name).stem, {RECIPE: name}) for name in names]
 
 
 def parse_variant(text: str, short: Mapping[str, str]) -> Variant:
-    """Of `--variant NAME:KEY=VALUE,KEY=VALUE`; a key is a `section.key`, or one that `short` stands for.
+    """Parse `--variant NAME:KEY=VALUE,KEY=VALUE`; a key is a `section.key` or an abbreviation in `short`.
 
     >>> parse_variant("hp:recipe=fp8,recipe.wgrad.x=bf16", {"recipe": "recipe.name"}).keys
     {'recipe.name': 'fp8', 'recipe.wgrad.x': 'bf16'}
@@ -70,7 +71,7 @@ def parse_variant(text: str, short: Mapping[str, str]) -> Variant:
 
 
 def parse_seeds(text: str, first: int) -> tuple[int, ...]:
-    """Of `--seeds`: with commas these seeds, else so many from `first` on.
+    """Parse `--seeds`: a list of seeds if the text has a comma, else a number of seeds counted from `first`.
 
     >>> parse_seeds("3", 5), parse_seeds("1,7", 0), parse_seeds("4,", 0)
     ((5, 6, 7), (1, 7), (4,))
@@ -79,24 +80,24 @@ def parse_seeds(text: str, first: int) -> tuple[int, ...]:
         numbers = [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
         numbers = []
-    counted = "," not in text
-    if not numbers or (counted and not 1 <= numbers[0] <= MOST_RUNS):
+    is_count = "," not in text
+    if not numbers or (is_count and not 1 <= numbers[0] <= MOST_RUNS):
         raise UserError(f"--seeds {text}: write how many, as in 3, or which, as in 1,2,3")
-    seeds = tuple(range(first, first + numbers[0])) if counted else tuple(numbers)
+    seeds = tuple(range(first, first + numbers[0])) if is_count else tuple(numbers)
     if len(set(seeds)) < len(seeds):
         raise UserError(f"--seeds {text} names a seed twice; a seed makes one run of each variant")
     return seeds
 
 
 def take_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """The values without their table `sweep`, and that table as {"section.key": [values]}.
+    """Split off the table `sweep`: the other values, and the sweep as {"section.key": [values]}.
 
     Raises:
-        UserError: something in it is no list, or an empty one.
+        UserError: a value of the sweep is not a list, or is an empty list.
     """
     rest = {section: table for section, table in values.items() if section != "sweep"}
     grid: dict[str, list[Any]] = {}
-    for key, choices in _flat(values.get("sweep", {})):
+    for key, choices in flatten(values.get("sweep", {})).items():
         if not isinstance(choices, list) or not choices:
             raise UserError(f"[sweep] {key} = {choices!r}: a sweep has a list of values for each key")
         grid[key] = choices
@@ -106,22 +107,25 @@ def take_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, lis
 def make_points(
     values: Values, variants: Sequence[Variant], grid: Mapping[str, list[Any]], seeds: str
 ) -> list[Point]:
-    """Every run of a comparison in order: variants and points of the grid at the first seed, then the next.
+    """List every run of a comparison: all variants and grid points at the first seed, then at the next.
 
     Args:
-        values: what they share.
-        variants: where there are none, the shared values themselves are one, named as their recipe.
-        grid: of `take_sweep`; `training.seed` in it is the same as `seeds`.
-        seeds: as on the command line; "" for the configuration's own alone.
+        values: the shared values.
+        variants: the variants; if empty, the shared values are the only one, named after their recipe.
+        grid: the sweep, from `take_sweep`; `training.seed` in it means the same as `seeds`.
+        seeds: the text of `--seeds`; "" for the seed of the configuration alone.
+
+    Returns:
+        The points in the order in which they run.
 
     Raises:
-        UserError: a mistake in a configuration, a name that two runs would have, or no two runs.
+        UserError: a configuration is invalid, two runs have one name, or there are fewer than two runs.
     """
     base = make_config(values)
-    own = base.training.seed
+    base_seed = base.training.seed
     if SEED in grid and seeds:
         raise UserError(f"--seeds {seeds} and [sweep] {SEED} both say which seeds; leave one of them out")
-    chosen = parse_seeds(seeds, own) if seeds else tuple(grid.get(SEED, [own]))
+    chosen = parse_seeds(seeds, base_seed) if seeds else tuple(grid.get(SEED, [base_seed]))
     axes = {key: choices for key, choices in grid.items() if key != SEED}
     combinations = [dict(zip(axes, chosen_values, strict=True)) for chosen_values in product(*axes.values())]
     variants = variants or [Variant("" if RECIPE in axes else Path(base.recipe.name).stem, {})]
@@ -130,12 +134,12 @@ def make_points(
         raise UserError(f"this comparison has {count} runs, and one may have {MOST_RUNS}; make it smaller")
     points = []
     for seed in chosen:
-        suffix = "" if seed == own else f"-seed-{seed}"
+        suffix = "" if seed == base_seed else f"-seed-{seed}"
         for variant in variants:
             _check(variant, axes)
             for keys in combinations:
-                name = ",".join(filter(None, [variant.name, *_words(keys)])) + suffix
-                points.append(Point(name, make_config(_with(values, {**variant.keys, **keys, SEED: seed}))))
+                name = ",".join(filter(None, [variant.name, *_name_parts(keys)])) + suffix
+                points.append(Point(name, make_config(_merge(values, {**variant.keys, **keys, SEED: seed}))))
     _require_distinct(points)
     return points
 
@@ -165,8 +169,8 @@ def _require_distinct(points: Sequence[Point]) -> None:
         )
 
 
-def _with(values: Values, keys: Keys) -> dict[str, dict[str, Any]]:
-    """Nested values with flat keys over them."""
+def _merge(values: Values, keys: Keys) -> dict[str, dict[str, Any]]:
+    """Nested values, overridden by flat keys."""
     merged = {section: dict(table) for section, table in values.items()}
     for key, value in keys.items():
         section, _, name = key.partition(".")
@@ -174,28 +178,18 @@ def _with(values: Values, keys: Keys) -> dict[str, dict[str, Any]]:
     return merged
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """TOML reads `optimizer.lr` as a table in a table; the whole keys again."""
-    for key, value in table.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def _words(keys: Keys) -> list[str]:
-    """The values of a point as parts of a name, in the order of the keys' own names whatever that of the file
-    is: `lr=0.002`; a recipe is its own name, and the first."""
+def _name_parts(keys: Keys) -> list[str]:
+    """The values of a point as parts of a name, such as `lr=0.002`: the recipe first, then by key."""
     endings = [known.partition(".")[2] for known in config_keys()]
-    words = []
+    parts = []
     for key, value in sorted(keys.items(), key=lambda item: (item[0] != RECIPE, item[0])):
         ending = key.partition(".")[2]
         label = key if endings.count(ending) > 1 else ending
-        parts = value if isinstance(value, list) else [value]
-        said = re.sub(r"[^\w.+-]+", "-", "+".join(map(_said, parts))).strip("-")
-        words.append(Path(str(value)).stem if key == RECIPE else f"{label}={said}")
-    return words
+        values = value if isinstance(value, list) else [value]
+        text = re.sub(r"[^\w.+-]+", "-", "+".join(map(_toml_text, values))).strip("-")
+        parts.append(Path(str(value)).stem if key == RECIPE else f"{label}={text}")
+    return parts
 
 
-def _said(value: object) -> str:
+def _toml_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

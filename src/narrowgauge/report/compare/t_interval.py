@@ -1,4 +1,4 @@
-"""How far may a mean be off? Student's t, for a mean over a few seeds.
+"""Confidence interval of a mean over a few seeds, by Student's t.
 
 The mean of n differences with sample deviation s lies within t s / sqrt(n) of the true one in 95 of 100
 experiments, if the differences are about normal; t is the 97.5 % quantile with n - 1 degrees of freedom: 12.7
@@ -17,7 +17,7 @@ CONFIDENCE = 0.95
 
 
 def t_probability(t: float, degrees: int) -> float:
-    """How likely a variable of Student's distribution is within `t` of zero, t >= 0, degrees >= 1."""
+    """Probability that a Student variable lies within `t` of zero; t >= 0, degrees >= 1."""
     theta = math.atan(t / math.sqrt(degrees))
     sine, cosine = math.sin(theta), math.cos(theta)
     is_odd = degrees % 2
@@ -31,7 +31,7 @@ def t_probability(t: float, degrees: int) -> float:
 
 @cache
 def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
-    """The t within which a share `confidence` lies.
+    """The t for which `t_probability` is `confidence`, by bisection.
 
     >>> round(t_quantile(2), 3), round(t_quantile(4), 3)
     (4.303, 2.776)

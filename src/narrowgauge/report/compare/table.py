@@ -1,8 +1,8 @@
-"""Runs side by side, as words: the same rows for the terminal and for the page.
+"""A table of several runs: the same rows for the terminal and for the page.
 
-The first run is the reference: `gap` is how far another run's loss lies above it, in percent. Losses fall
-with every token, so they are compared at equal tokens, the last at which both runs were measured; where one
-of them went further, the gap says at how many. A column that no run can fill is left out.
+The first run is the reference: `gap` is the excess of another run's loss over it, in percent. Losses fall
+with every token, so they are compared at equal tokens, the last number at which both runs were measured; if
+one run went further, the gap names that number. A column without any value is left out.
 """
 
 import math
@@ -22,10 +22,10 @@ TEXT_COLUMNS = ("run", "recipe", "arithmetic", "status")  # the other columns ar
 
 
 def comparison_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """One row a run; keys are the column heads, in order, values are ready to print.
+    """One row for each run: keys are the column heads in order, values are ready to print.
 
     Columns: run, recipe, arithmetic, tokens, train loss, val loss, gap, tokens/s, memory, MFU, status.
-    A star marks an emulated run's speed and MFU, which say nothing about those of its formats.
+    A star marks speed and MFU of an emulated run, which do not predict those of native formats.
     """
     rows = [_row(run, runs[0]) for run in runs]
     kept = [column for column in rows[0] if column in TEXT_COLUMNS or any(r[column] != NOTHING for r in rows)]
@@ -35,7 +35,7 @@ def comparison_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
 
 
 def comparison_notes(runs: Sequence[Run]) -> list[str]:
-    """What a reader has to know before believing the rows: one sentence each."""
+    """Notes that a reader of the rows needs, one sentence each."""
     notes = [f"Train loss is the mean over the last {FINAL_STEPS} steps; speed and MFU are medians over all."]
     if len(runs) > 1:
         basis = "train" if runs[0].final_val_loss is None else "validation"
@@ -59,24 +59,24 @@ def comparison_notes(runs: Sequence[Run]) -> list[str]:
 
 
 def _peak_notes(runs: Sequence[Run]) -> list[str]:
-    """Which peak an MFU refers to; with the names of the runs, where they do not share one."""
-    of_peak: dict[str, list[str]] = {}
+    """Notes on the peak that an MFU refers to; with the names of the runs if the peaks differ."""
+    names_by_peak: dict[str, list[str]] = {}
     for run in runs:
-        of_peak.setdefault(run.peak_source or "a peak the run did not name", []).append(run.name)
-    if len(of_peak) == 1:
-        return [f"MFU is a share of {next(iter(of_peak))}."]
-    return [f"MFU of {', '.join(names)}: a share of {peak}." for peak, names in of_peak.items()]
+        names_by_peak.setdefault(run.peak_source or "a peak the run did not name", []).append(run.name)
+    if len(names_by_peak) == 1:
+        return [f"MFU is a share of {next(iter(names_by_peak))}."]
+    return [f"MFU of {', '.join(names)}: a share of {peak}." for peak, names in names_by_peak.items()]
 
 
 def print_comparison(runs: Sequence[Run], console: Console) -> None:
-    """Print the rows as a table, and the notes beneath it."""
+    """Print the rows as a table with notes beneath."""
     print_rows(comparison_rows(runs), comparison_notes(runs), console, numbers_from=3)
 
 
 def print_rows(
     rows: Sequence[Mapping[str, str]], notes: Sequence[str], console: Console, numbers_from: int
 ) -> None:
-    """Print rows of equal keys as a table, and notes beneath it; a narrow terminal gets a column a row."""
+    """Print rows of equal keys as a table with notes beneath; a narrow terminal gets the transposed table."""
     table = _table([list(rows[0])] + [list(row.values()) for row in rows], numbers_from)
     unbounded = console.options.update(max_width=10_000)
     if Measurement.get(console, unbounded, table).maximum > console.width:
@@ -87,7 +87,7 @@ def print_rows(
 
 
 def _table(lines: Sequence[Sequence[str]], numbers_from: int) -> Table:
-    """A table whose first line is its head and whose columns from `numbers_from` on are set to the right."""
+    """A table with the first line as head; columns from `numbers_from` on are right-aligned."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for number, head in enumerate(lines[0]):
         table.add_column(escape(head), justify="right" if number >= numbers_from else "left", overflow="fold")
@@ -98,7 +98,7 @@ def _table(lines: Sequence[Sequence[str]], numbers_from: int) -> Table:
 
 @dataclass(frozen=True)
 class Gap:
-    """How far a loss lies above another, where, and whether that is where both runs stand now."""
+    """The excess of a loss over another, the tokens of the comparison, and whether both runs end there."""
 
     percent: float
     tokens: int
@@ -106,24 +106,24 @@ class Gap:
 
 
 def gap_to(run: Run, first: Run) -> Gap | None:
-    """The gap of `run` to `first` at the last equal number of tokens; None where no number is equal.
+    """The gap of `run` to `first` at the last equal number of tokens; None if no number is equal.
 
-    Of validation losses if `first` has any, else of train losses, as means over the last 10 equal places.
+    It compares validation losses if `first` has any, else means of the last 10 train losses at equal tokens.
     """
     if first.validation:
-        window, ours, reference = 1, _val_by_tokens(run), _val_by_tokens(first)
+        window, losses, reference = 1, _val_by_tokens(run), _val_by_tokens(first)
     else:
-        window, ours, reference = FINAL_STEPS, _train_by_tokens(run), _train_by_tokens(first)
-    equal = [tokens for tokens in ours if tokens in reference][-window:]
+        window, losses, reference = FINAL_STEPS, _train_by_tokens(run), _train_by_tokens(first)
+    equal = [tokens for tokens in losses if tokens in reference][-window:]
     base = sum(reference[tokens] for tokens in equal)
     if not base:
         return None
-    excess = sum(ours[tokens] for tokens in equal) - base
-    return Gap(100 * excess / base, equal[-1], final=equal[-1] == max(ours) == max(reference))
+    excess = sum(losses[tokens] for tokens in equal) - base
+    return Gap(100 * excess / base, equal[-1], final=equal[-1] == max(losses) == max(reference))
 
 
 def _val_by_tokens(run: Run) -> dict[int, float]:
-    """Validation loss by tokens seen; without the one before training, where all runs are equal."""
+    """Validation loss by tokens seen, without the one before training, which all runs share."""
     return {at.tokens: at.val_loss for at in run.validation if at.tokens > 0}
 
 
@@ -131,19 +131,19 @@ def _train_by_tokens(run: Run) -> dict[int, float]:
     return {at.tokens: at.loss for at in run.steps}
 
 
-def loss_words(loss: float | None) -> str:
-    """A loss with four decimals, "not finite", or "-" where there is none."""
+def format_loss(loss: float | None) -> str:
+    """A loss with four decimals, "not finite", or "-" for None."""
     if loss is None:
         return NOTHING
     return f"{loss:.4f}" if math.isfinite(loss) else "not finite"
 
 
-def gap_words(gap: Gap | None) -> str:
-    """A signed percentage, and the tokens it was taken at where a run went on; "-" where there is none."""
+def format_gap(gap: Gap | None) -> str:
+    """A signed percentage, with the tokens of the comparison if a run went further; "-" for None."""
     if gap is None:
         return NOTHING
-    words = f"{gap.percent:+.2f} %" if math.isfinite(gap.percent) else "not finite"
-    return words if gap.final else f"{words} at {human_count(gap.tokens)}"
+    percent = f"{gap.percent:+.2f} %" if math.isfinite(gap.percent) else "not finite"
+    return percent if gap.final else f"{percent} at {human_count(gap.tokens)}"
 
 
 def _row(run: Run, first: Run) -> dict[str, str]:
@@ -154,9 +154,9 @@ def _row(run: Run, first: Run) -> dict[str, str]:
         "recipe": run.recipe or NOTHING,
         "arithmetic": run.backend or NOTHING,
         "tokens": human_count(run.tokens) if run.steps else NOTHING,
-        "train loss": loss_words(run.final_train_loss),
-        "val loss": loss_words(run.final_val_loss),
-        "gap": "reference" if run is first else gap_words(gap_to(run, first)),
+        "train loss": format_loss(run.final_train_loss),
+        "val loss": format_loss(run.final_val_loss),
+        "gap": "reference" if run is first else format_gap(gap_to(run, first)),
         "tokens/s": NOTHING if speed is None else f"{human_count(speed)}{star}",
         "memory": NOTHING if memory is None else human_bytes(memory),
         "MFU": NOTHING if mfu is None else f"{100 * mfu:.1f} %{star}",

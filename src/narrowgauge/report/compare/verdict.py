@@ -1,10 +1,10 @@
-"""What several runs of each variant say together: a verdict beside the reference, with its uncertainty.
+"""Verdicts over several seeds: each variant compared with the reference, with a confidence interval.
 
 Runs that differ in nothing but `training.seed` are one variant; the first run's variant is the reference. A
 seed decides the weights a run starts from and the order of its tokens, so two runs of one seed share most of
-their luck, and their gap is measured in pairs: gap_i = loss_i / reference_i - 1 at equal tokens for each seed
-i. The verdict is the mean of these gaps, and its interval is Student's (`student`) over the seeds. That is
-narrower than comparing two means, whose spread is that of the seeds.
+their luck, and the gap is measured in pairs: gap_i = loss_i / reference_i - 1 at equal tokens for each seed
+i. The verdict is the mean of these gaps, and its interval is Student's (`t_interval`) over the seeds. This is
+narrower than the difference of two means, which varies as much as the seeds do.
 
 One seed has a gap and no interval. The spread of the gap along one curve (a block bootstrap over its steps)
 is no substitute: two trajectories that have parted stay apart. With 8 seeds of a tiny model it measured
@@ -20,46 +20,46 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from narrowgauge.report.compare.t_interval import CONFIDENCE, half_width
-from narrowgauge.report.compare.table import NOTHING, gap_to, loss_words, print_rows
+from narrowgauge.report.compare.table import NOTHING, format_loss, gap_to, print_rows
 from narrowgauge.report.read.run import Run
 from narrowgauge.units import human_bytes, human_count
 
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one variant, by seed in their order."""
+    """The runs of one variant by seed, in the order in which they were given."""
 
     name: str
     runs: dict[int, Run]
 
     def mean(self, value: Callable[[Run], float | None]) -> float | None:
-        """Of a value of each run; None where no run has it."""
-        found = [v for run in self.runs.values() if (v := value(run)) is not None]
-        return statistics.fmean(found) if found else None
+        """Mean of a value over the runs that have it; None if no run has it."""
+        values = [v for run in self.runs.values() if (v := value(run)) is not None]
+        return statistics.fmean(values) if values else None
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One variant beside the reference. Gaps in percent, ratios to the reference; None where not known."""
+    """One variant against the reference. Gaps in percent, ratios to the reference; None if unknown."""
 
     name: str
     is_reference: bool
-    seeds: tuple[int, ...]  # all of the variant's
-    paired: tuple[int, ...]  # those that the reference has, too, and where losses can be compared
-    loss: float | None  # mean over seeds: of validation, where there is any, else of training
-    loss_deviation: float | None  # of the seeds
+    seeds: tuple[int, ...]  # all seeds of the variant
+    paired: tuple[int, ...]  # the seeds that the reference has, too, with losses at equal tokens
+    loss: float | None  # mean over seeds of the validation loss; of the train loss if there is none
+    loss_deviation: float | None  # standard deviation over the seeds
     gap: float | None  # mean over the paired seeds
-    half_width: float | None  # of the interval around it; None for one seed
+    half_width: float | None  # half the confidence interval of `gap`; None for one seed
     tokens_per_s: float | None
     speed: float | None
     memory_bytes: float | None
     memory: float | None
     arithmetic: str
-    is_done: bool  # all runs, so that nothing here will change
+    is_done: bool  # all runs are done, so the verdict is final
 
     @property
-    def words(self) -> str:
-        """Better, worse, or what else can be said of the loss; open where one seed says it."""
+    def conclusion(self) -> str:
+        """The conclusion for people: better, worse, equal, ...; "open" with one seed."""
         if self.is_reference:
             return "reference"
         if self.gap is None:
@@ -76,22 +76,22 @@ class Verdict:
 
 
 def groups(runs: Sequence[Run]) -> list[Group]:
-    """The variants of some runs, in the order of their first runs; a run made twice is two of them."""
-    found: dict[str, Group] = {}
+    """Group runs by variant, in the order of their first runs; a repeated seed starts another group."""
+    by_variant: dict[str, Group] = {}
     for run in runs:
         config = {section: dict(table) for section, table in run.config.items() if isinstance(table, dict)}
         seed = int(config.get("training", {}).pop("seed", 0))
-        config.pop("log", None)  # what is shown
+        config.pop("log", None)  # decides only what is shown
         key = json.dumps(config, sort_keys=True, default=str) if config else run.name
-        while key in found and seed in found[key].runs:
+        while key in by_variant and seed in by_variant[key].runs:
             key += " again"
-        group = found.setdefault(key, Group(run.name.removesuffix(f"-seed-{seed}"), {}))
+        group = by_variant.setdefault(key, Group(run.name.removesuffix(f"-seed-{seed}"), {}))
         group.runs[seed] = run
-    return list(found.values())
+    return list(by_variant.values())
 
 
 def verdicts(runs: Sequence[Run]) -> list[Verdict]:
-    """One for each variant, the reference first."""
+    """One verdict for each variant, the reference first."""
     all_groups = groups(runs)
     return [_verdict(group, all_groups[0]) for group in all_groups]
 
@@ -141,9 +141,9 @@ def _ratio(value: float | None, base: float | None) -> float | None:
     return value / base if value is not None and base else None
 
 
-def verdict_rows(found: Sequence[Verdict]) -> list[dict[str, str]]:
-    """One row a variant; keys are the column heads, in order, values are ready to print."""
-    return [_row(verdict) for verdict in found]
+def verdict_rows(all_verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
+    """One row for each variant: keys are the column heads in order, values are ready to print."""
+    return [_row(verdict) for verdict in all_verdicts]
 
 
 def _row(v: Verdict) -> dict[str, str]:
@@ -154,10 +154,10 @@ def _row(v: Verdict) -> dict[str, str]:
     return {
         "variant": v.name,
         "seeds": str(len(v.seeds)),
-        "loss": f"{loss_words(v.loss)}{spread}",
+        "loss": f"{format_loss(v.loss)}{spread}",
         "gap": _gap(v),
         "95 % interval": _interval(v),
-        "verdict": v.words + ("" if v.is_done else " (unfinished)"),
+        "verdict": v.conclusion + ("" if v.is_done else " (unfinished)"),
         "tokens/s": speed if v.speed is None or v.is_reference else f"{speed} ({v.speed:.2f}x)",
         "memory": memory if v.memory is None or v.is_reference else f"{memory} ({v.memory:.2f}x)",
         "arithmetic": v.arithmetic or NOTHING,
@@ -178,9 +178,9 @@ def _interval(v: Verdict) -> str:
     return f"{v.gap - v.half_width:+.2f} .. {v.gap + v.half_width:+.2f} %"
 
 
-def verdict_notes(found: Sequence[Verdict]) -> list[str]:
-    """What a reader has to know before believing the verdicts: one sentence each."""
-    reference, others = found[0], found[1:]
+def verdict_notes(all_verdicts: Sequence[Verdict]) -> list[str]:
+    """Notes that a reader of the verdicts needs, one sentence each."""
+    reference, others = all_verdicts[0], all_verdicts[1:]
     notes = []
     if any(v.gap is not None and v.half_width is None for v in others):
         notes.append(
@@ -202,8 +202,8 @@ def verdict_notes(found: Sequence[Verdict]) -> list[str]:
 
 
 def print_verdicts(runs: Sequence[Run], console: Console) -> None:
-    """Print the verdicts as a table, and the notes beneath it; nothing of a single run."""
+    """Print the verdicts as a table with notes beneath; prints nothing for a single run."""
     if len(runs) < 2:
         return
-    found = verdicts(runs)
-    print_rows(verdict_rows(found), verdict_notes(found), console, numbers_from=1)
+    all_verdicts = verdicts(runs)
+    print_rows(verdict_rows(all_verdicts), verdict_notes(all_verdicts), console, numbers_from=1)

@@ -1,1 +1,1 @@
-"""What stands on the HTML page?"""
+"""What does the HTML page show?"""

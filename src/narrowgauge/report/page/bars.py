@@ -1,15 +1,15 @@
-"""Stacked bars as plain HTML: they need no script, and a part says its value under the pointer or the focus.
+"""Stacked bars as plain HTML: they need no script; each part shows its value on hover or focus.
 
-A part is told by its colour, its hatching and, where there is room, its name; beneath the bars stands a key,
-and whoever calls puts the numbers in a table below.
+A part is marked by its colour, its hatching and, if there is room, its name. A key follows the bars, and the
+caller adds a table with the numbers.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-HATCHES = 8  # of page.css
-_ROOM = 1.1  # percent of a bar's length that a letter needs
+HATCHES = 8  # patterns in page.css
+_ROOM = 1.1  # percent of a bar's length for one letter
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,10 @@ class Bar:
     """One bar.
 
     Attributes:
-        name: at its head.
-        parts: sizes by class, in the order in which they are stacked; none is negative.
-        total: in words, at its end.
-        mark: a size to be marked with a line, such as a limit; None for none.
+        name: the text at the head of the bar.
+        parts: sizes by class, in stacking order; none is negative.
+        total: the text at the end of the bar.
+        mark: a size that is marked with a line, such as a limit; None for no line.
     """
 
     name: str
@@ -29,25 +29,28 @@ class Bar:
     mark: float | None = None
 
 
-def bars(rows: Sequence[Bar], words: Mapping[str, Sequence[str]], label: str) -> str:
+def bars(rows: Sequence[Bar], texts: Mapping[str, Sequence[str]], label: str) -> str:
     """Bars under each other on one scale, with their key.
 
     Args:
         rows: the bars.
-        words: by class, in the order of the key, the size in each bar for people.
-        label: what the bars show.
+        texts: for each class, in the order of the key, its size in each bar as text.
+        label: the accessible name of the group of bars.
+
+    Returns:
+        HTML.
     """
     longest = max([sum(row.parts.values()) for row in rows] + [row.mark or 0.0 for row in rows]) or 1.0
-    number = {name: i % HATCHES for i, name in enumerate(words)}
-    told = [name for name in words if any(row.parts.get(name, 0) > 0 for row in rows)]
-    key = "".join(f'<span><i class="part hatch{number[name]}"></i>{escape(name)}</span>' for name in told)
-    drawn = "".join(_bar(row, i, longest, number, words) for i, row in enumerate(rows))
+    number = {name: i % HATCHES for i, name in enumerate(texts)}
+    shown = [name for name in texts if any(row.parts.get(name, 0) > 0 for row in rows)]
+    key = "".join(f'<span><i class="part hatch{number[name]}"></i>{escape(name)}</span>' for name in shown)
+    drawn = "".join(_bar(row, i, longest, number, texts) for i, row in enumerate(rows))
     key = f'<p class="keys muted">{key}</p>'
     return f'<div class="bars" role="group" aria-label="{escape(label)}">{drawn}{key}</div>'
 
 
 def numbers(names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], label: str) -> str:
-    """The table below: a column for each bar, a row (class, cells) for each part."""
+    """The table of the numbers: a column for each bar, a row (class, cells) for each class."""
     head = "".join(f'<th scope="col" class="number">{escape(name)}</th>' for name in names)
     body = "".join(
         f'<tr><th scope="row">{escape(name)}</th>'
@@ -62,18 +65,18 @@ def numbers(names: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]], lab
 
 
 def _bar(
-    row: Bar, i: int, longest: float, number: Mapping[str, int], words: Mapping[str, Sequence[str]]
+    row: Bar, i: int, longest: float, number: Mapping[str, int], texts: Mapping[str, Sequence[str]]
 ) -> str:
     parts = []
     for name, size in row.parts.items():
         share = 100 * size / longest
         if share <= 0:
             continue
-        says = escape(f"{row.name}, {name}: {words[name][i]}")
+        text = escape(f"{row.name}, {name}: {texts[name][i]}")
         inside = f"<b>{escape(name)}</b>" if share > _ROOM * len(name) else ""
         parts.append(
             f'<span class="part hatch{number[name]}" style="width:{share:.3f}%" tabindex="0" role="img" '
-            f'aria-label="{says}" data-says="{says}">{inside}</span>'
+            f'aria-label="{text}" data-says="{text}">{inside}</span>'
         )
     mark = "" if row.mark is None else f'<i class="mark" style="left:{100 * row.mark / longest:.3f}%"></i>'
     return (

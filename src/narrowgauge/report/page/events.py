@@ -1,7 +1,7 @@
-"""What happened in a run besides its steps: the events in words, and as a table.
+"""The events of a run: their names and reasons for people, and a table.
 
-On the time line an event is a mark; the table says the same without pointing at anything. A change of the
-settings that touches the recipe is a change of precision, and is told apart from other changes.
+On the time line an event is a mark; the table shows the same without a pointer. A change of settings that
+touches the recipe is named a precision change.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,41 +10,41 @@ from typing import Any
 
 from narrowgauge.report.read.run import Run
 
-SILENT = ("memory", "step time")  # they have bars of their own
-ROWS = 400  # of all runs together
+SILENT = ("memory", "step time")  # shown as bars elsewhere
+ROWS = 400  # at most, of all runs together
 PRECISION = "precision change"
 
 Event = Mapping[str, Any]
 
 
-def kind_of(event: Event) -> str:
-    """What kind of event it is, for people."""
-    kind = str(event["event"])
-    if kind == "convert" or (kind == "change" and any(key.startswith("recipe") for key in _changes(event))):
+def event_name(event: Event) -> str:
+    """The name of an event for people."""
+    name = str(event["event"])
+    if name == "convert" or (name == "change" and any(key.startswith("recipe") for key in _changes(event))):
         return PRECISION
-    return kind
+    return name
 
 
 def reason_of(event: Event) -> str:
-    """Why it happened, or what was changed; empty where nothing is said."""
-    words = [str(event["reason"])] if event.get("reason") else []
-    words += [f"{key}: {old} -> {new}" for key, (old, new) in _changes(event).items()]
+    """The recorded reason of an event, or the changed settings; empty if neither is recorded."""
+    reasons = [str(event["reason"])] if event.get("reason") else []
+    reasons += [f"{key}: {old} -> {new}" for key, (old, new) in _changes(event).items()]
     if isinstance(event.get("from_step"), int):
-        words.append(f"back from step {event['from_step']:,}")
+        reasons.append(f"back from step {event['from_step']:,}")
     if isinstance(bad := event.get("first_bad"), Mapping):
-        words.append("first at " + ", ".join(str(bad[key]) for key in ("layer", "place") if bad.get(key)))
-    return "; ".join(words)
+        reasons.append("first at " + ", ".join(str(bad[key]) for key in ("layer", "place") if bad.get(key)))
+    return "; ".join(reasons)
 
 
 def events(runs: Sequence[Run]) -> str:
-    """A table that can be opened, saves counted in one line; empty where nothing happened."""
+    """A collapsible table of the events, with saves counted in one row; empty without events."""
     rows = [row for run in runs for row in _rows(run, max(4, ROWS // len(runs)))]
     if not rows:
         return ""
     body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td class="number">{escape(at)}</td><td>{escape(kind)}</td>'
+        f'<tr><th scope="row">{escape(run)}</th><td class="number">{escape(step)}</td><td>{escape(name)}</td>'
         f'<td class="reason">{escape(reason)}</td></tr>'
-        for name, at, kind, reason in rows
+        for run, step, name, reason in rows
     )
     return (
         "<details><summary>The events as a table</summary>"
@@ -55,13 +55,13 @@ def events(runs: Sequence[Run]) -> str:
 
 
 def _rows(run: Run, most: int) -> list[tuple[str, str, str, str]]:
-    """(run, step, kind, reason) of the first and the last events of a run, in their order."""
-    told = [event for event in run.events if event["event"] not in (*SILENT, "save")]
+    """(run, step, event, reason) of the first and the last events of a run, in their order."""
+    shown = [event for event in run.events if event["event"] not in (*SILENT, "save")]
     half = most // 2
-    left_out = len(told) - 2 * half
+    left_out = len(shown) - 2 * half
     if left_out > 0:
-        told = [*told[:half], *told[-half:]]
-    rows = [(run.name, f"{event['step']:,}", kind_of(event), reason_of(event)[:300]) for event in told]
+        shown = [*events[:half], *events[-half:]]
+    rows = [(run.name, f"{event['step']:,}", event_name(event), reason_of(event)[:300]) for event in shown]
     if left_out > 0:
         rows.insert(half, (run.name, "", f"{left_out:,} more", "in metrics.jsonl"))
     if saves := run.count("save"):
@@ -70,7 +70,7 @@ def _rows(run: Run, most: int) -> list[tuple[str, str, str, str]]:
 
 
 def _changes(event: Event) -> dict[str, tuple[object, object]]:
-    """Old and new value by key, of an event that has any."""
+    """(old, new) value by key of a change event; empty for other events."""
     changes = event.get("changes")
     if not isinstance(changes, Mapping):
         return {}

@@ -1,37 +1,37 @@
-"""What the formats did to each layer and place: a map that the page's script fills (`heat`), and the last
-readings as a table, for whom the script does not run."""
+"""The gauges of each layer and place: a map that the page's script fills (`heat`), and the last readings as
+a table that needs no script."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from narrowgauge.report.page.heat import ORDER, Reading, layers_of_each, noisiest, readings
+from narrowgauge.report.page.heat import ORDER, Reading, layers_per_run, noisiest, readings
 from narrowgauge.report.read.records import as_float
 from narrowgauge.report.read.run import Run
 
 
 def gauges(runs: Sequence[Run], host: str = "") -> str:
-    """A section with the map's host and, for each run that has readings, a table; empty where none has."""
-    told = [run for run in runs if run.gauges]
-    if not told:
+    """A section with the map's host element and a table for each run with readings; empty without any."""
+    measured = [run for run in runs if run.gauges]
+    if not measured:
         return ""
-    most = layers_of_each(len(told))
+    most = layers_per_run(len(measured))
     return (
         f'<section class="gauges"><h2>Gauges</h2>{host}'
         "<details><summary>The last readings as a table</summary>"
-        f"{''.join(_of_run(run, most) for run in told)}"
-        "<p>Of each place the signal to quantization noise in decibels, and the share of numbers that "
-        "became zero (underflow); at 20 dB the noise is a tenth of the numbers. Of products (y, dx, dw) the "
-        "cosine of the angle to the same product in float32. Places that lose nothing are left out; numbers "
-        "that two products share stand where they were made. All other figures: "
+        f"{''.join(_run_table(run, most) for run in measured)}"
+        "<p>For each place: the signal to quantization noise in decibels, and the share of numbers that "
+        "became zero (underflow); at 20 dB the noise is a tenth of the numbers. For products (y, dx, dw): "
+        "the cosine of the angle to the same product in float32. Places without loss are left out; a tensor "
+        "shared by two products is reported under the place that quantized it. All other figures: "
         "gauges.jsonl.</p></details></section>"
     )
 
 
-def _of_run(run: Run, most: int) -> str:
-    """The table of a run; where it has many layers, of those with the most noise."""
-    every = readings(run)
-    reading: Reading = {key: line for key, line in every[max(every)].items() if _cell(line)}
+def _run_table(run: Run, most: int) -> str:
+    """The table of a run; if it has many layers, only those with the most noise."""
+    by_step = readings(run)
+    reading: Reading = {key: line for key, line in by_step[max(by_step)].items() if _cell(line)}
     layers = list(dict.fromkeys(layer for layer, _ in reading))
     chosen = {
         name: {place: line for (layer, place), line in reading.items() if layer == name}
@@ -45,16 +45,16 @@ def _of_run(run: Run, most: int) -> str:
         + "</tr>"
         for name, places in chosen.items()
     )
-    some = f", the {most} noisiest of {len(layers)} layers" if len(layers) > most else ""
+    selection = f", the {most} noisiest of {len(layers)} layers" if len(layers) > most else ""
     return (
-        f"<h3>{escape(run.name)}, step {max(every):,}{some}</h3>"
+        f"<h3>{escape(run.name)}, step {max(by_step):,}{selection}</h3>"
         f'<div class="scroll" tabindex="0" role="region" aria-label="Gauges of {escape(run.name)}"><table>'
         f'<thead><tr><th scope="col">layer</th>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 
 def _cell(line: Mapping[str, Any] | None) -> str:
-    """What is said of a layer's place; empty where nothing was lost."""
+    """The text for one place of a layer; empty if nothing was lost."""
     if line is None:
         return ""
     if "cosine" in line:

@@ -1,6 +1,6 @@
-"""The readings of the gauges for the page: a map of layers and places for each gauge and step.
+"""Gauge readings for the page: a heat map of layers and places for each gauge and step.
 
-What `gauges.jsonl` says of a layer and place becomes one number a gauge, in a unit for people:
+Each line of `gauges.jsonl` (one layer and place) becomes one number for each gauge, in a readable unit:
 
     sqnr         signal to quantization noise, dB
     underflow, zeros, largest, clipped, nonfinite      percent of the elements
@@ -10,8 +10,8 @@ What `gauges.jsonl` says of a layer and place becomes one number a gauge, in a u
     bias         mean error, percent of the root mean square
     unlike       1 - cosine of a product and the same product in float32
 
-A page has room for so many numbers. Where a run has more layers, those with the most noise are shown; where
-it has more steps, every n-th and the last. Histograms are larger, and kept of fewer steps.
+The size of a page is limited. If a run has too many layers, those with the most noise are shown; if it has
+too many steps, every n-th and the last. Histograms are larger, so fewer steps keep theirs.
 """
 
 import math
@@ -21,7 +21,7 @@ from typing import Any
 from narrowgauge.formats import format, format_names
 from narrowgauge.quantization.gauges.histogram import bins_of
 from narrowgauge.recipes import GEMM_PLACES
-from narrowgauge.report.page.curves import thin
+from narrowgauge.report.page.curves import round_digits, thin
 from narrowgauge.report.read.records import as_float
 from narrowgauge.report.read.run import Run
 
@@ -30,32 +30,32 @@ STATE = ("weight", "master", "grad", "m", "v")
 ORDER = (*GEMM_PLACES, "saved", *PRODUCTS, *STATE)
 SHARES = ("underflow", "zeros", "largest", "clipped", "nonfinite")
 GAUGES = ("sqnr", *SHARES, "amax", "spread", "scales", "bias", "unlike")
-LAYERS, LAYERS_OF_ALL = 100, 400  # of one run, of all of them
-NUMBERS_PER_PAGE = 220_000  # some 6 bytes each
-HISTOGRAMS_PER_PAGE = 4000  # some 300 bytes each
+LAYERS, LAYERS_OF_ALL = 100, 400  # at most, in one run and in all runs
+NUMBERS_PER_PAGE = 220_000  # about 6 bytes each
+HISTOGRAMS_PER_PAGE = 4000  # about 300 bytes each
 
 Line = Mapping[str, Any]
-Reading = dict[tuple[str, str], Line]  # of a step, by layer and place
+Reading = dict[tuple[str, str], Line]  # lines of one step by (layer, place)
 
 
 def heat_data(runs: Sequence[Run]) -> dict[str, Any]:
-    """The readings of all runs that have any, and the limits of the formats in them, ready for JSON."""
-    told = [(number, run) for number, run in enumerate(runs) if run.gauges]
-    of_runs = [{"run": number, **_of_run(run, len(told))} for number, run in told]
-    names = {h["element"] for data in of_runs for h in data["histograms"]}
-    return {"runs": of_runs, "formats": {name: _limits(name) for name in sorted(names)}}
+    """The readings of all runs with gauges, and the limits of their formats, ready for JSON."""
+    measured = [(number, run) for number, run in enumerate(runs) if run.gauges]
+    run_data = [{"run": number, **_run_data(run, len(measured))} for number, run in measured]
+    names = {h["element"] for data in run_data for h in data["histograms"]}
+    return {"runs": run_data, "formats": {name: _limits(name) for name in sorted(names)}}
 
 
 def readings(run: Run) -> dict[int, Reading]:
-    """What was read, by step in their order; of a layer and place that was read twice, the last."""
-    found: dict[int, Reading] = {}
+    """The readings by step, ascending; a layer and place that was read twice keeps the last line."""
+    by_step: dict[int, Reading] = {}
     for line in run.gauges:
-        found.setdefault(line["step"], {})[line["layer"], line["place"]] = line
-    return dict(sorted(found.items()))
+        by_step.setdefault(line["step"], {})[line["layer"], line["place"]] = line
+    return dict(sorted(by_step.items()))
 
 
 def noisiest(reading: Reading, most: int) -> list[str]:
-    """At most so many layers, those with the most noise, in the order in which they were read."""
+    """The at most `most` layers with the most noise, in the order of the reading."""
     worst: dict[str, float] = {}
     for (layer, _), line in reading.items():
         decibels = as_float(line.get("sqnr_db"))
@@ -64,27 +64,27 @@ def noisiest(reading: Reading, most: int) -> list[str]:
     return [layer for layer in worst if layer in kept]
 
 
-def layers_of_each(runs: int) -> int:
-    """How many layers of each of so many runs have room."""
+def layers_per_run(runs: int) -> int:
+    """Number of layers shown for each of `runs` runs."""
     return max(1, min(LAYERS, LAYERS_OF_ALL // runs))
 
 
-def _of_run(run: Run, runs: int) -> dict[str, Any]:
-    every = readings(run)
-    last = every[max(every)]
-    layers = noisiest(last, layers_of_each(runs))
-    here = {place for reading in every.values() for _, place in reading}
-    places = [place for place in ORDER if place in here]
-    a_step = len(layers) * max(1, len(places)) * len(GAUGES)
-    steps = thin(list(every), max(1, NUMBERS_PER_PAGE // runs // a_step))
-    figures = {(s, *key): _figures(line) for s in steps for key, line in every[s].items()}
+def _run_data(run: Run, runs: int) -> dict[str, Any]:
+    by_step = readings(run)
+    last = by_step[max(by_step)]
+    layers = noisiest(last, layers_per_run(runs))
+    present = {place for reading in by_step.values() for _, place in reading}
+    places = [place for place in ORDER if place in present]
+    numbers_per_step = len(layers) * max(1, len(places)) * len(GAUGES)
+    steps = thin(list(by_step), max(1, NUMBERS_PER_PAGE // runs // numbers_per_step))
+    figures = {(s, *key): _figures(line) for s in steps for key, line in by_step[s].items()}
     return {
         "steps": steps,
         "layers": layers,
         "places": places,
         "casts": [[str(last.get((layer, p), {}).get("cast") or "") for p in places] for layer in layers],
         "values": {gauge: _by_place(figures, gauge, steps, layers, places) for gauge in GAUGES},
-        "histograms": _histograms({s: every[s] for s in steps}, layers, places, runs),
+        "histograms": _histograms({s: by_step[s] for s in steps}, layers, places, runs),
     }
 
 
@@ -95,58 +95,58 @@ def _by_place(
     layers: Sequence[str],
     places: Sequence[str],
 ) -> dict[str, list[list[float | None]]]:
-    """[step][layer] of one gauge by place; places without any are left out."""
-    found = {p: [[figures.get((s, la, p), {}).get(gauge) for la in layers] for s in steps] for p in places}
-    return {p: rows for p, rows in found.items() if any(v is not None for row in rows for v in row)}
+    """Values of one gauge by place, as [step][layer]; places without any value are left out."""
+    by_place = {p: [[figures.get((s, la, p), {}).get(gauge) for la in layers] for s in steps] for p in places}
+    return {p: rows for p, rows in by_place.items() if any(v is not None for row in rows for v in row)}
 
 
 def _figures(line: Line) -> dict[str, float | None]:
-    """The numbers of one line, by gauge; None where it does not say."""
+    """The numbers of one line by gauge; None if the line does not have it."""
     amax, scales = _floats(line.get("amax"), 3), _floats(line.get("scales"), 2)
-    found = {"sqnr": as_float(line.get("sqnr_db"))}
-    found |= {share: 100 * as_float(line.get(share)) for share in SHARES}
-    found["amax"] = amax[2]
-    found["spread"] = _octaves(amax[1], amax[2]) if amax[0] < amax[2] else math.nan
-    found["scales"] = _octaves(*scales) if scales[0] < scales[1] else math.nan
+    figures = {"sqnr": as_float(line.get("sqnr_db"))}
+    figures |= {share: 100 * as_float(line.get(share)) for share in SHARES}
+    figures["amax"] = amax[2]
+    figures["spread"] = _octaves(amax[1], amax[2]) if amax[0] < amax[2] else math.nan
+    figures["scales"] = _octaves(*scales) if scales[0] < scales[1] else math.nan
     rms = as_float(line.get("rms"))
-    found["bias"] = 100 * as_float(line.get("mean_error")) / rms if rms else math.nan
-    found["unlike"] = 1 - as_float(line.get("cosine"))
-    return {gauge: _short(value) for gauge, value in found.items()}
+    figures["bias"] = 100 * as_float(line.get("mean_error")) / rms if rms else math.nan
+    figures["unlike"] = 1 - as_float(line.get("cosine"))
+    return {gauge: round_digits(value, 3) for gauge, value in figures.items()}
 
 
 def _histograms(
-    every: Mapping[int, Reading], layers: Sequence[str], places: Sequence[str], runs: int
+    by_step: Mapping[int, Reading], layers: Sequence[str], places: Sequence[str], runs: int
 ) -> list[dict[str, Any]]:
-    """The histograms of as many steps as have room, with the numbers of their step, layer and place."""
-    steps, shown = list(every), {name: i for i, name in enumerate(layers)}
+    """The histograms of as many steps as fit, with the indices of their step, layer and place."""
+    steps, row = list(by_step), {name: i for i, name in enumerate(layers)}
     column = {name: i for i, name in enumerate(places)}
-    of_step = {
+    histograms = {
         s: [
-            {"at": [i, shown[layer], column[place]], **histogram}
-            for (layer, place), line in every[s].items()
-            if layer in shown and place in column and (histogram := _whole(line.get("histogram")))
+            {"at": [i, row[layer], column[place]], **histogram}
+            for (layer, place), line in by_step[s].items()
+            if layer in row and place in column and (histogram := _valid_histogram(line.get("histogram")))
         ]
         for i, s in enumerate(steps)
     }
-    most = max((len(found) for found in of_step.values()), default=0)
+    most = max(map(len, histograms.values()), default=0)
     kept = thin(steps, max(1, HISTOGRAMS_PER_PAGE // runs // most)) if most else []
-    return [histogram for s in kept for histogram in of_step[s]]
+    return [histogram for s in kept for histogram in histograms[s]]
 
 
-def _whole(found: object) -> dict[str, Any] | None:
-    """A histogram whose parts are what they should be, or None."""
-    if not isinstance(found, Mapping) or found.get("element") not in format_names():
+def _valid_histogram(value: object) -> dict[str, Any] | None:
+    """A recorded histogram if all its fields are valid, else None."""
+    if not isinstance(value, Mapping) or value.get("element") not in format_names():
         return None
-    lists = [found.get(key) for key in ("zeros", "before", "after")]
-    numbers = [found.get("first"), found.get("per_octave")]
-    for part in lists:
-        if not isinstance(part, list) or len(part) > 1000:
+    lists = [value.get(key) for key in ("zeros", "before", "after")]
+    numbers = [value.get("first"), value.get("per_octave")]
+    for counts in lists:
+        if not isinstance(counts, list) or len(counts) > 1000:
             return None
-        numbers += part
+        numbers += counts
     if not all(type(n) is int for n in numbers) or len(lists[1] or ()) != len(lists[2] or ()):
         return None
-    is_good = found["per_octave"] > 0 and len(found["zeros"]) == 2 and abs(found["first"]) < 10_000
-    return {key: found[key] for key in _KEYS} if is_good else None
+    is_valid = value["per_octave"] > 0 and len(value["zeros"]) == 2 and abs(value["first"]) < 10_000
+    return {key: value[key] for key in _KEYS} if is_valid else None
 
 
 _KEYS = ("element", "per_octave", "first", "zeros", "before", "after")
@@ -160,15 +160,10 @@ def _limits(name: str) -> dict[str, float]:
 
 
 def _floats(value: object, count: int) -> list[float]:
-    """A JSON list of so many numbers; NaNs where it is not one."""
+    """A JSON list of `count` numbers; NaNs if it is not one."""
     is_list = isinstance(value, list) and len(value) == count
     return [as_float(v) for v in value] if is_list else [math.nan] * count  # type: ignore[attr-defined]
 
 
 def _octaves(low: float, high: float) -> float:
     return math.log2(high / low) if low > 0 and high < math.inf else math.nan
-
-
-def _short(value: float) -> float | None:
-    """Three digits are what a cell shows; None for what is not finite."""
-    return float(f"{value:.3g}") if math.isfinite(value) else None

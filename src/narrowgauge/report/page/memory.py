@@ -1,4 +1,4 @@
-"""The memory of runs by class of tensor: stacked bars side by side, and the table of their numbers."""
+"""The memory of runs by class of tensor: stacked bars, and the table of their numbers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,20 +9,22 @@ from narrowgauge.units import human_bytes
 
 
 def memory(runs: Sequence[Run]) -> str:
-    """A section with the bytes of each class, and a parameter; empty where no run has told them."""
-    told = [(run, event) for run in runs if (event := _account(run)) is not None]
-    if not told:
+    """A section with the bytes of each class, and per parameter; empty if no run has recorded them."""
+    measured = [(run, event) for run in runs if (event := _memory_event(run)) is not None]
+    if not measured:
         return ""
-    classes = list(dict.fromkeys(name for _, event in told for name in event["bytes"]))
-    rows = [(name, [_cell(event, "bytes", name) for _, event in told]) for name in classes]
-    rows.append(("together", [human_bytes(event["peak"]) for _, event in told]))
-    rows.append(("expected", [human_bytes(event["expected"]["peak"]) for _, event in told]))
-    if any(event["host_bytes"] for _, event in told):
-        rows.append(("on the host", [human_bytes(sum(event["host_bytes"].values())) for _, event in told]))
+    classes = list(dict.fromkeys(name for _, event in measured for name in event["bytes"]))
+    rows = [(name, [_cell(event, "bytes", name) for _, event in measured]) for name in classes]
+    rows.append(("together", [human_bytes(event["peak"]) for _, event in measured]))
+    rows.append(("expected", [human_bytes(event["expected"]["peak"]) for _, event in measured]))
+    if any(event["host_bytes"] for _, event in measured):
+        rows.append(
+            ("on the host", [human_bytes(sum(event["host_bytes"].values())) for _, event in measured])
+        )
     return (
         '<section class="memory"><h2>Memory</h2>'
-        + bars(*_bars(told, classes), "Memory by class")
-        + numbers([run.name for run, _ in told], rows, "Memory by class")
+        + bars(*_bars(measured, classes), "Memory by class")
+        + numbers([run.name for run, _ in measured], rows, "Memory by class")
         + "<p>In brackets: bytes a parameter. Measured in the first step of the last process; what was "
         "expected (the line across a bar) is the same step on tensors without numbers, each operation on "
         "whole tensors.</p></section>"
@@ -30,9 +32,9 @@ def memory(runs: Sequence[Run]) -> str:
 
 
 def _bars(
-    told: Sequence[tuple[Run, Mapping[str, Any]]], classes: Sequence[str]
+    measured: Sequence[tuple[Run, Mapping[str, Any]]], classes: Sequence[str]
 ) -> tuple[list[Bar], dict[str, list[str]]]:
-    """A bar a run, and what each part says."""
+    """A bar for each run, and the texts of its parts by class."""
     rows = [
         Bar(
             run.name,
@@ -40,26 +42,26 @@ def _bars(
             human_bytes(event["peak"]),
             event["expected"]["peak"],
         )
-        for run, event in told
+        for run, event in measured
     ]
-    words = {name: [_words(event, name) for _, event in told] for name in classes}
-    return rows, words
+    texts = {name: [_size_text(event, name) for _, event in measured] for name in classes}
+    return rows, texts
 
 
-def _words(event: Mapping[str, Any], name: str) -> str:
+def _size_text(event: Mapping[str, Any], name: str) -> str:
     size = event["bytes"].get(name, 0)
     return f"{human_bytes(size)}, {size / event['parameters']:.2f} bytes a parameter"
 
 
-def _account(run: Run) -> Mapping[str, Any] | None:
-    """The last account in a run's record that is whole."""
+def _memory_event(run: Run) -> Mapping[str, Any] | None:
+    """The last complete memory event of a run."""
     for event in reversed(run.events):
-        if event["event"] == "memory" and _is_whole(event):
+        if event["event"] == "memory" and _is_complete(event):
             return event
     return None
 
 
-def _is_whole(event: Mapping[str, Any]) -> bool:
+def _is_complete(event: Mapping[str, Any]) -> bool:
     def are_sizes(value: object) -> bool:
         return isinstance(value, Mapping) and all(isinstance(v, int) for v in value.values())
 

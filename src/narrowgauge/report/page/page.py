@@ -1,9 +1,9 @@
 """One self-contained HTML page for one run or several.
 
-The page needs no network and no server. Its text is written here (`sections`), its curves travel as JSON
-(`curves`) and are drawn by the page's own script; templates lie beside this file. Run names, settings and
-samples come from outside, so three fences stand around them: text is escaped, the JSON cannot close
-its script element, and a content security policy lets no script run but our own, by its hash.
+The page needs no network and no server. `sections` writes its text as HTML; `curves` writes the curves as
+JSON, which the page's script draws. The templates are in `web/`. Run names, settings and samples are
+untrusted, so there are three protections: text is escaped, the JSON cannot close its script element, and a
+content security policy admits only our script, by its hash.
 """
 
 import base64
@@ -24,18 +24,26 @@ from narrowgauge.report.page.gauges import gauges
 from narrowgauge.report.page.heat import heat_data
 from narrowgauge.report.page.memory import memory
 from narrowgauge.report.page.step_time import step_time
-from narrowgauge.report.page.verdict_section import verdict_section
 from narrowgauge.report.read.run import Run, read_runs
 
-# in the order they build on each other
+# in the order of their dependencies
 SCRIPTS = ("marks.js", "draw.js", "chart.js", "page.js", "histogram.js", "heat.js")
 
 
 def write_report(runs: Sequence[Path | str], out: Path | str) -> Path:
-    """Read the run directories and write their page to the file `out`, whole or not at all.
+    """Read the run directories and write their page atomically to the file `out`.
 
-    Returns the path written; makes missing parent directories. The first run is the reference of every gap.
-    Raises `UserError` where a path is no run directory, or where `out` cannot be written.
+    Missing parent directories are created. The first run is the reference of every gap.
+
+    Args:
+        runs: run directories.
+        out: the HTML file.
+
+    Returns:
+        The path written.
+
+    Raises:
+        UserError: a path is not a run directory, or `out` cannot be written.
     """
     html = render_report(read_runs(runs))
     out = Path(out)
@@ -56,7 +64,7 @@ def render_report(runs: Sequence[Run]) -> str:
         title=escape(sections.title(runs)),
         summary=escape(sections.summary(runs)).replace(" %", "&#160;%"),
         table=sections.table(runs),
-        verdicts=verdict_section(runs),
+        verdicts=sections.verdict_section(runs),
         charts=_template("charts.html") if any(run.steps or run.validation for run in runs) else _NO_CURVES,
         memory=memory(runs),
         events=events(runs),
@@ -76,7 +84,7 @@ _NO_CURVES = '<p class="empty">There are no curves yet: no step has been recorde
 
 
 def _json_in_html(value: object) -> str:
-    """JSON that stays inert inside a script element: it holds no `<`, so it can neither end nor open one."""
+    """JSON that stays inert inside a script element: it has no `<`, so it can neither close nor open one."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

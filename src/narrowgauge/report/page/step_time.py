@@ -1,11 +1,11 @@
-"""Where the time of a step goes, by class of work, and what each class takes at the least.
+"""The time of a step by class of work, and the least time that each class can take.
 
-It is read from an event that a run with `--profile` has recorded, in milliseconds; `floor_ms` may be missing:
+The source is an event that a run with `--profile` records, in milliseconds; `floor_ms` may be missing:
 
     {"event": "step time", "step": N, "ms": {"GEMMs": 31.0, ...}, "floor_ms": {"GEMMs": 22.5, ...}}
 
-A floor is the time that the machine's ceilings allow; classes without one (waiting) have none, and so much of
-their time could go. Runs that recorded nothing of the kind are left out, and without any there is no section.
+A floor is the least time that the machine's peak rates allow. A class without a floor (waiting) is pure
+overhead. Runs without such an event are left out; without any there is no section.
 """
 
 import math
@@ -26,24 +26,24 @@ _FLOOR = (
 
 
 def step_time(runs: Sequence[Run]) -> str:
-    """A section with two bars a run, measured and floor, and the table; empty where no run has told."""
-    told = [(run, found) for run in runs if (found := _account(run)) is not None]
-    if not told:
+    """A section with two bars for each run, measured and floor, and the table; empty without profiles."""
+    profiled = [(run, times) for run in runs if (times := _profile(run)) is not None]
+    if not profiled:
         return ""
-    rows = [(f"{run.name}{what}", times) for run, both in told for what, times in _named(both)]
+    rows = [(f"{run.name}{what}", times) for run, both in profiled for what, times in _named(both)]
     classes = list(dict.fromkeys(name for _, times in rows for name in times))
-    words = {name: [_ms(times.get(name)) for _, times in rows] for name in classes}
+    texts = {name: [_ms(times.get(name)) for _, times in rows] for name in classes}
     drawn = [Bar(name, times, f"{sum(times.values()):.4g} ms") for name, times in rows]
-    cells = [*words.items(), ("together", [_ms(sum(times.values())) for _, times in rows])]
+    cells = [*texts.items(), ("together", [_ms(sum(times.values())) for _, times in rows])]
     return (
-        f'<section class="step-time"><h2>Step time</h2>{bars(drawn, words, "Step time by class")}'
+        f'<section class="step-time"><h2>Step time</h2>{bars(drawn, texts, "Step time by class")}'
         f"{numbers([name for name, _ in rows], cells, 'Step time by class')}"
-        f"<p>{_WHOLE}{_FLOOR if any(both[1] for _, both in told) else ''}</p></section>"
+        f"<p>{_WHOLE}{_FLOOR if any(both[1] for _, both in profiled) else ''}</p></section>"
     )
 
 
-def _account(run: Run) -> tuple[Times, Times] | None:
-    """(measured, floor) in ms of the last event that is whole."""
+def _profile(run: Run) -> tuple[Times, Times] | None:
+    """(measured, floor) in ms from the last complete event."""
     for event in reversed(run.events):
         if event["event"] == "step time" and (measured := _times(event.get("ms"))):
             return measured, _times(event.get("floor_ms"))
@@ -56,8 +56,8 @@ def _named(both: tuple[Times, Times]) -> list[tuple[str, Times]]:
 
 
 def _times(value: Any) -> Times:
-    found = {str(k): as_float(v) for k, v in value.items()} if isinstance(value, Mapping) else {}
-    return {name: ms for name, ms in found.items() if math.isfinite(ms) and ms >= 0}
+    times = {str(k): as_float(v) for k, v in value.items()} if isinstance(value, Mapping) else {}
+    return {name: ms for name, ms in times.items() if math.isfinite(ms) and ms >= 0}
 
 
 def _ms(value: float | None) -> str:

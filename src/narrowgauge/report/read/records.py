@@ -1,8 +1,8 @@
-"""The files of a run directory as they are: settings, status, the lines of metrics.jsonl and gauges.jsonl.
+"""Readers of the files of a run directory: settings, status, lines of metrics.jsonl and gauges.jsonl.
 
 `kill -9` can tear the line that is being written, and a resumed run repeats the steps after its last
-checkpoint. So a line that is not a whole JSON object is left out (and counted), and where a step was
-recorded more than once the last record wins.
+checkpoint. So a line that is not a complete JSON object is left out (and counted), and of several records of
+a step the last one wins.
 """
 
 import json
@@ -15,12 +15,16 @@ from typing import Any
 
 from narrowgauge.errors import UserError
 
-MOST_READINGS = 20_000  # lines of gauges.jsonl that are kept: more than a page shows
-_STEP = re.compile(rb'\{"step": (\d+),')  # how a line of ours begins
+MOST_READINGS = 20_000  # lines of gauges.jsonl that are kept; a page shows fewer
+_STEP = re.compile(rb'\{"step": (\d+),')  # the start of every line that a run writes
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The settings; none where the file is missing. Raises `UserError` where it is no TOML."""
+    """The settings of a config.toml; empty if the file is missing.
+
+    Raises:
+        UserError: the file is not valid TOML.
+    """
     if not path.is_file():
         return {}
     try:
@@ -32,14 +36,14 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_status(path: Path) -> tuple[str, str]:
-    """Status and reason; "unknown" where the file is missing or torn, for the run itself may be sound."""
+    """Status and reason; "unknown" if the file is missing or torn, since the run itself may be sound."""
     try:
-        found = json.loads(path.read_bytes())
+        status = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return "unknown", ""
-    if not isinstance(found, dict):
+    if not isinstance(status, dict):
         return "unknown", ""
-    return str(found.get("status") or "unknown"), str(found.get("reason") or "")
+    return str(status.get("status") or "unknown"), str(status.get("reason") or "")
 
 
 def read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], list[dict[str, Any]], int]:
@@ -60,18 +64,18 @@ def read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], list[dict[str, 
 
 
 def read_gauges(path: Path) -> list[dict[str, Any]]:
-    """The lines of the steps that were read; of very many, of some evenly spaced, among them the last.
+    """The lines of gauges.jsonl; of a very long file only evenly spaced steps, including the last.
 
-    What is torn, or says no layer and place, is left out. The file is read twice and never held whole.
+    Lines that are torn or have no layer or place are left out. The file is read twice and never held whole.
     """
     if not path.is_file():
         return []
     with path.open("rb") as file:
-        lines_of: dict[int, int] = {}
+        line_counts: dict[int, int] = {}
         for line in file:
             if (step := _step_of(line)) is not None:
-                lines_of[step] = lines_of.get(step, 0) + 1
-        chosen = set(_some_steps(lines_of))
+                line_counts[step] = line_counts.get(step, 0) + 1
+        chosen = set(_kept_steps(line_counts))
         file.seek(0)
         parsed = [_parse(line) for line in file if _step_of(line) in chosen]
     return [
@@ -82,22 +86,22 @@ def read_gauges(path: Path) -> list[dict[str, Any]]:
 
 
 def _step_of(line: bytes) -> int | None:
-    """The step of a line that is whole; most are found without reading them."""
-    if (found := _STEP.match(line)) and line.endswith(b"}\n"):
-        return int(found[1])
+    """The step of a complete line; most lines are matched without parsing their JSON."""
+    if (match := _STEP.match(line)) and line.endswith(b"}\n"):
+        return int(match[1])
     record = _parse(line)
     return None if record is None else int(record["step"])
 
 
-def _some_steps(lines_of: Mapping[int, int]) -> list[int]:
-    """The steps whose lines are kept: every n-th, counted from the last."""
-    steps = sorted(lines_of)
-    every = math.ceil(sum(lines_of.values()) / MOST_READINGS) or 1
-    return steps[::-1][::every][::-1]
+def _kept_steps(line_counts: Mapping[int, int]) -> list[int]:
+    """The steps to keep: every n-th, counted from the last."""
+    steps = sorted(line_counts)
+    stride = math.ceil(sum(line_counts.values()) / MOST_READINGS) or 1
+    return steps[::-1][::stride][::-1]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """The line as a record that has an integer step or an event name; None where it is not one."""
+    """The line as a record with an integer step or an event name; None if it is not one."""
     try:
         record = json.loads(line)
     except ValueError:  # torn, or not UTF-8
@@ -111,6 +115,17 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return record if isinstance(record.get("step"), int) else None
 
 
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as {"section.key": value}, in their order."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
 def as_float(value: object) -> float:
-    """A JSON value as a float; NaN for null, for words and for what is missing."""
+    """A JSON value as a float; NaN for null, text and missing values."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan

@@ -1,14 +1,14 @@
-"""A run directory, read back into plain values.
+"""A run directory read into plain values.
 
-A run leaves four files behind, and any of them may be young, torn or missing:
+A run writes four files, and each of them may be incomplete, torn or missing:
 
     RUN/config.toml      every setting, resolved
     RUN/metrics.jsonl    one JSON object a line: a step, a validation, or an event
-    RUN/gauges.jsonl     one JSON object a layer and place, of steps that were read
+    RUN/gauges.jsonl     one JSON object a layer and place, for the steps at which gauges were read
     RUN/status.json      running, done, preempted or failed, and why
 
-`records` reads the files; here their values get names and types. A missing or non-finite number reads as
-NaN, never as zero: a loss that overflowed has to stay visible in every mean that includes it.
+`records` reads the files; this module gives their values names and types. A missing or non-finite number
+becomes NaN, never zero: a loss that overflowed has to stay visible in every mean that includes it.
 """
 
 import math
@@ -28,7 +28,7 @@ WARMUP_STEPS = 3  # allocation and compilation make the first steps slow
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One optimizer step. Floats that were not recorded are NaN."""
+    """One optimizer step. Unrecorded floats are NaN."""
 
     step: int
     tokens: int  # cumulative
@@ -51,7 +51,7 @@ class Validation(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What one run directory says.
+    """The contents of one run directory.
 
     `steps` and `validation` are in the order of their step numbers, `events` in the order of the file.
     Losses are in nats a token, memory in bytes, `mfu` is a fraction.
@@ -66,18 +66,18 @@ class Run:
     status: str
     reason: str
     ignored_lines: int = 0
-    gauges: Sequence[Mapping[str, Any]] = ()  # the lines of gauges.jsonl, of some steps or all
+    gauges: Sequence[Mapping[str, Any]] = ()  # lines of gauges.jsonl, for all steps or some
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the run said about itself when it started or resumed; the last word on each key."""
-        told = [event for event in self.events if event["event"] in ("start", "resume")]
-        facts = {key: value for event in told for key, value in event.items()}
+        """The facts in the start and resume events; the last event wins for each key."""
+        starts = [event for event in self.events if event["event"] in ("start", "resume")]
+        facts = {key: value for event in starts for key, value in event.items()}
         return {key: value for key, value in facts.items() if key not in ("event", "step", "reason")}
 
     @property
     def recipe(self) -> str:
-        """Name of the recipe, "" where nothing says it."""
+        """Name of the recipe; "" if unknown."""
         section = self.config.get("recipe", {})
         configured = section.get("name", "") if isinstance(section, Mapping) else section
         return str(self.facts.get("recipe") or configured)
@@ -94,13 +94,13 @@ class Run:
 
     @property
     def final_train_loss(self) -> float | None:
-        """Mean loss over the last 10 steps; NaN if any of them was not finite, None before the first."""
+        """Mean loss over the last 10 steps; NaN if any of them was not finite, None before the first step."""
         losses = [step.loss for step in self.steps[-FINAL_STEPS:]]
         return sum(losses) / len(losses) if losses else None
 
     @property
     def final_val_loss(self) -> float | None:
-        """The last validation loss; None where validation never ran."""
+        """The last validation loss; None if validation never ran."""
         return self.validation[-1].val_loss if self.validation else None
 
     @property
@@ -110,41 +110,42 @@ class Run:
 
     @property
     def mfu(self) -> float | None:
-        """Median share of the peak that `peak_source` names; None where no peak is known."""
+        """Median share of the peak described by `peak_source`; None if no peak is known."""
         return _median(self.steps, lambda step: step.mfu)
 
     @property
     def peak_source(self) -> str:
-        """In words, the peak that the MFU refers to."""
+        """Description of the peak that the MFU refers to."""
         return str(self.facts.get("peak_source") or "")
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """The most memory any step reported."""
-        seen = [step.memory_bytes for step in self.steps if math.isfinite(step.memory_bytes)]
-        return int(max(seen)) if seen else None
+        """The largest memory of any step."""
+        sizes = [step.memory_bytes for step in self.steps if math.isfinite(step.memory_bytes)]
+        return int(max(sizes)) if sizes else None
 
     @property
     def samples(self) -> list[tuple[str, str]]:
-        """(prompt, text) of each sample the run wrote when it was done."""
-        told = [event for event in self.events if event.get("sample") is not None]
-        return [(str(event.get("prompt") or ""), str(event["sample"])) for event in told]
+        """(prompt, text) of each sample that the run wrote at its end."""
+        samples = [event for event in self.events if event.get("sample") is not None]
+        return [(str(event.get("prompt") or ""), str(event["sample"])) for event in samples]
 
-    def count(self, kind: str) -> int:
-        """How many events of a kind ("save", "skip", "resume", ...) were recorded."""
-        return sum(event["event"] == kind for event in self.events)
+    def count(self, event_type: str) -> int:
+        """Number of recorded events of a type ("save", "skip", "resume", ...)."""
+        return sum(event["event"] == event_type for event in self.events)
 
 
 def read_run(path: Path | str) -> Run:
     """Read one run directory.
 
-    Raises `UserError` where `path` holds neither config.toml nor metrics.jsonl, or a broken config.toml.
+    Raises:
+        UserError: `path` holds neither config.toml nor metrics.jsonl, or config.toml is not valid TOML.
     """
     path = Path(path)
     if not any((path / file).is_file() for file in (CONFIG, METRICS)):
-        there = "holds neither of them" if path.is_dir() else "is no directory"
+        problem = "holds neither of them" if path.is_dir() else "is no directory"
         raise UserError(
-            f"{str(path)!r} is not a run: a run directory holds {CONFIG} and {METRICS}, and this {there}; "
+            f"{str(path)!r} is not a run: a run directory holds {CONFIG} and {METRICS}, and this {problem}; "
             f"give the directory that `narrowgauge train --out` wrote"
         )
     records, events, ignored = read_metrics(path / METRICS)
@@ -165,7 +166,11 @@ def read_run(path: Path | str) -> Run:
 
 
 def read_runs(paths: Iterable[Path | str]) -> list[Run]:
-    """Read several run directories; equal names are told apart by as many parents as it takes."""
+    """Read several run directories; equal names get as many parent directories as make them distinct.
+
+    Raises:
+        UserError: there is no path, or `read_run` refuses one.
+    """
     runs = [read_run(path) for path in dict.fromkeys(Path(path).resolve() for path in paths)]
     if not runs:
         raise UserError(
@@ -183,7 +188,7 @@ def read_runs(paths: Iterable[Path | str]) -> list[Run]:
 
 
 def _steps(records: Mapping[int, Mapping[str, Any]]) -> list[Step]:
-    """The training steps. A line that stands for several steps counts its `step_ms` for each of them."""
+    """The training steps. A line that covers several steps counts its `step_ms` for each of them."""
     steps: list[Step] = []
     seconds, previous = 0.0, 0
     for number, record in records.items():
@@ -209,16 +214,16 @@ def _steps(records: Mapping[int, Mapping[str, Any]]) -> list[Step]:
 
 
 def _validation(records: Mapping[int, Mapping[str, Any]], steps: Sequence[Step]) -> list[Validation]:
-    """The validation losses; one that stands alone takes the tokens of the step it follows."""
-    found: list[Validation] = []
+    """The validation losses; a record without tokens takes those of the step before it."""
+    validations: list[Validation] = []
     passed = 0
     for number, record in records.items():
         while passed < len(steps) and steps[passed].step <= number:
             passed += 1
         if "val_loss" in record:
             before = steps[max(passed - 1, 0) : passed]
-            found.append(Validation(number, _tokens(record, before), as_float(record["val_loss"])))
-    return found
+            validations.append(Validation(number, _tokens(record, before), as_float(record["val_loss"])))
+    return validations
 
 
 def _tokens(record: Mapping[str, Any], before: Sequence[Step]) -> int:
