@@ -1,17 +1,17 @@
-"""A run directory: what is in it, and the rules for coming back to it.
+"""A run directory: its files, and the rules for resuming in it.
 
-    config.toml      everything, resolved
-    recipe.toml      the recipe's text, as it was when the run began
-    tokenizer.json   the tokenizer of its tokens
+    config.toml      the resolved configuration
+    recipe.toml      the recipe's text when the run began
+    tokenizer.json   the tokenizer of the run's tokens
     metrics.jsonl    one object a step, and events
-    gauges.jsonl     one object a layer and place, of the steps that were read
-    checkpoints/     published whole or not at all
+    gauges.jsonl     one object a layer and place, for the steps at which gauges were read
+    checkpoints/     published atomically
     report.html      one page
     status.json      {"status": ..., "reason": ...}
-    identity.json    {"run_id": ...}, where the configuration was changed on purpose (`changes`)
+    identity.json    {"run_id": ...}, if the configuration was changed on purpose (`config.diff`)
 
-A directory belongs to one configuration. Coming back with another is refused, except for keys that do not
-move the trajectory (`config.trajectory`), and for those that are let through by name.
+A directory belongs to one configuration. Resuming with another one is refused, except for keys that do not
+change the trajectory (`config.trajectory`), and for keys that are allowed by name.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ class RunDirectory:
 
     @property
     def checkpoints(self) -> Path:
-        """Where steps are published."""
+        """The directory of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
@@ -49,7 +49,7 @@ class RunDirectory:
 
     @property
     def gauges(self) -> Path:
-        """What the gauges read."""
+        """The gauge readings."""
         return self.path / "gauges.jsonl"
 
     @property
@@ -62,20 +62,22 @@ class RunDirectory:
         append_line(self.metrics, line)
 
     def record_gauges(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Append what the gauges read in a step."""
+        """Append the gauge readings of a step."""
         append_lines(self.gauges, lines)
 
     def sync_metrics(self) -> None:
-        """Put the metrics on the disk, before a checkpoint claims their steps."""
+        """Flush metrics and gauges to the disk, before a checkpoint of their step is published."""
         for path in (self.metrics, self.gauges):
             if path.exists():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
 
     def keep_metrics_until(self, step: int, rollbacks: int | None = None) -> None:
-        """Drop the lines of steps after `step`: they are about to be done again.
+        """Drop the lines of steps after `step`, which will be repeated.
 
-        So are all but the first `rollbacks` times that the run went back, where that is given.
+        Args:
+            step: the last step to keep.
+            rollbacks: the number of rollback events to keep; None: all of the kept steps.
         """
         if lines := self.lines():
             lines = [line for line in lines if is_settled(line, step, rollbacks)]
@@ -84,7 +86,7 @@ class RunDirectory:
             os.truncate(self.gauges, _bytes_until(self.gauges, step))
 
     def set_status(self, status: str, reason: str) -> None:
-        """running | done | preempted | failed, and why."""
+        """Write the status (running, done, preempted or failed) and its reason."""
         write_whole(self.path / "status.json", json.dumps({"status": status, "reason": reason}) + "\n")
 
     def status(self) -> str:
@@ -95,11 +97,13 @@ class RunDirectory:
             return ""
 
     def config(self, own_recipe: bool = False) -> Config:
-        """The configuration the run was made with; `own_recipe`: with the run's copy of a user's recipe file,
-        which may have been changed or moved since.
+        """Read the configuration of the run.
+
+        Args:
+            own_recipe: use the run's copy of a user's recipe file, which may have changed since.
 
         Raises:
-            UserError: this is no run directory, or its configuration is damaged.
+            UserError: this is not a run directory, or its configuration is damaged.
         """
         file = self.path / "config.toml"
         try:
@@ -119,13 +123,17 @@ class RunDirectory:
             ) from None
 
     def claim(self, config: Config, allowed: Sequence[str] = ()) -> ConfigDiff:
-        """Make the directory this configuration's, or check that it is.
+        """Initialize the directory for a configuration, or check that it belongs to it.
+
+        Args:
+            config: the configuration of the run.
+            allowed: keys whose values may differ.
 
         Returns:
-            What is another value there: only keys in `allowed`. Nothing is changed yet; see `adopt`.
+            The differences, only in keys of `allowed`. Nothing is changed yet; see `adopt`.
 
         Raises:
-            UserError: it holds a run of another configuration, other files, or cannot be written.
+            UserError: the directory holds another run or other files, or cannot be written.
         """
         recipe_text = config.resolved_recipe().text
         try:
@@ -146,19 +154,19 @@ class RunDirectory:
                 "name another with --out, or mend its permissions"
             ) from None
         changes = config_diff(self.config(), config)
-        recipe_there = self.path / "recipe.toml"
-        if not recipe_there.exists() or recipe_there.read_text(encoding="utf-8") != recipe_text:
+        recipe_file = self.path / "recipe.toml"
+        if not recipe_file.exists() or recipe_file.read_text(encoding="utf-8") != recipe_text:
             changes.setdefault("recipe.name", (config.recipe.name, config.recipe.name))
-        told = [str(line["torch"]) for line in self.lines() if "torch" in line]
-        if told and told[-1] != torch.__version__:
-            changes[TORCH] = told[-1], torch.__version__
+        versions = [str(line["torch"]) for line in self.lines() if "torch" in line]
+        if versions and versions[-1] != torch.__version__:
+            changes[TORCH] = versions[-1], torch.__version__
         require_allowed(self.path, changes, allowed)
         return changes
 
     def adopt(self, config: Config, changes: ConfigDiff, digest: str, step: int) -> None:
-        """Make what `claim` and `check_corpus` have let through the run's own, from `step` on."""
-        told = self.corpus_digest()
-        changes = {**changes, **({"corpus": (told, digest)} if told not in ("", digest) else {})}
+        """Record and apply the changes that `claim` and `check_corpus` allowed, from `step` on."""
+        recorded = self.corpus_digest()
+        changes = {**changes, **({"corpus": (recorded, digest)} if recorded not in ("", digest) else {})}
         if not changes:
             return
         if not (identity := self.path / "identity.json").exists():
@@ -168,7 +176,14 @@ class RunDirectory:
         write_whole(self.path / "config.toml", to_toml(config))
 
     def run_id(self, digest: str) -> str:
-        """What this run's checkpoints are known by; `digest` is that of the corpus, if it has none yet."""
+        """The id of the run in its checkpoints.
+
+        Args:
+            digest: the digest of the corpus, used if the run has not recorded one yet.
+
+        Raises:
+            UserError: identity.json cannot be read.
+        """
         try:
             return str(json.loads((self.path / "identity.json").read_text())["run_id"])
         except FileNotFoundError:
@@ -177,44 +192,44 @@ class RunDirectory:
             raise UserError(f"{self.path / 'identity.json'} cannot be read: {error}; restore it") from None
 
     def check_corpus(self, digest: str, allowed: Sequence[str] = ()) -> None:
-        """Refuse a corpus that is not the one the run has begun with, unless `allowed` names a key of it.
+        """Check that the corpus is the one with which the run began, unless `allowed` has a key of it.
 
         Raises:
-            UserError: the text or the tokenizer changed since.
+            UserError: the text or the tokenizer has changed.
         """
-        told = self.corpus_digest()
-        if told and told != digest and not {"data.source", "data.tokenizer"} & set(allowed):
+        recorded = self.corpus_digest()
+        if recorded and recorded != digest and not {"data.source", "data.tokenizer"} & set(allowed):
             raise UserError(
-                f"{self.path} was trained on corpus {told[:12]}..., and data.source with data.tokenizer "
+                f"{self.path} was trained on corpus {recorded[:12]}..., and data.source with data.tokenizer "
                 f"is now {digest[:12]}...; restore text and tokenizer, let them through with --allow-change "
                 "data.source, or start a new run with another --out"
             )
 
     def corpus_digest(self) -> str:
-        """Of the corpus that the run was trained on; "" before its first start."""
-        told = [str(line["corpus"]) for line in self.lines() if "corpus" in line]
-        return told[-1] if told else ""
+        """The recorded digest of the corpus; "" before the first start."""
+        digests = [str(line["corpus"]) for line in self.lines() if "corpus" in line]
+        return digests[-1] if digests else ""
 
     def lines(self) -> list[dict[str, Any]]:
-        """What was recorded."""
+        """All lines of the metrics."""
         return read_jsonl(self.metrics) if self.metrics.exists() else []
 
 
 def run_id_of(config: Config, corpus_digest: str) -> str:
-    """What a checkpoint has to be of, to be continued under a configuration."""
+    """The run id of a configuration and corpus: a digest that a checkpoint must match to be resumed."""
     text = json.dumps([trajectory(config), corpus_digest], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def is_settled(line: Mapping[str, Any], step: int, rollbacks: int | None = None) -> bool:
-    """Whether a line still holds when the run goes on after `step`; its end is then yet to come."""
+    """Whether a line stays valid when the run continues after `step`; a `done` event never does."""
     if line.get("event") == "rollback" and rollbacks is not None and line["rollbacks"] > rollbacks:
         return False
     return line.get("step", 0) <= step and line.get("event") != "done"
 
 
 def _bytes_until(path: Path, step: int) -> int:
-    """Where the lines of steps after `step` begin, or a torn line; steps stand in their order."""
+    """Bytes before the first line of a step after `step`, or before a torn line; steps are ascending."""
     size = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):

@@ -11,12 +11,12 @@ import pytest
 
 from narrowgauge.errors import UserError
 from narrowgauge.training.monitor import loggers
-from narrowgauge.training.monitor.logger_backends import KINDS, is_installed
+from narrowgauge.training.monitor.logger_backends import BACKENDS, is_installed
 from narrowgauge.training.monitor.loggers import Feed, Loggers, numbers, require_sinks
 from narrowgauge.training.run.run_writer import NullRunWriter, RunWriter
 
 SMALL = {"gauges.every": 3, "training.steps": 6, "checkpoint.every": 2}
-PRESENT = {name: is_installed(kind.package) for name, kind in KINDS.items()}
+PRESENT = {name: is_installed(spec.package) for name, spec in BACKENDS.items()}
 
 
 def needs(name):

@@ -1,1 +1,1 @@
-"""What may be set, and what is refused?"""
+"""Which settings are there, and which values are refused?"""

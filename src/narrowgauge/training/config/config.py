@@ -1,8 +1,9 @@
-"""The configuration of a run: one frozen tree, one level below the root, validated once, in sentences.
+"""The configuration of a run: a frozen object with one level of sections, validated once.
 
-Values come from, later over earlier: the defaults below, a TOML file, `--section.key VALUE`. Both the file
-and the command line end in `make_config`, so there is one set of names, one set of rules and one kind of
-error. The defaults are the embedded run: a model of a few million parameters on Python's own source text.
+Values come from the defaults below, a TOML file and `--section.key VALUE`; later ones override earlier ones.
+Both the file and the command line end in `make_config`, so there is one set of names, one set of rules and
+one form of error messages. The defaults are the embedded run: a model of a few million parameters on the
+source text of Python.
 """
 
 import tomllib
@@ -52,30 +53,30 @@ class Config(Section):
     log: LogSection = LogSection()
 
     def gauges_every(self) -> int:
-        """Steps between readings of the gauges, 0 for none; under compile only the number that was set."""
+        """Steps between gauge readings, 0 for none; with compile the default is 0."""
         is_default = "every" not in self.gauges.model_fields_set
         return 0 if self.training.compile and is_default else self.gauges.every
 
     def resolved_model(self) -> ModelConfig:
-        """The model's dimensions: the named size with the section's other keys over it."""
+        """The model's dimensions: the named size, overridden by the other keys of the section."""
         section = self.model.model_dump(exclude_none=True, exclude={"weights"})
         return model_config(**section)
 
     def resolved_recipe(self) -> Recipe:
-        """The recipe, with the section's places over it."""
+        """The recipe, overridden by the places of the section."""
         return recipe(self.recipe.name).with_places(self.recipe.places)
 
 
 def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
-    """A valid configuration from nested values (text or typed).
+    """Make a valid configuration from nested values (text or typed).
 
     Raises:
-        UserError: unknown section or key, a value of the wrong kind, values that do not go together.
+        UserError: a section or key is unknown, a value has the wrong type, or values contradict each other.
     """
     try:
-        config = Config.model_validate(_with_start(values))
+        config = Config.model_validate(_with_initial_run(values))
     except ValidationError as error:
-        raise _sentence(error) from None
+        raise _user_error(error) from None
     for place in config.recipe.places:
         if place not in KEYS:
             raise unknown("key", f"recipe.{place}", config_keys())
@@ -105,10 +106,10 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
     return config
 
 
-def _with_start(values: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
-    """With `model.weights`, the dimensions and the tokenizer of that run, where no others are given.
+def _with_initial_run(values: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
+    """Fill in dimensions and tokenizer of the run that `model.weights` names, unless they are given.
 
-    A configuration that has been resolved has them all, and does not need the run any more.
+    A resolved configuration has them all, and no longer needs that run.
     """
     model = values.get("model", {})
     if not isinstance(model, Mapping) or not model.get("weights"):
@@ -129,10 +130,10 @@ def _with_start(values: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Mapping
 
 
 def load_values(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file.
+    """Read the tables of a TOML file.
 
     Raises:
-        UserError: the file is missing, unreadable or no TOML, or a section in it is no table.
+        UserError: the file is missing, unreadable or not TOML, or a section in it is not a table.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -170,8 +171,8 @@ def _shown(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def _sentence(error: ValidationError) -> UserError:
-    """The first complaint of pydantic as one sentence of ours."""
+def _user_error(error: ValidationError) -> UserError:
+    """The first error of pydantic as a one-sentence `UserError`."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"][:2])
     if first["type"] == "extra_forbidden":
@@ -186,7 +187,7 @@ def _sentence(error: ValidationError) -> UserError:
 
 
 def to_toml(config: Config) -> str:
-    """The whole configuration as TOML, resolved: it makes the same run again."""
+    """The complete resolved configuration as TOML, which reproduces the run."""
     tables = config.model_dump()
     start = {"weights": config.model.weights} if config.model.weights else {}
     tables["model"] = {"name": config.model.name} | start | asdict(config.resolved_model())
@@ -201,15 +202,19 @@ def to_toml(config: Config) -> str:
 
 
 def trajectory(config: Config) -> dict[str, dict[str, Any]]:
-    """The resolved values that decide every loss of the run; what is shown and kept is left out."""
+    """The resolved values that determine every loss of the run, without display and storage settings."""
     tables = tomllib.loads(to_toml(config))
     for key in ("memory_limit", "hang_timeout", "recompute_every"):
         del tables["training"][key]
-    for place in ("offload", "gather"):  # the numbers are the same wherever they lie, and however they travel
+    for place in ("offload", "gather"):  # neither location nor transport changes a number
         tables["recipe"].pop(place, None)
     guard = tables["guard"]
-    told = guard["spike"] in ("off", "warn")  # which moves nothing
-    kept = ["max_skips"] if told else ["max_skips", "spike", "spike_factor", "spike_window", "max_rollbacks"]
+    is_passive = guard["spike"] in ("off", "warn")  # changes no step
+    kept = (
+        ["max_skips"]
+        if is_passive
+        else ["max_skips", "spike", "spike_factor", "spike_window", "max_rollbacks"]
+    )
     tables["guard"] = {key: guard[key] for key in kept}
-    beside = ("log", "checkpoint", "validation", "gauges", "parallel")
-    return {section: t for section, t in tables.items() if section not in beside}
+    excluded = ("log", "checkpoint", "validation", "gauges", "parallel")
+    return {section: t for section, t in tables.items() if section not in excluded}

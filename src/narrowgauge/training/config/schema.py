@@ -1,6 +1,6 @@
-"""The sections of a configuration: which keys there are, their defaults, and the rule of each by itself.
+"""The sections of a configuration: their keys, defaults and the rule of each key.
 
-Here is what one value may be. What values have to be together, and where they come from, is `config`.
+This module checks single values. `config` checks their combinations and reads them.
 """
 
 import json
@@ -21,14 +21,14 @@ GAUGES_EVERY = 100  # by default; `benchmarks/gauges.py` measures what that take
 
 
 class Section(BaseModel):
-    """A frozen table of keys, each with its rule and its words."""
+    """A frozen table of keys, each with its rule and its description."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_broken_text(cls, value: Any) -> Any:
-        """Bytes of the command line that are no UTF-8 arrive as lone surrogates, which no file can hold."""
+        """Refuse lone surrogates: bytes of the command line that are not UTF-8, which no file can hold."""
         if isinstance(value, str) and not value.isascii():
             try:
                 value.encode("utf-8")
@@ -55,7 +55,7 @@ _Weight = Annotated[float, Field(gt=0)]
 
 
 class DataSection(Section):
-    """Where tokens come from."""
+    """The source of the tokens."""
 
     source: str = Field(
         "stdlib",
@@ -85,7 +85,7 @@ class DataSection(Section):
 
 
 class TrainingSection(Section):
-    """How long, how much at once, where."""
+    """Length of the training, batch sizes and device."""
 
     steps: int = Field(500, ge=1, description="optimizer steps")
     batch_size: int = Field(8, ge=1, lt=2**31, description="sequences per optimizer step")
@@ -110,7 +110,7 @@ _Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerSection(Section):
-    """How weights move."""
+    """The optimizer."""
 
     name: Literal["adamw", "muon"] = Field("adamw", description="adamw, or muon for hidden matrices")
     lr: float = Field(2e-3, gt=0, description="peak learning rate")
@@ -156,7 +156,7 @@ class ScheduleSection(Section):
 
 
 class RecipeSection(Section):
-    """Which format each place is in."""
+    """The recipe: the format of each place."""
 
     name: str = Field("fp8", description="a shipped recipe or a .toml file")
     backend: str = Field("auto", description=", ".join(BACKENDS))
@@ -165,25 +165,25 @@ class RecipeSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _gather_places(cls, values: Any) -> Any:
-        """Every key but name and backend is a place: `"fprop.x" = "bf16"`, or fprop = {x = "bf16"}."""
+        """Collect places, all keys but name and backend: `"fprop.x" = "bf16"`, or fprop = {x = "bf16"}."""
         if not isinstance(values, dict):
             return values
-        own = {k: v for k, v in values.items() if k in ("name", "backend")}
+        named = {k: v for k, v in values.items() if k in ("name", "backend")}
         if not isinstance(values.get("places", {}), Mapping):
             return values
         places = dict(values.get("places", {}))
         for key, value in values.items():
-            if key in own or key == "places":
+            if key in named or key == "places":
                 continue
             if isinstance(value, dict) and "cast" not in value:
                 places |= {f"{key}.{operand}": cast for operand, cast in value.items()}
             else:
                 places[key] = value
-        return own | {"places": places}
+        return named | {"places": places}
 
 
 class ParallelSection(Section):
-    """How many processes in each direction; their product is that of all."""
+    """Number of processes along each axis; the product is the number of all processes."""
 
     replicate: int = Field(1, ge=1, description="whole weights on each, batches divided (DDP)")
     shard: int = Field(0, ge=0, description="weights cut, batches divided (FSDP2); 0: what is left")
@@ -204,7 +204,7 @@ class ValidationSection(Section):
 
 
 class CheckpointSection(Section):
-    """What survives."""
+    """Checkpoints."""
 
     every: int = Field(100, ge=1, description="steps between saves")
     every_minutes: float = Field(
@@ -218,7 +218,7 @@ class CheckpointSection(Section):
 
 
 class GuardSection(Section):
-    """When numbers go wrong."""
+    """Reactions to non-finite numbers and spikes, and checks for corruption."""
 
     max_skips: int = Field(10, ge=0, description="steps skipped in a row before it stops")
     spike: Literal["off", "warn", "skip", "rollback"] = Field(
@@ -240,7 +240,7 @@ class GuardSection(Section):
 
 
 class GaugesSection(Section):
-    """What the recipe's numbers do to each place."""
+    """Readings of the quantization error at each place."""
 
     every: int = Field(
         GAUGES_EVERY, ge=0, description="steps between readings of every place; 0, or compile: none"
@@ -248,7 +248,7 @@ class GaugesSection(Section):
 
 
 class LogSection(Section):
-    """What is shown."""
+    """Progress output, the final sample and the sinks."""
 
     every: int = Field(10, ge=1, description="steps between plain progress lines")
     prompt: str = Field("", description="start of the sample at the end; empty: a fitting one")

@@ -1,1 +1,1 @@
-"""What does a run take, and what does it show?"""
+"""What does a run need, and what does it report?"""

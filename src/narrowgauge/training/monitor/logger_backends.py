@@ -1,8 +1,8 @@
-"""Where else metrics and gauges can go: one class for each program, which is imported only when used.
+"""Logger backends: one class for each program, imported only when used.
 
-A sink is opened for a run directory at the first step it will see, and takes the numbers of one step at a
-time. Each keeps its own files inside the run directory, where the program lets us choose, and a run that is
-continued goes on in the same place there.
+A sink is opened for a run directory at its first step, and takes the numbers of one step at a time. Each
+keeps its files inside the run directory if the program allows it, and a continued run goes on in the same
+files.
 """
 
 import os
@@ -15,40 +15,40 @@ from pathlib import Path
 from typing import Any, Protocol
 
 PROJECT = "narrowgauge"
-# Less than a run waits at its end (`sinks.CLOSE_S`): W&B, left behind while it opens, holds up the exit of
-# the process for over a minute.
+# Shorter than a run waits at its end (`loggers.CLOSE_S`): W&B, abandoned while it opens, delays the exit of
+# the process by over a minute.
 _OPEN_S = 10.0
 
 
 class LoggerBackend(Protocol):
-    """What a program is to us; every method may take long, or fail in ways of its own."""
+    """Interface to a program; every method may take long, or raise any exception."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of a step, by name."""
+        """Log the numbers of a step by name."""
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining records."""
 
 
 @dataclass(frozen=True)
-class Opening:
-    """What there is to know of a run when a sink is opened."""
+class RunInfo:
+    """The facts of a run that a sink needs when it opens."""
 
     path: Path  # the run directory
     config: Mapping[str, Any]  # resolved, nested
-    step: int  # the first that will be logged
+    step: int  # the first one to be logged
 
 
 class TensorBoard:
     """Event files in RUN/tensorboard; `tensorboard --logdir RUN` shows them."""
 
-    def __init__(self, run: Opening) -> None:
+    def __init__(self, run: RunInfo) -> None:
         writer = import_module("torch.utils.tensorboard").SummaryWriter
-        # steps that were done before and are done again after a kill are shown once
+        # a step repeated after a kill is shown once
         self.writer = writer(log_dir=str(run.path / "tensorboard"), purge_step=run.step, flush_secs=10)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """One scalar each."""
+        """Log one scalar for each name."""
         for name, value in values.items():
             self.writer.add_scalar(name, value, step)
 
@@ -58,9 +58,9 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of W&B, files in RUN/wandb; its own variables (WANDB_MODE, WANDB_PROJECT, ...) hold."""
+    """A run of W&B, with files in RUN/wandb; W&B's variables (WANDB_MODE, WANDB_PROJECT, ...) apply."""
 
-    def __init__(self, run: Opening) -> None:
+    def __init__(self, run: RunInfo) -> None:
         wandb = import_module("wandb")
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT") or PROJECT,
@@ -71,22 +71,22 @@ class WeightsAndBiases:
             resume="allow",
             settings=wandb.Settings(console="off", silent=True, init_timeout=_OPEN_S),
         )
-        # its own counter never goes back, and a run that is continued does
+        # W&B's step counter never goes back, but a continued run does
         self.run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """All of them at once."""
+        """Log all numbers in one call."""
         self.run.log({**values, "step": step})
 
     def close(self) -> None:
-        """Finish, as far as it was sent; the rest lies in RUN/wandb, for `wandb sync`."""
+        """Finish; unsent records stay in RUN/wandb for `wandb sync`."""
         self.run.finish()
 
 
 class Trackio:
-    """A run of trackio in its own folder (TRACKIO_DIR); `trackio show` shows it."""
+    """A run of trackio in trackio's folder (TRACKIO_DIR); `trackio show` shows it."""
 
-    def __init__(self, run: Opening) -> None:
+    def __init__(self, run: RunInfo) -> None:
         trackio = import_module("trackio")
         name = f"{run.path.resolve().name}-{_identity(run.path / 'trackio' / 'narrowgauge-id')}"
         self.run = trackio.init(
@@ -100,37 +100,37 @@ class Trackio:
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """All of them at once."""
+        """Log all numbers in one call."""
         self.run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Finish."""
+        """Finish the run."""
         self.run.finish()
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A program: the package it needs, which is also our extra's name, and how it is opened."""
+class BackendSpec:
+    """A backend: the package it needs, which is also the name of the extra, and its constructor."""
 
     package: str
-    open: Callable[[Opening], LoggerBackend]
+    open: Callable[[RunInfo], LoggerBackend]
 
 
-KINDS: Mapping[str, Kind] = {
-    "tensorboard": Kind("tensorboard", TensorBoard),
-    "wandb": Kind("wandb", WeightsAndBiases),
-    "trackio": Kind("trackio", Trackio),
+BACKENDS: Mapping[str, BackendSpec] = {
+    "tensorboard": BackendSpec("tensorboard", TensorBoard),
+    "wandb": BackendSpec("wandb", WeightsAndBiases),
+    "trackio": BackendSpec("trackio", Trackio),
 }
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported; a folder of its name, such as W&B's own `wandb/`, is none."""
+    """Whether a package can be imported; a plain folder of that name, such as RUN/wandb, is not enough."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def _identity(file: Path) -> str:
-    """What a program knows this run by, the same when the run is continued; kept in a file."""
+    """The id of this run in a program, read from a file, so that a continued run keeps it."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(secrets.token_hex(4), encoding="ascii")

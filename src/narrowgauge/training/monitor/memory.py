@@ -1,15 +1,15 @@
-"""Where the memory of a training step goes, by class of tensor: measured from a step, or expected of one.
+"""The memory of a training step by class of tensor, measured from a step or estimated for one.
 
     weights, master, gradients, m, v     counted from the tensors themselves
-    other                                what recipes remember, step counts, buffers
-    saved activations                    what lives at the end of a forward pass and did not before it,
-    logits                               but for the head's output (none of a chunked loss, whose gradient of
+    other                                amax histories of recipes, step counts, buffers
+    saved activations                    tensors that a forward pass creates and keeps,
+    logits                               except the head's output (none with a chunked loss, whose gradient of
                                          the head is among the gradients from the forward pass on)
-    whole weights                        and what FSDP has gathered of weights that are cut
-    workspace                            the rest of the peak of a whole optimizer step
+    whole weights                        and except sharded weights that FSDP has gathered
+    workspace                            the rest of the peak of a complete optimizer step
 
-`watch` looks at the step, `expected` takes it on tensors without numbers; both end in `measured`, so that a
-plan and a run cannot disagree on what exists. Of several processes, each has an account of its own.
+`memory_tracker` measures a real step, `memory_estimate` runs it on meta tensors; both end in `measured`, so a
+plan and a run always have the same classes. Each of several processes is measured separately.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ CLASSES = (*STATE, "saved activations", "logits", "whole weights", "workspace")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by class: on the device, and of the state that lies in the host's memory."""
+    """Bytes by class: on the device, and of the state in the host's memory."""
 
     device: dict[str, int]
     host: dict[str, int]
@@ -41,42 +41,42 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """The most that the device holds at once."""
+        """Peak bytes on the device."""
         return sum(self.device.values())
 
     @property
     def state(self) -> int:
-        """What the device holds between steps."""
+        """Bytes on the device between steps."""
         return sum(self.device[name] for name in STATE)
 
     def classes(self) -> str:
-        """The device's bytes by class, for people; what is next to nothing is left out."""
+        """The device's bytes by class as text; classes under 64 KiB are left out."""
         return " + ".join(
             f"{name} {human_bytes(size)}" for name, size in self.device.items() if size >= 2**16
         )
 
     def as_json(self) -> dict[str, Any]:
-        """For the metrics."""
+        """The fields of the event `memory` in the metrics."""
         return {"bytes": self.device, "host_bytes": self.host, "peak": self.peak}
 
 
-def measured(trainer: Trainer, watch: MemoryTracker) -> Memory:
-    """The memory of a session, after the step that was watched."""
-    device, host = _of_state(trainer)
+def measured(trainer: Trainer, tracker: MemoryTracker) -> Memory:
+    """The memory by class, after a step under `tracker`."""
+    device, host = _state_bytes(trainer)
     grads = [local(p.grad) for p in trainer.optimizer.parameters() if p.grad is not None]
     in_buckets = any(isinstance(module, DistributedDataParallel) for module in trainer.engine.modules)
-    new = 0 if in_buckets else sum(g.nbytes for g in grads)  # DDP's buckets were there before
-    saved = watch.saved - _early_gradient(trainer)
+    new = 0 if in_buckets else sum(g.nbytes for g in grads)  # DDP's buckets exist before the step
+    saved = tracker.saved - _early_gradient(trainer)
     device["whole weights"] = min(saved, full_weights(trainer.model, trainer.engine.mesh))
     device["logits"] = min(saved - device["whole weights"], _logits(trainer))
     device["saved activations"] = saved - device["logits"] - device["whole weights"]
-    # Gradients that a step makes anew are a class of their own.
-    device["workspace"] = max(0, watch.peak - saved - new)
+    # Gradients that the step allocates are a separate class.
+    device["workspace"] = max(0, tracker.peak - saved - new)
     return Memory(device, host, count_parameters(trainer.config.resolved_model()))
 
 
-def _of_state(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
-    """(on the device, on the host): bytes of the state by class."""
+def _state_bytes(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
+    """(device, host): bytes of the state by class."""
     device, host = dict.fromkeys(STATE, 0), dict.fromkeys(("master", "gradients", "m", "v"), 0)
     seen: set[int] = set()
 
@@ -87,8 +87,8 @@ def _of_state(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
                 (host if on_host and name in host else device)[name] += local(t).nbytes
 
     for p in trainer.optimizer.parameters():
-        for name, part in (("weights", "at_rest"), ("master", "master"), ("gradients", "gradient")):
-            if (at_rest := getattr(p, part, None)) is not None:
+        for name, attribute in (("weights", "at_rest"), ("master", "master"), ("gradients", "gradient")):
+            if (at_rest := getattr(p, attribute, None)) is not None:
                 count(name, list(at_rest.tensors.values()), at_rest.on_host)
         for place, moment in trainer.optimizer.moments(p).items():
             count(place, list(moment.tensors.values()), moment.on_host)
@@ -101,7 +101,7 @@ def _of_state(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _logits(trainer: Trainer) -> int:
-    """Bytes of the head's output of a micro-batch, where the head is here and it exists as a whole."""
+    """Bytes of the head's output for a micro-batch; 0 without a head on this rank or with a chunked loss."""
     if trainer.model.head is None or trainer.model.chunks_loss:
         return 0
     t, data, count = trainer.config.training, trainer.config.data, trainer.model.share[1]
@@ -110,7 +110,7 @@ def _logits(trainer: Trainer) -> int:
 
 
 def _early_gradient(trainer: Trainer) -> int:
-    """Bytes of the head's gradient where the forward pass computes it (`kernels.head_loss`)."""
+    """Bytes of the head's gradient if the forward pass computes it (`kernels.head_loss`), else 0."""
     model = trainer.model
     if model.head is None or not model.chunks_loss or model.compute_dtype == torch.float16:
         return 0

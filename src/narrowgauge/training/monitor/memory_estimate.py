@@ -1,7 +1,7 @@
-"""What a step will take, before there is one: the same step on torch's meta device.
+"""Estimates memory and traffic of a step by running it on torch's meta device.
 
-Its tensors have shapes and no numbers, and the processes of a mesh are imagined: no formula that could fall
-behind the code. Every operation is on whole tensors, as a GPU's are.
+Meta tensors have shapes and no data, and the processes of the mesh are simulated, so there is no formula that
+could fall behind the code. Every operation works on unchunked tensors, as on a GPU.
 """
 
 from collections import Counter
@@ -32,7 +32,7 @@ class StepEstimate:
 
     Attributes:
         memory: bytes by class.
-        sent: bytes that it sends for each (purpose, ranks that talk); see `distributed.traffic`.
+        sent: bytes sent for each (purpose, ranks of the group); see `distributed.comm.byte_counter`.
     """
 
     memory: Memory
@@ -40,14 +40,14 @@ class StepEstimate:
 
 
 def estimate_memory(config: Config, layout: ParallelDims = ALONE) -> Memory:
-    """What a configuration's step will take on the process of a mesh that needs most."""
+    """The expected memory of a step on the process that needs most."""
     return estimate_step(config, layout).memory
 
 
 def estimate_step(config: Config, layout: ParallelDims = ALONE) -> StepEstimate:
-    """The step of that process: of a pipeline the first or the last, else they are alike.
+    """The expected step of the process that needs most: in a pipeline the first or the last, else any.
 
-    Of many blocks, which are alike, a few are gone through, and a few more: the others take what those took.
+    A model of many equal blocks is estimated twice with a few blocks, and extrapolated linearly.
     """
     model, t = config.resolved_model(), config.training
     unit = layout.stages * (t.recompute_every if t.recompute else 1)
@@ -55,8 +55,8 @@ def estimate_step(config: Config, layout: ParallelDims = ALONE) -> StepEstimate:
         return _heaviest(config, layout)
     further, parameters = (model.layers - 4 * unit) / (2 * unit), count_parameters(model)
     few, more = (_with_layers(config, n * unit) for n in (2, 4))
-    steps = [  # each process has a line of its own: of few layers another may be the heaviest
-        _line(_step(few, layout, rank), _step(more, layout, rank), further, parameters)
+    steps = [  # extrapolated per process: with few layers another process may be the heaviest
+        _extrapolate(_step(few, layout, rank), _step(more, layout, rank), further, parameters)
         for rank in _ends(layout)
     ]
     return max(steps, key=lambda step: step.memory.peak)
@@ -67,7 +67,7 @@ def _heaviest(config: Config, layout: ParallelDims) -> StepEstimate:
 
 
 def _ends(layout: ParallelDims) -> list[int]:
-    """A process of the first stage and one of the last; without a pipeline all are alike."""
+    """A rank of the first stage and one of the last; without a pipeline all ranks are alike."""
     return [0] if layout.pipeline == 1 else [0, layout.size - layout.size // layout.pipeline]
 
 
@@ -75,77 +75,78 @@ def _with_layers(config: Config, layers: int) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"layers": layers})})
 
 
-def _line(few: StepEstimate, more: StepEstimate, further: float, parameters: int) -> StepEstimate:
-    """What goes on as from the one step to the other."""
+def _extrapolate(few: StepEstimate, more: StepEstimate, further: float, parameters: int) -> StepEstimate:
+    """Linear extrapolation: `more`, plus `further` times the difference from `few`."""
 
-    def on(a: Mapping[Any, int], b: Mapping[Any, int]) -> dict[Any, int]:
+    def extrapolated(a: Mapping[Any, int], b: Mapping[Any, int]) -> dict[Any, int]:
         return {key: max(0, round(size + further * (size - a.get(key, 0)))) for key, size in b.items()}
 
     old, new = few.memory, more.memory
     return StepEstimate(
-        Memory(on(old.device, new.device), on(old.host, new.host), parameters), on(few.sent, more.sent)
+        Memory(extrapolated(old.device, new.device), extrapolated(old.host, new.host), parameters),
+        extrapolated(few.sent, more.sent),
     )
 
 
 def _step(config: Config, layout: ParallelDims, rank: int) -> StepEstimate:
-    """A step of one process, of as many micro-batches as tell what more of them would take."""
+    """A step of one rank with only as many micro-batches as the extrapolation to all of them needs."""
     t, meta = config.training, torch.device("meta")
-    own = t.batch_size // (layout.data * t.micro_batch_size)
-    some = min(own, 2 * layout.pipeline if layout.pipeline > 1 else 2)
+    count = t.batch_size // (layout.data * t.micro_batch_size)
+    simulated = min(count, 2 * layout.pipeline if layout.pipeline > 1 else 2)
     x_BT = torch.zeros(t.micro_batch_size, config.data.sequence_length, dtype=torch.long, device=meta)
     batch = Batch(x_BT, x_BT, x_BT.numel(), x_BT if config.data.separate_documents else None)
     sent: list[Counter[tuple[str, tuple[int, ...]]]] = []
     with fake_mesh(layout, rank) as mesh, CommCounter() as traffic:
-        mesh.micro_batches = some
-        trainer, watch = Trainer.begin(config, meta, mesh), MemoryTracker(meta)
+        mesh.micro_batches = simulated
+        trainer, tracker = Trainer.begin(config, meta, mesh), MemoryTracker(meta)
 
         def begin(i: int) -> None:
             sent.append(traffic.by_ranks.copy())
             set_step(trainer.model, t.seed, 1, i * t.micro_batch_size, t.steps)
 
         traffic.by_ranks.clear()
-        with watch:
-            micro_batches = [MicroBatch(i, batch, 1.0) for i in range(some)]
-            trainer.engine.accumulate(micro_batches, begin, lambda loss: loss, watch.after_forward)
+        with tracker:
+            micro_batches = [MicroBatch(i, batch, 1.0) for i in range(simulated)]
+            trainer.engine.accumulate(micro_batches, begin, lambda loss: loss, tracker.after_forward)
             trainer.engine.finish_backward()
             trainer.optimizer.clip_grad_norm_(config.optimizer.clip_norm)
             trainer.optimizer.step()
             trainer.engine.after_update()
         total = traffic.by_ranks
-        for key, size in _of_each_further(sent, total, layout).items():
-            total[key] += (own - some) * size
-        return StepEstimate(measured(trainer, watch), total)
+        for key, size in _sent_per_micro_batch(sent, total, layout).items():
+            total[key] += (count - simulated) * size
+        return StepEstimate(measured(trainer, tracker), total)
 
 
-def _of_each_further(
+def _sent_per_micro_batch(
     sent: list[Counter[tuple[str, tuple[int, ...]]]],
     total: Counter[tuple[str, tuple[int, ...]]],
     layout: ParallelDims,
 ) -> Counter[tuple[str, tuple[int, ...]]]:
-    """What one more micro-batch sends: the second's, or of a pipeline its share; gradients not always."""
-    sums_each = layout.is_cut and layout.zero > 1 and layout.pipeline == 1
-    again = ("activations", "gather", "reduce") if sums_each else ("activations", "gather")
-    each = total if layout.pipeline > 1 else total - sent[1] if len(sent) > 1 else Counter()
+    """Bytes of one more micro-batch: those of the second one, or in a pipeline an equal share."""
+    reduces_each = layout.is_cut and layout.zero > 1 and layout.pipeline == 1
+    repeated = ("activations", "gather", "reduce") if reduces_each else ("activations", "gather")
+    sizes = total if layout.pipeline > 1 else total - sent[1] if len(sent) > 1 else Counter()
     count = 2 * layout.pipeline if layout.pipeline > 1 else 1
-    return Counter({key: size // count for key, size in each.items() if key[0] in again})
+    return Counter({key: size // count for key, size in sizes.items() if key[0] in repeated})
 
 
 def require_memory(config: Config, device: torch.device, layout: ParallelDims = ALONE) -> Memory:
-    """What is expected of a run; refuses one that cannot fit.
+    """Estimate the memory of a run, and refuse one that cannot fit.
 
-    A CPU's memory is promised freely, and a process that takes up the promise is killed without a word.
+    Linux overcommits a CPU's memory, and kills a process that uses more than there is without a message.
 
     Raises:
         UserError: the state alone is larger than the device's memory, or the step than `memory_limit`.
     """
-    there, parameters = hardware.total_memory(device), count_parameters(config.resolved_model())
+    available, parameters = hardware.total_memory(device), count_parameters(config.resolved_model())
     least = parameters * _least_bytes(config) / (layout.size // layout.replicate)
-    if least > there:  # too large even to be looked at
+    if least > available:  # too large even for the estimate
         raise UserError(f"{_too_large(config, parameters, least, device)}; choose a smaller --model")
     memory = estimate_memory(config, layout)
     on_host = 0 if device.type != "cpu" else sum(memory.host.values())  # a CPU's device is its host
-    if memory.state + on_host > there:
-        advice = _advice(config, there, device.type != "cpu", layout)
+    if memory.state + on_host > available:
+        advice = _advice(config, available, device.type != "cpu", layout)
         raise UserError(f"{_too_large(config, parameters, memory.state, device)}; {advice}")
     limit = parse_bytes(config.training.memory_limit)
     if limit and memory.peak > limit:
@@ -157,7 +158,7 @@ def require_memory(config: Config, device: torch.device, layout: ParallelDims = 
 
 
 def _least_bytes(config: Config) -> float:
-    """Bytes of state on the device that no parameter goes below."""
+    """Lower bound of the device's bytes of state per parameter."""
     recipe = config.resolved_recipe()
     kept = (c for place, c in recipe.state.items() if c is not None and place not in recipe.offload)
     return sum(c.element.bits / 8 for c in kept)
@@ -171,19 +172,19 @@ def _too_large(config: Config, parameters: int, state: float, device: torch.devi
 
 
 def _advice(config: Config, limit: int, has_host: bool, layout: ParallelDims) -> str:
-    found = [
-        f"{words} ({human_bytes(m.peak)})"
-        for words, m in cheaper(config, has_host, layout)
+    options = [
+        f"{option} ({human_bytes(m.peak)})"
+        for option, m in cheaper(config, has_host, layout)
         if m.peak <= limit
     ]
-    if found:
-        return "it fits with " + ", or ".join(found)
+    if options:
+        return "it fits with " + ", or ".join(options)
     return "no setting of this recipe makes it fit: choose a smaller --model, or narrower state (msamp-o3)"
 
 
 @dataclass
 class _Change:
-    words: str
+    options: str  # of the command line
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     layout: ParallelDims | None = None
 
@@ -191,10 +192,16 @@ class _Change:
 def cheaper(
     config: Config, has_host: bool = True, layout: ParallelDims = ALONE, wider: bool = False
 ) -> list[tuple[str, Memory]]:
-    """What would lower the peak, as options of the command line, with the memory that is then expected.
+    """Changes that lower the peak: each alone, then all together.
 
-    Each alone, then all together. `has_host`: whether there is another memory beside the device's. `wider`:
-    also what changes more than settings, the division over processes and the recipe.
+    Args:
+        config: the configuration to change.
+        has_host: whether the host's memory is separate from the device's.
+        layout: the mesh of the run.
+        wider: also try other meshes and recipes.
+
+    Returns:
+        Pairs of command line options and the memory that is expected with them.
     """
     changes = []
     if config.training.micro_batch_size > 1:
@@ -208,28 +215,28 @@ def cheaper(
             _Change("--recipe.offload master,grad,m,v", {"recipe": {"offload": "master,grad,m,v"}})
         )
     if len(changes) > 1:
-        together = _Change(" ".join(c.words for c in changes))
+        together = _Change(" ".join(c.options for c in changes))
         for change in changes:
             for section, values in change.values.items():
                 together.values[section] = together.values.get(section, {}) | values
         changes.append(together)
     if wider:
         changes += _wider(config, layout)
-    return [(c.words, estimate_memory(_changed(config, c.values), c.layout or layout)) for c in changes]
+    return [(c.options, estimate_memory(_changed(config, c.values), c.layout or layout)) for c in changes]
 
 
 def _wider(config: Config, layout: ParallelDims) -> list[_Change]:
-    """Other divisions of the same processes, twice as many of them, narrower state."""
+    """Other meshes of the same processes, twice as many processes, narrower state."""
     changes = []
     if layout.shard > 1 and layout.zero < 3:
         changes.append(_Change("--parallel.zero 3", layout=replace(layout, zero=3)))
     if layout.replicate > 1:
-        words = f"--parallel.replicate 1 --parallel.shard {layout.data}"
-        changes.append(_Change(words, layout=replace(layout, replicate=1, shard=layout.data)))
+        options = f"--parallel.replicate 1 --parallel.shard {layout.data}"
+        changes.append(_Change(options, layout=replace(layout, replicate=1, shard=layout.data)))
     twice = replace(layout, shard=2 * layout.shard)
     if config.training.batch_size % (twice.data * config.training.micro_batch_size) == 0:
-        words = f"--devices {twice.size} --parallel.shard {twice.shard}"
-        changes.append(_Change(words, layout=twice))
+        options = f"--devices {twice.size} --parallel.shard {twice.shard}"
+        changes.append(_Change(options, layout=twice))
     if config.resolved_recipe().state["m"] is not None and not config.recipe.places:
         kept = (c for c in config.resolved_recipe().state.values() if c is not None)
         if all(c.element.bits == 32 for c in kept):

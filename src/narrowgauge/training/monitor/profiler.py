@@ -1,14 +1,13 @@
-"""Where does a step's time go? A trace for Perfetto (ui.perfetto.dev), and the time by class of operation.
+"""Profiles a few steps: a trace for Perfetto (ui.perfetto.dev), and the time by class of operation.
 
-The first steps of a process are not like the others (memory is taken, kernels are chosen), so they pass
-unseen. Then a few steps are recorded by torch's profiler, which costs them time: shares are to be read, not
-the length of the step.
+The first steps of a process are not typical (allocation, choice of kernels), so they are skipped. Then
+torch's profiler records a few steps, which makes them longer: read the shares, not the length of the step.
 
-An operation belongs to the first class of `CLASSES` that matches it or anything that called it: a copy inside
-of the recipe's own linear layer is a cast, and the same copy inside of the optimizer is the optimizer's. Time
-is that of the operation itself, without what it called: on a GPU its kernels', on a CPU the clock's. What is
-left of the steps is "idle": Python, waiting for data or for other processes, on a GPU any moment without a
-kernel.
+An operation belongs to the first class of `CLASSES` that matches its name or the name of a caller: a copy
+inside the linear layer of the recipe is a cast, and the same copy inside the optimizer belongs to the
+optimizer. The time of an operation excludes its callees: on a GPU it is the time of its kernels, on a CPU the
+elapsed time. The rest of the steps is "idle": Python, waiting for data or for other processes, on a GPU any
+moment without a kernel.
 """
 
 import re
@@ -22,10 +21,10 @@ from typing import Any, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-STEPS = 3  # that are recorded, unless another number is asked for
-_UNSEEN = 2  # steps of this process before
+STEPS = 3  # recorded by default
+_SKIPPED = 2  # steps of this process before them
 
-# The first that matches counts. Names are those of torch's operations, and of ours in autograd's functions.
+# The first match counts. The names are those of torch's operations and of our autograd functions.
 CLASSES = (
     ("communication", r"c10d|gloo:|nccl:|FSDP::|record_param_comms"),
     ("optimizer", r"Optimizer\.step|linalg_vector_norm"),
@@ -42,7 +41,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class StepTime:
-    """Milliseconds of a step, on average over those recorded: all of it, and by class."""
+    """Milliseconds of a step, averaged over the recorded steps: in total, and by class."""
 
     step_ms: float
     classes: dict[str, float]
@@ -58,17 +57,17 @@ class Profile:
     """The profile of some steps of a run, on one process.
 
     Attributes:
-        directory: where the trace goes.
-        rank: of this process.
-        device: what it computes on.
-        steps: how many to record.
+        directory: the directory of the trace.
+        rank: the rank of this process.
+        device: the device it computes on.
+        steps: the number of steps to record.
     """
 
     directory: Path
     rank: int
     device: torch.device
     steps: int = STEPS
-    _seen: int = 0
+    _taken: int = 0
     _profiler: Any = None
     _wall_s: list[float] = field(default_factory=list)
 
@@ -78,9 +77,9 @@ class Profile:
         return self.directory / f"trace-rank-{self.rank}.json.gz"
 
     def step(self, number: int, take: Callable[[], Result], is_last: bool) -> tuple[Result, StepTime | None]:
-        """Take a step; after the last one that is recorded, or of all, also where the time went."""
-        self._seen += 1
-        if not _UNSEEN < self._seen <= _UNSEEN + self.steps:
+        """Take a step; with the last recorded step, or the last of the run, also return the step time."""
+        self._taken += 1
+        if not _SKIPPED < self._taken <= _SKIPPED + self.steps:
             return take(), None
         if self._profiler is None:
             gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
@@ -90,10 +89,10 @@ class Profile:
         with record_function(f"step {number}"):
             result = take()
         self._wall_s.append(time.perf_counter() - start)
-        return result, (self._finish() if is_last or self._seen == _UNSEEN + self.steps else None)
+        return result, (self._finish() if is_last or self._taken == _SKIPPED + self.steps else None)
 
     def close(self) -> None:
-        """Record no further, and keep nothing of what is not finished."""
+        """Stop recording, and discard an unfinished profile."""
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None
@@ -107,18 +106,25 @@ class Profile:
 
 
 def step_time(events: Iterable[Any], wall_s: float, steps: int, on_gpu: bool) -> StepTime:
-    """The time by class of what a profiler has seen of so many steps.
+    """The time by class, from the events of a profiler.
 
-    `events` are torch's `FunctionEvent`s; on a GPU those of the CPU carry the time of the kernels they began.
+    Args:
+        events: torch's `FunctionEvent`s; on a GPU the CPU events carry the time of the kernels they launched.
+        wall_s: elapsed seconds of all recorded steps.
+        steps: the number of recorded steps.
+        on_gpu: whether the classes count kernels.
+
+    Returns:
+        Milliseconds of an average step.
     """
     microseconds = dict.fromkeys((name for name, _ in CLASSES), 0.0)
     spans: list[tuple[float, float]] = []
     for event in events:
         if event.device_type.name == "CPU":
-            own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-            if own and not event.name.startswith("step "):
-                microseconds[class_of(tuple(callers(event)))] += own
-        elif on_gpu and not getattr(event, "is_user_annotation", False):  # such as that of the whole step
+            self_time = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            if self_time and not event.name.startswith("step "):
+                microseconds[class_of(tuple(callers(event)))] += self_time
+        elif on_gpu and not getattr(event, "is_user_annotation", False):  # annotations span whole steps
             spans.append((event.time_range.start, event.time_range.end))
     busy = covered(spans) if on_gpu else sum(microseconds.values())
     classes = {name: us / 1e3 / steps for name, us in microseconds.items()}
@@ -128,7 +134,7 @@ def step_time(events: Iterable[Any], wall_s: float, steps: int, on_gpu: bool) ->
 
 
 def callers(event: Any) -> Iterator[str]:
-    """The names of an operation and of all that called it, from inside out."""
+    """The names of an operation and of all its callers, innermost first."""
     while event is not None:
         yield event.name
         event = event.cpu_parent
@@ -137,7 +143,7 @@ def callers(event: Any) -> Iterator[str]:
 @cache
 def class_of(names: tuple[str, ...]) -> str:
     """The class of an operation with these callers."""
-    return next(name for name, pattern in CLASSES if any(re.search(pattern, each) for each in names))
+    return next(name for name, pattern in CLASSES if any(re.search(pattern, n) for n in names))
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:

@@ -1,4 +1,4 @@
-"""What a person sees while a run is on its way: a live line on a terminal, plain lines elsewhere."""
+"""Progress display of a run: a live line on a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-_LINE_EVERY_S = 30.0  # where there is no terminal, a long stage says how far it is
+_LINE_EVERY_S = 30.0  # interval of progress lines of a stage without a terminal
 
 
 class Display:
@@ -28,32 +28,32 @@ class Display:
             transient=True,
         )
         self._tasks: dict[str, TaskID] = {}
-        self._told: dict[str, float] = {}  # when a line about a stage was last printed
+        self._last_line: dict[str, float] = {}  # time of the last line of each stage
 
     def __enter__(self) -> "Display":
         self._live.start()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, exc_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._live.stop()
 
-    def say(self, line: str) -> None:
-        """A line that stays."""
+    def log(self, line: str) -> None:
+        """Print a permanent line."""
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def stage(self, name: str, done: int, total: int, facts: str = "") -> None:
-        """How many bytes a stage of preparation has done, of how many (0 = not known), and more facts."""
+        """Show the progress of a stage of preparation: bytes done, in total (0 = unknown), more facts."""
         if not self.console.is_terminal:
             now = time.monotonic()
-            if name not in self._told:
-                self.say(f"data: {name} ...")
-            elif now - self._told[name] < _LINE_EVERY_S:
+            if name not in self._last_line:
+                self.log(f"data: {name} ...")
+            elif now - self._last_line[name] < _LINE_EVERY_S:
                 return
             else:
-                self.say(f"data: {name} {_bytes(done, total)}  {facts}".rstrip())
-            self._told[name] = now
+                self.log(f"data: {name} {_bytes(done, total)}  {facts}".rstrip())
+            self._last_line[name] = now
             return
         if name not in self._tasks:
             for other in self._tasks.values():
@@ -65,7 +65,7 @@ class Display:
             self._live.update(self._tasks[name], visible=False)
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """One finished step, as it is recorded in the metrics."""
+        """Show one finished step; `line` is its record in the metrics."""
         step = line["step"]
         if self.first_step is None:
             self.first_step, self.started = step, time.monotonic()
@@ -78,12 +78,12 @@ class Display:
             so_far = f"{step}/{self.steps}  {facts}"
             self._live.update(self._tasks["steps"], completed=step, facts=so_far)
             if "val_loss" in line:
-                self.say(f"step {step:>6}/{self.steps}  {facts}")
+                self.log(f"step {step:>6}/{self.steps}  {facts}")
         elif step % self.every == 0 or step == self.steps or "val_loss" in line:
-            self.say(f"step {step:>6}/{self.steps}  {facts}  left {self._left(step)}")
+            self.log(f"step {step:>6}/{self.steps}  {facts}  left {self._left(step)}")
 
     def _left(self, step: int) -> str:
-        """Time left at the pace so far."""
+        """Time left at the average pace so far, as H:MM:SS."""
         assert self.first_step is not None
         done = step - self.first_step
         if not done:

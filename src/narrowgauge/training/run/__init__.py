@@ -1,1 +1,1 @@
-"""How does a run begin, go on and end?"""
+"""How does a run start, resume and end?"""

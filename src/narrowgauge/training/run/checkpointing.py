@@ -1,16 +1,16 @@
-"""When is a step saved, and what becomes of a run whose saves fail?
+"""Saves checkpoints during a run, and handles failing saves.
 
     {"event": "save", "step": N}                        step N is published
-    {"event": "save failed", "step": N, "reason": ...}  it is not; the older ones are as they were
+    {"event": "save failed", "step": N, "reason": ...}  step N is not published; older ones are unchanged
 
-In the background (`checkpoint.asynchronous`) a save takes some steps, and its line is written when it is
-known how it ended: at the next save, before the run goes back to a checkpoint, and at the end. It bears the
-number of the step that was saved, so it may stand after the lines of later steps. A kill in between costs
-that line and nothing else: what is published is found, what is not is invisible.
+An asynchronous save (`checkpoint.asynchronous`) takes some steps, and its event is written when its result is
+known: at the next save, before a rollback, and at the end. The event has the number of the saved step, so it
+may follow the lines of later steps. A kill in between loses only that event: a published checkpoint is found,
+an unpublished one is invisible.
 
-A full disk is told loudly and ends nothing, since it may be mended while the run goes on. Where the save is
-the last one, or the one that a signal asked for, it ends the run; and so do `checkpoint.max_failures` of them
-in a row, which nobody is going to mend. All ranks know alike how a save ended, and count alike.
+A full disk causes a warning and the run continues, since somebody may free space. It ends the run if the save
+is the last one or was requested by a signal, or after `checkpoint.max_failures` failures in a row. All ranks
+know the result of a save, and count the same failures.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,37 +25,37 @@ from narrowgauge.training.step.trainer import Trainer
 
 
 class Checkpointer:
-    """The saves of a run, at once or in the background; made by `make_checkpointer`.
+    """Saves the checkpoints of a run, synchronously or asynchronously; made by `make_checkpointer`.
 
     Attributes:
-        failures: how many failed since the last one that went well.
+        failures: the number of failures since the last successful save.
     """
 
     def __init__(
         self,
         directory: RunWriter,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         coordinator: Coordinator,
-        most: int,
+        max_failures: int,
         saver: AsyncSaver | None,
     ) -> None:
-        """Of a directory; `saver` is the background, None without one."""
-        self.directory, self.say, self.coordinator, self.most, self._saver = (
-            directory,
-            say,
-            coordinator,
-            most,
-            saver,
-        )
+        """Save into `directory`; `saver` makes saves asynchronous, None synchronous."""
+        self.directory, self.log, self.coordinator = directory, log, coordinator
+        self.max_failures, self._saver = max_failures, saver
         self.failures = 0
-        self._under_way: int | None = None
+        self._pending: int | None = None
 
     def save(self, trainer: Trainer, run_id: str, must: bool) -> None:
-        """Publish the state as it is now, in the background unless it `must` be there when this returns.
+        """Publish the current state.
+
+        Args:
+            trainer: the state.
+            run_id: the run that the checkpoint belongs to.
+            must: whether the checkpoint must be published on return; else the save may be asynchronous.
 
         Raises:
-            SaveError: it was not published and must be, or it is one failure too many.
-            PoisonedError: the state, or that of the save before in the background, is not finite.
+            SaveError: the save failed and must not, or too many saves failed in a row.
+            PoisonedError: the state, or that of the previous asynchronous save, is not finite.
         """
         self.coordinator.progress(f"the save after step {trainer.step}", START)
         self.settle()
@@ -63,63 +63,64 @@ class Checkpointer:
         trainer.check_replicas()
         self.directory.sync_metrics()
         if self._saver is None:
-            with self._told(trainer.step, must):
+            with self._recording_failure(trainer.step, must):
                 trainer.save(self.directory.checkpoints, run_id, self.coordinator.control)
-                self._well(trainer.step)
+                self._succeeded(trainer.step)
             return
         keep = trainer.config.checkpoint.keep
-        with self._told(trainer.step, must):
+        with self._recording_failure(trainer.step, must):
             self._saver.save(
                 self.directory.checkpoints, trainer.step, trainer.pieces(), trainer.state(), keep, run_id
             )
-            self._under_way = trainer.step
+            self._pending = trainer.step
         if must:
             self.settle(must)
 
     def settle(self, must: bool = False) -> None:
-        """Wait for the save that is under way, if any, and record how it ended. Raises as `save` does."""
-        if self._saver is None or self._under_way is None:
+        """Wait for the pending save, if any, and record its result. Raises the same errors as `save`."""
+        if self._saver is None or self._pending is None:
             return
-        step, self._under_way = self._under_way, None
-        with self._told(step, must):
+        step, self._pending = self._pending, None
+        with self._recording_failure(step, must):
             self._saver.wait()
-            self._well(step)
+            self._succeeded(step)
 
     def end(self) -> None:
-        """Let a save that is under way come to its end when the run ends for a reason of its own."""
+        """Wait for a pending save when the run ends; its errors do not replace the cause of the end."""
         if self._saver is None:
             return
-        with suppress(UserError, OSError, RuntimeError):  # why the run ends is the news
+        with suppress(UserError, OSError, RuntimeError):  # the cause of the run's end matters more
             self.settle()
         with suppress(RuntimeError):
             self._saver.close()
 
-    def _well(self, step: int) -> None:
+    def _succeeded(self, step: int) -> None:
         self.failures = 0
         self.directory.record({"event": "save", "step": step})
 
     @contextmanager
-    def _told(self, step: int, must: bool) -> Iterator[None]:
-        """Tell of a save of `step` that fails within, and end the run if that cannot be borne."""
+    def _recording_failure(self, step: int, must: bool) -> Iterator[None]:
+        """Record a failure of the save of `step` in this block; raise it if the run has to end."""
         try:
             yield
         except SaveError as error:
             self.failures += 1
-            self.say(f"NOT SAVED: {error}")
+            self.log(f"NOT SAVED: {error}")
             self.directory.record({"event": "save failed", "step": step, "reason": str(error)})
             if must:
                 raise
-            if self.failures >= self.most:
+            if self.failures >= self.max_failures:
                 raise SaveError(
-                    f"{self.failures} saves in a row have failed (checkpoint.max_failures = {self.most}), "
+                    f"{self.failures} saves in a row have failed "
+                    f"(checkpoint.max_failures = {self.max_failures}), "
                     f"and what is trained is lost until one succeeds; the last one: {error}"
                 ) from error
 
 
 def make_checkpointer(
-    config: Config, directory: RunWriter, say: Callable[[str], None], coordinator: Coordinator
+    config: Config, directory: RunWriter, log: Callable[[str], None], coordinator: Coordinator
 ) -> Checkpointer:
-    """The saves of a run: all ranks of the run call this together, and `end` when the run has ended."""
-    wanted = config.checkpoint
-    saver = AsyncSaver(NEVER) if wanted.asynchronous else None
-    return Checkpointer(directory, say, coordinator, wanted.max_failures, saver)
+    """Make the checkpointer of a run. Collective: all ranks call it, and `end` when the run has ended."""
+    section = config.checkpoint
+    saver = AsyncSaver(NEVER) if section.asynchronous else None
+    return Checkpointer(directory, log, coordinator, section.max_failures, saver)

@@ -1,9 +1,9 @@
-"""Where a run begins: with the weights of another one, for fine-tuning or to go on with other text.
+"""Initial weights from another run, for fine-tuning or for training on other text.
 
     narrowgauge import Qwen2.5-0.5B/ --out base
     narrowgauge train --model.weights base --data my-texts/ --recipe fp8 --out tuned
 
-The weights are plain numbers in between, so the two runs may have any two recipes.
+The weights are passed as float32, so the two runs may have different recipes.
 """
 
 from collections.abc import Mapping
@@ -22,14 +22,17 @@ from narrowgauge.training.use.trained_model import open_run
 
 
 def check_start(config: Config, tokenizer: Tokenizer) -> None:
-    """Refuse another tokenizer than that of the run that `model.weights` names, if it names one.
+    """Check that the tokenizer is that of the run in `model.weights`, if there is one.
 
-    A run that goes on from its own checkpoint does not need that run any more: it may be gone.
+    A resumed run starts from a checkpoint, so the run in `model.weights` may be gone by then.
+
+    Raises:
+        UserError: the tokenizers differ.
     """
     if not config.model.weights:
         return
-    theirs = RunDirectory(Path(config.model.weights)).tokenizer
-    if theirs.is_file() and load_tokenizer(theirs).to_json() != tokenizer.to_json():
+    source = RunDirectory(Path(config.model.weights)).tokenizer
+    if source.is_file() and load_tokenizer(source).to_json() != tokenizer.to_json():
         raise UserError(
             f"data.tokenizer = {config.data.tokenizer!r} is not the tokenizer that model.weights = "
             f"{config.model.weights!r} was trained with, so its ids mean other text; leave data.tokenizer out"
@@ -37,35 +40,36 @@ def check_start(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def start_from_weights(config: Config, model: Transformer) -> None:
-    """Give a new model the weights of the run that `model.weights` names, if it names one.
+    """Copy the weights of the run in `model.weights`, if there is one, into a new model.
 
-    Raises `UserError` where that run is another model.
+    Raises:
+        UserError: that run has another model.
     """
     if not config.model.weights:
         return
-    there = open_run(Path(config.model.weights), "cpu")
-    weights = there.weights()
+    source = open_run(Path(config.model.weights), "cpu")
+    weights = source.weights()
     with torch.device("meta"):
-        whole = Transformer(config.resolved_model())
-    ours = {name: p.shape for name, p in whole.named_parameters(remove_duplicate=False)}
-    for name in sorted(ours.keys() | weights.keys()):
-        found = tuple(weights[name].shape) if name in weights else "nothing"
-        needed = tuple(ours[name]) if name in ours else "nothing"
-        if found != needed:
+        full_model = Transformer(config.resolved_model())
+    shapes = {name: p.shape for name, p in full_model.named_parameters(remove_duplicate=False)}
+    for name in sorted(shapes.keys() | weights.keys()):
+        shape = tuple(weights[name].shape) if name in weights else "nothing"
+        needed = tuple(shapes[name]) if name in shapes else "nothing"
+        if shape != needed:
             raise UserError(
-                f"model.weights = {config.model.weights!r} is another model: {name} is {found} there and "
+                f"model.weights = {config.model.weights!r} is another model: {name} is {shape} there and "
                 f"{needed} here; leave the dimensions out, and they are taken from it"
             )
-    _take(model, weights)
+    _copy_weights(model, weights)
 
 
 @torch.no_grad()
-def _take(model: Transformer, weights: Mapping[str, torch.Tensor]) -> None:
-    """Give a model what lies here of these weights."""
+def _copy_weights(model: Transformer, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy the full weights, or the local shards of them, into a model."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        part = part_of(parameter)
-        numbers = weights[name] if part is None else part.take(weights[name])
+        shard = part_of(parameter)
+        numbers = weights[name] if shard is None else shard.take(weights[name])
         layer = layers.get(name.removesuffix(".weight"))
         if layer is not None and layer.state_at_rest is not None:
             layer.state_at_rest.write(numbers)

@@ -1,4 +1,4 @@
-"""How a run is spread over its processes: the grid that `[parallel]` asks for, and what it may not be."""
+"""The parallel dimensions of a run: resolves `[parallel]` for a number of processes, and checks it."""
 
 from narrowgauge.distributed import ParallelDims, check_blocks, check_tensor_parallel, resolve_dims
 from narrowgauge.errors import UserError
@@ -6,10 +6,10 @@ from narrowgauge.training.config.config import Config
 
 
 def parallel_dims_of(config: Config, processes: int) -> ParallelDims:
-    """The grid of `[parallel]` for so many processes.
+    """The dimensions of `[parallel]` for a number of processes.
 
     Raises:
-        UserError: it has another number of processes, or model, batch or settings do not allow it.
+        UserError: their product is another number, or model, batch or settings do not allow them.
     """
     layout = resolve_dims(ParallelDims(**config.parallel.model_dump()), processes)
     model, t, data = config.resolved_model(), config.training, layout.data
@@ -32,7 +32,7 @@ def parallel_dims_of(config: Config, processes: int) -> ParallelDims:
 
 
 def _check_pipeline(layout: ParallelDims, micro_batches: int) -> None:
-    """Refuse so many micro-batches a step where the pipeline's schedule cannot have them."""
+    """Check that the schedule of the pipeline can run this number of micro-batches a step."""
     if layout.chunks > 1 and layout.pipeline == 1:
         raise UserError(
             f"parallel.chunks = {layout.chunks} with parallel.pipeline = 1: chunks are the stages of each "

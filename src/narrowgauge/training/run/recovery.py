@@ -1,14 +1,14 @@
-"""What follows from the guard's verdict on a step: event lines, a word to whoever watches, going back.
+"""Acts on the guard's verdict: writes the event, prints a message, rolls back.
 
     spike       {"event": "spike", "step": N, "reason": ...}             the first of several in a row
-    skip        {"event": "skip", ..., "first_bad": {layer, place, ...}}  `first_bad` where it was not finite
+    skip        {"event": "skip", ..., "first_bad": {layer, place, ...}}  `first_bad` if not finite
     rollback    {"event": "rollback", "step": M, "from_step": N, "skipped_samples": [A, B], ...}
 
-A rollback restores a checkpoint of step M < N, and the lines of the steps after M go, as they do on a resume.
-Which checkpoint: the newest valid one at a multiple of `checkpoint.every`, since one made because of a signal
-or of the clock is not there in the undisturbed run; another only where there is none of that kind. Until the
-next save the rollback is in memory alone: a run that is killed by then comes back to step M or before, meets
-the same spike and takes the same decision.
+A rollback restores a checkpoint of step M < N, and drops the lines of later steps, as a resume does. The
+target is the newest valid checkpoint at a multiple of `checkpoint.every`, because a checkpoint made by a
+signal or the clock does not exist in an uninterrupted run; others are used only if there is none. Until the
+next save the rollback exists only in memory: a run killed before that resumes from step M or earlier, sees
+the same spike and decides the same.
 """
 
 from collections.abc import Callable
@@ -28,12 +28,25 @@ def recover(
     run_id: str,
     loss: float,
     norm: float,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     coordinator: Coordinator,
 ) -> bool:
-    """Act on `trainer.verdict`; returns whether the run went back, so that its data has to be opened anew.
+    """Act on `trainer.verdict`.
 
-    Raises `Diverged` where the guard's patience is at its end.
+    Args:
+        trainer: the state after the step.
+        directory: the run directory.
+        run_id: the run that checkpoints must belong to.
+        loss: the loss of the step.
+        norm: the gradient norm of the step.
+        log: the function that prints a message.
+        coordinator: lets all ranks take the same decision.
+
+    Returns:
+        Whether the run was rolled back, so that its data must be opened again.
+
+    Raises:
+        Diverged: the limit of skips or rollbacks is reached.
     """
     verdict, guard = trainer.verdict, trainer.guard
     if verdict.action == "rollback":
@@ -47,17 +60,17 @@ def recover(
         name = coordinator.broadcast(None if target is None else target.name)
         if name is not None:
             figures = {"loss": loss, "grad_norm": norm}
-            _roll_back(trainer, directory, directory.checkpoints / name, figures, say, coordinator)
+            _roll_back(trainer, directory, directory.checkpoints / name, figures, log, coordinator)
             return True
         verdict = guard.cannot_roll_back(verdict)
     if verdict.action != "take":
-        _tell(trainer, directory, verdict, say)
+        _record_verdict(trainer, directory, verdict, log)
         guard.require_patience(verdict, trainer.step, str(trainer.first_bad or ""))
     return False
 
 
 def rollback_target(checkpoints: Path, run_id: str, before: int, every: int) -> Path | None:
-    """The checkpoint to go back to from step `before`, or None; every byte of it was verified."""
+    """The checkpoint to roll back to from step `before`, fully verified; None if there is none."""
     older = [step for step in steps(checkpoints) if step < before]
     for step in sorted(older, key=lambda step: (step % every == 0, step), reverse=True):
         path = checkpoints / f"step-{step}"
@@ -74,7 +87,7 @@ def _roll_back(
     directory: RunDirectory,
     path: Path,
     figures: dict[str, float],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     coordinator: Coordinator,
 ) -> None:
     reason, before, spike = trainer.verdict.reason, trainer.guard, trainer.step
@@ -92,18 +105,18 @@ def _roll_back(
     }
     skipped = {"skipped_samples": [first, guard.samples - 1]}
     directory.record({**event, **skipped, "rollbacks": guard.rollbacks})
-    say(f"step {spike}: {reason}; back to step {trainer.step}, and on with other data")
+    log(f"step {spike}: {reason}; back to step {trainer.step}, and on with other data")
 
 
-def _tell(
-    trainer: Trainer, directory: RunDirectory, verdict: GuardVerdict, say: Callable[[str], None]
+def _record_verdict(
+    trainer: Trainer, directory: RunDirectory, verdict: GuardVerdict, log: Callable[[str], None]
 ) -> None:
     event: dict[str, Any] = {"event": "spike" if verdict.takes else "skip", "step": trainer.step}
     event["reason"] = verdict.reason
-    found = ""
+    cause = ""
     if trainer.first_bad is not None:
         event["first_bad"] = trainer.first_bad.as_json()
-        found = f"; {trainer.first_bad}"
+        cause = f"; {trainer.first_bad}"
     directory.record(event)
-    what = "a spike" if verdict.takes else "skipped"
-    say(f"step {trainer.step}: {what}, {verdict.reason}{found}")
+    action = "a spike" if verdict.takes else "skipped"
+    log(f"step {trainer.step}: {action}, {verdict.reason}{cause}")

@@ -1,6 +1,6 @@
-"""A run from outside: who takes part, which directory, and what is left behind at the end, however it comes.
+"""`run()`: joins the ranks, claims the run directory, trains, and records how the run ended.
 
-The same call starts a run, continues one that stopped, and does nothing for one that is done.
+The same call starts a run, resumes a stopped one, and does nothing for a finished one.
 """
 
 import os
@@ -56,27 +56,27 @@ def run(
     allow_change: Sequence[str] = (),
     profile: int = 0,
 ) -> Path:
-    """Train, or continue, or find done, the run of a configuration: what `narrowgauge train` runs.
+    """Train the run of a configuration, as `narrowgauge train` does.
 
     Args:
-        config: a configuration, or nested values for one; None = the embedded default.
-        out: the run directory; None = `default_out`.
-        console: where progress is shown; None = standard output.
-        allow_change: `section.key`s that may have other values than the run began with.
-        profile: how many steps to record in DIR/profile, once a few are done; none by default.
+        config: a configuration, or nested values for one; None: the embedded default.
+        out: the run directory; None: `default_out`.
+        console: the console for progress; None: standard output.
+        allow_change: `section.key`s whose values may differ from those of the existing run.
+        profile: the number of steps to profile into DIR/profile, after a few others; 0: none.
 
     Returns:
         The run directory.
 
     Raises:
-        UserError: a mistake in the configuration, the data or the directory; nothing was trained.
-        Preempted: SIGTERM, SIGINT or SIGUSR1 came; the state is saved.
-        StoppedEarly: one of them came before the first step.
+        UserError: configuration, data or directory are invalid; nothing was trained.
+        Preempted: SIGTERM, SIGINT or SIGUSR1 arrived; the state is saved.
+        StoppedEarly: one of them arrived before the first step.
         Diverged: more than `guard.max_skips` steps in a row were skipped, or too many rollbacks.
-        Corrupted: numbers that must be equal are not (`guard.replay_every`).
+        Corrupted: numbers that must be equal differ (`guard.check_every`, `guard.replay_every`).
         OutOfMemory: a step needs more memory than there is.
-        PoisonedError: weights or moments became non-finite; the checkpoints there are untouched.
-        SaveError: the last save, or the one that a signal asked for, failed, or too many in a row.
+        PoisonedError: weights or moments became non-finite; existing checkpoints are unchanged.
+        SaveError: the last save or one requested by a signal failed, or too many in a row.
     """
     check_keys(allow_change)
     config = config if isinstance(config, Config) else make_config(config or {})
@@ -101,7 +101,7 @@ def run(
             dataset = _open_data(config, coordinator, display)
             with lock_run(path, coordinator.rank, coordinator.barrier):
                 requests.save_first()  # until the directory has a status
-                seen = Profile(path / "profile", coordinator.rank, device, profile) if profile else None
+                profiler = Profile(path / "profile", coordinator.rank, device, profile) if profile else None
                 _run(
                     config,
                     path,
@@ -113,7 +113,7 @@ def run(
                     display,
                     requests,
                     allow_change,
-                    seen,
+                    profiler,
                 )
     return path
 
@@ -131,21 +131,21 @@ def _run(
     allow_change: Sequence[str],
     profile: Profile | None,
 ) -> None:
-    """The run in a directory that is locked."""
+    """Train in the locked run directory, and record how the run ended."""
     changes: ConfigDiff = {}
     is_done = False
     if coordinator.rank == 0:
-        there = RunDirectory(path)
-        changes = there.claim(config, allow_change)
-        is_done = there.status() == "done" and not changes
+        existing = RunDirectory(path)
+        changes = existing.claim(config, allow_change)
+        is_done = existing.status() == "done" and not changes
         if not is_done:
-            there.check_corpus(dataset.digest, allow_change)
+            existing.check_corpus(dataset.digest, allow_change)
     if coordinator.broadcast(is_done):
-        display.say(f"{path} is done; to train again, name another directory with --out")
+        display.log(f"{path} is done; to train again, name another directory with --out")
         return
-    sinks = Loggers.of(config.log.sinks, path, config.model_dump(mode="json"), display.say)
-    directory = (RunWriter if coordinator.rank == 0 else NullRunWriter)(path, display.say, sinks=sinks)
-    checkpointer = make_checkpointer(config, directory, display.say, coordinator)
+    sinks = Loggers.of(config.log.sinks, path, config.model_dump(mode="json"), display.log)
+    directory = (RunWriter if coordinator.rank == 0 else NullRunWriter)(path, display.log, sinks=sinks)
+    checkpointer = make_checkpointer(config, directory, display.log, coordinator)
     coordinator.record_failures_in(path, lambda cause: RunDirectory(path).set_status("failed", cause))
     try:
         with coordinator.first_failure():
@@ -153,12 +153,12 @@ def _run(
             if coordinator.rank == 0:
                 dataset.tokenizer.save(directory.tokenizer)
             run_id = coordinator.broadcast(directory.run_id(dataset.digest) if coordinator.rank == 0 else "")
-            job = RunContext(
+            context = RunContext(
                 config, device, dataset, directory, display, plan, coordinator, checkpointer, run_id, profile
             )
-            trainer = start_or_resume(job, changes, Mesh(layout, device))
-            train(job, trainer, requests)
-            finish(job, trainer)
+            trainer = start_or_resume(context, changes, Mesh(layout, device))
+            train(context, trainer, requests)
+            finish(context, trainer)
     except (Preempted, StoppedEarly) as stop:
         directory.set_status("preempted", str(stop))
         raise
@@ -166,23 +166,23 @@ def _run(
         directory.set_status("preempted" if stop.code == 75 else "failed", str(stop))
         raise
     except BaseException as error:
-        with suppress(OSError):  # where it went away, what happened to it is the news
+        with suppress(OSError):  # if the directory disappeared, the original error matters more
             directory.require_there()
             directory.set_status("failed", f"{type(error).__name__}: {error}")
         if hardware.is_out_of_memory(error):
-            raise OutOfMemory(_how_to_save_memory(config, device, plan, layout)) from error
+            raise OutOfMemory(_out_of_memory_message(config, device, plan, layout)) from error
         raise
     finally:
         if profile is not None:
             profile.close()
-        try:  # at last: the others know the cause of an end before this one waits for a disk or a network
+        try:  # last: peers learn the cause of an end before this rank waits for a disk or a network
             checkpointer.end()
         finally:
             sinks.close()
 
 
 def _open_data(config: Config, coordinator: Coordinator, display: Display) -> Dataset:
-    """The tokens: made by the first process, then found made by the others."""
+    """Open the data: rank 0 prepares it, then the other ranks open the result."""
     d = config.data
     coordinator.progress("preparing the data", patience=1000.0)
     if coordinator.rank > 0:
@@ -195,10 +195,10 @@ def _open_data(config: Config, coordinator: Coordinator, display: Display) -> Da
     return dataset
 
 
-def _how_to_save_memory(
+def _out_of_memory_message(
     config: Config, device: torch.device, plan: Memory | None, layout: ParallelDims
 ) -> str:
-    """What a step was expected to take, and what lowers that, the largest gain first."""
+    """The expected memory of a step, and the changes that lower it, the largest gain first."""
     what = f"out of memory on {hardware.device_name(device)}"
     advice = (
         f"lower training.micro_batch_size = {config.training.micro_batch_size}, set --training.recompute true"
@@ -208,31 +208,35 @@ def _how_to_save_memory(
             f"; a step is expected to take {human_bytes(plan.peak)} ({plan.classes()}), beside the program "
             "itself and the data"
         )
-        if others := _cheaper(config, device, plan, layout):
-            advice = ", ".join(f"{human_bytes(memory.peak)} with {words}" for words, memory in others)
+        if options := _cheaper_options(config, device, plan, layout):
+            advice = ", ".join(f"{human_bytes(memory.peak)} with {option}" for option, memory in options)
     return f"{what}; {advice}, or choose a smaller --model, and name a new directory with --out"
 
 
-def _cheaper(
+def _cheaper_options(
     config: Config, device: torch.device, plan: Memory, layout: ParallelDims
 ) -> list[tuple[str, Memory]]:
-    """What is expected to take less; nothing where there is no room left even to find that out."""
-    if layout.size > 1:  # the account of several processes has no place beside real ones
+    """Options with a lower expected peak; empty if memory does not suffice for the estimate."""
+    if layout.size > 1:  # simulated process groups cannot coexist with real ones
         return []
     with suppress(MemoryError, RuntimeError):
-        found = cheaper(config, has_host=device.type == "cuda")
-        return sorted((one for one in found if one[1].peak < plan.peak), key=lambda one: one[1].peak)
+        options = cheaper(config, has_host=device.type == "cuda")
+        return sorted((o for o in options if o[1].peak < plan.peak), key=lambda o: o[1].peak)
     return []
 
 
 def check_data(config: Config, dataset: Dataset) -> None:
-    """Refuse tokens that the model cannot take, before the directory is claimed for this configuration."""
+    """Check that model and data fit, before the run directory is claimed.
+
+    Raises:
+        UserError: a token id is beyond the vocabulary, or there are too few tokens.
+    """
     vocab_size, needed = config.resolved_model().vocab_size, dataset.tokenizer.vocab_size
     if needed > vocab_size:
-        named = config.data.tokenizer != AUTO
-        whose = f"tokenizer {config.data.tokenizer!r}" if named else f"data source {config.data.source!r}"
+        is_named = config.data.tokenizer != AUTO
+        origin = f"tokenizer {config.data.tokenizer!r}" if is_named else f"data source {config.data.source!r}"
         raise UserError(
-            f"{whose} has token ids up to {needed - 1}, beyond model.vocab_size = {vocab_size}; "
+            f"{origin} has token ids up to {needed - 1}, beyond model.vocab_size = {vocab_size}; "
             f"set --model.vocab_size {needed}, or a smaller tokenizer"
         )
     count_windows(dataset.train, config.data.sequence_length)

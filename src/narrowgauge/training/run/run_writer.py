@@ -1,12 +1,12 @@
-"""The run directory while training goes on: its record must not be what ends a run.
+"""The run directory during training: a failing write of the metrics must not end the run.
 
-A checkpoint that cannot be written is lost work, and is told as such. A line of the metrics that cannot be
-written is waiting work: it is kept in memory, with one warning, and written with the next line that can be. A
-reader of the file sees whole lines in their order, and a gap that closes again.
+A checkpoint that cannot be written is lost work, and is reported as an error. A line of the metrics that
+cannot be written is kept in memory, with one warning, and written together with the next line. A reader of
+the file sees complete lines in their order; a gap is filled later.
 
-A directory that is gone is another matter. A network disk that went away leaves the empty directory it was
-mounted on, and whoever then writes under the old name fills another disk. So the directory is known by device
-and inode, and a save into another one is refused.
+A directory that disappeared is different. An unmounted network disk leaves the empty mount point, and writes
+under the old name would fill another disk. So the directory is identified by device and inode, and a save
+into another one is refused.
 """
 
 import os
@@ -22,21 +22,21 @@ from narrowgauge.training.config.diff import ConfigDiff
 from narrowgauge.training.monitor.loggers import Loggers
 from narrowgauge.training.run_directory import RunDirectory
 
-_MOST = 100_000  # lines of a file that are kept in memory; beyond that the oldest go
+_MOST = 100_000  # lines of a file that are kept in memory; then the oldest are dropped
 
 
 @dataclass(frozen=True)
 class RunWriter(RunDirectory):
-    """A run directory whose record waits where the disk does not take it.
+    """A run directory that keeps lines in memory while the disk refuses them.
 
     Attributes:
-        say: gets the one warning.
+        log: the function that prints the warning.
         waiting: lines not yet written, by file.
-        identity: device and inode of the directory when this was made.
-        sinks: get a copy of metrics and gauges, now or never.
+        identity: device and inode of the directory when the writer was made.
+        sinks: the loggers, which get a copy of metrics and gauges once.
     """
 
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     waiting: dict[Path, list[Mapping[str, Any]]] = field(default_factory=dict)
     identity: list[int] = field(default_factory=list)
     sinks: Loggers = field(default_factory=Loggers)
@@ -45,18 +45,18 @@ class RunWriter(RunDirectory):
         self.identity.extend(_identity(self.path))
 
     def record(self, line: Mapping[str, Any]) -> None:
-        """Append one line to the metrics, now or when it can be."""
+        """Append one line to the metrics, at once or when the disk accepts it."""
         self._append(self.metrics, [line])
         self.sinks.metrics(line)
 
     def record_gauges(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Append what the gauges read in a step, now or when it can be."""
+        """Append the gauge readings of a step, at once or when the disk accepts them."""
         lines = list(lines)
         self._append(self.gauges, lines)
         self.sinks.gauges(lines)
 
     def sync_metrics(self) -> None:
-        """Put the record on the disk, as far as it can be written."""
+        """Flush metrics and gauges to the disk; an error is only a warning."""
         self.flush()
         try:
             super().sync_metrics()
@@ -64,63 +64,75 @@ class RunWriter(RunDirectory):
             self._warn(self.metrics, error)
 
     def keep_metrics_until(self, step: int, rollbacks: int | None = None) -> None:
-        """Drop the lines of steps after `step`, also of those that wait. Raises `OSError`."""
+        """Drop the lines of steps after `step`, also waiting ones.
+
+        Raises:
+            OSError: the files cannot be written.
+        """
         self.flush()
         super().keep_metrics_until(step, rollbacks)
 
     def flush(self) -> None:
-        """Try to write what waits."""
+        """Try to write the waiting lines."""
         for file in list(self.waiting):
             self._append(file, [])
 
     def require_there(self) -> None:
-        """Refuse to go on in another directory than the one the run began in. Raises `FileNotFoundError`."""
+        """Check that the path is still the directory in which the run began.
+
+        Raises:
+            FileNotFoundError: it is gone, or another one is in its place.
+        """
         if _identity(self.path) != self.identity:
             raise FileNotFoundError(
                 ENOENT, "the run directory is gone, and another one is in its place", str(self.path)
             )
 
     def _append(self, file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-        every = [*self.waiting.get(file, []), *lines]
+        all_lines = [*self.waiting.get(file, []), *lines]
         try:
             self.require_there()
-            append_lines(file, every)
+            append_lines(file, all_lines)
         except OSError as error:
             self._warn(file, error)
-            self.waiting[file] = every[-_MOST:]
+            self.waiting[file] = all_lines[-_MOST:]
         else:
             self.waiting.pop(file, None)
 
     def _warn(self, file: Path, error: OSError) -> None:
-        """Once for each stretch of time in which it fails."""
+        """Log a warning, once until writing succeeds again."""
         if not self.waiting:
             reason = error.strerror or str(error)
-            self.say(f"NOT RECORDED: {file} cannot be written ({reason}); training goes on, and lines wait")
+            self.log(f"NOT RECORDED: {file} cannot be written ({reason}); training goes on, and lines wait")
 
 
 class NullRunWriter(RunWriter):
-    """What a process other than the first has of the run directory: it reads there, and writes nothing."""
+    """The run directory on ranks other than 0: reads, and writes nothing."""
 
     def record(self, line: Mapping[str, Any]) -> None:
-        """The first process does."""
+        """Do nothing: rank 0 does it."""
 
     def record_gauges(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """The first process does."""
+        """Do nothing: rank 0 does it."""
 
     def sync_metrics(self) -> None:
-        """The first process does."""
+        """Do nothing: rank 0 does it."""
 
     def keep_metrics_until(self, step: int, rollbacks: int | None = None) -> None:
-        """The first process does."""
+        """Do nothing: rank 0 does it."""
 
     def set_status(self, status: str, reason: str) -> None:
-        """The first process does."""
+        """Do nothing: rank 0 does it."""
 
     def adopt(self, config: Config, changes: ConfigDiff, digest: str, step: int) -> None:
-        """The first process does."""
+        """Do nothing: rank 0 does it."""
 
 
 def _identity(path: Path) -> list[int]:
-    """Raises `OSError`."""
-    found = os.stat(path)
-    return [found.st_dev, found.st_ino]
+    """Device and inode.
+
+    Raises:
+        OSError: the path does not exist or cannot be read.
+    """
+    stat = os.stat(path)
+    return [stat.st_dev, stat.st_ino]

@@ -1,11 +1,11 @@
 """The loss on held-out text: always the same batches, so that two numbers compare.
 
-A loss in nats per token compares two models only if they have one tokenizer. Bits per byte compares any
+A loss in nats per token compares two models only if they share a tokenizer. Bits per byte compares any
 two:
 
     bits per byte = sum of -log2 p(token) over the tokens / bytes of UTF-8 text that these tokens stand for
 
-The end of a document is a token to be predicted like any other, and stands for no bytes.
+The end of a document is predicted like any other token, and counts as 0 bytes.
 """
 
 import json
@@ -26,11 +26,18 @@ def validation_loss(
     batches: int | None,
     separate_documents: bool = False,
 ) -> float:
-    """Mean cross entropy in nats per token over `batches` batches spread over the tokens; None = all.
+    """Mean cross entropy in nats per token on held-out tokens.
 
-    `separate_documents`: documents are kept apart, as `data.separate_documents` has it in training. Processes
-    that have data of their own take turns; one that has none left computes the last batch again, with the
-    others.
+    Data-parallel ranks take turns; a rank without a batch of the last round computes the last batch again,
+    because the forward pass is collective.
+
+    Args:
+        engine: the model and its mesh.
+        tokens: the held-out tokens.
+        batch_size: sequences of a batch.
+        sequence_length: tokens of a sequence.
+        batches: the number of batches, spread evenly over the tokens; None: all.
+        separate_documents: mask attention and loss between documents, as in training.
     """
     index, count = engine.mesh.data_index, engine.mesh.layout.data
     targets, losses = [], []
@@ -58,7 +65,7 @@ def bits_per_byte(
     batches: int | None,
     separate_documents: bool = False,
 ) -> float:
-    """What `validation_loss` of the same batches is in bits per byte of text; NaN where there is no text."""
+    """Convert the `validation_loss` of the same batches to bits per byte of text; NaN without text."""
     lengths = token_bytes(tokenizer)
     count = text = 0
     for batch in validation_batches(tokens, batch_size, sequence_length, batches, separate_documents):
@@ -69,7 +76,7 @@ def bits_per_byte(
 
 
 def token_bytes(tokenizer: Tokenizer) -> torch.Tensor:
-    """Bytes of UTF-8 that each id stands for, int64; 0 for special tokens.
+    """UTF-8 bytes of each token id, (vocab_size,) int64; 0 for special tokens.
 
     In a byte-level vocabulary each character of an entry is one byte. In others an entry is text, with a
     mark (U+2581) for a space and `<0xNN>` for a single byte.

@@ -1,8 +1,8 @@
-"""A run's newest state in the numbers of another recipe: a new run directory that goes on from it.
+"""Converts the newest state of a run to another recipe: a new run directory that continues the run.
 
-Weights (their masters, where there are any) and moments are read as float32 and written in the new casts,
-rounded once. Step counts, the place in the data and the random bits' step stay what they were; histories of
-delayed scales start empty. The new directory appears whole or not at all.
+Weights (or their masters, if there are any) and moments are read as float32 and written in the new casts,
+rounded once. Step counts, the position in the data and the step of the random streams are copied; histories
+of delayed scales start empty. The new directory is created atomically.
 """
 
 from pathlib import Path
@@ -21,15 +21,21 @@ from narrowgauge.training.step.trainer import Trainer
 def convert_run(source: Path, recipe: str, out: Path) -> int:
     """Make the run directory `out` from the newest checkpoint of `source`, under another recipe.
 
+    Args:
+        source: a run directory.
+        recipe: the name of the new recipe.
+        out: the new run directory, which must not exist.
+
     Returns:
-        The step it goes on from.
+        The step at which the new run continues.
 
     Raises:
-        UserError: no run, no checkpoint, an imported model, an unknown recipe, or `out` is in use.
+        UserError: `source` is no run, has no checkpoint or is an imported model, the recipe is unknown, or
+            `out` is in use.
     """
     old = RunDirectory(source)
     before = old.config(own_recipe=True)
-    after = _under(before, recipe)
+    after = _with_recipe(before, recipe)
     path, _ = newest_valid(old.checkpoints, None)
     if path is None:
         raise UserError(
@@ -58,8 +64,8 @@ def convert_run(source: Path, recipe: str, out: Path) -> int:
     return b.step
 
 
-def _under(config: Config, recipe: str) -> Config:
-    """The configuration with another recipe, and none of the old one's places."""
+def _with_recipe(config: Config, recipe: str) -> Config:
+    """The configuration with another recipe, and without overrides of the old recipe's places."""
     tables = config.model_dump()
     tables["recipe"] = {"name": recipe, "backend": config.recipe.backend}
     return make_config(tables)
@@ -67,17 +73,17 @@ def _under(config: Config, recipe: str) -> Config:
 
 @torch.no_grad()
 def _copy(a: Trainer, b: Trainer) -> None:
-    """Give `b` the numbers of `a`."""
-    theirs = dict(a.model.named_parameters())
+    """Copy the state of `a` into `b`."""
+    sources = dict(a.model.named_parameters())
     for name, p in b.model.named_parameters():
-        numbers = master_or_weight(theirs[name])
-        stored = [s for part in ("master", "at_rest") if (s := getattr(p, part, None)) is not None]
+        numbers = master_or_weight(sources[name])
+        stored = [s for attribute in ("master", "at_rest") if (s := getattr(p, attribute, None)) is not None]
         for at_rest in stored:
             at_rest.write(numbers)
         if not stored:
             p.copy_(numbers)
-        b.optimizer.state[p]["step"].copy_(a.optimizer.state[theirs[name]]["step"])
-        moments = a.optimizer.moments(theirs[name])
+        b.optimizer.state[p]["step"].copy_(a.optimizer.state[sources[name]]["step"])
+        moments = a.optimizer.moments(sources[name])
         for place, moment in b.optimizer.moments(p).items():
             if place in moments:
                 moment.write(moments[place].read())

@@ -1,10 +1,10 @@
-"""A run for other programs, and their models as runs.
+"""Exports runs to the formats of other programs, and imports their models as runs.
 
     export    RUN -> plain weights under another program's names     hf, llmc, megatron
                   -> the narrow numbers themselves                   compressed-tensors
-    import    a model of theirs -> RUN, which is sampled, evaluated and trained on from
+    import    a model of another program -> RUN, to sample, evaluate or train from
 
-Both make their folder whole or not at all.
+Both create their folder atomically.
 """
 
 from pathlib import Path
@@ -29,16 +29,21 @@ TARGETS = ("hf", "llmc", "megatron", "compressed-tensors")
 def export_run(
     run: Path, to: str, out: Path, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
 ) -> TrainedRun:
-    """Write the newest model of a run, or any model that `open_run` opens, into a new folder.
+    """Write the newest model of a run, or of any model that `open_run` opens, into a new folder.
 
     Args:
-        run: what to export.
+        run: a run directory, or any model that `open_run` opens.
         to: one of `TARGETS`.
-        out: the folder, which must not be there yet.
-        dtype: of plain weights: "fp32", "bf16" or "fp16"; None: bf16 for compressed-tensors, else fp32.
-        shard_bytes: about how large one safetensors file may be.
+        out: the new folder, which must not exist.
+        dtype: the dtype of plain weights, "fp32", "bf16" or "fp16"; None: bf16 for compressed-tensors, else
+            fp32.
+        shard_bytes: the approximate maximum size of a safetensors file.
 
-    Raises `UserError` for a model that the other format cannot hold.
+    Returns:
+        The run that was exported.
+
+    Raises:
+        UserError: an argument is invalid, or the format cannot hold the model.
     """
     if to not in TARGETS:
         raise unknown("format", to, TARGETS)
@@ -47,49 +52,52 @@ def export_run(
         raise unknown("dtype", dtype, DTYPES)
     if shard_bytes < 1:
         raise UserError(f"a shard of {shard_bytes} bytes holds nothing; about 5000000000 is usual")
-    there = open_run(run, "cpu")
-    config, weights, numbers = there.config.resolved_model(), there.weights(), DTYPES[dtype]
+    source = open_run(run, "cpu")
+    config, weights, numbers = source.config.resolved_model(), source.weights(), DTYPES[dtype]
     with new_folder(out) as folder:
         if to == "hf":
-            write_folder(folder, config, weights, there.tokenizer_file, numbers, shard_bytes)
+            write_folder(folder, config, weights, source.tokenizer_file, numbers, shard_bytes)
         elif to == "compressed-tensors":
-            write_compressed(folder, there.model, weights, there.tokenizer_file, numbers, shard_bytes)
+            write_compressed(folder, source.model, weights, source.tokenizer_file, numbers, shard_bytes)
         elif to == "llmc":
             write_llmc(folder / "model.bin", config, weights, numbers)
         else:
             write_megatron(folder, config, weights, numbers, shard_bytes)
-        if to in ("llmc", "megatron") and there.tokenizer_file is not None:
-            there.tokenizer.save(folder / "tokenizer.json")
-    return there
+        if to in ("llmc", "megatron") and source.tokenizer_file is not None:
+            source.tokenizer.save(folder / "tokenizer.json")
+    return source
 
 
 def import_model(path: Path, out: Path, tokenizer: Path | None = None, source: str = "stdlib") -> Path:
-    """Make a run directory, at step 0, of a model that another program left.
+    """Make a run directory at step 0 from a model of another program.
 
     Args:
-        path: a folder of Hugging Face's, one that `export` made, or an llm.c model file.
-        out: the run directory, which must not be there yet.
-        tokenizer: a tokenizer.json, or a folder with one; None: the model's own, if it came with one.
-        source: text to evaluate it on, unless another is named then.
+        path: a Hugging Face folder, a folder that `export` made, or an llm.c model file.
+        out: the new run directory, which must not exist.
+        tokenizer: a tokenizer.json, or a folder with one; None: the tokenizer of the model, if it has one.
+        source: the default text for evaluation.
 
-    Returns the run directory. Its recipe is fp32: the weights are what they were.
+    Returns:
+        The run directory. Its recipe is fp32, so the weights are unchanged.
 
-    Raises `UserError` for what is no model, a pickle, damage, or a tokenizer of more ids than the model has.
+    Raises:
+        UserError: the path is not a model, is a pickle or is damaged, or the tokenizer has more ids than the
+            model.
     """
-    there = read_external_model(path)
-    config = imported_config(there, source)
-    found = tokenizer or there.tokenizer
-    if found is not None and load_tokenizer(found).vocab_size > there.config.vocab_size:
+    model = read_external_model(path)
+    config = imported_config(model, source)
+    tokenizer = tokenizer or model.tokenizer
+    if tokenizer is not None and load_tokenizer(tokenizer).vocab_size > model.config.vocab_size:
         raise UserError(
-            f"the tokenizer {found} has {load_tokenizer(found).vocab_size} ids, and the model {path} only "
-            f"{there.config.vocab_size}; name the model's own with --tokenizer"
+            f"the tokenizer {tokenizer} has {load_tokenizer(tokenizer).vocab_size} ids, and the model {path} "
+            f"only {model.config.vocab_size}; name the model's own with --tokenizer"
         )
     with new_folder(out) as folder:
         directory = RunDirectory(folder)
         directory.claim(config)
-        if found is not None:
-            load_tokenizer(found).save(directory.tokenizer)
-        save(directory.checkpoints, 0, {"model": there.tensors}, {}, config.checkpoint.keep, "imported")
-        directory.record({"event": "import", "step": 0, "from": str(path), "kind": there.kind})
+        if tokenizer is not None:
+            load_tokenizer(tokenizer).save(directory.tokenizer)
+        save(directory.checkpoints, 0, {"model": model.tensors}, {}, config.checkpoint.keep, "imported")
+        directory.record({"event": "import", "step": 0, "from": str(path), "kind": model.kind})
         directory.set_status("done", f"imported from {path}")
     return out

@@ -1,9 +1,9 @@
-"""HellaSwag, and any task of its kind: which of some endings is the likeliest continuation of a context?
+"""HellaSwag and tasks of the same form: which ending is the likeliest continuation of a context?
 
     acc         the ending with the highest log probability is the right one
     acc_norm    the one with the highest log probability per token is: what llm.c reports
 
-(Task: Zellers et al., arXiv 1905.07830.) Two kinds of file, told apart by their first bytes:
+(Task: Zellers et al., arXiv 1905.07830.) Two file types, recognized by their first bytes:
 
 llm.c's evaluation (karpathy/llm.c, `dev/data/data_common.py`), little-endian, tokens of GPT-2:
 
@@ -12,7 +12,7 @@ llm.c's evaluation (karpathy/llm.c, `dev/data/data_common.py`), little-endian, t
                    length and tokens of the context, then E times length and tokens of an ending
 
 JSON lines (rowanz/hellaswag): {"ctx": text, "endings": [text, ...], "label": 0, ...}; an ending is
-preceded by a space, and both are encoded apart, as llm.c does.
+preceded by a space; context and ending are encoded separately, as in llm.c.
 """
 
 import json
@@ -34,7 +34,7 @@ _GPT2_VOCABULARY = 50257
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids of a context and of its endings; `label` is the number of the right one."""
+    """Token ids of a context and of its endings; `label` is the index of the right one."""
 
     context: Sequence[int]
     endings: Sequence[Sequence[int]]
@@ -51,7 +51,11 @@ class Score:
 
 
 def read_examples(path: Path, run: TrainedRun) -> Iterator[Example]:
-    """The examples of a file, in a model's tokens. Raises `UserError` for another file, and for damage."""
+    """Read the examples of a file as token ids of a model.
+
+    Raises:
+        UserError: the file is unreadable, damaged or of another type.
+    """
     try:
         with path.open("rb") as file:
             is_binary = file.read(4) == MAGIC.to_bytes(4, "little")
@@ -61,7 +65,11 @@ def read_examples(path: Path, run: TrainedRun) -> Iterator[Example]:
 
 
 def evaluate(run: TrainedRun, path: Path, limit: int | None = None) -> Score:
-    """Score a model on the first `limit` examples of a file; None = all."""
+    """Score a model on the first `limit` examples of a file; None: all.
+
+    Raises:
+        UserError: the file is not valid, or has no example.
+    """
     right = right_norm = count = 0
     for example in read_examples(path, run):
         if count == limit:
@@ -77,10 +85,10 @@ def evaluate(run: TrainedRun, path: Path, limit: int | None = None) -> Score:
 
 @torch.no_grad()
 def _log_probabilities(model: Transformer, example: Example) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log probability of each ending after the context, and its number of tokens; all in one batch."""
+    """(log probability, number of tokens) of each ending after the context, in one batch."""
     device = model.embedding.weight.device
     longest = max(map(len, example.endings))
-    # A context that is too long loses its beginning; one token of it has to stay, to predict from.
+    # A context that is too long loses its beginning, but keeps at least one token to predict from.
     context = list(example.context)[-max(1, model.config.max_sequence_length + 1 - longest) :]
     rows = [[*context, *ending, *[0] * (longest - len(ending))] for ending in example.endings]
     ids_EL = torch.tensor(rows, device=device)
@@ -114,7 +122,7 @@ def _read_binary(path: Path, run: TrainedRun) -> Iterator[Example]:
 
 
 def _parse(stream: Any, start: int, where: str, path: Path) -> tuple[Example, int]:
-    """The example at a place, and the place after it."""
+    """Parse the example at index `start`; also returns the index after it."""
     if start + 6 > len(stream) or stream[start] != _START:
         raise _damaged(path, f"{where} does not begin with {_START}")
     end = start + int(stream[start + 1]) // 2

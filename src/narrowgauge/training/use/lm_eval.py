@@ -1,8 +1,7 @@
 """Tasks of the lm-evaluation-harness, on an exported model.
 
-The harness loads models through transformers, so a run is exported to a folder of its own first, which
-lasts as long as the evaluation. What is measured are the plain weights: the recipe's arithmetic is not
-in them.
+The harness loads models through transformers, so a run is first exported to a temporary folder. The
+evaluation measures the plain weights, without the arithmetic of the recipe.
 """
 
 import importlib
@@ -23,17 +22,21 @@ def harness_scores(
     task_folder: Path | None = None,
     batch_size: int = 1,
 ) -> dict[str, dict[str, Any]]:
-    """The harness's results, by task and metric.
+    """Run the harness.
 
     Args:
         run: a run, or any model that `open_run` opens.
         tasks: names of tasks that the harness knows, or that `task_folder` describes.
         device: "cpu" or "cuda".
-        limit: examples of each task; None = all.
-        task_folder: YAML files of further tasks.
-        batch_size: requests at once.
+        limit: the number of examples of each task; None: all.
+        task_folder: a folder with YAML files of further tasks.
+        batch_size: the number of requests in a batch.
 
-    Raises `UserError` where the harness is not installed or does not know a task.
+    Returns:
+        The results by task and metric.
+
+    Raises:
+        UserError: the harness is not installed, or does not know a task.
     """
     harness, manager = _harness()
     known = manager(include_path=None if task_folder is None else str(task_folder))
@@ -47,7 +50,7 @@ def harness_scores(
         if not huggingface.is_folder(run):
             folder = Path(temporary) / "model"
             export_run(run, "hf", folder)
-        found = harness.simple_evaluate(
+        evaluation = harness.simple_evaluate(
             model="hf",
             model_args={"pretrained": str(folder), "dtype": "float32"},
             tasks=tasks,
@@ -57,12 +60,12 @@ def harness_scores(
             batch_size=batch_size,
             bootstrap_iters=0,
         )
-    results: dict[str, dict[str, Any]] = found["results"]
+    results: dict[str, dict[str, Any]] = evaluation["results"]
     return results
 
 
 def _harness() -> tuple[Any, Any]:
-    """The package and its task manager, which need a second to be imported and are wanted by few."""
+    """The package and its task manager, imported on demand because the import takes a second."""
     try:
         importlib.import_module("lm_eval.models.huggingface")
         return importlib.import_module("lm_eval"), importlib.import_module("lm_eval.tasks").TaskManager

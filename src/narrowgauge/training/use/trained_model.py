@@ -1,4 +1,4 @@
-"""A model put to use: the newest of a run, or one that another program left."""
+"""Opens a model for use: the newest of a run, or a model of another program."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,13 +18,13 @@ from narrowgauge.training.monitor.hardware import choose_device
 from narrowgauge.training.run_directory import RunDirectory
 from narrowgauge.training.step.build_model import build_model, load_model, newest_checkpoint
 
-# Of an imported model, whose text nobody knows: windows of a length that a CPU can do.
+# Sequence length for an imported model, whose training length is unknown; short enough for a CPU.
 _WINDOW = 1024
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """What a run left: its configuration, the model of its newest checkpoint, its tokenizer."""
+    """A trained run: its configuration, the model of its newest checkpoint, its tokenizer."""
 
     path: Path
     config: Config
@@ -34,7 +34,11 @@ class TrainedRun:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of its tokens. Raises `UserError` where there is none."""
+        """The tokenizer of the run.
+
+        Raises:
+            UserError: the run has none.
+        """
         if self.tokenizer_file is None:
             raise UserError(
                 f"{self.path} came without a tokenizer, and text needs one; name it with --tokenizer FILE"
@@ -42,41 +46,46 @@ class TrainedRun:
         return load_tokenizer(self.tokenizer_file)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Plain float32 weights under our names, whatever the recipe keeps them in."""
+        """The weights by parameter name as float32 on the CPU, in whatever format the recipe keeps them."""
         names = dict(self.model.named_parameters(remove_duplicate=False))
         return {name: t.float().cpu() for name, t in self.model.state_dict().items() if name in names}
 
     def prompt_ids(self, text: str) -> list[int]:
-        """The ids a model continues: begun as the tokenizer itself begins a text, if it does."""
+        """The token ids of a prompt, with the begin tokens that the tokenizer adds to a text."""
         tokenizer = self.tokenizer
         begin = tokenizer.library.encode("", add_special_tokens=True).ids
         return [*begin, *tokenizer.encode(text)] or [tokenizer.end_of_document]
 
     @property
     def is_tokenwise(self) -> bool:
-        """Whether what a layer makes of a token depends on that token alone (`models/generate.py`)."""
+        """Whether every layer treats each token independently of the others (`models/generate.py`)."""
         for module in self.model.modules():
             if isinstance(module, Linear):
                 cast = module.spec.casts["fprop.x"]
-                own_scales = not cast.is_scaled or (cast.scale != "e4m3" and (cast.block or (0,))[0] == 1)
-                if not own_scales or cast.outliers or cast.rounding == "stochastic":
+                scales_per_token = not cast.is_scaled or (
+                    cast.scale != "e4m3" and (cast.block or (0,))[0] == 1
+                )
+                if not scales_per_token or cast.outliers or cast.rounding == "stochastic":
                     return False
         return True
 
 
 def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) -> TrainedRun:
-    """Open a run directory, a folder of Hugging Face's or an llm.c model file for sampling or evaluation.
+    """Open a run directory, a Hugging Face folder or an llm.c model file for sampling or evaluation.
 
-    `tokenizer` replaces the model's own.
+    Args:
+        path: the run or model.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        tokenizer: a tokenizer file that replaces the model's.
 
     Raises:
-        UserError: no run or model, or a run without a checkpoint.
+        UserError: the path is neither a run nor a model, or the run has no checkpoint.
     """
-    on = choose_device(device)
+    target = choose_device(device)
     if is_external_model(path):
-        there = read_external_model(path)
-        model = plain_model(there).to(on)
-        return TrainedRun(path, imported_config(there), model.eval(), 0, tokenizer or there.tokenizer)
+        external = read_external_model(path)
+        model = plain_model(external).to(target)
+        return TrainedRun(path, imported_config(external), model.eval(), 0, tokenizer or external.tokenizer)
     directory = RunDirectory(path)
     config = directory.config(own_recipe=True)
     checkpoint, _ = newest_checkpoint(directory.checkpoints, None)
@@ -85,28 +94,28 @@ def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) ->
             f"{path} has no checkpoint yet: the first is saved after checkpoint.every = "
             f"{config.checkpoint.every} steps; continue the run first"
         )
-    model = build_model(config, on)
+    model = build_model(config, target)
     load_model(model, config, checkpoint)
-    own = directory.tokenizer if directory.tokenizer.is_file() else None
-    return TrainedRun(path, config, model.eval(), checkpoint.step, tokenizer or own)
+    saved = directory.tokenizer if directory.tokenizer.is_file() else None
+    return TrainedRun(path, config, model.eval(), checkpoint.step, tokenizer or saved)
 
 
-def plain_model(there: ExternalModel) -> Transformer:
-    """A model whose parameters are the tensors themselves."""
+def plain_model(external: ExternalModel) -> Transformer:
+    """A model whose parameters are the external tensors, without a copy."""
     with torch.device("meta"):
-        model = Transformer(there.config)
-    model.load_state_dict(dict(there.tensors), assign=True)
+        model = Transformer(external.config)
+    model.load_state_dict(dict(external.tensors), assign=True)
     model.tie_head()
     return model
 
 
-def imported_config(there: ExternalModel, source: str = "stdlib") -> Config:
-    """The configuration of a run that begins, and for now ends, with a foreign model."""
-    values = {name: value for name, value in vars(there.config).items() if value is not None}
-    length = min(_WINDOW, there.config.max_sequence_length)
+def imported_config(external: ExternalModel, source: str = "stdlib") -> Config:
+    """The configuration of a run directory for an imported model."""
+    values = {name: value for name, value in vars(external.config).items() if value is not None}
+    length = min(_WINDOW, external.config.max_sequence_length)
     return make_config(
         {
-            "model": {"name": name_of(there.config), **values},
+            "model": {"name": name_of(external.config), **values},
             "data": {"source": source, "tokenizer": "tokenizer.json", "sequence_length": length},
             "training": {"batch_size": 1, "micro_batch_size": 1},
             "recipe": {"name": "fp32"},
