@@ -1,9 +1,9 @@
-"""A script that starts a run on a cluster, and brings it back when its time is up: what both kinds share.
+"""The common parts of launch scripts, which start a run on a cluster and requeue it at the time limit.
 
-A time limit is no failure. Slurm tells the script a few minutes before, the script tells the run, the run
-saves after its step and exits with 75, and the job goes back into the queue, where the same script continues
-the same run. The trap on that way: a signal ends bash's `wait`, not the process waited for, so that a script
-with one `wait` leaves its run alone in the middle of the save. It has to wait again, until that has ended.
+A time limit is not a failure. Slurm signals the script a few minutes before, the script signals the run, the
+run saves after its step and exits with 75, and the job is requeued, where the same script continues the same
+run. A pitfall: a signal ends bash's `wait`, not the process, so a script with a single `wait` would abandon
+its run during the save. It has to wait again until the run has ended.
 """
 
 import shlex
@@ -20,11 +20,11 @@ GRACE_SECONDS = 120  # from the end of the first process to that of the last
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be started, and on how much."""
+    """The command to start, and its resources."""
 
-    words: tuple[str, ...]  # of `narrowgauge`: train ...
-    run: Path  # its run directory
-    folder: Path  # where the paths of `words` begin
+    words: tuple[str, ...]  # arguments of `narrowgauge`: train ...
+    run: Path  # the run directory
+    folder: Path  # the base of relative paths in `words`
     nodes: int = 1
     per_node: int = 1
     gpus: bool = True
@@ -34,7 +34,7 @@ class Job:
     python: str = sys.executable
 
 
-# How each begins.
+# The first lines of each script.
 SETTINGS = [
     "# An error, an unset variable or a failure inside a pipe ends the script.",
     "set -euo pipefail",
@@ -70,12 +70,12 @@ WAIT = [
 
 
 def joined(*parts: Sequence[str]) -> str:
-    """The script of these parts, an empty line between."""
+    """Join parts of a script with empty lines between."""
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
 
 
 def title(site: Site, what: str) -> list[str]:
-    """What the script is, and where its values come from."""
+    """The title of the script, and the sources of its values."""
     lines = [
         MARK,
         f"# {what}",
@@ -85,7 +85,7 @@ def title(site: Site, what: str) -> list[str]:
 
 
 def setup(job: Job, site: Site) -> list[str]:
-    """The site's lines and variables, the Python, the folder."""
+    """Setup lines: the site's lines and variables, the Python, the folder."""
     lines = []
     if site.setup:
         lines += ["# the site's own lines", *site.setup]
@@ -102,10 +102,10 @@ def setup(job: Job, site: Site) -> list[str]:
 
 
 def command(job: Job) -> str:
-    """The module and its words, quoted."""
+    """The module and its arguments, quoted."""
     return shlex.join(["narrowgauge", *job.words])
 
 
 def status_file(job: Job) -> str:
-    """Where the run says how it ended, quoted."""
+    """The path of the run's status.json, quoted."""
     return shlex.quote(str(job.run / "status.json"))

@@ -1,4 +1,4 @@
-"""What one cluster needs to be told, as data: a TOML file of variables, each with its reason.
+"""Site settings of a cluster: a TOML file of variables, each with its reason.
 
     title = "Our cluster"
     source = ["https://..."]            # where the values come from
@@ -21,8 +21,8 @@
     [setup]
     lines = ["module load cuda"]        # lines of shell, before anything else
 
-Only `devices_per_node` must be there. A key that is not known is an error, not ignored: a cluster where one
-variable was misspelt is slow, and nothing says why.
+Only `devices_per_node` is required. An unknown key is an error: a misspelt variable would make a cluster slow
+without a message.
 """
 
 import re
@@ -40,7 +40,7 @@ _SLURM_WORD = re.compile(r"[A-Za-z0-9_.,:@+=/%-]+")
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A variable of the environment, and why."""
+    """A variable of the environment, and its reason."""
 
     name: str
     value: str
@@ -49,7 +49,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What a launch script takes from a cluster."""
+    """The settings of a cluster that a launch script uses."""
 
     title: str = "none (--site gives a cluster's variables)"
     source: tuple[str, ...] = ()
@@ -67,16 +67,16 @@ class Site:
 
 
 def site_names() -> list[str]:
-    """The sites that ship."""
+    """Names of the shipped sites."""
     files = (resources.files("narrowgauge.cluster.launch") / "sites").iterdir()
     return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
 
 
 def load_site(name: str) -> Site:
-    """A site that ships, or one's own by the path of its `.toml` file.
+    """Load a shipped site by name, or another one by the path of its `.toml` file.
 
     Raises:
-        UserError: there is none of that name, or its file is not in the form above.
+        UserError: the name is unknown, or the file does not have the form above.
     """
     if not name.endswith(".toml"):
         if name not in site_names():
@@ -92,10 +92,10 @@ def load_site(name: str) -> Site:
 
 
 def slurm_word(key: str, text: str) -> str:
-    """The text, if it may stand in a line of #SBATCH, which knows no safe quoting.
+    """Check that a text is safe in a line of #SBATCH, which has no quoting, and return it.
 
     Raises:
-        UserError: it holds a space, a quote or another character of the shell.
+        UserError: the text has a space, a quote or another shell character.
     """
     if not _SLURM_WORD.fullmatch(text):
         raise UserError(f"{key} is {text!r}; it may hold letters, digits and _ . , : @ + = / % - only")
@@ -103,10 +103,10 @@ def slurm_word(key: str, text: str) -> str:
 
 
 def parse_site(text: str, file: str) -> Site:
-    """The site that a TOML text describes.
+    """Parse the TOML text of a site.
 
     Raises:
-        UserError: no TOML, an unknown key, or a value of the wrong kind.
+        UserError: the text is not TOML, a key is unknown, or a value has the wrong type.
     """
     try:
         table = tomllib.loads(text)
@@ -193,7 +193,7 @@ _SLURM: _Checks = {
 
 
 def _checked(table: Mapping[str, Any], file: str, prefix: str, checks: _Checks) -> dict[str, Any]:
-    """The values, each of its kind, and no others."""
+    """Check keys and value types of a table, and return the checked values."""
     result = {}
     for key, value in table.items():
         if key not in checks:

@@ -3,7 +3,7 @@
 `--signal=B:USR1@300` sends USR1 to the shell of the script alone, 300 seconds before the time limit. Two
 traps:
 
-- 75 alone does not bring a job back: who cancels a job means it;
+- exit code 75 alone must not requeue a job: it may have been cancelled on purpose;
 - srun must not kill the others when the first process ends (`--kill-on-bad-exit=0`): rank 0 may still be
   saving. But if one died, the others would wait for it for ever: they get two minutes (`--wait=120`).
 

@@ -1,1 +1,1 @@
-"""What will a run take?"""
+"""What will a run need, and how fast will it be?"""

@@ -1,9 +1,9 @@
-"""What a cluster can do, as data: a TOML file of figures, each with its source in a comment.
+"""Specification of a cluster: a TOML file of figures, each with its source in a comment.
 
     title = "Our cluster"
     device = "NVIDIA H100 SXM"
     devices_per_node = 8
-    memory = "80GB"             # of a device
+    memory = "80GB"             # per device
     memory_bandwidth = 3.35e12  # bytes/s
     inside = 450e9              # bytes/s that a device sends to others of its node, while it receives as many
     between = 50e9              # bytes/s to other nodes, for each device
@@ -16,7 +16,7 @@
     [attainable]                # FLOP/s that somebody measured of large products; else the share of bf16
     bf16 = 794.5e12
 
-A format that is not in [peak] is none of the device: its products are those of bf16, or of fp32.
+The device does not support a format that is not in [peak]: its products run in bf16, or in fp32.
 """
 
 import tomllib
@@ -33,7 +33,7 @@ FORMATS = ("bf16", "fp16", "fp8", "fp6", "fp4", "fp32")
 
 
 class Cluster(BaseModel):
-    """A cluster of alike devices; units are bytes, bytes/s, FLOP/s and a price of the user's currency."""
+    """A cluster of equal devices; units are bytes, bytes/s, FLOP/s and the user's currency."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -57,18 +57,18 @@ class Cluster(BaseModel):
 
     @property
     def memory_bytes(self) -> int:
-        """Of a device."""
+        """Bytes of memory per device."""
         return parse_bytes(self.memory)
 
     def format_for(self, bits: int, compute: str) -> str:
-        """The narrowest numbers of at least so many bits that the device multiplies, else `compute`."""
+        """The narrowest format of at least `bits` bits that the device multiplies, else `compute`."""
         for name, width in (("fp4", 4), ("fp6", 6), ("fp8", 8)):
             if width >= bits and name in self.peak:
                 return name
         return compute if compute in self.peak else "fp32"
 
     def speed(self, name: str) -> float:
-        """FLOP/s of large products: measured, or the share of the peak that bf16 has."""
+        """FLOP/s of large products: measured, or the format's peak times the measured share of bf16."""
         if name in self.attainable:
             return self.attainable[name]
         base = next((n for n in ("bf16", "fp16", "fp32") if n in self.attainable and n in self.peak), None)
@@ -76,16 +76,16 @@ class Cluster(BaseModel):
 
 
 def cluster_names() -> list[str]:
-    """The clusters that ship."""
+    """Names of the shipped clusters."""
     files = (resources.files("narrowgauge.cluster.plan") / "machines").iterdir()
     return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
 
 
 def load_cluster(name: str) -> Cluster:
-    """A cluster that ships, or one's own by the path of its `.toml` file.
+    """Load a shipped cluster by name, or another one by the path of its `.toml` file.
 
     Raises:
-        UserError: there is none of that name, or its file is not in the form above.
+        UserError: the name is unknown, or the file does not have the form above.
     """
     if name.endswith(".toml"):
         try:
@@ -102,10 +102,10 @@ def load_cluster(name: str) -> Cluster:
 
 
 def parse_cluster(text: str, file: str) -> Cluster:
-    """The cluster that a TOML text describes.
+    """Parse the TOML text of a cluster.
 
     Raises:
-        UserError: no TOML, an unknown key or format, a value of the wrong kind, none where one is needed.
+        UserError: the text is not TOML, a key or format is unknown, or a value is missing or invalid.
     """
     try:
         table = tomllib.loads(text)

@@ -1,7 +1,7 @@
-"""What a run will take, before it is started: memory by class, what travels, time, and what it costs.
+"""Plans a run before it starts: memory by class, traffic, time and cost.
 
-The account of memory is the run's own (`training/monitor/memory_estimate.py`), so a plan and the run cannot
-disagree on what exists. Time comes from ceilings (`estimate.py`) on a cluster that a file describes
+The memory estimate is the one of `train` (`training/monitor/memory_estimate.py`), so a plan and the run have
+the same classes. The time is a lower bound (`estimate.py`) for a cluster that a file describes
 (`cluster_spec.py`).
 """
 
@@ -30,20 +30,21 @@ from narrowgauge.units import human_bytes, parse_bytes
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known of a run before it starts.
+    """The facts of a run that are known before it starts.
 
     Attributes:
-        limit, whose: bytes that a device has, and what says so.
-        has_host: whether there is another memory beside the device's.
-        copy: bytes in the host's memory of the state that a save in the background writes.
-        time: where a cluster is known.
+        limit: bytes of memory per device.
+        limit_source: the device or setting that the limit comes from.
+        has_host: whether the host's memory is separate from the device's.
+        copy: bytes in the host's memory of the state that an asynchronous save copies.
+        time: the time estimate; None without a cluster.
     """
 
     config: Config
     layout: ParallelDims
     step: StepEstimate
     limit: int
-    whose: str
+    limit_source: str
     has_host: bool
     copy: int
     time: Estimate | None
@@ -51,75 +52,75 @@ class Plan:
 
     @property
     def needed(self) -> int:
-        """Bytes of the memory that is limited."""
+        """Bytes that a step needs of the limited memory."""
         return on_device(self.step.memory, self.has_host) + (0 if self.has_host else self.copy)
 
     @property
     def fits(self) -> bool:
-        """Whether a step does."""
+        """Whether a step fits into the memory."""
         return self.needed <= self.limit
 
 
 def on_device(memory: Memory, has_host: bool) -> int:
-    """Bytes at the peak; where the device is its own host, the host's too."""
+    """Peak bytes of the device; without a separate host this includes the host's state."""
     return memory.peak + (0 if has_host else sum(memory.host.values()))
 
 
 def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) -> Plan:
-    """Look at a configuration on so many devices.
+    """Plan a configuration on a number of devices.
 
     Raises:
-        UserError: the devices cannot be laid out as `[parallel]` asks.
+        UserError: `[parallel]` does not fit the number of devices.
     """
     layout, t = parallel_dims_of(config, devices), config.training
     step = estimate_step(config, layout)
     if cluster is not None:
-        limit, whose = cluster.memory_bytes, cluster.device or cluster.title
+        limit, limit_source = cluster.memory_bytes, cluster.device or cluster.title
         has_host = cluster.device != "CPU"
     else:
         device = choose_device(t.device)
-        limit, whose = total_memory(device), device_name(device)
-        has_host = device.type != "cpu" or bool(t.memory_limit)  # a limit stands for a GPU that is not here
+        limit, limit_source = total_memory(device), device_name(device)
+        has_host = device.type != "cpu" or bool(t.memory_limit)  # a limit stands for a GPU of another machine
     if t.memory_limit:
-        limit, whose = parse_bytes(t.memory_limit), f"training.memory_limit {t.memory_limit}"
+        limit, limit_source = parse_bytes(t.memory_limit), f"training.memory_limit {t.memory_limit}"
     time = None if cluster is None else estimate(config, layout, cluster, step)
     copy = copy_of_save(step.memory, layout) if config.checkpoint.asynchronous else 0
-    return Plan(config, layout, step, limit, whose, has_host, copy, time, cluster)
+    return Plan(config, layout, step, limit, limit_source, has_host, copy, time, cluster)
 
 
 def copy_of_save(memory: Memory, layout: ParallelDims) -> int:
-    """Bytes that a process copies to write them: copies of the same state are shared out."""
+    """Bytes that a process copies for an asynchronous save; replicas divide the state among them."""
     kept = sum(memory.device[name] for name in ("weights", "master", "m", "v"))
     kept += sum(size for name, size in memory.host.items() if name != "gradients")
     return kept // (layout.replicate * (1 if layout.is_cut else layout.shard * layout.context))
 
 
 def tokens_of(text: str) -> int:
-    """The number of a budget such as 300B, 1T or 1.5e12.
+    """Parse a token budget such as 300B, 1T or 1.5e12.
 
     Raises:
-        UserError: it is no number of at least 1.
+        UserError: the text is not a number of at least 1.
     """
     units = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
     digits, unit = (text[:-1], units[text[-1].upper()]) if text[-1:].upper() in units else (text, 1.0)
     try:
-        found = float(digits) * unit
+        number = float(digits) * unit
     except ValueError:
-        found = 0.0
-    if not 1 <= found < 1e18:
+        number = 0.0
+    if not 1 <= number < 1e18:
         raise UserError(f"--tokens {text!r}: it must be a number such as 300B, 1T or 1.5e12")
-    return int(found)
+    return int(number)
 
 
 def print_plan(plan: Plan, console: Console, tokens: int = 0, price: float | None = None) -> None:
-    """Print the account of a plan, and what would make it fit if it does not."""
+    """Print a plan, and the options that lower its memory."""
     _print_memory(plan, console)
     if plan.time is not None and plan.cluster is not None:
         _print_time(plan, plan.time, console)
         budget = tokens or plan.config.training.steps * plan.time.tokens
-        found = cost(plan.time, plan.layout.size, budget, plan.cluster.price if price is None else price)
-        line = f"{budget:.4g} tokens: {found['days']:,.1f} days, {found['device-hours']:,.0f} device-hours"
-        line += f", price {found['price']:,.0f}" if found["price"] else ""
+        total = cost(plan.time, plan.layout.size, budget, plan.cluster.price if price is None else price)
+        line = f"{budget:.4g} tokens: {total['days']:,.1f} days, {total['device-hours']:,.0f} device-hours"
+        line += f", price {total['price']:,.0f}" if total["price"] else ""
         console.print(line, highlight=False)
 
 
@@ -147,15 +148,16 @@ def _print_memory(plan: Plan, console: Console) -> None:
     console.print(table)
     fits = "fits" if plan.fits else "does not fit"
     console.print(
-        f"{fits}: {human_bytes(plan.needed)} of {human_bytes(plan.limit)} ({plan.whose})", highlight=False
+        f"{fits}: {human_bytes(plan.needed)} of {human_bytes(plan.limit)} ({plan.limit_source})",
+        highlight=False,
     )
-    found = cheaper(plan.config, plan.has_host, plan.layout, wider=not plan.fits)
-    for words, other in sorted(found, key=lambda item: item[1].peak):
+    options = cheaper(plan.config, plan.has_host, plan.layout, wider=not plan.fits)
+    for option, other in sorted(options, key=lambda item: item[1].peak):
         if other.peak > 0.99 * memory.peak:  # it would not be noticed
             continue
         note = "" if other.peak <= plan.limit else ", which does not fit either"
         console.print(
-            f"with {words}: {human_bytes(other.peak)}{note}", highlight=False, markup=False, soft_wrap=True
+            f"with {option}: {human_bytes(other.peak)}{note}", highlight=False, markup=False, soft_wrap=True
         )
 
 
@@ -182,10 +184,10 @@ def _print_time(plan: Plan, time: Estimate, console: Console) -> None:
         "waiting for links": time.waiting,
         "pipeline": time.bubble,
     }
-    words = " + ".join(f"{name} {size:.3g}" for name, size in parts.items() if size)
+    causes = " + ".join(f"{name} {size:.3g}" for name, size in parts.items() if size)
     speed = time.tokens / time.seconds
     console.print(
-        f"a step of {time.tokens:,} tokens: {time.seconds:.3g} s at best ({words}), {speed:,.0f} tokens/s, "
+        f"a step of {time.tokens:,} tokens: {time.seconds:.3g} s at best ({causes}), {speed:,.0f} tokens/s, "
         f"{speed / plan.layout.size:,.0f} for each of {plan.layout.size}, MFU {100 * time.mfu:.1f} %",
         highlight=False,
         soft_wrap=True,
@@ -193,7 +195,7 @@ def _print_time(plan: Plan, time: Estimate, console: Console) -> None:
 
 
 def as_json(plan: Plan, tokens: int = 0, price: float | None = None) -> dict[str, Any]:
-    """The plan for programs."""
+    """The plan as JSON-ready values."""
     table: dict[str, Any] = {
         "memory": plan.step.memory.as_json() | {"limit": plan.limit, "fits": plan.fits, "copy": plan.copy},
         "parameters": plan.step.memory.parameters,
@@ -201,7 +203,7 @@ def as_json(plan: Plan, tokens: int = 0, price: float | None = None) -> dict[str
     }
     if plan.time is not None and plan.cluster is not None:
         time = plan.time
-        own = plan.cluster.price if price is None else price
+        device_price = plan.cluster.price if price is None else price
         budget = tokens or plan.config.training.steps * time.tokens
         parts = ("products", "passes", "update", "waiting", "bubble", "seconds", "mfu", "tokens", "format")
         table["step"] = {name: getattr(time, name) for name in parts}
@@ -209,5 +211,5 @@ def as_json(plan: Plan, tokens: int = 0, price: float | None = None) -> dict[str
             {key: getattr(v, key) for key in ("purpose", "ranks", "inside", "between", "seconds")}
             for v in time.volumes
         ]
-        table["run"] = {"tokens": budget, **cost(time, plan.layout.size, budget, own)}
+        table["run"] = {"tokens": budget, **cost(time, plan.layout.size, budget, device_price)}
     return table

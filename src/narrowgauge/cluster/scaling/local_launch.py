@@ -1,8 +1,8 @@
-"""Worlds of several processes on this machine, each started as torchrun starts its workers.
+"""Launches several worker processes on this machine, with the environment of torchrun.
 
-This process keeps the store in which they meet, so that their port is free for certain. They end with it: on
-Linux the kernel kills them when it ends, whatever it ends of. They are not of its group of processes: Ctrl-C
-reaches this process alone, which kills them, since what is measured has nothing to save.
+This process hosts the rendezvous store, so their port is certainly free. The workers end with this process:
+on Linux the kernel kills them whenever it ends. They have separate process groups, so Ctrl-C reaches only
+this process, which kills them, since a measurement has nothing to save.
 """
 
 import os
@@ -17,7 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from narrowgauge.distributed.launch.launcher_env import launch_info
 from narrowgauge.errors import UserError
 
-# What launchers tell a process; a process that we start hears us alone.
+# Variables of launchers, which the workers must not inherit.
 _OF_LAUNCHERS = (
     "OMPI_",
     "PMI_",
@@ -30,11 +30,11 @@ _OF_LAUNCHERS = (
     "MASTER_",
 )
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "NODE_RANK", "NNODES")
-_GRACE_S = 3.0  # for those that end because of another one's error
+_GRACE_S = 3.0  # for workers that end because of another worker's error
 
 
 class WorldFailed(Exception):
-    """A process of a world did not end well: `code` is its exit code, negative where a signal killed it."""
+    """A worker failed; `code` is its exit code, negative if a signal killed it."""
 
     def __init__(self, size: int, code: int) -> None:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -43,10 +43,10 @@ class WorldFailed(Exception):
 
 
 def refuse_several(environ: Mapping[str, str]) -> None:
-    """Refuse to be one of several processes that a launcher has started; a batch script of Slurm's is alone.
+    """Check that no launcher started several processes; a batch script of Slurm is a single one.
 
     Raises:
-        UserError: it is.
+        UserError: this is one of several processes.
     """
     place = launch_info(environ)
     if place.size > 1 and (place.launcher != "srun" or environ.get("SLURM_STEP_ID")):
@@ -57,10 +57,10 @@ def refuse_several(environ: Mapping[str, str]) -> None:
 
 
 def run_world(size: int, arguments: Sequence[str], threads: int) -> None:
-    """Run `narrowgauge ARGUMENTS` as each of `size` processes with so many threads, to their end.
+    """Run `narrowgauge ARGUMENTS` in `size` processes with `threads` threads each, and wait for them.
 
     Raises:
-        WorldFailed: one of them ended otherwise than with 0; it has said why, unless a signal killed it.
+        WorldFailed: the exit code of one is not 0; it printed the reason, unless a signal killed it.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     command = [sys.executable, "-m", "narrowgauge", *arguments]
@@ -77,7 +77,7 @@ def run_world(size: int, arguments: Sequence[str], threads: int) -> None:
                     process_group=0,
                 )
             )
-        if code := _end_of(processes):
+        if code := _wait(processes):
             raise WorldFailed(size, code)
     finally:
         for process in processes:
@@ -87,13 +87,13 @@ def run_world(size: int, arguments: Sequence[str], threads: int) -> None:
 
 
 def _environment(rank: int, size: int, port: int, threads: int) -> dict[str, str]:
-    """As torchrun sets it: its words make a process die with its launcher, and rank 0 speak for all."""
+    """The environment of torchrun: with it a worker dies with its launcher, and rank 0 reports for all."""
     inherited = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(_OF_LAUNCHERS) and name not in _OF_TORCHRUN
     }
-    own = {
+    variables = {
         "RANK": rank,
         "WORLD_SIZE": size,
         "LOCAL_RANK": rank,
@@ -106,11 +106,14 @@ def _environment(rank: int, size: int, port: int, threads: int) -> dict[str, str
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "OMP_NUM_THREADS": threads,
     }
-    return inherited | {name: str(value) for name, value in own.items()}
+    return inherited | {name: str(value) for name, value in variables.items()}
 
 
-def _end_of(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
-    """0 when all have ended so; else the exit code of one. Who was killed has not told the others."""
+def _wait(processes: Sequence["subprocess.Popen[bytes]"]) -> int:
+    """Wait for all processes; returns 0, or the exit code of a failed one.
+
+    A killed process cannot report to the others, so its death ends the wait at once.
+    """
     deadline = float("inf")
     while True:
         codes = [process.poll() for process in processes]

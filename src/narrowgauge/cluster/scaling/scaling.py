@@ -1,11 +1,10 @@
 """Are more processes faster? The same training on 1..N processes of this machine, for some seconds each.
 
-For each number a world of real processes is started (`scaling_world`), each of which takes steps of the
-ordinary training with a clock beside them (`scaling_rank`), once with the configuration's batch in all
-(strong) and once with it for each process (weak). What the times say is `scaling_figures`.
+For each number of processes, `local_launch` starts real processes. Each takes timed steps of the ordinary
+training (`worker`), once with the configuration's batch in total (strong) and once with it for each process
+(weak). `statistics` computes the figures.
 
-The processes are laid out as [parallel] says, but for the number: `replicate` grows where it is more than 1,
-else `shard`.
+The mesh is that of [parallel], except for its size: `replicate` grows if it is more than 1, else `shard`.
 """
 
 import json
@@ -49,7 +48,7 @@ FILE = "scaling.json"
 
 @dataclass(frozen=True)
 class Scaling:
-    """What was measured, and what it comes to; `facts` are of the model and the machine."""
+    """The result of a measurement; `facts` describe the model and the machine."""
 
     facts: dict[str, Any]
     rows: Sequence[Row]
@@ -59,7 +58,7 @@ class Scaling:
     warnings: Sequence[str]
 
     def as_json(self) -> str:
-        """All of it, as scaling.json."""
+        """The text of scaling.json."""
         rest = {
             "rows": [row.as_json() for row in self.rows],
             "all_reduce": list(self.all_reduce),
@@ -74,15 +73,15 @@ def scaling(config: Config, sizes: Sequence[int], seconds: float, out: Path, con
     """Measure a configuration on each number of processes, and write OUT/scaling.json.
 
     Args:
-        config: what `train` would run; its `batch_size` is of all processes (strong) or of each (weak).
+        config: a configuration of `train`; its `batch_size` is the total (strong) or per process (weak).
         sizes: numbers of processes, ascending.
-        seconds: to measure each number in each mode for, beside start and warm-up.
-        out: a directory, made if it is not there.
-        console: gets a line for each world.
+        seconds: measured time for each number and mode, without start and warm-up.
+        out: the directory of the result, created if needed.
+        console: the console for a line for each number of processes.
 
     Raises:
-        UserError: the sizes cannot be, the configuration does not allow one, or `out` is no directory.
-        WorldFailed: a process of a world failed.
+        UserError: a size is invalid or does not fit the configuration, or `out` cannot be written.
+        WorldFailed: a worker failed.
     """
     refuse_several(os.environ)
     device = choose_device(config.training.device)
@@ -97,7 +96,7 @@ def scaling(config: Config, sizes: Sequence[int], seconds: float, out: Path, con
     check_data(config, open_data(config.data.source, config.data.tokenizer, config.data.weights))
     rows, reduced = _rows(plans, seconds, out, console)
     cores, on_cpu = usable_cores(), device.type == "cpu"
-    found = Scaling(
+    result = Scaling(
         _facts(config, sizes, device) | {"cores": cores, "seconds": seconds, "warmup_steps": WARMUP_STEPS},
         rows,
         reduced,
@@ -105,14 +104,14 @@ def scaling(config: Config, sizes: Sequence[int], seconds: float, out: Path, con
         verdict(rows, same_cores=on_cpu and have_same_cores(rows, cores)),
         warnings(rows, cores, on_cpu),
     )
-    write_whole(out / FILE, found.as_json())
-    return found
+    write_whole(out / FILE, result.as_json())
+    return result
 
 
 def _rows(
     plans: dict[int, dict[str, Config]], seconds: float, out: Path, console: Console
 ) -> tuple[list[Row], list[dict[str, float]]]:
-    """Every number of processes in both modes, and the bandwidths of its all-reduce."""
+    """Measure every number of processes in both modes, and the bandwidths of its all-reduce."""
     rows: list[Row] = []
     reduced: list[dict[str, float]] = []
     for size, modes in plans.items():
@@ -120,7 +119,7 @@ def _rows(
         console.print(f"measuring {size} process(es) with {threads} thread(s) each", highlight=False)
         result = _measured(modes, size, threads, seconds, out)
         for mode in ("strong", "weak"):
-            name = mode if mode in modes else "strong"  # with the fewest both are the same
+            name = mode if mode in modes else "strong"  # with one process both modes are the same
             rows.append(_row(mode, size, threads, modes[name], result[name]))
         if size > 1:
             reduced.append(bandwidth(result["all_reduce"], size))
@@ -128,7 +127,7 @@ def _rows(
 
 
 def _facts(config: Config, sizes: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """What a reader of the figures has to know about the model and the machine."""
+    """Facts about the model and the machine for scaling.json."""
     backend = choose_backend(config.resolved_recipe(), device_facts(device), config.recipe.backend)
     return {
         "model": config.model.name,
@@ -143,10 +142,10 @@ def _facts(config: Config, sizes: Sequence[int], device: torch.device) -> dict[s
 
 
 def read_sizes(text: str) -> list[int]:
-    """The numbers of processes in "1,2,4".
+    """Parse numbers of processes such as "1,2,4".
 
     Raises:
-        UserError: they are no whole numbers from 1 on, each larger than the one before.
+        UserError: they are not ascending whole numbers of at least 1.
     """
     sizes = [int(word) for word in text.split(",")] if re.fullmatch(r"\d{1,6}(,\d{1,6})*", text) else []
     if not sizes or sizes[0] < 1 or sorted(set(sizes)) != sizes:
@@ -165,7 +164,7 @@ def _check_gpus(sizes: Sequence[int], device: torch.device) -> None:
 
 
 def _plans(config: Config, size: int, is_first: bool) -> dict[str, Config]:
-    """What so many processes are measured with, by mode; the fewest need one only where they are one."""
+    """The configurations of a number of processes by mode; a single first process needs only one."""
     plans = {"strong": _sized(config, size, config.training.batch_size)}
     if size > 1 or not is_first:
         plans["weak"] = _sized(config, size, config.training.batch_size * size)
@@ -173,7 +172,7 @@ def _plans(config: Config, size: int, is_first: bool) -> dict[str, Config]:
 
 
 def _sized(config: Config, size: int, batch: int) -> Config:
-    """The configuration for so many processes and sequences a step, in micro-batches that divide them."""
+    """The configuration for `size` processes and `batch` sequences a step, with fitting micro-batches."""
     layout, t = _dims(config, size), config.training
     if batch % layout.data:
         fitting = [n for n in range(1, batch + 1) if batch % n == 0]
@@ -181,8 +180,8 @@ def _sized(config: Config, size: int, batch: int) -> Config:
             f"training.batch_size = {batch} cannot be divided over {layout.data} processes, and strong "
             f"scaling divides it; change it, or ask for a number that fits: {', '.join(map(str, fitting))}"
         )
-    own = batch // layout.data
-    micro = max(n for n in range(1, t.micro_batch_size + 1) if own % n == 0)
+    local_batch = batch // layout.data
+    micro = max(n for n in range(1, t.micro_batch_size + 1) if local_batch % n == 0)
     training = t.model_copy(update={"batch_size": batch, "micro_batch_size": micro})
     parallel = {name: getattr(layout, name) for name in ("replicate", "shard")}
     sized = config.model_copy(
@@ -193,27 +192,27 @@ def _sized(config: Config, size: int, batch: int) -> Config:
 
 
 def _dims(config: Config, size: int) -> ParallelDims:
-    """The grid of [parallel] with as much of `replicate` or `shard` as makes so many processes."""
+    """The dimensions of [parallel], with `replicate` or `shard` grown to make `size` processes."""
     p = config.parallel
     layout = ParallelDims(**p.model_dump() | {"shard": max(1, p.shard)})
-    grows = "replicate" if layout.replicate > 1 else "shard"
-    layout = replace(layout, **{grows: 1})
+    axis = "replicate" if layout.replicate > 1 else "shard"
+    layout = replace(layout, **{axis: 1})
     if size % layout.size:
         raise UserError(
             f"--procs {size} is no multiple of the {layout.size} processes that [parallel] asks for beside "
-            f"{grows}; name multiples of {layout.size}"
+            f"{axis}; name multiples of {layout.size}"
         )
-    return replace(layout, **{grows: size // layout.size})
+    return replace(layout, **{axis: size // layout.size})
 
 
 def _threads(size: int) -> int:
-    """Of each process: what OMP_NUM_THREADS says, else its share of the cores."""
-    told = os.environ.get("OMP_NUM_THREADS", "")
-    return int(told) if told.isdigit() and int(told) else max(1, usable_cores() // size)
+    """Threads of each process: OMP_NUM_THREADS if set, else an equal share of the cores."""
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    return int(setting) if setting.isdigit() and int(setting) else max(1, usable_cores() // size)
 
 
 def _measured(modes: dict[str, Config], size: int, threads: int, seconds: float, out: Path) -> dict[str, Any]:
-    """What a world of so many processes says of each mode."""
+    """Run the workers, and read their results by mode."""
     with TemporaryDirectory(dir=out, prefix=".measuring-") as directory:
         for name, config in modes.items():
             write_whole(Path(directory) / f"{name}.toml", to_toml(config))
@@ -235,7 +234,7 @@ def _row(mode: str, size: int, threads: int, config: Config, ranks: Sequence[dic
 
 
 def _against(row: Row, fewest: Row, rows: Sequence[Row]) -> Row:
-    """The row with what compares it with the fewest processes; the break-even is of the weak rows."""
+    """The row with its comparison to the fewest processes; the break-even comes from the weak rows."""
     if row is fewest:
         return row
     weak = {r.processes: r for r in rows if r.mode == "weak"}

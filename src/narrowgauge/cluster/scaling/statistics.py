@@ -1,10 +1,10 @@
-"""What the measured steps of 1..N processes say: the arithmetic of scaling, without a process or a clock.
+"""Computes the scaling figures from the measured steps of 1..N processes.
 
 strong          the same tokens a step in all: does the same work end sooner?
 weak            the same tokens a step for each process: does more work end in the same time?
 speed-up S      tokens a second, over those of the fewest processes that were measured
 efficiency      S / (N / N of the fewest)
-communication   the share of a step in which a process waits for others (`scaling_rank`), mean of all
+communication   the share of a step in which a process waits for others (`worker`), mean of all
 break-even      tokens a process has in a step, at which N processes become faster than the fewest. An
                 estimate: it takes computing to grow with the tokens, c seconds each, and communication to
                 be the same f seconds in each step; then T tokens take c0 T + f0 = c T + f
@@ -20,7 +20,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Row:
-    """Some processes in one mode. Times are of the slowest process, shares the mean of all."""
+    """Figures of one number of processes in one mode: times of the slowest process, mean shares of all."""
 
     mode: str  # strong or weak
     processes: int
@@ -28,10 +28,10 @@ class Row:
     batch_size: int  # sequences a step, of all processes
     micro_batch_size: int
     tokens_a_step: int
-    steps: int  # that were measured
+    steps: int  # number of measured steps
     step_ms: float  # the median
     step_ms_quartiles: tuple[float, float]
-    step_ms_best: float  # what other programs disturbed least
+    step_ms_best: float  # the step least disturbed by other programs
     on_core_ms: float  # of a step, in which the training thread had a core; other programs hardly change it
     communication: float
     starved: float  # the share of a step in which a process was ready, and other work had its core
@@ -43,27 +43,27 @@ class Row:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all processes together."""
+        """Tokens a second of all processes together."""
         return 1000 * self.tokens_a_step / self.step_ms
 
     @property
     def waiting_ms(self) -> float:
-        """Of a step."""
+        """Milliseconds of communication in a step."""
         return self.communication * self.step_ms
 
     def as_json(self) -> dict[str, Any]:
-        """For scaling.json."""
+        """The fields of the row in scaling.json."""
         more = {"tokens_per_s": self.tokens_per_s, "communication_ms": self.waiting_ms}
         return asdict(self) | more
 
 
 def of_ranks(ranks: Sequence[Mapping[str, Any]], processes: int) -> dict[str, Any]:
-    """The measured fields of a row, from what each rank says of its steps."""
+    """The measured fields of a row, from the timings of each rank."""
     slowest = max(ranks, key=lambda rank: statistics.median(rank["seconds"]))
     seconds = slowest["seconds"]
     low, middle, high = statistics.quantiles(seconds, n=4)
     waiting, starved = (
-        statistics.mean(statistics.median(rank[what]) for rank in ranks) for what in ("waiting", "starved")
+        statistics.mean(statistics.median(rank[key]) for rank in ranks) for key in ("waiting", "starved")
     )
     return {
         "steps": len(seconds),
@@ -79,7 +79,7 @@ def of_ranks(ranks: Sequence[Mapping[str, Any]], processes: int) -> dict[str, An
 
 
 def break_even(fewest: Row, row: Row) -> float | None:
-    """Tokens a process in a step; 0 where any will do, None where none will."""
+    """Break-even in tokens a process and step; 0: at any number, None: at none."""
     gain = _computing(fewest) - _computing(row)
     extra = row.waiting_ms - fewest.waiting_ms
     return max(extra, 0.0) / gain / row.processes if gain > 0 else None
@@ -104,46 +104,50 @@ def bandwidth(all_reduce: Mapping[str, float], processes: int) -> dict[str, floa
 
 
 def warnings(rows: Sequence[Row], cores: int, on_cpu: bool) -> list[str]:
-    """Where more processes are slower than fewer, and where they outnumber the cores."""
-    found = []
+    """Warnings: more processes are slower than fewer, or threads outnumber the cores."""
+    messages = []
     for mode in ("strong", "weak"):
         for fewer, more in pairwise(row for row in rows if row.mode == mode):
             if more.tokens_per_s < fewer.tokens_per_s:
-                found.append(
+                messages.append(
                     f"{more.processes} processes are slower than {fewer.processes} ({mode}: "
                     f"{more.tokens_per_s / fewer.tokens_per_s:.2f}x)"
                 )
     most = max(rows, key=lambda row: row.processes)
     if on_cpu and most.processes * most.threads > cores:
-        found.append(
+        messages.append(
             f"{most.processes} processes with {most.threads} thread(s) each take turns on {cores} core(s)"
         )
     elif (share := max(row.starved for row in rows)) > 0.05:
-        found.append(
+        messages.append(
             f"the processes waited for a core for {share:.0%} of a step: the figures of a busy machine"
         )
-    return found
+    return messages
 
 
 def compared(rows: Sequence[Row], cores: int, on_cpu: bool) -> str:
-    """What the speed-up is a speed-up of: more machine, or the same machine in more pieces."""
+    """A sentence on what the speed-up compares: more hardware, or the same cores divided further."""
     strong = [row for row in rows if row.mode == "strong"]
     threads = ", ".join(f"{row.processes}: {row.threads}" for row in strong)
-    said = f"threads of each process, by their number: {threads}; this process may use {cores} core(s)"
+    threads_text = (
+        f"threads of each process, by their number: {threads}; this process may use {cores} core(s)"
+    )
     if not on_cpu:
-        return f"each process has a GPU of its own; {said}"
+        return f"each process has a GPU of its own; {threads_text}"
     if have_same_cores(rows, cores):
-        return f"{said}: all use the same cores, so more processes are the same machine in more pieces"
-    return f"{said}: more processes are more cores"
+        return (
+            f"{threads_text}: all use the same cores, so more processes are the same machine in more pieces"
+        )
+    return f"{threads_text}: more processes are more cores"
 
 
 def have_same_cores(rows: Sequence[Row], cores: int) -> bool:
-    """Whether many processes compute on no more cores than few do."""
+    """Whether all numbers of processes compute on the same number of cores."""
     return len({min(cores, row.processes * row.threads) for row in rows}) == 1
 
 
 def verdict(rows: Sequence[Row], same_cores: bool) -> str:
-    """One sentence on the most processes against the fewest."""
+    """One sentence that compares the most processes with the fewest."""
     strong = [row for row in rows if row.mode == "strong"]
     fewest, most = strong[0], strong[-1]
     if most is fewest:

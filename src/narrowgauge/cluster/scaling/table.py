@@ -1,4 +1,4 @@
-"""The measured scaling as a person reads it: a table for each mode, bandwidths, the verdict, warnings."""
+"""Prints the measured scaling: a table for each mode, bandwidths, the verdict, warnings."""
 
 from rich.console import Console
 from rich.table import Table
@@ -23,9 +23,9 @@ _COLUMNS = (
 )
 
 
-def print_scaling(found: Scaling, console: Console) -> None:
-    """Print what was measured, and what it comes to."""
-    f = found.facts
+def print_scaling(result: Scaling, console: Console) -> None:
+    """Print the figures, the verdict and the warnings."""
+    f = result.facts
     star = "*" if f["backend"] == "emulated" else ""
     console.print(
         f"{f['model']}, {f['parameters']:,} parameters, recipe {f['recipe']} ({f['backend']}), "
@@ -37,16 +37,16 @@ def print_scaling(found: Scaling, console: Console) -> None:
         table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
         for column in _COLUMNS:
             table.add_column(column, justify="right")
-        for row in found.rows:
+        for row in result.rows:
             if row.mode == mode:
                 table.add_row(*_cells(row, star))
         console.print(f"\n{title}", style="bold", highlight=False)
         console.print(table)
     console.print()
-    for line in _notes(found):
+    for line in _notes(result):
         console.print(line, highlight=False, markup=False)
-    console.print(found.verdict, style="bold", highlight=False, markup=False)
-    for warning in found.warnings:
+    console.print(result.verdict, style="bold", highlight=False, markup=False)
+    for warning in result.warnings:
         console.print(f"WARNING {warning}", style="yellow", highlight=False, markup=False)
 
 
@@ -69,21 +69,21 @@ def _ms(milliseconds: float) -> str:
     return f"{milliseconds:.{0 if milliseconds >= 100 else 1}f}"
 
 
-def _notes(found: Scaling) -> list[str]:
+def _notes(result: Scaling) -> list[str]:
     notes = [
         "batch: micro-batches of all processes x sequences of each; communication: the share of a step in "
         "which a process waits for the others, not what goes on beside computation",
-        found.compared,
+        result.compared,
     ]
-    if found.facts["backend"] == "emulated":
+    if result.facts["backend"] == "emulated":
         notes.append("* emulated arithmetic: speed says nothing about the format's own in hardware")
-    for one in found.all_reduce:
+    for one in result.all_reduce:
         notes.append(
             f"all-reduce of {human_bytes(one['bytes'])} over {one['processes']:.0f} processes: "
             f"{one['ms']:.1f} ms, "
             f"{one['algorithm_bandwidth'] / 1e9:.2f} GB/s (bus {one['bus_bandwidth'] / 1e9:.2f} GB/s)"
         )
-    weak = [row for row in found.rows if row.mode == "weak"]
+    weak = [row for row in result.rows if row.mode == "weak"]
     return [*notes, *(_break_even(row, weak[0]) for row in weak[1:])]
 
 

@@ -1,10 +1,10 @@
-"""What each process of a measured world does: steps of the ordinary `Trainer`, and a clock beside them.
+"""A worker of the scaling measurement: takes steps of the ordinary `Trainer` and times them.
 
-The step is timed as `train` times it for `step_ms` of the metrics. Its communication is the time in which it
-waits for others: what goes on beside computation costs nothing and is not counted. That somebody is late is
-counted, too, since the faster process waits for the slower one.
+A step is timed as `train` times `step_ms` of the metrics. Communication is the time in which a process waits
+for others: communication that overlaps with computation is not counted. A wait for a slower process is
+counted.
 
-    CPU    the time in which this thread slept: the clock, less the time on a core, less the time in which
+    CPU    the time in which this thread slept: elapsed time, less the time on a core, less the time in which
            it could have run and had no core (/proc/thread-self/schedstat); gloo works in threads of its own
     GPU    the time in which a kernel of NCCL ran and no other, in a few more steps under torch's profiler
 
@@ -37,7 +37,7 @@ from narrowgauge.training.monitor.profiler import covered
 from narrowgauge.training.run.parallel_dims import parallel_dims_of
 from narrowgauge.training.step.trainer import Trainer
 
-WARMUP_STEPS = 3  # left out: allocation, DDP's buckets
+WARMUP_STEPS = 3  # not measured: allocation, DDP's buckets
 LEAST_STEPS = 5  # measured, however few seconds were asked for
 PROFILED_STEPS = 3
 LARGEST = 2**28  # bytes of the all-reduce whose bandwidth is measured
@@ -46,10 +46,14 @@ Span = tuple[float, float]  # from, to
 
 
 def measure(directory: Path, seconds: float) -> None:
-    """Be a process of the world that the environment tells of, and measure each DIRECTORY/*.toml for so long.
+    """Join the process group of the environment, and measure each DIRECTORY/*.toml.
 
-    The first process writes DIRECTORY/result.json: for each file what `_timed` says on each rank, and what
-    `_all_reduce` says.
+    Rank 0 writes DIRECTORY/result.json: for each file the result of `_timed` on each rank, and the result of
+    `_all_reduce`.
+
+    Args:
+        directory: the directory of the configurations.
+        seconds: how long to measure each of them.
 
     Raises:
         OutOfMemory: a step needs more memory than there is.
@@ -66,7 +70,7 @@ def measure(directory: Path, seconds: float) -> None:
         result: dict[str, Any] = {}
         try:
             for name, one in configs.items():
-                gc.collect()  # a model that was measured before this one
+                gc.collect()  # frees the previous model
                 result[name] = _timed(Trainer.begin(one, device, mesh), dataset, coordinator, seconds)
         except Exception as error:
             if is_out_of_memory(error):
@@ -83,8 +87,7 @@ def measure(directory: Path, seconds: float) -> None:
 def _timed(
     trainer: Trainer, dataset: Dataset, coordinator: Coordinator, seconds: float
 ) -> list[dict[str, Any]]:
-    """Of each rank: the seconds of its steps, the shares of them in which it waited for others or for a core,
-    and what it sent in a step."""
+    """Timings per rank: seconds of its steps, shares spent waiting for others or a core, and bytes sent."""
     times, on_core, waiting, starved = [], [], [], []
     with trainer.batches(dataset.train) as loader:
         batches = _Batches(loader)
@@ -111,12 +114,12 @@ def _timed(
             traffic if coordinator.size > 1 else nullcontext()
         ):  # compiled steps of one process are not looked into
             trainer.train_step(batches)
-    own = {"seconds": times, "on_core": on_core, "waiting": waiting, "starved": starved}
-    return trainer.engine.gather(own | {"sent": dict(traffic.sent), "calls": dict(traffic.calls)})
+    local = {"seconds": times, "on_core": on_core, "waiting": waiting, "starved": starved}
+    return trainer.engine.gather(local | {"sent": dict(traffic.sent), "calls": dict(traffic.calls)})
 
 
 class _Batches(Iterator[Batch]):
-    """Of a loader, which a step may have to wait for, too: `waited` seconds that are no communication."""
+    """Iterator that accumulates the time spent waiting for the loader, which is not communication."""
 
     def __init__(self, batches: Iterator[Batch]) -> None:
         self._batches, self.waited = batches, 0.0
@@ -129,14 +132,14 @@ class _Batches(Iterator[Batch]):
 
 
 class Idle(NamedTuple):
-    """Seconds since some moment in which a thread did not compute."""
+    """Cumulative seconds in which a thread did not compute, from an arbitrary origin."""
 
     asleep: float  # it waited for something
     starved: float  # it was ready, and something else had the core
 
 
 def idle() -> Idle:
-    """Of this thread; where the system does not tell of starving (not Linux), that counts as sleep."""
+    """Idle time of this thread; counts starvation as sleep where /proc is missing."""
     try:
         on_core, ready, _ = Path("/proc/thread-self/schedstat").read_text().split()
     except OSError:
@@ -145,39 +148,39 @@ def idle() -> Idle:
 
 
 def _share_on_gpu(trainer: Trainer, batches: Iterator[Batch]) -> float:
-    """The share of some steps in which the GPU did nothing but communicate."""
+    """Share of a few steps in which the GPU only communicated."""
     synchronize(trainer.device)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         start = time.perf_counter()
         for _ in range(PROFILED_STEPS):
             trainer.train_step(batches)
         taken = time.perf_counter() - start
-    wire: list[Span] = []
-    work: list[Span] = []
-    for event in seen.events():
+    communication: list[Span] = []
+    compute: list[Span] = []
+    for event in profiler.events():
         is_kernel = event.device_type.name == "CUDA"
         if is_kernel and not getattr(event, "is_user_annotation", False):
-            spans = wire if event.name.startswith("nccl") else work
+            spans = communication if event.name.startswith("nccl") else compute
             spans.append((event.time_range.start, event.time_range.end))
-    return alone(wire, work) / 1e6 / taken
+    return alone(communication, compute) / 1e6 / taken
 
 
 def alone(spans: list[Span], others: list[Span]) -> float:
-    """The time in which some of the spans is under way, and none of the others."""
+    """Length of the time covered by `spans` and not by `others`."""
     return covered([*spans, *others]) - covered(others)
 
 
 def _all_reduce(config: Config, device: torch.device, coordinator: Coordinator) -> dict[str, float]:
-    """Bytes and median seconds of an all-reduce over all processes of numbers as the model has gradients."""
+    """Bytes and median seconds of an all-reduce of the size of the model's gradients, over all processes."""
     size = min(4 * count_parameters(config.resolved_model()), LARGEST)
-    numbers = torch.zeros(size // 4, device=device)
+    tensor = torch.zeros(size // 4, device=device)
     times = []
     for _ in range(8):
         coordinator.progress("an all-reduce")
         coordinator.barrier()
         synchronize(device)
         start = time.perf_counter()
-        dist.all_reduce(numbers)
+        dist.all_reduce(tensor)
         synchronize(device)
         times.append(time.perf_counter() - start)
     slowest = coordinator.all_reduce_max(ns=int(1e9 * statistics.median(times[2:])))["ns"]
