@@ -60,7 +60,7 @@ def _rows(run: Run, most: int) -> list[tuple[str, str, str, str]]:
     half = most // 2
     left_out = len(shown) - 2 * half
     if left_out > 0:
-        shown = [*events[:half], *events[-half:]]
+        shown = [*shown[:half], *shown[-half:]]
     rows = [(run.name, f"{event['step']:,}", event_name(event), reason_of(event)[:300]) for event in shown]
     if left_out > 0:
         rows.insert(half, (run.name, "", f"{left_out:,} more", "in metrics.jsonl"))
