@@ -33,7 +33,7 @@ def test_clusters_that_ship(name):
     assert cluster.attainable["bf16"] <= cluster.peak["bf16"]
     assert cluster.memory_bytes > 1e10
     assert all(cluster.speed(kind) <= cluster.peak[kind] for kind in cluster.peak)
-    text = (resources.files("narrowgauge.cluster") / "machines" / f"{name}.toml").read_text()
+    text = (resources.files("narrowgauge.cluster.plan") / "machines" / f"{name}.toml").read_text()
     bare = [line for line in text.splitlines() if line.startswith(("memory =", "inside", "between", "host"))]
     assert all("#" in line for line in bare), "each figure has its source"
 
@@ -57,7 +57,7 @@ def test_the_form_in_the_module_is_a_cluster(tmp_path):
     ],
 )
 def test_a_mistake_in_a_cluster_is_named(line, words):
-    text = (resources.files("narrowgauge.cluster") / "machines" / "h100.toml").read_text()
+    text = (resources.files("narrowgauge.cluster.plan") / "machines" / "h100.toml").read_text()
     key = line.split(" =")[0]
     kept = "\n".join(x for x in text.splitlines() if not x.startswith(f"{key} ="))
     with pytest.raises(UserError, match=words):
