@@ -168,7 +168,7 @@ def prepared(
 ) -> torch.Tensor:
     """The tensor that is quantized: transformed, without its outliers."""
     if cast.hadamard and part is not None:
-        part.require_groups_of(cast.hadamard, axis, cast)
+        part.require_aligned(cast.hadamard, axis, cast)
     x = transformed(x, cast, axis, signs)
     return clamp_outliers(x, cast.outliers, part) if cast.outliers else x
 

@@ -65,7 +65,7 @@ def _take(model: Transformer, weights: Mapping[str, torch.Tensor]) -> None:
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         part = part_of(parameter)
-        numbers = weights[name] if part is None else part.take(weights[name])
+        numbers = weights[name] if part is None else part.local_of(weights[name])
         layer = layers.get(name.removesuffix(".weight"))
         if layer is not None and layer.state_at_rest is not None:
             layer.state_at_rest.write(numbers)
