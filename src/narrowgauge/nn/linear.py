@@ -20,6 +20,7 @@ from narrowgauge.nn.sharded.layout import LinearShards
 from narrowgauge.nn.weight_state import WeightState
 from narrowgauge.quantization import Cast, PreScale
 from narrowgauge.recipes import Recipe, choose_backend, device_facts
+from narrowgauge.torch_compat import is_in_backward
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NEXT_KEY = 0x9E3779B9 - 2**32  # odd, so that 2^32 calls pass before a key comes again
@@ -64,7 +65,7 @@ class Linear(torch.nn.Linear):
         self.step: int | None = None
         self.gauge: Observer | None = None  # laid on for a step by `nn.gauges`
         self.split = LinearShards()  # what of the layer lies here; the room `distributed` divides it
-        self.is_cut = False  # whether FSDP has cut the weight (`nn.shards`),
+        self.is_sharded = False  # whether FSDP has cut the weight (`nn.shards`),
         self.gathering: WeightGather | None = None  # and how it travels, if not in fp32
         every = [*recipe.casts.items(), *(item for rule in recipe.rules for item in rule.casts.items())]
         random_casts = (c for _, c in [*every, *recipe.state.items()] if c is not None)
@@ -124,7 +125,7 @@ class Linear(torch.nn.Linear):
         """
         if torch.compiler.is_compiling():
             return False
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = is_in_backward()
         is_second = in_backward and self.awaits_backward
         self.awaits_backward = not in_backward
         return is_second
@@ -204,7 +205,7 @@ class Linear(torch.nn.Linear):
             self.histories,
             is_step,
             self.native,
-            None if self.is_cut else self.state_at_rest,
+            None if self.is_sharded else self.state_at_rest,
             self.transposed,
             self.gauge,
             self.split.parts(samples, input[..., 0].numel(), *weight.shape),

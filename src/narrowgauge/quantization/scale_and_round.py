@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import torch
 
+from narrowgauge.collectives import all_reduce_max
 from narrowgauge.formats import RandomStream, round_finite_
 from narrowgauge.quantization import scales
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.sharding.shard import TensorShard, all_reduce_amax
+from narrowgauge.quantization.sharding.shard import TensorShard
 
 Generator = torch.Generator | RandomStream | torch.Tensor | None
 CHUNK = 2**18  # elements that stay in a CPU's cache
@@ -75,7 +76,7 @@ def scales_from(
     else:
         largest = amax.amax() if amax.numel() else amax.new_zeros(())
         if part is not None:
-            largest = all_reduce_amax(largest, part.groups)
+            largest = all_reduce_max(largest, part.groups)
         S, tensor_scale = scales.nvfp4_tensor_scale(largest, cast.element, cast.headroom)
         encode, block = scales.nvfp4_block_scale(amax, S, cast.element, cast.headroom)
     return Scales(encode, torch.where(finite, block, torch.nan), tensor_scale, finite)

@@ -16,6 +16,7 @@ from narrowgauge.data.sources.hub import PREFIX
 from narrowgauge.data.token_files.source import token_files
 from narrowgauge.data.tokenization.tokenizer import tokenizer_identity
 from narrowgauge.errors import UserError
+from narrowgauge.torch_compat import cuda_architectures
 
 
 def collect(data: str | None = None, tokenizer: str | None = None) -> Facts:
@@ -51,18 +52,10 @@ def collect_software() -> Software:
         torch=torch.__version__,
         build=build,
         library=_version(torch.version.hip or torch.version.cuda or "0.0"),
-        architectures=_architectures(build),
+        architectures=cuda_architectures(),
         backends=backends,
         nccl=nccl,
     )
-
-
-def _architectures(build: str) -> tuple[str, ...]:
-    """The GPUs that torch has code for; without waking one."""
-    if build == "cpu":
-        return ()
-    flags = torch._C._cuda_getArchFlags()
-    return tuple(flags.split()) if flags else ()
 
 
 def _version(text: str) -> tuple[int, int]:

@@ -174,17 +174,18 @@ def _plans(config: Config, size: int, is_first: bool) -> dict[str, Config]:
 
 def _sized(config: Config, size: int, batch: int) -> Config:
     """The configuration for so many processes and sequences a step, in micro-batches that divide them."""
-    layout, t = _dims(config, size), config.training
-    if batch % layout.data:
+    parallel_dims, t = _dims(config, size), config.training
+    if batch % parallel_dims.data:
         fitting = [n for n in range(1, batch + 1) if batch % n == 0]
         raise UserError(
-            f"training.batch_size = {batch} cannot be divided over {layout.data} processes, and strong "
-            f"scaling divides it; change it, or ask for a number that fits: {', '.join(map(str, fitting))}"
+            f"training.batch_size = {batch} cannot be divided over {parallel_dims.data} processes, and "
+            "strong scaling divides it; change it, or ask for a number that fits: "
+            f"{', '.join(map(str, fitting))}"
         )
-    own = batch // layout.data
+    own = batch // parallel_dims.data
     micro = max(n for n in range(1, t.micro_batch_size + 1) if own % n == 0)
     training = t.model_copy(update={"batch_size": batch, "micro_batch_size": micro})
-    parallel = {name: getattr(layout, name) for name in ("replicate", "shard")}
+    parallel = {name: getattr(parallel_dims, name) for name in ("replicate", "shard")}
     sized = config.model_copy(
         update={"training": training, "parallel": config.parallel.model_copy(update=parallel)}
     )
@@ -195,15 +196,15 @@ def _sized(config: Config, size: int, batch: int) -> Config:
 def _dims(config: Config, size: int) -> ParallelDims:
     """The grid of [parallel] with as much of `replicate` or `shard` as makes so many processes."""
     p = config.parallel
-    layout = ParallelDims(**p.model_dump() | {"shard": max(1, p.shard)})
-    grows = "replicate" if layout.replicate > 1 else "shard"
-    layout = replace(layout, **{grows: 1})
-    if size % layout.size:
+    parallel_dims = ParallelDims(**p.model_dump() | {"shard": max(1, p.shard)})
+    grows = "replicate" if parallel_dims.replicate > 1 else "shard"
+    parallel_dims = replace(parallel_dims, **{grows: 1})
+    if size % parallel_dims.size:
         raise UserError(
-            f"--procs {size} is no multiple of the {layout.size} processes that [parallel] asks for beside "
-            f"{grows}; name multiples of {layout.size}"
+            f"--procs {size} is no multiple of the {parallel_dims.size} processes that [parallel] asks for "
+            f"beside {grows}; name multiples of {parallel_dims.size}"
         )
-    return replace(layout, **{grows: size // layout.size})
+    return replace(parallel_dims, **{grows: size // parallel_dims.size})
 
 
 def _threads(size: int) -> int:

@@ -49,8 +49,8 @@ def checkpoint_room(trainer: Trainer) -> Room:
                 size = prod(piece.shape) * piece.tensor.element_size()
                 here[piece.tensor.data_ptr(), piece.tensor.nbytes] = size // len(pieces)
     engine = trainer.engine
-    [told] = engine.sums([sum(here.values())])  # each process of a stage has told of all of it
-    files = len(groups) * engine.mesh.layout.size + _BESIDE
+    [told] = engine.sum_over_ranks([sum(here.values())])  # each process of a stage has told of all of it
+    files = len(groups) * engine.mesh.parallel_dims.size + _BESIDE
     return Room(round(told / engine.mesh.size("stage")) + files * _SLACK, files)
 
 

@@ -39,36 +39,38 @@ class StepEstimate:
     sent: Mapping[tuple[str, tuple[int, ...]], int]
 
 
-def estimate_memory(config: Config, layout: ParallelDims = ALONE) -> Memory:
+def estimate_memory(config: Config, parallel_dims: ParallelDims = ALONE) -> Memory:
     """What a configuration's step will take on the process of a mesh that needs most."""
-    return estimate_step(config, layout).memory
+    return estimate_step(config, parallel_dims).memory
 
 
-def estimate_step(config: Config, layout: ParallelDims = ALONE) -> StepEstimate:
+def estimate_step(config: Config, parallel_dims: ParallelDims = ALONE) -> StepEstimate:
     """The step of that process: of a pipeline the first or the last, else they are alike.
 
     Of many blocks, which are alike, a few are gone through, and a few more: the others take what those took.
     """
     model, t = config.resolved_model(), config.training
-    unit = layout.stages * (t.recompute_every if t.recompute else 1)
+    unit = parallel_dims.stages * (t.recompute_every if t.recompute else 1)
     if model.layers <= 4 * unit or model.layers % unit:
-        return _heaviest(config, layout)
+        return _heaviest(config, parallel_dims)
     further, parameters = (model.layers - 4 * unit) / (2 * unit), count_parameters(model)
     few, more = (_with_layers(config, n * unit) for n in (2, 4))
     steps = [  # each process has a line of its own: of few layers another may be the heaviest
-        _line(_step(few, layout, rank), _step(more, layout, rank), further, parameters)
-        for rank in _ends(layout)
+        _line(_step(few, parallel_dims, rank), _step(more, parallel_dims, rank), further, parameters)
+        for rank in _first_and_last_rank(parallel_dims)
     ]
     return max(steps, key=lambda step: step.memory.peak)
 
 
-def _heaviest(config: Config, layout: ParallelDims) -> StepEstimate:
-    return max((_step(config, layout, rank) for rank in _ends(layout)), key=lambda step: step.memory.peak)
+def _heaviest(config: Config, parallel_dims: ParallelDims) -> StepEstimate:
+    steps = (_step(config, parallel_dims, rank) for rank in _first_and_last_rank(parallel_dims))
+    return max(steps, key=lambda step: step.memory.peak)
 
 
-def _ends(layout: ParallelDims) -> list[int]:
+def _first_and_last_rank(parallel_dims: ParallelDims) -> list[int]:
     """A process of the first stage and one of the last; without a pipeline all are alike."""
-    return [0] if layout.pipeline == 1 else [0, layout.size - layout.size // layout.pipeline]
+    size = parallel_dims.size
+    return [0] if parallel_dims.pipeline == 1 else [0, size - size // parallel_dims.pipeline]
 
 
 def _with_layers(config: Config, layers: int) -> Config:
@@ -87,15 +89,15 @@ def _line(few: StepEstimate, more: StepEstimate, further: float, parameters: int
     )
 
 
-def _step(config: Config, layout: ParallelDims, rank: int) -> StepEstimate:
+def _step(config: Config, parallel_dims: ParallelDims, rank: int) -> StepEstimate:
     """A step of one process, of as many micro-batches as tell what more of them would take."""
     t, meta = config.training, torch.device("meta")
-    own = t.batch_size // (layout.data * t.micro_batch_size)
-    some = min(own, 2 * layout.pipeline if layout.pipeline > 1 else 2)
+    own = t.batch_size // (parallel_dims.data * t.micro_batch_size)
+    some = min(own, 2 * parallel_dims.pipeline if parallel_dims.pipeline > 1 else 2)
     x_BT = torch.zeros(t.micro_batch_size, config.data.sequence_length, dtype=torch.long, device=meta)
     batch = Batch(x_BT, x_BT, x_BT.numel(), x_BT if config.data.separate_documents else None)
     sent: list[Counter[tuple[str, tuple[int, ...]]]] = []
-    with fake_mesh(layout, rank) as mesh, CommCounter() as traffic:
+    with fake_mesh(parallel_dims, rank) as mesh, CommCounter() as traffic:
         mesh.micro_batches = some
         trainer, watch = Trainer.begin(config, meta, mesh), MemoryTracker(meta)
 
@@ -112,7 +114,7 @@ def _step(config: Config, layout: ParallelDims, rank: int) -> StepEstimate:
             trainer.optimizer.step()
             trainer.engine.after_update()
         total = traffic.by_ranks
-        for key, size in _of_each_further(sent, total, layout).items():
+        for key, size in _of_each_further(sent, total, parallel_dims).items():
             total[key] += (own - some) * size
         return StepEstimate(measured(trainer, watch), total)
 
@@ -120,17 +122,17 @@ def _step(config: Config, layout: ParallelDims, rank: int) -> StepEstimate:
 def _of_each_further(
     sent: list[Counter[tuple[str, tuple[int, ...]]]],
     total: Counter[tuple[str, tuple[int, ...]]],
-    layout: ParallelDims,
+    parallel_dims: ParallelDims,
 ) -> Counter[tuple[str, tuple[int, ...]]]:
     """What one more micro-batch sends: the second's, or of a pipeline its share; gradients not always."""
-    sums_each = layout.is_cut and layout.zero > 1 and layout.pipeline == 1
+    sums_each = parallel_dims.is_sharded and parallel_dims.zero > 1 and parallel_dims.pipeline == 1
     again = ("activations", "gather", "reduce") if sums_each else ("activations", "gather")
-    each = total if layout.pipeline > 1 else total - sent[1] if len(sent) > 1 else Counter()
-    count = 2 * layout.pipeline if layout.pipeline > 1 else 1
+    each = total if parallel_dims.pipeline > 1 else total - sent[1] if len(sent) > 1 else Counter()
+    count = 2 * parallel_dims.pipeline if parallel_dims.pipeline > 1 else 1
     return Counter({key: size // count for key, size in each.items() if key[0] in again})
 
 
-def require_memory(config: Config, device: torch.device, layout: ParallelDims = ALONE) -> Memory:
+def require_memory(config: Config, device: torch.device, parallel_dims: ParallelDims = ALONE) -> Memory:
     """What is expected of a run; refuses one that cannot fit.
 
     A CPU's memory is promised freely, and a process that takes up the promise is killed without a word.
@@ -139,19 +141,20 @@ def require_memory(config: Config, device: torch.device, layout: ParallelDims = 
         UserError: the state alone is larger than the device's memory, or the step than `memory_limit`.
     """
     there, parameters = hardware.total_memory(device), count_parameters(config.resolved_model())
-    least = parameters * _least_bytes(config) / (layout.size // layout.replicate)
+    least = parameters * _least_bytes(config) / (parallel_dims.size // parallel_dims.replicate)
     if least > there:  # too large even to be looked at
         raise UserError(f"{_too_large(config, parameters, least, device)}; choose a smaller --model")
-    memory = estimate_memory(config, layout)
+    memory = estimate_memory(config, parallel_dims)
     on_host = 0 if device.type != "cpu" else sum(memory.host.values())  # a CPU's device is its host
     if memory.state + on_host > there:
-        advice = _advice(config, there, device.type != "cpu", layout)
+        advice = _advice(config, there, device.type != "cpu", parallel_dims)
         raise UserError(f"{_too_large(config, parameters, memory.state, device)}; {advice}")
     limit = parse_bytes(config.training.memory_limit)
     if limit and memory.peak > limit:
         raise UserError(
             f"a step is expected to take {human_bytes(memory.peak)}, and training.memory_limit is "
-            f"{config.training.memory_limit} ({human_bytes(limit)}); {_advice(config, limit, True, layout)}"
+            f"{config.training.memory_limit} ({human_bytes(limit)}); "
+            f"{_advice(config, limit, True, parallel_dims)}"
         )
     return memory
 
@@ -170,10 +173,10 @@ def _too_large(config: Config, parameters: int, state: float, device: torch.devi
     )
 
 
-def _advice(config: Config, limit: int, has_host: bool, layout: ParallelDims) -> str:
+def _advice(config: Config, limit: int, has_host: bool, parallel_dims: ParallelDims) -> str:
     found = [
         f"{words} ({human_bytes(m.peak)})"
-        for words, m in cheaper(config, has_host, layout)
+        for words, m in cheaper(config, has_host, parallel_dims)
         if m.peak <= limit
     ]
     if found:
@@ -185,11 +188,11 @@ def _advice(config: Config, limit: int, has_host: bool, layout: ParallelDims) ->
 class _Change:
     words: str
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    layout: ParallelDims | None = None
+    parallel_dims: ParallelDims | None = None
 
 
 def cheaper(
-    config: Config, has_host: bool = True, layout: ParallelDims = ALONE, wider: bool = False
+    config: Config, has_host: bool = True, parallel_dims: ParallelDims = ALONE, wider: bool = False
 ) -> list[tuple[str, Memory]]:
     """What would lower the peak, as options of the command line, with the memory that is then expected.
 
@@ -214,22 +217,26 @@ def cheaper(
                 together.values[section] = together.values.get(section, {}) | values
         changes.append(together)
     if wider:
-        changes += _wider(config, layout)
-    return [(c.words, estimate_memory(_changed(config, c.values), c.layout or layout)) for c in changes]
+        changes += _wider(config, parallel_dims)
+    return [
+        (c.words, estimate_memory(_changed(config, c.values), c.parallel_dims or parallel_dims))
+        for c in changes
+    ]
 
 
-def _wider(config: Config, layout: ParallelDims) -> list[_Change]:
+def _wider(config: Config, parallel_dims: ParallelDims) -> list[_Change]:
     """Other divisions of the same processes, twice as many of them, narrower state."""
     changes = []
-    if layout.shard > 1 and layout.zero < 3:
-        changes.append(_Change("--parallel.zero 3", layout=replace(layout, zero=3)))
-    if layout.replicate > 1:
-        words = f"--parallel.replicate 1 --parallel.shard {layout.data}"
-        changes.append(_Change(words, layout=replace(layout, replicate=1, shard=layout.data)))
-    twice = replace(layout, shard=2 * layout.shard)
+    if parallel_dims.shard > 1 and parallel_dims.zero < 3:
+        changes.append(_Change("--parallel.zero 3", parallel_dims=replace(parallel_dims, zero=3)))
+    if parallel_dims.replicate > 1:
+        words = f"--parallel.replicate 1 --parallel.shard {parallel_dims.data}"
+        sharded = replace(parallel_dims, replicate=1, shard=parallel_dims.data)
+        changes.append(_Change(words, parallel_dims=sharded))
+    twice = replace(parallel_dims, shard=2 * parallel_dims.shard)
     if config.training.batch_size % (twice.data * config.training.micro_batch_size) == 0:
         words = f"--devices {twice.size} --parallel.shard {twice.shard}"
-        changes.append(_Change(words, layout=twice))
+        changes.append(_Change(words, parallel_dims=twice))
     if config.resolved_recipe().state["m"] is not None and not config.recipe.places:
         kept = (c for c in config.resolved_recipe().state.values() if c is not None)
         if all(c.element.bits == 32 for c in kept):

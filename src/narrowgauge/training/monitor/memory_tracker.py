@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from narrowgauge.nn.sharded.gathered_weight import GatheredWeight, PlaceholderShard
+from narrowgauge.torch_compat import TorchDispatchMode, local_tensor, storage_key, tree_iter
 
 
 class MemoryTracker:
@@ -81,7 +80,7 @@ class _Operations(TorchDispatchMode):
             if t is None or t.device.type != self.device:
                 continue
             storage = t.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
+            key, size = storage_key(storage), storage.nbytes()
             if key not in self._known:
                 whose = weakref.finalize(storage, self._forget, key)
                 self._known[key] = [whose, size if counts else 0, 0 if counts else size]
@@ -113,7 +112,7 @@ class _Operations(TorchDispatchMode):
 def _with_memory(leaf: Any) -> torch.Tensor | None:
     """The tensor that has the memory of what an operation was given."""
     if isinstance(leaf, DTensor):
-        return _with_memory(leaf._local_tensor)
+        return _with_memory(local_tensor(leaf))
     if isinstance(leaf, GatheredWeight):
         return leaf.numbers
     return leaf if isinstance(leaf, torch.Tensor) and not isinstance(leaf, PlaceholderShard) else None

@@ -32,7 +32,7 @@ def validation_loss(
     that have data of their own take turns; one that has none left computes the last batch again, with the
     others.
     """
-    index, count = engine.mesh.data_index, engine.mesh.layout.data
+    index, count = engine.mesh.data_index, engine.mesh.parallel_dims.data
     targets, losses = [], []
     for i, batch in enumerate(
         validation_batches(tokens, batch_size, sequence_length, batches, separate_documents)
@@ -44,7 +44,7 @@ def validation_loss(
     if 0 < len(losses) % count <= index:
         engine.evaluate(batch)
     total = 0.0
-    for loss, n in zip(engine.sums(losses), targets, strict=True):
+    for loss, n in zip(engine.sum_over_ranks(losses), targets, strict=True):
         total += loss * n
     return total / sum(targets)
 
