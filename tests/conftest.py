@@ -16,7 +16,7 @@ import pytest
 
 from narrowgauge.checkpoint import read_manifest, steps
 
-pytest_plugins = ["faults.report"]
+pytest_plugins = ["faults.report", "golden.report"]
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C; what they start would inherit it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -1,0 +1,94 @@
+"""Makes the golden files anew: `python tests/golden/make.py [digits] [bounds]`; no name = all.
+
+`test_golden.py` holds the project to these files, digit for digit. A change of the code's shape changes none
+of them. Make them anew only
+
+- after a change that is meant to change digits (a rounding, an order of sums, a default), a file or a text:
+  say in the commit which recipes changed and why, and read the diff line by line, as code is read: a line
+  that changed without a reason is a mistake that was just found;
+- after a new recipe, which adds lines and changes none;
+- with another version of torch, once the project moves to it: from a commit whose test passed with the old
+  one, and in a commit that does nothing else.
+
+Never because a test fails and one does not know why. The digits hold for one arithmetic, which a fingerprint
+beside them tells: on a machine that computes otherwise the test compares losses and norms within bounds, and
+says so in the last lines of pytest. `bounds` measures these: the same runs with other instructions of the
+CPU and other libraries under the products. Both need an x86-64 CPU with AVX2; the other instructions of
+`bounds` AVX-512.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+
+from golden import cells
+from golden.runs import PINS, Worker, worker
+
+# Other arithmetic: what each variable is set to, and in what bf16 operands are multiplied (none:
+# as the run says; "": as the CPU can).
+OTHERS: dict[str, tuple[dict[str, str], str | None]] = {
+    "no AVX2": ({"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}, None),
+    "AVX2": ({"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2"}, None),
+    "AVX2, oneDNN": ({"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}, ""),
+    "AVX-512": ({"ATEN_CPU_CAPABILITY": "avx512", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, ""),
+    "all it has": ({}, ""),
+}
+
+
+def take_all(process: Worker, products: str | None = None) -> dict[str, cells.Cell]:
+    """The digits of all runs."""
+    taken = {}
+    for name, run in cells.RUNS.items():
+        taken[name] = cells.take(process, run, products)
+    return taken
+
+
+def digits() -> None:
+    """Keeps the digits of all runs, and the fingerprint of the arithmetic; the bounds stay."""
+    with tempfile.TemporaryDirectory() as directory, worker(Path(directory)) as process:
+        (arithmetic,) = process({"fingerprint": True})
+        runs = take_all(process)
+    write(cells.DIGITS, {"arithmetic": arithmetic, "runs": runs})
+
+
+def bounds() -> None:
+    """Keeps by how much at most each recipe's digits differ with other arithmetic, times `MARGIN`."""
+    kept: dict[str, cells.Cell] = cells.read(cells.DIGITS)["runs"]
+    found: dict[str, dict[str, float]] = {}
+    for what, (variables, products) in OTHERS.items():
+        pins = {k: v for k, v in PINS.items() if not k.startswith(("ATEN", "MKL_CBWR", "ONEDNN"))} | variables
+        with tempfile.TemporaryDirectory() as directory, worker(Path(directory), pins) as process:
+            for name, now in take_all(process, products).items():
+                for figure, change in cells.changes(kept[name], now).items():
+                    print(what, name, figure, f"{change:.2g}", sep="\t")
+                    most = found.setdefault(cells.RUNS[name].recipe, {})
+                    most[figure] = max(change, most.get(figure, 0.0))
+    write(
+        cells.BOUNDS,
+        {
+            recipe: {f: float(f"{max(cells.FLOOR, cells.MARGIN * c):.1e}") for f, c in most.items()}
+            for recipe, most in found.items()
+        },
+    )
+
+
+def write(file: Path, what: Mapping[str, Any]) -> None:
+    """JSON, one value a line."""
+    file.write_text(json.dumps(what, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(file)
+
+
+PARTS = {"digits": digits, "bounds": bounds}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART", help=", ".join(PARTS))
+    for part in parser.parse_args().parts or PARTS:
+        PARTS[part]()

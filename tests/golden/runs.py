@@ -1,0 +1,165 @@
+"""Tiny runs, and what is kept of them: every digit of the losses, a digest of every tensor of the state."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import narrowgauge as ng
+
+HERE = Path(__file__).parent
+WORDS = ["narrow", "gauge", "rail", "train", "coal", "steam", "valley", "signal"]
+Values = dict[str, dict[str, Any]]
+Cell = dict[str, Any]
+
+# What holds the arithmetic still, from before torch is imported. `COMPATIBLE` is MKL's code path that gives
+# the same digits on every x86-64 CPU; with AVX2 torch brings its own transcendentals, and asks no libm.
+PINS = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_CBWR": "COMPATIBLE",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+    "NARROWGAUGE_KERNELS": "0",
+    "TRITON_INTERPRET": "0",
+    "PYTHONHASHSEED": "0",
+}
+
+# Two blocks of 128 in `ffn_dim`, one in `dim`, two and a bit in the vocabulary.
+TINY: Values = {
+    "model": {"dim": 128, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 256, "vocab_size": 257},
+    "data": {"tokenizer": "bytes", "sequence_length": 64},
+    "training": {"steps": 8, "batch_size": 2, "micro_batch_size": 2, "device": "cpu", "hang_timeout": 60},
+    "schedule": {"warmup_steps": 2},
+    "validation": {"every": 100, "batches": 1},
+    "checkpoint": {"every": 100},
+    "gauges": {"every": 0},
+    "log": {"sample_tokens": 1, "prompt": "a"},
+}
+
+
+def write_text(directory: Path) -> Path:
+    """Forty documents of some 300 characters, always the same."""
+    directory.mkdir()
+    for i in range(40):
+        words = (WORDS[(i * j * j + 3 * j + i) % 8] for j in range(40 + i))
+        (directory / f"{i:02}.txt").write_text(" ".join(words) + "\n")
+    return directory
+
+
+class Worker:
+    """The pinned process, and a directory for what it makes."""
+
+    def __init__(self, server: "subprocess.Popen[str]", directory: Path, products: str = "") -> None:
+        self.server, self.directory, self.forced = server, directory, products
+        self.text = write_text(directory / "text")
+        self.count = 0
+
+    def __call__(self, *calls: Mapping[str, Any], world: int = 1, products: str = "fp32") -> list[Any]:
+        """What the first rank of a world returned of each call; a failure of any rank is shown."""
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        job = {"world": world, "products": products, "calls": calls}
+        print(json.dumps(job), file=self.server.stdin, flush=True)
+        answers = json.loads(self.server.stdout.readline())
+        errors = [f"rank {i}: {a['error']}" for i, a in enumerate(answers) if "error" in a]
+        assert not errors, "\n".join(errors)
+        return list(answers[0]["results"])
+
+    def values(self, recipe: str, changes: Mapping[str, Any] | None = None) -> Values:
+        """Values of a tiny run, with `{"section.key": value}` over them."""
+        values = {section: dict(table) for section, table in TINY.items()}
+        values["data"]["source"] = str(self.text)
+        values["recipe"] = {"name": recipe}
+        for key, value in (changes or {}).items():
+            section, _, name = key.partition(".")
+            values.setdefault(section, {})[name] = value
+        return values
+
+    def train(self, values: Values, world: int = 1, products: str = "fp32") -> Path:
+        """The run directory of a training of its own."""
+        self.count += 1
+        out = self.directory / f"run-{self.count}"
+        self({"run": values, "out": str(out)}, world=world, products=products)
+        return out
+
+
+@contextmanager
+def worker(directory: Path, pins: Mapping[str, str] = PINS) -> Iterator[Worker]:
+    """A process with pinned arithmetic, of the package that this process imports."""
+    package = Path(ng.__file__).parents[1]
+    inherited = {k: v for k, v in os.environ.items() if k not in PINS}
+    own = {"NARROWGAUGE_CACHE": str(directory / "cache"), "PYTHONPATH": str(package), "COLUMNS": "110"}
+    command = [sys.executable, "-W", "error", str(HERE / "worker.py")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=inherited | own | dict(pins)
+    ) as server:
+        try:
+            yield Worker(server, directory)
+        finally:
+            assert server.stdin is not None
+            server.stdin.close()
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines."""
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def sha(data: bytes, digits: int = 16) -> str:
+    """The first digits of a sha256."""
+    return hashlib.sha256(data).hexdigest()[:digits]
+
+
+def tensors_of(file: Path) -> dict[str, tuple[str, bytes]]:
+    """(dtype, bytes) of each tensor of a safetensors file, read without the library."""
+    data = file.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
+    header.pop("__metadata__", None)
+    return {
+        name: (facts["dtype"], data[start + facts["data_offsets"][0] : start + facts["data_offsets"][1]])
+        for name, facts in header.items()
+    }
+
+
+def state_of(checkpoint: Path) -> dict[str, str]:
+    """The digests of all tensors of a checkpoint, a line for each parameter, whichever files hold the parts.
+
+    A digest is over dtype, shape, and the parts in the order in which they lie in the tensor.
+    """
+    groups = json.loads((checkpoint / "index.json").read_text())["groups"]
+    files: dict[str, dict[str, tuple[str, bytes]]] = {}
+    parameters = sorted((name.rpartition(".")[0] for name in groups["model"]), key=len, reverse=True)
+    found: dict[str, list[str]] = {}
+    for group, tensors in groups.items():
+        for name, facts in tensors.items():
+            parts = hashlib.sha256(f"{facts['dtype']} {facts['shape']}".encode())
+            for box in sorted(facts["boxes"], key=lambda box: box["offset"]):
+                if box["file"] not in files:
+                    files[box["file"]] = tensors_of(checkpoint / box["file"])
+                parts.update(f"{box['offset']} {box['size']}".encode())
+                parts.update(files[box["file"]][box["key"]][1])
+            owner = next((p for p in parameters if name.startswith(f"{p}.")), "")
+            own = name.removeprefix(f"{owner}.")
+            what = own if group == "model" else f"{group}:{own.removeprefix('weight.')}"
+            found.setdefault(owner, []).append(f"{what}={parts.hexdigest()[:8]}")
+    return {owner: " ".join(sorted(digests)) for owner, digests in sorted(found.items())}
+
+
+def digits_of(run: Path) -> Cell:
+    """What a finished run is compared by."""
+    lines = lines_of(run / "metrics.jsonl")
+    steps = [f"{line['loss'].hex()} {line['grad_norm'].hex()}" for line in lines if "loss" in line]
+    checkpoints = sorted((run / "checkpoints").iterdir(), key=lambda path: int(path.name.split("-")[1]))
+    return {
+        "loss and grad_norm": steps,
+        "val_loss": [line["val_loss"].hex() for line in lines if "val_loss" in line],
+        "state": state_of(checkpoints[-1]),
+    }

@@ -1,0 +1,112 @@
+"""A process with pinned arithmetic: reads one JSON job a line, forks its ranks, answers what they returned.
+
+A job is {"world": N, "products": "fp32" | "bf16", "calls": [...]}; each rank makes the calls in turn, and a
+call is {"run": values, "out": directory} (`ng.run`), {"argv": words} (the command line; answers exit code and
+output) or {"fingerprint": true}. torch is imported once, so that a job costs little more than its steps.
+
+What a CPU's type would change is taken away here and by `runs.PINS`: oneDNN is off, and whether the CPU
+multiplies bf16 is not asked but told by the job. Two things that hold no digit and cost more than the steps
+are left out: the speed of a product (for MFU), and the estimate of memory.
+"""
+
+import contextlib
+import io
+import json
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import narrowgauge as ng
+import narrowgauge.cli.main
+from narrowgauge.__main__ import main as command_line
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from golden.arithmetic import fingerprint
+
+
+def pin(products: str) -> None:
+    """Hold still what no variable does; `products` says what bf16 operands are multiplied in."""
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.set_flags(False)
+    torch.ops.mkldnn._is_mkldnn_bf16_supported = lambda: products == "bf16"
+
+
+def call(what: Mapping[str, Any]) -> Any:
+    """Make one call of a job."""
+    if "fingerprint" in what:
+        return fingerprint()
+    if "run" in what:
+        return str(ng.run(what["run"], what["out"], Console(file=io.StringIO())))
+    sys.argv = ["narrowgauge", *what["argv"]]
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        try:
+            code = command_line()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+
+
+def be_rank(rank: int, job: Mapping[str, Any], port: int, answer: int) -> None:
+    """In a process of its own: make the calls, write what they return as JSON."""
+    try:
+        if (size := job["world"]) > 1:
+            ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+            meeting = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+            os.environ.update({name: str(value) for name, value in (ranks | meeting).items()})
+        if job["products"]:
+            pin(job["products"])
+        result: Any = {"results": [call(what) for what in job["calls"]]}
+    except BaseException:
+        result = {"error": traceback.format_exc()}
+    with os.fdopen(answer, "w") as pipe:
+        json.dump(result, pipe)
+    os._exit(0)
+
+
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def do(job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What each rank answers."""
+    pipes, children, port = [], [], free_port() if job["world"] > 1 else 0
+    for rank in range(job["world"]):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            be_rank(rank, job, port, writing)
+        os.close(writing)
+        pipes.append(reading)
+        children.append(child)
+    answers = []
+    for reading, child in zip(pipes, children, strict=True):
+        with os.fdopen(reading) as pipe:
+            answers.append(json.loads(pipe.read() or '{"error": "died"}'))
+        os.waitpid(child, 0)
+    return answers
+
+
+def skip(module: Any, name: str, instead: Callable[..., Any]) -> None:
+    """Put something in the place of a function that must be there."""
+    assert callable(getattr(module, name)), f"{module.__name__} has no {name} any more"
+    setattr(module, name, instead)
+
+
+def main() -> None:
+    skip(machine, "measure_peak", lambda *_: (1e12, "not measured"))
+    skip(entry, "require_memory", lambda *_: None)
+    for line in sys.stdin:
+        print(json.dumps(do(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
