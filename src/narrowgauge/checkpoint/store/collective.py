@@ -1,12 +1,12 @@
-"""How do several processes do one thing, and all leave with the same outcome?
+"""Work on several ranks that ends with the same outcome on all of them.
 
-Every rank does its part and may fail in it. The results *and the failures* travel in one gather, so a full
+Every rank does its share and may fail in it. The results *and the failures* are gathered together, so a full
 disk on rank 1 is known to every rank before anything is published, and all of them raise the same error
-in the same place. What only rank 0 does is told to the others, its failure too. Without a group there is one
-rank, and nothing is sent.
+in the same place. The result or failure of work that only rank 0 does is broadcast. Without a group there is
+one rank, and nothing is sent.
 
-The group is one of gloo: what is sent are small Python objects between the processes of one job, never
-anything from a file.
+The process group is a gloo group. It carries small Python objects between the processes of one job, never
+the content of a file.
 """
 
 from collections.abc import Callable
@@ -18,25 +18,25 @@ import torch.distributed as dist
 from narrowgauge.errors import UserError
 
 T = TypeVar("T")
-Wrap = Callable[[str], UserError]  # what the operating system said, in a sentence for people
+Wrap = Callable[[str], UserError]  # makes a sentence for people of an error of the operating system
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """What went wrong on a rank, in a form that can be sent; `kind` is raised everywhere."""
+    """A failure on a rank in a form that can be sent; every rank raises `error_type(sentence)`."""
 
     rank: int
-    kind: type[UserError]
+    error_type: type[UserError]
     sentence: str
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:
-    """This process's number in the group; 0 without one."""
+    """Rank of this process in the group; 0 without a group."""
     return 0 if group is None else dist.get_rank(group)
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
-    """How many processes are in the group; 1 without one."""
+    """Number of processes in the group; 1 without a group."""
     return 1 if group is None else dist.get_world_size(group)
 
 
@@ -50,15 +50,22 @@ def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def on_all_ranks(do: Callable[[], T], group: dist.ProcessGroup | None, wrap: Wrap) -> list[T]:
-    """Do something on every rank; the results of all, in order.
+    """Do something on every rank, and return the results of all ranks in order.
 
-    Where it fails on any rank, all ranks raise the failure of the first of them, and the sentence names that
-    rank if there are several. An `OSError` becomes what `wrap` makes of it. Any other error is a bug: it is
-    raised as it is where it happened, and as `wrap`'s on the other ranks.
+    Args:
+        do: The work of this rank.
+        group: A gloo group; None = this process alone.
+        wrap: Makes the error for people of an `OSError`.
+
+    Raises:
+        UserError: it failed on any rank. All ranks raise the failure of the first of them, and the sentence
+            names that rank if there are several.
+        Exception: any other error is a bug. It is raised unchanged where it happened, and as the error of
+            `wrap` on the other ranks.
     """
-    mine, cause = _attempt(do, group, wrap)
+    local, cause = _attempt(do, group, wrap)
     results: list[T] = []
-    for result in gather(mine, group):
+    for result in gather(local, group):
         if isinstance(result, RankFailure):
             _raise(result, cause)
         results.append(result)
@@ -66,22 +73,22 @@ def on_all_ranks(do: Callable[[], T], group: dist.ProcessGroup | None, wrap: Wra
 
 
 def on_rank0(do: Callable[[], T], group: dist.ProcessGroup | None, wrap: Wrap) -> T:
-    """Do something on rank 0 alone; its result, or the error it raised, on every rank."""
-    told: list[T | RankFailure | None] = [None]
+    """Do something on rank 0 alone, and return its result, or raise its error, on every rank."""
+    outcome: list[T | RankFailure | None] = [None]
     cause: Exception | None = None
     if rank_in(group) == 0:
-        told[0], cause = _attempt(do, group, wrap)
+        outcome[0], cause = _attempt(do, group, wrap)
     if group is not None:
-        dist.broadcast_object_list(told, src=dist.get_global_rank(group, 0), group=group)
-    if isinstance(told[0], RankFailure):
-        _raise(told[0], cause)
-    return told[0]  # type: ignore[return-value]  # rank 0 filled it
+        dist.broadcast_object_list(outcome, src=dist.get_global_rank(group, 0), group=group)
+    if isinstance(outcome[0], RankFailure):
+        _raise(outcome[0], cause)
+    return outcome[0]  # type: ignore[return-value]  # rank 0 filled it
 
 
 def _attempt(
     do: Callable[[], T], group: dist.ProcessGroup | None, wrap: Wrap
 ) -> tuple[T | RankFailure, Exception | None]:
-    """The result, or the failure to send and the error it was."""
+    """The result, or the failure to send and the error behind it."""
     rank = rank_in(group)
     where = f"rank {rank}: " if size_of(group) > 1 else ""
     try:
@@ -94,8 +101,8 @@ def _attempt(
         return RankFailure(rank, type(wrapped), str(wrapped)), error
 
 
-def _raise(failure: RankFailure, own: Exception | None) -> NoReturn:
-    """Raise a failure, or this rank's own where that is a bug, whose traceback is worth more."""
-    if own is not None and not isinstance(own, UserError | OSError):
-        raise own
-    raise failure.kind(failure.sentence) from own
+def _raise(failure: RankFailure, local: Exception | None) -> NoReturn:
+    """Raise a failure, or the error of this rank if that is a bug, for its traceback is worth more."""
+    if local is not None and not isinstance(local, UserError | OSError):
+        raise local
+    raise failure.error_type(failure.sentence) from local
