@@ -118,7 +118,8 @@ def open_corpus(directory: Path, verify: bool = True) -> Corpus:
 
     Args:
         directory: A directory that `prepare` made.
-        verify: Whether to read every byte and compare the digests; without it lengths and headers are checked.
+        verify: Whether to read every byte and compare the digests; without it lengths and headers are
+            checked.
 
     Raises:
         UserError: the directory is not a prepared corpus, or a file has changed since it was written.

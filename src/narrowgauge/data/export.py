@@ -6,8 +6,9 @@
 | `megatron` | STEM_train_document, STEM_val_document: .bin    | after each, as with --append-eod; one  |
 |            | and .idx                                        | sequence a document                    |
 
-The tokenizer.json is in the same directory, so that it is a data source again. llm.c's C programs read GPT-2's
-ids only; other vocabularies up to 65536 are written in the same layout, larger ones in that of its Llama 3.
+The tokenizer.json is in the same directory, so that it is a data source again. llm.c's C programs read
+GPT-2's ids only; other vocabularies up to 65536 are written in the same layout, larger ones in that of its
+Llama 3.
 """
 
 from collections.abc import Iterator

@@ -137,8 +137,8 @@ def test_documents_kept_apart_bring_positions_and_lose_only_the_guess_at_a_begin
 
 
 def test_a_mask_makes_targets_ignored(tokens):
-    learnt = np.arange(101) % 2 == 0
-    stream = TokenStream((tokens,), learnt=(Bits(np.packbits(learnt, bitorder="little"), 101),))
+    is_target = np.arange(101) % 2 == 0
+    stream = TokenStream((tokens,), target_masks=(Bits(np.packbits(is_target, bitorder="little"), 101),))
     x_BT, y_BT = batch = training_batch(stream, 0, 0, 10, 10)
     assert torch.equal(y_BT, torch.where((x_BT + 1) % 2 == 0, x_BT + 1, -100))
     assert batch.targets == (y_BT != -100).sum() == 50

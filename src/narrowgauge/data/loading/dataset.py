@@ -7,8 +7,8 @@ Each source is the first of these that it can be:
 - text, which is prepared now (`preparation.prepare`).
 
 Several sources are separated by commas, and `weights` gives the share of the samples of each; without them,
-shares are proportional to the numbers of tokens. All have one tokenizer: the one that is named, or `auto`. That
-is the tokenizer of the first source, and for text bpe-4096, trained on the first source alone.
+shares are proportional to the numbers of tokens. All have one tokenizer: the one that is named, or `auto`.
+That is the tokenizer of the first source, and for text bpe-4096, trained on the first source alone.
 """
 
 import hashlib

@@ -83,7 +83,8 @@ def count_windows(tokens: Source, sequence_length: int, part: str = "training") 
     """The number of windows in `tokens`, which are the samples of an epoch.
 
     Raises:
-        UserError: a stream has less than one window and its last target; `part` names the tokens in the error.
+        UserError: a stream has less than one window and its last target; `part` names the tokens in the
+            error.
     """
     return sum(_windows(as_mixture(tokens), sequence_length, part))
 
@@ -118,8 +119,8 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """The same batches every time, on the CPU, at most `limit` of them (None: all).
 
-    If there are more windows than that, those taken are spread evenly over the held-out tokens of all streams.
-    The last batch may have fewer sequences, so weigh losses by `targets`.
+    If there are more windows than that, those taken are spread evenly over the held-out tokens of all
+    streams. The last batch may have fewer sequences, so weigh losses by `targets`.
 
     Raises:
         UserError: as `count_windows`, at once.

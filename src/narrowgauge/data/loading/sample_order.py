@@ -17,8 +17,8 @@ a pair: l = i div b < a and r = i mod b < b. Then, with hash functions F_0, F_1,
     l <- (l + F_2(r)) mod a      ... eight such rounds
 
 Each round can be undone (subtract what was added; the other half is unchanged), so for any F the network is a
-bijection of 0 .. ab-1. This is a Feistel network over two halves of unlike size, mod instead of xor (Black and
-Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
+bijection of 0 .. ab-1. This is a Feistel network over two halves of unlike size, mod instead of xor (Black
+and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
 
 **Cycle walking.** The domain is larger than M by less than a. If the result is >= M, apply the network again,
 until it is < M. That follows the cycle of the bijection past the values outside, so it is a bijection of
@@ -112,7 +112,8 @@ def first_samples(
 ) -> Iterator[int]:
     """The first sample of each micro-batch of a rank, without end.
 
-    A step takes `batch_size` consecutive samples; rank r of `world` ranks takes the r-th of as many equal parts.
+    A step takes `batch_size` consecutive samples; rank r of `world` ranks takes the r-th of as many equal
+    parts.
 
     Args:
         step: The first step, counted from 0.

@@ -210,7 +210,8 @@ def _one_thread_each(workers: int) -> Iterator[None]:
 def _corpus_digest(identity: str, documents: str, options: Options) -> str:
     """The digest that names the tokens.
 
-    The default held-out share is not part of it, so that runs on corpora from before there was an option go on.
+    The default held-out share is not part of it, so that runs on corpora from before there was an option go
+    on.
     """
     parts = ["layout 1", identity, documents]
     if options.val_fraction != Options.val_fraction:

@@ -1,9 +1,9 @@
 """A buffer of documents on the disk, for a source that is read only once.
 
 The documents of the first reading are stored, compressed, in the staging directory of the corpus until there
-is a tokenizer to encode them with. The tokenizer is trained on training documents only, the same in every run:
-those with the lowest digests, until there are enough characters. Their locations are kept in a heap that never
-holds more.
+is a tokenizer to encode them with. The tokenizer is trained on training documents only, the same in every
+run: those with the lowest digests, until there are enough characters. Their locations are kept in a heap that
+never holds more.
 """
 
 import heapq

@@ -76,7 +76,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes the function of a worker that encodes with the tokenizer in a file; `cut`: documents in pieces."""
+    """Makes the function of a worker that encodes with a tokenizer file; `cut` cuts documents into pieces."""
 
     tokenizer: Path
     cut: bool = False

@@ -1,8 +1,8 @@
 """Ordered map over processes.
 
 The caller's thread reads the items and sends each to an idle process. While all are busy, or not yet started,
-it processes an item itself, so N workers are N - 1 processes and the caller. Results are returned in the order
-of the items. The number of pending items is bounded, so memory does not depend on how many there are.
+it processes an item itself, so N workers are N - 1 processes and the caller. Results are returned in the
+order of the items. The number of pending items is bounded, so memory does not depend on how many there are.
 
 Processes are not forked from this one, for a fork would break its threads. They come from a fork server that
 has imported the package, if the platform has one, and are spawned if not. So a script that calls this with

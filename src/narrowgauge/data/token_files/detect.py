@@ -7,9 +7,9 @@
 | llmq           | `BIN.TOK\\n`                | stands behind             | not stated in full      |
 | bare (nanoGPT) | a token: uint16, no header | stands behind             | not stated              |
 
-modded-nanogpt's files are llm.c's. A file is bare if it has an even number of bytes, is none of the others, no
-text, of no format that is recognised by its first bytes (compressed, parquet, pickled ...), and if its numbers
-repeat as those of a text do: fewer than half of them are different.
+modded-nanogpt's files are llm.c's. A file is bare if it has an even number of bytes, is none of the others,
+no text, of no format that is recognised by its first bytes (compressed, parquet, pickled ...), and if its
+numbers repeat as those of a text do: fewer than half of them are different.
 
 Every file is mapped, and none is executed or unpickled.
 """
@@ -124,7 +124,7 @@ def open_file(path: Path, layout: str) -> OpenFile:
 
 
 def _is_known(path: Path, head: bytes) -> bool:
-    """Whether the first bytes are those of another format; a pickle may begin like tokens, but ends in a dot."""
+    """Whether it is a file of another format; a pickle may begin like tokens, but it ends in a dot."""
     if head.startswith(PICKLE):
         with path.open("rb") as file:
             file.seek(-1, 2)

@@ -16,8 +16,8 @@ little-endian and without padding:
 | S bytes        | int8 mode of each sequence: in multimodal files only, and not read here              |
 
 Codes: 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16. Codes 6 and 7 are float types whose order depends
-on the version; tokens are integers, so both are refused. `write_megatron` writes uint16 for vocabularies below
-65500, else int32.
+on the version; tokens are integers, so both are refused. `write_megatron` writes uint16 for vocabularies
+below 65500, else int32.
 
 The end-of-document id, if there is one (`--append-eod`), comes *after* its document.
 
@@ -99,7 +99,8 @@ def write_megatron(stem: Path, documents: Iterable[NDArray[Any]], vocab_size: in
 
     Args:
         stem: The path without the suffix.
-        documents: Ids in [0, vocab_size), each document with the end-of-document id last, as Megatron expects.
+        documents: Ids in [0, vocab_size), each document with the end-of-document id last, as Megatron
+            expects.
         vocab_size: Decides the dtype.
 
     Returns:

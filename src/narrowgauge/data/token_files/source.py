@@ -1,9 +1,9 @@
 """Token files of other programs as training data.
 
 A source is a token file, a directory or a glob; Megatron's two files may also be named by their common name
-without a suffix. In a directory the files that end in .bin are examined, those in folders below are not; their
-content decides (`detect.py`). All files of a source are in one layout; they are read in the order of their
-names, one after the other.
+without a suffix. In a directory the files that end in .bin are examined, those in folders below are not;
+their content decides (`detect.py`). All files of a source are in one layout; they are read in the order of
+their names, one after the other.
 
 **Held out** is, by the first rule that matches:
 

@@ -8,8 +8,8 @@ All numbers are little-endian:
 | 1024 to end | the tokens, one after another; before each document its end-of-document id              |
 
 Magic 20240520, version 1: uint16 tokens. Magic 20240801, version 7: uint32 tokens, where the vocabulary has
-more than 65536 ids. The file is exactly 1024 + count x itemsize bytes long. That is checked whenever a file is
-opened, since a mapped file that was truncated silently reads as fewer tokens.
+more than 65536 ids. The file is exactly 1024 + count x itemsize bytes long. That is checked whenever a file
+is opened, since a mapped file that was truncated silently reads as fewer tokens.
 
 llm.c's own loader takes the first kind only, and seeks with an int, so files for it stay below 2 GiB: its
 scripts cut a large corpus into *shards* of 100 million tokens, and so does `write_token_shards`.

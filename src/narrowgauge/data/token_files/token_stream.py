@@ -82,7 +82,7 @@ class TokenStream:
         return replace(self, first=self.first + start, last=self.first + stop)
 
     def positions(self, start: int, row: NDArray[Any]) -> NDArray[np.int64]:
-        """Position of each token of `row`, read at `start`, in its document or in the row, if that is shorter."""
+        """Position of each token in its document, counted from the start of the row at the earliest."""
         begins = self._begins(start, row)
         number_T = np.arange(len(row), dtype=np.int64)
         begin_T = np.zeros_like(number_T)
@@ -156,7 +156,7 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Several streams with the share of each in `sample_order.BLOCK` samples; one alone may have any share."""
+    """Streams with the share of each in `sample_order.BLOCK` samples; one alone may have any share."""
 
     streams: tuple[TokenStream, ...]
     shares: tuple[int, ...]

@@ -173,8 +173,8 @@ def _tiktoken(content: bytes) -> Library:
     if encoding is None:
         known = ", ".join(map(str, _ENCODINGS))
         raise ValueError(
-            f"it has {len(ranks)} ranks, which is no known encoding (known: {known}); convert it to a "
-            "tokenizer.json"
+            f"it has {len(ranks)} ranks, and no encoding is known that has so many (known: {known}); "
+            "convert it to a tokenizer.json"
         )
     letters = byte_characters()
     spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}

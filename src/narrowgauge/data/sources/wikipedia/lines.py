@@ -1,4 +1,4 @@
-"""The lines of a page after its brackets are resolved: headings, lists, emphasis, entities, template holes."""
+"""The lines of a page without its brackets: headings, lists, emphasis, entities, holes of templates."""
 
 import html
 import re
