@@ -14,6 +14,7 @@ ROOMS = (
     "signals",
     "units",
     "files",
+    "json_lines",
     "toml_text",
     "torch_compat",
     "collectives",

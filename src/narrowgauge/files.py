@@ -7,71 +7,171 @@ Three facts about file systems decide everything here:
    lives in the directory, so only `fsync(directory)` makes the rename last.
 3. A process can die between any two of these calls.
 
-So a file is written whole under a temporary name, synced, renamed, and the directory is synced: in this
-order, whoever looks finds the old content or the new one.
+So a file, or a directory of files, is staged: it is written in full under a temporary name
+(`.NAME.tmp-<nonce>`), synced and renamed, and the parent directory is synced. In this order a reader finds
+the old content or the new one.
 
 Tests stop the process at any of these moments: with `NARROWGAUGE_CRASH_AT=<point>` in the environment the
 process ends there at once with exit code 137, as after `kill -9`; `<point>@<rank>` is for one of several
-processes. The points of `write_whole`, where NAME is
-the file's name, are `write:NAME`, `synced:NAME`, `renamed:NAME`; those of a checkpoint are listed in
+processes. Where NAME is the name of a file, its points are `write:NAME`, `synced:NAME` and `renamed:NAME`;
+those of a staged directory are `exchange:filled` and `exchange:renamed`; those of a checkpoint are listed in
 `narrowgauge.checkpoint.store.commit`.
 """
 
+import glob
 import hashlib
-import json
 import os
 import secrets
+import shutil
 import stat
-from collections.abc import Iterable, Mapping
-from errno import ELOOP, ENOSPC
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from errno import EEXIST, ELOOP, ENOTEMPTY
+from importlib import resources
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO
 
 import torch.distributed as dist
 
 from narrowgauge.errors import UserError
 
 CRASH_AT = "NARROWGAUGE_CRASH_AT"
+_ABANDONED_S = 3600.0  # a staging directory without a write for an hour belongs to a process that is gone
+_BLOCK = 1 << 20  # bytes that are hashed at a time
 
 
 def crash_point(name: str) -> None:
     """End the process here, without any clean-up, if the environment asks for it."""
-    asked = os.environ.get(CRASH_AT)
-    if asked and (asked == name or asked == f"{name}@{_rank()}"):
+    requested = os.environ.get(CRASH_AT)
+    if requested and (requested == name or requested == f"{name}@{_rank()}"):
         os._exit(137)
 
 
 def _rank() -> int:
-    """Of this process among those that train together."""
+    """Number of this process among those that train together."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+@contextmanager
+def staged_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a binary file that replaces `path` when the block ends well and vanishes otherwise.
+
+    Raises:
+        OSError: the disk is full or may not be written; `path` is then as it was.
+    """
+    staging = _staging(path)
+    crash_point(f"write:{path.name}")
+    file = staging.open("xb")
+    try:
+        with file:
+            yield file
+            _sync(file)
+        crash_point(f"synced:{path.name}")
+        os.replace(staging, path)
+    finally:
+        staging.unlink(missing_ok=True)
+    crash_point(f"renamed:{path.name}")
+    fsync_directory(path.parent)
 
 
 def write_whole(path: Path, data: bytes | str) -> None:
     """Replace the content of `path` so that it is the old one or the new one after any crash.
 
-    Text is stored as UTF-8. Raises `OSError` (disk full, no permission); `path` is then as it was.
+    Args:
+        path: The file; its directory exists.
+        data: The content; text is stored as UTF-8.
+
+    Raises:
+        OSError: as `staged_file`.
     """
-    draft = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
-    try:
-        write_new(draft, data, name=path.name)
-        os.replace(draft, path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise
-    crash_point(f"renamed:{path.name}")
-    fsync_directory(path.parent)
-
-
-def write_new(path: Path, data: bytes | str, name: str | None = None) -> None:
-    """Write and sync a file that must not exist yet; `name` is what its crash points are called."""
-    name = name or path.name
-    crash_point(f"write:{name}")
-    with path.open("xb") as file:
+    with staged_file(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
-        file.flush()
-        os.fsync(file.fileno())
-    crash_point(f"synced:{name}")
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write and sync a file that must not exist yet, in a directory that is staged itself."""
+    crash_point(f"write:{path.name}")
+    with path.open("xb") as file:
+        file.write(data)
+        _sync(file)
+    crash_point(f"synced:{path.name}")
+
+
+@contextmanager
+def staged_directory(path: Path, keep_existing: bool = False) -> Iterator[Path]:
+    """Make an empty directory to fill, which becomes `path` when the block ends well and vanishes otherwise.
+
+    Staging directories of `path` that dead processes left an hour ago or earlier are removed.
+
+    Args:
+        path: The final name; an empty directory there is replaced. Its parents are made.
+        keep_existing: If another process has filled `path` meanwhile, its content stays and the new one
+            vanishes. Without it, whatever is at `path` is refused, before the block and after it.
+
+    Raises:
+        UserError: something is at `path` already.
+        OSError: the disk is full or may not be written.
+    """
+    path = Path(os.path.abspath(path))
+    if not keep_existing:
+        _refuse_existing(path)
+    make_directory(path.parent)
+    _remove_abandoned(path)
+    staging = _staging(path)
+    staging.mkdir()
+    try:
+        yield staging
+        _sync_tree(staging)
+        crash_point("exchange:filled")
+        if not keep_existing:
+            _refuse_existing(path)
+        try:
+            os.rename(staging, path)  # replaces an empty directory and refuses to replace a filled one
+        except OSError as error:
+            if not keep_existing or error.errno not in (ENOTEMPTY, EEXIST):
+                raise
+        crash_point("exchange:renamed")
+        fsync_directory(path.parent)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _staging(path: Path, nonce: str = "") -> Path:
+    return path.with_name(f".{path.name}.tmp-{nonce or secrets.token_hex(4)}")
+
+
+def _refuse_existing(path: Path) -> None:
+    is_empty = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+    if os.path.lexists(path) and not is_empty:
+        raise UserError(f"{path} is there already, and nothing is ever overwritten; name another with --out")
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Delete the staging directories of `path` that killed processes left behind."""
+    pattern = _staging(Path(glob.escape(path.name)), nonce="*").name
+    for staging in path.parent.glob(pattern):
+        try:
+            newest = max(entry.stat().st_mtime for entry in (staging, *staging.iterdir()))
+        except OSError:  # a file; or its process is alive after all and has just published or removed it
+            continue
+        if time.time() - newest > _ABANDONED_S:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
+def _sync_tree(root: Path) -> None:
+    """Bring every file and name below `root` to the disk."""
+    for directory, _, names in os.walk(root, topdown=False):
+        for name in names:
+            with Path(directory, name).open("rb") as file:
+                os.fsync(file.fileno())
+        fsync_directory(Path(directory))
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def fsync_directory(path: Path) -> None:
@@ -84,7 +184,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """`mkdir -p` whose new names last."""
+    """Make a directory and its parents (`mkdir -p`) so that the new names last."""
     if path.is_dir():
         return
     make_directory(path.parent)
@@ -95,12 +195,12 @@ def make_directory(path: Path) -> None:
 def open_regular(path: Path) -> BufferedReader:
     """Open a file for reading, and nothing but a file: no symbolic link, no pipe, no device.
 
-    Raises `OSError` with the reason.
+    Raises:
+        OSError: it is something else, or cannot be read; with the reason.
     """
     try:
-        descriptor = os.open(
-            path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        )  # a pipe would wait for a writer
+        # without O_NONBLOCK a pipe would wait for a writer
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno == ELOOP:
             raise OSError(ELOOP, "is a symbolic link", str(path)) from error
@@ -111,73 +211,32 @@ def open_regular(path: Path) -> BufferedReader:
     return open(descriptor, "rb")
 
 
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a regular file's bytes, 64 lower-case hexadecimal digits."""
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256_of(path: Path, follow_links: bool = False, advance: Callable[[int], object] | None = None) -> str:
+    """SHA-256 of a file's bytes: 64 lower-case hexadecimal digits, as `sha256sum` prints them.
 
+    Args:
+        path: A regular file.
+        follow_links: Whether `path` may be a symbolic link.
+        advance: Called with the number of bytes after each block that is read.
 
-def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one JSON object as one line of a JSON-lines file; see `append_lines`."""
-    append_lines(path, [record])
-
-
-def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append JSON objects as lines of a JSON-lines file.
-
-    They are one `write`, so a kill leaves at most one torn line, at the end; the next append cuts it off
-    before it writes. A NaN or an infinity is written as `NaN`, `Infinity`: a loss that went wrong has to
-    stay visible. Not synced: a power cut may cost the last lines.
-
-    Raises `OSError`; the file then ends with its last whole line.
+    Raises:
+        OSError: the file cannot be read, or is not regular.
     """
-    lines = b"".join(json.dumps(record).encode() + b"\n" for record in records)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-    try:
-        end = _end_of_whole_lines(descriptor)
-        if end < os.fstat(descriptor).st_size:
-            os.ftruncate(descriptor, end)
-        if os.write(descriptor, lines) < len(lines):
-            os.ftruncate(descriptor, end)
-            raise OSError(ENOSPC, os.strerror(ENOSPC), str(path))
-    finally:
-        os.close(descriptor)
+    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) if follow_links else open_regular(path) as file:
+        while size := file.readinto(block):
+            digest.update(block[:size])
+            if advance is not None:
+                advance(size)
+    return digest.hexdigest()
 
 
-def _end_of_whole_lines(descriptor: int, block: int = 1 << 16) -> int:
-    """Offset just after the last newline, searched from the end; 0 where there is none."""
-    end = os.fstat(descriptor).st_size
-    while end > 0:
-        start = max(0, end - block)
-        found = os.pread(descriptor, end - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
-        end = start
-    return 0
+def shipped_names(folder: str) -> list[str]:
+    """Names, without `.toml` and sorted, of the TOML files in a folder of this package."""
+    files = resources.files("narrowgauge").joinpath(folder).iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file, without a torn last line (one that lacks its newline).
-
-    Raises `UserError` with file and line where any other line is not a JSON object, and `OSError` where
-    the file cannot be read.
-    """
-    *whole, _torn = path.read_bytes().split(b"\n")
-    records = []
-    for number, line in enumerate(whole, start=1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise _damaged_line(path, number, str(error)) from error
-        if not isinstance(record, dict):
-            raise _damaged_line(path, number, f"a {type(record).__name__}")
-        records.append(record)
-    return records
-
-
-def _damaged_line(path: Path, number: int, what: str) -> UserError:
-    return UserError(
-        f"{path}:{number}: every line must be one JSON object, and this one is not ({what}); "
-        f"only a last line can be torn by a kill, so the file was changed or the disk is failing: "
-        f"mend or delete that line"
-    )
+def shipped_text(folder: str, name: str) -> str:
+    """The text of NAME.toml in a folder of this package, such as `recipes/shipped`."""
+    return resources.files("narrowgauge").joinpath(folder, f"{name}.toml").read_text(encoding="utf-8")

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.checkpoint import append_line, lock_run, save, write_whole
+from narrowgauge.checkpoint import lock_run, save
+from narrowgauge.files import write_whole
+from narrowgauge.json_lines import append_lines
 
 
 def save_step(job: dict, step: int) -> None:
@@ -39,7 +41,7 @@ def do(job: dict) -> None:
             save_step(job, step)
     elif job["do"] == "append for ever":
         while True:
-            append_line(path, {"loss": 1.5, "padding": "x" * 20_000})
+            append_lines(path, [{"loss": 1.5, "padding": "x" * 20_000}])
     elif job["do"] == "write whole":
         write_whole(path, job["text"])
     elif job["do"] == "lock":

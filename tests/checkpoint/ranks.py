@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from narrowgauge.checkpoint import AsyncSaver, LocalTensor, choose_step, restore_distributed, save_distributed
+from narrowgauge.checkpoint import AsyncSaver, LocalTensor, choose_step, plan_save, restore_distributed
 
 SHAPES = {
     "rows": (7, 6),
@@ -69,22 +69,22 @@ def parts_of(name: str, shape: tuple[int, ...], rank: int, ranks: int) -> list[t
     return [(slice(a, b), slice(0, shape[1])) for a, b in zip(firsts, ends, strict=True)]
 
 
-def pieces_of(groups: dict, rank: int, ranks: int) -> dict[str, dict[str, list[LocalTensor]]]:
-    """What a rank holds of whole tensors, copied; a second name of one tensor is the same piece."""
-    pieces: dict[str, dict[str, list[LocalTensor]]] = {}
+def local_tensors_of(groups: dict, rank: int, ranks: int) -> dict[str, dict[str, list[LocalTensor]]]:
+    """What a rank holds of whole tensors, copied; a second name of one tensor is the same tensor."""
+    local_tensors: dict[str, dict[str, list[LocalTensor]]] = {}
     for group, named in groups.items():
-        pieces[group] = {}
+        local_tensors[group] = {}
         for name, x in named.items():
             parts = parts_of(name, x.shape, rank, ranks)
             raw = x.view(torch.uint8) if x.dtype.itemsize == 1 else x
             held = [raw[p].clone().view(x.dtype) for p in parts]
             if parts:
-                pieces[group][name] = [
+                local_tensors[group][name] = [
                     LocalTensor(t, tuple(x.shape), tuple(s.start for s in p))
                     for t, p in zip(held, parts, strict=True)
                 ]
-    pieces["model"]["tied"] = pieces["model"]["rows.torch.bfloat16"]
-    return pieces
+    local_tensors["model"]["tied"] = local_tensors["model"]["rows.torch.bfloat16"]
+    return local_tensors
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -95,15 +95,15 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def save_step(job: dict, rank: int, ranks: int, step: int) -> str:
-    pieces = pieces_of(tensors_of(step), rank, ranks)
+    local_tensors = local_tensors_of(tensors_of(step), rank, ranks)
     if job.get("poison") == rank:
-        pieces["optimizer"]["columns.torch.float32"][0].tensor.view(-1)[0] = torch.nan
+        local_tensors["optimizer"]["columns.torch.float32"][0].tensor.view(-1)[0] = torch.nan
     if job.get("hole") and rank == 1:
-        del pieces["model"]["columns.torch.bfloat16"]
-    path = save_distributed(
-        Path(job["path"]), step, pieces, {"step": step}, job.get("keep", 2), "run", dist.group.WORLD
+        del local_tensors["model"]["columns.torch.bfloat16"]
+    plan = plan_save(
+        Path(job["path"]), step, local_tensors, {"step": step}, job.get("keep", 2), "run", dist.group.WORLD
     )
-    return path.name
+    return plan.write().name
 
 
 def limit_files(job: dict, rank: int) -> None:
@@ -119,11 +119,11 @@ def save(job: dict, rank: int, ranks: int) -> list[str]:
 
 
 def restore(job: dict, rank: int, ranks: int) -> dict:
-    """Choose a step, restore every piece, and compare with what the step held."""
+    """Choose a step, restore every slice, and compare with what the step held."""
     path, refused = choose_step(Path(job["path"]), "run", dist.group.WORLD)
     assert path is not None
-    truth = pieces_of(tensors_of(int(path.name.removeprefix("step-"))), rank, ranks)
-    wanted = pieces_of(tensors_of(10**6), rank, ranks)
+    truth = local_tensors_of(tensors_of(int(path.name.removeprefix("step-"))), rank, ranks)
+    wanted = local_tensors_of(tensors_of(10**6), rank, ranks)
     for change in job.get("changes", []):
         group, name, kind = change
         if kind == "drop":
@@ -142,15 +142,15 @@ def restore(job: dict, rank: int, ranks: int) -> dict:
     try:
         checkpoint = restore_distributed(path, wanted, dist.group.WORLD)
     except Exception as error:
-        untouched = pieces_of(tensors_of(10**6), rank, ranks)["optimizer"]
+        untouched = local_tensors_of(tensors_of(10**6), rank, ranks)["optimizer"]
         held = wanted["optimizer"]
         changed = [n for n in untouched if not same_bits(held[n][0].tensor, untouched[n][0].tensor)]
         return {"error": f"{type(error).__name__}: {error}", "changed": changed}
     wrong = [
         name
         for group, named in truth.items()
-        for name, pieces in named.items()
-        for a, b in zip(pieces, wanted[group][name], strict=True)
+        for name, local_tensors in named.items()
+        for a, b in zip(local_tensors, wanted[group][name], strict=True)
         if not same_bits(a.tensor, b.tensor)
     ]
     rng = torch.equal(state_before, torch.get_rng_state())
@@ -170,21 +170,21 @@ def in_background(job: dict, rank: int, ranks: int) -> dict:
     said, seconds = [], []
     saver = AsyncSaver()
     limit_files(job, rank)
-    pieces = pieces_of(tensors_of(0), rank, ranks)
+    local_tensors = local_tensors_of(tensors_of(0), rank, ranks)
     state: dict = {"step": 0, "list": [0]}
     for step in job["steps"]:
-        fill(pieces, pieces_of(tensors_of(step), rank, ranks))
+        fill(local_tensors, local_tensors_of(tensors_of(step), rank, ranks))
         state["step"] = state["list"][0] = step
         if job.get("poison") == step and rank == 1:
-            pieces["optimizer"]["columns.torch.float32"][0].tensor.view(-1)[0] = torch.nan
+            local_tensors["optimizer"]["columns.torch.float32"][0].tensor.view(-1)[0] = torch.nan
         begin = time.monotonic()
         try:
-            saver.save(Path(job["path"]), step, pieces, state, 2, "run")
+            saver.save(Path(job["path"]), step, local_tensors, state, 2, "run")
             said.append("begun")
         except Exception as error:
             said.append(f"{type(error).__name__}: {error}")
         seconds.append(time.monotonic() - begin)
-        fill(pieces, pieces_of(tensors_of(10**6), rank, ranks))
+        fill(local_tensors, local_tensors_of(tensors_of(10**6), rank, ranks))
         state["list"][0] = -1
     if job.get("kill"):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -196,11 +196,11 @@ def in_background(job: dict, rank: int, ranks: int) -> dict:
     return {"said": said, "seconds": seconds}
 
 
-def fill(pieces: dict, others: dict) -> None:
-    """Copy the content of other pieces into these, in place."""
+def fill(local_tensors: dict, others: dict) -> None:
+    """Copy the content of other tensors into these, in place."""
     for group, named in others.items():
         for name, parts in named.items():
-            for new, old in zip(parts, pieces[group][name], strict=True):
+            for new, old in zip(parts, local_tensors[group][name], strict=True):
                 narrow = old.tensor.itemsize == 1
                 a, b = (t.view(torch.uint8) if narrow else t for t in (old.tensor, new.tensor))
                 a.copy_(b)

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.checkpoint import lock_run, write_whole
+from narrowgauge.checkpoint import lock_run
 from narrowgauge.distributed import Coordinator, StoppedByPeer, init_process_group, world_from
 from narrowgauge.errors import UserError
+from narrowgauge.files import write_whole
 from narrowgauge.signals import Preempted, StoppedEarly, die_with_launcher, stop_requests
 
 ERRORS = {"value": ValueError, "user": UserError, "memory": MemoryError}

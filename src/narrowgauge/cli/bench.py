@@ -7,9 +7,9 @@ from pathlib import Path
 from rich.console import Console
 
 from narrowgauge.bench import bench
-from narrowgauge.checkpoint import write_whole
 from narrowgauge.cli.options import config_values
 from narrowgauge.errors import UserError
+from narrowgauge.files import write_whole
 from narrowgauge.training import make_config
 
 HELP = "how fast a step is, against this machine's ceilings and beside plain torch"

@@ -1,19 +1,17 @@
-"""What does a prepared corpus consist of?
-
-A directory of files that are published together and never changed afterwards:
+"""A prepared corpus: a directory of files that are published together and never changed afterwards.
 
 | file             | content                                                                          |
 |------------------|----------------------------------------------------------------------------------|
-| `train.bin`      | the tokens that are trained on, in the layout of `token_file`; where there are   |
-|                  | too many for a file, `train_000000.bin` and so on                                |
+| `train.bin`      | the tokens that are trained on, in the layout of `token_file`; if there are too  |
+|                  | many for a file, `train_000000.bin` and so on                                    |
 | `val.bin`        | the tokens of the held-out documents, likewise                                   |
 | `tokenizer.json` | how text became these tokens                                                     |
-| `rejected.jsonl` | what was set aside, where and why; not there if nothing was                      |
-| `manifest.json`  | what it was made from and how, and the sha256 of the others                      |
+| `rejected.jsonl` | the rejected records, where and why; missing if there are none                   |
+| `manifest.json`  | the sources and options it was made from, and the sha256 of the other files      |
 
-The `digest` names the corpus: it is made of the tokenizer, every document and the held-out share, and of
-nothing else. Two corpora with one digest hold the same tokens (learnt by one version of `tokenizers`). The
-`request` names what was asked for: the digests of the files read, the tokenizer, the options.
+The `digest` names the corpus: it is computed from the tokenizer, every document and the held-out share, and
+from nothing else. Two corpora with one digest hold the same tokens (trained by one version of `tokenizers`).
+The `request` names what was asked for: the digests of the files read, the tokenizer, the options.
 """
 
 import json
@@ -27,12 +25,12 @@ from narrowgauge.data.token_files.token_file import (
     TokenFile,
     Tokens,
     damaged,
-    file_sha256,
     open_token_file,
     verify_token_file,
 )
 from narrowgauge.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from narrowgauge.errors import UserError
+from narrowgauge.files import sha256_of
 
 LAYOUT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
@@ -40,10 +38,14 @@ MANIFEST_FILE = "manifest.json"
 
 @dataclass(frozen=True)
 class CorpusManifest:
-    """The facts of manifest.json; counts are of documents and of tokens, digests are hexadecimal sha256.
+    """The facts of manifest.json; digests are hexadecimal sha256.
 
-    `files` are the inputs: name, bytes and sha256 of each. `tokenizer` is the name asked for, and
-    `tokenizer_identity` what decided its ids. `train` and `val` are name, tokens and sha256 of each file.
+    Attributes:
+        files: Name, bytes and sha256 of each input.
+        tokenizer: The name that was asked for.
+        tokenizer_identity: See `tokenizer_identity` in `tokenization.tokenizer`.
+        train: Name, tokens and sha256 of each file.
+        val: The same for the held-out files.
     """
 
     layout: int
@@ -69,7 +71,7 @@ class CorpusManifest:
     tokenizer_sha256: str
 
     def to_json(self) -> str:
-        """The text of manifest.json: no time and no place, so that it can be compared."""
+        """The text of manifest.json: without times and paths, so that it can be compared."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
@@ -86,42 +88,47 @@ class Corpus:
 
 
 @dataclass(frozen=True, eq=False)
-class Joined:
-    """The tokens of several files end to end, read by ranges of positions and never all in memory."""
+class ConcatenatedTokens:
+    """The tokens of several files in order, read by ranges of positions and never all in memory."""
 
-    pieces: tuple[Tokens, ...]
+    arrays: tuple[Tokens, ...]
 
     def __len__(self) -> int:
-        return sum(map(len, self.pieces))
+        return sum(map(len, self.arrays))
 
     def __getitem__(self, part: slice) -> Tokens:
         start, stop, _ = part.indices(len(self))
         parts, offset = [], 0
-        for piece in self.pieces:
-            parts.append(piece[max(start - offset, 0) : max(stop - offset, 0)])
-            offset += len(piece)
+        for array in self.arrays:
+            parts.append(array[max(start - offset, 0) : max(stop - offset, 0)])
+            offset += len(array)
         return np.concatenate(parts)
 
 
 def is_corpus(directory: Path) -> bool:
-    """Whether a prepared corpus is in the directory, whole or damaged."""
+    """Whether a prepared corpus, intact or damaged, is in the directory."""
     try:
         return (directory / MANIFEST_FILE).is_file() and (directory / TOKENIZER_FILE).is_file()
-    except OSError:  # a name too long, a folder that is locked: whoever reads it next will say so
+    except OSError:  # a name too long, a folder that is locked: the next reader reports it
         return False
 
 
 def open_corpus(directory: Path, verify: bool = True) -> Corpus:
-    """The prepared corpus in `directory`; `verify` reads every byte and compares the digests.
+    """The prepared corpus in `directory`.
 
-    Without `verify` the lengths and headers are checked still. Errors: `UserError` for a directory that is
-    not a prepared corpus, and for a file that is not as it was written.
+    Args:
+        directory: A directory that `prepare` made.
+        verify: Whether to read every byte and compare the digests; without it lengths and headers are
+            checked.
+
+    Raises:
+        UserError: the directory is not a prepared corpus, or a file has changed since it was written.
     """
     manifest = read_manifest(directory)
     tokenizer_path = directory / TOKENIZER_FILE
     if not tokenizer_path.is_file():
         raise damaged(tokenizer_path, "it is missing")
-    if verify and file_sha256(tokenizer_path) != manifest.tokenizer_sha256:
+    if verify and sha256_of(tokenizer_path, follow_links=True) != manifest.tokenizer_sha256:
         raise damaged(tokenizer_path, "its sha256 is not the one it was written with")
     train = _open_part(directory, manifest, manifest.train, verify)
     val = _open_part(directory, manifest, manifest.val, verify)
@@ -142,11 +149,15 @@ def _open_part(
         if verify:
             verify_token_file(path, expected, manifest.vocab_size)
         parts.append(open_token_file(path, expected))
-    return parts[0] if len(parts) == 1 else cast(Tokens, Joined(tuple(parts)))
+    return parts[0] if len(parts) == 1 else cast(Tokens, ConcatenatedTokens(tuple(parts)))
 
 
 def read_manifest(directory: Path) -> CorpusManifest:
-    """The manifest of the corpus in `directory`. Errors: `UserError` for one that is missing or damaged."""
+    """The manifest of the corpus in `directory`.
+
+    Raises:
+        UserError: it is missing or damaged, or of another version of the layout.
+    """
     path = directory / MANIFEST_FILE
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
@@ -172,7 +183,7 @@ def read_manifest(directory: Path) -> CorpusManifest:
 
 
 def _is_file(entry: object) -> bool:
-    kinds = {"name": str, "tokens": int, "sha256": str}
-    if not isinstance(entry, dict) or {key: type(value) for key, value in entry.items()} != kinds:
+    types = {"name": str, "tokens": int, "sha256": str}
+    if not isinstance(entry, dict) or {key: type(value) for key, value in entry.items()} != types:
         return False
     return "/" not in entry["name"] and "\\" not in entry["name"]

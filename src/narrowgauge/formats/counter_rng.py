@@ -13,9 +13,14 @@ after a resume, in any order of evaluation, and on any number of devices as long
 """
 
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+_Word = TypeVar("_Word", int, NDArray[np.uint64])
+_MASK_64 = 2**64 - 1
 _MIX_1, _MIX_2 = 0x21F0AAAD, 0xD35A2D97 - 2**32
 _GOLDEN = 0x9E3779B9 - 2**32
 
@@ -41,12 +46,25 @@ def _mix_(x: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _mix64(x: int) -> int:
-    """SplitMix64's finalizer (Steele, Lea, Flood 2014), for keys."""
-    x = (x + 0x9E3779B97F4A7C15) % 2**64
-    x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) % 2**64
-    x = ((x ^ x >> 27) * 0x94D049BB133111EB) % 2**64
-    return x ^ x >> 31
+def splitmix64(x: _Word) -> _Word:
+    """Finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014; constants by David Stafford).
+
+    A bijection of 64-bit words, in arithmetic mod 2^64. Good enough to shuffle, not to keep a secret.
+
+        z <- x + 0x9e3779b97f4a7c15
+        z <- (z xor z >> 30) * 0xbf58476d1ce4e5b9
+        z <- (z xor z >> 27) * 0x94d049bb133111eb
+        z xor z >> 31
+
+    Args:
+        x: An integer, or an array of uint64 (no scalar: numpy warns when scalars wrap).
+    """
+    z: Any = x  # integers and arrays have the same operators, with other types
+    z = (z + 0x9E3779B97F4A7C15) & _MASK_64
+    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _MASK_64
+    z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _MASK_64
+    mixed: _Word = z ^ z >> 31
+    return mixed
 
 
 def _signed(word: int) -> int:
@@ -56,7 +74,7 @@ def _signed(word: int) -> int:
 
 def stream_key(seed: int, step: int, tensor: int) -> tuple[int, int]:
     """The two signed 32-bit key words of (seed, step, tensor id)."""
-    key = _mix64(_mix64(_mix64(seed % 2**64) ^ step) ^ tensor)
+    key = splitmix64(splitmix64(splitmix64(seed % 2**64) ^ step) ^ tensor)
     return _signed(key % 2**32), _signed(key >> 32)
 
 

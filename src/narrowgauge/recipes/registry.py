@@ -1,10 +1,10 @@
 """The recipes that ship, and those of a user's own: found by name, or read from a file."""
 
 from functools import cache
-from importlib import resources
 from pathlib import Path
 
 from narrowgauge.errors import UserError, unknown
+from narrowgauge.files import shipped_text
 from narrowgauge.recipes.parse import parse_recipe
 from narrowgauge.recipes.recipe import Recipe
 
@@ -42,8 +42,7 @@ def recipe_names() -> list[str]:
 
 @cache
 def _shipped(name: str) -> Recipe:
-    file = resources.files("narrowgauge.recipes") / "shipped" / f"{name}.toml"
-    return parse_recipe(file.read_text(encoding="utf-8"), f"{name}.toml")
+    return parse_recipe(shipped_text("recipes/shipped", name), f"{name}.toml")
 
 
 def recipe(name: str) -> Recipe:

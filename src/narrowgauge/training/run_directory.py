@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
-from narrowgauge.checkpoint import append_line, append_lines, make_directory, read_jsonl, write_whole
 from narrowgauge.errors import UserError
+from narrowgauge.files import make_directory, write_whole
+from narrowgauge.json_lines import append_lines, read_jsonl
 from narrowgauge.training.config.config import Config, make_config, to_toml, trajectory
 from narrowgauge.training.config.diff import TORCH, ConfigDiff, config_diff, require_allowed
 
@@ -59,7 +60,7 @@ class RunDirectory:
 
     def record(self, line: Mapping[str, Any]) -> None:
         """Append one line to the metrics."""
-        append_line(self.metrics, line)
+        append_lines(self.metrics, [line])
 
     def record_gauges(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Append the gauge readings of a step."""

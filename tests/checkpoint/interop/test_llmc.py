@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from narrowgauge.checkpoint.interop.external_model import read_external_model
 from narrowgauge.checkpoint.interop.llmc import read_llmc, write_llmc
-from narrowgauge.checkpoint.interop.recognize import read_external_model
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize, model_config
 

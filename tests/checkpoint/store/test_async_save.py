@@ -102,8 +102,9 @@ def test_the_end_of_a_process_waits_for_its_save(tmp_path):
     script = (
         "import sys, torch; from pathlib import Path;"
         "from narrowgauge.checkpoint import AsyncSaver;"
-        "from narrowgauge.checkpoint.store.slices import whole;"
-        "AsyncSaver().save(Path(sys.argv[1]), 1, {'m': {'w': [whole(torch.ones(4_000_000))]}}, {}, 2, 'run')"
+        "from narrowgauge.checkpoint.store.slices import full_tensor;"
+        "tensors = {'m': {'w': [full_tensor(torch.ones(4_000_000))]}};"
+        "AsyncSaver().save(Path(sys.argv[1]), 1, tensors, {}, 2, 'run')"
     )
     subprocess.run([sys.executable, "-c", script, tmp_path], check=True)
     assert newest_valid(tmp_path, "run") == (tmp_path / "step-1", [])
@@ -111,11 +112,11 @@ def test_the_end_of_a_process_waits_for_its_save(tmp_path):
 
 def test_memory_of_the_copy_is_used_again(tmp_path):
     with AsyncSaver() as saver:
-        pieces = held(1, 100_000)
-        saver.save(tmp_path, 1, pieces, {}, 2, "run")
+        tensors = held(1, 100_000)
+        saver.save(tmp_path, 1, tensors, {}, 2, "run")
         saver.wait()
         before = [buffer.data_ptr() for buffer in saver._buffers.values()]
-        saver.save(tmp_path, 2, pieces, {}, 2, "run")
+        saver.save(tmp_path, 2, tensors, {}, 2, "run")
         saver.wait()
         assert [buffer.data_ptr() for buffer in saver._buffers.values()] == before
 
@@ -129,12 +130,12 @@ def test_steps_go_on_while_a_save_is_written(tmp_path):
             turns += 1
         return turns
 
-    pieces = held(1, 20_000_000)
+    tensors = held(1, 20_000_000)
     with AsyncSaver() as saver:
-        saver.save(tmp_path, 1, pieces, {}, 2, "run")
+        saver.save(tmp_path, 1, tensors, {}, 2, "run")
         saver.wait()
         begin = time.monotonic()
-        saver.save(tmp_path, 2, pieces, {}, 2, "run")
+        saver.save(tmp_path, 2, tensors, {}, 2, "run")
         returned = time.monotonic()
         beside = count(saver._pending.done) / (time.monotonic() - returned)
         saver.wait()

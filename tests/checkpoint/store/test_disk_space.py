@@ -1,37 +1,66 @@
-"""Room on the disk is asked for before anything is written."""
+"""Space on the disk is checked before anything is written."""
 
 import os
+import re
 
 import pytest
 import torch
 
-from narrowgauge.checkpoint import SaveError, require_space, save
+from narrowgauge.checkpoint import DiskSpace, SaveError, free_space, require_space_for_run, save
+from narrowgauge.checkpoint.store.disk_space import require_space
+from narrowgauge.errors import UserError
+from narrowgauge.units import human_bytes
+
+
+def test_free_space_is_what_the_system_says(tmp_path):
+    disk = os.statvfs(tmp_path)
+    free = free_space(tmp_path / "not" / "yet")
+    assert free.bytes == pytest.approx(disk.f_bavail * disk.f_frsize, rel=0.05)
+    assert (free.inodes is None) == (disk.f_files == 0)
+
+
+def test_space_is_bytes_and_inodes():
+    assert DiskSpace(10, 3).fits_in(DiskSpace(10, 3))
+    assert not DiskSpace(11, 3).fits_in(DiskSpace(10, 3))
+    assert not DiskSpace(10, 4).fits_in(DiskSpace(10, 3))
+    assert DiskSpace(10, 4).fits_in(DiskSpace(10, None)), "btrfs and others have no fixed number"
 
 
 def test_what_fits_is_not_refused(tmp_path):
-    require_space(tmp_path / "not" / "there" / "yet", 1 << 20, 10)
+    require_space(tmp_path / "not" / "there" / "yet", DiskSpace(1 << 20, 10))
 
 
 def test_too_few_bytes_are_refused_with_needed_and_free(tmp_path):
     with pytest.raises(SaveError) as caught:
-        require_space(tmp_path, 1 << 62, 1)
+        require_space(tmp_path, DiskSpace(1 << 62, 1))
     disk = os.statvfs(tmp_path)
-    assert f"needs 4294967296.00 GiB ({1 << 62} bytes) for a checkpoint" in str(caught.value)
-    free = int(str(caught.value).split(" bytes) free")[0].rsplit("(", 1)[1])
-    assert abs(free - disk.f_bavail * disk.f_frsize) < 1 << 30
+    sentence = str(caught.value)
+    assert f"needs {human_bytes(1 << 62)} and 1 inodes for a checkpoint" in sentence
+    number, unit = re.search(r"its disk has ([\d,.]+) ([KMGT]iB).* free", sentence).groups()
+    free = float(number.replace(",", "")) * 1024 ** (1 + "KMGT".index(unit[0]))
+    assert free == pytest.approx(disk.f_bavail * disk.f_frsize, rel=0.1)
 
 
 def test_too_few_inodes_are_refused_with_needed_and_free(tmp_path):
     if not os.statvfs(tmp_path).f_files:
         pytest.skip("this file system makes inodes as it needs them")
     with pytest.raises(
-        SaveError, match=rf"needs {1 << 50} inodes for a checkpoint, and its disk has \d+ free"
+        SaveError, match=rf"and {1 << 50} inodes for a checkpoint, and its disk has .* and \d+ inodes free"
     ):
-        require_space(tmp_path, 0, 1 << 50)
+        require_space(tmp_path, DiskSpace(0, 1 << 50))
+
+
+def test_a_run_needs_one_checkpoint_more_than_it_keeps(tmp_path):
+    free = free_space(tmp_path)
+    with pytest.raises(UserError, match=r"for 3 more checkpoints of .* \(checkpoint.keep = 2, and one"):
+        require_space_for_run(tmp_path, DiskSpace(free.bytes // 2, 1), 2)
+    for step in (1, 2):
+        (tmp_path / f"step-{step}").mkdir()
+    require_space_for_run(tmp_path, DiskSpace(free.bytes // 2, 1), 2)
 
 
 def test_a_save_asks_first(tmp_path):
     huge = torch.zeros(1, dtype=torch.int64).expand(1 << 50)  # 8 PiB, of which one number is in memory
-    with pytest.raises(SaveError, match=r"needs 8388608.00 GiB .* free"):
+    with pytest.raises(SaveError, match=r"needs 8,192.0 TiB .* free"):
         save(tmp_path / "c", 1, {"model": {"w": huge}}, {}, 2, "run")
     assert not (tmp_path / "c").exists()

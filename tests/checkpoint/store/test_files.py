@@ -4,15 +4,8 @@ import signal
 import pytest
 
 from narrowgauge.errors import UserError
-from narrowgauge.files import (
-    append_line,
-    make_directory,
-    open_regular,
-    read_jsonl,
-    sha256_of,
-    write_new,
-    write_whole,
-)
+from narrowgauge.files import make_directory, open_regular, sha256_of, write_new, write_whole
+from narrowgauge.json_lines import append_lines, read_jsonl
 
 RECORDS = [{"step": 1, "loss": 2.5}, {"step": 2, "text": "na\u00efve\nline"}, {"step": 3, "loss": 0.1}]
 
@@ -46,9 +39,9 @@ def test_write_whole_killed_at_each_point_leaves_old_or_new(tmp_path, in_process
 
 
 def test_write_new_never_overwrites(tmp_path):
-    write_new(tmp_path / "f", "first")
+    write_new(tmp_path / "f", b"first")
     with pytest.raises(FileExistsError):
-        write_new(tmp_path / "f", "second")
+        write_new(tmp_path / "f", b"second")
     assert (tmp_path / "f").read_text() == "first"
 
 
@@ -81,21 +74,21 @@ def test_only_regular_files_are_opened(tmp_path):
 def test_a_file_cut_at_any_byte_reads_as_its_whole_lines_and_can_be_continued(tmp_path):
     path = tmp_path / "m.jsonl"
     for record in RECORDS:
-        append_line(path, record)
+        append_lines(path, [record])
     data = path.read_bytes()
     assert read_jsonl(path) == RECORDS
     for size in range(len(data) + 1):
         path.write_bytes(data[:size])
         whole = data[:size].count(b"\n")
         assert read_jsonl(path) == RECORDS[:whole]
-        append_line(path, {"step": 9})
+        append_lines(path, [{"step": 9}])
         assert read_jsonl(path) == [*RECORDS[:whole], {"step": 9}]
 
 
 def test_a_torn_line_longer_than_one_block_is_cut_off(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}\n{"x": "' + b"y" * 200_000)
-    append_line(path, {"step": 2})
+    append_lines(path, [{"step": 2}])
     assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
 
 
@@ -108,7 +101,7 @@ def test_damage_in_the_middle_names_file_and_line(tmp_path, bad):
 
 
 def test_non_finite_numbers_stay_visible(tmp_path):
-    append_line(tmp_path / "m", {"loss": float("nan"), "grad_norm": float("inf")})
+    append_lines(tmp_path / "m", [{"loss": float("nan"), "grad_norm": float("inf")}])
     (record,) = read_jsonl(tmp_path / "m")
     assert record["loss"] != record["loss"]
     assert record["grad_norm"] == float("inf")

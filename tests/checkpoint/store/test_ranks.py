@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from checkpoint.ranks import pieces_of, same_bits, tensors_of
+from checkpoint.ranks import local_tensors_of, same_bits, tensors_of
 from narrowgauge.checkpoint import load, newest_valid, restore_distributed, save, steps
 from narrowgauge.checkpoint.store.slices import full_tensor
 from narrowgauge.errors import UserError
@@ -71,9 +71,9 @@ def test_every_world_reads_what_every_other_wrote(tmp_path, on_ranks):
 
 
 def test_one_process_without_a_group_reads_any_part(start):
-    held = pieces_of(tensors_of(1), 3, 4)
+    held = local_tensors_of(tensors_of(1), 3, 4)
     restore_distributed(start / "step-2", held)
-    for group, named in pieces_of(tensors_of(2), 3, 4).items():
+    for group, named in local_tensors_of(tensors_of(2), 3, 4).items():
         for name, parts in named.items():
             assert all(same_bits(a.tensor, b.tensor) for a, b in zip(parts, held[group][name], strict=True))
 
@@ -163,11 +163,11 @@ def test_a_nan_on_one_rank_is_named_on_all(start, on_ranks):
     assert sorted(os.listdir(start)) == ["step-1", "step-2"]
 
 
-def test_a_piece_that_nobody_holds_is_refused(start, on_ranks):
+def test_a_slice_that_nobody_holds_is_refused(start, on_ranks):
     world = on_ranks(2, "save", start, steps=[3], hole=True)
     assert world.codes == [1, 1]
     assert (
-        "UserError: tensor 'columns.torch.bfloat16' of 'model' cannot be saved: no piece holds" in world.one
+        "UserError: tensor 'columns.torch.bfloat16' of 'model' cannot be saved: no slice holds" in world.one
     )
     assert sorted(os.listdir(start)) == ["step-1", "step-2"]
 
@@ -212,7 +212,7 @@ def test_a_group_that_nobody_names_is_left_alone(start):
 
 def test_a_rank_reads_only_the_files_it_needs(start):
     """Another rank's file has gone bad: who needs nothing of it does not look."""
-    held, truth = pieces_of(tensors_of(1), 0, 2), pieces_of(tensors_of(2), 0, 2)
+    held, truth = local_tensors_of(tensors_of(1), 0, 2), local_tensors_of(tensors_of(2), 0, 2)
     wanted = {
         group: {name: parts if "rows" in name else [] for name, parts in held[group].items()}
         for group in held
@@ -225,7 +225,7 @@ def test_a_rank_reads_only_the_files_it_needs(start):
         for name in filter(lambda name: "rows" in name, truth[group]):
             assert same_bits(wanted[group][name][0].tensor, truth[group][name][0].tensor)
     with pytest.raises(UserError, match=MODEL.format(2)):
-        restore_distributed(start / "step-2", pieces_of(tensors_of(1), 1, 2))
+        restore_distributed(start / "step-2", local_tensors_of(tensors_of(1), 1, 2))
 
 
 def test_a_pickle_in_place_of_a_ranks_file_is_refused_and_not_executed(start, on_ranks):

@@ -1,4 +1,4 @@
-"""Boxes and the plan of who writes what, without any process: against a slow obvious oracle."""
+"""Slices and the plan of who writes what, without any process: against a slow obvious oracle."""
 
 import json
 import random
@@ -15,40 +15,40 @@ from narrowgauge.errors import UserError
 
 def grid(shape, rng):
     """A random division of a shape: cut in two along a random dimension, again and again."""
-    boxes = [TensorSlice((0,) * len(shape), shape)]
+    slices = [TensorSlice((0,) * len(shape), shape)]
     for _ in range(rng.randrange(12)):
-        box = boxes.pop(rng.randrange(len(boxes)))
+        s = slices.pop(rng.randrange(len(slices)))
         d = rng.randrange(len(shape))
-        at = rng.randint(0, box.size[d])
-        for first, last in ((0, at), (at, box.size[d])):
-            offset = tuple(o + (first if i == d else 0) for i, o in enumerate(box.offset))
-            size = tuple(last - first if i == d else n for i, n in enumerate(box.size))
-            boxes.append(TensorSlice(offset, size))
-    rng.shuffle(boxes)
-    return boxes
+        at = rng.randint(0, s.size[d])
+        for first, last in ((0, at), (at, s.size[d])):
+            offset = tuple(o + (first if i == d else 0) for i, o in enumerate(s.offset))
+            size = tuple(last - first if i == d else n for i, n in enumerate(s.size))
+            slices.append(TensorSlice(offset, size))
+    rng.shuffle(slices)
+    return slices
 
 
-def count(shape, boxes):
+def count(shape, slices):
     """How often each element is covered: the oracle."""
     times = torch.zeros(shape, dtype=torch.int64)
-    for box in boxes:
-        times[box.slices] += 1
+    for s in slices:
+        times[s.index] += 1
     return times
 
 
-def test_a_division_covers_and_any_box_moved_or_lost_does_not():
+def test_a_division_covers_and_any_slice_moved_or_lost_does_not():
     rng = random.Random(0)
     for _ in range(300):
         shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(1, 3)))
-        boxes = grid(shape, rng)
-        require_exact_cover(shape, boxes)
-        assert count(shape, boxes).eq(1).all()
-        box = boxes.pop(rng.randrange(len(boxes)))
+        slices = grid(shape, rng)
+        require_exact_cover(shape, slices)
+        assert count(shape, slices).eq(1).all()
+        s = slices.pop(rng.randrange(len(slices)))
         d = rng.randrange(len(shape))
-        moved = TensorSlice(tuple(o + (i == d) for i, o in enumerate(box.offset)), box.size)
-        for wrong in ([*boxes, moved], boxes, [*boxes, box, box]):
-            if box.volume:
-                with pytest.raises(ValueError, match=r"overlap|no piece holds|reaches beyond"):
+        moved = TensorSlice(tuple(o + (i == d) for i, o in enumerate(s.offset)), s.size)
+        for wrong in ([*slices, moved], slices, [*slices, s, s]):
+            if s.numel:
+                with pytest.raises(ValueError, match=r"overlap|no slice holds|reaches beyond"):
                     require_exact_cover(shape, wrong)
 
 
@@ -61,27 +61,27 @@ def test_overlaps_put_a_tensor_together():
             out = torch.full(target.size, -1)
             for source in stored:
                 if (common := source.overlap(target)) is not None:
-                    part = x[source.slices][common.within(source).slices]
-                    out[common.within(target).slices] = part
-            assert torch.equal(out, x[target.slices])
+                    part = x[source.index][common.within(source).index]
+                    out[common.within(target).index] = part
+            assert torch.equal(out, x[target.index])
 
 
-def test_a_scalar_is_one_box():
+def test_a_scalar_is_one_slice():
     one = TensorSlice((), ())
     require_exact_cover((), [one])
     assert one.overlap(one) == one
     with pytest.raises(ValueError, match="overlap"):
         require_exact_cover((), [one, one])
-    with pytest.raises(ValueError, match="no piece holds 1 of the 1"):
+    with pytest.raises(ValueError, match="no slice holds 1 of the 1"):
         require_exact_cover((), [])
     require_exact_cover((0, 5), [])
 
 
-def test_many_boxes_are_checked_fast():
-    boxes = [TensorSlice((row, 0), (1, 8)) for row in range(20_000)]
-    require_exact_cover((20_000, 8), boxes)
+def test_many_slices_are_checked_fast():
+    slices = [TensorSlice((row, 0), (1, 8)) for row in range(20_000)]
+    require_exact_cover((20_000, 8), slices)
     with pytest.raises(ValueError, match=r"overlap"):
-        require_exact_cover((20_001, 8), [*boxes, boxes[10_000]])
+        require_exact_cover((20_001, 8), [*slices, slices[10_000]])
 
 
 def plan(*ranks):
@@ -93,17 +93,17 @@ def test_what_all_hold_is_spread_evenly_and_what_one_holds_is_its_own():
     index = plan(big | {"only": [full_tensor(torch.zeros(1000))]}, big, big, big)
     load = Counter()
     for entry in index["model"].values():
-        for part in entry.parts:
-            load[part.file] += part.box.volume
-    assert index["model"]["only"].parts[0].file == "model-00001-of-00004.safetensors"
+        for stored in entry.slices:
+            load[stored.file] += stored.slice.numel
+    assert index["model"]["only"].slices[0].file == "model-00001-of-00004.safetensors"
     assert max(load.values()) - min(load.values()) <= 140
 
 
 def test_the_plan_is_the_same_for_every_order_of_names():
     a, b = [full_tensor(torch.zeros(4))], [full_tensor(torch.zeros(5))]
     one, other = plan({"a": a, "b": b}, {"b": b, "a": a}), plan({"b": b, "a": a}, {"a": a, "b": b})
-    assert {name: entry.parts for name, entry in one["model"].items()} == {
-        name: entry.parts for name, entry in other["model"].items()
+    assert {name: entry.slices for name, entry in one["model"].items()} == {
+        name: entry.slices for name, entry in other["model"].items()
     }
 
 
@@ -128,10 +128,10 @@ def test_ranks_that_contradict_each_other_are_refused(first, second, words):
         plan({"w": [full_tensor(first)]}, {"w": [full_tensor(second)]})
 
 
-def test_pieces_that_overlap_are_refused_by_name():
+def test_slices_that_overlap_are_refused_by_name():
     left, right = LocalTensor(torch.zeros(3), (4,), (0,)), LocalTensor(torch.zeros(3), (4,), (1,))
     with pytest.raises(
-        UserError, match=r"'w' of 'model' cannot be saved: the pieces at \(0,\) and \(1,\) overlap"
+        UserError, match=r"'w' of 'model' cannot be saved: the slices at \(0,\) and \(1,\) overlap"
     ):
         plan({"w": [left]}, {"w": [right]})
     with pytest.raises(
@@ -149,7 +149,7 @@ def test_an_index_reads_back_as_it_was():
     x = torch.zeros(6, 4)
     halves = [[LocalTensor(x[:2], (6, 4), (0, 0))], [LocalTensor(x[2:], (6, 4), (2, 0))]]
     index = plan(*({"w": h, "tied": h, "none": [full_tensor(torch.zeros(0, 3))]} for h in halves))
-    sizes = {part.file: 1000 for part in index["model"]["w"].parts}
+    sizes = {part.file: 1000 for part in index["model"]["w"].slices}
     assert from_json(json.loads(to_json(index)), sizes) == index
     shares = [plan_for_rank(index, {"model": {"w": halves[r]}}, r, 2) for r in range(2)]
     assert [list(share["model"]) for share in shares] == [["w@0,0"], ["w@2,0"]]

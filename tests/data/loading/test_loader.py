@@ -137,8 +137,8 @@ def test_documents_kept_apart_bring_positions_and_lose_only_the_guess_at_a_begin
 
 
 def test_a_mask_makes_targets_ignored(tokens):
-    learnt = np.arange(101) % 2 == 0
-    stream = TokenStream((tokens,), learnt=(Bits(np.packbits(learnt, bitorder="little"), 101),))
+    is_target = np.arange(101) % 2 == 0
+    stream = TokenStream((tokens,), target_masks=(Bits(np.packbits(is_target, bitorder="little"), 101),))
     x_BT, y_BT = batch = training_batch(stream, 0, 0, 10, 10)
     assert torch.equal(y_BT, torch.where((x_BT + 1) % 2 == 0, x_BT + 1, -100))
     assert batch.targets == (y_BT != -100).sum() == 50
@@ -161,7 +161,7 @@ def test_a_mixture_draws_each_sample_from_its_stream(tokens):
 
 @pytest.mark.parametrize(("workers", "ahead"), [(1, 1), (1, 8), (4, 3), (4, 16)])
 def test_the_loader_gives_the_same_batches_for_any_workers_and_any_number_ahead(tokens, workers, ahead):
-    with Loader(tokens, 5, first_samples(3, 8, 4), 4, 10, ahead=ahead, workers=workers) as loader:
+    with Loader(tokens, 5, first_samples(3, 8, 4), 4, 10, prefetch=ahead, workers=workers) as loader:
         for n in range(24, 24 + 4 * 30, 4):
             x_BT, y_BT = next(loader)
             expected = training_batch(tokens, 5, n, 4, 10)
@@ -170,7 +170,7 @@ def test_the_loader_gives_the_same_batches_for_any_workers_and_any_number_ahead(
 
 
 def test_a_loader_ends_with_its_samples_and_tells_what_went_wrong(tokens):
-    with Loader(tokens, 0, iter([0, 4]), 4, 10, ahead=5) as loader:
+    with Loader(tokens, 0, iter([0, 4]), 4, 10, prefetch=5) as loader:
         assert len(list(loader)) == 2
     with Loader(tokens, 0, iter([0]), 4, 500) as loader, pytest.raises(UserError, match="holds 101 tokens"):
         next(loader)

@@ -92,7 +92,7 @@ def test_the_pieces_do_not_depend_on_the_blocks_in_which_the_text_is_read(parts)
 
 
 def test_a_very_long_file_is_cut_also_among_others(tmp_path, monkeypatch):
-    monkeypatch.setattr("narrowgauge.data.sources.text.MOST_WHOLE", 10_000)
+    monkeypatch.setattr("narrowgauge.data.sources.text.MOST_UNCUT", 10_000)
     write(tmp_path / "d" / "a.txt", "short")
     write(tmp_path / "d" / "b.txt", "some words in a row\n\n" * 1000)
     write(tmp_path / "d" / "c.txt", "short too")

@@ -49,7 +49,7 @@ def test_content_tells_the_layout_and_every_layout_gives_the_ids(tmp_path):
             opened.tokens[0] = 1
     assert open_file(tmp_path / "a", "llm.c uint16").vocabulary == (50257, 50256)
     assert open_file(tmp_path / "b", "llm.c uint32").vocabulary == (128256, 128000)
-    learnt = open_file(tmp_path / "f", "llmq").learnt
+    learnt = open_file(tmp_path / "f", "llmq").target_mask
     assert learnt is not None
     assert learnt[:].tolist() == (IDS % 3 > 0).tolist()
     assert learnt[13:39].tolist() == (IDS % 3 > 0)[13:39].tolist()

@@ -17,20 +17,20 @@ END = 9
     sizes=st.lists(st.integers(1, 7), min_size=1, max_size=6),
     cuts=st.lists(st.integers(0, 42), min_size=4, max_size=4),
 )
-def test_pieces_end_to_end_are_the_tokens_whatever_part_is_read(sizes, cuts):
+def test_files_end_to_end_are_the_tokens_whatever_range_is_read(sizes, cuts):
     whole = np.arange(sum(sizes))
     ends = list(accumulate(sizes))
     bits = whole % 3 > 0
     stream = TokenStream(
         tuple(whole[end - size : end] for size, end in zip(sizes, ends, strict=True)),
-        learnt=tuple(
+        target_masks=tuple(
             Bits(np.packbits(bits[end - size : end], bitorder="little"), size)
             for size, end in zip(sizes, ends, strict=True)
         ),
     )
     assert len(stream) == len(whole)
     a, b = sorted(min(cut, len(whole)) for cut in cuts[:2])
-    part = stream.part(a, b)
+    part = stream.substream(a, b)
     c, d = sorted(min(cut, b - a) for cut in cuts[2:])
     assert part[c:d].tolist() == whole[a:b][c:d].tolist()
     ignored = part.ignored(c, d)
@@ -52,14 +52,14 @@ def test_pieces_end_to_end_are_the_tokens_whatever_part_is_read(sizes, cuts):
 def test_documents_begin_at_the_boundary_or_after_it(first, row, positions):
     stream = TokenStream((np.array([7, *row]),), boundaries=(END, 11), boundary_first=first)
     assert stream.positions(1, np.array(row)).tolist() == positions
-    assert stream.part(1, len(stream)).positions(0, np.array(row)).tolist() == positions
+    assert stream.substream(1, len(stream)).positions(0, np.array(row)).tolist() == positions
 
 
 def test_an_index_says_where_documents_begin_and_boundary_ids_then_do_not():
     stream = TokenStream((np.arange(6), np.arange(6, 12)), boundaries=(3,), starts=np.array([0, 4, 4, 7, 12]))
     assert stream.positions(0, stream[0:12]).tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]
     assert stream.positions(5, stream[5:9]).tolist() == [0, 1, 0, 1]
-    assert stream.part(5, 12).positions(1, stream[6:9]).tolist() == [0, 0, 1]
+    assert stream.substream(5, 12).positions(1, stream[6:9]).tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize("first", [True, False])

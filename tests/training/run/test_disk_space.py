@@ -10,10 +10,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from narrowgauge.checkpoint import read_jsonl, steps
+from narrowgauge.checkpoint import free_space, steps
 from narrowgauge.errors import UserError
+from narrowgauge.json_lines import read_jsonl
 from narrowgauge.training import make_config, run
-from narrowgauge.training.monitor.disk import DiskSpace, checkpoint_space, free_space
 from narrowgauge.training.step.trainer import Trainer
 
 MIB = 1 << 20
@@ -61,45 +61,32 @@ def at_step(monkeypatch):
     return do
 
 
-def test_the_room_of_a_checkpoint_is_that_of_its_files(train, tiny):
+def test_the_planned_space_of_a_checkpoint_is_that_of_its_files(train, tiny, tmp_path):
     for name in ("fp8", "msamp-o2"):
         path = train(name, {"recipe.name": name, "model.dim": 128, "training.steps": 2})
         folder = path / "checkpoints" / "step-2"
         trainer = Trainer.begin(
             make_config(tiny({"recipe.name": name, "model.dim": 128})), torch.device("cpu")
         )
-        space = checkpoint_space(trainer)
+        space = trainer.plan_save(tmp_path, "me").space
         assert space.inodes == len(os.listdir(folder)) + 1
         size = sum(file.stat().st_size for file in folder.iterdir())
         assert size <= space.bytes <= size + space.inodes * 65536
 
 
-def test_tied_weights_count_once(tiny):
+def test_tied_weights_count_once(tiny, tmp_path):
     config = make_config(tiny({"model.name": "gpt2-debug", "model.kv_heads": 2, "recipe.name": "fp32"}))
     trainer = Trainer.begin(config, torch.device("cpu"))
     parameters = sum(p.nbytes for p in trainer.model.parameters())
     of_steps = 4 * len(list(trainer.model.parameters()))
-    space = checkpoint_space(trainer)
-    assert space.bytes - space.inodes * 65536 == 3 * parameters + of_steps
-
-
-def test_free_space_is_what_the_system_says(tmp_path):
-    found = os.statvfs(tmp_path)
-    free = free_space(tmp_path / "not" / "yet")
-    assert free.bytes == pytest.approx(found.f_bavail * found.f_frsize, rel=0.05)
-    assert (free.inodes is None) == (found.f_files == 0)
-
-
-def test_room_is_bytes_and_inodes():
-    assert DiskSpace(10, 3).fits_in(DiskSpace(10, 3))
-    assert not DiskSpace(11, 3).fits_in(DiskSpace(10, 3))
-    assert not DiskSpace(10, 4).fits_in(DiskSpace(10, 3))
-    assert DiskSpace(10, 4).fits_in(DiskSpace(10, None)), "btrfs and others have no fixed number"
+    space = trainer.plan_save(tmp_path, "me").space
+    files = space.inodes - 1  # and the directory
+    assert space.bytes - files * 65536 == 3 * parameters + of_steps
 
 
 def test_a_disk_that_is_too_small_is_refused_before_the_first_step(train, tmp_path):
     with pytest.raises(
-        UserError, match=r"needs [\d.,]+ GiB and \d+ inodes, for 20000001 more .* and its disk"
+        UserError, match=r"needs [\d.,]+ TiB and \d+ inodes, for 20000001 more .* and its disk"
     ):
         train(changes={"checkpoint.keep": 20_000_000})
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

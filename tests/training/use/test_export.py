@@ -103,7 +103,7 @@ def test_nothing_half_written_has_the_final_name(train, tmp_path, to, monkeypatc
         if name.startswith("exchange:"):
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("narrowgauge.checkpoint.store.folder.crash_point", stop)
+    monkeypatch.setattr("narrowgauge.files.crash_point", stop)
     with pytest.raises(OSError, match="No space left"):
         export_run(path, to, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir() if "out" in p.name] == []

@@ -1,45 +1,49 @@
-"""A model that came from elsewhere, in our names: what every reader of this room returns."""
+"""The model at a path, recognised by content: a folder by the files in it, a file by its first bytes."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from narrowgauge.checkpoint.interop.name_map import check_shapes, external_shapes
+from narrowgauge.checkpoint.interop import huggingface, megatron
+from narrowgauge.checkpoint.interop.llmc import is_llmc, read_llmc
+from narrowgauge.checkpoint.interop.name_map import ExternalModel
+from narrowgauge.checkpoint.interop.safetensors_reader import INDEX, SINGLE_FILE, holds_pickle
 from narrowgauge.errors import UserError
-from narrowgauge.models import ModelConfig
 
 
-@dataclass(frozen=True)
-class ExternalModel:
-    """Configuration and float32 weights; a tied head stands under both of its names, as one tensor."""
-
-    kind: str  #: "hf", "llmc" or "megatron"
-    config: ModelConfig
-    tensors: Mapping[str, torch.Tensor]
-    tokenizer: Path | None = None  #: of a tokenizer.json, where it came with one
-
-
-def external_model(
-    kind: str,
-    config: ModelConfig,
-    tensors: dict[str, torch.Tensor],
-    origin: Path,
-    tokenizer: Path | None = None,
-) -> ExternalModel:
-    """A foreign model whose tensors have been compared with its configuration."""
-    if config.tied_head:
-        tensors["head.weight"] = tensors["embedding.weight"]
-    check_shapes(config, tensors, str(origin))
-    assert tensors.keys() == external_shapes(config).keys()
-    return ExternalModel(kind, config, tensors, tokenizer)
+def is_external_model(path: Path) -> bool:
+    """Whether `read_external_model` is to read, or refuse, what is at `path`: anything but a run."""
+    if path.is_file():
+        return True
+    if not path.is_dir() or (path / "config.toml").exists():
+        return False
+    names = (megatron.SETTINGS, huggingface.CONFIG, INDEX, SINGLE_FILE)
+    return any((path / name).exists() for name in names) or holds_pickle(path) or bool(_llmc_file(path))
 
 
-def require_layers(config: ModelConfig, tensors: int, origin: Path) -> None:
-    """Refuse a configuration of more layers than there are tensors, before anything is made for each."""
-    if config.layers > tensors:
-        raise UserError(
-            f"{origin}: its configuration has {config.layers} layers, and there are {tensors} tensors; "
-            "give weights and configuration of one model"
-        )
+def read_external_model(path: Path) -> ExternalModel:
+    """The model that another program, or an export, left at `path`.
+
+    Raises:
+        UserError: it is no model, a pickle, or damaged.
+    """
+    try:
+        if path.is_dir():
+            if (path / megatron.SETTINGS).is_file():
+                return megatron.read_megatron(path)
+            if huggingface.is_folder(path):
+                return huggingface.read_folder(path)
+            if (file := _llmc_file(path)) is not None:
+                return read_llmc(file)
+            if (path / "config.toml").is_file():
+                raise UserError(f"{path} is a run already: sample, eval and --model.weights take it as it is")
+            raise huggingface.refuse_other_folder(path)
+        if path.is_file():
+            return read_llmc(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}; mend its permissions or copy it again") from error
+    raise UserError(f"{path} does not exist; name a folder of Hugging Face's or an llm.c model file")
+
+
+def _llmc_file(folder: Path) -> Path | None:
+    """The only llm.c model file of a folder, such as `export` leaves; None if it has none or several."""
+    files = [path for path in sorted(folder.glob("*.bin")) if is_llmc(path)]
+    return files[0] if len(files) == 1 else None

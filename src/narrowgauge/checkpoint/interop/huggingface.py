@@ -1,9 +1,9 @@
 """Folders of Hugging Face transformers: GPT-2, Llama and Qwen2, in and out.
 
-    config.json                  the architecture and its dimensions   (`families.py`)
-    model*.safetensors           the weights                  (`tensor_files.py`, `counterparts.py`)
-    tokenizer.json               the tokenizer, with
-    tokenizer_config.json        the class that reads it and the end of a text
+    config.json                  the architecture and its dimensions (`hf_config.py`)
+    model*.safetensors           the weights (`safetensors_reader.py`, `name_map.py`)
+    tokenizer.json               the tokenizer
+    tokenizer_config.json        the class that reads the tokenizer, and the end of a text
     generation_config.json       the tokens that begin and end a text
 
 (Layout: transformers, `save_pretrained`.) Both directions compute the same logits: see
@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from narrowgauge.checkpoint.interop.external_model import ExternalModel, external_model, require_layers
 from narrowgauge.checkpoint.interop.hf_config import config_from, to_config
-from narrowgauge.checkpoint.interop.name_map import name_map
+from narrowgauge.checkpoint.interop.name_map import ExternalModel, external_model, name_map, require_layers
 from narrowgauge.checkpoint.interop.safetensors_reader import (
     SHARD_BYTES,
     TensorFolder,
@@ -35,7 +34,7 @@ from narrowgauge.models import ModelConfig
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
-# Buffers that some versions stored beside the weights: masks, and what follows from the configuration.
+# Buffers that some versions stored with the weights: masks, and values that follow from the configuration.
 _NO_WEIGHT = re.compile(r".*\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 
 
@@ -45,16 +44,17 @@ def is_folder(path: Path) -> bool:
 
 
 def read_folder(folder: Path) -> ExternalModel:
-    """The model in a folder, its weights as float32.
+    """The model in a folder, its weights as float32; nothing in the files is executed.
 
-    Raises `UserError` for a family, an option or a file that is not read; nothing in the files is executed.
+    Raises:
+        UserError: the family, an option or a file is not read.
     """
     config = config_from(read_json(inside(folder, CONFIG)), str(folder / CONFIG))
-    with TensorFolder(folder) as there:
-        require_layers(config, len(there.file_of), folder)
-        stored = {_full_name(name, config): name for name in there.file_of if not _NO_WEIGHT.fullmatch(name)}
-        counterparts = name_map(config)
-        needed = {name for counterpart in counterparts for name in counterpart.theirs}
+    with TensorFolder(folder) as files:
+        require_layers(config, len(files.file_of), folder)
+        stored = {_full_name(name, config): name for name in files.file_of if not _NO_WEIGHT.fullmatch(name)}
+        pairs = name_map(config)
+        needed = {name for pair in pairs for name in pair.theirs}
         if missing := sorted(needed - stored.keys()):
             raise UserError(
                 f"{folder} has no tensor {missing[0]!r}, which its {CONFIG} asks for; fetch it again"
@@ -65,10 +65,7 @@ def read_folder(folder: Path) -> ExternalModel:
                 f"{folder} has a tensor {min(extra)!r}, for which its {CONFIG} has no place; "
                 "give a plain language model"
             )
-        tensors = {
-            counterpart.ours: counterpart.join(lambda name: there.read(stored[name]))
-            for counterpart in counterparts
-        }
+        tensors = {pair.ours: pair.join(lambda name: files.read(stored[name])) for pair in pairs}
     tokenizer = inside(folder, TOKENIZER) if (folder / TOKENIZER).exists() else None
     return external_model("hf", config, tensors, folder, tokenizer)
 
@@ -82,9 +79,7 @@ def write_folder(
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Fill an empty folder with a model in our names that transformers opens with `from_pretrained`."""
-    named = [
-        item for counterpart in name_map(config) for item in counterpart.split(tensors[counterpart.ours])
-    ]
+    named = [item for pair in name_map(config) for item in pair.split(tensors[pair.ours])]
     values = to_config(config)
     write_tensors(folder, named, dtype, shard_bytes)
     write_settings(folder, values, tokenizer, dtype)
@@ -93,14 +88,15 @@ def write_folder(
 def write_settings(
     folder: Path, values: Mapping[str, Any], tokenizer: Path | None, dtype: torch.dtype
 ) -> None:
-    """Everything but the weights: `config.json` of some values, and the tokenizer with its settings."""
+    """Write everything but the weights: `config.json` of some values, and the tokenizer with its settings."""
     tokens: dict[str, Any] = {}
     if tokenizer is not None:
-        ours = load_tokenizer(tokenizer)
-        begin = ours.library.encode("", add_special_tokens=True).ids
-        tokens = {"bos_token_id": (begin or [ours.end_of_document])[0], "eos_token_id": ours.end_of_document}
-        (folder / TOKENIZER).write_text(ours.to_json(), encoding="utf-8")
-        end = ours.library.id_to_token(ours.end_of_document)
+        loaded = load_tokenizer(tokenizer)
+        begin = loaded.library.encode("", add_special_tokens=True).ids
+        end_id = loaded.end_of_document
+        tokens = {"bos_token_id": (begin or [end_id])[0], "eos_token_id": end_id}
+        (folder / TOKENIZER).write_text(loaded.to_json(), encoding="utf-8")
+        end = loaded.library.id_to_token(end_id)
         length = values.get("max_position_embeddings", values.get("n_positions"))
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -113,7 +109,7 @@ def write_settings(
 
 
 def refuse_other_folder(path: Path) -> UserError:
-    """What is wrong with a folder that nobody recognises."""
+    """The error for a folder that is not recognised."""
     refuse_pickles(path)
     return UserError(
         f"{path} is no model: it has neither {CONFIG} (Hugging Face) nor megatron.toml nor config.toml "
@@ -122,7 +118,7 @@ def refuse_other_folder(path: Path) -> UserError:
 
 
 def _full_name(name: str, config: ModelConfig) -> str:
-    """The name in the whole model; a folder of the model without its head leaves the prefix out."""
+    """The name in the full model; a folder of the model without its head leaves the prefix out."""
     prefix = "transformer." if config.positions == "learned" else "model."
     return name if name.startswith((prefix, "lm_head.")) else prefix + name
 

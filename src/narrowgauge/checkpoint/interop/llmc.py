@@ -9,8 +9,8 @@
     lnfw  lnfb
 
 (Source: karpathy/llm.c, `train_gpt2.py` write_model and `train_gpt2.cu` gpt2_write_to_checkpoint.)
-Linear weights are (out, in) as ours, the head is tied, the rows of the padding are zeros. What a file is
-stands in its header; its name says nothing. Everything in a bf16 file is bf16, the norms too.
+Linear weights are (out, in) as ours, the head is tied, the rows of the padding are zeros. A file is
+recognised by its header, not by its name. Everything in a bf16 file is bf16, the norms too.
 """
 
 import math
@@ -21,25 +21,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from narrowgauge.checkpoint.interop.external_model import ExternalModel, external_model
+from narrowgauge.checkpoint.interop.name_map import ExternalModel, external_model
 from narrowgauge.checkpoint.interop.safetensors_reader import refuse_pickle
 from narrowgauge.checkpoint.store.nonfinite import is_finite
+from narrowgauge.data.signatures import LlmcMagic
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig
 
-MAGIC = 20240326
 VERSIONS = {3: torch.float32, 5: torch.bfloat16}
 _HEADER = 256
 _PAD_TO = 128
-_MOST = 2**24  # of any dimension: keeps the size of a forged file's tensors within an int64
-_OTHERS = {
-    20240801: "tokens of Llama 3",
-    20240803: "a Llama 3 model, whose header rounds the norm's epsilon to 0: import its Hugging Face folder",
-    20240520: "tokens",
-    20240522: "an evaluation",
-    20240327: "a debug state",
-    20240328: "a tokenizer",
-    20240527: "a training state, whose weights are in the model_*.bin beside it",
+_MOST = 2**24  # the largest dimension: keeps the size of a forged file's tensors within an int64
+_HINTS = {
+    LlmcMagic.LLAMA3_MODEL: ", whose header rounds the norm's epsilon to 0: import its Hugging Face folder",
+    LlmcMagic.TRAINING_STATE: ", whose weights are in the model_*.bin beside it",
 }
 _LAYER = ("attention_norm", "qkv", "attention_out", "mlp_norm", "up", "down")
 
@@ -48,7 +43,7 @@ def is_llmc(path: Path) -> bool:
     """Whether a file begins as llm.c's model files do."""
     try:
         with path.open("rb") as file:
-            return file.read(4) == MAGIC.to_bytes(4, "little")
+            return file.read(4) == LlmcMagic.GPT2_MODEL.to_bytes(4, "little")
     except OSError:
         return False
 
@@ -56,9 +51,10 @@ def is_llmc(path: Path) -> bool:
 def read_llmc(path: Path) -> ExternalModel:
     """The model in a file, its weights as float32, without the rows of the padding.
 
-    The format has no tokenizer; a tokenizer.json beside the file is taken for the model's.
+    The format has no tokenizer; a tokenizer.json in the same folder is taken as the model's.
 
-    Raises `UserError` for another kind of file, and for one whose size is not what its header says.
+    Raises:
+        UserError: it is another kind of file, or its size does not agree with its header.
     """
     header = _header(path)
     version, length, vocab, layers, heads, channels, padded = (int(x) for x in header[1:8])
@@ -92,18 +88,17 @@ def write_llmc(
 ) -> None:
     """Write a new file that llm.c reads.
 
-    Raises `UserError` for a model that is no GPT-2 as llm.c knows it, or a dtype that it has not.
+    Raises:
+        UserError: the model is not a GPT-2 of llm.c's kind, or llm.c has no files of this dtype.
     """
-    _refuse_other(config)
+    _require_gpt2(config)
     versions = {d: version for version, d in VERSIONS.items()}
     if dtype not in versions:
         raise UserError(f"llm.c has no model files of {dtype}; use --dtype fp32 or --dtype bf16")
     padded = -(-config.vocab_size // _PAD_TO) * _PAD_TO
     header = np.zeros(_HEADER, dtype="<i4")
-    header[:8] = (
-        *(MAGIC, versions[dtype], config.max_sequence_length, config.vocab_size, config.layers),
-        *(config.heads, config.dim, padded),
-    )
+    sizes = (config.max_sequence_length, config.vocab_size, config.layers, config.heads, config.dim, padded)
+    header[:8] = (LlmcMagic.GPT2_MODEL, versions[dtype], *sizes)
     with path.open("xb") as file:
         file.write(header.tobytes())
         for name, shape in _stored(config, padded):
@@ -129,10 +124,10 @@ def _stored(config: ModelConfig, padded: int) -> Iterator[tuple[str, tuple[int, 
     yield "embedding.weight", (padded, C)
     yield "position_embedding.weight", (config.max_sequence_length, C)
     for module in _LAYER:
-        for kind in ("weight", "bias"):
+        for parameter in ("weight", "bias"):
             for i in range(config.layers):
                 shape = shapes[module]
-                yield f"blocks.{i}.{module}.{kind}", shape if kind == "weight" else shape[:1]
+                yield f"blocks.{i}.{module}.{parameter}", shape if parameter == "weight" else shape[:1]
     yield "norm.weight", (C,)
     yield "norm.bias", (C,)
 
@@ -143,13 +138,14 @@ def _header(path: Path) -> NDArray[np.int32]:
         data = file.read(4 * _HEADER)
     header = np.frombuffer(data[: len(data) // 4 * 4], dtype="<i4")
     magic = int(header[0]) if len(header) else 0
-    if magic in _OTHERS:
-        raise UserError(f"{path} is a file of llm.c's, but no GPT-2 model: it is {_OTHERS[magic]}")
-    if magic != MAGIC:
+    if magic not in list(LlmcMagic):
         raise UserError(
-            f"{path} is no model file, as llm.c's begin with the number {MAGIC} and no other file is read; "
-            "name one, or a folder: a run, or one of Hugging Face's"
+            f"{path} is no model file, as llm.c's begin with the number {LlmcMagic.GPT2_MODEL} and no other "
+            "file is read; name one, or a folder: a run, or one of Hugging Face's"
         )
+    if (known := LlmcMagic(magic)) != LlmcMagic.GPT2_MODEL:
+        description = known.description + _HINTS.get(known, "")
+        raise UserError(f"{path} is a file of llm.c's, but no GPT-2 model: it is {description}")
     if len(header) < _HEADER:
         raise _wrong(path, f"{len(data)} bytes, where the header alone has {4 * _HEADER}")
     if int(header[1]) not in VERSIONS:
@@ -180,8 +176,8 @@ def _config(path: Path, length: int, vocab: int, layers: int, heads: int, channe
         raise _wrong(path, str(error)) from None
 
 
-def _refuse_other(config: ModelConfig) -> None:
-    """Raise for a model that the header cannot describe."""
+def _require_gpt2(config: ModelConfig) -> None:
+    """Refuse a model that the header cannot describe."""
     c = config
     rules = {
         "positions = learned": c.positions == "learned",

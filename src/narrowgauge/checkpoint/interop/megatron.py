@@ -1,7 +1,7 @@
 """Megatron-Core's names and order of numbers, in safetensors and TOML.
 
 Megatron-LM's own checkpoints are pickles (`torch.save`, and the metadata of its distributed ones), and
-nothing here is ever pickled or unpickled. So the exchange is a folder:
+nothing here is ever pickled or unpickled. So the exchange format is a folder:
 
     model.safetensors      the tensors that Megatron-Core's `GPTModel` has, under its names
     megatron.toml          [arguments]: the options of Megatron-LM's command line that make this model
@@ -9,7 +9,7 @@ nothing here is ever pickled or unpickled. So the exchange is a folder:
 
 In a program that has Megatron-Core, `model.load_state_dict(safetensors.torch.load_file(...),
 strict=False)` takes it, for one rank (no tensor or pipeline parallelism) and the local layer
-specification. The one of TransformerEngine calls two tensors otherwise: `input_layernorm.weight` is
+specification. TransformerEngine's specification has other names for two tensors: `input_layernorm.weight` is
 `self_attention.linear_qkv.layer_norm_weight`, `pre_mlp_layernorm.weight` is
 `mlp.linear_fc1.layer_norm_weight`.
 
@@ -38,8 +38,12 @@ from typing import Any
 
 import torch
 
-from narrowgauge.checkpoint.interop.external_model import ExternalModel, external_model, require_layers
-from narrowgauge.checkpoint.interop.name_map import external_shapes
+from narrowgauge.checkpoint.interop.name_map import (
+    ExternalModel,
+    external_model,
+    require_layers,
+    stored_names,
+)
 from narrowgauge.checkpoint.interop.safetensors_reader import TensorFolder, inside, write_tensors
 from narrowgauge.checkpoint.store.manifest import read_bounded
 from narrowgauge.errors import UserError
@@ -63,7 +67,11 @@ _NAMES = {
 
 
 def read_megatron(folder: Path) -> ExternalModel:
-    """The model in a folder that `write_megatron` made. Raises `UserError` for anything else."""
+    """The model in a folder that `write_megatron` made.
+
+    Raises:
+        UserError: it is anything else, or damaged.
+    """
     settings = inside(folder, SETTINGS)
     try:
         config = ModelConfig(**tomllib.loads(read_bounded(settings, 1 << 20).decode("utf-8"))["model"])
@@ -73,14 +81,14 @@ def read_megatron(folder: Path) -> ExternalModel:
             "'narrowgauge export --to megatron'"
         ) from None
     tensors = {}
-    with TensorFolder(folder) as there:
-        require_layers(config, len(there.file_of), folder)
-        for ours in _stored(config):
-            if (name := _theirs(ours)) not in there.file_of:
+    with TensorFolder(folder) as files:
+        require_layers(config, len(files.file_of), folder)
+        for ours in stored_names(config):
+            if (name := _their_name(ours)) not in files.file_of:
                 raise UserError(
                     f"{folder} has no tensor {name!r}, which its {SETTINGS} asks for; make it again"
                 )
-            tensors[ours] = _from_theirs(ours, there.read(name), config)
+            tensors[ours] = _to_ours(ours, files.read(name), config)
     tokenizer = inside(folder, "tokenizer.json") if (folder / "tokenizer.json").exists() else None
     return external_model("megatron", config, tensors, folder, tokenizer)
 
@@ -93,7 +101,7 @@ def write_megatron(
     shard_bytes: int,
 ) -> None:
     """Fill an empty folder with a model in our names."""
-    named = [(_theirs(ours), _to_theirs(ours, tensors[ours], config)) for ours in _stored(config)]
+    named = [(_their_name(ours), _to_theirs(ours, tensors[ours], config)) for ours in stored_names(config)]
     write_tensors(folder, named, dtype, shard_bytes)
     lines = []
     for section, table in (("arguments", arguments(config)), ("model", asdict(config))):
@@ -103,7 +111,7 @@ def write_megatron(
 
 
 def arguments(config: ModelConfig) -> dict[str, Any]:
-    """Megatron-LM's options for a model, without the dashes; true means that the option is given."""
+    """Megatron-LM's options for a model, without the dashes; true stands for an option without a value."""
     c = config
     values: dict[str, Any] = {
         "num-layers": c.layers,
@@ -134,15 +142,11 @@ def arguments(config: ModelConfig) -> dict[str, Any]:
     return values | {flag: True for flag, given in flags.items() if given}
 
 
-def _stored(config: ModelConfig) -> list[str]:
-    return [name for name in external_shapes(config) if name != "head.weight" or not config.tied_head]
-
-
-def _theirs(ours: str) -> str:
-    module, kind = ours.rsplit(".", 1)
-    if found := re.fullmatch(r"blocks\.(\d+)\.(\w+)", module):
-        return f"decoder.layers.{found[1]}.{_NAMES[found[2]]}.{kind}"
-    return f"{_NAMES[module]}.{kind}"
+def _their_name(ours: str) -> str:
+    module, parameter = ours.rsplit(".", 1)
+    if match := re.fullmatch(r"blocks\.(\d+)\.(\w+)", module):
+        return f"decoder.layers.{match[1]}.{_NAMES[match[2]]}.{parameter}"
+    return f"{_NAMES[module]}.{parameter}"
 
 
 def _to_theirs(ours: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Tensor:
@@ -154,7 +158,7 @@ def _to_theirs(ours: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Te
     return tensor
 
 
-def _from_theirs(ours: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+def _to_ours(ours: str, tensor: torch.Tensor, config: ModelConfig) -> torch.Tensor:
     if ".qkv." in ours:
         rows = _grouped_rows(config)
         return tensor[rows.argsort()] if len(rows) == len(tensor) else tensor  # else its shape is refused
@@ -162,7 +166,7 @@ def _from_theirs(ours: str, tensor: torch.Tensor, config: ModelConfig) -> torch.
 
 
 def _grouped_rows(config: ModelConfig) -> torch.Tensor:
-    """Which of our rows of qkv stands at each place of theirs."""
+    """Index of our row of qkv at each row of theirs."""
     N, K, H = config.heads, config.kv_heads, config.head_dim
     q, k, v = torch.arange((N + 2 * K) * H).split([N * H, K * H, K * H])
     groups = [x.view(K, -1) for x in (q, k, v)]

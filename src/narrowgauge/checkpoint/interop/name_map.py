@@ -1,4 +1,4 @@
-"""Our tensors under other programs' names: which of theirs make up one of ours.
+"""Our tensors under the names of other programs, and a model of another program in our names.
 
     ours                      GPT-2 (`transformer.h.I.`)      Llama, Qwen2 (`model.layers.I.`)
     embedding                 transformer.wte                 model.embed_tokens
@@ -14,13 +14,14 @@
     head                      lm_head                         lm_head            (not stored where tied)
 
 (Source: `modeling_gpt2.py`, `modeling_llama.py`, `modeling_qwen2.py` of Hugging Face transformers.)
-GPT-2's linear layers are `Conv1D`s there, whose weight is (in, out). q, k and v are rows of ours, in
-this order, and so are gate and up; the order of the two halves of a rotated head is the same on both
-sides.
+GPT-2's linear layers are `Conv1D`s there, with weights of shape (in, out). q, k and v are rows of our qkv, in
+this order, and gate and up are rows of our gate_up. The order of the two halves of a rotated head is the same
+on both sides.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -30,7 +31,14 @@ from narrowgauge.models import ModelConfig, Transformer
 
 @dataclass(frozen=True, slots=True)
 class NamePair:
-    """One of our tensors, and the tensors it is elsewhere, which hold `rows` of it each."""
+    """One of our tensors and the external tensors that make it up.
+
+    Attributes:
+        ours: Our name.
+        theirs: The external names.
+        rows: How many of our rows each external tensor holds; () if there is only one.
+        transposed: Whether the external tensors are stored as (in, out).
+    """
 
     ours: str
     theirs: tuple[str, ...]
@@ -38,46 +46,91 @@ class NamePair:
     transposed: bool = False
 
     def split(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Ours as theirs: views, no copies."""
+        """The external tensors, by name, as views of our tensor."""
         parts = tensor.split(self.rows) if self.rows else (tensor,)
         for name, part in zip(self.theirs, parts, strict=True):
             yield name, part.T if self.transposed else part
 
     def join(self, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
-        """Theirs as ours."""
+        """Our tensor, from the external ones that `read` returns by name."""
         parts = [read(name) for name in self.theirs]
         parts = [part.T if self.transposed else part for part in parts]
         return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
 
-def name_map(config: ModelConfig) -> list[NamePair]:
-    """Every tensor of a model, in Hugging Face's names for its family."""
-    names = (_gpt2 if config.positions == "learned" else _llama)(config)
-    stored = [name for name in external_shapes(config) if name != "head.weight" or not config.tied_head]
-    counterparts = []
-    for ours in stored:
-        module, kind = ours.rsplit(".", 1)
-        theirs, rows, transposed = names[module]
-        places = tuple(f"{name}.{kind}" for name in theirs)
-        counterparts.append(NamePair(ours, places, rows, transposed and kind == "weight"))
-    return counterparts
+@dataclass(frozen=True)
+class ExternalModel:
+    """A model of another program in our names.
+
+    Attributes:
+        format: "hf", "llmc" or "megatron".
+        config: The configuration of the model.
+        tensors: Float32 weights; a tied head has both of its names, for one tensor.
+        tokenizer: The tokenizer.json that came with it; None without one.
+    """
+
+    format: str
+    config: ModelConfig
+    tensors: Mapping[str, torch.Tensor]
+    tokenizer: Path | None = None
 
 
-def external_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """The shape of each of our tensors; a tied head is there under both names."""
+def external_model(
+    format: str,
+    config: ModelConfig,
+    tensors: dict[str, torch.Tensor],
+    origin: Path,
+    tokenizer: Path | None = None,
+) -> ExternalModel:
+    """The record of a model, after its tensors have been compared with its configuration.
+
+    Raises:
+        UserError: a tensor has another shape; the first is named.
+    """
+    if config.tied_head:
+        tensors["head.weight"] = tensors["embedding.weight"]
+    shapes = parameter_shapes(config)
+    assert tensors.keys() == shapes.keys()
+    for name, shape in shapes.items():
+        if tensors[name].shape != shape:
+            raise UserError(
+                f"{origin}: {name} has the shape {tuple(tensors[name].shape)}, and its configuration makes "
+                f"it {tuple(shape)}; give weights and configuration of one model"
+            )
+    return ExternalModel(format, config, tensors, tokenizer)
+
+
+def require_layers(config: ModelConfig, tensors: int, origin: Path) -> None:
+    """Refuse a configuration of more layers than there are tensors, before memory is taken for each."""
+    if config.layers > tensors:
+        raise UserError(
+            f"{origin}: its configuration has {config.layers} layers, and there are {tensors} tensors; "
+            "give weights and configuration of one model"
+        )
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
+    """The shape of each of our tensors; a tied head is listed under both names."""
     with torch.device("meta"):
         model = Transformer(config)
     return {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-def check_shapes(config: ModelConfig, tensors: Mapping[str, torch.Tensor], origin: str) -> None:
-    """Refuse tensors that are not those of the configuration, naming the first."""
-    for name, shape in external_shapes(config).items():
-        if name in tensors and tensors[name].shape != shape:
-            raise UserError(
-                f"{origin}: {name} has the shape {tuple(tensors[name].shape)}, and its configuration makes "
-                f"it {tuple(shape)}; give weights and configuration of one model"
-            )
+def stored_names(config: ModelConfig) -> list[str]:
+    """Our names of the tensors that other programs store: all but a tied head."""
+    return [name for name in parameter_shapes(config) if name != "head.weight" or not config.tied_head]
+
+
+def name_map(config: ModelConfig) -> list[NamePair]:
+    """Every stored tensor of a model, with Hugging Face's names for its family."""
+    names = (_gpt2 if config.positions == "learned" else _llama)(config)
+    pairs = []
+    for ours in stored_names(config):
+        module, parameter = ours.rsplit(".", 1)
+        modules, rows, transposed = names[module]
+        theirs = tuple(f"{name}.{parameter}" for name in modules)
+        pairs.append(NamePair(ours, theirs, rows, transposed and parameter == "weight"))
+    return pairs
 
 
 _Names = dict[str, tuple[Sequence[str], tuple[int, ...], bool]]
@@ -91,14 +144,14 @@ def _gpt2(config: ModelConfig) -> _Names:
         "head": (["lm_head"], (), False),
     }
     for i in range(config.layers):
-        here = f"transformer.h.{i}."
+        layer = f"transformer.h.{i}."
         names |= {
-            f"blocks.{i}.attention_norm": ([here + "ln_1"], (), False),
-            f"blocks.{i}.qkv": ([here + "attn.c_attn"], (), True),
-            f"blocks.{i}.attention_out": ([here + "attn.c_proj"], (), True),
-            f"blocks.{i}.mlp_norm": ([here + "ln_2"], (), False),
-            f"blocks.{i}.up": ([here + "mlp.c_fc"], (), True),
-            f"blocks.{i}.down": ([here + "mlp.c_proj"], (), True),
+            f"blocks.{i}.attention_norm": ([layer + "ln_1"], (), False),
+            f"blocks.{i}.qkv": ([layer + "attn.c_attn"], (), True),
+            f"blocks.{i}.attention_out": ([layer + "attn.c_proj"], (), True),
+            f"blocks.{i}.mlp_norm": ([layer + "ln_2"], (), False),
+            f"blocks.{i}.up": ([layer + "mlp.c_fc"], (), True),
+            f"blocks.{i}.down": ([layer + "mlp.c_proj"], (), True),
         }
     return names
 
@@ -111,15 +164,15 @@ def _llama(config: ModelConfig) -> _Names:
         "head": (["lm_head"], (), False),
     }
     for i in range(config.layers):
-        here = f"model.layers.{i}."
-        qkv = [f"{here}self_attn.{x}_proj" for x in "qkv"]
-        gate_up = [f"{here}mlp.{x}_proj" for x in ("gate", "up")]
+        layer = f"model.layers.{i}."
+        qkv = [f"{layer}self_attn.{x}_proj" for x in "qkv"]
+        gate_up = [f"{layer}mlp.{x}_proj" for x in ("gate", "up")]
         names |= {
-            f"blocks.{i}.attention_norm": ([here + "input_layernorm"], (), False),
+            f"blocks.{i}.attention_norm": ([layer + "input_layernorm"], (), False),
             f"blocks.{i}.qkv": (qkv, (q, kv, kv), False),
-            f"blocks.{i}.attention_out": ([here + "self_attn.o_proj"], (), False),
-            f"blocks.{i}.mlp_norm": ([here + "post_attention_layernorm"], (), False),
+            f"blocks.{i}.attention_out": ([layer + "self_attn.o_proj"], (), False),
+            f"blocks.{i}.mlp_norm": ([layer + "post_attention_layernorm"], (), False),
             f"blocks.{i}.gate_up": (gate_up, (ffn, ffn), False),
-            f"blocks.{i}.down": ([here + "mlp.down_proj"], (), False),
+            f"blocks.{i}.down": ([layer + "mlp.down_proj"], (), False),
         }
     return names

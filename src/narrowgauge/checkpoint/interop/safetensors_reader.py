@@ -5,10 +5,10 @@
     model.safetensors.index.json           {"metadata": {"total_size": bytes},
                                             "weight_map": {tensor: file, ...}}
 
-(Layout: Hugging Face `transformers`, `save_pretrained`.) What comes from elsewhere is not trusted. File
-names in an index are plain names of files in the folder itself. safetensors' own reader refuses tensors
-that overlap, leave gaps or reach beyond the file. A pickle is recognised by its content and never
-opened: unpickling can run any code.
+(Layout: Hugging Face `transformers`, `save_pretrained`.) Files of other programs are not trusted. File names
+in an index are plain names of files in the folder itself. The reader of safetensors refuses tensors that
+overlap, leave gaps or reach beyond the file. A pickle is recognised by its content and never opened:
+unpickling can run any code.
 """
 
 import json
@@ -23,15 +23,15 @@ from safetensors import SafetensorError, safe_open
 from narrowgauge.checkpoint.store.manifest import plain_name
 from narrowgauge.checkpoint.store.nonfinite import is_finite
 from narrowgauge.checkpoint.store.safetensors_writer import write_safetensors
+from narrowgauge.data.signatures import PICKLE, ZIP
 from narrowgauge.errors import UserError
 from narrowgauge.files import open_regular
 
-WHOLE = "model.safetensors"
+SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 << 30
 _LARGEST_JSON = 256 << 20
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_PICKLE_STARTS = (b"PK\x03\x04", *(b"\x80" + bytes([protocol]) for protocol in range(1, 6)))
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -54,7 +54,8 @@ class TensorFolder:
     def read(self, name: str) -> torch.Tensor:
         """A tensor as float32.
 
-        Raises `UserError` where it is not there, no float of 16 bits or more, or not finite.
+        Raises:
+            UserError: it is missing, not a float of 16 bits or more, or not finite.
         """
         path = self.folder / self.file_of[name]
         try:
@@ -71,7 +72,7 @@ class TensorFolder:
         return tensor.float()
 
     def _find(self) -> dict[str, str]:
-        """Which file holds each tensor."""
+        """The file of each tensor."""
         if (self.folder / INDEX).exists():
             listed = read_json(inside(self.folder, INDEX)).get("weight_map")
             if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
@@ -84,16 +85,16 @@ class TensorFolder:
                         self.folder / file, f"it has no tensor {name!r}, which {INDEX} says it has"
                     )
             return dict(listed)
-        if (self.folder / WHOLE).exists():
-            return dict.fromkeys(self._names(WHOLE), WHOLE)
+        if (self.folder / SINGLE_FILE).exists():
+            return dict.fromkeys(self._names(SINGLE_FILE), SINGLE_FILE)
         refuse_pickles(self.folder)
         raise UserError(
-            f"{self.folder} has neither {WHOLE} nor {INDEX}, and other files of weights are not read; "
+            f"{self.folder} has neither {SINGLE_FILE} nor {INDEX}, and other files of weights are not read; "
             "give a folder that transformers' save_pretrained wrote"
         )
 
     def _names(self, file: str) -> set[str]:
-        """The tensors that a file has."""
+        """Names of the tensors in a file."""
         if file not in self._in_file:
             self._in_file[file] = set(self._handle(file).keys())
         return self._in_file[file]
@@ -135,9 +136,9 @@ def write_tensors(
         total += nbytes
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
-        file = WHOLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
-        own = {name: t.to(dtype or t.dtype) for name, t in shard}
-        write_safetensors(folder / file, own, metadata={"format": "pt"})
+        file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        converted = {name: t.to(dtype or t.dtype) for name, t in shard}
+        write_safetensors(folder / file, converted, metadata={"format": "pt"})
         weight_map |= {name: file for name, _ in shard}
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -147,8 +148,11 @@ def write_tensors(
 def inside(folder: Path, name: str) -> Path:
     """The real path of a file that `folder` itself holds.
 
-    The download cache of Hugging Face keeps files in `blobs/` beside `snapshots/REVISION/` and links to them:
-    such a link is followed, any other that leads out of the folder is refused.
+    The download cache of Hugging Face keeps files in `blobs/`, next to `snapshots/REVISION/`, and links to
+    them: such a link is followed, any other that leads out of the folder is refused.
+
+    Raises:
+        UserError: the name or the link leads out of the folder, or the file is missing.
     """
     if not plain_name(name):
         raise UserError(
@@ -168,7 +172,11 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object. Raises `UserError` where the file holds none."""
+    """The JSON object in a file.
+
+    Raises:
+        UserError: it holds none, or cannot be read.
+    """
     try:
         with open_regular(path) as file:
             data = file.read(_LARGEST_JSON + 1)
@@ -181,7 +189,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def refuse_pickles(folder: Path) -> None:
-    """Name the first file of a folder that is a pickle."""
+    """Refuse a folder with a file that is a pickle; the first is named."""
     for path in _pickles(folder):
         raise _pickle(path)
 
@@ -199,7 +207,7 @@ def _pickles(folder: Path) -> Iterator[Path]:
 def refuse_pickle(path: Path) -> None:
     """Refuse a file that is a pickle by its first bytes, whatever it is called.
 
-    A safetensors file may begin with the same bytes: to be asked of what has failed to be one.
+    A safetensors file may begin with the same bytes, so this is for files that have failed to be one.
     """
     if _begins_as_pickle(path):
         raise _pickle(path)
@@ -207,7 +215,7 @@ def refuse_pickle(path: Path) -> None:
 
 def _begins_as_pickle(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(4).startswith(_PICKLE_STARTS)
+        return file.read(4).startswith((ZIP, *PICKLE))
 
 
 def _pickle(path: Path) -> UserError:

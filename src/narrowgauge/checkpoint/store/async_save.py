@@ -1,14 +1,14 @@
-"""Saving beside the steps: a step waits for the copy into memory, the disk is the background's business.
+"""Asynchronous saves: a step waits for a copy into memory, and a background thread writes to the disk.
 
     step n        | snapshot |  step n+1  |  step n+2  |  step n+3 ...
     background               | check, write, hash, sync, publish, retain |
 
-The snapshot is a copy on the CPU of what this rank has to write, into buffers that are kept from save to
-save, so that later updates do not touch it. One save at a time: the next waits for the one that is under way,
-so a disk that is too slow slows the run and never fills its memory. How a save ended is known on all ranks
-alike, and told on all at the same moment: at the next `save` or `wait`.
+The snapshot is a CPU copy of what this rank has to write, into buffers that are kept from save to save, so
+that later updates do not touch it. There is one save at a time: the next waits for the one that is under way,
+so a disk that is too slow slows the run and never fills its memory. All ranks get the outcome of a save, the
+same one and at the same moment: at the next `save` or `wait`.
 
-The ranks agree on a process group of their own, so that nothing here meets the collectives of training.
+The saver has a process group of its own, so that its collectives never mix with those of training.
 """
 
 import copy
@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 
 from narrowgauge.checkpoint.store.nonfinite import JSON, Tensors
-from narrowgauge.checkpoint.store.save import plan_save, write_share
+from narrowgauge.checkpoint.store.save import SavePlan, plan_save
 from narrowgauge.checkpoint.store.slices import LocalTensors
 
-NICE = 10  # the background gives way to the steps where both want a core
+NICE = 10  # lower priority of the thread, for the training steps to have the cores first
 
 
 class AsyncSaver:
@@ -36,13 +36,13 @@ class AsyncSaver:
     Made by all ranks together, after torch.distributed is initialised if there are several.
 
     Args:
-        timeout: how long a rank waits for another in the background; None = torch's own.
+        timeout: How long a rank waits for another in the background; None = torch's default.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self._group = dist.new_group(backend="gloo", timeout=timeout) if several else None
-        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_give_way)
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_lower_priority)
         self._pending: Future[Path] | None = None
         self._buffers: dict[tuple[str, str], torch.Tensor] = {}
 
@@ -56,27 +56,28 @@ class AsyncSaver:
         self,
         directory: Path,
         step: int,
-        pieces: LocalTensors,
+        local_tensors: LocalTensors,
         state: Mapping[str, JSON],
         keep: int,
         run_id: str,
     ) -> None:
-        """Begin what `save_distributed` does, and return when tensors and state may change again.
+        """Begin a save, and return when tensors and state may change again; arguments as for `plan_save`.
 
-        Waits for the save that is under way. Raises, before anything is begun, what that one raised; called
-        again it then begins.
+        It first waits for the save that is under way, and raises what that one raised before anything is
+        begun; called again it then begins.
         """
         self.wait()
-        planned = plan_save(directory, step, pieces, copy.deepcopy(dict(state)), keep, run_id, self._group)
-        self._pending = self._thread.submit(write_share, replace(planned, share=self._copy(planned.share)))
+        state = copy.deepcopy(dict(state))
+        plan = plan_save(directory, step, local_tensors, state, keep, run_id, self._group)
+        self._pending = self._thread.submit(SavePlan.write, replace(plan, tensors=self._copy(plan.tensors)))
 
     def wait(self) -> Path | None:
-        """Wait for the save that is under way; its path, None without one. Raises what it raised."""
+        """Wait for the save that is under way, and raise what it raised; its path, or None without one."""
         pending, self._pending = self._pending, None
         return None if pending is None else pending.result()
 
     def close(self) -> None:
-        """Wait for the last save and end the background. Raises what it raised."""
+        """Wait for the last save, end the thread, and raise what the save raised."""
         try:
             self.wait()
         finally:
@@ -86,13 +87,13 @@ class AsyncSaver:
                 dist.destroy_process_group(self._group)
                 self._group = None
 
-    def _copy(self, share: Tensors) -> Tensors:
-        """The tensors as they are now, in memory that nobody else writes."""
+    def _copy(self, tensors: Tensors) -> Tensors:
+        """The tensors as they are now, in memory that nothing else writes."""
         copies = {
             group: {key: self._copied(group, key, tensor.detach()) for key, tensor in named.items()}
-            for group, named in share.items()
+            for group, named in tensors.items()
         }
-        if any(tensor.is_cuda for named in share.values() for tensor in named.values()):
+        if any(tensor.is_cuda for named in tensors.values() for tensor in named.values()):
             torch.cuda.current_stream().synchronize()
         return copies
 
@@ -108,7 +109,7 @@ class AsyncSaver:
         return buffer
 
 
-def _give_way() -> None:
-    """Lower the priority of this thread alone, which only Linux has."""
+def _lower_priority() -> None:
+    """Lower the priority of this thread alone, which only Linux can."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + NICE)

@@ -5,8 +5,8 @@ disk on rank 1 is known to every rank before anything is published, and all of t
 in the same place. What only rank 0 does is broadcast, its failure too. Without a group there is one rank,
 and nothing is sent.
 
-The group is one of gloo: what is sent are small Python objects between the processes of one job, never
-anything from a file.
+The process group is a gloo group. It carries small Python objects between the processes of one job, never
+the content of a file.
 """
 
 from collections.abc import Callable

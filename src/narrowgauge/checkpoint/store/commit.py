@@ -1,23 +1,23 @@
-"""How a checkpoint becomes visible: whole or not at all. What is inside it is somebody else's business.
+"""The commit protocol of checkpoints: a step becomes visible in full or not at all, whatever is inside it.
 
 The life of RUN/checkpoints/step-20, in order:
 
-    begin     step-20.tmp-<nonce>/ is made; drafts that a dead process left are removed
-    (write)   one process, or several together, write files into the draft, and sync and hash each
-    seal      manifest.json is written and synced, then the draft's names are synced
-    publish   the draft is renamed to step-20, then the parent directory is synced
+    begin     the staging directory step-20.tmp-<nonce>/ is made; those that a dead process left are removed
+    (write)   one process, or several together, write files into it, and sync and hash each
+    seal      manifest.json is written and synced, then the names in the staging directory are synced
+    publish   the staging directory is renamed to step-20, then the parent directory is synced
     retain    steps older than the newest `keep` valid ones are removed
 
 Only a name `step-N` without a suffix counts, so a process that dies before the rename leaves the old
 checkpoints, and one that dies after it leaves the new one too. A published directory is never written
-into. To publish step N says that the run stands at N: what is there under N already (damaged, or from a
-future that was abandoned by going back) and under greater numbers is set aside as `step-M.aside-<nonce>`,
-and goes when the run has moved past it.
+into. After step N is published the run stands at N. What exists under N already (damaged, or from a future
+that was abandoned by a rollback) and under greater numbers is quarantined as `step-M.aside-<nonce>`, and is
+removed when the run has moved past it.
 
 Crash points (see `narrowgauge.files`): `begun`, `write:manifest.json`, `synced:manifest.json`,
 `sealed`, `publish` before the rename, `published` after it, `durable` after the parent is synced,
-`set-aside:NAME` before a directory is set aside, `purge:NAME` before one goes, `purging:NAME` when it has
-lost its name but still has its files, `purged:NAME` after it.
+`set-aside:NAME` before a directory is quarantined, `purge:NAME` before one is removed, `purging:NAME` when it
+has lost its name but still has its files, `purged:NAME` after it.
 """
 
 import os
@@ -45,11 +45,12 @@ _QUARANTINED = re.compile(r"step-([0-9]+)\.aside-.*")
 
 
 def steps(directory: Path) -> list[int]:
-    """Numbers of the published steps, ascending, valid or not; [] where there is no such directory.
+    """Numbers of the published steps, ascending, valid or not; [] if there is no such directory.
 
-    Raises `UserError` where the directory cannot be read.
+    Raises:
+        UserError: the directory cannot be read.
     """
-    return sorted(int(found[1]) for name in _names(directory) if (found := _STEP.fullmatch(name)))
+    return sorted(int(match[1]) for name in _names(directory) if (match := _STEP.fullmatch(name)))
 
 
 def newest_valid(directory: Path, run_id: str | None = None) -> tuple[Path | None, list[str]]:
@@ -57,13 +58,14 @@ def newest_valid(directory: Path, run_id: str | None = None) -> tuple[Path | Non
 
     Args:
         directory: RUN/checkpoints.
-        run_id: the run that the checkpoint must belong to; None takes any.
+        run_id: The run that the checkpoint must belong to; None = any.
 
     Returns:
-        (path of step-N, refusals), newest refusal first; (None, []) where nothing was ever published.
+        (path of step-N, refusals), newest refusal first; (None, []) if nothing was ever published.
 
-    Raises `UserError` where something was published but nothing of it is valid: a run never starts again
-    from step 0 by surprise.
+    Raises:
+        UserError: steps were published but none of them is valid. A run never starts again from step 0 by
+            surprise.
     """
     refused = []
     for step in reversed(steps(directory)):
@@ -74,14 +76,15 @@ def newest_valid(directory: Path, run_id: str | None = None) -> tuple[Path | Non
             refused.append(str(error))
         else:
             return path, refused
-    aside = [
+    quarantined = [
         f"{directory / name} was set aside"
         for name in sorted(_names(directory))
         if _QUARANTINED.fullmatch(name)
     ]
-    if refused or aside:
+    if refused or quarantined:
+        reasons = "; ".join(refused + quarantined)
         raise UserError(
-            f"{str(directory)!r} has checkpoints, but none that can be used ({'; '.join(refused + aside)}), "
+            f"{str(directory)!r} has checkpoints, but none that can be used ({reasons}), "
             f"and a run does not start again from step 0 unasked; restore a step from a copy, or delete that "
             f"directory to start anew"
         )
@@ -89,9 +92,12 @@ def newest_valid(directory: Path, run_id: str | None = None) -> tuple[Path | Non
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Make an empty draft of a step, and remove the drafts of dead processes.
+    """Make an empty staging directory for a step, and remove those of dead processes.
 
-    The caller holds the run's lock, so any other draft is dead. Raises `OSError`.
+    The caller holds the run's lock, so any other staging directory belongs to a dead process.
+
+    Raises:
+        OSError: the disk is full or may not be written.
     """
     make_directory(directory)
     for name in os.listdir(directory):
@@ -104,19 +110,29 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def seal(staging: Path, step: int, run_id: str, files: Mapping[str, FileEntry]) -> Manifest:
-    """Write the manifest of a draft that is otherwise complete and synced. Raises `OSError`."""
+    """Write the manifest of a staging directory that is otherwise complete and synced.
+
+    Raises:
+        OSError: the disk is full or may not be written.
+    """
     manifest = Manifest(step, run_id, files)
-    write_new(staging / MANIFEST, manifest.to_json())
+    write_new(staging / MANIFEST, manifest.to_json().encode())
     fsync_directory(staging)
     crash_point("sealed")
     return manifest
 
 
 def publish(staging: Path, manifest: Manifest) -> Path:
-    """Give a sealed draft its name, and set newer steps aside; returns the path of step-N.
+    """Rename a sealed staging directory to its step, and quarantine newer steps.
 
-    Where step-N is there already, valid and with the same content, it stays, and the draft is left to the
-    caller to remove. Raises `OSError`.
+    If step-N exists already, valid and with the same content, it stays, and the caller removes the staging
+    directory.
+
+    Returns:
+        The path of step-N.
+
+    Raises:
+        OSError: the disk may not be written.
     """
     directory, final = staging.parent, staging.parent / f"step-{manifest.step}"
     if not _holds(final, manifest):
@@ -137,9 +153,12 @@ def publish(staging: Path, manifest: Manifest) -> Path:
 def retain(directory: Path, keep: int, published: Manifest) -> None:
     """Remove what is older than the newest `keep` valid steps.
 
-    A step counts as valid only if every byte of it verifies, so a damaged one never stands in for a good
-    one. What this process has written or verified is not read again while its files are unchanged
-    (`unchanged.py`). Raises `OSError`.
+    A step counts as valid only if every byte of it verifies, so a damaged one never takes the place of a good
+    one. Files that this process has written or verified are not read again while they are unchanged
+    (`verified_cache.py`).
+
+    Raises:
+        OSError: a directory cannot be removed.
     """
     assert keep >= 2, "with fewer than two checkpoints, one bad disk block ends the run"
     oldest, valid = published.step, 1
@@ -151,8 +170,8 @@ def retain(directory: Path, keep: int, published: Manifest) -> None:
     if valid < keep:
         return
     for name in sorted(_names(directory)):
-        found = _STEP.fullmatch(name) or _QUARANTINED.fullmatch(name)
-        if found and int(found[1]) < oldest:
+        match = _STEP.fullmatch(name) or _QUARANTINED.fullmatch(name)
+        if match and int(match[1]) < oldest:
             crash_point(f"purge:{name}")
             _remove(directory / name)
             crash_point(f"purged:{name}")
@@ -173,14 +192,14 @@ def _valid(path: Path, run_id: str) -> bool:
     try:
         if is_verified(path):
             return verify_listing(path, run_id) is not None
-        verify(path, run_id, cores=1)  # the others are the training's
+        verify(path, run_id, cores=1)  # the training needs the others
     except DamagedError:
         return False
     return True
 
 
 def _holds(path: Path, manifest: Manifest) -> bool:
-    """Whether a published step is valid and equal to the manifest's."""
+    """Whether a published step is valid and has this manifest."""
     try:
         return verify(path, cores=1) == manifest
     except DamagedError:
@@ -193,7 +212,7 @@ def _quarantine(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory. It loses its name first, so that one half removed is never taken for a step."""
+    """Remove a directory. It is renamed first, so that one half removed is never taken for a step."""
     drop_verified(path)
     if _STEP.fullmatch(path.name):
         doomed = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")

@@ -1,13 +1,19 @@
-"""Is there room for a checkpoint? Asked before the first step and before each save.
+"""Disk space for checkpoints: checked before the first step of a run and before each save.
 
-A disk has two things that run out: bytes and inodes (one for each file and directory). Some file systems
+A disk has two things that run out: bytes, and inodes (one for each file and directory). Some file systems
 make inodes as they need them and report none; there only bytes count.
+
+A run keeps `checkpoint.keep` checkpoints and makes the next one before the oldest goes, so it needs space for
+one more than it keeps. Before the first step it is cheap to choose another disk.
 """
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
+from narrowgauge.checkpoint.store.commit import steps
 from narrowgauge.errors import UserError
+from narrowgauge.units import human_bytes
 
 
 class SaveError(UserError):
@@ -16,35 +22,74 @@ class SaveError(UserError):
     exit_code = 1
 
 
-def require_space(directory: Path, bytes_: int, files: int) -> None:
-    """Check that a directory's disk has room for more.
+@dataclass(frozen=True)
+class DiskSpace:
+    """Bytes and inodes; `inodes` is None where a file system has no fixed number of them."""
 
-    Args:
-        directory: where they are to go; it need not be there yet.
-        bytes_: that will be written.
-        files: and directories, that will be made.
+    bytes: int
+    inodes: int | None
+
+    def times(self, count: int) -> "DiskSpace":
+        """The space of `count` such things."""
+        return DiskSpace(self.bytes * count, None if self.inodes is None else self.inodes * count)
+
+    def fits_in(self, free: "DiskSpace") -> bool:
+        """Whether both bytes and inodes are free."""
+        known = self.inodes is not None and free.inodes is not None
+        return self.bytes <= free.bytes and (not known or (self.inodes or 0) <= (free.inodes or 0))
+
+    def __str__(self) -> str:
+        return human_bytes(self.bytes) + ("" if self.inodes is None else f" and {self.inodes} inodes")
+
+
+def free_space(path: Path) -> DiskSpace:
+    """What this user may still write under a path, which need not exist yet.
 
     Raises:
-        SaveError: with what is needed and what is free.
         OSError: the file system cannot be asked.
     """
-    there = directory
-    while not there.exists() and there != there.parent:
-        there = there.parent
-    disk = os.statvfs(there)
-    free, inodes = disk.f_bavail * disk.f_frsize, disk.f_favail
-    if free < bytes_:
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    disk = os.statvfs(path)
+    return DiskSpace(disk.f_bavail * disk.f_frsize, disk.f_favail if disk.f_files else None)
+
+
+def require_space(directory: Path, needed: DiskSpace) -> None:
+    """Check that the disk has space for a checkpoint.
+
+    Args:
+        directory: RUN/checkpoints, which need not exist yet.
+        needed: The size of the checkpoint.
+
+    Raises:
+        SaveError: it has not; with what is needed and what is free.
+        OSError: the file system cannot be asked.
+    """
+    free = free_space(directory)
+    if not needed.fits_in(free):
         raise SaveError(
-            f"{str(directory)!r} needs {_amount(bytes_)} for a checkpoint, and its disk has {_amount(free)} "
-            f"free; free some, lower checkpoint.keep or name another disk with --out"
-        )
-    if disk.f_files and inodes < files:
-        raise SaveError(
-            f"{str(directory)!r} needs {files} inodes for a checkpoint, and its disk has {inodes} free; "
-            f"remove files there or name another disk with --out"
+            f"{str(directory)!r} needs {needed} for a checkpoint, and its disk has {free} free; free some, "
+            f"lower checkpoint.keep or name another disk with --out"
         )
 
 
-def _amount(bytes_: int) -> str:
-    """Bytes for people, who also compare: 1.50 GiB (1610612736 bytes)."""
-    return f"{bytes_ / 2**30:.2f} GiB ({bytes_} bytes)"
+def require_space_for_run(directory: Path, needed: DiskSpace, keep: int) -> None:
+    """Check that the disk has space for all checkpoints that a run keeps; those that exist already count.
+
+    Args:
+        directory: RUN/checkpoints, which need not exist yet.
+        needed: The size of one checkpoint.
+        keep: How many checkpoints the run keeps.
+
+    Raises:
+        UserError: it has not; with what is needed, what is free, and the way out.
+        OSError: the file system cannot be asked.
+    """
+    count = keep + 1 - min(keep, len(steps(directory)))
+    free = free_space(directory)
+    if not needed.times(count).fits_in(free):
+        raise UserError(
+            f"{str(directory)!r} needs {needed.times(count)}, for {count} more checkpoints of {needed} "
+            f"(checkpoint.keep = {keep}, and one that is being made), and its disk has {free} free; free "
+            "some, lower checkpoint.keep, or name a directory on another disk with --out"
+        )

@@ -1,4 +1,4 @@
-"""Which file holds which part of which tensor: index.json.
+"""index.json: which file holds which slice of which tensor.
 
     {
      "groups": {
@@ -18,8 +18,8 @@
      "version": 1
     }
 
-A second name of one tensor (a tied head) is stored as a name. One process writes one file a group, and each
-tensor in one part. The index is not trusted: `from_json` says what it has to be.
+A second name of one tensor (a tied head) is stored as a name. One process writes one file for each group, and
+each tensor in one slice. The index is not trusted: `from_json` lists what is checked.
 """
 
 import json
@@ -35,31 +35,31 @@ from narrowgauge.checkpoint.store.slices import Shape, TensorSlice, require_exac
 INDEX = "index.json"
 SUFFIX = ".safetensors"
 VERSION = 1
-# FP4 pairs have no slices in safetensors: their bytes are stored, and this name stands in the index.
+# safetensors cannot read a slice of FP4 pairs: their bytes are stored, and the index has this name.
 STORABLE = DTYPES | {"F4": torch.float4_e2m1fn_x2}
 
 
 @dataclass(frozen=True)
 class StoredSlice:
-    """A stored box: its file, and its name there."""
+    """A slice in a file of the checkpoint, under its key there."""
 
     file: str
     key: str
-    box: TensorSlice
+    slice: TensorSlice
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A stored tensor: its parts, or the name whose tensor it is too."""
+    """A stored tensor: its slices, or the name whose tensor it shares."""
 
     dtype: str
     shape: Shape
-    parts: tuple[StoredSlice, ...]
+    slices: tuple[StoredSlice, ...]
     same_as: str | None = None
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return STORABLE[self.dtype].itemsize
 
 
@@ -75,21 +75,25 @@ def to_json(index: Index) -> str:
 def _as_json(entry: Entry) -> dict[str, object]:
     if entry.same_as is not None:
         return {"same_as": entry.same_as}
-    boxes = [{"file": p.file, "key": p.key, "offset": p.box.offset, "size": p.box.size} for p in entry.parts]
-    return {"boxes": boxes, "dtype": entry.dtype, "shape": entry.shape}
+    slices = [
+        {"file": s.file, "key": s.key, "offset": s.slice.offset, "size": s.slice.size} for s in entry.slices
+    ]
+    return {"boxes": slices, "dtype": entry.dtype, "shape": entry.shape}
 
 
 def from_json(content: Mapping[str, Any], sizes: Mapping[str, int]) -> Index:
     """Read an index that is not trusted.
 
-    Args:
-        content: of index.json.
-        sizes: of the checkpoint's other files, in bytes, by name.
-
-    Every tensor must be covered exactly by parts in those files, every part be there once, every file be
+    Every tensor must be covered exactly by slices in the files, every slice be named once, every file be
     named, and no file be asked for more than it has: that bounds the memory that a forged index can take.
 
-    Raises `ValueError` with what is wrong.
+    Args:
+        content: The parsed index.json.
+        sizes: Sizes of the checkpoint's tensor files in bytes, by name.
+
+    Raises:
+        ValueError: the version is unknown, or one of the rules above is broken. A `KeyError`, `TypeError` or
+            `AttributeError` means that the content has another layout.
     """
     if type(content["version"]) is not int or content["version"] > VERSION:
         raise ValueError(f"version {content['version']!r}, and this narrowgauge reads up to {VERSION}")
@@ -99,27 +103,27 @@ def from_json(content: Mapping[str, Any], sizes: Mapping[str, int]) -> Index:
     for group, named in index.items():
         for name, entry in named.items():
             try:
-                _check_parts(entry, left, seen)
+                _check_slices(entry, left, seen)
             except ValueError as error:
                 raise ValueError(f"{name!r} of {group!r}: {error}") from None
     if strange := sizes.keys() - {file for file, _ in seen}:
-        raise ValueError(f"it names no part in {min(strange)!r}")
+        raise ValueError(f"it names no slice in {min(strange)!r}")
     return index
 
 
 def _entry(named: Mapping[str, Any], name: str) -> Entry:
-    """The record behind parsed JSON."""
+    """One record of the parsed JSON."""
     first = named[name].get("same_as")
     content = named[name] if first is None else named[first]
     if content["dtype"] not in STORABLE or "same_as" in content:
         raise ValueError(f"dtype or same_as of {name!r}")
-    parts = [
+    slices = tuple(
         StoredSlice(b["file"], b["key"], TensorSlice(_shape(b["offset"]), _shape(b["size"])))
         for b in content["boxes"]
-    ]
-    if not all(isinstance(text, str) for part in parts for text in (part.file, part.key)):
+    )
+    if not all(isinstance(text, str) for s in slices for text in (s.file, s.key)):
         raise ValueError(f"file or key of {name!r}")
-    return Entry(content["dtype"], _shape(content["shape"]), () if first is not None else tuple(parts), first)
+    return Entry(content["dtype"], _shape(content["shape"]), () if first is not None else slices, first)
 
 
 def _shape(numbers: Any) -> Shape:
@@ -128,16 +132,16 @@ def _shape(numbers: Any) -> Shape:
     return tuple(numbers)
 
 
-def _check_parts(entry: Entry, left: dict[str, int], seen: set[tuple[str, str]]) -> None:
-    """Check one entry against the bytes that files have left and the parts that are taken."""
+def _check_slices(entry: Entry, left: dict[str, int], seen: set[tuple[str, str]]) -> None:
+    """Check one entry against the bytes that are left in the files, and the keys that are taken."""
     if entry.same_as is None:
-        require_exact_cover(entry.shape, (part.box for part in entry.parts))
-    for part in entry.parts:
-        if part.file not in left:
-            raise ValueError(f"{part.file!r} is no file of this checkpoint")
-        left[part.file] -= part.box.volume * entry.itemsize
-        if left[part.file] < 0 or not part.box.volume:
-            raise ValueError(f"{part.file!r} cannot hold a part of size {part.box.size}")
-        if (part.file, part.key) in seen:
-            raise ValueError(f"{part.key!r} in {part.file!r} is named twice")
-        seen.add((part.file, part.key))
+        require_exact_cover(entry.shape, (stored.slice for stored in entry.slices))
+    for stored in entry.slices:
+        if stored.file not in left:
+            raise ValueError(f"{stored.file!r} is no file of this checkpoint")
+        left[stored.file] -= stored.slice.numel * entry.itemsize
+        if left[stored.file] < 0 or not stored.slice.numel:
+            raise ValueError(f"{stored.file!r} cannot hold a slice of size {stored.slice.size}")
+        if (stored.file, stored.key) in seen:
+            raise ValueError(f"{stored.key!r} in {stored.file!r} is named twice")
+        seen.add((stored.file, stored.key))

@@ -1,12 +1,13 @@
 """One run at a time in a run directory.
 
-Two jobs that write into one run destroy both. The lock is the kernel's (`flock` on RUN/.lock), not the
-file's existence: it ends with the process, however that ends, so a file left by `kill -9` never blocks.
-Processes that are forked while the lock is held share it, and the run is free when the last of them is gone.
+Two jobs that write into one run destroy both. The lock is held by the kernel (`flock` on RUN/.lock), and is
+not the existence of the file: it ends with the process, however that ends, so a file left by `kill -9` never
+blocks. Processes that are forked while the lock is held share it, and the run is free when the last of them
+has ended.
 
-The ranks of a run hold a second one together (RUN/.lock-ranks): each for as long as it lives, so that a run
-whose rank 0 was killed is still in use while any other rank writes, on whatever machine, as far as `flock`
-reaches over the file system. Rank 0 holds the first lock, and takes it only where nobody holds the second.
+The ranks of a run share a second lock (RUN/.lock-ranks), each for as long as it lives. So a run whose rank 0
+was killed is still in use while any other rank writes, on any machine, as far as `flock` reaches over the
+file system. Rank 0 holds the first lock, and takes it only if nobody holds the second.
 """
 
 import fcntl
@@ -21,30 +22,34 @@ from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory
 
 LOCK, RANKS = ".lock", ".lock-ranks"
-_HOW = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_APPEND
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_APPEND
 
 
 @contextmanager
-def lock_run(directory: Path, rank: int = 0, meet: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold the run directory (made if need be) for the length of a `with`.
+def lock_run(directory: Path, rank: int = 0, barrier: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold the run directory for the length of a `with`. All ranks of a run call this.
 
-    The ranks of a run all call this, with a `meet` that waits until all of them are there.
+    Args:
+        directory: The run directory, made if it does not exist.
+        rank: Rank of this process.
+        barrier: Waits until all ranks have come to it; None = this process alone.
 
-    Raises `UserError` that names the holder's process id and host where another run has it, or the
-    cause where the directory or its file system cannot be locked.
+    Raises:
+        UserError: another run holds it, named by its process id and host; or the directory or its file
+            system cannot be locked.
     """
     with _opened(directory, LOCK) as lock, _opened(directory, RANKS) as ranks:
         if rank == 0:
             _take(lock, lock, directory, fcntl.LOCK_EX)
-            _take(ranks, lock, directory, fcntl.LOCK_EX)  # nobody is left of another run
+            _take(ranks, lock, directory, fcntl.LOCK_EX)  # no rank of another run is left
             os.ftruncate(lock, 0)
             fcntl.flock(ranks, fcntl.LOCK_UN)
-        if meet is not None:
-            meet()  # rank 0 has it for all of them
+        if barrier is not None:
+            barrier()  # rank 0 holds the first lock
             _take(ranks, lock, directory, fcntl.LOCK_SH)
         os.write(lock, f"process {os.getpid()} on host {socket.gethostname()}\n".encode())
-        if meet is not None:
-            meet()  # all of them hold it
+        if barrier is not None:
+            barrier()  # all ranks hold the second lock
         yield
 
 
@@ -52,7 +57,7 @@ def lock_run(directory: Path, rank: int = 0, meet: Callable[[], None] | None = N
 def _opened(directory: Path, name: str) -> Iterator[int]:
     try:
         make_directory(directory)
-        descriptor = os.open(directory / name, _HOW, 0o666)
+        descriptor = os.open(directory / name, _FLAGS, 0o666)
     except OSError as error:
         raise _unlockable(directory, error) from error
     try:
@@ -61,9 +66,10 @@ def _opened(directory: Path, name: str) -> Iterator[int]:
         os.close(descriptor)  # frees the lock; the file stays, because removing it could race with a newcomer
 
 
-def _take(descriptor: int, names: int, directory: Path, kind: int) -> None:
+def _take(descriptor: int, names: int, directory: Path, operation: int) -> None:
+    """Take a lock, or refuse with the holder that the file `names` lists."""
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, operation | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise UserError(
             f"{str(directory)!r} is in use by {_holder(names)}, and only one run may write into it; "
@@ -74,7 +80,7 @@ def _take(descriptor: int, names: int, directory: Path, kind: int) -> None:
 
 
 def _holder(descriptor: int) -> str:
-    """The first process in the file that may live: of those of this host, one that does."""
+    """The first process in the file that may be alive; one of this host is checked."""
     lines = os.pread(descriptor, 2**20, 0).decode(errors="replace").splitlines()
     for line in lines:
         match = re.fullmatch(r"process (\d+) on host (.*)", line)

@@ -1,4 +1,4 @@
-"""What a published directory holds: the manifest, and the check against it.
+"""The manifest of a published directory, and the check against it.
 
 `manifest.json` lists each file of the directory with its size and SHA-256, and carries a digest of itself:
 
@@ -10,10 +10,10 @@
      "version": 1
     }
 
-The text is canonical (sorted keys, fixed layout), and a manifest that is not, byte for byte, is refused: so a
-flipped bit anywhere in it is found, and so are duplicate names. A digest shows damage. It is no signature:
-anyone can forge a manifest together with its files. What keeps a forged one harmless is that file names
-are plain names, that only regular files are opened, and that nothing read is ever executed.
+The text is canonical (sorted keys, fixed layout), and any other text is refused: so a flipped bit anywhere in
+it is found, and so are duplicate names. A digest shows damage. It is no signature: anyone can forge a
+manifest together with its files. A forged one is harmless because file names are plain names, only regular
+files are opened, and nothing read is ever executed.
 """
 
 import hashlib
@@ -32,13 +32,13 @@ from narrowgauge.files import open_regular, sha256_of
 
 MANIFEST = "manifest.json"
 VERSION = 1
-MAX_BYTES = 16 << 20  # of a manifest: bounds the memory that a hostile one can take
+MAX_BYTES = 16 << 20  # size of a manifest: bounds the memory that a hostile one can take
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class DamagedError(UserError):
-    """A checkpoint that is not what its manifest says; the message names the file and the reason."""
+    """A checkpoint does not agree with its manifest; the message names the file and the reason."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Manifest:
     files: Mapping[str, FileEntry]
 
     def to_json(self) -> str:
-        """The canonical text, with the digest of itself."""
+        """The canonical text, with its own digest."""
         digest = hashlib.sha256(self._text("").encode()).hexdigest()
         return self._text(digest)
 
@@ -80,7 +80,11 @@ def plain_name(name: str) -> bool:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read a manifest and check everything that needs no other file. Raises `DamagedError`."""
+    """Read a manifest and check everything that needs no other file.
+
+    Raises:
+        DamagedError: it is missing, torn, changed, or of a newer version.
+    """
     path = directory / MANIFEST
     data = read_bounded(path, MAX_BYTES)
     try:
@@ -102,7 +106,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def _from_json(content: Any) -> Manifest:
-    """The record behind parsed JSON; AttributeError, KeyError, TypeError or ValueError where it is none."""
+    """The manifest in parsed JSON; AttributeError, KeyError, TypeError or ValueError if it is none."""
     files = {}
     for name, entry in content["files"].items():
         if not plain_name(name) or name == MANIFEST:
@@ -118,11 +122,15 @@ def _from_json(content: Any) -> Manifest:
 
 
 def verify(directory: Path, run_id: str | None = None, cores: int | None = None) -> Manifest:
-    """Check a published directory whole: its own name, the set of files, each size, each SHA-256.
+    """Check all of a published directory: its own name, the set of files, each size, each SHA-256.
 
-    `cores` hash at a time; None = all.
+    Args:
+        directory: A directory named step-N.
+        run_id: The run that it must belong to; None = any.
+        cores: How many files are hashed at a time; None = one on each core.
 
-    Raises `DamagedError` with the file and the reason, also where the operating system cannot read it.
+    Raises:
+        DamagedError: with the file and the reason, also if the operating system cannot read it.
     """
     manifest = verify_listing(directory, run_id)
     verify_files(directory, manifest, manifest.files, cores)
@@ -131,7 +139,7 @@ def verify(directory: Path, run_id: str | None = None, cores: int | None = None)
 
 
 def verify_listing(directory: Path, run_id: str | None = None) -> Manifest:
-    """The part of `verify` that reads the manifest and no other file."""
+    """The part of `verify` that reads no file but the manifest."""
     if directory.is_symlink() or not directory.is_dir():
         raise DamagedError(f"{directory} is not a directory of its own")
     manifest = read_manifest(directory)
@@ -148,7 +156,11 @@ def verify_listing(directory: Path, run_id: str | None = None) -> Manifest:
 
 
 def verify_files(directory: Path, manifest: Manifest, names: Iterable[str], cores: int | None = None) -> None:
-    """Check files against their entries. Raises `DamagedError` for the smallest bad one."""
+    """Check files against their entries.
+
+    Raises:
+        DamagedError: with the smallest bad file.
+    """
     order = sorted(names, key=lambda name: manifest.files[name].size)  # the cheap ones first
     if cores == 1:
         for name in order:
@@ -161,19 +173,23 @@ def verify_files(directory: Path, manifest: Manifest, names: Iterable[str], core
 
 def _compare_names(directory: Path, manifest: Manifest) -> None:
     try:
-        there, listed = set(os.listdir(directory)), {*manifest.files, MANIFEST}
+        existing, listed = set(os.listdir(directory)), {*manifest.files, MANIFEST}
     except OSError as error:
         raise DamagedError(f"{directory} cannot be read: {error.strerror}") from error
-    if missing := sorted(listed - there):
+    if missing := sorted(listed - existing):
         raise DamagedError(f"{directory / missing[0]} is missing, though the manifest lists it")
-    if extra := sorted(there - listed):
+    if extra := sorted(existing - listed):
         raise DamagedError(
             f"{directory / extra[0]} is not in the manifest: nothing may be added to a checkpoint"
         )
 
 
 def verify_file(path: Path, entry: FileEntry) -> None:
-    """Check one file against its entry. Raises `DamagedError`."""
+    """Check one file against its entry.
+
+    Raises:
+        DamagedError: its size or digest is another one, or it cannot be read.
+    """
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -189,7 +205,11 @@ def verify_file(path: Path, entry: FileEntry) -> None:
 
 
 def read_bounded(path: Path, limit: int) -> bytes:
-    """The bytes of a regular file of at most `limit` bytes. Raises `DamagedError`."""
+    """The content of a regular file of at most `limit` bytes.
+
+    Raises:
+        DamagedError: it is larger, or cannot be read.
+    """
     try:
         with open_regular(path) as file:
             data = file.read(limit + 1)

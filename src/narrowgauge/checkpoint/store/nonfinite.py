@@ -1,7 +1,7 @@
-"""Nothing non-finite is ever published.
+"""Check that nothing non-finite is published.
 
-A NaN in a checkpoint outlives the run that made it: every resume starts from it. So the guard stands here,
-at the last door, whatever the loop before it did.
+A NaN in a checkpoint outlives the run that made it: every resume starts from it. So the check is here, just
+before the write, whatever the training loop has checked before.
 """
 
 import math
@@ -23,18 +23,22 @@ class PoisonedError(UserError):
 
 
 def refuse_non_finite(tensors: Tensors, state: Mapping[str, JSON]) -> None:
-    """Raise `PoisonedError` that names the first tensor or number that is not finite."""
-    poisoned = [
+    """Refuse tensors and numbers that are not finite.
+
+    Raises:
+        PoisonedError: with the name of the first of them.
+    """
+    bad = [
         f"tensor {name!r} of {group!r}"
         for group, named in tensors.items()
         for name, tensor in named.items()
         if not is_finite(tensor)
     ]
-    poisoned += [f"state{key}" for key in _non_finite_numbers(state)]
-    if poisoned:
-        more = f" and {len(poisoned) - 1} more" if len(poisoned) > 1 else ""
+    bad += [f"state{key}" for key in _non_finite_numbers(state)]
+    if bad:
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         raise PoisonedError(
-            f"not saved: {poisoned[0]}{more} holds a NaN or an infinity, and nothing non-finite is ever "
+            f"not saved: {bad[0]}{more} holds a NaN or an infinity, and nothing non-finite is ever "
             f"published; go back to the last checkpoint"
         )
 
@@ -55,12 +59,12 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _non_finite_numbers(value: JSON, key: str = "") -> list[str]:
-    """Keys, written as in Python (`['a'][0]`), of the floats that are not finite."""
+    """Places, written as in Python (`['a'][0]`), of the floats that are not finite."""
     if isinstance(value, float):
         return [] if math.isfinite(value) else [key]
     if isinstance(value, Mapping):
         assert all(isinstance(name, str) for name in value), "JSON turns other keys into strings"
-        return [at for name, v in value.items() for at in _non_finite_numbers(v, f"{key}[{name!r}]")]
+        return [p for name, v in value.items() for p in _non_finite_numbers(v, f"{key}[{name!r}]")]
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [at for index, v in enumerate(value) for at in _non_finite_numbers(v, f"{key}[{index}]")]
+        return [p for index, v in enumerate(value) for p in _non_finite_numbers(v, f"{key}[{index}]")]
     return []

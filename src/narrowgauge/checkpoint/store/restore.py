@@ -1,8 +1,8 @@
-"""Reading a checkpoint back: whole, or the parts that this process wants, whoever wrote it.
+"""Reading a checkpoint back: all of it, or the slices that this process asks for.
 
-A checkpoint of any number of processes is read by any other number, cut in any other way (elastic resume):
-each wanted piece is put together from its overlaps with the stored parts. A rank reads no other bytes, and it
-verifies the files that it reads. Nothing is changed before every rank has found everything in order.
+A checkpoint of any number of processes is read by any other number, sharded in any other way (elastic
+resume): each requested slice is put together from its overlaps with the stored ones. A rank reads no other
+bytes, and it verifies the files that it reads. Nothing is changed before every rank has checked everything.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ _LARGEST_JSON = 1 << 30
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a step holds: CPU tensors by group and name, and the JSON state."""
+    """The content of a step: CPU tensors by group and name, and the JSON state."""
 
     step: int
     run_id: str
@@ -54,9 +54,9 @@ class Checkpoint:
 def choose_step(
     directory: Path, run_id: str | None, group: dist.ProcessGroup | None
 ) -> tuple[Path | None, list[str]]:
-    """The newest step that verifies, the same on all ranks: rank 0 reads, and tells the others.
+    """The newest step that verifies: rank 0 reads, and all ranks return or raise the same.
 
-    Returns and raises as `newest_valid`, on all ranks alike.
+    Arguments, result and errors are those of `newest_valid`.
     """
 
     def choose() -> tuple[str | None, list[str]]:
@@ -68,59 +68,62 @@ def choose_step(
 
 
 def load(path: Path) -> Checkpoint:
-    """Read a published step whole; every file is checked against the manifest before it is parsed.
+    """Read all of a published step; every file is checked against the manifest before it is parsed.
 
     Nothing in the files is executed, and tensors are on the CPU. A second name of a tensor loads as the same
-    object. Raises `DamagedError` (a `UserError`) that names the file and the reason.
+    object.
+
+    Raises:
+        DamagedError: (a `UserError`) with the file and the reason.
     """
     path = Path(os.path.abspath(path))
     opened = _open(path)
     verify_files(path, opened.manifest, opened.tensor_files)
     tensors: dict[str, dict[str, torch.Tensor]] = {}
-    wanted = []
+    requested = []
     for group, named in opened.index.items():
-        own = {n: torch.empty(e.shape, dtype=STORABLE[e.dtype]) for n, e in named.items() if not e.same_as}
-        tensors[group] = {name: own[entry.same_as or name] for name, entry in named.items()}
-        wanted += [(named[name], full_tensor(tensor)) for name, tensor in own.items()]
-    _fill(path, wanted)
+        new = {n: torch.empty(e.shape, dtype=STORABLE[e.dtype]) for n, e in named.items() if not e.same_as}
+        tensors[group] = {name: new[entry.same_as or name] for name, entry in named.items()}
+        requested += [(named[name], full_tensor(tensor)) for name, tensor in new.items()]
+    _fill(path, requested)
     return Checkpoint(opened.manifest.step, opened.manifest.run_id, tensors, opened.state)
 
 
 def restore_distributed(
-    path: Path, pieces: LocalTensors, group: dist.ProcessGroup | None = None
+    path: Path, local_tensors: LocalTensors, group: dist.ProcessGroup | None = None
 ) -> Checkpoint:
-    """Fill pieces in place from a published step of any number of ranks. Called by every rank of `group`.
+    """Fill tensors in place from a published step of any number of ranks. Called by every rank of `group`.
 
     Args:
-        path: of step-N, the same on all ranks.
-        pieces: group -> name -> pieces that this rank wants; their tensors are written into, on any device.
-            Groups that no rank names are left alone; of a group that is named, all ranks together must
-            want every tensor.
-        group: of gloo; None = this process alone.
+        path: The directory step-N, the same on all ranks.
+        local_tensors: The slices that this rank asks for; their tensors, on any device, are written into. A
+            group that no rank names is not read. Of a group that is named, all ranks together must ask for
+            every tensor.
+        group: A gloo group; None = this process alone.
 
     Returns:
         The checkpoint, without its tensors.
 
     Raises, on all ranks alike, before anything is changed:
-        DamagedError: a file that is needed is not what the manifest says, or not one of ours.
+        DamagedError: a file that is needed does not agree with the manifest, or is not one of ours.
         UserError: a tensor is missing, left over, or of another shape or dtype; it is named.
     """
     path = Path(os.path.abspath(path))
     opened: list[_Opened] = []
-    filled: list[tuple[Entry, LocalTensor]] = []
+    requested: list[tuple[Entry, LocalTensor]] = []
 
     def prepare() -> dict[str, set[str]]:
         opened.append(_open(path))
-        filled.extend(_match(opened[0], pieces))
-        needed = {part.file for entry, piece in filled for part, _ in _overlaps(entry, piece.box)}
+        requested.extend(_match(opened[0], local_tensors))
+        needed = {stored.file for entry, local in requested for stored, _ in _overlaps(entry, local.slice)}
         verify_files(path, opened[0].manifest, needed)
-        return {group: set(named) for group, named in pieces.items()}
+        return {group: set(named) for group, named in local_tensors.items()}
 
     def unreadable(reason: str) -> UserError:
         return DamagedError(f"{path} cannot be read: {reason}")
 
     _refuse_left_over(opened, on_all_ranks(prepare, group, unreadable))
-    on_all_ranks(lambda: _fill(path, filled), group, unreadable)
+    on_all_ranks(lambda: _fill(path, requested), group, unreadable)
     manifest = opened[0].manifest
     return Checkpoint(manifest.step, manifest.run_id, {}, opened[0].state)
 
@@ -170,35 +173,39 @@ def _read_json(path: Path, manifest: Manifest) -> dict[str, Any]:
     return content
 
 
-def _match(opened: _Opened, pieces: LocalTensors) -> list[tuple[Entry, LocalTensor]]:
-    """The entry of each wanted piece. Raises `UserError` where the checkpoint has another tensor."""
-    found = []
-    for group, named in pieces.items():
-        for name, parts in named.items():
+def _match(opened: _Opened, local_tensors: LocalTensors) -> list[tuple[Entry, LocalTensor]]:
+    """Each requested slice with the entry of its tensor; a `UserError` if the checkpoint has another one."""
+    matched = []
+    for group, named in local_tensors.items():
+        for name, requested in named.items():
             entry = opened.index.get(group, {}).get(name)
             if entry is None:
                 raise _another(opened.path, f"it has no {name!r} of {group!r}")
             source = entry if entry.same_as is None else opened.index[group][entry.same_as]
-            for piece in parts:
-                if entry.shape != tuple(piece.shape):
-                    sizes = f"{entry.shape} there and {tuple(piece.shape)} here"
-                    raise _another(opened.path, f"{name!r} of {group!r} is {sizes}")
-                if (dtype := STORABLE[entry.dtype]) != piece.tensor.dtype:
-                    raise UserError(
-                        f"{opened.path} keeps {name!r} of {group!r} as {dtype}, and this run as "
-                        f"{piece.tensor.dtype}; use the recipe it was made with, or narrowgauge convert"
-                    )
-                if piece.box.volume:
-                    require_inside(source.shape, piece.box)
-                found.append((source, piece))
-    return found
+            for local in requested:
+                _compare(opened.path, f"{name!r} of {group!r}", entry, local)
+                if local.slice.numel:
+                    require_inside(source.shape, local.slice)
+                matched.append((source, local))
+    return matched
+
+
+def _compare(path: Path, tensor: str, entry: Entry, local: LocalTensor) -> None:
+    """Refuse an entry of another shape or dtype than the requested tensor."""
+    if entry.shape != tuple(local.shape):
+        raise _another(path, f"{tensor} is {entry.shape} there and {tuple(local.shape)} here")
+    if (dtype := STORABLE[entry.dtype]) != local.tensor.dtype:
+        raise UserError(
+            f"{path} keeps {tensor} as {dtype}, and this run as {local.tensor.dtype}; use the recipe it was "
+            "made with, or narrowgauge convert"
+        )
 
 
 def _refuse_left_over(opened: Sequence[_Opened], ranks: Sequence[Mapping[str, set[str]]]) -> None:
-    """Refuse tensors of the checkpoint that no rank wants: a moment that is dropped is a wrong start."""
-    for group in sorted({group for wanted in ranks for group in wanted}):
-        wanted = {name for rank in ranks for name in rank.get(group, ())}
-        if extra := opened[0].index.get(group, {}).keys() - wanted:
+    """Refuse tensors of the checkpoint that no rank asks for: a run without a moment starts wrong."""
+    for group in sorted({group for rank in ranks for group in rank}):
+        requested = {name for rank in ranks for name in rank.get(group, ())}
+        if extra := opened[0].index.get(group, {}).keys() - requested:
             raise _another(opened[0].path, f"nothing here takes its {min(extra)!r} of {group!r}")
 
 
@@ -206,40 +213,41 @@ def _another(path: Path, difference: str) -> UserError:
     return UserError(f"{path} is another model's: {difference}; use the configuration it was made with")
 
 
-def _overlaps(entry: Entry, box: TensorSlice) -> Iterator[tuple[StoredSlice, TensorSlice]]:
-    for part in entry.parts:
-        if (common := part.box.overlap(box)) is not None:
-            yield part, common
+def _overlaps(entry: Entry, requested: TensorSlice) -> Iterator[tuple[StoredSlice, TensorSlice]]:
+    for stored in entry.slices:
+        if (common := stored.slice.overlap(requested)) is not None:
+            yield stored, common
 
 
 @torch.no_grad()
-def _fill(path: Path, wanted: Iterable[tuple[Entry, LocalTensor]]) -> None:
-    """Copy stored parts into pieces. Digests have been checked; the content is still not trusted."""
+def _fill(path: Path, requested: Iterable[tuple[Entry, LocalTensor]]) -> None:
+    """Copy stored slices into local tensors. Digests have been checked; the content is still not trusted."""
     with ExitStack() as stack:
         files: dict[str, Any] = {}
-        for entry, piece in wanted:
-            for part, common in _overlaps(entry, piece.box):
+        for entry, local in requested:
+            for stored, common in _overlaps(entry, local.slice):
                 try:
-                    if part.file not in files:
-                        opened = safe_open(path / part.file, framework="pt", device="cpu")
-                        files[part.file] = stack.enter_context(opened)
-                    stored = files[part.file].get_slice(part.key)
-                    _check_slice(stored, part, entry)
-                    data = stored[common.within(part.box).slices or ...]
+                    if stored.file not in files:
+                        opened = safe_open(path / stored.file, framework="pt", device="cpu")
+                        files[stored.file] = stack.enter_context(opened)
+                    data = _read(files[stored.file], stored, entry.dtype, common)
                 except (SafetensorError, OSError, KeyError, RuntimeError, TypeError, ValueError) as error:
                     raise DamagedError(
-                        f"{path / part.file} is not a safetensors file that can be trusted: {error!r}"
+                        f"{path / stored.file} is not a safetensors file that can be trusted: {error!r}"
                     ) from error
-                _raw(piece.tensor)[common.within(piece.box).slices].copy_(_raw(data))
+                _raw(local.tensor)[common.within(local.slice).index].copy_(_raw(data))
 
 
-def _check_slice(stored: Any, part: StoredSlice, entry: Entry) -> None:
-    dtype = "U8" if entry.dtype == "F4" else entry.dtype
-    if (stored.get_dtype(), tuple(stored.get_shape())) != (dtype, part.box.size):
-        raise ValueError(f"{part.key!r} is {stored.get_dtype()} {stored.get_shape()}, not what {INDEX} says")
+def _read(file: Any, stored: StoredSlice, dtype: str, common: TensorSlice) -> torch.Tensor:
+    """The elements `common` of a stored slice; a `ValueError` if it is not what the index describes."""
+    data = file.get_slice(stored.key)
+    if (data.get_dtype(), tuple(data.get_shape())) != ("U8" if dtype == "F4" else dtype, stored.slice.size):
+        raise ValueError(f"{stored.key!r} is {data.get_dtype()} {data.get_shape()}, not what {INDEX} says")
+    elements: torch.Tensor = data[common.within(stored.slice).index or ...]
+    return elements
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Dtypes of a byte as bytes: they are copied as they are."""
+    """Elements of one byte as uint8, which are copied unchanged."""
     tensor = tensor.detach()
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

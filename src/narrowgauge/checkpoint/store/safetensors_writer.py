@@ -39,15 +39,19 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def write_safetensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> FileEntry:
-    """Write and sync a file that must not exist yet; returns its size and digest.
+    """Write and sync a file that must not exist yet.
 
     Args:
-        path: of the file.
-        tensors: by key; on any device, with any strides. One at a time is copied where it is not contiguous
-            on the CPU.
-        metadata: further strings for the header.
+        path: The new file.
+        tensors: Tensors by key, on any device, with any strides. One at a time is copied where it is not
+            contiguous on the CPU.
+        metadata: Further strings for the header.
 
-    Raises `OSError` (disk full, no permission); what was written is left to the caller to remove.
+    Returns:
+        Size and digest of the file.
+
+    Raises:
+        OSError: the disk is full or may not be written; the caller removes what was written.
     """
     crash_point(f"write:{path.name}")
     order = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))
@@ -65,21 +69,21 @@ def write_safetensors(
 
 @contextmanager
 def _hashing() -> Iterator[tuple[Callable[[memoryview], None], "hashlib._Hash"]]:
-    """A function that hashes chunks in order in a thread of its own, and the digest of all at the end."""
+    """Start a thread that hashes chunks in order; yield the function that feeds it, and the digest."""
     digest = hashlib.sha256()
-    ahead: Queue[memoryview | None] = Queue(2)  # chunks in memory: the disk and the hash wait for each other
+    chunks: Queue[memoryview | None] = Queue(2)  # few, so that the disk and the hash wait for each other
 
     def work() -> None:
-        while (chunk := ahead.get()) is not None:
+        while (chunk := chunks.get()) is not None:
             digest.update(chunk)
 
-    # No executor: those take no work while a process ends, and a save may have to outlast the program.
+    # No executor: it takes no work while the process ends, and a save may have to outlast the program.
     thread = Thread(target=work)
     thread.start()
     try:
-        yield ahead.put, digest
+        yield chunks.put, digest
     finally:
-        ahead.put(None)
+        chunks.put(None)
         thread.join()
 
 
@@ -108,7 +112,7 @@ def _chunks(header: bytes, tensors: Iterator[torch.Tensor]) -> Iterator[memoryvi
 
 
 def _write_all(descriptor: int, data: memoryview, path: Path) -> None:
-    """Every byte, however many `write` takes at a time."""
+    """Write every byte, however many `write` takes at a time."""
     try:
         while data:
             data = data[os.write(descriptor, data) :]

@@ -2,20 +2,20 @@
 
     step-20/model.safetensors                one file for each group of tensors, or, of several processes,
     step-20/model-00001-of-00004.safetensors   one for each rank that has something to write in the group
-    step-20/index.json                       which file holds which part of which tensor (`index.py`)
+    step-20/index.json                       which file holds which slice of which tensor (`index.py`)
     step-20/state.json                       step counters, schedule, data position: whatever is not a tensor
     step-20/manifest.json                    size and SHA-256 of each
 
 Tensors come back bit for bit in their own dtype. JSON keeps Python's floats and integers exactly: the
-text of a float is the shortest that reads back as the same one. Several processes write into one draft on a
-file system that they share:
+text of a float is the shortest that reads back as the same one. Several processes write into one staging
+directory on a file system that they share:
 
-    plan      every rank says what it holds; all make the same plan (`sharing.py`)
+    plan      every rank describes what it holds; all make the same plan (`save_plan.py`)
     check     nothing that any rank would write is a NaN or an infinity
-    begin     rank 0 asks for room on the disk and makes the draft
+    begin     rank 0 checks the disk space and makes the staging directory
     write     every rank writes, hashes and syncs its own files
     gather    the digests of all, or the errors of any
-    publish   rank 0 writes the index and the state, seals, publishes, retains; all ranks learn how it went
+    publish   rank 0 writes the index and the state, seals, publishes, retains; its outcome is broadcast
 
 So all of them have the path, or all raise the same error. How the directory becomes visible is described in
 `narrowgauge.checkpoint.store.commit`. Saving adds the crash points `write:FILE`, `written:FILE` (not for
@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from narrowgauge.checkpoint.store.collective import on_all_ranks, on_rank0
 from narrowgauge.checkpoint.store.commit import begin, publish, retain, seal
-from narrowgauge.checkpoint.store.disk_space import SaveError, require_space
+from narrowgauge.checkpoint.store.disk_space import DiskSpace, SaveError, require_space
 from narrowgauge.checkpoint.store.index import INDEX, Index, to_json
 from narrowgauge.checkpoint.store.manifest import MANIFEST, FileEntry
 from narrowgauge.checkpoint.store.nonfinite import JSON, Tensors, refuse_non_finite
@@ -45,150 +45,145 @@ from narrowgauge.collectives import rank_in, size_of
 from narrowgauge.files import write_new
 
 STATE = "state.json"
-_HEADER = 1 << 20  # bytes: room for a file's header, and for each JSON file
-
-
-def save(
-    directory: Path, step: int, tensors: Tensors, state: Mapping[str, JSON], keep: int, run_id: str
-) -> Path:
-    """Publish a step of one process: `save_distributed` of whole tensors (group -> name -> tensor)."""
-    pieces = {
-        g: {name: [full_tensor(tensor)] for name, tensor in named.items()} for g, named in tensors.items()
-    }
-    return save_distributed(directory, step, pieces, state, keep, run_id, None)
-
-
-def save_distributed(
-    directory: Path,
-    step: int,
-    pieces: LocalTensors,
-    state: Mapping[str, JSON],
-    keep: int,
-    run_id: str,
-    group: dist.ProcessGroup | None,
-) -> Path:
-    """Publish step `step` under `directory` whole or not at all, then keep the newest `keep` valid steps.
-
-    Called by every rank of `group`.
-
-    Args:
-        directory: RUN/checkpoints, on a file system of all ranks, made if need be; the caller holds the run's
-            lock.
-        step: optimizer steps done.
-        pieces: group -> name -> what this rank holds of the tensor, if anything. On all ranks together the
-            pieces of a tensor cover it exactly; equal pieces on several ranks are equal in content.
-        state: plain JSON, that of rank 0; tuples come back as lists.
-        keep: how many valid steps stay, at least 2.
-        run_id: what `choose_step` will ask for.
-        group: of gloo; None = this process alone.
-
-    Returns:
-        The path of step-N.
-
-    Raises, on all ranks alike:
-        PoisonedError: a floating tensor or number is not finite.
-        SaveError: the operating system refuses (disk full, no permission) on any rank: the draft is removed,
-            older steps stay as they were.
-        UserError: the pieces overlap, leave a hole, or contradict each other.
-    """
-    return write_share(plan_save(directory, step, pieces, state, keep, run_id, group))
+_SLACK = 1 << 16  # bytes for each file: its header, and the end of its last block
 
 
 @dataclass(frozen=True)
-class Save:
-    """A save that is planned: who writes what, and what this rank has to write."""
+class SavePlan:
+    """A save that all ranks have agreed on.
+
+    Attributes:
+        directory: RUN/checkpoints.
+        step: Optimizer steps done.
+        index: Which rank writes which slice.
+        tensors: What this rank writes: group -> key in its file -> tensor.
+        state: Plain JSON, that of rank 0.
+        keep: How many valid steps stay.
+        run_id: The run that the checkpoint belongs to.
+        group: The gloo group of the ranks; None = this process alone.
+    """
 
     directory: Path
     step: int
     index: Index
-    share: Tensors  # group -> key in the rank's file -> tensor
+    tensors: Tensors
     state: Mapping[str, JSON]
     keep: int
     run_id: str
     group: dist.ProcessGroup | None
 
+    @property
+    def space(self) -> DiskSpace:
+        """Disk space for the files of all ranks, and for the directory."""
+        entries = [entry for named in self.index.values() for entry in named.values()]
+        data = sum(stored.slice.numel * entry.itemsize for entry in entries for stored in entry.slices)
+        files = {stored.file for entry in entries for stored in entry.slices} | {INDEX, STATE, MANIFEST}
+        return DiskSpace(data + _SLACK * len(files), len(files) + 1)
+
     def failed(self, reason: str) -> SaveError:
-        """What the operating system said, in a sentence."""
+        """The error for a reason that the operating system gave."""
         return SaveError(
             f"step {self.step} could not be saved under {str(self.directory)!r} ({reason}), and the "
             f"checkpoints there are untouched; free disk space or mend the permissions before the next save"
         )
 
-    def require_space(self, checkpoints: int = 1) -> None:
-        """Check that the disk has room for so many. Raises `SaveError` with what is needed and free."""
-        entries = [entry for named in self.index.values() for entry in named.values()]
-        data = sum(part.box.volume * entry.itemsize for entry in entries for part in entry.parts)
-        files = {part.file for entry in entries for part in entry.parts} | {INDEX, STATE, MANIFEST}
-        bytes_, inodes = data + _HEADER * len(files), len(files) + 1  # for the directory
-        require_space(self.directory, checkpoints * bytes_, checkpoints * inodes)
+    def write(self) -> Path:
+        """Write the files of this rank, and publish what all ranks have written. Called by every rank.
+
+        The step becomes visible in full or not at all; then the newest `keep` valid steps stay.
+
+        Returns:
+            The path of step-N.
+
+        Raises, on all ranks alike:
+            PoisonedError: a floating tensor or number is not finite.
+            SaveError: the operating system refuses (disk full, no permission) on any rank. The staging
+                directory is removed, and older steps stay as they were.
+        """
+        on_all_ranks(lambda: refuse_non_finite(self.tensors, self.state), self.group, self.failed)
+        staging = self.directory / on_rank0(self._begin, self.group, self.failed)
+        try:
+            written = on_all_ranks(lambda: self._write_tensors(staging), self.group, self.failed)
+            entries = {name: entry for files in written for name, entry in files.items()}
+            on_rank0(lambda: self._publish(staging, entries), self.group, self.failed)
+        finally:
+            if rank_in(self.group) == 0:  # a published directory has another name by now
+                shutil.rmtree(staging, ignore_errors=True)
+        return self.directory / f"step-{self.step}"
+
+    def _begin(self) -> str:
+        require_space(self.directory, self.space)
+        return begin(self.directory, self.step).name
+
+    def _write_tensors(self, staging: Path) -> dict[str, FileEntry]:
+        files = {}
+        for group, tensors in self.tensors.items():
+            name = file_name(group, rank_in(self.group), size_of(self.group))
+            stored = {key: _storable(tensor) for key, tensor in tensors.items()}
+            files[name] = write_safetensors(staging / name, stored)
+        return files
+
+    def _publish(self, staging: Path, entries: Mapping[str, FileEntry]) -> None:
+        """The work of rank 0 after all ranks have written."""
+        state = json.dumps(dict(self.state), allow_nan=False, indent=1) + "\n"
+        texts = {INDEX: to_json(self.index), STATE: state}
+        described = {name: _write_text(staging / name, text) for name, text in texts.items()}
+        manifest = seal(staging, self.step, self.run_id, {**entries, **described})
+        publish(staging, manifest)
+        try:
+            retain(self.directory, self.keep, manifest)
+        except OSError as error:
+            raise SaveError(
+                f"step {self.step} is saved, but older steps could not be removed ({error}), so the disk "
+                f"will fill; mend the permissions of {str(self.directory)!r}"
+            ) from error
 
 
 def plan_save(
     directory: Path,
     step: int,
-    pieces: LocalTensors,
+    local_tensors: LocalTensors,
     state: Mapping[str, JSON],
     keep: int,
     run_id: str,
     group: dist.ProcessGroup | None,
-) -> Save:
-    """The first part of `save_distributed`: agree on who writes what."""
+) -> SavePlan:
+    """Agree on who writes what. Called by every rank of `group`.
+
+    Args:
+        directory: RUN/checkpoints, on a file system of all ranks, made if it does not exist; the caller holds
+            the run's lock.
+        step: Optimizer steps done.
+        local_tensors: The slices that this rank holds. On all ranks together they cover each tensor exactly;
+            equal slices on several ranks are equal in content.
+        state: Plain JSON, that of rank 0; tuples come back as lists.
+        keep: How many valid steps stay, at least 2.
+        run_id: The run that the checkpoint belongs to; `choose_step` asks for it.
+        group: A gloo group; None = this process alone.
+
+    Raises, on all ranks alike:
+        UserError: the slices overlap, leave a hole, or contradict each other.
+    """
     assert keep >= 2
     assert step >= 0
-    holdings = on_all_ranks(lambda: describe(pieces), group, SaveError)
-    index = make_index(holdings)
-    share = plan_for_rank(index, pieces, rank_in(group), size_of(group))
-    return Save(directory, step, index, share, state, keep, run_id, group)
+    index = make_index(on_all_ranks(lambda: describe(local_tensors), group, SaveError))
+    tensors = plan_for_rank(index, local_tensors, rank_in(group), size_of(group))
+    return SavePlan(directory, step, index, tensors, state, keep, run_id, group)
 
 
-def write_share(save: Save) -> Path:
-    """The rest of `save_distributed`: write this rank's share, and publish what all have written."""
-    group = save.group
-    on_all_ranks(lambda: refuse_non_finite(save.share, save.state), group, save.failed)
-    staging = save.directory / on_rank0(lambda: _begin(save), group, save.failed)
-    try:
-        written = on_all_ranks(lambda: _write_files(staging, save), group, save.failed)
-        entries = {name: entry for files in written for name, entry in files.items()}
-        on_rank0(lambda: _publish(staging, save, entries), group, save.failed)
-    finally:
-        if rank_in(group) == 0:  # a published draft has another name by now
-            shutil.rmtree(staging, ignore_errors=True)
-    return save.directory / f"step-{save.step}"
-
-
-def _begin(save: Save) -> str:
-    save.require_space()
-    return begin(save.directory, save.step).name
-
-
-def _write_files(staging: Path, save: Save) -> dict[str, FileEntry]:
-    """Write this rank's tensors."""
-    files = {}
-    for group, tensors in save.share.items():
-        name = file_name(group, rank_in(save.group), size_of(save.group))
-        files[name] = write_safetensors(staging / name, {key: _storable(t) for key, t in tensors.items()})
-    return files
+def save(
+    directory: Path, step: int, tensors: Tensors, state: Mapping[str, JSON], keep: int, run_id: str
+) -> Path:
+    """Publish a step of one process, from full tensors; see `plan_save` and `SavePlan.write`."""
+    full = {
+        g: {name: [full_tensor(tensor)] for name, tensor in named.items()} for g, named in tensors.items()
+    }
+    return plan_save(directory, step, full, state, keep, run_id, None).write()
 
 
 def _storable(tensor: torch.Tensor) -> torch.Tensor:
-    """FP4 pairs, of which safetensors cannot read a part, as their bytes."""
+    """FP4 pairs as their bytes, for safetensors cannot read a slice of them."""
     return tensor.detach().view(torch.uint8) if tensor.dtype is torch.float4_e2m1fn_x2 else tensor
-
-
-def _publish(staging: Path, save: Save, entries: Mapping[str, FileEntry]) -> None:
-    """What rank 0 does when all have written."""
-    state = json.dumps(dict(save.state), allow_nan=False, indent=1) + "\n"
-    texts = {INDEX: to_json(save.index), STATE: state}
-    described = {name: _write_text(staging / name, text) for name, text in texts.items()}
-    manifest = seal(staging, save.step, save.run_id, {**entries, **described})
-    publish(staging, manifest)
-    try:
-        retain(save.directory, save.keep, manifest)
-    except OSError as error:
-        raise SaveError(
-            f"step {save.step} is saved, but older steps could not be removed ({error}), so the disk will "
-            f"fill; mend the permissions of {str(save.directory)!r}"
-        ) from error
 
 
 def _write_text(path: Path, text: str) -> FileEntry:

@@ -1,7 +1,8 @@
-"""Who writes what? Each rank describes what it holds; from all descriptions each makes the same plan.
+"""The plan of a save: each rank describes what it holds, and makes the same plan from all descriptions.
 
-A part that several ranks hold alike is written by one of them, the one that has least to write so far: parts
-without a choice go first, then the largest. The plan is a pure function, so nothing is sent but descriptions.
+A slice that several ranks hold alike is written by one of them, the one that has least to write so far.
+Slices that only one rank holds go first, then the largest. The plan is a pure function, so only the
+descriptions are sent.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,43 +22,47 @@ _MISTAKE = "this is a mistake of the program that saves"
 
 @dataclass(frozen=True)
 class LocalEntry:
-    """What one rank holds of one tensor; of boxes without elements, nothing."""
+    """Description of what one rank holds of one tensor; empty slices are left out."""
 
     dtype: str
     shape: Shape
-    boxes: tuple[TensorSlice, ...]
+    slices: tuple[TensorSlice, ...]
     same_as: str | None
 
 
-LocalEntries: TypeAlias = Mapping[str, Mapping[str, LocalEntry]]
+LocalEntries: TypeAlias = Mapping[str, Mapping[str, LocalEntry]]  # group -> name -> description
 
 
-def describe(pieces: LocalTensors) -> LocalEntries:
-    """What this rank holds. Raises `UserError` for a dtype that cannot be stored."""
-    holding: dict[str, dict[str, LocalEntry]] = {}
-    for group, named in pieces.items():
+def describe(local_tensors: LocalTensors) -> LocalEntries:
+    """Describe what this rank holds.
+
+    Raises:
+        UserError: a dtype cannot be stored, or the slices of a tensor differ in shape or dtype.
+    """
+    entries: dict[str, dict[str, LocalEntry]] = {}
+    for group, named in local_tensors.items():
         first: dict[object, str] = {}
-        holding[group] = {}
-        for name, parts in named.items():
-            if not parts:
+        entries[group] = {}
+        for name, held in named.items():
+            if not held:
                 continue
-            filled = [piece for piece in parts if piece.tensor.numel()]
-            kinds = {(_NAMES.get(piece.tensor.dtype), tuple(piece.shape)) for piece in parts}
-            if len(kinds) != 1 or (dtype := parts[0].tensor.dtype) not in _NAMES:
+            types = {(_NAMES.get(local.tensor.dtype), tuple(local.shape)) for local in held}
+            if len(types) != 1 or (dtype := held[0].tensor.dtype) not in _NAMES:
                 raise UserError(
-                    f"tensor {name!r} of {group!r} has pieces of {sorted(map(str, kinds))}, and all must "
+                    f"tensor {name!r} of {group!r} has slices of {sorted(map(str, types))}, and all must "
                     f"be of one shape and one dtype, of {', '.join(STORABLE)}; {_MISTAKE}"
                 )
-            boxes = tuple(dict.fromkeys(piece.box for piece in filled))
-            same = tuple((*kinds, _identity(piece.tensor), piece.box) for piece in filled)
-            earlier = first.setdefault(same, name) if same else name
-            known = None if earlier == name else earlier
-            holding[group][name] = LocalEntry(_NAMES[dtype], tuple(parts[0].shape), boxes, known)
-    return holding
+            filled = [local for local in held if local.tensor.numel()]
+            slices = tuple(dict.fromkeys(local.slice for local in filled))
+            memory = tuple((*types, _identity(local.tensor), local.slice) for local in filled)
+            earlier = first.setdefault(memory, name) if memory else name
+            same_as = None if earlier == name else earlier
+            entries[group][name] = LocalEntry(_NAMES[dtype], tuple(held[0].shape), slices, same_as)
+    return entries
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for two tensors that are the same memory seen in the same way."""
+    """A key that is equal for two tensors that view the same memory in the same way."""
     storage = (tensor.device, tensor.untyped_storage().data_ptr())
     return (*storage, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
@@ -66,61 +71,62 @@ def make_index(ranks: Sequence[LocalEntries]) -> Index:
     """Plan who writes what.
 
     Args:
-        ranks: what each of them holds.
+        ranks: The descriptions of all ranks, in order.
 
-    Raises `UserError` where the pieces of a tensor contradict each other, overlap or leave a hole.
+    Raises:
+        UserError: the slices of a tensor contradict each other, overlap or leave a hole.
     """
     index: dict[str, dict[str, Entry]] = {}
-    shared: list[tuple[int, int, str, str, TensorSlice, list[int]]] = []
+    held: list[tuple[int, int, str, str, TensorSlice, list[int]]] = []
     for group in dict.fromkeys(group for rank in ranks for group in rank):
         assert plain_name(group), f"{group!r} cannot be a file's name"
         index[group] = {}
         for name in dict.fromkeys(name for rank in ranks for name in rank.get(group, {})):
-            held = {r: rank[group][name] for r, rank in enumerate(ranks) if name in rank.get(group, {})}
-            entry, holders = _agree(group, name, held)
+            by_rank = {r: rank[group][name] for r, rank in enumerate(ranks) if name in rank.get(group, {})}
+            entry, holders = _merge(group, name, by_rank)
             index[group][name] = entry
-            for box, who in holders.items():
-                shared.append((len(who), -box.volume * entry.itemsize, group, name, box, who))
-    load = [0] * len(ranks)
-    parts: dict[tuple[str, str], list[StoredSlice]] = {}
-    for _, less, group, name, box, who in sorted(shared):  # those without a choice first, then the largest
+            for s, who in holders.items():
+                held.append((len(who), -s.numel * entry.itemsize, group, name, s, who))
+    load = [0] * len(ranks)  # bytes that each rank has to write
+    stored: dict[tuple[str, str], list[StoredSlice]] = {}
+    for _, minus_bytes, group, name, s, who in sorted(held):  # those without a choice first, then the largest
         rank = min(who, key=lambda r: load[r])
-        load[rank] -= less
-        is_whole = box.size == index[group][name].shape
-        key = name if is_whole else f"{name}@{','.join(map(str, box.offset))}"
-        part = StoredSlice(file_name(group, rank, len(ranks)), key, box)
-        parts.setdefault((group, name), []).append(part)
+        load[rank] -= minus_bytes
+        is_full = s.size == index[group][name].shape
+        key = name if is_full else f"{name}@{','.join(map(str, s.offset))}"
+        file = file_name(group, rank, len(ranks))
+        stored.setdefault((group, name), []).append(StoredSlice(file, key, s))
     return {
         group: {
-            name: replace(entry, parts=tuple(parts.get((group, name), ()))) for name, entry in named.items()
+            name: replace(entry, slices=tuple(stored.get((group, name), ()))) for name, entry in named.items()
         }
         for group, named in index.items()
     }
 
 
 def file_name(group: str, rank: int, ranks: int) -> str:
-    """What a rank's file of a group is called."""
+    """Name of a rank's file of a group."""
     return f"{group}{SUFFIX}" if ranks == 1 else f"{group}-{rank + 1:05}-of-{ranks:05}{SUFFIX}"
 
 
-def _agree(
-    group: str, name: str, held: Mapping[int, LocalEntry]
+def _merge(
+    group: str, name: str, by_rank: Mapping[int, LocalEntry]
 ) -> tuple[Entry, dict[TensorSlice, list[int]]]:
-    """What the ranks that hold a tensor say of it, and who holds each box; nobody of a second name's."""
-    kinds = {(h.dtype, h.shape) for h in held.values()}
-    if len(kinds) > 1:
+    """The entry of a tensor, and the ranks that hold each slice; none for a second name of a tensor."""
+    types = {(local.dtype, local.shape) for local in by_rank.values()}
+    if len(types) > 1:
         raise UserError(
-            f"tensor {name!r} of {group!r} is {' and '.join(map(str, sorted(kinds)))} on different ranks, "
+            f"tensor {name!r} of {group!r} is {' and '.join(map(str, sorted(types)))} on different ranks, "
             f"and it must be the same on all; {_MISTAKE}"
         )
-    entry = Entry(*kinds.pop(), parts=())
-    known = {h.same_as for h in held.values() if h.boxes}
-    if len(known) == 1 and (first := known.pop()) is not None:
+    entry = Entry(*types.pop(), slices=())
+    first_names = {local.same_as for local in by_rank.values() if local.slices}
+    if len(first_names) == 1 and (first := first_names.pop()) is not None:
         return replace(entry, same_as=first), {}
     holders: dict[TensorSlice, list[int]] = {}
-    for rank, h in held.items():
-        for box in h.boxes:
-            holders.setdefault(box, []).append(rank)
+    for rank, local in by_rank.items():
+        for s in local.slices:
+            holders.setdefault(s, []).append(rank)
     try:
         require_exact_cover(entry.shape, holders)
     except ValueError as error:
@@ -129,16 +135,17 @@ def _agree(
 
 
 def plan_for_rank(
-    index: Index, pieces: LocalTensors, rank: int, ranks: int
+    index: Index, local_tensors: LocalTensors, rank: int, ranks: int
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """What this rank has to write: for each group that it has a file of, the tensors by their keys."""
-    share: dict[str, dict[str, torch.Tensor]] = {}
+    """The tensors that a rank has to write, by key, for each group that it has a file of."""
+    plan: dict[str, dict[str, torch.Tensor]] = {}
     for group, named in index.items():
         file = file_name(group, rank, ranks)
         for name, entry in named.items():
-            for part in entry.parts:
-                if part.file == file:
-                    mine = share.setdefault(group, {})
-                    assert part.key not in mine, f"two tensors are called {part.key!r}"
-                    mine[part.key] = next(p.tensor for p in pieces[group][name] if p.box == part.box)
-    return share
+            for stored in entry.slices:
+                if stored.file == file:
+                    tensors = plan.setdefault(group, {})
+                    assert stored.key not in tensors, f"two tensors are called {stored.key!r}"
+                    held = local_tensors[group][name]
+                    tensors[stored.key] = next(local.tensor for local in held if local.slice == stored.slice)
+    return plan

@@ -1,15 +1,15 @@
-"""Where does the part of a tensor that one process holds lie in the whole?
+"""Slices of a tensor: where the part that one process holds lies in the global tensor.
 
-A *box* is an offset and a size along each dimension. A tensor cut over processes is a set of boxes that
-do not overlap and leave no hole, however it was cut: by rows, by columns, both, evenly or not.
+A *slice* is an offset and a size along each dimension. A tensor sharded over processes is a set of slices
+that do not overlap and leave no hole, however it was cut: by rows, by columns, both, evenly or not.
 
        0   2       6
      0 +---+-------+      offset (0, 0) size (2, 2)      offset (0, 2) size (2, 4)
      2 +---+---+---+
      3 +-------+---+      offset (2, 0) size (1, 4)      offset (2, 4) size (1, 2)
 
-A checkpoint stores boxes, and says which. Whoever reads it wants other boxes: each wanted box is put together
-from its overlaps with the stored ones. A scalar is one box without dimensions.
+A checkpoint stores slices and their places. A reader needs other slices: each of them is put together from
+its overlaps with the stored ones. A scalar is one slice without dimensions.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,17 +30,17 @@ class TensorSlice:
     size: Shape
 
     @property
-    def volume(self) -> int:
-        """Elements."""
+    def numel(self) -> int:
+        """Number of elements."""
         return prod(self.size)
 
     @property
-    def slices(self) -> tuple[slice, ...]:
-        """The box as an index into the whole tensor."""
+    def index(self) -> tuple[slice, ...]:
+        """The slice as an index into the global tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offset, self.size, strict=True))
 
     def overlap(self, other: "TensorSlice") -> "TensorSlice | None":
-        """What two boxes of one tensor have in common; None where that is nothing."""
+        """The elements that two slices of one tensor have in common; None if there are none."""
         begin = tuple(map(max, self.offset, other.offset))
         ends = zip(self.offset, self.size, other.offset, other.size, strict=True)
         end = tuple(min(a + n, b + m) for a, n, b, m in ends)
@@ -48,18 +48,18 @@ class TensorSlice:
         return common if all(n > 0 for n in common.size) else None
 
     def within(self, frame: "TensorSlice") -> "TensorSlice":
-        """The same box, counted from where `frame` begins."""
+        """The same slice, with offsets counted from where `frame` begins."""
         return TensorSlice(tuple(a - b for a, b in zip(self.offset, frame.offset, strict=True)), self.size)
 
 
 @dataclass(frozen=True)
 class LocalTensor:
-    """What one process holds of a tensor.
+    """A slice of a global tensor in the memory of this process.
 
     Attributes:
-        tensor: the part itself, on any device, with any strides.
-        shape: of the whole tensor.
-        offset: where the part begins in it, an index for each dimension.
+        tensor: The elements, on any device, with any strides.
+        shape: Shape of the global tensor.
+        offset: Index of the first element in the global tensor, for each dimension.
     """
 
     tensor: torch.Tensor
@@ -67,14 +67,13 @@ class LocalTensor:
     offset: Shape
 
     @property
-    def box(self) -> TensorSlice:
-        """Where the part lies."""
+    def slice(self) -> TensorSlice:
+        """Where the elements lie in the global tensor."""
         return TensorSlice(tuple(self.offset), tuple(self.tensor.shape))
 
 
-LocalTensors: TypeAlias = Mapping[
-    str, Mapping[str, Sequence[LocalTensor]]
-]  # group -> name -> pieces held here
+# group -> name -> slices of the tensor that this process holds
+LocalTensors: TypeAlias = Mapping[str, Mapping[str, Sequence[LocalTensor]]]
 
 
 def full_tensor(tensor: torch.Tensor) -> LocalTensor:
@@ -82,36 +81,45 @@ def full_tensor(tensor: torch.Tensor) -> LocalTensor:
     return LocalTensor(tensor, tuple(tensor.shape), (0,) * tensor.ndim)
 
 
-def require_exact_cover(shape: Shape, boxes: Iterable[TensorSlice]) -> None:
-    """Check that boxes fill a shape, each element once. Raises `ValueError` with what is wrong."""
-    boxes = [box for box in boxes if box.volume]
-    for box in boxes:
-        require_inside(shape, box)
-    if pair := _overlapping(boxes, len(shape)):
-        raise ValueError(f"the pieces at {pair[0].offset} and {pair[1].offset} overlap")
-    if missing := prod(shape) - sum(box.volume for box in boxes):
-        raise ValueError(f"no piece holds {missing} of the {prod(shape)} elements of its shape {shape}")
+def require_exact_cover(shape: Shape, slices: Iterable[TensorSlice]) -> None:
+    """Check that slices fill a shape, each element once.
+
+    Raises:
+        ValueError: they overlap, leave a hole, or reach beyond the shape.
+    """
+    slices = [s for s in slices if s.numel]
+    for s in slices:
+        require_inside(shape, s)
+    if pair := _overlapping(slices, len(shape)):
+        raise ValueError(f"the slices at {pair[0].offset} and {pair[1].offset} overlap")
+    if missing := prod(shape) - sum(s.numel for s in slices):
+        raise ValueError(f"no slice holds {missing} of the {prod(shape)} elements of its shape {shape}")
 
 
-def require_inside(shape: Shape, box: TensorSlice) -> None:
-    """Check that a box is a part of a shape. Raises `ValueError` with what is wrong."""
-    dimensions = len(box.offset) == len(box.size) == len(shape)
+def require_inside(shape: Shape, tensor_slice: TensorSlice) -> None:
+    """Check that a slice lies inside a shape.
+
+    Raises:
+        ValueError: it reaches beyond the shape, or has other dimensions.
+    """
+    offset, size = tensor_slice.offset, tensor_slice.size
+    dimensions = len(offset) == len(size) == len(shape)
     if not dimensions or any(
-        o < 0 or n < 0 or o + n > s for o, n, s in zip(box.offset, box.size, shape, strict=True)
+        o < 0 or n < 0 or o + n > s for o, n, s in zip(offset, size, shape, strict=True)
     ):
-        raise ValueError(f"a piece at {box.offset} of size {box.size} reaches beyond its shape {shape}")
+        raise ValueError(f"a slice at {offset} of size {size} reaches beyond its shape {shape}")
 
 
-def _overlapping(boxes: list[TensorSlice], dimensions: int) -> tuple[TensorSlice, TensorSlice] | None:
-    """Two boxes that overlap: a sweep along the dimension that is cut most."""
+def _overlapping(slices: list[TensorSlice], dimensions: int) -> tuple[TensorSlice, TensorSlice] | None:
+    """Two slices that overlap: a sweep along the dimension that is cut most."""
     if dimensions == 0:
-        return (boxes[0], boxes[1]) if len(boxes) > 1 else None
-    along = max(range(dimensions), key=lambda d: len({box.offset[d] for box in boxes}))
-    open_boxes: list[TensorSlice] = []  # that reach to where the sweep is
-    for box in sorted(boxes, key=lambda box: box.offset[along]):
-        open_boxes = [b for b in open_boxes if b.offset[along] + b.size[along] > box.offset[along]]
-        for other in open_boxes:
-            if box.overlap(other):
-                return other, box
-        open_boxes.append(box)
+        return (slices[0], slices[1]) if len(slices) > 1 else None
+    along = max(range(dimensions), key=lambda d: len({s.offset[d] for s in slices}))
+    active: list[TensorSlice] = []  # those that reach to where the sweep is
+    for s in sorted(slices, key=lambda s: s.offset[along]):
+        active = [a for a in active if a.offset[along] + a.size[along] > s.offset[along]]
+        for other in active:
+            if s.overlap(other):
+                return other, s
+        active.append(s)
     return None

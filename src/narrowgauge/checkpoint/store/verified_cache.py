@@ -1,36 +1,36 @@
-"""Are the files of a directory still those that this process last had in its hands, every byte of them?
+"""Cache of directories whose every byte this process has written or verified.
 
 To count the valid checkpoints before an old one is removed, each would have to be read again at each save.
 A file that this process has written or hashed is taken to be the same as long as its inode, size and
-times are: whoever writes into it changes them, and only a disk that loses bits by itself does not. At every
-start of a run everything is hashed again.
+times are: a writer changes them, and only a disk that loses bits by itself does not. At every start of a run
+everything is hashed again.
 """
 
 import os
 from pathlib import Path
 
-_Look = frozenset[tuple[str, int, int, int, int]]
-_seen: dict[Path, _Look] = {}  # a memory of facts, like a cache: without an entry the files are read again
+_Fingerprint = frozenset[tuple[str, int, int, int, int]]
+_verified: dict[Path, _Fingerprint] = {}  # without an entry the files are read again
 
 
 def add_verified(directory: Path) -> None:
-    """Every byte of the directory has just been written or verified."""
-    if (look := _look(directory)) is not None:
-        _seen[directory.absolute()] = look
+    """Note that every byte of the directory has just been written or verified."""
+    if (fingerprint := _fingerprint(directory)) is not None:
+        _verified[directory.absolute()] = fingerprint
 
 
 def is_verified(directory: Path) -> bool:
     """Whether nothing has touched the directory's files since `add_verified`."""
-    look = _look(directory)
-    return look is not None and _seen.get(directory.absolute()) == look
+    fingerprint = _fingerprint(directory)
+    return fingerprint is not None and _verified.get(directory.absolute()) == fingerprint
 
 
 def drop_verified(directory: Path) -> None:
-    """The directory is gone."""
-    _seen.pop(directory.absolute(), None)
+    """Forget a directory that is being removed."""
+    _verified.pop(directory.absolute(), None)
 
 
-def _look(directory: Path) -> _Look | None:
+def _fingerprint(directory: Path) -> _Fingerprint | None:
     """Name, inode, size and times of each file; None where there is no such directory."""
     try:
         with os.scandir(directory) as entries:

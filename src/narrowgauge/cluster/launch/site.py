@@ -29,12 +29,13 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import UserError, unknown
+from narrowgauge.files import shipped_names, shipped_text
 
+_SHIPPED = "cluster/launch/sites"
 _SLURM_WORD = re.compile(r"[A-Za-z0-9_.,:@+=/%-]+")
 
 
@@ -68,8 +69,7 @@ class Site:
 
 def site_names() -> list[str]:
     """Names of the shipped sites."""
-    files = (resources.files("narrowgauge.cluster.launch") / "sites").iterdir()
-    return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
+    return shipped_names(_SHIPPED)
 
 
 def load_site(name: str) -> Site:
@@ -81,8 +81,7 @@ def load_site(name: str) -> Site:
     if not name.endswith(".toml"):
         if name not in site_names():
             raise unknown("site", name, [*site_names(), "FILE.toml"])
-        file = resources.files("narrowgauge.cluster.launch") / "sites" / f"{name}.toml"
-        return parse_site(file.read_text(encoding="utf-8"), file.name)
+        return parse_site(shipped_text(_SHIPPED, name), f"{name}.toml")
     try:
         text = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -21,14 +21,15 @@ The device does not support a format that is not in [peak]: its products run in 
 
 import tomllib
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from narrowgauge.errors import UserError, unknown
+from narrowgauge.files import shipped_names, shipped_text
 from narrowgauge.units import parse_bytes
 
+_SHIPPED = "cluster/plan/machines"
 FORMATS = ("bf16", "fp16", "fp8", "fp6", "fp4", "fp32")
 
 
@@ -77,8 +78,7 @@ class Cluster(BaseModel):
 
 def cluster_names() -> list[str]:
     """Names of the shipped clusters."""
-    files = (resources.files("narrowgauge.cluster.plan") / "machines").iterdir()
-    return sorted(f.name.removesuffix(".toml") for f in files if f.name.endswith(".toml"))
+    return shipped_names(_SHIPPED)
 
 
 def load_cluster(name: str) -> Cluster:
@@ -97,8 +97,7 @@ def load_cluster(name: str) -> Cluster:
             ) from None
     if name not in cluster_names():
         raise unknown("cluster", name, [*cluster_names(), "FILE.toml"])
-    file = resources.files("narrowgauge.cluster.plan") / "machines" / f"{name}.toml"
-    return parse_cluster(file.read_text(encoding="utf-8"), f"{name}.toml")
+    return parse_cluster(shipped_text(_SHIPPED, name), f"{name}.toml")
 
 
 def parse_cluster(text: str, file: str) -> Cluster:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from narrowgauge.checkpoint import make_directory, write_whole
 from narrowgauge.cluster.scaling.local_launch import refuse_several, run_world
 from narrowgauge.cluster.scaling.statistics import (
     Row,
@@ -36,6 +35,7 @@ from narrowgauge.data import open_data
 from narrowgauge.data.preparation.worker_pool import usable_cores
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
+from narrowgauge.files import make_directory, write_whole
 from narrowgauge.models import count_parameters
 from narrowgauge.recipes import choose_backend, device_facts
 from narrowgauge.training import Config, choose_device, to_toml

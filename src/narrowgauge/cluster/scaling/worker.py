@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from narrowgauge.checkpoint import write_whole
 from narrowgauge.data import Batch, Dataset, open_data
 from narrowgauge.distributed import START, Coordinator, Mesh, init_process_group, world_from
 from narrowgauge.distributed.comm.byte_counter import CommCounter
+from narrowgauge.files import write_whole
 from narrowgauge.models import count_parameters
 from narrowgauge.training import Config, OutOfMemory, choose_device, load_values, make_config
 from narrowgauge.training.monitor.hardware import is_out_of_memory, memory_kept, synchronize

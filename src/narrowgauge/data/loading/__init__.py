@@ -1,1 +1,1 @@
-"""In which order are tokens read, and how do they become batches?"""
+"""The order of the samples, and batches of them."""

@@ -1,14 +1,14 @@
-"""What does a run train on? The sources of its configuration, opened.
+"""The dataset of a run: the sources of its configuration, opened.
 
-Each source is one of three things, and is looked at in this order:
+Each source is the first of these that it can be:
 
 - a prepared corpus (`corpus`), made by `narrowgauge prepare`;
-- tokens that somebody else has made (`token_source`);
-- text, which is prepared here (`prepare`).
+- token files of another program (`token_files.source`);
+- text, which is prepared now (`preparation.prepare`).
 
-Several sources are separated by commas, and `weights` says what part of the samples each gives; without them,
-each gives as its number of tokens. All have one tokenizer: the one that is named, or `auto`, which is the one
-the first source comes with, and for text bpe-4096, learnt from the first source alone.
+Several sources are separated by commas, and `weights` gives the share of the samples of each; without them,
+shares are proportional to the numbers of tokens. All have one tokenizer: the one that is named, or `auto`.
+That is the tokenizer of the first source, and for text bpe-4096, trained on the first source alone.
 """
 
 import hashlib
@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from narrowgauge.data.corpus import Corpus, Joined, is_corpus
+from narrowgauge.data.cache import Progress, no_progress
+from narrowgauge.data.corpus import ConcatenatedTokens, Corpus, is_corpus
 from narrowgauge.data.loading.sample_order import BLOCK, shares_of
-from narrowgauge.data.preparation.corpus_builder import Progress
 from narrowgauge.data.preparation.prepare import DEFAULT_TOKENIZER, prepare
 from narrowgauge.data.token_files.source import open_token_source, token_files
 from narrowgauge.data.token_files.token_stream import Mixture, TokenStream
@@ -31,7 +31,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """What is trained on and what is held out, the tokenizer of both, and a digest that names all of it."""
+    """The training and held-out tokens, the tokenizer of both, and a digest that names all of it."""
 
     tokenizer: Tokenizer
     train: Mixture
@@ -55,19 +55,26 @@ def open_data(
     weights: Sequence[float] = (),
     progress: Progress | None = None,
 ) -> Dataset:
-    """Open, and where it is text prepare, what a run trains on; see above for `source` and `weights`.
+    """Open the dataset of a run; text is prepared first.
 
-    Errors: `UserError` for a source, a tokenizer or weights that will not do.
+    Args:
+        source: One source, or several with commas between them.
+        tokenizer: Name of the tokenizer, or `AUTO`.
+        weights: One for each source; () = by numbers of tokens.
+        progress: Called as bytes are read.
+
+    Raises:
+        UserError: a source, the tokenizer or the weights cannot be used.
     """
-    report = progress or (lambda stage, done, total, facts: None)
+    report = progress or no_progress
     opened = list[_Source]()
     for name in split_sources(source, weights):
         opened.append(_open(name, tokenizer, opened[0] if opened else None, report))
-        first, here = opened[0], opened[-1]
-        if here.tokenizer.digest != first.tokenizer.digest:
+        first, last = opened[0], opened[-1]
+        if last.tokenizer.digest != first.tokenizer.digest:
             raise UserError(
-                f"data sources {first.name!r} and {here.name!r} have different tokenizers (sha256 "
-                f"{first.tokenizer.digest[:12]} and {here.tokenizer.digest[:12]}); make them with one, and "
+                f"data sources {first.name!r} and {last.name!r} have different tokenizers (sha256 "
+                f"{first.tokenizer.digest[:12]} and {last.tokenizer.digest[:12]}); make them with one, and "
                 "name it with --data.tokenizer"
             )
     if len(opened) == 1:
@@ -82,9 +89,10 @@ def open_data(
 
 
 def split_sources(source: str, weights: Sequence[float] = ()) -> list[str]:
-    """The sources that commas separate; a path with a comma that exists is one source.
+    """The sources that commas separate; an existing path with a comma is one source.
 
-    Errors: `UserError` where the number of weights is another, or one is not a positive number.
+    Raises:
+        UserError: there are not as many weights as sources, or one is not a positive number.
     """
     names = [source] if Path(source).expanduser().exists() else [name.strip() for name in source.split(",")]
     if not all(names):
@@ -114,7 +122,7 @@ def _open(name: str, tokenizer: str, first: _Source | None, report: Progress) ->
 def _of_corpus(name: str, corpus: Corpus) -> _Source:
     ends = (corpus.tokenizer.end_of_document,)
     train, val = (
-        TokenStream(tokens.pieces if isinstance(tokens, Joined) else (tokens,), ends)
+        TokenStream(tokens.arrays if isinstance(tokens, ConcatenatedTokens) else (tokens,), ends)
         for tokens in (corpus.train, corpus.val)
     )
     return _Source(name, corpus.tokenizer, train, val, corpus.digest, corpus.directory / TOKENIZER_FILE)

@@ -1,14 +1,14 @@
-"""How do tokens become batches?
+"""Batches of tokens, made in the background.
 
-A window is `sequence_length` consecutive tokens; window w starts at token w x sequence_length, so windows lie
-side by side and every token is met once an epoch. The target of a token is the one after it: y is x moved on
-by one, and the last target of a window is the first token of the next.
+A window is `sequence_length` consecutive tokens; window w starts at token w x sequence_length, so windows do
+not overlap and every token is an input once an epoch. The target of a token is the one after it: y is x
+shifted by one, and the last target of a window is the first token of the next.
 
-So documents are packed: a window holds the end of one, some whole ones and the beginning of another. Unless
-asked otherwise they are not kept apart; the end-of-document id between them is what a model learns to heed.
-Kept `separate_documents`, each token comes with its position in its document (`stream`), for a model to look
-no further back; and a document does not have to guess how the next begins: that target is IGNORED, but for
-the id between documents itself, which is how a document ends.
+So documents are packed: a window has the end of one, some complete ones and the beginning of another. By
+default they are not separated; the model learns what the end-of-document id between them means. With
+`separate_documents`, each token comes with its position in its document (`token_stream`), so that a model
+attends no further back. The first token of the next document is then no target: it is IGNORED, except for the
+id between documents itself, which is how a document ends.
 
 Shapes: B sequences of a batch, T = sequence_length tokens of a sequence.
 """
@@ -36,9 +36,13 @@ Source = Mixture | TokenStream | Tokens
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Token ids and targets, int64; unpacks into x_BT and y_BT.
+    """A batch, which unpacks into x_BT and y_BT.
 
-    `position_BT` is None unless documents are kept apart; `targets` counts those that are not IGNORED.
+    Attributes:
+        x_BT: Token ids, int64.
+        y_BT: Targets, int64.
+        targets: Number of targets that are not IGNORED.
+        position_BT: Positions of the tokens in their documents, if documents are separate.
     """
 
     x_BT: torch.Tensor
@@ -51,11 +55,11 @@ class Batch:
 
     @property
     def ignores(self) -> bool:
-        """Whether some targets are IGNORED."""
+        """Whether there are IGNORED targets."""
         return self.targets < self.y_BT.numel()
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on a device; from pinned memory the copy does not make the CPU wait."""
+        """The batch on a device; from pinned memory the copy is asynchronous."""
         position = self.position_BT
         return replace(
             self,
@@ -65,7 +69,7 @@ class Batch:
         )
 
     def pinned(self) -> "Batch":
-        """The batch in memory that a GPU can read by itself."""
+        """The batch in pinned memory."""
         position = self.position_BT
         return replace(
             self,
@@ -76,9 +80,11 @@ class Batch:
 
 
 def count_windows(tokens: Source, sequence_length: int, part: str = "training") -> int:
-    """The windows in `tokens`: the samples of an epoch.
+    """The number of windows in `tokens`, which are the samples of an epoch.
 
-    Errors: `UserError` where a stream has not one window and its last target; `part` names the tokens in it.
+    Raises:
+        UserError: a stream has less than one window and its last target; `part` names the tokens in the
+            error.
     """
     return sum(_windows(as_mixture(tokens), sequence_length, part))
 
@@ -93,7 +99,10 @@ def training_batch(
 ) -> Batch:
     """Samples first_sample .. first_sample + count - 1 of the run, on the CPU.
 
-    A rank that takes its own slice of a step's samples asks for that slice. Errors: as `count_windows`.
+    A rank asks for its own slice of the samples of a step.
+
+    Raises:
+        UserError: as `count_windows`.
     """
     mixture = as_mixture(tokens)
     windows = _windows(mixture, sequence_length, "training")
@@ -110,9 +119,11 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """The same batches every time, on the CPU, at most `limit` of them (None: all).
 
-    Where there are more windows than are asked for, those taken lie evenly over the held-out part, of all
-    streams end to end. The last batch may have fewer sequences, so weigh losses by `targets`. Errors: as
-    `count_windows`, at once.
+    If there are more windows than that, those taken are spread evenly over the held-out tokens of all
+    streams. The last batch may have fewer sequences, so weigh losses by `targets`.
+
+    Raises:
+        UserError: as `count_windows`, at once.
     """
     mixture = as_mixture(tokens)
     end_S = np.cumsum(_windows(mixture, sequence_length, "held-out"))
@@ -126,11 +137,21 @@ def validation_batches(
 
 
 class Loader:
-    """Training batches in order, made ahead in the background: a context manager that is iterated.
+    """Training batches in order, prefetched in the background: a context manager that is iterated.
 
-    `firsts` says which batches, by the first sample of each (`order.first_samples`). What comes out depends
-    on seed and sample numbers alone, never on `workers` or `ahead`: a run that begins at a sample again
-    meets the same batches, and a checkpoint has nothing to keep of a loader. `pin` is for a GPU.
+    The batches depend on seed and sample numbers alone, never on `workers` or `prefetch`: a run that begins
+    at a sample again gets the same batches, and a checkpoint stores nothing of a loader.
+
+    Args:
+        tokens: What is trained on.
+        seed: Seed of the order.
+        firsts: The first sample of each batch (`sample_order.first_samples`).
+        count: Sequences of a batch.
+        sequence_length: Tokens of a sequence.
+        separate_documents: Whether tokens come with positions in their documents.
+        pin: Whether to use pinned memory, for a GPU.
+        prefetch: Batches that are made in advance.
+        workers: Threads that make them.
     """
 
     def __init__(
@@ -142,23 +163,24 @@ class Loader:
         sequence_length: int,
         separate_documents: bool = False,
         pin: bool = False,
-        ahead: int = 8,
+        prefetch: int = 8,
         workers: int = 1,
     ) -> None:
-        assert ahead >= 1
+        assert prefetch >= 1
         self._mixture, self._seed, self._firsts = as_mixture(tokens), seed, firsts
-        self._count, self._length, self._apart, self._pin = count, sequence_length, separate_documents, pin
+        self._count, self._length, self._pin = count, sequence_length, pin
+        self._separate_documents = separate_documents
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="narrowgauge-loader")
-        self._coming: deque[Future[Batch]] = deque()
-        for _ in range(ahead):
-            self._order_one()
+        self._pending: deque[Future[Batch]] = deque()
+        for _ in range(prefetch):
+            self._submit_next()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
@@ -168,21 +190,23 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch; raises what went wrong when it was made."""
-        if not self._coming:
+        """The next batch; an error from the thread that made it is raised here."""
+        if not self._pending:
             raise StopIteration
-        batch = self._coming.popleft().result()
-        self._order_one()
+        batch = self._pending.popleft().result()
+        self._submit_next()
         return batch
 
-    def _order_one(self) -> None:
+    def _submit_next(self) -> None:
         first = next(self._firsts, None)
         if first is not None:
-            self._coming.append(self._pool.submit(self._make, first))
+            self._pending.append(self._pool.submit(self._make, first))
 
     def _make(self, first: int) -> Batch:
         try:
-            batch = training_batch(self._mixture, self._seed, first, self._count, self._length, self._apart)
+            batch = training_batch(
+                self._mixture, self._seed, first, self._count, self._length, self._separate_documents
+            )
             return batch.pinned() if self._pin else batch
         except Exception as error:
             name = threading.current_thread().name
@@ -191,7 +215,7 @@ class Loader:
 
 
 def _windows(mixture: Mixture, sequence_length: int, part: str) -> list[int]:
-    """The windows of each stream."""
+    """The number of windows of each stream."""
     assert sequence_length >= 1
     windows = [(len(stream) - 1) // sequence_length for stream in mixture.streams]
     if min(windows) < 1:
@@ -219,10 +243,10 @@ def _batch(
         rows[b] = stream[start : start + sequence_length + 1]
         targets[b] = rows[b, 1:]
         if positions is not None:
-            of_document = stream.positions(start, rows[b])
-            positions[b] = of_document[:-1]
-            begins_other = (of_document[1:] == 0) & ~np.isin(targets[b], stream.boundaries)
-            targets[b, begins_other] = IGNORED
+            position = stream.positions(start, rows[b])
+            positions[b] = position[:-1]
+            begins_next = (position[1:] == 0) & ~np.isin(targets[b], stream.boundaries)
+            targets[b, begins_next] = IGNORED
         ignored = stream.ignored(start + 1, start + sequence_length + 1)
         if ignored is not None:
             targets[b, ignored] = IGNORED

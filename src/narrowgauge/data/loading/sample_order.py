@@ -1,13 +1,13 @@
-"""Which piece of the text is sample n?
+"""The order of the samples: which window of the text is sample n?
 
-The order of a run is a pure function of the seed and the number of the sample, counted from the start of the
-run. Nothing is stored, nothing is drawn: a resumed run, another number of devices and another size of batch
-all meet the same samples in the same order.
+It is a pure function of the seed and the number of the sample, counted from the start of the run. No state is
+stored and no generator advances: a resumed run, another number of devices and another batch size all get the
+same samples in the same order.
 
     window(n) = P[seed, epoch](n mod M),    epoch = n div M
 
 M windows make an epoch, and P is a permutation of 0 .. M-1 for each seed and epoch. A shuffled list would
-need M numbers in memory; a *keyed permutation* computes each of its values alone.
+need M numbers in memory; a *keyed permutation* computes each of its values separately.
 
 **The network.** Choose a = ceil(sqrt(M)) and b = ceil(M / a), so that a b >= M. Write a number i < a b as
 a pair: l = i div b < a and r = i mod b < b. Then, with hash functions F_0, F_1, ...,
@@ -16,37 +16,31 @@ a pair: l = i div b < a and r = i mod b < b. Then, with hash functions F_0, F_1,
     r <- (r + F_1(l)) mod b
     l <- (l + F_2(r)) mod a      ... eight such rounds
 
-Each round can be undone (subtract what was added; the other half is still there), so whatever the F are, the
-whole is a bijection of 0 .. ab-1. This is a Feistel network over two halves of unlike size, mod instead of
-xor (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
+Each round can be undone (subtract what was added; the other half is unchanged), so for any F the network is a
+bijection of 0 .. ab-1. This is a Feistel network over two halves of unlike size, mod instead of xor (Black
+and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
 
-**Cycle walking.** The domain is larger than M by less than a. Where the result is >= M, apply the network
-again, until it is < M. That follows the cycle of the bijection past the values outside, so it is a bijection
-of 0 .. M-1 (same paper).
+**Cycle walking.** The domain is larger than M by less than a. If the result is >= M, apply the network again,
+until it is < M. That follows the cycle of the bijection past the values outside, so it is a bijection of
+0 .. M-1 (same paper).
 
-**The hash** is the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014; constants by David Stafford),
-on 64-bit integers with wrap-around:
-
-    mix(z):  z <- z + 0x9e3779b97f4a7c15
-             z <- (z xor z >> 30) * 0xbf58476d1ce4e5b9
-             z <- (z xor z >> 27) * 0x94d049bb133111eb
-             z xor z >> 31
+**The hash** mix is the finaliser of SplitMix64 (`formats.counter_rng.splitmix64`):
 
     key = mix(mix(seed) + epoch)
     F_j(h) = mix(h xor mix(key + j)) mod a, or mod b
 
 Good enough to shuffle, not to keep a secret.
 
-**Several sources.** Every 65536 samples in a row are a block, and of each block source i gets s_i, its
-*share*: its weight in 65536ths. The keyed permutation of the block's numbers says which those are, by slot:
+**Several sources.** Every 65536 consecutive samples are a block, and source i gets s_i samples of each block,
+its *share*: its weight in 65536ths. The keyed permutation of the block's numbers assigns them, by slot:
 
     slot(n) = P[seed, block](n mod 65536),   block = n div 65536
     source i has the slots  s_0 + ... + s_(i-1)  up to  s_0 + ... + s_i - 1
     its own number of sample n is  k = block * s_i + (slot - s_0 - ... - s_(i-1))
 
-Source i then shows window(k) of its own order. So every block keeps the weights exactly, a source meets each
-of its windows once in its own epoch, and all of it still is a function of seed and n. One source alone has
-the order above, unchanged.
+Sample n is then window(k) in the order of source i. So every block has the weights exactly, each window of a
+source occurs once in an epoch of that source, and all of it still is a function of seed and n. One source
+alone has the order above, unchanged.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,18 +50,20 @@ from math import isqrt
 import numpy as np
 from numpy.typing import NDArray
 
+from narrowgauge.formats.counter_rng import splitmix64
+
 #: Samples of a block, of which each source gets its share.
 BLOCK = 65536
 
 _ROUNDS = 8
-_APART = 0x9E3779B97F4A7C15  # what the seeds of two sources differ by
+_SEED_STEP = 0x9E3779B97F4A7C15  # difference of the seeds of two sources
 _U64 = NDArray[np.uint64]
 
 
 def samples(seed: int, first: int, count: int, num_windows: int) -> NDArray[np.int64]:
     """The windows of samples first .. first + count - 1 of a run, each in [0, num_windows); shape (count,).
 
-    `seed` is any integer, taken mod 2**64; every epoch of `num_windows` samples meets each window once.
+    `seed` is any integer, taken mod 2**64; every epoch of `num_windows` samples has each window once.
     """
     assert first >= 0
     assert count >= 0
@@ -92,16 +88,16 @@ def mixed_samples(
     source_N = np.searchsorted(end_S, slot_N, side="right")
     block_N = np.arange(first, first + count, dtype=np.int64) // BLOCK
     share_N = np.asarray(shares, dtype=np.int64)[source_N]
-    own_N = block_N * share_N + slot_N - (end_S[source_N] - share_N)
+    number_N = block_N * share_N + slot_N - (end_S[source_N] - share_N)
     window_N = np.empty(count, dtype=np.int64)
     for source, windows in enumerate(num_windows):
         of_N = source_N == source
-        window_N[of_N] = _windows(seed + (source + 1) * _APART, own_N[of_N], windows)
+        window_N[of_N] = _windows(seed + (source + 1) * _SEED_STEP, number_N[of_N], windows)
     return source_N, window_N
 
 
 def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
-    """The weights in parts of `BLOCK`, each at least 1; what rounding leaves over goes to the largest."""
+    """The weights as parts of `BLOCK`, each at least 1; the largest takes the rounding error."""
     assert weights
     assert all(0 < weight < float("inf") for weight in weights)
     total = sum(weights)
@@ -112,25 +108,33 @@ def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 def first_samples(
-    step: int, batch_size: int, micro_batch_size: int, rank: int = 0, world: int = 1, ahead: int = 0
+    step: int, batch_size: int, micro_batch_size: int, rank: int = 0, world: int = 1, skipped: int = 0
 ) -> Iterator[int]:
-    """The first sample of each micro-batch of a rank, for ever, from step `step` (counted from 0) on.
+    """The first sample of each micro-batch of a rank, without end.
 
-    A step takes `batch_size` samples in a row; rank r of `world` ranks takes the r-th of as many equal parts.
-    `ahead` moves all of them on, for a run that has skipped samples.
+    A step takes `batch_size` consecutive samples; rank r of `world` ranks takes the r-th of as many equal
+    parts.
+
+    Args:
+        step: The first step, counted from 0.
+        batch_size: Samples of a step, of all ranks.
+        micro_batch_size: Samples of a micro-batch.
+        rank: This rank.
+        world: Number of ranks.
+        skipped: Samples that the run has skipped so far, which moves all of them on.
     """
-    own = batch_size // world
-    assert batch_size == own * world
-    assert own % micro_batch_size == 0
-    for begin in count_from(step * batch_size + ahead + rank * own, batch_size):
-        yield from range(begin, begin + own, micro_batch_size)
+    local_size = batch_size // world
+    assert batch_size == local_size * world
+    assert local_size % micro_batch_size == 0
+    for begin in count_from(step * batch_size + skipped + rank * local_size, batch_size):
+        yield from range(begin, begin + local_size, micro_batch_size)
 
 
 def _windows(seed: int, number_N: NDArray[np.int64], num_windows: int) -> NDArray[np.int64]:
-    """The window of each number in an order of `num_windows` windows an epoch."""
+    """The window at each position of an order of `num_windows` windows an epoch."""
     epoch_N, position_N = np.divmod(number_N, num_windows)
     seed_1 = np.array([seed % 2**64], dtype=np.uint64)
-    key_N = _mix(_mix(seed_1) + epoch_N.astype(np.uint64))
+    key_N = splitmix64(splitmix64(seed_1) + epoch_N.astype(np.uint64))
     return _permute(position_N.astype(np.uint64), key_N, num_windows).astype(np.int64)
 
 
@@ -149,15 +153,6 @@ def _network(value_N: _U64, key_N: _U64, left_size: int, right_size: int) -> _U6
     a, b = np.uint64(left_size), np.uint64(right_size)
     left_N, right_N = value_N // b, value_N % b
     for j in range(0, _ROUNDS, 2):
-        left_N = (left_N + _mix(right_N ^ _mix(key_N + np.uint64(j))) % a) % a
-        right_N = (right_N + _mix(left_N ^ _mix(key_N + np.uint64(j + 1))) % b) % b
+        left_N = (left_N + splitmix64(right_N ^ splitmix64(key_N + np.uint64(j))) % a) % a
+        right_N = (right_N + splitmix64(left_N ^ splitmix64(key_N + np.uint64(j + 1))) % b) % b
     return left_N * b + right_N
-
-
-def _mix(z_N: _U64) -> _U64:
-    """SplitMix64: 64 bits to 64 bits, one to one; arrays only, since numpy warns of scalars that wrap."""
-    z_N = z_N + np.uint64(0x9E3779B97F4A7C15)
-    z_N = (z_N ^ (z_N >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z_N = (z_N ^ (z_N >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed_N: _U64 = z_N ^ (z_N >> np.uint64(31))
-    return mixed_N

@@ -1,1 +1,1 @@
-"""How do documents become token files?"""
+"""The preparation of documents as token files."""

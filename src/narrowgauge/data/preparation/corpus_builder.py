@@ -1,35 +1,33 @@
-"""The building of one corpus: what is read is digested, then read, encoded and written with its manifest."""
+"""Builds one corpus: digests its files, reads and encodes the documents, writes them with the manifest."""
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.data.cache import Progress
 from narrowgauge.data.corpus import LAYOUT_VERSION, MANIFEST_FILE, CorpusManifest
 from narrowgauge.data.preparation.document_buffer import DocumentBuffer
 from narrowgauge.data.preparation.document_filter import TRAIN, VAL, DocumentFilter, Options
 from narrowgauge.data.preparation.encode import Encoder, Packer
-from narrowgauge.data.preparation.publish import whole_file
 from narrowgauge.data.preparation.shard_writer import ShardWriter
 from narrowgauge.data.preparation.worker_pool import ordered_map
 from narrowgauge.data.sources import Chunk, Source, no_text
-from narrowgauge.data.sources.byte_stream import ByteStream
-from narrowgauge.data.token_files.token_file import TokenFile, file_sha256, token_dtype
+from narrowgauge.data.sources.byte_stream import unreadable
+from narrowgauge.data.token_files.token_file import TokenFile, token_dtype
 from narrowgauge.data.tokenization.tokenizer import TOKENIZER_FILE, load_tokenizer, make_tokenizer
 from narrowgauge.errors import UserError
+from narrowgauge.files import sha256_of, write_whole
 
-# (stage, bytes done, bytes in all or 0 where that is not known, what else there is to say)
-Progress = Callable[[str, int, int, str], None]
 TOKENIZER_THREADS = "TOKENIZERS_PARALLELISM"
-_BLOCK = 1 << 24  # bytes digested between two reports
 
 
 class SourceFiles:
-    """The files of a source, digested, and how far they have been read since."""
+    """The files of a source with their digests; it reports progress, and notices later changes."""
 
     def __init__(self, source: Source, report: Progress) -> None:
         self.source, self.report = source, report
@@ -38,18 +36,18 @@ class SourceFiles:
         self.facts = list[dict[str, Any]]()
         self._digested = 0
         for file, stat in zip(source.inputs, self.stats, strict=True):
-            self.facts.append({"name": file.name, "bytes": stat.st_size, "sha256": self._sha256(file.path)})
+            try:
+                sha256 = sha256_of(file.path, follow_links=True, advance=self._advance)
+            except OSError as error:
+                raise unreadable(file.path, error) from None
+            self.facts.append({"name": file.name, "bytes": stat.st_size, "sha256": sha256})
 
-    def _sha256(self, path: Path) -> str:
-        digest = hashlib.sha256()
-        for block in ByteStream(path).raw(_BLOCK):
-            digest.update(block)
-            self._digested += len(block)
-            self.report("digest", self._digested, self.total, "")
-        return digest.hexdigest()
+    def _advance(self, size: int) -> None:
+        self._digested += size
+        self.report("digest", self._digested, self.total, "")
 
     def check(self) -> None:
-        """Refuse a source that is not what was digested."""
+        """Refuse a source whose files have changed since they were digested."""
         for file, before in zip(self.source.inputs, self.stats, strict=True):
             now = file.path.stat() if file.path.exists() else None
             if now is None or (now.st_size, now.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
@@ -61,9 +59,21 @@ class SourceFiles:
 
 @dataclass(frozen=True)
 class CorpusBuilder:
-    """One building of a corpus, in the directory `aside`."""
+    """The build of one corpus.
 
-    aside: Path
+    Attributes:
+        staging: Directory to fill.
+        source: The documents.
+        name: Name of the tokenizer.
+        identity: Its identity; see `tokenizer_identity`.
+        request: Digest of everything that was asked for.
+        options: Choice of the documents.
+        files: The digested files of the source.
+        workers: Number of processes.
+        cut: Whether documents are cut into pieces.
+    """
+
+    staging: Path
     source: Source
     name: str
     identity: str
@@ -75,29 +85,27 @@ class CorpusBuilder:
 
     def run(self) -> None:
         """Fill the directory; a source of one document is cut into pieces."""
-        kept = self._with_learnt() if self._is_learnt() else self._with_given()
+        is_trained = self.identity == self.name and self.name.startswith("bpe-")
+        kept = self._with_new_tokenizer() if is_trained else self._with_existing_tokenizer()
         if kept == 1 and not self.cut:
-            for leftover in self.aside.iterdir():
-                leftover.unlink()
+            for path in self.staging.iterdir():
+                path.unlink()
             replace(self, cut=True).run()
 
-    def _is_learnt(self) -> bool:
-        return self.identity == self.name and self.name.startswith("bpe-")
-
-    def _with_given(self) -> int:
-        """With a tokenizer that exists: one reading."""
-        make_tokenizer(self.name, []).save(self.aside / TOKENIZER_FILE)
-        with DocumentFilter(self.source.name, self.options, self.aside) as document_filter:
+    def _with_existing_tokenizer(self) -> int:
+        """Read the source once, and return how many documents were kept."""
+        make_tokenizer(self.name, []).save(self.staging / TOKENIZER_FILE)
+        with DocumentFilter(self.source.name, self.options, self.staging) as document_filter:
             return self._encode(
                 self.source.chunks(), self.files.total, document_filter, document_filter, self.cut
             )
 
-    def _with_learnt(self) -> int:
-        """With a tokenizer that is learnt from the documents: these lie on the disk meanwhile."""
+    def _with_new_tokenizer(self) -> int:
+        """Buffer the documents on the disk, train the tokenizer on them, and encode them."""
         report = self.files.report
         with (
-            DocumentFilter(self.source.name, self.options, self.aside) as document_filter,
-            DocumentBuffer(self.aside / "texts", document_filter) as document_buffer,
+            DocumentFilter(self.source.name, self.options, self.staging) as document_filter,
+            DocumentBuffer(self.staging / "texts", document_filter) as document_buffer,
         ):
             done = 0
             for batch in ordered_map(Packer(self.cut), self.source.chunks(), self.workers):
@@ -107,10 +115,10 @@ class CorpusBuilder:
             if not self._is_enough(document_filter):
                 return document_filter.kept
             texts = self._reported(document_buffer.texts(), document_buffer.size)
-            make_tokenizer(self.name, texts).save(self.aside / TOKENIZER_FILE)
-            with DocumentFilter(self.source.name, self.options, self.aside, "seen-again") as again:
+            make_tokenizer(self.name, texts).save(self.staging / TOKENIZER_FILE)
+            with DocumentFilter(self.source.name, self.options, self.staging, "seen-again") as second:
                 return self._encode(
-                    document_buffer.chunks(), document_buffer.size, again, document_filter, False
+                    document_buffer.chunks(), document_buffer.size, second, document_filter, False
                 )
 
     def _reported(self, texts: Iterator[tuple[str, float]], size: int) -> Iterator[str]:
@@ -126,23 +134,29 @@ class CorpusBuilder:
         first: DocumentFilter,
         cut: bool,
     ) -> int:
-        """Encode the documents of the chunks and write all files; returns how many documents were kept."""
-        encoder = Encoder(self.aside / TOKENIZER_FILE, cut)
+        """Encode the documents of the chunks, write all files, and return how many documents were kept.
+
+        `first` is the filter of the first reading, which has counted the rejected records.
+        """
+        encoder = Encoder(self.staging / TOKENIZER_FILE, cut)
         vocab_size = load_tokenizer(encoder.tokenizer).vocab_size
-        with ShardWriter(self.aside, vocab_size, document_filter) as parts, _one_thread_each(self.workers):
+        with (
+            ShardWriter(self.staging, vocab_size, document_filter) as shard_writer,
+            _one_thread_each(self.workers),
+        ):
             done = 0
             for batch in ordered_map(encoder, chunks, self.workers):
-                parts.add(batch)
+                shard_writer.add(batch)
                 done += batch.size
-                facts = f"{document_filter.kept:,} documents  {sum(parts.tokens.values()):,} tokens"
+                facts = f"{document_filter.kept:,} documents  {sum(shard_writer.tokens.values()):,} tokens"
                 self.files.report("encode", done, total, facts)
             if self._is_enough(document_filter):
-                self._write(parts, vocab_size, first)
+                self._write(shard_writer, vocab_size, first.rejected)
         return document_filter.kept
 
     def _is_enough(self, document_filter: DocumentFilter) -> bool:
-        """Whether the documents make a corpus; one alone may be cut, and none is refused."""
-        document_filter.judge()
+        """Whether there are documents for both parts; one alone may still be cut, and none is an error."""
+        document_filter.check_tolerance()
         self.files.check()
         if not document_filter.kept:
             raise no_text(self.source.name)
@@ -153,9 +167,9 @@ class CorpusBuilder:
             )
         return document_filter.kept > 1
 
-    def _write(self, parts: ShardWriter, vocab_size: int, first: DocumentFilter) -> None:
-        """The token files and, last, the manifest; `first` is the filter of the first reading."""
-        written, document_filter = parts.write(), parts.document_filter
+    def _write(self, shard_writer: ShardWriter, vocab_size: int, rejected: int) -> None:
+        """Write the token files and, last, the manifest."""
+        written, document_filter = shard_writer.write(), shard_writer.document_filter
         documents = document_filter.digest.hexdigest()
         manifest = CorpusManifest(
             layout=LAYOUT_VERSION,
@@ -173,20 +187,19 @@ class CorpusBuilder:
             train_documents=document_filter.documents[TRAIN],
             val_documents=document_filter.documents[VAL],
             duplicates=document_filter.duplicates,
-            rejected=first.rejected,
+            rejected=rejected,
             train_tokens=_count(written[TRAIN]),
             val_tokens=_count(written[VAL]),
             train=_facts(written[TRAIN]),
             val=_facts(written[VAL]),
-            tokenizer_sha256=file_sha256(self.aside / TOKENIZER_FILE),
+            tokenizer_sha256=sha256_of(self.staging / TOKENIZER_FILE),
         )
-        with whole_file(self.aside / MANIFEST_FILE) as file:
-            file.write(manifest.to_json().encode("utf-8"))
+        write_whole(self.staging / MANIFEST_FILE, manifest.to_json())
 
 
 @contextmanager
 def _one_thread_each(workers: int) -> Iterator[None]:
-    """Where there are several workers, each tokenizes on one core."""
+    """Let each of several workers tokenize on one core."""
     before = os.environ.get(TOKENIZER_THREADS, "")
     if workers > 1:
         os.environ[TOKENIZER_THREADS] = "false"
@@ -195,7 +208,11 @@ def _one_thread_each(workers: int) -> Iterator[None]:
 
 
 def _corpus_digest(identity: str, documents: str, options: Options) -> str:
-    """What names the tokens: the same as ever where a tenth is held out, so that runs go on."""
+    """The digest that names the tokens.
+
+    The default held-out share is not part of it, so that runs on corpora from before there was an option go
+    on.
+    """
     parts = ["layout 1", identity, documents]
     if options.val_fraction != Options.val_fraction:
         parts.append(f"held out {options.val_fraction}")

@@ -1,8 +1,9 @@
-"""What does a tokenizer learn from, when the text can be read only once?
+"""A buffer of documents on the disk, for a source that is read only once.
 
-The documents of the first reading lie compressed beside the corpus that is being built, until there is a
-tokenizer to encode them with. Learnt from are training documents only, the same for every run: those of the
-lowest digest, until there are enough characters. Their places are kept, in a heap that never holds more.
+The documents of the first reading are stored, compressed, in the staging directory of the corpus until there
+is a tokenizer to encode them with. The tokenizer is trained on training documents only, the same in every
+run: those with the lowest digests, until there are enough characters. Their locations are kept in a heap that
+never holds more.
 """
 
 import heapq
@@ -16,12 +17,12 @@ from narrowgauge.data.preparation.document_filter import TRAIN, DocumentFilter
 from narrowgauge.data.preparation.encode import EncodedBatch, Packed
 from narrowgauge.data.sources import Chunk, Document
 
-LEARN_FROM = 8 << 20  # characters: more changes the merges little, and costs time and memory
+TRAINING_CHARACTERS = 8 << 20  # more text changes the merges little, and costs time and memory
 
 
 @dataclass(frozen=True, order=True)
-class _Place:
-    """Document `number` of a pack; the order is that of the reading, digests apart."""
+class _Location:
+    """Document `number` of a pack; equal digests are ordered as they were read."""
 
     pack: int
     number: int
@@ -29,14 +30,14 @@ class _Place:
 
 
 class DocumentBuffer:
-    """The documents of a first reading, in the file `path`, which goes at the end."""
+    """The documents of a first reading, in the file `path`, which is removed at the end."""
 
     def __init__(self, path: Path, document_filter: DocumentFilter) -> None:
-        self._path, self._sieve = path, document_filter
-        self._ends = [0]  # of the packs in the file
-        self._heap: list[tuple[int, _Place]] = []  # training documents; the highest digest first
-        self._characters = 0  # of those
-        self._extremes: list[tuple[int, _Place]] = []  # the lowest and the highest digest of all
+        self._path, self._filter = path, document_filter
+        self._ends = [0]  # positions of the packs in the file
+        self._heap: list[tuple[int, _Location]] = []  # training documents; the highest digest first
+        self._characters = 0  # sum over the heap
+        self._extremes: list[tuple[int, _Location]] = []  # the lowest and the highest digest of all
         self._file: IO[bytes]
 
     def __enter__(self) -> "DocumentBuffer":
@@ -44,31 +45,31 @@ class DocumentBuffer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._file.close()
         self._path.unlink()
 
     def add(self, batch: EncodedBatch) -> None:
-        """The documents of the next batch."""
-        self._sieve.reject(batch.rejected)
-        for number, found in enumerate(batch.found):
-            if (side := self._sieve.side(found)) is None:
+        """Add the documents of the next batch."""
+        self._filter.reject(batch.rejected)
+        for number, document in enumerate(batch.documents):
+            if (side := self._filter.side(document)) is None:
                 continue
-            key = int.from_bytes(found.digest, "big")
-            place = _Place(len(self._ends) - 1, number, found.characters)
-            several = sorted([*self._extremes, (key, place)])
-            self._extremes = several if len(several) < 2 else [several[0], several[-1]]
+            key = int.from_bytes(document.digest, "big")
+            location = _Location(len(self._ends) - 1, number, document.characters)
+            ordered = sorted([*self._extremes, (key, location)])
+            self._extremes = ordered if len(ordered) < 2 else [ordered[0], ordered[-1]]
             if side == TRAIN:
-                self._offer(key, place)
+                self._offer(key, location)
         self._file.write(batch.packed)
         self._ends.append(self._ends[-1] + len(batch.packed))
 
-    def _offer(self, key: int, place: _Place) -> None:
-        """Keep the fewest documents of lowest digests that have characters enough."""
-        heapq.heappush(self._heap, (-key, place))
-        self._characters += place.characters
-        while self._characters - self._heap[0][1].characters >= LEARN_FROM:
+    def _offer(self, key: int, location: _Location) -> None:
+        """Keep the fewest documents of lowest digests that have enough characters."""
+        heapq.heappush(self._heap, (-key, location))
+        self._characters += location.characters
+        while self._characters - self._heap[0][1].characters >= TRAINING_CHARACTERS:
             self._characters -= heapq.heappop(self._heap)[1].characters
 
     @property
@@ -77,26 +78,26 @@ class DocumentBuffer:
         return self._ends[-1]
 
     def texts(self) -> Iterator[tuple[str, float]]:
-        """What to learn from, in the order of the source, each with the share that is done by then."""
-        left, chosen = LEARN_FROM, dict[int, dict[int, int]]()
-        for place in self._to_learn_from():
-            chosen.setdefault(place.pack, {})[place.number] = min(left, place.characters)
-            left -= place.characters
+        """The texts to train on, in the order of the source, each with the share that is done by then."""
+        left, chosen = TRAINING_CHARACTERS, dict[int, dict[int, int]]()
+        for location in self._training_documents():
+            chosen.setdefault(location.pack, {})[location.number] = min(left, location.characters)
+            left -= location.characters
         for done, pack in enumerate(sorted(chosen), 1):
             for number, record in enumerate(self._pack(pack).records()):
                 if number in chosen[pack] and isinstance(record, Document):
                     yield record.text[: chosen[pack][number]], done / len(chosen)
 
-    def _to_learn_from(self) -> list[_Place]:
-        """Training documents by digest, as they will be when no part is empty."""
-        places = [place for _, place in sorted(self._heap, reverse=True)]
-        sides = self._sieve.documents
+    def _training_documents(self) -> list[_Location]:
+        """Training documents by digest, after one has moved to a part that would be empty."""
+        locations = [location for _, location in sorted(self._heap, reverse=True)]
+        sides = self._filter.documents
         if not sides[TRAIN]:
             return [self._extremes[-1][1]]
-        return places if sides[TRAIN] < self._sieve.kept else places[1:]  # the lowest will be held out
+        return locations if sides[TRAIN] < self._filter.kept else locations[1:]  # the lowest will be held out
 
     def chunks(self) -> Iterator[Chunk]:
-        """All documents once more."""
+        """All documents again."""
         for number in range(len(self._ends) - 1):
             yield self._pack(number)
 

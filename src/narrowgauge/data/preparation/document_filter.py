@@ -1,16 +1,16 @@
 """Which documents are kept, and which of them are held out?
 
-**Held out** is a share of the documents, a tenth unless told otherwise, by the sha256 of name and text: so a
-document stays on its side whatever comes and goes around it. Let r be the first eight bytes of the digest as
-a number. Its last decimal digit decides for tenths, and what stands before that digit within a tenth:
+**Held out** is a share of the documents, a tenth by default, chosen by the sha256 of name and text: so a
+document stays on its side when others are added or removed. Let r be the first eight bytes of the digest as
+a number. Its last decimal digit decides between tenths, and the digits before it within a tenth:
 
     u = (r mod 10 + (r div 10) / B) / 10,    B = ceil(2^64 / 10),    held out where u < share
 
-A larger share holds out all that a smaller one does, and more. Where all documents fall on one side, the one
-whose r is the lowest (or the highest) is moved to the other.
+A larger share holds out all that a smaller one does, and more. If all documents are on one side, the one with
+the lowest (or the highest) r is moved to the other.
 
-**Duplicates**, if they are to go, are documents whose text is that of an earlier one, byte for byte. What
-has been met is kept on the disk, sixteen bytes a document, so that memory does not grow with it.
+**Duplicates** are documents with the text of an earlier one, byte for byte. To remove them, digests of all
+texts are kept on the disk, sixteen bytes for each document, so that memory does not grow.
 """
 
 import hashlib
@@ -28,12 +28,12 @@ from narrowgauge.errors import UserError
 REJECTED_FILE = "rejected.jsonl"
 TRAIN, VAL = "train", "val"
 
-_JUDGED_EARLY = 1000  # records after which a share is one
+_ENOUGH_RECORDS = 1000  # after which the share of rejected records is checked while reading
 _B = -(-(2**64) // 10)
 
 
 def rank(digest: bytes) -> int:
-    """The number of a document that decides its side."""
+    """The number r of a document, which decides its side."""
     return int.from_bytes(digest[:8], "big")
 
 
@@ -43,34 +43,38 @@ def is_held_out(digest: bytes, share: float) -> bool:
     return r % 10 * _B + r // 10 < share * 10 * _B
 
 
-class Seen:
-    """The texts met so far, by their digests, in a file of its own."""
+class SeenTexts:
+    """The digests of all texts so far, in a temporary file."""
 
     def __init__(self, path: Path) -> None:
-        self._base = sqlite3.connect(path, isolation_level=None)
+        self._database = sqlite3.connect(path, isolation_level=None)
         for line in ("PRAGMA journal_mode = OFF", "PRAGMA synchronous = OFF", "PRAGMA cache_size = -65536"):
-            self._base.execute(line)
-        self._base.execute("CREATE TABLE seen (content BLOB PRIMARY KEY) WITHOUT ROWID")
-        self._base.execute("BEGIN")
+            self._database.execute(line)
+        self._database.execute("CREATE TABLE seen (content BLOB PRIMARY KEY) WITHOUT ROWID")
+        self._database.execute("BEGIN")
 
-    def __enter__(self) -> "Seen":
+    def __enter__(self) -> "SeenTexts":
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._base.close()
+        self._database.close()
 
     def add(self, content: bytes) -> bool:
-        """Whether the text is new."""
-        return self._base.execute("INSERT OR IGNORE INTO seen VALUES (?)", (content,)).rowcount == 1
+        """Add a text, and return whether it is new."""
+        return self._database.execute("INSERT OR IGNORE INTO seen VALUES (?)", (content,)).rowcount == 1
 
 
 @dataclass(frozen=True)
 class Options:
-    """How documents are chosen: what share is held out, whether duplicates go, what share may be rejected.
+    """Choice of the documents.
 
-    `tolerance` None: no record may be rejected. `text_key` is where the text of a line or row stands.
+    Attributes:
+        val_fraction: Share of the documents that is held out.
+        dedup: Whether duplicates are removed.
+        tolerance: Share of the records that may be rejected; None = none.
+        text_key: Column or key of the text in a row or line.
     """
 
     val_fraction: float = 0.1
@@ -90,16 +94,16 @@ class Options:
 
 
 class DocumentFilter:
-    """Decides on each document, in order: kept or not, and on which side; counts what it decides."""
+    """Decides for each document, in order, whether it is kept, and on which side; it counts its decisions."""
 
-    def __init__(self, source: str, options: Options, aside: Path, seen: str = "seen") -> None:
+    def __init__(self, source: str, options: Options, staging: Path, seen: str = "seen") -> None:
         self.source, self.options = source, options
         self.documents = {TRAIN: 0, VAL: 0}
         self.duplicates = self.rejected = 0
         self.digest = hashlib.sha256()
         self.first_rejected: Rejected | None = None
-        self._seen_path, self._rejected_path = aside / seen, aside / REJECTED_FILE
-        self._seen: Seen | None = Seen(self._seen_path) if options.dedup else None
+        self._seen_path, self._rejected_path = staging / seen, staging / REJECTED_FILE
+        self._seen: SeenTexts | None = SeenTexts(self._seen_path) if options.dedup else None
         self._stack = ExitStack()
 
     def __enter__(self) -> "DocumentFilter":
@@ -109,7 +113,7 @@ class DocumentFilter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
 
@@ -118,18 +122,18 @@ class DocumentFilter:
         """The documents kept on both sides."""
         return self.documents[TRAIN] + self.documents[VAL]
 
-    def side(self, found: EncodedDocument) -> str | None:
+    def side(self, document: EncodedDocument) -> str | None:
         """The side of the next document; None: it is a duplicate."""
-        if self._seen and not self._seen.add(found.content):
+        if self._seen and not self._seen.add(document.content):
             self.duplicates += 1
             return None
-        self.digest.update(found.digest)
-        side = VAL if is_held_out(found.digest, self.options.val_fraction) else TRAIN
+        self.digest.update(document.digest)
+        side = VAL if is_held_out(document.digest, self.options.val_fraction) else TRAIN
         self.documents[side] += 1
         return side
 
     def reject(self, records: list[Rejected]) -> None:
-        """Refuse the first, or set all of them aside, as the options say."""
+        """Refuse the first record, or write all of them to rejected.jsonl, according to the options."""
         if not records:
             return
         if self.options.tolerance is None:
@@ -138,11 +142,11 @@ class DocumentFilter:
         self.rejected += len(records)
         with self._rejected_path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps({"where": r.where, "reason": r.reason}) + "\n" for r in records)
-        if self.kept + self.duplicates + self.rejected >= _JUDGED_EARLY:
-            self.judge()
+        if self.kept + self.duplicates + self.rejected >= _ENOUGH_RECORDS:
+            self.check_tolerance()
 
-    def judge(self) -> None:
-        """Refuse the source where more was set aside than the options allow."""
+    def check_tolerance(self) -> None:
+        """Refuse the source if more records were rejected than the options allow."""
         total = self.kept + self.duplicates + self.rejected
         if self.options.tolerance is not None and self.rejected > self.options.tolerance * total:
             raise UserError(

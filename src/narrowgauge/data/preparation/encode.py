@@ -1,4 +1,4 @@
-"""What does a worker do with a chunk? It makes documents of it, and of these token ids, or text for later."""
+"""The work on a chunk: its documents, encoded as token ids or packed as text for later."""
 
 import hashlib
 import json
@@ -23,7 +23,14 @@ Ids = NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """A document as it is counted: its digest, that of its text alone, its characters, its ids if encoded."""
+    """The facts of a document.
+
+    Attributes:
+        digest: sha256 of name and text.
+        content: A shorter digest of the text alone.
+        characters: Length of the text.
+        tokens: Number of ids; 0 if it is not encoded.
+    """
 
     digest: bytes
     content: bytes
@@ -33,10 +40,18 @@ class EncodedDocument:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """What came of a chunk: `ids` of all documents end to end, or their names and texts, `packed`."""
+    """The documents of a chunk.
+
+    Attributes:
+        size: Bytes of the source that the chunk covers.
+        documents: Facts of the documents, in order.
+        rejected: Records that are no documents.
+        ids: Concatenated ids of all documents, if they are encoded.
+        packed: Their names and texts, if they are packed.
+    """
 
     size: int
-    found: list[EncodedDocument]
+    documents: list[EncodedDocument]
     rejected: list[Rejected]
     ids: Ids = field(default_factory=lambda: np.empty(0, dtype=np.uint16))
     packed: bytes = b""
@@ -44,13 +59,13 @@ class EncodedBatch:
 
 @dataclass(frozen=True)
 class Packed:
-    """Documents on their way from one reading to the next: JSON, compressed."""
+    """Documents between the first reading and the second: compressed JSON."""
 
     data: bytes
 
     @property
     def size(self) -> int:
-        """Bytes as they lie on the disk."""
+        """Bytes on the disk."""
         return len(self.data)
 
     def records(self) -> Iterator[Document | Rejected]:
@@ -61,40 +76,40 @@ class Packed:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Makes the work of a process that encodes with the tokenizer in a file; `cut`: documents in pieces."""
+    """Makes the function of a worker that encodes with a tokenizer file; `cut` cuts documents into pieces."""
 
     tokenizer: Path
     cut: bool = False
 
     def __call__(self) -> Callable[[Chunk], EncodedBatch]:
-        """The work."""
+        """The function."""
         tokenizer = load_tokenizer(self.tokenizer)
         encode_all = _encoder(tokenizer)
 
         def encode(chunk: Chunk) -> EncodedBatch:
             documents, rejected = _divide(chunk, self.cut)
             rows = _with_ends(encode_all([document.text for document in documents]), tokenizer)
-            found = [_found(*pair) for pair in zip(documents, map(len, rows), strict=True)]
+            facts = [_facts(*pair) for pair in zip(documents, map(len, rows), strict=True)]
             ids = np.concatenate(rows) if rows else np.empty(0, token_dtype(tokenizer.vocab_size))
-            return EncodedBatch(chunk.size, found, rejected, ids=ids)
+            return EncodedBatch(chunk.size, facts, rejected, ids=ids)
 
         return encode
 
 
 @dataclass(frozen=True)
 class Packer:
-    """Makes the work of a process that keeps documents until there is a tokenizer."""
+    """Makes the function of a worker that packs documents until there is a tokenizer."""
 
     cut: bool = False
 
     def __call__(self) -> Callable[[Chunk], EncodedBatch]:
-        """The work."""
+        """The function."""
 
         def pack(chunk: Chunk) -> EncodedBatch:
             documents, rejected = _divide(chunk, self.cut)
             pairs = json.dumps([(document.name, document.text) for document in documents])
-            found = [_found(document) for document in documents]
-            return EncodedBatch(chunk.size, found, rejected, packed=zlib.compress(pairs.encode("utf-8"), 1))
+            packed = zlib.compress(pairs.encode("utf-8"), 1)
+            return EncodedBatch(chunk.size, list(map(_facts, documents)), rejected, packed=packed)
 
         return pack
 
@@ -112,7 +127,7 @@ def _divide(chunk: Chunk, cut: bool) -> tuple[list[Document], list[Rejected]]:
     return documents, rejected
 
 
-def _found(document: Document, tokens: int = 0) -> EncodedDocument:
+def _facts(document: Document, tokens: int = 0) -> EncodedDocument:
     # A name may hold bytes of a file system that are not UTF-8; a text may not.
     name = hashlib.sha256(document.name.encode("utf-8", "surrogateescape")).digest()
     text = document.text.encode("utf-8")
@@ -121,7 +136,7 @@ def _found(document: Document, tokens: int = 0) -> EncodedDocument:
 
 
 def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], Iterable[Sequence[int] | Ids]]:
-    """The ids of each text, by the fastest way that gives the right ones."""
+    """The ids of each text, in the fastest way that gives the right ones."""
     if tokenizer.is_bytes:
         return lambda texts: (np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts)
     by_words = word_encoder(tokenizer, token_dtype(tokenizer.vocab_size))
@@ -129,7 +144,7 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[list[str]], Iterable[Sequence[in
 
 
 def _with_ends(rows: Iterable[Sequence[int] | Ids], tokenizer: Tokenizer) -> list[Ids]:
-    """The ids of each text behind its end-of-document id, as llm.c has it."""
+    """The ids of each text after its end-of-document id, as in llm.c."""
     documents = []
     for row in rows:
         ids = np.empty(len(row) + 1, token_dtype(tokenizer.vocab_size))

@@ -1,16 +1,16 @@
 """How does a source become a corpus?
 
     files -> chunks -> documents -> kept or not, held out or not -> token ids -> train.bin, val.bin
-    (reader)           (workers)    (here, in their order)         (workers)     (here)
+    (reader)           (workers)    (this process, in their order)  (workers)    (this process)
 
-The files are digested first: with the tokenizer and the options, their digests say whether the corpus is
-there already. Then, with a tokenizer that exists, one reading does all the rest. A tokenizer that is to be
-learnt needs the text before there are ids; it lies compressed on the disk meanwhile (`document_buffer`).
-Memory does not depend on the length of the source, and the result does not on the number of workers.
+The files are digested first: with the tokenizer and the options, their digests decide whether the corpus
+exists already. Then, with an existing tokenizer, the source is read once. A tokenizer that is to be trained
+needs the text before there are ids; the text is buffered on the disk, compressed (`document_buffer`). Memory
+does not depend on the length of the source, and the result does not depend on the number of workers.
 
-**Once only.** The corpus is built aside and renamed to its place, so it is whole wherever it is found. Two
-processes that prepare the same corpus at once both build it, one of them publishes, both use that one. The
-same files, tokenizer and options give the same bytes: no time, no place and no order of arrival goes in.
+**Once only.** The corpus is built in a staging directory and renamed, so it is complete wherever it exists.
+Two processes that prepare the same corpus at once both build it, one of them publishes it, and both use that
+one. The same files, tokenizer and options give the same bytes: no time, path or order of arrival matters.
 """
 
 import hashlib
@@ -21,14 +21,15 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from narrowgauge.data.cache import Progress, cache_directory, no_progress
 from narrowgauge.data.corpus import LAYOUT_VERSION, MANIFEST_FILE, Corpus, is_corpus, open_corpus
-from narrowgauge.data.preparation.corpus_builder import CorpusBuilder, Progress, SourceFiles
+from narrowgauge.data.preparation.corpus_builder import CorpusBuilder, SourceFiles
 from narrowgauge.data.preparation.document_filter import Options
-from narrowgauge.data.preparation.publish import whole_directory
 from narrowgauge.data.preparation.worker_pool import usable_cores
 from narrowgauge.data.sources import open_source
 from narrowgauge.data.tokenization.tokenizer import load_tokenizer, parallel_tokenizing, tokenizer_identity
 from narrowgauge.errors import UserError
+from narrowgauge.files import staged_directory
 
 _FEW_BYTES = 8 << 20  # below this, processes take longer to start than they save
 
@@ -44,36 +45,40 @@ def prepare(
     options: Options | None = None,
     workers: int | None = 1,
 ) -> Corpus:
-    """Make the corpus of `source` under `tokenizer`, or find it where it was made before.
+    """Make a corpus, or open it if it was made before.
 
-    `tokenizer` None is `DEFAULT_TOKENIZER`. `directory` is where it goes; None: a folder of the cache. A
-    `source` that is a prepared corpus is opened as it is. `progress(stage, done, total, facts)` is called as
-    bytes are read, learnt from and encoded; total is 0 where it is not known. With one worker all work is
-    done in this process; `workers` None takes all cores where there is enough to read.
+    Args:
+        source: See `data.sources`; a prepared corpus is opened as it is.
+        tokenizer: Name of the tokenizer; None = `DEFAULT_TOKENIZER`.
+        directory: Directory of the corpus; None = one in the cache.
+        progress: Called as bytes are read, trained on and encoded.
+        options: Choice of the documents; None = the defaults.
+        workers: Number of processes, this one included; None = one for each core if there is enough to read.
 
-    Errors: `UserError` for a source, tokenizer or directory that will not do, for records that are refused,
-    and for a damaged corpus.
+    Raises:
+        UserError: the source, tokenizer or directory cannot be used, a record is refused, or the corpus is
+            damaged.
     """
-    place = Path(os.path.expanduser(source))
-    if is_corpus(place):
+    path = Path(os.path.expanduser(source))
+    if is_corpus(path):
         if directory:
             raise UserError(f"{source!r} is prepared already; train on it as it is, with --data {source}")
-        return _open_prepared(place, tokenizer)
+        return _open_prepared(path, tokenizer)
     options, name = options or Options(), tokenizer or DEFAULT_TOKENIZER
     if workers is not None and workers < 1:
         raise UserError(f"--workers {workers} must be at least 1")
-    identity = tokenizer_identity(name)  # refuse a mistyped tokenizer before anything is read
+    identity = tokenizer_identity(name)  # refuses a mistyped tokenizer before anything is read
     opened = open_source(source, options.text_key)
-    files = SourceFiles(opened, progress or (lambda stage, done, total, facts: None))
+    files = SourceFiles(opened, progress or no_progress)
     request = _digest(LAYOUT_VERSION, identity, asdict(options), opened.identity, files.facts)
     target = directory or cache_directory() / "tokens" / f"{_slug(source)}-{_slug(name)}-{request[:12]}"
-    _refuse_foreign(target)
+    _require_usable(target)
     if not (target / MANIFEST_FILE).exists():
         few = 0 < files.total < _FEW_BYTES
         workers = workers or (1 if few else usable_cores())
         _build(
             target,
-            lambda aside: CorpusBuilder(aside, opened, name, identity, request, options, files, workers),
+            lambda staging: CorpusBuilder(staging, opened, name, identity, request, options, files, workers),
         )
     corpus = open_corpus(target)
     if corpus.manifest.request != request:
@@ -86,10 +91,10 @@ def prepare(
 
 
 def _build(target: Path, build: Callable[[Path], CorpusBuilder]) -> None:
-    """Make the corpus aside, and give it its name."""
+    """Build the corpus in a staging directory, and publish it."""
     try:
-        with whole_directory(target) as aside, parallel_tokenizing():
-            build(aside).run()
+        with staged_directory(target, keep_existing=True) as staging, parallel_tokenizing():
+            build(staging).run()
     except OSError as error:
         raise UserError(
             f"cannot write the corpus to {target}: {error.strerror or error}; name another directory, with "
@@ -97,21 +102,14 @@ def _build(target: Path, build: Callable[[Path], CorpusBuilder]) -> None:
         ) from error
 
 
-def cache_directory() -> Path:
-    """Where corpora go that were given no place: $NARROWGAUGE_CACHE, else narrowgauge in the user's cache."""
-    if own := os.environ.get("NARROWGAUGE_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "narrowgauge"
-
-
 def _open_prepared(directory: Path, tokenizer: str | None) -> Corpus:
-    """A corpus that somebody prepared, unless its tokenizer is not the one that is asked for."""
+    """The corpus in a directory; another tokenizer than its own is refused."""
     corpus = open_corpus(directory)
     manifest = corpus.manifest
     known = (manifest.tokenizer_identity, f"sha256:{manifest.tokenizer_sha256}")
     if tokenizer is None or tokenizer_identity(tokenizer) in known:
         return corpus
-    # The same ids may be written in files of another kind.
+    # The same ids may be stored in another file format.
     if (
         not Path(tokenizer).expanduser().exists()
         or load_tokenizer(Path(tokenizer).expanduser()).digest != corpus.tokenizer.digest
@@ -128,23 +126,23 @@ def _digest(*parts: object) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
-def _refuse_foreign(target: Path) -> None:
-    """Refuse a place that is taken by something else, before any work is done."""
+def _require_usable(target: Path) -> None:
+    """Refuse a directory with other content, before any work is done."""
     try:
-        there = next(path for path in (target, *target.parents) if path.exists())
-        if not there.is_dir():
-            what = "is a file"
-        elif there == target and any(target.iterdir()) and not (target / MANIFEST_FILE).exists():
-            what = f"is not empty and has no {MANIFEST_FILE}, so it is not a prepared corpus"
+        existing = next(path for path in (target, *target.parents) if path.exists())
+        if not existing.is_dir():
+            reason = "is a file"
+        elif existing == target and any(target.iterdir()) and not (target / MANIFEST_FILE).exists():
+            reason = f"is not empty and has no {MANIFEST_FILE}, so it is not a prepared corpus"
         else:
             return
     except OSError as error:
         raise UserError(f"cannot look into {target}: {error.strerror}; name another directory") from None
     raise UserError(
-        f"cannot write the corpus to {target}: {there} {what}; delete it or name another directory"
+        f"cannot write the corpus to {target}: {existing} {reason}; delete it or name another directory"
     )
 
 
 def _slug(name: str) -> str:
-    """A word for the name of a folder: the last part of a path, what is not plain replaced."""
+    """A word for the name of a folder: the last part of a path, with other characters replaced."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(name).name).strip("-.")[:40] or "text"

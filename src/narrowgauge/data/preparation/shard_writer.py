@@ -1,7 +1,7 @@
-"""How do the documents of many batches become the two parts of a corpus?
+"""Writes the documents of many batches as the two parts of a corpus.
 
-In one pass, with nothing kept of a document but its counts: ids go to one file for each part as they come,
-and at the end these are copied to token files. A document that has to change sides, because the other is
+It takes one pass and keeps nothing of a document but its counts: ids are appended to one file for each part,
+and at the end these are copied to token files. A document that has to change sides, because the other side is
 empty, changes them in that copy.
 """
 
@@ -18,7 +18,7 @@ from narrowgauge.data.preparation.document_filter import TRAIN, VAL, DocumentFil
 from narrowgauge.data.preparation.encode import EncodedBatch, EncodedDocument
 from narrowgauge.data.token_files.token_file import TokenFile, token_dtype, write_token_file
 
-MOST_TOKENS = 1 << 30  # of one token file
+MOST_TOKENS = 1 << 30  # in one token file
 _COPY = 1 << 22  # tokens copied at once
 
 Span = tuple[int, int]
@@ -26,7 +26,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class DocumentSpan:
-    """A document that may have to change sides: its number for the split, and where its ids are."""
+    """A document that may have to change sides: its rank for the split, and the range of its ids."""
 
     rank: int
     start: int
@@ -34,7 +34,7 @@ class DocumentSpan:
 
 
 class ShardWriter:
-    """The ids of both parts, as they come and as they are kept."""
+    """Writer of both parts; a context manager that closes its files."""
 
     def __init__(self, directory: Path, vocab_size: int, document_filter: DocumentFilter) -> None:
         self.directory, self.vocab_size, self.document_filter = directory, vocab_size, document_filter
@@ -48,31 +48,31 @@ class ShardWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for file in self._files.values():
             file.close()
 
     def add(self, batch: EncodedBatch) -> None:
-        """The documents of the next batch."""
+        """Add the documents of the next batch."""
         self.document_filter.reject(batch.rejected)
         at = 0
-        for found in batch.found:
-            if (side := self.document_filter.side(found)) is not None:
-                self._files[side].write(batch.ids[at : at + found.tokens].data)
-                self._note(side, found)
-                self.tokens[side] += found.tokens
-            at += found.tokens
+        for document in batch.documents:
+            if (side := self.document_filter.side(document)) is not None:
+                self._files[side].write(batch.ids[at : at + document.tokens].data)
+                self._note(side, document)
+                self.tokens[side] += document.tokens
+            at += document.tokens
 
-    def _note(self, side: str, found: EncodedDocument) -> None:
-        place = DocumentSpan(rank(found.digest), self.tokens[side], found.tokens)
-        if self._lowest is None or place.rank < self._lowest.rank:
-            self._lowest = place
-        if self._highest is None or place.rank > self._highest.rank:
-            self._highest = place
+    def _note(self, side: str, document: EncodedDocument) -> None:
+        span = DocumentSpan(rank(document.digest), self.tokens[side], document.tokens)
+        if self._lowest is None or span.rank < self._lowest.rank:
+            self._lowest = span
+        if self._highest is None or span.rank > self._highest.rank:
+            self._highest = span
 
     def write(self) -> dict[str, dict[str, TokenFile]]:
-        """The token files of each side, by name; the ids that came are gone afterwards."""
+        """Write the token files, remove the files of ids, and return the facts of each side by file name."""
         for file in self._files.values():
             file.close()
         documents, moved = self.document_filter.documents, None

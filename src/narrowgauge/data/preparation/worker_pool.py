@@ -1,12 +1,12 @@
-"""How is work spread over processes, and how do its results keep their order?
+"""Ordered map over processes.
 
-The caller's thread reads the items and hands each to a process that is free. While all are busy, or not yet
-started, it does an item itself, so N workers are N - 1 processes and the caller. Results come back in the
-order of the items; so many are under way at most that memory does not depend on how many there are.
+The caller's thread reads the items and sends each to an idle process. While all are busy, or not yet started,
+it processes an item itself, so N workers are N - 1 processes and the caller. Results are returned in the
+order of the items. The number of pending items is bounded, so memory does not depend on how many there are.
 
-Processes are not forked from this one, whose threads a fork would break: they come from a server that has
-imported what they need once, where the platform has such a server, and start afresh where not. So a script
-that calls this with more than one worker keeps its own work behind `if __name__ == "__main__":`.
+Processes are not forked from this one, for a fork would break its threads. They come from a fork server that
+has imported the package, if the platform has one, and are spawned if not. So a script that calls this with
+more than one worker needs `if __name__ == "__main__":`.
 """
 
 import multiprocessing
@@ -24,29 +24,36 @@ from narrowgauge.errors import UserError
 A = TypeVar("A")
 B = TypeVar("B")
 
-_AHEAD = 2  # items sent for each process: one at work, one at hand
-_WAITING = 24  # results that may wait for an earlier one, for each worker
+_SENT = 2  # items sent to each process: one in work, one next
+_PENDING = 24  # results for each worker that may wait for an earlier one
 
 
 def usable_cores() -> int:
-    """The cores that this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def ordered_map(make: Callable[[], Callable[[A], B]], items: Iterable[A], workers: int) -> Iterator[B]:
-    """What `make()` makes of each item, in the order of the items.
+    """Map items to results in several processes, in the order of the items.
 
-    `make` is called here and once in each further process; it, items and results have to be what can be sent
-    to a process. Errors: those of the work; `UserError` where a process was killed.
+    Args:
+        make: Returns the function to map; called in this process and once in each other one. It, the items
+            and the results are sent between processes.
+        items: The arguments of the function.
+        workers: Number of processes, this one included.
+
+    Raises:
+        UserError: a process was killed.
+        Exception: the errors of the function.
     """
     assert workers >= 1
-    work = make()
+    function = make()
     if workers == 1:
-        yield from map(work, items)
+        yield from map(function, items)
         return
-    with ProcessPoolExecutor(workers - 1, _context(), _begin, (make,)) as pool:
+    with ProcessPoolExecutor(workers - 1, _context(), _start_worker, (make,)) as pool:
         try:
-            yield from _in_order(pool, work, items, workers)
+            yield from _in_order(pool, function, items, workers)
         except BrokenProcessPool:
             raise UserError(
                 f"one of {workers} workers was killed, for want of memory most likely; take fewer --workers"
@@ -56,28 +63,28 @@ def ordered_map(make: Callable[[], Callable[[A], B]], items: Iterable[A], worker
 
 
 def _in_order(
-    pool: ProcessPoolExecutor, work: Callable[[A], B], items: Iterable[A], workers: int
+    pool: ProcessPoolExecutor, function: Callable[[A], B], items: Iterable[A], workers: int
 ) -> Iterator[B]:
     results = deque[Future[B]]()
     sent = list[Future[B]]()
     for item in items:
         sent = [future for future in sent if not future.done()]
-        if len(sent) < _AHEAD * (workers - 1):
-            results.append(pool.submit(_work, item))
+        if len(sent) < _SENT * (workers - 1):
+            results.append(pool.submit(_call, item))
             sent.append(results[-1])
         else:
-            results.append(_done_here(work, item))
-        while results and (results[0].done() or len(results) > _WAITING * workers):
+            results.append(_call_locally(function, item))
+        while results and (results[0].done() or len(results) > _PENDING * workers):
             yield results.popleft().result()
     while results:
         yield results.popleft().result()
 
 
-def _done_here(work: Callable[[A], B], item: A) -> Future[B]:
-    """What a process would give back: an error too waits until its turn comes."""
+def _call_locally(function: Callable[[A], B], item: A) -> Future[B]:
+    """The result as another process would return it: an error is raised in the order of the items, too."""
     result = Future[B]()
     try:
-        result.set_result(work(item))
+        result.set_result(function(item))
     except Exception as error:
         result.set_exception(error)
     return result
@@ -91,23 +98,23 @@ def _context() -> Any:
     return context
 
 
-_the_work: Callable[[Any], Any]
+_function: Callable[[Any], Any]  # of a worker process
 
 
-def _begin(make: Callable[[], Callable[[Any], Any]]) -> None:
-    """What a process does once: it leaves Ctrl-C to its parent, and does not outlive it."""
-    global _the_work
+def _start_worker(make: Callable[[], Callable[[Any], Any]]) -> None:
+    """Prepare a worker process: it leaves Ctrl-C to its parent, and does not outlive it."""
+    global _function
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_follow_parent, daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _the_work = make()
+    _function = make()
 
 
-def _work(item: Any) -> Any:
-    return _the_work(item)
+def _call(item: Any) -> Any:
+    return _function(item)
 
 
-def _follow_parent() -> None:
+def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

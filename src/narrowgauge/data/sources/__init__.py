@@ -1,7 +1,7 @@
 """Where does the text come from?
 
-A *source* is one word or one path. It becomes a sequence of documents, in an order that depends on nothing
-but the source itself: not on the file system, the locale, the day or the number of workers.
+A *source* is one word or one path. It is read as a sequence of documents, in an order that depends only on
+the source itself: not on the file system, the locale, the day or the number of workers.
 
 | source             | its documents                                                                   |
 |--------------------|---------------------------------------------------------------------------------|
@@ -11,13 +11,13 @@ but the source itself: not on the file system, the locale, the day or the number
 | .jsonl             | each line: an object with the text under a key                                  |
 | .parquet           | each row: the text in a column                                                  |
 | .xml               | each article of a MediaWiki dump (`pages-articles`), its wikitext made prose    |
-| a directory        | each file below it of a kind above, text files whole; hidden ones are left out  |
-| a glob             | each file of a kind above that it matches; `**` goes through folders            |
+| a directory        | each file below it of a type above, text files uncut; hidden ones are left out  |
+| a glob             | each file of a type above that it matches; `**` goes through folders            |
 | `hf:NAME`          | each row of a data set of the Hugging Face hub                                  |
 
 All but .parquet may be compressed (.gz, .bz2, .zst). Text is UTF-8; a byte order mark at its start is
-dropped, everything else is kept to the letter, line endings included. Documents of nothing but white space
-are left out. A directory or a glob that leads to one text file only is read as that file.
+dropped, everything else is kept unchanged, line endings included. Documents of nothing but white space are
+left out. A directory or a glob that leads to one text file only is read as that file.
 """
 
 from collections.abc import Iterator
@@ -29,8 +29,8 @@ from narrowgauge.data.sources.paths import (
     STDLIB,
     TABLE,
     TEXT,
+    file_type,
     find_files,
-    kind_of,
     standard_library,
 )
 from narrowgauge.data.sources.records import Chunk, Document, Input, Refusal, Rejected, Source
@@ -51,15 +51,20 @@ __all__ = [
 
 
 def open_source(name: str, text_key: str = "text") -> Source:
-    """The source called `name`; `text_key` is where the text of a row or of a line stands.
+    """Open a source.
 
-    Errors: `UserError` for a source that does not exist or has no file that can be read.
+    Args:
+        name: One of the kinds above.
+        text_key: Column or key of the text in a row or line.
+
+    Raises:
+        UserError: the source does not exist or has no file that can be read.
     """
     if name.startswith(hub.PREFIX):
         return hub.open_hub(name, text_key)
     if name == STDLIB:
         library = standard_library()
-        return Source(name, library, lambda: text.whole_files(library, skip=True))
+        return Source(name, library, lambda: text.text_files(library, skip=True))
     try:
         files = find_files(name)
     except OSError as error:
@@ -70,10 +75,11 @@ def open_source(name: str, text_key: str = "text") -> Source:
 
 
 def documents(name: str, text_key: str = "text") -> Iterator[Document]:
-    """The documents of a source in their fixed order; what is not one is an error.
+    """The documents of a source in their fixed order; a record that is no document is an error.
 
-    Errors: `UserError` as `open_source` (at once), and for a record that is no document or a source without
-    text (when iteration comes to it).
+    Raises:
+        UserError: at once as `open_source`; during the iteration for a record that is no document, and at its
+            end for a source without text.
     """
     return _documents(open_source(name, text_key))
 
@@ -96,21 +102,21 @@ def _documents(source: Source) -> Iterator[Document]:
 
 
 def _chunks(files: tuple[Input, ...], text_key: str) -> Iterator[Chunk]:
-    """The files in their order; text files that follow each other travel together."""
-    together = list[Input]()
+    """The chunks of files in their order; consecutive text files share chunks."""
+    consecutive = list[Input]()
     for file in files:
-        kind = kind_of(file.path)
-        if kind == TEXT and len(files) > 1:
-            together.append(file)
+        type_ = file_type(file.path)
+        if type_ == TEXT and len(files) > 1:
+            consecutive.append(file)
             continue
-        yield from text.whole_files(together)
-        together = []
-        if kind == TEXT:
-            yield from text.pieces(file)
-        elif kind == LINES:
+        yield from text.text_files(consecutive)
+        consecutive = []
+        if type_ == TEXT:
+            yield from text.text_pieces(file)
+        elif type_ == LINES:
             yield from jsonl.chunks(file, text_key)
-        elif kind == TABLE:
+        elif type_ == TABLE:
             yield from parquet.chunks(file, text_key)
-        elif kind == DUMP:
+        elif type_ == DUMP:
             yield from dump.chunks(file)
-    yield from text.whole_files(together)
+    yield from text.text_files(consecutive)

@@ -1,11 +1,11 @@
-"""How is a file read that may be compressed, cut short, or all one line?
+"""How is a file read that may be compressed, truncated, or all one line?
 
-`ByteStream` gives the bytes of a file, decompressed, in blocks of at most about a megabyte, whatever the
-ratio of compression; several compressed streams in one file (multistream .bz2, members of .gz, frames of
-.zst) are read through. It never ends quietly before the compressed data do: that is `TruncatedError`.
+`ByteStream` yields the bytes of a file, decompressed, in blocks of at most about a megabyte, whatever the
+ratio of compression. Several compressed streams in one file (multistream .bz2, members of .gz, frames of
+.zst) are read one after the other. A file that ends before its compressed data is a `TruncatedError`.
 
-`cut` divides the bytes after a mark (the end of a line, of a page) into portions of whole records, and holds
-no more than one portion and one record in memory.
+`cut` divides the bytes after a mark (the end of a line, of a page) into portions of complete records, and
+holds no more than one portion and one record in memory.
 """
 
 import bz2
@@ -20,11 +20,16 @@ from narrowgauge.errors import UserError
 
 COMPRESSED = (".gz", ".bz2", ".zst")
 _READ = 1 << 18
-_READ_ZST = 1 << 13  # zstd gives all at once, up to 32 thousand times as much
+_READ_ZST = 1 << 13  # zstd decompresses a block at once, to up to 32 thousand times its size
 
 
 class TruncatedError(Exception):
-    """A compressed file that is damaged or ends before its data do."""
+    """A compressed file is damaged or ends before its data."""
+
+
+def unreadable(path: Path, error: OSError) -> UserError:
+    """The error for an input file that the operating system does not let be read."""
+    return UserError(f"cannot read {path}: {error.strerror}; mend its permissions or leave it out")
 
 
 class _Decoder(Protocol):
@@ -41,23 +46,29 @@ class ByteStream:
         self.path, self.consumed = path, 0
 
     def __iter__(self) -> Iterator[bytes]:
-        """The blocks. Errors: `UserError` for a file that cannot be read, `TruncatedError` for damage."""
+        """The decompressed blocks.
+
+        Raises:
+            UserError: the file cannot be read.
+            TruncatedError: the compressed data are damaged or incomplete.
+        """
         suffix = self.path.suffix
         raw = self.raw(_READ_ZST if suffix == ".zst" else _READ)
         return self._decompressed(_decoder(suffix), raw) if suffix in COMPRESSED else raw
 
     def raw(self, size: int) -> Iterator[bytes]:
-        """The bytes as they are in the file, in blocks of `size`. Errors: as iteration, but no
-        `TruncatedError`."""
+        """The bytes as they are in the file, in blocks of `size`.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
         try:
             with self.path.open("rb") as file:
                 while data := file.read(size):
                     self.consumed += len(data)
                     yield data
         except OSError as error:
-            raise UserError(
-                f"cannot read {self.path}: {error.strerror}; mend its permissions or leave it out"
-            ) from None
+            raise unreadable(self.path, error) from None
 
     def _decompressed(self, new: Callable[[], _Decoder], raw: Iterator[bytes]) -> Iterator[bytes]:
         decoder: _Decoder | None = None
@@ -140,7 +151,13 @@ def _zstd() -> Callable[[], _Decoder]:
 
 @dataclass(frozen=True)
 class Portion:
-    """Whole records of a stream, or (`data` None) the place of one that is too long; lines count from 1."""
+    """Complete records of a stream, or (`data` None) the place of one that is too long.
+
+    Attributes:
+        data: The bytes of the records.
+        first_line: Line number of the first byte, counted from 1.
+        size: Bytes of the file, as it is stored, that were read for it.
+    """
 
     data: bytes | None
     first_line: int
@@ -148,28 +165,34 @@ class Portion:
 
 
 def cut(stream: ByteStream, mark: bytes, blocks: Iterator[bytes] | None = None) -> Iterator[Portion]:
-    """The stream in portions that end after a `mark`; the last may lack it.
+    """Cut a stream into portions that end after a mark.
 
-    `blocks` replaces the bytes of the stream, where these have to be translated first. Errors: as
-    `ByteStream`, after all whole records before the damage.
+    Args:
+        stream: The file; it counts the bytes that are consumed.
+        mark: The end of a record; the last record may lack it.
+        blocks: Replaces the bytes of the stream, if these have to be translated first.
+
+    Raises:
+        UserError, TruncatedError: as iteration over a `ByteStream`, after all complete records before the
+            damage.
     """
     cutter = _Cutter(stream, mark)
     try:
         for block in blocks or iter(stream):
             yield from cutter.add(block)
     except TruncatedError:
-        yield from cutter.whole_records()
+        yield from cutter.complete_records()
         raise
     yield from cutter.rest()
 
 
 class _Cutter:
-    """The bytes not yet given out, and how far they have been searched for the mark."""
+    """The bytes not yet yielded, and how far they have been searched for the mark."""
 
     def __init__(self, stream: ByteStream, mark: bytes) -> None:
         self.stream, self.mark = stream, mark
         self.buffer, self.searched, self.skipping = bytearray(), 0, False
-        self.line, self.told = 1, 0
+        self.line, self.reported = 1, 0
 
     def add(self, block: bytes) -> Iterator[Portion]:
         self.buffer += block
@@ -177,13 +200,13 @@ class _Cutter:
             self._skip()
         if self.skipping or len(self.buffer) < CHUNK_BYTES:
             return
-        found = yield from self.whole_records()
-        if not found and len(self.buffer) > MOST_BYTES:
+        any_complete = yield from self.complete_records()
+        if not any_complete and len(self.buffer) > MOST_BYTES:
             self.skipping = True
             yield self._portion(None)
 
-    def whole_records(self) -> Generator[Portion, None, bool]:
-        """What ends with a mark; false where nothing does."""
+    def complete_records(self) -> Generator[Portion, None, bool]:
+        """Yield the records that end with a mark; return whether there are any."""
         end = -1 if self.skipping else self.buffer.rfind(self.mark, self.searched)
         if end < 0:
             self.searched = max(len(self.buffer) - len(self.mark) + 1, 0)
@@ -192,15 +215,15 @@ class _Cutter:
         return True
 
     def rest(self) -> Iterator[Portion]:
-        """What stands behind the last mark."""
+        """The bytes after the last mark."""
         if self.buffer and not self.skipping:
             yield self._portion(None if len(self.buffer) > MOST_BYTES else bytes(self.buffer))
 
     def _skip(self) -> None:
         end = self.buffer.find(self.mark)
         self.skipping = end < 0
-        gone = len(self.buffer) - len(self.mark) + 1 if self.skipping else end + len(self.mark)
-        self.line += self._take(max(gone, 0)).count(b"\n")
+        skipped = len(self.buffer) - len(self.mark) + 1 if self.skipping else end + len(self.mark)
+        self.line += self._take(max(skipped, 0)).count(b"\n")
 
     def _take(self, size: int) -> bytes:
         data = bytes(memoryview(self.buffer)[:size])
@@ -209,7 +232,7 @@ class _Cutter:
         return data
 
     def _portion(self, data: bytes | None) -> Portion:
-        portion = Portion(data, self.line, self.stream.consumed - self.told)
-        self.told = self.stream.consumed
+        portion = Portion(data, self.line, self.stream.consumed - self.reported)
+        self.reported = self.stream.consumed
         self.line += data.count(b"\n") if data is not None else 0
         return portion

@@ -1,7 +1,7 @@
 """A data set of the Hugging Face hub, read as it arrives: `hf:NAME[:CONFIG[:SPLIT]]`.
 
-A network that fails is asked again, each time after twice the pause, from the row where it failed. When it
-has failed too often, the error says what was tried and how to do without it. In offline mode
+After a network failure the download is tried again from the row where it failed, each time after a longer
+pause. After too many failures, the error names what was tried and how to do without the hub. In offline mode
 (HF_HUB_OFFLINE=1) the copy in the library's cache is read instead.
 """
 
@@ -23,7 +23,11 @@ Opener = Callable[[int], Iterator[dict[str, Any]]]
 
 
 def open_hub(source: str, key: str) -> Source:
-    """The data set that `source` names. Errors: `UserError` for a malformed name."""
+    """The data set that `source` names.
+
+    Raises:
+        UserError: the name is malformed.
+    """
     name, config, split = _parts(source)
 
     def rows(skip: int) -> Iterator[dict[str, Any]]:
@@ -48,7 +52,17 @@ def retried(
     pauses: tuple[float, ...] = _PAUSES,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[dict[str, Any]]:
-    """All rows, in order and once each, through failures of the network; a row resets the patience."""
+    """All rows, in order and once each, through failures of the network.
+
+    Args:
+        rows: Opens the data set after a number of rows.
+        name: Name of the data set, for the error.
+        pauses: Seconds before each new attempt; every row that arrives resets the count of attempts.
+        sleep: Waits.
+
+    Raises:
+        UserError: the failure is permanent, or the attempts are used up.
+    """
     done, failures = 0, 0
     while True:
         try:
@@ -58,51 +72,53 @@ def retried(
             return
         except UserError:
             raise
-        except Exception as error:  # every library below has its own kinds; those that will not pass are told
-            if _offline() or not _may_pass(error) or failures == len(pauses):
+        except Exception as error:  # every library below has exception types of its own
+            if _offline() or not _is_temporary(error) or failures == len(pauses):
                 raise _failed(name, error, failures + 1, done) from error
             sleep(pauses[failures])
             failures += 1
 
 
-def _may_pass(error: BaseException) -> bool:
-    """Whether asking again can help: a missing data set stays missing, an offline mode stays on."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
+def _is_temporary(error: BaseException) -> bool:
+    """Whether another attempt can help: a missing data set stays missing, an offline mode stays on."""
+    names = {type_.__name__ for type_ in type(error).__mro__}
     lasting = {"DatasetNotFoundError", "OfflineModeIsEnabled", "GatedRepoError", "RepositoryNotFoundError"}
     wire = {"ConnectionError", "TimeoutError", "HTTPError", "HfHubHTTPError", "TransportError", "ClientError"}
-    return not kinds & lasting and (isinstance(error, OSError) or bool(kinds & wire))
+    return not names & lasting and (isinstance(error, OSError) or bool(names & wire))
 
 
 def _failed(name: str, error: Exception, attempts: int, rows: int) -> UserError:
-    bottom: BaseException = error  # the library tells what it could not do; below is why
-    while below := bottom.__cause__ or bottom.__context__:
-        bottom = below
-    reasons = dict.fromkeys(f"{type(e).__name__}: {e}" for e in (error, bottom))
+    root: BaseException = error  # the library's error names what failed, its root cause why
+    while cause := root.__cause__ or root.__context__:
+        root = cause
+    reasons = dict.fromkeys(f"{type(e).__name__}: {e}" for e in (error, root))
     reason = " ".join(" from ".join(reasons).split())[:400]
     times = f"in {attempts} attempts" if attempts > 1 else "at once"
     return UserError(
-        f"data set {name!r} failed {times}, after {rows} rows ({reason}); tried {_surroundings()}; mend "
+        f"data set {name!r} failed {times}, after {rows} rows ({reason}); tried {_network_settings()}; mend "
         "these, or fetch its .parquet or .jsonl files on a machine that reaches them, copy the folder here "
         "and prepare the folder"
     )
 
 
-def _surroundings() -> str:
-    """Proxy, mirror and offline mode as the environment has them; passwords are left out."""
+def _network_settings() -> str:
+    """Proxy, mirror and offline mode of the environment, without passwords."""
     variables = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
-    proxy = next((f"{v}={_bare(os.environ[v])}" for v in variables if os.environ.get(v)), None)
+    proxy = next((f"{v}={_without_password(os.environ[v])}" for v in variables if os.environ.get(v)), None)
     offline = [f"{v}={os.environ[v]}" for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if os.environ.get(v)]
     mirror = os.environ.get("HF_ENDPOINT")
     return ", ".join(
         [
             f"the proxy {proxy}" if proxy else "no proxy (HTTPS_PROXY is not set)",
-            f"the mirror HF_ENDPOINT={_bare(mirror)}" if mirror else "no mirror (HF_ENDPOINT is not set)",
+            f"the mirror HF_ENDPOINT={_without_password(mirror)}"
+            if mirror
+            else "no mirror (HF_ENDPOINT is not set)",
             f"offline mode ({' '.join(offline)})" if _offline() else "not offline mode (HF_HUB_OFFLINE=1)",
         ]
     )
 
 
-def _bare(address: str) -> str:
+def _without_password(address: str) -> str:
     scheme, mark, rest = address.rpartition("://")
     return scheme + mark + rest.rpartition("@")[2]  # a password may hold any character but the last @
 

@@ -1,7 +1,7 @@
-"""JSON lines: one object a line, its text under a key, as C4, the Pile and most crawls are handed out.
+"""JSON lines: one object a line, its text under a key, as C4, the Pile and most crawls are distributed.
 
-The lines have no names, so a document of such a file is its text alone: it falls on the same side of the
-split wherever in whichever file it stands.
+The lines have no names, so a document of such a file is its text alone: it is on the same side of the split
+wherever it is in whichever file.
 """
 
 import json
@@ -14,7 +14,7 @@ from narrowgauge.data.sources.records import MOST_BYTES, Chunk, Document, Input,
 
 @dataclass(frozen=True)
 class Lines:
-    """Whole lines of a file, the first of which has the number `first_line`."""
+    """Complete lines of a file, numbered from `first_line`."""
 
     path: str
     data: bytes
@@ -23,7 +23,7 @@ class Lines:
     key: str
 
     def records(self) -> Iterator[Document | Rejected]:
-        """A document a line; lines of white space are nothing."""
+        """A document for each line; lines of white space are left out."""
         for number, line in enumerate(self.data.split(b"\n"), self.first_line):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
@@ -48,14 +48,14 @@ def _record(where: str, line: bytes, key: str) -> Iterator[Document | Rejected]:
         if not isinstance(value, dict):
             yield Rejected(where, f"holds a {type(value).__name__} where an object belongs")
         elif key not in value:
-            there = ", ".join(list(value)[:8]) or "nothing"
-            yield Rejected(where, f"has no {key!r}; it has {there}"[:300])
+            keys = ", ".join(list(value)[:8]) or "nothing"
+            yield Rejected(where, f"has no {key!r}; it has {keys}"[:300])
         else:
             yield from document(where, "", value[key])
 
 
 def chunks(file: Input, key: str) -> Iterator[Chunk]:
-    """The file, compressed or not, in portions of whole lines."""
+    """The file, compressed or not, in portions of complete lines."""
     stream, line = ByteStream(file.path), 1
     if not file.path.stat().st_size:
         yield Refusal(Rejected(str(file.path), "is empty", "bring it again, or leave it out"))

@@ -7,12 +7,12 @@ from typing import Any
 from narrowgauge.data.sources.records import Chunk, Document, Input, Refusal, Rejected, document
 from narrowgauge.errors import UserError, unknown
 
-_ROWS = 256  # at once: rows of a crawl have some thousand characters
+_ROWS = 256  # rows read at once: those of a crawl have some thousand characters
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Values of a column, the first of which has the number `first_row`; bytes are UTF-8."""
+    """Values of a column, numbered from `first_row`; bytes are UTF-8."""
 
     path: str
     values: Sequence[Any]
@@ -20,7 +20,7 @@ class Rows:
     size: int
 
     def records(self) -> Iterator[Document | Rejected]:
-        """A document a row; texts of white space are nothing."""
+        """A document for each row; texts of white space are left out."""
         for number, value in enumerate(self.values, self.first_row):
             where = f"{self.path}, row {number},"
             try:
@@ -37,20 +37,21 @@ class Rows:
 def chunks(file: Input, key: str) -> Iterator[Chunk]:
     """The rows of the column `key`, a few hundred at a time.
 
-    Errors: `UserError` where pyarrow is not installed, and for a file without a column of texts of that name.
+    Raises:
+        UserError: pyarrow is not installed, or the file has no column of texts of that name.
     """
     arrow, parquet = _pyarrow()
     row, size = 0, file.path.stat().st_size
     try:
         with parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=1 << 20) as table:
             _require_text(arrow, file, key, table.schema_arrow)
-            each = size / max(table.metadata.num_rows, 1)
+            row_bytes = size / max(table.metadata.num_rows, 1)
             for batch in table.iter_batches(_ROWS, columns=[key], use_threads=False):
                 values = batch.column(0)
                 # As bytes, so that one text that is not UTF-8 is refused alone.
                 wide = arrow.types.is_large_string(values.type) or arrow.types.is_large_binary(values.type)
                 values = values.cast(arrow.large_binary() if wide else arrow.binary())
-                yield Rows(str(file.path), values.to_pylist(), row, round(each * len(values)))
+                yield Rows(str(file.path), values.to_pylist(), row, round(row_bytes * len(values)))
                 row += len(values)
     except OSError as error:
         yield Refusal(Rejected(f"{file.path}, row {row},", f"cannot be read as parquet ({error})"))
@@ -61,9 +62,11 @@ def chunks(file: Input, key: str) -> Iterator[Chunk]:
 def _require_text(arrow: Any, file: Input, key: str, schema: Any) -> None:
     if key not in schema.names:
         raise UserError(f"{file.path}: {unknown('column', key, schema.names)}; name one with --text-key")
-    kind, types = schema.field(key).type, arrow.types
-    if not (types.is_string(kind) or types.is_large_string(kind)):
-        raise UserError(f"column {key!r} of {file.path} holds {kind}, not text; name another with --text-key")
+    type_, types = schema.field(key).type, arrow.types
+    if not (types.is_string(type_) or types.is_large_string(type_)):
+        raise UserError(
+            f"column {key!r} of {file.path} holds {type_}, not text; name another with --text-key"
+        )
 
 
 def _pyarrow() -> tuple[Any, Any]:

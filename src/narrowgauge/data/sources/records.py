@@ -1,9 +1,9 @@
-"""What is read, and in what portions?
+"""Documents, and the chunks of a source that hold them.
 
-A source is read by one process and understood by many. The reader cuts its files into *chunks* of about a
-megabyte without looking into them; a chunk travels to a worker, and `records()` turns it there into
-documents and into what cannot be one. A chunk's records depend on the chunk alone, so it does not matter who
-reads it, and when.
+A source is read by one process and parsed by many. The reader cuts its files into *chunks* of about a
+megabyte without parsing them. A chunk is sent to a worker, and `records()` turns it there into documents and
+rejected records. The records of a chunk depend on the chunk alone, so it does not matter which worker parses
+it, and when.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,18 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-CHUNK_BYTES = 1 << 20  # what travels to a worker at once
-MOST_BYTES = 32 << 20  # of one record: a longer one is a mistake of the file more often than a text
+CHUNK_BYTES = 1 << 20  # sent to a worker at once
+MOST_BYTES = 32 << 20  # of one record: a longer one is more often a broken file than a text
 
 SET_ASIDE = "mend it, or set such records aside with `narrowgauge prepare --tolerant`"
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text that is trained on, or held out, as a whole.
+    """One text that is trained on, or held out, in full.
 
-    `name` is its path below the source, or its title; a record of a table has none. Name and text decide
-    the side on which the document falls.
+    Attributes:
+        name: Its path below the source, or its title; a record of a table has none. Name and text decide
+            whether the document is held out.
+        text: The text.
     """
 
     name: str
@@ -31,7 +33,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A record that is no document: where it stands, why it is refused, and what to do about it."""
+    """A record that is no document: where it is, why it is refused, and what to do about it."""
 
     where: str
     reason: str
@@ -43,26 +45,26 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Input:
-    """A file of a source: its name below the source, and where it is."""
+    """A file of a source: its name below the source, and its path."""
 
     name: str
     path: Path
 
 
 class Chunk(Protocol):
-    """A portion of a source; `size` is the bytes of the files that it takes."""
+    """A portion of a source."""
 
     @property
     def size(self) -> int:
-        """Bytes of input."""
+        """Bytes of the source's files that the chunk covers."""
 
     def records(self) -> Iterator[Document | Rejected]:
-        """The documents of the chunk and the records that are none, in their order."""
+        """The documents and the rejected records of the chunk, in their order."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A chunk of one rejected record, for what the reader itself cannot read."""
+    """A chunk of one rejected record, for input that the reader itself cannot read."""
 
     rejected: Rejected
     size: int = 0
@@ -74,9 +76,13 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Source:
-    """Where text comes from: its files in their order, and how to read it from its beginning.
+    """A source of text.
 
-    `identity` stands for the content where there are no files to digest.
+    Attributes:
+        name: The source as the user named it.
+        inputs: Its files, in their order.
+        chunks: Reads the source from its beginning.
+        identity: Stands for the content if there are no files to digest.
     """
 
     name: str
@@ -86,7 +92,7 @@ class Source:
 
 
 def document(where: str, name: str, text: object) -> Iterator[Document | Rejected]:
-    """The document of a text, nothing for white space, or why the text will not do."""
+    """The document of a text, nothing for white space, or the rejected record with the reason."""
     if not isinstance(text, str):
         yield Rejected(where, f"has a {type(text).__name__} where a text belongs")
     elif "\x00" in text:

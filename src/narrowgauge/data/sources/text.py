@@ -1,7 +1,7 @@
-"""Text files: whole, in pieces, and those of the standard library.
+"""Text files: a document each, or one file cut into pieces that are documents.
 
 A single file is cut because a tenth of every corpus is held out *by document*, and a novel in one file would
-otherwise be one document. The pieces put end to end are the file again.
+otherwise be one document. The concatenated pieces are the file again.
 """
 
 import codecs
@@ -19,24 +19,24 @@ from narrowgauge.data.sources.records import (
     document,
 )
 
-MOST_WHOLE = 64 << 20  # bytes: a longer file is cut, also where it is one of many
+MOST_UNCUT = 64 << 20  # bytes: a longer file is cut, even if it is one of many
 
-_PIECE_ENOUGH = 4096  # from here on a blank line ends the piece,
-_PIECE_LONG = 12288  # from here on any line does,
-_PIECE_MOST = 16384  # and no line is longer than this
+_PIECE_ENOUGH = 4096  # characters after which a blank line ends the piece,
+_PIECE_LONG = 12288  # after which any line does,
+_PIECE_MOST = 16384  # and the most of one line
 _CONVERT = "convert it to UTF-8 or leave it out"
 
 
 @dataclass(frozen=True)
 class TextFiles:
-    """Some small files, each of them a document; `skip` leaves out those that are not text."""
+    """Small files, each of them a document; `skip` leaves out those that are not text."""
 
     inputs: tuple[Input, ...]
     size: int
     skip: bool = False
 
     def records(self) -> Iterator[Document | Rejected]:
-        """A document a file; files of white space are nothing."""
+        """A document for each file; files of white space are left out."""
         for file in self.inputs:
             try:
                 text = b"".join(ByteStream(file.path)).decode("utf-8").removeprefix("\ufeff")
@@ -46,12 +46,12 @@ class TextFiles:
             except TruncatedError as damage:
                 yield Rejected(str(file.path), str(damage))
             else:
-                yield from document(_place(file, text), file.name, text)
+                yield from document(_location(file, text), file.name, text)
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """Some pieces of a file, each of them a document, numbered from `first`."""
+class TextPieces:
+    """Pieces of a file, each of them a document, numbered from `first`."""
 
     file: Input
     texts: tuple[str, ...]
@@ -59,50 +59,50 @@ class Pieces:
     size: int
 
     def records(self) -> Iterator[Document | Rejected]:
-        """A document a piece; pieces of white space are nothing."""
+        """A document for each piece; pieces of white space are left out."""
         for number, text in enumerate(self.texts, self.first):
             where = f"{self.file.path}, piece {number},"
             yield from document(where, f"{self.file.name}#{number}", text)
 
 
-def whole_files(files: Sequence[Input], skip: bool = False) -> Iterator[Chunk]:
-    """Each file a document, several files a chunk; files too long for that are cut."""
-    some, size = list[Input](), 0
+def text_files(files: Sequence[Input], skip: bool = False) -> Iterator[Chunk]:
+    """Chunks of several files, each file a document; files too long for that are cut into pieces."""
+    inputs, size = list[Input](), 0
     for file in files:
-        own = file.path.stat().st_size
-        whole = own <= MOST_WHOLE
-        if whole:
-            some.append(file)
-            size += own
-        if some and (size >= CHUNK_BYTES or not whole):
-            yield TextFiles(tuple(some), size, skip)
-            some, size = [], 0
-        if not whole:
-            yield from pieces(file)
-    if some:
-        yield TextFiles(tuple(some), size, skip)
+        file_size = file.path.stat().st_size
+        is_uncut = file_size <= MOST_UNCUT
+        if is_uncut:
+            inputs.append(file)
+            size += file_size
+        if inputs and (size >= CHUNK_BYTES or not is_uncut):
+            yield TextFiles(tuple(inputs), size, skip)
+            inputs, size = [], 0
+        if not is_uncut:
+            yield from text_pieces(file)
+    if inputs:
+        yield TextFiles(tuple(inputs), size, skip)
 
 
-def pieces(file: Input) -> Iterator[Chunk]:
-    """A file cut between paragraphs where possible, between lines where not; read in blocks."""
-    stream, told, number = ByteStream(file.path), 0, 0
+def text_pieces(file: Input) -> Iterator[Chunk]:
+    """A file, read in blocks and cut between paragraphs if possible, otherwise between lines."""
+    stream, reported, number = ByteStream(file.path), 0, 0
     texts, size = list[str](), 0
     try:
         for text in cut_text(_decoded(file, stream)):
             texts.append(text)
             size += len(text)
             if size >= CHUNK_BYTES:
-                yield Pieces(file, tuple(texts), number, stream.consumed - told)
-                number, told = number + len(texts), stream.consumed
+                yield TextPieces(file, tuple(texts), number, stream.consumed - reported)
+                number, reported = number + len(texts), stream.consumed
                 texts, size = [], 0
     except _Undecodable as bad:
-        yield Pieces(file, tuple(texts), number, 0)
-        yield Refusal(_not_utf8(file, bad.position, bad.byte), stream.consumed - told)
+        yield TextPieces(file, tuple(texts), number, 0)
+        yield Refusal(_not_utf8(file, bad.position, bad.byte), stream.consumed - reported)
     except TruncatedError as damage:
-        yield Pieces(file, tuple(texts), number, 0)
-        yield Refusal(Rejected(str(file.path), str(damage)), stream.consumed - told)
+        yield TextPieces(file, tuple(texts), number, 0)
+        yield Refusal(Rejected(str(file.path), str(damage)), stream.consumed - reported)
     else:
-        yield Pieces(file, tuple(texts), number, stream.consumed - told)
+        yield TextPieces(file, tuple(texts), number, stream.consumed - reported)
 
 
 class _Undecodable(Exception):
@@ -114,11 +114,11 @@ def _decoded(file: Input, stream: ByteStream) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     start, first = 0, True
     for block, last in _and_last(stream):
-        held = len(decoder.getstate()[0])
+        buffered = len(decoder.getstate()[0])
         try:
             text = decoder.decode(block, last)
         except UnicodeDecodeError as error:
-            raise _Undecodable(start - held + error.start, error.object[error.start]) from None
+            raise _Undecodable(start - buffered + error.start, error.object[error.start]) from None
         start += len(block)
         yield text.removeprefix("\ufeff") if first else text
         first = first and not text
@@ -144,16 +144,16 @@ def cut_text(blocks: Iterable[str]) -> Iterator[str]:
 
 
 def _lines(blocks: Iterable[str]) -> Iterator[str]:
-    """The lines with their endings; one beyond the most a piece may hold comes in parts."""
+    """The lines with their endings; one longer than a piece may be is split."""
     rest = ""
     for block in blocks:
         *lines, rest = (rest + block).splitlines(keepends=True) or [""]
         for line in lines:
             yield from _parts(line)
-        # The last line may go on, were it only with the \n of a \r\n: what surely is a part of it goes.
-        sure = (len(rest) - 1) // _PIECE_MOST * _PIECE_MOST if rest else 0
-        yield from _parts(rest[:sure])
-        rest = rest[sure:]
+        # The last line may go on in the next block, be it only with the \n of a \r\n: full parts are yielded.
+        full = (len(rest) - 1) // _PIECE_MOST * _PIECE_MOST if rest else 0
+        yield from _parts(rest[:full])
+        rest = rest[full:]
     yield from _parts(rest)
 
 
@@ -162,7 +162,7 @@ def _parts(line: str) -> Iterator[str]:
         yield line[start : start + _PIECE_MOST]
 
 
-def _place(file: Input, text: str) -> str:
+def _location(file: Input, text: str) -> str:
     """The file, and the line of the first NUL where there is one."""
     nul = text.find("\x00")
     return str(file.path) if nul < 0 else f"{file.path}:{text.count(chr(10), 0, nul) + 1}"

@@ -1,1 +1,1 @@
-"""How do tokens lie in files: ours, and those of other programs?"""
+"""Token files: our layout, and those of other programs."""

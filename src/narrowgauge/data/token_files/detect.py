@@ -1,4 +1,4 @@
-"""Which layout is a token file in? Its content says so, never its name.
+"""Which layout is a token file in? Its content decides, not its name.
 
 | layout         | begins with                | the id between documents  | vocabulary              |
 |----------------|----------------------------|---------------------------|-------------------------|
@@ -7,9 +7,9 @@
 | llmq           | `BIN.TOK\\n`                | stands behind             | not stated in full      |
 | bare (nanoGPT) | a token: uint16, no header | stands behind             | not stated              |
 
-modded-nanogpt's files are llm.c's. A file is bare if it has an even number of bytes and is none of the
-others, nor text, nor of a kind that is known by its first bytes (compressed, parquet, pickled ...), and if
-its numbers repeat themselves as those of a text do: fewer than half of them are different.
+modded-nanogpt's files are llm.c's. A file is bare if it has an even number of bytes, is none of the others,
+no text, of no format that is recognised by its first bytes (compressed, parquet, pickled ...), and if its
+numbers repeat as those of a text do: fewer than half of them are different.
 
 Every file is mapped, and none is executed or unpickled.
 """
@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from narrowgauge.data.signatures import PICKLE, ZIP, LlmcMagic
 from narrowgauge.data.token_files.llmq import MAGIC as LLMQ_MAGIC
 from narrowgauge.data.token_files.llmq import open_llmq
 from narrowgauge.data.token_files.megatron import is_megatron_index, open_megatron
@@ -29,27 +30,18 @@ from narrowgauge.data.token_files.token_file import HEADER_BYTES, Tokens, open_t
 from narrowgauge.data.token_files.token_stream import Bits
 
 BARE = "bare uint16"
-_LLM_C = {20240520: "llm.c uint16", 20240801: "llm.c uint32"}
-_LLM_C_OTHERS = {
-    20240326: "a GPT-2 model",
-    20240327: "a debug state",
-    20240328: "a tokenizer",
-    20240522: "an evaluation",
-    20240527: "a training state",
-    20240803: "a Llama 3 model",
-}
+_LLM_C = {LlmcMagic.TOKENS: "llm.c uint16", LlmcMagic.LLAMA3_TOKENS: "llm.c uint32"}
 # gzip, zstd, bzip2, xz, zip, parquet, PNG, JPEG, PDF, ELF, numpy, HDF5, SQLite, UTF-16 of either order
 _NOT_TOKENS: tuple[bytes, ...] = (
     b"\x1f\x8b",
     b"\x28\xb5\x2f\xfd",
     b"BZh",
     b"\xfd7zXZ",
-    b"PK\x03\x04",
+    ZIP,
     b"PAR1",
 )
 _NOT_TOKENS += (b"\x89PNG", b"\xff\xd8\xff", b"%PDF", b"\x7fELF", b"\x93NUMPY", b"\x89HDF", b"SQLite")
 _NOT_TOKENS += (b"\xff\xfe", b"\xfe\xff")
-_PICKLED = tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5))
 _PRINTABLE = bytes([9, 10, 13, *range(32, 127)])
 _SAMPLE_BYTES = 1 << 16
 _FEW = 4096  # too few bytes to judge by repetition
@@ -57,9 +49,17 @@ _FEW = 4096  # too few bytes to judge by repetition
 
 @dataclass(frozen=True, eq=False)
 class OpenFile:
-    """A token file: its ids, mapped; and what its layout says of documents, targets and vocabulary.
+    """A token file: its ids, mapped, and what its layout states about documents, targets and vocabulary.
 
-    `files` are all that belong to it; `vocabulary` is (size, id between documents) if the layout states it.
+    Attributes:
+        path: The file with the ids.
+        layout: Name of the layout.
+        tokens: The ids.
+        files: All files that belong to it.
+        boundary_first: Whether the id between documents comes before a document.
+        starts: Positions of the documents, if the layout has an index.
+        target_mask: Which tokens are targets, if the layout has a mask.
+        vocabulary: (size, id between documents), if the layout states them.
     """
 
     path: Path
@@ -68,22 +68,24 @@ class OpenFile:
     files: tuple[Path, ...]
     boundary_first: bool = False
     starts: NDArray[np.int64] | None = None
-    learnt: Bits | None = None
+    target_mask: Bits | None = None
     vocabulary: tuple[int, int] | None = None
 
 
 def layout_of(path: Path) -> str | None:
-    """The layout of the file by its first bytes, its size and its neighbour; None: it is no token file.
+    """The layout of a file, by its first bytes, its size and its .idx; None: it is no token file.
 
-    Errors: `OSError` for a file that cannot be read; `UserError` for one that is nearly a token file.
+    Raises:
+        OSError: the file cannot be read.
+        UserError: it is nearly a token file, but not one that is read.
     """
     with path.open("rb") as file:
         head = file.read(_SAMPLE_BYTES)
     magic = struct.unpack("<i", head[:4])[0] if len(head) >= 4 else 0
-    if magic in _LLM_C:
-        return _LLM_C[magic]
-    if magic in _LLM_C_OTHERS:
-        raise unfit(path, f"it is {_LLM_C_OTHERS[magic]} of llm.c's")
+    if magic in list(LlmcMagic):
+        if (known := LlmcMagic(magic)) not in _LLM_C:
+            raise unfit(path, f"it is {known.description} of llm.c's")
+        return _LLM_C[known]
     if head.startswith(LLMQ_MAGIC):
         return "llmq"
     index = path.with_suffix(".idx")
@@ -99,9 +101,10 @@ def layout_of(path: Path) -> str | None:
 
 
 def open_file(path: Path, layout: str) -> OpenFile:
-    """The tokens of a file of a layout that `layout_of` found.
+    """The tokens of a file in the layout that `layout_of` returned.
 
-    Errors: `UserError` for a file that is not whole or does not keep to its layout.
+    Raises:
+        UserError: the file is incomplete or violates its layout.
     """
     if layout in _LLM_C.values():
         tokens = open_token_file(path, fault=unfit)
@@ -113,16 +116,16 @@ def open_file(path: Path, layout: str) -> OpenFile:
         return OpenFile(files[0], layout, megatron.tokens, files, starts=megatron.starts)
     if layout == "llmq":
         llmq = open_llmq(path)
-        learnt = None if llmq.mask is None else Bits(llmq.mask, len(llmq.tokens))
-        return OpenFile(path, layout, llmq.tokens, (path,), learnt=learnt)
+        mask = None if llmq.mask is None else Bits(llmq.mask, len(llmq.tokens))
+        return OpenFile(path, layout, llmq.tokens, (path,), target_mask=mask)
     assert layout == BARE
     mapped: Tokens = np.memmap(path, dtype="<u2", mode="r")
     return OpenFile(path, layout, mapped, (path,))
 
 
 def _is_known(path: Path, head: bytes) -> bool:
-    """Whether the first bytes tell another kind; a pickle begins as tokens may, and ends on a dot."""
-    if head.startswith(_PICKLED):
+    """Whether it is a file of another format; a pickle may begin like tokens, but it ends in a dot."""
+    if head.startswith(PICKLE):
         with path.open("rb") as file:
             file.seek(-1, 2)
             return file.read() == b"."
@@ -130,12 +133,12 @@ def _is_known(path: Path, head: bytes) -> bool:
 
 
 def _is_text(head: bytes) -> bool:
-    """Whether the bytes are text, be it with stray control characters or of an old 8-bit kind."""
+    """Whether the bytes are text, even with stray control characters or in an old 8-bit encoding."""
     if len(head.translate(None, _PRINTABLE)) < len(head) / 5:
         return True
     controls = sum(byte < 9 for byte in head)
-    whole = head.decode("utf-8", "ignore").encode("utf-8")  # the last character may be cut
-    return controls < len(head) / 100 and len(whole) > len(head) - 4
+    valid = head.decode("utf-8", "ignore").encode("utf-8")  # the last character may be incomplete
+    return controls < len(head) / 100 and len(valid) > len(head) - 4
 
 
 def _repeats(head: bytes) -> bool:

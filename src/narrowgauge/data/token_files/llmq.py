@@ -1,6 +1,4 @@
-"""How does llmq keep tokens?
-
-In one file, all little-endian:
+"""llmq's token files: one file, all numbers little-endian.
 
 | bytes       | content                                                                                 |
 |-------------|-----------------------------------------------------------------------------------------|
@@ -28,14 +26,18 @@ MAGIC = b"BIN.TOK\n"
 
 @dataclass(frozen=True, eq=False)
 class LlmqFile:
-    """The tokens and the mask's bytes, mapped and read-only; None where there is no mask."""
+    """The tokens and the bytes of the mask (None without one), mapped and read-only."""
 
     tokens: Tokens
     mask: NDArray[np.uint8] | None
 
 
 def open_llmq(path: Path) -> LlmqFile:
-    """The tokens of an llmq file. Errors: `UserError` for a header or a length that is not of this layout."""
+    """The tokens of an llmq file.
+
+    Raises:
+        UserError: its header or its length is not that of the layout.
+    """
     with path.open("rb") as file:
         raw = file.read(HEADER_BYTES)
     if len(raw) < HEADER_BYTES:

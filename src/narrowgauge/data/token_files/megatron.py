@@ -1,7 +1,7 @@
-"""How does Megatron keep tokens?
+"""Megatron's token files: two files that share a name.
 
-In two files that share a name. NAME.bin holds the ids of all sequences end to end, without any header.
-NAME.idx says where they are, all little-endian and without padding:
+NAME.bin holds the concatenated ids of all sequences, without any header. NAME.idx says where they are, all
+little-endian and without padding:
 
 | bytes          | content                                                                              |
 |----------------|--------------------------------------------------------------------------------------|
@@ -15,11 +15,11 @@ NAME.idx says where they are, all little-endian and without padding:
 | 8 D bytes      | int64 number of each document's first sequence; the first is 0, the last is S        |
 | S bytes        | int8 mode of each sequence: in multimodal files only, and not read here              |
 
-Codes: 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16. Codes 6 and 7 are floats, in two orders by
-version; tokens are whole numbers, so both are refused. Written are uint16 for vocabularies below 65500, else
-int32.
+Codes: 1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 8 uint16. Codes 6 and 7 are float types whose order depends
+on the version; tokens are integers, so both are refused. `write_megatron` writes uint16 for vocabularies
+below 65500, else int32.
 
-The end-of-document id, where there is one (`--append-eod`), stands *after* its document.
+The end-of-document id, if there is one (`--append-eod`), comes *after* its document.
 
 Source: `megatron/core/datasets/indexed_dataset.py` of github.com/NVIDIA/Megatron-LM.
 """
@@ -34,9 +34,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from narrowgauge.data.preparation.publish import whole_file
 from narrowgauge.data.token_files.token_file import Tokens, unfit
 from narrowgauge.errors import UserError
+from narrowgauge.files import staged_file
 
 MAGIC = b"MMIDIDX\0\0"
 _LEGACY_MAGIC = b"TNTIDX\0\0"
@@ -57,7 +57,7 @@ class MegatronFile:
 
 
 def is_megatron_index(path: Path) -> bool:
-    """Whether the file begins as an .idx of Megatron's, the old layout included."""
+    """Whether the file begins as Megatron's .idx, the old layout included."""
     with path.open("rb") as file:
         return file.read(len(MAGIC)).startswith((MAGIC, _LEGACY_MAGIC))
 
@@ -65,7 +65,8 @@ def is_megatron_index(path: Path) -> bool:
 def open_megatron(path: Path) -> MegatronFile:
     """The tokens of `path`, which is NAME.bin or NAME.idx.
 
-    Errors: `UserError` for an index that is damaged, of another layout or dtype, or does not fit its .bin.
+    Raises:
+        UserError: the index is damaged, of another layout or dtype, or does not fit its .bin.
     """
     index, data = path.with_suffix(".idx"), path.with_suffix(".bin")
     try:
@@ -92,15 +93,26 @@ def open_megatron(path: Path) -> MegatronFile:
 
 
 def write_megatron(stem: Path, documents: Iterable[NDArray[Any]], vocab_size: int) -> tuple[Path, Path]:
-    """Write STEM.bin and STEM.idx, one sequence for each document; returns both paths.
+    """Write STEM.bin and STEM.idx, one sequence for each document.
 
-    Documents are ids in [0, vocab_size), the end-of-document id last, where Megatron expects it. The .idx
-    appears last, so a pair whose .idx is there is whole. Errors: `UserError` for too long a document.
+    The .idx appears last, so a pair with an .idx is complete.
+
+    Args:
+        stem: The path without the suffix.
+        documents: Ids in [0, vocab_size), each document with the end-of-document id last, as Megatron
+            expects.
+        vocab_size: Decides the dtype.
+
+    Returns:
+        The paths of both files.
+
+    Raises:
+        UserError: a document is too long for the layout.
     """
     dtype = np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
     data, index = (stem.with_name(stem.name + suffix) for suffix in (".bin", ".idx"))
     lengths = array("i")
-    with whole_file(data) as file:
+    with staged_file(data) as file:
         for document in documents:
             assert document.size == 0 or (document.min() >= 0 and document.max() < vocab_size)
             if document.size > _LARGEST_LENGTH:
@@ -111,7 +123,7 @@ def write_megatron(stem: Path, documents: Iterable[NDArray[Any]], vocab_size: in
     end_S = np.cumsum(length_S, dtype="<i8") * dtype.itemsize
     place_S = end_S - length_S.astype("<i8") * dtype.itemsize
     code = next(code for code, known in _DTYPES.items() if known == dtype)
-    with whole_file(index) as file:
+    with staged_file(index) as file:
         file.write(_FIXED.pack(MAGIC, 1, code, len(length_S), len(length_S) + 1))
         for part in (length_S, place_S, np.arange(len(length_S) + 1, dtype="<i8")):
             file.write(part.tobytes())
@@ -130,8 +142,8 @@ def _index(
     if version != 1:
         raise unfit(path, f"its version is {version}, and 1 is the one that is known")
     if code not in _DTYPES:
-        kind = "floating-point numbers" if code in (6, 7) else "of no known kind"
-        raise unfit(path, f"its dtype code {code} says that the ids are {kind}, and ids are whole numbers")
+        dtype = "floating-point numbers" if code in (6, 7) else "of no known kind"
+        raise unfit(path, f"its dtype code {code} says that the ids are {dtype}, and ids are whole numbers")
     right = _FIXED.size + 12 * sequences + 8 * documents
     if len(raw) == right + sequences and sequences:
         raise unfit(path, "it has a mode for each sequence, as files of text and images have")

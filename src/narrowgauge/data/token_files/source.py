@@ -1,22 +1,22 @@
-"""Where do tokens come from that somebody else has made?
+"""Token files of other programs as training data.
 
-From a source that is a token file, a directory or a glob; Megatron's two files also go by the name that they
-share, without a suffix. In a directory the files that end in .bin are looked at, those in folders below are
-not; what is in them decides (`layouts`). All of a source's files are in one layout; they are read in the
-order of their names, end to end.
+A source is a token file, a directory or a glob; Megatron's two files may also be named by their common name
+without a suffix. In a directory the files that end in .bin are examined, those in folders below are not;
+their content decides (`detect.py`). All files of a source are in one layout; they are read in the order of
+their names, one after the other.
 
-**Held out** is, by the first rule that finds something:
+**Held out** is, by the first rule that matches:
 
-1. of a directory or a glob: the files with `val`, `valid`, `validation` or `eval` as a word of their name
-   (`fineweb_val_000000.bin`); those with `test` are left alone;
-2. of a file or a glob with the word `train` in its name: what the name with `val` in that place leads to;
-3. the last tenth of the tokens, but no more than 10 million, from a document's start on if one is near.
+1. in a directory or a glob: the files with `val`, `valid`, `validation` or `eval` as a word of their name
+   (`fineweb_val_000000.bin`); those with `test` are not used;
+2. for a file or a glob with the word `train` in its name: the files of the same name with `val` instead;
+3. the last tenth of the tokens, but no more than 10 million, from the start of a document on if one is near.
 
-**The tokenizer** is the one named, or that of the files' folder. Else ids stand for themselves (`ids-N`),
+**The tokenizer** is the one named, or that of the files' folder. Otherwise ids are their own text (`ids-N`),
 with the vocabulary that the layout states; or GPT-2's, if the largest id is its end of text, 50256. Anything
 else is refused: a guess would be a silent wrong start.
 
-All files are read through once, for their digest and their largest id (`token_statistics`).
+All files are read once, for their digest and their largest id (`token_statistics`).
 """
 
 import glob
@@ -27,8 +27,8 @@ from pathlib import Path
 
 import numpy as np
 
-from narrowgauge.data.preparation.corpus_builder import Progress
-from narrowgauge.data.sources.paths import kind_of
+from narrowgauge.data.cache import Progress
+from narrowgauge.data.sources.paths import file_type
 from narrowgauge.data.token_files.detect import BARE, OpenFile, layout_of, open_file
 from narrowgauge.data.token_files.statistics import token_statistics
 from narrowgauge.data.token_files.token_file import check_ids, unfit
@@ -46,7 +46,7 @@ _GPT2_SIZE = 50257
 
 @dataclass(frozen=True, eq=False)
 class TokenSource:
-    """Both parts of somebody's tokens, the tokenizer they go with, and what names them."""
+    """The training and held-out tokens of a source, their tokenizer, and the digest that names them."""
 
     tokenizer: Tokenizer
     train: TokenStream
@@ -57,7 +57,8 @@ class TokenSource:
 def token_files(source: str) -> tuple[list[Path], list[Path]] | None:
     """The files of a source to train on and those held out (none: the tail); None: it holds no tokens.
 
-    Errors: `UserError` for a glob that leads to tokens and to other files, and for damaged files.
+    Raises:
+        UserError: a glob leads to tokens and to other files, or a file is damaged.
     """
     path = Path(source).expanduser()
     try:
@@ -85,10 +86,17 @@ def token_files(source: str) -> tuple[list[Path], list[Path]] | None:
 def open_token_source(
     source: str, files: tuple[list[Path], list[Path]], tokenizer: str | None, report: Progress
 ) -> TokenSource:
-    """The tokens of `token_files(source)`, under the tokenizer of that name; None: the one they come with.
+    """Open the token files of a source.
 
-    Errors: `UserError` for files that do not go together, a vocabulary that is not known, an id beyond it, a
-    mask that leaves nothing to learn.
+    Args:
+        source: The source as the user named it.
+        files: The result of `token_files(source)`.
+        tokenizer: Name of the tokenizer; None = the one they come with.
+        report: Called as bytes are read.
+
+    Raises:
+        UserError: the files are in several layouts, the vocabulary is unknown, an id is beyond it, or a mask
+            leaves no targets.
     """
     train, val = ([open_file(path, str(layout_of(path))) for path in part] for part in files)
     opened = train + val
@@ -97,26 +105,26 @@ def open_token_source(
             f"data source {source!r} mixes layouts: {opened[0].path} is {opened[0].layout} and {other.path} "
             f"is {other.layout}; make two sources of it, separated by a comma"
         )
-    found = [token_statistics(file, report) for file in opened]
-    largest = max(one.largest for one in found)
-    the_tokenizer, boundaries = _tokenizer(source, opened[0], tokenizer, largest)
-    for file, one in zip(opened, found, strict=True):
-        if one.smallest < 0 or one.largest >= the_tokenizer.vocab_size:
-            check_ids(file.path, file.tokens, the_tokenizer.vocab_size, unfit)
-    text = "\n".join(["tokens", the_tokenizer.digest, *(one.sha256 for one in found), f"{len(val)} held out"])
-    digest = hashlib.sha256(text.encode()).hexdigest()
+    statistics = [token_statistics(file, report) for file in opened]
+    largest = max(one.largest for one in statistics)
+    chosen, boundaries = _tokenizer(source, opened[0], tokenizer, largest)
+    for file, one in zip(opened, statistics, strict=True):
+        if one.smallest < 0 or one.largest >= chosen.vocab_size:
+            check_ids(file.path, file.tokens, chosen.vocab_size, unfit)
+    facts = ["tokens", chosen.digest, *(one.sha256 for one in statistics), f"{len(val)} held out"]
+    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
     streams = [_stream(part, boundaries) for part in (train, val) if part]
     if len(streams) == 1:
-        streams = [*_tail_apart(streams[0])]
+        streams = [*_split_tail(streams[0])]
     for part, stream in zip(("training", "held-out"), streams, strict=True):
         _require_targets(source, part, stream)
-    return TokenSource(the_tokenizer, streams[0], streams[1], digest)
+    return TokenSource(chosen, streams[0], streams[1], digest)
 
 
 def _is_tokens(path: Path) -> bool:
-    """Whether it holds tokens; where only statistics say so, not if it is named as a text."""
+    """Whether it holds tokens; a bare layout is only a guess, and is not made for a text file's name."""
     layout = layout_of(path)
-    return layout is not None and not (layout == BARE and kind_of(path) is not None)
+    return layout is not None and not (layout == BARE and file_type(path) is not None)
 
 
 def _data_of(path: Path) -> Path:
@@ -131,9 +139,9 @@ def _data_of(path: Path) -> Path:
 
 
 def _matches(pattern: str) -> list[Path]:
-    """The token files that a glob matches, in order; all or none of what it matches, text files apart."""
+    """The token files that a glob matches, in order; apart from text files, all of its files or none."""
     names = sorted(glob.glob(str(Path(pattern).expanduser()), recursive=True))
-    paths = [Path(n) for n in names if Path(n).is_file() and kind_of(Path(n)) is None]
+    paths = [Path(n) for n in names if Path(n).is_file() and file_type(Path(n)) is None]
     paths = list(dict.fromkeys(map(_data_of, paths)))
     is_token = [_is_tokens(path) for path in paths]
     if any(is_token) and not all(is_token):
@@ -165,7 +173,7 @@ def _held_out_name(source: str) -> str:
 def _tokenizer(
     source: str, file: OpenFile, name: str | None, largest: int
 ) -> tuple[Tokenizer, tuple[int, ...]]:
-    """The tokenizer, and the ids that stand between documents."""
+    """The tokenizer, and the ids between documents."""
     stated = file.vocabulary
     if name is not None:
         if name.startswith("bpe-"):
@@ -186,34 +194,34 @@ def _tokenizer(
             f"{largest}; name one with --data.tokenizer FILE, or take the ids as they are with "
             f"--data.tokenizer ids-{largest + 2}"
         )
-    # Llama 3 ends a document with one id, and llm.c puts another between them.
-    also = {stated[1]} if stated and stated[0] == tokenizer.vocab_size else set()
-    return tokenizer, tuple(sorted({tokenizer.end_of_document} | also))
+    # Llama 3 ends a document with one id, and llm.c puts another between documents.
+    of_layout = {stated[1]} if stated and stated[0] == tokenizer.vocab_size else set()
+    return tokenizer, tuple(sorted({tokenizer.end_of_document} | of_layout))
 
 
 def _stream(files: list[OpenFile], boundaries: tuple[int, ...]) -> TokenStream:
-    """The files end to end."""
-    starts, learnt, offset = [], [], 0
+    """The stream of the files, one after the other."""
+    starts, masks, offset = [], [], 0
     for file in files:
         if file.starts is not None:
             starts.append(file.starts + offset)
-        if file.learnt is not None:
-            learnt.append(file.learnt)
+        if file.target_mask is not None:
+            masks.append(file.target_mask)
         offset += len(file.tokens)
-    if learnt and len(learnt) < len(files):
-        unmasked = next(file for file in files if file.learnt is None)
+    if masks and len(masks) < len(files):
+        unmasked = next(file for file in files if file.target_mask is None)
         raise unfit(unmasked.path, "it has no mask, and others of its source have one")
     return TokenStream(
         tuple(file.tokens for file in files),
         boundaries,
         files[0].boundary_first,
         starts=np.concatenate(starts) if starts else None,
-        learnt=tuple(learnt),
+        target_masks=tuple(masks),
     )
 
 
 def _require_targets(source: str, part: str, stream: TokenStream) -> None:
-    """Refuse a mask that leaves nothing to learn: the mean of no losses is no number."""
+    """Refuse a mask that leaves no targets: the mean of no losses is undefined."""
     masks = (stream.ignored(start, min(start + _NEAR, len(stream))) for start in range(0, len(stream), _NEAR))
     if not any(mask is None or not mask.all() for mask in masks):
         raise UserError(
@@ -222,9 +230,9 @@ def _require_targets(source: str, part: str, stream: TokenStream) -> None:
         )
 
 
-def _tail_apart(stream: TokenStream) -> tuple[TokenStream, TokenStream]:
+def _split_tail(stream: TokenStream) -> tuple[TokenStream, TokenStream]:
     """The stream without its tail, and the tail, which is held out."""
     size = len(stream)
     cut = size - min(size // _HELD_OUT_ONE_IN, _HELD_OUT_MOST)
     cut = stream.next_start(cut, min(_NEAR, (size - cut) // 2))
-    return stream.part(0, cut), stream.part(cut, size)
+    return stream.substream(0, cut), stream.substream(cut, size)

@@ -1,8 +1,8 @@
-"""What is in a token file, found once and remembered.
+"""Statistics of token files, computed once and cached.
 
-Its digest, and its smallest and largest id, take one reading of the whole file. That is seconds for
-gigabytes, so the answer is kept in the cache. It holds as long as path, size and time of change are the same,
-and is worked out again in any doubt; a cache that cannot be written costs time only.
+To compute its digest, and its smallest and largest id, all of a file is read. That is seconds for gigabytes,
+so the result is cached. An entry is valid as long as path, size and time of change are the same, and is
+computed again in any doubt; a cache that cannot be written only costs time.
 """
 
 import contextlib
@@ -13,13 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
-from narrowgauge.data.preparation.corpus_builder import Progress
-from narrowgauge.data.preparation.prepare import cache_directory
-from narrowgauge.data.preparation.publish import whole_file
+from narrowgauge.data.cache import Progress, cache_directory
 from narrowgauge.data.token_files.detect import OpenFile
-from narrowgauge.data.token_files.token_file import file_sha256
+from narrowgauge.files import make_directory, sha256_of, write_whole
 
-_CHUNK = 1 << 22  # tokens looked at together
+_CHUNK = 1 << 22  # tokens read together
 
 
 @dataclass(frozen=True)
@@ -32,10 +30,10 @@ class TokenStatistics:
 
 
 def token_statistics(file: OpenFile, report: Progress) -> TokenStatistics:
-    """What is in the file, from the cache where it is known; `report` is told of bytes."""
-    note = cache_directory() / "surveys" / f"{_name(file.files)}.json"
+    """Statistics of the file, from the cache if it has them; `report` is called as bytes are read."""
+    entry = cache_directory() / "surveys" / f"{_name(file.files)}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):
-        known = TokenStatistics(**json.loads(note.read_text(encoding="utf-8")))
+        known = TokenStatistics(**json.loads(entry.read_text(encoding="utf-8")))
         if [type(value) for value in asdict(known).values()] == [str, int, int]:
             return known
     smallest, largest, total = 0, 0, len(file.tokens)
@@ -48,12 +46,11 @@ def token_statistics(file: OpenFile, report: Progress) -> TokenStatistics:
             total * chunk.itemsize,
             "",
         )
-    digests = "\n".join(map(file_sha256, file.files))
+    digests = "\n".join(sha256_of(path, follow_links=True) for path in file.files)
     result = TokenStatistics(hashlib.sha256(digests.encode()).hexdigest(), smallest, largest)
     with contextlib.suppress(OSError):
-        note.parent.mkdir(parents=True, exist_ok=True)
-        with whole_file(note) as out:
-            out.write(json.dumps(asdict(result)).encode("utf-8"))
+        make_directory(entry.parent)
+        write_whole(entry, json.dumps(asdict(result)))
     return result
 
 

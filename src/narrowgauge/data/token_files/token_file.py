@@ -1,6 +1,6 @@
-"""How are tokens kept on disk?
+"""Our token files, in llm.c's layout: llm.c and its descendants read our files, and we read theirs.
 
-In llm.c's layout, so that llm.c and its descendants read our files and we read theirs. All little-endian:
+All numbers are little-endian:
 
 | bytes       | content                                                                                 |
 |-------------|-----------------------------------------------------------------------------------------|
@@ -8,8 +8,8 @@ In llm.c's layout, so that llm.c and its descendants read our files and we read 
 | 1024 to end | the tokens, one after another; before each document its end-of-document id              |
 
 Magic 20240520, version 1: uint16 tokens. Magic 20240801, version 7: uint32 tokens, where the vocabulary has
-more than 65536 ids. The file is exactly 1024 + count x itemsize bytes long. That is checked at every opening,
-since a mapped file that was cut short reads as fewer tokens without a word.
+more than 65536 ids. The file is exactly 1024 + count x itemsize bytes long. That is checked whenever a file
+is opened, since a mapped file that was truncated silently reads as fewer tokens.
 
 llm.c's own loader takes the first kind only, and seeks with an int, so files for it stay below 2 GiB: its
 scripts cut a large corpus into *shards* of 100 million tokens, and so does `write_token_shards`.
@@ -17,7 +17,6 @@ scripts cut a large corpus into *shards* of 100 million tokens, and so does `wri
 Source: `dev/data/data_common.py` and `llmc/dataloader.h` of github.com/karpathy/llm.c.
 """
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,17 +25,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from narrowgauge.data.preparation.publish import whole_file
+from narrowgauge.data.signatures import LlmcMagic
 from narrowgauge.errors import UserError
+from narrowgauge.files import sha256_of, staged_file
 
 HEADER_BYTES = 1024
 MOST_TOKENS = 2**31 - 1  # the count is an int32
 SHARD_TOKENS = 100_000_000
-_CHUNK = 1 << 22  # tokens looked at together when a file is verified
+_CHUNK = 1 << 22  # tokens that are checked together
 
 _DTYPES: dict[tuple[int, int], np.dtype[Any]] = {
-    (20240520, 1): np.dtype("<u2"),
-    (20240801, 7): np.dtype("<u4"),
+    (LlmcMagic.TOKENS, 1): np.dtype("<u2"),
+    (LlmcMagic.LLAMA3_TOKENS, 7): np.dtype("<u4"),
 }
 
 Tokens = NDArray[np.integer[Any]]
@@ -45,7 +45,7 @@ Fault = Callable[[Path, str], UserError]
 
 @dataclass(frozen=True)
 class TokenFile:
-    """What is known of a token file when it was written: its tokens, and the digest of the whole file."""
+    """Facts of a token file when it was written: its number of tokens, and the digest of the file."""
 
     count: int
     sha256: str
@@ -57,12 +57,18 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def write_token_file(path: Path, chunks: Iterable[NDArray[Any]], vocab_size: int) -> TokenFile:
-    """Write the chunks of ids end to end, one at a time in memory; the file appears whole or not at all.
+    """Write the concatenated chunks of ids; the file appears in full or not at all.
 
-    Ids are integers in [0, vocab_size). Errors: `UserError` for more tokens than the layout can count.
+    Args:
+        path: The file.
+        chunks: Integers in [0, vocab_size); one chunk at a time is in memory.
+        vocab_size: Decides the dtype.
+
+    Raises:
+        UserError: there are more tokens than the layout can count.
     """
     dtype, count = token_dtype(vocab_size), 0
-    with whole_file(path) as file:
+    with staged_file(path) as file:
         file.write(bytes(HEADER_BYTES))  # the count is known at the end
         for chunk in chunks:
             assert chunk.size == 0 or (chunk.min() >= 0 and chunk.max() < vocab_size)
@@ -74,7 +80,7 @@ def write_token_file(path: Path, chunks: Iterable[NDArray[Any]], vocab_size: int
                 )
         file.seek(0)
         file.write(_header(dtype, count))
-    return TokenFile(count, file_sha256(path))
+    return TokenFile(count, sha256_of(path))
 
 
 def write_token_shards(
@@ -86,7 +92,10 @@ def write_token_shards(
 ) -> list[Path]:
     """Write the chunks of ids as STEM_000000.bin, STEM_000001.bin ... of `shard_tokens` each but the last.
 
-    Errors: as `write_token_file`.
+    Other arguments are those of `write_token_file`.
+
+    Returns:
+        The paths of the files, in order.
     """
     assert 1 <= shard_tokens <= MOST_TOKENS
     source = (chunk for chunk in chunks if chunk.size)
@@ -111,8 +120,14 @@ def write_token_shards(
 def open_token_file(path: Path, expected: TokenFile | None = None, fault: Fault | None = None) -> Tokens:
     """The tokens of `path`, mapped and read-only: uint16 or uint32 of shape (count,).
 
-    Errors: `UserError` for a file that is not of this layout, has another length than its header says, or
-    another count than `expected`; `fault` words it, by default for a file of ours.
+    Args:
+        path: The file.
+        expected: The facts it was written with; None = unknown.
+        fault: Makes the error of a path and a reason; by default that for a file of ours.
+
+    Raises:
+        UserError: the file is not in this layout, its length does not agree with its header, or its count is
+            not the expected one.
     """
     fault = fault or damaged
     dtype, count = _read_header(path, fault)
@@ -127,18 +142,23 @@ def open_token_file(path: Path, expected: TokenFile | None = None, fault: Fault 
 
 
 def verify_token_file(path: Path, expected: TokenFile, vocab_size: int) -> None:
-    """Read all of `path` and compare it with what was written.
+    """Read all of `path` and compare it with the facts it was written with.
 
-    Errors: `UserError` as for `open_token_file`, for another digest, and for an id beyond the vocabulary.
+    Raises:
+        UserError: as `open_token_file`; the digest is another one, or an id is beyond the vocabulary.
     """
     tokens = open_token_file(path, expected)
     check_ids(path, tokens, vocab_size)
-    if file_sha256(path) != expected.sha256:
+    if sha256_of(path, follow_links=True) != expected.sha256:
         raise damaged(path, "its sha256 is not the one it was written with")
 
 
 def check_ids(path: Path, tokens: Tokens, vocab_size: int, fault: Fault | None = None) -> None:
-    """Refuse, with a `UserError` that names the position, the first id that is not in [0, vocab_size)."""
+    """Check that all ids are in [0, vocab_size).
+
+    Raises:
+        UserError: with the position of the first that is not.
+    """
     for start in range(0, len(tokens), _CHUNK):
         chunk = np.asarray(tokens[start : start + _CHUNK])
         beyond = (chunk >= vocab_size) | (chunk < 0)
@@ -150,14 +170,8 @@ def check_ids(path: Path, tokens: Tokens, vocab_size: int, fault: Fault | None =
             )
 
 
-def file_sha256(path: Path) -> str:
-    """The hexadecimal sha256 of the file, as the command `sha256sum` prints it."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def damaged(path: Path, what: str) -> UserError:
-    """The error for a prepared file that is not as it was written, with the way out."""
+    """The error for a prepared file that has changed since it was written, with the way out."""
     return UserError(
         f"{path} is damaged: {what}; delete the directory {path.parent} and prepare it again, "
         "as the same line then does"
@@ -165,7 +179,7 @@ def damaged(path: Path, what: str) -> UserError:
 
 
 def unfit(path: Path, what: str) -> UserError:
-    """The error for a token file of someone else's that cannot be read, with the way out."""
+    """The error for a token file of another program that cannot be read, with the way out."""
     return UserError(f"{path} cannot be read as tokens: {what}; bring the file again, or make it anew")
 
 

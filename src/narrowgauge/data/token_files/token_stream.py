@@ -1,14 +1,15 @@
-"""What is a stream of tokens, and where do its documents begin?
+"""Streams of tokens, and the documents in them.
 
-A stream is the tokens of one file, or of several end to end, or a part of them. It is read by position and
-never held in memory: its pieces are mapped files.
+A stream is the tokens of one file, of several files one after the other, or of a range of them. It is read by
+position and never held in memory: its arrays are mapped files.
 
-A *document* begins where an index says so (Megatron's), or, without one, at a boundary id: at the id itself
-if the layout puts it before a document (llm.c's, ours), at the token after it if behind (nanoGPT's, llmq's).
-A model may be asked to keep documents apart. Then a token sees its own document only, and its position is
-counted from that document's start; positions alone say it all: token i sees exactly the last position(i) + 1.
+A *document* begins at a position of the index (Megatron's), or, without one, at a boundary id: at the id
+itself if the layout puts it before a document (llm.c's, ours), at the token after it if it comes after
+(nanoGPT's, llmq's). A model may be trained with separate documents. Then a token attends to its own document
+only, and its position is counted from the start of that document. The positions define the attention mask:
+token i attends to exactly the last position(i) + 1 tokens.
 
-Some files say of each token whether it is to be learnt (llmq's mask). Other targets are IGNORED.
+Some files have a mask of the tokens that are targets (llmq's). Other targets are IGNORED.
 """
 
 from bisect import bisect_right
@@ -42,41 +43,46 @@ class Bits:
 
 @dataclass(frozen=True, eq=False)
 class TokenStream:
-    """Tokens, read by position; `first` and `last` bound the part of the pieces that it is.
+    """Tokens, read by position.
 
-    `boundaries` are the ids between documents, `boundary_first` whether one stands before its document;
-    `starts` are the positions of documents in the pieces, where an index has them; `learnt` goes with the
-    pieces, one bit a token, and is empty where every token is to be learnt.
+    Attributes:
+        arrays: The tokens of the files, in order.
+        boundaries: The ids between documents.
+        boundary_first: Whether a boundary id comes before its document.
+        starts: Positions of the documents in the concatenated arrays, if there is an index.
+        target_masks: One bit for each token of each array, set for a target; () = every token is a target.
+        first: Position of the stream's first token in the concatenated arrays.
+        last: Position after its last token; None = the end.
     """
 
-    pieces: tuple[Tokens, ...]
+    arrays: tuple[Tokens, ...]
     boundaries: tuple[int, ...] = ()
     boundary_first: bool = True
     starts: NDArray[np.int64] | None = None
-    learnt: tuple[Bits, ...] = ()
+    target_masks: tuple[Bits, ...] = ()
     first: int = 0
     last: int | None = None
 
     @cached_property
     def _offsets(self) -> list[int]:
-        """Where each piece begins, and where the last ends."""
-        return [0, *accumulate(map(len, self.pieces))]
+        """Where each array begins, and where the last ends."""
+        return [0, *accumulate(map(len, self.arrays))]
 
     def __len__(self) -> int:
         return (self._offsets[-1] if self.last is None else self.last) - self.first
 
     def __getitem__(self, part: slice) -> NDArray[np.integer[Any]]:
-        """The tokens at a range of positions, in an array of their own dtype."""
+        """The tokens at a range of positions, in an array of the dtype of the file."""
         start, stop, _ = part.indices(len(self))
-        return self._read(self.pieces, start, stop)
+        return self._read(self.arrays, start, stop)
 
-    def part(self, start: int, stop: int) -> "TokenStream":
+    def substream(self, start: int, stop: int) -> "TokenStream":
         """The stream of the tokens at `start` to `stop` - 1."""
         assert 0 <= start <= stop <= len(self)
         return replace(self, first=self.first + start, last=self.first + stop)
 
     def positions(self, start: int, row: NDArray[Any]) -> NDArray[np.int64]:
-        """Of each token of `row`, read at `start`: how many of its document stand before it in the row."""
+        """Position of each token in its document, counted from the start of the row at the earliest."""
         begins = self._begins(start, row)
         number_T = np.arange(len(row), dtype=np.int64)
         begin_T = np.zeros_like(number_T)
@@ -84,28 +90,27 @@ class TokenStream:
         return number_T - np.maximum.accumulate(begin_T)
 
     def ignored(self, start: int, stop: int) -> NDArray[np.bool_] | None:
-        """Which of these tokens are not to be learnt as targets; None: all are."""
-        return self._read(self.learnt, start, stop) == 0 if self.learnt else None
+        """Which of these tokens are not targets; None: all are."""
+        return self._read(self.target_masks, start, stop) == 0 if self.target_masks else None
 
     def documents(self, at_once: int = 1 << 20) -> Iterator[NDArray[Any]]:
         """Each document without the ids between documents; about `at_once` tokens are in memory."""
         parts = list[NDArray[Any]]()
         for start in range(0, len(self), at_once):
-            before = max(
-                start - 1, 0
-            )  # a boundary at the end of the last row begins one at the start of this
+            # A boundary at the end of the last row begins a document at the start of this one.
+            before = max(start - 1, 0)
             row = self[before : start + at_once]
             begins = self._begins(before, row) - (start - before)
             row = row[start - before :]
             edges = [0, *begins[begins >= 0].tolist(), len(row)]
             for number, (a, b) in enumerate(pairwise(edges)):
                 if parts and number > 0:
-                    yield self._inside(np.concatenate(parts))
+                    yield self._without_boundaries(np.concatenate(parts))
                     parts = []
                 if b > a:
                     parts.append(row[a:b])
         if parts:
-            yield self._inside(np.concatenate(parts))
+            yield self._without_boundaries(np.concatenate(parts))
 
     def next_start(self, start: int, within: int) -> int:
         """The first position from `start` on at which a document begins; `start` itself if none is near."""
@@ -113,7 +118,7 @@ class TokenStream:
         position = self.positions(start, self[start:stop])
         begins = np.flatnonzero(position == 0)
         if len(begins) and begins[0] == 0 and not self._begins_at(start):
-            begins = begins[1:]  # the first of a row counts from 0 in any case
+            begins = begins[1:]  # the position of the first token of a row is always 0
         return start + int(begins[0]) if len(begins) else start
 
     def _begins(self, start: int, row: NDArray[Any]) -> NDArray[np.int64]:
@@ -125,8 +130,8 @@ class TokenStream:
         begins = np.flatnonzero(np.isin(row, self.boundaries)) + (not self.boundary_first)
         return begins[begins < len(row)]
 
-    def _inside(self, document: NDArray[Any]) -> NDArray[Any]:
-        """A document without a boundary id in front or behind."""
+    def _without_boundaries(self, document: NDArray[Any]) -> NDArray[Any]:
+        """A document without a boundary id at its start or end."""
         begin = int(document[0] in self.boundaries)
         end = len(document) - int(len(document) > begin and document[-1] in self.boundaries)
         return document[begin:end]
@@ -136,13 +141,13 @@ class TokenStream:
             return True
         return bool(self.positions(position - 1, self[position - 1 : position + 1])[1:2].tolist() == [0])
 
-    def _read(self, pieces: Sequence[Any], start: int, stop: int) -> NDArray[Any]:
+    def _read(self, arrays: Sequence[Any], start: int, stop: int) -> NDArray[Any]:
         start, stop = start + self.first, stop + self.first
-        number = bisect_right(self._offsets, start, hi=len(pieces)) - 1
+        number = bisect_right(self._offsets, start, hi=len(arrays)) - 1
         parts = []
         while start < stop:
             begin, end = self._offsets[number : number + 2]
-            parts.append(pieces[number][start - begin : min(stop, end) - begin])
+            parts.append(arrays[number][start - begin : min(stop, end) - begin])
             start, number = end, number + 1
         if len(parts) == 1:
             return np.asarray(parts[0])
@@ -151,7 +156,7 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Several streams, each with its share of every `order.BLOCK` samples; one alone may have any share."""
+    """Streams with the share of each in `sample_order.BLOCK` samples; one alone may have any share."""
 
     streams: tuple[TokenStream, ...]
     shares: tuple[int, ...]
@@ -162,7 +167,7 @@ class Mixture:
 
 
 def as_mixture(tokens: "Mixture | TokenStream | Tokens") -> Mixture:
-    """The tokens as a mixture: what a loader reads."""
+    """The tokens as a mixture, which loaders read."""
     if isinstance(tokens, Mixture):
         return tokens
     stream = tokens if isinstance(tokens, TokenStream) else TokenStream((tokens,))

@@ -1,4 +1,4 @@
-"""How do others keep a tokenizer on disk? Three ways are read here, told apart by what is in the file.
+"""The tokenizer files of other programs: three formats, recognised by the content of the file.
 
 | kind           | files                          | content                                                  |
 |----------------|--------------------------------|----------------------------------------------------------|
@@ -9,11 +9,11 @@
 
 In the first two a byte of a token is written as one printable character (`byte_characters`).
 
-**tiktoken's rule** for a piece of text: take it whole if it is a token; otherwise start from its bytes and
-again and again join the two neighbours that together make the token of the lowest rank. A BPE does the same
-if its merges are all the ways to put a token together from two others, in the order of the token's rank, and
-if it looks for whole pieces first. How text is cut into pieces, and which ids are special, the file does not
-say; both belong to the encoding, which is known by its number of ranks:
+**tiktoken's rule** for a piece of text: if it is a token, that is its id; otherwise start from its bytes and
+repeatedly join the two neighbours that together make the token of the lowest rank. A BPE does the same if its
+merges are all ways to make a token of two others, in the order of the token's rank, and if it looks for
+complete pieces first. How text is cut into pieces, and which ids are special, is not in the file; both belong
+to the encoding, which is recognised by its number of ranks:
 
 | ranks   | encoding        | special tokens                              | end of a document           |
 |---------|-----------------|---------------------------------------------|-----------------------------|
@@ -48,7 +48,7 @@ _KINDS = "tokenizer.json, GPT-2's vocab.json with its merges.txt, or a tiktoken 
 
 @dataclass(frozen=True)
 class _Encoding:
-    """What a tiktoken file leaves out: how text is cut into pieces, and the special tokens."""
+    """The facts that a tiktoken file lacks: how text is cut into pieces, and the special tokens."""
 
     pattern: str
     special: dict[str, int]
@@ -89,32 +89,36 @@ _ENCODINGS = {
 
 
 def tokenizer_files(path: Path) -> tuple[Path, ...]:
-    """The files that make up the tokenizer at `path`, which is a file or a folder; () where there is none.
+    """The files that make up the tokenizer at `path`, which is a file or a folder; () if there is none.
 
-    For GPT-2's kind these are two, whichever of them is named. Errors: `UserError` where one is missing.
+    Those of GPT-2's format are two, whichever of them is named.
+
+    Raises:
+        UserError: one of two files is missing.
     """
     if path.is_dir():
         names = [TOKENIZER_FILE, *(pair[0] for pair in _PAIRS), "tokenizer.model"]
-        found = [path / name for name in names if (path / name).is_file()] or sorted(path.glob("*.tiktoken"))
-        return tokenizer_files(found[0]) if found else ()
+        files = [path / name for name in names if (path / name).is_file()] or sorted(path.glob("*.tiktoken"))
+        return tokenizer_files(files[0]) if files else ()
     if not path.is_file():
         return ()
-    for first, second in _PAIRS:
-        for own, other in ((first, second), (second, first)):
-            if path.name.endswith(own):
-                partner = path.with_name(path.name.removesuffix(own) + other)
-                if not partner.is_file():
+    for pair in _PAIRS:
+        for ending, other in (pair, pair[::-1]):
+            if path.name.endswith(ending):
+                stem = path.name.removesuffix(ending)
+                if not path.with_name(stem + other).is_file():
                     raise UserError(
-                        f"{path} is half of a tokenizer: there is no {partner.name} beside it; bring it there"
+                        f"{path} is half of a tokenizer: there is no {stem + other} beside it; bring it there"
                     )
-                return (path, partner) if own == first else (partner, path)
+                return path.with_name(stem + pair[0]), path.with_name(stem + pair[1])
     return (path,)
 
 
 def read_library(path: Path) -> Library:
-    """The tokenizer in the file or folder `path`, of any of the three kinds.
+    """The tokenizer in the file or folder `path`, in any of the three formats.
 
-    Errors: `UserError` for what is missing, unreadable, or none of them.
+    Raises:
+        UserError: it is missing, unreadable, or in none of them.
     """
     try:
         files = tokenizer_files(path)
@@ -136,7 +140,7 @@ def read_library(path: Path) -> Library:
 
 
 def byte_characters() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary, by byte.
+    """The character for each byte in a byte-level vocabulary, by byte.
 
     Printable Latin-1 characters stand for themselves; the other 68 bytes take the characters from U+0100 on.
     """
@@ -169,7 +173,7 @@ def _tiktoken(content: bytes) -> Library:
     if encoding is None:
         known = ", ".join(map(str, _ENCODINGS))
         raise ValueError(
-            f"it has {len(ranks)} ranks, and which encoding that is nobody knows (known: {known}); "
+            f"it has {len(ranks)} ranks, and no encoding is known that has so many (known: {known}); "
             "convert it to a tokenizer.json"
         )
     letters = byte_characters()
@@ -194,7 +198,7 @@ def _tiktoken(content: bytes) -> Library:
 
 
 def _ranks(content: bytes) -> dict[bytes, int]:
-    """Token and rank of each line. Errors: `ValueError` that names the line."""
+    """Token and rank of each line; a `ValueError` names a line that is wrong."""
     ranks: dict[bytes, int] = {}
     seen = set[int]()
     for number, line in enumerate(content.splitlines(), 1):

@@ -1,15 +1,16 @@
 """How does text become numbers, and numbers text?
 
-Three tokenizers are made here, and any other is read from its files (`tokenizer_files`):
+Three tokenizers are made here, and any other is read from its files (`formats.py`):
 
-- `bytes`: id = byte of the UTF-8 text, 0 to 255; id 256 ends a document. Nothing to learn, nothing unknown.
+- `bytes`: id = byte of the UTF-8 text, 0 to 255; id 256 ends a document. It needs no training and knows every
+  text.
 - `bpe-N`: byte-level byte pair encoding (Sennrich et al., arXiv 1508.07909; on bytes as in GPT-2). It starts
-  from the 256 bytes and N - 257 times gives an id of its own to the pair of ids that is most frequent in the
+  from the 256 bytes and, N - 257 times, gives a new id to the pair of ids that is most frequent in the
   training text. Id 0 ends a document. A text too small to hold that many pairs gives fewer ids.
-- `ids-N`: for tokens whose tokenizer is not at hand. Text is the ids themselves, in decimal, each after
-  a space, and the last of the N ends a document; `ids-50257` stands for GPT-2's.
+- `ids-N`: for tokens without their tokenizer. Text is the ids themselves, in decimal, each after a space, and
+  the last of the N ends a document; `ids-50257` stands for GPT-2's.
 
-The first two give back exactly the text they were given. All are saved as a `tokenizer.json`, which other
+The first two decode to exactly the text they encoded. All are saved as a `tokenizer.json`, which other
 programs read too: `bytes` is a byte-level BPE without merges, and is recognised by that.
 
 The end of a document is one id that no text can produce: where a text happens to contain the characters
@@ -28,14 +29,14 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
-from narrowgauge.data.preparation.publish import whole_file
 from narrowgauge.data.tokenization.formats import TOKENIZER_FILE as TOKENIZER_FILE
 from narrowgauge.data.tokenization.formats import byte_characters, read_library, tokenizer_files
 from narrowgauge.errors import UserError, unknown
+from narrowgauge.files import write_whole
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
-# What the tokenizers of others call the end of a document: GPT-2, Llama 3, Llama 2, Gemma.
+# Names for the end of a document in other tokenizers: GPT-2, Llama 3, Llama 2, Gemma.
 _ENDS = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>")
 _PARALLELISM = "TOKENIZERS_PARALLELISM"
 
@@ -44,7 +45,11 @@ _PARALLELISM = "TOKENIZERS_PARALLELISM"
 class Tokenizer:
     """Text to ids and back.
 
-    `vocab_size` is the highest id + 1; `end_of_document` is the id that stands before every document.
+    Attributes:
+        library: The tokenizer of the `tokenizers` library.
+        vocab_size: The highest id + 1.
+        end_of_document: The id before every document.
+        is_bytes: Whether it is `bytes`.
     """
 
     library: Library
@@ -53,7 +58,11 @@ class Tokenizer:
     is_bytes: bool
 
     def encode(self, text: str) -> list[int]:
-        """The ids of `text`, without the end of a document. Errors: `UserError` for a lone surrogate."""
+        """The ids of `text`, without the end of a document.
+
+        Raises:
+            UserError: the text has a lone surrogate, or a word without an id.
+        """
         utf8 = _utf8(text)
         if self.is_bytes:
             return list(utf8)
@@ -83,22 +92,29 @@ class Tokenizer:
         return self.library.decode(known, skip_special_tokens=False)
 
     def to_json(self) -> str:
-        """What `save` writes; equal for equal tokenizers."""
+        """The text of tokenizer.json; equal for equal tokenizers."""
         return self.library.to_str(pretty=True) + "\n"
 
     @cached_property
     def digest(self) -> str:
-        """The hexadecimal sha256 of `to_json`: two tokenizers are one if their digests are."""
+        """The hexadecimal sha256 of `to_json`: two tokenizers are equal if their digests are."""
         return hashlib.sha256(self.to_json().encode("utf-8")).hexdigest()
 
     def save(self, path: Path) -> None:
-        """Write the tokenizer.json at `path`, whole or not at all."""
-        with whole_file(path) as file:
-            file.write(self.to_json().encode("utf-8"))
+        """Write the tokenizer.json at `path`, in full or not at all."""
+        write_whole(path, self.to_json())
 
 
 def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer called `name`: `bytes`, `bpe-N` trained on `texts`, `ids-N`, or the path of its files."""
+    """The tokenizer called `name`.
+
+    Args:
+        name: `bytes`, `bpe-N`, `ids-N`, or the path of its files.
+        texts: The training text of `bpe-N`.
+
+    Raises:
+        UserError: as `tokenizer_identity` and `load_tokenizer`.
+    """
     if name == "bytes":
         return bytes_tokenizer()
     if entries := _entries("ids", name):
@@ -109,9 +125,12 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
 
 
 def tokenizer_identity(name: str) -> str:
-    """What decides the ids besides the documents: the name itself, or the digest of the files it names.
+    """The name of a tokenizer that is made here, or the digest of the files that a path names.
 
-    Errors: `UserError` for a name that is neither a kind of tokenizer nor a file.
+    Together with the documents it decides the ids.
+
+    Raises:
+        UserError: the name is neither one of the above nor a file.
     """
     if name == "bytes" or _bpe_entries(name) or _entries("ids", name):
         return name
@@ -145,17 +164,18 @@ def ids_tokenizer(vocab_size: int, end_of_document: int) -> Tokenizer:
     names = {str(i): i for i in range(vocab_size) if i != end_of_document}
     library = Library(models.WordLevel(vocab=names | {END_OF_DOCUMENT: end_of_document}))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    library.decoder = decoders.Replace(Regex("^"), " ")  # before each id, so that texts can be put together
+    library.decoder = decoders.Replace(Regex("^"), " ")  # before each id, so that texts can be concatenated
     return _wrap(library)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in the file or folder `path`, of any kind that `tokenizer_files` knows.
+    """The tokenizer in the file or folder `path`, in any format of `formats.py`.
 
-    Errors: `UserError` for a file that is missing, is no tokenizer, or has no id for the end of a document.
+    Raises:
+        UserError: it is missing, is no tokenizer, or has no id for the end of a document.
     """
     library = read_library(path)
-    # A file may carry settings for batches of padded sentences, which would change or lose tokens here.
+    # A file may contain settings for batches of padded sentences, which would change or drop tokens.
     library.no_truncation()
     library.no_padding()
     return _wrap(library, str(path))
@@ -163,17 +183,18 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 @contextmanager
 def parallel_tokenizing() -> Iterator[None]:
-    """Tokenize on all cores inside the block, and keep the library quiet about processes forked after it.
+    """Tokenize on all cores inside the block, and keep the library from warning about later forks.
 
-    The library warns at every later fork unless the variable below is set. Outside the block it is left at
-    "false", at which a forked child tokenizes on one core and cannot lock up. What the user set stays.
+    The library warns at every later fork unless the variable TOKENIZERS_PARALLELISM is set. After the block
+    it is left at "false", with which a forked child tokenizes on one core and cannot deadlock. A value that
+    the user has set stays.
     """
-    chosen = os.environ.get(_PARALLELISM)
-    os.environ[_PARALLELISM] = chosen or "true"
+    of_user = os.environ.get(_PARALLELISM)
+    os.environ[_PARALLELISM] = of_user or "true"
     try:
         yield
     finally:
-        os.environ[_PARALLELISM] = chosen or "false"
+        os.environ[_PARALLELISM] = of_user or "false"
 
 
 def _wrap(library: Library, origin: str = "the tokenizer") -> Tokenizer:
@@ -181,8 +202,8 @@ def _wrap(library: Library, origin: str = "the tokenizer") -> Tokenizer:
     end = next((name for name in _ENDS if name in vocabulary), None)
     if end is None:
         raise UserError(f"{origin} has no id for the end of a document; add one of {', '.join(_ENDS)} to it")
-    # Special tokens are matched in the text unless the library is told otherwise; the end of a document has
-    # to be special for that to reach it, and in some files it is an ordinary entry.
+    # By default the library matches special tokens in the text. `encode_special_tokens` prevents that, but
+    # only for special tokens, and in some files the end of a document is an ordinary entry.
     library.add_special_tokens([AddedToken(end, special=True, normalized=False)])
     library.encode_special_tokens = True
     is_bytes = library.to_str() == _bytes_library().to_str()
@@ -201,7 +222,7 @@ def _bytes_library() -> Library:
 
 
 def _bpe_entries(name: str) -> int | None:
-    """N of `bpe-N`; None for another kind of name."""
+    """N of `bpe-N`; None for another name."""
     entries = _entries("bpe", name)
     if entries and entries < 257:
         raise UserError(
@@ -210,11 +231,11 @@ def _bpe_entries(name: str) -> int | None:
     return entries
 
 
-def _entries(kind: str, name: str) -> int | None:
-    """N of `KIND-N`; None for another kind of name."""
-    match = re.fullmatch(kind + r"-([1-9][0-9]*)", name)
-    if match and len(match[1]) > 7:  # the library takes memory for N entries at once
-        raise UserError(f"tokenizer {name!r} is too large: a vocabulary has at most {kind}-9999999 entries")
+def _entries(prefix: str, name: str) -> int | None:
+    """N of `PREFIX-N`; None for another name."""
+    match = re.fullmatch(prefix + r"-([1-9][0-9]*)", name)
+    if match and len(match[1]) > 7:  # the library allocates memory for N entries at once
+        raise UserError(f"tokenizer {name!r} is too large: a vocabulary has at most {prefix}-9999999 entries")
     return int(match[1]) if match else None
 
 

@@ -1,14 +1,14 @@
-"""How is text encoded faster than by the library, with the same ids?
+"""Cache of encoded words: text is encoded faster than by the library, with the same ids.
 
-By not encoding the same word twice. GPT-2's tokenizer, and every byte-level BPE like it, cuts a text into
-pieces by a pattern and encodes each piece by itself:
+No word is encoded twice. GPT-2's tokenizer, and every byte-level BPE like it, cuts a text into pieces by a
+pattern and encodes each piece separately:
 
     's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
 
-No piece holds white space behind something else, and none looks further back than its beginning. So the
-place before a run of white space is always a cut, and a text is a row of *words*: a run of white space and
-the run of other characters after it. The ids of a text are those of its words, end to end; those of a word
-are looked up, and asked of the library only when the word is new. Half of English is a few hundred words.
+No piece has white space after another character, and no match depends on text before its beginning. So there
+is always a cut before a run of white space, and a text is a sequence of *words*: a run of white space and the
+run of other characters after it. The ids of a text are the concatenated ids of its words. Those of a word are
+looked up, and computed by the library only when the word is new. Half of English is a few hundred words.
 
 The pattern and what counts as white space in it: `pre_tokenizers/byte_level.rs` of
 github.com/huggingface/tokenizers, and Unicode's property White_Space, which Oniguruma's `\\s` is.
@@ -27,27 +27,27 @@ from narrowgauge.data.tokenization.tokenizer import Tokenizer
 
 _SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 _WORD = re.compile(f"[{_SPACE}]*[^{_SPACE}]+|[{_SPACE}]+")
-_MOST_WORDS = 1 << 18  # kept: some 60 MB
-_MOST_LENGTH = 64  # characters of a word that is kept
+_MOST_WORDS = 1 << 18  # words in the cache: some 60 MB
+_MOST_LENGTH = 64  # characters of a word in the cache
 
 Encode = Callable[[str], NDArray[np.unsignedinteger[Any]]]
 
 
 def word_encoder(tokenizer: Tokenizer, dtype: np.dtype[Any]) -> Encode | None:
-    """`tokenizer.encode` into an array of `dtype`, by words; None where its words hang together."""
+    """`tokenizer.encode` into an array of `dtype`, word by word; None if its words depend on each other."""
     if not _cuts_before_white_space(tokenizer):
         return None
-    known = _Known(tokenizer)
+    cache = _WordCache(tokenizer)
 
     def encode(text: str) -> NDArray[np.unsignedinteger[Any]]:
-        ids = map(known.__getitem__, _WORD.findall(text))
+        ids = map(cache.__getitem__, _WORD.findall(text))
         return np.fromiter(chain.from_iterable(ids), dtype)
 
     return encode
 
 
-class _Known(dict[str, tuple[int, ...]]):
-    """The ids of the words met so far; a new word is encoded, and kept while there is room."""
+class _WordCache(dict[str, tuple[int, ...]]):
+    """The ids of the words so far; a new word is encoded, and stored while there is room."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -61,12 +61,12 @@ class _Known(dict[str, tuple[int, ...]]):
 
 
 def _cuts_before_white_space(tokenizer: Tokenizer) -> bool:
-    """Whether it is a byte-level BPE with GPT-2's pattern, and nothing looks across its pieces."""
+    """Whether it is a byte-level BPE with GPT-2's pattern, and no part of it looks across its pieces."""
     facts = json.loads(tokenizer.library.to_str())
     cut, model = facts["pre_tokenizer"] or {}, facts["model"]
     return (
         facts["normalizer"] is None
         and (cut.get("type"), cut.get("use_regex"), cut.get("add_prefix_space")) == ("ByteLevel", True, False)
         and (model.get("type"), model.get("dropout")) == ("BPE", None)
-        and all(token["special"] for token in facts["added_tokens"])  # which the text cannot produce
+        and all(token["special"] for token in facts["added_tokens"])  # not matched in the text
     )

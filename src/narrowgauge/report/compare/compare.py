@@ -20,9 +20,9 @@ from types import FrameType
 
 from rich.console import Console
 
-from narrowgauge.checkpoint import make_directory, write_whole
 from narrowgauge.distributed import RENDEZVOUS
 from narrowgauge.errors import UserError
+from narrowgauge.files import make_directory, write_whole
 from narrowgauge.report.compare.grid import Point
 from narrowgauge.training import to_toml
 

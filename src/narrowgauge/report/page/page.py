@@ -15,8 +15,8 @@ from importlib import resources
 from pathlib import Path
 from string import Template
 
-from narrowgauge.checkpoint import make_directory, write_whole
 from narrowgauge.errors import UserError
+from narrowgauge.files import make_directory, write_whole
 from narrowgauge.report.page import sections
 from narrowgauge.report.page.curves import page_data
 from narrowgauge.report.page.events import events

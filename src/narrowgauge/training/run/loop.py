@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.checkpoint import choose_step, load
+from narrowgauge.checkpoint import choose_step, load, require_space_for_run
 from narrowgauge.data import Dataset, Loader
 from narrowgauge.distributed import START, Coordinator, Mesh
 from narrowgauge.models import Transformer, count_parameters, flops_per_token, generate
@@ -25,7 +25,6 @@ from narrowgauge.signals import Preempted, Requests
 from narrowgauge.training.config.config import Config
 from narrowgauge.training.config.diff import ConfigDiff
 from narrowgauge.training.monitor import hardware
-from narrowgauge.training.monitor.disk import checkpoint_space, require_disk
 from narrowgauge.training.monitor.memory import Memory, measured
 from narrowgauge.training.monitor.memory_tracker import MemoryTracker
 from narrowgauge.training.monitor.profiler import Profile
@@ -99,7 +98,8 @@ def start_or_resume(context: RunContext, changes: ConfigDiff, mesh: Mesh) -> Tra
         trainer.restore(checkpoint, coordinator.control)
         log(f"continuing {directory.path} after step {trainer.step}")
         directory.keep_metrics_until(trainer.step, trainer.guard.rollbacks)
-    require_disk(directory.checkpoints, checkpoint_space(trainer), context.config.checkpoint.keep)
+    plan = trainer.plan_save(directory.checkpoints, context.run_id, coordinator.control)
+    require_space_for_run(directory.checkpoints, plan.space, plan.keep)
     directory.adopt(context.config, changes, context.dataset.digest, trainer.step)
     event = "start" if checkpoint is None else "resume"
     directory.record({"event": event, "step": trainer.step, **context.facts})

@@ -16,7 +16,7 @@ from errno import ENOENT
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.checkpoint import append_lines
+from narrowgauge.json_lines import append_lines
 from narrowgauge.training.config.config import Config
 from narrowgauge.training.config.diff import ConfigDiff
 from narrowgauge.training.monitor.loggers import Loggers

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from narrowgauge.checkpoint import JSON, LocalTensors, restore_distributed, save_distributed
+from narrowgauge.checkpoint import JSON, LocalTensors, SavePlan, plan_save, restore_distributed
 from narrowgauge.data import Batch, Loader, Mixture, Tokens, first_samples
 from narrowgauge.distributed import Engine, Mesh, MicroBatch, ModelSpec, ParallelDims, parallelize
 from narrowgauge.models import Transformer
@@ -108,12 +108,12 @@ class Trainer:
     def batches(self, train: Mixture | Tokens) -> Loader:
         """The micro-batches from here on, made ahead in the background until the loader is closed."""
         t, data, mesh = self.config.training, self.config.data, self.engine.mesh
-        ahead = self.guard.samples - self.step * t.batch_size
+        skipped = self.guard.samples - self.step * t.batch_size
         return Loader(
             train,
             t.seed,
             first_samples(
-                self.step, t.batch_size, t.micro_batch_size, mesh.data_index, mesh.parallel_dims.data, ahead
+                self.step, t.batch_size, t.micro_batch_size, mesh.data_index, mesh.parallel_dims.data, skipped
             ),
             t.micro_batch_size,
             data.sequence_length,
@@ -266,10 +266,14 @@ class Trainer:
         state: dict[str, JSON] = {"guard": self.guard.state()}
         return state | ({"loss_scaling": self.scaler.state_dict()} if self.scaler else {})
 
-    def save(self, checkpoints: Path, run_id: str, group: dist.ProcessGroup | None = None) -> Path:
-        """Publish the state after `step` steps; see `checkpoint.save_distributed` for what it may raise."""
+    def plan_save(self, checkpoints: Path, run_id: str, group: dist.ProcessGroup | None = None) -> SavePlan:
+        """Plan a checkpoint of the state after `step` steps; all processes of `group` together."""
         keep = self.config.checkpoint.keep
-        return save_distributed(checkpoints, self.step, self.pieces(), self.state(), keep, run_id, group)
+        return plan_save(checkpoints, self.step, self.pieces(), self.state(), keep, run_id, group)
+
+    def save(self, checkpoints: Path, run_id: str, group: dist.ProcessGroup | None = None) -> Path:
+        """Publish the state after `step` steps; see `checkpoint.SavePlan.write` for what it may raise."""
+        return self.plan_save(checkpoints, run_id, group).write()
 
     def restore(self, path: Path, group: dist.ProcessGroup | None = None) -> None:
         """Go back to the state in a checkpoint, whoever made it; all processes of `group` together."""

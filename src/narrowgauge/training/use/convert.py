@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from narrowgauge.checkpoint import load, newest_valid
-from narrowgauge.checkpoint.store.folder import new_folder
 from narrowgauge.errors import UserError
+from narrowgauge.files import staged_directory
 from narrowgauge.nn import master_or_weight
 from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.run_directory import RunDirectory, is_settled, run_id_of
@@ -50,7 +50,7 @@ def convert_run(source: Path, recipe: str, out: Path) -> int:
     a, b = (Trainer.begin(config, torch.device("cpu")) for config in (before, after))
     a.restore(path)
     _copy(a, b)
-    with new_folder(out) as folder:
+    with staged_directory(out) as folder:
         new = RunDirectory(folder)
         new.claim(after)
         new.tokenizer.write_bytes(old.tokenizer.read_bytes())

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from narrowgauge.checkpoint import save
 from narrowgauge.checkpoint.interop.compressed_tensors import write_compressed
+from narrowgauge.checkpoint.interop.external_model import read_external_model
 from narrowgauge.checkpoint.interop.huggingface import write_folder
 from narrowgauge.checkpoint.interop.llmc import write_llmc
 from narrowgauge.checkpoint.interop.megatron import write_megatron
-from narrowgauge.checkpoint.interop.recognize import read_external_model
 from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
-from narrowgauge.checkpoint.store.folder import new_folder
 from narrowgauge.data import load_tokenizer
 from narrowgauge.errors import UserError, unknown
+from narrowgauge.files import staged_directory
 from narrowgauge.nn import DTYPES
 from narrowgauge.training.run_directory import RunDirectory
 from narrowgauge.training.use.trained_model import TrainedRun, imported_config, open_run
@@ -54,7 +54,7 @@ def export_run(
         raise UserError(f"a shard of {shard_bytes} bytes holds nothing; about 5000000000 is usual")
     source = open_run(run, "cpu")
     config, weights, numbers = source.config.resolved_model(), source.weights(), DTYPES[dtype]
-    with new_folder(out) as folder:
+    with staged_directory(out) as folder:
         if to == "hf":
             write_folder(folder, config, weights, source.tokenizer_file, numbers, shard_bytes)
         elif to == "compressed-tensors":
@@ -92,12 +92,12 @@ def import_model(path: Path, out: Path, tokenizer: Path | None = None, source: s
             f"the tokenizer {tokenizer} has {load_tokenizer(tokenizer).vocab_size} ids, and the model {path} "
             f"only {model.config.vocab_size}; name the model's own with --tokenizer"
         )
-    with new_folder(out) as folder:
+    with staged_directory(out) as folder:
         directory = RunDirectory(folder)
         directory.claim(config)
         if tokenizer is not None:
             load_tokenizer(tokenizer).save(directory.tokenizer)
         save(directory.checkpoints, 0, {"model": model.tensors}, {}, config.checkpoint.keep, "imported")
-        directory.record({"event": "import", "step": 0, "from": str(path), "kind": model.kind})
+        directory.record({"event": "import", "step": 0, "from": str(path), "kind": model.format})
         directory.set_status("done", f"imported from {path}")
     return out

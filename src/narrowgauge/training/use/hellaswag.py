@@ -24,11 +24,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from narrowgauge.data.signatures import LlmcMagic
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
 from narrowgauge.training.use.trained_model import TrainedRun
 
-MAGIC, _START = 20240522, 65535
+_START = 65535
 _GPT2_VOCABULARY = 50257
 
 
@@ -58,7 +59,7 @@ def read_examples(path: Path, run: TrainedRun) -> Iterator[Example]:
     """
     try:
         with path.open("rb") as file:
-            is_binary = file.read(4) == MAGIC.to_bytes(4, "little")
+            is_binary = file.read(4) == LlmcMagic.EVALUATION.to_bytes(4, "little")
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}; name the task's file") from None
     return _read_binary(path, run) if is_binary else _read_lines(path, run)

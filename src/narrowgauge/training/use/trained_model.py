@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.checkpoint.interop.external_model import ExternalModel
-from narrowgauge.checkpoint.interop.recognize import is_external_model, read_external_model
+from narrowgauge.checkpoint.interop.external_model import is_external_model, read_external_model
+from narrowgauge.checkpoint.interop.name_map import ExternalModel
 from narrowgauge.data import Tokenizer, load_tokenizer
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer

@@ -1,10 +1,10 @@
 """A MediaWiki dump (`pages-articles.xml.bz2`): its articles, in prose.
 
-The reader looks for the ends of pages and nothing else; the dump is decompressed as it is read, never to the
-disk. A worker parses each page by itself with expat, so one broken page costs one page, and takes what is an
-article: namespace 0, no redirect, wikitext. Its text is the title, a blank line, and the prose that
-`wikitext` makes of it. Schema: https://www.mediawiki.org/xml/export-0.11.xsd (older ones differ in nothing
-that is read here).
+The reader looks for the ends of pages and nothing else; the dump is decompressed while it is read, never to
+the disk. A worker parses each page separately with expat, so one broken page costs one page, and keeps
+articles: namespace 0, no redirect, wikitext. The text of a document is the title, a blank line, and the prose
+that `wikitext` makes of the article. Schema: https://www.mediawiki.org/xml/export-0.11.xsd (older ones differ
+in nothing that is read here).
 """
 
 import codecs
@@ -27,7 +27,7 @@ _REDIRECT = re.compile(r"\s*#\s*\w+\s*:?\s*\[\[")
 
 @dataclass(frozen=True)
 class Pages:
-    """Whole pages of a dump, the first of which begins at or after the line `first_line`."""
+    """Complete pages of a dump; the first begins at or after the line `first_line`."""
 
     path: str
     data: bytes
@@ -36,7 +36,7 @@ class Pages:
     dropped: frozenset[str]
 
     def records(self) -> Iterator[Document | Rejected]:
-        """A document an article; other pages are nothing."""
+        """A document for each article; other pages are left out."""
         at, line = 0, self.first_line
         for page in self.data.split(_END)[:-1]:
             begin = _PAGE.search(page)
@@ -71,7 +71,7 @@ def _article(where: str, page: bytes, dropped: frozenset[str]) -> Iterator[Docum
 
 
 def chunks(file: Input) -> Iterator[Chunk]:
-    """The dump in portions of whole pages."""
+    """The dump in portions of complete pages."""
     stream, line, dropped = ByteStream(file.path), 1, DROPPED_NAMESPACES
     ended = False
     try:
@@ -95,7 +95,7 @@ def chunks(file: Input) -> Iterator[Chunk]:
 
 
 def _namespaces(path: Path, first: Portion) -> frozenset[str]:
-    """What links to files and categories begin with here; refuses what is not a dump at all."""
+    """The namespaces of files and categories in this dump; a file that is no dump is refused."""
     assert first.data is not None
     head = first.data[: begin.start() if (begin := _PAGE.search(first.data)) else 4096]
     if b"<mediawiki" not in head:
@@ -105,7 +105,7 @@ def _namespaces(path: Path, first: Portion) -> frozenset[str]:
 
 
 def _utf8(blocks: Iterable[bytes]) -> Iterator[bytes]:
-    """The same in UTF-8: a dump that went through some tools of Windows is UTF-16, and says so at once."""
+    """The same in UTF-8: a dump that went through some Windows tools is UTF-16 with a byte order mark."""
     remaining = iter(blocks)
     first = next(remaining, b"")
     if not first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):

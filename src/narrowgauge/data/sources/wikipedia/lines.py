@@ -1,4 +1,4 @@
-"""The lines of a page whose brackets are gone: headings, lists, emphasis, entities, holes of templates."""
+"""The lines of a page without its brackets: headings, lists, emphasis, entities, holes of templates."""
 
 import html
 import re
@@ -11,8 +11,8 @@ _MAGIC = re.compile(r"__([^\W\d_]+(?:_[^\W\d_]+)*)__")
 _BLANKS = re.compile(r"[ \t\xa0]+")
 _LITERAL = re.compile("\x01([0-9]+)\x01")
 
-# What a template leaves: empty brackets, separators and blanks beside the hole.
-_HOLLOW = re.compile(r"\([ ,;:\x00\u2013-]*+\)")
+# The traces of a template: empty brackets, separators and blanks next to the hole.
+_EMPTY = re.compile(r"\([ ,;:\x00\u2013-]*+\)")
 _HOLE_FIRST = re.compile(r"\([ ,;:]*+\x00[ ,;:\x00]*+")
 _HOLE_LAST = re.compile(r"(?<![ ,;:\x00])[ ,;:\x00]++\)")
 _HOLE_BEFORE = re.compile(r"(?<![ \x00])[ \x00]++(?=[,.;:!?])")
@@ -20,35 +20,37 @@ _HOLE = re.compile(r" ?\x00[ \x00]*+")
 
 
 def tidy(text: str, literals: list[str]) -> str:
-    """Paragraphs and headings with a blank line between them, list items a line each.
+    """Format paragraphs and headings with a blank line between them, and list items a line each.
 
-    `literals[k]` takes the place of the k-th text that stands to the letter.
+    Args:
+        text: The text of a page without brackets.
+        literals: `literals[k]` replaces the k-th literal text.
     """
     text = _QUOTES.sub(_quotes, text)
     text = _EXTERNAL.sub(r"\1", text)
-    text = _MAGIC.sub(lambda found: "" if found[1].isupper() else found[0], text)
+    text = _MAGIC.sub(lambda match: "" if match[1].isupper() else match[0], text)
     text = _BLANKS.sub(" ", html.unescape(text) if "&" in text else text)
     if "\x00" in text:
         text = _fill(text)
     joined = "\n".join(_lines(text))
-    return _LITERAL.sub(lambda found: literals[int(found[1])], joined)
+    return _LITERAL.sub(lambda match: literals[int(match[1])], joined)
 
 
-def _quotes(found: re.Match[str]) -> str:
-    """Two, three and five are italics, bold and both; the rest are apostrophes."""
-    count = len(found[0])
+def _quotes(match: re.Match[str]) -> str:
+    """Two, three and five quotes are italics, bold and both; the rest are apostrophes."""
+    count = len(match[0])
     return "'" if count == 4 else "'" * max(count - 5, 0)
 
 
 def _fill(text: str) -> str:
-    """Close the holes; each pattern takes a run of blanks once, so that many in a row are cheap."""
-    for pattern, instead in ((_HOLLOW, "\x00"), (_HOLE_FIRST, "("), (_HOLE_LAST, ")"), (_HOLE_BEFORE, "")):
+    """Close the holes; each pattern consumes a run of blanks once, so that many in a row are cheap."""
+    for pattern, instead in ((_EMPTY, "\x00"), (_HOLE_FIRST, "("), (_HOLE_LAST, ")"), (_HOLE_BEFORE, "")):
         text = _sub_at_holes(pattern, instead, text)
-    return _HOLE.sub(lambda found: " " if " " in found[0] else "", text)
+    return _HOLE.sub(lambda match: " " if " " in match[0] else "", text)
 
 
 def _sub_at_holes(pattern: re.Pattern[str], instead: str, text: str) -> str:
-    return pattern.sub(lambda found: instead if "\x00" in found[0] else found[0], text)
+    return pattern.sub(lambda match: instead if "\x00" in match[0] else match[0], text)
 
 
 def _lines(text: str) -> list[str]:
@@ -58,7 +60,7 @@ def _lines(text: str) -> list[str]:
         line = raw.strip(" \t")
         if line.startswith("=") and line.endswith("=") and (title := line.strip("=").strip(" ")):
             level = len(line) - len(line.lstrip("="))
-            while headings and headings[-1][0] >= level:  # nothing stood below it
+            while headings and headings[-1][0] >= level:  # nothing was below it
                 headings.pop()
             headings.append((level, title))
             continue
@@ -76,7 +78,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _without_bullet(line: str) -> str:
-    """The line without what makes it an item; nothing for a row of a table or for signs alone."""
+    """The line without its bullet; empty for a row of a table or for a line without letters and digits."""
     if line.startswith(("*", "#", ":", ";", "----")):
         line = line.lstrip("*#:;-").lstrip(" ")
     elif line.startswith("|"):  # of a table or template that was never closed

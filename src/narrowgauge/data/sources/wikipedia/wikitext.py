@@ -4,12 +4,12 @@ In one pass over its brackets and one over its lines, so that time grows with th
 with its nesting:
 
 1. *Brackets.* Templates `{{..}}`, links `[[..]]`, tables `{|..|}` and HTML tables nest in each other. Each
-   opening begins a new list of pieces on a stack; its end takes the list off and puts back what is left of
-   it: of a template or table nothing, of a link its text, of a file or category nothing. Comments, and tags
-   whose content is no wikitext (`<ref>`, `<math>`, `<nowiki>`), are taken from beginning to end at once.
-2. *Lines.* Headings lose their signs, list items their bullets; a heading with nothing below it goes.
+   opening pushes a new list of pieces on a stack. Its end pops the list and appends the rest of it to the
+   outer one: the text of a link, and nothing of a template, table, file or category. Comments, and tags
+   whose content is no wikitext (`<ref>`, `<math>`, `<nowiki>`), are skipped from beginning to end at once.
+2. *Lines.* Headings lose their signs, list items their bullets; a heading with nothing below it is dropped.
 
-What is not closed is taken as if it had not been opened, as MediaWiki does; its signs are dropped.
+A bracket that is not closed is treated as if it had not been opened, as MediaWiki does, and is dropped.
 Syntax: https://www.mediawiki.org/wiki/Help:Formatting and the pages it leads to.
 """
 
@@ -18,12 +18,12 @@ import re
 
 from narrowgauge.data.sources.wikipedia.lines import tidy
 
-# Of files and categories, in English; a dump says what they are called in its own language.
+# The namespaces of files and categories in English; a dump lists those of its own language.
 DROPPED_NAMESPACES = frozenset(["file", "image", "media", "category"])
 
 HOLE = "\x00"  # where a template was: blanks and brackets around it may have to go
 KEPT = "\x01"  # around the number of a literal text
-_MOST_LINKS = 16  # one within the other: beyond it is no link
+_MOST_LINKS = 16  # nesting depth: a deeper bracket is no link
 
 _TOKEN = re.compile(
     r"\{\{+|\}\}+|\[\[|\]\]|^[ \t:*#]*+\{\|(?!\})|^[ \t]*+\|\}(?!\})|<!--"
@@ -41,8 +41,8 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Tags whose content is dropped with them, whatever it is; those whose content is text to the letter;
-# those that begin a new line; and those that are only taken away.
+# Tags that are dropped with their content; those whose content is literal text; those that begin a new line;
+# and those that are only removed.
 _DROPPED = _names(
     "ref math chem ce gallery timeline syntaxhighlight source score imagemap graph mapframe maplink hiero "
     "templatestyles templatedata inputbox categorytree includeonly style script references indicator"
@@ -58,7 +58,9 @@ _BARE = _names(
 def prose(text: str, dropped: frozenset[str] = DROPPED_NAMESPACES) -> str:
     """The prose of a page: paragraphs, headings and list items, without any markup.
 
-    `dropped` are the namespaces, in small letters, links into which are left out with all they say.
+    Args:
+        text: The wikitext of the page.
+        dropped: Namespaces in lower case; links into them are left out with their text.
     """
     if HOLE in text or KEPT in text:
         text = text.replace(HOLE, "").replace(KEPT, "")
@@ -68,7 +70,7 @@ def prose(text: str, dropped: frozenset[str] = DROPPED_NAMESPACES) -> str:
 
 
 class _Scan:
-    """The stack of what is open; `out` is the list of pieces of the innermost."""
+    """The stack of open brackets; `out` is the list of pieces of the innermost one."""
 
     def __init__(self, text: str, dropped: frozenset[str]) -> None:
         self.text, self.dropped = text, dropped
@@ -78,12 +80,12 @@ class _Scan:
         self.literals: list[str] = []
 
     def run(self) -> str:
-        """The text without what brackets and tags enclose."""
+        """The text without the content of brackets and tags."""
         text, at = self.text, 0
-        while found := _TOKEN.search(text, at):
-            self.out.append(text[at : found.start()])
-            token = found[0]
-            at = found.end()
+        while match := _TOKEN.search(text, at):
+            self.out.append(text[at : match.start()])
+            token = match[0]
+            at = match.end()
             if token.endswith("{|"):
                 self._push("{|")
             elif token[0] == "{":
@@ -99,27 +101,27 @@ class _Scan:
             elif token == "<!--":
                 end = text.find("-->", at)
                 at = end + 3 if end >= 0 else len(text)
-            elif found["tag"]:
-                at = self._tag(found, at)
+            elif match["tag"]:
+                at = self._tag(match, at)
             else:
                 self._close("{|")
         self.out.append(text[at:])
         lists = [out for _, out in self.stack] + [self.out]
         return "".join(piece for pieces in lists for piece in pieces)
 
-    def _push(self, kind: str) -> None:
-        self.stack.append((kind, self.out))
-        self.open[kind] += 1
+    def _push(self, bracket: str) -> None:
+        self.stack.append((bracket, self.out))
+        self.open[bracket] += 1
         self.out = []
 
-    def _close(self, kind: str) -> bool:
-        """Drop the innermost `kind` with all that is open in it; false where there is none."""
-        if not self.open[kind]:
+    def _close(self, bracket: str) -> bool:
+        """Drop the innermost `bracket` with all that is open in it; return whether there is one."""
+        if not self.open[bracket]:
             return False
         while True:
             top, self.out = self.stack.pop()
             self.open[top] -= 1
-            if top == kind:
+            if top == bracket:
                 return True
 
     def _close_braces(self, count: int) -> None:
@@ -135,9 +137,9 @@ class _Scan:
         self.open["[["] -= 1
         self.out.append(_link(inside, self.dropped))
 
-    def _tag(self, found: re.Match[str], at: int) -> int:
-        """What a tag leaves behind; returns where to read on."""
-        name, closing, alone = found["tag"].lower(), bool(found["close"]), found[0].endswith("/>")
+    def _tag(self, match: re.Match[str], at: int) -> int:
+        """Append what a tag leaves behind, and return the position after it."""
+        name, closing, alone = match["tag"].lower(), bool(match["close"]), match[0].endswith("/>")
         if name == "table":
             if closing:
                 self._close("<table")
@@ -151,7 +153,7 @@ class _Scan:
         elif name in _BREAKS:
             self.out.append("\n")
         elif name not in _BARE:
-            self.out.append(found[0])
+            self.out.append(match[0])
         return at
 
     def _keep(self, literal: str) -> None:
@@ -167,8 +169,8 @@ _ENDS: dict[str, re.Pattern[str]] = {
 
 def _end_of(name: str, text: str, at: int) -> re.Match[str] | None:
     """The end tag, unless the same tag opens before it: then this one was never closed."""
-    found = _ENDS[name].search(text, at)
-    return found if found and found["end"] else None
+    match = _ENDS[name].search(text, at)
+    return match if match and match["end"] else None
 
 
 def _link(inside: str, dropped: frozenset[str]) -> str:
@@ -176,7 +178,7 @@ def _link(inside: str, dropped: frozenset[str]) -> str:
     space, colon, _ = target.partition(":")
     if colon:
         space = space.strip()
-        if not space:  # [[:Category:Rivers]] is a link to the category, and says so
+        if not space:  # [[:Category:Rivers]] is a visible link to the category
             return shown if pipe else target.lstrip(" :")
         if space.casefold() in dropped or _MEDIA.search(target):
             return ""
@@ -185,7 +187,7 @@ def _link(inside: str, dropped: frozenset[str]) -> str:
     return shown if pipe else target
 
 
-def _variant(found: re.Match[str]) -> str:
-    """`-{zh-hans:a; zh-hant:b}-` says the same in two scripts; the first is taken."""
-    first = found[1].partition(";")[0]
-    return first.partition(":")[2] if ":" in first and ";" in found[1] else first
+def _variant(match: re.Match[str]) -> str:
+    """The first of two scripts of the same text, as in `-{zh-hans:a; zh-hant:b}-`."""
+    first = match[1].partition(";")[0]
+    return first.partition(":")[2] if ":" in first and ";" in match[1] else first

@@ -1,0 +1,40 @@
+"""First bytes of files, by which they are recognised whatever their names are.
+
+llm.c's files begin with an int32, little-endian (source: github.com/karpathy/llm.c, and `dev/data/` there). A
+pickle of protocol 2 or later begins with its PROTO opcode (source: Python's `pickletools`); `torch.save` puts
+it into a zip archive.
+"""
+
+from enum import IntEnum
+
+
+class LlmcMagic(IntEnum):
+    """The first number of each kind of llm.c file."""
+
+    GPT2_MODEL = 20240326
+    DEBUG_STATE = 20240327
+    TOKENIZER = 20240328
+    TOKENS = 20240520
+    EVALUATION = 20240522
+    TRAINING_STATE = 20240527
+    LLAMA3_TOKENS = 20240801
+    LLAMA3_MODEL = 20240803
+
+    @property
+    def description(self) -> str:
+        """The kind of file in words, with an article where there is one."""
+        return _DESCRIPTIONS[self]
+
+
+_DESCRIPTIONS = {
+    LlmcMagic.GPT2_MODEL: "a GPT-2 model",
+    LlmcMagic.DEBUG_STATE: "a debug state",
+    LlmcMagic.TOKENIZER: "a tokenizer",
+    LlmcMagic.TOKENS: "tokens",
+    LlmcMagic.EVALUATION: "an evaluation",
+    LlmcMagic.TRAINING_STATE: "a training state",
+    LlmcMagic.LLAMA3_TOKENS: "tokens of Llama 3",
+    LlmcMagic.LLAMA3_MODEL: "a Llama 3 model",
+}
+ZIP = b"PK\x03\x04"
+PICKLE = tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5))
