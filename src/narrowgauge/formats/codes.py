@@ -15,7 +15,7 @@ import math
 import torch
 
 from narrowgauge.formats.format import Format, Specials
-from narrowgauge.formats.rounding import CHUNK
+from narrowgauge.formats.rounding import CHUNK, in_chunks
 
 _BIAS, _MANTISSA = 127, 23  # of float32
 
@@ -43,8 +43,7 @@ def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
 def encode_finite_(v: torch.Tensor, fmt: Format) -> torch.Tensor:
     """`encode` for a float32 tensor of finite numbers, whose memory is used up."""
     dtype = torch.uint8 if fmt.bits <= 8 else torch.int32
-    in_chunks = v.device.type == "cpu" and v.numel() > CHUNK and v.is_contiguous()
-    if not in_chunks or torch.compiler.is_compiling():
+    if not in_chunks(v):
         return _encode_(v, fmt).to(dtype)
     codes = torch.empty(v.shape, dtype=dtype)
     for chunk, out in zip(v.view(-1).split(CHUNK), codes.view(-1).split(CHUNK), strict=True):
@@ -66,8 +65,7 @@ def _encode_(v: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 def decode(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The numbers of uint8 codes of a format of 8 bits or fewer, in float32 or a dtype that holds them."""
-    in_chunks = codes.device.type == "cpu" and codes.numel() > CHUNK and codes.is_contiguous()
-    if not in_chunks or torch.compiler.is_compiling():
+    if not in_chunks(codes):
         return _decode(codes, fmt).to(dtype)
     values = torch.empty(codes.shape, dtype=dtype)
     for chunk, out in zip(codes.view(-1).split(CHUNK), values.view(-1).split(CHUNK), strict=True):

@@ -12,8 +12,9 @@ from narrowgauge.recipes.places import (
     STATE_PLACES,
     WIRE_PLACES,
 )
-from narrowgauge.recipes.recipe import Recipe, Rule, matches
+from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.registry import load_recipe, recipe, recipe_names
+from narrowgauge.recipes.rule import Rule, matches
 
 __all__ = [
     "BACKENDS",

@@ -39,10 +39,11 @@ import torch
 from narrowgauge.formats import Format, decode, format
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.chunks import chunks
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.gauges.histogram import WIDTH, counts, histogram
 from narrowgauge.quantization.quantize import clamped, transformed
-from narrowgauge.quantization.scale_and_round import block_amax, chunks, scales_of
+from narrowgauge.quantization.scale_and_round import block_amax, scales_of
 from narrowgauge.quantization.state.quantized_state import QuantizedState
 
 BINADES = 16
