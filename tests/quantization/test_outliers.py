@@ -1,5 +1,6 @@
 """Remedies for FP4 and delayed scales, against published cases and the formulas by hand."""
 
+import dataclasses
 import math
 
 import pytest
@@ -16,6 +17,7 @@ from narrowgauge.quantization import (
     make_cast,
     quantize_in_context,
 )
+from narrowgauge.quantization.hadamard import hadamard
 
 FP4_POW2 = make_cast({"cast": "fp4-row", "power_of_two": True})
 
@@ -92,6 +94,19 @@ def test_what_is_clamped_comes_back_in_high_precision():
     assert error[1] < 0.09, "what is left is the rounding of the rest"
     assert (whole - x)[3].norm() < 0.3 * (plain - x)[3].norm(), "an outlier costs its row no resolution"
     torch.testing.assert_close(whole - clamped, x - clamp_outliers(x, 0.99), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("transform", [{}, {"hadamard": 16}], ids=["plain", "hadamard"])
+@pytest.mark.parametrize("name", ["fp4-row", "mxfp4", "nvfp4", "e4m3"])
+def test_what_comes_back_is_added_to_the_stored_numbers(name, transform):
+    """Under a tensor scale and after a transform, too: the rest is of the tensor that was clamped."""
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    stored = make_cast({"cast": name, "outliers": 0.97} | transform)
+    operand, scale = emulate(x, dataclasses.replace(stored, compensate=True), -1, torch.bfloat16)
+    before = hadamard(x, 16, -1) if transform else x
+    expected = ng.quantize(x, stored).dequantize() + (before - clamp_outliers(before, 0.97))
+    assert scale is None
+    assert torch.equal(operand, expected)
 
 
 def test_the_bits_of_hardware_round_as_its_definition_says():

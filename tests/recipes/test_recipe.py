@@ -17,7 +17,7 @@ from narrowgauge.recipes import (
     recipe_names,
 )
 
-FOLDER = importlib.resources.files("narrowgauge.recipes")
+FOLDER = importlib.resources.files("narrowgauge.recipes") / "shipped"
 
 MINE = """
 name = "mine"
@@ -228,7 +228,7 @@ MISTAKES = {
     '[fprop]\nx = {rounding = "stochastic"}': r"recipe place 'fprop\.x': unknown cast ",
     '[fprop]\nx = {cast = "mxfp4", rounding = "up"}': r"'fprop\.x': unknown rounding 'up'",
     '[fprop]\nx = {cast = "mxfp4", round = "stochastic"}': r"unknown cast key 'round'; .* 'rounding'",
-    '[fprop]\nx = {cast = "mxfp4", hadamard = 12}': r"hadamard=12, but it must be 0 or a power of two",
+    '[fprop]\nx = {cast = "mxfp4", hadamard = 12}': r"hadamard = 12, but it must be 0 or a power of two",
     '[fprop]\nx = {cast = "e4m3", scale_rule = "floor"}': r"a scale rule belongs to E8M0 scales only",
     '[fprop]\nx = {cast = "nvfp4", hadamard = 16}': r"recipe 'mine': hadamard = 16 in fprop\.x and 0 in "
     r"fprop\.w, but the product stays the same only if both operands are transformed alike; give both places",

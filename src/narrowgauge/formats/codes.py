@@ -15,7 +15,7 @@ import math
 import torch
 
 from narrowgauge.formats.format import Format, Specials
-from narrowgauge.formats.rounding import CHUNK
+from narrowgauge.formats.rounding import CHUNK, in_chunks
 
 _BIAS, _MANTISSA = 127, 23  # of float32
 
@@ -43,8 +43,7 @@ def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
 def encode_finite_(v: torch.Tensor, fmt: Format) -> torch.Tensor:
     """`encode` for a float32 tensor of finite numbers, whose memory is used up."""
     dtype = torch.uint8 if fmt.bits <= 8 else torch.int32
-    in_chunks = v.device.type == "cpu" and v.numel() > CHUNK and v.is_contiguous()
-    if not in_chunks or torch.compiler.is_compiling():
+    if not in_chunks(v):
         return _encode_(v, fmt).to(dtype)
     codes = torch.empty(v.shape, dtype=dtype)
     for chunk, out in zip(v.view(-1).split(CHUNK), codes.view(-1).split(CHUNK), strict=True):
@@ -64,29 +63,9 @@ def _encode_(v: torch.Tensor, fmt: Format) -> torch.Tensor:
     return codes
 
 
-def decode_scalar(code: int, fmt: Format) -> float:
-    """The number that a code stands for: the definition, read off the bits."""
-    if code == fmt.nan_code:
-        return math.nan
-    if fmt.twos_complement:
-        integer = code - (code >> (fmt.bits - 1) << fmt.bits)
-        return math.ldexp(integer, fmt.emin - fmt.mantissa_bits)
-    sign = -1.0 if fmt.signed and code >> (fmt.bits - 1) else 1.0
-    body = code & (2 ** (fmt.bits - fmt.signed) - 1)
-    exponent, mantissa = body >> fmt.mantissa_bits, body & (2**fmt.mantissa_bits - 1)
-    if fmt.specials is Specials.IEEE and exponent == 2**fmt.exponent_bits - 1:
-        return sign * math.inf if mantissa == 0 else math.nan
-    if fmt.specials is Specials.NAN_ONLY and body == fmt.nan_code:
-        return math.nan
-    if exponent == 0 and fmt.zero:
-        return sign * math.ldexp(mantissa, fmt.emin - fmt.mantissa_bits)
-    return sign * math.ldexp(2**fmt.mantissa_bits + mantissa, exponent - fmt.bias - fmt.mantissa_bits)
-
-
 def decode(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The numbers of uint8 codes of a format of 8 bits or fewer, in float32 or a dtype that holds them."""
-    in_chunks = codes.device.type == "cpu" and codes.numel() > CHUNK and codes.is_contiguous()
-    if not in_chunks or torch.compiler.is_compiling():
+    if not in_chunks(codes):
         return _decode(codes, fmt).to(dtype)
     values = torch.empty(codes.shape, dtype=dtype)
     for chunk, out in zip(codes.view(-1).split(CHUNK), values.view(-1).split(CHUNK), strict=True):

@@ -124,16 +124,3 @@ class Format:
     def infinity_code(self) -> int | None:
         """The code of +infinity, or None where the format has none."""
         return (2**self.exponent_bits - 1) << self.mantissa_bits if self.has_infinity else None
-
-    @property
-    def finite_codes(self) -> int:
-        """How many codes are finite numbers (both zeros counted)."""
-        match self.specials:
-            case Specials.IEEE:
-                return 2**self.bits - (1 + self.signed) * 2**self.mantissa_bits
-            case Specials.NAN_ONLY:
-                return 2**self.bits - 1 - self.signed
-            case Specials.NEGATIVE_ZERO:
-                return 2**self.bits - 1
-            case Specials.NONE:
-                return 2**self.bits

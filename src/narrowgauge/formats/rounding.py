@@ -36,10 +36,10 @@ from narrowgauge.formats.format import Format
 Rounding = Literal["nearest-even", "half-away", "toward-zero", "stochastic"]
 ROUNDINGS: tuple[str, ...] = get_args(Rounding)
 
-# Where the random bits of "stochastic" come from; a tensor has a number in [0, 1) for each element.
+# The source of the random bits of "stochastic"; a tensor has a number in [0, 1) for each element.
 Randomness = torch.Generator | RandomStream | torch.Tensor | None
 RANDOM_BITS = 24  # an element, so that rounding is unbiased to float32's own precision
-CHUNK = 2**18  # elements; with its temporaries, about what a core's second-level cache holds
+CHUNK = 2**18  # elements; with temporaries, about what a core's second-level cache holds
 
 # The working precision: (integer of the same width, exponent mask, mantissa bits, exponent bias).
 _LAYOUT = {
@@ -49,25 +49,22 @@ _LAYOUT = {
 
 
 def round_to(
-    x: torch.Tensor,
-    format: str | Format,
-    rounding: str = "nearest-even",
-    generator: Randomness = None,
+    x: torch.Tensor, format: str | Format, rounding: str = "nearest-even", generator: Randomness = None
 ) -> torch.Tensor:
-    """Round every element of `x` to the nearest number (by the named rounding) that `format` holds.
+    """Round every element of a tensor to the nearest number (by the named rounding) that a format holds.
 
     Args:
-        x: floating tensor of any shape.
-        format: a format or its name, such as "e2m1".
+        x: A floating tensor of any shape.
+        format: A format or its name, such as "e2m1".
         rounding: "nearest-even", "half-away", "toward-zero" or "stochastic".
-        generator: source of the random bits of "stochastic"; torch's default generator if None.
+        generator: The source of the random bits of "stochastic"; torch's default generator if None.
 
     Returns:
-        Tensor of x's shape and dtype. Finite overflow saturates; NaN stays NaN; infinity stays infinite
+        A tensor of x's shape and dtype. Finite overflow saturates; NaN stays NaN; infinity stays infinite
         in formats that have one and becomes NaN in the others.
 
     Raises:
-        UserError: unknown format or rounding.
+        UserError: Unknown format or rounding.
     """
     fmt = table.format(format) if isinstance(format, str) else format
     x_work = working_copy(x, fmt)
@@ -81,19 +78,16 @@ def round_to(
 
 def working_copy(x: torch.Tensor, fmt: Format) -> torch.Tensor:
     """`x` in the precision whose exponent range holds both the grid of `fmt` and its inverse quanta."""
-    wide = x.dtype == torch.float64 or fmt.exponent_bits == 8
-    return x.to(torch.float64 if wide else torch.float32)
+    needs_fp64 = x.dtype == torch.float64 or fmt.exponent_bits == 8
+    return x.to(torch.float64 if needs_fp64 else torch.float32)
 
 
 def round_finite(
-    x: torch.Tensor,
-    fmt: Format,
-    rounding: str = "nearest-even",
-    generator: Randomness = None,
+    x: torch.Tensor, fmt: Format, rounding: str = "nearest-even", generator: Randomness = None
 ) -> torch.Tensor:
-    """`round_to` for a float32 or float64 tensor without infinities.
+    """`round_to` for a float32 or float64 tensor without infinities, as a new tensor.
 
-    Infinities come out as the largest finite number; NaN stays NaN. A new tensor is returned.
+    Infinities come out as the largest finite number; NaN stays NaN.
     """
     return round_finite_(x.clone(), fmt, rounding, generator)
 
@@ -105,33 +99,33 @@ def round_finite_(
     generator: Randomness = None,
     random_bits: int = RANDOM_BITS,
 ) -> torch.Tensor:
-    """`round_finite` in place: the inner loop of every quantizer. Returns x.
+    """`round_finite` in place: the inner loop of every quantizer. Returns x."""
+    # Chunks need to know which random bits are theirs; a torch.Generator only knows an order.
+    is_indexed = rounding != "stochastic" or isinstance(generator, RandomStream)
+    if not is_indexed or not in_chunks(x):
+        return _round_(x, fmt, rounding, generator, random_bits)
+    for number, chunk in enumerate(x.view(-1).split(CHUNK)):
+        bits = generator
+        if isinstance(generator, RandomStream):
+            bits = generator.from_element(number * CHUNK)
+        _round_(chunk, fmt, rounding, bits, random_bits)
+    return x
 
-    On a CPU a large tensor is walked through in pieces that stay in the cache, because the eight passes over
-    it are bound by memory.
+
+def in_chunks(x: torch.Tensor) -> bool:
+    """Whether a pass over the elements of a tensor is made in chunks that stay in a CPU's cache.
+
+    The eight passes of rounding over a large tensor are bound by memory otherwise.
     """
-    in_chunks = x.device.type == "cpu" and x.numel() > CHUNK and x.is_contiguous()
-    has_places = rounding != "stochastic" or isinstance(
-        generator, RandomStream
-    )  # a torch.Generator has an order
-    if in_chunks and has_places and not torch.compiler.is_compiling():
-        for number, chunk in enumerate(x.view(-1).split(CHUNK)):
-            bits = generator
-            if isinstance(generator, RandomStream):
-                bits = generator.from_element(number * CHUNK)
-            _round_(chunk, fmt, rounding, bits, random_bits)
-        return x
-    return _round_(x, fmt, rounding, generator, random_bits)
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        return False
+    return x.numel() > CHUNK and x.is_contiguous()
 
 
 def _round_(
-    x: torch.Tensor,
-    fmt: Format,
-    rounding: str,
-    generator: Randomness,
-    random_bits: int = RANDOM_BITS,
+    x: torch.Tensor, fmt: Format, rounding: str, generator: Randomness, random_bits: int = RANDOM_BITS
 ) -> torch.Tensor:
-    below = x > fmt.smallest_normal if not fmt.zero else None
+    above_smallest = x > fmt.smallest_normal if not fmt.zero else None
     x.clamp_(-fmt.max, fmt.max)
     exponent = exponent_bits(x, fmt)
     x.mul_(inverse_quantum(exponent, fmt, x.dtype))
@@ -140,10 +134,10 @@ def _round_(
     else:
         _round_to_integer_(x, rounding, generator, random_bits)
     x.mul_(quantum_(exponent, fmt, x.dtype))
-    if below is not None:
+    if above_smallest is not None:
         x.clamp_(min=fmt.smallest_normal)
         if rounding == "nearest-even":  # as ml_dtypes and torch: between the two smallest scales, up
-            x.copy_(torch.where(below & (x == fmt.smallest_normal), 2 * x, x))
+            x.copy_(torch.where(above_smallest & (x == fmt.smallest_normal), 2 * x, x))
     return x if fmt.has_negative_zero else x.add_(0.0)  # -0 + 0 = +0
 
 
@@ -169,11 +163,11 @@ def quantum_(exponent: torch.Tensor, fmt: Format, dtype: torch.dtype) -> torch.T
 
 def _round_to_integer_(t: torch.Tensor, rounding: str, generator: Randomness, random_bits: int) -> None:
     """Round to integers other than by "nearest-even", in place; the sign of a zero is kept."""
-    whole = t.abs()
-    fraction = whole.frac()  # exact: t has few bits above its integer part
-    whole.floor_()  # torch's trunc is forty times slower on a CPU
+    integer = t.abs()
+    fraction = integer.frac()  # exact: t has few bits above its integer part
+    integer.floor_()  # torch's trunc is forty times slower on a CPU
     if rounding == "toward-zero":
-        torch.copysign(whole, t, out=t)
+        torch.copysign(integer, t, out=t)
         return
     if rounding == "half-away":
         up = fraction.ge_(0.5)
@@ -181,7 +175,7 @@ def _round_to_integer_(t: torch.Tensor, rounding: str, generator: Randomness, ra
         up = _goes_up_(fraction, generator, random_bits)
     else:
         raise unknown("rounding", rounding, ROUNDINGS)
-    torch.copysign(whole.add_(up), t, out=t)
+    torch.copysign(integer.add_(up), t, out=t)
 
 
 def _goes_up_(fraction: torch.Tensor, generator: Randomness, random_bits: int) -> torch.Tensor:

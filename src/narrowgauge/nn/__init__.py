@@ -1,9 +1,10 @@
 """How does a layer compute under a recipe? `Linear` (three GEMMs) and `convert(model, recipe)`."""
 
 from narrowgauge.nn.convert import convert, discard_step, recipe_tensors, set_step
-from narrowgauge.nn.linear import DTYPES, Linear
+from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.observer import Gauges, Observation, Observer
 from narrowgauge.nn.sharded.layout import LinearShards, TokenShard
+from narrowgauge.nn.stateful_linear import DTYPES
 from narrowgauge.nn.weight_state import master_or_weight
 
 __all__ = [

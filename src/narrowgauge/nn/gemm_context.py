@@ -14,21 +14,13 @@ import torch
 
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels import emulate, quantize
-from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.native import QuantizedOperand, quantized_operand
 from narrowgauge.nn.observer import Observation, Observer
 from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
+from narrowgauge.nn.step_state import StepState
 from narrowgauge.nn.weight_state import WeightState
 from narrowgauge.quantization import Cast, QuantContext, TensorShard
-from narrowgauge.recipes import GEMM_PLACES, GEMMS
-
-
-def stream_ids(layer: int) -> list[int]:
-    """The tensor ids of a layer's streams: bits of each operand, signs of each GEMM, bits of its gradient."""
-    operands = [layer * len(GEMM_PLACES) + i for i in range(len(GEMM_PLACES))]
-    signs = [2**32 + layer * len(GEMMS) + i for i in range(len(GEMMS))]
-    return [*operands, *signs, 2**33 + layer]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,23 +40,6 @@ class LayerSpec:
     saved: str | Cast = "input"
     native: bool = False
     transposed: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StepState:
-    """Where training is.
-
-    Attributes:
-        keys: int32 [10, 2], the keys of the step's random streams (`stream_ids`); None if no cast is random.
-        first_sample: The index in the global batch of the first sequence of this pass.
-        histories: The amax histories of the places with delayed scaling.
-        is_training: Whether a backward pass will follow, so that histories are updated.
-    """
-
-    keys: torch.Tensor | None = None
-    first_sample: int | torch.Tensor = 0
-    histories: Mapping[str, AmaxHistory] = field(default_factory=dict)
-    is_training: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,41 +111,27 @@ class GemmContext:
         """Add to a narrow gradient; False where there is none, so that autograd adds."""
         if self.weight is None or self.weight.gradient is None:
             return False
-        stream, step = None, self.step
-        if step.keys is not None:
-            stream = RandomStream(step.keys[-1], step.first_sample * self._elements("fprop.w", dw_NK))
+        stream = self.step.gradient_stream(self._elements("fprop.w", dw_NK))
         self.weight.gradient.add((dw_NK.T if self.layer.transposed else dw_NK).float(), stream)
         return True
 
     def stream(self, tensor: torch.Tensor, place: str) -> RandomStream | None:
-        """The random bits of a place: a function of (seed, step, tensor, element of the global batch)."""
+        """The random bits of a place's cast, if it is random."""
         if self.layer.casts[place].rounding != "stochastic":
             return None
-        assert self.step.keys is not None
-        offset: int | torch.Tensor = 0
-        if not place.endswith(".w"):
-            offset = self.step.first_sample * (self._elements(place, tensor) // self.num_samples)
-        return RandomStream(self.step.keys[GEMM_PLACES.index(place)], offset)
+        return self.step.operand_stream(place, self._elements(place, tensor) // self.num_samples)
 
     def _quant_context(self, tensor: torch.Tensor, place: str) -> QuantContext:
         """The context of a place's cast; a history takes note of the tensor."""
-        cast, scale = self.layer.casts[place], None
+        cast, step, scale = self.layer.casts[place], self.step, None
         if cast.history:
-            history = self.step.histories[place]
-            scale = history.scale
-            if self.step.is_training:
-                history.update(tensor)
-        signs = self._signs(place) if cast.signs == "random" else None
+            scale = step.histories[place].scale
+            if step.is_training:
+                step.histories[place].update(tensor)
+        signs = step.signs(place, cast.hadamard) if cast.signs == "random" else None
         return QuantContext(self.stream(tensor, place), signs, scale, self.shard(place))
 
     def _elements(self, place: str, tensor: torch.Tensor) -> int:
         """The number of elements of the global tensor."""
         shard = self.shard(place)
         return tensor.numel() if shard is None else shard.shape.numel()
-
-    def _signs(self, place: str) -> torch.Tensor:
-        """The signs of a GEMM's transform, the same for both operands."""
-        assert self.step.keys is not None
-        gemm = GEMMS.index(place.partition(".")[0])
-        bits = RandomStream(self.step.keys[len(GEMM_PLACES) + gemm]).bits((self.layer.casts[place].hadamard,))
-        return 1 - 2 * (bits & 1)

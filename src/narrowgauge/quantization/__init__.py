@@ -1,7 +1,8 @@
 """How does a tensor become narrow numbers? Blocks, scales, transforms, remedies, and the casts that exist."""
 
-from narrowgauge.quantization.cast import Cast, cast, cast_names, make_cast, state_cast_names
+from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
+from narrowgauge.quantization.named_casts import cast, cast_names, make_cast, state_cast_names
 from narrowgauge.quantization.outliers import clamp_outliers
 from narrowgauge.quantization.quantize import QTensor, emulate, quantize, quantize_in_context
 from narrowgauge.quantization.rounding_gradient import estimator_slope

@@ -13,9 +13,9 @@ from narrowgauge.errors import UserError
 from narrowgauge.formats import Randomness, decode, encode, encode_finite_, format, pack, torch_dtype
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.cast import cast as cast_named
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.hadamard import hadamard
+from narrowgauge.quantization.named_casts import cast as cast_named
 from narrowgauge.quantization.outliers import clamp_outliers
 from narrowgauge.quantization.scale_and_round import round_blocks, scales_of
 
@@ -91,7 +91,7 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
         raise UserError(
             f"cast {cast.name!r} has no codes of a byte: it is for state (weight, master, grad, m, v)"
         )
-    x = prepared(x.detach(), cast, axis, context)
+    x = clamped(transformed(x.detach(), cast, axis, context), cast, context)
     blocks = blocks_of(x.shape, cast, axis)
     split = blocks.split(x)
     scales = scales_of(split, blocks, cast, axis, context)
@@ -133,7 +133,8 @@ def emulate(
     Returns:
         The operand, and a 0-dim float32 scale or None for 1.
     """
-    unclamped, x = x, prepared(x, cast, axis, context)
+    unclamped = transformed(x, cast, axis, context)
+    x = clamped(unclamped, cast, context)
     if not cast.is_scaled:
         return x.to(torch_dtype(cast.element)), None
     blocks = blocks_of(x.shape, cast, axis)
@@ -149,16 +150,12 @@ def emulate(
     is_exact = (cast.scale != "fp32" or cast.power_of_two) and not cast.compensate
     operand_dtype = dtype if is_exact else torch.float32
     operand = blocks.merge(round_blocks(split, blocks, scales, cast, context, stored, operand_dtype))
-    if cast.compensate:
-        # What was clamped away is added again; in float32, as a difference of bf16 is not exact.
-        operand.add_(unclamped.float() - x.float())
-    return operand, scales.tensor
-
-
-def prepared(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> torch.Tensor:
-    """The tensor that is quantized: transformed, and without its outliers."""
-    x = transformed(x, cast, axis, context)
-    return clamp_outliers(x, cast.outliers, context) if cast.outliers else x
+    if not cast.compensate:
+        return operand, scales.tensor
+    if scales.tensor is not None:
+        operand.mul_(scales.tensor)
+    # What was clamped away is added again; in float32, as a difference of bf16 is not exact.
+    return operand.add_(unclamped.float() - x.float()), None
 
 
 def transformed(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> torch.Tensor:
@@ -167,6 +164,11 @@ def transformed(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -
         return x
     context.require_groups(cast, axis)
     return hadamard(x, cast.hadamard, axis, context.signs_of(cast))
+
+
+def clamped(x: torch.Tensor, cast: Cast, context: QuantContext) -> torch.Tensor:
+    """The transformed tensor without its outliers, if the cast clamps them."""
+    return clamp_outliers(x, cast.outliers, context) if cast.outliers else x
 
 
 def _zero_where_not(finite: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

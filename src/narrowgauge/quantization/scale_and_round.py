@@ -1,27 +1,23 @@
 """The two passes of quantization: the scales of all blocks, then every element to its format's grid.
 
-Both work on a split tensor (`Blocks.split`), and both walk through it in chunks. On a CPU a chunk stays in
-the cache, because an elementwise operation on newly allocated memory costs several times its arithmetic. On a
-GPU chunks are large and only bound the memory of temporaries. A chunk gets exactly the numbers that the full
-tensor would get; compiled code takes the tensor in one chunk.
+Both work on a split tensor (`Blocks.split`), and walk through it in chunks (`chunks.py`), which changes no
+number.
 
 A block that holds a NaN or an infinity gets the scale NaN: nothing non-finite ever comes out finite, also in
 formats that have no code for it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from narrowgauge.formats import RandomStream, round_finite_
-from narrowgauge.formats.rounding import CHUNK
 from narrowgauge.quantization import scales
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.chunks import chunks
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
-
-LARGE_CHUNK = 2**25  # elements whose temporaries a GPU has room for
 
 
 class Scales(NamedTuple):
@@ -94,37 +90,6 @@ def round_blocks(
         chunk.of(out).copy_(values)
     assert out is not None
     return out
-
-
-class Chunk(NamedTuple):
-    """Some of a split tensor: a range of positions along one dimension."""
-
-    dim: int
-    start: int
-    size: int
-
-    def of(self, t: torch.Tensor) -> torch.Tensor:
-        """The chunk of a tensor with the same dimensions; one of size 1 is the same for all chunks."""
-        return t if not t.ndim or t.shape[self.dim] == 1 else t.narrow(self.dim, self.start, self.size)
-
-    def first_element(self, split: torch.Tensor) -> int:
-        """The index of the chunk's first element in the tensor."""
-        return self.start * (split.numel() // split.shape[self.dim])
-
-
-def chunks(split: torch.Tensor, in_one: bool = False) -> Iterator[Chunk]:
-    """The chunks of a split tensor, in the order of its elements."""
-    dim = 1 if split.ndim > 1 and split.shape[0] == 1 else 0
-    elements = CHUNK if split.device.type == "cpu" else LARGE_CHUNK
-    if split.is_meta:  # only the amount of memory matters
-        elements = max(elements, split.numel() // 64)
-    if in_one or torch.compiler.is_compiling() or split.numel() <= elements:
-        yield Chunk(dim if split.ndim else 0, 0, split.shape[dim] if split.ndim else 1)
-        return
-    length = split.shape[dim]
-    size = max(1, elements * length // split.numel())
-    for start in range(0, length, size):
-        yield Chunk(dim, start, min(size, length - start))
 
 
 def block_amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:

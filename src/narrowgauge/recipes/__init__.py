@@ -3,7 +3,7 @@
 from narrowgauge.recipes.backend import BACKENDS, SCHEMES, Backend, choose_backend
 from narrowgauge.recipes.capability import Device, device_facts
 from narrowgauge.recipes.parse import parse_recipe
-from narrowgauge.recipes.recipe import (
+from narrowgauge.recipes.places import (
     GEMM_PLACES,
     GEMMS,
     KEYS,
@@ -11,11 +11,10 @@ from narrowgauge.recipes.recipe import (
     PLACES,
     STATE_PLACES,
     WIRE_PLACES,
-    Recipe,
-    Rule,
-    matches,
 )
+from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.registry import load_recipe, recipe, recipe_names
+from narrowgauge.recipes.rule import Rule, matches
 
 __all__ = [
     "BACKENDS",

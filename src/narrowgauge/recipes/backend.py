@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes.capability import Device
-from narrowgauge.recipes.recipe import GEMMS, Recipe
+from narrowgauge.recipes.places import GEMMS
+from narrowgauge.recipes.recipe import Recipe
 
 BACKENDS = ("auto", "native", "emulated")
 

@@ -33,16 +33,9 @@ from typing import Any
 
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.recipes.recipe import (
-    COMPUTE,
-    GEMM_PLACES,
-    GEMMS,
-    STATE_PLACES,
-    WIRE_PLACES,
-    Recipe,
-    Rule,
-    casts_from,
-)
+from narrowgauge.recipes.places import COMPUTE, GEMM_PLACES, GEMMS, STATE_PLACES, WIRE_PLACES, casts_from
+from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.recipes.rule import Rule
 
 _SET_OVER = ("saved", "offload", *STATE_PLACES, *WIRE_PLACES)  # over the casts of the products
 _ROOT_KEYS = ("name", "title", "source", "compute", "keep", "rule", *GEMMS, *_SET_OVER)

@@ -39,11 +39,11 @@ import torch
 from narrowgauge.formats import Format, decode, format
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.chunks import chunks
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.gauges.histogram import WIDTH, counts, histogram
-from narrowgauge.quantization.outliers import clamp_outliers
-from narrowgauge.quantization.quantize import transformed
-from narrowgauge.quantization.scale_and_round import block_amax, chunks, scales_of
+from narrowgauge.quantization.quantize import clamped, transformed
+from narrowgauge.quantization.scale_and_round import block_amax, scales_of
 from narrowgauge.quantization.state.quantized_state import QuantizedState
 
 BINADES = 16
@@ -78,8 +78,7 @@ def gauge_operand(
     context = context.local()
     x = transformed(x, cast, axis, context)
     blocks = blocks_of(x.shape, cast, axis)  # a transform may have lengthened the axis
-    kept = clamp_outliers(x, cast.outliers) if cast.outliers else x
-    scales = scales_of(blocks.split(kept), blocks, cast, axis, context)
+    scales = scales_of(blocks.split(clamped(x, cast, context)), blocks, cast, axis, context)
     scale = scales.block if scales.tensor is None else scales.block * scales.tensor
     return gauge(x, seen, blocks, scale, cast.element.max, cast.element)
 

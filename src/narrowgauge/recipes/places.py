@@ -1,0 +1,116 @@
+"""The places of a training step, and which casts each of them can have."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from narrowgauge.errors import UserError, unknown
+from narrowgauge.formats import torch_dtype
+from narrowgauge.quantization import Cast, make_cast
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+GEMM_PLACES = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x")
+# What state is kept in unless a recipe says otherwise: of the weights of linear layers, and the moments of
+# every large tensor. "none" = no second, wider copy of a weight.
+STATE_PLACES = ("weight", "master", "grad", "m", "v")
+FP32 = make_cast("fp32")
+WIDE_STATE: Mapping[str, Cast | None] = dict.fromkeys(STATE_PLACES, FP32) | {"master": None}
+WIRE_PLACES = ("gather", "reduce")  # between devices: weights of linear layers, and their gradients
+PLACES = (*GEMM_PLACES, "saved", *STATE_PLACES, *WIRE_PLACES)
+OFFLOADABLE = ("master", "grad", "m", "v")
+KEYS = (*PLACES, "offload", "compute")  # what may be set over a recipe
+COMPUTE = ("bf16", "fp16", "fp32")
+# What may be kept of a layer's input for its backward pass, beside the name of a cast.
+SAVED = ("input", "operand")
+
+
+def casts_from(place: str, value: Any) -> dict[str, Cast]:
+    """The casts that a recipe's text puts in a place; the name of a GEMM is both of its operands."""
+    if place in GEMMS:
+        operands = (p for p in GEMM_PLACES if p.startswith(f"{place}."))
+        return {p: c for operand in operands for p, c in casts_from(operand, value).items()}
+    if place not in GEMM_PLACES:
+        raise unknown("recipe place", place, (*PLACES, *GEMMS))
+    cast = cast_in(place, value)
+    if cast.is_for_state:
+        raise UserError(
+            f"recipe place {place!r}: cast {cast.name!r} is for state ({', '.join(STATE_PLACES)}), not for "
+            "an operand of a product; use one of those that `narrowgauge recipes` shows, such as e4m3"
+        )
+    return {place: cast}
+
+
+def offload_from(value: Any) -> tuple[str, ...]:
+    """The places that a recipe's text keeps on the host: a list, or names with commas between them."""
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
+        raise UserError(f'offload = {value!r}, but it must be a list of places such as ["master", "m", "v"]')
+    names = [n.strip() for n in names if n.strip() not in ("", "none")]
+    for name in names:
+        if name not in OFFLOADABLE:
+            raise unknown("place to offload", name, OFFLOADABLE)
+    return tuple(p for p in OFFLOADABLE if p in names)
+
+
+def saved_from(value: Any) -> str | Cast:
+    """What a recipe's text keeps for the backward pass."""
+    return value if isinstance(value, str) and value in SAVED else cast_in("saved", value)
+
+
+def cast_in(place: str, value: Any) -> Cast:
+    """The cast that a recipe's text puts in a place."""
+    if not isinstance(value, str | Mapping):
+        raise UserError(
+            f'recipe place {place!r} = {value!r}, but it must be a cast such as "mxfp4", or a table such as '
+            '{cast = "mxfp4", rounding = "stochastic"}'
+        )
+    try:
+        return make_cast(value)
+    except UserError as error:
+        raise UserError(f"recipe place {place!r}: {error}") from None
+
+
+def require_state(state: Mapping[str, Cast | None], where: str) -> None:
+    """Refuse state that cannot be: casts of operands only, weights without a dtype, a master of nothing."""
+    for place, cast in state.items():
+        if cast is None:
+            continue
+        if cast.hadamard or cast.outliers or cast.history:
+            raise UserError(
+                f"{where}: hadamard, outliers and history in place {place!r}, but they belong to operands of "
+                "a product; remove the key"
+            )
+        if cast.prescale and place != "grad":
+            raise UserError(f"{where}: prescale in place {place!r}, but it belongs to grad; remove the key")
+    weight, master = state["weight"], state["master"]
+    assert weight is not None
+    is_table = weight.expand or weight.codebook
+    if torch_dtype(weight.element) is None or is_table or weight.scale not in ("none", "fp32"):
+        raise UserError(
+            f"{where}: weight = {weight.name!r}, but a weight needs a format that torch can hold and fp32 "
+            "scales, such as bf16, fp16-scaled or e4m3"
+        )
+    if master is not None and weight.name == "fp32":
+        raise UserError(
+            f"{where}: master = {master.name!r} beside weights in fp32, but a master is a wider copy of "
+            'narrow weights; narrow the weight, or write master = "none"'
+        )
+
+
+def require_saved(saved: str | Cast, x: Cast, where: str) -> None:
+    """Refuse to keep the operand `x` of fprop where its numbers are not those of the input."""
+    if saved == "operand" and (x.hadamard or x.outliers):
+        raise UserError(
+            f"{where}: saved = 'operand', but fprop.x is transformed or without its outliers, so its numbers "
+            "are not the tensor's; save 'input', or a cast"
+        )
+
+
+def require_products(casts: Mapping[str, Cast], where: str) -> None:
+    """Refuse operands that cannot be multiplied: both have the same transform, or none has one."""
+    for a, b in zip(GEMM_PLACES[::2], GEMM_PLACES[1::2], strict=True):
+        if casts[a].hadamard != casts[b].hadamard or casts[a].signs != casts[b].signs:
+            raise UserError(
+                f"{where}: hadamard = {casts[a].hadamard} in {a} and {casts[b].hadamard} in {b}, but the "
+                "product stays the same only if both operands are transformed alike; "
+                "give both places the same size and signs"
+            )
