@@ -15,9 +15,8 @@ import narrowgauge as ng
 from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.kernels import dispatch as where
 from narrowgauge.kernels.adamw import Factors, adamw, fma, reference, takes
-from narrowgauge.nn.weight_state import GradientState
 from narrowgauge.optim.adamw import adamw_update
-from narrowgauge.quantization import QuantizedState, make_cast
+from narrowgauge.quantization import QuantizedState, make_cast, state_of
 from narrowgauge.recipes import recipe
 
 pytestmark = pytest.mark.filterwarnings(
@@ -230,8 +229,7 @@ def trained(name, device, steps=4):
         optimizer.zero_grad()
         for p in model.parameters():
             dw = (torch.randn(p.shape, generator=g) * 10.0**-n).to(device)
-            narrow = getattr(p, "gradient", None)
-            if isinstance(narrow, GradientState):
+            if (narrow := state_of(p).gradient) is not None:
                 narrow.add(dw, random_stream(1, n, 2, device))
                 narrow.add(dw.flip(0), random_stream(1, n, 3, device))
             else:
@@ -241,13 +239,9 @@ def trained(name, device, steps=4):
     found = optimizer.tensors({p: n for n, p in model.named_parameters()})
     for n, p in model.named_parameters():
         found[n] = p.detach()
-        for place in ("at_rest", "master"):
-            found |= {
-                f"{n}.{place}.{k}": t
-                for k, t in (
-                    getattr(p, place, None) or QuantizedState(p.shape, make_cast("fp32"))
-                ).tensors.items()
-            }
+        for place in ("weight", "master"):
+            stored = state_of(p).by_place().get(place) or QuantizedState(p.shape, make_cast("fp32"))
+            found |= {f"{n}.{place}.{k}": t for k, t in stored.tensors.items()}
     return {n: t.float().cpu() for n, t in found.items()}
 
 

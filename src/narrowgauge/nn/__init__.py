@@ -4,7 +4,6 @@ from narrowgauge.nn.convert import convert, discard_step, recipe_tensors, set_st
 from narrowgauge.nn.linear import DTYPES, Linear
 from narrowgauge.nn.observer import Gauges, Observation, Observer
 from narrowgauge.nn.sharded.layout import LinearShards, TokenShard
-from narrowgauge.nn.weight_state import master_or_weight
 
 __all__ = [
     "DTYPES",
@@ -16,7 +15,6 @@ __all__ = [
     "TokenShard",
     "convert",
     "discard_step",
-    "master_or_weight",
     "recipe_tensors",
     "set_step",
 ]

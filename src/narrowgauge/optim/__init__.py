@@ -4,7 +4,6 @@ from narrowgauge.optim.adamw import AdamW
 from narrowgauge.optim.groups import parameter_groups, set_learning_rate
 from narrowgauge.optim.muon import Muon
 from narrowgauge.optim.optimizer import ModelGroup, Optimizer
-from narrowgauge.optim.parameter import gradient, has_gradient, local, part_of
 from narrowgauge.optim.schedule import ScheduleKind, learning_rate
 
 __all__ = [
@@ -13,11 +12,7 @@ __all__ = [
     "Muon",
     "Optimizer",
     "ScheduleKind",
-    "gradient",
-    "has_gradient",
     "learning_rate",
-    "local",
     "parameter_groups",
-    "part_of",
     "set_learning_rate",
 ]

@@ -15,9 +15,8 @@ from torch.optim.adamw import adamw
 
 from narrowgauge.kernels import adamw as kernels
 from narrowgauge.optim.optimizer import Algorithm, KeyOf, Optimizer, Parts, Tensors
-from narrowgauge.optim.parameter import hung, local, part_of
 from narrowgauge.optim.state_writer import is_random
-from narrowgauge.quantization import QuantizedState
+from narrowgauge.quantization import QuantizedState, local_tensor, shard_of, state_of
 from narrowgauge.recipes import Recipe
 
 
@@ -40,13 +39,14 @@ def adamw_fused(
     p: torch.Tensor, state: Mapping[str, Any], options: Mapping[str, Any], step: int, key_of: KeyOf
 ) -> bool:
     """The same by the kernel, if it takes the parameter and all of its state; whether it did."""
-    master, at_rest, narrow = (hung(p, name) for name in ("master", "at_rest", "gradient"))
-    w = master or at_rest or local(p)
-    g = local(p.grad).contiguous() if narrow is None and p.grad is not None else narrow
-    m, v, beside = state["m"], state["v"], at_rest if master else None
-    if part_of(p) is not None or not kernels.takes(w, g, m, v, beside):
+    kept = state_of(p)
+    w = kept.master or kept.weight or local_tensor(p)
+    g = local_tensor(p.grad).contiguous() if kept.gradient is None and p.grad is not None else kept.gradient
+    m, v, beside = state["m"], state["v"], kept.weight if kept.master else None
+    if shard_of(p) is not None or not kernels.takes(w, g, m, v, beside):
         return False
-    places = {"w": "master" if master else "at_rest", "m": "m", "v": "v", "beside": "at_rest"}
+    assert g is not None
+    places = {"w": "master" if kept.master else "weight", "m": "m", "v": "v", "beside": "weight"}
     written = {"w": w, "m": m, "v": v, "beside": beside}
     random = [k for k, to in written.items() if isinstance(to, QuantizedState) and is_random(to)]
     keys = {name: key_of(places[name]) for name in random}

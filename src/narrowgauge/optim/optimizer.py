@@ -19,16 +19,24 @@ import torch.distributed as dist
 
 from narrowgauge.errors import UserError
 from narrowgauge.formats import random_stream, stream_key
-from narrowgauge.optim.parameter import gradient, has_gradient, hung, local, part_of
 from narrowgauge.optim.state_writer import Narrow, Write, batches, is_random, write_all
-from narrowgauge.quantization import QuantizedState, TensorShard, make_cast
+from narrowgauge.quantization import (
+    QuantizedState,
+    TensorShard,
+    gradient_of,
+    has_gradient,
+    local_tensor,
+    make_cast,
+    shard_of,
+    state_of,
+)
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes import recipe as recipe_named
 
 SMALLEST_NARROW = 4096  # elements of a matrix whose moments may be narrow
 FP32 = make_cast("fp32")
 _FIRST_STREAM = 2**34  # above the tensor ids of layers (nn.places)
-_WRITTEN = ("m", "v", "master", "at_rest")  # each with a stream of its own
+_WRITTEN = ("m", "v", "master", "weight")  # each with a stream of its own
 
 Tensors = list[torch.Tensor]
 Parts = list[TensorShard | None]
@@ -89,30 +97,32 @@ class Optimizer(torch.optim.Optimizer):
         self.seed = seed
         for group in self.param_groups:
             for p in group["params"]:
-                part = part_of(p)
-                size = p.numel() if part is None else part.shape.numel()
+                shard = shard_of(p)
+                size = p.numel() if shard is None else shard.shape.numel()
                 is_large = p.ndim >= 2 and size >= SMALLEST_NARROW
                 self.state[p] = {"step": torch.zeros((), device=p.device)}
                 for place in self.algorithms[group["algorithm"]].moments:
                     cast = (self.recipe.state[place] if is_large else None) or FP32
                     on_host = is_large and place in self.recipe.offload
-                    self.state[p][place] = QuantizedState(local(p).shape, cast, p.device, on_host, part)
+                    state = QuantizedState(local_tensor(p).shape, cast, p.device, on_host, shard)
+                    self.state[p][place] = state
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient."""
         assert closure is None
         narrow: list[Narrow] = []
-        number = 0
+        position = 0
         for group in self.param_groups:
             plain: Tensors = []
             for p in group["params"]:
                 if self._is_plain(p):
                     plain += [p] if p.grad is not None else []
                 elif has_gradient(p):
-                    own = getattr(p, "number", number)
-                    narrow.append((p, group, _FIRST_STREAM + len(_WRITTEN) * own))
-                number += 1
+                    index = state_of(p).index
+                    number = position if index < 0 else index
+                    narrow.append((p, group, _FIRST_STREAM + len(_WRITTEN) * number))
+                position += 1
             self._update_plain(plain, group)
         number_of = self._step_numbers([p for p, *_ in narrow])
         for these, following in pairwise([*batches(narrow), []]):
@@ -135,17 +145,17 @@ class Optimizer(torch.optim.Optimizer):
         states = [self.state[p] for p in plain]
         algorithm = self.algorithms[group["algorithm"]]
         moments = {place: [s[place].read() for s in states] for place in algorithm.moments}
-        gradients = [local(g) for p in plain if (g := p.grad) is not None]
-        parts = [part_of(p) for p in plain]
+        gradients = [local_tensor(g) for p in plain if (g := p.grad) is not None]
+        parts = [shard_of(p) for p in plain]
         algorithm.update(
-            [local(p) for p in plain], gradients, moments, [s["step"] for s in states], group, parts
+            [local_tensor(p) for p in plain], gradients, moments, [s["step"] for s in states], group, parts
         )
 
     def _update_narrow(
         self, p: torch.Tensor, group: Mapping[str, Any], first_stream: int, number: int
     ) -> Iterator[Write]:
         """Update a parameter of which anything is not fp32, or not here; what remains to be written."""
-        s, master, at_rest = self.state[p], hung(p, "master"), hung(p, "at_rest")
+        s, kept = self.state[p], state_of(p)
         algorithm = self.algorithms[group["algorithm"]]
 
         def key_of(place: str) -> tuple[int, int]:
@@ -153,40 +163,37 @@ class Optimizer(torch.optim.Optimizer):
 
         if algorithm.at_rest is not None and algorithm.at_rest(p, s, group, number, key_of):
             return
-        g = gradient(p)
+        g = gradient_of(p)
         assert g is not None
-        source = master or at_rest
-        here = local(p)
-        w = here.float() if source is None else source.read()
+        source = kept.master or kept.weight
+        local = local_tensor(p)
+        w = local.float() if source is None else source.read()
         moments = {place: s[place].read() for place in algorithm.moments}
         w, g = w.contiguous(), g.contiguous()  # torch's fused update ignores strides
-        algorithm.update([w], [g], {k: [m] for k, m in moments.items()}, [s["step"]], group, [part_of(p)])
+        algorithm.update([w], [g], {k: [m] for k, m in moments.items()}, [s["step"]], group, [shard_of(p)])
         written = {place: (s[place], x) for place, x in moments.items()}
-        for place, (to, x) in {**written, "master": (master, w), "at_rest": (at_rest, w)}.items():
+        for place, (to, x) in {**written, "master": (kept.master, w), "weight": (kept.weight, w)}.items():
             if to is not None:
                 tensor = first_stream + _WRITTEN.index(place)
                 yield to, x, random_stream(self.seed, number, tensor, p.device) if is_random(to) else None
-        if at_rest is None and w is not here:
-            here.copy_(w)
+        if kept.weight is None and w is not local:
+            local.copy_(w)
 
     def _is_plain(self, p: torch.Tensor) -> bool:
         """Whether all of a parameter is fp32 and here, so that it can be updated where it lies."""
-        narrow = any(hung(p, name) is not None for name in ("at_rest", "gradient"))
-        is_here = all(m.cast == FP32 and not m.on_host for m in self.moments(p).values())
-        return p.dtype == torch.float32 and not narrow and is_here
+        is_wide = p.dtype == torch.float32 and not state_of(p).by_place()
+        return is_wide and all(m.cast == FP32 and not m.on_host for m in self.moments(p).values())
 
     def _fetch(self, p: torch.Tensor) -> None:
         """Begin to bring a parameter's state from the host, while another is updated."""
-        parts = [hung(p, name) for name in ("master", "at_rest", "gradient")]
-        for state in (*self.state[p].values(), *parts):
-            if isinstance(state, QuantizedState):
-                state.fetch()
+        for state in (*self.moments(p).values(), *state_of(p).by_place().values()):
+            state.fetch()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, narrow ones included."""
         super().zero_grad(set_to_none)
         for p in self.parameters():
-            if (narrow := hung(p, "gradient")) is not None:
+            if (narrow := state_of(p).gradient) is not None:
                 narrow.is_empty = True
 
     @torch.no_grad()
@@ -196,7 +203,7 @@ class Optimizer(torch.optim.Optimizer):
         Squares are summed in float64, so that neither the order of tensors nor their division over processes
         matters.
         """
-        every = ((p, gradient(p)) for p in self.parameters())
+        every = ((p, gradient_of(p)) for p in self.parameters())
         wide = torch.float64
         norms = {p: torch.linalg.vector_norm(g, norm_type, dtype=wide) for p, g in every if g is not None}
         if not norms and self.model_group is None:
@@ -204,10 +211,10 @@ class Optimizer(torch.optim.Optimizer):
         total = self._norm_of_all(norms, norm_type).float()
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for p in self.parameters():
-            if (narrow := hung(p, "gradient")) is not None:
+            if (narrow := state_of(p).gradient) is not None:
                 narrow.scale_by(factor.to(p.device))
             elif p.grad is not None:
-                local(p.grad).mul_(factor.to(p.device))
+                local_tensor(p.grad).mul_(factor.to(p.device))
         return total
 
     def _norm_of_all(self, norms: Mapping[torch.Tensor, torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -218,9 +225,9 @@ class Optimizer(torch.optim.Optimizer):
         assert norm_type != torch.inf, "a sum over processes"
         total = torch.zeros((), dtype=torch.float64, device=device)
         for p, norm in norms.items():
-            part = part_of(p)
-            holders = self.model_group.for_each * getattr(p, "stages", 1)
-            copies = holders // (1 if part is None else part.pieces)
+            shard = shard_of(p)
+            holders = self.model_group.for_each * state_of(p).holders
+            copies = holders // (1 if shard is None else shard.pieces)
             total += norm.to(device) ** norm_type / copies
         dist.all_reduce(total, group=self.model_group.group)
         return total ** (1 / norm_type)

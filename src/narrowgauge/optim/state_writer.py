@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from narrowgauge.formats import RandomStream
-from narrowgauge.optim.parameter import part_of
-from narrowgauge.quantization import QuantizedState
+from narrowgauge.quantization import QuantizedState, shard_of
 from narrowgauge.quantization.sharding.amax import all_reduce_amaxes
 
 TENSORS_A_BATCH = 2**22  # elements of a batch
@@ -30,8 +29,8 @@ def batches(narrow: Iterable[Narrow]) -> Iterator[list[Narrow]]:
     batch: list[Narrow] = []
     size = 0
     for one in narrow:
-        part = part_of(one[0])
-        elements = TENSORS_A_BATCH if part is None else part.shape.numel() // part.pieces
+        shard = shard_of(one[0])
+        elements = TENSORS_A_BATCH if shard is None else shard.shape.numel() // shard.pieces
         if batch and size + elements > TENSORS_A_BATCH:
             yield batch
             batch, size = [], 0
@@ -44,7 +43,7 @@ def batches(narrow: Iterable[Narrow]) -> Iterator[list[Narrow]]:
 def write_all(writes: list[Write]) -> None:
     """Store what was updated; scales that several processes share are agreed on together."""
     sharing = [(to, x) for to, x, _ in writes if to.shares_scale]
-    found = iter(all_reduce_amaxes([x for _, x in sharing], [to.part for to, _ in sharing]))
+    found = iter(all_reduce_amaxes([x for _, x in sharing], [to.shard for to, _ in sharing]))
     for to, x, random in writes:
         to.write(x, random, amax=next(found) if to.shares_scale else None)
 

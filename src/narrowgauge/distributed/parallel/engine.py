@@ -27,8 +27,8 @@ from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.distributed.simulate.fake_pipeline import FakePipeline
 from narrowgauge.models import Transformer
 from narrowgauge.nn.amax_history import AmaxHistory
-from narrowgauge.optim import ModelGroup, Optimizer, local
-from narrowgauge.quantization import TensorShard
+from narrowgauge.optim import ModelGroup, Optimizer
+from narrowgauge.quantization import local_tensor, state_of
 from narrowgauge.quantization.purpose import comm_tag
 
 
@@ -130,9 +130,11 @@ class Engine:
         self._sum_at_rest()
         if self.mesh.size("tensor") > 1:
             group = self.mesh.group("tensor")
-            _sum_flat([local(p.grad) for p in self._whole_over_tensor() if p.grad is not None], group)
+            _sum_flat([local_tensor(p.grad) for p in self._whole_over_tensor() if p.grad is not None], group)
         if self.mesh.ends is not None and self.model.config.tied_head:
-            _sum_flat([local(g) for g in [self.model.embedding.weight.grad] if g is not None], self.mesh.ends)
+            _sum_flat(
+                [local_tensor(g) for g in [self.model.embedding.weight.grad] if g is not None], self.mesh.ends
+            )
         amaxes = [m.amax for m in self.model.modules() if isinstance(m, AmaxHistory)]
         if amaxes:
             model_group = torch.stack(amaxes)
@@ -144,12 +146,12 @@ class Engine:
     def _sum_at_rest(self) -> None:
         """Gradients in narrow numbers: of whole weights over `tensor`, over `data` where FSDP does not."""
         wires = wire_formats(self.model)
-        held = [p for p in self.model.parameters() if getattr(p, "gradient", None) is not None]
+        narrow = {p: g for p in self.model.parameters() if (g := state_of(p).gradient) is not None}
         for direction in ("tensor",) if self.mesh.layout.is_cut else ("data", "tensor"):
             if self.mesh.size(direction) > 1:
                 group = self.mesh.group(direction)
-                some = [p for p in held if direction == "data" or group not in _groups(p)]
-                all_reduce_gradient_states([p.gradient for p in some], [wires[p] for p in some], group)  # type: ignore[attr-defined]
+                some = [p for p in narrow if direction == "data" or group not in _groups(p)]
+                all_reduce_gradient_states([narrow[p] for p in some], [wires[p] for p in some], group)
 
     def after_update(self) -> None:
         """The weights have changed: agree on the scales that they travel with."""
@@ -201,9 +203,10 @@ class Engine:
 
 
 def _groups(p: torch.Tensor) -> list[dist.ProcessGroup]:
-    """That hold pieces of a parameter."""
-    part: TensorShard = p.part  # type: ignore[attr-defined]
-    return part.groups
+    """The groups that hold shards of a parameter."""
+    shard = state_of(p).shard
+    assert shard is not None, "a parameter that `parallelize` has not placed"
+    return shard.groups
 
 
 def _sum_flat(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:

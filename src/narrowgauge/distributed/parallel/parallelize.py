@@ -26,7 +26,7 @@ from narrowgauge.distributed.simulate.fake_fsdp import fake_fully_shard
 from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.models import ModelConfig, Transformer, starting_values
 from narrowgauge.nn import DTYPES, Linear, convert
-from narrowgauge.quantization import TensorShard
+from narrowgauge.quantization import TensorShard, ensure_state, state_of
 from narrowgauge.quantization.purpose import comm_tag
 from narrowgauge.recipes import Recipe
 
@@ -74,7 +74,7 @@ def parallelize(plan: ModelSpec, mesh: Mesh, device: torch.device) -> tuple[Tran
     convert(model, plan.recipe, backend="emulated" if plan.backend == "emulated" else "auto")
     keep_stages(model, mesh)
     shard_blocks(model, mesh)
-    parts = {name: p.part for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    shards = {name: _shard(p) for name, p in model.named_parameters()}
     _fill(model, plan, shapes, mesh, device)
     modules: list[nn.Module] = [Objective(model)]
     if (stages := mesh.layout.stages) > 1:
@@ -83,14 +83,14 @@ def parallelize(plan: ModelSpec, mesh: Mesh, device: torch.device) -> tuple[Tran
         for module in modules:
             _cut(module, mesh)
         for name, p in model.named_parameters():
-            if not hasattr(p, "part"):  # weights of linear layers have theirs (`nn.shards`)
-                p.part = _cut_part(parts[name], mesh)  # type: ignore[attr-defined]
+            if state_of(p).shard is None:  # weights of linear layers have theirs (`fsdp.py`)
+                ensure_state(p).shard = _cut_part(shards[name], mesh)
         for module in modules:
             quantize_fsdp_reduce(module)
     elif mesh.size("data") > 1:
         modules = [_replicated(module, mesh) for module in modules]
     if mesh.ends is not None and plan.model.tied_head:
-        model.embedding.weight.stages = 2  # type: ignore[attr-defined]
+        ensure_state(model.embedding.weight).holders = 2
     return model, modules
 
 
@@ -103,9 +103,9 @@ def _fill(
         if name not in missing:
             continue
         owner, key = _owner(model, name)
-        part: TensorShard = missing.pop(name).part  # type: ignore[attr-defined]
-        parameter = nn.Parameter(part.take(value).to(device))
-        parameter.part = part  # type: ignore[attr-defined]
+        shard = _shard(missing.pop(name))
+        parameter = nn.Parameter(shard.take(value).to(device))
+        ensure_state(parameter).shard = shard
         setattr(owner, key, parameter)
         block = ".".join(name.split(".")[:2])
         if block.startswith("blocks.") and not any(other.startswith(f"{block}.") for other in missing):
@@ -124,6 +124,12 @@ def _values(
     if device.type != "meta":
         return starting_values(plan.model, shapes, plan.seed)
     return ((name, torch.empty(shape, device=device)) for name, shape in shapes.items())
+
+
+def _shard(p: torch.Tensor) -> TensorShard:
+    shard = state_of(p).shard
+    assert shard is not None, "`shard_blocks` gives one to every parameter"
+    return shard
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -165,7 +171,7 @@ def _replicated(objective: nn.Module, mesh: Mesh) -> DistributedDataParallel:
     # Buffers say which sequences a process has: they are each process's own. Gradients at rest in narrow
     # numbers are no autograd's business: the engine sums them.
     own = [name for name, _ in objective.named_buffers()]
-    own += [name for name, p in objective.named_parameters() if getattr(p, "gradient", None) is not None]
+    own += [name for name, p in objective.named_parameters() if state_of(p).gradient is not None]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(objective, own)
     wrapped = DistributedDataParallel(
         objective, process_group=group, init_sync=False, gradient_as_bucket_view=True

@@ -5,7 +5,7 @@
     everything else          whole on each process of `tensor`, which see different tokens there
 
 Between the two kinds, tokens are divided over `tensor` (sequence parallelism), and everywhere over `context`.
-A parameter's `part` tells where it lies in the whole model's.
+A parameter's record (`quantization.ParamState.shard`) tells where it lies in the whole model's.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from narrowgauge.distributed.parallel.sequence_parallel import (
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig, Transformer
 from narrowgauge.nn import Linear, LinearShards, TokenShard
-from narrowgauge.quantization import ShardAxis, TensorShard, full_axis
+from narrowgauge.quantization import ShardAxis, TensorShard, ensure_state, full_axis, state_of
 
 BY_COLUMNS = ("attention_out", "down")  # the layers of a block whose columns `tensor` divides
 
@@ -66,8 +66,8 @@ def shard_blocks(model: Transformer, mesh: Mesh) -> None:
     if isinstance(model.head, Linear) and shared:
         model.head.shards = LinearShards(TokenShard(*model.share, shared))
     for _, parameter in model.named_parameters():
-        if not hasattr(parameter, "part"):
-            parameter.part = TensorShard(tuple(full_axis(n) for n in parameter.shape))  # type: ignore[attr-defined]
+        if state_of(parameter).shard is None:
+            ensure_state(parameter).shard = TensorShard(tuple(full_axis(n) for n in parameter.shape))
 
 
 def _shard_block(block: Any, config: ModelConfig, mesh: Mesh, own: TokenShard | None) -> None:
@@ -136,5 +136,5 @@ def _shard_columns(layer: object, mesh: Mesh, own: TokenShard | None) -> None:
 
 def _piece(part: TensorShard) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(part.local_shape, device="meta"))
-    parameter.part = part  # type: ignore[attr-defined]
+    ensure_state(parameter).shard = part
     return parameter

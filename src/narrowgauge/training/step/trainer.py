@@ -18,9 +18,8 @@ from narrowgauge.data import Batch, Loader, Mixture, Tokens, first_samples
 from narrowgauge.distributed import Engine, Mesh, MicroBatch, ModelSpec, ParallelDims, parallelize
 from narrowgauge.models import Transformer
 from narrowgauge.nn import Gauges, Linear, discard_step, recipe_tensors, set_step
-from narrowgauge.nn.weight_state import stored_tensor
 from narrowgauge.optim import AdamW, Muon, Optimizer, learning_rate, parameter_groups, set_learning_rate
-from narrowgauge.quantization import QuantizedState
+from narrowgauge.quantization import QuantizedState, ensure_state, state_of, stored_tensor
 from narrowgauge.training.config.config import Config
 from narrowgauge.training.step.build_model import build_model, recomputed
 from narrowgauge.training.step.checkpoint_slices import local_tensors_of
@@ -33,9 +32,6 @@ from narrowgauge.training.step.replica_check import (
     require_same_replicas,
     step_fingerprint,
 )
-
-# Where the state of each place hangs on a parameter (`nn.weight_state`).
-AT_REST = {"weight": "at_rest", "master": "master", "grad": "gradient"}
 
 
 def make_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
@@ -56,7 +52,7 @@ def number_parameters(config: Config, model: torch.nn.Module) -> None:
     numbers = {p: i for i, p in enumerate(p for group in groups for p in group["params"])}
     of_name = {name: numbers[p] for name, p in whole.named_parameters()}
     for name, parameter in model.named_parameters():
-        parameter.number = of_name[name]  # type: ignore[attr-defined]
+        ensure_state(parameter).index = of_name[name]
 
 
 @dataclass
@@ -227,9 +223,8 @@ class Trainer:
         for p, name in self.names.items():
             if p.ndim < 2:
                 continue
-            at_rest = {place: getattr(p, key, None) for place, key in AT_REST.items()}
-            places = {"weight": p} | {k: v for k, v in at_rest.items() if v is not None}
-            places |= self.optimizer.moments(p)
+            places: dict[str, QuantizedState | torch.Tensor] = {"weight": p}
+            places |= state_of(p).by_place() | self.optimizer.moments(p)
             state |= {(name.removesuffix(".weight"), place): tensor for place, tensor in places.items()}
         return Gauges(layers, state)
 
