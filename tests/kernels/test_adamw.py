@@ -16,6 +16,7 @@ from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.kernels import dispatch as where
 from narrowgauge.kernels.adamw import Factors, adamw, fma, reference, takes
 from narrowgauge.optim.adamw import adamw_update
+from narrowgauge.optim.algorithm import UpdateBatch
 from narrowgauge.quantization import QuantizedState, make_cast, state_of
 from narrowgauge.recipes import recipe
 
@@ -110,7 +111,7 @@ def test_the_reference_is_torchs_fused_update(betas):
         dw = torch.randn(256, generator=g) * 10.0 ** torch.randint(-12, 6, w.shape, generator=g)
         options = OPTIONS | {"betas": betas, "lr": 1e-2 / step}
         ours = reference(ours[0], dw, *ours[1:], Factors.of(options, step))
-        adamw_update([w], [dw], {"m": [m], "v": [v]}, [steps], options, [None])
+        adamw_update(UpdateBatch([w], [dw], {"m": [m], "v": [v]}, [steps], [None]), options)
         for a, b in zip(ours, (w, m, v), strict=True):
             assert torch.equal(a, b), step
 

@@ -1,9 +1,10 @@
-"""How do weights move, and what is their state kept in? AdamW, Muon, and the learning rate's schedule."""
+"""How do weights move, and what is their state kept in? AdamW, Muon, the learning rate's schedule."""
 
 from narrowgauge.optim.adamw import AdamW
+from narrowgauge.optim.grad_norm import ModelGroup
 from narrowgauge.optim.groups import parameter_groups, set_learning_rate
 from narrowgauge.optim.muon import Muon
-from narrowgauge.optim.optimizer import ModelGroup, Optimizer
+from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.schedule import ScheduleKind, learning_rate
 
 __all__ = [
