@@ -51,7 +51,16 @@ class Objective(nn.Module):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What decides a model's numbers, but for the optimizer."""
+    """A model, the recipe that it computes under, and everything else that its forward pass depends on.
+
+    Attributes:
+        model: the dimensions.
+        recipe: the recipe.
+        seed: the seed of the starting weights.
+        backend: whether narrow GEMMs run natively: "auto", "native" or "emulated".
+        recompute: one of how many blocks recomputes its activations in the backward pass; 0: none does.
+        chunked_loss: whether head and loss are computed in chunks, without all logits in memory.
+    """
 
     model: ModelConfig
     recipe: Recipe

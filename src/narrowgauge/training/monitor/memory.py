@@ -73,7 +73,7 @@ def measured(trainer: Trainer, tracker: MemoryTracker) -> Memory:
     device["saved activations"] = saved - device["logits"] - device["whole weights"]
     # Gradients that the step allocates are a separate class.
     device["workspace"] = max(0, tracker.peak - saved - new)
-    return Memory(device, host, count_parameters(trainer.config.resolved_model()))
+    return Memory(device, host, count_parameters(trainer.config.spec.model))
 
 
 def _state_bytes(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
@@ -105,7 +105,7 @@ def _logits(trainer: Trainer) -> int:
         return 0
     t, data, count = trainer.config.training, trainer.config.data, trainer.model.share[1]
     tokens = t.micro_batch_size * data.sequence_length // count
-    return tokens * trainer.config.resolved_model().vocab_size * trainer.model.compute_dtype.itemsize
+    return tokens * trainer.config.spec.model.vocab_size * trainer.model.compute_dtype.itemsize
 
 
 def _early_gradient(trainer: Trainer) -> int:

@@ -49,7 +49,7 @@ def start_from_weights(config: Config, model: Transformer) -> None:
     source = open_run(Path(config.model.weights), "cpu")
     weights = source.weights()
     with torch.device("meta"):
-        full_model = Transformer(config.resolved_model())
+        full_model = Transformer(config.spec.model)
     shapes = {name: p.shape for name, p in full_model.named_parameters(remove_duplicate=False)}
     for name in sorted(shapes.keys() | weights.keys()):
         shape = tuple(weights[name].shape) if name in weights else "nothing"

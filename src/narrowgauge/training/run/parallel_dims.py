@@ -12,9 +12,9 @@ def parallel_dims_of(config: Config, processes: int) -> ParallelDims:
         UserError: their product is another number, or model, batch or settings do not allow them.
     """
     layout = resolve_dims(ParallelDims(**config.parallel.model_dump()), processes)
-    model, t, data = config.resolved_model(), config.training, layout.data
+    model, t, data = config.spec.model, config.training, layout.data
     check_tensor_parallel(model, config.data.sequence_length, layout)
-    check_blocks(model, config.resolved_recipe(), config.data.sequence_length, t.micro_batch_size, layout)
+    check_blocks(model, config.spec.recipe, config.data.sequence_length, t.micro_batch_size, layout)
     if t.batch_size % (data * t.micro_batch_size):
         fitting = [n for n in range(1, t.batch_size + 1) if t.batch_size % (n * t.micro_batch_size) == 0]
         raise UserError(
