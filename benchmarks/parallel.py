@@ -142,7 +142,7 @@ def plain_step(bench: Bench, recipe: str) -> Callable[[], Any]:
     """FSDP2 as one writes it without this project; the embedding and the residual stream are fp32, too."""
     config = bench.config(recipe)
     narrow = torch.bfloat16 if recipe == "bf16" else torch.float32
-    model = Transformer(config.resolved_model(), narrow)
+    model = Transformer(config.spec.model, narrow)
     model.head = Head(bench.options.dim, bench.options.vocab, bias=False)
     initialize(model, 0)
     mesh = init_device_mesh("cpu", (2,))

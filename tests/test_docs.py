@@ -41,15 +41,15 @@ def check(options: argparse.Namespace) -> None:
         values = config_values(options)
         is_from_a_run = values.get("model", {}).pop("weights", "")  # which is not here
         config = make_config(values)
-        assert config.resolved_recipe()
-        assert is_from_a_run or config.resolved_model()
+        assert config.spec.recipe
+        assert is_from_a_run or config.spec.model
     for name in (getattr(options, "recipes", None) or "").split(","):
         assert not name or recipe_of(name)
     if hasattr(options, "words"):
         assert options.words[0] == "--"
         config, _ = _read_train(options.words[1:])
-        assert config.resolved_recipe()
-        assert config.resolved_model()
+        assert config.spec.recipe
+        assert config.spec.model
     if getattr(options, "site", None):
         assert load_site(options.site).devices_per_node
 

@@ -96,7 +96,7 @@ def test_the_configuration_is_one_and_the_recipe_another():
     (configuration,) = blocks(README, "toml")
     (recipe,) = blocks(PAGES["docs/recipes.md"], "toml")
     config = make_config(tomllib.loads(configuration))
-    assert config.resolved_recipe().casts["wgrad.dy"].rounding == "stochastic"
+    assert config.spec.recipe.casts["wgrad.dy"].rounding == "stochastic"
     assert len(parse_recipe(recipe, "README.toml").rules) == 2
 
 

@@ -25,7 +25,7 @@ def config(tiny):
 
 def test_products_are_those_that_mfu_counts(config):
     c = config(training__batch_size=4, training__micro_batch_size=2)
-    work, model, T = work_of(c, native=False), c.resolved_model(), 32
+    work, model, T = work_of(c, native=False), c.spec.model, 32
     attention = 12 * model.layers * model.heads * model.head_dim * T
     assert work.flops == (flops_per_token(model, T) - attention) * 4 * T
     assert work.attention == Attention(2, 2, 1, T, 16, "bf16")

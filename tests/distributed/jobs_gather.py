@@ -13,7 +13,7 @@ from narrowgauge.distributed.parallel.fsdp import quantized_fsdp, renew_gather_s
 from narrowgauge.nn import set_step
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
-from narrowgauge.optim import gradient
+from narrowgauge.quantization import gradient_of, state_of
 
 D = 16
 
@@ -106,20 +106,20 @@ def like_the_whole(recipe, places=None, width=24, steps=2, reshard=True, copies=
 
 def compare_gradients(alone, cut, ranks, rank, times):
     for name, p in cut.named_parameters():
-        ours, theirs = gradient(p), gradient(alone.get_parameter(name))
+        ours, theirs = gradient_of(p), gradient_of(alone.get_parameter(name))
         ours = ours.to_local() if isinstance(ours, DTensor) else ours
-        if getattr(p, "gradient", None) is None:  # the sum of so many equal ones
+        if (narrow := state_of(p).gradient) is None:  # the sum of so many equal ones
             torch.testing.assert_close(ours, times * rows_of(theirs, ranks, rank))
         else:
-            spacing = 2.0**-p.gradient.cast.element.mantissa_bits
+            spacing = 2.0**-narrow.cast.element.mantissa_bits
             torch.testing.assert_close(
                 ours, times * rows_of(theirs, ranks, rank), rtol=2 * spacing, atol=0.05
             )
 
 
 def here(p):
-    if getattr(p, "at_rest", None) is not None:
-        return p.at_rest.read()
+    if state_of(p).weight is not None:
+        return state_of(p).weight.read()
     p = p.detach()
     return p.to_local() if isinstance(p, DTensor) else p
 
@@ -128,17 +128,15 @@ def here(p):
 def update(net):
     """A change that is the same whoever holds what: of a weight at rest, and of its master."""
     for p in net.parameters():
-        source = getattr(p, "master", None) or getattr(p, "at_rest", None)
+        state = state_of(p)
+        source = state.master or state.weight
         if source is None:
             (p.to_local() if isinstance(p, DTensor) else p).mul_(1.25).add_(0.01)
         else:
-            w = source.read() * 1.25 + 0.01
-            for to in (getattr(p, "master", None), p.at_rest):
-                if to is not None:
-                    to.write(w)
+            state.write(source.read() * 1.25 + 0.01)
         p.grad = None
-        if getattr(p, "gradient", None) is not None:
-            p.gradient.is_empty = True
+        if state.gradient is not None:
+            state.gradient.is_empty = True
 
 
 def what_is_computed_with(recipe):
@@ -159,6 +157,24 @@ def what_is_computed_with(recipe):
     }
 
 
+def records(recipe):
+    """Where the record of each weight is in and after a step: with the shard, not with what is gathered."""
+    net = shard(model(recipe, 24))
+    seen = []
+    net[0].up.register_forward_pre_hook(lambda layer, _: seen.append(vars(layer.weight)))
+    before = {name: state_of(p) for name, p in net.named_parameters()}
+    net(batch(0)).square().sum().backward()
+    layers = {name: m for name, m in net.named_modules() if isinstance(m, Linear)}
+    for name, layer in layers.items():
+        state = state_of(layer.weight)
+        assert state is before[f"{name}.weight"]
+        assert state.shard.local_shape == layer.weight.to_local().shape
+        assert state.shard.shape == layer.weight.shape
+        assert layer.state_at_rest in (None, state)
+        assert all(kept.shape == state.shard.local_shape for kept in state.by_place().values())
+    return {"layers": len(layers), "kept": sorted(state.by_place()), "gathered": len(seen[0])}
+
+
 def accumulated(recipe, copies=1):
     """Micro-batches of its own on every rank; copies of shards hold the same bytes."""
     net = shard(model(recipe, 24), copies=copies)
@@ -167,7 +183,7 @@ def accumulated(recipe, copies=1):
         net(batch(10 * dist.get_rank() + number)).square().sum().backward()
     world, shards = dist.get_world_size(), dist.get_world_size() // copies
     for p in net.parameters():
-        stored = getattr(p, "gradient", None)
+        stored = state_of(p).gradient
         tensors = [p.grad.to_local()] if stored is None else list(stored.tensors.values())
         assert stored is None or p.grad is None
         for tensor in tensors:

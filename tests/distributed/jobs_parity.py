@@ -10,8 +10,7 @@ from safetensors.torch import load_file, save_file
 from narrowgauge.data import open_data
 from narrowgauge.distributed import Mesh
 from narrowgauge.nn import DTYPES, Linear
-from narrowgauge.nn.weight_state import master_or_weight
-from narrowgauge.optim import local, part_of
+from narrowgauge.quantization import local_tensor, master_or_weight, shard_of, state_of
 from narrowgauge.training.config.config import make_config
 from narrowgauge.training.run.parallel_dims import parallel_dims_of
 from narrowgauge.training.run.validation import validation_loss
@@ -79,13 +78,13 @@ class Trained:
     def found(self):
         """(parameter, kind, where it lies, numbers): how far it has moved, and its moments."""
         for name, p in self.parameters():
-            yield name, "moved", part_of(p), (numbers(p) - self.start[name]).detach()
+            yield name, "moved", shard_of(p), (numbers(p) - self.start[name]).detach()
             for place, moment in self.trainer.optimizer.moments(p).items():
-                yield name, place, part_of(p), moment.read()
+                yield name, place, shard_of(p), moment.read()
 
 
 def numbers(p):
-    return local(p).float() if getattr(p, "at_rest", None) is None else master_or_weight(p)
+    return local_tensor(p).float() if state_of(p).weight is None else master_or_weight(p)
 
 
 def alone(path, **how):
@@ -98,7 +97,7 @@ def alone(path, **how):
     return trained.told
 
 
-def model_group(path, **how):
+def together(path, **how):
     """The figures of several, and what their pieces differ in.
 
     `apart`: by parameter and kind, the sums of squares of the differences and of what there should be.

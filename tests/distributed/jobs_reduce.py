@@ -22,8 +22,7 @@ from narrowgauge.distributed.comm.quantized_reduce import all_reduce, reduce_sca
 from narrowgauge.distributed.comm.shared_scales import WireFormat
 from narrowgauge.errors import UserError
 from narrowgauge.formats import decode, round_to
-from narrowgauge.nn.weight_state import GradientState
-from narrowgauge.quantization import PreScale, QuantContext, make_cast, quantize_in_context
+from narrowgauge.quantization import GradientState, PreScale, QuantContext, make_cast, quantize_in_context
 from narrowgauge.quantization.scales import fp32_scale
 
 WORLD = lambda: dist.group.WORLD  # noqa: E731

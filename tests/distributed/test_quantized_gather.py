@@ -52,6 +52,12 @@ def test_more_ranks_than_rows_fill_up(ranks):
     ranks(3, "jobs_gather.like_the_whole", recipe="msamp-o3", places=WIDE, width=2)
 
 
+@pytest.mark.parametrize(("recipe", "kept"), [("fp8", []), ("msamp-o3", ["grad", "master", "weight"])])
+def test_the_record_of_a_weight_is_its_shards(ranks, recipe, kept):
+    for found in ranks(2, "jobs_gather.records", recipe=recipe):
+        assert found == {"layers": 4, "kept": kept, "gathered": 0}
+
+
 @pytest.mark.parametrize("recipe", ["fp8", "msamp-o3"])
 def test_copies_of_shards(ranks, recipe):
     ranks(4, "jobs_gather.like_the_whole", recipe=recipe, places=WIDE, copies=2)

@@ -15,9 +15,9 @@ import narrowgauge as ng
 from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.kernels import dispatch as where
 from narrowgauge.kernels.adamw import Factors, adamw, fma, reference, takes
-from narrowgauge.nn.weight_state import GradientState
 from narrowgauge.optim.adamw import adamw_update
-from narrowgauge.quantization import QuantizedState, make_cast
+from narrowgauge.optim.algorithm import UpdateBatch
+from narrowgauge.quantization import QuantizedState, make_cast, state_of
 from narrowgauge.recipes import recipe
 
 pytestmark = pytest.mark.filterwarnings(
@@ -111,7 +111,7 @@ def test_the_reference_is_torchs_fused_update(betas):
         dw = torch.randn(256, generator=g) * 10.0 ** torch.randint(-12, 6, w.shape, generator=g)
         options = OPTIONS | {"betas": betas, "lr": 1e-2 / step}
         ours = reference(ours[0], dw, *ours[1:], Factors.of(options, step))
-        adamw_update([w], [dw], {"m": [m], "v": [v]}, [steps], options, [None])
+        adamw_update(UpdateBatch([w], [dw], {"m": [m], "v": [v]}, [steps], [None]), options)
         for a, b in zip(ours, (w, m, v), strict=True):
             assert torch.equal(a, b), step
 
@@ -230,8 +230,7 @@ def trained(name, device, steps=4):
         optimizer.zero_grad()
         for p in model.parameters():
             dw = (torch.randn(p.shape, generator=g) * 10.0**-n).to(device)
-            narrow = getattr(p, "gradient", None)
-            if isinstance(narrow, GradientState):
+            if (narrow := state_of(p).gradient) is not None:
                 narrow.add(dw, random_stream(1, n, 2, device))
                 narrow.add(dw.flip(0), random_stream(1, n, 3, device))
             else:
@@ -241,13 +240,9 @@ def trained(name, device, steps=4):
     found = optimizer.tensors({p: n for n, p in model.named_parameters()})
     for n, p in model.named_parameters():
         found[n] = p.detach()
-        for place in ("at_rest", "master"):
-            found |= {
-                f"{n}.{place}.{k}": t
-                for k, t in (
-                    getattr(p, place, None) or QuantizedState(p.shape, make_cast("fp32"))
-                ).tensors.items()
-            }
+        for place in ("weight", "master"):
+            stored = state_of(p).by_place().get(place) or QuantizedState(p.shape, make_cast("fp32"))
+            found |= {f"{n}.{place}.{k}": t for k, t in stored.tensors.items()}
     return {n: t.float().cpu() for n, t in found.items()}
 
 

@@ -5,6 +5,7 @@ import torch
 
 from narrowgauge.kernels import attach_amax
 from narrowgauge.nn import convert, set_step
+from narrowgauge.quantization import gradient_of
 from narrowgauge.recipes import recipe, recipe_names
 
 NARROW = [name for name in recipe_names() if recipe(name).is_narrow]
@@ -22,9 +23,7 @@ def results(name, x_BTK, dy_BTN, monkeypatch, kernels):
         x = x_BTK.clone().requires_grad_()
         y = model(x)
         y.backward(dy_BTN)
-        gradient = getattr(model[0].weight, "gradient", None)
-        dw = model[0].weight.grad if gradient is None else gradient.read()
-        found += [y.detach(), x.grad, dw.clone()]
+        found += [y.detach(), x.grad, gradient_of(model[0].weight).clone()]
     return found
 
 

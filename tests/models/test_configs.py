@@ -19,7 +19,7 @@ def test_a_ready_configuration_is_the_run_it_names(path):
     t, s = config.training, config.schedule
     assert config.model.name == path.stem
     assert t.steps * t.batch_size * config.data.sequence_length / 1e9 == pytest.approx(tokens, rel=0.002)
-    assert count_parameters(config.resolved_model()) / 1e9 == pytest.approx(parameters, rel=0.002)
+    assert count_parameters(config.spec.model) / 1e9 == pytest.approx(parameters, rel=0.002)
     assert s.warmup_steps < s.decay_steps < t.steps
 
 

@@ -10,7 +10,7 @@ from narrowgauge.nn import Gauges, Linear, convert
 from narrowgauge.nn.gemm_context import GemmContext, LayerSpec
 from narrowgauge.nn.observer import LayerGauge, evenly
 from narrowgauge.optim import AdamW
-from narrowgauge.quantization import QuantContext, emulate, make_cast, quantize
+from narrowgauge.quantization import QuantContext, emulate, gradient_of, make_cast, quantize, state_of
 from narrowgauge.quantization.gauges.figures import figures, gauge_operand
 from narrowgauge.recipes import recipe
 
@@ -171,17 +171,14 @@ def test_state_is_read_as_the_update_left_it(name):
     model = convert(torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 64)), name, keep=["1"])
     optimizer = AdamW(model.parameters(), recipe=name, lr=1e-2)
     p = model[0].weight
-    state = {("0", "weight"): getattr(p, "at_rest", None) or p}
-    for place, key in (("master", "master"), ("grad", "gradient")):
-        if getattr(p, key, None) is not None:
-            state["0", place] = getattr(p, key)
-    state |= {("0", place): m for place, m in optimizer.moments(p).items()}
+    places = {"weight": p, **state_of(p).by_place(), **optimizer.moments(p)}
+    state = {("0", place): tensor for place, tensor in places.items()}
     gauges = Gauges({"0": model[0]}, state)
     for i in range(2):
         gauges.begin_micro_batch(i == 0, i == 1)
         model(torch.randn(32, 64)).square().mean().backward()
     gauges.after_backward()
-    total = p.grad.clone() if p.grad is not None else p.gradient.read()
+    total = gradient_of(p).clone()
     optimizer.clip_grad_norm_(1e-3)
     optimizer.step()
     gauges.after_step()

@@ -11,9 +11,8 @@ import narrowgauge as ng
 from narrowgauge.formats import random_stream
 from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import Linear, convert, recipe_tensors, set_step
-from narrowgauge.nn.weight_state import GradientState
 from narrowgauge.optim import AdamW, parameter_groups
-from narrowgauge.quantization import QuantizedState, make_cast
+from narrowgauge.quantization import GradientState, QuantizedState, gradient_of, make_cast, state_of
 from narrowgauge.recipes import parse_recipe, recipe
 
 K, N = 96, 128
@@ -40,12 +39,12 @@ def batch(seed=0, m=64):
 
 def stored(parameter, optimizer):
     """Every tensor that is kept for a parameter."""
-    parts = [getattr(parameter, name, None) for name in ("at_rest", "master", "gradient")]
-    parts += [optimizer.state[parameter][place] for place in ("m", "v")]
-    tensors = [t for part in parts if part is not None for t in part.tensors.values()]
-    if getattr(parameter, "at_rest", None) is None:
+    state = state_of(parameter)
+    parts = [*state.by_place().values(), *optimizer.moments(parameter).values()]
+    tensors = [t for part in parts for t in part.tensors.values()]
+    if state.weight is None:
         tensors.append(parameter)
-    if getattr(parameter, "gradient", None) is None:
+    if state.gradient is None:
         tensors.append(parameter.grad)
     return {t.data_ptr(): t.numel() * t.element_size() for t in tensors}
 
@@ -68,7 +67,7 @@ def test_the_parameter_is_what_is_stored(name):
     assert layer.weight.dtype == DTYPES[name]
     assert layer.bias.dtype == torch.float32
     if name != "coat":
-        memory = {t.data_ptr() for t in layer.weight.at_rest.tensors.values()}
+        memory = {t.data_ptr() for t in state_of(layer.weight).weight.tensors.values()}
         assert layer.weight.data_ptr() in memory
 
 
@@ -87,11 +86,11 @@ def test_products_see_the_stored_numbers(name):
         results.append((y, leaf.grad, each.bias.grad))
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
-    gradient = layer.weight.grad if name == "coat" else layer.weight.gradient.read()
+    gradient = gradient_of(layer.weight)
     expected = other.weight.grad
     if name != "coat":
         assert layer.weight.grad is None
-        rounded = QuantizedState(expected.shape, layer.weight.gradient.cast)
+        rounded = QuantizedState(expected.shape, state_of(layer.weight).gradient.cast)
         rounded.write(expected)
         step = (rounded.read() - expected).abs().max() * 2
         assert ((gradient - expected).abs() <= expected.abs() * 2.0**-3 + step).all()
@@ -136,7 +135,7 @@ class TestMicroBatches:
             for first in first_samples:
                 set_step(layer, 0, 3, first)
                 layer(x.roll(first % 64, 0)).backward(dy)
-            return layer.weight.gradient.read().clone()
+            return gradient_of(layer.weight).clone()
 
         assert torch.equal(gradient(0, 5), gradient(0, 5))
         assert not torch.equal(gradient(0, 5), gradient(0, 5 + x.numel()))  # the same tensor, elsewhere
@@ -150,7 +149,7 @@ class TestMicroBatches:
         for i in range(4):
             set_step(parts, 0, 1, i)
             parts(x[32 * i : 32 * i + 32]).backward(dy[32 * i : 32 * i + 32])
-        a, b = whole.weight.gradient.read(), parts.weight.gradient.read()
+        a, b = gradient_of(whole.weight), gradient_of(parts.weight)
         assert (a - b).norm() < 0.12 * a.norm()
 
 
@@ -178,7 +177,7 @@ class TestWhatOthersSee:
         a, b = make("msamp-o3"), make("msamp-o3")
         numbers = {k: torch.randn_like(v) for k, v in a.state_dict().items()}
         b.load_state_dict(numbers)
-        torch.testing.assert_close(b.weight.master.read(), numbers["weight"], rtol=2.0**-10, atol=0)
+        torch.testing.assert_close(state_of(b.weight).master.read(), numbers["weight"], rtol=2.0**-10, atol=0)
 
     @pytest.mark.parametrize("name", STATE_RECIPES)
     def test_a_copy_is_whole(self, name):
@@ -225,8 +224,8 @@ class TestWhatOthersSee:
             set_step(layer, 0, 1, 0)
             layer(x).backward(dy)
         assert torch.equal(a(x), b(x))
-        difference = a.weight.gradient.read().T - b.weight.gradient.read()
-        assert difference.norm() < 0.1 * b.weight.gradient.read().norm()  # other random bits
+        difference = gradient_of(a.weight).T - gradient_of(b.weight)
+        assert difference.norm() < 0.1 * gradient_of(b.weight).norm()  # other random bits
 
 
 class TestWhatStaysWide:
@@ -251,7 +250,7 @@ class TestWhatStaysWide:
         layer = convert(layer, "msamp-o2")
         layer(batch()[0]).sum().backward()
         assert layer.weight.dtype == torch.float16
-        assert layer.weight.gradient.is_empty
+        assert state_of(layer.weight).gradient.is_empty
         assert layer.bias.grad is not None
 
 
@@ -287,9 +286,9 @@ def test_a_gradient_that_is_not_finite_stays_so(poison):
     layer, (x, dy) = make("msamp-o2"), batch()
     dy[3, 4] = poison
     layer(x).backward(dy)
-    assert not layer.weight.gradient.read().isfinite().all()
+    assert not gradient_of(layer.weight).isfinite().all()
     layer(x).backward(batch()[1])
-    assert not layer.weight.gradient.read().isfinite().all()
+    assert not gradient_of(layer.weight).isfinite().all()
 
 
 def test_any_products_go_with_any_state():
@@ -327,5 +326,5 @@ def test_compiled_code_goes_around_it(name):
         set_step(model, 0, 1, 0)
         y = (torch.compile(model, backend="aot_eager") if compiled else model)(x)
         y.backward(dy)
-        results.append((y, model[0].weight.gradient.read(), model[0].bias.grad))
+        results.append((y, gradient_of(model[0].weight), model[0].bias.grad))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

@@ -12,9 +12,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.nn.weight_state import GradientState
-from narrowgauge.optim import gradient
-from narrowgauge.quantization import make_cast
+from narrowgauge.quantization import GradientState, gradient_of, make_cast
 
 LEVELS = ["msamp-o1", "msamp-o2", "msamp-o3"]
 SPACING = 2.0**-3  # of E4M3, relative; the recipes round gradients with random bits, up or down
@@ -38,7 +36,7 @@ def test_a_small_layer(name):
     y.sum().backward()
     expected.sum().backward()
     assert torch.equal(ours.bias.grad, plain.bias.grad)
-    torch.testing.assert_close(gradient(ours.weight), plain.weight.grad, rtol=SPACING, atol=0.1)
+    torch.testing.assert_close(gradient_of(ours.weight), plain.weight.grad, rtol=SPACING, atol=0.1)
 
 
 @pytest.mark.parametrize("name", LEVELS)
@@ -49,7 +47,7 @@ def test_rows_one_by_one_are_the_batch(name):
         ours, _ = layers(name)
         for batch in batches:
             ours(batch).sum().backward()
-        found.append(gradient(ours.weight))
+        found.append(gradient_of(ours.weight))
     torch.testing.assert_close(*found, rtol=4 * SPACING, atol=0.1)  # rounded four times, and once
 
 
@@ -58,11 +56,11 @@ def test_clipped_to_an_l1_norm_of_one(name):
     ours, _ = layers(name)
     ours(torch.randn(4, 4, generator=torch.Generator().manual_seed(0))).sum().backward()
     optimizer = ng.AdamW(ours.parameters(), name)
-    before = [gradient(p).clone() for p in ours.parameters()]
+    before = [gradient_of(p).clone() for p in ours.parameters()]
     total = sum(g.abs().sum() for g in before)
     torch.testing.assert_close(optimizer.clip_grad_norm_(1.0, norm_type=1.0), total, rtol=1e-5, atol=0)
     for p, g in zip(ours.parameters(), before, strict=True):
-        torch.testing.assert_close(gradient(p), g / total, rtol=0, atol=1e-5)
+        torch.testing.assert_close(gradient_of(p), g / total, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("of", ["dense", "transposed", "sliced"])

@@ -2,8 +2,7 @@
 
 import torch
 
-from narrowgauge.nn.weight_state import GradientState
-from narrowgauge.quantization import make_cast
+from narrowgauge.quantization import GradientState, make_cast
 from narrowgauge.quantization.state.prescale import applied, next_mu
 
 PLAIN = {"cast": "e4m3", "power_of_two": True}

@@ -19,7 +19,7 @@ def directory(tmp_path):
 def test_a_claim_writes_everything_resolved(directory, tiny):
     config = make_config(tiny())
     directory.claim(config)
-    assert directory.config().resolved_model() == config.resolved_model()
+    assert directory.config().spec.model == config.spec.model
     assert directory.config().training == config.training
     assert (directory.path / "recipe.toml").read_text() == recipe("fp8").text
 
@@ -75,7 +75,7 @@ def test_another_text_of_the_recipe_is_refused(directory, tiny, tmp_path):
     mine.write_text('name = "mine"\n[fprop]\nx = "e5m2"\n')
     with pytest.raises(UserError, match=r"another text of recipe .*mine\.toml.* restore .* another --out"):
         directory.claim(config)
-    own = directory.config(own_recipe=True).resolved_recipe()
+    own = directory.config(own_recipe=True).spec.recipe
     assert own.casts["fprop.x"].name == "e4m3", "a finished run is used with the recipe it was made with"
 
 

@@ -80,7 +80,7 @@ def bench(config: Config, peers: Sequence[str] | None, rounds: int, console: Con
         UserError: a peer is unknown, or not installed.
     """
     device = choose_device(config.training.device)
-    backend = choose_backend(config.resolved_recipe(), device_facts(device), config.recipe.backend)
+    backend = choose_backend(config.spec.recipe, device_facts(device), config.spec.backend)
     names = default_peers(device) if peers is None else peers
     check_peers(names, device)
     work = work_of(config, backend.name == "native")

@@ -52,7 +52,7 @@ def peer_step(
     name: str, config: Config, device: torch.device, batches: Sequence[Batch]
 ) -> Callable[[], object]:
     """An optimizer step of a peer on the given micro-batches; call `check_peers` first."""
-    model = Transformer(config.resolved_model())
+    model = Transformer(config.spec.model)
     initialize(model, config.training.seed)
     model.to(device)
     if name in TORCHAO:

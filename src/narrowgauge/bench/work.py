@@ -26,7 +26,7 @@ from narrowgauge.nn import DTYPES, Linear
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import GEMM_PLACES, Recipe
 from narrowgauge.training import Config, estimate_memory
-from narrowgauge.training.step.build_model import build_model, recomputed
+from narrowgauge.training.step.build_model import build_model
 
 
 @dataclass(frozen=True, order=True)
@@ -74,12 +74,12 @@ class Work:
 
 def work_of(config: Config, native: bool) -> Work:
     """The work of a configuration's step; `native` if the hardware multiplies its narrow formats."""
-    model, recipe, t = config.resolved_model(), config.resolved_recipe(), config.training
+    model, recipe, t = config.spec.model, config.spec.recipe, config.training
     B, T = t.micro_batch_size, config.data.sequence_length
     attention = Attention(B, model.heads, model.kv_heads, T, model.head_dim, recipe.compute)
     work = Work(attention)
     times, M = t.batch_size // B, B * T  # micro-batches of a step, tokens of one
-    network = build_model(config, torch.device("meta"))
+    network = build_model(config.spec, torch.device("meta"))
     recomputed_layers = _recomputed_blocks(config, model.layers)
     work.attention_forward = times * (model.layers + recomputed_layers)
     work.attention_backward = times * model.layers
@@ -102,7 +102,7 @@ def work_of(config: Config, native: bool) -> Work:
 
 
 def _recomputed_blocks(config: Config, layers: int) -> int:
-    every = recomputed(config)
+    every = config.spec.recompute
     return -(-layers // every) if every else 0
 
 

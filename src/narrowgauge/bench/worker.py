@@ -127,6 +127,6 @@ def random_batches(config: Config, device: torch.device) -> list[Batch]:
     batches = []
     for _ in range(t.batch_size // t.micro_batch_size):
         shape = (t.micro_batch_size, T + 1)
-        ids = torch.randint(config.resolved_model().vocab_size, shape, generator=g).to(device)
+        ids = torch.randint(config.spec.model.vocab_size, shape, generator=g).to(device)
         batches.append(Batch(ids[:, :-1], ids[:, 1:], ids[:, 1:].numel()))
     return batches

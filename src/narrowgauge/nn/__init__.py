@@ -5,7 +5,6 @@ from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.observer import Gauges, Observation, Observer
 from narrowgauge.nn.sharded.layout import LinearShards, TokenShard
 from narrowgauge.nn.stateful_linear import DTYPES
-from narrowgauge.nn.weight_state import master_or_weight
 
 __all__ = [
     "DTYPES",
@@ -17,7 +16,6 @@ __all__ = [
     "TokenShard",
     "convert",
     "discard_step",
-    "master_or_weight",
     "recipe_tensors",
     "set_step",
 ]

@@ -9,7 +9,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from narrowgauge.errors import UserError
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.weight_state import WeightState
+from narrowgauge.quantization import ParamState
 from narrowgauge.recipes import Recipe, choose_backend, device_facts, matches
 from narrowgauge.recipes import recipe as recipe_named
 
@@ -133,7 +133,7 @@ def recipe_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
     The tensors are the model's own: copy into them to restore. A plain state dict does not hold them.
     """
-    owners: list[tuple[str, AmaxHistory | WeightState]] = []
+    owners: list[tuple[str, AmaxHistory | ParamState]] = []
     found: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
         if isinstance(module, AmaxHistory):

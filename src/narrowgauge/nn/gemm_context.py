@@ -19,8 +19,7 @@ from narrowgauge.nn.native import QuantizedOperand, quantized_operand
 from narrowgauge.nn.observer import Observation, Observer
 from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
 from narrowgauge.nn.step_state import StepState
-from narrowgauge.nn.weight_state import WeightState
-from narrowgauge.quantization import Cast, QuantContext, TensorShard
+from narrowgauge.quantization import Cast, ParamState, QuantContext, TensorShard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +50,7 @@ class GemmContext:
         step: What the step fixes.
         num_samples: The number of sequences that x and dy hold.
         shards: Where "x", "w" and "dy" lie in global tensors; those that several processes hold together.
-        weight: The state of the weight, if it or its gradient is narrow and all of it is here.
+        weight: The record of the weight, if it or its gradient is narrow and all of it is here.
         observer: What is shown every operand and product, if one is attached to the layer.
     """
 
@@ -59,7 +58,7 @@ class GemmContext:
     step: StepState = field(default_factory=StepState)
     num_samples: int = 1
     shards: Mapping[str, TensorShard] = field(default_factory=dict)
-    weight: WeightState | None = None
+    weight: ParamState | None = None
     observer: Observer | None = None
 
     def shard(self, place: str) -> TensorShard | None:
@@ -102,9 +101,10 @@ class GemmContext:
         """The numbers of a weight whose parameter is `w_NK`, in whatever dtype holds them."""
         if isinstance(w_NK, GatheredWeight):
             return w_NK if w_NK.is_operand else w_NK.wide()
-        if self.weight is None:
+        narrow = None if self.weight is None else self.weight.weight
+        if narrow is None or not narrow.cast.is_scaled:  # the parameter holds the numbers
             return w_NK
-        w = self.weight.operand()
+        w = narrow.read()
         return w.T if self.layer.transposed else w
 
     def add_gradient(self, dw_NK: torch.Tensor) -> bool:

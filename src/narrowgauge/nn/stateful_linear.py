@@ -18,7 +18,7 @@ from narrowgauge.nn.observer import Observer
 from narrowgauge.nn.sharded.gathered_weight import WeightGather
 from narrowgauge.nn.sharded.layout import LinearShards
 from narrowgauge.nn.step_state import StepState, stream_ids
-from narrowgauge.nn.weight_state import WeightState
+from narrowgauge.nn.weight_state import bind, make_weight_state
 from narrowgauge.quantization import Cast, PreScale
 from narrowgauge.recipes import Recipe, choose_backend, device_facts
 from narrowgauge.torch_compat import is_in_backward
@@ -98,8 +98,7 @@ class StatefulLinear(torch.nn.Linear):
         self._choose_backend(self.backend)
         for history in self.histories.values():
             history.reset(weight.device)
-        state = WeightState(self.weight, self.recipe.state, self.recipe.offload)
-        self.state_at_rest = None if state.is_plain else state
+        self.state_at_rest = make_weight_state(self.weight, self.recipe.state, self.recipe.offload)
         self.reduce_prescale = PreScale(weight.device, mu=0) if self.recipe.reduce.prescale else None
         self._set_keys(0, 0, 0)
 
@@ -164,8 +163,7 @@ class StatefulLinear(torch.nn.Linear):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Move to another device, and compute as that can."""
         super()._apply(fn, recurse)
-        if self.state_at_rest is not None:
-            self.state_at_rest.bind(self.weight)
+        self._bind()
         if self.reduce_prescale is not None:
             self.reduce_prescale.move(self.weight.device)
         self._choose_backend("emulated" if self.backend == "emulated" else "auto")
@@ -174,22 +172,28 @@ class StatefulLinear(torch.nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Tie the parameter of a copy to the copy's state."""
         super().__setstate__(state)
-        if self.state_at_rest is not None:
-            self.state_at_rest.bind(self.weight)
+        self._bind()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Save a plain weight under its plain name, whatever it is stored in."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.state_at_rest is not None:
-            destination[f"{prefix}weight"] = self.state_at_rest.read().detach()
+        if self.state_at_rest is not None and self.state_at_rest.weight is not None:
+            destination[f"{prefix}weight"] = self.state_at_rest.weight.read()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Load a plain weight, rounding it to what it is stored in."""
         key, state = f"{prefix}weight", self.state_at_rest
-        if state is not None and key in state_dict and state_dict[key].shape == self.weight.shape:
+        fits = key in state_dict and state_dict[key].shape == self.weight.shape
+        if state is not None and state.weight is not None and fits:
             state.write(state_dict[key])
             state_dict = state_dict | {key: self.weight.detach()}
         super()._load_from_state_dict(state_dict, prefix, *rest)
+        self._bind()  # `load_state_dict(assign=True)` made another parameter
+
+    def _bind(self) -> None:
+        """Attach the weight's record to the parameter, which may be another one than before."""
+        if self.state_at_rest is not None:
+            bind(self.weight, self.state_at_rest, self.is_sharded)
 
 
 def _casts_at(recipe: Recipe, step: int, steps: int | None) -> dict[str, Cast]:

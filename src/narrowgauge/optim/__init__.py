@@ -1,10 +1,10 @@
-"""How do weights move, and what is their state kept in? AdamW, Muon, and the learning rate's schedule."""
+"""How do weights move, and what is their state kept in? AdamW, Muon, the learning rate's schedule."""
 
 from narrowgauge.optim.adamw import AdamW
+from narrowgauge.optim.grad_norm import ModelGroup
 from narrowgauge.optim.groups import parameter_groups, set_learning_rate
 from narrowgauge.optim.muon import Muon
-from narrowgauge.optim.optimizer import ModelGroup, Optimizer
-from narrowgauge.optim.parameter import gradient, has_gradient, local, part_of
+from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.schedule import ScheduleKind, learning_rate
 
 __all__ = [
@@ -13,11 +13,7 @@ __all__ = [
     "Muon",
     "Optimizer",
     "ScheduleKind",
-    "gradient",
-    "has_gradient",
     "learning_rate",
-    "local",
     "parameter_groups",
-    "part_of",
     "set_learning_rate",
 ]

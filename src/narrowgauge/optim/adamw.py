@@ -14,39 +14,34 @@ import torch
 from torch.optim.adamw import adamw
 
 from narrowgauge.kernels import adamw as kernels
-from narrowgauge.optim.optimizer import Algorithm, KeyOf, Optimizer, Parts, Tensors
-from narrowgauge.optim.parameter import hung, local, part_of
+from narrowgauge.optim.algorithm import Algorithm, KeyOf, UpdateBatch
+from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.state_writer import is_random
-from narrowgauge.quantization import QuantizedState
+from narrowgauge.quantization import QuantizedState, local_tensor, shard_of, state_of
 from narrowgauge.recipes import Recipe
 
 
-def adamw_update(
-    w: Tensors,
-    g: Tensors,
-    moments: Mapping[str, Tensors],
-    steps: Tensors,
-    options: Mapping[str, Any],
-    parts: Parts,
-) -> None:
+def adamw_update(batch: UpdateBatch, options: Mapping[str, Any]) -> None:
     """Torch's AdamW on float32 tensors, in place."""
     beta1, beta2 = options["betas"]
     own = {"lr": options["lr"], "weight_decay": options["weight_decay"], "eps": options["eps"]}
     own |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
-    adamw(w, g, moments["m"], moments["v"], [], steps, fused=True, **own)
+    m, v = batch.moments["m"], batch.moments["v"]
+    adamw(batch.w, batch.g, m, v, [], batch.steps, fused=True, **own)
 
 
 def adamw_fused(
     p: torch.Tensor, state: Mapping[str, Any], options: Mapping[str, Any], step: int, key_of: KeyOf
 ) -> bool:
-    """The same by the kernel, if it takes the parameter and all of its state; whether it did."""
-    master, at_rest, narrow = (hung(p, name) for name in ("master", "at_rest", "gradient"))
-    w = master or at_rest or local(p)
-    g = local(p.grad).contiguous() if narrow is None and p.grad is not None else narrow
-    m, v, beside = state["m"], state["v"], at_rest if master else None
-    if part_of(p) is not None or not kernels.takes(w, g, m, v, beside):
+    """AdamW by the kernel (`kernels.adamw`); returns False where it does not take the parameter's state."""
+    kept = state_of(p)
+    w = kept.master or kept.weight or local_tensor(p)
+    g = local_tensor(p.grad).contiguous() if kept.gradient is None and p.grad is not None else kept.gradient
+    m, v, beside = state["m"], state["v"], kept.weight if kept.master else None
+    if shard_of(p) is not None or not kernels.takes(w, g, m, v, beside):
         return False
-    places = {"w": "master" if master else "at_rest", "m": "m", "v": "v", "beside": "at_rest"}
+    assert g is not None
+    places = {"w": "master" if kept.master else "weight", "m": "m", "v": "v", "beside": "weight"}
     written = {"w": w, "m": m, "v": v, "beside": beside}
     random = [k for k, to in written.items() if isinstance(to, QuantizedState) and is_random(to)]
     keys = {name: key_of(places[name]) for name in random}
@@ -59,7 +54,7 @@ ADAMW = Algorithm(("m", "v"), adamw_update, adamw_fused)
 
 
 class AdamW(Optimizer):
-    """AdamW whose moments, masters and gradients are kept as a recipe says."""
+    """AdamW with moments, masters and gradients kept as a recipe says."""
 
     algorithms: ClassVar[Mapping[str, Algorithm]] = {"adamw": ADAMW}
 
@@ -73,6 +68,16 @@ class AdamW(Optimizer):
         weight_decay: float = 1e-2,
         seed: int = 0,
     ) -> None:
-        """Make the state, zeros; `recipe` names the casts of `m` and `v`, `seed` is of random rounding."""
+        """Allocate the state, zeros.
+
+        Args:
+            params: tensors or groups of them.
+            recipe: names the casts of the moments `m` and `v`.
+            lr: the learning rate.
+            betas: the decay rates of `m` and `v`.
+            eps: added to the root of `v`.
+            weight_decay: the share of the weight that each step takes away, times `lr`.
+            seed: the seed of stochastic rounding.
+        """
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "algorithm": "adamw"}
         super().__init__(params, recipe, options, seed)

@@ -1,4 +1,4 @@
-"""Which parameters decay, at which rate they learn, and by which algorithm they move."""
+"""Groups of parameters: which decay, at which rate they learn, and by which algorithm they move."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -17,7 +17,7 @@ _WIDE = (
     "wte",
     "wpe",
     "embed_tokens",
-)  # rows of these stand for tokens
+)  # a row of one of these belongs to a token or a position
 
 
 def parameter_groups(
@@ -26,13 +26,17 @@ def parameter_groups(
     patterns: Mapping[str, Mapping[str, float]] | None = None,
     muon: bool = False,
 ) -> list[dict[str, Any]]:
-    """The parameter groups of a model's trainable parameters: matrices first, each group of one mind.
+    """The trainable parameters of a model as groups of one weight decay, lr factor and algorithm.
 
     Args:
-        model: its parameters' names are what patterns are compared with.
-        weight_decay: of matrices; vectors (norms, biases) do not decay.
-        patterns: `{"embedding.*": {"weight_decay": 0.0, "lr_factor": 0.5}}`; later ones win.
-        muon: whether matrices that are no embedding and no head move by Muon.
+        model: the model; patterns are compared with the names of its parameters.
+        weight_decay: the weight decay of matrices; vectors (norms, biases) do not decay.
+        patterns: options by pattern, `{"embedding.*": {"weight_decay": 0.0, "lr_factor": 0.5}}`; the last
+            one that fits wins.
+        muon: whether matrices that are neither embedding nor head move by Muon.
+
+    Returns:
+        Groups for an optimizer of this package; those of matrices come first.
 
     Raises:
         UserError: a pattern that fits no parameter, or an option that does not exist.
@@ -61,6 +65,6 @@ def parameter_groups(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group, times the group's own factor."""
+    """Set the learning rate of every group: `lr` times the group's own factor."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_factor", 1.0)

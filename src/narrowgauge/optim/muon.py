@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import torch
 
 from narrowgauge.optim.adamw import ADAMW
-from narrowgauge.optim.optimizer import Algorithm, Optimizer, Parts, Tensors
+from narrowgauge.optim.algorithm import Algorithm, UpdateBatch
+from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.recipes import Recipe
 
 A, B, C = 3.4445, -4.7750, 2.0315
@@ -34,25 +35,18 @@ def orthogonal(x: torch.Tensor) -> torch.Tensor:
     return X.T if x.shape[0] > x.shape[1] else X
 
 
-def muon_update(
-    w: Tensors,
-    g: Tensors,
-    moments: Mapping[str, Tensors],
-    steps: Tensors,
-    options: Mapping[str, Any],
-    parts: Parts,
-) -> None:
-    """Muon on float32 matrices, in place; one in parts is brought together to be made orthogonal."""
-    lr, mu = options["lr"], options["momentum"]
-    for w_NK, g_NK, m_NK, step, part in zip(w, g, moments["m"], steps, parts, strict=True):
+def muon_update(batch: UpdateBatch, options: Mapping[str, Any]) -> None:
+    """Muon on float32 matrices, in place; the momentum of a sharded one is gathered to be orthogonalized."""
+    lr, mu, m = options["lr"], options["momentum"], batch.moments["m"]
+    for w_NK, g_NK, m_NK, step, shard in zip(batch.w, batch.g, m, batch.steps, batch.shards, strict=True):
         step += 1
         m_NK.lerp_(g_NK, 1 - mu)
         momentum_NK = g_NK.lerp(m_NK, mu)
-        shape = w_NK.shape if part is None else part.shape
-        if part is None:
+        shape = w_NK.shape if shard is None else shard.shape
+        if shard is None:
             direction = orthogonal(momentum_NK)
         else:
-            direction = part.local_of(orthogonal(part.full_tensor(momentum_NK)))
+            direction = shard.local_of(orthogonal(shard.full_tensor(momentum_NK)))
         w_NK.mul_(1 - lr * options["weight_decay"])
         w_NK.add_(direction, alpha=-lr * 0.2 * max(shape) ** 0.5)
 
@@ -76,15 +70,19 @@ class Muon(Optimizer):
         weight_decay: float = 1e-2,
         seed: int = 0,
     ) -> None:
-        """Make the state, zeros.
+        """Allocate the state, zeros.
 
         Args:
             params: tensors or groups of them. A group's `algorithm`, "muon" or "adamw", says how it moves;
                 where it says nothing, matrices move by Muon. Give embeddings and the head a group with
                 `algorithm="adamw"`, as `parameter_groups` does.
-            recipe: names the casts of `m` and `v`.
-            lr: of both; `momentum` is Muon's, `betas` and `eps` are AdamW's.
-            seed: of stochastic rounding.
+            recipe: names the casts of the moments `m` and `v`.
+            lr: the learning rate of both algorithms.
+            momentum: Muon's mu.
+            betas: AdamW's decay rates of `m` and `v`.
+            eps: added to the root of AdamW's `v`.
+            weight_decay: the share of the weight that each step takes away, times `lr`.
+            seed: the seed of stochastic rounding.
         """
         options: dict[str, Any] = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps}
         options |= {"weight_decay": weight_decay, "algorithm": "adamw"}
@@ -92,7 +90,7 @@ class Muon(Optimizer):
 
 
 def _with_algorithms(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Groups that all name their algorithm."""
+    """The groups, each with its algorithm named."""
     listed = list(params)
     groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     named: list[dict[str, Any]] = []

@@ -6,7 +6,7 @@ linear     a straight line from lr to final, over the rest
 wsd        lr until the last `decay_fraction` of all steps, then a line to final (arXiv 2404.06395)
 constant   lr
 
-Where `decay_steps` is given, the fall of all kinds ends there, and the rate stays at final from then on.
+With `decay_steps`, every schedule reaches final there, and the rate stays at final from then on.
 """
 
 import math
@@ -31,16 +31,16 @@ def learning_rate(
     Args:
         step: the step about to be taken; the first is 1.
         lr: the peak.
-        steps: all steps of the run.
+        steps: how many steps the run has.
         kind: "cosine" | "linear" | "wsd" | "constant".
-        warmup_steps: steps of the linear rise.
-        final_lr_fraction: share of the peak that the last step ends at.
-        decay_fraction: "wsd" only: share of all steps over which the rate falls.
+        warmup_steps: how many steps the linear rise takes.
+        final_lr_fraction: final as a share of the peak.
+        decay_fraction: "wsd" only: the share of all steps over which the rate falls.
         decay_steps: the step at which the fall ends; 0 = the last.
     """
     steps = decay_steps or steps
     if step <= warmup_steps:
-        return lr * (step / warmup_steps)  # in this order, the last step of warm-up is exactly lr
+        return lr * (step / warmup_steps)  # in this order the last step of warm-up has exactly lr
     start = warmup_steps if kind != "wsd" else max(warmup_steps, steps - round(steps * decay_fraction))
     if kind == "constant" or step <= start:
         return lr

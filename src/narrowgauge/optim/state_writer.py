@@ -1,9 +1,10 @@
-"""State is written in batches, so that processes agree on the scales of many tensors in one collective.
+"""Writes updated state in batches, so that processes find the scales of many tensors in one collective.
 
-A tensor with one scale that several processes hold together needs its largest magnitude, to which each of
-them knows a part. Asking for one tensor at a time would cost a round trip for each, a hundred and more a
-step. So parameters are updated in batches of a few million elements: all in float32, then one agreement,
-then each is rounded. What nobody else holds is updated alone, and takes memory for one.
+A tensor with one scale that several processes hold together is scaled by its largest magnitude, and each
+process knows that of its own shard. One tensor at a time would cost a round trip for each, a hundred and more
+a step. So such parameters are updated in batches of a few million elements: all in float32, then one
+all-reduce, then each is rounded. A parameter that one process holds alone is updated alone, and takes memory
+for one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,41 +13,40 @@ from typing import Any
 import torch
 
 from narrowgauge.formats import RandomStream
-from narrowgauge.optim.parameter import part_of
-from narrowgauge.quantization import QuantizedState
+from narrowgauge.quantization import QuantizedState, shard_of
 from narrowgauge.quantization.sharding.amax import all_reduce_amaxes
 
 TENSORS_A_BATCH = 2**22  # elements of a batch
 
-Narrow = tuple[torch.Tensor, Mapping[str, Any], int]  # a parameter, its group, its first stream
-Write = tuple[QuantizedState, torch.Tensor, RandomStream | None]
+NarrowParameter = tuple[torch.Tensor, Mapping[str, Any], int]  # a parameter, its group, its first stream
+Write = tuple[QuantizedState, torch.Tensor, RandomStream | None]  # to write where, what, with which bits
 
 
-def batches(narrow: Iterable[Narrow]) -> Iterator[list[Narrow]]:
-    """Parameters that are updated together: each alone, unless it is in several processes.
+def batches(narrow: Iterable[NarrowParameter]) -> Iterator[list[NarrowParameter]]:
+    """Parameters that are updated together: each alone, unless several processes hold it.
 
-    These hold pieces of different sizes, and must make the same batches all the same.
+    These have shards of different sizes and must make the same batches, so the mean size counts.
     """
-    batch: list[Narrow] = []
+    batch: list[NarrowParameter] = []
     size = 0
-    for one in narrow:
-        part = part_of(one[0])
-        elements = TENSORS_A_BATCH if part is None else part.shape.numel() // part.shard_count
+    for item in narrow:
+        shard = shard_of(item[0])
+        elements = TENSORS_A_BATCH if shard is None else shard.shape.numel() // shard.shard_count
         if batch and size + elements > TENSORS_A_BATCH:
             yield batch
             batch, size = [], 0
-        batch.append(one)
+        batch.append(item)
         size += elements
     if batch:
         yield batch
 
 
 def write_all(writes: list[Write]) -> None:
-    """Store what was updated; scales that several processes share are agreed on together."""
+    """Store updated tensors; one collective finds all scales that several processes share."""
     sharing = [(to, x) for to, x, _ in writes if to.shares_scale]
-    found = iter(all_reduce_amaxes([x for _, x in sharing], [to.part for to, _ in sharing]))
+    amaxes = iter(all_reduce_amaxes([x for _, x in sharing], [to.shard for to, _ in sharing]))
     for to, x, random in writes:
-        to.write(x, random, amax=next(found) if to.shares_scale else None)
+        to.write(x, random, amax=next(amaxes) if to.shares_scale else None)
 
 
 def is_random(state: QuantizedState) -> bool:

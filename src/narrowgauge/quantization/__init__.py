@@ -7,12 +7,27 @@ from narrowgauge.quantization.outliers import clamp_outliers
 from narrowgauge.quantization.quantize import QTensor, emulate, quantize, quantize_in_context
 from narrowgauge.quantization.rounding_gradient import estimator_slope
 from narrowgauge.quantization.sharding.shard import ShardAxis, TensorShard, full_axis
+from narrowgauge.quantization.state.gradient_state import GradientState
+from narrowgauge.quantization.state.parameter_state import (
+    ParamState,
+    ensure_state,
+    gradient_of,
+    has_gradient,
+    local_tensor,
+    master_or_weight,
+    shard_of,
+    state_of,
+    stored_tensor,
+    write_weight,
+)
 from narrowgauge.quantization.state.prescale import PreScale
 from narrowgauge.quantization.state.quantized_state import QuantizedState
 
 __all__ = [
     "DEFAULT_CONTEXT",
     "Cast",
+    "GradientState",
+    "ParamState",
     "PreScale",
     "QTensor",
     "QuantContext",
@@ -23,10 +38,19 @@ __all__ = [
     "cast_names",
     "clamp_outliers",
     "emulate",
+    "ensure_state",
     "estimator_slope",
     "full_axis",
+    "gradient_of",
+    "has_gradient",
+    "local_tensor",
     "make_cast",
+    "master_or_weight",
     "quantize",
     "quantize_in_context",
+    "shard_of",
     "state_cast_names",
+    "state_of",
+    "stored_tensor",
+    "write_weight",
 ]

@@ -136,7 +136,7 @@ class RunDirectory:
         Raises:
             UserError: the directory holds another run or other files, or cannot be written.
         """
-        recipe_text = config.resolved_recipe().text
+        recipe_text = config.spec.recipe.text
         try:
             make_directory(self.path)
             if not (self.path / "config.toml").exists():
@@ -173,7 +173,7 @@ class RunDirectory:
         if not (identity := self.path / "identity.json").exists():
             write_whole(identity, json.dumps({"run_id": self.run_id(digest)}) + "\n")
         self.record({"event": "change", "step": step, "changes": {k: list(v) for k, v in changes.items()}})
-        write_whole(self.path / "recipe.toml", config.resolved_recipe().text)
+        write_whole(self.path / "recipe.toml", config.spec.recipe.text)
         write_whole(self.path / "config.toml", to_toml(config))
 
     def run_id(self, digest: str) -> str:

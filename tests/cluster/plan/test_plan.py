@@ -118,7 +118,7 @@ def test_time_obeys_its_ceilings():
     assert found.products <= found.seconds
     attained = cluster.attainable["bf16"] / cluster.peak["bf16"]
     assert 0 < found.mfu < attained
-    useful = flops_per_token(one.resolved_model(), 128) * tokens / found.seconds / 8
+    useful = flops_per_token(one.spec.model, 128) * tokens / found.seconds / 8
     assert found.mfu == pytest.approx(useful / 989e12)
     narrow = config("fp8", {"name": "llama3-1b"}, batch_size=64)
     assert estimate(narrow, dims, cluster, estimate_step(narrow, dims)).products < found.products

@@ -26,7 +26,7 @@ def test_a_default_given_as_text_is_the_default(key):
     section, _, name = key.partition(".")
     value = getattr(getattr(Config(), section), name)
     if value is None:  # of the named model
-        value = getattr(Config().resolved_model(), name)
+        value = getattr(Config().spec.model, name)
     text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
     assert to_toml(make_config({section: {name: text}})) == to_toml(Config())
 
@@ -84,13 +84,36 @@ def test_places_dotted_or_nested_are_the_same():
     dotted = make_config({"recipe": {"name": "bf16", "fprop.x": "mxfp4", "wgrad.x": "e4m3"}})
     nested = make_config({"recipe": {"name": "bf16", "fprop": {"x": "mxfp4"}, "wgrad": {"x": "e4m3"}}})
     assert dotted == nested
-    casts = dotted.resolved_recipe().casts
+    casts = dotted.spec.recipe.casts
     assert (casts["fprop.x"].name, casts["wgrad.x"].name, casts["fprop.w"].name) == ("mxfp4", "e4m3", "bf16")
 
 
 def test_a_dimension_overrides_the_named_size():
-    model = make_config({"model": {"name": "gpt2-124m", "layers": "3"}}).resolved_model()
+    model = make_config({"model": {"name": "gpt2-124m", "layers": "3"}}).spec.model
     assert (model.layers, model.dim) == (3, 768)
+
+
+def test_names_are_resolved_once(tmp_path):
+    """A recipe's file that changes while a run is on its way does not change the run."""
+    file = tmp_path / "own.toml"
+    file.write_text('fprop = "mxfp4"\n')
+    values = {"recipe": {"name": str(file)}, "training": {"recompute": True, "seed": 5}}
+    config = make_config(values)
+    spec = config.spec
+    file.write_text('fprop = "bf16"\n')
+    assert config.spec is spec
+    assert spec.recipe.casts["fprop.x"].name == "mxfp4"
+    assert (spec.seed, spec.backend, spec.recompute, spec.chunked_loss) == (5, "auto", 1, False)
+    assert make_config(values).spec.recipe.casts["fprop.x"].name == "bf16"
+
+
+def test_a_copy_with_other_sections_is_resolved_anew():
+    config = make_config({"model": {"name": "debug"}})
+    layers = config.spec.model.layers
+    other = config.model_copy(update={"model": config.model.model_copy(update={"layers": layers + 2})})
+    assert other.spec.model.layers == layers + 2
+    assert config.spec.model.layers == layers
+    assert make_config({"model": {"name": "debug"}}) == config
 
 
 CASTS = st.sampled_from(["bf16", "e4m3", "mxfp4", {"cast": "nvfp4", "rounding": "stochastic"}])
@@ -120,7 +143,7 @@ def test_the_text_makes_the_same_configuration(values):
     text = to_toml(config)
     again = make_config(tomllib.loads(text))
     assert to_toml(again) == text
-    assert again.resolved_model() == config.resolved_model()
+    assert again.spec.model == config.spec.model
     for section in ("data", "training", "optimizer", "schedule", "recipe", "log"):
         assert getattr(again, section) == getattr(config, section)
 
@@ -168,6 +191,6 @@ def test_places_on_the_host_come_from_both_doors(tmp_path):
     (tmp_path / "c.toml").write_text('[recipe]\nname = "msamp-o3"\noffload = ["m", "master"]\n')
     from_file = make_config(load_values(tmp_path / "c.toml"))
     from_line = make_config({"recipe": {"name": "msamp-o3", "offload": "m, master"}})
-    assert from_file.resolved_recipe().offload == from_line.resolved_recipe().offload == ("master", "m")
+    assert from_file.spec.recipe.offload == from_line.spec.recipe.offload == ("master", "m")
     with pytest.raises(UserError, match="place to offload 'weight'"):
         make_config({"recipe": {"offload": "weight"}})

@@ -5,6 +5,7 @@ import torch
 
 from narrowgauge.data import prepare
 from narrowgauge.errors import UserError
+from narrowgauge.quantization import state_of
 from narrowgauge.recipes import recipe, recipe_names
 from narrowgauge.training import make_config
 from narrowgauge.training.monitor import hardware, memory
@@ -189,11 +190,11 @@ def test_bytes_a_parameter_of_linear_weights(name):
         }
     )
     trainer = Trainer.begin(config, torch.device("meta"))
-    linear = [p for p in trainer.model.parameters() if getattr(p, "at_rest", None) is not None]
+    linear = [p for p in trainer.model.parameters() if state_of(p).weight is not None]
     total = 0
     for p in linear:
-        parts = [p.at_rest, p.master, p.gradient, *trainer.optimizer.moments(p).values()]
-        total += sum(part.nbytes for part in parts if part is not None)
+        kept = state_of(p).by_place() | trainer.optimizer.moments(p)
+        total += sum(state.nbytes for state in kept.values())
     wanted = {"msamp-o1": 11, "msamp-o2": 6, "msamp-o3": 7}[name]
     assert wanted <= total / sum(p.numel() for p in linear) < wanted * 1.01
     assert recipe(name).state["grad"].prescale

@@ -9,7 +9,7 @@ import torch
 from faults.table import case
 from narrowgauge.checkpoint import newest_valid
 from narrowgauge.errors import UserError
-from narrowgauge.nn import master_or_weight
+from narrowgauge.quantization import master_or_weight
 from narrowgauge.training import convert_run, make_config, run
 from narrowgauge.training.run_directory import RunDirectory
 from narrowgauge.training.step.trainer import Trainer

@@ -52,7 +52,7 @@ def test_what_goes_out_comes_in(train, tmp_path, to, text, look):
     there = open_run(back, "cpu")
     before = open_run(path, "cpu")
     assert all(torch.equal(there.weights()[n], t) for n, t in before.weights().items())
-    assert there.config.resolved_model() == before.config.resolved_model()
+    assert there.config.spec.model == before.config.spec.model
     assert there.tokenizer.to_json() == before.tokenizer.to_json()
     # The same without a run in between.
     assert torch.equal(open_run(where, "cpu").model(IDS), there.model(IDS))

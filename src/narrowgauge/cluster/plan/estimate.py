@@ -69,7 +69,7 @@ class Estimate:
 
 def estimate(config: Config, parallel_dims: ParallelDims, cluster: Cluster, step: StepEstimate) -> Estimate:
     """Estimate the time of a step from its memory and traffic."""
-    model, t, data = config.resolved_model(), config.training, config.data
+    model, t, data = config.spec.model, config.training, config.data
     tokens = t.batch_size * data.sequence_length
     per_device = tokens / parallel_dims.size
     format, products = _products(config, cluster)
@@ -83,7 +83,7 @@ def estimate(config: Config, parallel_dims: ParallelDims, cluster: Cluster, step
     state = sum(step.memory.device[name] for name in ("weights", "master", "gradients", "m", "v"))
     update = 2 * state / cluster.memory_bandwidth + 2 * sum(step.memory.host.values()) / cluster.host
     total = busy + waiting + bubble + update
-    compute = cluster.format_for(16, config.resolved_recipe().compute)
+    compute = cluster.format_for(16, config.spec.recipe.compute)
     used = flops_per_token(model, data.sequence_length) * tokens / total
     mfu = used / parallel_dims.size / cluster.peak[compute]
     return Estimate(per_device * products, passes, update, waiting, bubble, volumes, tokens, mfu, format)
@@ -91,7 +91,7 @@ def estimate(config: Config, parallel_dims: ParallelDims, cluster: Cluster, step
 
 def _products(config: Config, cluster: Cluster) -> tuple[str, float]:
     """(format of most products, seconds of all products for one token on one device)."""
-    model, recipe = config.resolved_model(), config.resolved_recipe()
+    model, recipe = config.spec.model, config.spec.recipe
     T, t = config.data.sequence_length, config.training
     head = 6 * model.vocab_size * model.dim
     attention = 12 * model.layers * model.heads * model.head_dim * T
@@ -117,7 +117,7 @@ def _bytes_per_token(config: Config) -> float:
     """
     T = min(config.data.sequence_length, 256)
     one, two = (_bytes_moved(config, layers, T) for layers in (1, 2))
-    model, recipe = config.resolved_model(), config.resolved_recipe()
+    model, recipe = config.spec.model, config.spec.recipe
     layers = model.layers * (4 / 3 if config.training.recompute else 1)
     casts = 0.0
     if recipe.is_narrow:

@@ -87,7 +87,7 @@ def scaling(config: Config, sizes: Sequence[int], seconds: float, out: Path, con
     device = choose_device(config.training.device)
     _check_gpus(sizes, device)
     plans = {size: _plans(config, size, is_first=size == sizes[0]) for size in sizes}
-    choose_backend(config.resolved_recipe(), device_facts(device), config.recipe.backend)
+    choose_backend(config.spec.recipe, device_facts(device), config.spec.backend)
     try:
         make_directory(out)
     except OSError as error:
@@ -128,11 +128,11 @@ def _rows(
 
 def _facts(config: Config, sizes: Sequence[int], device: torch.device) -> dict[str, Any]:
     """Facts about the model and the machine for scaling.json."""
-    backend = choose_backend(config.resolved_recipe(), device_facts(device), config.recipe.backend)
+    backend = choose_backend(config.spec.recipe, device_facts(device), config.spec.backend)
     return {
         "model": config.model.name,
-        "parameters": count_parameters(config.resolved_model()),
-        "recipe": config.resolved_recipe().name,
+        "parameters": count_parameters(config.spec.model),
+        "recipe": config.spec.recipe.name,
         "backend": backend.name,
         "sequence_length": config.data.sequence_length,
         "parallel": {size: asdict(_dims(config, size)) for size in sizes},

@@ -172,7 +172,7 @@ def alone(spans: list[Span], others: list[Span]) -> float:
 
 def _all_reduce(config: Config, device: torch.device, coordinator: Coordinator) -> dict[str, float]:
     """Bytes and median seconds of an all-reduce of the size of the model's gradients, over all processes."""
-    size = min(4 * count_parameters(config.resolved_model()), LARGEST)
+    size = min(4 * count_parameters(config.spec.model), LARGEST)
     tensor = torch.zeros(size // 4, device=device)
     times = []
     for _ in range(8):

@@ -26,8 +26,7 @@ from narrowgauge.distributed.comm.quantized_reduce import (
 from narrowgauge.distributed.comm.shared_scales import WireFormat
 from narrowgauge.errors import UserError
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.weight_state import GradientState
-from narrowgauge.quantization import TensorShard, make_cast
+from narrowgauge.quantization import GradientState, make_cast, state_of
 
 WIDE = WireFormat(make_cast("fp32"))
 WireFormats = Mapping[torch.Tensor, WireFormat]
@@ -49,8 +48,8 @@ def wire_formats(model: torch.nn.Module) -> dict[torch.Tensor, WireFormat]:
 
 def _holders(weight: torch.Tensor) -> tuple[Group, ...]:
     """The groups that hold pieces or copies of a weight."""
-    part: TensorShard | None = getattr(weight, "part", None)
-    groups = [] if part is None else part.groups
+    shard = state_of(weight).shard
+    groups = [] if shard is None else shard.groups
     if isinstance(weight, DTensor):
         mesh = weight.device_mesh
         copies = (dim for dim, placement in enumerate(weight.placements) if placement.is_replicate())

@@ -28,8 +28,8 @@ from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.distributed.simulate.fake_pipeline import FakePipeline
 from narrowgauge.models import Transformer
 from narrowgauge.nn.amax_history import AmaxHistory
-from narrowgauge.optim import ModelGroup, Optimizer, local
-from narrowgauge.quantization import TensorShard
+from narrowgauge.optim import ModelGroup, Optimizer
+from narrowgauge.quantization import local_tensor, state_of
 from narrowgauge.torch_compat import overflow_flags
 
 T = TypeVar("T")
@@ -147,10 +147,10 @@ class Engine:
         self._reduce_gradient_states()
         if self.mesh.size("tensor") > 1:
             full = (p.grad for p in self._replicated_over_tensor())
-            all_reduce_flat([local(g) for g in full if g is not None], self.mesh.group("tensor"))
+            all_reduce_flat([local_tensor(g) for g in full if g is not None], self.mesh.group("tensor"))
         if self.mesh.first_last_group is not None and self.model.config.tied_head:
             gradient = self.model.embedding.weight.grad
-            all_reduce_flat([] if gradient is None else [local(gradient)], self.mesh.first_last_group)
+            all_reduce_flat([] if gradient is None else [local_tensor(gradient)], self.mesh.first_last_group)
         amaxes = [m.amax for m in self.model.modules() if isinstance(m, AmaxHistory)]
         if amaxes:
             all_reduce_max_(amaxes, self.mesh.group("stage"))
@@ -159,12 +159,12 @@ class Engine:
         """Sum gradients that lie in narrow numbers: over `tensor` where each process has the full weight, and
         over `data` where FSDP does not."""
         wires = wire_formats(self.model)
-        narrow = [p for p in self.model.parameters() if getattr(p, "gradient", None) is not None]
+        narrow = {p: g for p in self.model.parameters() if (g := state_of(p).gradient) is not None}
         for axis in ("tensor",) if self.mesh.parallel_dims.is_sharded else ("data", "tensor"):
             if self.mesh.size(axis) > 1:
                 group = self.mesh.group(axis)
                 reduced = [p for p in narrow if axis == "data" or group not in _groups(p)]
-                all_reduce_gradient_states([p.gradient for p in reduced], [wires[p] for p in reduced], group)  # type: ignore[attr-defined]
+                all_reduce_gradient_states([narrow[p] for p in reduced], [wires[p] for p in reduced], group)
 
     def after_update(self) -> None:
         """Renew the scales with which weights travel, once the weights have changed."""
@@ -208,5 +208,6 @@ class Engine:
 
 def _groups(p: torch.Tensor) -> list[dist.ProcessGroup]:
     """The process groups over which a parameter is sharded."""
-    shard: TensorShard = p.part  # type: ignore[attr-defined]
+    shard = state_of(p).shard
+    assert shard is not None, "a parameter that `parallelize` has not placed"
     return shard.groups

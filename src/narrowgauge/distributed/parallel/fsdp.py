@@ -22,8 +22,16 @@ from torch.distributed.tensor import DTensor, Shard
 from narrowgauge.formats import RandomStream
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.sharded.gathered_weight import PlaceholderShard, WeightGather, sync_scales
-from narrowgauge.nn.weight_state import WeightState, add_all
-from narrowgauge.quantization import QuantizedState, TensorShard, full_axis
+from narrowgauge.nn.weight_state import make_weight_state
+from narrowgauge.quantization import (
+    ParamState,
+    QuantizedState,
+    TensorShard,
+    ensure_state,
+    full_axis,
+    state_of,
+)
+from narrowgauge.quantization.state.gradient_state import add_all
 from narrowgauge.torch_compat import local_tensor
 
 
@@ -54,32 +62,31 @@ def renew_gather_scales(model: torch.nn.Module) -> None:
         sync_scales(gatherings)
 
 
-def _detach_state(layer: Linear) -> tuple[WeightState | None, TensorShard]:
-    """Take the numbers of a weight at rest out of its parameter; (its state, where it lies)."""
+def _detach_state(layer: Linear) -> tuple[ParamState | None, TensorShard]:
+    """Take the numbers of a narrow weight out of its parameter; (its record, its shard)."""
     weight, state = layer.weight, layer.state_at_rest
-    part = getattr(weight, "part", None) or TensorShard(tuple(full_axis(n) for n in weight.shape))
-    if state is not None and state.at_rest is not None:
+    shard = state_of(weight).shard or TensorShard(tuple(full_axis(n) for n in weight.shape))
+    if state is not None and state.weight is not None:
         strides = torch.empty(weight.shape, device="meta").stride()
         layer.weight = torch.nn.Parameter(
             PlaceholderShard(weight.shape, strides, weight.device), weight.requires_grad
         )
-    return state, part
+    return state, shard
 
 
-def _attach_state(layer: Linear, whole: WeightState | None, part: TensorShard, sums: "GradCollector") -> None:
+def _attach_state(layer: Linear, full: ParamState | None, shard: TensorShard, sums: "GradCollector") -> None:
     """Give a layer whose weight has been cut its shard of everything."""
     parameter = layer.weight
     assert isinstance(parameter, DTensor), "narrow_shards is for modules that fully_shard cuts within"
-    own, rows = _cut(part, parameter)
-    parameter.part = own  # type: ignore[attr-defined]
+    own, rows = _cut(shard, parameter)
+    ensure_state(parameter).shard = own
     layer.is_sharded = True
-    if whole is not None:
-        layer.state_at_rest = state = _shard_of(whole, layer, rows)
-        if state.gradient is not None:
-            sums.expect(layer)
-    at_rest = None if whole is None else state.at_rest
-    if at_rest is not None or layer.recipe.gather.name != "fp32":
-        layer.gathering = WeightGather(layer.recipe.gather, parameter, at_rest, own)
+    if full is not None:
+        layer.state_at_rest = _shard_state(full, layer, rows)
+        sums.expect(layer)
+    weight = state_of(parameter).weight
+    if weight is not None or layer.recipe.gather.name != "fp32":
+        layer.gathering = WeightGather(layer.recipe.gather, parameter, weight, own)
 
 
 def _cut(part: TensorShard, parameter: DTensor) -> tuple[TensorShard, slice]:
@@ -95,14 +102,15 @@ def _cut(part: TensorShard, parameter: DTensor) -> tuple[TensorShard, slice]:
     return TensorShard((first, *others)), rows
 
 
-def _shard_of(whole: WeightState, layer: Linear, rows: slice) -> WeightState:
-    """The state of a shard, bit for bit that of the whole where its bytes can be cut."""
-    recipe, known = layer.recipe, whole.master or whole.at_rest
+def _shard_state(full: ParamState, layer: Linear, rows: slice) -> ParamState:
+    """The record of a shard, bit for bit that of the full weight where its bytes can be cut."""
+    recipe, stored = layer.recipe, full.master or full.weight
     parameter: torch.Tensor = layer.weight
     assert isinstance(parameter, DTensor)
-    numbers = local_tensor(parameter) if known is None else known.read()[rows]
-    state = WeightState(layer.weight, recipe.state, recipe.offload, numbers)
-    for to, of in ((state.at_rest, whole.at_rest), (state.master, whole.master)):
+    numbers = local_tensor(parameter) if stored is None else stored.read()[rows]
+    state = make_weight_state(layer.weight, recipe.state, recipe.offload, numbers)
+    assert state is not None
+    for to, of in ((state.weight, full.weight), (state.master, full.master)):
         if to is not None and of is not None:
             _copy_rows(to, of, rows)
     return state

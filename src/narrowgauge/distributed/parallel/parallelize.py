@@ -28,7 +28,7 @@ from narrowgauge.distributed.simulate.fake_fsdp import fake_fully_shard
 from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.models import ModelConfig, Transformer, starting_values
 from narrowgauge.nn import DTYPES, Linear, convert
-from narrowgauge.quantization import TensorShard
+from narrowgauge.quantization import TensorShard, ensure_state, state_of
 from narrowgauge.recipes import Recipe
 from narrowgauge.torch_compat import ignore_in_ddp
 
@@ -53,15 +53,15 @@ class Objective(nn.Module):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Everything that a model's numbers depend on, but for the optimizer.
+    """A model, the recipe that it computes under, and everything else that its forward pass depends on.
 
     Attributes:
-        model: the model's dimensions.
-        recipe: its casts.
-        seed: of the starting values.
-        backend: which products to use, as in `convert`.
-        recompute: as in `Transformer`.
-        chunked_loss: as in `Transformer`.
+        model: the dimensions.
+        recipe: the recipe.
+        seed: the seed of the starting weights.
+        backend: whether narrow GEMMs run natively: "auto", "native" or "emulated".
+        recompute: one of how many blocks recomputes its activations in the backward pass; 0: none does.
+        chunked_loss: whether head and loss are computed in chunks, without all logits in memory.
     """
 
     model: ModelConfig
@@ -92,7 +92,7 @@ def parallelize(spec: ModelSpec, mesh: Mesh, device: torch.device) -> tuple[Tran
     convert(model, spec.recipe, backend="emulated" if spec.backend == "emulated" else "auto")
     keep_stages(model, mesh)
     shard_blocks(model, mesh)
-    shards = {name: p.part for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    shards = {name: _shard(p) for name, p in model.named_parameters()}
     _fill(model, spec, shapes, mesh, device)
     modules: list[nn.Module] = [Objective(model)]
     if (stages := mesh.parallel_dims.stages) > 1:
@@ -101,14 +101,14 @@ def parallelize(spec: ModelSpec, mesh: Mesh, device: torch.device) -> tuple[Tran
         for module in modules:
             _apply_fsdp(module, mesh)
         for name, p in model.named_parameters():
-            if not hasattr(p, "part"):  # weights of linear layers have theirs (`parallel.fsdp`)
-                p.part = _fsdp_shard(shards[name], mesh)  # type: ignore[attr-defined]
+            if state_of(p).shard is None:  # weights of linear layers have theirs (`fsdp.py`)
+                ensure_state(p).shard = _fsdp_shard(shards[name], mesh)
         for module in modules:
             quantize_fsdp_reduce(module)
     elif mesh.size("data") > 1:
         modules = [_apply_ddp(module, mesh) for module in modules]
     if mesh.first_last_group is not None and spec.model.tied_head:
-        model.embedding.weight.stages = 2  # type: ignore[attr-defined]
+        ensure_state(model.embedding.weight).holders = 2
     return model, modules
 
 
@@ -121,9 +121,9 @@ def _fill(
         if name not in missing:
             continue
         owner, key = _owner(model, name)
-        shard: TensorShard = missing.pop(name).part  # type: ignore[attr-defined]
+        shard = _shard(missing.pop(name))
         parameter = nn.Parameter(shard.local_of(value).to(device))
-        parameter.part = shard  # type: ignore[attr-defined]
+        ensure_state(parameter).shard = shard
         setattr(owner, key, parameter)
         block = ".".join(name.split(".")[:2])
         if block.startswith("blocks.") and not any(other.startswith(f"{block}.") for other in missing):
@@ -142,6 +142,12 @@ def _values(
     if device.type != "meta":
         return starting_values(spec.model, shapes, spec.seed)
     return ((name, torch.empty(shape, device=device)) for name, shape in shapes.items())
+
+
+def _shard(p: torch.Tensor) -> TensorShard:
+    shard = state_of(p).shard
+    assert shard is not None, "`shard_blocks` gives one to every parameter"
+    return shard
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -183,7 +189,7 @@ def _apply_ddp(objective: nn.Module, mesh: Mesh) -> DistributedDataParallel:
     # Buffers say which sequences a process has: each process has other ones. Gradients that lie in narrow
     # numbers are outside of autograd: the engine sums them.
     ignored = [name for name, _ in objective.named_buffers()]
-    ignored += [name for name, p in objective.named_parameters() if getattr(p, "gradient", None) is not None]
+    ignored += [name for name, p in objective.named_parameters() if state_of(p).gradient is not None]
     ignore_in_ddp(objective, ignored)
     wrapped = DistributedDataParallel(
         objective, process_group=group, init_sync=False, gradient_as_bucket_view=True

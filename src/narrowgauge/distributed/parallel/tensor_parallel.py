@@ -5,7 +5,7 @@
     everything else          replicated over `tensor`, whose processes have different tokens there
 
 Between the two kinds, tokens are sharded over `tensor` (sequence parallelism), and everywhere over `context`.
-A parameter's `part` says where it lies in the full model's.
+A parameter's record (`quantization.ParamState.shard`) says where it lies in the full model's.
 
 DTensor's `parallelize_module` cannot say this. The rows of a fused qkv on one rank are three segments of the
 global weight, of unequal lengths where heads share keys. A placement is one segment a rank and dimension;
@@ -31,7 +31,7 @@ from narrowgauge.distributed.parallel.sequence_parallel import (
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig, Transformer
 from narrowgauge.nn import Linear, LinearShards, TokenShard
-from narrowgauge.quantization import ShardAxis, TensorShard, full_axis
+from narrowgauge.quantization import ShardAxis, TensorShard, ensure_state, full_axis, state_of
 
 COLUMN_SHARDED = ("attention_out", "down")  # the layers of a block whose columns `tensor` shards
 
@@ -77,8 +77,8 @@ def shard_blocks(model: Transformer, mesh: Mesh) -> None:
     if isinstance(model.head, Linear) and groups:
         model.head.shards = LinearShards(TokenShard(*model.share, groups))
     for _, parameter in model.named_parameters():
-        if not hasattr(parameter, "part"):
-            parameter.part = TensorShard(tuple(full_axis(n) for n in parameter.shape))  # type: ignore[attr-defined]
+        if state_of(parameter).shard is None:
+            ensure_state(parameter).shard = TensorShard(tuple(full_axis(n) for n in parameter.shape))
 
 
 def _shard_block(block: Any, config: ModelConfig, mesh: Mesh, tokens: TokenShard | None) -> None:
@@ -147,5 +147,5 @@ def _shard_columns(layer: object, mesh: Mesh, tokens: TokenShard | None) -> None
 
 def _empty_parameter(shard: TensorShard) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(shard.local_shape, device="meta"))
-    parameter.part = shard  # type: ignore[attr-defined]
+    ensure_state(parameter).shard = shard
     return parameter

@@ -29,8 +29,16 @@ from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.formats import torch_dtype
 from narrowgauge.nn import Linear
 from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
-from narrowgauge.nn.weight_state import WeightState
-from narrowgauge.quantization import Cast, QuantizedState, TensorShard, full_axis, make_cast
+from narrowgauge.nn.weight_state import make_weight_state
+from narrowgauge.quantization import (
+    Cast,
+    QuantizedState,
+    TensorShard,
+    ensure_state,
+    full_axis,
+    make_cast,
+    state_of,
+)
 from narrowgauge.torch_compat import is_in_backward
 
 
@@ -47,38 +55,36 @@ class FakeShards:
     def __init__(self, whole: nn.Parameter, owners: Sequence[tuple[nn.Module, str]], mesh: FakeMesh) -> None:
         """Put the shard in place of the whole."""
         self.owners, self.layer = owners, owners[0][0]
-        part = getattr(whole, "part", None) or TensorShard(tuple(full_axis(n) for n in whole.shape))
-        first, *others = part.axes
+        uncut = state_of(whole).shard or TensorShard(tuple(full_axis(n) for n in whole.shape))
+        first, *others = uncut.axes
         own = TensorShard((first.chunk(mesh.index("fsdp"), mesh.size("fsdp"), mesh.group("fsdp")), *others))
         self.shape, self.own, self.is_tied = whole.shape, own, False
         self.rows = -(-self.shape[0] // mesh.size("fsdp"))  # of each shard on its way
         self.shard = nn.Parameter(torch.empty(own.local_shape, device="meta"), whole.requires_grad)
-        self.shard.part = own  # type: ignore[attr-defined]
-        self.shard.whole_shape = self.shape  # type: ignore[attr-defined]
-        self.wire, state = WIDE, getattr(self.layer, "state_at_rest", None)
+        state = ensure_state(self.shard)
+        state.shard, state.gathered_shape = own, self.shape
         if isinstance(self.layer, Linear) and owners[0][1] == "weight":
-            self._cut_layer(self.layer, state)
+            self._cut_layer(self.layer)
         self.whole: nn.Parameter | None = None
         self.show(self.shard)
 
-    def _cut_layer(self, layer: Linear, state: WeightState | None) -> None:
+    def _cut_layer(self, layer: Linear) -> None:
         layer.is_sharded = True
         layer.weight = self.shard
-        if state is not None:
-            numbers = torch.empty(self.own.local_shape, device="meta")
-            layer.state_at_rest = WeightState(self.shard, layer.recipe.state, layer.recipe.offload, numbers)
+        numbers = torch.empty(self.own.local_shape, device="meta")
+        layer.state_at_rest = make_weight_state(self.shard, layer.recipe.state, layer.recipe.offload, numbers)
 
     def _numbers(self) -> torch.Tensor:
         """The whole weight as it arrives: float32, or the numbers of the layer's cast."""
-        cast, at_rest = make_cast("fp32"), None
+        cast, narrow = make_cast("fp32"), state_of(self.shard).weight
         if isinstance(self.layer, Linear) and self.owners[0][1] == "weight":
-            cast, at_rest = self.layer.recipe.gather, getattr(self.shard, "at_rest", None)
-        if at_rest is None and cast.name == "fp32":
+            cast = self.layer.recipe.gather
+        if narrow is None and cast.name == "fp32":
             self.memory = torch.empty(self.shape, device="meta")
             return self.memory
-        self.memory = torch.empty(self.shape, dtype=travelling(cast, at_rest), device="meta")
+        self.memory = torch.empty(self.shape, dtype=travelling(cast, narrow), device="meta")
         scale = torch.empty((), device="meta") if cast.is_scaled else None
-        return GatheredWeight(self.memory, scale, cast, at_rest is None)
+        return GatheredWeight(self.memory, scale, cast, narrow is None)
 
     def begin(self) -> nn.Parameter:
         """Make the whole parameter, in the first forward pass."""
@@ -101,12 +107,12 @@ def _nbytes(held: FakeShards) -> int:
     return held.rows * held.shape[1:].numel() * held.memory.element_size()
 
 
-def travelling(cast: Cast, at_rest: QuantizedState | None) -> torch.dtype:
+def travelling(cast: Cast, narrow: QuantizedState | None) -> torch.dtype:
     """The dtype in which a weight is gathered."""
-    if at_rest is not None:
-        if not cast.is_scaled and at_rest.cast.is_scaled:
+    if narrow is not None:
+        if not cast.is_scaled and narrow.cast.is_scaled:
             return torch.float32
-        return next(iter(at_rest.tensors.values())).dtype
+        return next(iter(narrow.tensors.values())).dtype
     return torch.uint8 if cast.is_scaled else torch_dtype(cast.element) or torch.float32
 
 
@@ -191,7 +197,7 @@ class FakeFSDPUnit:
             {
                 held.layer: held.shard
                 for held in self.held
-                if isinstance(held.layer, Linear) and getattr(held.shard, "gradient", None) is not None
+                if isinstance(held.layer, Linear) and state_of(held.shard).gradient is not None
             }
         )
 
@@ -227,8 +233,8 @@ def full_weights(model: nn.Module, mesh: Mesh) -> int:
     for name, p in model.named_parameters():
         if mesh.parallel_dims.zero == 3 and name.startswith("blocks."):
             continue
-        dtype, at_rest = torch.float32, getattr(p, "at_rest", None)
-        if p in layers and (at_rest is not None or layers[p].recipe.gather.name != "fp32"):
-            dtype = travelling(layers[p].recipe.gather, at_rest)
-        total += getattr(p, "whole_shape", p.shape).numel() * dtype.itemsize
+        dtype, state = torch.float32, state_of(p)
+        if p in layers and (state.weight is not None or layers[p].recipe.gather.name != "fp32"):
+            dtype = travelling(layers[p].recipe.gather, state.weight)
+        total += (state.gathered_shape or p.shape).numel() * dtype.itemsize
     return total

@@ -89,12 +89,12 @@ class PreScale:
 
 
 class Prescaled(NamedTuple):
-    """A gradient, or a `part` of one, that is about to be stored under a factor; float32."""
+    """A gradient, or a `shard` of one, that is about to be stored under a factor; float32."""
 
     prescale: PreScale
     x: torch.Tensor
     cast: Cast
-    part: TensorShard | None = None
+    shard: TensorShard | None = None
 
     def beyond(self, scale: torch.Tensor) -> torch.Tensor:
         """Which elements overflow."""
@@ -107,10 +107,10 @@ def prescaled(gradients: Sequence[Prescaled]) -> list[torch.Tensor]:
     Processes that hold gradients together agree on all of them in two collectives: the largest magnitudes,
     and how many elements overflow.
     """
-    parts = [g.part for g in gradients]
-    every = zip(gradients, all_reduce_amaxes([g.x for g in gradients], parts), strict=True)
-    found = [g.prescale.scale_for(amax, g.cast) for g, amax in every]
-    overflow = (g.beyond(scale) for g, scale in zip(gradients, found, strict=True))
-    for g, share in zip(gradients, all_reduce_shares(overflow, parts), strict=True):
+    shards = [g.shard for g in gradients]
+    amaxes = all_reduce_amaxes([g.x for g in gradients], shards)
+    encode_scales = [g.prescale.scale_for(amax, g.cast) for g, amax in zip(gradients, amaxes, strict=True)]
+    overflow = (g.beyond(scale) for g, scale in zip(gradients, encode_scales, strict=True))
+    for g, share in zip(gradients, all_reduce_shares(overflow, shards), strict=True):
         g.prescale.see(share)
-    return found
+    return encode_scales

@@ -1,4 +1,4 @@
-"""A tensor at rest: state that lives from step to step in the numbers of a cast, in memory allocated once.
+"""Quantized state: a tensor that lives from step to step in the numbers of a cast, in memory allocated once.
 
 Weights, gradients and moments are read as float32, changed, and written again. What is stored depends on the
 cast:
@@ -6,14 +6,14 @@ cast:
     fp32, bf16, fp16        the tensor in that dtype
     with scales, 16 bits    values on the fp16 or bf16 grid, and the scales
     with scales, 8 bits     codes and scales, as `quantize` gives them; fewer bits packed into bytes
-    range expansion         also the k and c of each block (`expand.py`)
+    range expansion         also the k and c of each block (`range_expansion.py`)
     a codebook              codes into a table, and the largest magnitude of each block (`codebook.py`)
     bf16-split              bf16, and beside it the 16 bits that make it float32 again
 
 Reading is exact; writing rounds, once. A NaN or an infinity makes its scaling block NaN, as anywhere.
 
-State may live in the host's memory while it is computed with on a GPU: it is brought there to be read, and
-what is written goes back. The numbers are the same wherever they lie.
+State may be kept in the host's memory while a GPU computes with it: reading copies it to the GPU, writing
+copies the result back. The numbers are the same in both memories.
 """
 
 from collections.abc import Callable
@@ -39,9 +39,13 @@ class QuantizedState:
     """A tensor of a fixed shape in the numbers of a cast.
 
     Attributes:
-        tensors: what is stored, by name; the same objects for its whole life, so that a checkpoint can hold
-            them and a restart copy into them.
-        gauge: is shown every tensor that was written, with this, where one is laid on (`nn.gauges`).
+        shape, cast: of the tensor; `shape` is the local one where several processes hold the tensor together.
+        shard: where the local numbers lie in the global tensor, or None.
+        tensors: what is stored, by name; the same objects for the state's whole life, so that a checkpoint
+            can hold them and a restart can copy into them.
+        device: where the numbers are computed with; `on_host`: whether they are kept in the host's memory.
+        gauge: called as `gauge(x, self)` with every float32 tensor that was written, while one is attached
+            (`nn.observer`).
     """
 
     def __init__(
@@ -50,16 +54,17 @@ class QuantizedState:
         cast: Cast,
         device: torch.device | str = "cpu",
         on_host: bool = False,
-        part: TensorShard | None = None,
+        shard: TensorShard | None = None,
     ) -> None:
-        """Zeros.
+        """Allocate the state and fill it with zeros.
 
         Args:
-            shape: of the tensor.
-            cast: the numbers it is kept in.
-            device: where it is computed with.
-            on_host: keep it in the host's memory (pinned) instead of a GPU's.
-            part: where it lies in a tensor that several processes hold together; they write at the same time.
+            shape: the shape of the local tensor.
+            cast: the numbers that it is kept in.
+            device: the device that computes with it.
+            on_host: whether to keep it in the host's memory (pinned) instead of a GPU's.
+            shard: where it lies in a tensor that several processes hold together. They then have to call
+                `write` at the same time.
 
         Raises:
             UserError: a cast that state cannot have.
@@ -69,19 +74,19 @@ class QuantizedState:
                 f"cast {cast.name!r} of state: transforms, outliers and histories are for operands of a "
                 "product; remove the key"
             )
-        self.shape, self.cast, self.part = torch.Size(shape), cast, part
+        self.shape, self.cast, self.shard = torch.Size(shape), cast, shard
         self.device, self.on_host = torch.device(device), on_host
         self.gauge: Callable[[torch.Tensor, QuantizedState], None] | None = None
-        self.arriving: tuple[dict[str, torch.Tensor], torch.cuda.Event] | None = None
+        self.prefetched: tuple[dict[str, torch.Tensor], torch.cuda.Event] | None = None
         self.tensors = self._blank() if self.device.type == "meta" else self._zeros()
         self.move(self.device)
 
     def _zeros(self) -> dict[str, torch.Tensor]:
-        return self._encoded(torch.zeros(self.shape, device=self.device), part=self.part)
+        return self._encoded(torch.zeros(self.shape, device=self.device), shard=self.shard)
 
     def _blank(self) -> dict[str, torch.Tensor]:
-        """The same without numbers: of all tensors of a shape, one is gone through."""
-        if self.part is not None and self.part.groups:  # what is stored does not depend on who else has some
+        """The same on the meta device: real zeros are encoded once for each shape and cast."""
+        if self.shard is not None and self.shard.groups:  # what is stored does not depend on the other shards
             return QuantizedState(self.shape, self.cast, self.device).tensors
         key = self.shape, self.cast
         if key not in _BLANK:
@@ -92,14 +97,14 @@ class QuantizedState:
 
     @property
     def nbytes(self) -> int:
-        """What it takes in memory."""
+        """Bytes of memory."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
     def read(self) -> torch.Tensor:
         """The stored numbers as float32, contiguous; for an fp32 cast on its own device the tensor itself."""
-        t, cast = self._arrived(), self.cast
+        t, cast = self._on_device(), self.cast
         if cast.split:
-            return _joined(t["values"], t["rest"])
+            return _join(t["values"], t["rest"])
         if not cast.is_scaled:
             return t["values"].float()
         if cast.element.bits == 16:
@@ -109,17 +114,17 @@ class QuantizedState:
         if cast.codebook:
             values = blocks.split(from_codes(codes, cast.codebook))
             return blocks.merge(values * blocks.align(t["scales"])).contiguous()
-        whole = t["tensor_scale"] if cast.scale == "e4m3" else torch.ones((), device=codes.device)
+        tensor_scale = t["tensor_scale"] if cast.scale == "e4m3" else torch.ones((), device=codes.device)
         scales = t["scales"] if cast.scale == "fp32" else decode(t["scales"], format(cast.scale))
-        x = QTensor(codes, scales, None, whole, cast, blocks).dequantize()
+        x = QTensor(codes, scales, None, tensor_scale, cast, blocks).dequantize()
         if cast.expand:
             x = blocks.merge(contract(blocks.split(x), RangeExpansion(t["k"], t["c"])))
         return x.contiguous()
 
     @property
     def shares_scale(self) -> bool:
-        """Whether to be written it needs the largest magnitude of a tensor that is not all here."""
-        return self.part is not None and self.cast.is_scaled and self.cast.block is None
+        """Whether `write` needs the largest magnitude of a tensor that several processes hold together."""
+        return self.shard is not None and self.cast.is_scaled and self.cast.block is None
 
     def write(
         self,
@@ -130,45 +135,48 @@ class QuantizedState:
     ) -> None:
         """Store float32 numbers.
 
-        `stream` gives the random bits of a cast that rounds stochastically; `encode_scale` (0-dim float32)
-        stands in for the scale of a whole tensor; `amax` (0-dim float32) is the largest magnitude of the one
-        tensor of which this is a part, where the processes have agreed on it already.
+        Args:
+            x: float32, of the local shape.
+            stream: the random bits of a cast that rounds stochastically; without it, it rounds to nearest.
+            encode_scale: 0-dim float32, used instead of the tensor's own scale (one scale per tensor).
+            amax: 0-dim float32, the largest magnitude of the global tensor, where the processes that hold
+                shards of it have found it already; without it, they find it here.
         """
-        part = replace(self.part, global_amax=amax) if self.part is not None else None
-        for name, tensor in self._encoded(x, stream, encode_scale, part).items():
+        shard = replace(self.shard, global_amax=amax) if self.shard is not None else None
+        for name, tensor in self._encoded(x, stream, encode_scale, shard).items():
             self.tensors[name].copy_(tensor, non_blocking=self.on_host)
         if self.gauge is not None:
             self.gauge(x, self)
 
     def move(self, device: torch.device) -> None:
-        """Be computed with on another device, and lie there if not on the host."""
-        self.device, self.arriving = device, None
+        """Compute on another device from now on, and keep the numbers there unless they are on the host."""
+        self.device, self.prefetched = device, None
         to_host = self.on_host and device.type == "cuda"
         self.tensors = {n: t.cpu().pin_memory() if to_host else t.to(device) for n, t in self.tensors.items()}
 
     def fetch(self) -> None:
-        """Begin to bring what lies on the host to the GPU, beside other work, for the next `read`."""
+        """Start copying from the host to the GPU, in parallel with other work, for the next `read`."""
         if not self.on_host or self.device.type != "cuda":
             return
         stream = _copies(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))  # what is on its way back is there by then
+        stream.wait_stream(torch.cuda.current_stream(self.device))  # a copy back has then ended
         with torch.cuda.stream(stream):
-            there = {n: t.to(self.device, non_blocking=True) for n, t in self.tensors.items()}
-        self.arriving = there, stream.record_event()
+            copies = {n: t.to(self.device, non_blocking=True) for n, t in self.tensors.items()}
+        self.prefetched = copies, stream.record_event()
 
-    def _arrived(self) -> dict[str, torch.Tensor]:
-        """What is stored, on the device that computes with it."""
-        if self.arriving is None:
+    def _on_device(self) -> dict[str, torch.Tensor]:
+        """The stored tensors on the device that computes with them."""
+        if self.prefetched is None:
             return {n: t.to(self.device, non_blocking=True) for n, t in self.tensors.items()}
-        (there, event), self.arriving = self.arriving, None
+        (copies, event), self.prefetched = self.prefetched, None
         now = torch.cuda.current_stream(self.device)
         now.wait_event(event)
-        for tensor in there.values():
+        for tensor in copies.values():
             tensor.record_stream(now)
-        return there
+        return copies
 
     def scale_by(self, factor: torch.Tensor) -> None:
-        """Multiply by a 0-dim factor, without a change of codes where anything beside them is float32."""
+        """Multiply by a 0-dim factor: float32 scales if there are any, which leaves the codes as they are."""
         for name in ("c", "tensor_scale", "scale", "scales"):
             if name in self.tensors and self.tensors[name].dtype == torch.float32:
                 self.tensors[name].mul_(factor.to(self.tensors[name].device))
@@ -180,38 +188,38 @@ class QuantizedState:
         x: torch.Tensor,
         stream: RandomStream | None = None,
         encode_scale: torch.Tensor | None = None,
-        part: TensorShard | None = None,
+        shard: TensorShard | None = None,
     ) -> dict[str, torch.Tensor]:
-        """What `tensors` are to hold for `x`."""
+        """The contents of `tensors` for `x`."""
         cast = self.cast
         if cast.split:
             return _split(x)
         if not cast.is_scaled:
             if cast.rounding == "stochastic" and stream is not None:
-                bits = stream if part is None else part.bits_of(stream)
+                bits = stream if shard is None else shard.bits_of(stream)
                 x = round_to(x, cast.element.name, cast.rounding, bits)
             return {"values": x.to(torch_dtype(cast.element))}
         if stream is None and cast.rounding == "stochastic":
             cast = replace(cast, rounding="nearest-even")
         if cast.element.bits == 16:
-            values, scale = emulate(x, cast, -1, torch.float32, QuantContext(stream, shard=part))
+            values, scale = emulate(x, cast, -1, torch.float32, QuantContext(stream, shard=shard))
             assert scale is not None
             return {"values": values.to(torch_dtype(cast.element)), "scale": scale}
         blocks, extra = self._blocks(), {}
         if cast.codebook:
-            if part is not None:
-                part.require_full_blocks(cast)
-            return _coded(x, cast.codebook, blocks)
+            if shard is not None:
+                shard.require_full_blocks(cast)
+            return _encode_by_codebook(x, cast.codebook, blocks)
         if cast.expand:
-            if part is not None:
-                part.require_full_blocks(cast)
+            if shard is not None:
+                shard.require_full_blocks(cast)
             split = blocks.split(x)
             e = range_expansion(split.abs(), blocks.inner, cast.element)
             x, extra = blocks.merge(expand(split, e)), e._asdict()
-        q = quantize_in_context(x, cast, -1, QuantContext(stream, scale=encode_scale, shard=part))
+        q = quantize_in_context(x, cast, -1, QuantContext(stream, scale=encode_scale, shard=shard))
         scales = q.scales if q.scale_codes is None else q.scale_codes
-        whole = {"tensor_scale": q.tensor_scale} if cast.scale == "e4m3" else {}
-        return {"codes": q.packed(), "scales": scales} | whole | extra
+        tensor_scale = {"tensor_scale": q.tensor_scale} if cast.scale == "e4m3" else {}
+        return {"codes": q.packed(), "scales": scales} | tensor_scale | extra
 
     def _blocks(self) -> Blocks:
         return blocks_of(self.shape, self.cast, -1)
@@ -219,12 +227,12 @@ class QuantizedState:
 
 @cache
 def _copies(device: torch.device) -> torch.cuda.Stream:
-    """The queue of copies from the host."""
+    """The CUDA stream of copies from the host."""
     return torch.cuda.Stream(device)
 
 
-def _coded(x: torch.Tensor, codebook: str, blocks: Blocks) -> dict[str, torch.Tensor]:
-    """Codes into a table, and what each block was divided by."""
+def _encode_by_codebook(x: torch.Tensor, codebook: str, blocks: Blocks) -> dict[str, torch.Tensor]:
+    """Codes into a table, and the divisor of each block."""
     split = blocks.split(x)
     largest = split.abs().amax(blocks.inner, keepdim=True)
     divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
@@ -233,8 +241,8 @@ def _coded(x: torch.Tensor, codebook: str, blocks: Blocks) -> dict[str, torch.Te
 
 
 def _split(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """bf16 (half-way cases away from zero), and what is to be added to its bits in front of 16 zeros."""
-    x = torch.where(x.isnan(), torch.nan, x)  # of the NaNs only one, which no carry turns into a number
+    """float32 as bf16 (ties away from zero) and an int16 that, added to the 32 bits, gives float32 back."""
+    x = torch.where(x.isnan(), torch.nan, x)  # one NaN for all, which no carry turns into a number
     bits = x.view(torch.int32)
     upper = (bits + 0x8000) >> 16
     return {
@@ -243,6 +251,6 @@ def _split(x: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def _joined(values: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+def _join(values: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
     """The inverse of `_split`."""
     return ((values.view(torch.int16).int() << 16) + rest.int()).view(torch.float32)

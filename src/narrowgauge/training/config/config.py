@@ -9,15 +9,17 @@ source text of Python.
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from narrowgauge.data import split_sources
+from narrowgauge.distributed import ModelSpec
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.models import ModelConfig, model_config
-from narrowgauge.recipes import BACKENDS, KEYS, PLACES, Recipe, recipe
+from narrowgauge.models import model_config
+from narrowgauge.recipes import BACKENDS, KEYS, PLACES, recipe
 from narrowgauge.toml_text import toml_key, toml_value
 from narrowgauge.training.config.schema import (
     CheckpointSection,
@@ -57,14 +59,28 @@ class Config(Section):
         is_default = "every" not in self.gauges.model_fields_set
         return 0 if self.training.compile and is_default else self.gauges.every
 
-    def resolved_model(self) -> ModelConfig:
-        """The model's dimensions: the named size, overridden by the other keys of the section."""
-        section = self.model.model_dump(exclude_none=True, exclude={"weights"})
-        return model_config(**section)
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """What the names of model and recipe stand for, resolved once: a recipe's file is not read again.
 
-    def resolved_recipe(self) -> Recipe:
-        """The recipe, overridden by the places of the section."""
-        return recipe(self.recipe.name).with_places(self.recipe.places)
+        The model is the named size, overridden by the other keys of its section; the recipe is the named one,
+        overridden by the places of its section.
+        """
+        t = self.training
+        return ModelSpec(
+            model=model_config(**self.model.model_dump(exclude_none=True, exclude={"weights"})),
+            recipe=recipe(self.recipe.name).with_places(self.recipe.places),
+            seed=t.seed,
+            backend=self.recipe.backend,
+            recompute=t.recompute_every if t.recompute else 0,
+            chunked_loss=t.chunked_loss,
+        )
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "Config":
+        """A copy with other sections; its `spec` is resolved anew."""
+        copy = super().model_copy(update=update, deep=deep)
+        copy.__dict__.pop("spec", None)
+        return copy
 
 
 def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
@@ -84,9 +100,7 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
         raise unknown("backend", config.recipe.backend, BACKENDS)
     if config.data.weights:
         split_sources(config.data.source, config.data.weights)
-    the_model = config.resolved_model()
-    config.resolved_recipe()
-    t = config.training
+    model, t = config.spec.model, config.training
     if t.batch_size % t.micro_batch_size:
         raise UserError(
             f"training.batch_size = {t.batch_size} is no multiple of training.micro_batch_size = "
@@ -97,10 +111,10 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
             f"gauges.every = {config.gauges.every} with training.compile = true: gauges cannot look into "
             "compiled code; set --gauges.every 0 or --training.compile false"
         )
-    if config.data.sequence_length > the_model.max_sequence_length:
+    if config.data.sequence_length > model.max_sequence_length:
         raise UserError(
             f"data.sequence_length = {config.data.sequence_length} is longer than the model's "
-            f"max_sequence_length = {the_model.max_sequence_length}; "
+            f"max_sequence_length = {model.max_sequence_length}; "
             f"shorten it or set --model.max_sequence_length"
         )
     return config
@@ -190,7 +204,7 @@ def to_toml(config: Config) -> str:
     """The complete resolved configuration as TOML, which reproduces the run."""
     tables = config.model_dump()
     start = {"weights": config.model.weights} if config.model.weights else {}
-    tables["model"] = {"name": config.model.name} | start | asdict(config.resolved_model())
+    tables["model"] = {"name": config.model.name} | start | asdict(config.spec.model)
     tables["recipe"] |= tables["recipe"].pop("places")
     tables["gauges"]["every"] = config.gauges_every()
     lines = []

@@ -22,12 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowgauge.distributed import full_weights
 from narrowgauge.models import count_parameters
 from narrowgauge.nn import recipe_tensors
-from narrowgauge.optim import local
+from narrowgauge.quantization import local_tensor, state_of
 from narrowgauge.training.monitor.memory_tracker import MemoryTracker
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.units import human_bytes
 
 STATE = ("weights", "master", "gradients", "m", "v", "other")
+_CLASS_OF = {"weight": "weights", "grad": "gradients"}  # other places of state have their class's name
 CLASSES = (*STATE, "saved activations", "logits", "whole weights", "workspace")
 
 
@@ -63,7 +64,7 @@ class Memory:
 def measured(trainer: Trainer, tracker: MemoryTracker) -> Memory:
     """The memory by class, after a step under `tracker`."""
     device, host = _state_bytes(trainer)
-    grads = [local(p.grad) for p in trainer.optimizer.parameters() if p.grad is not None]
+    grads = [local_tensor(p.grad) for p in trainer.optimizer.parameters() if p.grad is not None]
     in_buckets = any(isinstance(module, DistributedDataParallel) for module in trainer.engine.modules)
     new = 0 if in_buckets else sum(g.nbytes for g in grads)  # DDP's buckets exist before the step
     saved = tracker.saved - _early_gradient(trainer)
@@ -72,7 +73,7 @@ def measured(trainer: Trainer, tracker: MemoryTracker) -> Memory:
     device["saved activations"] = saved - device["logits"] - device["whole weights"]
     # Gradients that the step allocates are a separate class.
     device["workspace"] = max(0, tracker.peak - saved - new)
-    return Memory(device, host, count_parameters(trainer.config.resolved_model()))
+    return Memory(device, host, count_parameters(trainer.config.spec.model))
 
 
 def _state_bytes(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
@@ -84,15 +85,13 @@ def _state_bytes(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
         for t in tensors:
             if id(t) not in seen:
                 seen.add(id(t))
-                (host if on_host and name in host else device)[name] += local(t).nbytes
+                (host if on_host and name in host else device)[name] += local_tensor(t).nbytes
 
     for p in trainer.optimizer.parameters():
-        for name, attribute in (("weights", "at_rest"), ("master", "master"), ("gradients", "gradient")):
-            if (at_rest := getattr(p, attribute, None)) is not None:
-                count(name, list(at_rest.tensors.values()), at_rest.on_host)
-        for place, moment in trainer.optimizer.moments(p).items():
-            count(place, list(moment.tensors.values()), moment.on_host)
-        if getattr(p, "at_rest", None) is None:
+        kept = state_of(p).by_place()
+        for place, state in (kept | trainer.optimizer.moments(p)).items():
+            count(_CLASS_OF.get(place, place), list(state.tensors.values()), state.on_host)
+        if "weight" not in kept:
             count("weights", [p])
         count("gradients", [] if p.grad is None else [p.grad])
         count("other", [trainer.optimizer.state[p]["step"]])
@@ -106,7 +105,7 @@ def _logits(trainer: Trainer) -> int:
         return 0
     t, data, count = trainer.config.training, trainer.config.data, trainer.model.share[1]
     tokens = t.micro_batch_size * data.sequence_length // count
-    return tokens * trainer.config.resolved_model().vocab_size * trainer.model.compute_dtype.itemsize
+    return tokens * trainer.config.spec.model.vocab_size * trainer.model.compute_dtype.itemsize
 
 
 def _early_gradient(trainer: Trainer) -> int:

@@ -49,7 +49,7 @@ def estimate_step(config: Config, parallel_dims: ParallelDims = ALONE) -> StepEs
 
     A model of many equal blocks is estimated twice with a few blocks, and extrapolated linearly.
     """
-    model, t = config.resolved_model(), config.training
+    model, t = config.spec.model, config.training
     unit = parallel_dims.stages * (t.recompute_every if t.recompute else 1)
     if model.layers <= 4 * unit or model.layers % unit:
         return _heaviest(config, parallel_dims)
@@ -144,7 +144,7 @@ def require_memory(config: Config, device: torch.device, parallel_dims: Parallel
     Raises:
         UserError: the state alone is larger than the device's memory, or the step than `memory_limit`.
     """
-    available, parameters = hardware.total_memory(device), count_parameters(config.resolved_model())
+    available, parameters = hardware.total_memory(device), count_parameters(config.spec.model)
     least = parameters * _least_bytes(config) / (parallel_dims.size // parallel_dims.replicate)
     if least > available:  # too large even for the estimate
         raise UserError(f"{_too_large(config, parameters, least, device)}; choose a smaller --model")
@@ -165,7 +165,7 @@ def require_memory(config: Config, device: torch.device, parallel_dims: Parallel
 
 def _least_bytes(config: Config) -> float:
     """Lower bound of the device's bytes of state per parameter."""
-    recipe = config.resolved_recipe()
+    recipe = config.spec.recipe
     kept = (c for place, c in recipe.state.items() if c is not None and place not in recipe.offload)
     return sum(c.element.bits / 8 for c in kept)
 
@@ -216,7 +216,7 @@ def cheaper(
         changes.append(_Change("--training.recompute true", {"training": {"recompute": True}}))
     if not config.training.chunked_loss:
         changes.append(_Change("--training.chunked_loss true", {"training": {"chunked_loss": True}}))
-    if has_host and not config.resolved_recipe().offload:
+    if has_host and not config.spec.recipe.offload:
         changes.append(
             _Change("--recipe.offload master,grad,m,v", {"recipe": {"offload": "master,grad,m,v"}})
         )
@@ -248,8 +248,8 @@ def _wider(config: Config, parallel_dims: ParallelDims) -> list[_Change]:
     if config.training.batch_size % (twice.data * config.training.micro_batch_size) == 0:
         options = f"--devices {twice.size} --parallel.shard {twice.shard}"
         changes.append(_Change(options, parallel_dims=twice))
-    if config.resolved_recipe().state["m"] is not None and not config.recipe.places:
-        kept = (c for c in config.resolved_recipe().state.values() if c is not None)
+    if config.spec.recipe.state["m"] is not None and not config.recipe.places:
+        kept = (c for c in config.spec.recipe.state.values() if c is not None)
         if all(c.element.bits == 32 for c in kept):
             changes.append(_Change("--recipe msamp-o3", {"recipe": {"name": "msamp-o3"}}))
     return changes

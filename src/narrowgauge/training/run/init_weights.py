@@ -14,8 +14,7 @@ import torch
 from narrowgauge.data import Tokenizer, load_tokenizer
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
-from narrowgauge.nn import Linear
-from narrowgauge.optim import local, part_of
+from narrowgauge.quantization import shard_of, write_weight
 from narrowgauge.training.config.config import Config
 from narrowgauge.training.run_directory import RunDirectory
 from narrowgauge.training.use.trained_model import open_run
@@ -50,7 +49,7 @@ def start_from_weights(config: Config, model: Transformer) -> None:
     source = open_run(Path(config.model.weights), "cpu")
     weights = source.weights()
     with torch.device("meta"):
-        full_model = Transformer(config.resolved_model())
+        full_model = Transformer(config.spec.model)
     shapes = {name: p.shape for name, p in full_model.named_parameters(remove_duplicate=False)}
     for name in sorted(shapes.keys() | weights.keys()):
         shape = tuple(weights[name].shape) if name in weights else "nothing"
@@ -63,15 +62,8 @@ def start_from_weights(config: Config, model: Transformer) -> None:
     _copy_weights(model, weights)
 
 
-@torch.no_grad()
 def _copy_weights(model: Transformer, weights: Mapping[str, torch.Tensor]) -> None:
     """Copy the full weights, or the local shards of them, into a model."""
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        shard = part_of(parameter)
-        numbers = weights[name] if shard is None else shard.local_of(weights[name])
-        layer = layers.get(name.removesuffix(".weight"))
-        if layer is not None and layer.state_at_rest is not None:
-            layer.state_at_rest.write(numbers)
-        else:
-            local(parameter).copy_(numbers)
+        shard = shard_of(parameter)
+        write_weight(parameter, weights[name] if shard is None else shard.local_of(weights[name]))

@@ -63,8 +63,8 @@ class RunContext:
     @cached_property
     def facts(self) -> dict[str, Any]:
         """The facts about the run that its start and resume events record."""
-        config, recipe, model = self.config, self.config.resolved_recipe(), self.config.resolved_model()
-        backend = choose_backend(recipe, device_facts(self.device), config.recipe.backend)
+        config, recipe, model = self.config, self.config.spec.recipe, self.config.spec.model
+        backend = choose_backend(recipe, device_facts(self.device), config.spec.backend)
         peak, source = hardware.measure_peak(self.device, DTYPES[recipe.compute])
         return {
             "recipe": recipe.name,
@@ -272,7 +272,7 @@ def finish(context: RunContext, trainer: Trainer) -> None:
 
 def _full_model(context: RunContext, trainer: Trainer) -> Transformer:
     """The full model of the last checkpoint on this process."""
-    model = build_model(context.config, context.device)
+    model = build_model(context.config.spec, context.device)
     load_model(model, context.config, load(context.directory.checkpoints / f"step-{trainer.step}"))
     return model.eval()
 

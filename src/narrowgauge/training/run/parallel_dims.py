@@ -12,10 +12,10 @@ def parallel_dims_of(config: Config, processes: int) -> ParallelDims:
         UserError: their product is another number, or model, batch or settings do not allow them.
     """
     parallel_dims = resolve_dims(ParallelDims(**config.parallel.model_dump()), processes)
-    model, t, data = config.resolved_model(), config.training, parallel_dims.data
+    model, t, data = config.spec.model, config.training, parallel_dims.data
     length = config.data.sequence_length
     check_tensor_parallel(model, length, parallel_dims)
-    check_blocks(model, config.resolved_recipe(), length, t.micro_batch_size, parallel_dims)
+    check_blocks(model, config.spec.recipe, length, t.micro_batch_size, parallel_dims)
     if t.batch_size % (data * t.micro_batch_size):
         fitting = [n for n in range(1, t.batch_size + 1) if t.batch_size % (n * t.micro_batch_size) == 0]
         raise UserError(

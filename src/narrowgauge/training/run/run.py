@@ -85,7 +85,7 @@ def run(
     if device.type == "cuda" and world.size > 1:
         device = torch.device("cuda", world.device)
     parallel_dims = parallel_dims_of(config, world.size)
-    choose_backend(config.resolved_recipe(), device_facts(device), config.recipe.backend)
+    choose_backend(config.spec.recipe, device_facts(device), config.recipe.backend)
     require_sinks(config.log.sinks)
     plan = require_memory(config, device, parallel_dims)
     hardware.limit_memory(device, parse_bytes(config.training.memory_limit))
@@ -231,7 +231,7 @@ def check_data(config: Config, dataset: Dataset) -> None:
     Raises:
         UserError: a token id is beyond the vocabulary, or there are too few tokens.
     """
-    vocab_size, needed = config.resolved_model().vocab_size, dataset.tokenizer.vocab_size
+    vocab_size, needed = config.spec.model.vocab_size, dataset.tokenizer.vocab_size
     if needed > vocab_size:
         is_named = config.data.tokenizer != AUTO
         origin = f"tokenizer {config.data.tokenizer!r}" if is_named else f"data source {config.data.source!r}"

@@ -5,28 +5,23 @@ from pathlib import Path
 import torch
 
 from narrowgauge.checkpoint import Checkpoint, load, newest_valid
+from narrowgauge.distributed import ModelSpec
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize
 from narrowgauge.nn import DTYPES, convert, recipe_tensors, set_step
 from narrowgauge.training.config.config import Config
 
 
-def build_model(config: Config, device: torch.device) -> Transformer:
-    """The configuration's model under its recipe, with its starting weights, on a device."""
-    recipe = config.resolved_recipe()
+def build_model(spec: ModelSpec, device: torch.device) -> Transformer:
+    """The model of one process under its recipe, with its starting weights, on a device."""
     with torch.device("meta" if device.type == "meta" else "cpu"):
-        model = Transformer(config.resolved_model(), DTYPES[recipe.compute])
+        model = Transformer(spec.model, DTYPES[spec.recipe.compute])
     if device.type != "meta":
-        initialize(model, config.training.seed)
-    model.recompute, model.chunked_loss = recomputed(config), config.training.chunked_loss
+        initialize(model, spec.seed)
+    model.recompute, model.chunked_loss = spec.recompute, spec.chunked_loss
     model.to(device)
-    convert(model, recipe, backend=config.recipe.backend)
+    convert(model, spec.recipe, backend=spec.backend)
     return model
-
-
-def recomputed(config: Config) -> int:
-    """Of how many blocks one is computed again in the backward pass; 0: none is."""
-    return config.training.recompute_every if config.training.recompute else 0
 
 
 def load_model(model: torch.nn.Module, config: Config, checkpoint: Checkpoint) -> None:

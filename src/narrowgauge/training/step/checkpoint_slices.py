@@ -12,8 +12,7 @@ from math import ceil
 import torch
 
 from narrowgauge.checkpoint import LocalTensor, LocalTensors
-from narrowgauge.optim import local, part_of
-from narrowgauge.quantization import ShardAxis, TensorShard
+from narrowgauge.quantization import ShardAxis, TensorShard, local_tensor, shard_of
 
 
 def local_tensors_of(
@@ -21,7 +20,7 @@ def local_tensors_of(
 ) -> LocalTensors:
     """The pieces of tensors by group and name; names begin with that of the parameter they belong to."""
     return {
-        group: {name: list(_cut(local(t), _part(name, parameters))) for name, t in named.items()}
+        group: {name: list(_cut(local_tensor(t), _part(name, parameters))) for name, t in named.items()}
         for group, named in groups.items()
     }
 
@@ -31,10 +30,10 @@ def _part(name: str, parameters: Mapping[str, torch.Tensor]) -> TensorShard | No
     words = name.split(".")
     for end in range(len(words), 0, -1):
         if (parameter := parameters.get(".".join(words[:end]))) is not None:
-            return part_of(parameter)
+            return shard_of(parameter)
         if words[end:][:1] in (["weight"], ["master"], ["grad"]):
             parameter = parameters.get(".".join([*words[:end], "weight"]))
-            return None if parameter is None else part_of(parameter)
+            return None if parameter is None else shard_of(parameter)
     return None
 
 

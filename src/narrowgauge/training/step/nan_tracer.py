@@ -26,7 +26,7 @@ import torch
 
 from narrowgauge.checkpoint import is_finite
 from narrowgauge.nn import Linear, Observation
-from narrowgauge.optim import gradient
+from narrowgauge.quantization import gradient_of
 
 _STATE = re.compile(r"(.+)\.(?:weight|bias)\.([^.]+)\..*")
 
@@ -129,13 +129,13 @@ class NanTracer:
         """The last backward pass has ended."""
         self._gradients()
         for name, p in self.model.named_parameters():
-            if (g := gradient(p)) is not None:
+            if (g := gradient_of(p)) is not None:
                 norm = torch.linalg.vector_norm(g)
                 self.see(name, "grad", "whose elements are finite and whose norm is not", norm)
 
     def _gradients(self) -> None:
         for name, p in self.model.named_parameters():
-            if not self.first.place and (g := gradient(p)) is not None:
+            if not self.first.place and (g := gradient_of(p)) is not None:
                 self.see(name, "grad", "its gradient when it was added up", g)
 
     def _output(self, name: str, module: torch.nn.Module, inputs: Any, output: Any) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from narrowgauge.optim import gradient
+from narrowgauge.quantization import gradient_of
 
 _BLOCK = 1 << 22  # elements widened to 64 bits at a time
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -52,7 +52,7 @@ def fingerprint(groups: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, i
 
 def step_fingerprint(loss: torch.Tensor, names: Mapping[torch.Tensor, str]) -> dict[str, int]:
     """The bits of a loss and of the gradients of named parameters, wherever those are kept."""
-    gradients = {name: g for p, name in names.items() if (g := gradient(p)) is not None}
+    gradients = {name: g for p, name in names.items() if (g := gradient_of(p)) is not None}
     return fingerprint({"the": {"loss": loss}, "the gradient of": gradients})
 
 

@@ -15,14 +15,13 @@ import torch.distributed as dist
 
 from narrowgauge.checkpoint import JSON, LocalTensors, SavePlan, plan_save, restore_distributed
 from narrowgauge.data import Batch, Loader, Mixture, Tokens, first_samples
-from narrowgauge.distributed import Engine, Mesh, MicroBatch, ModelSpec, ParallelDims, parallelize
+from narrowgauge.distributed import Engine, Mesh, MicroBatch, ParallelDims, parallelize
 from narrowgauge.models import Transformer
 from narrowgauge.nn import Gauges, Linear, discard_step, recipe_tensors, set_step
-from narrowgauge.nn.weight_state import stored_tensor
 from narrowgauge.optim import AdamW, Muon, Optimizer, learning_rate, parameter_groups, set_learning_rate
-from narrowgauge.quantization import QuantizedState
+from narrowgauge.quantization import QuantizedState, ensure_state, state_of, stored_tensor
 from narrowgauge.training.config.config import Config
-from narrowgauge.training.step.build_model import build_model, recomputed
+from narrowgauge.training.step.build_model import build_model
 from narrowgauge.training.step.checkpoint_slices import local_tensors_of
 from narrowgauge.training.step.guard import Guard, GuardVerdict
 from narrowgauge.training.step.nan_tracer import COMPILED, FirstBad, NanTracer, earliest
@@ -34,13 +33,10 @@ from narrowgauge.training.step.replica_check import (
     step_fingerprint,
 )
 
-# Where the state of each place hangs on a parameter (`nn.weight_state`).
-AT_REST = {"weight": "at_rest", "master": "master", "grad": "gradient"}
-
 
 def make_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
     """The configuration's optimizer of a model, before its first step."""
-    o, recipe, seed = config.optimizer, config.resolved_recipe(), config.training.seed
+    o, recipe, seed = config.optimizer, config.spec.recipe, config.training.seed
     groups = parameter_groups(model, o.weight_decay, o.groups, muon=o.name == "muon")
     if o.name == "muon":
         return Muon(groups, recipe, momentum=o.momentum, betas=o.betas, eps=o.eps, seed=seed)
@@ -50,13 +46,13 @@ def make_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
 def number_parameters(config: Config, model: torch.nn.Module) -> None:
     """Tell each parameter its place among all of the whole model's, which its random bits depend on."""
     with torch.device("meta"):
-        whole = Transformer(config.resolved_model())
+        whole = Transformer(config.spec.model)
     o = config.optimizer
     groups = parameter_groups(whole, o.weight_decay, o.groups, muon=o.name == "muon")
     numbers = {p: i for i, p in enumerate(p for group in groups for p in group["params"])}
     of_name = {name: numbers[p] for name, p in whole.named_parameters()}
     for name, parameter in model.named_parameters():
-        parameter.number = of_name[name]  # type: ignore[attr-defined]
+        ensure_state(parameter).index = of_name[name]
 
 
 @dataclass
@@ -80,27 +76,18 @@ class Trainer:
         mesh = mesh or Mesh(ParallelDims(), device)
         modules: Sequence[Callable[..., torch.Tensor]]
         if mesh.is_alone:
-            model = build_model(config, device)
+            model = build_model(config.spec, device)
             # The account of memory, on the meta device, watches operations, which compiled code hides; worse,
             # what torch's compiler has once met under such a watch, it never compiles.
             is_compiled = config.training.compile and device.type != "meta"
             modules = [torch.compile(model.loss) if is_compiled else model.loss]
         else:
-            t = config.training
-            plan = ModelSpec(
-                config.resolved_model(),
-                config.resolved_recipe(),
-                t.seed,
-                config.recipe.backend,
-                recomputed(config),
-                t.chunked_loss,
-            )
-            model, modules = parallelize(plan, mesh, device)
+            model, modules = parallelize(config.spec, mesh, device)
             number_parameters(config, model)
         engine = Engine(model, mesh, device, modules)
         trainer = cls(config, device, model, make_optimizer(config, model), engine, Guard(config.guard))
         trainer.engine.attach(trainer.optimizer)
-        if config.resolved_recipe().compute == "fp16" and device.type != "meta":
+        if config.spec.recipe.compute == "fp16" and device.type != "meta":
             trainer.scaler = torch.amp.GradScaler(device.type)
             trainer.scaler.scale(torch.zeros((), device=device))  # a stage without the loss never does
         return trainer
@@ -227,9 +214,8 @@ class Trainer:
         for p, name in self.names.items():
             if p.ndim < 2:
                 continue
-            at_rest = {place: getattr(p, key, None) for place, key in AT_REST.items()}
-            places = {"weight": p} | {k: v for k, v in at_rest.items() if v is not None}
-            places |= self.optimizer.moments(p)
+            places: dict[str, QuantizedState | torch.Tensor] = {"weight": p}
+            places |= state_of(p).by_place() | self.optimizer.moments(p)
             state |= {(name.removesuffix(".weight"), place): tensor for place, tensor in places.items()}
         return Gauges(layers, state)
 

@@ -12,7 +12,7 @@ import torch
 from narrowgauge.checkpoint import load, newest_valid
 from narrowgauge.errors import UserError
 from narrowgauge.files import staged_directory
-from narrowgauge.nn import master_or_weight
+from narrowgauge.quantization import master_or_weight, write_weight
 from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.run_directory import RunDirectory, is_settled, run_id_of
 from narrowgauge.training.step.trainer import Trainer
@@ -76,12 +76,7 @@ def _copy(a: Trainer, b: Trainer) -> None:
     """Copy the state of `a` into `b`."""
     sources = dict(a.model.named_parameters())
     for name, p in b.model.named_parameters():
-        numbers = master_or_weight(sources[name])
-        stored = [s for attribute in ("master", "at_rest") if (s := getattr(p, attribute, None)) is not None]
-        for at_rest in stored:
-            at_rest.write(numbers)
-        if not stored:
-            p.copy_(numbers)
+        write_weight(p, master_or_weight(sources[name]))
         b.optimizer.state[p]["step"].copy_(a.optimizer.state[sources[name]]["step"])
         moments = a.optimizer.moments(sources[name])
         for place, moment in b.optimizer.moments(p).items():

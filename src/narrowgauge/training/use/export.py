@@ -53,7 +53,7 @@ def export_run(
     if shard_bytes < 1:
         raise UserError(f"a shard of {shard_bytes} bytes holds nothing; about 5000000000 is usual")
     source = open_run(run, "cpu")
-    config, weights, numbers = source.config.resolved_model(), source.weights(), DTYPES[dtype]
+    config, weights, numbers = source.config.spec.model, source.weights(), DTYPES[dtype]
     with staged_directory(out) as folder:
         if to == "hf":
             write_folder(folder, config, weights, source.tokenizer_file, numbers, shard_bytes)

@@ -94,7 +94,7 @@ def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) ->
             f"{path} has no checkpoint yet: the first is saved after checkpoint.every = "
             f"{config.checkpoint.every} steps; continue the run first"
         )
-    model = build_model(config, target)
+    model = build_model(config.spec, target)
     load_model(model, config, checkpoint)
     saved = directory.tokenizer if directory.tokenizer.is_file() else None
     return TrainedRun(path, config, model.eval(), checkpoint.step, tokenizer or saved)

@@ -1,0 +1,54 @@
+"""The norm of all gradients of a model, wherever they are kept and however many processes hold them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from narrowgauge.quantization import gradient_of, local_tensor, shard_of, state_of
+
+
+@dataclass(frozen=True)
+class ModelGroup:
+    """The processes that hold a model together: their group, and how many of them hold each parameter."""
+
+    group: dist.ProcessGroup
+    for_each: int
+
+
+def clip_grad_norm(
+    parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float, model_group: ModelGroup | None
+) -> torch.Tensor:
+    """Scale gradients to a global norm of at most `max_norm`; see `Optimizer.clip_grad_norm_`."""
+    gradients = ((p, gradient_of(p)) for p in parameters)
+    wide = torch.float64
+    norms = {p: torch.linalg.vector_norm(g, norm_type, dtype=wide) for p, g in gradients if g is not None}
+    if not norms and model_group is None:
+        return torch.zeros(())
+    total = _global_norm(norms, norm_type, model_group).float()
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for p in parameters:
+        if (narrow := state_of(p).gradient) is not None:
+            narrow.scale_by(factor.to(p.device))
+        elif p.grad is not None:
+            local_tensor(p.grad).mul_(factor.to(p.device))
+    return total
+
+
+def _global_norm(
+    norms: Mapping[torch.Tensor, torch.Tensor], norm_type: float, model_group: ModelGroup | None
+) -> torch.Tensor:
+    """The norm of all gradients of the model, from those of this process's parameters; 0-dim float64."""
+    device = next(iter(norms), torch.zeros(())).device
+    if model_group is None:
+        return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms.values()]), norm_type)
+    assert norm_type != torch.inf, "a sum over processes"
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for p, norm in norms.items():
+        shard = shard_of(p)
+        holders = model_group.for_each * state_of(p).holders
+        copies = holders // (1 if shard is None else shard.shard_count)  # each of which adds the same
+        total += norm.to(device) ** norm_type / copies
+    dist.all_reduce(total, group=model_group.group)
+    return total ** (1 / norm_type)

@@ -1,0 +1,74 @@
+"""A gradient in the numbers of a cast: summed over micro-batches in float32, rounded after each of them.
+
+Autograd cannot add up gradients in FP8. So the backward pass of a layer with narrow gradients adds to one of
+these itself, and `parameter.grad` stays None.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import torch
+
+from narrowgauge.formats import RandomStream
+from narrowgauge.quantization.sharding.amax import all_reduce_amaxes
+from narrowgauge.quantization.state.prescale import PreScale, Prescaled, prescaled
+from narrowgauge.quantization.state.quantized_state import QuantizedState
+
+
+class GradientState(QuantizedState):
+    """A gradient that is kept in the numbers of a cast.
+
+    Attributes:
+        is_empty: whether nothing has been added since `Optimizer.zero_grad`.
+        sums: how many times something has been added, if it is not empty.
+    """
+
+    is_empty: bool = True
+    sums: int = 0
+
+    @cached_property
+    def prescale(self) -> PreScale | None:
+        """The automatic pre-scaling factor, where the cast has one."""
+        return PreScale(self.device) if self.cast.prescale else None
+
+    def add(self, x: torch.Tensor, stream: RandomStream | None) -> None:
+        """Add float32 numbers, rounding the sum once; with random bits nothing small is lost on average."""
+        add_all([self], [x], [stream])
+
+    def discard_step(self) -> None:
+        """Undo what this step has taught the pre-scaling factor."""
+        if self.prescale is not None and not self.is_empty:
+            self.prescale.discard_step()
+
+    def move(self, device: torch.device) -> None:
+        """Move to another device, the pre-scaling factor too."""
+        super().move(device)
+        if self.prescale is not None:
+            self.prescale.move(device)
+
+
+def add_all(
+    gradients: Sequence[GradientState],
+    tensors: Iterable[torch.Tensor],
+    streams: Iterable[RandomStream | None],
+) -> None:
+    """Add a float32 tensor to each gradient, as `GradientState.add` does.
+
+    Processes that hold gradients together find all their scales in one collective.
+    """
+    totals = [x if g.is_empty else g.read() + x for g, x in zip(gradients, tensors, strict=True)]
+    sums = list(zip(gradients, totals, strict=True))
+    factors = [(g, x, g.prescale) for g, x in sums if g.prescale is not None]
+    for g, _, prescale in factors:
+        if g.is_empty:
+            prescale.begin_step()
+    scales = iter(prescaled([Prescaled(prescale, x, g.cast, g.shard) for g, x, prescale in factors]))
+    sharing = [(g, x) for g, x in sums if g.prescale is None and g.shares_scale]
+    amaxes = iter(all_reduce_amaxes([x for _, x in sharing], [g.shard for g, _ in sharing]))
+    for (g, x), stream in zip(sums, streams, strict=True):
+        if g.prescale is not None:
+            g.write(x, stream, encode_scale=next(scales))
+        else:
+            g.write(x, stream, amax=next(amaxes) if g.shares_scale else None)
+        g.sums = 1 if g.is_empty else g.sums + 1
+        g.is_empty = False
