@@ -15,7 +15,7 @@ from narrowgauge.checkpoint.interop.name_map import name_map
 from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize, model_config
-from narrowgauge.nn import convert
+from narrowgauge.nn import Linear, convert
 from narrowgauge.quantization import quantize
 from narrowgauge.recipes import recipe
 
@@ -58,7 +58,7 @@ def expected(model, name):
         if name in counterpart.theirs:
             weight = plain(model)[counterpart.ours]
             layer = model.get_submodule(counterpart.ours.removesuffix(".weight"))
-            cast = getattr(layer, "casts", {}).get("fprop.w")
+            cast = layer.spec.casts["fprop.w"] if isinstance(layer, Linear) else None
             if cast is not None and cast.is_scaled:
                 q = quantize(weight, cast)
                 return dict(counterpart.split(q.dequantize()))[name], True
