@@ -118,6 +118,23 @@ def test_links_between_pages_lead_somewhere(page):
         assert (DOCS / page).parent.joinpath(target).exists(), target
 
 
+#: What pages name and a checkout does not hold: files of a user, of a run, of the examples of CONTRIBUTING.
+OF_OTHERS = {"tokenizer.json", "vocab.json", "config.json", ".vscode/launch.json", "megatron.toml", "blobs/"}
+OF_A_RUN = {"index.json", "identity.json", "state.json", "status.json", "scaling.json"}
+OF_EXAMPLES = {"utils.py", "src/narrowgauge/recipes/shipped/mxfp8-e3m4.toml"}
+
+
+@pytest.mark.parametrize("page", [*PAGES, "../README.md", "../CONTRIBUTING.md"])
+def test_files_that_a_page_names_exist(page):
+    """In `code`: of the package, of the checkout, or one of those above."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    for name in re.findall(r"`([\w./-]+(?:\.py|\.toml|\.json|/))`", prose):
+        if name in OF_OTHERS | OF_A_RUN | OF_EXAMPLES or name.startswith(("RUN/", "OUT/", "runs/")):
+            continue
+        assert any((folder / name).exists() for folder in (ROOT, ROOT / "src" / "narrowgauge")), name
+
+
 def test_make_targets_and_torchrun_lines_exist():
     lines = [words for text in PAGES.values() for words in shell_lines(text)]
     targets = [words[1:] for words in lines if words[0] == "make"]
