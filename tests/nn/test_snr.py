@@ -97,7 +97,10 @@ def test_signal_to_noise(name, bias, shape):
     pairs = zip((y, dx, dw), (exact_y, dy64 @ w.double(), exact_dw), strict=True)
     got = [decibels(a, b) for a, b in pairs]
     expected = MEASURED[name]
-    assert all(e - BELOW <= g <= e + ABOVE for g, e in zip(got, expected, strict=True)), got
+    if name == "fp32":  # nothing is rounded but sums, and their order is the CPU's own: only a bound holds
+        assert min(got) > 120, got
+    else:
+        assert all(e - BELOW <= g <= e + ABOVE for g, e in zip(got, expected, strict=True)), got
     assert all(g >= floor for g, floor in zip(got, TORCHAO.get(name, (0, 0, 0)), strict=True)), got
     if bias:  # summed in fp32 from numbers that are not narrow
         assert decibels(db[0], dy64.flatten(0, -2).sum(0)) > 120
