@@ -103,7 +103,8 @@ def test_the_end_of_a_process_waits_for_its_save(tmp_path):
         "import sys, torch; from pathlib import Path;"
         "from narrowgauge.checkpoint import AsyncSaver;"
         "from narrowgauge.checkpoint.store.slices import full_tensor;"
-        "AsyncSaver().save(Path(sys.argv[1]), 1, {'m': {'w': [full_tensor(torch.ones(4_000_000))]}}, {}, 2, 'run')"
+        "held = {'m': {'w': [full_tensor(torch.ones(4_000_000))]}};"
+        "AsyncSaver().save(Path(sys.argv[1]), 1, held, {}, 2, 'run')"
     )
     subprocess.run([sys.executable, "-c", script, tmp_path], check=True)
     assert newest_valid(tmp_path, "run") == (tmp_path / "step-1", [])
