@@ -5,9 +5,9 @@ A binary floating-point format with E exponent bits, M mantissa bits and bias b 
     normal      (-1)^s * 2^(e - b) * (1 + m / 2^M)      e = 1 .. (top), m = 0 .. 2^M - 1
     subnormal   (-1)^s * 2^(1 - b) * (0 + m / 2^M)      e = 0
 
-What the formats of low-precision training differ in, besides the bit counts, is which codes they give away
-for infinity and NaN (`Specials`): IEEE gives a whole exponent, OCP's E4M3 two codes, the MX element formats
-of 6 and 4 bits none at all, and the "fnuz" variants of AMD's MI300 reuse the code of -0.
+Besides the bit counts, the formats of low-precision training differ in the codes that they give away for
+infinity and NaN (`Specials`): IEEE gives a whole exponent, OCP's E4M3 two codes, the MX element formats of 6
+and 4 bits none at all, and the "fnuz" variants of AMD's MI300 reuse the code of -0.
 
 E8M0 is the odd one: unsigned, no mantissa, no zero, no subnormals. It stores only scales, 2^(code - 127).
 MX's INT8 is the other: no exponent at all, an integer of two's complement that counts 1/64. It is written

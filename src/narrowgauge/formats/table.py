@@ -43,7 +43,7 @@ def format(name: str) -> Format:
     """The format called `name`.
 
     Raises:
-        UserError: no format has that name; the sentence names the nearest.
+        UserError: No format has that name; the sentence names the nearest.
     """
     if name not in _FORMATS:
         raise unknown("format", name, _FORMATS)

@@ -1,9 +1,9 @@
 """The operations of a step, fast on a GPU: one operation a file.
 
-A file here says what the operation is: its reference in plain torch (that of a cast is the function of the
-same name in `quantization`), and the choice. Its kernel has the same name in `on_gpu/`, in Triton. It runs
-where `has_kernels` says so, the reference everywhere else; both stand under the same tests, on a CPU in
-Triton's interpreter.
+A file of this room has an operation's reference in plain torch (that of a cast is in `quantization`) and the
+choice between reference and kernel. The kernel is in the file of the same name in `triton/`. It runs where
+`use_kernels` allows it, the reference everywhere else; both pass the same tests, on a CPU in Triton's
+interpreter.
 
 A kernel computes what its reference does, rounding for rounding: each is launched with enable_fp_fusion=False
 (a product and a sum are not made one), and divides with `tl.math.div_rn` (Triton's `/` is 2 ulp off).

@@ -1,17 +1,16 @@
 """Quantization and emulation in one pass over a matrix, where a GPU has Triton.
 
-The references are `quantization.quantize` and `quantization.emulate`, which give the same codes, scales and
-numbers; only a Hadamard transform may differ in its last bit, as its sums have no order. Bytes for each
-element of a bf16 tensor, read and written (the reference makes a dozen passes in float32):
+The references are `quantization.quantize_in_context` and `quantization.emulate`, which give the same codes,
+scales and numbers; only a Hadamard transform may differ in its last bit, as its sums have no fixed order.
+Bytes for each element of a bf16 tensor, read and written (the reference makes a dozen passes in float32):
 
     blocks (MX, FP8 1x128, 16x16 ...)       2 + 1 for codes, 2 + 2 for numbers (4 where their scale is fp32)
-    NVFP4                                   2 more: its tensor scale wants the largest magnitude first
-    a scale a row, 128 x 128, or a tensor   2 more for that; a tensor whose producer told it none (`largest`)
+    NVFP4                                   2 more: its tensor scale needs the largest magnitude first
+    a scale a row, 128 x 128, or a tensor   2 more for that; none if its amax is cached (`amax_cache`)
     codes along both axes, from one read    1 more for the second
 
-Left to the references: tensors that several processes hold together, outliers kept apart, random bits that
-are not a `RandomStream`'s, tensors that are no matrices, and compiled code, whose compiler fuses these
-passes.
+The references compute tensors that several processes hold together, clamped outliers, random bits that are
+not a `RandomStream`'s, tensors that are no matrices, and compiled code, whose compiler fuses these passes.
 """
 
 import torch

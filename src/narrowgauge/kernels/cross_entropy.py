@@ -3,24 +3,24 @@
     loss   = mean over tokens of  log(sum_v exp(z_v)) - z_y
     dz_v   = (softmax(z)_v - [v = y]) / tokens
 
-With a vocabulary of 50 000 to 130 000 the logits are the largest tensor of a small model's step. Autograd's
-own cross entropy of `logits.float()` holds them three times: as they left the head, in fp32, and as
+With a vocabulary of 50 000 to 130 000 the logits are the largest tensor of a small model's step. Torch's
+cross entropy of `logits.float()` holds them three times: as they left the head, in fp32, and as
 log-probabilities. Bytes moved for one bf16 logit, forward and backward:
 
-    reference    14 + 28    each torch operation reads and writes; walked through in chunks, so that only one
-                            chunk at a time is in fp32, in the backward pass as well, where it is computed
-                            again (an elementwise cost, no GEMM)
+    reference    14 + 28    each torch operation reads and writes, in chunks: only one chunk at a time is in
+                            fp32, in the backward pass as well, where it is computed again (an elementwise
+                            cost, no GEMM)
     kernel        2 +  4    the largest logit and the sum of exponentials are found in one read (online
                             softmax, Milakov and Gimelshein, arXiv 1805.02867); 8 bytes a token are kept
 
 The head itself runs once on all tokens, so that whatever replaces it sees one tensor per step, not one per
 chunk; `head_loss` is for heads that are plain products.
 
-`overwrite` writes the gradient over the logits, so that a second tensor of their size never exists. That is
-safe where nobody else reads them any more: the one who made them has to know. A second backward pass through
-a retained graph is then refused by autograd, as the logits are known to have changed.
+`overwrite` writes the gradient over the logits, so that a second tensor of their size never exists. The
+caller has to know that nothing else reads the logits any more. Autograd then refuses a second backward pass
+through a retained graph, because the logits are known to have changed.
 
-Where documents are kept apart some targets are IGNORED: they add nothing, and the mean is over the others.
+Where documents are separated, some targets are IGNORED: they add nothing, and the mean is over the others.
 Any other id outside the vocabulary is an error of the reference. A kernel cannot raise without making the
 host wait: it reads nothing there, and loss and gradients of that token are NaN, which the guard refuses.
 
@@ -39,7 +39,7 @@ from narrowgauge.kernels.dispatch import use_kernels
 #: fp32 logits held at a time (64 MiB). It fixes the order of summation, so it is no setting.
 CHUNK_ELEMENTS = 2**24
 
-#: In place of a token id: the target that no loss is taken from; torch's own number for it.
+#: The target, in place of a token id, that gives no loss; torch's own number for it.
 IGNORED = -100
 
 
@@ -71,11 +71,13 @@ class _CrossEntropy(torch.autograd.Function):
 def cross_entropy(
     logits_BTV: Tensor, y_BT: Tensor, targets: int | None = None, overwrite: bool = False
 ) -> Tensor:
-    """Mean cross entropy (nats per token) of logits in any dtype against token ids in [0, V): fp32 scalar.
+    """Mean cross entropy in nats per token, as an fp32 scalar.
 
-    `targets` allows IGNORED among the ids, and says how many are not; the mean is over those. Any other id
-    outside the vocabulary is an error (of a kernel: NaN), never ignored. `overwrite` lets the backward pass
-    write the gradient over the logits, which nobody else may then need.
+    Args:
+        logits_BTV: Logits in any dtype.
+        y_BT: Token ids in [0, V). Any other id except IGNORED is an error (of a kernel: NaN).
+        targets: Allows IGNORED among the ids: the number of ids that are not, over which the mean is taken.
+        overwrite: Lets the backward pass write the gradient over the logits, if nothing else needs them.
     """
     overwrite = overwrite and not torch.compiler.is_compiling()  # the compiler plans memory itself
     loss: Tensor = _CrossEntropy.apply(logits_BTV.flatten(0, -2), y_BT.flatten(), targets, overwrite)
@@ -83,9 +85,9 @@ def cross_entropy(
 
 
 def row_losses(z_TV: Tensor, y_T: Tensor, ignores: bool) -> tuple[Tensor, Tensor | None]:
-    """The loss of each token, fp32 [T], and what a kernel keeps for `write_gradients` (fp32 [2, T]).
+    """The loss of each token, fp32 [T], and the statistics that a kernel keeps for `write_gradients`.
 
-    `ignores` allows IGNORED among the ids.
+    The statistics are fp32 [2, T], or None. `ignores` allows IGNORED among the ids.
     """
     if use_kernels(z_TV):
         from narrowgauge.kernels.triton import cross_entropy as on_gpu
@@ -102,13 +104,13 @@ def write_gradients(
 ) -> None:
     """Write (softmax(z) - [v = y]) * factor, rounded once, to `out_TV`, which may be `z_TV` itself.
 
-    `stats_2T` is that of `row_losses`, `factor` a 0-dim fp32 tensor.
+    `stats_2T` comes from `row_losses`; `factor` is a 0-dim fp32 tensor.
     """
     if stats_2T is not None:
         from narrowgauge.kernels.triton import cross_entropy as on_gpu
 
         on_gpu.write_gradients(z_TV, y_T, stats_2T, factor, IGNORED if ignores else None, out_TV)
-        torch.autograd.graph.increment_version(out_TV)  # else autograd does not know
+        torch.autograd.graph.increment_version(out_TV)  # autograd does not see what a kernel writes
         return
     for z_CV, y_C, out_CV in _chunks(z_TV, y_T, out_TV):
         p_CV = z_CV.float().softmax(dim=-1)
@@ -120,20 +122,20 @@ def write_gradients(
 
 
 def _losses(z_CV: Tensor, y_C: Tensor, ignores: bool) -> Tensor:
-    """The reference of `row_losses`, for one chunk."""
+    """The reference of `row_losses` for one chunk."""
     index_C1, ignored_C1 = _split(y_C) if ignores else (y_C[:, None], None)
     log_p_C1 = z_CV.float().log_softmax(dim=-1).gather(1, index_C1)
     return -(log_p_C1 if ignored_C1 is None else log_p_C1.masked_fill(ignored_C1, 0))[:, 0]
 
 
 def _split(y_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids that can be looked up, and which of them stand for IGNORED; both [C, 1]."""
+    """Ids that can be looked up, and whether each stands for IGNORED; both [C, 1]."""
     ignored_C = y_C == IGNORED
     return y_C.masked_fill(ignored_C, 0)[:, None], ignored_C[:, None]
 
 
 def _chunks(logits_TV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Walks through all tensors at once, C tokens at a time; without numbers one step stands for all."""
+    """The chunks of all tensors at once, C tokens each; on the meta device one chunk stands for all."""
     size = max(1, CHUNK_ELEMENTS // logits_TV.shape[1])
     if logits_TV.is_meta:
         return iter([tuple(x[:size] for x in (logits_TV, *others))])

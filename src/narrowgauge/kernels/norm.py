@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm of the residual stream, with the sum before them and the gradient that passes by.
+"""RMSNorm and LayerNorm of the residual stream, with the sum before them and the gradient of the stream.
 
     s = x + delta
     rms      n = s / sqrt(mean(s^2) + eps)
@@ -9,19 +9,19 @@
     ds = (dn - n * mean(dn * n) [- mean(dn), layer]) / sqrt(...)  + the gradient that comes back to s
     dweight = sum over tokens of dy * n                     dbias = sum over tokens of dy
 
-The statistics are fp32, each mean a sum over the row in registers. `s` is handed out beside `y`, so that its
-gradient comes back here and is added in the same pass.
+The statistics are fp32, each mean a sum over the row in registers. `s` is returned together with `y`, so that
+its gradient is added in the same backward pass.
 
 Bytes an element, for an fp32 stream and 2-byte deltas and outputs:
 
-    forward    apart    sum 4+2+4, norm 4+4 (fp32 out), rounding 4+2        24
-               here     x 4, delta 2; s 4, y 2                              12
-    backward   apart    widen dy 2+4, norm 4+4+4 and again 4+4 for the
+    forward    separate sum 4+2+4, norm 4+4 (fp32 out), rounding 4+2        24
+               fused    x 4, delta 2; s 4, y 2                              12
+    backward   separate widen dy 2+4, norm 4+4+4 and again 4+4 for the
                         weight, sum 4+4+4, rounding for delta 4+2           44
-               here     dy 2, s 4, ds 4; dx 4, ddelta 2                     16   and the partial sums
+               fused    dy 2, s 4, ds 4; dx 4, ddelta 2                     16   and the partial sums
 
 The sums over tokens are partial sums of each program, added up by a second launch in an order that depends on
-the shape alone. The kernel also tells max |y|, and max |ddelta| (`kernels.largest`).
+the shape alone. The kernel also attaches max |y|, and max |ddelta| (`amax_cache`).
 
 Legend: M tokens (all axes but the last), D dim.
 """
@@ -48,10 +48,20 @@ def add_norm(
     kind: Literal["rms", "layer"],
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """(s, y): s = x + delta in torch's dtype for that sum (x itself where delta is None), y its norm.
+    """Add to the residual stream, and normalise the sum.
 
-    `x` and `delta` are [..., D], the weight and bias [D] (the bias for "layer" only), all in any float dtype;
-    `y` is in `out_dtype`. Where kernels run, max |y| is told.
+    Args:
+        x: [..., D], the stream, in any float dtype.
+        delta: [..., D], what is added, or None.
+        weight_D: [D], in any float dtype.
+        bias_D: [D], for "layer" only.
+        eps: Added to the variance.
+        kind: "rms" or "layer".
+        out_dtype: The dtype of the norm.
+
+    Returns:
+        s = x + delta in torch's dtype for that sum (x itself without a delta), and its norm y. Where kernels
+        run, max |y| is attached to y.
     """
     if not use_kernels(x) or x.shape[-1] > WIDEST or torch.float64 in (weight_D.dtype, out_dtype):
         s = x if delta is None else x + delta
@@ -76,7 +86,7 @@ def norm(
 def reference(
     x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float, kind: str, out_dtype: torch.dtype
 ) -> Tensor:
-    """The same in plain torch."""
+    """`norm` in plain torch."""
     x, weight_D = x.float(), weight_D.float()
     if kind == "rms":
         y = nn.functional.rms_norm(x, weight_D.shape, weight_D, eps)

@@ -70,7 +70,7 @@ def blocks_of(shape: torch.Size, cast: Cast, axis: int) -> Blocks:
     """The blocks of a cast on a tensor, columns along `axis`, rows along the other of the last two dims.
 
     Raises:
-        UserError: the tensor has no such axis, or too few dimensions for a two-dimensional block.
+        UserError: The tensor has no such axis, or too few dimensions for a two-dimensional block.
     """
     ndim = len(shape)
     if not -ndim <= axis < ndim:

@@ -28,7 +28,7 @@ def _matrix(size: int) -> tuple[tuple[float, ...], ...]:
 
 
 def transform(size: int, signs: torch.Tensor | Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """D H / sqrt(size), the matrix that rows are multiplied by: dtype and device are those of `like`."""
+    """The matrix D H / sqrt(size) that rows are multiplied by, in the dtype and on the device of `like`."""
     if not isinstance(signs, torch.Tensor):
         signs = torch.tensor(tuple(signs) or SIGNS.get(size, (1,) * size))
     matrix = torch.tensor(_matrix(size), dtype=like.dtype, device=like.device)
@@ -36,12 +36,16 @@ def transform(size: int, signs: torch.Tensor | Sequence[int], like: torch.Tensor
 
 
 def hadamard(x: torch.Tensor, size: int, axis: int, signs: torch.Tensor | Sequence[int] = ()) -> torch.Tensor:
-    """Transform `x` along `axis` in groups of `size` elements.
-
-    The axis is padded with zeros to a multiple of `size`; the result keeps that length and x's dtype.
+    """Transform a tensor along an axis, in groups.
 
     Args:
-        signs: D, one +1 or -1 for each element of a group; () = the size's own.
+        x: A floating tensor.
+        size: The elements of a group, a power of two.
+        axis: The axis.
+        signs: D, one +1 or -1 for each element of a group; () stands for the signs of the size.
+
+    Returns:
+        A tensor of x's dtype. The axis is padded with zeros to a multiple of `size`, and keeps that length.
 
     Raises:
         UserError: `size` is no power of two.
@@ -55,6 +59,6 @@ def hadamard(x: torch.Tensor, size: int, axis: int, signs: torch.Tensor | Sequen
     groups = x.unflatten(axis, (-1, size))
     if axis == x.ndim - 1:
         return (groups @ matrix).flatten(-2)
-    # Groups of rows are multiplied from the left, so that nothing is transposed in memory.
+    # Groups of rows are multiplied from the left, so that no tensor is transposed in memory.
     rows = groups.flatten(axis + 2)
     return (matrix.T @ rows).view(groups.shape).flatten(axis, axis + 1)

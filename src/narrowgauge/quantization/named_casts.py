@@ -61,7 +61,7 @@ def cast(name: str) -> Cast:
     """The cast called `name`.
 
     Raises:
-        UserError: no cast has that name; the sentence names the nearest.
+        UserError: No cast has that name; the sentence names the nearest.
     """
     casts = _CASTS | _STATE_CASTS
     if name not in casts:

@@ -1,7 +1,7 @@
 """From the largest magnitude of a block to the scale it is stored with.
 
-Every function takes amax, the largest magnitude of each block as float32 (finite), and returns what to
-multiply by before rounding ("encode") and what to multiply by to come back ("decode").
+Every function takes amax, the largest magnitude of each block as float32 (finite), and returns the factor
+before rounding ("encode") and the factor that undoes it ("decode").
 
 **fp32 scales** (TransformerEngine's current scaling): encode = fl(max / amax), decode = fl(1 / encode);
 a block of zeros gets 1, an overflowing quotient the largest float. With `power_of_two` the encoding scale is
@@ -43,7 +43,7 @@ def _quotient(numerator: float, amax: torch.Tensor) -> torch.Tensor:
 def fp32_scale(
     amax: torch.Tensor, element: Format, power_of_two: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(encode, decode) in float32 of amax's shape."""
+    """The factors (encode, decode) of fp32 scales, float32 in the shape of `amax`."""
     encode = _quotient(element.max, amax).clamp(max=FLOAT_MAX)
     if power_of_two:  # amax is below 2^128, so the quotient is a normal number, its mantissa bits the low 23
         encode = (encode.view(torch.int32) & 0x7F800000).view(torch.float32)
@@ -52,7 +52,7 @@ def fp32_scale(
 
 
 def e8m0_code(amax: torch.Tensor, element: Format, rule: str) -> torch.Tensor:
-    """Int32 E8M0 codes (0 .. 254) of finite float32 amax under a scale rule."""
+    """The E8M0 codes (int32, 0 .. 254) that a scale rule gives to finite float32 `amax`."""
     if rule == "rceil":
         bits = (amax * (1 / element.max)).view(torch.int32)
         exponent, mantissa = bits >> 23, bits & 0x7FFFFF
@@ -70,7 +70,7 @@ def e8m0_code(amax: torch.Tensor, element: Format, rule: str) -> torch.Tensor:
 
 
 def e8m0_scale(code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(encode, decode) = (2^(127 - code), 2^(code - 127)) in float32, exact, of int32 codes 0 .. 254."""
+    """The factors (2^(127 - code), 2^(code - 127)) of int32 codes 0 .. 254: float32, exact."""
     return _power_of_two(254 - code), _power_of_two(code)
 
 
@@ -82,7 +82,7 @@ def _power_of_two(code: torch.Tensor) -> torch.Tensor:
 def nvfp4_tensor_scale(
     amax: torch.Tensor, element: Format, headroom: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(S, decode): the encoding scale S of the whole tensor and the factor that undoes it, 0-dim float32."""
+    """The encoding scale S of a tensor and the factor that undoes it, 0-dim float32."""
     largest = E4M3.max * element.max * headroom
     S = _quotient(largest, amax).clamp(max=FLOAT_MAX)
     unusable = (amax == 0) | (S == 0)
@@ -94,7 +94,7 @@ def nvfp4_tensor_scale(
 def nvfp4_block_scale(
     amax: torch.Tensor, S: torch.Tensor, element: Format, headroom: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(encode, scale): the factor for the elements, and the E4M3 block scale as float32."""
+    """The factor for the elements of each block, and the E4M3 block scale as float32."""
     scale = round_finite((amax * (S * (1 / (element.max * headroom)))).clamp(max=E4M3.max), E4M3)
     encode = (1.0 / (scale * (1.0 / S))).clamp(max=FLOAT_MAX)
     return encode, scale

@@ -1,7 +1,7 @@
-"""What kernels do to numbers: widen, round, the exponential, order by magnitude.
+"""Arithmetic of kernels: widen, round, the exponential, order by magnitude.
 
-On a GPU these are its own instructions. The interpreter cuts fp32 to bf16 where a GPU rounds, loses subnormal
-bf16, takes its words for integers in products, and has no libdevice, so there the same is done in integers
+On a GPU these are its own instructions. Triton's interpreter truncates fp32 to bf16 where a GPU rounds, loses
+subnormal bf16, reads bf16 as integers in products, and has no libdevice, so it computes the same in integers
 and by numpy.
 """
 
@@ -16,7 +16,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def wide(x):
-    """To fp32, exactly."""
+    """Convert to fp32, exactly."""
     if INTERPRETED and x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -25,7 +25,7 @@ def wide(x):
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """From fp32 to a dtype, to nearest even; NaN stays NaN."""
+    """Round fp32 to a dtype, to nearest even; NaN stays NaN."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
         bits += 0x7FFF + ((bits >> 16) & 1)
@@ -36,10 +36,11 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def fma(a, b, c):
-    """a * b + c, rounded once. The interpreter would round twice.
+    """a * b + c, rounded once.
 
-    There it is done in fp64, where the product is exact, and the sum's last bit is made odd if anything was
-    cut off, so that rounding it to fp32 is the only rounding (Boldo & Melquiond 2008).
+    The interpreter would round twice. It computes in fp64 instead, where the product is exact, and makes the
+    sum's last bit odd if it is inexact, so that rounding to fp32 is the only rounding (Boldo & Melquiond
+    2008).
     """
     if INTERPRETED:
         product = a.to(tl.float64) * tl.cast(b, tl.float64)  # b may be a number
@@ -69,7 +70,7 @@ def exp(x):
 
 @triton.jit
 def dot(a, b):
-    """The product of two matrices of one dtype, added up in fp32, where fp32 is not cut to tf32."""
+    """The product of two matrices of one dtype, added up in fp32; fp32 operands are not cut to tf32."""
     if INTERPRETED:
         return tl.dot(wide(a), wide(b))
     else:

@@ -33,8 +33,11 @@ def rotary_pairs(
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Turns [B, N, T, H] by its angles, or back; heads next to each other share their token's angles, which
-    come from the cache. `xb` and so on are strides, `sines` is where in the table they begin."""
+    """Turn [B, N, T, H] by its angles, or back.
+
+    Heads next to each other share their token's angles, which come from the cache. `xb` and so on are
+    strides; the sines begin at `sines` in the table.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     b, t, n = row // N // T, row // N % T, row % N
     pair = tl.arange(0, HALF)[None, :]
@@ -54,9 +57,9 @@ def rotary_pairs(
 
 
 def launch_rotary(x_BNTH: Tensor, table: Tensor, is_back: bool) -> Tensor:
-    """Turned heads, in the dtype of `x_BNTH` and its order of axes in memory.
+    """The turned heads, in the dtype of `x_BNTH` and its order of axes in memory.
 
-    Its last axis is contiguous, as is that of the fp32 `table`.
+    The last axes of `x_BNTH` and of the fp32 `table` have to be contiguous.
     """
     B, N, T, H = x_BNTH.shape
     y_BNTH = torch.empty_like(x_BNTH)

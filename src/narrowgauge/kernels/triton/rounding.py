@@ -1,12 +1,12 @@
 """Rounding to a format's grid, its codes, and the random bits of an element, as functions for kernels.
 
-The arithmetic is that of `formats.rounding`, `formats.codes` and `formats.random_stream`; only the integer
-part of an element over its quantum, k, is kept as an integer here. With the element's exponent field e (at
-least that of emin), k tells everything:
+The arithmetic is that of `formats.rounding`, `formats.codes` and `formats.counter_rng`, except that the
+integer part of an element over its quantum, k, is kept as an integer. The element follows from k and its
+exponent field e (at least that of emin):
 
     value = sign * k * 2^(e - M)             code = sign bit, ((e - emin) << M) + k
 
-for normal and subnormal numbers alike: a k that is rounded up to 2^(M + 1) carries into the exponent.
+for normal and subnormal numbers alike; a k that is rounded up to 2^(M + 1) carries into the exponent.
 
 MAX, EMIN, M, TWOS (two's complement) and MINUS_ZERO (it has a code) are the facts of a format (`facts`).
 """
@@ -46,7 +46,7 @@ def uniform(key, index):
 
 @triton.jit
 def uniform_of(key_0, key_1, index):
-    """The same of key words that are known, int32."""
+    """`uniform` of key words that are loaded already, int32."""
     k0, k1 = key_0.to(tl.uint32, bitcast=True), key_1.to(tl.uint32, bitcast=True)
     high = (index >> 32).to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32)
     bits = _mix(_mix((index & 0xFFFFFFFF).to(tl.uint32) ^ k0) ^ high ^ k1)

@@ -15,7 +15,7 @@ FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 
 @triton.jit
 def fp32_scale(amax, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """(encode, decode) = (max / amax, its inverse)."""
+    """The factors (encode, decode) = (max / amax, its inverse)."""
     zero = amax == 0
     encode = tl.minimum(
         tl.math.div_rn(tl.full(amax.shape, MAX, tl.float32), tl.where(zero, 1.0, amax)), FLOAT_MAX
@@ -30,7 +30,7 @@ def fp32_scale(amax, MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
 def e8m0_code(
     amax, RULE: tl.constexpr, INVERSE_MAX: tl.constexpr, EMAX: tl.constexpr, FRACTION: tl.constexpr
 ):
-    """Int32 codes, 0 to 254."""
+    """E8M0 codes, int32, 0 to 254."""
     if RULE == "rceil":
         bits = (amax * INVERSE_MAX).to(tl.int32, bitcast=True)
         exponent, mantissa = bits >> 23, bits & 0x7FFFFF
@@ -56,7 +56,7 @@ def power_of_two(code):
 
 @triton.jit
 def nvfp4_scale(amax, S, INVERSE_LARGEST: tl.constexpr):
-    """(encode, scale, its E4M3 code) under the tensor's encoding scale S."""
+    """(encode, scale, E4M3 code of the scale) under the tensor's encoding scale S."""
     target = tl.minimum(amax * (S * INVERSE_LARGEST), 448.0)
     k, e, sign = to_grid(target, target, 448.0, -6, 3, "nearest-even", 24)
     scale = value_of(k, e, sign, 3, True)
