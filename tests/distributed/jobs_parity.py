@@ -122,4 +122,4 @@ def model_group(path, **how):
 
 
 def taken(whole, part):
-    return whole if part is None else part.take(whole)
+    return whole if part is None else part.local_of(whole)

@@ -144,7 +144,7 @@ def _takes(state: QuantizedState | Tensor) -> bool:
     if isinstance(state, Tensor):
         return use_kernels(state) and state.dtype in _PLAIN and state.is_contiguous()
     values = next(iter(state.tensors.values()))
-    is_here = not state.on_host and (state.part is None or state.part.is_whole) and use_kernels(values)
+    is_here = not state.on_host and (state.part is None or state.part.is_full) and use_kernels(values)
     return is_here and state.gauge is None and _takes_cast(state.cast)
 
 

@@ -52,7 +52,7 @@ def muon_update(
         if part is None:
             direction = orthogonal(momentum_NK)
         else:
-            direction = part.take(orthogonal(part.gather(momentum_NK)))
+            direction = part.local_of(orthogonal(part.full_tensor(momentum_NK)))
         w_NK.mul_(1 - lr * options["weight_decay"])
         w_NK.add_(direction, alpha=-lr * 0.2 * max(shape) ** 0.5)
 

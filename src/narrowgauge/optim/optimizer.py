@@ -220,7 +220,7 @@ class Optimizer(torch.optim.Optimizer):
         for p, norm in norms.items():
             part = part_of(p)
             holders = self.model_group.for_each * getattr(p, "stages", 1)
-            copies = holders // (1 if part is None else part.pieces)
+            copies = holders // (1 if part is None else part.shard_count)
             total += norm.to(device) ** norm_type / copies
         dist.all_reduce(total, group=self.model_group.group)
         return total ** (1 / norm_type)

@@ -34,7 +34,7 @@ def local(t: torch.Tensor) -> torch.Tensor:
 def part_of(p: torch.Tensor) -> TensorShard | None:
     """Where that lies in the whole parameter, if others hold some of it."""
     part = getattr(p, "part", None)
-    return None if part is None or part.is_whole else part
+    return None if part is None or part.is_full else part
 
 
 def hung(p: torch.Tensor, name: str) -> Any:

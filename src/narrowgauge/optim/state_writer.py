@@ -31,7 +31,7 @@ def batches(narrow: Iterable[Narrow]) -> Iterator[list[Narrow]]:
     size = 0
     for one in narrow:
         part = part_of(one[0])
-        elements = TENSORS_A_BATCH if part is None else part.shape.numel() // part.pieces
+        elements = TENSORS_A_BATCH if part is None else part.shape.numel() // part.shard_count
         if batch and size + elements > TENSORS_A_BATCH:
             yield batch
             batch, size = [], 0

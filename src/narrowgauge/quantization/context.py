@@ -59,7 +59,7 @@ class QuantContext:
     def require_groups(self, cast: Cast, axis: int) -> None:
         """Refuse a sharding that cuts the groups of a cast's Hadamard transform along `axis`."""
         if self.shard is not None:
-            self.shard.require_groups_of(cast.hadamard, axis, cast)
+            self.shard.require_aligned(cast.hadamard, axis, cast)
 
     def random_over(self, blocks: Blocks) -> Randomness:
         """The source of random bits for a tensor that is split into blocks; numbers are split with it.

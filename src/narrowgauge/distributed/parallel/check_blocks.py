@@ -46,7 +46,7 @@ class Divided:
 
     def require_whole(self, size: int, kind: str, cast: Cast, where: str) -> None:
         """Refuse a division that cuts runs of `size` entries."""
-        if not all(axis.holds_whole(size) for axis in self.shares):
+        if not all(axis.is_aligned_to(size) for axis in self.shares):
             by = " x ".join(f"parallel.{name} = {n}" for name, n in self.by.items() if n > 1)
             raise UserError(
                 f"{where}: cast {cast.name!r} has {kind} of {size}, and dividing {self.shares[0].size} "
@@ -60,7 +60,7 @@ class Divided:
             return self
         by = {"shard": layout.shard, "context": layout.context}
         count = layout.shard * layout.context
-        cut = tuple(axis.rows(rank, count) for axis in self.shares for rank in range(count))
+        cut = tuple(axis.chunk(rank, count) for axis in self.shares for rank in range(count))
         return Divided(self.what, cut, {**self.by, **by})
 
 

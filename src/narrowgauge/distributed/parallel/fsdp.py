@@ -90,7 +90,7 @@ def _cut(part: TensorShard, parameter: DTensor) -> tuple[TensorShard, slice]:
             rank, ranks = mesh.get_local_rank(dim), mesh.size(dim)
             each = -(-first.length // ranks)
             rows = slice(rank * each, (rank + 1) * each)
-            first = first.rows(rank, ranks, mesh.get_group(dim))
+            first = first.chunk(rank, ranks, mesh.get_group(dim))
     return TensorShard((first, *others)), rows
 
 

@@ -104,7 +104,7 @@ def _fill(
             continue
         owner, key = _owner(model, name)
         part: TensorShard = missing.pop(name).part  # type: ignore[attr-defined]
-        parameter = nn.Parameter(part.take(value).to(device))
+        parameter = nn.Parameter(part.local_of(value).to(device))
         parameter.part = part  # type: ignore[attr-defined]
         setattr(owner, key, parameter)
         block = ".".join(name.split(".")[:2])
@@ -156,7 +156,7 @@ def _cut(module: nn.Module, mesh: Mesh) -> None:
 
 def _cut_part(part: TensorShard, mesh: Mesh) -> TensorShard:
     first, *others = part.axes
-    return TensorShard((first.rows(mesh.index("cut"), mesh.size("cut"), mesh.group("cut")), *others))
+    return TensorShard((first.chunk(mesh.index("cut"), mesh.size("cut"), mesh.group("cut")), *others))
 
 
 def _replicated(objective: nn.Module, mesh: Mesh) -> DistributedDataParallel:

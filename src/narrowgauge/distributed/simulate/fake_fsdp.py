@@ -49,7 +49,7 @@ class FakeShards:
         self.owners, self.layer = owners, owners[0][0]
         part = getattr(whole, "part", None) or TensorShard(tuple(full_axis(n) for n in whole.shape))
         first, *others = part.axes
-        own = TensorShard((first.rows(mesh.index("cut"), mesh.size("cut"), mesh.group("cut")), *others))
+        own = TensorShard((first.chunk(mesh.index("cut"), mesh.size("cut"), mesh.group("cut")), *others))
         self.shape, self.own, self.is_tied = whole.shape, own, False
         self.rows = -(-self.shape[0] // mesh.size("cut"))  # of each shard on its way
         self.shard = nn.Parameter(torch.empty(own.local_shape, device="meta"), whole.requires_grad)

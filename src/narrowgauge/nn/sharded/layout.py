@@ -30,8 +30,8 @@ class TokenShard:
     def axis(self, samples: int, here: int) -> ShardAxis:
         """Of so many sequences one after the other, `here` tokens of each."""
         each = here * self.count
-        runs = tuple((b * each + self.index * here, here) for b in range(samples))
-        return ShardAxis(samples * each, runs, self.groups)
+        segments = tuple((b * each + self.index * here, here) for b in range(samples))
+        return ShardAxis(samples * each, segments, self.groups)
 
 
 @dataclass(frozen=True)
@@ -52,4 +52,4 @@ class LinearShards:
         M = full_axis(m) if self.tokens is None else self.tokens.axis(samples, m // samples)
         N, K = self.outputs or full_axis(n), self.inputs or full_axis(k)
         every = {"x": TensorShard((M, K)), "w": TensorShard((N, K)), "dy": TensorShard((M, N))}
-        return {name: part for name, part in every.items() if not part.is_whole}
+        return {name: part for name, part in every.items() if not part.is_full}

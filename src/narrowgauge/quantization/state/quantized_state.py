@@ -134,7 +134,7 @@ class QuantizedState:
         stands in for the scale of a whole tensor; `amax` (0-dim float32) is the largest magnitude of the one
         tensor of which this is a part, where the processes have agreed on it already.
         """
-        part = replace(self.part, agreed=amax) if self.part is not None else None
+        part = replace(self.part, global_amax=amax) if self.part is not None else None
         for name, tensor in self._encoded(x, stream, encode_scale, part).items():
             self.tensors[name].copy_(tensor, non_blocking=self.on_host)
         if self.gauge is not None:
@@ -200,11 +200,11 @@ class QuantizedState:
         blocks, extra = self._blocks(), {}
         if cast.codebook:
             if part is not None:
-                part.require_whole(cast)
+                part.require_full_blocks(cast)
             return _coded(x, cast.codebook, blocks)
         if cast.expand:
             if part is not None:
-                part.require_whole(cast)
+                part.require_full_blocks(cast)
             split = blocks.split(x)
             e = range_expansion(split.abs(), blocks.inner, cast.element)
             x, extra = blocks.merge(expand(split, e)), e._asdict()

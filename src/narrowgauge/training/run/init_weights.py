@@ -69,7 +69,7 @@ def _copy_weights(model: Transformer, weights: Mapping[str, torch.Tensor]) -> No
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shard = part_of(parameter)
-        numbers = weights[name] if shard is None else shard.take(weights[name])
+        numbers = weights[name] if shard is None else shard.local_of(weights[name])
         layer = layers.get(name.removesuffix(".weight"))
         if layer is not None and layer.state_at_rest is not None:
             layer.state_at_rest.write(numbers)

@@ -46,15 +46,15 @@ def _cut(stored: torch.Tensor, part: TensorShard | None) -> Iterator[LocalTensor
     axes = [_scaled(axis, n) for axis, n in zip(part.axes, stored.shape, strict=False)]
     axes += [ShardAxis(n, ((0, n),), ()) for n in stored.shape[len(axes) :]]
     shape = tuple(axis.size for axis in axes)
-    for box in product(*(_runs(axis) for axis in axes)):
+    for box in product(*(_segments(axis) for axis in axes)):
         here = tuple(slice(begin, begin + n) for begin, _, n in box)
         yield LocalTensor(stored[here], shape, tuple(start for _, start, _ in box))
 
 
-def _runs(axis: ShardAxis) -> Iterator[tuple[int, int, int]]:
-    """(where a run begins here, where it begins in the whole, its length)."""
+def _segments(axis: ShardAxis) -> Iterator[tuple[int, int, int]]:
+    """(where a segment begins in the local tensor, where in the global one, its length)."""
     begin = 0
-    for start, length in axis.runs:
+    for start, length in axis.segments:
         yield begin, start, length
         begin += length
 
@@ -64,5 +64,5 @@ def _scaled(axis: ShardAxis, stored: int) -> ShardAxis:
     if not axis.groups or stored == axis.length:
         return axis if axis.groups else ShardAxis(stored, ((0, stored),), ())
     each = Fraction(axis.length, stored)
-    runs = tuple((int(start / each), ceil(length / each)) for start, length in axis.runs)
-    return ShardAxis(ceil(axis.size / each), runs, axis.groups)
+    segments = tuple((int(start / each), ceil(length / each)) for start, length in axis.segments)
+    return ShardAxis(ceil(axis.size / each), segments, axis.groups)
