@@ -136,7 +136,7 @@ class TestGathered:
     def test_along_the_other_axis(self):
         _, _, gathered = self.make()
         _, q, _ = self.make(axis=0)
-        native, expected = gathered.operand(torch.bfloat16, native=True).flipped(), quantized_operand(q, 0)
+        native, expected = gathered.operand(torch.bfloat16, native=True).transposed(), quantized_operand(q, 0)
         assert torch.equal(native.codes, expected.codes)
 
     def test_it_looks_like_float32_and_is_computed_with_as_that(self):
