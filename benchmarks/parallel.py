@@ -83,24 +83,25 @@ class Bench:
             }
         )
 
-    def trainer(self, recipe: str, layout: ParallelDims) -> Trainer:
+    def trainer(self, recipe: str, parallel_dims: ParallelDims) -> Trainer:
         """Its state before the first step."""
-        return Trainer.begin(self.config(recipe), CPU, Mesh(layout, CPU))
+        return Trainer.begin(self.config(recipe), CPU, Mesh(parallel_dims, CPU))
 
-    def batches(self, layout: ParallelDims) -> list[Batch]:
+    def batches(self, parallel_dims: ParallelDims) -> list[Batch]:
         """This process's micro-batches of a step, always the same."""
-        o, number = self.options, self.rank if layout.data > 1 else 0
+        o, number = self.options, self.rank if parallel_dims.data > 1 else 0
         g = torch.Generator().manual_seed(number)
-        ids = [torch.randint(o.vocab, (o.batch, o.length + 1), generator=g) for _ in range(2 // layout.data)]
+        count = 2 // parallel_dims.data
+        ids = [torch.randint(o.vocab, (o.batch, o.length + 1), generator=g) for _ in range(count)]
         return [Batch(x[:, :-1], x[:, 1:], x[:, 1:].numel()) for x in ids]
 
-    def engine_step(self, recipe: str, layout: ParallelDims) -> tuple[Trainer, Callable[[], Any]]:
+    def engine_step(self, recipe: str, parallel_dims: ParallelDims) -> tuple[Trainer, Callable[[], Any]]:
         """A run, and what takes one step of it."""
-        trainer, batches = self.trainer(recipe, layout), self.batches(layout)
+        trainer, batches = self.trainer(recipe, parallel_dims), self.batches(parallel_dims)
 
         def step() -> None:
             trainer.train_step(iter(batches))
-            if layout.size > 1:
+            if parallel_dims.size > 1:
                 self.coordinator.all_reduce_max(asked=0, late=0)
 
         return trainer, step
@@ -226,7 +227,7 @@ def speed(bench: Bench) -> Any:
     found = {}
     o = bench.options
     for recipe in o.recipes.split(","):
-        steps = {name: bench.engine_step(recipe, layout)[1] for name, layout in LAYOUTS.items()}
+        steps = {name: bench.engine_step(recipe, parallel_dims)[1] for name, parallel_dims in LAYOUTS.items()}
         taken: dict[str, list[float]] = {name: [] for name in steps}
         for turn in range(-2, o.rounds):
             for name, step in steps.items():
@@ -260,9 +261,9 @@ def wire(bench: Bench) -> Any:
     """Bytes an element of the weights, by what they are for."""
     found = {}
     bench.say(f"{'':15} {'recipe':9} gather  reduce  activations    amax    collectives")
-    for name, layout in LAYOUTS.items():
-        for recipe in RECIPES if layout.size > 1 else ():
-            trainer, step = bench.engine_step(recipe, layout)
+    for name, parallel_dims in LAYOUTS.items():
+        for recipe in RECIPES if parallel_dims.size > 1 else ():
+            trainer, step = bench.engine_step(recipe, parallel_dims)
             step()
             step()  # DDP lays its buckets anew after the first
             with CommCounter() as traffic:

@@ -14,6 +14,7 @@ ROOMS = (
     "units",
     "files",
     "toml_text",
+    "torch_compat",
     "collectives",
     "formats",
     "quantization",
@@ -78,6 +79,83 @@ def test_nothing_read_from_a_file_can_be_executed():
         for word in ("import pickle", "torch.load", "eval(", "exec(", "allow_pickle"):
             found = f"\n{word}" in source or f" {word}" in source
             assert not found, f"{path}: {word}"
+
+
+# Private attributes of torch's objects, which a class of ours could have by the same name on itself.
+OF_TORCH = {"_base", "_cdata", "_local_tensor", "_parameters", "_schema", "_type", "_version", "unbox"}
+# Private in name only (os._exit, named tuples, an operator of ATen), and argparse's.
+OF_OTHERS = {"_exit", "_replace", "_asdict", "_to_copy", "_actions", "_option_string_actions"}
+
+
+def dotted(node: ast.expr) -> str:
+    """`torch._C.name` as text; "" for what is no chain of names."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (before := dotted(node.value)):
+        return f"{before}.{node.attr}"
+    return ""
+
+
+def private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def private_names_of_torch(tree: ast.Module, ours: set[str]) -> set[str]:
+    """What a file uses of torch that is private, or that torch has renamed."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names if a.name.startswith("torch") and private(a.name)}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = {f"{node.module}.{a.name}" for a in node.names}
+            found |= {n for n in names if private(n) or n.endswith("scaled_mm")}
+        elif isinstance(node, ast.Attribute):
+            name, owner = dotted(node), dotted(node.value)
+            is_own = owner in ("self", "cls")
+            if owner.startswith("torch") and private(name):
+                found.add(name)
+            elif (
+                (node.attr in OF_TORCH and not is_own)
+                or (private(node.attr) and not is_own and node.attr not in ours | OF_OTHERS)
+                or node.attr in ("all_gather_into_tensor", "reduce_scatter_tensor")
+            ):
+                found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value.startswith("torch.") and " " not in node.value and private(node.value):
+                found.add(node.value)
+    return found
+
+
+def names_we_define(tree: ast.Module) -> set[str]:
+    names = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef)}
+    stored = [n for n in ast.walk(tree) if isinstance(getattr(n, "ctx", None), ast.Store)]
+    names |= {n.attr for n in stored if isinstance(n, ast.Attribute)}
+    return names | {n.id for n in stored if isinstance(n, ast.Name)}
+
+
+def test_private_names_of_torch_stand_in_one_file():
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+    ours = set().union(*map(names_we_define, trees.values()))
+    for path, tree in trees.items():
+        found = private_names_of_torch(tree, ours)
+        assert bool(found) == (path.name == "torch_compat.py"), f"{path}: {found} belong in torch_compat.py"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch.utils._pytree",
+        "from torch.utils._pytree import tree_map",
+        "from torch.nn.functional import scaled_mm",
+        "torch._C._current_graph_task_id()",
+        "x = t._local_tensor",
+        "grid._flatten('name')",
+        "dist.all_gather_into_tensor(a, b)",
+        "import_module('torch.testing._internal.distributed.fake_pg')",
+    ],
+)
+def test_a_private_name_of_torch_is_found(line):
+    assert private_names_of_torch(ast.parse(line), set())
 
 
 def test_no_file_is_longer_than_it_may_be():

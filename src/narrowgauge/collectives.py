@@ -1,23 +1,169 @@
-"""Two collectives of torch whatever they are called: torch 2.13 renamed them, and warns of the old names."""
+"""How do ranks agree on a number, and what is a collective for?
+
+    comm_tag                              names what collectives are for; those who count bytes read it
+    all_gather_rows, reduce_scatter_rows  one tensor a rank -> all of them, or each rank's row of the sum
+    all_reduce_flat                       sums of many tensors in one collective
+    all_reduce_amax, all_reduce_max       largest magnitudes, under which ranks scale alike
+    all_reduce_values                     sums or maxima of Python numbers
+    gather_objects, broadcast_object      small Python objects
+
+Objects travel as torch's object collectives send them, between the processes of one job only: nothing that
+was read from a file becomes an object in this way.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-Group = dist.ProcessGroup
+from narrowgauge.torch_compat import all_gather_single, reduce_scatter_single
 
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+Group = dist.ProcessGroup
+T = TypeVar("T")
+
+_TAG: ContextVar[str] = ContextVar("comm_tag", default="")
+
+
+@contextmanager
+def comm_tag(tag: str) -> Iterator[None]:
+    """Name what the collectives within are for.
+
+    Args:
+        tag: "gather" (weights), "reduce" (gradients), "activations" or "amax" (agreement on scales).
+    """
+    token = _TAG.set(tag)
+    try:
+        yield
+    finally:
+        _TAG.reset(token)
+
+
+def current_comm_tag() -> str:
+    """What collectives are for at this moment; "" where nobody has said it."""
+    return _TAG.get()
 
 
 def all_gather_rows(row: torch.Tensor, group: Group) -> torch.Tensor:
-    """The rows (n,) of all ranks, (ranks, n)."""
-    every = row.new_empty(group.size() * len(row))
-    _gather(every, row, group=group)
-    return every.view(group.size(), -1)
+    """All-gather: row (n,) of each rank -> (ranks, n) on every rank."""
+    rows = row.new_empty(group.size() * len(row))
+    all_gather_single(rows, row, group=group)
+    return rows.view(group.size(), -1)
 
 
 def reduce_scatter_rows(rows: torch.Tensor, group: Group) -> torch.Tensor:
-    """Of (ranks, n) on every rank the sum of the rows of this one, (n,), in torch's own arithmetic."""
-    own = rows.new_empty(rows.shape[1])
-    _scatter(own, rows.reshape(-1), group=group)
-    return own
+    """Reduce-scatter: rows (ranks, n) of each rank -> the sum over ranks of this rank's row, (n,).
+
+    The sum is in the dtype of the rows, in the order that the backend chooses.
+    """
+    row = rows.new_empty(rows.shape[1])
+    reduce_scatter_single(row, rows.reshape(-1), group=group)
+    return row
+
+
+def all_reduce_flat(tensors: Sequence[torch.Tensor], group: Group) -> None:
+    """Put the sum over ranks in place of each tensor; one collective for all of them.
+
+    Args:
+        tensors: of one dtype and device; the same shapes on each rank.
+        group: the ranks.
+    """
+    if not tensors:
+        return
+    flat = torch.cat([t.reshape(-1) for t in tensors])
+    with comm_tag("reduce"):
+        dist.all_reduce(flat, group=group)
+    for t, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        t.copy_(total.view_as(t))
+
+
+def local_amax(x: torch.Tensor) -> torch.Tensor:
+    """max |x|, 0-dim, in the dtype of x; NaN if x has one, 0 if it is empty.
+
+    Bit for bit `x.abs().amax()`, without the memory of |x|; four times as fast on a large tensor on a CPU.
+    """
+    if not x.numel():
+        return x.new_zeros(())
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high).abs_()
+
+
+def all_reduce_amax(tensors: Sequence[torch.Tensor], groups: Sequence[Group]) -> torch.Tensor:
+    """The largest magnitude of each of n tensors over all ranks of the groups, (n,) float32.
+
+    One collective a group. Infinite where the tensor of any rank is not finite; without groups, what is not
+    finite stays as it is.
+    """
+    return all_reduce_max(torch.stack([local_amax(t) for t in tensors]).float(), groups)
+
+
+def all_reduce_max(amax: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+    """The elementwise largest over all ranks of the groups; what is not finite becomes infinite.
+
+    MAX of a NaN is defined differently by every backend, that of an infinity by none.
+    """
+    if groups:
+        amax = torch.where(amax.isfinite(), amax, torch.inf)
+        with comm_tag("amax"):
+            for group in groups:
+                dist.all_reduce(amax, dist.ReduceOp.MAX, group)
+    return amax
+
+
+def all_reduce_max_(scalars: Sequence[torch.Tensor], group: Group) -> None:
+    """Put the largest over all ranks in place of each 0-dim tensor; one collective for all of them."""
+    if scalars:
+        for scalar, largest in zip(scalars, all_reduce_max(torch.stack(list(scalars)), [group]), strict=True):
+            scalar.copy_(largest)
+
+
+def all_reduce_values(
+    values: Sequence[float],
+    groups: Sequence[Group | None],
+    device: torch.device | str,
+    dtype: torch.dtype,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> list[float]:
+    """The sum, or what `op` makes, of each number over all ranks of the groups.
+
+    Args:
+        values: this rank's numbers, as many as each other rank's.
+        groups: one collective each, in turn; None stands for torch's default group.
+        device: where the backend of the groups works.
+        dtype: in which the numbers travel.
+        op: how they are reduced.
+    """
+    reduced = torch.tensor(values, dtype=dtype, device=device)
+    for group in groups:
+        dist.all_reduce(reduced, op, group)
+    return reduced.tolist()
+
+
+def rank_in(group: Group | None) -> int:
+    """This process's rank in the group; 0 without one."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def size_of(group: Group | None) -> int:
+    """Number of ranks in the group; 1 without one."""
+    return 1 if group is None else dist.get_world_size(group)
+
+
+def gather_objects(value: T, group: Group | None) -> list[T]:
+    """The value of every rank, in their order, on every rank; without a group only this one's."""
+    if group is None:
+        return [value]
+    values: list[T | None] = [None] * size_of(group)
+    dist.all_gather_object(values, value, group=group)
+    return values  # type: ignore[return-value]  # each was filled
+
+
+def broadcast_object(value: T, group: Group | None) -> T:
+    """The value of the group's rank 0, on every rank; without a group this one's."""
+    if group is None:
+        return value
+    values = [value]
+    dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0), group=group)
+    return values[0]

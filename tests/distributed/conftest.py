@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-MEMBER = Path(__file__).with_name("crew_member.py")
+MEMBER = Path(__file__).with_name("coordinator_member.py")
 
 
 class Run:

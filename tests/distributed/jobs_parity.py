@@ -109,7 +109,7 @@ def model_group(path, **how):
     for name, kind, part, ours in trained.found():
         expected = taken(theirs[f"{name} {kind}"], part)
         apart[f"{name} {kind}"] = [float(t.double().square().sum()) for t in (ours - expected, expected)]
-    t, data = trained.config.training, trained.mesh.layout.data
+    t, data = trained.config.training, trained.mesh.parallel_dims.data
     first = trained.mesh.data_index * t.batch_size // (data * t.micro_batch_size)
     unlike = {}
     for (name, place), seen in trained.operands.items():

@@ -113,7 +113,7 @@ def test_a_rank_that_never_arrives_is_named_with_the_stacks_of_all(rank, run):
     assert "nothing moved for 3 s" in line
     assert str(run.path / "hang") in line
     assert "all_reduce" in run.text("hang/rank-0.txt")
-    assert "crew_member.py" in run.text("hang/rank-1.txt")
+    assert "coordinator_member.py" in run.text("hang/rank-1.txt")
     assert "all_reduce" not in run.text("hang/rank-1.txt")
 
 

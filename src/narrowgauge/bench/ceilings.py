@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from narrowgauge.bench.timing import best_seconds
 from narrowgauge.bench.work import Attention, Gemm, Work
 from narrowgauge.nn import DTYPES
+from narrowgauge.torch_compat import fp8_product
 
 _COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}  # far more than a cache holds
 
@@ -84,9 +85,7 @@ def _fp8_seconds(gemm: Gemm, device: torch.device) -> float:
     a = torch.randn(gemm.m, gemm.k, device=device).to(torch.float8_e4m3fn)
     b = torch.randn(gemm.n, gemm.k, device=device).to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
-    return best_seconds(
-        lambda: torch._scaled_mm(a, b.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True), device
-    )
+    return best_seconds(lambda: fp8_product(a, b.T, one), device)
 
 
 def attention_seconds(shape: Attention, device: torch.device) -> tuple[float, float]:

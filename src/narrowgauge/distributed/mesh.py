@@ -1,19 +1,20 @@
-"""The processes of a run as a grid, each direction of which divides something else.
+"""The device mesh of a run: on which axes the processes divide the work, and where this process stands.
 
     pipeline    the layers            a stage sends what it computed to the next
-    replicate   the batch             weights whole on each, gradients summed (DDP)
-    shard       the batch             weights, gradients and moments cut over the processes (FSDP2, ZeRO)
+    replicate   the batch             full weights on each process, gradients summed (DDP)
+    shard       the batch             weights, gradients and moments sharded over the processes (FSDP2, ZeRO)
     context     the sequence          each process has some tokens, and all of them for some heads
     tensor      the matrices          each process has some heads and some hidden units
 
-Neighbours in `tensor` are neighbours in rank, so that what talks most is closest. `replicate` x `shard` is
-the data: processes that differ there meet other sequences. `context` and `tensor` share their sequences.
+Neighbours in `tensor` are neighbours in rank, so that the ranks that communicate most are closest.
+`replicate` x `shard` are the data-parallel ranks: they have different sequences. `context` and `tensor` share
+their sequences.
 
-ZeRO's stages (arXiv 1910.02054) by name, of the direction `shard`:
+ZeRO's stages (arXiv 1910.02054) of the axis `shard`:
 
-    0   nothing is cut: the same as `replicate`
-    1   moments are cut; gradients are summed once a step, whole weights stay between micro-batches
-    2   gradients, too: they are summed and cut after each micro-batch
+    0   nothing is sharded: the same as `replicate`
+    1   moments are sharded; gradients are summed once a step, full weights stay between micro-batches
+    2   gradients, too: they are reduce-scattered after each micro-batch
     3   weights, too: gathered for a layer's forward and backward pass only
 """
 
@@ -25,20 +26,27 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from narrowgauge.errors import UserError
+from narrowgauge.torch_compat import flatten_mesh
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
-# Directions taken together.
 COMBINED_AXES = {
-    "cut": ("shard", "context"),  # over which FSDP cuts
-    "data": ("replicate", "shard", "context"),  # that each have a gradient of the same weights
-    "sequence": ("context", "tensor"),  # that compute a sequence together
-    "stage": ("replicate", "shard", "context", "tensor"),  # that have the same layers
+    "fsdp": ("shard", "context"),  # ranks over which FSDP shards
+    "data": ("replicate", "shard", "context"),  # ranks that each have a gradient of the same weights
+    "sequence": ("context", "tensor"),  # ranks that compute a sequence together
+    "stage": ("replicate", "shard", "context", "tensor"),  # ranks that have the same layers
 }
+HSDP_AXES = ("pipeline", "replicate", "fsdp", "tensor")  # of the mesh with replicas of FSDP's shards
 
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """How many processes in each direction, the ZeRO stage of `shard`, the chunks of each in `pipeline`."""
+    """The degrees of parallelism.
+
+    Attributes:
+        pipeline: processes on the axis of this name; the same for `replicate`, `shard`, `context`, `tensor`.
+        zero: the ZeRO stage of `shard`.
+        chunks: pipeline stages of each process.
+    """
 
     pipeline: int = 1
     replicate: int = 1
@@ -50,107 +58,111 @@ class ParallelDims:
 
     @property
     def stages(self) -> int:
-        """Of the pipeline: each of its processes has `chunks` of them."""
+        """Number of pipeline stages: each process of the pipeline has `chunks` of them."""
         return self.pipeline * self.chunks
 
     @property
     def size(self) -> int:
-        """Processes in all."""
+        """Number of processes."""
         return prod(getattr(self, name) for name in AXES)
 
     @property
     def data(self) -> int:
-        """Processes that meet sequences of their own."""
+        """Degree of data parallelism: how many processes have sequences that no other one has."""
         return self.replicate * self.shard
 
     @property
-    def is_cut(self) -> bool:
-        """Whether weights are cut over processes (FSDP2); else they are whole (DDP, or alone)."""
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 shards the weights; else each process has full ones (DDP, or one process)."""
         return self.shard > 1 and self.zero > 0
 
 
-def resolve_dims(layout: ParallelDims, processes: int) -> ParallelDims:
-    """The layout for so many processes; a `shard` of 0 takes those that are left.
+def resolve_dims(parallel_dims: ParallelDims, processes: int) -> ParallelDims:
+    """The degrees of parallelism for so many processes.
+
+    Args:
+        parallel_dims: the requested ones; a `shard` of 0 takes the processes that the other axes leave.
+        processes: how many there are.
 
     Raises:
-        UserError: the directions' product is not the number of processes.
+        UserError: the product over the axes is not the number of processes.
     """
-    others = prod(getattr(layout, name) for name in AXES if name != "shard")
-    shard = layout.shard or max(1, processes // others)
-    found = ParallelDims(
-        **{name: getattr(layout, name) for name in (*AXES, "zero", "chunks")} | {"shard": shard}
-    )
-    if found.size != processes:
-        product = " x ".join(f"{name} {getattr(found, name)}" for name in AXES)
+    others = prod(getattr(parallel_dims, name) for name in AXES if name != "shard")
+    shard = parallel_dims.shard or max(1, processes // others)
+    values = {name: getattr(parallel_dims, name) for name in (*AXES, "zero", "chunks")}
+    resolved = ParallelDims(**values | {"shard": shard})
+    if resolved.size != processes:
+        product = " x ".join(f"{name} {getattr(resolved, name)}" for name in AXES)
         raise UserError(
-            f"[parallel] asks for {product} = {found.size} processes, and there are {processes}; start that "
-            "many, or change one of the numbers (shard = 0 takes what is left)"
+            f"[parallel] asks for {product} = {resolved.size} processes, and there are {processes}; start "
+            "that many, or change one of the numbers (shard = 0 takes what is left)"
         )
-    return found
+    return resolved
 
 
 class Mesh:
-    """The grid of a run, and the place of this process in it.
+    """The device mesh of a run, and the coordinates of this process in it.
 
-    `ends` are the first and the last stage of this process's pipeline, where it is one of them.
+    Attributes:
+        parallel_dims: the degrees of parallelism.
+        first_last_group: the first and the last rank of this process's pipeline, where it is one of them.
+        micro_batches: of a step; only a simulated run sets it (`FakeMesh`).
     """
 
-    ends: dist.ProcessGroup | None = None
-    micro_batches = 1  # of a step, where processes are imagined (`fake_mesh.py`)
+    first_last_group: dist.ProcessGroup | None = None
+    micro_batches = 1
 
-    def __init__(self, layout: ParallelDims, device: torch.device) -> None:
-        """Make the groups of all directions; every process calls this at the same time."""
-        self.layout = layout
-        self._grids: dict[str, DeviceMesh] = {}
-        if layout.size > 1:
-            sizes = tuple(getattr(layout, name) for name in AXES)
-            grid = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-            self._grids = {name: grid[name] for name in AXES}
-            self._grids |= {name: grid[some]._flatten(name) for name, some in COMBINED_AXES.items()}
-            if layout.pipeline > 1:
-                self._make_ends(grid)
-            if layout.is_cut and layout.replicate > 1:
-                cut = (layout.pipeline, layout.replicate, layout.shard * layout.context, layout.tensor)
-                names = ("pipeline", "replicate", "cut", "tensor")
-                self._grids["copies of cuts"] = init_device_mesh(device.type, cut, mesh_dim_names=names)[
-                    "replicate", "cut"
-                ]
+    def __init__(self, parallel_dims: ParallelDims, device: torch.device) -> None:
+        """Make the process groups of all axes; every process calls this at the same time."""
+        self.parallel_dims = parallel_dims
+        self._meshes: dict[str, DeviceMesh] = {}
+        if parallel_dims.size > 1:
+            sizes = tuple(getattr(parallel_dims, name) for name in AXES)
+            mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
+            self._meshes = {name: mesh[name] for name in AXES}
+            self._meshes |= {name: flatten_mesh(mesh[axes], name) for name, axes in COMBINED_AXES.items()}
+            if parallel_dims.pipeline > 1:
+                self._make_first_last_groups(mesh)
+            if parallel_dims.is_sharded and parallel_dims.replicate > 1:
+                sizes = tuple(self.size(name) for name in HSDP_AXES)
+                hsdp_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=HSDP_AXES)
+                self._meshes["hsdp"] = hsdp_mesh["replicate", "fsdp"]
 
-    def _make_ends(self, grid: DeviceMesh) -> None:
-        """Groups of the first and the last stage, which share a tied embedding."""
-        pipelines = grid.mesh.flatten(1).T  # one row each
+    def _make_first_last_groups(self, mesh: DeviceMesh) -> None:
+        """Groups of the first and the last rank of each pipeline, which share a tied embedding."""
+        pipelines = mesh.mesh.flatten(1).T  # one row each
         for first, *_, last in pipelines.tolist():
             pair = dist.new_group([first, last])
             if dist.get_rank() in (first, last):
-                self.ends = pair
+                self.first_last_group = pair
 
     @property
     def is_alone(self) -> bool:
         """Whether there is only this process."""
-        return not self._grids
+        return not self._meshes
 
-    def size(self, direction: str) -> int:
-        """Processes in a direction, or in several together."""
-        return prod(getattr(self.layout, name) for name in COMBINED_AXES.get(direction, (direction,)))
+    def size(self, axis: str) -> int:
+        """Number of processes on an axis, or on a combined one."""
+        return prod(getattr(self.parallel_dims, name) for name in COMBINED_AXES.get(axis, (axis,)))
 
-    def index(self, direction: str) -> int:
-        """The place of this process among them."""
-        return 0 if self.is_alone else self._grids[direction].get_local_rank()
+    def index(self, axis: str) -> int:
+        """Rank of this process on an axis."""
+        return 0 if self.is_alone else self._meshes[axis].get_local_rank()
 
-    def group(self, direction: str) -> dist.ProcessGroup:
-        """The processes that differ from this one in that direction only."""
-        return self._grids[direction].get_group()
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The processes whose coordinates differ from this one's on that axis only."""
+        return self._meshes[axis].get_group()
 
-    def groups(self, *directions: str) -> tuple[dist.ProcessGroup, ...]:
-        """Those of the directions that have more than one process."""
-        return tuple(self.group(name) for name in directions if self.size(name) > 1)
+    def groups(self, *axes: str) -> tuple[dist.ProcessGroup, ...]:
+        """The groups of those of the axes that have more than one process."""
+        return tuple(self.group(name) for name in axes if self.size(name) > 1)
 
     @property
-    def cuts(self) -> DeviceMesh:
-        """The part of the grid that FSDP works on: one direction, or copies of it."""
-        return self._grids.get("copies of cuts", self._grids["cut"])
+    def fsdp_mesh(self) -> DeviceMesh:
+        """The sub-mesh that FSDP works on: of one dimension, or of two with replicas (HSDP)."""
+        return self._meshes.get("hsdp", self._meshes["fsdp"])
 
     @property
     def data_index(self) -> int:
-        """Which of the `layout.data` parts of a batch is this process's."""
-        return self.index("replicate") * self.layout.shard + self.index("shard")
+        """Data-parallel rank: which of the `parallel_dims.data` shares of a batch this process has."""
+        return self.index("replicate") * self.parallel_dims.shard + self.index("shard")

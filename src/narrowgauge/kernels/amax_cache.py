@@ -12,6 +12,8 @@ of the whole tensor (`x.flatten(0, 1)`) is told what the tensor was.
 import torch
 from torch import Tensor
 
+from narrowgauge.torch_compat import base_of, version_of
+
 _TOLD = "_largest_magnitude"
 
 
@@ -22,18 +24,18 @@ def attach_amax(tensor: Tensor, amax: Tensor) -> None:
     `torch.inference_mode`) nothing is said.
     """
     if not tensor.is_inference():
-        setattr(tensor, _TOLD, (amax, tensor._version))
+        setattr(tensor, _TOLD, (amax, version_of(tensor)))
 
 
 def cached_amax(tensor: Tensor) -> Tensor | None:
     """Max |tensor|, 0-dim fp32, if it was told and the tensor has not been written to since; else None."""
     if tensor.is_inference():
         return None
-    owner, base = tensor, tensor._base
+    owner, base = tensor, base_of(tensor)
     if base is not None and not hasattr(tensor, _TOLD) and _is_the_whole_of(tensor, base):
         owner = base
     amax, version = getattr(owner, _TOLD, (None, None))
-    if amax is None or version != tensor._version:
+    if amax is None or version != version_of(tensor):
         return None
     if amax.ndim:
         with torch.no_grad():

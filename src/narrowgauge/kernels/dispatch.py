@@ -14,6 +14,8 @@ from functools import cache
 
 import torch
 
+from narrowgauge.torch_compat import cpu_multiplies_bf16
+
 
 @cache
 def _has_triton() -> bool:
@@ -50,7 +52,7 @@ def is_slow(x: torch.Tensor) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_bf16_products() -> bool:
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return cpu_multiplies_bf16()
 
 
 def use_kernels(x: torch.Tensor) -> bool:

@@ -25,6 +25,7 @@ from narrowgauge.kernels.head_loss import head_loss
 from narrowgauge.models.config import ModelConfig
 from narrowgauge.models.kv_cache import KVCache
 from narrowgauge.models.layers import Block, Norm, document_mask, rope_table
+from narrowgauge.torch_compat import has_hooks
 
 
 class Transformer(nn.Module):
@@ -151,7 +152,7 @@ class Transformer(nn.Module):
         if self.chunks_loss and h_BTD.dtype == self.compute_dtype:
             return head_loss(h_BTD, self.head.weight, y_BT, targets)
         # Nobody else has the logits, unless a hook keeps them.
-        is_watched = bool(self.head._forward_hooks or self.head._backward_hooks)
+        is_watched = has_hooks(self.head)
         return cross_entropy(self.head(h_BTD), y_BT, targets, overwrite=not is_watched)
 
     @property

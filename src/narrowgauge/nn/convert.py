@@ -90,7 +90,8 @@ def _check(model: torch.nn.Module, layers: dict[str, torch.nn.Module], keep: Seq
 
 def _shared_parameters(model: torch.nn.Module) -> set[torch.nn.Parameter]:
     """Parameters that stand in several modules, such as a head tied to an embedding: they stay fp32."""
-    owners = Counter(p for m in model.modules() for p in m._parameters.values() if p is not None)
+    named = (m.named_parameters(recurse=False, remove_duplicate=False) for m in model.modules())
+    owners = Counter(p for parameters in named for _, p in parameters)
     return {p for p, count in owners.items() if count > 1}
 
 

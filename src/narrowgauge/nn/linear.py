@@ -21,6 +21,7 @@ from narrowgauge.nn.sharded.layout import LinearShards
 from narrowgauge.nn.weight_state import WeightState
 from narrowgauge.quantization import Cast, PreScale
 from narrowgauge.recipes import Recipe, choose_backend, device_facts
+from narrowgauge.torch_compat import is_in_backward
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NEXT_KEY = 0x9E3779B9 - 2**32  # odd, so that 2^32 calls pass before a key comes again
@@ -84,7 +85,7 @@ class Linear(torch.nn.Linear):
         self.awaits_backward = False
         self.observer: Observer | None = None
         self.shards = LinearShards()
-        self.is_cut = False
+        self.is_sharded = False
         self.gathering: WeightGather | None = None
         operands = [*recipe.casts.items(), *(item for rule in recipe.rules for item in rule.casts.items())]
         casts = [cast for _, cast in operands] + [cast for cast in recipe.state.values() if cast is not None]
@@ -144,7 +145,7 @@ class Linear(torch.nn.Linear):
         """
         if torch.compiler.is_compiling():
             return False
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = is_in_backward()
         is_second = in_backward and self.awaits_backward
         self.awaits_backward = not in_backward
         return is_second
@@ -236,7 +237,7 @@ class Linear(torch.nn.Linear):
             StepState(self.keys, first_sample, self.histories, is_training),
             samples,
             self.shards.tensor_shards(samples, input[..., 0].numel(), *weight_NK.shape),
-            None if self.is_cut else self.state_at_rest,
+            None if self.is_sharded else self.state_at_rest,
             self.observer,
         )
 

@@ -16,10 +16,10 @@ Dimensions that the units do not take are padded with zeros, which changes no su
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 
 from narrowgauge.formats import pack, torch_dtype
 from narrowgauge.quantization import Cast, QTensor
+from narrowgauge.torch_compat import ScalingType, SwizzleType, scaled_mm
 
 ROWS = 16  # a dimension of the result is a multiple of this
 TILED = {

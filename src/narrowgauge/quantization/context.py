@@ -13,11 +13,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from narrowgauge.collectives import all_reduce_max
 from narrowgauge.errors import UserError
 from narrowgauge.formats import Randomness, RandomStream
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.sharding.shard import TensorShard, all_reduce_amax
+from narrowgauge.quantization.sharding.shard import TensorShard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +85,7 @@ class QuantContext:
     def tensor_amax(self, amax: torch.Tensor) -> torch.Tensor:
         """The largest magnitude of the global tensor (0-dim), from those of the local blocks."""
         largest = amax.amax() if amax.numel() else amax.new_zeros(())
-        return largest if self.shard is None else all_reduce_amax(largest, self.shard.groups)
+        return largest if self.shard is None else all_reduce_max(largest, self.shard.groups)
 
     def global_elements(self, x: torch.Tensor) -> torch.Tensor:
         """All elements of the global tensor in no particular order, for what has to sort them."""

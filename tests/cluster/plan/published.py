@@ -59,14 +59,14 @@ class Row:
 
     def expected(self) -> float:
         """What this program would take, in the row's unit."""
-        layout = ParallelDims(**self.mesh)
+        parallel_dims = ParallelDims(**self.mesh)
         training: dict[str, Any] = {"micro_batch_size": self.micro_batch}
-        training["batch_size"] = self.batch or self.micro_batch * layout.data
+        training["batch_size"] = self.batch or self.micro_batch * parallel_dims.data
         if self.recompute_every:
             training |= {"recompute": True, "recompute_every": self.recompute_every}
         values = {"model": self.model, "recipe": self.recipe, "training": training}
         config = make_config(values | {"data": {"sequence_length": self.tokens}})
-        return estimate_step(config, layout).memory.peak / self.unit
+        return estimate_step(config, parallel_dims).memory.peak / self.unit
 
 
 def fp8_lm(size: str, precision: str) -> Row:

@@ -103,7 +103,7 @@ def test_narrow_weights_and_gradients_travel_in_a_byte():
 def test_a_mesh_too_large_to_try_is_planned_in_a_moment():
     many = config("bf16", {"name": "llama3-8b"}, batch_size=4096, micro_batch_size=1)
     plan = make_plan(many, 4096, load_cluster("frontier"))
-    assert plan.layout.shard == 4096
+    assert plan.parallel_dims.shard == 4096
     assert plan.step.memory.device["m"] < 4.01 * 8.03e9 / 4096 + 2**20
     between = [v for v in plan.time.volumes if v.ranks == 4096]
     assert between
@@ -111,9 +111,9 @@ def test_a_mesh_too_large_to_try_is_planned_in_a_moment():
 
 
 def test_time_obeys_its_ceilings():
-    cluster, layout = load_cluster("h100"), ParallelDims(shard=8)
+    cluster, dims = load_cluster("h100"), ParallelDims(shard=8)
     one = config("bf16", {"name": "llama3-1b"}, batch_size=64)
-    found = estimate(one, layout, cluster, estimate_step(one, layout))
+    found = estimate(one, dims, cluster, estimate_step(one, dims))
     tokens = 64 * 128
     assert found.products <= found.seconds
     attained = cluster.attainable["bf16"] / cluster.peak["bf16"]
@@ -121,9 +121,9 @@ def test_time_obeys_its_ceilings():
     useful = flops_per_token(one.resolved_model(), 128) * tokens / found.seconds / 8
     assert found.mfu == pytest.approx(useful / 989e12)
     narrow = config("fp8", {"name": "llama3-1b"}, batch_size=64)
-    assert estimate(narrow, layout, cluster, estimate_step(narrow, layout)).products < found.products
+    assert estimate(narrow, dims, cluster, estimate_step(narrow, dims)).products < found.products
     again = config("bf16", {"name": "llama3-1b"}, batch_size=64, recompute=True)
-    assert estimate(again, layout, cluster, estimate_step(again, layout)).products > found.products
+    assert estimate(again, dims, cluster, estimate_step(again, dims)).products > found.products
 
 
 def test_links_between_nodes_are_waited_for():
@@ -151,11 +151,11 @@ def test_what_is_no_number_of_tokens_is_refused(text):
 
 def test_what_does_not_fit_is_told_what_would_help():
     big = config("bf16", SMALL | {"layers": 2}, batch_size=64)
-    layout = ParallelDims(replicate=8)
-    words = dict(cheaper(big, True, layout, wider=True))
+    dims = ParallelDims(replicate=8)
+    words = dict(cheaper(big, True, dims, wider=True))
     for change in ("--parallel.replicate 1 --parallel.shard 8", "--devices 16 --parallel.shard 2"):
-        assert words[change].peak < estimate_memory(big, layout).peak, change
-    assert words["--recipe msamp-o3"].state < estimate_memory(big, layout).state * 0.7
+        assert words[change].peak < estimate_memory(big, dims).peak, change
+    assert words["--recipe msamp-o3"].state < estimate_memory(big, dims).state * 0.7
 
 
 def test_a_save_in_the_background_takes_the_hosts_memory():

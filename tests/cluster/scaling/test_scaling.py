@@ -141,9 +141,9 @@ def test_sleep_is_waiting_and_work_is_not():
     ],
 )
 def test_the_number_of_processes_alone_changes(parallel, size, grid):
-    layout = _dims(make_config({"parallel": parallel}), size)
-    assert layout.size == size
-    assert {name: getattr(layout, name) for name in grid} == grid
+    parallel_dims = _dims(make_config({"parallel": parallel}), size)
+    assert parallel_dims.size == size
+    assert {name: getattr(parallel_dims, name) for name in grid} == grid
 
 
 def test_strong_divides_the_batch_and_weak_multiplies_it():

@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from narrowgauge.checkpoint.store.collective import on_all_ranks, on_rank0, rank_in, size_of
+from narrowgauge.checkpoint.store.collective import on_all_ranks, on_rank0
 from narrowgauge.checkpoint.store.commit import begin, publish, retain, seal
 from narrowgauge.checkpoint.store.disk_space import SaveError, require_space
 from narrowgauge.checkpoint.store.index import INDEX, Index, to_json
@@ -41,6 +41,7 @@ from narrowgauge.checkpoint.store.nonfinite import JSON, Tensors, refuse_non_fin
 from narrowgauge.checkpoint.store.safetensors_writer import write_safetensors
 from narrowgauge.checkpoint.store.save_plan import describe, file_name, make_index, plan_for_rank
 from narrowgauge.checkpoint.store.slices import LocalTensors, full_tensor
+from narrowgauge.collectives import rank_in, size_of
 from narrowgauge.files import write_new
 
 STATE = "state.json"

@@ -16,6 +16,7 @@ from narrowgauge.data.sources.hub import PREFIX
 from narrowgauge.data.token_files.source import token_files
 from narrowgauge.data.tokenization.tokenizer import tokenizer_identity
 from narrowgauge.errors import UserError
+from narrowgauge.torch_compat import cuda_architectures
 
 
 def collect(data: str | None = None, tokenizer: str | None = None) -> Facts:
@@ -46,13 +47,12 @@ def collect_software() -> Software:
     build = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
     if build != "cpu" and "nccl" in backends:
         nccl = tuple(torch.cuda.nccl.version()[:3])
-    flags = torch._C._cuda_getArchFlags() if build != "cpu" else None  # this wakes no GPU
     return Software(
         python=tuple(sys.version_info[:3]),
         torch=torch.__version__,
         build=build,
         library=release(torch.version.hip or torch.version.cuda or "0.0"),
-        architectures=tuple(flags.split()) if flags else (),
+        architectures=cuda_architectures(),
         backends=backends,
         nccl=nccl,
     )

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from narrowgauge.cluster.plan.cluster_spec import Cluster
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.models import Transformer, flops_per_token, model_config
 from narrowgauge.recipes import Recipe
+from narrowgauge.torch_compat import TorchDispatchMode, tree_iter
 from narrowgauge.training import Config, StepEstimate
 
 # Operations whose bytes are not counted: products are estimated separately.
@@ -68,25 +67,25 @@ class Estimate:
         return self.products + self.passes + self.update + self.waiting + self.bubble
 
 
-def estimate(config: Config, layout: ParallelDims, cluster: Cluster, step: StepEstimate) -> Estimate:
+def estimate(config: Config, parallel_dims: ParallelDims, cluster: Cluster, step: StepEstimate) -> Estimate:
     """Estimate the time of a step from its memory and traffic."""
     model, t, data = config.resolved_model(), config.training, config.data
     tokens = t.batch_size * data.sequence_length
-    per_device = tokens / layout.size
+    per_device = tokens / parallel_dims.size
     format, products = _products(config, cluster)
     passes = per_device * _bytes_per_token(config) / cluster.memory_bandwidth
     volumes = tuple(_volume(*key, size, cluster) for key, size in sorted(step.sent.items()) if size >= 2**10)
     busy = per_device * products + passes
     overlapped = sum(v.seconds for v in volumes if v.purpose in ("gather", "reduce"))
     waiting = max(0.0, overlapped - busy) + sum(v.seconds for v in volumes) - overlapped
-    micro_batches = t.batch_size // (layout.data * t.micro_batch_size)
-    bubble = busy * (layout.pipeline - 1) / (micro_batches * layout.chunks)
+    micro_batches = t.batch_size // (parallel_dims.data * t.micro_batch_size)
+    bubble = busy * (parallel_dims.pipeline - 1) / (micro_batches * parallel_dims.chunks)
     state = sum(step.memory.device[name] for name in ("weights", "master", "gradients", "m", "v"))
     update = 2 * state / cluster.memory_bandwidth + 2 * sum(step.memory.host.values()) / cluster.host
     total = busy + waiting + bubble + update
     compute = cluster.format_for(16, config.resolved_recipe().compute)
     used = flops_per_token(model, data.sequence_length) * tokens / total
-    mfu = used / layout.size / cluster.peak[compute]
+    mfu = used / parallel_dims.size / cluster.peak[compute]
     return Estimate(per_device * products, passes, update, waiting, bubble, volumes, tokens, mfu, format)
 
 

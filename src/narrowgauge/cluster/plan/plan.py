@@ -41,7 +41,7 @@ class Plan:
     """
 
     config: Config
-    layout: ParallelDims
+    parallel_dims: ParallelDims
     step: StepEstimate
     limit: int
     limit_source: str
@@ -72,8 +72,8 @@ def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) 
     Raises:
         UserError: `[parallel]` does not fit the number of devices.
     """
-    layout, t = parallel_dims_of(config, devices), config.training
-    step = estimate_step(config, layout)
+    parallel_dims, t = parallel_dims_of(config, devices), config.training
+    step = estimate_step(config, parallel_dims)
     if cluster is not None:
         limit, limit_source = cluster.memory_bytes, cluster.device or cluster.title
         has_host = cluster.device != "CPU"
@@ -83,16 +83,17 @@ def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) 
         has_host = device.type != "cpu" or bool(t.memory_limit)  # a limit stands for a GPU of another machine
     if t.memory_limit:
         limit, limit_source = parse_bytes(t.memory_limit), f"training.memory_limit {t.memory_limit}"
-    time = None if cluster is None else estimate(config, layout, cluster, step)
-    copy = copy_of_save(step.memory, layout) if config.checkpoint.asynchronous else 0
-    return Plan(config, layout, step, limit, limit_source, has_host, copy, time, cluster)
+    time = None if cluster is None else estimate(config, parallel_dims, cluster, step)
+    copy = copy_of_save(step.memory, parallel_dims) if config.checkpoint.asynchronous else 0
+    return Plan(config, parallel_dims, step, limit, limit_source, has_host, copy, time, cluster)
 
 
-def copy_of_save(memory: Memory, layout: ParallelDims) -> int:
+def copy_of_save(memory: Memory, parallel_dims: ParallelDims) -> int:
     """Bytes that a process copies for an asynchronous save; replicas divide the state among them."""
     kept = sum(memory.device[name] for name in ("weights", "master", "m", "v"))
     kept += sum(size for name, size in memory.host.items() if name != "gradients")
-    return kept // (layout.replicate * (1 if layout.is_cut else layout.shard * layout.context))
+    copies = 1 if parallel_dims.is_sharded else parallel_dims.shard * parallel_dims.context
+    return kept // (parallel_dims.replicate * copies)
 
 
 def tokens_of(text: str) -> int:
@@ -118,7 +119,8 @@ def print_plan(plan: Plan, console: Console, tokens: int = 0, price: float | Non
     if plan.time is not None and plan.cluster is not None:
         _print_time(plan, plan.time, console)
         budget = tokens or plan.config.training.steps * plan.time.tokens
-        total = cost(plan.time, plan.layout.size, budget, plan.cluster.price if price is None else price)
+        price = plan.cluster.price if price is None else price
+        total = cost(plan.time, plan.parallel_dims.size, budget, price)
         line = f"{budget:.4g} tokens: {total['days']:,.1f} days, {total['device-hours']:,.0f} device-hours"
         line += f", price {total['price']:,.0f}" if total["price"] else ""
         console.print(line, highlight=False)
@@ -138,7 +140,8 @@ def _print_memory(plan: Plan, console: Console) -> None:
         table.add_row("copy of a save", "", "", human_bytes(plan.copy))
     total = sum(memory.host.values()) + plan.copy
     table.add_row("together", "", human_bytes(memory.peak), human_bytes(total) if total else "", style="bold")
-    several = f" on {plan.layout.size} devices ({_axes(plan.layout)})" if plan.layout.size > 1 else ""
+    devices = plan.parallel_dims.size
+    several = f" on {devices} devices ({_axes(plan.parallel_dims)})" if devices > 1 else ""
     console.print(
         f"{plan.config.model.name}, {memory.parameters:,} parameters, recipe {plan.config.recipe.name}: "
         f"micro-batches of {t.micro_batch_size} x {plan.config.data.sequence_length} tokens{several}",
@@ -151,7 +154,7 @@ def _print_memory(plan: Plan, console: Console) -> None:
         f"{fits}: {human_bytes(plan.needed)} of {human_bytes(plan.limit)} ({plan.limit_source})",
         highlight=False,
     )
-    options = cheaper(plan.config, plan.has_host, plan.layout, wider=not plan.fits)
+    options = cheaper(plan.config, plan.has_host, plan.parallel_dims, wider=not plan.fits)
     for option, other in sorted(options, key=lambda item: item[1].peak):
         if other.peak > 0.99 * memory.peak:  # it would not be noticed
             continue
@@ -161,9 +164,9 @@ def _print_memory(plan: Plan, console: Console) -> None:
         )
 
 
-def _axes(layout: ParallelDims) -> str:
+def _axes(parallel_dims: ParallelDims) -> str:
     names = ("pipeline", "replicate", "shard", "context", "tensor")
-    return " x ".join(f"{name} {n}" for name in names if (n := getattr(layout, name)) > 1)
+    return " x ".join(f"{name} {n}" for name in names if (n := getattr(parallel_dims, name)) > 1)
 
 
 def _print_time(plan: Plan, time: Estimate, console: Console) -> None:
@@ -185,10 +188,10 @@ def _print_time(plan: Plan, time: Estimate, console: Console) -> None:
         "pipeline": time.bubble,
     }
     causes = " + ".join(f"{name} {size:.3g}" for name, size in parts.items() if size)
-    speed = time.tokens / time.seconds
+    speed, devices = time.tokens / time.seconds, plan.parallel_dims.size
     console.print(
         f"a step of {time.tokens:,} tokens: {time.seconds:.3g} s at best ({causes}), {speed:,.0f} tokens/s, "
-        f"{speed / plan.layout.size:,.0f} for each of {plan.layout.size}, MFU {100 * time.mfu:.1f} %",
+        f"{speed / devices:,.0f} for each of {devices}, MFU {100 * time.mfu:.1f} %",
         highlight=False,
         soft_wrap=True,
     )
@@ -199,7 +202,7 @@ def as_json(plan: Plan, tokens: int = 0, price: float | None = None) -> dict[str
     table: dict[str, Any] = {
         "memory": plan.step.memory.as_json() | {"limit": plan.limit, "fits": plan.fits, "copy": plan.copy},
         "parameters": plan.step.memory.parameters,
-        "devices": plan.layout.size,
+        "devices": plan.parallel_dims.size,
     }
     if plan.time is not None and plan.cluster is not None:
         time = plan.time
@@ -211,5 +214,5 @@ def as_json(plan: Plan, tokens: int = 0, price: float | None = None) -> dict[str
             {key: getattr(v, key) for key in ("purpose", "ranks", "inside", "between", "seconds")}
             for v in time.volumes
         ]
-        table["run"] = {"tokens": budget, **cost(time, plan.layout.size, budget, device_price)}
+        table["run"] = {"tokens": budget, **cost(time, plan.parallel_dims.size, budget, device_price)}
     return table

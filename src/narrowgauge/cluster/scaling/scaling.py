@@ -173,17 +173,18 @@ def _plans(config: Config, size: int, is_first: bool) -> dict[str, Config]:
 
 def _sized(config: Config, size: int, batch: int) -> Config:
     """The configuration for `size` processes and `batch` sequences a step, with fitting micro-batches."""
-    layout, t = _dims(config, size), config.training
-    if batch % layout.data:
+    parallel_dims, t = _dims(config, size), config.training
+    if batch % parallel_dims.data:
         fitting = [n for n in range(1, batch + 1) if batch % n == 0]
         raise UserError(
-            f"training.batch_size = {batch} cannot be divided over {layout.data} processes, and strong "
-            f"scaling divides it; change it, or ask for a number that fits: {', '.join(map(str, fitting))}"
+            f"training.batch_size = {batch} cannot be divided over {parallel_dims.data} processes, and "
+            "strong scaling divides it; change it, or ask for a number that fits: "
+            f"{', '.join(map(str, fitting))}"
         )
-    local_batch = batch // layout.data
+    local_batch = batch // parallel_dims.data
     micro = max(n for n in range(1, t.micro_batch_size + 1) if local_batch % n == 0)
     training = t.model_copy(update={"batch_size": batch, "micro_batch_size": micro})
-    parallel = {name: getattr(layout, name) for name in ("replicate", "shard")}
+    parallel = {name: getattr(parallel_dims, name) for name in ("replicate", "shard")}
     sized = config.model_copy(
         update={"training": training, "parallel": config.parallel.model_copy(update=parallel)}
     )
@@ -194,15 +195,15 @@ def _sized(config: Config, size: int, batch: int) -> Config:
 def _dims(config: Config, size: int) -> ParallelDims:
     """The dimensions of [parallel], with `replicate` or `shard` grown to make `size` processes."""
     p = config.parallel
-    layout = ParallelDims(**p.model_dump() | {"shard": max(1, p.shard)})
-    axis = "replicate" if layout.replicate > 1 else "shard"
-    layout = replace(layout, **{axis: 1})
-    if size % layout.size:
+    parallel_dims = ParallelDims(**p.model_dump() | {"shard": max(1, p.shard)})
+    axis = "replicate" if parallel_dims.replicate > 1 else "shard"
+    parallel_dims = replace(parallel_dims, **{axis: 1})
+    if size % parallel_dims.size:
         raise UserError(
-            f"--procs {size} is no multiple of the {layout.size} processes that [parallel] asks for beside "
-            f"{axis}; name multiples of {layout.size}"
+            f"--procs {size} is no multiple of the {parallel_dims.size} processes that [parallel] asks for "
+            f"beside {axis}; name multiples of {parallel_dims.size}"
         )
-    return replace(layout, **{axis: size // layout.size})
+    return replace(parallel_dims, **{axis: size // parallel_dims.size})
 
 
 def _threads(size: int) -> int:

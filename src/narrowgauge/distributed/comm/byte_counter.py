@@ -1,8 +1,8 @@
 """How many bytes does this process send, and for what?
 
-    with Traffic() as traffic:
+    with CommCounter() as counter:
         model(x).sum().backward()
-    traffic.sent["gather"]
+    counter.sent["gather"]
 
 Every collective of torch.distributed goes through torch's dispatcher, those of FSDP and DTensor too, where a
 `CommCounter` reads its tensors. What a rank of N sends for a tensor of n bytes is what a ring sends:
@@ -12,9 +12,9 @@ Every collective of torch.distributed goes through torch's dispatcher, those of 
     all-reduce of n bytes                         2 (N - 1) n / N
     broadcast, send                               n
 
-It is counted under what it is for: "gather" (weights), "reduce" (gradients), "activations", "amax" (agreement
-on scales), where the caller has said so by `sending`; else under "gather" for an all-gather, "reduce" for a
-reduce-scatter, "activations" for what one process sends to another, and "other".
+It is counted under its tag: "gather" (weights), "reduce" (gradients), "activations", "amax" (agreement on
+scales), where the caller has set one (`collectives.comm_tag`); else under "gather" for an all-gather,
+"reduce" for a reduce-scatter, "activations" for what one process sends to another, and "other".
 """
 
 from collections import Counter
@@ -23,22 +23,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from narrowgauge.quantization.purpose import current_comm_tag
+from narrowgauge.collectives import current_comm_tag
+from narrowgauge.torch_compat import TorchDispatchMode, group_of_collective
 
 
 class CommCounter(TorchDispatchMode):
     """Counts what this process sends while it is entered.
 
     Attributes:
-        sent: bytes by purpose.
-        calls: collectives by purpose.
-        by_ranks: bytes by (purpose, the ranks that talk, in order).
+        sent: bytes by tag.
+        calls: number of collectives by tag.
+        by_ranks: bytes by (tag, the ranks of the group in order).
     """
 
     def __init__(self) -> None:
-        """Nothing sent yet."""
+        """Make a counter of zeros."""
         super().__init__()
         self.sent: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
@@ -47,38 +47,33 @@ class CommCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Let everything pass, and count collectives."""
+        """Run every operation unchanged, and count collectives."""
         if func.namespace == "c10d":
             self._count(func.name().partition("::")[2], args)
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, args: Sequence[Any]) -> None:
-        group = _group(args)
+        group = group_of_collective(args)
         tensors, ranks = _inputs(args, reads_second="_base_" in name), group.size()
         size = sum(t.numel() * t.element_size() for t in tensors)
-        kind = "other"
+        default = "other"
         if name.startswith("_allgather_base_"):
-            kind, size = "gather", (ranks - 1) * size
+            default, size = "gather", (ranks - 1) * size
         elif name.startswith(("_reduce_scatter_base_", "alltoall_base_")):
-            kind, size = ("reduce" if "reduce" in name else kind), (ranks - 1) * size // ranks
+            default, size = ("reduce" if "reduce" in name else default), (ranks - 1) * size // ranks
         elif name.startswith("allreduce_"):
             size = 2 * (ranks - 1) * size // ranks
         elif name == "send":
-            kind = "activations"
+            default = "activations"
         elif not name.startswith("broadcast_"):
-            return  # barriers, and what nothing here is counted by
-        self.sent[current_comm_tag() or kind] += size
-        self.calls[current_comm_tag() or kind] += 1
-        self.by_ranks[current_comm_tag() or kind, tuple(dist.get_process_group_ranks(group))] += size
+            return  # barriers, and collectives that this package does not use
+        tag = current_comm_tag() or default
+        self.sent[tag] += size
+        self.calls[tag] += 1
+        self.by_ranks[tag, tuple(dist.get_process_group_ranks(group))] += size
 
 
 def _inputs(args: Sequence[Any], reads_second: bool) -> list[torch.Tensor]:
-    """What a collective reads: the second of (output, input), or the list that it works on."""
-    first = args[1] if reads_second else args[0]
-    return [first] if isinstance(first, torch.Tensor) else list(first)
-
-
-def _group(args: Sequence[Any]) -> dist.ProcessGroup:
-    """Of a collective, which is handed to it boxed."""
-    boxed = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
-    return dist.ProcessGroup.unbox(boxed)
+    """The tensors that a collective reads: the second of (output, input), or the list that it works on."""
+    tensors = args[1] if reads_second else args[0]
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)

@@ -16,7 +16,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.collectives import Group
+from narrowgauge.collectives import Group, all_reduce_max_
 from narrowgauge.distributed.comm.quantized_reduce import (
     QuantizedSum,
     all_reduce,
@@ -28,7 +28,6 @@ from narrowgauge.errors import UserError
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.weight_state import GradientState
 from narrowgauge.quantization import TensorShard, make_cast
-from narrowgauge.quantization.purpose import comm_tag
 
 WIDE = WireFormat(make_cast("fp32"))
 WireFormats = Mapping[torch.Tensor, WireFormat]
@@ -146,7 +145,8 @@ def all_reduce_gradient_states(
         _store(gradients[i], total)
     for gradient in gradients:
         gradient.is_empty = False
-    _agree([g.prescale.tensors["overflowed"] for g in gradients if g.prescale is not None], group)
+    # What is learnt of them is then the same on all ranks.
+    all_reduce_max_([g.prescale.tensors["overflowed"] for g in gradients if g.prescale is not None], group)
 
 
 def _numbers(gradient: GradientState) -> torch.Tensor:
@@ -166,16 +166,6 @@ def _store(gradient: GradientState, total: QuantizedSum) -> None:
     else:
         gradient.tensors["codes"].copy_(total.numbers)
         gradient.tensors["scales"].copy_(total.scale)
-
-
-def _agree(shares: Sequence[torch.Tensor], group: Group) -> None:
-    """Take the largest of all ranks, so that what is learnt of it is the same on all."""
-    if shares:
-        together = torch.stack(list(shares))
-        with comm_tag("amax"):
-            dist.all_reduce(together, dist.ReduceOp.MAX, group)
-        for share, found in zip(shares, together, strict=True):
-            share.copy_(found)
 
 
 def _own_parameters(module: torch.nn.Module) -> list[DTensor]:

@@ -1,11 +1,11 @@
-"""Gradients of all ranks added up in narrow numbers: the place `reduce`.
+"""The sum of all ranks' gradients in narrow numbers: the place `reduce`.
 
-    reduce_scatter    of a buffer (ranks, shard): each rank gets its row of the sum       FSDP
-    all_reduce        of a list of tensors: each rank gets all of every sum               replicas
+    reduce_scatter    a buffer (ranks, shard) -> this rank's row of the sum               FSDP
+    all_reduce        a list of tensors -> every sum, on all ranks                        DDP
 
-Each tensor has a cast of its own (`WireFormat`). What is narrow travels in one all-to-all of bytes for the
-whole bucket and is added in the order of a ring (`ring.py`), under scales that one all-reduce agreed on
-(`shared_scales.py`); what is fp32 travels by torch's own collectives. The all-reduce of narrow numbers is a
+Each tensor has a format of its own (`WireFormat`). Narrow ones travel in one all-to-all of bytes for the
+whole bucket and are added in the order of a ring (`ring_reduce.py`), under scales that one all-reduce agreed
+on (`shared_scales.py`); fp32 ones travel by torch's own collectives. The all-reduce of narrow numbers is a
 reduce-scatter and an all-gather of the sums, in the same numbers.
 """
 
@@ -13,20 +13,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.nn.functional import pad
 
-from narrowgauge.collectives import Group, reduce_scatter_rows
-from narrowgauge.distributed.comm.ring_reduce import gather_chunks, ring_reduce_scatter
+from narrowgauge.collectives import Group, all_reduce_flat, comm_tag, reduce_scatter_rows
+from narrowgauge.distributed.comm.ring_reduce import all_gather_chunks, ring_reduce_scatter
 from narrowgauge.distributed.comm.shared_scales import (
     WireFormat,
-    count_cut,
+    count_overflow,
     shared_scales,
     to_wire,
     update_prescale,
 )
 from narrowgauge.formats import Format, decode
-from narrowgauge.quantization.purpose import comm_tag
 
 Tensors = Sequence[torch.Tensor]
 
@@ -39,7 +37,7 @@ class QuantizedSum(NamedTuple):
     element: Format
 
     def values(self) -> torch.Tensor:
-        """In float32."""
+        """The sum in float32."""
         if self.scale is None:
             return self.numbers.float()
         return decode(self.numbers, self.element) * self.scale
@@ -51,41 +49,35 @@ def reduce_scatter(
     """This rank's shard of the sum over ranks, (S,), float32.
 
     Args:
-        flat_RS: float32 (ranks, S); row r is what rank r will hold the sum of, shards of the tensors one
-        after
-            the other.
+        flat_RS: float32 (ranks, S); row r is what rank r will hold the sum of, the shards of all tensors one
+            after the other.
         widths: elements of each tensor in a row; their sum is S.
-        wires: how each tensor travels.
+        wires: the format of each tensor.
         group: the ranks.
     """
     columns = flat_RS.split(list(widths), 1)
     out = flat_RS.new_empty(flat_RS.shape[1])
     shards = out.split(list(widths))
-    wide, narrow = _apart(wires)
+    wide, narrow = _wide_and_narrow(wires)
     if not narrow:
         return _sum_wide(flat_RS, group)
     if wide:
-        own = _sum_wide(torch.cat([columns[i] for i in wide], 1), group)
-        for i, shard in zip(wide, own.split([widths[i] for i in wide]), strict=True):
+        wide_shards = _sum_wide(torch.cat([columns[i] for i in wide], 1), group)
+        for i, shard in zip(wide, wide_shards.split([widths[i] for i in wide]), strict=True):
             shards[i].copy_(shard)
     sums = sum_quantized([columns[i] for i in narrow], [wires[i] for i in narrow], group)
-    for i, found in zip(narrow, sums, strict=True):
-        shards[i].copy_(found.values())
+    for i, total in zip(narrow, sums, strict=True):
+        shards[i].copy_(total.values())
     return out
 
 
 def all_reduce(tensors: Tensors, wires: Sequence[WireFormat], group: Group) -> None:
     """Put the sum over ranks in place of each float32 tensor."""
-    wide, narrow = _apart(wires)
-    if wide:
-        together = torch.cat([tensors[i].reshape(-1) for i in wide])
-        with comm_tag("reduce"):
-            dist.all_reduce(together, group=group)
-        for i, found in zip(wide, together.split([tensors[i].numel() for i in wide]), strict=True):
-            tensors[i].copy_(found.view_as(tensors[i]))
+    wide, narrow = _wide_and_narrow(wires)
+    all_reduce_flat([tensors[i] for i in wide], group)
     sums = all_reduce_quantized([tensors[i] for i in narrow], [wires[i] for i in narrow], group)
-    for i, found in zip(narrow, sums, strict=True):
-        tensors[i].copy_(found.values())
+    for i, total in zip(narrow, sums, strict=True):
+        tensors[i].copy_(total.values())
 
 
 def all_reduce_quantized(tensors: Tensors, wires: Sequence[WireFormat], group: Group) -> list[QuantizedSum]:
@@ -95,44 +87,44 @@ def all_reduce_quantized(tensors: Tensors, wires: Sequence[WireFormat], group: G
     ranks = group.size()
     columns = [pad(t.reshape(-1), (0, -t.numel() % ranks)).view(ranks, -1) for t in tensors]
     sums = sum_quantized(columns, wires, group)
-    every = gather_chunks([s.numbers for s in sums], group)
+    gathered = all_gather_chunks([s.numbers for s in sums], group)
     return [
         s._replace(numbers=numbers[: t.numel()].view(t.shape))
-        for s, numbers, t in zip(sums, every, tensors, strict=True)
+        for s, numbers, t in zip(sums, gathered, tensors, strict=True)
     ]
 
 
 def sum_quantized(columns_RW: Tensors, wires: Sequence[WireFormat], group: Group) -> list[QuantizedSum]:
     """This rank's row of the sum over ranks of each float32 tensor (ranks, width)."""
     scales = shared_scales(columns_RW, wires, group)
-    every = list(zip(columns_RW, wires, [None if s is None else s[0] for s in scales], strict=True))
-    numbers = [to_wire(x, wire, encode) for x, wire, encode in every]
+    terms = list(zip(columns_RW, wires, [None if s is None else s[0] for s in scales], strict=True))
+    numbers = [to_wire(x, wire, encode) for x, wire, encode in terms]
     elements = dict.fromkeys(wire.cast.element for wire in wires)
     members = [[i for i, wire in enumerate(wires) if wire.cast.element == e] for e in elements]
-    kinds = [
+    by_format = [
         (e, torch.cat([numbers[i] for i in which], 1)) for e, which in zip(elements, members, strict=True)
     ]
     learns = any(wire.prescale is not None for wire in wires)
-    found: dict[int, QuantizedSum] = {}
-    cut = [torch.zeros((), dtype=torch.int64, device=columns_RW[0].device)] * len(wires)
+    totals: dict[int, QuantizedSum] = {}
+    within = [torch.zeros((), dtype=torch.int64, device=columns_RW[0].device)] * len(wires)
     for which, (e, _), (sums, overflow) in zip(
-        members, kinds, ring_reduce_scatter(kinds, group, learns), strict=True
+        members, by_format, ring_reduce_scatter(by_format, group, learns), strict=True
     ):
         lengths = [columns_RW[i].shape[1] for i in which]
-        for i, part in zip(which, sums.split(lengths), strict=True):
+        for i, row in zip(which, sums.split(lengths), strict=True):
             scale = scales[i]
-            found[i] = QuantizedSum(part, None if scale is None else scale[1], e)
+            totals[i] = QuantizedSum(row, None if scale is None else scale[1], e)
         if overflow is not None:
-            for i, part in zip(which, overflow.split(lengths), strict=True):
-                cut[i] = part.sum(dtype=torch.int64)
+            for i, row in zip(which, overflow.split(lengths), strict=True):
+                within[i] = row.sum(dtype=torch.int64)
     if learns:
-        before = [count_cut(*of_one) for of_one in every]
-        update_prescale(wires, before, cut, [x.numel() for x in columns_RW], group)
-    return [found[i] for i in range(len(wires))]
+        before = [count_overflow(*term) for term in terms]
+        update_prescale(wires, before, within, [x.numel() for x in columns_RW], group)
+    return [totals[i] for i in range(len(wires))]
 
 
-def _apart(wires: Sequence[WireFormat]) -> tuple[list[int], list[int]]:
-    """The numbers of the wide ones, and of the narrow ones."""
+def _wide_and_narrow(wires: Sequence[WireFormat]) -> tuple[list[int], list[int]]:
+    """The indices of the tensors that travel in fp32, and of the others."""
     wide = [i for i, wire in enumerate(wires) if not wire.is_narrow]
     return wide, [i for i, wire in enumerate(wires) if wire.is_narrow]
 

@@ -1,15 +1,15 @@
-"""One optimizer step over all processes, but for the update: forward, backward, and what has to be summed.
+"""The part of an optimizer step in which ranks take part, but for the update: forward, backward, reductions.
 
-Where gradients come together:
+Where gradients are summed:
 
-    over `data`       by DDP or FSDP2, beside the backward pass
-    over `tensor`     here, for weights that are whole on each of its processes: these saw different tokens
+    over `data`       by DDP or FSDP2, during the backward pass
+    over `tensor`     here, for weights that each of its processes has in full: they saw different tokens
     histories         largest magnitudes of delayed scales, all layers in one collective
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from narrowgauge.collectives import all_reduce_flat, all_reduce_max_, all_reduce_values, gather_objects
 from narrowgauge.data import Batch
 from narrowgauge.distributed.comm.grad_hooks import all_reduce_gradient_states, wire_formats
 from narrowgauge.distributed.mesh import Mesh, ParallelDims
@@ -29,31 +30,40 @@ from narrowgauge.models import Transformer
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.optim import ModelGroup, Optimizer, local
 from narrowgauge.quantization import TensorShard
-from narrowgauge.quantization.purpose import comm_tag
+from narrowgauge.torch_compat import overflow_flags
+
+T = TypeVar("T")
 
 
 class Engine:
-    """A model on the processes of a mesh; of a mesh of one, just the model."""
+    """A model on the processes of a mesh; on a mesh of one process, just the model."""
 
     def __init__(
         self, model: Transformer, mesh: Mesh, device: torch.device, modules: Sequence[Callable[..., Any]]
     ) -> None:
-        """`modules` are what `build` gave, or the one function that computes the loss."""
+        """Take over what `parallelize` made.
+
+        Args:
+            model: this process's shards of the model.
+            mesh: the processes.
+            device: what this process computes on.
+            modules: the result of `parallelize`, or one function that computes the loss.
+        """
         self.model, self.mesh, self.device, self.modules = model, mesh, device, list(modules)
         self.pipeline: Pipeline | FakePipeline | None = None
-        if isinstance(mesh, FakeMesh) and mesh.layout.stages > 1:
+        if isinstance(mesh, FakeMesh) and mesh.parallel_dims.stages > 1:
             self.pipeline = FakePipeline(model, self.modules, mesh)
-        elif mesh.layout.stages > 1:
+        elif mesh.parallel_dims.stages > 1:
             self.pipeline = Pipeline(model, cast(list[nn.Module], self.modules), mesh, device)
 
     @classmethod
     def alone(cls, model: Transformer) -> "Engine":
-        """A model that is all in this process."""
+        """The engine of a model that is all in this process."""
         device = next(model.parameters()).device
         return cls(model, Mesh(ParallelDims(), device), device, [model.loss])
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Tell an optimizer who holds the parameters with it."""
+        """Give an optimizer the group of ranks that hold the parameters."""
         if not self.mesh.is_alone:
             assert dist.group.WORLD is not None
             optimizer.model_group = ModelGroup(dist.group.WORLD, self.mesh.size("stage"))
@@ -65,17 +75,23 @@ class Engine:
         scale: Callable[[torch.Tensor], torch.Tensor],
         after_forward: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """Forward and backward of this process's micro-batches; the sum of their weighted losses.
+        """Forward and backward pass of this process's micro-batches.
 
-        `begin(i)` is called before the forward pass of the i-th, `after_forward` between that and its
-        backward pass, which starts from `scale(loss)`.
+        Args:
+            micro_batches: those of the step.
+            begin: `begin(i)` is called before the forward pass of the i-th.
+            scale: makes of a loss what its backward pass starts from.
+            after_forward: is called with each loss between its forward and its backward pass.
+
+        Returns:
+            The sum of their weighted losses, 0-dim.
         """
         total = self._zero()
         if self.pipeline is not None:
             return self.pipeline.run(StageInput(micro_batches, begin, scale, total), with_backward=True)
         for i, (_, batch, weight) in enumerate(micro_batches):
             begin(i)
-            with self._last(i == len(micro_batches) - 1):
+            with self._gradient_sync(is_last=i == len(micro_batches) - 1):
                 loss = self._loss(batch) * weight
                 if after_forward is not None:
                     after_forward(loss.detach())
@@ -85,20 +101,21 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        """This process's part of the mean loss of a batch, a term of a sum over `sequence` and stages."""
+        """This process's term of the mean loss of a batch; the sum is over `sequence` and stages."""
         if self.pipeline is not None:
-            work = StageInput([MicroBatch(0, batch, 1.0)], lambda i: None, lambda loss: loss, self._zero())
-            loss = self.pipeline.run(work, with_backward=False)
+            micro_batches = [MicroBatch(0, batch, 1.0)]
+            stage_input = StageInput(micro_batches, lambda i: None, lambda loss: loss, self._zero())
+            loss = self.pipeline.run(stage_input, with_backward=False)
         else:
             loss = self._loss(batch)
-        if self.mesh.layout.is_cut:
-            self._cut_again()
+        if self.mesh.parallel_dims.is_sharded:
+            self._reshard()
         return loss
 
-    def _cut_again(self) -> None:
-        """After a forward pass without a backward pass, which would do it."""
-        every: list[object] = [*self.modules, *self.model.modules()]
-        for module in every:
+    def _reshard(self) -> None:
+        """Free full weights after a forward pass without a backward pass, which would do it."""
+        modules: list[object] = [*self.modules, *self.model.modules()]
+        for module in modules:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
@@ -111,12 +128,12 @@ class Engine:
     def _zero(self) -> torch.Tensor:
         return torch.zeros((), device=self.device)
 
-    def _last(self, is_last: bool) -> AbstractContextManager[None]:
-        """Whether gradients are summed after this micro-batch: always where they are cut (ZeRO 2 and 3)."""
+    def _gradient_sync(self, is_last: bool) -> AbstractContextManager[None]:
+        """Sum gradients after the last micro-batch only; after each where they are sharded (ZeRO 2 and 3)."""
         objective: object = self.modules[0]
         if isinstance(objective, DistributedDataParallel):
             return nullcontext() if is_last else objective.no_sync()
-        if isinstance(objective, FSDPModule) and self.mesh.layout.zero == 1:
+        if isinstance(objective, FSDPModule) and self.mesh.parallel_dims.zero == 1:
             objective.set_requires_gradient_sync(is_last)
             objective.set_reshard_after_backward(is_last)
             objective.set_is_last_backward(is_last)
@@ -124,94 +141,72 @@ class Engine:
 
     @torch.no_grad()
     def finish_backward(self) -> None:
-        """Sum what nobody else does."""
+        """Do the reductions that neither DDP nor FSDP does."""
         if self.mesh.is_alone:
             return
-        self._sum_at_rest()
+        self._reduce_gradient_states()
         if self.mesh.size("tensor") > 1:
-            group = self.mesh.group("tensor")
-            _sum_flat([local(p.grad) for p in self._whole_over_tensor() if p.grad is not None], group)
-        if self.mesh.ends is not None and self.model.config.tied_head:
-            _sum_flat([local(g) for g in [self.model.embedding.weight.grad] if g is not None], self.mesh.ends)
+            full = (p.grad for p in self._replicated_over_tensor())
+            all_reduce_flat([local(g) for g in full if g is not None], self.mesh.group("tensor"))
+        if self.mesh.first_last_group is not None and self.model.config.tied_head:
+            gradient = self.model.embedding.weight.grad
+            all_reduce_flat([] if gradient is None else [local(gradient)], self.mesh.first_last_group)
         amaxes = [m.amax for m in self.model.modules() if isinstance(m, AmaxHistory)]
         if amaxes:
-            model_group = torch.stack(amaxes)
-            with comm_tag("amax"):
-                dist.all_reduce(model_group, dist.ReduceOp.MAX, self.mesh.group("stage"))
-            for amax, of_all in zip(amaxes, model_group, strict=True):
-                amax.copy_(of_all)
+            all_reduce_max_(amaxes, self.mesh.group("stage"))
 
-    def _sum_at_rest(self) -> None:
-        """Gradients in narrow numbers: of whole weights over `tensor`, over `data` where FSDP does not."""
+    def _reduce_gradient_states(self) -> None:
+        """Sum gradients that lie in narrow numbers: over `tensor` where each process has the full weight, and
+        over `data` where FSDP does not."""
         wires = wire_formats(self.model)
-        held = [p for p in self.model.parameters() if getattr(p, "gradient", None) is not None]
-        for direction in ("tensor",) if self.mesh.layout.is_cut else ("data", "tensor"):
-            if self.mesh.size(direction) > 1:
-                group = self.mesh.group(direction)
-                some = [p for p in held if direction == "data" or group not in _groups(p)]
-                all_reduce_gradient_states([p.gradient for p in some], [wires[p] for p in some], group)  # type: ignore[attr-defined]
+        narrow = [p for p in self.model.parameters() if getattr(p, "gradient", None) is not None]
+        for axis in ("tensor",) if self.mesh.parallel_dims.is_sharded else ("data", "tensor"):
+            if self.mesh.size(axis) > 1:
+                group = self.mesh.group(axis)
+                reduced = [p for p in narrow if axis == "data" or group not in _groups(p)]
+                all_reduce_gradient_states([p.gradient for p in reduced], [wires[p] for p in reduced], group)  # type: ignore[attr-defined]
 
     def after_update(self) -> None:
-        """The weights have changed: agree on the scales that they travel with."""
-        if self.mesh.layout.is_cut:
+        """Renew the scales with which weights travel, once the weights have changed."""
+        if self.mesh.parallel_dims.is_sharded:
             renew_gather_scales(self.model)
 
-    def _whole_over_tensor(self) -> Iterator[nn.Parameter]:
-        """Parameters of which each process of `tensor` has all."""
+    def _replicated_over_tensor(self) -> Iterator[nn.Parameter]:
+        """Parameters that each process of `tensor` has in full."""
         group = self.mesh.group("tensor")
         for p in self.model.parameters():
             if group not in _groups(p):
                 yield p
 
-    def sums(self, numbers: Sequence[float]) -> list[float]:
-        """Each of some numbers summed over all processes, in float64."""
+    def sum_over_ranks(self, values: Sequence[float]) -> list[float]:
+        """The sum of each number over all processes, in float64."""
         if self.mesh.is_alone:
-            return list(numbers)
-        model_group = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        dist.all_reduce(model_group)
-        return model_group.tolist()
+            return list(values)
+        return all_reduce_values(values, [None], self.device, torch.float64)
+
+    def sum_over_data(self, count: int) -> int:
+        """The sum of a count over the processes that have different sequences."""
+        groups = self.mesh.groups("replicate", "shard")
+        return int(all_reduce_values([count], groups, self.device, torch.int64)[0]) if groups else count
 
     @property
     def rank(self) -> int:
-        """Of this process among all."""
+        """Rank of this process among all."""
         return 0 if self.mesh.is_alone else dist.get_rank()
 
-    def gather(self, value: Any) -> list[Any]:
-        """What each process has, in the order of their ranks."""
-        if self.mesh.is_alone:
-            return [value]
-        every = [None] * dist.get_world_size()
-        dist.all_gather_object(every, value)
-        return every
+    def gather(self, value: T) -> list[T]:
+        """The value of each process, in the order of their ranks, on all of them."""
+        return gather_objects(value, None if self.mesh.is_alone else dist.group.WORLD)
 
-    def sum_over_data(self, count: int) -> int:
-        """A count summed over the processes that meet sequences of their own."""
-        if self.mesh.layout.data == 1:
-            return count
-        model_group = torch.tensor(count, device=self.device)
-        for group in self.mesh.groups("replicate", "shard"):
-            dist.all_reduce(model_group, group=group)
-        return int(model_group)
-
-    def share_overflow(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-        """What one process found not finite in its gradients, all shall know of: scales stay equal."""
+    def all_reduce_overflow(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+        """Let all processes know where one found a gradient that is not finite, so that loss scales stay
+        equal."""
         if not self.mesh.is_alone:
-            for found in scaler._found_inf_per_device(optimizer).values():
-                dist.all_reduce(found, dist.ReduceOp.MAX)
+            for flag in overflow_flags(scaler, optimizer).values():
+                dist.all_reduce(flag, dist.ReduceOp.MAX)
 
 
 def _groups(p: torch.Tensor) -> list[dist.ProcessGroup]:
-    """That hold pieces of a parameter."""
-    part: TensorShard = p.part  # type: ignore[attr-defined]
-    return part.groups
-
-
-def _sum_flat(gradients: list[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """All of them in one collective."""
-    if not gradients:
-        return
-    flat = torch.cat([g.flatten() for g in gradients])
-    with comm_tag("reduce"):
-        dist.all_reduce(flat, group=group)
-    for g, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        g.copy_(summed.view_as(g))
+    """The process groups over which a parameter is sharded."""
+    shard: TensorShard = p.part  # type: ignore[attr-defined]
+    return shard.groups

@@ -24,6 +24,7 @@ from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.sharded.gathered_weight import PlaceholderShard, WeightGather, sync_scales
 from narrowgauge.nn.weight_state import WeightState, add_all
 from narrowgauge.quantization import QuantizedState, TensorShard, full_axis
+from narrowgauge.torch_compat import local_tensor
 
 
 @contextmanager
@@ -71,7 +72,7 @@ def _attach_state(layer: Linear, whole: WeightState | None, part: TensorShard, s
     assert isinstance(parameter, DTensor), "narrow_shards is for modules that fully_shard cuts within"
     own, rows = _cut(part, parameter)
     parameter.part = own  # type: ignore[attr-defined]
-    layer.is_cut = True
+    layer.is_sharded = True
     if whole is not None:
         layer.state_at_rest = state = _shard_of(whole, layer, rows)
         if state.gradient is not None:
@@ -99,7 +100,7 @@ def _shard_of(whole: WeightState, layer: Linear, rows: slice) -> WeightState:
     recipe, known = layer.recipe, whole.master or whole.at_rest
     parameter: torch.Tensor = layer.weight
     assert isinstance(parameter, DTensor)
-    numbers = parameter._local_tensor if known is None else known.read()[rows]
+    numbers = local_tensor(parameter) if known is None else known.read()[rows]
     state = WeightState(layer.weight, recipe.state, recipe.offload, numbers)
     for to, of in ((state.at_rest, whole.at_rest), (state.master, whole.master)):
         if to is not None and of is not None:
@@ -146,7 +147,7 @@ def collect_grads(parameters: Mapping[Linear, torch.Tensor]) -> None:
         # The same on all copies of a shard, which meet other samples: sums are counted instead.
         first = state.gradient.sums * parameter.numel()
         streams.append(None if layer.keys is None else RandomStream(layer.keys[-1], first))
-        tensors.append((total._local_tensor if isinstance(total, DTensor) else total).float())
+        tensors.append(local_tensor(total).float())
         gradients.append(state.gradient)
         parameter.grad = None
     add_all(gradients, tensors, streams)

@@ -1,11 +1,12 @@
-"""From a model's configuration to this process's pieces of it, with their starting values.
+"""From a model's configuration to this process's shards of it, with their starting values.
 
-    1. the whole model without numbers (meta device), under its recipe: layers know their numbers in it
-    2. the layers of other pipeline stages go; the others are divided over `tensor` and `context`
-    3. parameter after parameter is drawn, cut, and given to its layer; a block that has all of them is cut
-       over `shard` (FSDP2) at once: no process ever holds more than that, the embedding and its pieces
+    1. the full model without numbers (meta device), under its recipe: its layers are numbered
+    2. the layers of other pipeline stages are removed; the others are sharded over `tensor` and `context`
+    3. parameter after parameter is drawn, sharded, and given to its layer; a block that has all of them is
+       sharded over `shard` (FSDP2) at once: no process ever holds more than one full block, the embedding and
+       its shards
 
-The numbers are those that one process alone would start with.
+The values are those with which one process alone would start.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from narrowgauge.collectives import comm_tag
 from narrowgauge.distributed.comm.grad_hooks import quantize_fsdp_reduce, quantized_comm_hook, wire_formats
 from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.distributed.parallel.fsdp import quantized_fsdp
@@ -27,8 +29,8 @@ from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.models import ModelConfig, Transformer, starting_values
 from narrowgauge.nn import DTYPES, Linear, convert
 from narrowgauge.quantization import TensorShard
-from narrowgauge.quantization.purpose import comm_tag
 from narrowgauge.recipes import Recipe
+from narrowgauge.torch_compat import ignore_in_ddp
 
 
 class Objective(nn.Module):
@@ -45,13 +47,22 @@ class Objective(nn.Module):
         position_BT: torch.Tensor | None = None,
         targets: int | None = None,
     ) -> torch.Tensor:
-        """As `Transformer.loss`, of the tokens that are here."""
+        """The loss of the local tokens, as `Transformer.loss`."""
         return self.model.loss(x_BT, y_BT, position_BT, targets)
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What decides a model's numbers, but for the optimizer."""
+    """Everything that a model's numbers depend on, but for the optimizer.
+
+    Attributes:
+        model: the model's dimensions.
+        recipe: its casts.
+        seed: of the starting values.
+        backend: which products to use, as in `convert`.
+        recompute: as in `Transformer`.
+        chunked_loss: as in `Transformer`.
+    """
 
     model: ModelConfig
     recipe: Recipe
@@ -61,68 +72,75 @@ class ModelSpec:
     chunked_loss: bool = False
 
 
-def parallelize(plan: ModelSpec, mesh: Mesh, device: torch.device) -> tuple[Transformer, list[nn.Module]]:
-    """This process's pieces of the model, and the modules that compute with them.
+def parallelize(spec: ModelSpec, mesh: Mesh, device: torch.device) -> tuple[Transformer, list[nn.Module]]:
+    """Make this process's shards of a model.
 
-    One, the `Objective`, or the stages of this process in a pipeline.
+    Args:
+        spec: the model.
+        mesh: the processes.
+        device: what this process computes on; the meta device for a model without numbers.
+
+    Returns:
+        The model, and the modules that compute with it: one `Objective`, or the `Stage`s of this process in a
+        pipeline.
     """
     with torch.device("meta"):
-        model = Transformer(plan.model, DTYPES[plan.recipe.compute])
-    model.recompute, model.chunked_loss = plan.recompute, plan.chunked_loss
+        model = Transformer(spec.model, DTYPES[spec.recipe.compute])
+    model.recompute, model.chunked_loss = spec.recompute, spec.chunked_loss
     shapes = {name: p.shape for name, p in model.named_parameters()}
     # Without numbers there is no device that could have the formats; with them, each layer looks again.
-    convert(model, plan.recipe, backend="emulated" if plan.backend == "emulated" else "auto")
+    convert(model, spec.recipe, backend="emulated" if spec.backend == "emulated" else "auto")
     keep_stages(model, mesh)
     shard_blocks(model, mesh)
-    parts = {name: p.part for name, p in model.named_parameters()}  # type: ignore[attr-defined]
-    _fill(model, plan, shapes, mesh, device)
+    shards = {name: p.part for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    _fill(model, spec, shapes, mesh, device)
     modules: list[nn.Module] = [Objective(model)]
-    if (stages := mesh.layout.stages) > 1:
+    if (stages := mesh.parallel_dims.stages) > 1:
         modules = [Stage(model, number, stages) for number in stages_of(mesh)]
-    if mesh.layout.is_cut:
+    if mesh.parallel_dims.is_sharded:
         for module in modules:
-            _cut(module, mesh)
+            _apply_fsdp(module, mesh)
         for name, p in model.named_parameters():
-            if not hasattr(p, "part"):  # weights of linear layers have theirs (`nn.shards`)
-                p.part = _cut_part(parts[name], mesh)  # type: ignore[attr-defined]
+            if not hasattr(p, "part"):  # weights of linear layers have theirs (`parallel.fsdp`)
+                p.part = _fsdp_shard(shards[name], mesh)  # type: ignore[attr-defined]
         for module in modules:
             quantize_fsdp_reduce(module)
     elif mesh.size("data") > 1:
-        modules = [_replicated(module, mesh) for module in modules]
-    if mesh.ends is not None and plan.model.tied_head:
+        modules = [_apply_ddp(module, mesh) for module in modules]
+    if mesh.first_last_group is not None and spec.model.tied_head:
         model.embedding.weight.stages = 2  # type: ignore[attr-defined]
     return model, modules
 
 
 def _fill(
-    model: Transformer, plan: ModelSpec, shapes: Mapping[str, torch.Size], mesh: Mesh, device: torch.device
+    model: Transformer, spec: ModelSpec, shapes: Mapping[str, torch.Size], mesh: Mesh, device: torch.device
 ) -> None:
-    """Give every parameter its numbers; blocks are cut when they have theirs."""
+    """Give every parameter its values, and shard each block as soon as it has them."""
     missing = dict(model.named_parameters())
-    for name, value in _values(plan, shapes, device):
+    for name, value in _values(spec, shapes, device):
         if name not in missing:
             continue
         owner, key = _owner(model, name)
-        part: TensorShard = missing.pop(name).part  # type: ignore[attr-defined]
-        parameter = nn.Parameter(part.local_of(value).to(device))
-        parameter.part = part  # type: ignore[attr-defined]
+        shard: TensorShard = missing.pop(name).part  # type: ignore[attr-defined]
+        parameter = nn.Parameter(shard.local_of(value).to(device))
+        parameter.part = shard  # type: ignore[attr-defined]
         setattr(owner, key, parameter)
         block = ".".join(name.split(".")[:2])
         if block.startswith("blocks.") and not any(other.startswith(f"{block}.") for other in missing):
-            _begin(model.get_submodule(block))
-            if mesh.layout.is_cut:
-                _cut(model.get_submodule(block), mesh)
+            _bind_layers(model.get_submodule(block))
+            if mesh.parallel_dims.is_sharded:
+                _apply_fsdp(model.get_submodule(block), mesh)
     if model.head is not None:
         model.tie_head()
-        _begin(model.head)
+        _bind_layers(model.head)
 
 
 def _values(
-    plan: ModelSpec, shapes: Mapping[str, torch.Size], device: torch.device
+    spec: ModelSpec, shapes: Mapping[str, torch.Size], device: torch.device
 ) -> Iterable[tuple[str, torch.Tensor]]:
-    """The starting value of each parameter, or what stands for it where there are no numbers."""
+    """The starting value of each parameter; on the meta device an empty tensor for each."""
     if device.type != "meta":
-        return starting_values(plan.model, shapes, plan.seed)
+        return starting_values(spec.model, shapes, spec.seed)
     return ((name, torch.empty(shape, device=device)) for name, shape in shapes.items())
 
 
@@ -131,42 +149,42 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(module), key
 
 
-def _begin(block: nn.Module) -> None:
-    """Let the layers take over their parameters."""
+def _bind_layers(block: nn.Module) -> None:
+    """Let the layers of a block take over their parameters."""
     for layer in block.modules():
         if isinstance(layer, Linear):
             layer.set_weights(layer.weight, layer.bias)
 
 
-def _cut(module: nn.Module, mesh: Mesh) -> None:
-    """Cut a module's parameters over `shard` and `context`; sums of gradients are not divided."""
-    layout = mesh.layout
-    whole = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    is_root = isinstance(module, Objective | Stage)  # what these have themselves is needed at once again
-    again = layout.zero == 3 and not is_root
+def _apply_fsdp(module: nn.Module, mesh: Mesh) -> None:
+    """Shard a module's parameters over `shard` and `context`; sums of gradients are not divided."""
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    is_root = isinstance(module, Objective | Stage)  # the backward pass begins with a root's own parameters
+    reshard = mesh.parallel_dims.zero == 3 and not is_root
     if isinstance(mesh, FakeMesh):
-        fake_fully_shard(module, mesh, again)
+        fake_fully_shard(module, mesh, reshard)
         return
     with quantized_fsdp(module):
-        fully_shard(module, mesh=mesh.cuts, mp_policy=whole, reshard_after_forward=again)
+        fully_shard(module, mesh=mesh.fsdp_mesh, mp_policy=policy, reshard_after_forward=reshard)
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
 
 
-def _cut_part(part: TensorShard, mesh: Mesh) -> TensorShard:
-    first, *others = part.axes
-    return TensorShard((first.chunk(mesh.index("cut"), mesh.size("cut"), mesh.group("cut")), *others))
+def _fsdp_shard(shard: TensorShard, mesh: Mesh) -> TensorShard:
+    """This rank's shard under FSDP of what it would have without."""
+    first, *others = shard.axes
+    return TensorShard((first.chunk(mesh.index("fsdp"), mesh.size("fsdp"), mesh.group("fsdp")), *others))
 
 
-def _replicated(objective: nn.Module, mesh: Mesh) -> DistributedDataParallel:
-    """Sum gradients over `data`, whole weights staying on each process."""
+def _apply_ddp(objective: nn.Module, mesh: Mesh) -> DistributedDataParallel:
+    """Sum gradients over `data`; each process keeps full weights."""
     group = mesh.group("data")
-    # Buffers say which sequences a process has: they are each process's own. Gradients at rest in narrow
-    # numbers are no autograd's business: the engine sums them.
-    own = [name for name, _ in objective.named_buffers()]
-    own += [name for name, p in objective.named_parameters() if getattr(p, "gradient", None) is not None]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(objective, own)
+    # Buffers say which sequences a process has: each process has other ones. Gradients that lie in narrow
+    # numbers are outside of autograd: the engine sums them.
+    ignored = [name for name, _ in objective.named_buffers()]
+    ignored += [name for name, p in objective.named_parameters() if getattr(p, "gradient", None) is not None]
+    ignore_in_ddp(objective, ignored)
     wrapped = DistributedDataParallel(
         objective, process_group=group, init_sync=False, gradient_as_bucket_view=True
     )
@@ -195,7 +213,7 @@ def _sum_simulated(
     group: dist.ProcessGroup,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """The same among processes that are not there, whose work has no future."""
+    """The same with torch's fake process group, whose work has no future."""
     with comm_tag("reduce"):
         dist.all_reduce(bucket.buffer(), group=group)
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()

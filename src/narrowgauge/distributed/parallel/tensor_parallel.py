@@ -1,11 +1,16 @@
-"""Which piece of each weight is whose: tensor and context parallelism on a model that has no numbers yet.
+"""Tensor and context parallelism: this process's shards of a converted model that has no numbers yet.
 
-    qkv, up, gate_up         rows (heads, hidden units) over `tensor`; a fused weight has a run of each part
-    attention_out, down      columns, their products being summed over `tensor`
-    everything else          whole on each process of `tensor`, which see different tokens there
+    qkv, up, gate_up         rows (heads, hidden units) over `tensor`; one segment of each fused part
+    attention_out, down      columns over `tensor`; their products are summed over it
+    everything else          replicated over `tensor`, whose processes have different tokens there
 
-Between the two kinds, tokens are divided over `tensor` (sequence parallelism), and everywhere over `context`.
-A parameter's `part` tells where it lies in the whole model's.
+Between the two kinds, tokens are sharded over `tensor` (sequence parallelism), and everywhere over `context`.
+A parameter's `part` says where it lies in the full model's.
+
+DTensor's `parallelize_module` cannot say this. The rows of a fused qkv on one rank are three segments of the
+global weight, of unequal lengths where heads share keys. A placement is one segment a rank and dimension;
+`_StridedShard`, which is private, is several of equal lengths; and no placement says which scales of blocks
+belong to them. `ShardAxis.segments` does. FSDP2 shards plain tensors as it shards any others.
 """
 
 from collections.abc import Iterator
@@ -28,66 +33,72 @@ from narrowgauge.models import ModelConfig, Transformer
 from narrowgauge.nn import Linear, LinearShards, TokenShard
 from narrowgauge.quantization import ShardAxis, TensorShard, full_axis
 
-BY_COLUMNS = ("attention_out", "down")  # the layers of a block whose columns `tensor` divides
+COLUMN_SHARDED = ("attention_out", "down")  # the layers of a block whose columns `tensor` shards
 
 
-def check_tensor_parallel(model: ModelConfig, sequence_length: int, layout: ParallelDims) -> None:
-    """Refuse a grid that a model's dimensions do not allow, by the name of what stands in the way."""
-    tensor, context, pipeline = layout.tensor, layout.context, layout.pipeline
+def check_tensor_parallel(model: ModelConfig, sequence_length: int, parallel_dims: ParallelDims) -> None:
+    """Refuse degrees of parallelism that the model's dimensions cannot be divided by.
+
+    Raises:
+        UserError: one of them cannot, or there are fewer layers than pipeline stages; names the setting.
+    """
+    dims = parallel_dims
+    both = dims.tensor * dims.context
     rules = [
-        ("model.kv_heads", model.kv_heads, tensor * context, "parallel.tensor x parallel.context"),
-        ("model.heads", model.heads, tensor * context, "parallel.tensor x parallel.context"),
-        ("model.ffn_dim", model.ffn_dim, tensor, "parallel.tensor"),
-        ("data.sequence_length", sequence_length, tensor * context, "parallel.tensor x parallel.context"),
+        ("model.kv_heads", model.kv_heads, both, "parallel.tensor x parallel.context"),
+        ("model.heads", model.heads, both, "parallel.tensor x parallel.context"),
+        ("model.ffn_dim", model.ffn_dim, dims.tensor, "parallel.tensor"),
+        ("data.sequence_length", sequence_length, both, "parallel.tensor x parallel.context"),
     ]
-    for name, size, count, whose in rules:
+    for name, size, count, setting in rules:
         if size % count:
-            raise UserError(f"{name} = {size} cannot be divided by {whose} = {count}; choose a divisor of it")
-    if model.layers < layout.stages:
+            raise UserError(
+                f"{name} = {size} cannot be divided by {setting} = {count}; choose a divisor of it"
+            )
+    if model.layers < dims.stages:
         raise UserError(
-            f"model.layers = {model.layers} are fewer than the {layout.stages} stages that "
-            f"parallel.pipeline = {pipeline} and parallel.chunks = {layout.chunks} ask for; choose fewer"
+            f"model.layers = {model.layers} are fewer than the {dims.stages} stages that "
+            f"parallel.pipeline = {dims.pipeline} and parallel.chunks = {dims.chunks} ask for; choose fewer"
         )
 
 
 def shard_blocks(model: Transformer, mesh: Mesh) -> None:
-    """Leave this process its pieces of a converted model on the meta device, without numbers yet."""
-    context = mesh.groups("context")
-    own = TokenShard(mesh.index("context"), mesh.size("context"), context) if context else None
+    """Shard a converted model on the meta device over `tensor` and `context`, in place."""
+    groups = mesh.groups("context")
+    tokens = TokenShard(mesh.index("context"), mesh.size("context"), groups) if groups else None
     for block in model.blocks:
-        if isinstance(block, nn.Identity):  # another stage's
-            continue
-        _shard_block(block, model.config, mesh, own)
-    shared = mesh.groups("context", "tensor")
+        if not isinstance(block, nn.Identity):  # an Identity stands for a block of another stage
+            _shard_block(block, model.config, mesh, tokens)
+    groups = mesh.groups("context", "tensor")
     model.share = (
         mesh.index("context") * mesh.size("tensor") + mesh.index("tensor"),
         mesh.size("sequence"),
     )
-    if isinstance(model.head, Linear) and shared:
-        model.head.shards = LinearShards(TokenShard(*model.share, shared))
+    if isinstance(model.head, Linear) and groups:
+        model.head.shards = LinearShards(TokenShard(*model.share, groups))
     for _, parameter in model.named_parameters():
         if not hasattr(parameter, "part"):
             parameter.part = TensorShard(tuple(full_axis(n) for n in parameter.shape))  # type: ignore[attr-defined]
 
 
-def _shard_block(block: Any, config: ModelConfig, mesh: Mesh, own: TokenShard | None) -> None:
-    if own is not None:
-        block.to_heads = partial(all_to_all_heads, group=own.groups[0])
-        block.to_tokens = partial(all_to_all_tokens, group=own.groups[0])
+def _shard_block(block: Any, config: ModelConfig, mesh: Mesh, tokens: TokenShard | None) -> None:
+    if tokens is not None:
+        block.to_heads = partial(all_to_all_heads, group=tokens.groups[0])
+        block.to_tokens = partial(all_to_all_tokens, group=tokens.groups[0])
     if mesh.size("tensor") == 1:
         for layer in _linears(block):
-            layer.shards = LinearShards(own)
+            layer.shards = LinearShards(tokens)
         return
     count = mesh.size("tensor")
     block.heads_NKK = tuple(heads // count for heads in block.heads_NKK)
-    for name, sizes in rows_of(config).items():
-        _shard_rows(getattr(block, name), sizes, mesh, own)
-    for name in BY_COLUMNS:
-        _shard_columns(getattr(block, name), mesh, own)
+    for name, sizes in row_sizes(config).items():
+        _shard_rows(getattr(block, name), sizes, mesh, tokens)
+    for name in COLUMN_SHARDED:
+        _shard_columns(getattr(block, name), mesh, tokens)
 
 
-def rows_of(config: ModelConfig) -> dict[str, list[int]]:
-    """The layers of a block whose rows `tensor` divides: how many rows each part of their weight has."""
+def row_sizes(config: ModelConfig) -> dict[str, list[int]]:
+    """For each layer of a block whose rows `tensor` shards, the number of rows of each part of its weight."""
     N, K, H, F = config.heads, config.kv_heads, config.head_dim, config.ffn_dim
     up = {"gate_up": [F, F]} if config.mlp == "swiglu" else {"up": [F]}
     return {"qkv": [N * H, K * H, K * H]} | up
@@ -100,41 +111,41 @@ def _linears(block: nn.Module) -> Iterator[Linear]:
 def shard_sizes(
     sizes: list[int], index: int, count: int, groups: tuple[dist.ProcessGroup, ...] = ()
 ) -> ShardAxis:
-    """Of parts of these sizes one after the other, the share of process `index` of `count` of each."""
-    runs, start = [], 0
+    """Rank `index`'s slice, of `count`, of each of several concatenated parts of these sizes."""
+    segments, start = [], 0
     for size in sizes:
-        runs.append((start + index * size // count, size // count))
+        segments.append((start + index * size // count, size // count))
         start += size
-    return ShardAxis(start, tuple(runs), groups)
+    return ShardAxis(start, tuple(segments), groups)
 
 
 def _axis(sizes: list[int], mesh: Mesh) -> ShardAxis:
     return shard_sizes(sizes, mesh.index("tensor"), mesh.size("tensor"), mesh.groups("tensor"))
 
 
-def _shard_rows(layer: object, sizes: list[int], mesh: Mesh, own: TokenShard | None) -> None:
+def _shard_rows(layer: object, sizes: list[int], mesh: Mesh, tokens: TokenShard | None) -> None:
     assert isinstance(layer, Linear)
     rows = _axis(sizes, mesh)
     layer.shards = LinearShards(
-        own, outputs=rows, before=partial(all_gather_tokens, group=mesh.group("tensor"))
+        tokens, outputs=rows, before=partial(all_gather_tokens, group=mesh.group("tensor"))
     )
     layer.out_features = rows.length
-    layer.weight = _piece(TensorShard((rows, full_axis(layer.in_features))))
+    layer.weight = _empty_parameter(TensorShard((rows, full_axis(layer.in_features))))
     if layer.bias is not None:
-        layer.bias = _piece(TensorShard((rows,)))
+        layer.bias = _empty_parameter(TensorShard((rows,)))
 
 
-def _shard_columns(layer: object, mesh: Mesh, own: TokenShard | None) -> None:
+def _shard_columns(layer: object, mesh: Mesh, tokens: TokenShard | None) -> None:
     assert isinstance(layer, Linear)
     columns = _axis([layer.in_features], mesh)
     layer.shards = LinearShards(
-        own, inputs=columns, after=partial(reduce_scatter_tokens, group=mesh.group("tensor"))
+        tokens, inputs=columns, after=partial(reduce_scatter_tokens, group=mesh.group("tensor"))
     )
     layer.in_features = columns.length
-    layer.weight = _piece(TensorShard((full_axis(layer.out_features), columns)))
+    layer.weight = _empty_parameter(TensorShard((full_axis(layer.out_features), columns)))
 
 
-def _piece(part: TensorShard) -> nn.Parameter:
-    parameter = nn.Parameter(torch.empty(part.local_shape, device="meta"))
-    parameter.part = part  # type: ignore[attr-defined]
+def _empty_parameter(shard: TensorShard) -> nn.Parameter:
+    parameter = nn.Parameter(torch.empty(shard.local_shape, device="meta"))
+    parameter.part = shard  # type: ignore[attr-defined]
     return parameter

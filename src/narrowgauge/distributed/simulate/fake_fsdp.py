@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from narrowgauge.collectives import all_gather_rows
+from narrowgauge.collectives import all_gather_rows, comm_tag
 from narrowgauge.distributed.comm.grad_hooks import WIDE, wire_formats
 from narrowgauge.distributed.comm.quantized_reduce import reduce_scatter
 from narrowgauge.distributed.comm.shared_scales import WireFormat
@@ -31,7 +31,7 @@ from narrowgauge.nn import Linear
 from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
 from narrowgauge.nn.weight_state import WeightState
 from narrowgauge.quantization import Cast, QuantizedState, TensorShard, full_axis, make_cast
-from narrowgauge.quantization.purpose import comm_tag
+from narrowgauge.torch_compat import is_in_backward
 
 
 class Buffers:
@@ -49,9 +49,9 @@ class FakeShards:
         self.owners, self.layer = owners, owners[0][0]
         part = getattr(whole, "part", None) or TensorShard(tuple(full_axis(n) for n in whole.shape))
         first, *others = part.axes
-        own = TensorShard((first.chunk(mesh.index("cut"), mesh.size("cut"), mesh.group("cut")), *others))
+        own = TensorShard((first.chunk(mesh.index("fsdp"), mesh.size("fsdp"), mesh.group("fsdp")), *others))
         self.shape, self.own, self.is_tied = whole.shape, own, False
-        self.rows = -(-self.shape[0] // mesh.size("cut"))  # of each shard on its way
+        self.rows = -(-self.shape[0] // mesh.size("fsdp"))  # of each shard on its way
         self.shard = nn.Parameter(torch.empty(own.local_shape, device="meta"), whole.requires_grad)
         self.shard.part = own  # type: ignore[attr-defined]
         self.shard.whole_shape = self.shape  # type: ignore[attr-defined]
@@ -62,7 +62,7 @@ class FakeShards:
         self.show(self.shard)
 
     def _cut_layer(self, layer: Linear, state: WeightState | None) -> None:
-        layer.is_cut = True
+        layer.is_sharded = True
         layer.weight = self.shard
         if state is not None:
             numbers = torch.empty(self.own.local_shape, device="meta")
@@ -88,7 +88,7 @@ class FakeShards:
     def show(self, parameter: nn.Parameter) -> None:
         """Let the module have the whole parameter, or the shard."""
         for owner, key in self.owners:
-            owner._parameters[key] = parameter
+            setattr(owner, key, parameter)
 
     def allocate(self, is_there: bool) -> None:
         """Give the whole parameter its memory, or take it."""
@@ -134,7 +134,7 @@ class FakeFSDPUnit:
                 held.begin().register_post_accumulate_grad_hook(self._after_gradient)
         with comm_tag("gather"):
             own = torch.empty(sum(map(_nbytes, self.held)), dtype=torch.uint8, device="meta")
-            self.buffers.gathered = all_gather_rows(own, self.mesh.group("cut"))
+            self.buffers.gathered = all_gather_rows(own, self.mesh.group("fsdp"))
         for held in self.held:
             held.allocate(True)
             assert held.whole is not None
@@ -143,7 +143,7 @@ class FakeFSDPUnit:
     def _after_forward(self, module: nn.Module, inputs: Any, out: torch.Tensor) -> None:
         if out.requires_grad:
             out.register_hook(self.gather)
-        if self.again and torch._C._current_graph_task_id() == -1:
+        if self.again and not is_in_backward():
             self.cut()
 
     def cut(self) -> None:
@@ -160,7 +160,9 @@ class FakeFSDPUnit:
             return
         self.arrived, self.passes = 0, self.passes + 1
         is_last = self.passes == self.mesh.micro_batches
-        once = self.mesh.layout.zero == 1 or self.mesh.layout.stages > 1  # as torch's pipelines have it
+        once = (
+            self.mesh.parallel_dims.zero == 1 or self.mesh.parallel_dims.stages > 1
+        )  # as torch's pipelines have it
         if is_last or not once:
             self._sum()
             self.cut()
@@ -169,7 +171,7 @@ class FakeFSDPUnit:
 
     @torch.no_grad()
     def _sum(self) -> None:
-        ranks, group = self.mesh.size("cut"), self.mesh.group("cut")
+        ranks, group = self.mesh.size("fsdp"), self.mesh.group("fsdp")
         widths = [h.rows * h.shape[1:].numel() for h in self.held]
         flat_RS = torch.empty(ranks, sum(widths), device="meta")
         self.buffers.summed = flat_RS
@@ -178,7 +180,7 @@ class FakeFSDPUnit:
             held.whole.grad = None
         wires = [self.wires.get(h.shard, WIDE) for h in self.held]
         own = reduce_scatter(flat_RS, widths, wires, group)
-        if self.mesh.layout.replicate > 1:
+        if self.mesh.parallel_dims.replicate > 1:
             with comm_tag("reduce"):
                 dist.all_reduce(own, group=self.mesh.group("replicate"))
         for held in self.held:
@@ -201,9 +203,8 @@ def _own(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
     def walk(part: nn.Module) -> None:
         if getattr(part, "imagined_unit", None) is not None:
             return
-        for key, p in part._parameters.items():
-            if p is not None:
-                found.setdefault(p, []).append((part, key))
+        for key, p in part.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(p, []).append((part, key))
         for child in part.children():
             walk(child)
 
@@ -219,12 +220,12 @@ def fake_fully_shard(module: nn.Module, mesh: FakeMesh, again: bool) -> None:
 
 def full_weights(model: nn.Module, mesh: Mesh) -> int:
     """Bytes of weights that are gathered at the end of a forward pass: with ZeRO 3, all but the blocks'."""
-    if not mesh.layout.is_cut:
+    if not mesh.parallel_dims.is_sharded:
         return 0
     layers = {m.weight: m for m in model.modules() if isinstance(m, Linear)}
     total = 0
     for name, p in model.named_parameters():
-        if mesh.layout.zero == 3 and name.startswith("blocks."):
+        if mesh.parallel_dims.zero == 3 and name.startswith("blocks."):
             continue
         dtype, at_rest = torch.float32, getattr(p, "at_rest", None)
         if p in layers and (at_rest is not None or layers[p].recipe.gather.name != "fp32"):

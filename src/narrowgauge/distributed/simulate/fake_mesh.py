@@ -1,89 +1,88 @@
-"""Processes that are not there, for tensors that have no numbers: what one of N processes would do.
+"""Simulates one rank of an N-process run on meta tensors, with torch's fake process group.
 
-    with fake_mesh(layout, rank, device) as mesh:
-        Session.begin(config, torch.device("meta"), mesh)
+    with fake_mesh(parallel_dims, rank) as mesh:
+        Trainer.begin(config, torch.device("meta"), mesh)
 
-Torch's `fake` process group takes part in every collective alone, and leaves the results as they are; on the
-meta device there is nothing in them to be wrong. So the code of a run on thousands of processes runs here, on
-one, with the shapes, the memory and the collectives (`traffic.py`) that each of them would have. FSDP does
-not take meta tensors; `imagined_shards.py` does its part.
+Collectives of a fake group return at once and leave their results as they are; on the meta device there are
+no numbers that could be wrong. So the code of a run on thousands of processes runs here, on one, with the
+shapes, the memory and the collectives (`byte_counter.py`) that each of them would have. FSDP does not take
+meta tensors; `fake_fsdp.py` does its part.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 
 import torch
 import torch.distributed as dist
 
 from narrowgauge.distributed.mesh import AXES, COMBINED_AXES, Mesh, ParallelDims
 from narrowgauge.errors import UserError
+from narrowgauge.torch_compat import register_fake_backend
 
 
 class FakeMesh(Mesh):
-    """The place of one process in a grid of processes that are not there."""
+    """The device mesh as one of its simulated ranks sees it."""
 
-    def __init__(self, layout: ParallelDims, rank: int, device: torch.device) -> None:
-        """Make the groups that this process is in, and no others."""
+    def __init__(self, parallel_dims: ParallelDims, rank: int, device: torch.device) -> None:
+        """Make the groups of this rank, and no others."""
         super().__init__(ParallelDims(), device)
-        self.layout, self.rank = layout, rank
-        sizes = [getattr(layout, name) for name in AXES]
-        self._grid = torch.arange(layout.size).view(sizes)
-        self._place = torch.nonzero(self._grid == rank)[0].tolist()
+        self.parallel_dims, self.rank = parallel_dims, rank
+        self._mesh = torch.arange(parallel_dims.size).view([getattr(parallel_dims, name) for name in AXES])
+        self._coordinates = torch.nonzero(self._mesh == rank)[0].tolist()
         self._ranks = {name: self._members((name,)) for name in AXES}
-        self._ranks |= {name: self._members(some) for name, some in COMBINED_AXES.items()}
+        self._ranks |= {name: self._members(axes) for name, axes in COMBINED_AXES.items()}
         self._groups: dict[str, dist.ProcessGroup] = {}
-        if layout.pipeline > 1:
-            pipeline = self._ranks["pipeline"]
-            if rank in (pipeline[0], pipeline[-1]):
-                self.ends = dist.new_group([pipeline[0], pipeline[-1]])
+        if parallel_dims.pipeline > 1:
+            first, *_, last = self._ranks["pipeline"]
+            if rank in (first, last):
+                self.first_last_group = dist.new_group([first, last])
 
-    def _members(self, directions: tuple[str, ...]) -> list[int]:
-        own = tuple(
-            slice(None) if name in directions else at for name, at in zip(AXES, self._place, strict=True)
+    def _members(self, axes: tuple[str, ...]) -> list[int]:
+        index = tuple(
+            slice(None) if name in axes else at for name, at in zip(AXES, self._coordinates, strict=True)
         )
-        return self._grid[own].flatten().tolist()
+        return self._mesh[index].flatten().tolist()
 
     @property
     def is_alone(self) -> bool:
         """Whether there is only this process."""
-        return self.layout.size == 1
+        return self.parallel_dims.size == 1
 
-    def index(self, direction: str) -> int:
-        """The place of this process among those of a direction, or of several together."""
-        return self._ranks[direction].index(self.rank)
+    def index(self, axis: str) -> int:
+        """Rank of this process on an axis, or on a combined one."""
+        return self._ranks[axis].index(self.rank)
 
-    def group(self, direction: str) -> dist.ProcessGroup:
-        """The processes that differ from this one in that direction only."""
-        if direction not in self._groups:
-            self._groups[direction] = dist.new_group(self._ranks[direction])
-        return self._groups[direction]
-
-    def ranks(self, direction: str) -> list[int]:
-        """Their numbers among all."""
-        return self._ranks[direction]
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The processes whose coordinates differ from this one's on that axis only."""
+        if axis not in self._groups:
+            self._groups[axis] = dist.new_group(self._ranks[axis])
+        return self._groups[axis]
 
 
 @contextmanager
-def fake_mesh(layout: ParallelDims, rank: int = 0) -> Iterator[Mesh]:
-    """A mesh of processes that are not there; of one process, an ordinary mesh.
+def fake_mesh(parallel_dims: ParallelDims, rank: int = 0) -> Iterator[Mesh]:
+    """The mesh of a simulated rank; for one process an ordinary mesh.
+
+    Args:
+        parallel_dims: the degrees of parallelism of the simulated run.
+        rank: which of its ranks.
 
     Raises:
-        UserError: this process has joined others already, whom it would leave.
+        UserError: this process is in a process group already, which it would have to leave.
     """
     device = torch.device("meta")
-    if layout.size == 1:
-        yield Mesh(layout, device)
+    if parallel_dims.size == 1:
+        yield Mesh(parallel_dims, device)
         return
     if dist.is_initialized():
         raise UserError(
             "the memory of several processes is looked at before they meet, and these have met; "
             "use `narrowgauge plan` instead"
         )
-    import_module("torch.testing._internal.distributed.fake_pg")  # tells torch of the backend
+    register_fake_backend()
     store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("fake", store=store, rank=rank, world_size=layout.size)
+    dist.init_process_group("fake", store=store, rank=rank, world_size=parallel_dims.size)
     try:
-        yield FakeMesh(layout, rank, device)
+        yield FakeMesh(parallel_dims, rank, device)
     finally:
         dist.destroy_process_group()

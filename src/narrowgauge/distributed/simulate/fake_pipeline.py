@@ -1,8 +1,9 @@
-"""One process of a pipeline whose other processes are not there: 1F1B, and interleaved, without numbers.
+"""Simulates one rank of a pipeline on meta tensors: 1F1B and interleaved 1F1B.
 
-Torch's schedules ask their neighbours and read the answer, which the meta device cannot. The order is theirs:
-a process goes forward until the first loss could have come back to it, then one backward and one forward in
-turn, then the backwards that are left (arXiv 2104.04473). What it holds meanwhile is what a run holds.
+Torch's schedules receive from their neighbours and read what came, which is impossible on the meta device.
+The order is theirs: a rank runs forward passes until the first loss could have come back to it, then one
+backward and one forward pass in turn, then the backward passes that are left (arXiv 2104.04473). The tensors
+that it holds meanwhile are those that a real run holds.
 """
 
 from typing import Any
@@ -10,43 +11,42 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from narrowgauge.collectives import comm_tag
 from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.distributed.parallel.pipeline_stage import StageInput
 from narrowgauge.models import Transformer
-from narrowgauge.quantization.purpose import comm_tag
 
 
 class FakePipeline:
-    """The stages of this process, and how they run."""
+    """The stages of this process, and their order."""
 
     def __init__(self, model: Transformer, modules: list[Any], mesh: Mesh) -> None:
-        """`modules` are this process's stages, in their order."""
+        """Make a pipeline of this process's stages, `modules`, in their order."""
         self.model, self.modules, self.mesh = model, modules, mesh
         self.live: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def run(self, work: StageInput, with_backward: bool) -> torch.Tensor:
-        """All micro-batches, forward and back; `with_backward` is for the form."""
-        layout, place, count = self.mesh.layout, self.mesh.index("pipeline"), len(work.micro_batches)
-        stages = [getattr(module, "module", module) for module in self.modules]
-        for stage in stages:
-            stage.start(work)
-        forward = _order(count, layout.pipeline, layout.chunks, backwards=False)
-        back = _order(count, layout.pipeline, layout.chunks, backwards=True)
-        ahead = layout.pipeline - place - 1
-        if layout.chunks > 1:
-            ahead = 2 * ahead + (layout.chunks - 1) * layout.pipeline
+    def run(self, stage_input: StageInput, with_backward: bool) -> torch.Tensor:
+        """Forward and backward pass of all micro-batches, as `Pipeline.run`; always with the backward one."""
+        dims, count = self.mesh.parallel_dims, len(stage_input.micro_batches)
+        for stage in (getattr(module, "module", module) for module in self.modules):
+            stage.start(stage_input)
+        forward = _order(count, dims.pipeline, dims.chunks, backwards=False)
+        backward = _order(count, dims.pipeline, dims.chunks, backwards=True)
+        ahead = dims.pipeline - self.mesh.index("pipeline") - 1
+        if dims.chunks > 1:
+            ahead = 2 * ahead + (dims.chunks - 1) * dims.pipeline
         ahead = min(ahead, len(forward))
-        for at, each in enumerate(forward):
-            self._forward(*each, work)
+        for at, (chunk, i) in enumerate(forward):
+            self._forward(chunk, i, stage_input)
             if at >= ahead:
-                self._backward(*back[at - ahead])
-        for each in back[len(forward) - ahead :]:
-            self._backward(*each)
-        return work.total
+                self._backward(*backward[at - ahead])
+        for chunk, i in backward[len(forward) - ahead :]:
+            self._backward(chunk, i)
+        return stage_input.total
 
-    def _forward(self, chunk: int, i: int, work: StageInput) -> None:
+    def _forward(self, chunk: int, i: int, stage_input: StageInput) -> None:
         stage = getattr(self.modules[chunk], "module", self.modules[chunk])
-        x_BT = work.micro_batches[i].batch.x_BT
+        x_BT = stage_input.micro_batches[i].batch.x_BT
         x = x_BT
         if not stage.is_first:
             wide = torch.promote_types(torch.float32, self.model.compute_dtype)
@@ -64,6 +64,7 @@ class FakePipeline:
             self._send(x.grad, -1)
 
     def _send(self, x: torch.Tensor, by: int) -> None:
+        """Send a tensor to the rank `by` places further in the pipeline."""
         group = self.mesh.group("pipeline")
         ranks = dist.get_process_group_ranks(group)
         with comm_tag("activations"):

@@ -14,21 +14,29 @@ does so alone.
 """
 
 from collections.abc import Sequence
-from types import MethodType
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
-from torch.utils._pytree import tree_map_only
 
+from narrowgauge.collectives import all_reduce_amax
 from narrowgauge.formats import decode, torch_dtype
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.native import QuantizedOperand
 from narrowgauge.quantization import Cast, QuantContext, QuantizedState, TensorShard, quantize_in_context
 from narrowgauge.quantization.scales import fp32_scale
-from narrowgauge.quantization.sharding.shard import all_reduce_amax
+from narrowgauge.torch_compat import (
+    attach_fsdp_extension,
+    disabled_torch_function,
+    is_in_place,
+    local_tensor,
+    tree_leaves,
+    tree_map_only,
+    version_of,
+    wrapper_subclass,
+)
 
 aten = torch.ops.aten
 _VIEWS = {
@@ -56,16 +64,14 @@ class GatheredWeight(torch.Tensor):
     cast: Cast
     is_operand: bool
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(
         cls, numbers: torch.Tensor, scale: torch.Tensor | None, cast: Cast, is_operand: bool
     ) -> "GatheredWeight":
         """A tensor of the numbers' shape."""
-        self: GatheredWeight = torch.Tensor._make_wrapper_subclass(
-            cls, numbers.shape, strides=numbers.stride(), dtype=torch.float32, device=numbers.device
-        )
+        self = wrapper_subclass(cls, numbers.shape, numbers.stride(), torch.float32, numbers.device)
         self.numbers, self.scale, self.cast, self.is_operand = numbers, scale, cast, is_operand
         return self
 
@@ -114,14 +120,12 @@ class GatheredWeight(torch.Tensor):
 class PlaceholderShard(torch.Tensor):
     """Looks like a float32 tensor, and has no numbers: whatever is done with it gives such a one."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(cls, shape: torch.Size, strides: Sequence[int], device: torch.device) -> "PlaceholderShard":
         """Of a shape."""
-        return torch.Tensor._make_wrapper_subclass(
-            cls, shape, dtype=torch.float32, device=device, strides=strides
-        )
+        return wrapper_subclass(cls, shape, strides, torch.float32, device)
 
     def __init__(self, *_: object) -> None:
         """Nothing more."""
@@ -131,9 +135,7 @@ class PlaceholderShard(torch.Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Ask a tensor on the meta device for the shape of the result."""
-        placeholder = next(
-            a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, PlaceholderShard)
-        )
+        placeholder = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, PlaceholderShard))
 
         def to_meta(x: torch.Tensor) -> torch.Tensor:
             return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -143,7 +145,7 @@ class PlaceholderShard(torch.Tensor):
         if "device" in named:
             named["device"] = torch.device("meta")
         found = func(*metas, **named)
-        if func._schema.is_mutable:
+        if is_in_place(func):
             return args[0]
         return tree_map_only(torch.Tensor, lambda x: PlaceholderShard(x.shape, x.stride(), device), found)
 
@@ -186,10 +188,9 @@ class WeightGather:
         self.cast, self.parameter, self.at_rest, self.part = cast, parameter, at_rest, part
         self.scale: tuple[torch.Tensor, torch.Tensor] | None = None
         self.version = -1
-        shard = parameter._local_tensor
+        shard = local_tensor(parameter)
         if not isinstance(shard, PlaceholderShard):
-            for method in (PlaceholderShard.fsdp_pre_all_gather, PlaceholderShard.fsdp_post_all_gather):
-                setattr(shard, method.__name__, MethodType(method, shard))
+            attach_fsdp_extension(shard, PlaceholderShard)
 
     @property
     def needs_scale(self) -> bool:
@@ -213,7 +214,7 @@ class WeightGather:
             return numbers, scales[0] if scales else None
         if not self.cast.is_scaled:
             return shard.to(torch_dtype(self.cast.element)), None
-        if self.version != shard._version:
+        if self.version != version_of(shard):
             sync_scales([self])
         assert self.scale is not None
         encode, decode = self.scale
@@ -227,7 +228,7 @@ class WeightGather:
         """A weight of what arrived, or what arrived into one."""
         if out is None:
             return GatheredWeight(numbers, scale, self.cast, self.at_rest is None), ()
-        whole = out._local_tensor if isinstance(out, DTensor) else out
+        whole = local_tensor(out)
         assert isinstance(whole, GatheredWeight)
         whole.numbers, whole.scale = numbers, scale
         return None
@@ -236,11 +237,10 @@ class WeightGather:
 @torch.no_grad()
 def sync_scales(gatherings: Sequence[WeightGather]) -> None:
     """Take the scales of weights whose shards the same processes have, in one all-reduce."""
-    shards = [g.parameter._local_tensor for g in gatherings]
-    amaxes = [torch.linalg.vector_norm(s, torch.inf) if s.numel() else s.new_zeros(()) for s in shards]
-    amax = all_reduce_amax(torch.stack(amaxes), gatherings[0].part.groups)
+    shards = [local_tensor(g.parameter) for g in gatherings]
+    amax = all_reduce_amax(shards, gatherings[0].part.groups)
     for gathering, shard, largest in zip(gatherings, shards, amax, strict=True):
         finite, cast = largest.isfinite(), gathering.cast
         encode, decode = fp32_scale(torch.where(finite, largest, 0.0), cast.element, cast.power_of_two)
         gathering.scale = encode, torch.where(finite, decode, torch.nan)
-        gathering.version = shard._version
+        gathering.version = version_of(shard)

@@ -1,7 +1,7 @@
-"""What the processes that hold tensors together know of each tensor as a whole: asked for many at once.
+"""Largest magnitudes and counts of many sharded tensors, in one collective for all that are sharded alike.
 
-Each of them sees a part. The largest magnitude is one all-reduce with MAX, a count one with a sum, and a
-round trip costs the same for a hundred tensors as for one.
+Each rank sees its shards only. The largest magnitude of a global tensor is one all-reduce with MAX, a count
+one with a sum, and a round trip costs the same for a hundred tensors as for one.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -9,54 +9,55 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from narrowgauge.quantization.purpose import comm_tag
-from narrowgauge.quantization.sharding.shard import TensorShard, all_reduce_amax
+from narrowgauge.collectives import Group, all_reduce_max, comm_tag, local_amax
+from narrowgauge.quantization.sharding.shard import TensorShard
+
+Shards = Sequence[TensorShard | None]
 
 
-def all_reduce_amaxes(
-    tensors: Sequence[torch.Tensor], parts: Sequence[TensorShard | None]
-) -> list[torch.Tensor]:
-    """The largest magnitude of each whole tensor, of which these are parts: 0-dim, infinite where not finite.
+def all_reduce_amaxes(tensors: Sequence[torch.Tensor], shards: Shards) -> list[torch.Tensor]:
+    """The largest magnitude of each global tensor, 0-dim, infinite where a sharded one is not finite.
 
-    One collective for all that are divided alike, instead of one for each.
+    Args:
+        tensors: the local ones.
+        shards: where each lies in its global tensor; None for one that is not sharded.
     """
-    found = [t.abs().amax() if t.numel() else t.new_zeros(()) for t in tensors]
-    return _together(found, parts, all_reduce_amax)
+    return _reduce_alike([local_amax(t) for t in tensors], shards, all_reduce_max)
 
 
-def all_reduce_shares(
-    which: Iterable[torch.Tensor], parts: Sequence[TensorShard | None]
-) -> list[torch.Tensor]:
-    """The share of each whole tensor's elements for which a bool tensor is true, 0-dim float32.
+def all_reduce_shares(masks: Iterable[torch.Tensor], shards: Shards) -> list[torch.Tensor]:
+    """The share of each global tensor's elements for which a bool tensor is true, 0-dim float32.
 
-    One collective for all that are divided alike.
+    Args:
+        masks: the local bool tensors, made one at a time.
+        shards: where each lies in its global tensor; None for one that is not sharded.
     """
     counts, sizes = [], []
-    for part, here in zip(parts, which, strict=True):
-        counts.append(torch.count_nonzero(here))
-        sizes.append(here.numel() if part is None else part.shape.numel())
-    totals = _together(counts, parts, _total)
+    for shard, mask in zip(shards, masks, strict=True):
+        counts.append(torch.count_nonzero(mask))
+        sizes.append(mask.numel() if shard is None else shard.shape.numel())
+    totals = _reduce_alike(counts, shards, _all_reduce_sum)
     return [total.float() / max(size, 1) for total, size in zip(totals, sizes, strict=True)]
 
 
-def _together(
+def _reduce_alike(
     values: list[torch.Tensor],
-    parts: Sequence[TensorShard | None],
-    agree: Callable[[torch.Tensor, Sequence[dist.ProcessGroup]], torch.Tensor],
+    shards: Shards,
+    reduce: Callable[[torch.Tensor, Sequence[Group]], torch.Tensor],
 ) -> list[torch.Tensor]:
-    """What the holders of each whole tensor agree on, from what each of them has: 0-dim tensors."""
-    alike: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
-    for i, part in enumerate(parts):
-        if part is not None and part.groups:
-            alike.setdefault(tuple(part.groups), []).append(i)
+    """Reduce a 0-dim value of each tensor over the ranks that share it, in place of the list's entries."""
+    alike: dict[tuple[Group, ...], list[int]] = {}
+    for i, shard in enumerate(shards):
+        if shard is not None and shard.groups:
+            alike.setdefault(tuple(shard.groups), []).append(i)
     for groups, members in alike.items():
-        found = agree(torch.stack([values[i] for i in members]), groups)
-        for i, value in zip(members, found.unbind(), strict=True):
+        reduced = reduce(torch.stack([values[i] for i in members]), groups)
+        for i, value in zip(members, reduced.unbind(), strict=True):
             values[i] = value
     return values
 
 
-def _total(counts: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+def _all_reduce_sum(counts: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
     with comm_tag("amax"):
         for group in groups:
             dist.all_reduce(counts, group=group)

@@ -11,7 +11,6 @@ A shard is a product of its axes: rows {0 1 6 7} and columns {4 .. 7} are 16 ele
 several segments, as those of a fused [q | k | v] do, where each rank holds some heads of each.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -19,10 +18,10 @@ from math import prod
 import torch
 import torch.distributed as dist
 
+from narrowgauge.collectives import all_reduce_max
 from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream
 from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.purpose import comm_tag
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,7 +140,7 @@ class TensorShard:
                 groups += shard_axis.groups
             elif shard_axis.groups and not shard_axis.is_aligned_to(extent):
                 raise _divided(shard_axis, f"blocks of {extent}", cast)
-        return all_reduce_amax(amax, groups)
+        return all_reduce_max(amax, groups)
 
     def require_aligned(self, size: int, axis: int, cast: Cast) -> None:
         """Refuse a transform of `size` elements along an axis where one would be divided over ranks.
@@ -211,19 +210,6 @@ class TensorShard:
             axis.global_indices.to(device).view([-1 if d == dim else 1 for d in dims])
             for dim, axis in enumerate(self.axes)
         )
-
-
-def all_reduce_amax(amax: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """The largest of all processes of the groups, element by element; what is not finite is infinite.
-
-    MAX of a NaN is defined differently by every backend, that of an infinity by none.
-    """
-    if groups:
-        amax = torch.where(amax.isfinite(), amax, torch.inf)
-        with comm_tag("amax"):
-            for group in groups:
-                dist.all_reduce(amax, dist.ReduceOp.MAX, group)
-    return amax
 
 
 def _extent(cast: Cast, is_contracted: bool) -> int:

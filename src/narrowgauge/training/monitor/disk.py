@@ -50,8 +50,8 @@ def checkpoint_space(trainer: Trainer) -> DiskSpace:
                 local_bytes[piece.tensor.data_ptr(), piece.tensor.nbytes] = size // len(pieces)
     engine = trainer.engine
     # every process of a stage counts all tensors of the stage
-    [total] = engine.sums([sum(local_bytes.values())])
-    files = len(groups) * engine.mesh.layout.size + _EXTRA_INODES
+    [total] = engine.sum_over_ranks([sum(local_bytes.values())])
+    files = len(groups) * engine.mesh.parallel_dims.size + _EXTRA_INODES
     return DiskSpace(round(total / engine.mesh.size("stage")) + files * _SLACK, files)
 
 

@@ -39,36 +39,38 @@ class StepEstimate:
     sent: Mapping[tuple[str, tuple[int, ...]], int]
 
 
-def estimate_memory(config: Config, layout: ParallelDims = ALONE) -> Memory:
+def estimate_memory(config: Config, parallel_dims: ParallelDims = ALONE) -> Memory:
     """The expected memory of a step on the process that needs most."""
-    return estimate_step(config, layout).memory
+    return estimate_step(config, parallel_dims).memory
 
 
-def estimate_step(config: Config, layout: ParallelDims = ALONE) -> StepEstimate:
+def estimate_step(config: Config, parallel_dims: ParallelDims = ALONE) -> StepEstimate:
     """The expected step of the process that needs most: in a pipeline the first or the last, else any.
 
     A model of many equal blocks is estimated twice with a few blocks, and extrapolated linearly.
     """
     model, t = config.resolved_model(), config.training
-    unit = layout.stages * (t.recompute_every if t.recompute else 1)
+    unit = parallel_dims.stages * (t.recompute_every if t.recompute else 1)
     if model.layers <= 4 * unit or model.layers % unit:
-        return _heaviest(config, layout)
+        return _heaviest(config, parallel_dims)
     further, parameters = (model.layers - 4 * unit) / (2 * unit), count_parameters(model)
     few, more = (_with_layers(config, n * unit) for n in (2, 4))
     steps = [  # extrapolated per process: with few layers another process may be the heaviest
-        _extrapolate(_step(few, layout, rank), _step(more, layout, rank), further, parameters)
-        for rank in _ends(layout)
+        _extrapolate(_step(few, parallel_dims, rank), _step(more, parallel_dims, rank), further, parameters)
+        for rank in _first_and_last_rank(parallel_dims)
     ]
     return max(steps, key=lambda step: step.memory.peak)
 
 
-def _heaviest(config: Config, layout: ParallelDims) -> StepEstimate:
-    return max((_step(config, layout, rank) for rank in _ends(layout)), key=lambda step: step.memory.peak)
+def _heaviest(config: Config, parallel_dims: ParallelDims) -> StepEstimate:
+    steps = (_step(config, parallel_dims, rank) for rank in _first_and_last_rank(parallel_dims))
+    return max(steps, key=lambda step: step.memory.peak)
 
 
-def _ends(layout: ParallelDims) -> list[int]:
+def _first_and_last_rank(parallel_dims: ParallelDims) -> list[int]:
     """A rank of the first stage and one of the last; without a pipeline all ranks are alike."""
-    return [0] if layout.pipeline == 1 else [0, layout.size - layout.size // layout.pipeline]
+    size = parallel_dims.size
+    return [0] if parallel_dims.pipeline == 1 else [0, size - size // parallel_dims.pipeline]
 
 
 def _with_layers(config: Config, layers: int) -> Config:
@@ -88,15 +90,15 @@ def _extrapolate(few: StepEstimate, more: StepEstimate, further: float, paramete
     )
 
 
-def _step(config: Config, layout: ParallelDims, rank: int) -> StepEstimate:
+def _step(config: Config, parallel_dims: ParallelDims, rank: int) -> StepEstimate:
     """A step of one rank with only as many micro-batches as the extrapolation to all of them needs."""
     t, meta = config.training, torch.device("meta")
-    count = t.batch_size // (layout.data * t.micro_batch_size)
-    simulated = min(count, 2 * layout.pipeline if layout.pipeline > 1 else 2)
+    count = t.batch_size // (parallel_dims.data * t.micro_batch_size)
+    simulated = min(count, 2 * parallel_dims.pipeline if parallel_dims.pipeline > 1 else 2)
     x_BT = torch.zeros(t.micro_batch_size, config.data.sequence_length, dtype=torch.long, device=meta)
     batch = Batch(x_BT, x_BT, x_BT.numel(), x_BT if config.data.separate_documents else None)
     sent: list[Counter[tuple[str, tuple[int, ...]]]] = []
-    with fake_mesh(layout, rank) as mesh, CommCounter() as traffic:
+    with fake_mesh(parallel_dims, rank) as mesh, CommCounter() as traffic:
         mesh.micro_batches = simulated
         trainer, tracker = Trainer.begin(config, meta, mesh), MemoryTracker(meta)
 
@@ -113,7 +115,7 @@ def _step(config: Config, layout: ParallelDims, rank: int) -> StepEstimate:
             trainer.optimizer.step()
             trainer.engine.after_update()
         total = traffic.by_ranks
-        for key, size in _sent_per_micro_batch(sent, total, layout).items():
+        for key, size in _sent_per_micro_batch(sent, total, parallel_dims).items():
             total[key] += (count - simulated) * size
         return StepEstimate(measured(trainer, tracker), total)
 
@@ -121,17 +123,17 @@ def _step(config: Config, layout: ParallelDims, rank: int) -> StepEstimate:
 def _sent_per_micro_batch(
     sent: list[Counter[tuple[str, tuple[int, ...]]]],
     total: Counter[tuple[str, tuple[int, ...]]],
-    layout: ParallelDims,
+    parallel_dims: ParallelDims,
 ) -> Counter[tuple[str, tuple[int, ...]]]:
     """Bytes of one more micro-batch: those of the second one, or in a pipeline an equal share."""
-    reduces_each = layout.is_cut and layout.zero > 1 and layout.pipeline == 1
+    reduces_each = parallel_dims.is_sharded and parallel_dims.zero > 1 and parallel_dims.pipeline == 1
     repeated = ("activations", "gather", "reduce") if reduces_each else ("activations", "gather")
-    sizes = total if layout.pipeline > 1 else total - sent[1] if len(sent) > 1 else Counter()
-    count = 2 * layout.pipeline if layout.pipeline > 1 else 1
+    sizes = total if parallel_dims.pipeline > 1 else total - sent[1] if len(sent) > 1 else Counter()
+    count = 2 * parallel_dims.pipeline if parallel_dims.pipeline > 1 else 1
     return Counter({key: size // count for key, size in sizes.items() if key[0] in repeated})
 
 
-def require_memory(config: Config, device: torch.device, layout: ParallelDims = ALONE) -> Memory:
+def require_memory(config: Config, device: torch.device, parallel_dims: ParallelDims = ALONE) -> Memory:
     """Estimate the memory of a run, and refuse one that cannot fit.
 
     Linux overcommits a CPU's memory, and kills a process that uses more than there is without a message.
@@ -140,19 +142,20 @@ def require_memory(config: Config, device: torch.device, layout: ParallelDims = 
         UserError: the state alone is larger than the device's memory, or the step than `memory_limit`.
     """
     available, parameters = hardware.total_memory(device), count_parameters(config.resolved_model())
-    least = parameters * _least_bytes(config) / (layout.size // layout.replicate)
+    least = parameters * _least_bytes(config) / (parallel_dims.size // parallel_dims.replicate)
     if least > available:  # too large even for the estimate
         raise UserError(f"{_too_large(config, parameters, least, device)}; choose a smaller --model")
-    memory = estimate_memory(config, layout)
+    memory = estimate_memory(config, parallel_dims)
     on_host = 0 if device.type != "cpu" else sum(memory.host.values())  # a CPU's device is its host
     if memory.state + on_host > available:
-        advice = _advice(config, available, device.type != "cpu", layout)
+        advice = _advice(config, available, device.type != "cpu", parallel_dims)
         raise UserError(f"{_too_large(config, parameters, memory.state, device)}; {advice}")
     limit = parse_bytes(config.training.memory_limit)
     if limit and memory.peak > limit:
         raise UserError(
             f"a step is expected to take {human_bytes(memory.peak)}, and training.memory_limit is "
-            f"{config.training.memory_limit} ({human_bytes(limit)}); {_advice(config, limit, True, layout)}"
+            f"{config.training.memory_limit} ({human_bytes(limit)}); "
+            f"{_advice(config, limit, True, parallel_dims)}"
         )
     return memory
 
@@ -171,10 +174,10 @@ def _too_large(config: Config, parameters: int, state: float, device: torch.devi
     )
 
 
-def _advice(config: Config, limit: int, has_host: bool, layout: ParallelDims) -> str:
+def _advice(config: Config, limit: int, has_host: bool, parallel_dims: ParallelDims) -> str:
     options = [
         f"{option} ({human_bytes(m.peak)})"
-        for option, m in cheaper(config, has_host, layout)
+        for option, m in cheaper(config, has_host, parallel_dims)
         if m.peak <= limit
     ]
     if options:
@@ -186,11 +189,11 @@ def _advice(config: Config, limit: int, has_host: bool, layout: ParallelDims) ->
 class _Change:
     options: str  # of the command line
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    layout: ParallelDims | None = None
+    parallel_dims: ParallelDims | None = None
 
 
 def cheaper(
-    config: Config, has_host: bool = True, layout: ParallelDims = ALONE, wider: bool = False
+    config: Config, has_host: bool = True, parallel_dims: ParallelDims = ALONE, wider: bool = False
 ) -> list[tuple[str, Memory]]:
     """Changes that lower the peak: each alone, then all together.
 
@@ -221,22 +224,26 @@ def cheaper(
                 together.values[section] = together.values.get(section, {}) | values
         changes.append(together)
     if wider:
-        changes += _wider(config, layout)
-    return [(c.options, estimate_memory(_changed(config, c.values), c.layout or layout)) for c in changes]
+        changes += _wider(config, parallel_dims)
+    return [
+        (c.options, estimate_memory(_changed(config, c.values), c.parallel_dims or parallel_dims))
+        for c in changes
+    ]
 
 
-def _wider(config: Config, layout: ParallelDims) -> list[_Change]:
+def _wider(config: Config, parallel_dims: ParallelDims) -> list[_Change]:
     """Other meshes of the same processes, twice as many processes, narrower state."""
     changes = []
-    if layout.shard > 1 and layout.zero < 3:
-        changes.append(_Change("--parallel.zero 3", layout=replace(layout, zero=3)))
-    if layout.replicate > 1:
-        options = f"--parallel.replicate 1 --parallel.shard {layout.data}"
-        changes.append(_Change(options, layout=replace(layout, replicate=1, shard=layout.data)))
-    twice = replace(layout, shard=2 * layout.shard)
+    if parallel_dims.shard > 1 and parallel_dims.zero < 3:
+        changes.append(_Change("--parallel.zero 3", parallel_dims=replace(parallel_dims, zero=3)))
+    if parallel_dims.replicate > 1:
+        options = f"--parallel.replicate 1 --parallel.shard {parallel_dims.data}"
+        sharded = replace(parallel_dims, replicate=1, shard=parallel_dims.data)
+        changes.append(_Change(options, parallel_dims=sharded))
+    twice = replace(parallel_dims, shard=2 * parallel_dims.shard)
     if config.training.batch_size % (twice.data * config.training.micro_batch_size) == 0:
         options = f"--devices {twice.size} --parallel.shard {twice.shard}"
-        changes.append(_Change(options, layout=twice))
+        changes.append(_Change(options, parallel_dims=twice))
     if config.resolved_recipe().state["m"] is not None and not config.recipe.places:
         kept = (c for c in config.resolved_recipe().state.values() if c is not None)
         if all(c.element.bits == 32 for c in kept):

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from narrowgauge.nn.sharded.gathered_weight import GatheredWeight, PlaceholderShard
+from narrowgauge.torch_compat import TorchDispatchMode, local_tensor, storage_key, tree_iter
 
 
 class MemoryTracker:
@@ -83,7 +82,7 @@ class _Operations(TorchDispatchMode):
             if t is None or t.device.type != self.device:
                 continue
             storage = t.untyped_storage()
-            key, size = storage._cdata, storage.nbytes()
+            key, size = storage_key(storage), storage.nbytes()
             if key not in self._known:
                 finalizer = weakref.finalize(storage, self._forget, key)
                 self._known[key] = [finalizer, size if counts else 0, 0 if counts else size]
@@ -116,7 +115,7 @@ class _Operations(TorchDispatchMode):
 def _with_memory(leaf: Any) -> torch.Tensor | None:
     """The tensor that holds the storage of an operation's argument or result; None without one."""
     if isinstance(leaf, DTensor):
-        return _with_memory(leaf._local_tensor)
+        return _with_memory(local_tensor(leaf))
     if isinstance(leaf, GatheredWeight):
         return leaf.numbers
     return leaf if isinstance(leaf, torch.Tensor) and not isinstance(leaf, PlaceholderShard) else None

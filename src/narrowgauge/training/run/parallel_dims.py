@@ -11,10 +11,11 @@ def parallel_dims_of(config: Config, processes: int) -> ParallelDims:
     Raises:
         UserError: their product is another number, or model, batch or settings do not allow them.
     """
-    layout = resolve_dims(ParallelDims(**config.parallel.model_dump()), processes)
-    model, t, data = config.resolved_model(), config.training, layout.data
-    check_tensor_parallel(model, config.data.sequence_length, layout)
-    check_blocks(model, config.resolved_recipe(), config.data.sequence_length, t.micro_batch_size, layout)
+    parallel_dims = resolve_dims(ParallelDims(**config.parallel.model_dump()), processes)
+    model, t, data = config.resolved_model(), config.training, parallel_dims.data
+    length = config.data.sequence_length
+    check_tensor_parallel(model, length, parallel_dims)
+    check_blocks(model, config.resolved_recipe(), length, t.micro_batch_size, parallel_dims)
     if t.batch_size % (data * t.micro_batch_size):
         fitting = [n for n in range(1, t.batch_size + 1) if t.batch_size % (n * t.micro_batch_size) == 0]
         raise UserError(
@@ -22,29 +23,30 @@ def parallel_dims_of(config: Config, processes: int) -> ParallelDims:
             f"over parallel.replicate x parallel.shard = {data} processes; these fit: "
             f"{', '.join(map(str, fitting))}"
         )
-    _check_pipeline(layout, t.batch_size // (data * t.micro_batch_size))
-    if layout.size > 1 and t.compile:
+    _check_pipeline(parallel_dims, t.batch_size // (data * t.micro_batch_size))
+    if parallel_dims.size > 1 and t.compile:
         raise UserError(
             "training.compile = true with several processes: compiled code does not know of the others; "
             "set --training.compile false"
         )
-    return layout
+    return parallel_dims
 
 
-def _check_pipeline(layout: ParallelDims, micro_batches: int) -> None:
+def _check_pipeline(parallel_dims: ParallelDims, micro_batches: int) -> None:
     """Check that the schedule of the pipeline can run this number of micro-batches a step."""
-    if layout.chunks > 1 and layout.pipeline == 1:
+    if parallel_dims.chunks > 1 and parallel_dims.pipeline == 1:
         raise UserError(
-            f"parallel.chunks = {layout.chunks} with parallel.pipeline = 1: chunks are the stages of each "
-            "process of a pipeline; set chunks to 1, or pipeline to 2 or more"
+            f"parallel.chunks = {parallel_dims.chunks} with parallel.pipeline = 1: chunks are the stages of "
+            "each process of a pipeline; set chunks to 1, or pipeline to 2 or more"
         )
-    if micro_batches < layout.pipeline:
+    if micro_batches < parallel_dims.pipeline:
         raise UserError(
-            f"parallel.pipeline = {layout.pipeline} needs as many micro-batches a step, and there are "
+            f"parallel.pipeline = {parallel_dims.pipeline} needs as many micro-batches a step, and there are "
             f"{micro_batches}; raise training.batch_size, or lower training.micro_batch_size"
         )
-    if layout.chunks > 1 and micro_batches % layout.pipeline:
+    if parallel_dims.chunks > 1 and micro_batches % parallel_dims.pipeline:
         raise UserError(
-            f"parallel.chunks = {layout.chunks}: {micro_batches} micro-batches a step are no multiple of "
-            f"parallel.pipeline = {layout.pipeline}; change training.micro_batch_size, or set chunks to 1"
+            f"parallel.chunks = {parallel_dims.chunks}: {micro_batches} micro-batches a step are no multiple "
+            f"of parallel.pipeline = {parallel_dims.pipeline}; change training.micro_batch_size, or set "
+            "chunks to 1"
         )

@@ -84,10 +84,10 @@ def run(
     world = world_from(os.environ, torch.cuda.device_count() if device.type == "cuda" else 0)
     if device.type == "cuda" and world.size > 1:
         device = torch.device("cuda", world.device)
-    layout = parallel_dims_of(config, world.size)
+    parallel_dims = parallel_dims_of(config, world.size)
     choose_backend(config.resolved_recipe(), device_facts(device), config.recipe.backend)
     require_sinks(config.log.sinks)
-    plan = require_memory(config, device, layout)
+    plan = require_memory(config, device, parallel_dims)
     hardware.limit_memory(device, parse_bytes(config.training.memory_limit))
     path = Path(out) if out is not None else default_out(config)
     console = (console or Console()) if world.rank == 0 else Console(quiet=True)
@@ -106,7 +106,7 @@ def run(
                     config,
                     path,
                     device,
-                    layout,
+                    parallel_dims,
                     plan,
                     dataset,
                     coordinator,
@@ -122,7 +122,7 @@ def _run(
     config: Config,
     path: Path,
     device: torch.device,
-    layout: ParallelDims,
+    parallel_dims: ParallelDims,
     plan: Memory | None,
     dataset: Dataset,
     coordinator: Coordinator,
@@ -156,7 +156,7 @@ def _run(
             context = RunContext(
                 config, device, dataset, directory, display, plan, coordinator, checkpointer, run_id, profile
             )
-            trainer = start_or_resume(context, changes, Mesh(layout, device))
+            trainer = start_or_resume(context, changes, Mesh(parallel_dims, device))
             train(context, trainer, requests)
             finish(context, trainer)
     except (Preempted, StoppedEarly) as stop:
@@ -170,7 +170,7 @@ def _run(
             directory.require_there()
             directory.set_status("failed", f"{type(error).__name__}: {error}")
         if hardware.is_out_of_memory(error):
-            raise OutOfMemory(_out_of_memory_message(config, device, plan, layout)) from error
+            raise OutOfMemory(_out_of_memory_message(config, device, plan, parallel_dims)) from error
         raise
     finally:
         if profile is not None:
@@ -196,7 +196,7 @@ def _open_data(config: Config, coordinator: Coordinator, display: Display) -> Da
 
 
 def _out_of_memory_message(
-    config: Config, device: torch.device, plan: Memory | None, layout: ParallelDims
+    config: Config, device: torch.device, plan: Memory | None, parallel_dims: ParallelDims
 ) -> str:
     """The expected memory of a step, and the changes that lower it, the largest gain first."""
     what = f"out of memory on {hardware.device_name(device)}"
@@ -208,16 +208,16 @@ def _out_of_memory_message(
             f"; a step is expected to take {human_bytes(plan.peak)} ({plan.classes()}), beside the program "
             "itself and the data"
         )
-        if options := _cheaper_options(config, device, plan, layout):
+        if options := _cheaper_options(config, device, plan, parallel_dims):
             advice = ", ".join(f"{human_bytes(memory.peak)} with {option}" for option, memory in options)
     return f"{what}; {advice}, or choose a smaller --model, and name a new directory with --out"
 
 
 def _cheaper_options(
-    config: Config, device: torch.device, plan: Memory, layout: ParallelDims
+    config: Config, device: torch.device, plan: Memory, parallel_dims: ParallelDims
 ) -> list[tuple[str, Memory]]:
     """Options with a lower expected peak; empty if memory does not suffice for the estimate."""
-    if layout.size > 1:  # simulated process groups cannot coexist with real ones
+    if parallel_dims.size > 1:  # simulated process groups cannot coexist with real ones
         return []
     with suppress(MemoryError, RuntimeError):
         options = cheaper(config, has_host=device.type == "cuda")

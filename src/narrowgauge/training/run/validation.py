@@ -39,7 +39,7 @@ def validation_loss(
         batches: the number of batches, spread evenly over the tokens; None: all.
         separate_documents: mask attention and loss between documents, as in training.
     """
-    index, count = engine.mesh.data_index, engine.mesh.layout.data
+    index, count = engine.mesh.data_index, engine.mesh.parallel_dims.data
     targets, losses = [], []
     for i, batch in enumerate(
         validation_batches(tokens, batch_size, sequence_length, batches, separate_documents)
@@ -51,7 +51,7 @@ def validation_loss(
     if 0 < len(losses) % count <= index:
         engine.evaluate(batch)
     total = 0.0
-    for loss, n in zip(engine.sums(losses), targets, strict=True):
+    for loss, n in zip(engine.sum_over_ranks(losses), targets, strict=True):
         total += loss * n
     return total / sum(targets)
 

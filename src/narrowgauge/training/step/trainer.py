@@ -113,7 +113,7 @@ class Trainer:
             train,
             t.seed,
             first_samples(
-                self.step, t.batch_size, t.micro_batch_size, mesh.data_index, mesh.layout.data, ahead
+                self.step, t.batch_size, t.micro_batch_size, mesh.data_index, mesh.parallel_dims.data, ahead
             ),
             t.micro_batch_size,
             data.sequence_length,
@@ -136,7 +136,7 @@ class Trainer:
         """
         t, step = self.config.training, self.step + 1
         engine, mesh = self.engine, self.engine.mesh
-        own = t.batch_size // mesh.layout.data
+        own = t.batch_size // mesh.parallel_dims.data
         firsts = range(mesh.data_index * own, (mesh.data_index + 1) * own, t.micro_batch_size)
         own_batches = [next(batches) for _ in firsts]
         targets = max(engine.sum_over_data(sum(batch.targets for batch in own_batches)), 1)
@@ -153,11 +153,11 @@ class Trainer:
             require_same_replay(rehearsed, step_fingerprint(total, self.names), step)
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
-            engine.share_overflow(self.scaler, self.optimizer)
+            engine.all_reduce_overflow(self.scaler, self.optimizer)
         if gauges is not None:
             gauges.after_backward()
         norm = self.optimizer.clip_grad_norm_(self.config.optimizer.clip_norm).item()
-        lr, loss = self.learning_rate(step), engine.sums([total.item()])[0]
+        lr, loss = self.learning_rate(step), engine.sum_over_ranks([total.item()])[0]
         self.verdict = self.guard.judge(loss, norm)
         if self.verdict.takes:
             set_learning_rate(self.optimizer, lr)

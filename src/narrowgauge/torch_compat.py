@@ -1,0 +1,210 @@
+"""Which names of torch that are private, renamed or experimental does this package use, and why?
+
+Each stands here once, with its reason; the rest of the package uses them from here only (`test_house.py`
+checks it). So a new version of torch can break nothing but this file. `test_torch_compat.py` calls each for
+its meaning, on the torch that is installed.
+
+All are known in torch 2.13, which CI has; `pyproject.toml` allows 2.11 and later. Where a name is known to
+differ between versions, its comment says so.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from types import MethodType
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_leaves, tree_map_only
+
+# TorchDispatchMode: the documented way to see every operation ("Extending PyTorch"), from a private module.
+# tree_*: walk through arguments of an operation, which are nested lists and dicts; there is no public name.
+# ScalingType, SwizzleType, scaled_mm: public, but young: kernels are still added, their conditions change.
+__all__ = [
+    "ScalingType",
+    "SwizzleType",
+    "TorchDispatchMode",
+    "all_gather_single",
+    "attach_fsdp_extension",
+    "base_of",
+    "cpu_multiplies_bf16",
+    "cuda_architectures",
+    "disabled_torch_function",
+    "flatten_mesh",
+    "fp8_product",
+    "group_of_collective",
+    "has_hooks",
+    "ignore_in_ddp",
+    "is_in_backward",
+    "is_in_place",
+    "local_tensor",
+    "overflow_flags",
+    "reduce_scatter_single",
+    "register_fake_backend",
+    "scaled_mm",
+    "storage_key",
+    "tree_iter",
+    "tree_leaves",
+    "tree_map_only",
+    "version_of",
+    "wrapper_subclass",
+]
+
+T = TypeVar("T", bound=torch.Tensor)
+
+# Collectives on one tensor. 2.13 renamed them, and warns of the names that 2.11 and 2.12 have.
+all_gather_single: Callable[..., Any] = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+reduce_scatter_single: Callable[..., Any] = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
+
+# `__torch_function__` of a tensor subclass that only wants `__torch_dispatch__`. The public way,
+# `torch.Tensor.__torch_function__`, wraps every result in the subclass. torchao uses this name, too.
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
+def wrapper_subclass(
+    cls: type[T], shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> T:
+    """A tensor of a subclass that has a shape, strides, a dtype and a device, and no memory.
+
+    `torch.Tensor._make_wrapper_subclass`: the documented examples of wrapper subclasses call it, and there is
+    no public name.
+    """
+    return torch.Tensor._make_wrapper_subclass(cls, shape, strides=strides, dtype=dtype, device=device)
+
+
+def local_tensor(x: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor, the object itself; any other tensor as it is.
+
+    `DTensor.to_local()` gives a new object, which lacks the attributes and methods that were set on this one,
+    and autograd records it. A write through the DTensor does not raise this one's version (`version_of`), a
+    write through `to_local()` does.
+    """
+    return x._local_tensor if isinstance(x, DTensor) else x
+
+
+def version_of(x: torch.Tensor) -> int:
+    """How often a tensor has been written to in place; a view counts with its base.
+
+    Autograd checks saved tensors by it. There is no public name.
+    """
+    return x._version
+
+
+def base_of(x: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that `x` is a view of, if autograd knows it as a view. There is no public name."""
+    return x._base
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """A number that is the same for all Python objects of one storage, as long as it lives.
+
+    `data_ptr()` does not do: storages without memory all have 0, and memory is given out again.
+    """
+    return storage._cdata
+
+
+def is_in_backward() -> bool:
+    """Whether the autograd engine is running a backward pass in this thread.
+
+    FSDP and activation checkpointing ask in the same way; there is no public name.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_in_place(func: Any) -> bool:
+    """Whether an operation, as `__torch_dispatch__` gets it, writes to its first argument."""
+    return func._schema.is_mutable
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether a hook sees the output of a module's forward pass. Modules do not list hooks publicly."""
+    return bool(module._forward_hooks or module._backward_hooks)
+
+
+def group_of_collective(args: Iterable[Any]) -> dist.ProcessGroup:
+    """The process group among the arguments of a `c10d` operation, which are those of a C++ function."""
+    boxed = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
+    return dist.ProcessGroup.unbox(boxed)
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """A mesh of one dimension, `name`, with all ranks of `mesh` in row-major order.
+
+    torchtitan calls `_flatten`, too. Making the groups by hand would make them a second time.
+    """
+    return mesh._flatten(name)
+
+
+def ignore_in_ddp(module: torch.nn.Module, names: Sequence[str]) -> None:
+    """Let DDP neither broadcast nor reduce these parameters and buffers; before it wraps the module.
+
+    The constructor has no argument for it.
+    """
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+
+
+def overflow_flags(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> dict[torch.device, torch.Tensor]:
+    """By device whether `unscale_` found a gradient that is not finite: float32, 1 or 0, to be written to.
+
+    torch's own scaler for FSDP shares them over ranks in the same way.
+    """
+    flags: dict[Any, torch.Tensor] = scaler._found_inf_per_device(optimizer)
+    return flags
+
+
+class _FSDPExtension(Protocol):
+    """The methods by which FSDP2 asks a shard what travels: an experimental interface."""
+
+    def fsdp_pre_all_gather(self, *args: Any) -> Any: ...
+
+    def fsdp_post_all_gather(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
+def attach_fsdp_extension(shard: torch.Tensor, extension: type[_FSDPExtension]) -> None:
+    """Let FSDP2 ask a plain tensor as it asks one of a subclass: with the methods of `extension`.
+
+    FSDP2 looks for the two names on the sharded tensor; torchao's subclasses define them, too.
+    """
+    for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+        setattr(shard, name, MethodType(getattr(extension, name), shard))
+
+
+def register_fake_backend() -> None:
+    """Make the backend `fake` known: process groups whose collectives do nothing.
+
+    torch keeps it among the internals of its tests; its own simulators of distributed runs import it, too.
+    """
+    import_module("torch.testing._internal.distributed.fake_pg")
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Whether oneDNN has products in bf16 on this CPU; torch.backends.mkldnn says only whether it exists."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def cuda_architectures() -> tuple[str, ...]:
+    """The GPU architectures that this torch has code for, such as sm_90; none in a build for CPUs.
+
+    `torch.cuda.get_arch_list()` gives nothing where no GPU is visible, and wakes one where it is.
+    """
+    flags = getattr(torch._C, "_cuda_getArchFlags", str)()
+    return tuple(flags.split()) if flags else ()
+
+
+def fp8_product(a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """a_MK b_KN of FP8 tensors under one scale each, fast accumulation, in bf16: for ceilings only.
+
+    The call that `scaled_mm` ends in, without what that does before.
+    """
+    return torch._scaled_mm(a_MK, b_KN, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)

@@ -1,0 +1,269 @@
+"""Every private or young name of torch that the package uses, called for what the package takes it to mean.
+
+This runs on whatever torch is installed. CI has one version; to try another one, make an environment with it
+and run this file alone there, before anything else:
+
+    python -m venv /tmp/torch-2.11 && /tmp/torch-2.11/bin/pip install torch==2.11.0 -e '.[dev]'
+    /tmp/torch-2.11/bin/python -m pytest tests/test_torch_compat.py
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from narrowgauge import torch_compat as compat
+
+
+@pytest.fixture
+def four_fake_ranks():
+    """Rank 0 of four, whose collectives do nothing."""
+    compat.register_fake_backend()
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=4)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+class Named(torch.Tensor):
+    """A tensor without memory, which records the operations that reach it."""
+
+    seen: list
+
+    __torch_function__ = compat.disabled_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        first = next(x for x in compat.tree_leaves(args) if isinstance(x, Named))
+        first.seen.append(func)
+        return torch.zeros(first.shape)
+
+
+def named():
+    x = compat.wrapper_subclass(Named, (2, 3), (3, 1), torch.float32, torch.device("meta"))
+    x.seen = []
+    return x
+
+
+def test_a_wrapper_subclass_looks_as_it_was_told_and_has_no_memory():
+    x = named()
+    assert type(x) is Named
+    assert (x.shape, x.stride(), x.dtype, x.device.type) == ((2, 3), (3, 1), torch.float32, "meta")
+
+
+def test_disabled_torch_function_leaves_results_plain():
+    x = named()
+    assert type(x + 1) is torch.Tensor
+    assert x.seen == [torch.ops.aten.add.Tensor]
+
+
+def test_operations_tell_whether_they_write():
+    assert compat.is_in_place(torch.ops.aten.add_.Tensor)
+    assert compat.is_in_place(torch.ops.aten.copy_.default)
+    assert not compat.is_in_place(torch.ops.aten.add.Tensor)
+
+
+def test_trees_are_walked_through():
+    tree = ([1, (2.5,)], {"a": [3]})
+    assert list(compat.tree_iter(tree)) == compat.tree_leaves(tree) == [1, 2.5, 3]
+    assert compat.tree_map_only(int, lambda n: -n, tree) == ([-1, (2.5,)], {"a": [-3]})
+
+
+def test_a_dispatch_mode_sees_operations_and_collectives(four_fake_ranks):
+    class Mode(compat.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "c10d":
+                groups.append(compat.group_of_collective(args))
+            names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    names, groups = [], []
+    with Mode():
+        x = torch.ones(2) + 1
+        dist.all_reduce(x)
+    assert "aten::add.Tensor" in names
+    assert "c10d::allreduce_" in names
+    assert [dist.get_process_group_ranks(group) for group in groups] == [[0, 1, 2, 3]]
+
+
+def test_collectives_of_one_tensor(four_fake_ranks):
+    row, rows = torch.ones(3), torch.zeros(12)
+    compat.all_gather_single(rows, row, group=four_fake_ranks)
+    compat.reduce_scatter_single(row, rows, group=four_fake_ranks)
+
+
+def test_a_flattened_mesh_has_its_ranks_in_order(four_fake_ranks):
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
+    flat = compat.flatten_mesh(mesh["a", "c"], "both")
+    assert flat.mesh.tolist() == [0, 1, 2, 3]
+    assert flat.get_group().size() == 4
+
+
+def test_the_local_tensor_is_the_object_itself(four_fake_ranks):
+    mesh = init_device_mesh("cpu", (4,))
+    shard = torch.ones(2, 3)
+    whole = DTensor.from_local(shard, mesh, [Shard(0)])
+    mark = compat.local_tensor(whole)
+    mark.note = "kept"
+    assert compat.local_tensor(whole).note == "kept"
+    assert compat.local_tensor(shard) is shard
+    assert not hasattr(whole.to_local(), "note")
+    with torch.no_grad():
+        whole.to_local().mul_(2)
+    assert torch.equal(compat.local_tensor(whole), torch.full((2, 3), 2.0))
+    assert compat.version_of(compat.local_tensor(whole)) == 1
+
+
+def test_a_write_raises_the_version_of_a_tensor_and_its_views():
+    x = torch.zeros(4)
+    view = x[1:]
+    assert (compat.version_of(x), compat.version_of(view)) == (0, 0)
+    view.add_(1)
+    x.mul_(2)
+    assert (compat.version_of(x), compat.version_of(view)) == (2, 2)
+    assert compat.base_of(view) is x
+    assert compat.base_of(x) is None
+
+
+def test_a_storage_has_one_key_for_all_its_views():
+    x, y = torch.zeros(4), torch.zeros(4)
+    key = compat.storage_key(x.untyped_storage())
+    assert compat.storage_key(x[1:].untyped_storage()) == key
+    assert compat.storage_key(y.untyped_storage()) != key
+    empty = [torch.empty(0, device="meta") for _ in range(2)]
+    assert len({compat.storage_key(e.untyped_storage()) for e in empty}) == 2
+
+
+def test_it_is_known_whether_a_backward_pass_runs():
+    told = []
+
+    def look(x):
+        told.append(compat.is_in_backward())
+        return x * x
+
+    assert not compat.is_in_backward()
+    checkpoint(look, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+    assert told == [False, True]
+    assert not compat.is_in_backward()
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
+def test_hooks_of_a_module_are_seen(register):
+    layer = torch.nn.Linear(2, 2)
+    assert not compat.has_hooks(layer)
+    handle = getattr(layer, register)(lambda *_: None)
+    assert compat.has_hooks(layer)
+    handle.remove()
+    assert not compat.has_hooks(layer)
+
+
+def test_ddp_ignores_what_it_is_told_to(four_fake_ranks):
+    module = torch.nn.Linear(2, 2)
+    compat.ignore_in_ddp(module, ["bias"])
+    wrapped = DistributedDataParallel(module, init_sync=False)
+    (bucketed,) = wrapped._module_parameters
+    assert bucketed is module.weight
+
+
+def test_overflow_found_on_another_rank_skips_the_step():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    (flag,) = compat.overflow_flags(scaler, optimizer).values()
+    assert flag.item() == 0
+    flag.fill_(1)  # as an all-reduce with MAX would
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weight.detach(), torch.ones(2))
+    assert scaler.get_scale() == 2.0
+
+
+def test_fsdp_asks_a_plain_tensor_for_what_travels():
+    class Extension:
+        def fsdp_pre_all_gather(self, *args):
+            return self, args
+
+        def fsdp_post_all_gather(self, *args, **kwargs):
+            return args
+
+    shard = torch.ones(2)
+    compat.attach_fsdp_extension(shard, Extension)
+    assert shard.fsdp_pre_all_gather(1)[0] is shard
+    assert shard.fsdp_post_all_gather(2) == (2,)
+
+
+def test_fsdp_looks_for_these_two_names():
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    source = Path(_fsdp_param.__file__).read_text()
+    assert '"fsdp_pre_all_gather"' in source
+    assert '"fsdp_post_all_gather"' in source
+
+
+@pytest.mark.parametrize(
+    "setter",
+    [
+        "reshard",
+        "set_custom_reduce_scatter",
+        "set_force_sum_reduction_for_comms",
+        "set_gradient_divide_factor",
+        "set_is_last_backward",
+        "set_requires_gradient_sync",
+        "set_reshard_after_backward",
+    ],
+)
+def test_fsdp_has_the_setters_that_the_engine_calls(setter):
+    """They are public, but newer than FSDP2 itself."""
+    assert callable(getattr(FSDPModule, setter))
+
+
+def test_what_the_cpu_multiplies_is_a_yes_or_a_no():
+    assert compat.cpu_multiplies_bf16() in (True, False)
+
+
+def test_architectures_are_names_or_none():
+    names = compat.cuda_architectures()
+    assert all(name.startswith(("sm_", "compute_", "gfx")) for name in names)
+    assert bool(names) == (torch.version.cuda is not None or torch.version.hip is not None)
+
+
+def test_names_of_scaled_products():
+    kinds = ("TensorWise", "RowWise", "BlockWise1x16", "BlockWise1x32", "BlockWise1x128", "BlockWise128x128")
+    for kind in kinds:
+        assert hasattr(compat.ScalingType, kind)
+    assert {"NO_SWIZZLE", "SWIZZLE_32_4_4"} <= set(compat.SwizzleType.__members__)
+
+
+def test_scaled_products_multiply():
+    a = torch.tensor([[1.0, 2.0] * 8] * 16)
+    narrow = a.to(torch.float8_e4m3fn)
+    two, expected = torch.full((), 2.0), 4 * (a @ a.T)
+    tensor_wise = [compat.ScalingType.TensorWise]
+    try:
+        assert torch.equal(compat.fp8_product(narrow, narrow.T, two).float(), expected)
+        product = compat.scaled_mm(
+            narrow,
+            narrow.T,
+            scale_a=[two.reshape(1)],
+            scale_recipe_a=tensor_wise,
+            scale_b=[two.reshape(1)],
+            scale_recipe_b=tensor_wise,
+            output_dtype=torch.bfloat16,
+        )
+    except (NotImplementedError, RuntimeError) as error:
+        if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+            raise
+        pytest.skip(f"this torch has no CPU kernel: {error}")
+    assert torch.equal(product.float(), expected)
+
+
+def test_every_name_is_called_here():
+    source = Path(__file__).read_text(encoding="utf-8")
+    assert [name for name in compat.__all__ if f"compat.{name}" not in source] == []
