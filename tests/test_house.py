@@ -1,6 +1,7 @@
 """The rules of the house: rooms import only rooms above them, and the public surface is what is listed."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,7 @@ def test_nothing_read_from_a_file_can_be_executed():
 
 # Private attributes of torch's objects, which a class of ours could have by the same name on itself.
 OF_TORCH = {"_base", "_cdata", "_local_tensor", "_parameters", "_schema", "_type", "_version", "unbox"}
+RENAMED = {"all_gather_into_tensor", "reduce_scatter_tensor"}
 # Private in name only (os._exit, named tuples, an operator of ATen), and argparse's.
 OF_OTHERS = {"_exit", "_replace", "_asdict", "_to_copy", "_actions", "_option_string_actions"}
 
@@ -109,21 +111,21 @@ def private_names_of_torch(tree: ast.Module, ours: set[str]) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             names = {f"{node.module}.{a.name}" for a in node.names}
             found |= {n for n in names if private(n) or n.endswith("scaled_mm")}
-        elif isinstance(node, ast.Attribute):
-            name, owner = dotted(node), dotted(node.value)
-            is_own = owner in ("self", "cls")
-            if owner.startswith("torch") and private(name):
-                found.add(name)
-            elif (
-                (node.attr in OF_TORCH and not is_own)
-                or (private(node.attr) and not is_own and node.attr not in ours | OF_OTHERS)
-                or node.attr in ("all_gather_into_tensor", "reduce_scatter_tensor")
-            ):
-                found.add(node.attr)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            if node.value.startswith("torch.") and " " not in node.value and private(node.value):
-                found.add(node.value)
+        elif isinstance(node, ast.Attribute) and is_of_torch(node, ours):
+            found.add(dotted(node) or node.attr)
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"torch(\.\w+)*\._\S*", str(node.value)):
+            found.add(node.value)
     return found
+
+
+def is_of_torch(node: ast.Attribute, ours: set[str]) -> bool:
+    owner, name = dotted(node.value), node.attr
+    if owner.startswith("torch") and private(dotted(node)):
+        return True
+    if owner in ("self", "cls"):
+        return False
+    is_private = private(name) and name not in ours | OF_OTHERS
+    return is_private or name in OF_TORCH or name in RENAMED
 
 
 def names_we_define(tree: ast.Module) -> set[str]:

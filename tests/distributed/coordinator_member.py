@@ -1,4 +1,4 @@
-"""A rank of a small run: python coordinator_member.py RUN [KEY=VALUE ...]; it counts steps, and fails as it is told.
+"""A rank of a small run: python coordinator_member.py RUN [KEY=VALUE ...]; counts steps, fails as it is told.
 
 steps=N        how many (2000); a step takes 10 ms
 raise=R@S      rank R raises in step S: a ValueError, or what `error` names
