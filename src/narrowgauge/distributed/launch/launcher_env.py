@@ -7,9 +7,9 @@
     PMIx           PMIX_RANK, and no size
     srun           SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_NODEID
 
-They nest: mpirun inside a Slurm job has all of the last, of which only mpirun's own are about this process,
-so the order above is the order of belief. The shell of a Slurm batch script looks like task 0 of its job; it
-has no `SLURM_STEP_ID`, which tells of a process that srun started.
+They nest: mpirun inside a Slurm job leaves Slurm's variables set, but only its own describe this process,
+so the first launcher in the order above decides. The shell of a Slurm batch script looks like task 0 of its
+job, but has no `SLURM_STEP_ID`, which only processes that srun started have.
 
 Sources: https://docs.pytorch.org/docs/stable/elastic/run.html ("Environment Variables"),
 https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html, https://slurm.schedmd.com/srun.html.
@@ -28,7 +28,7 @@ class NotStartedBySrun(UserError):
 
 @dataclass(frozen=True, slots=True)
 class LaunchInfo:
-    """What one launcher says."""
+    """The facts about this process in one launcher's variables."""
 
     launcher: str
     rank: int
@@ -51,7 +51,7 @@ def number(environ: Mapping[str, str], *names: str) -> int | None:
 
 
 def launch_info(environ: Mapping[str, str]) -> LaunchInfo:
-    """The place of this process as its launcher says; a process without one is alone."""
+    """The facts about this process from its launcher; without a launcher it is the only process."""
     alone = LaunchInfo("none", 0, 1, 0, 1, 0, 1)
     outer = _from_mpi(environ) or _from_slurm(environ)
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
@@ -174,9 +174,9 @@ def refuse_separate_worlds(environ: Mapping[str, str], place: LaunchInfo) -> Non
 
 
 def reports_for_all(environ: Mapping[str, str]) -> bool:
-    """Whether this process is the one to print what all of them find wrong, before they have met.
+    """Whether this process prints an error that all of them have, before they have joined a group.
 
-    One that cannot tell speaks: a sentence said twice is better than none.
+    A process without a rank in its environment prints it: a sentence printed twice is better than none.
     """
     ranks = ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"]
     if environ.get("TORCHELASTIC_RUN_ID"):

@@ -1,7 +1,7 @@
 """Which process of how many is this? Read from the environment alone, whoever started it.
 
 A run starts alike under torchrun, srun and mpirun, and needs no MPI library. The dangerous case is a launcher
-that starts eight processes of which each believes to be alone: eight runs on one GPU, in one directory. It
+that starts eight processes without telling them of each other: eight runs on one GPU, in one directory. It
 is refused, not warned about, and so is a GPU that several processes would share.
 """
 
@@ -26,7 +26,7 @@ _MENDS = {
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The place of this process among all, and where they meet."""
+    """The rank of this process, its node and its device, and the address at which rank 0 listens."""
 
     rank: int
     size: int
@@ -41,7 +41,7 @@ class World:
 
 
 def world_from(environ: Mapping[str, str], gpus: int) -> World:
-    """The world that the environment tells of.
+    """The world that the environment describes.
 
     Args:
         environ: the variables of the process.
