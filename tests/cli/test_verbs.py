@@ -166,7 +166,7 @@ def test_plan_says_what_fits_and_what_would_help(narrowgauge, line, tmp_path):
     assert re.search(r"^fits: ", ended.out, re.MULTILINE)
     tight = narrowgauge(*words, "--memory-limit", "10KB")
     assert re.search(
-        r"^does not fit: .* of 0\.0 MiB \(training\.memory_limit 10KB\)", tight.out, re.MULTILINE
+        r"^does not fit: .* of 9\.8 KiB \(training\.memory_limit 10KB\)", tight.out, re.MULTILINE
     )
     assert "with --training.recompute true: " in tight.out
     assert list(tmp_path.iterdir()) == []

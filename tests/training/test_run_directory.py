@@ -73,8 +73,9 @@ def test_another_text_of_the_recipe_is_refused(directory, tiny, tmp_path):
     directory.claim(config)
     directory.claim(config)
     mine.write_text('name = "mine"\n[fprop]\nx = "e5m2"\n')
+    changed = make_config(tiny({"recipe.name": str(mine)}))
     with pytest.raises(UserError, match=r"another text of recipe .*mine\.toml.* restore .* another --out"):
-        directory.claim(config)
+        directory.claim(changed)
     own = directory.config(own_recipe=True).spec.recipe
     assert own.casts["fprop.x"].name == "e4m3", "a finished run is used with the recipe it was made with"
 

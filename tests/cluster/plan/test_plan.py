@@ -41,7 +41,7 @@ def test_clusters_that_ship(name):
 def test_the_form_in_the_module_is_a_cluster(tmp_path):
     from narrowgauge.cluster.plan import cluster_spec
 
-    lines = cluster_spec.__doc__.split("\n\n    ", 1)[1].split("\n\nA format")[0]
+    lines = cluster_spec.__doc__.split("\n\n    ", 1)[1].split("\n\nThe device")[0]
     file = tmp_path / "mine.toml"
     file.write_text("\n".join(line.strip() for line in lines.splitlines()))
     assert load_cluster(str(file)).price == 3.5

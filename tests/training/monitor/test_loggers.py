@@ -110,7 +110,7 @@ def test_a_sink_that_hangs_costs_a_step_nothing_and_the_end_little():
 
     feed = Feed("book", lambda step: Hung(), said.append)
     start = time.monotonic()
-    for step in range(loggers.WAITING + 10):
+    for step in range(loggers.QUEUE_SIZE + 10):
         feed.put(step, {"loss": 1.0})
     assert time.monotonic() - start < 1.0
     assert [line.split(";")[0] for line in said] == ["NOT SENT to book (it does not keep up)"]

@@ -65,9 +65,9 @@ def test_a_number_of_steps_that_is_none(narrowgauge, line, tmp_path, word):
 @pytest.mark.parametrize(
     ("callers", "expected"),
     [
-        (("aten::copy_", "_ThreeGemmsBackward"), "casts"),
-        (("aten::mm", "_ThreeGemms"), "GEMMs"),
-        (("aten::addmm", "narrowgauge::scaled_mm", "_ThreeGemms"), "GEMMs"),
+        (("aten::copy_", "_LinearFunctionBackward"), "casts"),
+        (("aten::mm", "_LinearFunction"), "GEMMs"),
+        (("aten::addmm", "narrowgauge::scaled_mm", "_LinearFunction"), "GEMMs"),
         (("aten::copy_", "Optimizer.step#AdamW.step"), "optimizer"),
         (("aten::mul",), "norms and the rest"),
         (("aten::copy_", "FSDP::all_gather (blocks.0)"), "communication"),

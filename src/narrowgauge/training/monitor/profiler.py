@@ -31,7 +31,7 @@ CLASSES = (
     ("attention", r"scaled_dot_product|flash_attention|ScaledDotProduct"),
     ("GEMMs", r"^aten::(mm|addmm|bmm|baddbmm|_scaled_mm)$|^narrowgauge::scaled_mm$"),
     ("loss", r"CrossEntropy|HeadLoss"),
-    ("casts", r"ThreeGemms"),
+    ("casts", r"LinearFunction"),
     ("norms and the rest", r""),
 )
 
