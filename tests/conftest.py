@@ -1,7 +1,13 @@
 """A small corpus, a tiny configuration, and the command in processes of its own."""
 
-import json
 import os
+
+# One thread a process, in this one and in all that it starts: the tests are many processes on few cores, whose
+# threads would wait for each other. Here, before anything imports torch, for `make test` and a bare pytest alike.
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+    os.environ.setdefault(name, "1")
+
+import json
 import random
 import signal
 import subprocess
@@ -15,6 +21,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.checkpoint import read_manifest, steps
+from support.expectations import VARIABLE, keep_expectations
 
 pytest_plugins = ["faults.report", "golden.report"]
 
@@ -38,6 +45,16 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NARROWGAUGE_CACHE", str(directory))
         yield directory
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _expectations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a step is expected to take is worked out once for each kind of step."""
+    directory = tmp_path_factory.mktemp("expectations")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, str(directory))
+        keep_expectations(directory, patch)
+        yield
 
 
 def write_text(directory: Path, documents: int = 12, seed: int = 0) -> str:
@@ -236,21 +253,27 @@ class Narrowgauge:
         largest_file: int = 0,
         memory: int = 0,
         script: str | Path = "",
+        folder: str | Path = "",
+        forks: bool = True,
         **environment: str,
     ) -> Process:
-        """Output goes to a file, the `terminal` of that name, or a pipe nobody reads; limits are in bytes."""
+        """Output goes to a file, the `terminal` of that name, or a pipe nobody reads; limits are in bytes.
+
+        `forks`: programs in Python that it starts are forked, instead of started anew (`support.forked`).
+        """
         self.count += 1
         out, err = (self.directory / f"{self.count}.{name}" for name in ("out", "err"))
         job = {
             "arguments": list(map(str, arguments)),
             "environment": environment,
-            "directory": str(self.directory),
+            "directory": str(folder or self.directory),
             "out": terminal or str(out),
             "err": str(err),
             "reader_gone": reader_gone,
             "largest_file": largest_file,
             "memory": memory,
             "script": str(script),
+            "forks": forks,
         }
         out.touch()
         return Process(self._ask(job), out, err, self._ask)
@@ -260,8 +283,10 @@ class Narrowgauge:
 
 
 @pytest.fixture(scope="session")
-def narrowgauge(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Narrowgauge]:
-    script = Path(__file__).with_name("warm.py")
+def narrowgauge(
+    cache: Path, _expectations: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Narrowgauge]:
+    script = Path(__file__).with_name("support") / "warm.py"
     # A user's output is buffered, whatever the tests' is.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     with subprocess.Popen(
@@ -269,7 +294,7 @@ def narrowgauge(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={"OMP_NUM_THREADS": "1"} | environment,
+        env=environment,
     ) as server:
         yield Narrowgauge(server, tmp_path_factory.mktemp("processes"))
         assert server.stdin is not None

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 import re
 import subprocess
 import sys
@@ -46,26 +45,28 @@ def test_every_verb_is_shown():
     }
 
 
+def test_the_first_line_runs_in_a_process_of_its_own(tmp_path):
+    """What `make train` starts, as Python starts it; on a text that is small, too."""
+    words = ["train", "--steps", "1", "--training.micro_batch_size", "1", *SMALL.split()]
+    text = ["--data", str(ROOT / "docs" / "*.md"), "--data.tokenizer", "bytes"]
+    command = [sys.executable, "-m", "narrowgauge", *words, *text]
+    ended = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(narrowgauge, tmp_path_factory):
     """Runs `narrowgauge` in a folder that has what `make train` leaves behind."""
     folder = tmp_path_factory.mktemp("reader")
-    environment = os.environ | {"NARROWGAUGE_CACHE": str(folder / "cache")}
 
     def run(words):
         if words[0] in ("train", "compare", "plan"):
             words = [*words, "--training.micro_batch_size", "1", "--steps", "2", *SMALL.split()]
-        ended = subprocess.run(
-            [sys.executable, "-m", "narrowgauge", *words],
-            cwd=folder,
-            env=environment,
-            check=False,
-            capture_output=True,
-            text=True,
-        )
-        assert ended.returncode == 0 or words == ["doctor"], ended.stderr  # which may have found something
-        assert ended.stderr == ""
-        assert ended.stdout
+        ended = narrowgauge(*words, folder=folder, NARROWGAUGE_CACHE=str(folder / "cache"))
+        assert ended.code == 0 or words == ["doctor"], ended.err  # which may have found something
+        assert ended.err == ""
+        assert ended.out
 
     run.folder = folder
     run(["train"])

@@ -130,7 +130,7 @@ def test_a_run_whose_reader_went_away_says_so_in_its_directory(narrowgauge, line
 @case("G4", quick=True)
 def test_memory_that_runs_out_is_one_sentence(narrowgauge, line, look, tmp_path, refused):
     """2^31 - 1 sequences at once: their numbers alone take 16 GiB."""
-    huge = {"training.batch_size": 2**31 - 1, "training.micro_batch_size": 2**31 - 1}
+    huge = {"training.batch_size": 2**31 - 1, "training.micro_batch_size": 2**31 - 1, "recipe.name": "bf16"}
     ended = narrowgauge(*line(huge), "--out", tmp_path / "run", memory=12 << 30)
     refused(ended, "out of memory", "KiB with --training.micro_batch_size 1", code=1)
     for name in ("a step is expected to take", "weights", "saved activations", "workspace"):

@@ -52,7 +52,7 @@ def test_one_and_two_processes(narrowgauge, scaling, tmp_path):
 
 @pytest.mark.parametrize("whom", ["Ctrl-C", "the launcher is killed", "a process is killed"])
 def test_all_end_together(narrowgauge, scaling, whom):
-    process = narrowgauge.start(*scaling("--procs", "2", "--seconds", "60"))
+    process = narrowgauge.start(*scaling("--procs", "2", "--seconds", "60"), forks=False)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
 
     def all_run():  # torch is read only when a process has tied its life to its launcher's

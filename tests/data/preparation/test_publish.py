@@ -3,8 +3,7 @@
 import os
 import resource
 import shutil
-import subprocess
-import sys
+import signal
 import time
 from pathlib import Path
 
@@ -15,10 +14,11 @@ from narrowgauge.data import open_corpus, prepare
 from narrowgauge.errors import UserError
 
 CHILD = """
-import sys, time
+import sys, time, warnings
 from pathlib import Path
 from narrowgauge.data import prepare
 
+warnings.simplefilter("error")
 source, directory, stop_at, marker = sys.argv[1:]
 
 def stop(stage, done, total, facts):
@@ -31,9 +31,17 @@ print(prepare(source, "bpe-300", Path(directory), stop).digest)
 """
 
 
-def child(source, directory, stop_at, marker):
-    command = [sys.executable, "-W", "error", "-c", CHILD, source, str(directory), stop_at, str(marker)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+@pytest.fixture
+def child(narrowgauge, tmp_path):
+    """Start a process that prepares and waits in a stage, until the marker is there; it waits there already."""
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+
+    def start(source, directory, stop_at, marker):
+        process = narrowgauge.start(source, directory, stop_at, marker, script=script)
+        return process.until(lambda: process.out.read_text() == "here\n")
+
+    return start
 
 
 def contents(directory):
@@ -42,13 +50,14 @@ def contents(directory):
 
 @case("F4", quick=True)
 @pytest.mark.parametrize("stop_at", ["read", "learn", "encode"])
-def test_killed_at_any_stage_it_leaves_nothing_and_the_next_makes_the_same_bytes(source, tmp_path, stop_at):
+def test_killed_at_any_stage_it_leaves_nothing_and_the_next_makes_the_same_bytes(
+    source, tmp_path, stop_at, child
+):
     undisturbed = contents(prepare(source, "bpe-300", tmp_path / "undisturbed").directory)
     place = tmp_path / "place" / "out"
-    with child(source, place, stop_at, tmp_path / "never") as process:
-        assert process.stdout.readline() == "here\n"
-        process.kill()
-    assert process.returncode == -9
+    process = child(source, place, stop_at, tmp_path / "never")
+    process.send(signal.SIGKILL)
+    assert process.wait().code == -signal.SIGKILL
     assert not place.exists()
     (abandoned,) = place.parent.iterdir()
     assert contents(prepare(source, "bpe-300", place).directory) == undisturbed
@@ -62,15 +71,14 @@ def test_killed_at_any_stage_it_leaves_nothing_and_the_next_makes_the_same_bytes
 
 
 @case("F4", quick=True)
-def test_two_at_once_both_end_well(source, tmp_path):
+def test_two_at_once_both_end_well(source, tmp_path, child):
     place, go = tmp_path / "place" / "out", tmp_path / "go"
-    children = [child(source, place, "encode", go) for _ in range(2)]
-    for process in children:
-        assert process.stdout.readline() == "here\n"  # both have begun, neither has published
+    children = [child(source, place, "encode", go) for _ in range(2)]  # both have begun, neither has published
     assert len(os.listdir(place.parent)) == 2
     go.touch()
-    digests = {process.communicate(timeout=60)[0].strip() for process in children}
-    assert [process.returncode for process in children] == [0, 0]
+    ended = [process.wait(60) for process in children]
+    assert [process.code for process in ended] == [0, 0], ended
+    digests = {process.out.splitlines()[-1] for process in ended}
     assert digests == {open_corpus(place).digest}
     assert os.listdir(place.parent) == ["out"]
 

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -77,16 +75,15 @@ def test_a_saved_tokenizer_is_the_same_tokenizer(tokenizer, tmp_path):
     assert os.listdir(tmp_path) == ["tokenizer.json"]
 
 
-def test_one_text_gives_one_tokenizer_whatever_the_number_of_threads(tmp_path):
-    script = (
+def test_one_text_gives_one_tokenizer_whatever_the_number_of_threads(narrowgauge, tmp_path):
+    script = tmp_path / "serial.py"
+    script.write_text(
         "import sys; from narrowgauge.data import train_bpe\n"
         "sys.stdout.write(train_bpe(['some words ' * 50 + 'more words'] * 40, 290).to_json())"
     )
-    serial = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
-    output = subprocess.run(
-        [sys.executable, "-c", script], env=serial, capture_output=True, check=True
-    ).stdout
-    assert output.decode() == train_bpe(["some words " * 50 + "more words"] * 40, 290).to_json()
+    ended = narrowgauge(script=script, TOKENIZERS_PARALLELISM="false")
+    assert ended.code == 0, ended.err
+    assert ended.out == train_bpe(["some words " * 50 + "more words"] * 40, 290).to_json()
 
 
 def test_the_variable_for_parallelism_is_as_the_user_set_it_or_safe(monkeypatch):
