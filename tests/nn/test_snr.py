@@ -37,12 +37,18 @@ MEASURED = {
 BELOW, ABOVE = 0.5, 2.0  # more than ABOVE would be a place that is not narrow
 # What torchao asks of its own layers, where it asks.
 TORCHAO = {"fp8": (18, 0, 17), "fp8-row": (18, 0, 17), "mxfp8": (27, 25, 24), "nvfp4": (15, 0, 0)}
-IN_COMPILED = (
-    "fp8",
-    "fp8-delayed",
-    "mxfp8",
-    "nvfp4",
-)  # the others' checkpoints in compiled code are slow tests
+# One recipe for each way of casting that a compiler has to follow: none, one scale a tensor, one that is
+# remembered, blocks of two dimensions, operands kept narrow, outliers apart, blocks under two scales with random bits,
+# and an estimator. mxfp4's are compiled in test_compile.py. The others cast as one of these does: slow tests.
+COMPILED = ("fp32", "bf16", "fp16", "fp8", "fp8-delayed", "fp8-block", "coat", "fp4", "nvfp4", "quartet")
+RECOMPUTED_IN_COMPILED = ("fp8-delayed", "nvfp4")  # a history, and random bits: what a second pass could change
+
+
+
+def quick(names):
+    """These recipes at each commit, the others in slow tests."""
+    return [n if n in names else pytest.param(n, marks=pytest.mark.slow) for n in PLAIN]
+
 
 compiles = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # torch's own tracing
@@ -132,13 +138,11 @@ def compiled_case(name, of, bias=True):
 class TestCompiled:
     pytestmark = compiles
 
-    @pytest.mark.parametrize("name", PLAIN)
+    @pytest.mark.parametrize("name", quick(COMPILED))
     def test_there_is_no_graph_break_and_nothing_changes(self, name):
         compiled_case(name, lambda layer: layer)
 
-    @pytest.mark.parametrize(
-        "name", [n if n in IN_COMPILED else pytest.param(n, marks=pytest.mark.slow) for n in PLAIN]
-    )
+    @pytest.mark.parametrize("name", quick(RECOMPUTED_IN_COMPILED))
     def test_recomputation_within_compiled_code(self, name):
         compiled_case(name, recomputed)
 

@@ -9,10 +9,22 @@ from narrowgauge.quantization import QuantContext, cast_names, chunks, emulate, 
 CASTS = [make_cast(name) for name in cast_names() if make_cast(name).is_scaled]
 
 
-@pytest.mark.parametrize("rounding", ["nearest-even", "stochastic"])
-@pytest.mark.parametrize("axis", [-1, 0])
-@pytest.mark.parametrize("shape", [(320, 256), (150, 77), (1, 3000), (3000, 1), (4, 60, 33)], ids=str)
-@pytest.mark.parametrize("c", CASTS, ids=lambda c: c.name)
+SHAPES = [(320, 256), (150, 77), (1, 3000), (3000, 1), (4, 60, 33)]
+# Random bits have to go on from chunk to chunk; without them a walk has less to get wrong, and one shape shows it.
+WALKS = [
+    pytest.param(
+        *(c, shape, axis, rounding),
+        id=f"{c.name}-{shape}-{axis}-{rounding}",
+        marks=() if rounding == "stochastic" or shape == (150, 77) else pytest.mark.slow,
+    )
+    for rounding in ("nearest-even", "stochastic")
+    for axis in (-1, 0)
+    for shape in SHAPES
+    for c in CASTS
+]
+
+
+@pytest.mark.parametrize(("c", "shape", "axis", "rounding"), WALKS)
 def test_chunks_give_the_numbers_of_the_full_tensor(c, shape, axis, rounding, monkeypatch):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).bfloat16()
     x[0].view(-1)[:1] = float("inf")

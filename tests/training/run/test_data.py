@@ -59,6 +59,7 @@ def losses(path):
 
 def values(source, **data):
     return {
+        "model": {"dim": 32, "layers": 2, "heads": 2, "ffn_dim": 64},
         "data": {"source": source, **data},
         "training": {"steps": STEPS, "batch_size": 2, "micro_batch_size": 1, "device": "cpu"},
         "validation": {"batches": 1},
@@ -66,7 +67,7 @@ def values(source, **data):
     }
 
 
-def test_the_default_model_learns_the_same_from_text_and_from_every_token_file(corpus, tmp_path):
+def test_a_model_learns_the_same_from_text_and_from_every_token_file(corpus, tmp_path):
     text, prepared = corpus
     expected = losses(run(values(str(text), tokenizer="bpe-300"), tmp_path / "text"))
     assert len([line for line in expected if line["loss"]]) == STEPS
