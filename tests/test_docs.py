@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 import narrowgauge as ng
-from fenced import blocks, shell_lines, titled
 from narrowgauge.cli.main import _options, _read_train
 from narrowgauge.cli.options import config_values
 from narrowgauge.cluster import load_site
 from narrowgauge.models import model_names
 from narrowgauge.recipes import Device, choose_backend
 from narrowgauge.training import make_config
+from support.markdown import blocks, shell_lines, titled
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

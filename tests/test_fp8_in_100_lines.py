@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from fenced import blocks
+from support.markdown import blocks
 
 PAGE = (Path(__file__).parents[1] / "docs" / "fp8-in-100-lines.md").read_text(encoding="utf-8")
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import narrowgauge as ng
-from fenced import blocks, shell_lines, titled
 from narrowgauge.models import model_names
 from narrowgauge.recipes import parse_recipe
 from narrowgauge.training import make_config
+from support.markdown import blocks, shell_lines, titled
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -1,12 +1,16 @@
-import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+"""Jobs in real processes, one or a world of them, for checkpoints to survive."""
+
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.processes import Narrowgauge
+
+SUPPORT = Path(__file__).parents[1] / "support"
+Ask = Callable[[Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -19,30 +23,20 @@ class Ended:
 
 
 @pytest.fixture(scope="session")
-def _server() -> Iterator[subprocess.Popen[str]]:
-    script = Path(__file__).with_name("child.py")
-    with subprocess.Popen(
-        [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as server:
-        yield server
-        assert server.stdin is not None
-        server.stdin.close()
+def _child(narrowgauge: Narrowgauge) -> Iterator[Ask]:
+    with narrowgauge.serve(SUPPORT / "checkpoint_child.py") as ask:
+        yield ask
 
 
 @pytest.fixture
-def in_process(
-    _server: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Ended]:
-    """Do a job of child.py in a process of its own."""
+def in_process(_child: Ask, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Ended]:
+    """Do a job of checkpoint_child.py in a process of its own."""
 
     def run(do: str, path: Path, crash_at: str | None = None, **job: Any) -> Ended:
         said = tmp_path_factory.mktemp("said") / "said"
         environment = {} if crash_at is None else {"NARROWGAUGE_CRASH_AT": crash_at}
         job |= {"do": do, "path": str(path), "said": str(said), "environment": environment}
-        assert _server.stdin is not None
-        assert _server.stdout is not None
-        print(json.dumps(job), file=_server.stdin, flush=True)
-        answer = json.loads(_server.stdout.readline())
+        answer = _child(job)
         return Ended(answer["pid"], answer["code"], said.read_text() if said.exists() else "")
 
     return run
@@ -63,26 +57,18 @@ class World:
 
 
 @pytest.fixture(scope="session")
-def _worlds() -> Iterator[subprocess.Popen[str]]:
-    script = Path(__file__).with_name("ranks.py")
-    with subprocess.Popen(
-        [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as server:
-        yield server
-        assert server.stdin is not None
-        server.stdin.close()
+def _ranks(narrowgauge: Narrowgauge) -> Iterator[Ask]:
+    with narrowgauge.serve(SUPPORT / "checkpoint_ranks.py") as ask:
+        yield ask
 
 
 @pytest.fixture
-def on_ranks(_worlds: subprocess.Popen[str]) -> Callable[..., World]:
-    """Do a job of ranks.py in a world of so many processes."""
+def on_ranks(_ranks: Ask) -> Callable[..., World]:
+    """Do a job of checkpoint_ranks.py in a world of so many processes."""
 
     def run(ranks: int, do: str, path: Path, crash_at: str | None = None, **job: Any) -> World:
         environment = {} if crash_at is None else {"NARROWGAUGE_CRASH_AT": crash_at}
         job |= {"ranks": ranks, "do": do, "path": str(path), "environment": environment}
-        assert _worlds.stdin is not None
-        assert _worlds.stdout is not None
-        print(json.dumps(job), file=_worlds.stdin, flush=True)
-        return World(**json.loads(_worlds.stdout.readline()))
+        return World(**_ranks(job))
 
     return run

@@ -1,14 +1,13 @@
 """A comparison trains each recipe in a process of its own, and behaves like one run."""
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import tomllib
 
 import pytest
+
+from support.processes import TORCHRUN
 
 
 @pytest.fixture
@@ -179,19 +178,15 @@ def test_a_variant_in_a_sweep_from_a_file(narrowgauge, compare, look, tmp_path, 
 
 
 @pytest.mark.slow
-def test_two_processes_train_every_run_together(narrowgauge, compare, look, tmp_path, cache):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    words = compare("bf16,fp8", {"training.steps": 4})
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "NARROWGAUGE_CACHE": str(cache)}
-    ended = subprocess.run(
-        [*torchrun, "-m", "narrowgauge", *map(str, words)], env=environment, capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stderr
+def test_two_processes_train_every_run_together(narrowgauge, compare, look, tmp_path):
+    options = ["--standalone", "--nproc-per-node", "2", "-m", "narrowgauge"]
+    ended = narrowgauge(*options, *compare("bf16,fp8", {"training.steps": 4}), script=TORCHRUN)
+    assert ended.code == 0, ended.err
     for name in ("bf16", "fp8"):
         run = look(tmp_path / "both" / name)
         assert run.column("step") == [1, 2, 3, 4]
         assert run.events("start")[0]["processes"] == 2
-    assert ended.stdout.count(f"report: {tmp_path / 'both' / 'report.html'}\n") == 1
+    assert ended.out.count(f"report: {tmp_path / 'both' / 'report.html'}\n") == 1
     assert sorted(path.name for path in (tmp_path / "both").iterdir()) == [
         *("bf16", "bf16.toml", "fp8", "fp8.toml", "report.html")
     ]

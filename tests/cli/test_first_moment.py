@@ -1,6 +1,5 @@
 """The command while it still imports torch: signals are answered, and one process speaks for all."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -16,10 +15,7 @@ def while_importing():
     """Start the command, deliver a signal as soon as torch is being imported; (exit code, what it said)."""
 
     def do(*arguments, number):
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(
-            [*COMMAND, *arguments], stderr=subprocess.PIPE, text=True, env=environment
-        ) as p:
+        with subprocess.Popen([*COMMAND, *arguments], stderr=subprocess.PIPE, text=True) as p:
             assert p.stderr is not None
             for line in p.stderr:  # one for each module that has been imported
                 if line.rstrip().endswith(" torch.types"):

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from faults.table import case
+from support.fault_table import case
 
 
 def screen(text):

@@ -6,9 +6,9 @@ import json
 import numpy as np
 import pytest
 
-from faults.table import case
 from narrowgauge.data import open_corpus, prepare
 from narrowgauge.errors import UserError
+from support.fault_table import case
 
 FILES = ["manifest.json", "tokenizer.json", "train.bin", "val.bin"]
 

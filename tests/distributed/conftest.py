@@ -1,16 +1,15 @@
 """Small crews of real processes: each rank a process of its own, or all of them under torchrun."""
 
-import json
-import os
+import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.processes import TORCHRUN, Narrowgauge, Process
 
 MEMBER = Path(__file__).with_name("coordinator_member.py")
 
@@ -79,45 +78,33 @@ def rank(narrowgauge, run, port):
 
 
 @pytest.fixture
-def torchrun(run, tmp_path):
+def torchrun(narrowgauge: Narrowgauge, run: Run) -> Iterator[Callable[..., Process]]:
     """Start two ranks under torchrun."""
     started = []
 
-    def start(*words: str) -> subprocess.Popen:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", MEMBER, run.path]
-        with (tmp_path / "stderr").open("w") as err:
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, *map(str, command), *words], env=environment, stderr=err, stdout=err
-                )
-            )
-        return started[-1]
+    def start(*words: str) -> Process:
+        options = ["--standalone", "--nproc-per-node", "2", MEMBER, run.path]
+        process = narrowgauge.start(*options, *words, script=TORCHRUN, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="5")
+        started.append(process)
+        return process
 
     yield start
     for process in started:
-        process.kill()
-        process.wait()
+        if process.is_running:
+            process.send(signal.SIGKILL)
+            process.wait()
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[..., list[Any]]]:
+def ranks(narrowgauge: Narrowgauge) -> Iterator[Callable[..., list[Any]]]:
     """`ranks(world, "jobs_x.name", key=value)`: what the job returned on each rank; failures are shown."""
-    script = Path(__file__).with_name("ranks.py")
-    command = [sys.executable, "-W", "error", str(script)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdin
-        assert server.stdout
+    with narrowgauge.serve(Path(__file__).with_name("ranks.py")) as ask:
 
         def run(world: int, job: str, **values: Any) -> list[Any]:
             file, _, name = job.partition(".")
-            line = json.dumps({"world": world, "file": file, "name": name, "with": values})
-            server.stdin.write(line + "\n")
-            server.stdin.flush()
-            answers = json.loads(server.stdout.readline())
+            answers = ask({"world": world, "file": file, "name": name, "with": values})
             errors = [f"rank {i}: {a['error']}" for i, a in enumerate(answers) if "error" in a]
             assert not errors, "\n".join(errors)
             return [a["result"] for a in answers]
 
         yield run
-        server.stdin.close()

@@ -10,10 +10,10 @@ import os
 import sys
 import tempfile
 import traceback
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -22,7 +22,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 def be_rank(rank: int, job: dict, meeting: str, out: int) -> None:
     """In a process of its own: do the job, write what it returns as JSON."""
     try:
-        torch.set_num_threads(1)
         store = dist.FileStore(meeting, job["world"])
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=job["world"], timeout=timedelta(seconds=60)
@@ -57,6 +56,7 @@ def do(job: dict) -> list[dict]:
 
 
 if __name__ == "__main__":
+    warnings.simplefilter("error")
     for file in sorted(Path(__file__).parent.glob("jobs_*.py")):
         importlib.import_module(file.stem)
     for line in sys.stdin:

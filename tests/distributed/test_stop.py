@@ -43,7 +43,7 @@ def test_a_signal_before_all_have_come_stops_those_that_are_here(rank, run):
 def test_torchrun_hands_a_signal_on_and_its_processes_save(torchrun, run):
     launcher = torchrun()
     run.until(run.is_under_way)
-    launcher.send_signal(signal.SIGTERM)
+    launcher.send(signal.SIGTERM)
     launcher.wait(20)
     assert run.text("status").startswith("preempted signal 15 after step ")
     assert run.text("saved") == run.text("step-of-1") + "\n"
@@ -52,7 +52,7 @@ def test_torchrun_hands_a_signal_on_and_its_processes_save(torchrun, run):
 def test_ctrl_c_on_torchrun_is_one_request_and_not_two(torchrun, run):
     launcher = torchrun()
     run.until(run.is_under_way)
-    launcher.send_signal(signal.SIGINT)
+    launcher.send(signal.SIGINT)
     launcher.wait(20)
     assert run.text("status").startswith("preempted signal 2 after step ")
 
@@ -61,7 +61,7 @@ def test_when_torchrun_is_killed_its_processes_die(torchrun, run):
     launcher = torchrun()
     run.until(run.is_under_way)
     pids = [run.pid(0), run.pid(1)]
-    launcher.kill()
+    launcher.send(signal.SIGKILL)
     run.until(lambda: all(map(run.ended, pids)), 5)
 
 
@@ -69,14 +69,15 @@ def test_when_one_process_is_killed_torchrun_ends_the_others(torchrun, run):
     launcher = torchrun()
     run.until(run.is_under_way)
     os.kill(run.pid(1), signal.SIGKILL)
-    assert launcher.wait(30) == 1
+    assert launcher.wait(30).code == 1
     assert run.ended(run.pid(0))
     assert "gave no sign of life" in run.text("status")
 
 
-def test_torchrun_shows_the_first_traceback_first_and_last(torchrun, run, tmp_path):
-    assert torchrun("raise=1@5").wait(30) == 1
-    shown = (tmp_path / "stderr").read_text()
+def test_torchrun_shows_the_first_traceback_first_and_last(torchrun, run):
+    ended = torchrun("raise=1@5").wait(30)
+    assert ended.code == 1
+    shown = ended.err
     assert shown.index("ValueError: the trouble of step 5") < shown.index("stopped, because rank 1 failed")
     assert "ValueError: the trouble of step 5" in shown[shown.index("Root Cause") :]
     assert "onnection closed" not in shown
@@ -143,9 +144,9 @@ def test_a_rank_in_a_place_without_return_is_ended_when_another_fails(rank):
     assert "the trouble of step 5" in ended[0].err
 
 
-def test_what_all_ranks_find_wrong_at_the_start_is_told_once_under_torchrun(torchrun, tmp_path):
+def test_what_all_ranks_find_wrong_at_the_start_is_told_once_under_torchrun(torchrun):
     """The second one is sent SIGTERM by torchrun while it looks why the first has ended."""
-    assert torchrun("raise=all@1", "error=user", "early=1").wait(30) == 1
-    shown = (tmp_path / "stderr").read_text()
-    told = [line for line in shown.splitlines() if line.startswith("crew:")]
+    ended = torchrun("raise=all@1", "error=user", "early=1").wait(30)
+    assert ended.code == 1
+    told = [line for line in ended.err.splitlines() if line.startswith("crew:")]
     assert told == ["crew: the trouble of step 1"]

@@ -2,11 +2,11 @@
 
 import pytest
 
-from faults.table import case
-from launch_environments import DEVICES, REFUSED, WORLDS, env
 from narrowgauge.distributed import world_from
 from narrowgauge.distributed.launch.slurm_env import expand_hosts, port_of, tasks_of_nodes
 from narrowgauge.errors import UserError
+from support.fault_table import case
+from support.launch_environments import DEVICES, REFUSED, WORLDS, env
 
 
 @pytest.mark.parametrize(("text", "expected"), WORLDS)

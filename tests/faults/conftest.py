@@ -2,7 +2,7 @@
 
 import pytest
 
-from faults.harness import Runs
+from support.fault_runs import Runs
 
 
 @pytest.fixture(scope="session")

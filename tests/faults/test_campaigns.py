@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from faults.harness import WIDE
-from faults.table import RANKS, case
+from support.fault_runs import WIDE
+from support.fault_table import RANKS, case
 
 
 def campaign(runs, tmp_path, changes, ranks, wanted):

@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from faults.harness import WIDE, contents
-from faults.table import RANKS, case
+from support.fault_runs import WIDE, contents
+from support.fault_table import RANKS, case
 
 SHORT = {"training.steps": 12, "checkpoint.every": 3}
 OTHER = {

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from faults.harness import flip_a_bit, newest
-from faults.table import RANKS, case
 from narrowgauge.checkpoint import newest_valid
+from support.fault_runs import flip_a_bit, newest
+from support.fault_table import RANKS, case
 
 SHORT = {"training.steps": 12, "checkpoint.every": 3}
 

@@ -7,7 +7,7 @@ import struct
 import numpy as np
 import pytest
 
-from faults.table import case
+from support.fault_table import case
 
 GOOD = b'{"text": "narrow gauge"}\n'
 BAD_LINES = {

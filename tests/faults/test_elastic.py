@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from faults.harness import assert_same_bits, newest, state
-from faults.table import LATER, case
+from support.fault_runs import assert_same_bits, newest, state
+from support.fault_table import LATER, case
 
 # 12 sequences a step: 1, 2, 3 and 4 ranks have as many each.
 BATCH = {"training.batch_size": 12, "training.micro_batch_size": 1, "checkpoint.every": 1000}

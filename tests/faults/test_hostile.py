@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from faults.harness import newest
-from faults.table import RANKS, case
 from narrowgauge.checkpoint import FileEntry, Manifest, read_manifest
+from support.fault_runs import newest
+from support.fault_table import RANKS, case
 
 SHORT = {"training.steps": 12, "checkpoint.every": 3}
 

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from faults.harness import contents
-from faults.jobs import alive
-from faults.table import LATER, RANKS, case
 from narrowgauge.checkpoint import steps
+from support.fault_jobs import alive
+from support.fault_runs import contents
+from support.fault_table import LATER, RANKS, case
 
 KILL = signal.SIGKILL
 

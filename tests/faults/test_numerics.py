@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from faults.harness import WIDE, assert_same_bits, newest, state
-from faults.table import LATER, RANKS, case
 from narrowgauge.checkpoint import is_finite, steps
+from support.fault_runs import WIDE, assert_same_bits, newest, state
+from support.fault_table import LATER, RANKS, case
 
 NAN = {"kind": "gradient", "factor": math.nan}
 

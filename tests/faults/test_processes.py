@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from faults.jobs import alive
-from faults.table import RANKS, case
-from launch_environments import CONTRADICTIONS, env
 from narrowgauge.checkpoint import steps
+from support.fault_jobs import alive
+from support.fault_table import RANKS, case
+from support.launch_environments import CONTRADICTIONS, env
 
 
 @case("G2")

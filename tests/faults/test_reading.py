@@ -15,11 +15,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from faults.harness import contents
-from faults.jobs import alive, descendants
-from faults.table import case
 from narrowgauge.data.sources.hub import retried
 from narrowgauge.errors import UserError
+from support.fault_jobs import alive, descendants
+from support.fault_runs import contents
+from support.fault_table import case
 
 
 @pytest.fixture

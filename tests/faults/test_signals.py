@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from faults.jobs import alive
-from faults.table import RANKS, case
 from narrowgauge.checkpoint import steps
+from support.fault_jobs import alive
+from support.fault_table import RANKS, case
 
 # Nothing but what a signal asks for is saved before the end.
 RARE = {"training.steps": 30, "checkpoint.every": 100, "recipe.name": "nvfp4"}

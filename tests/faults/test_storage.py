@@ -11,9 +11,9 @@ from itertools import pairwise
 
 import pytest
 
-from faults.harness import newest
-from faults.table import RANKS, case
 from narrowgauge.checkpoint import newest_valid, steps
+from support.fault_runs import newest
+from support.fault_table import RANKS, case
 
 SHORT = {"training.steps": 12, "checkpoint.every": 3}
 BEHIND = {"checkpoint.asynchronous": True}
@@ -106,8 +106,7 @@ def on_disk(tmp_path, cache):
     def run(words, options, before="", after=""):
         script = NAMESPACE.format(options=options, disk=disk, before=before, after=after)
         command = ["unshare", "-rm", "sh", "-c", script, "sh", *map(str, words)]
-        environ = os.environ | {"OMP_NUM_THREADS": "1"}
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
+        return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
     return run
 

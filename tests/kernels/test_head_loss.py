@@ -67,7 +67,8 @@ def apart(h_TD, w_VD, y_T, targets=None, upstream=1.0):
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
-# Chunks of any size in fp32, where the bound is the narrowest; the other dtypes in chunks that end early and in one.
+# Chunks of any size in fp32, where the bound is the narrowest; the other dtypes in chunks that end early and
+# in one.
 CHUNKS = [
     pytest.param(
         *(rows, dtype, targets),

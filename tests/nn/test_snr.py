@@ -38,11 +38,14 @@ BELOW, ABOVE = 0.5, 2.0  # more than ABOVE would be a place that is not narrow
 # What torchao asks of its own layers, where it asks.
 TORCHAO = {"fp8": (18, 0, 17), "fp8-row": (18, 0, 17), "mxfp8": (27, 25, 24), "nvfp4": (15, 0, 0)}
 # One recipe for each way of casting that a compiler has to follow: none, one scale a tensor, one that is
-# remembered, blocks of two dimensions, operands kept narrow, outliers apart, blocks under two scales with random bits,
-# and an estimator. mxfp4's are compiled in test_compile.py. The others cast as one of these does: slow tests.
+# remembered, blocks of two dimensions, operands kept narrow, outliers apart, blocks under two scales with
+# random bits, and an estimator. mxfp4's are compiled in test_compile.py. The others cast as one of these
+# does: slow tests.
 COMPILED = ("fp32", "bf16", "fp16", "fp8", "fp8-delayed", "fp8-block", "coat", "fp4", "nvfp4", "quartet")
-RECOMPUTED_IN_COMPILED = ("fp8-delayed", "nvfp4")  # a history, and random bits: what a second pass could change
-
+RECOMPUTED_IN_COMPILED = (
+    "fp8-delayed",
+    "nvfp4",
+)  # a history, and random bits: what a second pass could change
 
 
 def quick(names):

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from faults.table import case
 from narrowgauge.errors import UserError
 from narrowgauge.formats import decode, unpack
 from narrowgauge.quantization import cast as cast_named
 from narrowgauge.quantization import cast_names, emulate, make_cast
 from narrowgauge.quantization.oracle import reference_quantize
+from support.fault_table import case
 
 SCALED = [n for n in cast_names() if cast_named(n).is_scaled]
 MX = [n for n in SCALED if cast_named(n).scale == "e8m0"]
@@ -54,8 +54,8 @@ VARIANTS = {
     "e4m3": [{"headroom": 1.0}, {"headroom": 16 / 17}],
 }
 INPUTS_OF = [(n, k) for n in SCALED for k in inputs() if can_have(n, k)]
-# Along axis 0 the oracle looks at one input of each cast, whose blocks end before they are full; that all others are
-# those of the transpose is shown without it.
+# Along axis 0 the oracle looks at one input of each cast, whose blocks end before they are full; that all
+# others are those of the transpose is shown without it.
 ALONG = [(n, k, axis) for axis in (-1, 0) for n, k in INPUTS_OF if axis == -1 or k == "ragged"]
 
 

@@ -1,10 +1,10 @@
 """Programs in Python that begin in a process which has imported torch, and end as Python ends them.
 
 `Popen` stands in for subprocess's while a test says so: where the command starts processes of its own (a
-comparison its runs, torchrun its ranks), they are forked instead of started anew, which saves the four seconds of
-importing torch and nothing else. They are processes of their own, children of who started them, with the
-environment, folder, streams and session that they were given, and with no file, signal handler or exit function of
-their parent.
+comparison its runs, torchrun its ranks), they are forked instead of started anew, which saves the four
+seconds of importing torch and nothing else. They are processes of their own, children of who started them,
+with the environment, folder, streams and session that they were given, and with no file, signal handler or
+exit function of their parent.
 """
 
 import atexit
@@ -54,7 +54,8 @@ def program_of(command: object) -> Program | None:
 
 
 def to_the_end(program: Callable[[], object]) -> None:
-    """Run a program and end the process as Python does: its error told, threads, exit functions, streams, code."""
+    """Run a program and end the process as Python does: its error told, threads, exit functions, streams,
+    code."""
     code: object = 0
     try:
         program()

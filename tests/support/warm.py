@@ -5,8 +5,8 @@ s} answers its exit code (negative: the signal), or null where it runs still. A 
 `script`, as a user starts it: its own arguments, directory, standard streams, signals and exit code. With
 `forks`, so are the processes that it starts in turn (`support.forked`).
 
-One thing is left out: at the end of a process Python takes every module apart. That copies the pages which the
-child shares with this process, and takes ten times what a refused command takes.
+One thing is left out: at the end of a process Python takes every module apart. That copies the pages which
+the child shares with this process, and takes ten times what a refused command takes.
 """
 
 import gc
@@ -20,14 +20,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.expectations import keep_expectations_as_told
-from support.forked import Program, forks_instead  # before torch imports Popen by its name
+from support.forked import Program, forks_instead  # first: torch takes Popen by its name
 
+# isort: split
 import torch._dynamo
 import torch.distributed.elastic.multiprocessing.api
 import torch.distributed.launcher.api  # noqa: F401  and when torchrun starts
 
 import narrowgauge.cli.main  # noqa: F401
+from support.estimates import keep_estimates_as_told
 
 
 def become(job: dict) -> None:
@@ -35,7 +36,8 @@ def become(job: dict) -> None:
     os.chdir(job["directory"])
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(job[name], os.O_WRONLY), number)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(os.open(job["reads"], os.O_RDONLY), 0)
+    sys.stdin = os.fdopen(0, closefd=False)
     if job["reader_gone"]:
         reader, writer = os.pipe()
         os.close(reader)
@@ -63,7 +65,7 @@ def wait(pid: int, seconds: float) -> int | None:
 
 
 def main() -> None:
-    keep_expectations_as_told()
+    keep_estimates_as_told()
     gc.freeze()  # a child does not look through, at its end, what it never touched
     for line in sys.stdin:
         job = json.loads(line)

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from faults.table import case
 from narrowgauge.checkpoint.interop.external_model import read_external_model
 from narrowgauge.checkpoint.interop.huggingface import write_folder
 from narrowgauge.checkpoint.interop.safetensors_reader import INDEX, TensorFolder
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, model_config
+from support.fault_table import case
 
 
 class _Trap:

@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
-from checkpoint.ranks import same_bits, tensors_of
 from narrowgauge.checkpoint import AsyncSaver, PoisonedError, SaveError, load, newest_valid, steps
 from narrowgauge.checkpoint.store.slices import full_tensor
+from support.checkpoint_ranks import same_bits, tensors_of
 
 
 def held(value, elements=1000):

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from faults.table import case
 from narrowgauge import files
 from narrowgauge.checkpoint import load, newest_valid, read_manifest, save, steps
 from narrowgauge.checkpoint.store import commit
 from narrowgauge.errors import UserError
+from support.fault_table import case
 
 FILES = ["model.safetensors", "optimizer.safetensors"]
 POINTS = [

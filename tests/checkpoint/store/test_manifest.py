@@ -6,10 +6,10 @@ import time
 import pytest
 import torch
 
-from faults.table import case
 from narrowgauge.checkpoint import DamagedError, newest_valid, read_manifest, save, verify
 from narrowgauge.checkpoint.store.manifest import VERSION
 from narrowgauge.errors import UserError
+from support.fault_table import case
 
 FILES = ["index.json", "manifest.json", "model.safetensors", "optimizer.safetensors", "state.json"]
 

@@ -7,7 +7,6 @@ import time
 import pytest
 import torch
 
-from faults.table import case
 from narrowgauge.checkpoint import (
     DamagedError,
     PoisonedError,
@@ -20,6 +19,7 @@ from narrowgauge.checkpoint import (
 )
 from narrowgauge.checkpoint.store.manifest import FileEntry, Manifest
 from narrowgauge.errors import UserError
+from support.fault_table import case
 
 DTYPES = [
     torch.float64,

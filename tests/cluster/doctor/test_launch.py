@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.healthy import CPU_ONLY
-from launch_environments import CONTRADICTIONS, DEVICES, MPIRUN, REFUSED, SRUN, WORLDS, env
 from narrowgauge.cluster.doctor.doctor import check
 from narrowgauge.cluster.doctor.facts import Gpu, Hardware
 from narrowgauge.distributed import NotStartedBySrun, world_from
 from narrowgauge.errors import UserError
+from support.healthy import CPU_ONLY
+from support.launch_environments import CONTRADICTIONS, DEVICES, MPIRUN, REFUSED, SRUN, WORLDS, env
 
 ONE_NODE = "RANK=3 WORLD_SIZE=8 LOCAL_RANK=3 LOCAL_WORLD_SIZE=8 MASTER_ADDR=node1 MASTER_PORT=29500"
 SHELL = "SLURM_JOB_ID=7 SLURM_NTASKS=8 SLURM_NNODES=1 SLURM_PROCID=0 ENVIRONMENT=BATCH"

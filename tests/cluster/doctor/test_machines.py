@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.healthy import CPU_ONLY
 from narrowgauge.cluster.doctor.doctor import check
 from narrowgauge.cluster.doctor.facts import Compiler, Disk, Given, Gpu, Hardware, Hub
+from support.healthy import CPU_ONLY
 
 CUDA = replace(
     CPU_ONLY.software,

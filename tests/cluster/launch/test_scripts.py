@@ -91,7 +91,6 @@ def start(tmp_path, monkeypatch):
         "PYTHONPATH": str(package.parent),
         "PATH": f"{package.parent}:{os.environ['PATH']}",
         "SLURM_JOB_ID": "42",
-        "OMP_NUM_THREADS": "1",
     }
     started = []
 

@@ -6,7 +6,7 @@ computes as this one does; the others are held to what they are, so that nothing
 
 import pytest
 
-from cluster.plan.published import FITS, LLMQ_ROWS, NARROW, WIDE
+from support.published import FITS, LLMQ_ROWS, NARROW, WIDE
 
 # Rows that miss: (least, most) of expected / published. Why is in docs/plan.md.
 MISSES = {

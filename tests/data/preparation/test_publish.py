@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from faults.table import case
 from narrowgauge.data import open_corpus, prepare
 from narrowgauge.errors import UserError
+from support.fault_table import case
 
 CHILD = """
 import sys, time, warnings
@@ -33,7 +33,8 @@ print(prepare(source, "bpe-300", Path(directory), stop).digest)
 
 @pytest.fixture
 def child(narrowgauge, tmp_path):
-    """Start a process that prepares and waits in a stage, until the marker is there; it waits there already."""
+    """Start a process that prepares and waits in a stage, until the marker is there; it waits there
+    already."""
     script = tmp_path / "child.py"
     script.write_text(CHILD)
 
@@ -73,7 +74,9 @@ def test_killed_at_any_stage_it_leaves_nothing_and_the_next_makes_the_same_bytes
 @case("F4", quick=True)
 def test_two_at_once_both_end_well(source, tmp_path, child):
     place, go = tmp_path / "place" / "out", tmp_path / "go"
-    children = [child(source, place, "encode", go) for _ in range(2)]  # both have begun, neither has published
+    children = [
+        child(source, place, "encode", go) for _ in range(2)
+    ]  # both have begun, neither has published
     assert len(os.listdir(place.parent)) == 2
     go.touch()
     ended = [process.wait(60) for process in children]

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from faults.table import case
 from narrowgauge.data import documents, prepare
 from narrowgauge.data.preparation.document_filter import Options, is_held_out
 from narrowgauge.data.preparation.shard_writer import _shards
 from narrowgauge.data.preparation.worker_pool import ordered_map
 from narrowgauge.errors import UserError
+from support.fault_table import case
 
 
 def contents(directory):

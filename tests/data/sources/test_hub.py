@@ -2,10 +2,10 @@
 
 import pytest
 
-from faults.table import case
 from narrowgauge.data import documents, prepare
 from narrowgauge.data.sources.hub import retried
 from narrowgauge.errors import UserError
+from support.fault_table import case
 
 
 class Wire:

@@ -9,10 +9,10 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from faults.table import case
 from narrowgauge.data import documents, open_corpus, prepare
 from narrowgauge.data.preparation.document_filter import Options
 from narrowgauge.errors import UserError
+from support.fault_table import case
 
 TEXTS = ["one", "two\nlines \u2014 caf\u00e9", " three ", "four \U0001f682", "five"]
 LINES = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(TEXTS)).encode()

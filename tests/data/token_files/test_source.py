@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from faults.table import case
 from narrowgauge.data import ids_tokenizer, open_data, write_megatron, write_token_file
 from narrowgauge.data.token_files.source import token_files
 from narrowgauge.errors import UserError
+from support.fault_table import case
 
 END = 50256
 

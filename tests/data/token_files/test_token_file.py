@@ -7,9 +7,9 @@ import struct
 import numpy as np
 import pytest
 
-from faults.table import case
 from narrowgauge.data import TokenFile, open_token_file, verify_token_file, write_token_file
 from narrowgauge.errors import UserError
+from support.fault_table import case
 
 
 def write(path, ids, vocab_size, chunk=3):

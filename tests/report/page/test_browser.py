@@ -10,7 +10,7 @@ import torch
 from narrowgauge.quantization import cast, quantize
 from narrowgauge.quantization.gauges.figures import figures, gauge_operand
 from narrowgauge.report import write_report
-from report.browser import dump, needs_browser, said_by, without_policy
+from support.browser import dump, needs_browser, said_by, without_policy
 
 pytestmark = needs_browser
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from report.browser import dump, needs_browser, said_by, without_policy
+from support.browser import dump, needs_browser, said_by, without_policy
 
 RECIPES = ("bf16", "fp8", "fp8-delayed", "mxfp8", "mxfp4", "nvfp4", "fp4", "msamp-o2")
 

@@ -1,11 +1,11 @@
 """A run that comes back with other values: refused with every difference, or let through by name."""
 
 import pytest
-from tests.conftest import write_text
 
 from narrowgauge.checkpoint import load, steps
 from narrowgauge.errors import UserError
 from narrowgauge.training import load_values, run
+from support.runs import write_text
 
 
 def interrupted(path):

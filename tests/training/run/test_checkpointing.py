@@ -4,8 +4,6 @@ import io
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -14,6 +12,7 @@ import pytest
 
 from narrowgauge.checkpoint import SaveError, newest_valid, steps
 from narrowgauge.training.step.trainer import Trainer
+from support.processes import TORCHRUN
 
 BEHIND = {"checkpoint.asynchronous": True}
 WAYS = pytest.mark.parametrize("way", [{}, BEHIND], ids=["at once", "behind"])
@@ -147,16 +146,13 @@ def test_killed_in_the_background(narrowgauge, line, look, tmp_path, train, poin
 TWO = {"training.micro_batch_size": 1, "recipe.name": "msamp-o2", "model.dim": 64}
 
 
-def test_two_ranks_under_torchrun(line, look, tmp_path, cache):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def test_two_ranks_under_torchrun(narrowgauge, line, look, tmp_path):
+    options = ["--standalone", "--nproc-per-node", "2", "-m", "narrowgauge"]
     runs = []
     for name, way in (("at once", {}), ("behind", BEHIND)):
-        words = [*line(TWO | way), "--out", str(tmp_path / name)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "NARROWGAUGE_CACHE": str(cache)}
-        ended = subprocess.run(
-            [*torchrun, "-m", "narrowgauge", *words], env=environment, capture_output=True, text=True
-        )
-        assert ended.returncode == 0, ended.stderr
+        words = [*line(TWO | way), "--out", tmp_path / name]
+        ended = narrowgauge(*options, *words, script=TORCHRUN)
+        assert ended.code == 0, ended.err
         runs.append(look(tmp_path / name))
     at_once, behind = runs
     assert behind.trajectory == at_once.trajectory

@@ -6,10 +6,10 @@ import shutil
 import numpy as np
 import pytest
 
-from faults.table import case
 from narrowgauge.data import prepare, write_megatron, write_token_file, write_token_shards
 from narrowgauge.errors import UserError
 from narrowgauge.training import run
+from support.fault_table import case
 
 STEPS = 3
 

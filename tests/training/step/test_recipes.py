@@ -10,9 +10,8 @@ from narrowgauge.training import open_run
 from narrowgauge.training.config.config import make_config
 from narrowgauge.training.step.trainer import Trainer
 
-
-# Each kind of state that a run's digits hang on beside weights and moments in fp32, and each kind of random bits. The
-# other recipes have none of their own; that they train is shown in nn/test_huggingface.py.
+# Each kind of state that a run's digits hang on beside weights and moments in fp32, and each kind of random
+# bits. The other recipes have none of their own; that they train is shown in nn/test_huggingface.py.
 WITH_STATE = {"fp16", "fp8-delayed", "bf16-sr", "coat", "msamp-o2", "msamp-o3", "nvfp4", "quartet"}
 
 

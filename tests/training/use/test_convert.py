@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from faults.table import case
 from narrowgauge.checkpoint import newest_valid
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import master_or_weight
@@ -14,6 +13,7 @@ from narrowgauge.training import convert_run, make_config, run
 from narrowgauge.training.run_directory import RunDirectory
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.training.use.export import export_run, import_model
+from support.fault_table import case
 
 WIDE = {"model.dim": 128, "model.ffn_dim": 256, "training.steps": 8, "checkpoint.every": 4}
 

@@ -227,7 +227,6 @@ def run_rank(job: dict, rank: int, home: Path) -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     for line in sys.stdin:
         job = json.loads(line)
         with tempfile.TemporaryDirectory() as name:

@@ -1,4 +1,5 @@
-"""The result table of a run of pytest: each row of `faults.table`, whether it passed, and how long it took.
+"""The result table of a run of pytest: each row of `support.fault_table`, whether it passed, and how long it
+took.
 
 `pytest -m case --fault-table FILE` prints it, and keeps it in FILE.
 """
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from faults.table import CASES
+from support.fault_table import CASES
 
 _HEAD = """\
 # What may go wrong with a run, and does not

@@ -63,7 +63,6 @@ def run_in_child(job: dict) -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     for line in sys.stdin:
         job = json.loads(line)
         pid = os.fork()

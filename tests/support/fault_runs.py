@@ -2,7 +2,7 @@
 
 One rank is `narrowgauge train ...`. Several are started either as srun starts them, each a process with RANK
 and its kin in the environment (`start`), or by torchrun (`torchrun`). Both are processes of their own; that
-they are forked from one that has torch imported (`tests/warm.py`) saves seconds and nothing else.
+they are forked from one that has torch imported (`warm.py`) saves seconds and nothing else.
 """
 
 import json
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from faults.jobs import Job, JobEnded, free_port
 from narrowgauge.checkpoint import load, steps
+from support.fault_jobs import Job, JobEnded, free_port
+from support.processes import TORCHRUN
 
-INJECT = Path(__file__).with_name("inject.py")
-TORCHRUN = Path(torch.distributed.__file__).with_name("run.py")
+INJECT = Path(__file__).parents[1] / "faults" / "inject.py"
 SHUTDOWN_S = 3  # how long torchrun waits for workers that it told to stop
 
 # 24 steps of four sequences cross two epochs, of some 35 sequences; a stop can fall between any two saves.
@@ -76,10 +76,11 @@ class Runs:
     ) -> Job:
         """Start it by torchrun."""
         program = [str(INJECT)] if faults else ["-m", "narrowgauge"]
-        more |= {"FAULTS": json.dumps(list(faults)), "OMP_NUM_THREADS": "1"}
+        more |= {"FAULTS": json.dumps(list(faults))}
         options = ["--standalone", f"--nproc-per-node={ranks}", f"--shutdown-timeout={SHUTDOWN_S}"]
         arguments = [*options, *program, *words, "--out", out]
-        process = self.narrowgauge.start(*arguments, script=TORCHRUN, **more)
+        # The ranks are started anew, and can then be told from each other by the environment they began with.
+        process = self.narrowgauge.start(*arguments, script=TORCHRUN, forks=False, **more)
         self._jobs.append(Job([process], ranks, by_torchrun=True))
         return self._jobs[-1]
 

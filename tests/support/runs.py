@@ -1,0 +1,84 @@
+"""A text and values for a tiny run, and what a run directory says."""
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.checkpoint import read_manifest, steps
+
+WORDS = ["narrow", "gauge", "rail", "train", "coal", "steam", "valley", "signal"]
+Values = dict[str, dict[str, Any]]
+
+
+def write_text(directory: Path, documents: int = 12, seed: int = 0) -> str:
+    """Documents of about 110 characters: 12 of them make an epoch of some 35 sequences of 32 bytes."""
+    rng = random.Random(seed)
+    directory.mkdir(exist_ok=True)
+    for i in range(documents):
+        (directory / f"{i:02}.txt").write_text(" ".join(rng.choice(WORDS) for _ in range(18)) + "\n")
+    return str(directory)
+
+
+def with_keys(values: Mapping[str, Mapping[str, Any]], changes: Mapping[str, Any]) -> Values:
+    """Nested values with `{"section.key": value}` over them."""
+    result = {section: dict(table) for section, table in values.items()}
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        result.setdefault(section, {})[name] = value
+    return result
+
+
+class Look:
+    """What a run directory says, read without the code under test."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """Every line of the metrics; none may be torn."""
+        text = (self.path / "metrics.jsonl").read_text()
+        assert text.endswith("\n")
+        return [json.loads(line) for line in text.splitlines()]
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """The lines of training steps."""
+        return [line for line in self.lines if "loss" in line]
+
+    def column(self, key: str) -> list[Any]:
+        """One key of every training step."""
+        return [line[key] for line in self.steps]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line.get("event") == kind]
+
+    @property
+    def status(self) -> dict[str, str]:
+        return json.loads((self.path / "status.json").read_text())
+
+    @property
+    def trajectory(self) -> tuple[list[dict[str, str]], dict[str, str]]:
+        """What has to be the same after any number of kills: the digits of every step's numbers as they stand
+        in the file, each step once and in order, and the digests of the last checkpoint's files."""
+        digits = []
+        for line in (self.path / "metrics.jsonl").read_text().splitlines():
+            record = json.loads(line, parse_float=str, parse_int=str)
+            if "event" not in record:
+                keys = ("step", "loss", "grad_norm", "lr", "tokens", "val_loss")
+                digits.append({key: record[key] for key in keys if key in record})
+        checkpoints = self.path / "checkpoints"
+        manifest = read_manifest(checkpoints / f"step-{steps(checkpoints)[-1]}")
+        return digits, {name: entry.sha256 for name, entry in manifest.files.items()}
+
+    def has_step(self, step: int, resumes: int = 0) -> Callable[[], bool]:
+        """A question for `Process.send_when`: is the step done, after the run was resumed so many times?"""
+        file, mark = self.path / "metrics.jsonl", f'{{"step": {step}, "loss"'
+
+        def arrived() -> bool:
+            text = file.read_text() if file.exists() else ""
+            return mark in text and text.count('"event": "resume"') >= resumes
+
+        return arrived
