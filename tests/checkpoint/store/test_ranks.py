@@ -30,7 +30,7 @@ ON_SECOND = [point.format(2) for point in WRITTEN]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory, _worlds):
+def two(tmp_path_factory):
     """Steps 1 and 2 of two ranks, to be copied."""
     return tmp_path_factory.mktemp("two")
 
