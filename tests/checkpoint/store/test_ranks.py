@@ -10,7 +10,7 @@ import torch
 from narrowgauge.checkpoint import load, newest_valid, restore_distributed, save, steps
 from narrowgauge.checkpoint.store.slices import full_tensor
 from narrowgauge.errors import UserError
-from support.checkpoint_ranks import pieces_of, same_bits, tensors_of
+from support.checkpoint_ranks import local_tensors_of, same_bits, tensors_of
 
 MODEL, OPTIMIZER = "model-0000{}-of-00002.safetensors", "optimizer-0000{}-of-00002.safetensors"
 WRITTEN = [f"{moment}:{file}" for file in (MODEL, OPTIMIZER) for moment in ("write", "written", "synced")]
