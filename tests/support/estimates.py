@@ -10,6 +10,7 @@ run's beginning is kept.
 import hashlib
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ from narrowgauge.training.monitor import memory_estimate
 VARIABLE = "NARROWGAUGE_TESTS_ESTIMATES"  # the directory, for processes that the tests start
 
 
-def kind_of_step(config: Any, layout: tuple[Any, ...]) -> str:
+def kind_of_step(config: Any, parallel_dims: tuple[Any, ...]) -> str:
     """All that an estimate is a function of, and a little more."""
-    recipe = config.resolved_recipe()
     training = config.training.model_dump(exclude={"seed", "steps"})
-    steps = config.training.steps if recipe.rules else None  # a rule may hold from a share of the steps on
+    steps = config.training.steps if config.spec.recipe.rules else None  # a rule may hold from a share of them on
     data = config.data.model_dump(include={"sequence_length", "separate_documents"})
-    seen = (config.resolved_model(), recipe, training, steps, data, config.optimizer, config.parallel, layout)
+    spec = replace(config.spec, seed=0)
+    seen = (spec, training, steps, data, config.optimizer, config.parallel, parallel_dims)
     return hashlib.sha256(repr(seen).encode()).hexdigest()
 
 
@@ -34,11 +35,11 @@ def keep_estimates(directory: Path, patch: pytest.MonkeyPatch) -> None:
     """Let runs of this process find what was worked out before, and leave what they work out."""
     work_out = memory_estimate.estimate_memory
 
-    def estimate_memory(config: Any, *layout: Any) -> Any:
-        file = directory / kind_of_step(config, layout)
+    def estimate_memory(config: Any, *parallel_dims: Any) -> Any:
+        file = directory / kind_of_step(config, parallel_dims)
         if not file.exists():
             own = file.with_suffix(f".{os.getpid()}")
-            own.write_bytes(pickle.dumps(work_out(config, *layout)))
+            own.write_bytes(pickle.dumps(work_out(config, *parallel_dims)))
             own.rename(file)
         return pickle.loads(file.read_bytes())
 
