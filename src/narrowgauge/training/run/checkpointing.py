@@ -67,11 +67,10 @@ class Checkpointer:
                 trainer.save(self.directory.checkpoints, run_id, self.coordinator.control)
                 self._succeeded(trainer.step)
             return
-        keep = trainer.config.checkpoint.keep
+        directory, keep = self.directory.checkpoints, trainer.config.checkpoint.keep
         with self._recording_failure(trainer.step, must):
-            self._saver.save(
-                self.directory.checkpoints, trainer.step, trainer.pieces(), trainer.state(), keep, run_id
-            )
+            local_tensors, state = trainer.local_tensors(), trainer.state()
+            self._saver.save(directory, trainer.step, local_tensors, state, keep, run_id)
             self._pending = trainer.step
         if must:
             self.settle(must)
