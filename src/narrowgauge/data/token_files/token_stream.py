@@ -65,7 +65,7 @@ class TokenStream:
 
     @cached_property
     def _offsets(self) -> list[int]:
-        """Where each array begins, and where the last ends."""
+        """The begin of each array, and the end of the last."""
         return [0, *accumulate(map(len, self.arrays))]
 
     def __len__(self) -> int:
@@ -90,7 +90,7 @@ class TokenStream:
         return number_T - np.maximum.accumulate(begin_T)
 
     def ignored(self, start: int, stop: int) -> NDArray[np.bool_] | None:
-        """Which of these tokens are not targets; None: all are."""
+        """A mask of the tokens that are not targets; None: all are."""
         return self._read(self.target_masks, start, stop) == 0 if self.target_masks else None
 
     def documents(self, at_once: int = 1 << 20) -> Iterator[NDArray[Any]]:
@@ -122,7 +122,7 @@ class TokenStream:
         return start + int(begins[0]) if len(begins) else start
 
     def _begins(self, start: int, row: NDArray[Any]) -> NDArray[np.int64]:
-        """Where in a row, read at `start`, documents begin."""
+        """The indices in a row, read at `start`, at which documents begin."""
         if self.starts is not None:
             at = self.first + start
             low, high = np.searchsorted(self.starts, [at, at + len(row)])
