@@ -28,7 +28,8 @@ from narrowgauge.data.token_files.token_file import (
     open_token_file,
     verify_token_file,
 )
-from narrowgauge.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from narrowgauge.data.tokenization.formats import TOKENIZER_FILE
+from narrowgauge.data.tokenization.tokenizer import Tokenizer, load_tokenizer
 from narrowgauge.errors import UserError
 from narrowgauge.files import sha256_of
 
@@ -43,7 +44,7 @@ class CorpusManifest:
     Attributes:
         files: Name, bytes and sha256 of each input.
         tokenizer: The name that was asked for.
-        tokenizer_identity: See `tokenizer_identity` in `tokenization.tokenizer`.
+        tokenizer_identity: See `tokenizer_identity` in `tokenization.names`.
         train: Name, tokens and sha256 of each file.
         val: The same for the held-out files.
     """

@@ -1,17 +1,13 @@
 """Batches: the right tokens in the right order, the same for every way of asking."""
 
-import threading
-
 import numpy as np
 import pytest
 import torch
 
 from narrowgauge.data import (
-    Loader,
     Mixture,
     TokenStream,
     count_windows,
-    first_samples,
     mixed_samples,
     open_token_file,
     samples,
@@ -22,13 +18,6 @@ from narrowgauge.data import (
 )
 from narrowgauge.data.token_files.token_stream import Bits
 from narrowgauge.errors import UserError
-
-
-@pytest.fixture
-def tokens(tmp_path):
-    """101 tokens, token i is i: what a batch holds tells where it was taken."""
-    write_token_file(tmp_path / "train.bin", [np.arange(101)], 257)
-    return open_token_file(tmp_path / "train.bin")
 
 
 def test_a_training_batch_is_the_windows_of_its_samples_and_their_next_tokens(tokens):
@@ -157,35 +146,3 @@ def test_a_mixture_draws_each_sample_from_its_stream(tokens):
     assert held_out.tolist() == [*range(0, 100, 10), *range(1000, 1490, 10)]
     with pytest.raises(UserError, match="the training part of the data holds 101 tokens"):
         training_batch(mixture, 0, 0, 1, 200)
-
-
-@pytest.mark.parametrize(("workers", "ahead"), [(1, 1), (1, 8), (4, 3), (4, 16)])
-def test_the_loader_gives_the_same_batches_for_any_workers_and_any_number_ahead(tokens, workers, ahead):
-    with Loader(tokens, 5, first_samples(3, 8, 4), 4, 10, prefetch=ahead, workers=workers) as loader:
-        for n in range(24, 24 + 4 * 30, 4):
-            x_BT, y_BT = next(loader)
-            expected = training_batch(tokens, 5, n, 4, 10)
-            assert torch.equal(x_BT, expected.x_BT)
-            assert torch.equal(y_BT, expected.y_BT)
-
-
-def test_a_loader_ends_with_its_samples_and_tells_what_went_wrong(tokens):
-    with Loader(tokens, 0, iter([0, 4]), 4, 10, prefetch=5) as loader:
-        assert len(list(loader)) == 2
-    with Loader(tokens, 0, iter([0]), 4, 500) as loader, pytest.raises(UserError, match="holds 101 tokens"):
-        next(loader)
-
-
-def test_a_loader_leaves_no_thread_behind(tokens):
-    with Loader(tokens, 0, first_samples(0, 4, 4), 4, 10):
-        assert any(thread.name.startswith("narrowgauge-loader") for thread in threading.enumerate())
-    assert not any(thread.name.startswith("narrowgauge-loader") for thread in threading.enumerate())
-
-
-def test_what_goes_wrong_in_the_background_names_the_thread_and_the_batch(tokens):
-    with Loader(tokens, 0, iter([0, 2**70]), 1, 10) as loader:
-        next(loader)
-        with pytest.raises(OverflowError) as raised:
-            next(loader)
-    (note,) = raised.value.__notes__
-    assert note == f"in the loader's thread narrowgauge-loader_0, making the batch of sample {2**70}"

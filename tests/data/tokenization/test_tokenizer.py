@@ -12,7 +12,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
 from narrowgauge.data import bytes_tokenizer, load_tokenizer, train_bpe
-from narrowgauge.data.tokenization.tokenizer import make_tokenizer, parallel_tokenizing, tokenizer_identity
+from narrowgauge.data.tokenization.names import make_tokenizer, tokenizer_identity
+from narrowgauge.data.tokenization.tokenizer import parallel_tokenizing
 from narrowgauge.errors import UserError
 
 TEXTS = [

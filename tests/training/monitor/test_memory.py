@@ -10,7 +10,8 @@ from narrowgauge.recipes import recipe, recipe_names
 from narrowgauge.training import make_config
 from narrowgauge.training.monitor import hardware, memory
 from narrowgauge.training.monitor.memory import measured
-from narrowgauge.training.monitor.memory_estimate import cheaper, estimate_memory, require_memory
+from narrowgauge.training.monitor.memory_advice import cheaper, require_memory
+from narrowgauge.training.monitor.memory_estimate import estimate_memory
 from narrowgauge.training.monitor.memory_tracker import MemoryTracker
 from narrowgauge.training.run_directory import RunDirectory
 from narrowgauge.training.step.trainer import Trainer

@@ -19,7 +19,9 @@ from narrowgauge.data.preparation.worker_pool import ordered_map
 from narrowgauge.data.sources import Chunk, Source, no_text
 from narrowgauge.data.sources.byte_stream import unreadable
 from narrowgauge.data.token_files.token_file import TokenFile, token_dtype
-from narrowgauge.data.tokenization.tokenizer import TOKENIZER_FILE, load_tokenizer, make_tokenizer
+from narrowgauge.data.tokenization.formats import TOKENIZER_FILE
+from narrowgauge.data.tokenization.names import make_tokenizer
+from narrowgauge.data.tokenization.tokenizer import load_tokenizer
 from narrowgauge.errors import UserError
 from narrowgauge.files import sha256_of, write_whole
 

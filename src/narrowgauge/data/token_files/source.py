@@ -34,7 +34,8 @@ from narrowgauge.data.token_files.statistics import token_statistics
 from narrowgauge.data.token_files.token_file import check_ids, unfit
 from narrowgauge.data.token_files.token_stream import TokenStream
 from narrowgauge.data.tokenization.formats import tokenizer_files
-from narrowgauge.data.tokenization.tokenizer import Tokenizer, ids_tokenizer, load_tokenizer, make_tokenizer
+from narrowgauge.data.tokenization.names import make_tokenizer
+from narrowgauge.data.tokenization.tokenizer import Tokenizer, ids_tokenizer, load_tokenizer
 from narrowgauge.errors import UserError
 
 _HELD_OUT_WORDS = {"val", "valid", "validation", "eval"}

@@ -30,7 +30,7 @@ from narrowgauge.training.config.diff import ConfigDiff, check_keys
 from narrowgauge.training.monitor import hardware
 from narrowgauge.training.monitor.loggers import Loggers, require_sinks
 from narrowgauge.training.monitor.memory import Memory
-from narrowgauge.training.monitor.memory_estimate import cheaper, require_memory
+from narrowgauge.training.monitor.memory_advice import cheaper, require_memory
 from narrowgauge.training.monitor.profiler import Profile
 from narrowgauge.training.monitor.progress import Display
 from narrowgauge.training.run.checkpointing import make_checkpointer
