@@ -115,12 +115,7 @@ def is_corpus(directory: Path) -> bool:
 
 
 def open_corpus(directory: Path, verify: bool = True) -> Corpus:
-    """The prepared corpus in `directory`.
-
-    Args:
-        directory: A directory that `prepare` made.
-        verify: Whether to read every byte and compare the digests; without it lengths and headers are
-            checked.
+    """The prepared corpus in `directory`; without `verify` only lengths and headers are checked, not digests.
 
     Raises:
         UserError: the directory is not a prepared corpus, or a file has changed since it was written.

@@ -78,8 +78,7 @@ def count_windows(tokens: Source, sequence_length: int, part: str = "training") 
     """The number of windows in `tokens`, which are the samples of an epoch.
 
     Raises:
-        UserError: a stream has less than one window and its last target; `part` names the tokens in the
-            error.
+        UserError: a stream has less than one window and its last target; it names the `part` of the data.
     """
     return sum(_windows(as_mixture(tokens), sequence_length, part))
 

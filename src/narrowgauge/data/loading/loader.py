@@ -18,15 +18,10 @@ class Loader:
     at a sample again gets the same batches, and a checkpoint stores nothing of a loader.
 
     Args:
-        tokens: What is trained on.
-        seed: Seed of the order.
         firsts: The first sample of each batch (`sample_order.first_samples`).
         count: Sequences of a batch.
-        sequence_length: Tokens of a sequence.
-        separate_documents: Whether tokens come with positions in their documents.
         pin: Whether to use pinned memory, for a GPU.
-        prefetch: Batches that are made in advance.
-        workers: Threads that make them.
+        prefetch: Batches that are made in advance, by `workers` threads.
     """
 
     def __init__(

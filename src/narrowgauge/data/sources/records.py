@@ -76,19 +76,12 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Source:
-    """A source of text.
+    """A source of text."""
 
-    Attributes:
-        name: The source as the user named it.
-        inputs: Its files, in their order.
-        chunks: Reads the source from its beginning.
-        identity: Stands for the content if there are no files to digest.
-    """
-
-    name: str
-    inputs: tuple[Input, ...]
-    chunks: Callable[[], Iterator[Chunk]]
-    identity: str = ""
+    name: str  # as the user named it
+    inputs: tuple[Input, ...]  # its files, in their order
+    chunks: Callable[[], Iterator[Chunk]]  # reads the source from its beginning
+    identity: str = ""  # stands for the content if there are no files to digest
 
 
 def document(where: str, name: str, text: object) -> Iterator[Document | Rejected]:

@@ -17,11 +17,7 @@ from narrowgauge.errors import UserError, unknown
 
 
 def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer called `name`.
-
-    Args:
-        name: `bytes`, `bpe-N`, `ids-N`, or the path of its files.
-        texts: The training text of `bpe-N`.
+    """The tokenizer called `name`; `bpe-N` is trained on `texts`.
 
     Raises:
         UserError: as `tokenizer_identity` and `load_tokenizer`.
@@ -36,9 +32,7 @@ def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
 
 
 def tokenizer_identity(name: str) -> str:
-    """The name of a tokenizer that is made here, or the digest of the files that a path names.
-
-    Together with the documents it decides the ids.
+    """The name of a tokenizer that is made here, or the digest of its files: what decides the ids of a text.
 
     Raises:
         UserError: the name is neither one of the above nor a file.
