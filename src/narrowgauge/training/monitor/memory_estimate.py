@@ -25,15 +25,10 @@ ALONE = ParallelDims()
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """One optimizer step of one process.
-
-    Attributes:
-        memory: bytes by class.
-        sent: bytes sent for each (purpose, ranks of the group); see `distributed.comm.byte_counter`.
-    """
+    """One optimizer step of one process."""
 
     memory: Memory
-    sent: Mapping[tuple[str, tuple[int, ...]], int]
+    sent: Mapping[tuple[str, tuple[int, ...]], int]  # bytes by (purpose, ranks of the group)
 
 
 def estimate_memory(config: Config, parallel_dims: ParallelDims = ALONE) -> Memory:

@@ -46,12 +46,7 @@ class Checkpointer:
         self._pending: int | None = None
 
     def save(self, trainer: Trainer, run_id: str, must: bool) -> None:
-        """Publish the current state.
-
-        Args:
-            trainer: the state.
-            run_id: the run that the checkpoint belongs to.
-            must: whether the checkpoint must be published on return; else the save may be asynchronous.
+        """Publish the current state, on return if it `must` be; else the save may be asynchronous.
 
         Raises:
             SaveError: the save failed and must not, or too many saves failed in a row.

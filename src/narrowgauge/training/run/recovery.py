@@ -21,13 +21,7 @@ from narrowgauge.training.step.trainer import Trainer
 
 
 def recover(context: RunContext, trainer: Trainer, loss: float, norm: float) -> bool:
-    """Act on `trainer.verdict`.
-
-    Args:
-        context: the run.
-        trainer: the state after the step.
-        loss: the loss of the step.
-        norm: the gradient norm of the step.
+    """Act on `trainer.verdict` on the last step, which had this loss and gradient norm.
 
     Returns:
         Whether the run was rolled back, so that its data must be opened again.

@@ -22,24 +22,18 @@ from narrowgauge.training.run.run_writer import RunWriter
 
 @dataclass(frozen=True)
 class RunContext:
-    """What every function around a step needs, besides the `Trainer`.
-
-    Attributes:
-        plan: the expected memory of one process.
-        run_id: the id that a checkpoint must have to be resumed.
-        profile: the profile of some steps, if requested.
-    """
+    """The objects that every function around a step needs, besides the `Trainer`."""
 
     config: Config
     device: torch.device
     dataset: Dataset
     directory: RunWriter
     display: Display
-    plan: Memory | None
+    plan: Memory | None  # the expected memory of one process
     coordinator: Coordinator
     checkpointer: Checkpointer
-    run_id: str
-    profile: Profile | None
+    run_id: str  # the id that a checkpoint must have to be resumed
+    profile: Profile | None  # the profile of some steps, if requested
 
     @cached_property
     def facts(self) -> dict[str, Any]:

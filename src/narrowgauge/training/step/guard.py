@@ -64,26 +64,16 @@ class GuardVerdict:
 
 @dataclass
 class Guard:
-    """The rules of the guard, and its state.
-
-    Attributes:
-        losses: the losses of the last steps that were taken, at most `spike_window`.
-        norms: the gradient norms of the same steps.
-        skips: the number of skipped steps of the run.
-        skips_in_a_row: the number of skipped steps since the last one that was taken.
-        spikes_in_a_row: the number of spikes that were only warned of, since the last step without.
-        rollbacks: the number of rollbacks of the run.
-        samples: the number of samples that the run has used or skipped; the next step begins there.
-    """
+    """The rules of the guard, and its state."""
 
     rules: GuardSection
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    skips: int = 0
-    skips_in_a_row: int = 0
-    spikes_in_a_row: int = 0
-    rollbacks: int = 0
-    samples: int = 0
+    losses: list[float] = field(default_factory=list)  # of the last `spike_window` steps that were taken
+    norms: list[float] = field(default_factory=list)  # the gradient norms of the same steps
+    skips: int = 0  # of the run
+    skips_in_a_row: int = 0  # since the last step that was taken
+    spikes_in_a_row: int = 0  # spikes that were only warned of, since the last step without
+    rollbacks: int = 0  # of the run
+    samples: int = 0  # used or skipped by the run; the next step begins there
 
     def judge(self, loss: float, norm: float) -> GuardVerdict:
         """Decide about a step from loss and gradient norm of the global batch, and update the state."""
@@ -138,12 +128,9 @@ class Guard:
 
     @classmethod
     def from_state(cls, rules: GuardSection, checkpoint: Mapping[str, Any], samples: int) -> "Guard":
-        """The guard of a checkpoint.
+        """The guard of a checkpoint's state.
 
-        Args:
-            rules: the rules of the run.
-            checkpoint: the state in the checkpoint, with "guard"; older ones only have `skips_in_a_row`.
-            samples: the samples that a run with an older checkpoint has used.
+        Older checkpoints only have `skips_in_a_row`; their run has used `samples`.
         """
         older = {"skips_in_a_row": checkpoint.get("skips_in_a_row", 0), "samples": samples}
         state = checkpoint.get("guard", older)

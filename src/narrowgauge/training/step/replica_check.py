@@ -27,13 +27,9 @@ class Corrupted(Exception):
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of the bit patterns of a tensor, or of its local shard.
+    """The sum of the bit patterns of a tensor, or of its local shard: int64 with wrap-around, 0-dim.
 
-    Args:
-        tensor: a tensor of 1, 2, 4 or 8 bytes an element.
-
-    Returns:
-        The sum of signed integers (of unsigned ones for bytes): int64 with wrap-around, 0-dim.
+    Patterns are signed integers of 2, 4 or 8 bytes, or unsigned bytes.
     """
     t = getattr(tensor, "to_local", lambda: tensor)().detach().contiguous()
     flat = t.view(-1).view(_INTEGERS[t.element_size()]) if t.numel() else t.new_zeros(0, dtype=torch.uint8)
@@ -78,15 +74,9 @@ def first_difference(first: Mapping[str, int], second: Mapping[str, int]) -> str
 
 
 def differing_ranks(fingerprints: Sequence[Mapping[str, int]]) -> tuple[str, list[int]] | None:
-    """The first tensor whose replicas differ, and the ranks without the majority's value.
+    """(tensor, ranks): the first tensor whose replicas differ, and the ranks without the majority's value.
 
-    If no value has a majority, the faulty rank is unknown, and all ranks are named.
-
-    Args:
-        fingerprints: one for each rank.
-
-    Returns:
-        (tensor, ranks), or None if all replicas are equal.
+    If no value has a majority, the faulty rank is unknown, and all are named. None if all replicas are equal.
     """
     for name in dict.fromkeys(name for sums in fingerprints for name in sums):
         values = [sums.get(name) for sums in fingerprints]

@@ -26,12 +26,7 @@ from narrowgauge.training.step.replica_check import common, fingerprint_local, r
 
 @dataclass
 class TrainState:
-    """Everything that changes from step to step; on each of several processes its shard of it.
-
-    Attributes:
-        step: the number of steps done.
-        scaler: the loss scaling, if gradients pass through fp16.
-    """
+    """Everything that changes from step to step; on each of several processes its shard of it."""
 
     config: Config
     device: torch.device
@@ -39,8 +34,8 @@ class TrainState:
     optimizer: Optimizer
     engine: Engine
     guard: Guard
-    step: int = 0
-    scaler: torch.amp.GradScaler | None = None
+    step: int = 0  # the number of steps done
+    scaler: torch.amp.GradScaler | None = None  # the loss scaling, if gradients pass through fp16
 
     @property
     def names(self) -> dict[torch.Tensor, str]:

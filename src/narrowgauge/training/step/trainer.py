@@ -20,15 +20,10 @@ from narrowgauge.training.step.train_state import TrainState
 
 @dataclass
 class Trainer(TrainState):
-    """The state of a run, and the optimizer step that moves it.
+    """The state of a run, and the optimizer step that moves it."""
 
-    Attributes:
-        verdict: the guard's verdict on the last step.
-        first_bad: the first bad tensor of the last step; None if the step was finite.
-    """
-
-    verdict: GuardVerdict = field(default_factory=GuardVerdict)
-    first_bad: FirstBad | None = None
+    verdict: GuardVerdict = field(default_factory=GuardVerdict)  # on the last step
+    first_bad: FirstBad | None = None  # of the last step; None if it was finite
 
     @classmethod
     def begin(cls, config: Config, device: torch.device, mesh: Mesh | None = None) -> "Trainer":
