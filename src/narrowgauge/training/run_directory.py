@@ -170,7 +170,7 @@ class RunDirectory:
         write_whole(self.path / "config.toml", to_toml(config))
 
     def run_id(self, digest: str) -> str:
-        """The id of the run in its checkpoints, from the digest of the corpus if the run has not recorded one.
+        """The id of the run in its checkpoints; made of the corpus digest if the run has not recorded it.
 
         Raises:
             UserError: identity.json cannot be read.

@@ -84,7 +84,9 @@ class SavePlan:
         Returns:
             The path of step-N.
 
-        Raises, on all ranks alike:
+        All ranks raise the same error.
+
+        Raises:
             PoisonedError: a floating tensor or number is not finite.
             SaveError: the operating system refuses (disk full, no permission) on any rank. The staging
                 directory is removed, and older steps stay as they were.
