@@ -22,7 +22,7 @@ WIDE = {"model.dim": 128, "model.ffn_dim": 256}  # matrices large enough for nar
 
 
 def step(tiny, text, changes):
-    """(session, its memory) after one watched step."""
+    """(trainer, its memory) after one tracked step."""
     trainer = Trainer.begin(make_config(tiny(WIDE | changes)), CPU)
     corpus = prepare(text, "bytes")
     with MemoryTracker(CPU) as watch:

@@ -79,12 +79,11 @@ class SavePlan:
     def write(self) -> Path:
         """Write the files of this rank, and publish what all ranks have written. Called by every rank.
 
-        The step becomes visible in full or not at all; then the newest `keep` valid steps stay.
+        The step becomes visible in full or not at all; then the newest `keep` valid steps stay. All ranks
+        raise the same error.
 
         Returns:
             The path of step-N.
-
-        All ranks raise the same error.
 
         Raises:
             PoisonedError: a floating tensor or number is not finite.
