@@ -39,22 +39,14 @@ MANIFEST_FILE = "manifest.json"
 
 @dataclass(frozen=True)
 class CorpusManifest:
-    """The facts of manifest.json; digests are hexadecimal sha256.
-
-    Attributes:
-        files: Name, bytes and sha256 of each input.
-        tokenizer: The name that was asked for.
-        tokenizer_identity: See `tokenizer_identity` in `tokenization.names`.
-        train: Name, tokens and sha256 of each file.
-        val: The same for the held-out files.
-    """
+    """The facts of manifest.json; digests are hexadecimal sha256."""
 
     layout: int
     version: str
     source: str
-    files: list[dict[str, Any]]
-    tokenizer: str
-    tokenizer_identity: str
+    files: list[dict[str, Any]]  # name, bytes and sha256 of each input
+    tokenizer: str  # the name that was asked for
+    tokenizer_identity: str  # `tokenization.names.tokenizer_identity` of it
     options: dict[str, Any]
     request: str
     digest: str
@@ -67,7 +59,7 @@ class CorpusManifest:
     rejected: int
     train_tokens: int
     val_tokens: int
-    train: list[dict[str, Any]]
+    train: list[dict[str, Any]]  # name, tokens and sha256 of each file
     val: list[dict[str, Any]]
     tokenizer_sha256: str
 

@@ -31,19 +31,12 @@ Source = Mixture | TokenStream | Tokens
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """A batch, which unpacks into x_BT and y_BT.
+    """A batch, which unpacks into x_BT and y_BT."""
 
-    Attributes:
-        x_BT: Token ids, int64.
-        y_BT: Targets, int64.
-        targets: Number of targets that are not IGNORED.
-        position_BT: Positions of the tokens in their documents, if documents are separate.
-    """
-
-    x_BT: torch.Tensor
-    y_BT: torch.Tensor
-    targets: int
-    position_BT: torch.Tensor | None = None
+    x_BT: torch.Tensor  # token ids, int64
+    y_BT: torch.Tensor  # targets, int64
+    targets: int  # the number of targets that are not IGNORED
+    position_BT: torch.Tensor | None = None  # in the documents, if these are separate
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter((self.x_BT, self.y_BT))

@@ -21,13 +21,10 @@ SET_ASIDE = "mend it, or set such records aside with `narrowgauge prepare --tole
 class Document:
     """One text that is trained on, or held out, in full.
 
-    Attributes:
-        name: Its path below the source, or its title; a record of a table has none. Name and text decide
-            whether the document is held out.
-        text: The text.
+    Name and text decide whether it is held out.
     """
 
-    name: str
+    name: str  # path below the source, or title; "" for a record of a table
     text: str
 
 

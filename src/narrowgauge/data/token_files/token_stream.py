@@ -43,25 +43,15 @@ class Bits:
 
 @dataclass(frozen=True, eq=False)
 class TokenStream:
-    """Tokens, read by position.
+    """Tokens, read by position; `first` and `last` are positions in the concatenated arrays."""
 
-    Attributes:
-        arrays: The tokens of the files, in order.
-        boundaries: The ids between documents.
-        boundary_first: Whether a boundary id comes before its document.
-        starts: Positions of the documents in the concatenated arrays, if there is an index.
-        target_masks: One bit for each token of each array, set for a target; () = every token is a target.
-        first: Position of the stream's first token in the concatenated arrays.
-        last: Position after its last token; None = the end.
-    """
-
-    arrays: tuple[Tokens, ...]
-    boundaries: tuple[int, ...] = ()
-    boundary_first: bool = True
-    starts: NDArray[np.int64] | None = None
-    target_masks: tuple[Bits, ...] = ()
+    arrays: tuple[Tokens, ...]  # the tokens of the files, in order
+    boundaries: tuple[int, ...] = ()  # the ids between documents
+    boundary_first: bool = True  # whether a boundary id comes before its document
+    starts: NDArray[np.int64] | None = None  # of the documents in the concatenated arrays, if indexed
+    target_masks: tuple[Bits, ...] = ()  # a bit for each token of each array; (): all are targets
     first: int = 0
-    last: int | None = None
+    last: int | None = None  # after the last token; None: the end
 
     @cached_property
     def _offsets(self) -> list[int]:
