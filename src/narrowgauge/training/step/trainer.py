@@ -1,4 +1,7 @@
-"""One training step, top to bottom: micro-batches, forward, backward, the guard's verdict, the update."""
+"""One training step, top to bottom: micro-batches, forward, backward, the guard's verdict, the update.
+
+What a step changes, and how that goes to a checkpoint and back, is in `train_state`.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
