@@ -18,6 +18,7 @@ import torch
 from narrowgauge.data import open_data
 from narrowgauge.training.config.config import make_config
 from narrowgauge.training.config.schema import GAUGES_EVERY
+from narrowgauge.training.monitor.gauges import make_gauges
 from narrowgauge.training.monitor.hardware import choose_device, synchronize
 from narrowgauge.training.run_directory import RunDirectory
 from narrowgauge.training.step.trainer import Trainer
@@ -49,7 +50,7 @@ def measure(args: argparse.Namespace, recipe: str, folder: Path) -> tuple[list[f
         for i in range(2 * args.pairs + 2):
             synchronize(device)
             start = time.perf_counter()
-            gauges = trainer.make_gauges() if i % 2 else None
+            gauges = make_gauges(trainer) if i % 2 else None
             trainer.train_step(batches, gauges=gauges)
             if gauges is not None:
                 directory.record_gauges(gauges.lines(trainer.step))

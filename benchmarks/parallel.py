@@ -195,7 +195,7 @@ def save(bench: Bench) -> Any:
     with AsyncSaver() as saver:
 
         def background() -> None:
-            saver.save(place, trainer.step, trainer.pieces(), trainer.state(), 2, "benchmark")
+            saver.save(place, trainer.step, trainer.local_tensors(), trainer.state(), 2, "benchmark")
 
         def at_once() -> None:
             trainer.save(place, "benchmark", bench.coordinator.control)

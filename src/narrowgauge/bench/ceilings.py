@@ -51,12 +51,9 @@ class Ceilings:
 
 
 def measure(work: Work, device: torch.device, log: Callable[[str], None]) -> Ceilings:
-    """Measure the ceilings of a step's work: seconds on a GPU, about a minute on a CPU.
+    """Measure the ceilings of a step's work (`work_of`): seconds on a GPU, about a minute on a CPU.
 
-    Args:
-        work: what the step has to do (`work_of`).
-        device: where to measure.
-        log: called with a line for each measurement that begins.
+    `log` is called with a line for each measurement that begins.
     """
     gemms = {}
     for number, gemm in enumerate(sorted(work.gemms), start=1):

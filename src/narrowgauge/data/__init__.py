@@ -3,8 +3,9 @@
 from narrowgauge.data.cache import cache_directory
 from narrowgauge.data.corpus import Corpus, CorpusManifest, is_corpus, open_corpus
 from narrowgauge.data.export import TOKEN_LAYOUTS, export_tokens
+from narrowgauge.data.loading.batch import Batch, count_windows, training_batch, validation_batches
 from narrowgauge.data.loading.dataset import AUTO, Dataset, open_data, split_sources
-from narrowgauge.data.loading.loader import Batch, Loader, count_windows, training_batch, validation_batches
+from narrowgauge.data.loading.loader import Loader
 from narrowgauge.data.loading.sample_order import first_samples, mixed_samples, samples, shares_of
 from narrowgauge.data.preparation.document_filter import Options
 from narrowgauge.data.preparation.prepare import DEFAULT_TOKENIZER, prepare

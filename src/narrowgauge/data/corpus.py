@@ -28,7 +28,8 @@ from narrowgauge.data.token_files.token_file import (
     open_token_file,
     verify_token_file,
 )
-from narrowgauge.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from narrowgauge.data.tokenization.formats import TOKENIZER_FILE
+from narrowgauge.data.tokenization.tokenizer import Tokenizer, load_tokenizer
 from narrowgauge.errors import UserError
 from narrowgauge.files import sha256_of
 
@@ -38,22 +39,14 @@ MANIFEST_FILE = "manifest.json"
 
 @dataclass(frozen=True)
 class CorpusManifest:
-    """The facts of manifest.json; digests are hexadecimal sha256.
-
-    Attributes:
-        files: Name, bytes and sha256 of each input.
-        tokenizer: The name that was asked for.
-        tokenizer_identity: See `tokenizer_identity` in `tokenization.tokenizer`.
-        train: Name, tokens and sha256 of each file.
-        val: The same for the held-out files.
-    """
+    """The facts of manifest.json; digests are hexadecimal sha256."""
 
     layout: int
     version: str
     source: str
-    files: list[dict[str, Any]]
-    tokenizer: str
-    tokenizer_identity: str
+    files: list[dict[str, Any]]  # name, bytes and sha256 of each input
+    tokenizer: str  # the name that was asked for
+    tokenizer_identity: str  # `tokenization.names.tokenizer_identity` of it
     options: dict[str, Any]
     request: str
     digest: str
@@ -66,7 +59,7 @@ class CorpusManifest:
     rejected: int
     train_tokens: int
     val_tokens: int
-    train: list[dict[str, Any]]
+    train: list[dict[str, Any]]  # name, tokens and sha256 of each file
     val: list[dict[str, Any]]
     tokenizer_sha256: str
 
@@ -114,12 +107,7 @@ def is_corpus(directory: Path) -> bool:
 
 
 def open_corpus(directory: Path, verify: bool = True) -> Corpus:
-    """The prepared corpus in `directory`.
-
-    Args:
-        directory: A directory that `prepare` made.
-        verify: Whether to read every byte and compare the digests; without it lengths and headers are
-            checked.
+    """The prepared corpus in `directory`; without `verify` only lengths and headers are checked, not digests.
 
     Raises:
         UserError: the directory is not a prepared corpus, or a file has changed since it was written.

@@ -30,13 +30,9 @@ TOKEN_LAYOUTS = ("llmc", "megatron")
 
 
 def export_tokens(dataset: Dataset, layout: str, directory: Path, stem: str = "text") -> None:
-    """Write both parts of a dataset in another layout; the directory appears in full or not at all.
+    """Write both parts of a dataset in one of `TOKEN_LAYOUTS`, into a new or empty directory.
 
-    Args:
-        dataset: What is exported.
-        layout: One of `TOKEN_LAYOUTS`.
-        directory: A new or empty directory.
-        stem: Beginning of the file names.
+    The directory appears in full or not at all; file names begin with `stem`.
 
     Raises:
         UserError: the layout is unknown, or the directory is not empty.

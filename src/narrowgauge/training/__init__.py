@@ -3,7 +3,8 @@
 from narrowgauge.training.config.config import Config, config_keys, load_values, make_config, to_toml
 from narrowgauge.training.monitor.hardware import choose_device
 from narrowgauge.training.monitor.memory import Memory
-from narrowgauge.training.monitor.memory_estimate import StepEstimate, cheaper, estimate_memory, estimate_step
+from narrowgauge.training.monitor.memory_advice import cheaper
+from narrowgauge.training.monitor.memory_estimate import StepEstimate, estimate_memory, estimate_step
 from narrowgauge.training.monitor.profiler import STEPS as PROFILED
 from narrowgauge.training.run.loop import OutOfMemory
 from narrowgauge.training.run.parallel_dims import parallel_dims_of

@@ -76,9 +76,7 @@ class RunDirectory:
     def keep_metrics_until(self, step: int, rollbacks: int | None = None) -> None:
         """Drop the lines of steps after `step`, which will be repeated.
 
-        Args:
-            step: the last step to keep.
-            rollbacks: the number of rollback events to keep; None: all of the kept steps.
+        `rollbacks` is the number of rollback events to keep; None: all of the kept steps.
         """
         if lines := self.lines():
             lines = [line for line in lines if is_settled(line, step, rollbacks)]
@@ -100,8 +98,7 @@ class RunDirectory:
     def config(self, own_recipe: bool = False) -> Config:
         """Read the configuration of the run.
 
-        Args:
-            own_recipe: use the run's copy of a user's recipe file, which may have changed since.
+        `own_recipe` takes the run's copy of a user's recipe file, which may have changed since.
 
         Raises:
             UserError: this is not a run directory, or its configuration is damaged.
@@ -125,10 +122,6 @@ class RunDirectory:
 
     def claim(self, config: Config, allowed: Sequence[str] = ()) -> ConfigDiff:
         """Initialize the directory for a configuration, or check that it belongs to it.
-
-        Args:
-            config: the configuration of the run.
-            allowed: keys whose values may differ.
 
         Returns:
             The differences, only in keys of `allowed`. Nothing is changed yet; see `adopt`.
@@ -177,10 +170,7 @@ class RunDirectory:
         write_whole(self.path / "config.toml", to_toml(config))
 
     def run_id(self, digest: str) -> str:
-        """The id of the run in its checkpoints.
-
-        Args:
-            digest: the digest of the corpus, used if the run has not recorded one yet.
+        """The id of the run in its checkpoints; made of the corpus digest if the run has not recorded it.
 
         Raises:
             UserError: identity.json cannot be read.

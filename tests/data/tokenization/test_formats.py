@@ -11,7 +11,7 @@ import pytest
 
 from narrowgauge.data import ids_tokenizer, load_tokenizer
 from narrowgauge.data.tokenization.formats import byte_characters
-from narrowgauge.data.tokenization.tokenizer import make_tokenizer, tokenizer_identity
+from narrowgauge.data.tokenization.names import make_tokenizer, tokenizer_identity
 from narrowgauge.errors import UserError
 
 # Pieces of text at which patterns and spellings of different encodings part.

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
 from narrowgauge.data import bytes_tokenizer, load_tokenizer, train_bpe
-from narrowgauge.data.tokenization.tokenizer import make_tokenizer, parallel_tokenizing, tokenizer_identity
+from narrowgauge.data.tokenization.tokenizer import parallel_tokenizing
 from narrowgauge.errors import UserError
 
 TEXTS = [
@@ -123,29 +123,7 @@ def test_a_tokenizer_from_elsewhere_is_read_without_its_traps(tmp_path, end, spe
     assert not tokenizer.is_bytes
 
 
-def test_names_choose_tokenizers(tmp_path):
-    TOKENIZERS["bpe"].save(tmp_path / "tokenizer.json")
-    assert make_tokenizer("bytes", TEXTS).is_bytes
-    assert make_tokenizer("bpe-260", TEXTS).vocab_size == 260
-    for name in [str(tmp_path), str(tmp_path / "tokenizer.json")]:
-        assert make_tokenizer(name, []).to_json() == TOKENIZERS["bpe"].to_json()
-    assert tokenizer_identity("bpe-260") == "bpe-260"
-    before = tokenizer_identity(str(tmp_path))
-    train_bpe(TEXTS, 290).save(tmp_path / "tokenizer.json")
-    assert tokenizer_identity(str(tmp_path)) != before
-
-
-def test_every_refusal_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name, words in {
-        "byte": "unknown tokenizer 'byte'; the nearest is 'bytes'",
-        "bpe-": "unknown tokenizer 'bpe-'; the nearest is 'bpe-",
-        "bpe-256": "too small: 256 bytes and the end of a document make bpe-257 the least",
-        "mine.json": "tokenizer file 'mine.json' does not exist",
-        "no/such": "tokenizer file 'no/such' does not exist",
-    }.items():
-        with pytest.raises(UserError, match=words):
-            tokenizer_identity(name)
+def test_every_refusal_says_what_to_do(tmp_path):
     path = tmp_path / "tokenizer.json"
     for content in [
         b"",

@@ -8,9 +8,9 @@ from narrowgauge.errors import UserError
 from narrowgauge.quantization import state_of
 from narrowgauge.recipes import recipe, recipe_names
 from narrowgauge.training import make_config
-from narrowgauge.training.monitor import hardware, memory
+from narrowgauge.training.monitor import memory
 from narrowgauge.training.monitor.memory import measured
-from narrowgauge.training.monitor.memory_estimate import cheaper, estimate_memory, require_memory
+from narrowgauge.training.monitor.memory_estimate import estimate_memory
 from narrowgauge.training.monitor.memory_tracker import MemoryTracker
 from narrowgauge.training.run_directory import RunDirectory
 from narrowgauge.training.step.trainer import Trainer
@@ -21,7 +21,7 @@ WIDE = {"model.dim": 128, "model.ffn_dim": 256}  # matrices large enough for nar
 
 
 def step(tiny, text, changes):
-    """(session, its memory) after one watched step."""
+    """(trainer, its memory) after one tracked step."""
     trainer = Trainer.begin(make_config(tiny(WIDE | changes)), CPU)
     corpus = prepare(text, "bytes")
     with MemoryTracker(CPU) as watch:
@@ -142,41 +142,6 @@ def test_sizes(size, found):
 def test_what_is_no_size_is_refused(tiny, size):
     with pytest.raises(UserError, match="it must be a number and a unit, such as 24GB or 22GiB"):
         make_config(tiny({"training.memory_limit": size}))
-
-
-def test_a_limit_is_obeyed_before_anything_is_trained(tiny):
-    config = make_config(tiny(WIDE | {"training.micro_batch_size": 2}))
-    peak = estimate_memory(config).peak
-    limited = config.model_copy(
-        update={"training": config.training.model_copy(update={"memory_limit": str(peak - 1)})}
-    )
-    with pytest.raises(UserError, match=r"memory_limit is .*; it fits with --training.recompute true"):
-        require_memory(limited, CPU)
-    roomy = config.model_copy(
-        update={"training": config.training.model_copy(update={"memory_limit": str(peak)})}
-    )
-    assert require_memory(roomy, CPU).peak == peak
-
-
-def test_what_is_cheaper(tiny):
-    config = make_config(tiny(WIDE | {"training.micro_batch_size": 2}))
-    peak, found = estimate_memory(config).peak, dict(cheaper(config))
-    assert list(found)[:4] == [
-        "--training.micro_batch_size 1",
-        "--training.recompute true",
-        "--training.chunked_loss true",
-        "--recipe.offload master,grad,m,v",
-    ]
-    together = found[" ".join(list(found)[:4])]
-    assert together.peak == min(m.peak for m in found.values()) < peak
-
-
-def test_a_model_larger_than_the_machine_is_refused(tiny, monkeypatch):
-    state = estimate_memory(make_config(tiny(WIDE))).state
-    for there, way_out in ((10**6, "choose a smaller --model"), (state - 1, "no setting of this recipe")):
-        monkeypatch.setattr(hardware, "total_memory", lambda device, there=there: there)
-        with pytest.raises(UserError, match=rf"state under recipe 'fp8' takes .* and this cpu .*; {way_out}"):
-            require_memory(make_config(tiny(WIDE)), CPU)
 
 
 @pytest.mark.parametrize("name", ["msamp-o1", "msamp-o2", "msamp-o3"])

@@ -16,7 +16,7 @@ WIDE = {"model.dim": 64, "model.ffn_dim": 96}  # large enough for narrow moments
 
 @pytest.fixture
 def begin(tiny):
-    """A session after two good steps, and its batches."""
+    """A trainer after two good steps, and its batches."""
 
     def do(name="fp8", **changes):
         config = make_config(tiny(WIDE | {"recipe.name": name, "training.steps": 20} | changes))

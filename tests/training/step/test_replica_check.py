@@ -41,11 +41,11 @@ def test_shards_add_up_and_order_is_no_matter():
 @pytest.mark.parametrize("name", ["model blocks.1.down.weight", "optimizer blocks.0.qkv.weight.v.values"])
 def test_a_replica_that_differs_is_named(tiny, name):
     config = make_config(tiny({"recipe.name": "fp32"}))
-    sessions = [Trainer.begin(config, CPU) for _ in range(3)]
+    trainers = [Trainer.begin(config, CPU) for _ in range(3)]
     group, _, tensor = name.partition(" ")
-    bits = sessions[1].tensors()[group][tensor].detach().view(-1).view(torch.int32)
+    bits = trainers[1].tensors()[group][tensor].detach().view(-1).view(torch.int32)
     bits[11] ^= 1 << 20
-    prints = [fingerprint(trainer.tensors()) for trainer in sessions]
+    prints = [fingerprint(trainer.tensors()) for trainer in trainers]
     assert first_difference(prints[0], prints[2]) is None
     assert first_difference(prints[0], prints[1]) == name
     assert differing_ranks(prints) == (name, [1])

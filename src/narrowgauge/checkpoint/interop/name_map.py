@@ -31,19 +31,12 @@ from narrowgauge.models import ModelConfig, Transformer
 
 @dataclass(frozen=True, slots=True)
 class NamePair:
-    """One of our tensors and the external tensors that make it up.
-
-    Attributes:
-        ours: Our name.
-        theirs: The external names.
-        rows: How many of our rows each external tensor holds; () if there is only one.
-        transposed: Whether the external tensors are stored as (in, out).
-    """
+    """One of our tensors and the external tensors that make it up."""
 
     ours: str
     theirs: tuple[str, ...]
-    rows: tuple[int, ...] = ()
-    transposed: bool = False
+    rows: tuple[int, ...] = ()  # of ours in each external tensor; () if there is only one
+    transposed: bool = False  # whether external tensors are stored as (in, out)
 
     def split(self, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """The external tensors, by name, as views of our tensor."""
@@ -60,19 +53,12 @@ class NamePair:
 
 @dataclass(frozen=True)
 class ExternalModel:
-    """A model of another program in our names.
+    """A model of another program in our names."""
 
-    Attributes:
-        format: "hf", "llmc" or "megatron".
-        config: The configuration of the model.
-        tensors: Float32 weights; a tied head has both of its names, for one tensor.
-        tokenizer: The tokenizer.json that came with it; None without one.
-    """
-
-    format: str
+    format: str  # "hf", "llmc" or "megatron"
     config: ModelConfig
-    tensors: Mapping[str, torch.Tensor]
-    tokenizer: Path | None = None
+    tensors: Mapping[str, torch.Tensor]  # float32; a tied head has both of its names, for one tensor
+    tokenizer: Path | None = None  # the tokenizer.json that came with it
 
 
 def external_model(

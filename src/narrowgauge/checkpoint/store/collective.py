@@ -30,15 +30,9 @@ class RankFailure:
 
 
 def on_all_ranks(do: Callable[[], T], group: Group | None, wrap: Wrap) -> list[T]:
-    """Call a function on every rank.
+    """Call a function on every rank of a group (None: this process alone); returns all results in rank order.
 
-    Args:
-        do: the function.
-        group: the ranks; None for this process alone.
-        wrap: makes the error to raise of an `OSError`'s reason.
-
-    Returns:
-        The results of all ranks, in their order.
+    `wrap` makes the error to raise of an `OSError`'s reason.
 
     Raises:
         UserError: the function failed on some rank: on every rank the failure of the first of them, whose
@@ -56,15 +50,7 @@ def on_all_ranks(do: Callable[[], T], group: Group | None, wrap: Wrap) -> list[T
 
 
 def on_rank0(do: Callable[[], T], group: Group | None, wrap: Wrap) -> T:
-    """Call a function on rank 0 alone.
-
-    Args:
-        do: the function.
-        group: the ranks; None for this process alone.
-        wrap: as in `on_all_ranks`.
-
-    Returns:
-        Rank 0's result, on every rank.
+    """Call a function on rank 0 alone, and return its result on every rank.
 
     Raises:
         UserError: the function failed; as in `on_all_ranks`.

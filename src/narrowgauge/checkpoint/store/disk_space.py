@@ -55,11 +55,7 @@ def free_space(path: Path) -> DiskSpace:
 
 
 def require_space(directory: Path, needed: DiskSpace) -> None:
-    """Check that the disk has space for a checkpoint.
-
-    Args:
-        directory: RUN/checkpoints, which need not exist yet.
-        needed: The size of the checkpoint.
+    """Check that the disk of a directory, which need not exist yet, has space for a checkpoint.
 
     Raises:
         SaveError: it has not; with what is needed and what is free.
@@ -74,12 +70,7 @@ def require_space(directory: Path, needed: DiskSpace) -> None:
 
 
 def require_space_for_run(directory: Path, needed: DiskSpace, keep: int) -> None:
-    """Check that the disk has space for all checkpoints that a run keeps; those that exist already count.
-
-    Args:
-        directory: RUN/checkpoints, which need not exist yet.
-        needed: The size of one checkpoint.
-        keep: How many checkpoints the run keeps.
+    """Check that the disk has space for the `keep` checkpoints of a run; those that exist already count.
 
     Raises:
         UserError: it has not; with what is needed, what is free, and the way out.

@@ -122,12 +122,9 @@ def _from_json(content: Any) -> Manifest:
 
 
 def verify(directory: Path, run_id: str | None = None, cores: int | None = None) -> Manifest:
-    """Check all of a published directory: its own name, the set of files, each size, each SHA-256.
+    """Check all of a published directory step-N: its own name, the set of files, each size, each SHA-256.
 
-    Args:
-        directory: A directory named step-N.
-        run_id: The run that it must belong to; None = any.
-        cores: How many files are hashed at a time; None = one on each core.
+    A `run_id` is compared, too. `cores` files are hashed at a time; None = one on each core.
 
     Raises:
         DamagedError: with the file and the reason, also if the operating system cannot read it.

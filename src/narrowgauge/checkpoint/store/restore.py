@@ -1,7 +1,7 @@
-"""Reading a checkpoint back: all of it, or the slices that this process asks for.
+"""Reads a checkpoint: all of it, or the slices that this process asks for.
 
 A checkpoint of any number of processes is read by any other number, sharded in any other way (elastic
-resume): each requested slice is put together from its overlaps with the stored ones. A rank reads no other
+resume): each requested slice is assembled from its overlaps with the stored ones. A rank reads no other
 bytes, and it verifies the files that it reads. Nothing is changed before every rank has checked everything.
 """
 
@@ -54,10 +54,7 @@ class Checkpoint:
 def choose_step(
     directory: Path, run_id: str | None, group: dist.ProcessGroup | None
 ) -> tuple[Path | None, list[str]]:
-    """The newest step that verifies: rank 0 reads, and all ranks return or raise the same.
-
-    Arguments, result and errors are those of `newest_valid`.
-    """
+    """`newest_valid` on rank 0; all ranks return or raise the same."""
 
     def choose() -> tuple[str | None, list[str]]:
         path, refused = newest_valid(directory, run_id)
@@ -68,13 +65,12 @@ def choose_step(
 
 
 def load(path: Path) -> Checkpoint:
-    """Read all of a published step; every file is checked against the manifest before it is parsed.
+    """Read all of a published step, on the CPU. Each file is verified before it is parsed; none is executed.
 
-    Nothing in the files is executed, and tensors are on the CPU. A second name of a tensor loads as the same
-    object.
+    A second name of a tensor loads as the same object.
 
     Raises:
-        DamagedError: (a `UserError`) with the file and the reason.
+        DamagedError: a file does not agree with the manifest, or is not one of ours; it is named.
     """
     path = Path(os.path.abspath(path))
     opened = _open(path)
@@ -92,20 +88,21 @@ def load(path: Path) -> Checkpoint:
 def restore_distributed(
     path: Path, local_tensors: LocalTensors, group: dist.ProcessGroup | None = None
 ) -> Checkpoint:
-    """Fill tensors in place from a published step of any number of ranks. Called by every rank of `group`.
+    """Fill tensors in place from a published step of any number of ranks; all ranks of `group` together.
+
+    Errors are the same on all ranks, and are raised before anything is changed.
 
     Args:
         path: The directory step-N, the same on all ranks.
-        local_tensors: The slices that this rank asks for; their tensors, on any device, are written into. A
-            group that no rank names is not read. Of a group that is named, all ranks together must ask for
-            every tensor.
+        local_tensors: The slices that this rank asks for; their tensors, on any device, are filled. A group
+            that no rank names is not read; in the others the ranks must ask for every tensor.
         group: A gloo group; None = this process alone.
 
     Returns:
         The checkpoint, without its tensors.
 
-    Raises, on all ranks alike, before anything is changed:
-        DamagedError: a file that is needed does not agree with the manifest, or is not one of ours.
+    Raises:
+        DamagedError: as for `load`, in a file that is needed.
         UserError: a tensor is missing, left over, or of another shape or dtype; it is named.
     """
     path = Path(os.path.abspath(path))

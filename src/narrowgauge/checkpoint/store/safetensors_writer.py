@@ -39,16 +39,10 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def write_safetensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> FileEntry:
-    """Write and sync a file that must not exist yet.
+    """Write and sync a file that must not exist yet, and return its size and digest.
 
-    Args:
-        path: The new file.
-        tensors: Tensors by key, on any device, with any strides. One at a time is copied where it is not
-            contiguous on the CPU.
-        metadata: Further strings for the header.
-
-    Returns:
-        Size and digest of the file.
+    Tensors may be on any device and have any strides. One at a time is copied where it is not contiguous on
+    the CPU. The strings of `metadata` go into the header.
 
     Raises:
         OSError: the disk is full or may not be written; the caller removes what was written.

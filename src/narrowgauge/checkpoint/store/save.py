@@ -50,27 +50,16 @@ _SLACK = 1 << 16  # bytes for each file: its header, and the end of its last blo
 
 @dataclass(frozen=True)
 class SavePlan:
-    """A save that all ranks have agreed on.
-
-    Attributes:
-        directory: RUN/checkpoints.
-        step: Optimizer steps done.
-        index: Which rank writes which slice.
-        tensors: What this rank writes: group -> key in its file -> tensor.
-        state: Plain JSON, that of rank 0.
-        keep: How many valid steps stay.
-        run_id: The run that the checkpoint belongs to.
-        group: The gloo group of the ranks; None = this process alone.
-    """
+    """A save that all ranks have agreed on."""
 
     directory: Path
     step: int
-    index: Index
-    tensors: Tensors
-    state: Mapping[str, JSON]
-    keep: int
+    index: Index  # which rank writes which slice
+    tensors: Tensors  # of this rank: group -> key in its file -> tensor
+    state: Mapping[str, JSON]  # plain JSON, that of rank 0
+    keep: int  # how many valid steps stay
     run_id: str
-    group: dist.ProcessGroup | None
+    group: dist.ProcessGroup | None  # a gloo group; None = this process alone
 
     @property
     def space(self) -> DiskSpace:
@@ -90,12 +79,13 @@ class SavePlan:
     def write(self) -> Path:
         """Write the files of this rank, and publish what all ranks have written. Called by every rank.
 
-        The step becomes visible in full or not at all; then the newest `keep` valid steps stay.
+        The step becomes visible in full or not at all; then the newest `keep` valid steps stay. All ranks
+        raise the same error.
 
         Returns:
             The path of step-N.
 
-        Raises, on all ranks alike:
+        Raises:
             PoisonedError: a floating tensor or number is not finite.
             SaveError: the operating system refuses (disk full, no permission) on any rank. The staging
                 directory is removed, and older steps stay as they were.
@@ -161,8 +151,8 @@ def plan_save(
         run_id: The run that the checkpoint belongs to; `choose_step` asks for it.
         group: A gloo group; None = this process alone.
 
-    Raises, on all ranks alike:
-        UserError: the slices overlap, leave a hole, or contradict each other.
+    Raises:
+        UserError: the slices overlap, leave a hole, or contradict each other; on all ranks alike.
     """
     assert keep >= 2
     assert step >= 0

@@ -68,7 +68,7 @@ class LocalTensor:
 
     @property
     def slice(self) -> TensorSlice:
-        """Where the elements lie in the global tensor."""
+        """The position of the elements in the global tensor."""
         return TensorSlice(tuple(self.offset), tuple(self.tensor.shape))
 
 

@@ -14,7 +14,7 @@ from narrowgauge.data import cache_directory, is_corpus, load_tokenizer, open_co
 from narrowgauge.data.sources import open_source
 from narrowgauge.data.sources.hub import PREFIX
 from narrowgauge.data.token_files.source import token_files
-from narrowgauge.data.tokenization.tokenizer import tokenizer_identity
+from narrowgauge.data.tokenization.names import tokenizer_identity
 from narrowgauge.errors import UserError
 from narrowgauge.torch_compat import cuda_architectures
 

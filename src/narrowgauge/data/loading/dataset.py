@@ -61,7 +61,6 @@ def open_data(
         source: One source, or several with commas between them.
         tokenizer: Name of the tokenizer, or `AUTO`.
         weights: One for each source; () = by numbers of tokens.
-        progress: Called as bytes are read.
 
     Raises:
         UserError: a source, the tokenizer or the weights cannot be used.

@@ -110,18 +110,10 @@ def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
 def first_samples(
     step: int, batch_size: int, micro_batch_size: int, rank: int = 0, world: int = 1, skipped: int = 0
 ) -> Iterator[int]:
-    """The first sample of each micro-batch of a rank, without end.
+    """The first sample of each micro-batch of a rank, without end, from step `step` (0 is the first).
 
-    A step takes `batch_size` consecutive samples; rank r of `world` ranks takes the r-th of as many equal
-    parts.
-
-    Args:
-        step: The first step, counted from 0.
-        batch_size: Samples of a step, of all ranks.
-        micro_batch_size: Samples of a micro-batch.
-        rank: This rank.
-        world: Number of ranks.
-        skipped: Samples that the run has skipped so far, which moves all of them on.
+    A step takes `batch_size` consecutive samples, and rank r of `world` ranks takes the r-th of as many equal
+    parts. `skipped` samples, which the run has left out so far, come before them.
     """
     local_size = batch_size // world
     assert batch_size == local_size * world

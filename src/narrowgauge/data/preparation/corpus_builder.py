@@ -19,7 +19,9 @@ from narrowgauge.data.preparation.worker_pool import ordered_map
 from narrowgauge.data.sources import Chunk, Source, no_text
 from narrowgauge.data.sources.byte_stream import unreadable
 from narrowgauge.data.token_files.token_file import TokenFile, token_dtype
-from narrowgauge.data.tokenization.tokenizer import TOKENIZER_FILE, load_tokenizer, make_tokenizer
+from narrowgauge.data.tokenization.formats import TOKENIZER_FILE
+from narrowgauge.data.tokenization.names import make_tokenizer
+from narrowgauge.data.tokenization.tokenizer import load_tokenizer
 from narrowgauge.errors import UserError
 from narrowgauge.files import sha256_of, write_whole
 
@@ -59,29 +61,17 @@ class SourceFiles:
 
 @dataclass(frozen=True)
 class CorpusBuilder:
-    """The build of one corpus.
+    """The build of one corpus."""
 
-    Attributes:
-        staging: Directory to fill.
-        source: The documents.
-        name: Name of the tokenizer.
-        identity: Its identity; see `tokenizer_identity`.
-        request: Digest of everything that was asked for.
-        options: Choice of the documents.
-        files: The digested files of the source.
-        workers: Number of processes.
-        cut: Whether documents are cut into pieces.
-    """
-
-    staging: Path
+    staging: Path  # the directory to fill
     source: Source
-    name: str
-    identity: str
-    request: str
+    name: str  # of the tokenizer
+    identity: str  # `tokenizer_identity(name)`
+    request: str  # the digest of everything that was asked for
     options: Options
     files: SourceFiles
     workers: int
-    cut: bool = False
+    cut: bool = False  # whether documents are cut into pieces
 
     def run(self) -> None:
         """Fill the directory; a source of one document is cut into pieces."""
@@ -208,11 +198,7 @@ def _one_thread_each(workers: int) -> Iterator[None]:
 
 
 def _corpus_digest(identity: str, documents: str, options: Options) -> str:
-    """The digest that names the tokens.
-
-    The default held-out share is not part of it, so that runs on corpora from before there was an option go
-    on.
-    """
+    """The digest that names the tokens. Older corpora have no held-out share, so the default is left out."""
     parts = ["layout 1", identity, documents]
     if options.val_fraction != Options.val_fraction:
         parts.append(f"held out {options.val_fraction}")

@@ -68,19 +68,12 @@ class SeenTexts:
 
 @dataclass(frozen=True)
 class Options:
-    """Choice of the documents.
+    """Choice of the documents."""
 
-    Attributes:
-        val_fraction: Share of the documents that is held out.
-        dedup: Whether duplicates are removed.
-        tolerance: Share of the records that may be rejected; None = none.
-        text_key: Column or key of the text in a row or line.
-    """
-
-    val_fraction: float = 0.1
-    dedup: bool = False
-    tolerance: float | None = None
-    text_key: str = "text"
+    val_fraction: float = 0.1  # share of the documents that is held out
+    dedup: bool = False  # whether duplicates are removed
+    tolerance: float | None = None  # share of the records that may be rejected; None = none
+    text_key: str = "text"  # column or key of the text in a row or line
 
     def __post_init__(self) -> None:
         if not 0 < self.val_fraction < 1:

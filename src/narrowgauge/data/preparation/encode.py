@@ -23,34 +23,19 @@ Ids = NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True)
 class EncodedDocument:
-    """The facts of a document.
+    """The facts of a document."""
 
-    Attributes:
-        digest: sha256 of name and text.
-        content: A shorter digest of the text alone.
-        characters: Length of the text.
-        tokens: Number of ids; 0 if it is not encoded.
-    """
-
-    digest: bytes
-    content: bytes
+    digest: bytes  # sha256 of name and text
+    content: bytes  # a shorter digest of the text alone
     characters: int
-    tokens: int = 0
+    tokens: int = 0  # 0 if it is not encoded
 
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """The documents of a chunk.
+    """The documents of a chunk, encoded as concatenated ids or packed for later."""
 
-    Attributes:
-        size: Bytes of the source that the chunk covers.
-        documents: Facts of the documents, in order.
-        rejected: Records that are no documents.
-        ids: Concatenated ids of all documents, if they are encoded.
-        packed: Their names and texts, if they are packed.
-    """
-
-    size: int
+    size: int  # bytes of the source that the chunk covers
     documents: list[EncodedDocument]
     rejected: list[Rejected]
     ids: Ids = field(default_factory=lambda: np.empty(0, dtype=np.uint16))

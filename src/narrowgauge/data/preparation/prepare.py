@@ -27,7 +27,8 @@ from narrowgauge.data.preparation.corpus_builder import CorpusBuilder, SourceFil
 from narrowgauge.data.preparation.document_filter import Options
 from narrowgauge.data.preparation.worker_pool import usable_cores
 from narrowgauge.data.sources import open_source
-from narrowgauge.data.tokenization.tokenizer import load_tokenizer, parallel_tokenizing, tokenizer_identity
+from narrowgauge.data.tokenization.names import tokenizer_identity
+from narrowgauge.data.tokenization.tokenizer import load_tokenizer, parallel_tokenizing
 from narrowgauge.errors import UserError
 from narrowgauge.files import staged_directory
 

@@ -51,11 +51,7 @@ __all__ = [
 
 
 def open_source(name: str, text_key: str = "text") -> Source:
-    """Open a source.
-
-    Args:
-        name: One of the kinds above.
-        text_key: Column or key of the text in a row or line.
+    """Open a source of the table above; the text of a row or line is under `text_key`.
 
     Raises:
         UserError: the source does not exist or has no file that can be read.

@@ -151,26 +151,17 @@ def _zstd() -> Callable[[], _Decoder]:
 
 @dataclass(frozen=True)
 class Portion:
-    """Complete records of a stream, or (`data` None) the place of one that is too long.
-
-    Attributes:
-        data: The bytes of the records.
-        first_line: Line number of the first byte, counted from 1.
-        size: Bytes of the file, as it is stored, that were read for it.
-    """
+    """Complete records of a stream, or (`data` None) the place of one that is too long."""
 
     data: bytes | None
-    first_line: int
-    size: int
+    first_line: int  # line number of the first byte, counted from 1
+    size: int  # bytes of the file, as it is stored, that were read for it
 
 
 def cut(stream: ByteStream, mark: bytes, blocks: Iterator[bytes] | None = None) -> Iterator[Portion]:
-    """Cut a stream into portions that end after a mark.
+    """Cut a stream, or the `blocks` that its bytes were translated to, into portions that end after a mark.
 
-    Args:
-        stream: The file; it counts the bytes that are consumed.
-        mark: The end of a record; the last record may lack it.
-        blocks: Replaces the bytes of the stream, if these have to be translated first.
+    The last record may lack the mark.
 
     Raises:
         UserError, TruncatedError: as iteration over a `ByteStream`, after all complete records before the

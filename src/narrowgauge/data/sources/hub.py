@@ -58,7 +58,6 @@ def retried(
         rows: Opens the data set after a number of rows.
         name: Name of the data set, for the error.
         pauses: Seconds before each new attempt; every row that arrives resets the count of attempts.
-        sleep: Waits.
 
     Raises:
         UserError: the failure is permanent, or the attempts are used up.

@@ -21,13 +21,10 @@ SET_ASIDE = "mend it, or set such records aside with `narrowgauge prepare --tole
 class Document:
     """One text that is trained on, or held out, in full.
 
-    Attributes:
-        name: Its path below the source, or its title; a record of a table has none. Name and text decide
-            whether the document is held out.
-        text: The text.
+    Name and text decide whether it is held out.
     """
 
-    name: str
+    name: str  # path below the source, or title; "" for a record of a table
     text: str
 
 
@@ -76,19 +73,12 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Source:
-    """A source of text.
+    """A source of text."""
 
-    Attributes:
-        name: The source as the user named it.
-        inputs: Its files, in their order.
-        chunks: Reads the source from its beginning.
-        identity: Stands for the content if there are no files to digest.
-    """
-
-    name: str
-    inputs: tuple[Input, ...]
-    chunks: Callable[[], Iterator[Chunk]]
-    identity: str = ""
+    name: str  # as the user named it
+    inputs: tuple[Input, ...]  # its files, in their order
+    chunks: Callable[[], Iterator[Chunk]]  # reads the source from its beginning
+    identity: str = ""  # stands for the content if there are no files to digest
 
 
 def document(where: str, name: str, text: object) -> Iterator[Document | Rejected]:

@@ -49,27 +49,16 @@ _FEW = 4096  # too few bytes to judge by repetition
 
 @dataclass(frozen=True, eq=False)
 class OpenFile:
-    """A token file: its ids, mapped, and what its layout states about documents, targets and vocabulary.
+    """A token file: its ids, mapped, and what its layout states about documents, targets and vocabulary."""
 
-    Attributes:
-        path: The file with the ids.
-        layout: Name of the layout.
-        tokens: The ids.
-        files: All files that belong to it.
-        boundary_first: Whether the id between documents comes before a document.
-        starts: Positions of the documents, if the layout has an index.
-        target_mask: Which tokens are targets, if the layout has a mask.
-        vocabulary: (size, id between documents), if the layout states them.
-    """
-
-    path: Path
+    path: Path  # the file with the ids
     layout: str
     tokens: Tokens
-    files: tuple[Path, ...]
-    boundary_first: bool = False
-    starts: NDArray[np.int64] | None = None
+    files: tuple[Path, ...]  # all files that belong to it
+    boundary_first: bool = False  # whether the id between documents comes before a document
+    starts: NDArray[np.int64] | None = None  # of the documents, if the layout has an index
     target_mask: Bits | None = None
-    vocabulary: tuple[int, int] | None = None
+    vocabulary: tuple[int, int] | None = None  # (size, id between documents), if the layout states them
 
 
 def layout_of(path: Path) -> str | None:

@@ -93,18 +93,14 @@ def open_megatron(path: Path) -> MegatronFile:
 
 
 def write_megatron(stem: Path, documents: Iterable[NDArray[Any]], vocab_size: int) -> tuple[Path, Path]:
-    """Write STEM.bin and STEM.idx, one sequence for each document.
+    """Write STEM.bin and STEM.idx, one sequence for each document, and return both paths.
 
     The .idx appears last, so a pair with an .idx is complete.
 
     Args:
-        stem: The path without the suffix.
         documents: Ids in [0, vocab_size), each document with the end-of-document id last, as Megatron
             expects.
         vocab_size: Decides the dtype.
-
-    Returns:
-        The paths of both files.
 
     Raises:
         UserError: a document is too long for the layout.

@@ -34,7 +34,8 @@ from narrowgauge.data.token_files.statistics import token_statistics
 from narrowgauge.data.token_files.token_file import check_ids, unfit
 from narrowgauge.data.token_files.token_stream import TokenStream
 from narrowgauge.data.tokenization.formats import tokenizer_files
-from narrowgauge.data.tokenization.tokenizer import Tokenizer, ids_tokenizer, load_tokenizer, make_tokenizer
+from narrowgauge.data.tokenization.names import make_tokenizer
+from narrowgauge.data.tokenization.tokenizer import Tokenizer, ids_tokenizer, load_tokenizer
 from narrowgauge.errors import UserError
 
 _HELD_OUT_WORDS = {"val", "valid", "validation", "eval"}
@@ -86,13 +87,9 @@ def token_files(source: str) -> tuple[list[Path], list[Path]] | None:
 def open_token_source(
     source: str, files: tuple[list[Path], list[Path]], tokenizer: str | None, report: Progress
 ) -> TokenSource:
-    """Open the token files of a source.
+    """Open the token files of a source, which are the result of `token_files(source)`.
 
-    Args:
-        source: The source as the user named it.
-        files: The result of `token_files(source)`.
-        tokenizer: Name of the tokenizer; None = the one they come with.
-        report: Called as bytes are read.
+    Without a tokenizer it is the one that they come with.
 
     Raises:
         UserError: the files are in several layouts, the vocabulary is unknown, an id is beyond it, or a mask

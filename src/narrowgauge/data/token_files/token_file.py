@@ -57,12 +57,9 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def write_token_file(path: Path, chunks: Iterable[NDArray[Any]], vocab_size: int) -> TokenFile:
-    """Write the concatenated chunks of ids; the file appears in full or not at all.
+    """Write the concatenated chunks of ids in [0, vocab_size); the file appears in full or not at all.
 
-    Args:
-        path: The file.
-        chunks: Integers in [0, vocab_size); one chunk at a time is in memory.
-        vocab_size: Decides the dtype.
+    One chunk at a time is in memory; `vocab_size` decides the dtype.
 
     Raises:
         UserError: there are more tokens than the layout can count.
@@ -90,12 +87,9 @@ def write_token_shards(
     vocab_size: int,
     shard_tokens: int = SHARD_TOKENS,
 ) -> list[Path]:
-    """Write the chunks of ids as STEM_000000.bin, STEM_000001.bin ... of `shard_tokens` each but the last.
+    """Write STEM_000000.bin, STEM_000001.bin ... of `shard_tokens` each but the last, and return their paths.
 
     Other arguments are those of `write_token_file`.
-
-    Returns:
-        The paths of the files, in order.
     """
     assert 1 <= shard_tokens <= MOST_TOKENS
     source = (chunk for chunk in chunks if chunk.size)
@@ -123,7 +117,7 @@ def open_token_file(path: Path, expected: TokenFile | None = None, fault: Fault 
     Args:
         path: The file.
         expected: The facts it was written with; None = unknown.
-        fault: Makes the error of a path and a reason; by default that for a file of ours.
+        fault: Makes the error of a path and a reason; None = that for a file of ours.
 
     Raises:
         UserError: the file is not in this layout, its length does not agree with its header, or its count is

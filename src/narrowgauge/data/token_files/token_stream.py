@@ -43,29 +43,19 @@ class Bits:
 
 @dataclass(frozen=True, eq=False)
 class TokenStream:
-    """Tokens, read by position.
+    """Tokens, read by position; `first` and `last` are positions in the concatenated arrays."""
 
-    Attributes:
-        arrays: The tokens of the files, in order.
-        boundaries: The ids between documents.
-        boundary_first: Whether a boundary id comes before its document.
-        starts: Positions of the documents in the concatenated arrays, if there is an index.
-        target_masks: One bit for each token of each array, set for a target; () = every token is a target.
-        first: Position of the stream's first token in the concatenated arrays.
-        last: Position after its last token; None = the end.
-    """
-
-    arrays: tuple[Tokens, ...]
-    boundaries: tuple[int, ...] = ()
-    boundary_first: bool = True
-    starts: NDArray[np.int64] | None = None
-    target_masks: tuple[Bits, ...] = ()
+    arrays: tuple[Tokens, ...]  # the tokens of the files, in order
+    boundaries: tuple[int, ...] = ()  # the ids between documents
+    boundary_first: bool = True  # whether a boundary id comes before its document
+    starts: NDArray[np.int64] | None = None  # of the documents in the concatenated arrays, if indexed
+    target_masks: tuple[Bits, ...] = ()  # a bit for each token of each array; (): all are targets
     first: int = 0
-    last: int | None = None
+    last: int | None = None  # after the last token; None: the end
 
     @cached_property
     def _offsets(self) -> list[int]:
-        """Where each array begins, and where the last ends."""
+        """The begin of each array, and the end of the last."""
         return [0, *accumulate(map(len, self.arrays))]
 
     def __len__(self) -> int:
@@ -90,7 +80,7 @@ class TokenStream:
         return number_T - np.maximum.accumulate(begin_T)
 
     def ignored(self, start: int, stop: int) -> NDArray[np.bool_] | None:
-        """Which of these tokens are not targets; None: all are."""
+        """A mask of the tokens that are not targets; None: all are."""
         return self._read(self.target_masks, start, stop) == 0 if self.target_masks else None
 
     def documents(self, at_once: int = 1 << 20) -> Iterator[NDArray[Any]]:
@@ -122,7 +112,7 @@ class TokenStream:
         return start + int(begins[0]) if len(begins) else start
 
     def _begins(self, start: int, row: NDArray[Any]) -> NDArray[np.int64]:
-        """Where in a row, read at `start`, documents begin."""
+        """The indices in a row, read at `start`, at which documents begin."""
         if self.starts is not None:
             at = self.first + start
             low, high = np.searchsorted(self.starts, [at, at + len(row)])

@@ -19,7 +19,6 @@ The end of a document is one id that no text can produce: where a text happens t
 
 import hashlib
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,9 +28,8 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Library
 
-from narrowgauge.data.tokenization.formats import TOKENIZER_FILE as TOKENIZER_FILE
-from narrowgauge.data.tokenization.formats import byte_characters, read_library, tokenizer_files
-from narrowgauge.errors import UserError, unknown
+from narrowgauge.data.tokenization.formats import byte_characters, read_library
+from narrowgauge.errors import UserError
 from narrowgauge.files import write_whole
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -103,39 +101,6 @@ class Tokenizer:
     def save(self, path: Path) -> None:
         """Write the tokenizer.json at `path`, in full or not at all."""
         write_whole(path, self.to_json())
-
-
-def make_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer called `name`.
-
-    Args:
-        name: `bytes`, `bpe-N`, `ids-N`, or the path of its files.
-        texts: The training text of `bpe-N`.
-
-    Raises:
-        UserError: as `tokenizer_identity` and `load_tokenizer`.
-    """
-    if name == "bytes":
-        return bytes_tokenizer()
-    if entries := _entries("ids", name):
-        return ids_tokenizer(entries, entries - 1)
-    if entries := _bpe_entries(name):
-        return train_bpe(texts, entries)
-    return load_tokenizer(_existing(name))
-
-
-def tokenizer_identity(name: str) -> str:
-    """The name of a tokenizer that is made here, or the digest of the files that a path names.
-
-    Together with the documents it decides the ids.
-
-    Raises:
-        UserError: the name is neither one of the above nor a file.
-    """
-    if name == "bytes" or _bpe_entries(name) or _entries("ids", name):
-        return name
-    content = b"".join(file.read_bytes() for file in tokenizer_files(_existing(name)))
-    return "sha256:" + hashlib.sha256(content).hexdigest()
 
 
 def bytes_tokenizer() -> Tokenizer:
@@ -219,40 +184,6 @@ def _bytes_library() -> Library:
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([AddedToken(END_OF_DOCUMENT, special=True, normalized=False)])
     return library
-
-
-def _bpe_entries(name: str) -> int | None:
-    """N of `bpe-N`; None for another name."""
-    entries = _entries("bpe", name)
-    if entries and entries < 257:
-        raise UserError(
-            f"tokenizer {name!r} is too small: 256 bytes and the end of a document make bpe-257 the least"
-        )
-    return entries
-
-
-def _entries(prefix: str, name: str) -> int | None:
-    """N of `PREFIX-N`; None for another name."""
-    match = re.fullmatch(prefix + r"-([1-9][0-9]*)", name)
-    if match and len(match[1]) > 7:  # the library allocates memory for N entries at once
-        raise UserError(f"tokenizer {name!r} is too large: a vocabulary has at most {prefix}-9999999 entries")
-    return int(match[1]) if match else None
-
-
-def _existing(name: str) -> Path:
-    path = Path(name).expanduser()
-    try:
-        if tokenizer_files(path):
-            return path
-    except OSError as error:
-        raise UserError(
-            f"cannot look for tokenizer file {name!r}: {error.strerror}; name a tokenizer.json"
-        ) from None
-    if path.suffix or len(path.parts) > 1:
-        raise UserError(
-            f"tokenizer file {str(path)!r} does not exist; name a tokenizer.json, bytes or bpe-4096"
-        )
-    raise unknown("tokenizer", name, ["bytes", "bpe-4096", "bpe-N", "ids-N", TOKENIZER_FILE])
 
 
 def _cannot_encode(error: Exception) -> UserError:

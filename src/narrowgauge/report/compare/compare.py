@@ -37,16 +37,9 @@ class ComparisonFailed(Exception):
 
 
 def compare(points: Sequence[Point], out: Path, console: Console, rank: int = 0) -> list[Path]:
-    """Train every point into `out/NAME`.
+    """Train every point into `out/NAME`, and return the run directories in the order of the points.
 
-    Args:
-        points: the runs, from `grid.make_points`.
-        out: the directory of the comparison.
-        console: the console of this process.
-        rank: the rank of this process under its launcher; only rank 0 writes into `out`.
-
-    Returns:
-        The run directories in the order of the points.
+    `rank` is that of this process under its launcher; only rank 0 writes into `out`.
 
     Raises:
         UserError: a directory cannot be written.

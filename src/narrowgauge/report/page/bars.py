@@ -14,31 +14,18 @@ _ROOM = 1.1  # percent of a bar's length for one letter
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar.
+    """One bar."""
 
-    Attributes:
-        name: the text at the head of the bar.
-        parts: sizes by class, in stacking order; none is negative.
-        total: the text at the end of the bar.
-        mark: a size that is marked with a line, such as a limit; None for no line.
-    """
-
-    name: str
-    parts: Mapping[str, float]
-    total: str
-    mark: float | None = None
+    name: str  # the text at the head of the bar
+    parts: Mapping[str, float]  # sizes by class, in stacking order; none is negative
+    total: str  # the text at the end of the bar
+    mark: float | None = None  # a size marked with a line, such as a limit
 
 
 def bars(rows: Sequence[Bar], texts: Mapping[str, Sequence[str]], label: str) -> str:
-    """Bars under each other on one scale, with their key.
+    """HTML of bars under each other on one scale, with their key.
 
-    Args:
-        rows: the bars.
-        texts: for each class, in the order of the key, its size in each bar as text.
-        label: the accessible name of the group of bars.
-
-    Returns:
-        HTML.
+    `texts` has, for each class in the order of the key, its size in each bar; `label` is the accessible name.
     """
     longest = max([sum(row.parts.values()) for row in rows] + [row.mark or 0.0 for row in rows]) or 1.0
     number = {name: i % HATCHES for i, name in enumerate(texts)}

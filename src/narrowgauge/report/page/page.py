@@ -31,16 +31,9 @@ SCRIPTS = ("marks.js", "draw.js", "chart.js", "page.js", "histogram.js", "heat.j
 
 
 def write_report(runs: Sequence[Path | str], out: Path | str) -> Path:
-    """Read the run directories and write their page atomically to the file `out`.
+    """Read the run directories and write their page atomically to the file `out`, which is returned.
 
     Missing parent directories are created. The first run is the reference of every gap.
-
-    Args:
-        runs: run directories.
-        out: the HTML file.
-
-    Returns:
-        The path written.
 
     Raises:
         UserError: a path is not a run directory, or `out` cannot be written.

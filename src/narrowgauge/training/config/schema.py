@@ -18,6 +18,8 @@ from narrowgauge.recipes import BACKENDS
 from narrowgauge.units import parse_bytes
 
 GAUGES_EVERY = 100  # by default; `benchmarks/gauges.py` measures what that takes
+_Weight = Annotated[float, Field(gt=0)]
+_Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
@@ -29,11 +31,8 @@ class Section(BaseModel):
     @classmethod
     def _refuse_broken_text(cls, value: Any) -> Any:
         """Refuse lone surrogates: bytes of the command line that are not UTF-8, which no file can hold."""
-        if isinstance(value, str) and not value.isascii():
-            try:
-                value.encode("utf-8")
-            except UnicodeEncodeError:
-                raise PydanticCustomError("not_utf8", "text must be UTF-8") from None
+        if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
+            raise PydanticCustomError("not_utf8", "text must be UTF-8")
         return value
 
 
@@ -51,15 +50,11 @@ ModelSection = create_model(
 )
 
 
-_Weight = Annotated[float, Field(gt=0)]
-
-
 class DataSection(Section):
     """The source of the tokens."""
 
     source: str = Field(
-        "stdlib",
-        description="what `prepare` made or takes, or token files; several: commas between",
+        "stdlib", description="what `prepare` made or takes, or token files; several: commas between"
     )
     weights: tuple[_Weight, ...] = Field((), description="of the sources; none: as their numbers of tokens")
     tokenizer: str = Field(
@@ -74,9 +69,8 @@ class DataSection(Section):
     @field_validator("source", mode="before")
     @classmethod
     def _from_list(cls, value: Any) -> Any:
-        return (
-            ",".join(value) if isinstance(value, list) and all(isinstance(v, str) for v in value) else value
-        )
+        is_list = isinstance(value, list) and all(isinstance(v, str) for v in value)
+        return ",".join(value) if is_list else value
 
     @field_validator("weights", mode="before")
     @classmethod
@@ -106,9 +100,6 @@ class TrainingSection(Section):
         return value
 
 
-_Decay = Annotated[float, Field(ge=0, lt=1)]
-
-
 class OptimizerSection(Section):
     """The optimizer."""
 
@@ -120,7 +111,6 @@ class OptimizerSection(Section):
     clip_norm: float = Field(
         1.0, gt=0, allow_inf_nan=True, description="largest global gradient norm; inf: no clipping"
     )
-
     momentum: float = Field(0.95, ge=0, lt=1, description="muon only: decay of the momentum")
     groups: Mapping[str, Mapping[str, float]] = Field(
         default_factory=dict, description="weight_decay and lr_factor by pattern of parameter names"
@@ -166,15 +156,12 @@ class RecipeSection(Section):
     @classmethod
     def _gather_places(cls, values: Any) -> Any:
         """Collect places, all keys but name and backend: `"fprop.x" = "bf16"`, or fprop = {x = "bf16"}."""
-        if not isinstance(values, dict):
+        if not isinstance(values, dict) or not isinstance(values.get("places", {}), Mapping):
             return values
         named = {k: v for k, v in values.items() if k in ("name", "backend")}
-        if not isinstance(values.get("places", {}), Mapping):
-            return values
         places = dict(values.get("places", {}))
-        for key, value in values.items():
-            if key in named or key == "places":
-                continue
+        others = {k: v for k, v in values.items() if k not in ("name", "backend", "places")}
+        for key, value in others.items():
             if isinstance(value, dict) and "cast" not in value:
                 places |= {f"{key}.{operand}": cast for operand, cast in value.items()}
             else:
@@ -260,6 +247,4 @@ class LogSection(Section):
     @field_validator("sinks", mode="before")
     @classmethod
     def _from_text(cls, value: Any) -> Any:
-        return (
-            [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
-        )
+        return [v.strip() for v in value.split(",") if v.strip()] if isinstance(value, str) else value

@@ -22,13 +22,7 @@ _DEFAULTS = {_M_MMAP_MAX: 65536, _M_TRIM_THRESHOLD: 2**17, _M_TOP_PAD: 2**17}
 
 
 def choose_device(requested: str) -> torch.device:
-    """The device that a configuration requests.
-
-    Args:
-        requested: "auto", "cpu", "cuda" or "cuda:N".
-
-    Returns:
-        The device; for "auto" a GPU if there is one.
+    """The device of "auto" (a GPU if there is one), "cpu", "cuda" or "cuda:N".
 
     Raises:
         UserError: the device is unknown, or torch does not see the requested GPU.

@@ -6,37 +6,29 @@ could fall behind the code. Every operation works on unchunked tensors, as on a 
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from narrowgauge.data import Batch
 from narrowgauge.distributed import CommCounter, MicroBatch, ParallelDims, fake_mesh
-from narrowgauge.errors import UserError
 from narrowgauge.models import count_parameters
 from narrowgauge.nn import set_step
-from narrowgauge.training.config.config import Config, make_config
-from narrowgauge.training.monitor import hardware
+from narrowgauge.training.config.config import Config
 from narrowgauge.training.monitor.memory import Memory, measured
 from narrowgauge.training.monitor.memory_tracker import MemoryTracker
 from narrowgauge.training.step.trainer import Trainer
-from narrowgauge.units import human_bytes, parse_bytes
 
 ALONE = ParallelDims()
 
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """One optimizer step of one process.
-
-    Attributes:
-        memory: bytes by class.
-        sent: bytes sent for each (purpose, ranks of the group); see `distributed.comm.byte_counter`.
-    """
+    """One optimizer step of one process."""
 
     memory: Memory
-    sent: Mapping[tuple[str, tuple[int, ...]], int]
+    sent: Mapping[tuple[str, tuple[int, ...]], int]  # bytes by (purpose, ranks of the group)
 
 
 def estimate_memory(config: Config, parallel_dims: ParallelDims = ALONE) -> Memory:
@@ -134,130 +126,3 @@ def _sent_per_micro_batch(
     sizes = total if parallel_dims.pipeline > 1 else total - sent[1] if len(sent) > 1 else Counter()
     count = 2 * parallel_dims.pipeline if parallel_dims.pipeline > 1 else 1
     return Counter({key: size // count for key, size in sizes.items() if key[0] in repeated})
-
-
-def require_memory(config: Config, device: torch.device, parallel_dims: ParallelDims = ALONE) -> Memory:
-    """Estimate the memory of a run, and refuse one that cannot fit.
-
-    Linux overcommits a CPU's memory, and kills a process that uses more than there is without a message.
-
-    Raises:
-        UserError: the state alone is larger than the device's memory, or the step than `memory_limit`.
-    """
-    available, parameters = hardware.total_memory(device), count_parameters(config.spec.model)
-    least = parameters * _least_bytes(config) / (parallel_dims.size // parallel_dims.replicate)
-    if least > available:  # too large even for the estimate
-        raise UserError(f"{_too_large(config, parameters, least, device)}; choose a smaller --model")
-    memory = estimate_memory(config, parallel_dims)
-    on_host = 0 if device.type != "cpu" else sum(memory.host.values())  # a CPU's device is its host
-    if memory.state + on_host > available:
-        advice = _advice(config, available, device.type != "cpu", parallel_dims)
-        raise UserError(f"{_too_large(config, parameters, memory.state, device)}; {advice}")
-    limit = parse_bytes(config.training.memory_limit)
-    if limit and memory.peak > limit:
-        raise UserError(
-            f"a step is expected to take {human_bytes(memory.peak)}, and training.memory_limit is "
-            f"{config.training.memory_limit} ({human_bytes(limit)}); "
-            f"{_advice(config, limit, True, parallel_dims)}"
-        )
-    return memory
-
-
-def _least_bytes(config: Config) -> float:
-    """Lower bound of the device's bytes of state per parameter."""
-    recipe = config.spec.recipe
-    kept = (c for place, c in recipe.state.items() if c is not None and place not in recipe.offload)
-    return sum(c.element.bits / 8 for c in kept)
-
-
-def _too_large(config: Config, parameters: int, state: float, device: torch.device) -> str:
-    return (
-        f"the model has {parameters:,} parameters, whose state under recipe {config.recipe.name!r} takes "
-        f"{human_bytes(int(state))}, and this {device.type} has {human_bytes(hardware.total_memory(device))}"
-    )
-
-
-def _advice(config: Config, limit: int, has_host: bool, parallel_dims: ParallelDims) -> str:
-    options = [
-        f"{option} ({human_bytes(m.peak)})"
-        for option, m in cheaper(config, has_host, parallel_dims)
-        if m.peak <= limit
-    ]
-    if options:
-        return "it fits with " + ", or ".join(options)
-    return "no setting of this recipe makes it fit: choose a smaller --model, or narrower state (msamp-o3)"
-
-
-@dataclass
-class _Change:
-    options: str  # of the command line
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    parallel_dims: ParallelDims | None = None
-
-
-def cheaper(
-    config: Config, has_host: bool = True, parallel_dims: ParallelDims = ALONE, wider: bool = False
-) -> list[tuple[str, Memory]]:
-    """Changes that lower the peak: each alone, then all together.
-
-    Args:
-        config: the configuration to change.
-        has_host: whether the host's memory is separate from the device's.
-        parallel_dims: the mesh of the run.
-        wider: also try other meshes and recipes.
-
-    Returns:
-        Pairs of command line options and the memory that is expected with them.
-    """
-    changes = []
-    if config.training.micro_batch_size > 1:
-        changes.append(_Change("--training.micro_batch_size 1", {"training": {"micro_batch_size": 1}}))
-    if not config.training.recompute:
-        changes.append(_Change("--training.recompute true", {"training": {"recompute": True}}))
-    if not config.training.chunked_loss:
-        changes.append(_Change("--training.chunked_loss true", {"training": {"chunked_loss": True}}))
-    if has_host and not config.spec.recipe.offload:
-        changes.append(
-            _Change("--recipe.offload master,grad,m,v", {"recipe": {"offload": "master,grad,m,v"}})
-        )
-    if len(changes) > 1:
-        together = _Change(" ".join(c.options for c in changes))
-        for change in changes:
-            for section, values in change.values.items():
-                together.values[section] = together.values.get(section, {}) | values
-        changes.append(together)
-    if wider:
-        changes += _wider(config, parallel_dims)
-    return [
-        (c.options, estimate_memory(_changed(config, c.values), c.parallel_dims or parallel_dims))
-        for c in changes
-    ]
-
-
-def _wider(config: Config, parallel_dims: ParallelDims) -> list[_Change]:
-    """Other meshes of the same processes, twice as many processes, narrower state."""
-    changes = []
-    if parallel_dims.shard > 1 and parallel_dims.zero < 3:
-        changes.append(_Change("--parallel.zero 3", parallel_dims=replace(parallel_dims, zero=3)))
-    if parallel_dims.replicate > 1:
-        options = f"--parallel.replicate 1 --parallel.shard {parallel_dims.data}"
-        changes.append(
-            _Change(options, parallel_dims=replace(parallel_dims, replicate=1, shard=parallel_dims.data))
-        )
-    twice = replace(parallel_dims, shard=2 * parallel_dims.shard)
-    if config.training.batch_size % (twice.data * config.training.micro_batch_size) == 0:
-        options = f"--devices {twice.size} --parallel.shard {twice.shard}"
-        changes.append(_Change(options, parallel_dims=twice))
-    if config.spec.recipe.state["m"] is not None and not config.recipe.places:
-        kept = (c for c in config.spec.recipe.state.values() if c is not None)
-        if all(c.element.bits == 32 for c in kept):
-            changes.append(_Change("--recipe msamp-o3", {"recipe": {"name": "msamp-o3"}}))
-    return changes
-
-
-def _changed(config: Config, values: dict[str, dict[str, Any]]) -> Config:
-    tables = config.model_dump()
-    tables["recipe"] |= tables["recipe"].pop("places")
-    for section, changes in values.items():
-        tables[section] |= changes
-    return make_config(tables)

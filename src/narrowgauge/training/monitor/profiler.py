@@ -54,19 +54,12 @@ class StepTime:
 
 @dataclass
 class Profile:
-    """The profile of some steps of a run, on one process.
+    """The profile of some steps of a run, on one process."""
 
-    Attributes:
-        directory: the directory of the trace.
-        rank: the rank of this process.
-        device: the device it computes on.
-        steps: the number of steps to record.
-    """
-
-    directory: Path
+    directory: Path  # of the trace
     rank: int
     device: torch.device
-    steps: int = STEPS
+    steps: int = STEPS  # the number of steps to record
     _taken: int = 0
     _profiler: Any = None
     _wall_s: list[float] = field(default_factory=list)
@@ -106,16 +99,9 @@ class Profile:
 
 
 def step_time(events: Iterable[Any], wall_s: float, steps: int, on_gpu: bool) -> StepTime:
-    """The time by class, from the events of a profiler.
+    """The time by class of an average step, from the `FunctionEvent`s of `steps` steps in `wall_s` seconds.
 
-    Args:
-        events: torch's `FunctionEvent`s; on a GPU the CPU events carry the time of the kernels they launched.
-        wall_s: elapsed seconds of all recorded steps.
-        steps: the number of recorded steps.
-        on_gpu: whether the classes count kernels.
-
-    Returns:
-        Milliseconds of an average step.
+    On a GPU the CPU events carry the time of the kernels they launched, and the classes count kernels.
     """
     microseconds = dict.fromkeys((name for name, _ in CLASSES), 0.0)
     spans: list[tuple[float, float]] = []

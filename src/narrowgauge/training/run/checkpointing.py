@@ -46,12 +46,7 @@ class Checkpointer:
         self._pending: int | None = None
 
     def save(self, trainer: Trainer, run_id: str, must: bool) -> None:
-        """Publish the current state.
-
-        Args:
-            trainer: the state.
-            run_id: the run that the checkpoint belongs to.
-            must: whether the checkpoint must be published on return; else the save may be asynchronous.
+        """Publish the current state, on return if it `must` be; else the save may be asynchronous.
 
         Raises:
             SaveError: the save failed and must not, or too many saves failed in a row.
@@ -67,11 +62,10 @@ class Checkpointer:
                 trainer.save(self.directory.checkpoints, run_id, self.coordinator.control)
                 self._succeeded(trainer.step)
             return
-        keep = trainer.config.checkpoint.keep
+        directory, keep = self.directory.checkpoints, trainer.config.checkpoint.keep
         with self._recording_failure(trainer.step, must):
-            self._saver.save(
-                self.directory.checkpoints, trainer.step, trainer.pieces(), trainer.state(), keep, run_id
-            )
+            local_tensors, state = trainer.local_tensors(), trainer.state()
+            self._saver.save(directory, trainer.step, local_tensors, state, keep, run_id)
             self._pending = trainer.step
         if must:
             self.settle(must)

@@ -9,32 +9,24 @@ shared (`Coordinator`).
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
-from narrowgauge.checkpoint import choose_step, load, require_space_for_run
-from narrowgauge.data import Dataset, Loader
-from narrowgauge.distributed import START, Coordinator, Mesh
-from narrowgauge.models import Transformer, count_parameters, flops_per_token, generate
-from narrowgauge.nn import DTYPES
-from narrowgauge.recipes import choose_backend, device_facts
+from narrowgauge.checkpoint import choose_step, require_space_for_run
+from narrowgauge.data import Loader
+from narrowgauge.distributed import START, Mesh
 from narrowgauge.signals import Preempted, Requests
-from narrowgauge.training.config.config import Config
 from narrowgauge.training.config.diff import ConfigDiff
 from narrowgauge.training.monitor import hardware
-from narrowgauge.training.monitor.memory import Memory, measured
+from narrowgauge.training.monitor.gauges import make_gauges
+from narrowgauge.training.monitor.memory import measured
 from narrowgauge.training.monitor.memory_tracker import MemoryTracker
-from narrowgauge.training.monitor.profiler import Profile
-from narrowgauge.training.monitor.progress import Display
-from narrowgauge.training.run.checkpointing import Checkpointer
 from narrowgauge.training.run.init_weights import start_from_weights
 from narrowgauge.training.run.recovery import recover
-from narrowgauge.training.run.run_writer import RunWriter
+from narrowgauge.training.run.run_context import RunContext
+from narrowgauge.training.run.sample import sample_text
 from narrowgauge.training.run.validation import validation_loss
-from narrowgauge.training.step.build_model import build_model, load_model
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.units import human_bytes, parse_bytes
 
@@ -43,42 +35,6 @@ StepResult = tuple[float, float, float]  # loss, gradient norm, learning rate
 
 class OutOfMemory(Exception):
     """The device's memory is too small for a step: exit code 1."""
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """The objects of a run that stay the same from the first step to the last."""
-
-    config: Config
-    device: torch.device
-    dataset: Dataset
-    directory: RunWriter
-    display: Display
-    plan: Memory | None  # the expected memory of one process
-    coordinator: Coordinator
-    checkpointer: Checkpointer
-    run_id: str  # the id that a checkpoint must have to be resumed
-    profile: Profile | None  # the profile of some steps, if requested
-
-    @cached_property
-    def facts(self) -> dict[str, Any]:
-        """The facts about the run that its start and resume events record."""
-        config, recipe, model = self.config, self.config.spec.recipe, self.config.spec.model
-        backend = choose_backend(recipe, device_facts(self.device), config.spec.backend)
-        peak, source = hardware.measure_peak(self.device, DTYPES[recipe.compute])
-        return {
-            "recipe": recipe.name,
-            "backend": backend.name,
-            "backend_reason": backend.reason,
-            "device": hardware.device_name(self.device),
-            "processes": self.coordinator.size,
-            "torch": torch.__version__,
-            "parameters": count_parameters(model),
-            "flops_per_token": flops_per_token(model, config.data.sequence_length),
-            "peak_flops": peak,
-            "peak_source": source,
-            "corpus": self.dataset.digest,
-        }
 
 
 def start_or_resume(context: RunContext, changes: ConfigDiff, mesh: Mesh) -> Trainer:
@@ -127,19 +83,13 @@ def train(context: RunContext, trainer: Trainer, requests: Requests) -> None:
 
 def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Requests, is_warm: bool) -> None:
     """Run steps to the end, or until a rollback, after which the batches change."""
-    config, directory, log, steps = (
-        context.config,
-        context.directory,
-        context.display.log,
-        context.config.training.steps,
-    )
+    config, directory, steps = context.config, context.directory, context.config.training.steps
     last_save = time.monotonic()
     requests.save_first()
     while trainer.step < steps:
         context.coordinator.progress(f"step {trainer.step + 1}", 1.0 if is_warm else START)
-        line = (
-            _measured_step(context, trainer, batches) if is_warm else _first_step(context, trainer, batches)
-        )
+        take_step = _measured_step if is_warm else _first_step
+        line = take_step(context, trainer, batches)
         is_warm = True
         is_last = trainer.step == steps
         # Read once: a signal may come at any moment, and the stop below must follow the save it requests.
@@ -152,9 +102,7 @@ def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Req
         context.display.step(line)
         if trainer.verdict.action == "rollback":
             context.checkpointer.settle()  # the rollback target may still be pending
-        if recover(
-            trainer, directory, context.run_id, line["loss"], line["grad_norm"], log, context.coordinator
-        ):
+        if recover(context, trainer, line["loss"], line["grad_norm"]):
             return
         check = config.guard.check_every
         if check and trainer.step % check == 0:
@@ -169,10 +117,8 @@ def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Req
 
 def _first_step(context: RunContext, trainer: Trainer, batches: Loader) -> dict[str, Any]:
     """Take the first step of this process, and record its memory next to the estimate."""
-    on_cpu = context.device.type != "cuda"
-    if context.plan is None or (
-        context.config.training.compile and on_cpu
-    ):  # compiled operations cannot be tracked
+    is_hidden = context.config.training.compile and context.device.type != "cuda"  # compiled operations
+    if context.plan is None or is_hidden:
         return _measured_step(context, trainer, batches)
     with MemoryTracker(context.device) as tracker:
         line = _measured_step(context, trainer, batches, tracker.after_forward)
@@ -202,15 +148,14 @@ def _measured_step(
     hardware.synchronize(context.device)
     start = time.perf_counter()
     every = context.config.gauges_every()
-    is_due = (
-        every and (trainer.step + 1) % every == 0 and context.coordinator.rank == 0
-    )  # rank 0 reads for all
-    gauges = trainer.make_gauges() if is_due else None
+    is_due = every and (trainer.step + 1) % every == 0 and context.coordinator.rank == 0  # it reads for all
+    gauges = make_gauges(trainer) if is_due else None
     loss, norm, lr = _profiled(context, trainer, lambda: trainer.train_step(batches, after_forward, gauges))
     if gauges is not None:
         context.directory.record_gauges(gauges.lines(trainer.step))
     seconds = time.perf_counter() - start  # the step ended with the loss on the host
     tokens = context.config.training.batch_size * context.config.data.sequence_length
+    flops, peak = context.facts["flops_per_token"] * tokens, context.facts["peak_flops"]
     return {
         "step": trainer.step,
         "loss": loss,
@@ -219,11 +164,7 @@ def _measured_step(
         "tokens": trainer.step * tokens,
         "tokens_per_s": tokens / seconds,
         "step_ms": 1000 * seconds,
-        "mfu": context.facts["flops_per_token"]
-        * tokens
-        / seconds
-        / context.facts["peak_flops"]
-        / context.coordinator.size,
+        "mfu": flops / seconds / peak / context.coordinator.size,
         "memory_bytes": hardware.peak_memory(context.device),
     }
 
@@ -256,29 +197,9 @@ def _validate(context: RunContext, trainer: Trainer) -> float:
 
 def finish(context: RunContext, trainer: Trainer) -> None:
     """Write a sample of text and the final status; only rank 0 does."""
-    section, tokenizer = context.config.log, context.dataset.tokenizer
     if context.coordinator.rank > 0:
         return
-    prompt = section.prompt or _fitting_prompt(context.config, context.dataset)
-    ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
-    seed = context.config.training.seed
-    model = trainer.model if context.coordinator.size == 1 else _full_model(context, trainer)
-    new = generate(model, ids, section.sample_tokens, temperature=0.7, top_k=40, seed=seed)
-    sample = tokenizer.decode(new)
+    prompt, sample = sample_text(context, trainer)
     context.directory.record({"event": "done", "step": trainer.step, "prompt": prompt, "sample": sample})
     context.directory.set_status("done", f"all {trainer.step} steps")
     context.display.log(f"\nsample, from {prompt!r}:\n{prompt}{sample}\n")
-
-
-def _full_model(context: RunContext, trainer: Trainer) -> Transformer:
-    """The full model of the last checkpoint on this process."""
-    model = build_model(context.config.spec, context.device)
-    load_model(model, context.config, load(context.directory.checkpoints / f"step-{trainer.step}"))
-    return model.eval()
-
-
-def _fitting_prompt(config: Config, dataset: Dataset) -> str:
-    """A prompt for the data: a Python function for source text, else the first held-out tokens."""
-    if config.data.source == "stdlib":
-        return "def __init__(self"
-    return dataset.tokenizer.decode(dataset.val.streams[0][1:9].tolist())

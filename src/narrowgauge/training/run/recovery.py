@@ -11,36 +11,17 @@ next save the rollback exists only in memory: a run killed before that resumes f
 the same spike and decides the same.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.checkpoint import DamagedError, steps, verify
-from narrowgauge.distributed import Coordinator
-from narrowgauge.training.run_directory import RunDirectory
+from narrowgauge.training.run.run_context import RunContext
 from narrowgauge.training.step.guard import GuardVerdict
 from narrowgauge.training.step.trainer import Trainer
 
 
-def recover(
-    trainer: Trainer,
-    directory: RunDirectory,
-    run_id: str,
-    loss: float,
-    norm: float,
-    log: Callable[[str], None],
-    coordinator: Coordinator,
-) -> bool:
-    """Act on `trainer.verdict`.
-
-    Args:
-        trainer: the state after the step.
-        directory: the run directory.
-        run_id: the run that checkpoints must belong to.
-        loss: the loss of the step.
-        norm: the gradient norm of the step.
-        log: the function that prints a message.
-        coordinator: lets all ranks take the same decision.
+def recover(context: RunContext, trainer: Trainer, loss: float, norm: float) -> bool:
+    """Act on `trainer.verdict` on the last step, which had this loss and gradient norm.
 
     Returns:
         Whether the run was rolled back, so that its data must be opened again.
@@ -48,23 +29,20 @@ def recover(
     Raises:
         Diverged: the limit of skips or rollbacks is reached.
     """
-    verdict, guard = trainer.verdict, trainer.guard
+    verdict, guard, checkpoints = trainer.verdict, trainer.guard, context.directory.checkpoints
     if verdict.action == "rollback":
         guard.require_patience(verdict, trainer.step)
-        every = trainer.config.checkpoint.every
-        target = (
-            rollback_target(directory.checkpoints, run_id, trainer.step, every)
-            if coordinator.rank == 0
-            else None
-        )
-        name = coordinator.broadcast(None if target is None else target.name)
+        target: Path | None = None
+        if context.coordinator.rank == 0:
+            every = trainer.config.checkpoint.every
+            target = rollback_target(checkpoints, context.run_id, trainer.step, every)
+        name = context.coordinator.broadcast(None if target is None else target.name)
         if name is not None:
-            figures = {"loss": loss, "grad_norm": norm}
-            _roll_back(trainer, directory, directory.checkpoints / name, figures, log, coordinator)
+            _roll_back(context, trainer, checkpoints / name, {"loss": loss, "grad_norm": norm})
             return True
         verdict = guard.cannot_roll_back(verdict)
     if verdict.action != "take":
-        _record_verdict(trainer, directory, verdict, log)
+        _record_verdict(context, trainer, verdict)
         guard.require_patience(verdict, trainer.step, str(trainer.first_bad or ""))
     return False
 
@@ -82,19 +60,12 @@ def rollback_target(checkpoints: Path, run_id: str, before: int, every: int) -> 
     return None
 
 
-def _roll_back(
-    trainer: Trainer,
-    directory: RunDirectory,
-    path: Path,
-    figures: dict[str, float],
-    log: Callable[[str], None],
-    coordinator: Coordinator,
-) -> None:
+def _roll_back(context: RunContext, trainer: Trainer, path: Path, figures: dict[str, float]) -> None:
     reason, before, spike = trainer.verdict.reason, trainer.guard, trainer.step
-    trainer.restore(path, coordinator.control)
+    trainer.restore(path, context.coordinator.control)
     guard = trainer.guard
     guard.rolled_back(before)
-    directory.keep_metrics_until(trainer.step, guard.rollbacks)
+    context.directory.keep_metrics_until(trainer.step, guard.rollbacks)
     first = guard.samples - (spike - trainer.step) * trainer.config.training.batch_size
     event = {
         "event": "rollback",
@@ -104,19 +75,17 @@ def _roll_back(
         "figures": figures,
     }
     skipped = {"skipped_samples": [first, guard.samples - 1]}
-    directory.record({**event, **skipped, "rollbacks": guard.rollbacks})
-    log(f"step {spike}: {reason}; back to step {trainer.step}, and on with other data")
+    context.directory.record({**event, **skipped, "rollbacks": guard.rollbacks})
+    context.display.log(f"step {spike}: {reason}; back to step {trainer.step}, and on with other data")
 
 
-def _record_verdict(
-    trainer: Trainer, directory: RunDirectory, verdict: GuardVerdict, log: Callable[[str], None]
-) -> None:
+def _record_verdict(context: RunContext, trainer: Trainer, verdict: GuardVerdict) -> None:
     event: dict[str, Any] = {"event": "spike" if verdict.takes else "skip", "step": trainer.step}
     event["reason"] = verdict.reason
     cause = ""
     if trainer.first_bad is not None:
         event["first_bad"] = trainer.first_bad.as_json()
         cause = f"; {trainer.first_bad}"
-    directory.record(event)
+    context.directory.record(event)
     action = "a spike" if verdict.takes else "skipped"
-    log(f"step {trainer.step}: {action}, {verdict.reason}{cause}")
+    context.display.log(f"step {trainer.step}: {action}, {verdict.reason}{cause}")

@@ -30,13 +30,14 @@ from narrowgauge.training.config.diff import ConfigDiff, check_keys
 from narrowgauge.training.monitor import hardware
 from narrowgauge.training.monitor.loggers import Loggers, require_sinks
 from narrowgauge.training.monitor.memory import Memory
-from narrowgauge.training.monitor.memory_estimate import cheaper, require_memory
+from narrowgauge.training.monitor.memory_advice import cheaper, require_memory
 from narrowgauge.training.monitor.profiler import Profile
 from narrowgauge.training.monitor.progress import Display
 from narrowgauge.training.run.checkpointing import make_checkpointer
 from narrowgauge.training.run.init_weights import check_start
-from narrowgauge.training.run.loop import OutOfMemory, RunContext, finish, start_or_resume, train
+from narrowgauge.training.run.loop import OutOfMemory, finish, start_or_resume, train
 from narrowgauge.training.run.parallel_dims import parallel_dims_of
+from narrowgauge.training.run.run_context import RunContext
 from narrowgauge.training.run.run_writer import NullRunWriter, RunWriter
 from narrowgauge.training.run_directory import RunDirectory
 from narrowgauge.units import human_bytes, parse_bytes

@@ -27,19 +27,12 @@ _MOST = 100_000  # lines of a file that are kept in memory; then the oldest are 
 
 @dataclass(frozen=True)
 class RunWriter(RunDirectory):
-    """A run directory that keeps lines in memory while the disk refuses them.
+    """A run directory that keeps lines in memory while the disk refuses them."""
 
-    Attributes:
-        log: the function that prints the warning.
-        waiting: lines not yet written, by file.
-        identity: device and inode of the directory when the writer was made.
-        sinks: the loggers, which get a copy of metrics and gauges once.
-    """
-
-    log: Callable[[str], None]
-    waiting: dict[Path, list[Mapping[str, Any]]] = field(default_factory=dict)
-    identity: list[int] = field(default_factory=list)
-    sinks: Loggers = field(default_factory=Loggers)
+    log: Callable[[str], None]  # prints the warning
+    waiting: dict[Path, list[Mapping[str, Any]]] = field(default_factory=dict)  # lines to be written
+    identity: list[int] = field(default_factory=list)  # device and inode at the start
+    sinks: Loggers = field(default_factory=Loggers)  # get a copy of metrics and gauges once
 
     def __post_init__(self) -> None:
         self.identity.extend(_identity(self.path))
@@ -129,10 +122,6 @@ class NullRunWriter(RunWriter):
 
 
 def _identity(path: Path) -> list[int]:
-    """Device and inode.
-
-    Raises:
-        OSError: the path does not exist or cannot be read.
-    """
+    """Device and inode of a path that exists."""
     stat = os.stat(path)
     return [stat.st_dev, stat.st_ino]

@@ -29,15 +29,7 @@ def validation_loss(
     """Mean cross entropy in nats per token on held-out tokens.
 
     Data-parallel ranks take turns; a rank without a batch of the last round computes the last batch again,
-    because the forward pass is collective.
-
-    Args:
-        engine: the model and its mesh.
-        tokens: the held-out tokens.
-        batch_size: sequences of a batch.
-        sequence_length: tokens of a sequence.
-        batches: the number of batches, spread evenly over the tokens; None: all.
-        separate_documents: mask attention and loss between documents, as in training.
+    because the forward pass is collective. `batches` (None: all) are spread evenly over the tokens.
     """
     index, count = engine.mesh.data_index, engine.mesh.parallel_dims.data
     targets, losses = [], []

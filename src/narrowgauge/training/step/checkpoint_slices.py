@@ -1,7 +1,7 @@
-"""What this process holds of a run's state, as pieces of the whole: what a checkpoint of many processes has.
+"""The tensors of this process as slices of global tensors, which a checkpoint of several processes stores.
 
-A parameter's `part` says which rows and columns of it lie here. What is stored beside it follows: bytes that
-hold several elements, scales of blocks and single numbers lie where the elements do that they belong to.
+A parameter's `TensorShard` has its local rows and columns. The tensors of its state are divided with it:
+bytes of several elements, scales of blocks and scalars lie on the process of their elements.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,15 +18,15 @@ from narrowgauge.quantization import ShardAxis, TensorShard, local_tensor, shard
 def local_tensors_of(
     groups: Mapping[str, Mapping[str, torch.Tensor]], parameters: Mapping[str, torch.Tensor]
 ) -> LocalTensors:
-    """The pieces of tensors by group and name; names begin with that of the parameter they belong to."""
+    """The slices of tensors by group and name; a name begins with that of the tensor's parameter."""
     return {
-        group: {name: list(_cut(local_tensor(t), _part(name, parameters))) for name, t in named.items()}
+        group: {name: list(_slices(local_tensor(t), _shard(name, parameters))) for name, t in named.items()}
         for group, named in groups.items()
     }
 
 
-def _part(name: str, parameters: Mapping[str, torch.Tensor]) -> TensorShard | None:
-    """Of the parameter `a.b.weight` for `a.b.weight`, `a.b.weight.m.codes` and `a.b.master.codes`."""
+def _shard(name: str, parameters: Mapping[str, torch.Tensor]) -> TensorShard | None:
+    """The shard of `a.b.weight` for `a.b.weight`, `a.b.weight.m.codes` and `a.b.master.codes`."""
     words = name.split(".")
     for end in range(len(words), 0, -1):
         if (parameter := parameters.get(".".join(words[:end]))) is not None:
@@ -37,31 +37,31 @@ def _part(name: str, parameters: Mapping[str, torch.Tensor]) -> TensorShard | No
     return None
 
 
-def _cut(stored: torch.Tensor, part: TensorShard | None) -> Iterator[LocalTensor]:
-    """The pieces of a stored tensor that belongs to a part of a parameter."""
-    if part is None or not stored.ndim:
+def _slices(stored: torch.Tensor, shard: TensorShard | None) -> Iterator[LocalTensor]:
+    """The slices of a stored tensor that belongs to a parameter with this shard; None: not sharded."""
+    if shard is None or not stored.ndim:
         yield LocalTensor(stored, tuple(stored.shape), (0,) * stored.ndim)
         return
-    axes = [_scaled(axis, n) for axis, n in zip(part.axes, stored.shape, strict=False)]
+    axes = [_stored_axis(axis, n) for axis, n in zip(shard.axes, stored.shape, strict=False)]
     axes += [ShardAxis(n, ((0, n),), ()) for n in stored.shape[len(axes) :]]
     shape = tuple(axis.size for axis in axes)
-    for box in product(*(_segments(axis) for axis in axes)):
-        here = tuple(slice(begin, begin + n) for begin, _, n in box)
-        yield LocalTensor(stored[here], shape, tuple(start for _, start, _ in box))
+    for segments in product(*(_segments(axis) for axis in axes)):
+        index = tuple(slice(begin, begin + n) for begin, _, n in segments)
+        yield LocalTensor(stored[index], shape, tuple(start for _, start, _ in segments))
 
 
 def _segments(axis: ShardAxis) -> Iterator[tuple[int, int, int]]:
-    """(where a segment begins in the local tensor, where in the global one, its length)."""
+    """(begin in the local tensor, begin in the global one, length) of each segment."""
     begin = 0
     for start, length in axis.segments:
         yield begin, start, length
         begin += length
 
 
-def _scaled(axis: ShardAxis, stored: int) -> ShardAxis:
-    """An axis counted in what is stored: bytes of several elements, scales of blocks."""
+def _stored_axis(axis: ShardAxis, stored: int) -> ShardAxis:
+    """An axis in units of the stored tensor: bytes of several elements, scales of blocks."""
     if not axis.groups or stored == axis.length:
         return axis if axis.groups else ShardAxis(stored, ((0, stored),), ())
-    each = Fraction(axis.length, stored)
-    segments = tuple((int(start / each), ceil(length / each)) for start, length in axis.segments)
-    return ShardAxis(ceil(axis.size / each), segments, axis.groups)
+    ratio = Fraction(axis.length, stored)  # elements of a stored unit
+    segments = tuple((int(start / ratio), ceil(length / ratio)) for start, length in axis.segments)
+    return ShardAxis(ceil(axis.size / ratio), segments, axis.groups)

@@ -1,33 +1,34 @@
-"""The guard: is a step good enough to be taken?
+"""The guard: decides whether a step is taken.
 
-Asked after the backward pass and before the update, it sees two numbers of the step, its loss and its
-gradient norm, both of the whole batch, so that every rank decides alike. Its own state is a few numbers that
-lie in the checkpoint, and the same history gives the same decisions, after a resume too.
+It judges after the backward pass and before the update, from the loss and the gradient norm of the global
+batch, so all ranks decide alike. Its state is a few numbers in the checkpoint. The same history gives the
+same decisions, also after a resume.
 
-**Not finite.** A NaN or an infinity in either number: the step is skipped. Weights, moments and what recipes
-remember stay as they were, the schedule and the data go on. More than `guard.max_skips` in a row end the run.
+**Not finite.** A NaN or an infinity in either number: the step is skipped. Weights, moments and the state of
+the recipe stay as they were; the schedule and the data go on. More than `guard.max_skips` in a row end the
+run.
 
 **A spike.** Over the last `guard.spike_window` steps that were taken, with f = `guard.spike_factor`:
 
     loss > median + f * max(1.4826 * MAD, median / 100)        or        norm > f * median of the norms
 
 MAD is the median distance from the median; 1.4826 of it is the standard deviation of normal numbers
-(Iglewicz and Hoaglin, "How to detect and handle outliers", 1993). Medians, since a mean and a deviation are
-moved by the very outliers they should find. Window and factor, 128 and 6, are those of OLMo-core's
-`SkipStepOptimizer`, which compares with mean and deviation, and whose window one NaN spoils until it has
-passed. Here only steps that were taken enter, so nothing non-finite ever does. The hundredth keeps a loss
-that hardly moves from calling every twitch a spike; norms are compared by ratio because they scatter that
-way. There are no spikes before the window is full. `guard.spike` says what follows:
+(Iglewicz and Hoaglin, "How to detect and handle outliers", 1993). Outliers move a mean and a deviation, but
+not medians. Window and factor, 128 and 6, are those of OLMo-core's `SkipStepOptimizer`, which compares with
+mean and deviation; one NaN spoils its window until it has passed. Here only steps that were taken enter the
+window, so it is always finite. The hundredth is for a loss that hardly moves, where every small change would
+be a spike. Norms are compared by ratio because they scatter that way. There are no spikes before the window
+is full. `guard.spike` decides what follows:
 
     off         nothing
     warn        an event, at the first of several in a row; the step is taken
     skip        the step is skipped as one that is not finite, and counts as such
-    rollback    back to the newest checkpoint, and on with other data: the batches of the steps since then,
-                that of the spike included, are never met again (PaLM, arXiv 2204.02311, section 5.1, did
-                this by hand). At most `guard.max_rollbacks` times, then the run ends
+    rollback    back to the newest checkpoint, and on with other data: the batches since then, with that of
+                the spike, are not used again (PaLM, arXiv 2204.02311, section 5.1, did this by hand). At most
+                `guard.max_rollbacks` times, then the run ends
 
-A step that is skipped for a spike does not enter the window either: a loss that has moved to another level
-for good ends the run by `guard.max_skips`, with a sentence, and is not skipped in silence for ever.
+A step that is skipped for a spike does not enter the window either. So a loss that has moved to another level
+for good ends the run by `guard.max_skips`, instead of skipping for ever.
 """
 
 import math
@@ -40,7 +41,7 @@ from typing import Any, Literal
 from narrowgauge.training.config.schema import GuardSection
 
 NORMAL = 1.4826  # standard deviations in a median distance from the median
-FLOOR = 0.01  # of the median: the least deviation that is believed
+FLOOR = 0.01  # the least deviation, as a share of the median
 
 
 class Diverged(Exception):
@@ -49,7 +50,7 @@ class Diverged(Exception):
 
 @dataclass(frozen=True)
 class GuardVerdict:
-    """What is to be done with a step, and why."""
+    """The decision about a step, and its reason."""
 
     action: Literal["take", "warn", "skip", "rollback"] = "take"
     reason: str = ""
@@ -63,26 +64,19 @@ class GuardVerdict:
 
 @dataclass
 class Guard:
-    """The rules, and all that is remembered from step to step.
-
-    Attributes:
-        losses, norms: of the last steps that were taken, at most `spike_window`.
-        skips: of the run; skips_in_a_row: up to now; spikes_in_a_row: of those that were only told.
-        rollbacks: of the run.
-        samples: of the run's data that lie behind it, taken or skipped: where the next step's begin.
-    """
+    """The rules of the guard, and its state."""
 
     rules: GuardSection
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    skips: int = 0
-    skips_in_a_row: int = 0
-    spikes_in_a_row: int = 0
-    rollbacks: int = 0
-    samples: int = 0
+    losses: list[float] = field(default_factory=list)  # of the last `spike_window` steps that were taken
+    norms: list[float] = field(default_factory=list)  # the gradient norms of the same steps
+    skips: int = 0  # of the run
+    skips_in_a_row: int = 0  # since the last step that was taken
+    spikes_in_a_row: int = 0  # spikes that were only warned of, since the last step without
+    rollbacks: int = 0  # of the run
+    samples: int = 0  # used or skipped by the run; the next step begins there
 
     def judge(self, loss: float, norm: float) -> GuardVerdict:
-        """Decide about a step, and remember it. The arguments are those of the whole batch."""
+        """Decide about a step from loss and gradient norm of the global batch, and update the state."""
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return self._skip(GuardVerdict("skip", f"loss {loss}, gradient norm {norm}", is_finite=False))
         reason = "" if self.rules.spike == "off" else self._spike(loss, norm)
@@ -98,19 +92,23 @@ class Guard:
         return GuardVerdict("warn", reason) if self.spikes_in_a_row == 1 else GuardVerdict()
 
     def cannot_roll_back(self, verdict: GuardVerdict) -> GuardVerdict:
-        """The verdict instead of a rollback where there is no checkpoint to go back to: a skip."""
+        """Replace the verdict of a rollback by a skip, because there is no checkpoint to go back to."""
         return self._skip(GuardVerdict("skip", f"{verdict.reason}; there is no checkpoint to go back to"))
 
     def rolled_back(self, before: "Guard") -> None:
-        """This is the guard of a checkpoint: carry on what the one `before` the rollback has counted.
+        """Continue the counts of the guard `before` the rollback in this one, restored from a checkpoint.
 
-        Its place in the data, too: what lies between the two is not met again.
+        The position in the data is also kept, so the samples between the two are not used again.
         """
         self.skips, self.rollbacks, self.samples = before.skips, before.rollbacks + 1, before.samples
 
-    def require_patience(self, verdict: GuardVerdict, step: int, found: str = "") -> None:
-        """Raise `Diverged` where a verdict is one too many; `found` tells what else is known of the step."""
-        more = f" ({found})" if found else ""
+    def require_patience(self, verdict: GuardVerdict, step: int, cause: str = "") -> None:
+        """Check the limits of the rules after a verdict on a step.
+
+        Raises:
+            Diverged: there were too many skips in a row, or rollbacks; the message has `cause`.
+        """
+        more = f" ({cause})" if cause else ""
         if verdict.action == "rollback" and self.rollbacks >= self.rules.max_rollbacks:
             raise Diverged(
                 f"step {step} is a spike ({verdict.reason}), and the run has gone back {self.rollbacks} "
@@ -125,14 +123,14 @@ class Guard:
             )
 
     def state(self) -> dict[str, Any]:
-        """Everything but the rules, for JSON."""
+        """The state without the rules, for JSON."""
         return {f.name: copy(getattr(self, f.name)) for f in fields(self) if f.name != "rules"}
 
     @classmethod
     def from_state(cls, rules: GuardSection, checkpoint: Mapping[str, Any], samples: int) -> "Guard":
-        """The guard in a checkpoint's state, under "guard"; older ones have a count alone.
+        """The guard of a checkpoint's state.
 
-        They have taken `samples`, and skipped none.
+        Older checkpoints only have `skips_in_a_row`; their run has used `samples`.
         """
         older = {"skips_in_a_row": checkpoint.get("skips_in_a_row", 0), "samples": samples}
         state = checkpoint.get("guard", older)
@@ -145,7 +143,7 @@ class Guard:
         return verdict
 
     def _spike(self, loss: float, norm: float) -> str:
-        """Why a step is a spike, or ""."""
+        """The reason why a step is a spike; "" if it is none."""
         size, factor = self.rules.spike_window, self.rules.spike_factor
         if len(self.losses) < size:
             return ""

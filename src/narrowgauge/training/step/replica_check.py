@@ -1,19 +1,21 @@
-"""Silent corruption: numbers that changed though nothing changed them (a bad cell, a bad core).
+"""Detects silent corruption: numbers that a bad memory cell or core has changed.
 
-Two checks, of what can be compared:
+Two checks:
 
-- *Replicas.* Processes that hold the same tensors must hold the same bits. Each sums the bit patterns of
-  each tensor, as integers, modulo 2^64. The order of the elements does not matter, so shards of a tensor add
-  up to the whole; and one flipped bit k changes the sum by 2^k, so it is always seen (several may cancel).
+- *Replicas.* Processes that hold the same tensors must hold the same bits. Each process sums the bit patterns
+  of each tensor, as integers, modulo 2^64. The order of the elements does not matter, so the sums of the
+  shards of a tensor add up to its sum. One flipped bit k changes the sum by 2^k, so it is always detected
+  (several may cancel).
 - *Replay.* The same step computed twice from the same state must give the same loss and the same gradients,
-  bit for bit. It needs no second process, sees what goes wrong on the way, and costs a step. On a GPU it
-  needs kernels that are deterministic.
+  bit for bit. It needs no second process, detects faults during the computation, and costs a step. On a GPU
+  it needs deterministic kernels.
 """
 
 from collections.abc import Mapping, Sequence
 
 import torch
 
+from narrowgauge.checkpoint import LocalTensors
 from narrowgauge.quantization import gradient_of
 
 _BLOCK = 1 << 22  # elements widened to 64 bits at a time
@@ -21,77 +23,88 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Corrupted(Exception):
-    """Numbers that must be equal are not: exit code 1. Nothing is saved after that."""
+    """Numbers that must be equal differ: exit code 1. Nothing is saved after that."""
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor's bit patterns as signed integers (bytes: unsigned), int64 with wrap-around, 0-dim.
+    """The sum of the bit patterns of a tensor, or of its local shard: int64 with wrap-around, 0-dim.
 
-    Of a sharded tensor, that of the shard that is here.
+    Patterns are signed integers of 2, 4 or 8 bytes, or unsigned bytes.
     """
     t = getattr(tensor, "to_local", lambda: tensor)().detach().contiguous()
     flat = t.view(-1).view(_INTEGERS[t.element_size()]) if t.numel() else t.new_zeros(0, dtype=torch.uint8)
-    parts = [part.sum(dtype=torch.int64) for part in flat.split(_BLOCK)]
-    return torch.stack(parts).sum()
+    return torch.stack([block.sum(dtype=torch.int64) for block in flat.split(_BLOCK)]).sum()
 
 
 def fingerprint(groups: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, int]:
-    """`{"GROUP NAME": sum of its bits}` of tensors by group and name, such as `Session.tensors()`.
+    """`{"GROUP NAME": sum of bits}` of tensors by group and name, such as `TrainState.tensors()`.
 
-    One pass over the numbers, and one wait for each device.
+    It reads each element once, and waits once for each device.
     """
     sums = {f"{group} {name}": bits_of(t) for group, named in groups.items() for name, t in named.items()}
     by_device: dict[torch.device, list[str]] = {}
     for name, value in sums.items():
         by_device.setdefault(value.device, []).append(name)
-    found: dict[str, int] = {}
+    fetched: dict[str, int] = {}
     for names in by_device.values():
-        found |= dict(zip(names, torch.stack([sums[n] for n in names]).tolist(), strict=True))
-    return {name: found[name] for name in sums}
+        fetched |= dict(zip(names, torch.stack([sums[n] for n in names]).tolist(), strict=True))
+    return {name: fetched[name] for name in sums}
+
+
+def fingerprint_local(groups: LocalTensors) -> dict[str, int]:
+    """The fingerprint of local slices; slices with equal names are equal slices of the same tensor."""
+    return fingerprint(
+        {
+            group: {f"{name} from {s.offset}": s.tensor for name, slices in named.items() for s in slices}
+            for group, named in groups.items()
+        }
+    )
 
 
 def step_fingerprint(loss: torch.Tensor, names: Mapping[torch.Tensor, str]) -> dict[str, int]:
-    """The bits of a loss and of the gradients of named parameters, wherever those are kept."""
+    """The fingerprint of a loss and of the gradients of named parameters, narrow or wide."""
     gradients = {name: g for p, name in names.items() if (g := gradient_of(p)) is not None}
     return fingerprint({"the": {"loss": loss}, "the gradient of": gradients})
 
 
-def first_difference(mine: Mapping[str, int], theirs: Mapping[str, int]) -> str | None:
-    """The first tensor whose fingerprint is another one, or that only one of the two has."""
-    every = dict.fromkeys([*mine, *theirs])
-    return next((name for name in every if mine.get(name) != theirs.get(name)), None)
+def first_difference(first: Mapping[str, int], second: Mapping[str, int]) -> str | None:
+    """The first tensor with two different sums, or that only one of two fingerprints has; else None."""
+    names = dict.fromkeys([*first, *second])
+    return next((name for name in names if first.get(name) != second.get(name)), None)
 
 
-def differing_ranks(prints: Sequence[Mapping[str, int]]) -> tuple[str, list[int]] | None:
-    """The first tensor that replicas do not agree on, and the ranks that hold it unlike most.
+def differing_ranks(fingerprints: Sequence[Mapping[str, int]]) -> tuple[str, list[int]] | None:
+    """(tensor, ranks): the first tensor whose replicas differ, and the ranks without the majority's value.
 
-    None where all agree. Where no value is held by more than half of them, it cannot be told who is wrong,
-    and all are named.
+    If no value has a majority, the faulty rank is unknown, and all are named. None if all replicas are equal.
     """
-    every = dict.fromkeys(name for one in prints for name in one)
-    for name in every:
-        values = [one.get(name) for one in prints]
+    for name in dict.fromkeys(name for sums in fingerprints for name in sums):
+        values = [sums.get(name) for sums in fingerprints]
         most = max(values, key=values.count)
         if values.count(most) < len(values):
-            known = 2 * values.count(most) > len(values)
-            return name, [rank for rank, v in enumerate(values) if not known or v != most]
+            has_majority = 2 * values.count(most) > len(values)
+            return name, [rank for rank, v in enumerate(values) if not has_majority or v != most]
     return None
 
 
-def common(prints: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
-    """Of what each rank holds that which others hold, too; a rank without it gets what most of them have."""
+def common(fingerprints: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
+    """The tensors that two or more ranks hold; a rank without one gets its most frequent value."""
     values: dict[str, list[int]] = {}
-    for one in prints:
-        for name, value in one.items():
+    for sums in fingerprints:
+        for name, value in sums.items():
             values.setdefault(name, []).append(value)
-    most = {name: max(found, key=found.count) for name, found in values.items() if len(found) > 1}
-    return [{name: one.get(name, value) for name, value in most.items()} for one in prints]
+    most = {name: max(copies, key=copies.count) for name, copies in values.items() if len(copies) > 1}
+    return [{name: sums.get(name, value) for name, value in most.items()} for sums in fingerprints]
 
 
-def require_same_replicas(prints: Sequence[Mapping[str, int]], step: int) -> None:
-    """Raise `Corrupted` where replicas differ after a step, with the tensor and the ranks."""
-    if (found := differing_ranks(prints)) is not None:
-        name, ranks = found
+def require_same_replicas(fingerprints: Sequence[Mapping[str, int]], step: int) -> None:
+    """Compare the replicas after a step.
+
+    Raises:
+        Corrupted: they differ; the message names the tensor and the ranks.
+    """
+    if (difference := differing_ranks(fingerprints)) is not None:
+        name, ranks = difference
         who = ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
         raise Corrupted(
             f"after step {step} the replicas differ in {name}, on {who}: memory or hardware fails there; "
@@ -100,7 +113,11 @@ def require_same_replicas(prints: Sequence[Mapping[str, int]], step: int) -> Non
 
 
 def require_same_replay(first: Mapping[str, int], second: Mapping[str, int], step: int) -> None:
-    """Raise `Corrupted` where a step that was computed twice gave two results."""
+    """Compare the fingerprints of a step that was computed twice.
+
+    Raises:
+        Corrupted: they differ; the message names the tensor.
+    """
     if (name := first_difference(first, second)) is not None:
         raise Corrupted(
             f"step {step} was computed twice from the same state, and {name} differs: memory or hardware "

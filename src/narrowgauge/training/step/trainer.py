@@ -1,91 +1,49 @@
-"""What a run is made of, and how its state goes to a checkpoint and comes back bit for bit.
+"""One training step, top to bottom: micro-batches, forward, backward, the guard's verdict, the update.
 
-The trajectory is a function of the configuration and of: the weights, the optimizer's moments and step
-counts, the number of steps done, and what the guard remembers. Token order and random bits are pure functions
-of seed and step (and of how much data the guard has skipped), so there is no generator, no cursor and no
-loader state to save.
+What a step changes, and how that goes to a checkpoint and back, is in `train_state`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from narrowgauge.checkpoint import JSON, LocalTensors, SavePlan, plan_save, restore_distributed
 from narrowgauge.data import Batch, Loader, Mixture, Tokens, first_samples
 from narrowgauge.distributed import Engine, Mesh, MicroBatch, ParallelDims, parallelize
-from narrowgauge.models import Transformer
-from narrowgauge.nn import Gauges, Linear, discard_step, recipe_tensors, set_step
-from narrowgauge.optim import AdamW, Muon, Optimizer, learning_rate, parameter_groups, set_learning_rate
-from narrowgauge.quantization import QuantizedState, ensure_state, state_of, stored_tensor
+from narrowgauge.nn import Gauges, discard_step, set_step
+from narrowgauge.optim import set_learning_rate
 from narrowgauge.training.config.config import Config
 from narrowgauge.training.step.build_model import build_model
-from narrowgauge.training.step.checkpoint_slices import local_tensors_of
+from narrowgauge.training.step.build_optimizer import build_optimizer, learning_rate_of, number_parameters
 from narrowgauge.training.step.guard import Guard, GuardVerdict
 from narrowgauge.training.step.nan_tracer import COMPILED, FirstBad, NanTracer, earliest
-from narrowgauge.training.step.replica_check import (
-    common,
-    fingerprint,
-    require_same_replay,
-    require_same_replicas,
-    step_fingerprint,
-)
-
-
-def make_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
-    """The configuration's optimizer of a model, before its first step."""
-    o, recipe, seed = config.optimizer, config.spec.recipe, config.training.seed
-    groups = parameter_groups(model, o.weight_decay, o.groups, muon=o.name == "muon")
-    if o.name == "muon":
-        return Muon(groups, recipe, momentum=o.momentum, betas=o.betas, eps=o.eps, seed=seed)
-    return AdamW(groups, recipe, betas=o.betas, eps=o.eps, seed=seed)
-
-
-def number_parameters(config: Config, model: torch.nn.Module) -> None:
-    """Tell each parameter its place among all of the whole model's, which its random bits depend on."""
-    with torch.device("meta"):
-        whole = Transformer(config.spec.model)
-    o = config.optimizer
-    groups = parameter_groups(whole, o.weight_decay, o.groups, muon=o.name == "muon")
-    numbers = {p: i for i, p in enumerate(p for group in groups for p in group["params"])}
-    of_name = {name: numbers[p] for name, p in whole.named_parameters()}
-    for name, parameter in model.named_parameters():
-        ensure_state(parameter).index = of_name[name]
+from narrowgauge.training.step.replica_check import require_same_replay, step_fingerprint
+from narrowgauge.training.step.train_state import TrainState
 
 
 @dataclass
-class Trainer:
-    """A run in motion: everything that changes from step to step."""
+class Trainer(TrainState):
+    """The state of a run, and the optimizer step that moves it."""
 
-    config: Config
-    device: torch.device
-    model: Transformer
-    optimizer: Optimizer
-    engine: Engine
-    guard: Guard
-    step: int = 0
     verdict: GuardVerdict = field(default_factory=GuardVerdict)  # on the last step
-    first_bad: FirstBad | None = None  # of the last step, where it was not finite
-    scaler: torch.amp.GradScaler | None = None  # of the loss, where gradients pass through fp16
+    first_bad: FirstBad | None = None  # of the last step; None if it was finite
 
     @classmethod
     def begin(cls, config: Config, device: torch.device, mesh: Mesh | None = None) -> "Trainer":
-        """The state before the first step; of several processes, each has its pieces."""
+        """The state before the first step; with several processes, the local shard of it."""
         mesh = mesh or Mesh(ParallelDims(), device)
         modules: Sequence[Callable[..., torch.Tensor]]
         if mesh.is_alone:
             model = build_model(config.spec, device)
-            # The account of memory, on the meta device, watches operations, which compiled code hides; worse,
-            # what torch's compiler has once met under such a watch, it never compiles.
+            # The memory estimate tracks operations on the meta device, and compiled code hides them. Worse,
+            # torch's compiler never compiles code afterwards that it has met under such a tracker.
             is_compiled = config.training.compile and device.type != "meta"
             modules = [torch.compile(model.loss) if is_compiled else model.loss]
         else:
             model, modules = parallelize(config.spec, mesh, device)
             number_parameters(config, model)
         engine = Engine(model, mesh, device, modules)
-        trainer = cls(config, device, model, make_optimizer(config, model), engine, Guard(config.guard))
+        trainer = cls(config, device, model, build_optimizer(config, model), engine, Guard(config.guard))
         trainer.engine.attach(trainer.optimizer)
         if config.spec.recipe.compute == "fp16" and device.type != "meta":
             trainer.scaler = torch.amp.GradScaler(device.type)
@@ -93,7 +51,7 @@ class Trainer:
         return trainer
 
     def batches(self, train: Mixture | Tokens) -> Loader:
-        """The micro-batches from here on, made ahead in the background until the loader is closed."""
+        """The micro-batches from this step on, prepared in the background until the loader is closed."""
         t, data, mesh = self.config.training, self.config.data, self.engine.mesh
         skipped = self.guard.samples - self.step * t.batch_size
         return Loader(
@@ -114,37 +72,39 @@ class Trainer:
         after_forward: Callable[[torch.Tensor], None] | None = None,
         gauges: Gauges | None = None,
     ) -> tuple[float, float, float]:
-        """Take one optimizer step; returns (loss, gradient norm, learning rate).
+        """Take one optimizer step.
 
-        The loss is the mean over all targets of the step, however they fall into micro-batches. The guard
-        judges loss and norm, and a step that it does not take leaves weights, moments and histories as they
-        were; see `verdict` and `first_bad`. `after_forward` is called with the loss between every forward
-        pass and its backward pass; `gauges` (of `make_gauges`) read this step.
+        The guard judges loss and norm. A step that it does not take leaves weights, moments and histories as
+        they were; see `verdict` and `first_bad`.
+
+        Args:
+            batches: the micro-batches of this rank, in order.
+            after_forward: called with the loss between each forward pass and its backward pass.
+            gauges: gauges that read this step (`monitor.gauges.make_gauges`).
+
+        Returns:
+            (loss, gradient norm, learning rate). The loss is the mean over all targets of the step, however
+            they are divided into micro-batches.
+
+        Raises:
+            Corrupted: the step was computed twice (`guard.replay_every`), and the results differ.
         """
-        t, step = self.config.training, self.step + 1
-        engine, mesh = self.engine, self.engine.mesh
-        own = t.batch_size // mesh.parallel_dims.data
-        firsts = range(mesh.data_index * own, (mesh.data_index + 1) * own, t.micro_batch_size)
-        own_batches = [next(batches) for _ in firsts]
-        targets = max(engine.sum_over_data(sum(batch.targets for batch in own_batches)), 1)
-        micro_batches = [
-            MicroBatch(first, batch, batch.targets / targets)
-            for first, batch in zip(firsts, own_batches, strict=True)
-        ]
+        step, engine = self.step + 1, self.engine
+        micro_batches = self._next_micro_batches(batches)
         replays = bool(self.guard.rules.replay_every) and step % self.guard.rules.replay_every == 0
         if replays:
-            rehearsed = step_fingerprint(self._accumulate(micro_batches), self.names)
+            rehearsal = step_fingerprint(self._accumulate(micro_batches), self.names)
             discard_step(self.model)
         total = self._accumulate(micro_batches, after_forward, gauges)
         if replays:
-            require_same_replay(rehearsed, step_fingerprint(total, self.names), step)
+            require_same_replay(rehearsal, step_fingerprint(total, self.names), step)
         if self.scaler:
             self.scaler.unscale_(self.optimizer)
             engine.all_reduce_overflow(self.scaler, self.optimizer)
         if gauges is not None:
             gauges.after_backward()
         norm = self.optimizer.clip_grad_norm_(self.config.optimizer.clip_norm).item()
-        lr, loss = self.learning_rate(step), engine.sum_over_ranks([total.item()])[0]
+        lr, loss = learning_rate_of(self.config, step), engine.sum_over_ranks([total.item()])[0]
         self.verdict = self.guard.judge(loss, norm)
         if self.verdict.takes:
             set_learning_rate(self.optimizer, lr)
@@ -157,8 +117,21 @@ class Trainer:
             discard_step(self.model)
         if self.scaler:
             self.scaler.update()
-        self.step, self.guard.samples = step, self.guard.samples + t.batch_size
+        self.step, self.guard.samples = step, self.guard.samples + self.config.training.batch_size
         return loss, norm, lr
+
+    def _next_micro_batches(self, batches: Iterator[Batch]) -> list[MicroBatch]:
+        """This rank's micro-batches of the next step, weighted by their share of the targets of all ranks."""
+        t, mesh = self.config.training, self.engine.mesh
+        local_samples = t.batch_size // mesh.parallel_dims.data
+        begin = mesh.data_index * local_samples
+        firsts = range(begin, begin + local_samples, t.micro_batch_size)
+        local_batches = [next(batches) for _ in firsts]
+        targets = max(self.engine.sum_over_data(sum(batch.targets for batch in local_batches)), 1)
+        return [
+            MicroBatch(first, batch, batch.targets / targets)
+            for first, batch in zip(firsts, local_batches, strict=True)
+        ]
 
     def _accumulate(
         self,
@@ -166,7 +139,7 @@ class Trainer:
         after_forward: Callable[[torch.Tensor], None] | None = None,
         observer: Gauges | NanTracer | None = None,
     ) -> torch.Tensor:
-        """Leave the next step's gradients on the parameters; returns its loss here, a 0-dim tensor."""
+        """Leave the next step's gradients on the parameters, and return its local loss, a 0-dim tensor."""
         t = self.config.training
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -183,92 +156,12 @@ class Trainer:
         return total
 
     def _find_first_bad(self, micro_batches: Sequence[MicroBatch]) -> FirstBad:
-        """Compute the step that was just judged again, and look where it goes wrong, on whatever process."""
+        """Compute the step that was just judged again, and find its first bad tensor on any process."""
         if self.config.training.compile:
             return COMPILED
         discard_step(self.model)
-        with NanTracer(self.model, self.engine.rank) as look:
-            look.state(self.tensors())
-            self._accumulate(micro_batches, look.after_forward, look)
-            look.after_backward()
-        return earliest([FirstBad(**one) for one in self.engine.gather(look.first.as_json())])
-
-    def learning_rate(self, step: int) -> float:
-        """That of optimizer step `step`."""
-        s = self.config.schedule
-        return learning_rate(
-            step,
-            lr=self.config.optimizer.lr,
-            steps=self.config.training.steps,
-            kind=s.kind,
-            warmup_steps=s.warmup_steps,
-            final_lr_fraction=s.final_lr_fraction,
-            decay_fraction=s.decay_fraction,
-            decay_steps=s.decay_steps,
-        )
-
-    def make_gauges(self) -> Gauges:
-        """Gauges for one step: of every linear layer, and of the state of every matrix."""
-        layers = {name: m for name, m in self.model.named_modules() if isinstance(m, Linear)}
-        state: dict[tuple[str, str], QuantizedState | torch.Tensor] = {}
-        for p, name in self.names.items():
-            if p.ndim < 2:
-                continue
-            places: dict[str, QuantizedState | torch.Tensor] = {"weight": p}
-            places |= state_of(p).by_place() | self.optimizer.moments(p)
-            state |= {(name.removesuffix(".weight"), place): tensor for place, tensor in places.items()}
-        return Gauges(layers, state)
-
-    @property
-    def names(self) -> dict[torch.Tensor, str]:
-        """Of the parameters."""
-        return {p: name for name, p in self.model.named_parameters()}
-
-    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
-        """All tensors that a checkpoint holds, by group and name: the session's own."""
-        groups = {
-            "model": {n: stored_tensor(p) for n, p in self.model.named_parameters(remove_duplicate=False)},
-            "optimizer": self.optimizer.tensors(self.names),
-        }
-        of_recipe = recipe_tensors(self.model)
-        return groups | ({"recipe": of_recipe} if of_recipe else {})
-
-    def pieces(self) -> LocalTensors:
-        """The same, as what this process holds of the whole run's."""
-        return local_tensors_of(self.tensors(), dict(self.model.named_parameters(remove_duplicate=False)))
-
-    def check_replicas(self) -> None:
-        """Compare what several processes hold alike, bit for bit; raises `Corrupted` where it is not."""
-        if self.engine.mesh.is_alone:
-            return
-        here = {
-            group: {f"{name} from {piece.offset}": piece.tensor for name, of in named.items() for piece in of}
-            for group, named in self.pieces().items()
-        }
-        require_same_replicas(common(self.engine.gather(fingerprint(here))), self.step)
-
-    def state(self) -> dict[str, JSON]:
-        """All else that a checkpoint holds; the same on every process."""
-        state: dict[str, JSON] = {"guard": self.guard.state()}
-        return state | ({"loss_scaling": self.scaler.state_dict()} if self.scaler else {})
-
-    def plan_save(self, checkpoints: Path, run_id: str, group: dist.ProcessGroup | None = None) -> SavePlan:
-        """Plan a checkpoint of the state after `step` steps; all processes of `group` together."""
-        keep = self.config.checkpoint.keep
-        return plan_save(checkpoints, self.step, self.pieces(), self.state(), keep, run_id, group)
-
-    def save(self, checkpoints: Path, run_id: str, group: dist.ProcessGroup | None = None) -> Path:
-        """Publish the state after `step` steps; see `checkpoint.SavePlan.write` for what it may raise."""
-        return self.plan_save(checkpoints, run_id, group).write()
-
-    def restore(self, path: Path, group: dist.ProcessGroup | None = None) -> None:
-        """Go back to the state in a checkpoint, whoever made it; all processes of `group` together."""
-        with torch.no_grad():
-            checkpoint = restore_distributed(path, self.pieces(), group)
-        self.engine.after_update()
-        set_step(self.model, self.config.training.seed, checkpoint.step, 0, self.config.training.steps)
-        self.step = checkpoint.step
-        taken = self.step * self.config.training.batch_size
-        self.guard = Guard.from_state(self.config.guard, checkpoint.state, taken)
-        if self.scaler:
-            self.scaler.load_state_dict(checkpoint.state["loss_scaling"])
+        with NanTracer(self.model, self.engine.rank) as tracer:
+            tracer.state(self.tensors())
+            self._accumulate(micro_batches, tracer.after_forward, tracer)
+            tracer.after_backward()
+        return earliest([FirstBad(**fields) for fields in self.engine.gather(tracer.first.as_json())])

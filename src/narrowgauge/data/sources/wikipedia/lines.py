@@ -22,9 +22,7 @@ _HOLE = re.compile(r" ?\x00[ \x00]*+")
 def tidy(text: str, literals: list[str]) -> str:
     """Format paragraphs and headings with a blank line between them, and list items a line each.
 
-    Args:
-        text: The text of a page without brackets.
-        literals: `literals[k]` replaces the k-th literal text.
+    `literals[k]` replaces the k-th literal text of a page without brackets.
     """
     text = _QUOTES.sub(_quotes, text)
     text = _EXTERNAL.sub(r"\1", text)

@@ -58,9 +58,7 @@ _BARE = _names(
 def prose(text: str, dropped: frozenset[str] = DROPPED_NAMESPACES) -> str:
     """The prose of a page: paragraphs, headings and list items, without any markup.
 
-    Args:
-        text: The wikitext of the page.
-        dropped: Namespaces in lower case; links into them are left out with their text.
+    Links into the namespaces `dropped` (lower case) are left out with their text.
     """
     if HOLE in text or KEPT in text:
         text = text.replace(HOLE, "").replace(KEPT, "")

@@ -23,7 +23,7 @@ def begin(tiny, changes=None):
 
 
 @pytest.mark.parametrize("changes", [{}, {"model.name": "gpt2-debug", "model.kv_heads": 2}], ids=str)
-def test_a_restored_session_goes_on_to_the_same_bits(tiny, corpus, tmp_path, changes):
+def test_a_restored_state_goes_on_to_the_same_bits(tiny, corpus, tmp_path, changes):
     changes = {"recipe.name": "nvfp4"} | changes
     one = begin(tiny, changes)
     for _ in range(3):
@@ -31,7 +31,7 @@ def test_a_restored_session_goes_on_to_the_same_bits(tiny, corpus, tmp_path, cha
     one.guard.skips_in_a_row = 7
     path = one.save(tmp_path, "me")
     other = begin(tiny, changes | {"log.every": 3})
-    other.train_step(other.batches(corpus.train))  # a session that has been elsewhere comes back all the same
+    other.train_step(other.batches(corpus.train))  # a trainer in another state is restored to the same
     other.restore(path)
     assert (other.step, other.guard.skips_in_a_row) == (3, 7)
     for _ in range(3):

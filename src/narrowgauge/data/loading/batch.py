@@ -1,0 +1,164 @@
+"""Batches of tokens: windows of a token stream, and the targets of each token.
+
+A window is `sequence_length` consecutive tokens; window w starts at token w x sequence_length, so windows do
+not overlap and every token is an input once an epoch. The target of a token is the one after it: y is x
+shifted by one, and the last target of a window is the first token of the next.
+
+So documents are packed: a window has the end of one, some complete ones and the beginning of another. By
+default they are not separated; the model learns what the end-of-document id between them means. With
+`separate_documents`, each token comes with its position in its document (`token_stream`), so that a model
+attends no further back. The first token of the next document is then no target: it is IGNORED, except for the
+id between documents itself, which is how a document ends.
+
+Shapes: B sequences of a batch, T = sequence_length tokens of a sequence.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from narrowgauge.data.loading.sample_order import mixed_samples
+from narrowgauge.data.token_files.token_file import Tokens
+from narrowgauge.data.token_files.token_stream import Mixture, TokenStream, as_mixture
+from narrowgauge.errors import UserError
+from narrowgauge.models import IGNORED
+
+Source = Mixture | TokenStream | Tokens
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A batch, which unpacks into x_BT and y_BT."""
+
+    x_BT: torch.Tensor  # token ids, int64
+    y_BT: torch.Tensor  # targets, int64
+    targets: int  # the number of targets that are not IGNORED
+    position_BT: torch.Tensor | None = None  # in the documents, if these are separate
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter((self.x_BT, self.y_BT))
+
+    @property
+    def ignores(self) -> bool:
+        """Whether there are IGNORED targets."""
+        return self.targets < self.y_BT.numel()
+
+    def to(self, device: torch.device) -> "Batch":
+        """The batch on a device; from pinned memory the copy is asynchronous."""
+        position = self.position_BT
+        return replace(
+            self,
+            x_BT=self.x_BT.to(device, non_blocking=True),
+            y_BT=self.y_BT.to(device, non_blocking=True),
+            position_BT=None if position is None else position.to(device, non_blocking=True),
+        )
+
+    def pinned(self) -> "Batch":
+        """The batch in pinned memory."""
+        position = self.position_BT
+        return replace(
+            self,
+            x_BT=self.x_BT.pin_memory(),
+            y_BT=self.y_BT.pin_memory(),
+            position_BT=None if position is None else position.pin_memory(),
+        )
+
+
+def count_windows(tokens: Source, sequence_length: int, part: str = "training") -> int:
+    """The number of windows in `tokens`, which are the samples of an epoch.
+
+    Raises:
+        UserError: a stream has less than one window and its last target; it names the `part` of the data.
+    """
+    return sum(_windows(as_mixture(tokens), sequence_length, part))
+
+
+def training_batch(
+    tokens: Source,
+    seed: int,
+    first_sample: int,
+    count: int,
+    sequence_length: int,
+    separate_documents: bool = False,
+) -> Batch:
+    """Samples first_sample .. first_sample + count - 1 of the run, on the CPU.
+
+    A rank asks for its own slice of the samples of a step.
+
+    Raises:
+        UserError: as `count_windows`.
+    """
+    mixture = as_mixture(tokens)
+    windows = _windows(mixture, sequence_length, "training")
+    stream_B, window_B = mixed_samples(seed, first_sample, count, windows, mixture.shares)
+    return _batch(mixture, stream_B, window_B, sequence_length, separate_documents)
+
+
+def validation_batches(
+    tokens: Source,
+    batch_size: int,
+    sequence_length: int,
+    limit: int | None = None,
+    separate_documents: bool = False,
+) -> Iterator[Batch]:
+    """The same batches every time, on the CPU, at most `limit` of them (None: all).
+
+    If there are more windows than that, those taken are spread evenly over the held-out tokens of all
+    streams. The last batch may have fewer sequences, so weigh losses by `targets`.
+
+    Raises:
+        UserError: as `count_windows`, at once.
+    """
+    mixture = as_mixture(tokens)
+    end_S = np.cumsum(_windows(mixture, sequence_length, "held-out"))
+    windows = int(end_S[-1])
+    taken = windows if limit is None else min(windows, limit * batch_size)
+    window_N = np.arange(taken, dtype=np.int64) * windows // taken
+    stream_N = np.searchsorted(end_S, window_N, side="right")
+    window_N -= np.append(0, end_S)[stream_N]
+    parts = (slice(start, start + batch_size) for start in range(0, taken, batch_size))
+    return (_batch(mixture, stream_N[p], window_N[p], sequence_length, separate_documents) for p in parts)
+
+
+def _windows(mixture: Mixture, sequence_length: int, part: str) -> list[int]:
+    """The number of windows of each stream."""
+    assert sequence_length >= 1
+    windows = [(len(stream) - 1) // sequence_length for stream in mixture.streams]
+    if min(windows) < 1:
+        size = min(map(len, mixture.streams))
+        raise UserError(
+            f"the {part} part of the data holds {size} tokens, and a sequence of {sequence_length} "
+            f"needs {sequence_length + 1}; bring more text or set data.sequence_length to "
+            f"{max(size - 1, 1)} or less"
+        )
+    return windows
+
+
+def _batch(
+    mixture: Mixture,
+    stream_B: NDArray[np.int64],
+    window_B: NDArray[np.int64],
+    sequence_length: int,
+    separate_documents: bool,
+) -> Batch:
+    rows = np.empty((len(window_B), sequence_length + 1), dtype=np.int64)
+    positions = np.empty((len(window_B), sequence_length), dtype=np.int64) if separate_documents else None
+    targets = np.empty((len(window_B), sequence_length), dtype=np.int64)
+    for b, (number, window) in enumerate(zip(stream_B, window_B, strict=True)):
+        stream, start = mixture.streams[number], int(window) * sequence_length
+        rows[b] = stream[start : start + sequence_length + 1]
+        targets[b] = rows[b, 1:]
+        if positions is not None:
+            position = stream.positions(start, rows[b])
+            positions[b] = position[:-1]
+            begins_next = (position[1:] == 0) & ~np.isin(targets[b], stream.boundaries)
+            targets[b, begins_next] = IGNORED
+        ignored = stream.ignored(start + 1, start + sequence_length + 1)
+        if ignored is not None:
+            targets[b, ignored] = IGNORED
+    x_BT, y_BT = torch.from_numpy(rows)[:, :-1].contiguous(), torch.from_numpy(targets)
+    counted = int((targets != IGNORED).sum())
+    return Batch(x_BT, y_BT, counted, None if positions is None else torch.from_numpy(positions))

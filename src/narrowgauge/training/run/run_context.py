@@ -1,0 +1,56 @@
+"""The objects of a run that stay the same from the first step to the last."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from narrowgauge.data import Dataset
+from narrowgauge.distributed import Coordinator
+from narrowgauge.models import count_parameters, flops_per_token
+from narrowgauge.nn import DTYPES
+from narrowgauge.recipes import choose_backend, device_facts
+from narrowgauge.training.config.config import Config
+from narrowgauge.training.monitor import hardware
+from narrowgauge.training.monitor.memory import Memory
+from narrowgauge.training.monitor.profiler import Profile
+from narrowgauge.training.monitor.progress import Display
+from narrowgauge.training.run.checkpointing import Checkpointer
+from narrowgauge.training.run.run_writer import RunWriter
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """The objects that every function around a step needs, besides the `Trainer`."""
+
+    config: Config
+    device: torch.device
+    dataset: Dataset
+    directory: RunWriter
+    display: Display
+    plan: Memory | None  # the expected memory of one process
+    coordinator: Coordinator
+    checkpointer: Checkpointer
+    run_id: str  # the id that a checkpoint must have to be resumed
+    profile: Profile | None  # the profile of some steps, if requested
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """The facts about the run that its start and resume events record."""
+        config, recipe, model = self.config, self.config.spec.recipe, self.config.spec.model
+        backend = choose_backend(recipe, device_facts(self.device), config.spec.backend)
+        peak, source = hardware.measure_peak(self.device, DTYPES[recipe.compute])
+        return {
+            "recipe": recipe.name,
+            "backend": backend.name,
+            "backend_reason": backend.reason,
+            "device": hardware.device_name(self.device),
+            "processes": self.coordinator.size,
+            "torch": torch.__version__,
+            "parameters": count_parameters(model),
+            "flops_per_token": flops_per_token(model, config.data.sequence_length),
+            "peak_flops": peak,
+            "peak_source": source,
+            "corpus": self.dataset.digest,
+        }

@@ -1,0 +1,13 @@
+"""Tokens that tell where they were taken."""
+
+import numpy as np
+import pytest
+
+from narrowgauge.data import open_token_file, write_token_file
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    """101 tokens, token i is i: a batch tells by its ids where it was taken."""
+    write_token_file(tmp_path / "train.bin", [np.arange(101)], 257)
+    return open_token_file(tmp_path / "train.bin")
