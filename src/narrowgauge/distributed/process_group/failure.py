@@ -1,8 +1,8 @@
 """One rank fails, and all the others fail because of it: which of their errors is the one to read?
 
-The first. A rank that fails writes why into the store before it lets go of the others. Theirs are then
-errors of the connection; whoever meets such an error looks into the store, and ends with the first cause
-instead of its own. A process that was killed could not write: it is told by its silence (`watchdog`).
+The first. A rank that fails publishes why in the store before its connections close. The others then see
+connection errors. A rank that sees one reads the first failure from the store, and raises that instead. A
+killed rank leaves no record; the watchdog detects it by its missing heartbeat.
 """
 
 import json

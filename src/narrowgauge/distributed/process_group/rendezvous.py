@@ -22,7 +22,8 @@ from narrowgauge.distributed.launch.world import World
 from narrowgauge.distributed.process_group.failure import Failure, PeerGone
 from narrowgauge.errors import UserError
 
-RENDEZVOUS = "NARROWGAUGE_MEETING"  # in the environment: a name for each of several runs of one launcher
+# In the environment: a name for each of several runs of one launcher. The second is the variable's old name.
+RENDEZVOUS, _FORMER = "NARROWGAUGE_RENDEZVOUS", "NARROWGAUGE_MEETING"
 _POLL_S = 0.1
 NEVER = timedelta(days=30)
 
@@ -56,7 +57,8 @@ def open_store(world: World, environ: Mapping[str, str], timeout_s: float, keep:
             f"something else than rank 0 of this run answers at {where}; set MASTER_PORT to a free port"
         ) from error
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"narrowgauge/{attempt}/{environ.get(RENDEZVOUS, '')}", store)
+    name = environ.get(RENDEZVOUS, environ.get(_FORMER, ""))
+    return PrefixStore(f"narrowgauge/{attempt}/{name}", store)
 
 
 def _connect(world: World, keep: bool, timeout_s: float, answer: "Future[Store]") -> None:
