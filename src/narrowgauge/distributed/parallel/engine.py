@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowgauge.collectives import all_reduce_flat, all_reduce_max_, all_reduce_values, gather_objects
 from narrowgauge.data import Batch
 from narrowgauge.distributed.comm.grad_hooks import all_reduce_gradient_states, wire_formats
+from narrowgauge.distributed.fsdp import renew_gather_scales
 from narrowgauge.distributed.mesh import Mesh, ParallelDims
-from narrowgauge.distributed.parallel.fsdp import renew_gather_scales
 from narrowgauge.distributed.parallel.pipeline_schedule import Pipeline
-from narrowgauge.distributed.parallel.pipeline_stage import MicroBatch, StageInput
+from narrowgauge.distributed.pipeline_stage import MicroBatch, StageInput
 from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.distributed.simulate.fake_pipeline import FakePipeline
 from narrowgauge.models import Transformer

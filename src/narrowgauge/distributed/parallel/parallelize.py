@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.collectives import comm_tag
 from narrowgauge.distributed.comm.grad_hooks import quantize_fsdp_reduce, quantized_comm_hook, wire_formats
+from narrowgauge.distributed.fsdp import quantized_fsdp
 from narrowgauge.distributed.mesh import Mesh
-from narrowgauge.distributed.parallel.fsdp import quantized_fsdp
-from narrowgauge.distributed.parallel.pipeline_stage import Stage, keep_stages, stages_of
 from narrowgauge.distributed.parallel.tensor_parallel import shard_blocks
+from narrowgauge.distributed.pipeline_stage import Stage, keep_stages, stages_of
 from narrowgauge.distributed.simulate.fake_fsdp import fake_fully_shard
 from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.models import ModelConfig, Transformer, starting_values

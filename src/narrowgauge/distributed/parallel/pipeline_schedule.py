@@ -9,7 +9,7 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleLoopedB
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed.mesh import Mesh
-from narrowgauge.distributed.parallel.pipeline_stage import Stage, StageInput
+from narrowgauge.distributed.pipeline_stage import Stage, StageInput
 from narrowgauge.models import Transformer
 
 

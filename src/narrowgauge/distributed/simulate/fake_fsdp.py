@@ -23,8 +23,8 @@ from narrowgauge.collectives import all_gather_rows, comm_tag
 from narrowgauge.distributed.comm.grad_hooks import WIDE, wire_formats
 from narrowgauge.distributed.comm.quantized_reduce import reduce_scatter
 from narrowgauge.distributed.comm.shared_scales import WireFormat
+from narrowgauge.distributed.fsdp import collect_grads
 from narrowgauge.distributed.mesh import Mesh
-from narrowgauge.distributed.parallel.fsdp import collect_grads
 from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.formats import torch_dtype
 from narrowgauge.nn import Linear

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from narrowgauge.collectives import comm_tag
 from narrowgauge.distributed.mesh import Mesh
-from narrowgauge.distributed.parallel.pipeline_stage import StageInput
+from narrowgauge.distributed.pipeline_stage import StageInput
 from narrowgauge.models import Transformer
 
 
