@@ -20,8 +20,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from narrowgauge.formats import RandomStream
+from narrowgauge.nn.gathered_weight import PlaceholderShard, WeightGather, sync_scales
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.sharded.gathered_weight import PlaceholderShard, WeightGather, sync_scales
 from narrowgauge.nn.weight_state import make_weight_state
 from narrowgauge.quantization import (
     ParamState,

@@ -13,10 +13,10 @@ import torch
 
 from narrowgauge.formats import stream_key
 from narrowgauge.nn.amax_history import AmaxHistory
+from narrowgauge.nn.gathered_weight import WeightGather
 from narrowgauge.nn.gemm_context import LayerSpec
+from narrowgauge.nn.linear_shards import LinearShards
 from narrowgauge.nn.observer import Observer
-from narrowgauge.nn.sharded.gathered_weight import WeightGather
-from narrowgauge.nn.sharded.layout import LinearShards
 from narrowgauge.nn.step_state import StepState, stream_ids
 from narrowgauge.nn.weight_state import bind, make_weight_state
 from narrowgauge.quantization import Cast, PreScale
