@@ -36,7 +36,7 @@ class StatefulLinear(torch.nn.Linear):
         spec: What the recipe and the device fix.
         histories: The amax histories of the places with delayed scaling.
         state_at_rest: The state of the weight, if the weight or its gradient is narrow.
-        shards: What of the layer lies on this process.
+        shards: The sharding of the layer over processes.
         is_sharded: Whether FSDP has sharded the weight.
         gathering: How a sharded weight travels, if not in fp32.
         reduce_prescale: The pre-scaling factor of the gradient on the wire, if the recipe has one.
