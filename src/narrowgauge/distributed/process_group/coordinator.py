@@ -9,7 +9,7 @@
 Decisions are made from values that all ranks have alike, and never from what one of them saw: a signal that
 reached one rank only, a clock, a full disk. Flags travel together, in one small all-reduce a step.
 
-A run of one process has no store, no group and no thread; the same calls return what they were given.
+A run of one process has no store, no group and no thread; the same calls return their arguments.
 """
 
 import json
@@ -109,20 +109,20 @@ class Coordinator:
         dist.broadcast(data, 0, group=self.control)
         return json.loads(data.numpy().tobytes())
 
-    def record_failures_in(self, directory: Path, tell: Callable[[str], None]) -> None:
-        """Write stacks (hang/) and tracebacks (errors/) to a directory, once it is this run's.
+    def record_failures_in(self, directory: Path, report_cause: Callable[[str], None]) -> None:
+        """Write stacks (hang/) and tracebacks (errors/) to a directory, which must be this run's.
 
-        `tell` gets the cause of a failure that rank 0 may not survive to report: on the rank that detected
-        it, in any thread.
+        `report_cause` is called with the cause of a failure that rank 0 may not survive to report: on the
+        rank that detected it, in any thread.
         """
         if self.watchdog is not None:
-            self.watchdog.directory, self.watchdog.report_cause = directory, tell
+            self.watchdog.directory, self.watchdog.report_cause = directory, report_cause
 
     @contextmanager
     def first_failure(self) -> Iterator[None]:
-        """An error inside leaves as the first cause of the run's end: on the rank that has it, itself; on all
-        others, `StoppedByPeer`. `init_process_group` has one around everything; one further inside learns of
-        the cause before what is between them, such as the writing of the status."""
+        """Replace an error by the first cause of the run's end: the error itself on the rank that has it,
+        `StoppedByPeer` on all others. `init_process_group` enters one around everything; code that writes the
+        cause down, such as the status, enters another one further inside."""
         try:
             yield
         except (Preempted, StoppedByPeer):
@@ -149,20 +149,20 @@ class Coordinator:
                 _wait_for_the_watchdog()
             if watchdog is not None:
                 watchdog.stop()
-            leave(store)  # nobody looks into it here any more
+            leave(store)  # this rank reads it no more
         except (dist.DistError, RuntimeError):
             if not is_connection_error(error):
-                return  # nobody to tell it to
+                return  # no rank can read it
             first = store_gone(self.world)
         if first.rank == 0 and first.reporter == self.rank and watchdog is not None:
-            watchdog.report_cause(first.as_seen_by_peers())  # rank 0 cannot
+            watchdog.report_cause(first.as_seen_by_peers())  # rank 0 is gone
         if first == local_failure:
             error.add_note(f"rank {self.rank} of {self.size}")
             report_to_torchrun(error)
             return
-        time.sleep(1)  # the first one speaks first
-        speaks = first.is_reported_by(self.world) and first.sentence != local_failure.sentence
-        raise StoppedByPeer(first.as_seen_by_peers(), first.code, speaks) from None
+        time.sleep(1)  # the rank with the cause prints it first
+        is_printed = first.is_reported_by(self.world) and first.sentence != local_failure.sentence
+        raise StoppedByPeer(first.as_seen_by_peers(), first.code, is_printed) from None
 
     def _first_cause(self, store: Store, error: BaseException, local_failure: Failure) -> Failure:
         if not is_connection_error(error):
@@ -172,7 +172,7 @@ class Coordinator:
             return end
         if self.watchdog is not None and (missing := self.watchdog.ranks_without_heartbeat()):
             names = ", ".join(name_of(store, rank) for rank in missing[:8])
-            sentence = f"{names} gave no sign of life; was it killed?"
+            sentence = f"{names} stopped sending heartbeats; was it killed?"
             return Failure(missing[0], EXIT_FAILED, sentence, reporter=self.rank).publish(store)
         return local_failure.publish(store)
 
@@ -191,19 +191,18 @@ def init_process_group(
     rendezvous_s: float = RENDEZVOUS_S,
     environ: Mapping[str, str] = os.environ,
 ) -> Iterator[Coordinator]:
-    """The coordinator of all processes of a world, for the length of a `with`.
-
-    Inside, torch's default process group exists (gloo, with NCCL for a GPU), and `coordinator.control`.
+    """Make the coordinator of a world, torch's default process group (gloo, with NCCL for a GPU) and
+    `coordinator.control`; they end with the `with` block.
 
     Args:
-        world: of `world_from`.
-        device: what this rank computes on.
+        world: the result of `world_from`.
+        device: the device of this rank.
         hang_s: seconds without progress that are a hang; 0: none is.
         rendezvous_s: seconds to wait for the other ranks at the start.
-        environ: tells whether torchrun keeps the store.
+        environ: the environment, which shows whether torchrun keeps the store.
 
     Raises:
-        UserError: the ranks cannot meet; says who is missing or what is in the way.
+        UserError: the ranks cannot connect; names the missing ranks or the obstacle.
         StoppedByPeer: another rank is the cause of the end.
     """
     coordinator = Coordinator(world, device)
@@ -222,21 +221,21 @@ def init_process_group(
             preempted = None
             try:
                 yield coordinator
-            except Preempted as stop:  # by all of them together: an end as good as any
+            except Preempted as stop:  # all ranks stop together, as at the normal end
                 preempted = stop
             coordinator.watchdog.stop()
-            coordinator.barrier()  # nobody looks into the store any more
+            coordinator.barrier()  # from here no rank reads the store
         dist.destroy_process_group()
         if preempted is not None:
             raise preempted
     except Preempted:
         raise
     except BaseException:
-        if dist.is_initialized() and device.type == "cpu":  # with NCCL it could wait for what never comes
+        if dist.is_initialized() and device.type == "cpu":  # with NCCL it could wait for ever
             coordinator.control = None
-            dist.destroy_process_group()  # the others have waited long enough
+            dist.destroy_process_group()  # ends the waiting of the others
         if hosts:
-            await_leavers(store, _LINGER_S)  # the others still have to read why
+            await_leavers(store, _LINGER_S)  # the others still have to read the cause
         raise
     finally:
         if coordinator.watchdog is not None:

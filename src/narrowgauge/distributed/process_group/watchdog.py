@@ -42,10 +42,14 @@ T = TypeVar("T")
 
 
 class Watchdog:
-    """Watches the main thread of this rank, and the failures of others; `patience_s` = 0: nothing is a hang.
+    """Watches the main thread of this rank, and the failures of others.
 
-    `directory` gets the stacks, and `report_cause` the cause, on the rank that detected it; both are set when
-    the run directory is this run's.
+    Attributes:
+        patience_s: seconds without progress that are a hang; 0: none is.
+        directory: the run directory, for the stacks; None until it is this run's.
+        report_cause: is called with the cause of a hang, on the rank that detected it.
+        hang_detected: whether this rank knows of a hang.
+        end: the failure that another rank published.
     """
 
     def __init__(self, world: World, store: Store, patience_s: float) -> None:
@@ -53,7 +57,7 @@ class Watchdog:
         self.directory: Path | None = None
         self.report_cause: Callable[[str], None] = lambda sentence: None
         self.hang_detected = False
-        self.end: Failure | None = None  # published by another rank
+        self.end: Failure | None = None
         self._location, self._progress_count, self._patience = "the start", 0, 1.0
         self._heartbeat_count = self._without_progress = 0
         self._done = threading.Event()
@@ -118,7 +122,7 @@ class Watchdog:
         os._exit(code)  # the main thread may be in a place from which it never comes back
 
     def _end_hang(self) -> None:
-        """The main thread has been at one place for too long: end the run, and say who it waits for."""
+        """End the run after too long a time without progress, and report which ranks are late."""
         self.hang_detected = True
         self._dump_stacks()
         waited = f"nothing moved for {self.patience_s * self._patience:g} s"
@@ -137,7 +141,7 @@ class Watchdog:
         self._exit(sentence)
 
     def _follow_hang(self) -> None:
-        """Another rank has found the hang: leave the stacks, and let that one speak first."""
+        """Write the stacks after another rank detected a hang, wait for its report, and end this rank."""
         if not self.hang_detected:
             self.hang_detected = True
             self._dump_stacks()
@@ -201,7 +205,7 @@ class Watchdog:
 
 
 class _StoreClient:
-    """Asks the store in a thread of its own, because a store that does not answer holds who asks it."""
+    """Calls the store in a separate thread, because a store that does not answer blocks its caller."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -210,6 +214,7 @@ class _StoreClient:
         self._thread.start()
 
     def ask(self, question: Callable[[Store], T]) -> Future[T]:
+        """Put a call of the store into the queue."""
         future: Future[T] = Future()
 
         def answer() -> None:
