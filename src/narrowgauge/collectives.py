@@ -1,6 +1,6 @@
-"""How do ranks agree on a number, and what is a collective for?
+"""Collectives of tensors, numbers and objects, tagged with their purpose.
 
-    comm_tag                              names what collectives are for; those who count bytes read it
+    comm_tag                              names the purpose of collectives, for those who count bytes
     all_gather_rows, reduce_scatter_rows  one tensor a rank -> all of them, or each rank's row of the sum
     all_reduce_flat                       sums of many tensors in one collective
     all_reduce_amax, all_reduce_max       largest magnitudes, under which ranks scale alike
@@ -29,11 +29,7 @@ _TAG: ContextVar[str] = ContextVar("comm_tag", default="")
 
 @contextmanager
 def comm_tag(tag: str) -> Iterator[None]:
-    """Name what the collectives within are for.
-
-    Args:
-        tag: "gather" (weights), "reduce" (gradients), "activations" or "amax" (agreement on scales).
-    """
+    """Tag the collectives within: "gather" (weights), "reduce" (gradients), "activations", "amax"."""
     token = _TAG.set(tag)
     try:
         yield
@@ -42,7 +38,7 @@ def comm_tag(tag: str) -> Iterator[None]:
 
 
 def current_comm_tag() -> str:
-    """What collectives are for at this moment; "" where nobody has said it."""
+    """The tag of a collective that would start now; "" outside of `comm_tag`."""
     return _TAG.get()
 
 
@@ -64,12 +60,7 @@ def reduce_scatter_rows(rows: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def all_reduce_flat(tensors: Sequence[torch.Tensor], group: Group) -> None:
-    """Put the sum over ranks in place of each tensor; one collective for all of them.
-
-    Args:
-        tensors: of one dtype and device; the same shapes on each rank.
-        group: the ranks.
-    """
+    """Replace each tensor by its sum over ranks, in one collective; they have one dtype and device."""
     if not tensors:
         return
     flat = torch.cat([t.reshape(-1) for t in tensors])
@@ -100,9 +91,9 @@ def all_reduce_amax(tensors: Sequence[torch.Tensor], groups: Sequence[Group]) ->
 
 
 def all_reduce_max(amax: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
-    """The elementwise largest over all ranks of the groups; what is not finite becomes infinite.
+    """The elementwise maximum over all ranks of the groups; what is not finite becomes infinite.
 
-    MAX of a NaN is defined differently by every backend, that of an infinity by none.
+    Backends differ in the maximum of a NaN and a number, not in that of an infinity and a number.
     """
     if groups:
         amax = torch.where(amax.isfinite(), amax, torch.inf)
@@ -113,7 +104,7 @@ def all_reduce_max(amax: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
 
 
 def all_reduce_max_(scalars: Sequence[torch.Tensor], group: Group) -> None:
-    """Put the largest over all ranks in place of each 0-dim tensor; one collective for all of them."""
+    """Replace each 0-dim tensor by its maximum over all ranks, in one collective."""
     if scalars:
         for scalar, largest in zip(scalars, all_reduce_max(torch.stack(list(scalars)), [group]), strict=True):
             scalar.copy_(largest)
@@ -126,14 +117,9 @@ def all_reduce_values(
     dtype: torch.dtype,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[float]:
-    """The sum, or what `op` makes, of each number over all ranks of the groups.
+    """The sum (or `op`) of each number over all ranks of the groups, computed in `dtype` on `device`.
 
-    Args:
-        values: this rank's numbers, as many as each other rank's.
-        groups: one collective each, in turn; None stands for torch's default group.
-        device: where the backend of the groups works.
-        dtype: in which the numbers travel.
-        op: how they are reduced.
+    There is one collective for each group, in their order; None stands for torch's default group.
     """
     reduced = torch.tensor(values, dtype=dtype, device=device)
     for group in groups:

@@ -1,8 +1,7 @@
-"""Which names of torch that are private, renamed or experimental does this package use, and why?
+"""The private, renamed and experimental names of torch that this package uses, each with its reason.
 
-Each stands here once, with its reason; the rest of the package uses them from here only (`test_house.py`
-checks it). So a new version of torch can break nothing but this file. `test_torch_compat.py` calls each for
-its meaning, on the torch that is installed.
+The rest of the package imports them from here (`test_house.py` checks it), so a new version of torch can
+break only this file. `test_torch_compat.py` tests the meaning of each with the installed torch.
 
 All are known in torch 2.13, which CI has; `pyproject.toml` allows 2.11 and later. Where a name is known to
 differ between versions, its comment says so.
@@ -92,7 +91,7 @@ def local_tensor(x: torch.Tensor) -> torch.Tensor:
 
 
 def version_of(x: torch.Tensor) -> int:
-    """How often a tensor has been written to in place; a view counts with its base.
+    """The number of in-place writes to a tensor; a view counts with its base.
 
     Autograd checks saved tensors by it. There is no public name.
     """

@@ -92,7 +92,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 1
     except StoppedByPeer as stop:
-        if stop.speaks:
+        if stop.is_printed:
             print(f"crew: {stop}", file=sys.stderr)
         return stop.code
     except UserError as error:

@@ -61,7 +61,7 @@ def test_a_rank_that_comes_twice_is_refused(rank):
     here = [rank(0, "meet_s=5", size=3), rank(1, "meet_s=5", size=3), rank(1, "meet_s=5", size=3)]
     ended = [p.wait() for p in here]
     assert [e.code for e in ended] == [2, 2, 2]
-    assert "rank 1 is there already, as process" in one_sentence(*ended)
+    assert "rank 1 has joined already, as process" in one_sentence(*ended)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -97,7 +97,7 @@ def test_a_rank_that_is_killed_is_told_by_its_silence(rank, run, port, number):
     other = both[1 - number].wait()
     assert other.code == 1
     assert time.monotonic() - start < 15
-    who = f"rank 1 (process {both[1].pid} on host {socket.gethostname()}) gave no sign of life"
+    who = f"rank 1 (process {both[1].pid} on host {socket.gethostname()}) stopped sending heartbeats"
     if number == 1:
         assert who in one_sentence(other)
         assert who in run.text("status")

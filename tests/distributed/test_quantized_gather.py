@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from narrowgauge.nn.gathered_weight import GatheredWeight, PlaceholderShard
 from narrowgauge.nn.native import quantized_operand
-from narrowgauge.nn.sharded.gathered_weight import GatheredWeight, PlaceholderShard
 from narrowgauge.quantization import cast, emulate, quantize
 
 D = 16
@@ -103,7 +103,7 @@ def test_a_weight_is_given_back_after_its_forward_pass(ranks, recipe, numbers):
         assert found["looks"] == "torch.float32"
         assert found["numbers"] == f"torch.{numbers}"
         assert found["kept"] == 0
-        assert found["shown"].startswith("Gathered((24, 16)")
+        assert found["shown"].startswith("GatheredWeight((24, 16)")
 
 
 @pytest.mark.parametrize("recipe", ["bf16-sr", "msamp-o2"])
@@ -155,10 +155,10 @@ class TestGathered:
         assert torch.equal(parameter.grad, torch.full((6, 8), 2.0))
 
     def test_a_hollow_tensor_has_a_shape_and_nothing_else(self):
-        hollow = torch.nn.Parameter(PlaceholderShard(torch.Size((6, 8)), (8, 1), torch.device("cpu")))
-        first, last = hollow.chunk(2)
+        placeholder = torch.nn.Parameter(PlaceholderShard(torch.Size((6, 8)), (8, 1), torch.device("cpu")))
+        first, last = placeholder.chunk(2)
         assert [type(first), first.shape, last.dtype] == [PlaceholderShard, (3, 8), torch.float32]
-        padded = hollow.detach().new_zeros(8, 8)
-        padded.narrow(0, 0, 6).copy_(hollow.detach())
+        padded = placeholder.detach().new_zeros(8, 8)
+        padded.narrow(0, 0, 6).copy_(placeholder.detach())
         assert (type(padded.view(-1)), padded.view(-1).shape) == (PlaceholderShard, (64,))
-        assert repr(padded) == "Hollow((8, 8))"
+        assert repr(padded) == "PlaceholderShard((8, 8))"

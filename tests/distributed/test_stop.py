@@ -71,7 +71,7 @@ def test_when_one_process_is_killed_torchrun_ends_the_others(torchrun, run):
     os.kill(run.pid(1), signal.SIGKILL)
     assert launcher.wait(30).code == 1
     assert run.ended(run.pid(0))
-    assert "gave no sign of life" in run.text("status")
+    assert "stopped sending heartbeats" in run.text("status")
 
 
 def test_torchrun_shows_the_first_traceback_first_and_last(torchrun, run):

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (Preempted, StoppedEarly) as stop:
         return _end_for_all(stop, f"stopped by {stop}", EXIT_PREEMPTED)
     except StoppedByPeer as stop:  # another rank has said why
-        return _end(str(stop), stop.code) if stop.speaks else stop.code
+        return _end(str(stop), stop.code) if stop.is_printed else stop.code
     except (ComparisonFailed, WorldFailed) as error:
         # A run that ended by itself has said why.
         return error.code if error.code > 0 else _end_for_all(error, str(error), EXIT_FAILED)

@@ -7,8 +7,8 @@ from narrowgauge.distributed.mesh import Mesh, ParallelDims, resolve_dims
 from narrowgauge.distributed.parallel.check_blocks import check_blocks
 from narrowgauge.distributed.parallel.engine import Engine
 from narrowgauge.distributed.parallel.parallelize import ModelSpec, parallelize
-from narrowgauge.distributed.parallel.pipeline_stage import MicroBatch
 from narrowgauge.distributed.parallel.tensor_parallel import check_tensor_parallel
+from narrowgauge.distributed.pipeline_stage import MicroBatch
 from narrowgauge.distributed.process_group.coordinator import START, Coordinator, init_process_group
 from narrowgauge.distributed.process_group.failure import StoppedByPeer
 from narrowgauge.distributed.process_group.rendezvous import NEVER, RENDEZVOUS

@@ -78,11 +78,7 @@ class ParallelDims:
 
 
 def resolve_dims(parallel_dims: ParallelDims, processes: int) -> ParallelDims:
-    """The degrees of parallelism for so many processes.
-
-    Args:
-        parallel_dims: the requested ones; a `shard` of 0 takes the processes that the other axes leave.
-        processes: how many there are.
+    """The degrees of parallelism for so many processes; a requested `shard` of 0 takes what other axes leave.
 
     Raises:
         UserError: the product over the axes is not the number of processes.
@@ -106,7 +102,7 @@ class Mesh:
     Attributes:
         parallel_dims: the degrees of parallelism.
         first_last_group: the first and the last rank of this process's pipeline, where it is one of them.
-        micro_batches: of a step; only a simulated run sets it (`FakeMesh`).
+        micro_batches: number of micro-batches of a step; only a simulated run sets it (`FakeMesh`).
     """
 
     first_last_group: dist.ProcessGroup | None = None

@@ -2,8 +2,8 @@
 
 from narrowgauge.nn.convert import convert, discard_step, recipe_tensors, set_step
 from narrowgauge.nn.linear import Linear
+from narrowgauge.nn.linear_shards import LinearShards, TokenShard
 from narrowgauge.nn.observer import Gauges, Observation, Observer
-from narrowgauge.nn.sharded.layout import LinearShards, TokenShard
 from narrowgauge.nn.stateful_linear import DTYPES
 
 __all__ = [

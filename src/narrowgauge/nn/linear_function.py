@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from narrowgauge.nn.gathered_weight import GatheredWeight
 from narrowgauge.nn.gemm import multiply
 from narrowgauge.nn.gemm_context import GemmContext
 from narrowgauge.nn.observer import evenly
 from narrowgauge.nn.saved import keep_as_it_is, keep_input
-from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
 from narrowgauge.quantization import QuantContext, estimator_slope
 
 

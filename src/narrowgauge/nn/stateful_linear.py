@@ -13,10 +13,10 @@ import torch
 
 from narrowgauge.formats import stream_key
 from narrowgauge.nn.amax_history import AmaxHistory
+from narrowgauge.nn.gathered_weight import WeightGather
 from narrowgauge.nn.gemm_context import LayerSpec
+from narrowgauge.nn.linear_shards import LinearShards
 from narrowgauge.nn.observer import Observer
-from narrowgauge.nn.sharded.gathered_weight import WeightGather
-from narrowgauge.nn.sharded.layout import LinearShards
 from narrowgauge.nn.step_state import StepState, stream_ids
 from narrowgauge.nn.weight_state import bind, make_weight_state
 from narrowgauge.quantization import Cast, PreScale
@@ -36,7 +36,7 @@ class StatefulLinear(torch.nn.Linear):
         spec: What the recipe and the device fix.
         histories: The amax histories of the places with delayed scaling.
         state_at_rest: The state of the weight, if the weight or its gradient is narrow.
-        shards: What of the layer lies on this process.
+        shards: The sharding of the layer over processes.
         is_sharded: Whether FSDP has sharded the weight.
         gathering: How a sharded weight travels, if not in fp32.
         reduce_prescale: The pre-scaling factor of the gradient on the wire, if the recipe has one.

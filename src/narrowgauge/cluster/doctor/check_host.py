@@ -105,7 +105,7 @@ def _clock(facts: Facts) -> Verdict:
 
 
 def _off(ahead: float) -> str:
-    """How far this clock is off, if another is so many seconds ahead."""
+    """The error of this clock, if another one is so many seconds ahead."""
     return f"{abs(ahead):.0f} s {'behind' if ahead > 0 else 'ahead of'}"
 
 

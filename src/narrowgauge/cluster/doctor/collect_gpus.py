@@ -184,7 +184,7 @@ def _describe(index: int) -> dict[str, Any]:
 
 
 def _text(path: str | Path) -> str:
-    """What is in a small file of the kernel; "" if it is not there."""
+    """The text of a small file of the kernel; "" if there is no such file."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -43,7 +43,7 @@ class _Server:
 
 
 def ask_hub(seconds: float = 4.0) -> Hub:
-    """What comes of asking the hub; each stage may take so many seconds."""
+    """The outcome of a request to the hub; each stage may take so many seconds."""
     server = _server(os.environ.get("HF_ENDPOINT") or _HUB, "https")
     hub = Hub(host=server.host if server else "", outcome="no address")
     if any(os.environ.get(name, "").lower() in ("1", "true", "yes", "on") for name in _OFFLINE):

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a program said, and its exit code; None: it could not be started, or did not end in time."""
+    """Output of a program, and its exit code; None: it could not be started, or did not end in time."""
 
     code: int | None
     out: str = ""
@@ -42,7 +42,7 @@ def answer_of(command: Sequence[str], seconds: float) -> Answer:
 
 
 def in_time(ask: Callable[[], T], seconds: float, late: T) -> T:
-    """What `ask` returns, or `late` if that takes more than `seconds`; its thread is then left behind."""
+    """The result of `ask`, or `late` if that takes more than `seconds`; its thread is then left behind."""
     answers: list[T] = []
     thread = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
     thread.start()

@@ -76,7 +76,7 @@ class Disk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hub:
-    """What came of asking the Hugging Face hub for an answer.
+    """The outcome of a request to the Hugging Face hub.
 
     Attributes:
         outcome: "reached", "offline" (not asked: the user wants it so), "proxy refused", "proxy unreachable",
@@ -85,7 +85,7 @@ class Hub:
 
     outcome: str
     host: str = "huggingface.co"
-    proxy: str = ""  # whom the question went through, without user and password
+    proxy: str = ""  # the proxy of the request, without user and password
     status: int | None = None  # the HTTP status, of the proxy where it is the one that refused
     ahead: float | None = None  # seconds by which the hub's clock is ahead of ours
     detail: str = ""  # the error in the system's words
@@ -102,7 +102,7 @@ class Given:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiler:
-    """What compiles code at run time."""
+    """The compilers of code at run time."""
 
     cxx: str = ""  # the C++ compiler's path
     version: str = ""  # its first line
@@ -145,7 +145,7 @@ class Facts:
 
 
 class Verdict(NamedTuple):
-    """What is to be said of one thing."""
+    """The verdict on one item."""
 
     status: str  # OK, WARN (works, but) or MISS (will not work, or silently wrong)
     found: str  # what there is
@@ -168,13 +168,7 @@ def miss(found: str, fix: str) -> Verdict:
 
 
 def of_error(status: str, sentence: str, otherwise: str) -> Verdict:
-    """The verdict that repeats a `UserError`, whose way out stands behind its last semicolon.
-
-    Args:
-        status: WARN or MISS.
-        sentence: the error's text.
-        otherwise: the fix where the sentence names no way out.
-    """
+    """The verdict that repeats a `UserError`, with the fix after its last semicolon, or `otherwise`."""
     found, _, fix = sentence.rpartition("; ")
     return Verdict(status, found or fix, fix if found else otherwise)
 

@@ -34,14 +34,13 @@ class Job:
     python: str = sys.executable
 
 
-# The first lines of each script.
-SETTINGS = [
+_SETTINGS = [
     "# An error, an unset variable or a failure inside a pipe ends the script.",
     "set -euo pipefail",
 ]
 
 # A signal to the script goes to the process in `child`, as the signal in `forwarded`.
-FORWARD = [
+_FORWARD = [
     "asked='' sent='' child=''",
     "forward() {",
     "  woken=1 asked=$1",
@@ -55,7 +54,7 @@ FORWARD = [
 ]
 
 # After a command and `&`: its exit code comes into `status`, whatever signals arrive meanwhile.
-WAIT = [
+_WAIT = [
     "child=$!",
     '[[ -z $asked ]] || forward "$asked" # asked while it was being started',
     "# A signal ends `wait`, not the run: wait again. 127 says that the status has been told already.",
@@ -69,9 +68,17 @@ WAIT = [
 ]
 
 
-def joined(*parts: Sequence[str]) -> str:
-    """Join parts of a script with empty lines between."""
-    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+def script(header: Sequence[str], *parts: Sequence[str]) -> str:
+    """A script of a header, the shell's settings, and other parts, with empty lines between."""
+    return "\n\n".join("\n".join(part) for part in (header, _SETTINGS, *parts) if part) + "\n"
+
+
+def supervised(start: Sequence[str], forwarded: str) -> list[str]:
+    """Lines that `start` a process in the background, and wait for its exit code in `status`.
+
+    Meanwhile the signals USR1 and TERM to the script go to the process, as the signal `forwarded`.
+    """
+    return [f"forwarded={forwarded}", *_FORWARD, *start, *_WAIT]
 
 
 def title(site: Site, what: str) -> list[str]:

@@ -14,14 +14,12 @@ Sequences": what srun hands on; `--cpus-per-task`: not inherited from sbatch sin
 import shlex
 
 from narrowgauge.cluster.launch.job_script import (
-    FORWARD,
     GRACE_SECONDS,
-    SETTINGS,
-    WAIT,
     Job,
     command,
-    joined,
+    script,
     setup,
+    supervised,
     title,
 )
 from narrowgauge.cluster.launch.site import Site, slurm_word
@@ -30,9 +28,8 @@ from narrowgauge.cluster.launch.site import Site, slurm_word
 def slurm_script(job: Job, site: Site) -> str:
     """The script for sbatch."""
     tasks = f"{job.nodes} nodes x {job.per_node} processes; start it, and continue it, by: sbatch this-script"
-    return joined(
+    return script(
         ["#!/bin/bash", *title(site, tasks), *_sbatch(job, site)],
-        SETTINGS,
         [
             "# The processes find their ranks in SLURM_PROCID and meet on the first host of SLURM_NODELIST,",
             "# at a port made from the job's id; what a shell has set for torchrun would contradict that.",
@@ -41,10 +38,7 @@ def slurm_script(job: Job, site: Site) -> str:
         setup(job, site),
         [
             "# srun hands USR1 on to every process.",
-            "forwarded=USR1",
-            *FORWARD,
-            *_srun(job, site),
-            *WAIT,
+            *supervised(_srun(job, site), "USR1"),
         ],
         [
             "# Saved because the time was up, not because somebody cancelled the job: back into the queue.",

@@ -8,15 +8,13 @@ Source: torch/distributed/run.py and torch/distributed/launcher/api.py of PyTorc
 """
 
 from narrowgauge.cluster.launch.job_script import (
-    FORWARD,
     GRACE_SECONDS,
-    SETTINGS,
-    WAIT,
     Job,
     command,
-    joined,
+    script,
     setup,
     status_file,
+    supervised,
     title,
 )
 from narrowgauge.cluster.launch.site import Site
@@ -38,12 +36,16 @@ def torchrun_script(job: Job, site: Site) -> str:
             'where=(--nnodes "$NNODES" --node-rank "$NODE_RANK"',
             '  --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")',
         ]
-    return joined(
+    start = [
+        "trap 'woken=1 asked=INT' INT",
+        f'"$PYTHON" -m torch.distributed.run --nproc-per-node {job.per_node} "${{where[@]}}" \\',
+        f"  -m -- {command(job)} &",
+    ]
+    return script(
         [
             "#!/usr/bin/env bash",
             *title(site, f"{job.nodes} node(s), {job.per_node} processes each; {how}"),
         ],
-        SETTINGS,
         setup(job, site),
         [
             "# torchrun would set this to 1 with a warning: the processes share the cores.",
@@ -54,12 +56,7 @@ def torchrun_script(job: Job, site: Site) -> str:
         meet,
         [
             "# USR1 would kill torchrun; TERM it hands on. A Ctrl-C reaches it by itself.",
-            "forwarded=TERM",
-            *FORWARD,
-            "trap 'woken=1 asked=INT' INT",
-            f'"$PYTHON" -m torch.distributed.run --nproc-per-node {job.per_node} "${{where[@]}}" \\',
-            f"  -m -- {command(job)} &",
-            *WAIT,
+            *supervised(start, "TERM"),
         ],
         [
             "# torchrun returns 1 after a signal; whether the run has saved is in its status.",

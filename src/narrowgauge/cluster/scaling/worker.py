@@ -48,12 +48,8 @@ Span = tuple[float, float]  # from, to
 def measure(directory: Path, seconds: float) -> None:
     """Join the process group of the environment, and measure each DIRECTORY/*.toml.
 
-    Rank 0 writes DIRECTORY/result.json: for each file the result of `_timed` on each rank, and the result of
-    `_all_reduce`.
-
-    Args:
-        directory: the directory of the configurations.
-        seconds: how long to measure each of them.
+    Rank 0 writes DIRECTORY/result.json: for each file, measured for so many seconds, the result of `_timed`
+    on each rank; and the result of `_all_reduce`.
 
     Raises:
         OutOfMemory: a step needs more memory than there is.
@@ -110,9 +106,8 @@ def _timed(
         if trainer.device.type == "cuda" and coordinator.size > 1:
             waiting = [_share_on_gpu(trainer, batches)]
         traffic = CommCounter()
-        with (
-            traffic if coordinator.size > 1 else nullcontext()
-        ):  # compiled steps of one process are not looked into
+        # One process sends nothing, and its steps may be compiled: they run without the counter.
+        with traffic if coordinator.size > 1 else nullcontext():
             trainer.train_step(batches)
     local = {"seconds": times, "on_core": on_core, "waiting": waiting, "starved": starved}
     return trainer.engine.gather(local | {"sent": dict(traffic.sent), "calls": dict(traffic.calls)})

@@ -1,20 +1,19 @@
-"""How many bytes does this process send, and for what?
+"""Counts the bytes that this process sends, by purpose.
 
     with CommCounter() as counter:
         model(x).sum().backward()
     counter.sent["gather"]
 
-Every collective of torch.distributed goes through torch's dispatcher, those of FSDP and DTensor too, where a
-`CommCounter` reads its tensors. What a rank of N sends for a tensor of n bytes is what a ring sends:
+Every collective of torch.distributed, FSDP and DTensor goes through torch's dispatcher, where a `CommCounter`
+reads its tensors. The bytes are those that a rank of N sends in a ring, for a tensor of n bytes:
 
     all-gather of n bytes from each rank          (N - 1) n
     reduce-scatter, all-to-all of n bytes         (N - 1) n / N
     all-reduce of n bytes                         2 (N - 1) n / N
     broadcast, send                               n
 
-It is counted under its tag: "gather" (weights), "reduce" (gradients), "activations", "amax" (agreement on
-scales), where the caller has set one (`collectives.comm_tag`); else under "gather" for an all-gather,
-"reduce" for a reduce-scatter, "activations" for what one process sends to another, and "other".
+They are counted under the tag that the caller has set (`collectives.comm_tag`); else under "gather" for an
+all-gather, "reduce" for a reduce-scatter, "activations" for a send, and "other".
 """
 
 from collections import Counter
@@ -29,7 +28,7 @@ from narrowgauge.torch_compat import TorchDispatchMode, group_of_collective
 
 
 class CommCounter(TorchDispatchMode):
-    """Counts what this process sends while it is entered.
+    """Counts the bytes that this process sends inside its `with` block.
 
     Attributes:
         sent: bytes by tag.
@@ -38,7 +37,6 @@ class CommCounter(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        """Make a counter of zeros."""
         super().__init__()
         self.sent: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()

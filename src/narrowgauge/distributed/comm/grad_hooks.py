@@ -1,10 +1,10 @@
-"""Where gradients are added up over ranks: `narrow_reduce.py` as FSDP, DDP and state at rest want it.
+"""Connects `quantized_reduce.py` to FSDP, to DDP and to gradients at rest, which add up gradients over ranks.
 
-    NarrowReduceScatter     for `FSDPModule.set_custom_reduce_scatter`, one for each sharded module
-    narrow_hook             for `DistributedDataParallel.register_comm_hook`
-    all_reduce_at_rest      for gradients that lie in narrow numbers, outside of autograd (`nn.weight_state`)
+    QuantizedReduceScatter        for `FSDPModule.set_custom_reduce_scatter`, one for each sharded module
+    quantized_comm_hook           for `DistributedDataParallel.register_comm_hook`
+    all_reduce_gradient_states    for gradients in narrow numbers, outside of autograd (`nn.weight_state`)
 
-Sums are sums; a mean is one where torch asks for it (FSDP's default) or the caller divides.
+The result is a sum; it is divided only where torch asks for a mean (FSDP's default) or the caller divides.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,9 +33,9 @@ WireFormats = Mapping[torch.Tensor, WireFormat]
 
 
 def wire_formats(model: torch.nn.Module) -> dict[torch.Tensor, WireFormat]:
-    """How the gradient of each parameter travels: that of a linear layer's weight as the recipe says.
+    """The wire format of each parameter's gradient: from the recipe for weights of linear layers, else fp32.
 
-    Others travel in fp32. The parameters are the present ones: sharding puts new ones in their place.
+    Sharding replaces parameters, so call it again afterwards.
     """
     wires: dict[torch.Tensor, WireFormat] = dict.fromkeys(model.parameters(), WIDE)
     for layer in model.modules():
@@ -47,41 +47,41 @@ def wire_formats(model: torch.nn.Module) -> dict[torch.Tensor, WireFormat]:
 
 
 def _holders(weight: torch.Tensor) -> tuple[Group, ...]:
-    """The groups that hold pieces or copies of a weight."""
+    """The groups that hold shards or replicas of a weight."""
     shard = state_of(weight).shard
     groups = [] if shard is None else shard.groups
     if isinstance(weight, DTensor):
         mesh = weight.device_mesh
-        copies = (dim for dim, placement in enumerate(weight.placements) if placement.is_replicate())
-        groups = [*groups, *(mesh.get_group(dim) for dim in copies)]
+        replicated = (dim for dim, placement in enumerate(weight.placements) if placement.is_replicate())
+        groups = [*groups, *(mesh.get_group(dim) for dim in replicated)]
     return tuple(groups)
 
 
 def quantize_fsdp_reduce(model: torch.nn.Module) -> None:
-    """Make every sharded module of a model reduce its gradients as its layers' recipes say."""
+    """Make every sharded module of a model reduce its gradients in the formats of its layers' recipes."""
     wires = wire_formats(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            own = _own_parameters(module)
-            if any(wires[p].is_narrow for p in own):
-                comm: Any = QuantizedReduceScatter(own, wires)  # of FSDP's interface, which is not public
+            parameters = _unit_parameters(module)
+            if any(wires[p].is_narrow for p in parameters):
+                comm: Any = QuantizedReduceScatter(parameters, wires)  # the type in torch is not public
                 module.set_custom_reduce_scatter(comm)
 
 
 class QuantizedReduceScatter:
-    """FSDP's reduce-scatter of one sharded module, each of its parameters in the numbers of its wire.
+    """FSDP's reduce-scatter of one sharded module, each of its parameters in its wire format.
 
-    FSDP hands over a flat float32 buffer (ranks, shard): row r holds of every parameter what rank r keeps,
-    one after the other, the first dimension of each parameter padded to a multiple of the ranks.
+    FSDP passes a flat float32 buffer (ranks, shard). Row r concatenates rank r's shards of all parameters;
+    the first dimension of each parameter is padded to a multiple of the ranks.
     """
 
     def __init__(self, parameters: Sequence[DTensor], wires: WireFormats) -> None:
-        """Of the parameters that one FSDP module shards, in its order."""
+        """Take the parameters that one FSDP module shards, in its order."""
         self.wires = [wires[p] for p in parameters if p.requires_grad]
         self.shapes = [p.shape for p in parameters if p.requires_grad]
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory for a buffer."""
+        """Allocate a buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -103,8 +103,8 @@ class QuantizedReduceScatter:
             )
         assert not async_op
         assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG), op
-        found = reduce_scatter(input_tensor.view(ranks, -1).float(), widths, self.wires, group)
-        output_tensor.copy_(found / ranks if op == dist.ReduceOp.AVG else found)
+        total = reduce_scatter(input_tensor.view(ranks, -1).float(), widths, self.wires, group)
+        output_tensor.copy_(total / ranks if op == dist.ReduceOp.AVG else total)
 
 
 def quantized_comm_hook(
@@ -112,12 +112,11 @@ def quantized_comm_hook(
 ) -> Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]:
     """A communication hook of DDP: the sums of a bucket's gradients, divided by `divisor`.
 
-    Every parameter's scale is its own, shared by all ranks; those of a bucket are agreed on at once.
+    Each parameter has one scale, which all ranks share; one collective computes those of a bucket.
     """
 
     def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        own = [wires.get(p, WIDE) for p in bucket.parameters()]
-        all_reduce(bucket.gradients(), own, group)
+        all_reduce(bucket.gradients(), [wires.get(p, WIDE) for p in bucket.parameters()], group)
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer().div_(divisor))
         return done
@@ -128,34 +127,33 @@ def quantized_comm_hook(
 def all_reduce_gradient_states(
     gradients: Sequence[GradientState], wires: Sequence[WireFormat], group: Group
 ) -> None:
-    """Put the sum over ranks in place of gradients at rest; those that are empty here count as zeros.
+    """Replace gradients at rest by their sums over ranks; one that is empty on a rank counts as zeros.
 
-    Where a gradient lies in the numbers that it travels in, the codes of the sum become its codes as they
-    are.
+    Where a gradient rests and travels in the same format, the codes of the sum become its codes.
     """
-    everything = [_numbers(g) for g in gradients]
+    values = [_values(g) for g in gradients]
     narrow = [i for i, wire in enumerate(wires) if wire.is_narrow]
     wide = [i for i, wire in enumerate(wires) if not wire.is_narrow]
-    all_reduce([everything[i] for i in wide], [wires[i] for i in wide], group)
+    all_reduce([values[i] for i in wide], [wires[i] for i in wide], group)
     for i in wide:
-        gradients[i].write(everything[i])
-    sums = all_reduce_quantized([everything[i] for i in narrow], [wires[i] for i in narrow], group)
+        gradients[i].write(values[i])
+    sums = all_reduce_quantized([values[i] for i in narrow], [wires[i] for i in narrow], group)
     for i, total in zip(narrow, sums, strict=True):
         _store(gradients[i], total)
     for gradient in gradients:
         gradient.is_empty = False
-    # What is learnt of them is then the same on all ranks.
+    # With the same overflow rates all ranks choose the same pre-scaling factors.
     all_reduce_max_([g.prescale.tensors["overflowed"] for g in gradients if g.prescale is not None], group)
 
 
-def _numbers(gradient: GradientState) -> torch.Tensor:
+def _values(gradient: GradientState) -> torch.Tensor:
     if gradient.is_empty:
         return torch.zeros(gradient.shape, device=gradient.device)
     return gradient.read().clone()
 
 
 def _store(gradient: GradientState, total: QuantizedSum) -> None:
-    """A sum off the wire into a gradient at rest."""
+    """Store a sum in a gradient at rest."""
     cast = gradient.cast
     same = cast.element == total.element and cast.block is None and not cast.codebook
     if not (same and cast.is_scaled == (total.scale is not None)):
@@ -167,17 +165,17 @@ def _store(gradient: GradientState, total: QuantizedSum) -> None:
         gradient.tensors["scales"].copy_(total.scale)
 
 
-def _own_parameters(module: torch.nn.Module) -> list[DTensor]:
-    """The parameters that one FSDP module shards, in its order: children first, no FSDP modules within."""
-    found: dict[DTensor, None] = {}
+def _unit_parameters(module: torch.nn.Module) -> list[DTensor]:
+    """The parameters that one FSDP module shards, in its order: children first, no nested modules."""
+    parameters: dict[DTensor, None] = {}
 
-    def walk(part: torch.nn.Module) -> None:
-        for child in part.children():
+    def walk(submodule: torch.nn.Module) -> None:
+        for child in submodule.children():
             if not isinstance(child, FSDPModule):
                 walk(child)
-        for p in part.parameters(recurse=False):
+        for p in submodule.parameters(recurse=False):
             if isinstance(p, DTensor):
-                found[p] = None
+                parameters[p] = None
 
     walk(module)
-    return list(found)
+    return list(parameters)

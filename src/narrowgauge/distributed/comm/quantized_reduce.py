@@ -3,10 +3,10 @@
     reduce_scatter    a buffer (ranks, shard) -> this rank's row of the sum               FSDP
     all_reduce        a list of tensors -> every sum, on all ranks                        DDP
 
-Each tensor has a format of its own (`WireFormat`). Narrow ones travel in one all-to-all of bytes for the
-whole bucket and are added in the order of a ring (`ring_reduce.py`), under scales that one all-reduce agreed
-on (`shared_scales.py`); fp32 ones travel by torch's own collectives. The all-reduce of narrow numbers is a
-reduce-scatter and an all-gather of the sums, in the same numbers.
+Each tensor has its `WireFormat`. Narrow ones travel in one all-to-all of bytes for the full bucket, and are
+added in the order of a ring (`ring_reduce.py`), under scales that all ranks share (`shared_scales.py`). fp32
+ones travel by torch's collectives. The all-reduce of narrow numbers is a reduce-scatter and an all-gather of
+the sums, in the same format.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 class QuantizedSum(NamedTuple):
-    """A sum as it comes off the wire: uint8 codes and their 0-dim scale, or bf16 or fp16 values and None."""
+    """A sum as it travels: uint8 codes and their 0-dim scale, or bf16 or fp16 values and None."""
 
     numbers: torch.Tensor
     scale: torch.Tensor | None
@@ -49,8 +49,7 @@ def reduce_scatter(
     """This rank's shard of the sum over ranks, (S,), float32.
 
     Args:
-        flat_RS: float32 (ranks, S); row r is what rank r will hold the sum of, the shards of all tensors one
-            after the other.
+        flat_RS: float32 (ranks, S); row r has this rank's terms of rank r's sums, the tensors concatenated.
         widths: elements of each tensor in a row; their sum is S.
         wires: the format of each tensor.
         group: the ranks.

@@ -1,4 +1,4 @@
-"""What each launcher tells a process, in variables of its own.
+"""Reads the environment variables in which each launcher describes a process.
 
     torchrun       RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE
     Open MPI       OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK, _LOCAL_SIZE
@@ -7,9 +7,9 @@
     PMIx           PMIX_RANK, and no size
     srun           SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_NODEID
 
-They nest: mpirun inside a Slurm job leaves Slurm's variables set, but only its own describe this process,
-so the first launcher in the order above decides. The shell of a Slurm batch script looks like task 0 of its
-job, but has no `SLURM_STEP_ID`, which only processes that srun started have.
+Launchers nest. Inside a Slurm job mpirun leaves Slurm's variables set, but only those of mpirun describe this
+process: the first launcher in the order above decides. The shell of a Slurm batch script has the variables of
+task 0 of its job, but no `SLURM_STEP_ID`, which only processes that srun started have.
 
 Sources: https://docs.pytorch.org/docs/stable/elastic/run.html ("Environment Variables"),
 https://docs.open-mpi.org/en/main/tuning-apps/environment-var.html, https://slurm.schedmd.com/srun.html.
@@ -28,7 +28,7 @@ class NotStartedBySrun(UserError):
 
 @dataclass(frozen=True, slots=True)
 class LaunchInfo:
-    """The facts about this process in one launcher's variables."""
+    """A process as its launcher's variables describe it."""
 
     launcher: str
     rank: int
@@ -51,7 +51,7 @@ def number(environ: Mapping[str, str], *names: str) -> int | None:
 
 
 def launch_info(environ: Mapping[str, str]) -> LaunchInfo:
-    """The facts about this process from its launcher; without a launcher it is the only process."""
+    """The description of this process by its launcher; without a launcher it is the only process."""
     alone = LaunchInfo("none", 0, 1, 0, 1, 0, 1)
     outer = _from_mpi(environ) or _from_slurm(environ)
     if environ.get("RANK") or environ.get("WORLD_SIZE"):
@@ -67,9 +67,9 @@ def launch_info(environ: Mapping[str, str]) -> LaunchInfo:
 def _from_torchrun(environ: Mapping[str, str], outer: LaunchInfo) -> LaunchInfo:
     rank, size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
     if rank is None or size is None:
-        have, lack = ("RANK", "WORLD_SIZE") if size is None else ("WORLD_SIZE", "RANK")
+        given, missing = ("RANK", "WORLD_SIZE") if size is None else ("WORLD_SIZE", "RANK")
         raise UserError(
-            f"{have} is set but {lack} is not; set both, or neither and start by torchrun or srun"
+            f"{given} is set but {missing} is not; set both, or neither and start by torchrun or srun"
         )
     same = outer if (outer.rank, outer.size) == (rank, size) else None
     local_rank = number(environ, "LOCAL_RANK")
@@ -95,7 +95,7 @@ def _from_torchrun(environ: Mapping[str, str], outer: LaunchInfo) -> LaunchInfo:
 
 
 def _from_mpi(environ: Mapping[str, str]) -> LaunchInfo | None:
-    """Open MPI; then Hydra (MPICH, Intel MPI) and Cray's PALS, unless srun speaks for them."""
+    """Open MPI; then Hydra (MPICH, Intel MPI) and Cray's PALS, unless srun started the process."""
     launcher, prefix = "mpirun", "OMPI_COMM_WORLD"
     if not environ.get("OMPI_COMM_WORLD_RANK"):
         if environ.get("SLURM_PROCID") and not environ.get("MPI_LOCALRANKID"):
@@ -104,11 +104,13 @@ def _from_mpi(environ: Mapping[str, str]) -> LaunchInfo | None:
     rank, size = number(environ, f"{prefix}_RANK"), number(environ, f"{prefix}_SIZE")
     if rank is None or size is None:
         return None
-    here = number(environ, f"{prefix}_LOCAL_RANK", "MPI_LOCALRANKID")
-    count = max(1, number(environ, f"{prefix}_LOCAL_SIZE", "MPI_LOCALNRANKS") or size)
-    # MPI names no node: ranks are taken to fill one node after the other, as they do by default.
-    local_rank = rank % count if here is None else here
-    return LaunchInfo(launcher, rank, size, local_rank, count, rank // count, -(-size // count))
+    local_rank = number(environ, f"{prefix}_LOCAL_RANK", "MPI_LOCALRANKID")
+    local_size = max(1, number(environ, f"{prefix}_LOCAL_SIZE", "MPI_LOCALNRANKS") or size)
+    # MPI does not give the node: assume that ranks fill one node after the other, as they do by default.
+    local_rank = rank % local_size if local_rank is None else local_rank
+    return LaunchInfo(
+        launcher, rank, size, local_rank, local_size, rank // local_size, -(-size // local_size)
+    )
 
 
 def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
@@ -128,55 +130,51 @@ def _from_slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
     )
 
 
-def refuse_separate_worlds(environ: Mapping[str, str], place: LaunchInfo) -> None:
-    """Refuse processes of which several were started, and each would train alone.
-
-    Args:
-        environ: the variables of the process.
-        place: what `launch_info` made of them.
+def refuse_separate_worlds(environ: Mapping[str, str], info: LaunchInfo) -> None:
+    """Refuse several processes that would each train alone; `info` is the `launch_info` of `environ`.
 
     Raises:
-        NotStartedBySrun: the shell of a batch script was to be one of the tasks of its job.
-        UserError: several processes were started, and none knows of the others.
+        NotStartedBySrun: this is the shell of a batch script, whose job has several tasks.
+        UserError: the launcher started more processes than the world has.
     """
     outer = _from_mpi(environ) or _from_slurm(environ)
     in_step = bool(environ.get("SLURM_STEP_ID"))
     batch_shell = environ.get("ENVIRONMENT") == "BATCH" and not in_step
-    if place.launcher == "srun" and place.size > 1 and batch_shell:
+    if info.launcher == "srun" and info.size > 1 and batch_shell:
         raise NotStartedBySrun(
-            f"the Slurm job has {place.size} tasks, but this process was started by its script without srun "
+            f"the Slurm job has {info.size} tasks, but this process was started by its script without srun "
             "and would wait for the others; write srun before the command"
         )
-    by_mpi = place.launcher in ("mpirun", "mpiexec")
+    by_mpi = info.launcher in ("mpirun", "mpiexec")
     step = _from_slurm(environ) if by_mpi and in_step else None
-    if step and place.size == 1 and step.size > step.nodes:  # mpirun has srun start one daemon a node
+    if step and info.size == 1 and step.size > step.nodes:  # mpirun has srun start one daemon a node
         raise UserError(
-            f"srun started {step.size} processes, but {place.launcher} tells each that it is alone; start "
-            f"them by srun or by {place.launcher}, not by one inside of the other"
+            f"srun started {step.size} processes, but {info.launcher} tells each that it is alone; start "
+            f"them by srun or by {info.launcher}, not by one inside of the other"
         )
-    if place.launcher != "torchrun":
+    if info.launcher != "torchrun":
         return
     if environ.get("TORCHELASTIC_RUN_ID"):
-        if outer and outer.size > place.nodes and (in_step or outer.launcher != "srun"):
+        if outer and outer.size > info.nodes and (in_step or outer.launcher != "srun"):
             raise UserError(
                 f"{outer.launcher} started torchrun {outer.size} times, but each is a world of "
-                f"{place.nodes} node(s); start it once a node, with --nnodes {outer.nodes}, --node-rank and "
+                f"{info.nodes} node(s); start it once a node, with --nnodes {outer.nodes}, --node-rank and "
                 "--master-addr, or let srun start the processes without torchrun"
             )
         return
     tasks = outer.size if outer else number(environ, "SLURM_NTASKS") or 1
-    if tasks not in (1, place.size):
+    if tasks not in (1, info.size):
         name = outer.launcher if outer else "Slurm"
         raise UserError(
-            f"{name} started {tasks} processes, but WORLD_SIZE={place.size} is set, so that they would be no "
+            f"{name} started {tasks} processes, but WORLD_SIZE={info.size} is set, so that they would be no "
             "world of their own size; unset RANK, WORLD_SIZE and LOCAL_RANK"
         )
 
 
 def reports_for_all(environ: Mapping[str, str]) -> bool:
-    """Whether this process prints an error that all of them have, before they have joined a group.
+    """Whether this process prints an error that all processes have before they have joined a group.
 
-    A process without a rank in its environment prints it: a sentence printed twice is better than none.
+    A process without a rank in its environment prints it: twice is better than never.
     """
     ranks = ["OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"]
     if environ.get("TORCHELASTIC_RUN_ID"):

@@ -1,7 +1,7 @@
-"""Slurm's short forms, in full: lists of hosts, tasks of each node, and a port that all ranks agree on.
+"""Expands Slurm's lists of hosts and of tasks of each node, and derives a port from the job's number.
 
-Slurm writes `frontier[00123-00125,00200]` for four hosts and `8(x3),4` for the tasks of four nodes. Both are
-read here without asking Slurm, so that a process needs nothing but its environment.
+Slurm writes `frontier[00123-00125,00200]` for four hosts and `8(x3),4` for the tasks of four nodes. Slurm
+itself is not called: a process needs nothing but its environment.
 
 Source: https://slurm.schedmd.com/srun.html, section OUTPUT ENVIRONMENT VARIABLES.
 """
@@ -50,7 +50,7 @@ def _expand(name: str) -> Iterator[str]:
 
 
 def tasks_of_nodes(text: str) -> list[int]:
-    """How many tasks each node has.
+    """The number of tasks of each node.
 
     >>> tasks_of_nodes("8(x3),4")
     [8, 8, 8, 4]
@@ -71,5 +71,5 @@ def tasks_of_nodes(text: str) -> list[int]:
 
 
 def port_of(job: int, step: int = 0) -> int:
-    """A port that all ranks of a job find without talking; another one for another step of the job."""
+    """A port that all ranks of a job compute alike; a different one for each step of the job."""
     return _FIRST_PORT + (job + 1009 * step) % _PORTS

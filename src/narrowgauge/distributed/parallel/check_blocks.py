@@ -1,4 +1,4 @@
-"""Does sharding divide a block of numbers over ranks? Checked before anything is made: no tensor is.
+"""Checks that sharding divides no block of numbers over ranks, before any tensor is made.
 
 Blocks are laid on the global tensors, and a rank has to hold blocks of a fixed size in full; otherwise
 `TensorShard.reduce_amax` would refuse in the middle of a step. Legend: M tokens, N outputs, K inputs.
@@ -77,14 +77,7 @@ class ShardedDimension:
 def check_blocks(
     model: ModelConfig, recipe: Recipe, sequence_length: int, sequences: int, parallel_dims: ParallelDims
 ) -> None:
-    """Refuse degrees of parallelism that divide blocks of a recipe's casts.
-
-    Args:
-        model: the model's dimensions.
-        recipe: its casts.
-        sequence_length: tokens of a sequence.
-        sequences: number of sequences of a micro-batch.
-        parallel_dims: the degrees of parallelism.
+    """Refuse degrees of parallelism that divide blocks of a recipe's casts; `sequences` are of a micro-batch.
 
     Raises:
         UserError: a block would be divided; names place, layer and mesh axis.
@@ -97,7 +90,7 @@ def check_blocks(
         for place, cast in _operands(of_layer):
             _check(cast, [dimensions[d] for d in DIMENSIONS[place]], f"{place} of {name}")
         weight = [dimensions["N"].under_fsdp(dims), dimensions["K"]]
-        is_shared = block is None and model.tied_head  # its state is then that of the embedding: wide
+        is_shared = block is None and model.tied_head  # a tied head has the wide state of the embedding
         for place in () if is_shared else WEIGHT_STATE:
             _check(of_layer.state[place], weight, f"{place} of {name}")
         _check_moments(recipe, weight, name)
@@ -144,7 +137,7 @@ def _full(size: int, what: str) -> ShardedDimension:
 
 
 def _operands(recipe: Recipe) -> Iterator[tuple[str, Cast]]:
-    """The places of a layer and the casts that they ever have."""
+    """The places of a layer, and all casts that the recipe gives them in some step."""
     for casts in (recipe.casts, *(rule.casts for rule in recipe.rules)):
         yield from casts.items()
     if isinstance(recipe.saved, Cast):

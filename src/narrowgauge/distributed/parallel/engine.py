@@ -1,10 +1,8 @@
-"""The part of an optimizer step in which ranks take part, but for the update: forward, backward, reductions.
+"""The collective part of an optimizer step, without the update: forward, backward, reductions.
 
-Where gradients are summed:
-
-    over `data`       by DDP or FSDP2, during the backward pass
-    over `tensor`     here, for weights that each of its processes has in full: they saw different tokens
-    histories         largest magnitudes of delayed scales, all layers in one collective
+gradients over `data`      summed by DDP or FSDP2, during the backward pass
+gradients over `tensor`    summed here for replicated weights, as the ranks of `tensor` see other tokens
+amax histories             reduced here, all layers in one collective
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowgauge.collectives import all_reduce_flat, all_reduce_max_, all_reduce_values, gather_objects
 from narrowgauge.data import Batch
 from narrowgauge.distributed.comm.grad_hooks import all_reduce_gradient_states, wire_formats
+from narrowgauge.distributed.fsdp import renew_gather_scales
 from narrowgauge.distributed.mesh import Mesh, ParallelDims
-from narrowgauge.distributed.parallel.fsdp import renew_gather_scales
 from narrowgauge.distributed.parallel.pipeline_schedule import Pipeline
-from narrowgauge.distributed.parallel.pipeline_stage import MicroBatch, StageInput
+from narrowgauge.distributed.pipeline_stage import MicroBatch, StageInput
 from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.distributed.simulate.fake_pipeline import FakePipeline
 from narrowgauge.models import Transformer
@@ -41,14 +39,7 @@ class Engine:
     def __init__(
         self, model: Transformer, mesh: Mesh, device: torch.device, modules: Sequence[Callable[..., Any]]
     ) -> None:
-        """Take over what `parallelize` made.
-
-        Args:
-            model: this process's shards of the model.
-            mesh: the processes.
-            device: what this process computes on.
-            modules: the result of `parallelize`, or one function that computes the loss.
-        """
+        """Take the `modules` that `parallelize` made, or one function that computes the loss."""
         self.model, self.mesh, self.device, self.modules = model, mesh, device, list(modules)
         self.pipeline: Pipeline | FakePipeline | None = None
         if isinstance(mesh, FakeMesh) and mesh.parallel_dims.stages > 1:
@@ -58,7 +49,7 @@ class Engine:
 
     @classmethod
     def alone(cls, model: Transformer) -> "Engine":
-        """The engine of a model that is all in this process."""
+        """The engine of a model that is on one process."""
         device = next(model.parameters()).device
         return cls(model, Mesh(ParallelDims(), device), device, [model.loss])
 
@@ -78,13 +69,13 @@ class Engine:
         """Forward and backward pass of this process's micro-batches.
 
         Args:
-            micro_batches: those of the step.
+            micro_batches: the micro-batches of the step.
             begin: `begin(i)` is called before the forward pass of the i-th.
-            scale: makes of a loss what its backward pass starts from.
-            after_forward: is called with each loss between its forward and its backward pass.
+            scale: maps a loss to the value that the backward pass starts from.
+            after_forward: is called with each weighted loss, after its forward pass; not in a pipeline.
 
         Returns:
-            The sum of their weighted losses, 0-dim.
+            The sum of the weighted losses, 0-dim.
         """
         total = self._zero()
         if self.pipeline is not None:
@@ -101,7 +92,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        """This process's term of the mean loss of a batch; the sum is over `sequence` and stages."""
+        """This process's term of the mean loss of a batch; the mean is the sum over `sequence` and stages."""
         if self.pipeline is not None:
             micro_batches = [MicroBatch(0, batch, 1.0)]
             stage_input = StageInput(micro_batches, lambda i: None, lambda loss: loss, self._zero())
@@ -141,13 +132,13 @@ class Engine:
 
     @torch.no_grad()
     def finish_backward(self) -> None:
-        """Do the reductions that neither DDP nor FSDP does."""
+        """Reduce the gradients and amax histories that neither DDP nor FSDP reduces."""
         if self.mesh.is_alone:
             return
         self._reduce_gradient_states()
         if self.mesh.size("tensor") > 1:
-            full = (p.grad for p in self._replicated_over_tensor())
-            all_reduce_flat([local_tensor(g) for g in full if g is not None], self.mesh.group("tensor"))
+            gradients = (p.grad for p in self._replicated_over_tensor())
+            all_reduce_flat([local_tensor(g) for g in gradients if g is not None], self.mesh.group("tensor"))
         if self.mesh.first_last_group is not None and self.model.config.tied_head:
             gradient = self.model.embedding.weight.grad
             all_reduce_flat([] if gradient is None else [local_tensor(gradient)], self.mesh.first_last_group)
@@ -156,8 +147,7 @@ class Engine:
             all_reduce_max_(amaxes, self.mesh.group("stage"))
 
     def _reduce_gradient_states(self) -> None:
-        """Sum gradients that lie in narrow numbers: over `tensor` where each process has the full weight, and
-        over `data` where FSDP does not."""
+        """Sum gradients at rest: replicated ones over `tensor`, and over `data` all that FSDP does not."""
         wires = wire_formats(self.model)
         narrow = {p: g for p in self.model.parameters() if (g := state_of(p).gradient) is not None}
         for axis in ("tensor",) if self.mesh.parallel_dims.is_sharded else ("data", "tensor"):
@@ -167,7 +157,7 @@ class Engine:
                 all_reduce_gradient_states([narrow[p] for p in reduced], [wires[p] for p in reduced], group)
 
     def after_update(self) -> None:
-        """Renew the scales with which weights travel, once the weights have changed."""
+        """Compute new scales for the gathers, once the weights have changed."""
         if self.mesh.parallel_dims.is_sharded:
             renew_gather_scales(self.model)
 
@@ -199,8 +189,8 @@ class Engine:
         return gather_objects(value, None if self.mesh.is_alone else dist.group.WORLD)
 
     def all_reduce_overflow(self, scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-        """Let all processes know where one found a gradient that is not finite, so that loss scales stay
-        equal."""
+        """Set the overflow flags on all processes if one has a gradient that is not finite: so loss scales
+        stay equal."""
         if not self.mesh.is_alone:
             for flag in overflow_flags(scaler, optimizer).values():
                 dist.all_reduce(flag, dist.ReduceOp.MAX)

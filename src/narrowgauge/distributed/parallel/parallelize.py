@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.collectives import comm_tag
 from narrowgauge.distributed.comm.grad_hooks import quantize_fsdp_reduce, quantized_comm_hook, wire_formats
+from narrowgauge.distributed.fsdp import fsdp_shard, quantized_fsdp
 from narrowgauge.distributed.mesh import Mesh
-from narrowgauge.distributed.parallel.fsdp import quantized_fsdp
-from narrowgauge.distributed.parallel.pipeline_stage import Stage, keep_stages, stages_of
 from narrowgauge.distributed.parallel.tensor_parallel import shard_blocks
+from narrowgauge.distributed.pipeline_stage import Stage, keep_stages, stages_of
 from narrowgauge.distributed.simulate.fake_fsdp import fake_fully_shard
 from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.models import ModelConfig, Transformer, starting_values
@@ -56,8 +56,6 @@ class ModelSpec:
     """A model, the recipe that it computes under, and everything else that its forward pass depends on.
 
     Attributes:
-        model: the dimensions.
-        recipe: the recipe.
         seed: the seed of the starting weights.
         backend: whether narrow GEMMs run natively: "auto", "native" or "emulated".
         recompute: one of how many blocks recomputes its activations in the backward pass; 0: none does.
@@ -73,12 +71,7 @@ class ModelSpec:
 
 
 def parallelize(spec: ModelSpec, mesh: Mesh, device: torch.device) -> tuple[Transformer, list[nn.Module]]:
-    """Make this process's shards of a model.
-
-    Args:
-        spec: the model.
-        mesh: the processes.
-        device: what this process computes on; the meta device for a model without numbers.
+    """Make this process's shards of a model; on the meta device a model without numbers.
 
     Returns:
         The model, and the modules that compute with it: one `Objective`, or the `Stage`s of this process in a
@@ -88,7 +81,7 @@ def parallelize(spec: ModelSpec, mesh: Mesh, device: torch.device) -> tuple[Tran
         model = Transformer(spec.model, DTYPES[spec.recipe.compute])
     model.recompute, model.chunked_loss = spec.recompute, spec.chunked_loss
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    # Without numbers there is no device that could have the formats; with them, each layer looks again.
+    # The meta device supports no format; each layer chooses its backend again when it gets its weights.
     convert(model, spec.recipe, backend="emulated" if spec.backend == "emulated" else "auto")
     keep_stages(model, mesh)
     shard_blocks(model, mesh)
@@ -101,8 +94,8 @@ def parallelize(spec: ModelSpec, mesh: Mesh, device: torch.device) -> tuple[Tran
         for module in modules:
             _apply_fsdp(module, mesh)
         for name, p in model.named_parameters():
-            if state_of(p).shard is None:  # weights of linear layers have theirs (`fsdp.py`)
-                ensure_state(p).shard = _fsdp_shard(shards[name], mesh)
+            if state_of(p).shard is None:  # `quantized_fsdp` has set that of linear layers
+                ensure_state(p).shard = fsdp_shard(shards[name], mesh)
         for module in modules:
             quantize_fsdp_reduce(module)
     elif mesh.size("data") > 1:
@@ -156,7 +149,7 @@ def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _bind_layers(block: nn.Module) -> None:
-    """Let the layers of a block take over their parameters."""
+    """Make the layers of a block use their new parameters."""
     for layer in block.modules():
         if isinstance(layer, Linear):
             layer.set_weights(layer.weight, layer.bias)
@@ -177,17 +170,11 @@ def _apply_fsdp(module: nn.Module, mesh: Mesh) -> None:
     module.set_force_sum_reduction_for_comms(True)
 
 
-def _fsdp_shard(shard: TensorShard, mesh: Mesh) -> TensorShard:
-    """This rank's shard under FSDP of what it would have without."""
-    first, *others = shard.axes
-    return TensorShard((first.chunk(mesh.index("fsdp"), mesh.size("fsdp"), mesh.group("fsdp")), *others))
-
-
 def _apply_ddp(objective: nn.Module, mesh: Mesh) -> DistributedDataParallel:
     """Sum gradients over `data`; each process keeps full weights."""
     group = mesh.group("data")
-    # Buffers say which sequences a process has: each process has other ones. Gradients that lie in narrow
-    # numbers are outside of autograd: the engine sums them.
+    # Buffers hold the numbers of a process's sequences, which differ between processes. Gradients at rest are
+    # outside of autograd: the engine sums them.
     ignored = [name for name, _ in objective.named_buffers()]
     ignored += [name for name, p in objective.named_parameters() if state_of(p).gradient is not None]
     ignore_in_ddp(objective, ignored)
@@ -219,7 +206,7 @@ def _sum_simulated(
     group: dist.ProcessGroup,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> torch.futures.Future[torch.Tensor]:
-    """The same with torch's fake process group, whose work has no future."""
+    """The same sum with torch's fake process group, whose work has no future."""
     with comm_tag("reduce"):
         dist.all_reduce(bucket.buffer(), group=group)
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()

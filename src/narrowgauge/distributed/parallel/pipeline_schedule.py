@@ -9,7 +9,7 @@ from torch.distributed.pipelining.schedules import Schedule1F1B, ScheduleLoopedB
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed.mesh import Mesh
-from narrowgauge.distributed.parallel.pipeline_stage import Stage, StageInput
+from narrowgauge.distributed.pipeline_stage import Stage, StageInput
 from narrowgauge.models import Transformer
 
 
@@ -19,19 +19,12 @@ class Pipeline:
     def __init__(
         self, model: Transformer, modules: list[nn.Module], mesh: Mesh, device: torch.device
     ) -> None:
-        """Make a pipeline.
-
-        Args:
-            model: this process's layers.
-            modules: its stages in their order, wrapped by data parallelism or not.
-            mesh: the processes.
-            device: what this process computes on.
-        """
+        """Make a pipeline of this process's stages, `modules`, in their order; DDP or FSDP may wrap them."""
         self.model, self.modules, self.mesh, self.device = model, modules, mesh, device
         self._schedules: dict[tuple[Any, ...], Any] = {}
 
     def run(self, stage_input: StageInput, with_backward: bool) -> torch.Tensor:
-        """Forward and, if wanted, backward pass of all micro-batches.
+        """Run the forward and, if wanted, the backward passes of all micro-batches.
 
         Returns:
             The sum of the losses, 0-dim; 0 except on the last stage.
@@ -66,10 +59,10 @@ class Pipeline:
         return self._schedules[key]
 
     def _torch_stage(self, module: nn.Module, shape: tuple[int, ...]) -> PipelineStage:
-        """The stage as torch's schedules take it, with examples of its input and output."""
+        """Wrap a stage for torch's schedules, with examples of its input and output."""
         stage, (B, T) = _unwrapped(module), shape
         model = self.model
-        wide = torch.promote_types(torch.float32, model.compute_dtype)  # of the residual stream
+        wide = torch.promote_types(torch.float32, model.compute_dtype)  # dtype of the residual stream
         size = (B, T // model.share[1], model.config.dim)
         stream = torch.empty(size, dtype=wide, device="meta", requires_grad=True)
         ids = torch.empty(shape, dtype=torch.int64, device="meta")
@@ -91,5 +84,5 @@ def _unwrapped(module: nn.Module) -> Stage:
 
 
 def _first(loss_1: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-    """The loss from the last stage's output, which is the loss already."""
+    """The last stage's output is the loss already."""
     return loss_1[0]

@@ -4,13 +4,13 @@
     attention_out, down      columns over `tensor`; their products are summed over it
     everything else          replicated over `tensor`, whose processes have different tokens there
 
-Between the two kinds, tokens are sharded over `tensor` (sequence parallelism), and everywhere over `context`.
-A parameter's record (`quantization.ParamState.shard`) says where it lies in the full model's.
+Elsewhere tokens are sharded over `tensor` (sequence parallelism), and everywhere over `context`. The record
+of a parameter (`quantization.ParamState.shard`) has its position in the global tensor.
 
-DTensor's `parallelize_module` cannot say this. The rows of a fused qkv on one rank are three segments of the
+DTensor's `parallelize_module` cannot do this. The rows of a fused qkv on one rank are three segments of the
 global weight, of unequal lengths where heads share keys. A placement is one segment a rank and dimension;
-`_StridedShard`, which is private, is several of equal lengths; and no placement says which scales of blocks
-belong to them. `ShardAxis.segments` does. FSDP2 shards plain tensors as it shards any others.
+`_StridedShard`, which is private, is several of equal lengths; and no placement has the scales of blocks.
+`ShardAxis` has both. FSDP2 shards the local tensors further.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The processes of a run as a crew: they join, agree on what to do next, and end together.
+"""Joins the process group, takes decisions that all ranks share, and ends all ranks with the first failure.
 
     with init_process_group(world, device) as coordinator:
         for step in ...:
@@ -9,7 +9,7 @@
 Decisions are made from values that all ranks have alike, and never from what one of them saw: a signal that
 reached one rank only, a clock, a full disk. Flags travel together, in one small all-reduce a step.
 
-A run of one process joins nothing: no store, no group, no thread; the same calls return what they were given.
+A run of one process has no store, no group and no thread; the same calls return their arguments.
 """
 
 import json
@@ -54,8 +54,8 @@ _LINGER_S = 3.0  # how long a rank that keeps the store, or waits for a cause, s
 
 
 class Coordinator:
-    """What a rank has of the others; made by `init_process_group`. `control` is a gloo group (None for one
-    alone)."""
+    """A rank's connection to the others, made by `init_process_group`; `control` is a gloo group, or None for
+    one process."""
 
     def __init__(self, world: World, device: torch.device) -> None:
         self.world, self.device = world, device
@@ -66,21 +66,21 @@ class Coordinator:
 
     @property
     def rank(self) -> int:
-        """Of this process; 0 writes the run directory."""
+        """Rank of this process; rank 0 writes the run directory."""
         return self.world.rank
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return self.world.size
 
     def progress(self, place: str, patience: float = 1.0) -> None:
-        """This rank has come to `place`, such as "step 12"; all ranks come to the same places in order.
+        """Report that this rank is at `place`, such as "step 12"; all ranks come to the same places in order.
 
-        Coming nowhere for longer than the run's patience, times `patience` here, is a hang.
+        No progress for longer than the run's patience, times `patience`, is a hang.
         """
         if self.watchdog is not None:
-            self.watchdog.at(place, patience)
+            self.watchdog.progress(place, patience)
 
     def all_reduce_max(self, **flags: int) -> dict[str, int]:
         """The largest value of each flag over the ranks, which all give the same names, once a step."""
@@ -94,7 +94,7 @@ class Coordinator:
         return dict(zip(names, values.tolist(), strict=True))
 
     def barrier(self) -> None:
-        """Wait until all ranks are here."""
+        """Wait until all ranks have called this."""
         if self.control is not None:
             dist.barrier(group=self.control)
 
@@ -109,17 +109,20 @@ class Coordinator:
         dist.broadcast(data, 0, group=self.control)
         return json.loads(data.numpy().tobytes())
 
-    def record_failures_in(self, directory: Path, tell: Callable[[str], None]) -> None:
-        """Where stacks (hang/) and tracebacks (errors/) go, once the directory is this run's; `tell` gets the
-        cause of an end that rank 0 may not live to tell, on the rank that found it, in any thread."""
+    def record_failures_in(self, directory: Path, report_cause: Callable[[str], None]) -> None:
+        """Write stacks (hang/) and tracebacks (errors/) to a directory, which must be this run's.
+
+        `report_cause` is called with the cause of a failure that rank 0 may not survive to report: on the
+        rank that detected it, in any thread.
+        """
         if self.watchdog is not None:
-            self.watchdog.directory, self.watchdog.tell = directory, tell
+            self.watchdog.directory, self.watchdog.report_cause = directory, report_cause
 
     @contextmanager
     def first_failure(self) -> Iterator[None]:
-        """An error inside leaves as the first cause of the run's end: on the rank that has it, itself; on all
-        others, `StoppedByPeer`. `init_process_group` has one around everything; one further inside learns of
-        the cause before what is between them, such as the writing of the status."""
+        """Replace an error by the first cause of the run's end: the error itself on the rank that has it,
+        `StoppedByPeer` on all others. `init_process_group` enters one around everything; code that writes the
+        cause down, such as the status, enters another one further inside."""
         try:
             yield
         except (Preempted, StoppedByPeer):
@@ -135,47 +138,47 @@ class Coordinator:
     def _end(self, store: Store, error: BaseException) -> None:
         """Publish the error, and return if it is the cause; raise `StoppedByPeer` if it follows from
         another."""
-        watchdog, own = self.watchdog, failure_of(error, self.rank)
-        if watchdog is not None and watchdog.found_hang:
+        watchdog, local_failure = self.watchdog, failure_of(error, self.rank)
+        if watchdog is not None and watchdog.hang_detected:
             _wait_for_the_watchdog()
-        if own.code == EXIT_FAILED:
+        if local_failure.code == EXIT_FAILED:
             keep_traceback(error, self.rank, watchdog.directory if watchdog else None)
         try:
-            first = self._first_cause(store, error, own)
+            first = self._first_cause(store, error, local_failure)
             if first.hang:
                 _wait_for_the_watchdog()
             if watchdog is not None:
                 watchdog.stop()
-            leave(store)  # nobody looks into it here any more
+            leave(store)  # this rank reads it no more
         except (dist.DistError, RuntimeError):
             if not is_connection_error(error):
-                return  # nobody to tell it to
+                return  # no rank can read it
             first = store_gone(self.world)
         if first.rank == 0 and first.reporter == self.rank and watchdog is not None:
-            watchdog.tell(first.as_seen_by_peers())  # rank 0 cannot
-        if first == own:
+            watchdog.report_cause(first.as_seen_by_peers())  # rank 0 is gone
+        if first == local_failure:
             error.add_note(f"rank {self.rank} of {self.size}")
             report_to_torchrun(error)
             return
-        time.sleep(1)  # the first one speaks first
-        speaks = first.is_reported_by(self.world) and first.sentence != own.sentence
-        raise StoppedByPeer(first.as_seen_by_peers(), first.code, speaks) from None
+        time.sleep(1)  # the rank with the cause prints it first
+        is_printed = first.is_reported_by(self.world) and first.sentence != local_failure.sentence
+        raise StoppedByPeer(first.as_seen_by_peers(), first.code, is_printed) from None
 
-    def _first_cause(self, store: Store, error: BaseException, own: Failure) -> Failure:
+    def _first_cause(self, store: Store, error: BaseException, local_failure: Failure) -> Failure:
         if not is_connection_error(error):
-            return own.publish(store)
-        heard = self.watchdog.end if self.watchdog is not None else None
-        if (end := heard or await_failure(store, _LINGER_S)) is not None:
+            return local_failure.publish(store)
+        reported = self.watchdog.end if self.watchdog is not None else None
+        if (end := reported or await_failure(store, _LINGER_S)) is not None:
             return end
-        if self.watchdog is not None and (silent := self.watchdog.silent_ranks()):
-            names = ", ".join(name_of(store, rank) for rank in silent[:8])
-            sentence = f"{names} gave no sign of life; was it killed?"
-            return Failure(silent[0], EXIT_FAILED, sentence, reporter=self.rank).publish(store)
-        return own.publish(store)
+        if self.watchdog is not None and (missing := self.watchdog.ranks_without_heartbeat()):
+            names = ", ".join(name_of(store, rank) for rank in missing[:8])
+            sentence = f"{names} stopped sending heartbeats; was it killed?"
+            return Failure(missing[0], EXIT_FAILED, sentence, reporter=self.rank).publish(store)
+        return local_failure.publish(store)
 
 
 def _wait_for_the_watchdog() -> NoReturn:
-    """It has found a hang, and ends this process when it has written why."""
+    """Wait for the watchdog, which has detected a hang, to end this process."""
     while True:
         time.sleep(60)
 
@@ -188,27 +191,26 @@ def init_process_group(
     rendezvous_s: float = RENDEZVOUS_S,
     environ: Mapping[str, str] = os.environ,
 ) -> Iterator[Coordinator]:
-    """The crew of all processes of a world, for the length of a `with`.
-
-    Inside, torch's default process group exists (gloo, with NCCL for a GPU), and `coordinator.control`.
+    """Make the coordinator of a world, torch's default process group (gloo, with NCCL for a GPU) and
+    `coordinator.control`; they end with the `with` block.
 
     Args:
-        world: of `world_from`.
-        device: what this rank computes on.
+        world: the result of `world_from`.
+        device: the device of this rank.
         hang_s: seconds without progress that are a hang; 0: none is.
-        meet_s: seconds to wait for the other ranks at the start.
-        environ: tells whether torchrun keeps the store.
+        rendezvous_s: seconds to wait for the other ranks at the start.
+        environ: the environment, which shows whether torchrun keeps the store.
 
     Raises:
-        UserError: the ranks cannot meet; says who is missing or what is in the way.
-        Stopped: another rank is the cause of the end.
+        UserError: the ranks cannot connect; names the missing ranks or the obstacle.
+        StoppedByPeer: another rank is the cause of the end.
     """
     coordinator = Coordinator(world, device)
     if world.size == 1:
         yield coordinator
         return
-    keeps = hosts_store(world, environ)
-    store = open_store(world, environ, rendezvous_s, keep=keeps)
+    hosts = hosts_store(world, environ)
+    store = open_store(world, environ, rendezvous_s, keep=hosts)
     coordinator._store = store
     try:
         with coordinator.first_failure():
@@ -219,21 +221,21 @@ def init_process_group(
             preempted = None
             try:
                 yield coordinator
-            except Preempted as stop:  # by all of them together: an end as good as any
+            except Preempted as stop:  # all ranks stop together, as at the normal end
                 preempted = stop
             coordinator.watchdog.stop()
-            coordinator.barrier()  # nobody looks into the store any more
+            coordinator.barrier()  # from here no rank reads the store
         dist.destroy_process_group()
         if preempted is not None:
             raise preempted
     except Preempted:
         raise
     except BaseException:
-        if dist.is_initialized() and device.type == "cpu":  # with NCCL it could wait for what never comes
+        if dist.is_initialized() and device.type == "cpu":  # with NCCL it could wait for ever
             coordinator.control = None
-            dist.destroy_process_group()  # the others have waited long enough
-        if keeps:
-            await_leavers(store, _LINGER_S)  # the others still have to read why
+            dist.destroy_process_group()  # ends the waiting of the others
+        if hosts:
+            await_leavers(store, _LINGER_S)  # the others still have to read the cause
         raise
     finally:
         if coordinator.watchdog is not None:

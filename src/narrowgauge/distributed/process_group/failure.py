@@ -1,8 +1,8 @@
-"""One rank fails, and all the others fail because of it: which of their errors is the one to read?
+"""Reports the first failure of a run, when one rank fails and all the others fail because of it.
 
-The first. A rank that fails writes why into the store before it lets go of the others. Theirs are then
-errors of the connection; whoever meets such an error looks into the store, and ends with the first cause
-instead of its own. A process that was killed could not write: it is told by its silence (`watchdog`).
+A rank that fails publishes the cause in the store before its connections close. The others then see
+connection errors. A rank that sees one reads the first failure from the store, and raises that instead. A
+killed rank leaves no record; the watchdog detects it by its missing heartbeat.
 """
 
 import json
@@ -24,7 +24,7 @@ from narrowgauge.signals import StoppedEarly
 EXIT_FAILED, EXIT_USAGE, EXIT_PREEMPTED = 1, 2, 75
 _KEY = "end"
 
-# How PyTorch's collectives and stores tell that a peer is gone, where the error's class does not.
+# Words in PyTorch's errors that a peer is gone, where the error's class does not show it.
 _CONNECTION_WORDS = (
     "gloo",
     "nccl",
@@ -36,20 +36,20 @@ _CONNECTION_WORDS = (
 
 
 class PeerGone(RuntimeError):
-    """There is no use in waiting for the other ranks: one of them has ended the run."""
+    """Another rank has ended the run, so that waiting for the others is useless."""
 
 
 class StoppedByPeer(Exception):
-    """This rank ends because of another one, with its exit code; only where it `speaks` is that printed."""
+    """This rank ends because of another one, with its exit code; prints the sentence if `is_printed`."""
 
-    def __init__(self, sentence: str, code: int, speaks: bool) -> None:
+    def __init__(self, sentence: str, code: int, is_printed: bool) -> None:
         super().__init__(sentence)
-        self.code, self.speaks = code, speaks
+        self.code, self.is_printed = code, is_printed
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a run ends, as the first rank that knew has written it: `reporter`, where it is not the cause."""
+    """The cause of a run's end; `reporter` is the rank that published it, if not the failed `rank`."""
 
     rank: int
     code: int
@@ -58,12 +58,12 @@ class Failure:
     hang: bool = False
 
     def publish(self, store: Store) -> "Failure":
-        """Write it if it is the first; returns the first."""
+        """Publish this failure if it is the first; returns the first."""
         return Failure._read(store.compare_set(_KEY, "", json.dumps(asdict(self))))
 
     @staticmethod
     def find(store: Store) -> "Failure | None":
-        """The one that was written."""
+        """The published failure."""
         return Failure._read(store.get(_KEY)) if store.check([_KEY]) else None
 
     @staticmethod
@@ -71,23 +71,23 @@ class Failure:
         return Failure(**json.loads(value))
 
     def is_reported_by(self, world: World) -> bool:
-        """Whether a rank that is not the cause prints it: a line for each node, and of who found it out."""
+        """Whether a rank that is not the cause prints it: the first of each node, and the reporter."""
         return self.code == EXIT_FAILED and (world.local_rank == 0 or world.rank == self.reporter)
 
     def as_seen_by_peers(self) -> str:
-        """What the other ranks say."""
+        """The sentence of the other ranks."""
         return f"stopped, because rank {self.rank} failed: {self.sentence}"
 
 
 def store_gone(world: World) -> Failure:
-    """What a rank has to say that finds no store any more; rank 0 of the first node may not speak for it."""
+    """The failure of a rank that cannot reach the store; rank 0, the likely cause, may not report it."""
     where = f"{world.master_addr}:{world.master_port}"
     reporter = world.rank if world.local_rank == 1 else -1
     return Failure(0, EXIT_FAILED, f"it or its launcher is gone from {where}", reporter)
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
-    """What a rank has to say about its error."""
+    """The failure that a rank publishes for its error."""
     if isinstance(error, StoppedEarly):
         return Failure(rank, EXIT_PREEMPTED, f"stopped by {error}")
     if isinstance(error, UserError):
@@ -98,7 +98,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
 
 
 def is_connection_error(error: BaseException) -> bool:
-    """Whether an error, or one that led to it, says that other ranks cannot be reached."""
+    """Whether an error, or one that led to it, means that other ranks cannot be reached."""
     seen: BaseException | None = error
     while seen is not None:
         text = str(seen).lower() if isinstance(seen, RuntimeError) else ""
@@ -109,7 +109,7 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def await_failure(store: Store, seconds: float) -> Failure | None:
-    """The end that some rank is about to write, if it does so in time."""
+    """The failure that some rank publishes within `seconds`."""
     deadline = time.monotonic() + seconds
     while (end := Failure.find(store)) is None and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -117,13 +117,13 @@ def await_failure(store: Store, seconds: float) -> Failure | None:
 
 
 def report_to_torchrun(error: BaseException) -> None:
-    """Leave the first cause where torchrun looks for what it prints last."""
+    """Record the first cause in the file from which torchrun prints its summary."""
     if isinstance(error, Exception) and os.environ.get("TORCHELASTIC_ERROR_FILE"):
         get_error_handler().record_exception(error)
 
 
 def keep_traceback(error: BaseException, rank: int, directory: Path | None) -> None:
-    """Leave an error's traceback in DIRECTORY/errors/rank-N.txt."""
+    """Write an error's traceback to DIRECTORY/errors/rank-N.txt."""
     if directory is None:
         return
     text = "".join(traceback.format_exception(error))
@@ -132,4 +132,4 @@ def keep_traceback(error: BaseException, rank: int, directory: Path | None) -> N
         folder.mkdir(exist_ok=True)
         (folder / f"rank-{rank}.txt").write_text(f"{datetime.now():%F %T}, process {os.getpid()}\n{text}")
     except OSError:
-        pass  # a disk that is full or gone may well be the error; it is told without the file too
+        pass  # a full or lost disk may be the error itself, which is reported without the file too

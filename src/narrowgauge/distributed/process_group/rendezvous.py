@@ -1,8 +1,8 @@
-"""Where do the processes of a run find each other, and who is missing?
+"""Connects the processes of a run, and names those that are missing.
 
 They meet in a store of keys and values (PyTorch's `TCPStore`). torchrun keeps one in its own process; else
-rank 0 keeps it, at the address and port of its `World`. Each process writes there who it is and waits until
-all have; only then are process groups made, which would wait for a missing rank without naming it.
+rank 0 keeps it, at the address and port of its `World`. Each process registers there and waits for the
+others. Only then are process groups made, which would wait for a missing rank without naming it.
 """
 
 import json
@@ -22,7 +22,8 @@ from narrowgauge.distributed.launch.world import World
 from narrowgauge.distributed.process_group.failure import Failure, PeerGone
 from narrowgauge.errors import UserError
 
-RENDEZVOUS = "NARROWGAUGE_MEETING"  # in the environment: a name for each of several runs of one launcher
+# In the environment: a name for each of several runs of one launcher. The second is the variable's old name.
+RENDEZVOUS, _FORMER = "NARROWGAUGE_RENDEZVOUS", "NARROWGAUGE_MEETING"
 _POLL_S = 0.1
 NEVER = timedelta(days=30)
 
@@ -33,15 +34,16 @@ def hosts_store(world: World, environ: Mapping[str, str]) -> bool:
 
 
 def open_store(world: World, environ: Mapping[str, str], timeout_s: float, keep: bool = False) -> Store:
-    """A connection of its own to the store, which this process begins to `keep` if it shall.
+    """A new connection to the store; with `keep` this process also starts the store.
 
-    Raises `UserError` where its port is taken, its host has no such name, or nobody answers in time.
+    Raises:
+        UserError: the port is taken, the host's name is unknown, or no store answers in time.
     """
     where = f"{world.master_addr}:{world.master_port}"
     if not keep:
         _wait_until_open(world, timeout_s)
     answer: Future[Store] = Future()
-    # in a thread, because what listens there may take the question and never answer
+    # in a thread, because another program may listen there and never answer
     threading.Thread(target=_connect, args=(world, keep, timeout_s, answer), daemon=True).start()
     try:
         store = answer.result(timeout_s)
@@ -56,7 +58,8 @@ def open_store(world: World, environ: Mapping[str, str], timeout_s: float, keep:
             f"something else than rank 0 of this run answers at {where}; set MASTER_PORT to a free port"
         ) from error
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"narrowgauge/{attempt}/{environ.get(RENDEZVOUS, '')}", store)
+    name = environ.get(RENDEZVOUS, environ.get(_FORMER, ""))
+    return PrefixStore(f"narrowgauge/{attempt}/{name}", store)
 
 
 def _connect(world: World, keep: bool, timeout_s: float, answer: "Future[Store]") -> None:
@@ -69,7 +72,7 @@ def _connect(world: World, keep: bool, timeout_s: float, answer: "Future[Store]"
 
 
 def _wait_until_open(world: World, timeout_s: float) -> None:
-    """Until somebody listens; without PyTorch, whose own waiting cannot be interrupted and is loud."""
+    """Wait until the port is open. PyTorch's waiting cannot be interrupted, and prints warnings."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -88,22 +91,23 @@ def _wait_until_open(world: World, timeout_s: float) -> None:
 
 
 def register(store: Store, world: World, timeout_s: float) -> None:
-    """Say who this process is, and wait until all have.
+    """Register this process in the store, and wait until all have.
 
-    Raises `UserError` that names the ranks that are missing, a rank that came twice, or sizes that differ.
+    Raises:
+        UserError: ranks are missing, a rank is registered twice, or sizes differ; names them.
     """
     size = store.compare_set("size", "", str(world.size)).decode()
     if size != str(world.size):
         raise UserError(
-            f"rank {world.rank} believes in {world.size} processes and another one in {size}; start all of "
-            "them with the same WORLD_SIZE"
+            f"rank {world.rank} was started as one of {world.size} processes, and another as one of {size}; "
+            "start all of them with the same WORLD_SIZE"
         )
-    me = json.dumps(f"process {os.getpid()} on host {socket.gethostname()}")
-    there = store.compare_set(f"here/{world.rank}", "", me).decode()
-    if there != me:
+    local = json.dumps(f"process {os.getpid()} on host {socket.gethostname()}")
+    registered = store.compare_set(f"here/{world.rank}", "", local).decode()
+    if registered != local:
         raise UserError(
-            f"rank {world.rank} is there already, as {json.loads(there)}; give each process a RANK of its "
-            "own, and each job a MASTER_PORT of its own"
+            f"rank {world.rank} has joined already, as {json.loads(registered)}; give each process a RANK of "
+            "its own, and each job a MASTER_PORT of its own"
         )
     arrived = store.add("arrived", 1)
     deadline = time.monotonic() + timeout_s
@@ -111,25 +115,25 @@ def register(store: Store, world: World, timeout_s: float) -> None:
         if time.monotonic() > deadline:
             raise UserError(_missing(store, world, timeout_s))
         if Failure.find(store) is not None:
-            raise PeerGone("another rank has ended the run while this one waited for all to come")
+            raise PeerGone("another rank has ended the run while this one waited for the others")
         time.sleep(_POLL_S)
         arrived = store.add("arrived", 0)
 
 
 def leave(store: Store) -> None:
-    """Say that this process needs the store no more."""
+    """Record that this process reads the store no more."""
     store.add("left", 1)
 
 
 def await_leavers(store: Store, seconds: float) -> None:
-    """Wait until all that arrived have left, but not for long: some may have been killed."""
+    """Wait until all registered processes have left, but at most `seconds`: some may have been killed."""
     deadline = time.monotonic() + seconds
     while store.add("left", 0) < store.add("arrived", 0) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 
 def name_of(store: Store, rank: int) -> str:
-    """A rank with its process and host, if it has ever been there."""
+    """A rank with its process and host, if it was ever registered."""
     known = store.check([f"here/{rank}"])
     return f"rank {rank} ({json.loads(store.get(f'here/{rank}'))})" if known else f"rank {rank}"
 
@@ -145,10 +149,13 @@ def _missing(store: Store, world: World, timeout_s: float) -> str:
 
 
 def make_groups(world: World, device: torch.device, store: Store, hang_s: float) -> dist.ProcessGroup:
-    """Make the default group, whose timeout comes after the watchdog's; returns one of gloo for control,
-    which waits for ever: rank 0 may prepare the data for hours.
+    """Make the default group, whose timeout is longer than the watchdog's, and one of gloo for control.
 
-    Raises `UserError` where the ranks, which have met in the store, do not reach each other.
+    Returns:
+        The control group. It waits for ever, because rank 0 may prepare the data for hours.
+
+    Raises:
+        UserError: the ranks are registered in the store, but cannot connect to each other.
     """
     timeout = timedelta(seconds=4 * hang_s + 60) if hang_s else NEVER
     on_gpu = device.type == "cuda"

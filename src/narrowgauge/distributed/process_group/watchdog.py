@@ -1,19 +1,18 @@
-"""A run that waits for ever is ended, with the stacks of all ranks and the name of the one it waited for.
+"""Ends a run that hangs, with the stacks of all ranks and the name of the rank that the others wait for.
 
-The main thread of a rank tells its watchdog where it is (`at`): each step, each save. The watchdog is a
-thread with a connection of its own to the store, so that it works while the main thread is stuck in a
-collective. Every half second, a beat, it
+The main thread of a rank reports its progress to the watchdog: each step, each save. The watchdog is a thread
+with a connection of its own to the store, so that it works while the main thread is stuck in a collective.
+Every half second it
 
-- publishes its beat, and where the main thread is;
-- looks whether some rank has ended the run (`ending.Failure`), and if this rank cannot, because it waits for
-    one
-  that is gone, ends it too;
-- counts the beats since the main thread came somewhere. After too many it ends the run for all: every rank
-  writes the stacks of its threads to RUN/hang/rank-N.txt, and the first one says who did not arrive. A rank
-  whose own beat has stopped is silent: its process was stopped or killed, or its machine is gone.
+- publishes a heartbeat: a count, and how far the main thread is;
+- reads whether some rank has ended the run (`failure.Failure`), and ends this rank, too, if its main thread
+  cannot because it waits for a rank that is gone;
+- counts the heartbeats since the last progress. After too many it ends the run for all: every rank writes the
+  stacks of its threads to RUN/hang/rank-N.txt, and the first one says which ranks are late. A rank without
+  a heartbeat was stopped or killed, or its machine is gone.
 
-Time is counted in beats, not by a clock: a job that its scheduler suspends does not beat either, and has not
-been hanging when it goes on.
+Time is counted in heartbeats, not by a clock: a job that its scheduler suspends sends none either, and is no
+hang when it goes on.
 """
 
 import faulthandler
@@ -34,63 +33,67 @@ from narrowgauge.distributed.launch.world import World
 from narrowgauge.distributed.process_group.failure import EXIT_FAILED, Failure, store_gone
 from narrowgauge.distributed.process_group.rendezvous import name_of
 
-BEAT_S = 0.5
-_SILENT_BEATS = 5  # a rank that beats less than once in so many of ours is silent
-_GRACE_BEATS = 20  # what a main thread gets to end by itself
+HEARTBEAT_S = 0.5
+_MISSED_HEARTBEATS = 5  # a rank that sends none in so many of ours is taken for gone
+_GRACE_HEARTBEATS = 20  # what a main thread gets to end by itself
 _REPORT = "report"
 
 T = TypeVar("T")
 
 
 class Watchdog:
-    """Watches the main thread of this rank, and what the others say; `patience_s` = 0 never calls it a hang.
+    """Watches the main thread of this rank, and the failures of others.
 
-    `directory` gets the stacks, and `tell` the cause, on the rank that found it; both are set when the run
-    directory is this run's.
+    Attributes:
+        patience_s: seconds without progress that are a hang; 0: none is.
+        directory: the run directory, for the stacks; None until it is this run's.
+        report_cause: is called with the cause of a hang, on the rank that detected it.
+        hang_detected: whether this rank knows of a hang.
+        end: the failure that another rank published.
     """
 
     def __init__(self, world: World, store: Store, patience_s: float) -> None:
         self.world, self.patience_s = world, patience_s
         self.directory: Path | None = None
-        self.tell: Callable[[str], None] = lambda sentence: None
-        self.found_hang = False
-        self.end: Failure | None = None  # what another rank has told
-        self._place, self._arrivals, self._patience = "the start", 0, 1.0
-        self._beats = self._quiet = 0
+        self.report_cause: Callable[[str], None] = lambda sentence: None
+        self.hang_detected = False
+        self.end: Failure | None = None
+        self._location, self._progress_count, self._patience = "the start", 0, 1.0
+        self._heartbeat_count = self._without_progress = 0
         self._done = threading.Event()
-        self._wire = _StoreClient(store)
+        self._store_client = _StoreClient(store)
         self._thread = threading.Thread(target=self._watch, name="narrowgauge-watchdog", daemon=True)
         self._thread.start()
 
-    def at(self, place: str, patience: float = 1.0) -> None:
-        """The main thread is at `place`, and may stay `patience` times as long as usual; all ranks come to
-        the same places in the same order."""
-        self._place, self._patience, self._quiet = place, patience, 0
-        self._arrivals += 1
+    def progress(self, place: str, patience: float = 1.0) -> None:
+        """Note that the main thread is at `place`, where it may stay `patience` times as long as usual; all
+        ranks come to the same places in the same order."""
+        self._location, self._patience, self._without_progress = place, patience, 0
+        self._progress_count += 1
 
     def stop(self) -> None:
-        """The main thread ends by itself from here."""
+        """Stop watching: the main thread ends by itself from here."""
         self._done.set()
         self._thread.join(timeout=5)
-        self._wire.close()
+        self._store_client.close()
 
-    def silent_ranks(self) -> list[int]:
-        """Those whose beat stands still; takes two seconds."""
-        before = self._pulses()
-        self._done.wait(_SILENT_BEATS * BEAT_S)
-        after = self._pulses()
+    def ranks_without_heartbeat(self) -> list[int]:
+        """The ranks whose heartbeat count stands still; takes two seconds."""
+        before = self._heartbeats()
+        self._done.wait(_MISSED_HEARTBEATS * HEARTBEAT_S)
+        after = self._heartbeats()
         return [r for r in range(self.world.size) if before[r][0] == after[r][0] and r != self.world.rank]
 
     def _watch(self) -> None:
-        beating = self._wire.ask(self._beat)
-        while not self._done.wait(BEAT_S):
-            self._quiet += 1
-            if self.patience_s and self._quiet * BEAT_S > self.patience_s * self._patience:
+        pending = self._store_client.ask(self._heartbeat)
+        while not self._done.wait(HEARTBEAT_S):
+            self._without_progress += 1
+            if self.patience_s and self._without_progress * HEARTBEAT_S > self.patience_s * self._patience:
                 self._end_hang()
-            if not beating.done():  # the store is slow, or the process that keeps it has stopped
+            if not pending.done():  # the store is slow, or the process that keeps it has stopped
                 continue
             try:
-                end = beating.result()
+                end = pending.result()
             except RuntimeError:
                 self._leave(store_gone(self.world))
                 return
@@ -100,17 +103,17 @@ class Watchdog:
                     self._follow_hang()
                 self._leave(end)
                 return
-            beating = self._wire.ask(self._beat)
+            pending = self._store_client.ask(self._heartbeat)
 
-    def _beat(self, store: Store) -> Failure | None:
-        self._beats += 1
-        pulse = [self._beats, self._arrivals, self._place]
-        store.set(f"pulse/{self.world.rank}", json.dumps(pulse))
+    def _heartbeat(self, store: Store) -> Failure | None:
+        self._heartbeat_count += 1
+        heartbeat = [self._heartbeat_count, self._progress_count, self._location]
+        store.set(f"heartbeat/{self.world.rank}", json.dumps(heartbeat))
         return Failure.find(store)
 
     def _leave(self, end: Failure) -> None:
         """End the process, unless its main thread does so in time."""
-        if not self._done.wait(_GRACE_BEATS * BEAT_S):
+        if not self._done.wait(_GRACE_HEARTBEATS * HEARTBEAT_S):
             self._exit(end.as_seen_by_peers() if end.is_reported_by(self.world) else "", end.code)
 
     def _exit(self, sentence: str, code: int = EXIT_FAILED) -> None:
@@ -119,13 +122,13 @@ class Watchdog:
         os._exit(code)  # the main thread may be in a place from which it never comes back
 
     def _end_hang(self) -> None:
-        """The main thread has been at one place for too long: end the run, and say who it waits for."""
-        self.found_hang = True
+        """End the run after too long a time without progress, and report which ranks are late."""
+        self.hang_detected = True
         self._dump_stacks()
         waited = f"nothing moved for {self.patience_s * self._patience:g} s"
         publish = Failure(self.world.rank, EXIT_FAILED, waited, hang=True).publish
         try:
-            first = self._wire.ask(publish).result(5)
+            first = self._store_client.ask(publish).result(5)
             if first.rank != self.world.rank:
                 self._follow_hang()
             sentence = f"{waited}: {self._who_is_late()}"
@@ -133,52 +136,52 @@ class Watchdog:
             sentence = f"{waited}: rank 0 or its launcher does not answer at {self.world.master_addr}"
         if self.directory is not None:
             sentence += f"; the stacks of the ranks are in {self.directory / 'hang'}"
-        self.tell(sentence)
-        self._wire.ask(lambda store: store.set(_REPORT, sentence))
+        self.report_cause(sentence)
+        self._store_client.ask(lambda store: store.set(_REPORT, sentence))
         self._exit(sentence)
 
     def _follow_hang(self) -> None:
-        """Another rank has found the hang: leave the stacks, and let that one speak first."""
-        if not self.found_hang:
-            self.found_hang = True
+        """Write the stacks after another rank detected a hang, wait for its report, and end this rank."""
+        if not self.hang_detected:
+            self.hang_detected = True
             self._dump_stacks()
         beats = 0
-        while beats < _GRACE_BEATS and not self._has_report():
+        while beats < _GRACE_HEARTBEATS and not self._has_report():
             beats += 1
-            threading.Event().wait(BEAT_S)
+            threading.Event().wait(HEARTBEAT_S)
         self._exit("")
 
     def _has_report(self) -> bool:
-        """Whether the cause is told; goes on beating, so that this rank is not found silent."""
+        """Whether the cause is published; sends a heartbeat, so that this rank is not taken for gone."""
         try:
-            self._wire.ask(self._beat)
-            return self._wire.ask(lambda store: store.check([_REPORT])).result(5)
+            self._store_client.ask(self._heartbeat)
+            return self._store_client.ask(lambda store: store.check([_REPORT])).result(5)
         except (TimeoutError, RuntimeError):
             return True
 
     def _who_is_late(self) -> str:
-        """The ranks that do not answer, else those that are behind, else where all of them are."""
-        silent = self.silent_ranks()
-        pulses = self._pulses()
-        furthest = max(arrivals for _, arrivals, _ in pulses)
-        late = silent or [r for r, (_, arrivals, _) in enumerate(pulses) if arrivals < furthest]
+        """The ranks without a heartbeat, else those that are behind, else where all of them are."""
+        missing = self.ranks_without_heartbeat()
+        heartbeats = self._heartbeats()
+        furthest = max(count for _, count, _ in heartbeats)
+        late = missing or [r for r, (_, count, _) in enumerate(heartbeats) if count < furthest]
         if not late:
-            return f"all {self.world.size} ranks are at {self._place}"
-        verb = "does not answer" if silent else "did not arrive"
-        names = [f"{self._name(r)} {verb}, and was last heard of at {pulses[r][2]}" for r in late[:8]]
+            return f"all {self.world.size} ranks are at {self._location}"
+        verb = "does not answer" if missing else "did not arrive"
+        names = [f"{self._name(r)} {verb}, and was last heard of at {heartbeats[r][2]}" for r in late[:8]]
         return ", ".join(names) + (f", and {len(late) - 8} more" if len(late) > 8 else "")
 
     def _name(self, rank: int) -> str:
-        return self._wire.ask(lambda store: name_of(store, rank)).result(5)
+        return self._store_client.ask(lambda store: name_of(store, rank)).result(5)
 
-    def _pulses(self) -> list[tuple[int, int, str]]:
-        """Beat, arrivals and place of every rank; zeros for one that has never beaten."""
+    def _heartbeats(self) -> list[tuple[int, int, str]]:
+        """(heartbeats, progress, place) of every rank; zeros for one without a heartbeat so far."""
 
         def read(store: Store) -> list[tuple[int, int, str]]:
-            keys = [f"pulse/{rank}" for rank in range(self.world.size)]
+            keys = [f"heartbeat/{rank}" for rank in range(self.world.size)]
             return [tuple(json.loads(store.get(k))) if store.check([k]) else (0, 0, "no place") for k in keys]
 
-        return self._wire.ask(read).result(10)
+        return self._store_client.ask(read).result(10)
 
     def _dump_stacks(self) -> None:
         """The stacks of all threads of this process, to RUN/hang/rank-N.txt or standard error."""
@@ -187,7 +190,7 @@ class Watchdog:
         writer.join(timeout=5)  # it may be the disk that hangs
 
     def _write_stacks(self) -> None:
-        place = f"rank {self.world.rank}, process {os.getpid()}, at {self._place}, {datetime.now():%F %T}"
+        place = f"rank {self.world.rank}, process {os.getpid()}, at {self._location}, {datetime.now():%F %T}"
         if self.directory is None:
             faulthandler.dump_traceback()
             return
@@ -202,15 +205,16 @@ class Watchdog:
 
 
 class _StoreClient:
-    """Asks the store in a thread of its own, because a store that does not answer holds who asks it."""
+    """Calls the store in a separate thread, because a store that does not answer blocks its caller."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._questions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._answer, name="narrowgauge-wire", daemon=True)
+        self._thread = threading.Thread(target=self._answer, name="narrowgauge-store", daemon=True)
         self._thread.start()
 
     def ask(self, question: Callable[[Store], T]) -> Future[T]:
+        """Put a call of the store into the queue."""
         future: Future[T] = Future()
 
         def answer() -> None:

@@ -3,10 +3,9 @@
     with fake_mesh(parallel_dims, rank) as mesh:
         Trainer.begin(config, torch.device("meta"), mesh)
 
-Collectives of a fake group return at once and leave their results as they are; on the meta device there are
-no numbers that could be wrong. So the code of a run on thousands of processes runs here, on one, with the
-shapes, the memory and the collectives (`byte_counter.py`) that each of them would have. FSDP does not take
-meta tensors; `fake_fsdp.py` does its part.
+Collectives of a fake group return at once and compute nothing; meta tensors have no values that could be
+wrong. So the code of a run on thousands of processes runs on one, with the shapes, the memory and the
+collectives (`byte_counter.py`) of one rank. FSDP does not take meta tensors; `fake_fsdp.py` simulates it.
 """
 
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from narrowgauge.torch_compat import register_fake_backend
 
 
 class FakeMesh(Mesh):
-    """The device mesh as one of its simulated ranks sees it."""
+    """The device mesh of a simulated rank."""
 
     def __init__(self, parallel_dims: ParallelDims, rank: int, device: torch.device) -> None:
         """Make the groups of this rank, and no others."""
@@ -61,11 +60,7 @@ class FakeMesh(Mesh):
 
 @contextmanager
 def fake_mesh(parallel_dims: ParallelDims, rank: int = 0) -> Iterator[Mesh]:
-    """The mesh of a simulated rank; for one process an ordinary mesh.
-
-    Args:
-        parallel_dims: the degrees of parallelism of the simulated run.
-        rank: which of its ranks.
+    """The mesh of rank `rank` of a simulated run; for one process an ordinary mesh.
 
     Raises:
         UserError: this process is in a process group already, which it would have to leave.
@@ -76,7 +71,7 @@ def fake_mesh(parallel_dims: ParallelDims, rank: int = 0) -> Iterator[Mesh]:
         return
     if dist.is_initialized():
         raise UserError(
-            "the memory of several processes is looked at before they meet, and these have met; "
+            "several processes can be simulated only outside of a process group, and this process is in one; "
             "use `narrowgauge plan` instead"
         )
     register_fake_backend()

@@ -1,9 +1,9 @@
 """Simulates one rank of a pipeline on meta tensors: 1F1B and interleaved 1F1B.
 
-Torch's schedules receive from their neighbours and read what came, which is impossible on the meta device.
-The order is theirs: a rank runs forward passes until the first loss could have come back to it, then one
-backward and one forward pass in turn, then the backward passes that are left (arXiv 2104.04473). The tensors
-that it holds meanwhile are those that a real run holds.
+Torch's schedules receive tensors from other ranks and read them, which is impossible on the meta device. The
+order is the same: forward passes until the first gradient could have come back, then one backward and one
+forward pass in turn, then the remaining backward passes (arXiv 2104.04473). So a rank holds the same tensors
+at the same time as in a real run.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from narrowgauge.collectives import comm_tag
 from narrowgauge.distributed.mesh import Mesh
-from narrowgauge.distributed.parallel.pipeline_stage import StageInput
+from narrowgauge.distributed.pipeline_stage import StageInput
 from narrowgauge.models import Transformer
 
 
@@ -26,7 +26,7 @@ class FakePipeline:
         self.live: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def run(self, stage_input: StageInput, with_backward: bool) -> torch.Tensor:
-        """Forward and backward pass of all micro-batches, as `Pipeline.run`; always with the backward one."""
+        """Run all micro-batches as `Pipeline.run` does, always with backward passes."""
         dims, count = self.mesh.parallel_dims, len(stage_input.micro_batches)
         for stage in (getattr(module, "module", module) for module in self.modules):
             stage.start(stage_input)
@@ -72,7 +72,7 @@ class FakePipeline:
 
 
 def _order(count: int, processes: int, chunks: int, backwards: bool) -> list[tuple[int, int]]:
-    """(chunk, micro-batch) one after the other: as many micro-batches as processes for each chunk in turn."""
+    """The order of (chunk, micro-batch): each chunk in turn runs one micro-batch for each process."""
     turn = list(range(chunks))[:: -1 if backwards else 1]
     groups = [range(at, min(at + processes, count)) for at in range(0, count, processes)]
     return [(chunk, i) for group in groups for chunk in turn for i in group]

@@ -1,15 +1,15 @@
-"""Layers whose weights FSDP cuts into shards, and the state of those weights with them.
+"""Lets FSDP shard layers whose weights rest or travel in narrow numbers, with the state of those weights.
 
-    with narrow_shards(block):
+    with quantized_fsdp(block):
         fully_shard(block, mesh=mesh)
     ...
     optimizer.step()
     renew_gather_scales(model)
 
-A weight at rest in narrow numbers, its master and its gradient become those of the shard, on whose `part` of
-the whole their scales are agreed (`quantization.part`); the weight's own bytes travel. A gradient at rest
-takes what FSDP has summed over the processes, after each backward pass that ends in a sum; those of a module
-that is cut as a whole are taken together, so that their scales are agreed on at once.
+FSDP shards the weight. The narrow weight, its master and its gradient are sharded here in the same way, with
+scales that all ranks share (`quantization.sharding`), and the bytes of the narrow weight travel. FSDP sums
+gradients over the ranks in float32; after each such sum they are added to the narrow gradients. One
+collective computes the scales of all gradients of a module.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,9 +19,10 @@ from functools import partial
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
+from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.formats import RandomStream
+from narrowgauge.nn.gathered_weight import PlaceholderShard, WeightGather, sync_scales
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.sharded.gathered_weight import PlaceholderShard, WeightGather, sync_scales
 from narrowgauge.nn.weight_state import make_weight_state
 from narrowgauge.quantization import (
     ParamState,
@@ -37,33 +38,34 @@ from narrowgauge.torch_compat import local_tensor
 
 @contextmanager
 def quantized_fsdp(module: torch.nn.Module) -> Iterator[None]:
-    """Let what is cut within travel and rest as recipes say: around `fully_shard` of this module.
+    """Surrounds `fully_shard` of a module: its weights rest and travel in the formats of their recipes.
 
     Every process enters it for the same modules in the same order.
     """
-    every = (m for m in module.modules() if isinstance(m, Linear))
-    whole = {layer: _detach_state(layer) for layer in every if not isinstance(layer.weight, DTensor)}
+    layers = (m for m in module.modules() if isinstance(m, Linear))
+    unsharded = {layer: _detach_state(layer) for layer in layers if not isinstance(layer.weight, DTensor)}
     yield
-    sums = GradCollector()
-    for layer, (state, part) in whole.items():
-        _attach_state(layer, state, part, sums)
+    collector = GradCollector()
+    for layer, (state, shard) in unsharded.items():
+        _attach_state(layer, state, shard, collector)
 
 
 def renew_gather_scales(model: torch.nn.Module) -> None:
-    """Agree on the scales of all weights that travel in scaled numbers: after each change of the weights.
+    """Compute the scales of all weights that travel in scaled numbers; needed after each change of a weight.
 
-    One all-reduce for all weights that the same processes hold; bit for bit what each layer would find.
+    One all-reduce serves all weights that the same processes hold. The scales are bit for bit those that each
+    layer would compute alone.
     """
-    model_group: dict[tuple[object, ...], list[WeightGather]] = {}
+    by_groups: dict[tuple[object, ...], list[WeightGather]] = {}
     for layer in model.modules():
         if isinstance(layer, Linear) and layer.gathering is not None and layer.gathering.needs_scale:
-            model_group.setdefault(tuple(layer.gathering.part.groups), []).append(layer.gathering)
-    for gatherings in model_group.values():
+            by_groups.setdefault(tuple(layer.gathering.shard.groups), []).append(layer.gathering)
+    for gatherings in by_groups.values():
         sync_scales(gatherings)
 
 
 def _detach_state(layer: Linear) -> tuple[ParamState | None, TensorShard]:
-    """Take the numbers of a narrow weight out of its parameter; (its record, its shard)."""
+    """Put a placeholder in place of a narrow weight; returns the weight's record and its shard."""
     weight, state = layer.weight, layer.state_at_rest
     shard = state_of(weight).shard or TensorShard(tuple(full_axis(n) for n in weight.shape))
     if state is not None and state.weight is not None:
@@ -74,36 +76,44 @@ def _detach_state(layer: Linear) -> tuple[ParamState | None, TensorShard]:
     return state, shard
 
 
-def _attach_state(layer: Linear, full: ParamState | None, shard: TensorShard, sums: "GradCollector") -> None:
-    """Give a layer whose weight has been cut its shard of everything."""
+def _attach_state(
+    layer: Linear, full: ParamState | None, shard: TensorShard, collector: "GradCollector"
+) -> None:
+    """Give a layer, whose weight FSDP has sharded, its shard of the full weight's record."""
     parameter = layer.weight
-    assert isinstance(parameter, DTensor), "narrow_shards is for modules that fully_shard cuts within"
-    own, rows = _cut(shard, parameter)
-    ensure_state(parameter).shard = own
+    assert isinstance(parameter, DTensor), "quantized_fsdp surrounds a call of fully_shard"
+    local_shard, rows = _shard_and_rows(shard, parameter)
+    ensure_state(parameter).shard = local_shard
     layer.is_sharded = True
     if full is not None:
         layer.state_at_rest = _shard_state(full, layer, rows)
-        sums.expect(layer)
+        collector.expect(layer)
     weight = state_of(parameter).weight
     if weight is not None or layer.recipe.gather.name != "fp32":
-        layer.gathering = WeightGather(layer.recipe.gather, parameter, weight, own)
+        layer.gathering = WeightGather(layer.recipe.gather, parameter, weight, local_shard)
 
 
-def _cut(part: TensorShard, parameter: DTensor) -> tuple[TensorShard, slice]:
-    """Where the shard lies in the whole of which the parameter is `part`, and its rows in the parameter."""
-    first, *others = part.axes
+def fsdp_shard(shard: TensorShard, mesh: Mesh) -> TensorShard:
+    """The shard that FSDP leaves to this rank of a tensor of which all ranks of `fsdp` hold `shard`."""
+    first, *others = shard.axes
+    return TensorShard((first.chunk(mesh.index("fsdp"), mesh.size("fsdp"), mesh.group("fsdp")), *others))
+
+
+def _shard_and_rows(shard: TensorShard, parameter: DTensor) -> tuple[TensorShard, slice]:
+    """The same of a parameter, by its placements on any mesh; and the local rows in the parameter."""
+    first, *others = shard.axes
     rows, mesh = slice(0, first.length), parameter.device_mesh
     for dim, placement in enumerate(parameter.placements):
         if isinstance(placement, Shard):
             rank, ranks = mesh.get_local_rank(dim), mesh.size(dim)
-            each = -(-first.length // ranks)
-            rows = slice(rank * each, (rank + 1) * each)
+            length = -(-first.length // ranks)
+            rows = slice(rank * length, (rank + 1) * length)
             first = first.chunk(rank, ranks, mesh.get_group(dim))
     return TensorShard((first, *others)), rows
 
 
 def _shard_state(full: ParamState, layer: Linear, rows: slice) -> ParamState:
-    """The record of a shard, bit for bit that of the full weight where its bytes can be cut."""
+    """The record of a shard: the full weight's bytes, but for scales of blocks of several rows, made anew."""
     recipe, stored = layer.recipe, full.master or full.weight
     parameter: torch.Tensor = layer.weight
     assert isinstance(parameter, DTensor)
@@ -118,21 +128,20 @@ def _shard_state(full: ParamState, layer: Linear, rows: slice) -> ParamState:
 
 def _copy_rows(to: QuantizedState, of: QuantizedState, rows: slice) -> None:
     for name, tensor in of.tensors.items():
-        here = tensor[rows] if tensor.ndim and len(tensor) == of.shape[0] else tensor
-        if here.shape == to.tensors[name].shape:  # blocks of several rows were laid on the shard
-            to.tensors[name].copy_(here)
+        local = tensor[rows] if tensor.ndim and len(tensor) == of.shape[0] else tensor
+        if local.shape == to.tensors[name].shape:  # not so for blocks of several rows, laid on the shard
+            to.tensors[name].copy_(local)
 
 
 class GradCollector:
-    """Gradients that FSDP sums together, and hands over one after the other: the last one takes them all."""
+    """Waits for all gradients that FSDP sums in one collective, then adds them to the narrow gradients."""
 
     def __init__(self) -> None:
-        """Of no layer yet."""
         self._layers: dict[Linear, torch.Tensor] = {}
         self._arrived: set[Linear] = set()
 
     def expect(self, layer: Linear) -> None:
-        """Take the sum of a layer's weight, too."""
+        """Wait for the gradient of this layer's weight, too."""
         self._layers[layer] = layer.weight
         layer.weight.register_post_accumulate_grad_hook(partial(self._arrive, layer))
 
@@ -145,14 +154,14 @@ class GradCollector:
 
 @torch.no_grad()
 def collect_grads(parameters: Mapping[Linear, torch.Tensor]) -> None:
-    """Add what FSDP has summed to the gradients at rest of these layers' shards, and forget it."""
+    """Add FSDP's sums (`parameter.grad`) to the narrow gradients of these layers, and free the sums."""
     gradients, tensors, streams = [], [], []
     for layer, parameter in parameters.items():
         state, total = layer.state_at_rest, parameter.grad
         assert state is not None
         assert state.gradient is not None
         assert total is not None
-        # The same on all copies of a shard, which meet other samples: sums are counted instead.
+        # Replicas of a shard see different samples but need the same random bits: these count sums instead.
         first = state.gradient.sums * parameter.numel()
         streams.append(None if layer.keys is None else RandomStream(layer.keys[-1], first))
         tensors.append(local_tensor(total).float())

@@ -1,16 +1,15 @@
-"""Weights that are cut over processes (FSDP2) and travel in narrow numbers: the place `gather`.
+"""Weights that FSDP2 shards and gathers in narrow numbers: the place `gather` of a recipe.
 
-FSDP asks a shard what to send (`fsdp_pre_all_gather`) and makes of what arrived the whole weight that a layer
-computes with (`fsdp_post_all_gather`). Two tensors stand there that look like float32, so that gradients are
-float32 whatever travels, and are none:
+FSDP calls two methods of a shard: `fsdp_pre_all_gather` returns what to send, and `fsdp_post_all_gather`
+makes the full weight from what arrived. Two tensor subclasses claim the dtype float32, so that gradients are
+float32 whatever travels, but hold no float32 numbers:
 
-    Hollow      the shard of a weight at rest in narrow numbers, which lie beside it (`nn.weight_state`)
-    Gathered    the whole weight: the codes or values that arrived, and their scale
+    PlaceholderShard    the shard of a weight whose narrow numbers are in its record (`nn.weight_state`)
+    GatheredWeight      the full weight: the codes or values that arrived, and their scale
 
-A weight that is fp32 at rest stays an ordinary shard, which is given the two methods. Its codes are those
-that the layer would make of the whole weight, as their one scale comes from the largest magnitude of all
-shards: `sync_scales` finds those of many layers in one all-reduce; a layer whose weight has changed since
-does so alone.
+A weight that is fp32 at rest stays an ordinary shard, with these two methods attached. Its codes are those of
+the full weight, because their one scale comes from the largest magnitude of all shards. `sync_scales`
+computes the scales of many layers in one all-reduce; a layer whose weight has changed since does so alone.
 """
 
 from collections.abc import Sequence
@@ -50,13 +49,13 @@ _VIEWS = {
 
 
 class GatheredWeight(torch.Tensor):
-    """A whole weight as it travelled, (N, K): looks like float32, so that its gradient is.
+    """A full weight (N, K) as it travelled; its dtype is float32, so that its gradient is float32.
 
     Attributes:
         numbers: uint8 codes, or values in bf16, fp16 or fp32; in memory that FSDP frees and fills again.
-        scale: 0-dim float32 that they are multiplied by, or None for 1.
-        cast: theirs.
-        is_operand: whether they are what products see, or a weight at rest of which products make that.
+        scale: 0-dim float32 factor of the numbers, or None for 1.
+        cast: the cast of the numbers.
+        is_operand: whether products take the numbers as they are; else they quantize the weight first.
     """
 
     numbers: torch.Tensor
@@ -70,7 +69,7 @@ class GatheredWeight(torch.Tensor):
     def __new__(
         cls, numbers: torch.Tensor, scale: torch.Tensor | None, cast: Cast, is_operand: bool
     ) -> "GatheredWeight":
-        """A tensor of the numbers' shape."""
+        """Make a tensor of the numbers' shape."""
         self = wrapper_subclass(cls, numbers.shape, numbers.stride(), torch.float32, numbers.device)
         self.numbers, self.scale, self.cast, self.is_operand = numbers, scale, cast, is_operand
         return self
@@ -79,14 +78,14 @@ class GatheredWeight(torch.Tensor):
         """Nothing more."""
 
     def wide(self) -> torch.Tensor:
-        """The weight: values where it needs no scale, else float32."""
+        """The weight's values: float32 where it has a scale, else the numbers themselves."""
         if self.numbers.dtype == torch.uint8:
             assert self.scale is not None
             return decode(self.numbers, self.cast.element) * self.scale
         return self.numbers if self.scale is None else self.numbers.float() * self.scale
 
     def operand(self, dtype: torch.dtype, native: bool) -> Operand | QuantizedOperand:
-        """What products see, contracting the last axis: as `emulate` or `quantize` would give it."""
+        """The operand of a product over the last axis, as `emulate` or (native) `quantize` would make it."""
         if self.scale is None:
             return Operand(self.numbers)
         if native:
@@ -97,10 +96,10 @@ class GatheredWeight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Views are of the numbers; anything else sees the weight in float32."""
+        """Apply a view to the numbers, and any other operation to the weight in float32."""
         first = args[0] if args else None
         if isinstance(first, GatheredWeight):
-            if func is aten.as_strided.default:  # FSDP's, which asks for the shape that it has
+            if func is aten.as_strided.default:  # FSDP calls it with the weight's own shape
                 assert (tuple(args[1]), tuple(args[2])) == (first.shape, first.stride())
                 return GatheredWeight(first.numbers, first.scale, first.cast, first.is_operand)
             if func in _VIEWS:
@@ -113,18 +112,18 @@ class GatheredWeight(torch.Tensor):
         return func(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Without looking at numbers, which may be freed."""
-        return f"Gathered({tuple(self.shape)}, {self.cast.name})"
+        """Shape and cast; the numbers may be freed."""
+        return f"GatheredWeight({tuple(self.shape)}, {self.cast.name})"
 
 
 class PlaceholderShard(torch.Tensor):
-    """Looks like a float32 tensor, and has no numbers: whatever is done with it gives such a one."""
+    """A float32 tensor without numbers: any operation on it returns another one."""
 
     __torch_function__ = disabled_torch_function
 
     @staticmethod
     def __new__(cls, shape: torch.Size, strides: Sequence[int], device: torch.device) -> "PlaceholderShard":
-        """Of a shape."""
+        """Make a placeholder of this shape."""
         return wrapper_subclass(cls, shape, strides, torch.float32, device)
 
     def __init__(self, *_: object) -> None:
@@ -144,19 +143,19 @@ class PlaceholderShard(torch.Tensor):
         device = named.get("device") or placeholder.device
         if "device" in named:
             named["device"] = torch.device("meta")
-        found = func(*metas, **named)
+        result = func(*metas, **named)
         if is_in_place(func):
             return args[0]
-        return tree_map_only(torch.Tensor, lambda x: PlaceholderShard(x.shape, x.stride(), device), found)
+        return tree_map_only(torch.Tensor, lambda x: PlaceholderShard(x.shape, x.stride(), device), result)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Its shape, which is all it has."""
-        return f"Hollow({tuple(self.shape)})"
+        """Shape, as there are no numbers."""
+        return f"PlaceholderShard({tuple(self.shape)})"
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor], Any]:
-        """What FSDP is to send, and what the receiver has to know."""
+        """The tensor that FSDP sends, and the metadata for `fsdp_post_all_gather`."""
         gathering: WeightGather = module.gathering
         return gathering.pre_all_gather(self, mesh, outer_size)
 
@@ -168,45 +167,47 @@ class PlaceholderShard(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """The whole weight of what arrived."""
+        """The full weight, made from the gathered numbers."""
         gathering, scale, rows = metadata
         return gathering.post_all_gather(outputs[0][:rows], scale, out)
 
 
 class WeightGather:
-    """How the weight of one layer travels.
+    """The all-gather of one layer's weight, in the numbers of a cast.
 
     Attributes:
-        parameter: the sharded one.
-        scale: 0-dim float32 (encode, decode), as last agreed on; `version` is that of the shard it is of.
+        parameter: the sharded parameter.
+        at_rest: the numbers of the shard, where the weight is narrow at rest.
+        shard: the position of the shard in the full weight, and the groups that hold the other shards.
+        scale: 0-dim float32 (encode, decode) of the last `sync_scales`.
+        version: version counter of the shard's tensor when `scale` was computed; -1 before.
     """
 
     def __init__(
-        self, cast: Cast, parameter: DTensor, at_rest: QuantizedState | None, part: TensorShard
+        self, cast: Cast, parameter: DTensor, at_rest: QuantizedState | None, shard: TensorShard
     ) -> None:
-        """In the numbers of a cast; `part` tells whose the other shards are."""
-        self.cast, self.parameter, self.at_rest, self.part = cast, parameter, at_rest, part
+        self.cast, self.parameter, self.at_rest, self.shard = cast, parameter, at_rest, shard
         self.scale: tuple[torch.Tensor, torch.Tensor] | None = None
         self.version = -1
-        shard = local_tensor(parameter)
-        if not isinstance(shard, PlaceholderShard):
-            attach_fsdp_extension(shard, PlaceholderShard)
+        tensor = local_tensor(parameter)
+        if not isinstance(tensor, PlaceholderShard):
+            attach_fsdp_extension(tensor, PlaceholderShard)
 
     @property
     def needs_scale(self) -> bool:
-        """Whether its scale depends on all shards: not that of a weight at rest, which lies beside it."""
+        """Whether the scale depends on all shards; a weight at rest has its scale stored."""
         return self.at_rest is None and self.cast.is_scaled
 
     def pre_all_gather(
         self, shard: torch.Tensor, mesh: DeviceMesh, size: torch.Size
     ) -> tuple[tuple[torch.Tensor], Any]:
-        """What a shard of a weight of `size` sends, filled up to the rows that all shards have."""
+        """The numbers that a shard of a weight of `size` sends, padded to the rows of the longest shard."""
         numbers, scale = self._numbers(shard)
         missing = -(-size[0] // mesh.size()) - len(numbers)
         return (pad(numbers, (0, 0, 0, missing)) if missing else numbers,), (self, scale, size[0])
 
     def _numbers(self, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(numbers, scale) in the shape of the shard."""
+        """The shard's numbers, in its shape, and their scale."""
         if self.at_rest is not None:
             if not self.cast.is_scaled and self.at_rest.cast.is_scaled:
                 return self.at_rest.read(), None
@@ -225,22 +226,22 @@ class WeightGather:
     def post_all_gather(
         self, numbers: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """A weight of what arrived, or what arrived into one."""
+        """The gathered weight; if `out` is given, its numbers and scale are replaced instead."""
         if out is None:
             return GatheredWeight(numbers, scale, self.cast, self.at_rest is None), ()
-        whole = local_tensor(out)
-        assert isinstance(whole, GatheredWeight)
-        whole.numbers, whole.scale = numbers, scale
+        weight = local_tensor(out)
+        assert isinstance(weight, GatheredWeight)
+        weight.numbers, weight.scale = numbers, scale
         return None
 
 
 @torch.no_grad()
 def sync_scales(gatherings: Sequence[WeightGather]) -> None:
-    """Take the scales of weights whose shards the same processes have, in one all-reduce."""
-    shards = [local_tensor(g.parameter) for g in gatherings]
-    amax = all_reduce_amax(shards, gatherings[0].part.groups)
-    for gathering, shard, largest in zip(gatherings, shards, amax, strict=True):
-        finite, cast = largest.isfinite(), gathering.cast
-        encode, decode = fp32_scale(torch.where(finite, largest, 0.0), cast.element, cast.power_of_two)
+    """Compute the scales of weights that the same processes shard, in one all-reduce."""
+    tensors = [local_tensor(g.parameter) for g in gatherings]
+    amaxes = all_reduce_amax(tensors, gatherings[0].shard.groups)
+    for gathering, tensor, amax in zip(gatherings, tensors, amaxes, strict=True):
+        finite, cast = amax.isfinite(), gathering.cast
+        encode, decode = fp32_scale(torch.where(finite, amax, 0.0), cast.element, cast.power_of_two)
         gathering.scale = encode, torch.where(finite, decode, torch.nan)
-        gathering.version = version_of(shard)
+        gathering.version = version_of(tensor)

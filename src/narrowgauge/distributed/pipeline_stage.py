@@ -1,9 +1,8 @@
-"""Pipeline parallelism: which layers does each process have?
+"""Pipeline parallelism: the stages of a model, and which of them this process has.
 
-The layers are divided into as many stages as there are processes in `pipeline`, times the chunks that each
-has; process p of P has the stages p, P + p, 2P + p ... (interleaved 1F1B, arXiv 2104.04473). The first stage
-has the embedding, the last the norm, the head and the loss. A tied head is an embedding that both have: each
-has its own copy, and their gradients are summed (`Engine`), so that the copies stay equal.
+Each process of `pipeline` has `chunks` stages: process p of P has the stages p, P + p, 2P + p ...
+(interleaved 1F1B, arXiv 2104.04473). The first stage has the embedding, the last the norm, the head and the
+loss. Both have a copy of a tied embedding; `Engine` sums the gradients of both, so that they stay equal.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from narrowgauge.models import Transformer
 
 
 class MicroBatch(NamedTuple):
-    """Some sequences of a step's batch, and the weight of their mean loss in the step's."""
+    """Some sequences of a step's batch, and the weight of their mean loss in the loss of the step."""
 
     first: int  # the number of the first sequence in the batch
     batch: Batch
@@ -29,12 +28,12 @@ class MicroBatch(NamedTuple):
 
 @dataclass
 class StageInput:
-    """What the stages of a process need in a step, besides the tensors that they send each other.
+    """Inputs of a process's stages in a step, besides the tensors that stages send each other.
 
     Attributes:
-        micro_batches: those of the step.
+        micro_batches: the micro-batches of the step.
         begin: `begin(i)` is called before each forward pass of the i-th micro-batch.
-        scale: makes of a loss what its backward pass starts from.
+        scale: maps a loss to the value that the backward pass starts from.
         total: 0-dim, the sum of the losses so far.
         current: the micro-batch that was begun last; -1 before the first.
     """
@@ -46,7 +45,7 @@ class StageInput:
     current: int = -1
 
     def enter(self, i: int) -> None:
-        """Make the i-th micro-batch the current one, wherever the last forward pass was."""
+        """Begin the i-th micro-batch, unless it is the current one."""
         if i != self.current:
             self.begin(i)
             self.current = i
@@ -83,8 +82,8 @@ def keep_stages(model: Transformer, mesh: Mesh) -> None:
 class Stage(nn.Module):
     """The layers of one stage: token ids or a residual stream in, a residual stream or the loss out.
 
-    Micro-batches come in their order, so the stage knows by counting which one it has. What it needs of it
-    besides its input is in `stage_input`.
+    Torch's schedules pass a stage only tensors. Micro-batches come in their order, so the stage counts them
+    and reads positions and targets from `stage_input`.
     """
 
     stage_input: StageInput
@@ -136,6 +135,6 @@ class Stage(nn.Module):
     def _run_block(
         self, i: int, block: nn.Module, *inputs: torch.Tensor | None, **options: Any
     ) -> torch.Tensor:
-        """One block for one micro-batch; where it is recomputed, later ones have been begun since."""
+        """Run one block for one micro-batch; a recomputation comes after later micro-batches have begun."""
         self.stage_input.enter(i)
         return block(*inputs, **options)

@@ -1,0 +1,67 @@
+"""The shard of a linear layer that this process computes, where several compute it together.
+
+    tokens     some tokens of every sequence (sequence and context parallel)
+    inputs     some columns of the weight: products are partial sums (row-wise tensor parallel)
+    outputs    some rows of the weight (column-wise tensor parallel)
+
+A layer needs this to lay blocks, scales and random bits on the global tensors. Two functions exchange tokens
+and sums with the other processes; they belong to the room `distributed`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from narrowgauge.quantization import ShardAxis, TensorShard, full_axis
+
+Exchange = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TokenShard:
+    """One of `count` equal shares of each sequence's tokens.
+
+    Attributes:
+        index: the number of the share.
+        count: the number of shares.
+        groups: the process groups that hold the other shares.
+    """
+
+    index: int
+    count: int
+    groups: tuple[dist.ProcessGroup, ...]
+
+    def axis(self, samples: int, local: int) -> ShardAxis:
+        """The axis of the tokens of `samples` concatenated sequences; `local` of each are on this rank."""
+        length = local * self.count
+        segments = tuple((b * length + self.index * local, local) for b in range(samples))
+        return ShardAxis(samples * length, segments, self.groups)
+
+
+@dataclass(frozen=True)
+class LinearShards:
+    """The sharding of one layer; None for a dimension that is not sharded.
+
+    Attributes:
+        tokens: the shard of the tokens.
+        inputs: the shard of the weight's columns.
+        outputs: the shard of the weight's rows.
+        before: makes the input of the products from the layer's input.
+        after: makes the layer's output, still without bias, from the result of the products.
+    """
+
+    tokens: TokenShard | None = None
+    inputs: ShardAxis | None = None
+    outputs: ShardAxis | None = None
+    before: Exchange | None = None
+    after: Exchange | None = None
+
+    def tensor_shards(self, samples: int, m: int, n: int, k: int) -> dict[str, TensorShard]:
+        """The shards of x (M, K), w (N, K) and dy (M, N), M tokens of `samples` sequences; without those
+        that are full."""
+        M = full_axis(m) if self.tokens is None else self.tokens.axis(samples, m // samples)
+        N, K = self.outputs or full_axis(n), self.inputs or full_axis(k)
+        shards = {"x": TensorShard((M, K)), "w": TensorShard((N, K)), "dy": TensorShard((M, N))}
+        return {name: shard for name, shard in shards.items() if not shard.is_full}

@@ -1,1 +1,0 @@
-"""How does a layer compute when several ranks hold its tensors?"""
