@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import RANDOM_BITS, ROUNDINGS, Format
-from narrowgauge.quantization.codebook import MAPS
 
 SCALES = ("none", "fp32", "e8m0", "e4m3")
 HISTORY_ALGORITHMS = ("max", "most_recent")
 E8M0_RULES = ("floor", "ceil", "even", "rceil")
+CODEBOOKS = ("dynamic", "dynamic-unsigned")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +102,7 @@ class Cast:
         e8m0_only = (
             f"a scale rule belongs to E8M0 scales only; name one of {', '.join(E8M0_RULES)} there, or none"
         )
-        maps = f"{' and '.join(MAPS)} are possible, with fp32 scales and the nearest number"
+        maps = f"{' and '.join(CODEBOOKS)} are possible, with fp32 scales and the nearest number"
         byte = "it needs codes of a byte under one fp32 scale a tensor, as e4m3 has"
         return [
             ("scale_rule", (self.scale == "e8m0") == bool(self.scale_rule), e8m0_only),
@@ -122,7 +122,7 @@ class Cast:
                 not self.expand or (fp32 and block),
                 "it needs fp32 scales of blocks, as fp8-1x128 has",
             ),
-            ("codebook", not self.codebook or (self.codebook in MAPS and is_plain), maps),
+            ("codebook", not self.codebook or (self.codebook in CODEBOOKS and is_plain), maps),
             ("split", not self.split or self.name == "bf16-split", "it belongs to cast 'bf16-split'"),
             ("prescale", not self.prescale or is_byte, byte),
         ]

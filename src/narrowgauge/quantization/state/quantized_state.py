@@ -26,10 +26,10 @@ from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream, decode, format, round_to, torch_dtype, unpack
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.codebook import from_codes, to_codes
 from narrowgauge.quantization.context import QuantContext
 from narrowgauge.quantization.quantize import QTensor, emulate, quantize_in_context
 from narrowgauge.quantization.sharding.shard import TensorShard
+from narrowgauge.quantization.state.codebook import from_codes, to_codes
 from narrowgauge.quantization.state.range_expansion import RangeExpansion, contract, expand, range_expansion
 
 _BLANK: dict[tuple[torch.Size, Cast], dict[str, tuple[torch.Size, torch.dtype]]] = {}
