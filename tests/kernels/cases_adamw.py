@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from narrowgauge.kernels.adamw import as_it_lies
+from narrowgauge.kernels.adamw import stored_tensors
 from narrowgauge.quantization import QuantizedState, make_cast
 
 E4M3 = {"cast": "e4m3", "power_of_two": True}
@@ -19,7 +19,8 @@ def run(w, g, m, v, beside=None, from_m=True):
 
     shape = torch.Size((512, 4096))
     states = [
-        None if c is None else as_it_lies(QuantizedState(shape, make_cast(c))) for c in (w, g, m, v, beside)
+        None if c is None else stored_tensors(QuantizedState(shape, make_cast(c)))
+        for c in (w, g, m, v, beside)
     ]
     launch(states[:4], states[4], FACTORS, from_m, KEYS)
 

@@ -32,8 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.kernels.activation import gelu, swiglu
-from narrowgauge.kernels.attention import fastest_first
-from narrowgauge.kernels.dispatch import is_slow
+from narrowgauge.kernels.dispatch import fastest_first, is_slow
 from narrowgauge.kernels.norm import add_norm, norm
 from narrowgauge.kernels.rotary import rotary
 from narrowgauge.models.config import ModelConfig
