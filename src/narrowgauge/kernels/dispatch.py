@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from narrowgauge.torch_compat import cpu_multiplies_bf16
+
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-
-from narrowgauge.torch_compat import cpu_multiplies_bf16
 
 
 @cache
