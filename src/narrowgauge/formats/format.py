@@ -23,7 +23,7 @@ from enum import Enum
 
 
 class Specials(Enum):
-    """Which codes of a format are not finite numbers."""
+    """The codes of a format that are not finite numbers."""
 
     IEEE = "the top exponent holds infinity (mantissa 0) and NaN"
     NAN_ONLY = "the code with all bits set is NaN; no infinity"

@@ -62,7 +62,7 @@ class GemmContext:
     observer: Observer | None = None
 
     def shard(self, place: str) -> TensorShard | None:
-        """Where the tensor of a place lies in the global one; None if all of it is here."""
+        """The shard that the tensor of a place is; None if this process holds all of it."""
         return self.shards.get(place.partition(".")[2])
 
     def shared(self, a: str, b: str) -> bool:

@@ -1,4 +1,4 @@
-"""Which number format is each tensor of a training step in? A `Recipe` says so, and is data.
+"""A recipe: the number format of each tensor of a training step, as data.
 
 A linear layer does three matrix multiplications a step, each with two operands. Legend: M tokens, K inputs,
 N outputs.

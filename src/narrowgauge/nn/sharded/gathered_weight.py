@@ -124,7 +124,7 @@ class PlaceholderShard(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape: torch.Size, strides: Sequence[int], device: torch.device) -> "PlaceholderShard":
-        """Of a shape."""
+        """A placeholder of a shape."""
         return wrapper_subclass(cls, shape, strides, torch.float32, device)
 
     def __init__(self, *_: object) -> None:

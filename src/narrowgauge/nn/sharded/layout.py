@@ -1,11 +1,11 @@
-"""What of a linear layer lies here, when several processes compute it together.
+"""The shards of a linear layer that several processes compute together.
 
     tokens     some tokens of every sequence (sequence and context parallel)
-    inputs     some columns of the weight: products are sums that lack the others' (row-wise tensor parallel)
+    inputs     some columns of the weight: products are partial sums (row-wise tensor parallel)
     outputs    some rows of the weight (column-wise tensor parallel)
 
-A layer needs this to lay blocks, scales and random bits on the global tensors. How tokens and sums travel is
-given to it as two functions, which belong to the room `distributed`.
+A layer needs this to lay blocks, scales and random bits on the global tensors. Two functions of the room
+`distributed` exchange tokens and sums.
 """
 
 from collections.abc import Callable
@@ -21,24 +21,25 @@ Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class TokenShard:
-    """Of each sequence's tokens those of one share of `count` equal ones, the groups holding the others."""
+    """Share `index` of `count` equal shares of each sequence's tokens; `groups` together hold all of them."""
 
     index: int
     count: int
     groups: tuple[dist.ProcessGroup, ...]
 
-    def axis(self, samples: int, here: int) -> ShardAxis:
-        """Of so many sequences one after the other, `here` tokens of each."""
-        each = here * self.count
-        segments = tuple((b * each + self.index * here, here) for b in range(samples))
-        return ShardAxis(samples * each, segments, self.groups)
+    def axis(self, samples: int, local: int) -> ShardAxis:
+        """The axis of `samples` sequences one after the other, with `local` local tokens of each."""
+        length = local * self.count
+        segments = tuple((b * length + self.index * local, local) for b in range(samples))
+        return ShardAxis(samples * length, segments, self.groups)
 
 
 @dataclass(frozen=True)
 class LinearShards:
-    """The division of one layer; None for what lies here whole.
+    """The division of one layer; None for what is not divided.
 
-    `before` makes of the input that of the products, `after` of their result the layer's, before a bias.
+    `before` turns the layer's input into that of the products, `after` turns their result into the layer's,
+    without the bias.
     """
 
     tokens: TokenShard | None = None
@@ -48,8 +49,8 @@ class LinearShards:
     after: Exchange | None = None
 
     def tensor_shards(self, samples: int, m: int, n: int, k: int) -> dict[str, TensorShard]:
-        """The parts of x (M, K), w (N, K) and dy (M, N), M tokens of `samples` sequences being here."""
+        """The shards of x (M, K), w (N, K) and dy (M, N), for M local tokens of `samples` sequences."""
         M = full_axis(m) if self.tokens is None else self.tokens.axis(samples, m // samples)
         N, K = self.outputs or full_axis(n), self.inputs or full_axis(k)
-        every = {"x": TensorShard((M, K)), "w": TensorShard((N, K)), "dy": TensorShard((M, N))}
-        return {name: part for name, part in every.items() if not part.is_full}
+        shards = {"x": TensorShard((M, K)), "w": TensorShard((N, K)), "dy": TensorShard((M, N))}
+        return {name: shard for name, shard in shards.items() if not shard.is_full}

@@ -1,4 +1,4 @@
-"""Where does a local tensor lie in the global one, when several ranks hold the tensor together?
+"""The position of a local tensor in the global one, when several ranks hold the tensor together.
 
 Blocks and scales are laid on the global tensor, so that sharding never changes a number. A rank needs little
 for that: the largest magnitude of a block that it shares with other ranks (one all-reduce with MAX), and the

@@ -95,7 +95,7 @@ def attach_state(p: torch.Tensor, state: ParamState) -> None:
 
 
 def shard_of(p: torch.Tensor) -> TensorShard | None:
-    """Where a parameter's local numbers lie in the full parameter; None where this process holds them all."""
+    """The shard that a parameter's local numbers are; None where this process holds the full parameter."""
     shard = state_of(p).shard
     return None if shard is None or shard.is_full else shard
 

@@ -97,7 +97,7 @@ class Prescaled(NamedTuple):
     shard: TensorShard | None = None
 
     def beyond(self, scale: torch.Tensor) -> torch.Tensor:
-        """Which elements overflow."""
+        """A mask of the elements that overflow."""
         return self.x.abs() * scale > self.cast.element.max
 
 
