@@ -125,6 +125,20 @@ class RandomStream:
         return _uniform(self.bits_at(index))
 
 
+# The source of random numbers in [0, 1); a tensor has one for each element.
+Randomness = torch.Generator | RandomStream | torch.Tensor | None
+RANDOM_BITS = 24  # of such a number, so that stochastic rounding is unbiased to float32's precision
+
+
+def uniform_for(x: torch.Tensor, source: Randomness) -> torch.Tensor:
+    """A random number in [0, 1) for each element of `x`; None is torch's default generator."""
+    if isinstance(source, RandomStream):
+        return source.uniform(x.shape)
+    if isinstance(source, torch.Tensor):
+        return source
+    return torch.rand(x.shape, generator=source, device=x.device)
+
+
 def _uniform(bits: torch.Tensor) -> torch.Tensor:
     return bits.bitwise_right_shift_(8).bitwise_and_(2**24 - 1).float().mul_(2.0**-24)
 

@@ -87,7 +87,7 @@ def adamw(
     g: QuantizedState | Tensor,
     m: QuantizedState,
     v: QuantizedState,
-    beside: QuantizedState | None,
+    weight: QuantizedState | None,
     factors: Factors,
     keys: Mapping[str, tuple[int, int]],
 ) -> None:
@@ -98,18 +98,18 @@ def adamw(
         g: The gradient.
         m: The first moment.
         v: The second moment.
-        beside: The weight if `w` is its master, else None.
+        weight: The weight if `w` is its master, else None.
         factors: The factors of this step.
-        keys: The key words (`formats.stream_key`) of the random bits of "w", "m", "v" and "beside", for those
+        keys: The key words (`formats.stream_key`) of the random bits of "w", "m", "v" and "weight", for those
             that are rounded with random bits.
     """
     from narrowgauge.kernels.triton.adamw import launch
 
-    other = None if beside is None else stored_tensors(beside)
-    key_words = [keys.get(place, (0, 0)) for place in ("w", "m", "v", "beside")]
+    other = None if weight is None else stored_tensors(weight)
+    key_words = [keys.get(place, (0, 0)) for place in ("w", "m", "v", "weight")]
     w_g_m_v = [stored_tensors(s) for s in (w, g, m, v)]
     launch(w_g_m_v, other, astuple(factors), factors.from_m, key_words)
-    for state in (w, m, v, beside):
+    for state in (w, m, v, weight):
         if state is not None:  # autograd does not see what a kernel writes
             written = [state] if isinstance(state, Tensor) else state.tensors.values()
             torch.autograd.graph.increment_version(written)

@@ -37,15 +37,15 @@ def adamw_fused(
     kept = state_of(p)
     w = kept.master or kept.weight or local_tensor(p)
     g = local_tensor(p.grad).contiguous() if kept.gradient is None and p.grad is not None else kept.gradient
-    m, v, beside = state["m"], state["v"], kept.weight if kept.master else None
-    if shard_of(p) is not None or not kernels.takes(w, g, m, v, beside):
+    m, v, weight = state["m"], state["v"], kept.weight if kept.master else None
+    if shard_of(p) is not None or not kernels.takes(w, g, m, v, weight):
         return False
     assert g is not None
-    places = {"w": "master" if kept.master else "weight", "m": "m", "v": "v", "beside": "weight"}
-    written = {"w": w, "m": m, "v": v, "beside": beside}
+    places = {"w": "master" if kept.master else "weight", "m": "m", "v": "v", "weight": "weight"}
+    written = {"w": w, "m": m, "v": v, "weight": weight}
     random = [k for k, to in written.items() if isinstance(to, QuantizedState) and is_random(to)]
     keys = {name: key_of(places[name]) for name in random}
-    kernels.adamw(w, g, m, v, beside, kernels.Factors.of(options, step), keys)
+    kernels.adamw(w, g, m, v, weight, kernels.Factors.of(options, step), keys)
     state["step"].add_(1)
     return True
 

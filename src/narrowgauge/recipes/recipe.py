@@ -16,22 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from narrowgauge.errors import unknown
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.places import (
-    COMPUTE,
     FP32,
     GEMM_PLACES,
-    STATE_PLACES,
     WIDE_STATE,
-    WIRE_PLACES,
-    cast_in,
-    casts_from,
-    offload_from,
+    recipe_fields,
     require_products,
     require_saved,
     require_state,
-    saved_from,
 )
 from narrowgauge.recipes.rule import Rule
 from narrowgauge.recipes.wire import fitting_gather, require_gather, require_reduce
@@ -92,11 +85,6 @@ class Recipe:
         casts = [*self.casts.values(), *(c for rule in self.rules for c in rule.casts.values())]
         return any(c.name != self.compute for c in casts)
 
-    @property
-    def has_plain_weights(self) -> bool:
-        """Whether weights and their gradients are ordinary fp32 parameters."""
-        return self.state["weight"] == self.state["grad"] == FP32
-
     def for_layer(self, names: Sequence[tuple[str, int | None]], blocks: int) -> "Recipe":
         """The recipe of one layer: rules that select it are merged in, those that wait for a step remain.
 
@@ -137,21 +125,4 @@ class Recipe:
             UserError: Unknown place or cast, a cast that the place cannot have, or two operands of a
                 product that do not go together.
         """
-        casts, saved, state, offload = dict(self.casts), self.saved, dict(self.state), self.offload
-        compute = self.compute
-        wire = {place: cast_in(place, places[place]) for place in WIRE_PLACES if place in places}
-        for place, value in places.items():
-            if place == "saved":
-                saved = saved_from(value)
-            elif place == "offload":
-                offload = offload_from(value)
-            elif place == "compute":
-                compute = value
-                if compute not in COMPUTE:
-                    raise unknown("compute format", str(compute), COMPUTE)
-            elif place in STATE_PLACES:
-                state[place] = None if place == "master" and value == "none" else cast_in(place, value)
-            elif place not in WIRE_PLACES:
-                casts |= casts_from(place, value)
-        changes = {"casts": casts, "saved": saved, "state": state, "offload": offload, "compute": compute}
-        return self._with(**changes, **wire)
+        return self._with(**recipe_fields(places, self.casts, self.state))

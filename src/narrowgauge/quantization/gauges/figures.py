@@ -42,7 +42,8 @@ from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.chunks import chunks
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.gauges.histogram import WIDTH, counts, histogram
-from narrowgauge.quantization.quantize import clamped, transformed
+from narrowgauge.quantization.hadamard import transformed
+from narrowgauge.quantization.outliers import clamped
 from narrowgauge.quantization.scale_and_round import block_amax, scales_of
 from narrowgauge.quantization.state.quantized_state import QuantizedState
 
