@@ -103,7 +103,7 @@ def test_a_weight_is_given_back_after_its_forward_pass(ranks, recipe, numbers):
         assert found["looks"] == "torch.float32"
         assert found["numbers"] == f"torch.{numbers}"
         assert found["kept"] == 0
-        assert found["shown"].startswith("Gathered((24, 16)")
+        assert found["shown"].startswith("GatheredWeight((24, 16)")
 
 
 @pytest.mark.parametrize("recipe", ["bf16-sr", "msamp-o2"])
@@ -161,4 +161,4 @@ class TestGathered:
         padded = hollow.detach().new_zeros(8, 8)
         padded.narrow(0, 0, 6).copy_(hollow.detach())
         assert (type(padded.view(-1)), padded.view(-1).shape) == (PlaceholderShard, (64,))
-        assert repr(padded) == "Hollow((8, 8))"
+        assert repr(padded) == "PlaceholderShard((8, 8))"

@@ -57,7 +57,7 @@ def renew_gather_scales(model: torch.nn.Module) -> None:
     model_group: dict[tuple[object, ...], list[WeightGather]] = {}
     for layer in model.modules():
         if isinstance(layer, Linear) and layer.gathering is not None and layer.gathering.needs_scale:
-            model_group.setdefault(tuple(layer.gathering.part.groups), []).append(layer.gathering)
+            model_group.setdefault(tuple(layer.gathering.shard.groups), []).append(layer.gathering)
     for gatherings in model_group.values():
         sync_scales(gatherings)
 

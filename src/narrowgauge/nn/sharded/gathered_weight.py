@@ -1,16 +1,16 @@
-"""Weights that are cut over processes (FSDP2) and travel in narrow numbers: the place `gather`.
+"""Weights that FSDP2 shards over processes and that travel in narrow numbers: the place `gather`.
 
-FSDP asks a shard what to send (`fsdp_pre_all_gather`) and makes of what arrived the whole weight that a layer
-computes with (`fsdp_post_all_gather`). Two tensors stand there that look like float32, so that gradients are
-float32 whatever travels, and are none:
+FSDP calls two methods of a shard: `fsdp_pre_all_gather` returns what to send, `fsdp_post_all_gather` turns
+what arrived into the full weight that a layer computes with. Two tensor classes look like float32, so that
+gradients are float32 whatever travels, and hold no float32 numbers:
 
-    Hollow      the shard of a weight at rest in narrow numbers, which lie beside it (`nn.weight_state`)
-    Gathered    the whole weight: the codes or values that arrived, and their scale
+    PlaceholderShard    the shard of a weight that is stored in narrow numbers (`nn.weight_state`)
+    GatheredWeight      the full weight: the codes or values that arrived, and their scale
 
-A weight that is fp32 at rest stays an ordinary shard, which is given the two methods. Its codes are those
-that the layer would make of the whole weight, as their one scale comes from the largest magnitude of all
-shards: `sync_scales` finds those of many layers in one all-reduce; a layer whose weight has changed since
-does so alone.
+A weight that is stored in fp32 stays an ordinary shard with these two methods. Its codes are those that the
+layer would make of the full weight, because their one scale comes from the largest magnitude of all shards:
+`sync_scales` finds those of many layers in one all-reduce; a layer whose weight has changed since then finds
+its scale alone.
 """
 
 from collections.abc import Sequence
@@ -50,13 +50,13 @@ _VIEWS = {
 
 
 class GatheredWeight(torch.Tensor):
-    """A whole weight as it travelled, (N, K): looks like float32, so that its gradient is.
+    """A full weight (N, K) in the numbers that travelled; it looks like float32, so that its gradient is.
 
     Attributes:
         numbers: uint8 codes, or values in bf16, fp16 or fp32; in memory that FSDP frees and fills again.
         scale: 0-dim float32 that they are multiplied by, or None for 1.
-        cast: theirs.
-        is_operand: whether they are what products see, or a weight at rest of which products make that.
+        cast: Their cast.
+        is_operand: Whether products see these numbers; else products narrow them further.
     """
 
     numbers: torch.Tensor
@@ -79,14 +79,14 @@ class GatheredWeight(torch.Tensor):
         """Nothing more."""
 
     def wide(self) -> torch.Tensor:
-        """The weight: values where it needs no scale, else float32."""
+        """The weight as values: float32 if it has a scale, else in their dtype."""
         if self.numbers.dtype == torch.uint8:
             assert self.scale is not None
             return decode(self.numbers, self.cast.element) * self.scale
         return self.numbers if self.scale is None else self.numbers.float() * self.scale
 
     def operand(self, dtype: torch.dtype, native: bool) -> Operand | QuantizedOperand:
-        """What products see, contracting the last axis: as `emulate` or `quantize` would give it."""
+        """The operand of a product that contracts the last axis, as from `emulate` or `quantize`."""
         if self.scale is None:
             return Operand(self.numbers)
         if native:
@@ -97,7 +97,7 @@ class GatheredWeight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Views are of the numbers; anything else sees the weight in float32."""
+        """Apply views to the numbers, and anything else to the weight in float32."""
         first = args[0] if args else None
         if isinstance(first, GatheredWeight):
             if func is aten.as_strided.default:  # FSDP's, which asks for the shape that it has
@@ -113,12 +113,12 @@ class GatheredWeight(torch.Tensor):
         return func(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Without looking at numbers, which may be freed."""
-        return f"Gathered({tuple(self.shape)}, {self.cast.name})"
+        """Shape and cast; the numbers may be freed."""
+        return f"GatheredWeight({tuple(self.shape)}, {self.cast.name})"
 
 
 class PlaceholderShard(torch.Tensor):
-    """Looks like a float32 tensor, and has no numbers: whatever is done with it gives such a one."""
+    """A tensor that looks like float32 and has no numbers; any operation on it returns another one."""
 
     __torch_function__ = disabled_torch_function
 
@@ -144,19 +144,19 @@ class PlaceholderShard(torch.Tensor):
         device = named.get("device") or placeholder.device
         if "device" in named:
             named["device"] = torch.device("meta")
-        found = func(*metas, **named)
+        results = func(*metas, **named)
         if is_in_place(func):
             return args[0]
-        return tree_map_only(torch.Tensor, lambda x: PlaceholderShard(x.shape, x.stride(), device), found)
+        return tree_map_only(torch.Tensor, lambda x: PlaceholderShard(x.shape, x.stride(), device), results)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Its shape, which is all it has."""
-        return f"Hollow({tuple(self.shape)})"
+        """The shape, as there are no numbers."""
+        return f"PlaceholderShard({tuple(self.shape)})"
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor], Any]:
-        """What FSDP is to send, and what the receiver has to know."""
+        """The tensors that FSDP sends, and the metadata for the receiver."""
         gathering: WeightGather = module.gathering
         return gathering.pre_all_gather(self, mesh, outer_size)
 
@@ -168,79 +168,82 @@ class PlaceholderShard(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """The whole weight of what arrived."""
+        """The full weight from what arrived."""
         gathering, scale, rows = metadata
         return gathering.post_all_gather(outputs[0][:rows], scale, out)
 
 
 class WeightGather:
-    """How the weight of one layer travels.
+    """The way in which the weight of one layer travels.
 
     Attributes:
-        parameter: the sharded one.
-        scale: 0-dim float32 (encode, decode), as last agreed on; `version` is that of the shard it is of.
+        cast: The cast on the wire.
+        parameter: The sharded parameter.
+        stored: Its weight in narrow numbers, if it is stored in such.
+        shard: The position of the local shard in the full weight.
+        scale: 0-dim float32 (encode, decode), as last agreed on.
+        version: The version of the local shard for which `scale` was found.
     """
 
     def __init__(
-        self, cast: Cast, parameter: DTensor, at_rest: QuantizedState | None, part: TensorShard
+        self, cast: Cast, parameter: DTensor, stored: QuantizedState | None, shard: TensorShard
     ) -> None:
-        """In the numbers of a cast; `part` tells whose the other shards are."""
-        self.cast, self.parameter, self.at_rest, self.part = cast, parameter, at_rest, part
+        self.cast, self.parameter, self.stored, self.shard = cast, parameter, stored, shard
         self.scale: tuple[torch.Tensor, torch.Tensor] | None = None
         self.version = -1
-        shard = local_tensor(parameter)
-        if not isinstance(shard, PlaceholderShard):
-            attach_fsdp_extension(shard, PlaceholderShard)
+        local = local_tensor(parameter)
+        if not isinstance(local, PlaceholderShard):
+            attach_fsdp_extension(local, PlaceholderShard)
 
     @property
     def needs_scale(self) -> bool:
-        """Whether its scale depends on all shards: not that of a weight at rest, which lies beside it."""
-        return self.at_rest is None and self.cast.is_scaled
+        """Whether the scale has to be found from all shards; a stored weight has its scale already."""
+        return self.stored is None and self.cast.is_scaled
 
     def pre_all_gather(
-        self, shard: torch.Tensor, mesh: DeviceMesh, size: torch.Size
+        self, local: torch.Tensor, mesh: DeviceMesh, size: torch.Size
     ) -> tuple[tuple[torch.Tensor], Any]:
-        """What a shard of a weight of `size` sends, filled up to the rows that all shards have."""
-        numbers, scale = self._numbers(shard)
+        """The message of a local shard of a weight of `size`, padded to the rows that all shards have."""
+        numbers, scale = self._numbers(local)
         missing = -(-size[0] // mesh.size()) - len(numbers)
         return (pad(numbers, (0, 0, 0, missing)) if missing else numbers,), (self, scale, size[0])
 
-    def _numbers(self, shard: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(numbers, scale) in the shape of the shard."""
-        if self.at_rest is not None:
-            if not self.cast.is_scaled and self.at_rest.cast.is_scaled:
-                return self.at_rest.read(), None
-            numbers, *scales = self.at_rest.tensors.values()
+    def _numbers(self, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(numbers, scale) of the local shard, in its shape."""
+        if self.stored is not None:
+            if not self.cast.is_scaled and self.stored.cast.is_scaled:
+                return self.stored.read(), None
+            numbers, *scales = self.stored.tensors.values()
             return numbers, scales[0] if scales else None
         if not self.cast.is_scaled:
-            return shard.to(torch_dtype(self.cast.element)), None
-        if self.version != version_of(shard):
+            return local.to(torch_dtype(self.cast.element)), None
+        if self.version != version_of(local):
             sync_scales([self])
         assert self.scale is not None
         encode, decode = self.scale
-        if not shard.numel():
-            return shard.to(torch.uint8), decode
-        return quantize_in_context(shard, self.cast, -1, QuantContext(scale=encode)).codes, decode
+        if not local.numel():
+            return local.to(torch.uint8), decode
+        return quantize_in_context(local, self.cast, -1, QuantContext(scale=encode)).codes, decode
 
     def post_all_gather(
         self, numbers: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """A weight of what arrived, or what arrived into one."""
+        """A new weight from what arrived; or, given `out`, None after putting it there."""
         if out is None:
-            return GatheredWeight(numbers, scale, self.cast, self.at_rest is None), ()
-        whole = local_tensor(out)
-        assert isinstance(whole, GatheredWeight)
-        whole.numbers, whole.scale = numbers, scale
+            return GatheredWeight(numbers, scale, self.cast, self.stored is None), ()
+        weight = local_tensor(out)
+        assert isinstance(weight, GatheredWeight)
+        weight.numbers, weight.scale = numbers, scale
         return None
 
 
 @torch.no_grad()
 def sync_scales(gatherings: Sequence[WeightGather]) -> None:
-    """Take the scales of weights whose shards the same processes have, in one all-reduce."""
+    """Find the scales of weights that the same processes shard, in one all-reduce."""
     shards = [local_tensor(g.parameter) for g in gatherings]
-    amax = all_reduce_amax(shards, gatherings[0].part.groups)
-    for gathering, shard, largest in zip(gatherings, shards, amax, strict=True):
-        finite, cast = largest.isfinite(), gathering.cast
-        encode, decode = fp32_scale(torch.where(finite, largest, 0.0), cast.element, cast.power_of_two)
+    amaxes = all_reduce_amax(shards, gatherings[0].shard.groups)
+    for gathering, local, amax in zip(gatherings, shards, amaxes, strict=True):
+        finite, cast = amax.isfinite(), gathering.cast
+        encode, decode = fp32_scale(torch.where(finite, amax, 0.0), cast.element, cast.power_of_two)
         gathering.scale = encode, torch.where(finite, decode, torch.nan)
-        gathering.version = version_of(shard)
+        gathering.version = version_of(local)

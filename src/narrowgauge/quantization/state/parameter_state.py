@@ -32,18 +32,17 @@ _ATTRIBUTE = "narrowgauge"  # the only attribute that a parameter carries
 
 @dataclass(slots=True, eq=False)
 class ParamState:
-    """What is known of one parameter beside its own numbers and `parameter.grad`.
+    """The record of one parameter: all that is kept for it except its numbers and `parameter.grad`.
 
     Attributes:
-        index: the parameter's number among all of the full model's, which the random bits of its state
-            depend on; -1 where nobody has numbered it.
-        shard: which part of the full model's parameter is in this process; None where nobody has said, which
-            means all of it.
-        holders: how many pipeline stages have the parameter: 2 for an embedding that is tied to the head.
-        gathered_shape: the shape that FSDP2 gathers it to, in a simulated step (a DTensor knows its own).
-        weight: the weight in the numbers of a cast; None: the parameter itself is the weight.
-        master: a wider copy that the optimizer updates; None: it updates the weight.
-        gradient: the sum over micro-batches in the numbers of a cast; None: it is `parameter.grad`.
+        index: The number of the parameter among those of the full model, on which the random bits of its
+            state depend; -1 if it is not numbered.
+        shard: The shard of the full model's parameter in this process; None for all of it.
+        holders: The number of pipeline stages that have it: 2 for an embedding that is tied to the head.
+        gathered_shape: The shape that FSDP2 gathers it to, in a simulated step (a DTensor has this shape).
+        weight: The weight in the numbers of a cast; None: the parameter itself is the weight.
+        master: A wider copy that the optimizer updates; None: it updates the weight.
+        gradient: The sum over micro-batches in the numbers of a cast; None: it is `parameter.grad`.
     """
 
     index: int = -1
@@ -90,7 +89,7 @@ def ensure_state(p: torch.Tensor) -> ParamState:
 
 
 def attach_state(p: torch.Tensor, state: ParamState) -> None:
-    """Make a record that of a parameter, in place of the one that it carries."""
+    """Attach a record to a parameter, in place of the one that it has."""
     setattr(p, _ATTRIBUTE, state)
 
 
