@@ -21,7 +21,7 @@ The arithmetic is done in fp32, whose 24 bits hold x / q exactly, or in fp64 whe
 range is too short (formats as wide as bf16, float64 inputs). Torch's own fp8 casts are not used: they
 disagree between versions about overflow (NaN in 2.11, 448 in 2.13).
 
-The slow twin is `oracle.round_scalar`; both stand under the same tests.
+The slow reference is `oracle.round_scalar`, under the same tests.
 """
 
 from typing import Literal, get_args

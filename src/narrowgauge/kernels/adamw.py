@@ -8,7 +8,7 @@ Every operation is rounded to fp32, and so is every factor that the host makes i
 is rounded once. These are the operations of torch's fused AdamW on a CPU with vectors (AVX2, AVX-512), so the
 kernel gives that function's digits on every GPU; torch's own kernels for GPUs contract other sums.
 
-Narrow results are then rounded as `QuantizedState.write` rounds them. Where that needs one scale for a
+Narrow results are then rounded as `QuantizedState.write` rounds them. If that needs one scale for a
 tensor, the largest magnitude comes from a first launch, which computes the same update and keeps nothing
 else. Reading 6 bytes twice (msamp-o2) is less than writing 12 bytes of new fp32 numbers in between, and
 reading these.
@@ -153,8 +153,8 @@ def _takes(state: QuantizedState | Tensor) -> bool:
     if isinstance(state, Tensor):
         return use_kernels(state) and state.dtype in _PLAIN and state.is_contiguous()
     values = next(iter(state.tensors.values()))
-    is_here = not state.on_host and (state.shard is None or state.shard.is_full) and use_kernels(values)
-    return is_here and state.gauge is None and _takes_cast(state.cast)
+    is_local = not state.on_host and (state.shard is None or state.shard.is_full) and use_kernels(values)
+    return is_local and state.gauge is None and _takes_cast(state.cast)
 
 
 def _takes_cast(cast: Cast) -> bool:

@@ -173,7 +173,7 @@ def _blocks(model: torch.nn.Module) -> tuple[str | None, int]:
 
 
 def _block_of(name: str, prefix: str | None) -> int | None:
-    """The number of the block that a layer lies in."""
+    """The number of the block that holds a layer."""
     if prefix is None or not name.startswith(prefix):
         return None
     number = name.removeprefix(prefix).partition(".")[0]

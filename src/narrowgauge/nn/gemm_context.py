@@ -91,7 +91,7 @@ class GemmContext:
         return w.T if self.layer.transposed else w
 
     def add_gradient(self, dw_NK: torch.Tensor) -> bool:
-        """Add to a narrow gradient; False where there is none, so that autograd adds."""
+        """Add to a narrow gradient; False if the weight has none, so that autograd adds."""
         if self.weight is None or self.weight.gradient is None:
             return False
         stream = self.step.gradient_stream(self._elements("fprop.w", dw_NK))

@@ -4,7 +4,7 @@ A cast is an element format, a block, a scale and a rounding:
 
     x  ~  element(code) * scale(block) * tensor_scale
 
-The block is (rows, columns) with columns along the axis that a GEMM contracts; None is the whole tensor, and
+The block is (rows, columns) with columns along the axis that a GEMM contracts; None is the full tensor, and
 a 0 means "the full extent". A cast without a scale is a plain conversion (bf16, fp16, fp32). The casts that
 exist are data in `named_casts.py`; what the keys of a cast may be is checked in `cast_rules.py`.
 """
@@ -24,7 +24,7 @@ class Cast:
         element: The format of the elements.
         scale: "none" (plain conversion) | "fp32" (max / amax) | "e8m0" (OCP MX) | "e4m3" (NVFP4: E4M3
             scales under one fp32 scale for the tensor).
-        block: (rows, columns) that share a scale, columns along the contraction axis; None = whole tensor.
+        block: (rows, columns) that share a scale, columns along the contraction axis; None = the full tensor.
         scale_rule: How the power of two of "e8m0" is chosen: "floor" | "ceil" | "even" | "rceil".
         rounding: A name of `formats.ROUNDINGS`.
         hadamard: 0, or the size of the Hadamard transform applied along the contraction axis first.
@@ -43,7 +43,7 @@ class Cast:
         expand: Whether each block is stretched to the format's full range first (COAT; state only).
         codebook: A table of numbers that codes index, "dynamic" or "dynamic-unsigned" (state only); the
             element then only says how wide a code is.
-        split: Whether 16 more bits beside each bf16 element make it float32 again (state only).
+        split: Whether 16 more bits for each bf16 element make it float32 again (state only).
         prescale: Whether the scale of a stored gradient is multiplied by a factor that learns how much room
             is needed.
         estimator_k: 0, or the k of the differentiable gradient estimator of a weight.

@@ -19,7 +19,7 @@ PLACES = (*GEMM_PLACES, "saved", *STATE_PLACES, *WIRE_PLACES)
 OFFLOADABLE = ("master", "grad", "m", "v")
 KEYS = (*PLACES, "offload", "compute")  # what may be set over a recipe
 COMPUTE = ("bf16", "fp16", "fp32")
-# What may be kept of a layer's input for its backward pass, beside the name of a cast.
+# What may be kept of a layer's input for its backward pass, in addition to casts.
 SAVED = ("input", "operand")
 
 

@@ -45,7 +45,7 @@ class Recipe:
         state: The cast of each state place; None for a master that does not exist.
         gather: The cast of weights when devices that hold a share each bring them together (`wire.py`).
         reduce: The cast of the weights' gradients when devices add up theirs.
-        offload: The state places that lie in the host's memory while a GPU computes.
+        offload: The state places that are kept in the host's memory while a GPU computes.
         rules: Other casts in some layers or from some time on; later ones win.
         text: The TOML that the recipe was read from.
     """
@@ -89,8 +89,8 @@ class Recipe:
         """The recipe of one layer: rules that select it are merged in, those that wait for a step remain.
 
         Args:
-            names: The names of the layer (one that stands in a model twice has two), each with the number of
-                the block that it lies in, if it lies in one.
+            names: The names of the layer (two, if the model holds it twice), each with the number of its
+                block, if it is in one.
             blocks: The number of blocks.
         """
         casts, state, reduce = dict(self.casts), dict(self.state), self.reduce

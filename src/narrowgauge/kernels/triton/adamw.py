@@ -133,8 +133,8 @@ def launch(
             amax, n, *numbers, **casts, SCALES=needed, FROM_M=from_m, BLOCK=BLOCK, TILES=TILES, **LAUNCH,
         )  # fmt: skip
         before = amax.view(torch.float32)[4:]
-        for i, (of, is_scaled) in enumerate(zip((0, 2, 3), scaled, strict=True)):
-            sources[of] = before[i : i + 1] if is_scaled else extras[of]
+        for i, (index, is_scaled) in enumerate(zip((0, 2, 3), scaled, strict=True)):
+            sources[index] = before[i : i + 1] if is_scaled else extras[index]
     other, other_extra = (w[0], w[0]) if o is None else (o[0], o[0] if o[1] is None else o[1])
     update[(triton.cdiv(n, BLOCK),)](
         w[0], sources[0], extras[0], g[0], sources[1], m[0], sources[2], extras[2],

@@ -65,7 +65,7 @@ class ParamState:
                 state.write(x.to(state.device).float())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint has to hold beside the parameter, as `{"weight.scales": tensor, ...}`."""
+        """The tensors that a checkpoint holds next to the parameter: `{"weight.scales": tensor, ...}`."""
         prescale = self.gradient.prescale if self.gradient else None
         places = {
             "weight": list(self.weight.tensors.items())[1:] if self.weight else [],  # after the parameter
@@ -119,7 +119,7 @@ def gradient_of(p: torch.Tensor) -> torch.Tensor | None:
 
 
 def master_or_weight(p: torch.Tensor) -> torch.Tensor:
-    """The widest numbers there are of a weight, as float32: its master's, else its own."""
+    """The widest numbers that exist of a weight, as float32: the master's if it has one."""
     state = state_of(p)
     stored = state.master or state.weight
     return p.detach().float() if stored is None else stored.read()
