@@ -24,8 +24,6 @@ disagree between versions about overflow (NaN in 2.11, 448 in 2.13).
 The slow reference is `oracle.round_scalar`, under the same tests.
 """
 
-from typing import Literal, get_args
-
 import torch
 
 from narrowgauge.errors import unknown
@@ -33,9 +31,7 @@ from narrowgauge.formats import table
 from narrowgauge.formats.counter_rng import RANDOM_BITS, Randomness, RandomStream, uniform_for
 from narrowgauge.formats.format import Format
 
-Rounding = Literal["nearest-even", "half-away", "toward-zero", "stochastic"]
-ROUNDINGS: tuple[str, ...] = get_args(Rounding)
-
+ROUNDINGS = ("nearest-even", "half-away", "toward-zero", "stochastic")
 CHUNK = 2**18  # elements; with temporaries, about what a core's second-level cache holds
 
 # The working precision: (integer of the same width, exponent mask, mantissa bits, exponent bias).
