@@ -1,4 +1,4 @@
-"""The shapes in names are checked while the tests run: an argument of another shape than its name is found."""
+"""Shapes in names are checked while the tests run: an argument of another shape than its name is found."""
 
 import pytest
 import torch

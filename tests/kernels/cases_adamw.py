@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from narrowgauge.kernels.adamw import as_it_lies
+from narrowgauge.kernels.adamw import stored_tensors
 from narrowgauge.quantization import QuantizedState, make_cast
 
 E4M3 = {"cast": "e4m3", "power_of_two": True}
@@ -14,12 +14,13 @@ FACTORS = (0.99, 0.1, 0.95, 0.05, 1e-3, 0.5, 1e-8)
 KEYS = [(2 * i + 5, -2 * i - 7) for i in range(4)]
 
 
-def run(w, g, m, v, beside=None, from_m=True):
+def run(w, g, m, v, weight=None, from_m=True):
     from narrowgauge.kernels.triton.adamw import launch  # compiled, or interpreted: whoever imports it says
 
     shape = torch.Size((512, 4096))
     states = [
-        None if c is None else as_it_lies(QuantizedState(shape, make_cast(c))) for c in (w, g, m, v, beside)
+        None if c is None else stored_tensors(QuantizedState(shape, make_cast(c)))
+        for c in (w, g, m, v, weight)
     ]
     launch(states[:4], states[4], FACTORS, from_m, KEYS)
 

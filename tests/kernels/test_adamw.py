@@ -60,19 +60,19 @@ def states(way, shape, device, scale=1.0):
     ]
 
 
-def updated_by_reference(w, g, m, v, beside, factors):
+def updated_by_reference(w, g, m, v, weight, factors):
     """The same state as `adamw` has to leave, written as the optimizer writes it."""
     numbers = reference(w.read(), g.read(), m.read(), v.read(), factors)
-    for i, (state, x) in enumerate(zip((w, m, v, beside), (*numbers, numbers[0]), strict=True)):
+    for i, (state, x) in enumerate(zip((w, m, v, weight), (*numbers, numbers[0]), strict=True)):
         if state is not None:
             random = state.cast.rounding == "stochastic"
             state.write(x.clone(), random_stream(SEED, STEP, i, x.device) if random else None)
 
 
-def updated_by_kernel(w, g, m, v, beside, factors):
-    keys = {place: stream_key(SEED, STEP, i) for i, place in enumerate(("w", "m", "v", "beside"))}
-    assert takes(w, g, m, v, beside)
-    adamw(w, g, m, v, beside, factors, keys)
+def updated_by_kernel(w, g, m, v, weight, factors):
+    keys = {place: stream_key(SEED, STEP, i) for i, place in enumerate(("w", "m", "v", "weight"))}
+    assert takes(w, g, m, v, weight)
+    adamw(w, g, m, v, weight, factors, keys)
 
 
 def assert_same(a, b):

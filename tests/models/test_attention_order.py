@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowgauge.kernels import attention
+from narrowgauge.kernels import dispatch
 from narrowgauge.models.layers import attend
 
 
@@ -16,9 +16,7 @@ def test_any_order_gives_the_attention(kv_heads, monkeypatch):
     asked = []
     monkeypatch.setattr(
         "narrowgauge.models.layers.fastest_first",
-        lambda device: (
-            asked.append(device) or attention.sdpa_kernel(attention.CUDNN_FIRST, set_priority=True)
-        ),
+        lambda device: asked.append(device) or dispatch.sdpa_kernel(dispatch.CUDNN_FIRST, set_priority=True),
     )
     assert torch.equal(attend(q, k, v), plain)
     compiled = torch.compile(attend, backend="eager", fullgraph=True, dynamic=False)
@@ -28,8 +26,8 @@ def test_any_order_gives_the_attention(kv_heads, monkeypatch):
 
 def test_only_hopper_asks_cudnn_first(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    hopper = attention.fastest_first(torch.device("cuda", 31))
+    hopper = dispatch.fastest_first(torch.device("cuda", 31))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    ada = attention.fastest_first(torch.device("cuda", 32))
+    ada = dispatch.fastest_first(torch.device("cuda", 32))
     assert type(hopper) is not type(ada)
-    assert type(attention.fastest_first(torch.device("cpu"))) is type(ada)
+    assert type(dispatch.fastest_first(torch.device("cpu"))) is type(ada)

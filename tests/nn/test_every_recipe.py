@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from narrowgauge.nn import Linear, set_step
-from narrowgauge.recipes import recipe, recipe_names
-
-# Narrow weights and gradients have tests of their own (test_weights.py).
-PLAIN = [n for n in recipe_names() if recipe(n).has_plain_weights]
+from narrowgauge.recipes import recipe
+from nn.plain_recipes import PLAIN
 
 K, N = 128, 256
 

@@ -8,10 +8,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.nn import Linear, convert, recipe_tensors, set_step
-from narrowgauge.recipes import recipe, recipe_names
-
-# Narrow weights and gradients have tests of their own (test_weights.py).
-PLAIN = [n for n in recipe_names() if recipe(n).has_plain_weights]
+from narrowgauge.recipes import recipe
+from nn.plain_recipes import PLAIN
 
 every_recipe = pytest.mark.parametrize("name", PLAIN)
 HALF_ULP = 2.0**-8  # of bf16, in which products are given back

@@ -16,6 +16,7 @@ from transformers import (
 from narrowgauge.nn import Linear, convert
 from narrowgauge.optim import AdamW
 from narrowgauge.recipes import recipe, recipe_names
+from nn.plain_recipes import PLAIN
 
 V, T = 67, 40
 IDS = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(0))
@@ -122,7 +123,7 @@ PAIRS = [
 def test_every_recipe_trains_every_model(kind, name):
     """With torch's own optimizer where it can be, and no `set_step`, as people do who only convert."""
     plain, model = make(kind), convert(make(kind), name)
-    if recipe(name).has_plain_weights:
+    if name in PLAIN:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     else:
         optimizer = AdamW(model.parameters(), name, lr=1e-3)

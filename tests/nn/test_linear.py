@@ -11,10 +11,8 @@ import torch
 from narrowgauge.formats import random_stream, round_to
 from narrowgauge.nn import Linear
 from narrowgauge.quantization import Cast, QuantContext, estimator_slope, quantize_in_context
-from narrowgauge.recipes import GEMM_PLACES, Recipe, recipe, recipe_names
-
-# Narrow weights and gradients have tests of their own (test_weights.py).
-PLAIN = [n for n in recipe_names() if recipe(n).has_plain_weights]
+from narrowgauge.recipes import GEMM_PLACES, Recipe, recipe
+from nn.plain_recipes import PLAIN
 
 SEED, STEP, INDEX = 7, 3, 5
 # (batch, tokens), K, N: neither tokens nor features fill their blocks in the first two.

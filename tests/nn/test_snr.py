@@ -7,10 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.nn import Linear
 from narrowgauge.quantization import estimator_slope
-from narrowgauge.recipes import recipe, recipe_names
-
-# Narrow weights and gradients have tests of their own (test_weights.py).
-PLAIN = [n for n in recipe_names() if recipe(n).has_plain_weights]
+from narrowgauge.recipes import recipe
+from nn.plain_recipes import PLAIN
 
 K, N = 128, 256
 # Signal to noise in dB of (y, dx, dw), as measured on normal numbers: the lowest with and without a bias.

@@ -24,7 +24,8 @@ VARIABLE = "NARROWGAUGE_TESTS_ESTIMATES"  # the directory, for processes that th
 def kind_of_step(config: Any, parallel_dims: tuple[Any, ...]) -> str:
     """All that an estimate is a function of, and a little more."""
     training = config.training.model_dump(exclude={"seed", "steps"})
-    steps = config.training.steps if config.spec.recipe.rules else None  # a rule may hold from a share of them on
+    # A rule may hold from a share of the steps on.
+    steps = config.training.steps if config.spec.recipe.rules else None
     data = config.data.model_dump(include={"sequence_length", "separate_documents"})
     spec = replace(config.spec, seed=0)
     seen = (spec, training, steps, data, config.optimizer, config.parallel, parallel_dims)

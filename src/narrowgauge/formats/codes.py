@@ -24,11 +24,11 @@ def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
     """Codes of values that already lie on the grid of `fmt`.
 
     Args:
-        values: floating tensor; every element is a number of `fmt`, or NaN or infinity where it has them.
-        fmt: the format.
+        values: A floating tensor; every element is a number of `fmt`, or NaN or infinity where it has them.
+        fmt: The format.
 
     Returns:
-        uint8 tensor of the same shape (int32 for formats of more than 8 bits).
+        A uint8 tensor of the same shape (int32 for formats of more than 8 bits).
     """
     v = values.to(torch.float32)
     codes = encode_finite_(v.clone(), fmt)
@@ -41,7 +41,7 @@ def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def encode_finite_(v: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """`encode` for a float32 tensor of finite numbers, whose memory is used up."""
+    """`encode` for a float32 tensor of finite numbers, which is overwritten."""
     dtype = torch.uint8 if fmt.bits <= 8 else torch.int32
     if not in_chunks(v):
         return _encode_(v, fmt).to(dtype)
@@ -96,9 +96,14 @@ def _decode(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 
 def pack(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """The bytes as stored: uint8 codes of shape (..., K) to (..., ceil(K * bits / 8)).
+    """Pack codes into the bytes that are stored.
 
-    A last group that is not full is filled with code 0.
+    Args:
+        codes: uint8 codes of shape (..., K).
+        fmt: A format of 4, 6 or 8 bits.
+
+    Returns:
+        uint8 bytes of shape (..., ceil(K * bits / 8)). A last group that is not full is filled with code 0.
     """
     if fmt.bits == 8:
         return codes
@@ -109,8 +114,8 @@ def pack(codes: torch.Tensor, fmt: Format) -> torch.Tensor:
     groups = codes.unflatten(-1, (-1, per_group)).to(torch.int32)
     shifts = torch.arange(per_group, device=codes.device, dtype=torch.int32) * fmt.bits
     word = (groups << shifts).sum(-1)
-    places = torch.arange(bytes_per_group, device=codes.device, dtype=torch.int32) * 8
-    packed = (word.unsqueeze(-1) >> places & 255).to(torch.uint8).flatten(-2)
+    positions = torch.arange(bytes_per_group, device=codes.device, dtype=torch.int32) * 8
+    packed = (word.unsqueeze(-1) >> positions & 255).to(torch.uint8).flatten(-2)
     return packed[..., : math.ceil(width * fmt.bits / 8)]
 
 
@@ -121,8 +126,8 @@ def unpack(packed: torch.Tensor, fmt: Format, width: int) -> torch.Tensor:
     per_group, bytes_per_group = (2, 1) if fmt.bits == 4 else (4, 3)
     packed = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % bytes_per_group))
     groups = packed.unflatten(-1, (-1, bytes_per_group)).to(torch.int32)
-    places = torch.arange(bytes_per_group, device=packed.device, dtype=torch.int32) * 8
-    word = (groups << places).sum(-1)
+    positions = torch.arange(bytes_per_group, device=packed.device, dtype=torch.int32) * 8
+    word = (groups << positions).sum(-1)
     shifts = torch.arange(per_group, device=packed.device, dtype=torch.int32) * fmt.bits
     codes = (word.unsqueeze(-1) >> shifts & (2**fmt.bits - 1)).to(torch.uint8).flatten(-2)
     return codes[..., :width]

@@ -8,7 +8,7 @@ mixed from (seed, step, tensor id); element i gets
 
 where mix is a bijection of 32 bits with nearly perfect avalanche (C. Wellons, "Prospecting for Hash
 Functions", 2018: two multiplications, shifts 16, 15, 15). So the same element gets the same bits
-after a resume, in any order of evaluation, and on any number of devices as long as i is its place in the
+after a resume, in any order of evaluation, and on any number of devices as long as i is its index in the
 *global* tensor (`offset`).
 """
 
@@ -25,9 +25,9 @@ _MIX_1, _MIX_2 = 0x21F0AAAD, 0xD35A2D97 - 2**32
 _GOLDEN = 0x9E3779B9 - 2**32
 
 
-def _shift_right(x: torch.Tensor, places: int) -> torch.Tensor:
+def _shift_right(x: torch.Tensor, count: int) -> torch.Tensor:
     """Logical shift of an int32 tensor (torch's >> keeps the sign)."""
-    return (x >> places) & (2 ** (32 - places) - 1)
+    return (x >> count) & (2 ** (32 - count) - 1)
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
@@ -37,10 +37,10 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def _mix_(x: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
-    """The same in place, with the memory of a second tensor: what a CPU needs no new memory for is faster."""
-    for places, factor in ((16, _MIX_1), (15, _MIX_2), (15, 1)):
-        torch.bitwise_right_shift(x, places, out=spare)
-        x.bitwise_xor_(spare.bitwise_and_(2 ** (32 - places) - 1))
+    """`_mix` in place, with a second tensor for temporaries, because new memory slows a CPU down."""
+    for count, factor in ((16, _MIX_1), (15, _MIX_2), (15, 1)):
+        torch.bitwise_right_shift(x, count, out=spare)
+        x.bitwise_xor_(spare.bitwise_and_(2 ** (32 - count) - 1))
         if factor != 1:
             x.mul_(factor)
     return x
@@ -82,9 +82,9 @@ def stream_key(seed: int, step: int, tensor: int) -> tuple[int, int]:
 class RandomStream:
     """A source of random numbers for one tensor in one step.
 
-    `key` is an int32 tensor of two words (a tensor, so that compiled code need not be compiled anew for
-    each step); `offset`, an integer or a 0-dim int64 tensor, is the index in the global tensor of the first
-    element that will be asked for.
+    Attributes:
+        key: An int32 tensor of two words (a tensor, so that code is not compiled anew for each step).
+        offset: The index in the global tensor of the first element: an integer or a 0-dim int64 tensor.
     """
 
     key: torch.Tensor
@@ -106,14 +106,14 @@ class RandomStream:
         return _mix(_mix(low ^ self.key[0]) ^ (high * _GOLDEN) ^ self.key[1])
 
     def _bits_in_place(self, count: int, first: int) -> torch.Tensor:
-        """`bits` of elements whose places have the same upper word."""
+        """`bits` of elements whose indices have the same upper word."""
         k0, k1 = self.key.tolist()
         x = torch.arange(count, dtype=torch.int32).add_(_signed(first % 2**32)).bitwise_xor_(k0)
         spare = torch.empty_like(x)
         return _mix_(_mix_(x, spare).bitwise_xor_(_signed((first >> 32) * _GOLDEN % 2**32) ^ k1), spare)
 
     def from_element(self, first: int) -> "RandomStream":
-        """The same stream, asked for elements from `first` on."""
+        """The stream whose first element is element `first` of this one."""
         return RandomStream(self.key, self.offset + first)
 
     def uniform(self, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
@@ -121,8 +121,22 @@ class RandomStream:
         return _uniform(self.bits(shape))
 
     def uniform_at(self, index: torch.Tensor) -> torch.Tensor:
-        """The same for the elements that `index` tells, as for `bits_at`."""
+        """Uniform numbers for the elements `index` (int64), counted from the first."""
         return _uniform(self.bits_at(index))
+
+
+# The source of random numbers in [0, 1); a tensor has one for each element.
+Randomness = torch.Generator | RandomStream | torch.Tensor | None
+RANDOM_BITS = 24  # of such a number, so that stochastic rounding is unbiased to float32's precision
+
+
+def uniform_for(x: torch.Tensor, source: Randomness) -> torch.Tensor:
+    """A random number in [0, 1) for each element of `x`; None is torch's default generator."""
+    if isinstance(source, RandomStream):
+        return source.uniform(x.shape)
+    if isinstance(source, torch.Tensor):
+        return source
+    return torch.rand(x.shape, generator=source, device=x.device)
 
 
 def _uniform(bits: torch.Tensor) -> torch.Tensor:

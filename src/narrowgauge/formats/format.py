@@ -1,4 +1,4 @@
-"""What a number format is: a few stored facts, and every limit derived from them.
+"""Number formats: a few stored facts each, and every limit derived from them.
 
 A binary floating-point format with E exponent bits, M mantissa bits and bias b holds
 
@@ -6,12 +6,12 @@ A binary floating-point format with E exponent bits, M mantissa bits and bias b 
     subnormal   (-1)^s * 2^(1 - b) * (0 + m / 2^M)      e = 0
 
 Besides the bit counts, the formats of low-precision training differ in the codes that they give away for
-infinity and NaN (`Specials`): IEEE gives a whole exponent, OCP's E4M3 two codes, the MX element formats of 6
+infinity and NaN (`Specials`): IEEE gives a full exponent, OCP's E4M3 two codes, the MX element formats of 6
 and 4 bits none at all, and the "fnuz" variants of AMD's MI300 reuse the code of -0.
 
-E8M0 is the odd one: unsigned, no mantissa, no zero, no subnormals. It stores only scales, 2^(code - 127).
-MX's INT8 is the other: no exponent at all, an integer of two's complement that counts 1/64. It is written
-here as a format that has nothing but subnormals (bias 0, so that 2^(1 - b) * m / 2^7 = m / 64).
+E8M0 is unsigned, without mantissa, zero and subnormals. It stores only scales, 2^(code - 127). MX's INT8 has
+no exponent: it is an integer of two's complement that counts 1/64, written as a format of subnormals only
+(bias 0, so that 2^(1 - b) * m / 2^7 = m / 64).
 
 Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) Specification 1.0,
 section 5; IEEE 754-2019; ONNX float stored in 8 bits (the fnuz variants).
@@ -23,7 +23,7 @@ from enum import Enum
 
 
 class Specials(Enum):
-    """Which codes of a format are not finite numbers."""
+    """The codes of a format that are not finite numbers."""
 
     IEEE = "the top exponent holds infinity (mantissa 0) and NaN"
     NAN_ONLY = "the code with all bits set is NaN; no infinity"

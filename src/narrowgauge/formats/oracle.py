@@ -18,7 +18,11 @@ FP32 = format("fp32")
 def round_scalar(x: float, fmt: Format, rounding: str = "nearest-even", uniform: float = 0.5) -> float:
     """Round one number to the grid of `fmt`; see `rounding.round_to`.
 
-    `uniform` in [0, 1) is the random number of "stochastic": up if the fraction of the gap exceeds it.
+    Args:
+        x: The number.
+        fmt: The format.
+        rounding: The name of the rounding.
+        uniform: The random number in [0, 1) of "stochastic": up if the fraction of the gap exceeds it.
     """
     if math.isnan(x) or (math.isinf(x) and not fmt.has_infinity):
         return math.nan
@@ -28,8 +32,8 @@ def round_scalar(x: float, fmt: Format, rounding: str = "nearest-even", uniform:
         return math.nan
     result = float(round_magnitude(abs(Fraction(x)), fmt, rounding, Fraction(uniform)))
     if not fmt.zero:
-        between_the_smallest = fmt.smallest_normal < x < 2 * fmt.smallest_normal
-        if rounding == "nearest-even" and between_the_smallest:  # ml_dtypes and torch go up here
+        is_between_smallest = fmt.smallest_normal < x < 2 * fmt.smallest_normal
+        if rounding == "nearest-even" and is_between_smallest:  # ml_dtypes and torch go up
             return 2 * fmt.smallest_normal
         return max(result, fmt.smallest_normal)
     return math.copysign(result, x) if result or fmt.has_negative_zero else 0.0
@@ -40,8 +44,8 @@ def round_magnitude(
 ) -> Fraction:
     """Round a number that is not negative, at most to the largest finite one.
 
-    With "stochastic" it goes up if what it lies above its lower neighbour, as a share of the gap, is more
-    than `uniform`; with "stochastic-hardware" if it is at least 1 - `uniform`.
+    Let f be the distance to the lower neighbour as a share of the gap. "stochastic" rounds up if f is more
+    than `uniform`, "stochastic-hardware" if f is at least 1 - `uniform`.
     """
     magnitude = min(magnitude, Fraction(fmt.max))
     lower, upper = _neighbours(magnitude, fmt)
@@ -70,7 +74,7 @@ def fl(x: Fraction) -> Fraction:
 
 
 def code_of(value: float, fmt: Format) -> int:
-    """The code of a number on the grid of `fmt` (E8M0: of a positive one), or of NaN."""
+    """The code of a number on the grid of `fmt` (for E8M0 a positive one), or of NaN."""
     if math.isnan(value):
         assert fmt.nan_code is not None
         return fmt.nan_code
@@ -89,7 +93,7 @@ def code_of(value: float, fmt: Format) -> int:
 
 
 def floor_log2(x: Fraction) -> int:
-    """The exponent e with 2^e <= x < 2^(e + 1), of a positive x."""
+    """The exponent e of a positive x, with 2^e <= x < 2^(e + 1)."""
     guess = x.numerator.bit_length() - x.denominator.bit_length()  # e or e + 1
     return guess - (Fraction(2) ** guess > x)
 

@@ -21,24 +21,17 @@ The arithmetic is done in fp32, whose 24 bits hold x / q exactly, or in fp64 whe
 range is too short (formats as wide as bf16, float64 inputs). Torch's own fp8 casts are not used: they
 disagree between versions about overflow (NaN in 2.11, 448 in 2.13).
 
-The slow twin is `oracle.round_scalar`; both stand under the same tests.
+The slow reference is `oracle.round_scalar`, under the same tests.
 """
-
-from typing import Literal, get_args
 
 import torch
 
 from narrowgauge.errors import unknown
 from narrowgauge.formats import table
-from narrowgauge.formats.counter_rng import RandomStream
+from narrowgauge.formats.counter_rng import RANDOM_BITS, Randomness, RandomStream, uniform_for
 from narrowgauge.formats.format import Format
 
-Rounding = Literal["nearest-even", "half-away", "toward-zero", "stochastic"]
-ROUNDINGS: tuple[str, ...] = get_args(Rounding)
-
-# The source of the random bits of "stochastic"; a tensor has a number in [0, 1) for each element.
-Randomness = torch.Generator | RandomStream | torch.Tensor | None
-RANDOM_BITS = 24  # an element, so that rounding is unbiased to float32's own precision
+ROUNDINGS = ("nearest-even", "half-away", "toward-zero", "stochastic")
 CHUNK = 2**18  # elements; with temporaries, about what a core's second-level cache holds
 
 # The working precision: (integer of the same width, exponent mask, mantissa bits, exponent bias).
@@ -67,7 +60,9 @@ def round_to(
         UserError: Unknown format or rounding.
     """
     fmt = table.format(format) if isinstance(format, str) else format
-    x_work = working_copy(x, fmt)
+    # In fp64 where fp32's exponent range does not hold the grid and its inverse quanta.
+    needs_fp64 = x.dtype == torch.float64 or fmt.exponent_bits == 8
+    x_work = x.to(torch.float64 if needs_fp64 else torch.float32)
     y = round_finite(x_work, fmt, rounding, generator)
     special = float("inf") if fmt.has_infinity else float("nan")
     y = torch.where(x_work.isinf(), torch.copysign(torch.full_like(y, special), y), y)
@@ -76,19 +71,10 @@ def round_to(
     return y.to(x.dtype)
 
 
-def working_copy(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """`x` in the precision whose exponent range holds both the grid of `fmt` and its inverse quanta."""
-    needs_fp64 = x.dtype == torch.float64 or fmt.exponent_bits == 8
-    return x.to(torch.float64 if needs_fp64 else torch.float32)
-
-
 def round_finite(
     x: torch.Tensor, fmt: Format, rounding: str = "nearest-even", generator: Randomness = None
 ) -> torch.Tensor:
-    """`round_to` for a float32 or float64 tensor without infinities, as a new tensor.
-
-    Infinities come out as the largest finite number; NaN stays NaN.
-    """
+    """`round_to` for float32 or float64, except that infinities come out as the largest finite number."""
     return round_finite_(x.clone(), fmt, rounding, generator)
 
 
@@ -105,21 +91,15 @@ def round_finite_(
     if not is_indexed or not in_chunks(x):
         return _round_(x, fmt, rounding, generator, random_bits)
     for number, chunk in enumerate(x.view(-1).split(CHUNK)):
-        bits = generator
-        if isinstance(generator, RandomStream):
-            bits = generator.from_element(number * CHUNK)
+        bits = generator.from_element(number * CHUNK) if isinstance(generator, RandomStream) else generator
         _round_(chunk, fmt, rounding, bits, random_bits)
     return x
 
 
 def in_chunks(x: torch.Tensor) -> bool:
-    """Whether a pass over the elements of a tensor is made in chunks that stay in a CPU's cache.
-
-    The eight passes of rounding over a large tensor are bound by memory otherwise.
-    """
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
-        return False
-    return x.numel() > CHUNK and x.is_contiguous()
+    """Whether to go through a tensor in chunks that stay in a CPU's cache: memory would bound the speed."""
+    is_eager_cpu = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return is_eager_cpu and x.numel() > CHUNK and x.is_contiguous()
 
 
 def _round_(
@@ -142,10 +122,7 @@ def _round_(
 
 
 def exponent_bits(x: torch.Tensor, fmt: Format) -> torch.Tensor:
-    """The exponent field of each element of a float32 or float64 tensor; at least that of 2^emin.
-
-    An integer tensor of the same width: the field stays where it is in the word, all other bits are zero.
-    """
+    """The exponent field of each element, at least that of 2^emin, in integers whose other bits are zero."""
     int_dtype, exponent_mask, mantissa_bits, bias = _LAYOUT[x.dtype]
     return (x.view(int_dtype) & exponent_mask).clamp_(min=(fmt.emin + bias) << mantissa_bits)
 
@@ -180,12 +157,7 @@ def _round_to_integer_(t: torch.Tensor, rounding: str, generator: Randomness, ra
 
 def _goes_up_(fraction: torch.Tensor, generator: Randomness, random_bits: int) -> torch.Tensor:
     """Whether each fraction of a quantum is rounded up: 1 or 0, in the memory of the fractions."""
-    if isinstance(generator, RandomStream):
-        uniform = generator.uniform(fraction.shape)
-    elif isinstance(generator, torch.Tensor):
-        uniform = generator
-    else:
-        uniform = torch.rand(fraction.shape, generator=generator, device=fraction.device)
+    uniform = uniform_for(fraction, generator)
     if random_bits == RANDOM_BITS:
         return fraction.gt_(uniform)
     r = (uniform * 2**random_bits).floor()  # uniform < 1

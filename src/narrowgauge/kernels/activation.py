@@ -16,18 +16,18 @@ of torch's 1 + tanh(u), 2^-24 of x.
 
 Bytes an element of [.., F], in a 2-byte dtype:
 
-    swiglu forward     apart   silu 2+2, product 4+2                                       10
-                       here    gate, up 4; y 2                                              6
-           backward    apart   two products 4+2 each, silu 4+2, side by side 4+4           26
-                       here    dy 2, gate, up 4; their gradients 4                         10
-    gelu               torch's own are one pass each, 4 and 6; here the same
+    swiglu forward     separate silu 2+2, product 4+2                                       10
+                       fused    gate, up 4; y 2                                              6
+           backward    separate two products 4+2 each, silu 4+2, side by side 4+4           26
+                       fused    dy 2, gate, up 4; their gradients 4                         10
+    gelu               torch's own are one pass each, 4 and 6; the kernel's as well
 
-For the backward pass it keeps gate and up only, not silu(gate): 4 bytes an element, not 6. The kernels tell
-the largest magnitude of what they write (`kernels.largest`): of y, for the product that reads it, and of the
-gradient.
+For the backward pass SwiGLU keeps gate and up only, not silu(gate): 4 bytes an element, not 6. The kernels
+attach the largest magnitude of what they write (`amax_cache`): of y, for the product that reads it, and of
+the gradient.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,71 +38,52 @@ from narrowgauge.kernels.dispatch import use_kernels
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [..., 2F], the gate first -> [..., F] in its dtype; kernels tell max |y|."""
+    """silu(gate) * up of [..., 2F], the gate first -> [..., F] in its dtype; kernels attach max |y|."""
     if not use_kernels(gate_up):
         return swiglu_reference(gate_up)
-    y, largest = _SwiGLU.apply(gate_up)
-    attach_amax(y, largest)
+    y, amax = _Activation.apply(gate_up, "swiglu")
+    attach_amax(y, amax)
     return y
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU in its tanh form, in the shape and dtype of `x`; kernels tell max |y|."""
+    """GELU in its tanh form, in the shape and dtype of `x`; kernels attach max |y|."""
     if not use_kernels(x):
         return gelu_reference(x)
-    y, largest = _GELU.apply(x)
-    attach_amax(y, largest)
+    y, amax = _Activation.apply(x, "gelu")
+    attach_amax(y, amax)
     return y
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
-    """The same in plain torch."""
+    """`swiglu` in plain torch."""
     gate, up = gate_up.chunk(2, dim=-1)
     return nn.functional.silu(gate) * up
 
 
 def gelu_reference(x: Tensor) -> Tensor:
-    """The same in plain torch."""
+    """`gelu` in plain torch."""
     return nn.functional.gelu(x, approximate="tanh")
 
 
-class _SwiGLU(torch.autograd.Function):
+class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-        from narrowgauge.kernels.triton.activation import launch_swiglu
-
-        ctx.save_for_backward(gate_up)
-        y, largest = launch_swiglu(gate_up.contiguous())
-        ctx.mark_non_differentiable(largest)
-        return y, largest
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor, _: None) -> Tensor:
-        from narrowgauge.kernels.triton.activation import launch_swiglu_backward
-
-        (gate_up,) = ctx.saved_tensors
-        grad, largest = launch_swiglu_backward(dy.contiguous(), gate_up.contiguous())
-        attach_amax(grad, largest)
-        return grad
-
-
-class _GELU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        from narrowgauge.kernels.triton.activation import launch_gelu
+    def forward(ctx: Any, x: Tensor, name: Literal["swiglu", "gelu"]) -> tuple[Tensor, Tensor]:
+        from narrowgauge.kernels.triton import activation as kernels
 
         ctx.save_for_backward(x)
-        y, largest = launch_gelu(x.contiguous())
-        ctx.mark_non_differentiable(largest)
-        return y, largest
+        launch, ctx.launch_backward = {
+            "swiglu": (kernels.launch_swiglu, kernels.launch_swiglu_backward),
+            "gelu": (kernels.launch_gelu, kernels.launch_gelu_backward),
+        }[name]
+        y, amax = launch(x.contiguous())
+        ctx.mark_non_differentiable(amax)
+        return y, amax
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, _: None) -> Tensor:
-        from narrowgauge.kernels.triton.activation import launch_gelu_backward
-
+    def backward(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        dx, largest = launch_gelu_backward(dy.contiguous(), x.contiguous())
-        attach_amax(dx, largest)
-        return dx
+        dx, amax = ctx.launch_backward(dy.contiguous(), x.contiguous())
+        attach_amax(dx, amax)
+        return dx, None

@@ -1,4 +1,4 @@
-"""AdamW where the state is narrow: one parameter's weight, gradient and moments, read, updated and rounded.
+"""AdamW on narrow state: one parameter's weight, gradient and moments, read, updated and rounded.
 
     m' = fma(g - m, 1 - beta1, m)                      1 - beta1 < 1/2; else fma(g - m, -beta1, g)
     v' = fma((1 - beta2) g, g, v beta2)
@@ -8,22 +8,23 @@ Every operation is rounded to fp32, and so is every factor that the host makes i
 is rounded once. These are the operations of torch's fused AdamW on a CPU with vectors (AVX2, AVX-512), so the
 kernel gives that function's digits on every GPU; torch's own kernels for GPUs contract other sums.
 
-What is narrow is then rounded as `QuantizedState.write` rounds it. Where that needs a scale of the whole
-tensor, the largest magnitude comes from a first launch, which computes all of it and keeps nothing else.
-Reading 6 bytes twice (msamp-o2) is less than writing 12 bytes of new fp32 numbers between the two, and
+Narrow results are then rounded as `QuantizedState.write` rounds them. If that needs one scale for a
+tensor, the largest magnitude comes from a first launch, which computes the same update and keeps nothing
+else. Reading 6 bytes twice (msamp-o2) is less than writing 12 bytes of new fp32 numbers in between, and
 reading these.
 
 Bytes an element, over the two launches and over torch's separate operations, each of which reads its operands
 and writes its result (an fp8 tensor is read in 87 bytes and written in 159, fp16-scaled in 14 and 102, bf16
 with random bits in 6 and 708; the fused update itself is 28):
 
-                  at rest                                 apart     here
+                  stored                                  separate  fused
     bf16-sr       w 2, g 2, m 4, v 4                        748       22    one launch: nothing has a scale
     msamp-o1      w 2, g 1, m 4, v 4                        231       32
     msamp-o2      w 2, g 1, m 1, v 2                        593       17
     msamp-o3      w 1, master 2, g 1, m 1, v 2              752       18
 
-Nothing is computed between the launches and nobody waits for a device: the second makes the scales itself.
+Nothing is computed between the launches, and the host does not wait for the device: the second launch makes
+the scales itself.
 """
 
 from collections.abc import Mapping
@@ -46,7 +47,7 @@ _PLAIN = {
 
 @dataclass(frozen=True)
 class Factors:
-    """What the host knows of a step, fp32 numbers: the factors of the formulas above, in their order."""
+    """The factors of the formulas above that the host computes for a step, in their order: fp32 numbers."""
 
     decay: float
     weight_1: float
@@ -58,24 +59,25 @@ class Factors:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], step: int) -> "Factors":
-        """Those of step `step`, from 1, under AdamW's options: lr, betas, eps, weight_decay."""
+        """The factors of step `step`, from 1, under AdamW's options: lr, betas, eps, weight_decay."""
         (beta_1, beta_2), lr = options["betas"], options["lr"]
         step_size, root = lr / (1 - beta_1**step), (1 - beta_2**step) ** 0.5
         decay = 1 - lr * options["weight_decay"]
-        wide = decay, 1 - beta_1, beta_2, 1 - beta_2, step_size, root, options["eps"]
-        return cls(*(float(np.float32(x)) for x in wide))
+        factors = decay, 1 - beta_1, beta_2, 1 - beta_2, step_size, root, options["eps"]
+        return cls(*(float(np.float32(x)) for x in factors))
 
     @property
     def from_m(self) -> bool:
-        """Whether m moves towards g, rather than g back towards m: from the nearer of the two."""
+        """Whether m moves towards g, rather than g back towards m: the sum starts from the nearer one."""
         return self.weight_1 < 0.5
 
 
 def takes(*states: QuantizedState | Tensor | None) -> bool:
-    """Whether the kernel runs on state that lies like this (None: there is none).
+    """Whether the kernel can update state that is stored in this way (None: there is none).
 
-    Plain fp32, fp16, bf16 (also rounded with random bits), bf16-split, fp16 and FP8 codes under one scale; of
-    tensors that are whole, and not on the host. A gauge needs float32 numbers in memory to look at.
+    It takes plain fp32, fp16, bf16 (also rounded with random bits), bf16-split, fp16 and FP8 codes under one
+    scale; no shards, and nothing on the host. A gauge needs float32 numbers in memory, so the kernel does not
+    take state that is gauged.
     """
     return all(state is None or _takes(state) for state in states)
 
@@ -85,34 +87,41 @@ def adamw(
     g: QuantizedState | Tensor,
     m: QuantizedState,
     v: QuantizedState,
-    beside: QuantizedState | None,
+    weight: QuantizedState | None,
     factors: Factors,
     keys: Mapping[str, tuple[int, int]],
 ) -> None:
-    """Update a parameter in place, by the kernel; all of it has to be what it `takes`.
+    """Update a parameter and its state in place by the kernel, which has to take all of it (`takes`).
 
-    `w` is the master where there is one, and `beside` then the weight. `keys` has the key words of the random
-    bits (`formats.stream_key`) of each that is rounded with any: "w", "m", "v", "beside".
+    Args:
+        w: The master if there is one, else the weight.
+        g: The gradient.
+        m: The first moment.
+        v: The second moment.
+        weight: The weight if `w` is its master, else None.
+        factors: The factors of this step.
+        keys: The key words (`formats.stream_key`) of the random bits of "w", "m", "v" and "weight", for those
+            that are rounded with random bits.
     """
     from narrowgauge.kernels.triton.adamw import launch
 
-    other = None if beside is None else as_it_lies(beside)
-    own = [keys.get(place, (0, 0)) for place in ("w", "m", "v", "beside")]
-    w_g_m_v = [as_it_lies(s) for s in (w, g, m, v)]
-    launch(w_g_m_v, other, astuple(factors), factors.from_m, own)
-    for state in (w, m, v, beside):
-        if state is not None:  # autograd does not know of what a kernel writes
+    other = None if weight is None else stored_tensors(weight)
+    key_words = [keys.get(place, (0, 0)) for place in ("w", "m", "v", "weight")]
+    w_g_m_v = [stored_tensors(s) for s in (w, g, m, v)]
+    launch(w_g_m_v, other, astuple(factors), factors.from_m, key_words)
+    for state in (w, m, v, weight):
+        if state is not None:  # autograd does not see what a kernel writes
             written = [state] if isinstance(state, Tensor) else state.tensors.values()
             torch.autograd.graph.increment_version(written)
 
 
 def reference(w: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: Factors) -> tuple[Tensor, Tensor, Tensor]:
-    """(w', m', v') of fp32 tensors of one shape, in plain torch."""
+    """The new (w', m', v') in plain torch, from fp32 tensors of one shape."""
     f = factors
     weight_1, weight_2 = torch.tensor(f.weight_1), torch.tensor(f.weight_2)
     m = fma(g - m, weight_1, m) if f.from_m else fma(g - m, weight_1 - 1, g)
     v = fma(g * weight_2, g, v * f.beta_2)
-    root = v.double().sqrt().float()  # of fp32 torch may take that of a library which is an ulp off
+    root = v.double().sqrt().float()  # torch may take the fp32 root from a library that is an ulp off
     w = w * f.decay - (m * f.step_size) / (root / torch.full_like(v, f.root) + f.eps)
     return w, m, v
 
@@ -120,8 +129,8 @@ def reference(w: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: Factors) -> t
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """a * b + c of fp32 tensors, rounded once.
 
-    The product is exact in fp64. If anything is cut off from the sum there, its last bit is made odd, so that
-    it is no tie and on no wrong side when it is rounded to fp32 (Boldo & Melquiond 2008).
+    The product is exact in fp64. If the sum is inexact there, its last bit is made odd, so that it is no tie
+    and on no wrong side when it is rounded to fp32 (Boldo & Melquiond 2008).
     """
     product, c = a.double() * b.double(), c.double()
     total = product + c
@@ -132,20 +141,20 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return (bits + cut * torch.where((rest > 0) == (total > 0), 1, -1)).view(torch.float64).float()
 
 
-def as_it_lies(state: QuantizedState | Tensor) -> tuple[Tensor, Tensor | None, Cast]:
-    """(numbers, scale or further bits, cast)."""
+def stored_tensors(state: QuantizedState | Tensor) -> tuple[Tensor, Tensor | None, Cast]:
+    """(numbers, scale or further bits, cast) of a state."""
     if isinstance(state, Tensor):
         return state, None, _PLAIN[state.dtype]
-    values, *beside = state.tensors.values()
-    return values, beside[0] if beside else None, state.cast
+    values, *extra = state.tensors.values()
+    return values, extra[0] if extra else None, state.cast
 
 
 def _takes(state: QuantizedState | Tensor) -> bool:
     if isinstance(state, Tensor):
         return use_kernels(state) and state.dtype in _PLAIN and state.is_contiguous()
     values = next(iter(state.tensors.values()))
-    is_here = not state.on_host and (state.shard is None or state.shard.is_full) and use_kernels(values)
-    return is_here and state.gauge is None and _takes_cast(state.cast)
+    is_local = not state.on_host and (state.shard is None or state.shard.is_full) and use_kernels(values)
+    return is_local and state.gauge is None and _takes_cast(state.cast)
 
 
 def _takes_cast(cast: Cast) -> bool:
@@ -154,5 +163,5 @@ def _takes_cast(cast: Cast) -> bool:
         return True
     if not cast.is_scaled:
         return name in ("fp32", "bf16", "fp16") and (cast.rounding != "stochastic" or name == "bf16")
-    is_one = cast.scale == "fp32" and cast.block is None and not cast.expand and not cast.codebook
-    return is_one and name in ("fp16", "e4m3", "e5m2")
+    has_one_scale = cast.scale == "fp32" and cast.block is None and not cast.expand and not cast.codebook
+    return has_one_scale and name in ("fp16", "e4m3", "e5m2")

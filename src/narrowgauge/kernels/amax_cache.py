@@ -1,12 +1,12 @@
 """The largest magnitude of a tensor, handed on by the kernel that wrote it.
 
 A product in FP8 needs max |x| of its operand before it can round it, and would have to read all of it once
-more. Who wrote the operand had every number in its registers: it keeps the largest of each part that it
-wrote, a few thousand numbers in all, and *tells* them; who needs the largest *is told* it, and only then are
-the parts reduced to one number. Nobody waits for a device.
+more. The kernel that wrote the operand had every number in its registers: it keeps the largest of each tile
+that it wrote, a few thousand numbers in all, and attaches them to the tensor. They are reduced to one number
+only when somebody asks for it, without waiting for a device.
 
-It hangs on the tensor together with the tensor's version: after any write in place it holds no longer. A view
-of the whole tensor (`x.flatten(0, 1)`) is told what the tensor was.
+The amax is kept together with the tensor's version, and is no longer valid after any write in place. A view
+of the full tensor (`x.flatten(0, 1)`) finds what is attached to the tensor.
 """
 
 import torch
@@ -14,27 +14,31 @@ from torch import Tensor
 
 from narrowgauge.torch_compat import base_of, version_of
 
-_TOLD = "_largest_magnitude"
+_ATTRIBUTE = "_largest_magnitude"
 
 
 def attach_amax(tensor: Tensor, amax: Tensor) -> None:
-    """Say that max |tensor| = max(amax), as fp32: 0-dim, or the largest of each part in any shape.
+    """Attach the largest magnitude of a tensor to it.
 
-    A NaN among `amax` says that there is one in the tensor. On a tensor that counts no versions (of
-    `torch.inference_mode`) nothing is said.
+    Nothing is attached to a tensor that counts no versions (one made in `torch.inference_mode`).
+
+    Args:
+        tensor: The tensor.
+        amax: fp32 with max |tensor| = max(amax): 0-dim, or the largest of each tile in any shape. A NaN says
+            that the tensor has one.
     """
     if not tensor.is_inference():
-        setattr(tensor, _TOLD, (amax, version_of(tensor)))
+        setattr(tensor, _ATTRIBUTE, (amax, version_of(tensor)))
 
 
 def cached_amax(tensor: Tensor) -> Tensor | None:
-    """Max |tensor|, 0-dim fp32, if it was told and the tensor has not been written to since; else None."""
+    """Max |tensor|, 0-dim fp32, if it is attached and the tensor was not written to since; else None."""
     if tensor.is_inference():
         return None
     owner, base = tensor, base_of(tensor)
-    if base is not None and not hasattr(tensor, _TOLD) and _is_the_whole_of(tensor, base):
+    if base is not None and not hasattr(tensor, _ATTRIBUTE) and _is_full_view(tensor, base):
         owner = base
-    amax, version = getattr(owner, _TOLD, (None, None))
+    amax, version = getattr(owner, _ATTRIBUTE, (None, None))
     if amax is None or version != version_of(tensor):
         return None
     if amax.ndim:
@@ -44,8 +48,8 @@ def cached_amax(tensor: Tensor) -> Tensor | None:
     return amax
 
 
-def _is_the_whole_of(view: Tensor, base: Tensor) -> bool:
-    """Whether a view has the elements of its base, each once."""
+def _is_full_view(view: Tensor, base: Tensor) -> bool:
+    """Whether a view has all elements of its base, each once."""
     return (
         view.dtype == base.dtype
         and view.numel() == base.numel()

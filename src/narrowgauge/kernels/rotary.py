@@ -6,16 +6,16 @@
 Backward it is turned back by the same angle, in fp32 and rounded once; torch's own derivative of the lines
 above rounds each product to the dtype of x and then their sum, as the products' operands were of that dtype.
 
-It reads the heads where they lie, a slice of what the qkv product wrote, and writes them in the same order
-of axes, token by token, which is how the attention reads and the gradient returns.
+The kernel reads the heads in place, a slice of what the qkv product wrote, and writes them in the same order
+of axes, token by token, which is how attention reads them and how their gradient returns.
 
 Bytes an element, 2-byte heads:
 
-    forward    apart   four products 2+4 and two sums 8+4 (of halves), side by side 4+4, rounding 4+2    38
-               here    2+2, the angles from the cache                                                     4
-    backward   apart   widening 2+4, a sign 4+4, four products 4+4 with their rounding 4+2 and two
-                       sums 4+2 (of halves), side by side 2+2                                            48
-               here    2+2                                                                                4
+    forward    separate   four products 2+4 and two sums 8+4 (of halves), side by side 4+4, rounding 4+2    38
+               fused      2+2, the angles from the cache                                                     4
+    backward   separate   widening 2+4, a sign 4+4, four products 4+4 with their rounding 4+2 and two
+                          sums 4+2 (of halves), side by side 2+2                                            48
+               fused      2+2                                                                                4
 
 Legend: B sequences, N heads, T tokens, H head_dim.
 """
@@ -30,9 +30,14 @@ from narrowgauge.kernels.dispatch import use_kernels
 
 
 def rotary(x_BNTH: Tensor, table: Tensor) -> Tensor:
-    """Turns each pair of each head by its position's angle; returns the dtype of `x_BNTH`.
+    """Turn each pair of each head by the angle of its position.
 
-    `table` holds cosines and sines, fp32: [2, T, H/2], or [2, B, 1, T, H/2] where each sequence has its own.
+    Args:
+        x_BNTH: The heads.
+        table: Cosines and sines, fp32: [2, T, H/2], or [2, B, 1, T, H/2] where each sequence has its own.
+
+    Returns:
+        The turned heads, in the dtype of `x_BNTH`.
     """
     if use_kernels(x_BNTH):
         turned: Tensor = _Rotary.apply(x_BNTH, table)
@@ -41,7 +46,7 @@ def rotary(x_BNTH: Tensor, table: Tensor) -> Tensor:
 
 
 def reference(x_BNTH: Tensor, table: Tensor) -> Tensor:
-    """The same in plain torch."""
+    """`rotary` in plain torch."""
     cos, sin = table.unbind()
     a, b = x_BNTH.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_BNTH.dtype)
@@ -53,7 +58,7 @@ class _Rotary(torch.autograd.Function):
         from narrowgauge.kernels.triton.rotary import launch_rotary
 
         ctx.save_for_backward(table)
-        return launch_rotary(_even(x_BNTH), _even(table), is_back=False)
+        return launch_rotary(_in_rows(x_BNTH), _in_rows(table), is_back=False)
 
     @staticmethod
     @once_differentiable
@@ -61,9 +66,9 @@ class _Rotary(torch.autograd.Function):
         from narrowgauge.kernels.triton.rotary import launch_rotary
 
         (table,) = ctx.saved_tensors
-        return launch_rotary(_even(grad_BNTH), _even(table), is_back=True), None
+        return launch_rotary(_in_rows(grad_BNTH), _in_rows(table), is_back=True), None
 
 
-def _even(x: Tensor) -> Tensor:
-    """With its last axis contiguous."""
+def _in_rows(x: Tensor) -> Tensor:
+    """`x`, or a copy, with its last axis contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,4 +1,4 @@
-"""What a model is: one frozen record of its dimensions and of the choices that tell GPT-2 from Llama.
+"""A model as one frozen record: its dimensions, and the choices that distinguish GPT-2 from Llama.
 
     choice        GPT-2                  Llama 3
     positions     "learned"              "rope"
@@ -9,7 +9,7 @@
     kv_heads      = heads                < heads (grouped-query attention)
 
 Any mixture is allowed: Qwen2, for example, is Llama with `qkv_bias=True`. The record is validated once, when
-it is made, so that no other file has to ask again whether the dimensions fit together.
+it is made, so that no other file has to check again whether the dimensions fit together.
 """
 
 from dataclasses import dataclass, fields
@@ -28,8 +28,10 @@ class ModelConfig:
 
     `kv_heads`, `head_dim` and `qkv_bias` may be left out; they are then derived (`heads`, `dim // heads`,
     `bias`) and read back as the derived value. To vary a named model use `model_config(name, dim=...)`, which
-    derives anew; `dataclasses.replace` would keep what was derived before. Raises UserError where a value
-    breaks a rule.
+    derives them again; `dataclasses.replace` would keep the old ones.
+
+    Raises:
+        UserError: A value breaks a rule.
     """
 
     dim: int  #: width of the residual stream
@@ -68,7 +70,7 @@ class ModelConfig:
                 raise UserError(f"model.{name} = {getattr(self, name)} must be positive; {usual} is usual")
 
     def _derive(self) -> None:
-        """Fills in what was left out, so that readers never have to."""
+        """Fill in what was left out, so that readers never have to."""
         if self.head_dim == 0 and self.dim % self.heads:
             raise UserError(
                 f"model.dim = {self.dim} must be a multiple of model.heads = {self.heads}; "

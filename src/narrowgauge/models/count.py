@@ -1,4 +1,4 @@
-"""How large a model is and what a token costs, from its dimensions alone: nothing is allocated.
+"""The size of a model and the cost of a token, from its dimensions alone: nothing is allocated.
 
 Legend: D dim, N query heads, K key-value heads, H head_dim, F ffn_dim, V vocabulary, L layers, T tokens.
 """
@@ -17,14 +17,14 @@ def count_parameters(config: ModelConfig) -> int:
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
-    """Floating-point operations that training one token takes, forward and backward:
+    """Floating-point operations that training takes for one token, forward and backward.
 
         6 * P  +  12 * L * N * H * T
 
-    P counts the weights that are multiplied with: those of the blocks and of the output head (also when it
-    is tied), not the embedding look-ups, norms and biases. Each does one multiply-add in the forward pass and
-    two in the backward pass: 6 operations. Attention multiplies q with k and the scores with v, which is
-    2 * 2 * N * H * T operations forward and thrice that in all. This is the convention for model FLOPs
+    P counts the weights of matrix products: those of the blocks and of the output head (also when it is
+    tied), not embedding look-ups, norms and biases. Each does one multiply-add in the forward pass and two
+    in the backward pass: 6 operations. Attention multiplies q with k and the scores with v, which takes
+    2 * 2 * N * H * T operations forward and three times that in all. This is the convention for model FLOPs
     utilisation (PaLM, arXiv 2204.02311, appendix B): the attention is *not* halved for its causal mask, and
     recomputation does not count.
     """

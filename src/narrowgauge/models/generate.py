@@ -2,14 +2,13 @@
 
     logits / temperature  ->  the `top_k` likeliest  ->  the fewest of them that hold `top_p`  ->  a draw
 
-With a cache of keys and values (`cache.py`) each token costs one token's work; without, the whole context
-runs through the model again for every token. Both compute the same numbers up to the order of sums, as long
-as what a layer makes of a token depends on that token alone. Under a recipe that scales all tokens of a batch
-together (one scale for the whole tensor) it does not, and only the way without a cache shows what training
-computes.
+With a cache of keys and values (`kv_cache.py`) each token costs one token's work; without it, the full
+context runs through the model again for every token. Both compute the same numbers up to the order of sums,
+as long as a layer's result for a token depends on that token alone. Under a recipe with one scale for all
+tokens of a batch it does not, and only generation without a cache computes what training computes.
 
-The cache ends where the context is full: from there on the window slides, every position changes, and the
-window is computed anew for each token.
+The cache ends when the context is full: then the window slides, every position changes, and the window is
+computed again for each token.
 """
 
 from collections.abc import Sequence
@@ -34,15 +33,25 @@ def generate(
     top_p: float = 1.0,
     cache: bool = True,
 ) -> list[int]:
-    """Continues `prompt_ids`; returns the new token ids only, at most `max_new_tokens` of them.
+    """Continue a prompt.
 
-    `temperature` 0 takes the likeliest token each time; `top_k` draws among that many likeliest ones, `top_p`
-    among the fewest whose probabilities add up to it. Drawing `stop_id` ends the text, and it is not
-    returned. The same seed gives the same text. The model sees no more than the last `max_sequence_length`
-    tokens, so a longer prompt is cut at its front. `cache` keeps keys and values of the tokens before.
+    Args:
+        model: The model.
+        prompt_ids: Token ids; the model sees no more than the last `max_sequence_length` of them.
+        max_new_tokens: The most tokens that are returned.
+        temperature: The divisor of the logits; 0 takes the likeliest token each time.
+        top_k: The number of likeliest tokens to draw among; None for all.
+        seed: The seed of the draws: the same seed gives the same text.
+        stop_id: The token that ends the text when it is drawn; it is not returned.
+        top_p: Draw among the fewest tokens whose probabilities add up to this.
+        cache: Whether to keep keys and values of earlier tokens.
 
-    Raises UserError for an empty prompt, ids outside the vocabulary, settings outside their range, and a
-    model whose logits are not finite.
+    Returns:
+        The new token ids only.
+
+    Raises:
+        UserError: The prompt is empty, an id is outside the vocabulary, a setting is outside its range, or
+            the logits are not finite.
     """
     limit = model.config.max_sequence_length
     _require_valid(prompt_ids, model.config.vocab_size, max_new_tokens, temperature, top_k, top_p)
@@ -83,7 +92,7 @@ def _choose(
     # Subtracting the largest first keeps small temperatures from overflowing.
     probabilities = ((best.values - best.values[0]).double() / temperature).softmax(dim=0)
     if top_p < 1:
-        likelier = probabilities.cumsum(0) - probabilities  # the share of those before each; 0 for the first
+        likelier = probabilities.cumsum(0) - probabilities  # the sum before each; 0 for the first
         probabilities = torch.where(likelier < top_p, probabilities, 0.0)
     return int(best.indices[torch.multinomial(probabilities, 1, generator=generator)])
 

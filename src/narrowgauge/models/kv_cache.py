@@ -1,7 +1,7 @@
 """Keys and values of the tokens that a model has seen, so that each further token costs one token's work.
 
-Attention at token t reads the keys and values of tokens 0 to t, and none of them depends on what comes later:
-so they are computed once and kept. The first call takes any number of tokens, each later call one.
+Attention at token t reads the keys and values of tokens 0 to t, and none of them depends on later tokens, so
+they are computed once and kept. The first call takes any number of tokens, each later call one.
 
     bytes = 2 * layers * B * K * capacity * H * bytes of an element
 
@@ -14,14 +14,14 @@ from narrowgauge.models.config import ModelConfig
 
 
 class LayerKVCache:
-    """What one layer keeps; memory is taken once, for `capacity` tokens."""
+    """The keys and values of one layer; memory is allocated once, for `capacity` tokens."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.length = capacity, 0
         self._kept: tuple[Tensor, Tensor] | None = None
 
     def extend(self, k_BKTH: Tensor, v_BKTH: Tensor) -> tuple[Tensor, Tensor]:
-        """Keeps the keys and values of T new tokens; returns those of all tokens so far."""
+        """Store the keys and values of T new tokens, and return those of all tokens so far."""
         start, end = self.length, self.length + k_BKTH.shape[2]
         assert start == 0 or end == start + 1, (
             "several new tokens after others would need a mask of their own"
@@ -38,7 +38,7 @@ class LayerKVCache:
 
 
 class KVCache:
-    """What a whole model keeps of up to `capacity` tokens; begins empty."""
+    """The keys and values of all layers, for up to `capacity` tokens; empty at first."""
 
     def __init__(self, config: ModelConfig, capacity: int) -> None:
         self.layers = [LayerKVCache(capacity) for _ in range(config.layers)]

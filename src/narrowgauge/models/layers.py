@@ -5,8 +5,8 @@
 
 Precision is explicit. The residual stream `x` is fp32 from the embedding to the last norm: it is a sum over
 all layers, and a narrow sum would lose exactly the small late terms. A norm computes in fp32 and *emits*
-`compute_dtype`; the linear layers, the attention and the activation work in what they are given; adding
-their result to the fp32 stream widens it again. There is no autocast anywhere.
+`compute_dtype`; the linear layers, the attention and the activation compute in the dtype of their input;
+adding their result to the fp32 stream widens it again. There is no autocast anywhere.
 
 Every product with a weight is a `torch.nn.Linear`, so that these four modules per block can be replaced. Two
 pairs are fused because they read the same input: one larger GEMM is faster, and the input is quantized once.
@@ -15,7 +15,7 @@ pairs are fused because they read the same input: one larger GEMM is faster, and
     gate_up.weight    rows [ gate: F | up: F ]
 
 Norms, activations and rotary positions are those of the room `kernels`: plain torch, and one pass each on a
-GPU. The mlp_norm makes the first of the two sums, so a block hands it the stream and what to add.
+GPU. The mlp_norm also computes the first of the two sums above, so it gets the stream and the term to add.
 
 Rotary positions (Su et al., arXiv 2104.09864): in each head the pair (x[i], x[i + H/2]) is turned by the
 angle position * theta^(-2i/H), so that q . k depends on the distance of two tokens only. This is the
@@ -32,8 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.kernels.activation import gelu, swiglu
-from narrowgauge.kernels.attention import fastest_first
-from narrowgauge.kernels.dispatch import is_slow
+from narrowgauge.kernels.dispatch import fastest_first, is_slow
 from narrowgauge.kernels.norm import add_norm, norm
 from narrowgauge.kernels.rotary import rotary
 from narrowgauge.models.config import ModelConfig
@@ -51,14 +50,14 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.dim)) if has_bias else None
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Normalises each token; the weight and bias may be stored in any dtype."""
+        """Normalise each token; the weight and bias may be stored in any dtype."""
         return norm(x_BTD, self.weight, self.bias, self.eps, self.kind, self.compute_dtype)
 
 
 class StreamNorm(Norm):
-    """A norm within the residual stream: adds to the stream first, and hands it on beside its norm.
+    """A norm within the residual stream: adds to the stream first, and returns the stream and its norm.
 
-    So one pass writes both, and in the backward pass the gradients that come back to both are added in one.
+    One pass writes both, and one pass adds the gradients of both in the backward pass.
     """
 
     def forward(  # type: ignore[override]
@@ -71,8 +70,8 @@ class StreamNorm(Norm):
 def rope_table(config: ModelConfig, length: int, device: torch.device) -> Tensor:
     """Cosines and sines for positions 0 to length-1: fp32, [2, length, head_dim / 2].
 
-    Made anew in each forward pass: it is small, and as it is no buffer it can neither be cast down with the
-    model nor be missing after a model was made on the meta device.
+    The table is computed in each forward pass. It is small, and because it is no buffer it can neither be
+    cast down with the model nor be missing after a model was made on the meta device.
 
     Llama 3.1 stretches the context by turning slow pairs slower. A pair of frequency f makes
     original_positions * f / 2 pi turns in the original context; below `low` turns its frequency is divided by
@@ -90,11 +89,11 @@ def rope_table(config: ModelConfig, length: int, device: torch.device) -> Tensor
 
 
 def document_mask(position_BT: Tensor) -> Tensor:
-    """Which tokens see which, documents kept apart: [B, 1, T, T] bool, True where query t sees key s.
+    """The causal mask that keeps documents separate: [B, 1, T, T] bool, True where query t sees key s.
 
-    `position_BT` is the number of each token in its document, from where the sequence begins. Token t sees
-    the last position(t) + 1 tokens, which are those of its own document: a block-diagonal causal mask. It
-    takes T x T bytes for each sequence.
+    `position_BT` is the number of each token in its document, within the sequence. Token t sees the last
+    position(t) + 1 tokens, which are those of its document: the mask is block-diagonal. It takes T x T bytes
+    for each sequence.
     """
     t_T = torch.arange(position_BT.shape[1], device=position_BT.device)
     back_TT = t_T[:, None] - t_T
@@ -102,18 +101,18 @@ def document_mask(position_BT: Tensor) -> Tensor:
 
 
 def attend(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Attention -> [B, N, T, H], causal or as `mask` says; query head n reads key-value head n // (N / K).
+    """Attention -> [B, N, T, H], causal or under `mask`; query head n reads key-value head n // (N / K).
 
     A single query is that of the last token, and reads everything.
 
-    Grouped heads are left to the kernel where it has them; on a GPU no fused kernel does in fp32 or under a
+    Grouped heads are left to a kernel that supports them. On a GPU no fused kernel does in fp32 or under a
     mask, and torch would fall back to one that holds all T x T scores, so there the heads are repeated.
 
-    On a CPU without products in bf16 it is computed in fp32, which takes a quarter of the time and keeps its
-    operands twice as wide.
+    A CPU without products in bf16 computes it in fp32, which takes a quarter of the time and keeps operands
+    that are twice as wide.
     """
     if q_BNTH.is_meta:
-        return _ShapesOfAttention.apply(q_BNTH, k_BKTH, v_BKTH, mask)
+        return _MetaAttention.apply(q_BNTH, k_BKTH, v_BKTH, mask)
     if q_BNTH.dtype == torch.bfloat16 and is_slow(q_BNTH):
         return attend(q_BNTH.float(), k_BKTH.float(), v_BKTH.float(), mask).to(q_BNTH.dtype)
     groups = q_BNTH.shape[1] // k_BKTH.shape[1]
@@ -132,10 +131,10 @@ def attend(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | None =
         )
 
 
-class _ShapesOfAttention(torch.autograd.Function):
-    """A fused kernel on tensors without numbers: it keeps its operands, its output, one fp32 for each row.
+class _MetaAttention(torch.autograd.Function):
+    """A stand-in for fused attention on the meta device: keeps its operands, its output, one fp32 a row.
 
-    Torch has no fused attention for its meta device and would hold all T x T scores there.
+    Torch has no fused attention for the meta device and would hold all T x T scores.
     """
 
     @staticmethod
@@ -150,15 +149,15 @@ class _ShapesOfAttention(torch.autograd.Function):
         return *(torch.empty_like(t) for t in ctx.saved_tensors[:3]), None
 
 
-def _as_it_is(x: Tensor) -> Tensor:
+def _identity(x: Tensor) -> Tensor:
     return x
 
 
 class Block(nn.Module):
     """One layer: attention, then the MLP, each normalised first and added to the residual stream.
 
-    Where the tokens of a sequence are divided over processes, `to_heads` makes of some tokens of all heads
-    [B, T, heads, H] all tokens of some heads, and `to_tokens` undoes it; `heads_NKK` counts those before.
+    If the tokens of a sequence are divided over processes, `to_heads` turns some tokens of all heads
+    [B, T, heads, H] into all tokens of some heads, and `to_tokens` undoes it; `heads_NKK` counts the former.
     """
 
     to_heads: Callable[[Tensor], Tensor]
@@ -168,7 +167,7 @@ class Block(nn.Module):
         super().__init__()
         D, N, K, H = config.dim, config.heads, config.kv_heads, config.head_dim
         self.head_dim, self.heads_NKK, self.mlp = H, (N, K, K), config.mlp
-        self.to_heads = self.to_tokens = _as_it_is
+        self.to_heads = self.to_tokens = _identity
         self.attention_norm = StreamNorm(config, compute_dtype)
         self.qkv = nn.Linear(D, (N + 2 * K) * H, bias=bool(config.qkv_bias))
         self.attention_out = nn.Linear(N * H, D, bias=config.bias)
@@ -189,7 +188,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """fp32 residual stream in and out; `rope` and `mask` are those of `rotary` and `attend`, or None.
 
-        With a `cache`, `x_BTD` are the tokens after those it holds.
+        With a `cache`, `x_BTD` are the tokens after those that the cache holds.
         """
         x_BTD, normed_BTD = self.attention_norm(x_BTD)
         x_BTD, normed_BTD = self.mlp_norm(x_BTD, self._attention(normed_BTD, rope, mask, cache))

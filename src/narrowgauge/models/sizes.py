@@ -91,7 +91,7 @@ SIZES: dict[str, dict[str, Any]] = {
     | {"vocab_size": 32000, "max_sequence_length": 2048},
 }
 
-#: The name of a model that is none of these: each of its dimensions is given.
+#: The name of a model that is none of these: a configuration gives all its dimensions.
 CUSTOM = "custom"
 
 #: Other names of the same models.
@@ -107,7 +107,10 @@ def model_config(name: str, **overrides: Any) -> ModelConfig:
     """The configuration of a named model, with any of its keys replaced.
 
     Derived keys follow the overrides: `model_config("gpt2-124m", heads=6)` has six key-value heads, of width
-    128. Raises UserError for an unknown name or key, and for values that do not fit together.
+    128.
+
+    Raises:
+        UserError: The name or a key is unknown, or values do not fit together.
 
     >>> model_config("debug", layers=2).layers
     2
@@ -129,7 +132,7 @@ def model_config(name: str, **overrides: Any) -> ModelConfig:
 
 
 def name_of(config: ModelConfig) -> str:
-    """The named model that a configuration is, whatever its longest sequence; `custom` for none."""
+    """The name of a configuration's model, whatever its longest sequence; `custom` for an unnamed one."""
     for name in SIZES:
         named = model_config(name, max_sequence_length=config.max_sequence_length)
         if replace(named, initial_std=config.initial_std) == config:

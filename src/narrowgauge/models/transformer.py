@@ -2,8 +2,8 @@
 
     tokens -> embedding (+ learned positions) -> blocks -> norm -> head -> logits
 
-It knows nothing of number formats. What it offers to those who do: every product with a weight is a
-`torch.nn.Linear`, found under a fixed name, and may be replaced by any module that maps [B, T, in] to
+It knows nothing of number formats. For the rooms that do, every product with a weight is a
+`torch.nn.Linear` under a fixed name, and may be replaced by any module that maps [B, T, in] to
 [B, T, out] and keeps `weight` (and `bias`) as its parameters.
 
     embedding.weight  [V, D]      position_embedding.weight [max_sequence_length, D] (learned positions only)
@@ -29,24 +29,24 @@ from narrowgauge.torch_compat import has_hooks
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer with uninteresting weights; `initialize` gives it its starting values.
+    """A decoder-only transformer with arbitrary weights; `initialize` gives it its starting values.
 
-    `compute_dtype` is what the norms emit, hence what the linear layers, the attention and the head are
-    given; the residual stream, the norms and the loss are fp32 whatever it is. A plain `nn.Linear` wants its
-    input in the dtype of its weight, so a `compute_dtype` other than fp32 needs either linears that cast (the
-    room `nn` has them), or weights in that dtype: `Transformer(config, torch.bfloat16).to(torch.bfloat16)`.
+    `compute_dtype` is the dtype that the norms emit, hence the input dtype of the linear layers, the
+    attention and the head. The residual stream, the norms and the loss are always fp32. A plain `nn.Linear`
+    wants its input in the dtype of its weight, so a `compute_dtype` other than fp32 needs linears that
+    cast (room `nn`), or weights in that dtype: `Transformer(config, torch.bfloat16).to(torch.bfloat16)`.
 
     Set `recompute` to n to trade time for memory: every n-th block keeps only its input for the backward pass
     and runs its forward again. The gradients stay the same bit for bit.
 
     Set `chunked_loss` to compute the head and the loss together, some tokens at a time (`head_loss`), where
-    the head is a plain product: a `torch.nn.Linear`, or what says so by the dtype in its `plain_product`. Its
-    forward method is then not called, so that hooks and gauges see nothing of it.
+    the head is a plain product: a `torch.nn.Linear`, or a module with a dtype as its `plain_product`. The
+    head's forward method is then not called, so hooks and gauges see nothing of it.
 
-    Where several processes compute each sequence together, `share` = (index, count) says which of `count`
-    equal shares of its tokens is here. Ids and positions are given whole, and what comes out are the logits,
-    or the part of the loss, of the own tokens; the blocks let them see the others (`Block.to_heads`). A block
-    that another process computes is an `nn.Identity`, and other modules may be None.
+    If several processes compute each sequence together, `share` = (index, count) names the local one of
+    `count` equal shares of its tokens. Ids and positions are those of the full sequence, results (logits, the
+    term of the loss) those of the local tokens, which see the others through `Block.to_heads`. A block that
+    another process computes is an `nn.Identity`, and other modules may be None.
     """
 
     def __init__(self, config: ModelConfig, compute_dtype: torch.dtype = torch.float32):
@@ -65,9 +65,9 @@ class Transformer(nn.Module):
         self.tie_head()
 
     def tie_head(self) -> None:
-        """Makes the head's weight the embedding's, if the configuration says so.
+        """Make the head's weight the embedding's, if the configuration ties them.
 
-        To be called again after `to_empty`, which gives each module a tensor of its own; `initialize` does.
+        It has to be called again after `to_empty`, which unties them; `initialize` does.
         """
         if self.config.tied_head:
             self.head.weight = self.embedding.weight
@@ -77,11 +77,14 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Token ids (int64) -> what the head reads: [B, T, D] in `compute_dtype`.
 
-        `position_BT` keeps documents apart: the number of each token in its document. Every document then
-        comes out as it would alone at the start of a sequence. With a `cache`, which takes no documents,
-        `x_BT` are the tokens after those it holds.
+        Args:
+            x_BT: The ids; with a `cache`, those of the tokens after the ones that the cache holds.
+            position_BT: The number of each token in its document, which keeps documents separate: each is
+                computed as if it stood alone at the start of a sequence.
+            cache: Keys and values of earlier tokens; not together with `position_BT`.
 
-        Raises UserError for a sequence longer than `max_sequence_length`.
+        Raises:
+            UserError: The sequence is longer than `max_sequence_length`.
         """
         start = 0 if cache is None else cache.length
         end = start + x_BT.shape[1]
@@ -97,13 +100,13 @@ class Transformer(nn.Module):
 
     def embed(self, x_BT: Tensor, position_BT: Tensor | None = None, start: int = 0) -> Tensor:
         """Token ids from position `start` on -> the residual stream before the first block, fp32."""
-        x_BTD: Tensor = self.embedding(self.own(x_BT)).float()
+        x_BTD: Tensor = self.embedding(self.local_tokens(x_BT)).float()
         if self.config.positions == "rope":
             return x_BTD
         if position_BT is not None:
-            return x_BTD + self.position_embedding(self.own(position_BT)).float()
+            return x_BTD + self.position_embedding(self.local_tokens(position_BT)).float()
         weight_TD = self.position_embedding.weight[start : start + x_BT.shape[1]]
-        return x_BTD + self.own(weight_TD[None])[0].float()
+        return x_BTD + self.local_tokens(weight_TD[None])[0].float()
 
     def through_blocks(
         self,
@@ -121,8 +124,8 @@ class Transformer(nn.Module):
             rope = rope_table(self.config, end, x_BTD.device)[:, start:]
             if position_BT is not None:
                 rope = rope[:, position_BT][:, :, None]  # [2, B, 1, T, H/2]
-        through: Iterable[Callable[..., Tensor]] = self.blocks if blocks is None else blocks
-        for number, block in enumerate(through):
+        selected: Iterable[Callable[..., Tensor]] = self.blocks if blocks is None else blocks
+        for number, block in enumerate(selected):
             if self.recompute and number % self.recompute == 0 and cache is None:
                 # The model draws no random numbers, so there is no generator state to keep.
                 x_BTD = checkpoint(block, x_BTD, rope, mask, use_reentrant=False, preserve_rng_state=False)
@@ -131,7 +134,7 @@ class Transformer(nn.Module):
         return x_BTD
 
     def forward(self, x_BT: Tensor, position_BT: Tensor | None = None) -> Tensor:
-        """Token ids (int64) -> logits [B, T, V], in the dtype in which they leave the head."""
+        """Token ids (int64) -> logits [B, T, V], in the dtype of the head's result."""
         logits_BTV: Tensor = self.head(self.hidden(x_BT, position_BT))
         return logits_BTV
 
@@ -140,43 +143,42 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Mean cross entropy of predicting `y_BT` after each prefix of `x_BT`: fp32 scalar, nats.
 
-        `position_BT` is that of `hidden`, `targets` that of `cross_entropy`.
+        `position_BT` is as for `hidden`, `targets` as for `cross_entropy`.
         """
         return self.loss_after(self.hidden(x_BT, position_BT), y_BT, targets)
 
     def loss_after(self, h_BTD: Tensor, y_BT: Tensor, targets: int | None = None) -> Tensor:
-        """The same from what the head reads, of the tokens that are here."""
+        """`loss` of the local tokens, from what the head reads."""
         if targets is None and self.share[1] > 1:
             targets = y_BT.numel()
-        y_BT = self.own(y_BT)
+        y_BT = self.local_tokens(y_BT)
         if self.chunks_loss and h_BTD.dtype == self.compute_dtype:
             return head_loss(h_BTD, self.head.weight, y_BT, targets)
-        # Nobody else has the logits, unless a hook keeps them.
-        is_watched = has_hooks(self.head)
-        return cross_entropy(self.head(h_BTD), y_BT, targets, overwrite=not is_watched)
+        # The logits may be overwritten unless a hook keeps them.
+        return cross_entropy(self.head(h_BTD), y_BT, targets, overwrite=not has_hooks(self.head))
 
     @property
     def chunks_loss(self) -> bool:
-        """Whether head and loss are computed together: `chunked_loss`, where this head allows it."""
+        """Whether head and loss are computed together: `chunked_loss` is set, and the head allows it."""
         return self.chunked_loss and _plain_product(self.head) == self.compute_dtype
 
-    def own(self, x_BT: Tensor) -> Tensor:
-        """What belongs to the tokens that are here."""
+    def local_tokens(self, x_BT: Tensor) -> Tensor:
+        """The entries of [B, T, ...] that belong to the local tokens."""
         index, count = self.share
         return x_BT.chunk(count, 1)[index] if count > 1 else x_BT
 
 
 def _plain_product(head: nn.Module) -> torch.dtype | None:
-    """The dtype in which a head is nothing but the product with its weight; None if it is more than that."""
+    """The dtype of a head that only multiplies with its weight; None for any other head."""
     if type(head) is nn.Linear:
         return head.weight.dtype if head.bias is None else None
-    told: torch.dtype | None = getattr(head, "plain_product", None)
-    return told
+    dtype: torch.dtype | None = getattr(head, "plain_product", None)
+    return dtype
 
 
 @torch.no_grad()
 def initialize(model: Transformer, seed: int) -> None:
-    """Sets every parameter to its starting value."""
+    """Set every parameter to its starting value."""
     model.tie_head()
     shapes = {name: p.shape for name, p in model.named_parameters()}
     parameters = dict(model.named_parameters())
@@ -189,7 +191,7 @@ def starting_values(
 ) -> Iterator[tuple[str, Tensor]]:
     """The starting value of each parameter, a function of the configuration and the seed alone: fp32, CPU.
 
-    `shapes` are those of `named_parameters` of the whole model, in their order. Biases are 0, norm weights 1,
+    `shapes` are those of `named_parameters` of the full model, in their order. Biases are 0, norm weights 1,
     matrices and embeddings normal(0, `initial_std`). The matrices that write to the residual stream
     (`attention_out`, `down`) are scaled by 1 / sqrt(2 * layers), so that the sum of all 2 * layers writes
     starts with the size of one. The numbers are drawn in fp32 on the CPU, one parameter after the other, so
@@ -197,8 +199,8 @@ def starting_values(
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     for name, shape in shapes.items():
-        module, kind = name.rsplit(".", 1)
-        if kind == "bias":
+        module, role = name.rsplit(".", 1)
+        if role == "bias":
             yield name, torch.zeros(shape)
         elif module.endswith("norm"):
             yield name, torch.ones(shape)

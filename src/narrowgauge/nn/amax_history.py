@@ -36,18 +36,18 @@ class AmaxHistory(torch.nn.Module):
         self.reset("cpu")
 
     def reset(self, device: torch.device | str) -> None:
-        """Be as before the first step, on a device."""
+        """Go back to the state before the first step, on a device."""
         self.register_buffer("amax", torch.zeros((), device=device), persistent=False)
         self.register_buffer("entries", torch.zeros(self.cast.history, device=device), persistent=False)
         self.register_buffer("scale", torch.ones((), device=device), persistent=False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The state, by name: the tensors themselves."""
+        """The state by name; the tensors themselves, no copies."""
         return {"amax": self.amax, "entries": self.entries, "scale": self.scale}
 
     @torch.no_grad()
     def update(self, x: torch.Tensor) -> None:
-        """Take note of a tensor of the current step."""
+        """Include a tensor in the largest magnitude of the current step."""
         if x.numel():
             amax = x.abs().amax().float()
             torch.maximum(self.amax, torch.where(amax.isfinite(), amax, 0.0), out=self.amax)
@@ -60,22 +60,22 @@ class AmaxHistory(torch.nn.Module):
     def end_step(self) -> None:
         """Put the step's largest magnitude into the history, and renew the scale.
 
-        Without a branch on a tensor's value, which no compiled graph can hold and a GPU would wait for.
+        No branch depends on a tensor's value: no compiled graph could hold it, and a GPU would wait for it.
         """
-        saw = self.amax > 0  # else nothing was seen, or only zeros
+        has_amax = self.amax > 0  # else there was no tensor, or only zeros
         entries = torch.cat((self.entries[1:], self.amax[None]))
-        self.entries.copy_(torch.where(saw, entries, self.entries))
+        self.entries.copy_(torch.where(has_amax, entries, self.entries))
         self.amax.zero_()
         amax = self.entries.max() if self.cast.history_algorithm == "max" else self.entries[-1]
-        self.scale.copy_(torch.where(saw, _scale(amax, self.cast.element, self.cast.margin), self.scale))
+        self.scale.copy_(torch.where(has_amax, _scale(amax, self.cast.element, self.cast.margin), self.scale))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "AmaxHistory":
-        """Go to another device, but stay float32 when the model's dtype changes."""
-        before = self.tensors()
+        """Move to another device, but stay float32 when the model's dtype changes."""
+        originals = self.tensors()
         super()._apply(fn, recurse)
         for name, tensor in self.tensors().items():
             if tensor.dtype != torch.float32:
-                setattr(self, name, before[name].to(tensor.device))
+                setattr(self, name, originals[name].to(tensor.device))
         return self
 
 

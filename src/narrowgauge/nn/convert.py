@@ -22,24 +22,24 @@ def convert(
     """Make the Linears of any module compute under a recipe; parameters stay the same objects.
 
     Args:
-        model: any module with `torch.nn.Linear`s, or Hugging Face `Conv1D`s (GPT-2); changed in place.
-        recipe: a recipe, its name, or the path of its TOML file.
-        keep: names or patterns of further layers that stay in the recipe's `compute` format, beside those
-            the recipe itself keeps. A pattern is compared with the whole name and with its last component.
+        model: Any module with `torch.nn.Linear`s, or Hugging Face `Conv1D`s (GPT-2); changed in place.
+        recipe: A recipe, its name, or the path of its TOML file.
+        keep: Names or patterns of layers that stay in the recipe's `compute` format, in addition to those
+            that the recipe keeps. A pattern is compared with the full name and with its last component.
         backend: "auto" (native on a device that has the recipe's formats), "native", or "emulated".
 
     Returns:
         The model (a new module only if the model itself is a Linear). A model that is under a recipe already
-        goes over to the new one.
+        changes to the new one.
 
     Raises:
-        UserError: no linear layer in the model, a `keep` pattern that matches none, a layer whose weight
-            is computed from others (`torch.nn.utils.parametrize`), or "native" where the model's device
+        UserError: The model has no linear layer, a `keep` pattern matches none, a weight is computed from
+            other tensors (`torch.nn.utils.parametrize`), or the backend is "native" and the model's device
             lacks the formats.
     """
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
     keep = (keep,) if isinstance(keep, str) else keep
-    # A layer that stands in the model twice has two names.
+    # A layer that the model holds twice has two names.
     layers = {name: m for name, m in model.named_modules(remove_duplicate=False) if _is_linear(m)}
     _check(model, layers, keep)
     recipe = recipe.in_high_precision(keep) if keep else recipe
@@ -53,11 +53,12 @@ def convert(
     shared = _shared_parameters(model)
     for name, layer in layers.items():
         if layer not in converted:
-            places = [(n, _block_of(n, prefix)) for n in names[layer]]
-            of_layer = recipe.for_layer(places, blocks)
+            named_blocks = [(n, _block_of(n, prefix)) for n in names[layer]]
+            layer_recipe = recipe.for_layer(named_blocks, blocks)
             if layer.weight in shared:
-                of_layer = of_layer.with_places(WIDE_WEIGHT)
-            converted[layer] = Linear(layer, of_layer, len(converted), _is_transposed(layer), recipe, backend)
+                layer_recipe = layer_recipe.with_places(WIDE_WEIGHT)
+            is_transposed = _is_transposed(layer)
+            converted[layer] = Linear(layer, layer_recipe, len(converted), is_transposed, recipe, backend)
             converted[layer].train(layer.training)
         if not name:
             return converted[layer]
@@ -89,7 +90,7 @@ def _check(model: torch.nn.Module, layers: dict[str, torch.nn.Module], keep: Seq
 
 
 def _shared_parameters(model: torch.nn.Module) -> set[torch.nn.Parameter]:
-    """Parameters that stand in several modules, such as a head tied to an embedding: they stay fp32."""
+    """Parameters that several modules hold, such as a head tied to an embedding: they stay fp32."""
     named = (m.named_parameters(recurse=False, remove_duplicate=False) for m in model.modules())
     owners = Counter(p for parameters in named for _, p in parameters)
     return {p for p, count in owners.items() if count > 1}
@@ -98,17 +99,17 @@ def _shared_parameters(model: torch.nn.Module) -> set[torch.nn.Parameter]:
 def set_step(
     model: torch.nn.Module, seed: int, step: int, first_sample: int, steps: int | None = None
 ) -> None:
-    """Tell every converted layer where training is, before each forward pass.
+    """Set the position of training in every converted layer; called before each forward pass.
 
     Random bits become those of (seed, step, tensor, element), delayed scales are renewed when a step begins,
     and rules that waited for the step hold.
 
     Args:
-        model: a model that `convert` has changed.
-        seed: of the run.
-        step: the optimizer step, from 1.
-        first_sample: index in the step's global batch of the first sequence of this forward pass.
-        steps: of the whole run, for rules that hold after a share of it.
+        model: A model that `convert` has changed.
+        seed: The seed of the run.
+        step: The optimizer step, from 1.
+        first_sample: The index in the step's global batch of the first sequence of this forward pass.
+        steps: The steps of the full run, for rules that hold after a share of it.
     """
     for module in model.modules():
         if isinstance(module, Linear):
@@ -116,10 +117,10 @@ def set_step(
 
 
 def discard_step(model: torch.nn.Module) -> None:
-    """After a step that was computed and is not taken: what recipes remember is as if it had not been.
+    """Undo what a computed step changed in the state of recipes, if the optimizer does not take the step.
 
-    Histories of delayed scales leave out what they saw since `set_step` began it, and pre-scaling factors go
-    back. Weights and masters are the optimizer's: they have not moved yet.
+    Histories of delayed scales forget what they saw since `set_step` began the step, and pre-scaling factors
+    go back. Weights and masters have not moved yet, because only the optimizer moves them.
     """
     for module in model.modules():
         if isinstance(module, Linear):
@@ -129,12 +130,11 @@ def discard_step(model: torch.nn.Module) -> None:
 def recipe_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The state of recipes that moves the trajectory, as `{"LAYER.PLACE.NAME": tensor}`.
 
-    Histories of delayed scales, scales of weights, masters, factors of pre-scaling.
-
-    The tensors are the model's own: copy into them to restore. A plain state dict does not hold them.
+    It holds histories of delayed scales, scales of weights, masters and factors of pre-scaling. The tensors
+    are the model's own: copy into them to restore. A plain state dict does not hold them.
     """
     owners: list[tuple[str, AmaxHistory | ParamState]] = []
-    found: dict[str, torch.Tensor] = {}
+    prescales: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
         if isinstance(module, AmaxHistory):
             owners.append((name, module))
@@ -142,14 +142,14 @@ def recipe_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             if module.state_at_rest is not None:
                 owners.append((name, module.state_at_rest))
             if module.reduce_prescale is not None:
-                found |= {f"{name}.reduce.{key}": t for key, t in module.reduce_prescale.tensors.items()}
-    return found | {f"{name}.{key}": t for name, owner in owners for key, t in owner.tensors().items()}
+                prescales |= {f"{name}.reduce.{k}": t for k, t in module.reduce_prescale.tensors.items()}
+    return prescales | {f"{name}.{key}": t for name, owner in owners for key, t in owner.tensors().items()}
 
 
 def _is_conv1d(module: torch.nn.Module) -> bool:
     """Whether this is Hugging Face's linear layer with a (K, N) weight (transformers is never imported)."""
-    kind = type(module)
-    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+    cls = type(module)
+    return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
 
 
 def _is_transposed(layer: torch.nn.Module) -> bool:
@@ -157,14 +157,14 @@ def _is_transposed(layer: torch.nn.Module) -> bool:
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
-    # The last is a part of MultiheadAttention, which reads its weight and never calls it.
+    # The last is for MultiheadAttention, which reads the weight of its output layer and never calls it.
     return _is_conv1d(module) or (
         isinstance(module, torch.nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
     )
 
 
 def _blocks(model: torch.nn.Module) -> tuple[str | None, int]:
-    """How the names of the longest ModuleList's children begin (None without one), and how many there are."""
+    """The prefix of names in the longest ModuleList (None without one), and the number of its blocks."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)}
     if not lists:
         return None, 0
@@ -173,7 +173,7 @@ def _blocks(model: torch.nn.Module) -> tuple[str | None, int]:
 
 
 def _block_of(name: str, prefix: str | None) -> int | None:
-    """The number of the block that a layer lies in."""
+    """The number of the block that holds a layer."""
     if prefix is None or not name.startswith(prefix):
         return None
     number = name.removeprefix(prefix).partition(".")[0]

@@ -1,10 +1,10 @@
 """The product of two operands, each given as (rows, contraction): c_MN = a_MK @ b_NK.T.
 
-Emulated operands carry the scale of a whole tensor beside their values. It belongs to the fp32 accumulator,
-before the result is rounded to bf16; applied after it, the result would be rounded twice. On a CPU oneDNN
-applies `alpha` there (fp32 products do without it: MKL takes an alpha of NaN for 1); on a GPU the product is
-asked for in fp32. Registered as one operator so that compiled graphs hold it whole. Native operands go to the
-hardware as they are (`native.py`).
+An emulated operand carries the scale of a full tensor separately from its values. The scale belongs to the
+fp32 accumulator, before the result is rounded to bf16; applied later, it would round the result twice. On a
+CPU oneDNN applies `alpha` to the accumulator (fp32 products do without it: MKL takes an alpha of NaN for 1);
+on a GPU the product is computed in fp32. It is one operator, so that compiled graphs hold it as a unit.
+Native operands go to the hardware unchanged (`native.py`).
 """
 
 from typing import NamedTuple

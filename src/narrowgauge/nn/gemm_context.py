@@ -1,10 +1,10 @@
-"""What the three GEMMs of one layer need beside the tensors, and the operands that they see.
+"""The context of the three GEMMs of one layer, and the operands that they see.
 
 A `GemmContext` is made for every forward pass and goes with it to the backward pass. It joins three records:
 
-    LayerSpec    what `convert` fixes: the cast of each place, the dtype of products, the hardware
-    StepState    what a step fixes: random keys, histories of delayed scales
-    shards       where the tensors of this pass lie in the global ones
+    LayerSpec    fixed by `convert`: the cast of each place, the dtype of products, the hardware
+    StepState    fixed by a step: random keys, histories of delayed scales
+    shards       the positions of this pass's tensors in the global ones
 """
 
 from collections.abc import Mapping
@@ -24,45 +24,28 @@ from narrowgauge.quantization import Cast, ParamState, QuantContext, TensorShard
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSpec:
-    """How a layer computes.
+    """How a layer computes."""
 
-    Attributes:
-        casts: The cast of each GEMM place; rules that wait for a step change it.
-        compute: The dtype of products, and of everything that is not narrow.
-        saved: What is kept of the input for the backward pass (`saved.py`).
-        native: Whether narrow operands stay codes, for the hardware to multiply.
-        transposed: Whether the weight is stored (K, N).
-    """
-
-    casts: Mapping[str, Cast]
-    compute: torch.dtype
-    saved: str | Cast = "input"
-    native: bool = False
-    transposed: bool = False
+    casts: Mapping[str, Cast]  #: by GEMM place; rules that wait for a step change it
+    compute: torch.dtype  #: of products, and of everything that is not narrow
+    saved: str | Cast = "input"  #: what is kept of the input for the backward pass (`saved.py`)
+    native: bool = False  #: whether narrow operands stay codes, for the hardware to multiply
+    transposed: bool = False  #: whether the weight is stored (K, N)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GemmContext:
-    """What the GEMMs of one forward and backward pass need beside x, w and dy.
-
-    Attributes:
-        layer: What `convert` fixes.
-        step: What the step fixes.
-        num_samples: The number of sequences that x and dy hold.
-        shards: Where "x", "w" and "dy" lie in global tensors; those that several processes hold together.
-        weight: The record of the weight, if it or its gradient is narrow and all of it is here.
-        observer: What is shown every operand and product, if one is attached to the layer.
-    """
+    """All that the GEMMs of one forward and backward pass need in addition to x, w and dy."""
 
     layer: LayerSpec
     step: StepState = field(default_factory=StepState)
-    num_samples: int = 1
-    shards: Mapping[str, TensorShard] = field(default_factory=dict)
-    weight: ParamState | None = None
-    observer: Observer | None = None
+    num_samples: int = 1  #: sequences in x and dy
+    shards: Mapping[str, TensorShard] = field(default_factory=dict)  #: by "x", "w", "dy"; only real shards
+    weight: ParamState | None = None  #: if the weight or its gradient is narrow, and not sharded
+    observer: Observer | None = None  #: sees every operand and product
 
     def shard(self, place: str) -> TensorShard | None:
-        """Where the tensor of a place lies in the global one; None if all of it is here."""
+        """The shard that the tensor of a place is; None if this process holds all of it."""
         return self.shards.get(place.partition(".")[2])
 
     def shared(self, a: str, b: str) -> bool:
@@ -72,26 +55,26 @@ class GemmContext:
 
     @property
     def reuses_x(self) -> bool:
-        """Whether the operand of the forward pass is wgrad's, too."""
+        """Whether wgrad reuses the operand of the forward pass."""
         return isinstance(self.layer.saved, str) and self.shared("fprop.x", "wgrad.x")
 
     def operand(
         self, tensor: torch.Tensor, place: str, axis: int, both: bool = False
     ) -> Operand | QuantizedOperand:
-        """What the GEMM of `place` sees of a matrix whose `axis` (-1 or 0) it contracts.
+        """The operand that the GEMM of `place` sees of a matrix whose `axis` (-1 or 0) it contracts.
 
-        `both` says that the same numbers will be contracted along the other axis, too.
+        With `both` the same numbers are contracted along the other axis, too.
         """
-        if isinstance(tensor, GatheredWeight):  # it travelled as that, so there is no loss left to gauge
-            seen = tensor.operand(self.layer.compute, self.layer.native)
-            return seen if axis == -1 else seen.transposed()
+        if isinstance(tensor, GatheredWeight):  # it travelled in these numbers: there is no loss to gauge
+            gathered = tensor.operand(self.layer.compute, self.layer.native)
+            return gathered if axis == -1 else gathered.transposed()
         cast, context = self.layer.casts[place], self._quant_context(tensor, place)
         if self.layer.native and cast.is_scaled:
-            q, other = quantize(tensor, cast, axis, context, both)
+            q, other_codes = quantize(tensor, cast, axis, context, both)
             if self.observer is not None:
                 observed = Observation(place, tensor, q.dequantize(), None, cast, axis, context)
                 self.observer.operand(observed)
-            return quantized_operand(q, axis, other)
+            return quantized_operand(q, axis, other_codes)
         operand = Operand(*emulate(tensor, cast, axis, self.layer.compute, context))
         if self.observer is not None:
             self.observer.operand(Observation(place, tensor, *operand, cast, axis, context))
@@ -108,7 +91,7 @@ class GemmContext:
         return w.T if self.layer.transposed else w
 
     def add_gradient(self, dw_NK: torch.Tensor) -> bool:
-        """Add to a narrow gradient; False where there is none, so that autograd adds."""
+        """Add to a narrow gradient; False if the weight has none, so that autograd adds."""
         if self.weight is None or self.weight.gradient is None:
             return False
         stream = self.step.gradient_stream(self._elements("fprop.w", dw_NK))
@@ -122,7 +105,7 @@ class GemmContext:
         return self.step.operand_stream(place, self._elements(place, tensor) // self.num_samples)
 
     def _quant_context(self, tensor: torch.Tensor, place: str) -> QuantContext:
-        """The context of a place's cast; a history takes note of the tensor."""
+        """The context of a place's cast; a history is updated with the tensor."""
         cast, step, scale = self.layer.casts[place], self.step, None
         if cast.history:
             scale = step.histories[place].scale

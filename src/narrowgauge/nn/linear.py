@@ -1,7 +1,7 @@
 """A linear layer that computes under a recipe.
 
-It returns the dtype it was given, so that conversion changes no other part of a model. What it carries from
-step to step is in `stateful_linear.py`, its three GEMMs are in `linear_function.py`.
+It returns the dtype of its input, so that conversion changes no other part of a model. The state that it
+carries from step to step is in `stateful_linear.py`, its three GEMMs are in `linear_function.py`.
 """
 
 import torch
@@ -14,7 +14,7 @@ from narrowgauge.nn.stateful_linear import StatefulLinear
 class Linear(StatefulLinear):
     """`torch.nn.Linear` whose three GEMMs compute under a recipe.
 
-    It shares the parameters of the layer it is made from. What depends on the step (random bits, delayed
+    It shares the parameters of the layer it is made from. All that depends on the step (random bits, delayed
     scales, rules that wait) follows `nn.set_step`, which a training loop calls. Without it, each forward call
     that records gradients counts as a step (recomputed ones do not). There is no second derivative, because
     rounding has none.
@@ -45,7 +45,7 @@ class Linear(StatefulLinear):
         return y if self.bias is None else (y + self.bias).to(y.dtype)
 
     def _gemm_context(self, input: torch.Tensor, weight_NK: torch.Tensor) -> GemmContext:
-        """What the GEMMs of this forward pass need beside the tensors."""
+        """The context of this forward pass and its backward pass."""
         samples = input.shape[0] if input.ndim > 2 else 1
         return GemmContext(
             self.spec,
@@ -55,20 +55,3 @@ class Linear(StatefulLinear):
             None if self.is_sharded else self.state_at_rest,
             self.observer,
         )
-
-    @property
-    def plain_product(self) -> torch.dtype | None:
-        """The dtype in which this layer is nothing but the product with its weight; None if it is more.
-
-        Another function may then compute it from `weight.to(dtype)` (`kernels.head_loss`).
-        """
-        extras: tuple[object, ...] = (self.bias, self.state_at_rest, self.shards.before, self.shards.after)
-        has_scale = self.gathering is not None and self.recipe.gather.is_scaled
-        if any(extra is not None for extra in extras) or self.spec.transposed or has_scale:
-            return None
-        is_narrow = any(cast.name != self.recipe.compute for cast in self.spec.casts.values())
-        return None if is_narrow else self.spec.compute
-
-    def extra_repr(self) -> str:
-        """Torch's description, and the recipe's name."""
-        return f"{super().extra_repr()}, recipe={self.recipe.name}"

@@ -21,7 +21,7 @@ from narrowgauge.nn.gathered_weight import GatheredWeight
 from narrowgauge.nn.gemm import multiply
 from narrowgauge.nn.gemm_context import GemmContext
 from narrowgauge.nn.observer import evenly
-from narrowgauge.nn.saved import keep_as_it_is, keep_input
+from narrowgauge.nn.saved import keep_input, keep_operand
 from narrowgauge.quantization import QuantContext, estimator_slope
 
 
@@ -43,7 +43,7 @@ class _LinearFunction(torch.autograd.Function):
         if bias_N is not None:
             y_MN += bias_N.to(y_MN.dtype)  # in place: another tensor of this size costs its memory's pages
         kept_x, ctx.restore_x = keep_input(x_MK, x, context)
-        kept_w, ctx.restore_w = keep_as_it_is(w) if ctx.reuses_w else ((None, None, None), None)
+        kept_w, ctx.restore_w = keep_operand(w) if ctx.reuses_w else ((None, None, None), None)
         has_slope = bool(context.layer.casts["fprop.w"].estimator_k)
         needs_w = not ctx.reuses_w or has_slope or context.observer is not None
         ctx.save_for_backward(w_NK if needs_w else None, *kept_w, *kept_x, some_x_RM)

@@ -32,13 +32,13 @@ def keep_input(
     if context.reuses_x:
         has_one_scale = fprop.is_scaled and fprop.block is None
         if saved == "operand" and has_one_scale and isinstance(operand, Operand):
-            return _keep_operand(operand, fprop)
-        return keep_as_it_is(operand)
+            return _keep_codes(operand, fprop)
+        return keep_operand(operand)
     if saved == "input":
-        return keep_as_it_is(Operand(x_MK))
+        return keep_operand(Operand(x_MK))
     cast = fprop if isinstance(saved, str) else saved
     if not cast.is_scaled:
-        return keep_as_it_is(Operand(emulate(x_MK, cast, -1, context.layer.compute)[0]))
+        return keep_operand(Operand(emulate(x_MK, cast, -1, context.layer.compute)[0]))
     stream = context.stream(x_MK, "fprop.x") if saved == "operand" else None
     q, _ = quantize(x_MK, cast, -1, QuantContext(stream, shard=context.shard("fprop.x")))
     if context.observer is not None and saved != "operand":
@@ -47,7 +47,7 @@ def keep_input(
     return _keep_quantized(q, x_MK.dtype)
 
 
-def keep_as_it_is(operand: Operand | QuantizedOperand) -> tuple[Tensors, Restore]:
+def keep_operand(operand: Operand | QuantizedOperand) -> tuple[Tensors, Restore]:
     """Keep an operand in the tensors that it has."""
     if isinstance(operand, QuantizedOperand):
         cast = operand.cast
@@ -58,7 +58,7 @@ def keep_as_it_is(operand: Operand | QuantizedOperand) -> tuple[Tensors, Restore
     return (*operand, None), lambda values, scale, _: Operand(values, scale)
 
 
-def _keep_operand(operand: Operand, cast: Cast) -> tuple[Tensors, Restore]:
+def _keep_codes(operand: Operand, cast: Cast) -> tuple[Tensors, Restore]:
     """Keep an operand with one scale (`emulate`) as bytes."""
     values, scale = operand
     element, width, dtype = cast.element, values.shape[-1], values.dtype

@@ -1,6 +1,6 @@
-"""What a linear layer under a recipe carries from one pass to the next, and what torch asks of a module.
+"""The state that a linear layer under a recipe carries from pass to pass, and what torch asks of a module.
 
-parameters      the weight, and its state where that or its gradient is narrow
+parameters      the weight, and its state if the weight or its gradient is narrow
 the step        random keys and histories of delayed scales; `begin_pass` hands them to the GEMMs
 the device      decides which hardware computes
 """
@@ -40,7 +40,7 @@ class StatefulLinear(torch.nn.Linear):
         is_sharded: Whether FSDP has sharded the weight.
         gathering: How a sharded weight travels, if not in fp32.
         reduce_prescale: The pre-scaling factor of the gradient on the wire, if the recipe has one.
-        observer: What is shown operands and products; attached for a step.
+        observer: Sees all operands and products; attached for a step.
     """
 
     weight: torch.nn.Parameter
@@ -63,7 +63,7 @@ class StatefulLinear(torch.nn.Linear):
             recipe: The recipe of this layer.
             index: The number of the layer among the model's.
             transposed: Whether the weight is stored (K, N).
-            model_recipe: The recipe of the model; which hardware computes is decided for all of it.
+            model_recipe: The recipe of the model, which decides the hardware for all layers.
             backend: The requested backend.
         """
         torch.nn.Module.__init__(self)
@@ -93,7 +93,7 @@ class StatefulLinear(torch.nn.Linear):
         self.set_weights(weight, bias)
 
     def set_weights(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
-        """Compute with these parameters, on their device, as before the first step."""
+        """Take these parameters and their device, with the state before the first step."""
         self.weight, self.bias = weight, bias  # type: ignore[assignment]
         self._choose_backend(self.backend)
         for history in self.histories.values():
@@ -103,7 +103,7 @@ class StatefulLinear(torch.nn.Linear):
         self._set_keys(0, 0, 0)
 
     def set_position(self, seed: int, step: int, first_sample: int, steps: int | None = None) -> None:
-        """Be in optimizer step `step` of `steps`, with the batch's first sequence at `first_sample`."""
+        """Go to optimizer step `step` of `steps`, with the first sequence of the pass at `first_sample`."""
         if step != self.step:
             self._end_step()
         self.step, self.step_is_set = step, True
@@ -121,6 +121,23 @@ class StatefulLinear(torch.nn.Linear):
                 self.keys = self.keys + _NEXT_KEY
         first_sample = 0 if self.first_sample is None else self.first_sample
         return StepState(self.keys, first_sample, self.histories, is_training)
+
+    @property
+    def plain_product(self) -> torch.dtype | None:
+        """The dtype of a layer that only multiplies with its weight; None for any other layer.
+
+        Another function may compute such a layer from `weight.to(dtype)` (`kernels.head_loss`).
+        """
+        extras: tuple[object, ...] = (self.bias, self.state_at_rest, self.shards.before, self.shards.after)
+        has_scale = self.gathering is not None and self.recipe.gather.is_scaled
+        if any(extra is not None for extra in extras) or self.spec.transposed or has_scale:
+            return None
+        is_narrow = any(cast.name != self.recipe.compute for cast in self.spec.casts.values())
+        return None if is_narrow else self.spec.compute
+
+    def extra_repr(self) -> str:
+        """Torch's description, and the name of the recipe."""
+        return f"{super().extra_repr()}, recipe={self.recipe.name}"
 
     def _end_step(self) -> None:
         for history in self.histories.values():
@@ -161,7 +178,7 @@ class StatefulLinear(torch.nn.Linear):
         self.spec = replace(self.spec, native=backend.name == "native")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Move to another device, and compute as that can."""
+        """Move to another device, and choose its backend."""
         super()._apply(fn, recurse)
         self._bind()
         if self.reduce_prescale is not None:

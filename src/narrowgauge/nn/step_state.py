@@ -1,4 +1,4 @@
-"""Where training is, as the GEMMs of one layer see it: histories of delayed scales and random bits.
+"""The position of training, as the GEMMs of one layer see it: histories of delayed scales, random bits.
 
 Random bits are a function of (seed, step, tensor, element). Ten tensors of a layer have a stream each step:
 the six operands, the signs of the three GEMMs' transforms, and the gradient that is stored in narrow numbers.

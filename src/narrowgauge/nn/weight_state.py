@@ -1,7 +1,7 @@
 """The state of a linear layer's weight in a recipe's numbers: weight, master and gradient.
 
 The parameter stays a parameter under its own name, in the dtype of its elements (bf16, fp16, FP8), and its
-memory is the first tensor of the narrow weight; scales lie beside it. The three are in the parameter's record
+memory is the first tensor of the narrow weight. The three tensors are in the parameter's record
 (`quantization.ParamState`), where the optimizer finds them, and the layer holds the same record: torch copies
 a parameter without its attributes, and FSDP2 puts other parameters in its place. Master and gradient may be
 in the host's memory (`offload`).
@@ -30,17 +30,17 @@ def make_weight_state(
     offload: Collection[str] = (),
     local: torch.Tensor | None = None,
 ) -> ParamState | None:
-    """Keep a weight, its master and its gradient in casts; what another recipe made of them is replaced.
+    """Keep a weight, its master and its gradient in casts, in place of those of another recipe.
 
     Args:
-        parameter: the weight, whose numbers are taken over: rounded once from the widest there are. It then
-            holds the narrow numbers, unless `local` is given.
-        casts: by place of the recipe: "weight", "master" (None: no master) and "grad".
-        offload: those of "master" and "grad" that are in the host's memory.
-        local: float32, the local numbers of a parameter that FSDP2 has cut, which holds none itself.
+        parameter: The weight. Its numbers are rounded once, from the widest that exist. It then holds the
+            narrow numbers, unless `local` is given.
+        casts: The casts of "weight", "master" (None: no master) and "grad".
+        offload: Those of "master" and "grad" that are kept in the host's memory.
+        local: float32, the local numbers of a parameter that FSDP2 has sharded, which holds none itself.
 
     Returns:
-        The parameter's record; None where weight and gradient are plain fp32 and nothing is kept in casts.
+        The parameter's record; None if weight and gradient are plain fp32 and nothing is kept in casts.
     """
     weight, master, grad = (casts[place] for place in ("weight", "master", "grad"))
     assert weight is not None
@@ -61,23 +61,19 @@ def make_weight_state(
         state.write(numbers)
     if not is_plain:
         state.gradient = GradientState(shape, grad, device, "grad" in offload, state.shard)
-    bind(parameter, state, is_cut=local is not None)
+    bind(parameter, state, is_sharded=local is not None)
     return None if is_plain else state
 
 
-def bind(parameter: torch.nn.Parameter, state: ParamState, is_cut: bool) -> None:
+def bind(parameter: torch.nn.Parameter, state: ParamState, is_sharded: bool) -> None:
     """Attach a record to a parameter, move it to the parameter's device, and share the weight's memory.
 
-    Needed again after anything that gave the parameter memory of its own, or the layer another parameter.
-
-    Args:
-        parameter: the weight of a layer.
-        state: its record.
-        is_cut: whether FSDP2 has cut the parameter, which then shares no memory with the narrow weight.
+    This is needed again after anything that gave the parameter new memory, or the layer another parameter. A
+    parameter that FSDP2 has sharded shares no memory with the narrow weight.
     """
     attach_state(parameter, state)
     for tensor in state.by_place().values():
         tensor.move(parameter.device)
-    if state.weight is not None and not is_cut:
+    if state.weight is not None and not is_sharded:
         stored = next(iter(state.weight.tensors.values()))
         parameter.data = stored.view(torch_dtype(state.weight.cast.element) or stored.dtype)

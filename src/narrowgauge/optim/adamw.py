@@ -3,8 +3,8 @@
     m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) g^2
     w = (1 - lr weight_decay) w - lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
-The update is torch's own, on float32 tensors; where a parameter's state is narrow and kernels run, it is one
-kernel's, of the same digits (`kernels.adamw`).
+The update is torch's, on float32 tensors. If a parameter's state is narrow and kernels run, one kernel
+computes the same digits (`kernels.adamw`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,28 +24,28 @@ from narrowgauge.recipes import Recipe
 def adamw_update(batch: UpdateBatch, options: Mapping[str, Any]) -> None:
     """Torch's AdamW on float32 tensors, in place."""
     beta1, beta2 = options["betas"]
-    own = {"lr": options["lr"], "weight_decay": options["weight_decay"], "eps": options["eps"]}
-    own |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
+    arguments = {key: options[key] for key in ("lr", "weight_decay", "eps")}
+    arguments |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
     m, v = batch.moments["m"], batch.moments["v"]
-    adamw(batch.w, batch.g, m, v, [], batch.steps, fused=True, **own)
+    adamw(batch.w, batch.g, m, v, [], batch.steps, fused=True, **arguments)
 
 
 def adamw_fused(
     p: torch.Tensor, state: Mapping[str, Any], options: Mapping[str, Any], step: int, key_of: KeyOf
 ) -> bool:
-    """AdamW by the kernel (`kernels.adamw`); returns False where it does not take the parameter's state."""
+    """AdamW by the kernel (`kernels.adamw`); returns False if it does not take the parameter's state."""
     kept = state_of(p)
     w = kept.master or kept.weight or local_tensor(p)
     g = local_tensor(p.grad).contiguous() if kept.gradient is None and p.grad is not None else kept.gradient
-    m, v, beside = state["m"], state["v"], kept.weight if kept.master else None
-    if shard_of(p) is not None or not kernels.takes(w, g, m, v, beside):
+    m, v, weight = state["m"], state["v"], kept.weight if kept.master else None
+    if shard_of(p) is not None or not kernels.takes(w, g, m, v, weight):
         return False
     assert g is not None
-    places = {"w": "master" if kept.master else "weight", "m": "m", "v": "v", "beside": "weight"}
-    written = {"w": w, "m": m, "v": v, "beside": beside}
+    places = {"w": "master" if kept.master else "weight", "m": "m", "v": "v", "weight": "weight"}
+    written = {"w": w, "m": m, "v": v, "weight": weight}
     random = [k for k, to in written.items() if isinstance(to, QuantizedState) and is_random(to)]
     keys = {name: key_of(places[name]) for name in random}
-    kernels.adamw(w, g, m, v, beside, kernels.Factors.of(options, step), keys)
+    kernels.adamw(w, g, m, v, weight, kernels.Factors.of(options, step), keys)
     state["step"].add_(1)
     return True
 
@@ -71,13 +71,13 @@ class AdamW(Optimizer):
         """Allocate the state, zeros.
 
         Args:
-            params: tensors or groups of them.
-            recipe: names the casts of the moments `m` and `v`.
-            lr: the learning rate.
-            betas: the decay rates of `m` and `v`.
-            eps: added to the root of `v`.
-            weight_decay: the share of the weight that each step takes away, times `lr`.
-            seed: the seed of stochastic rounding.
+            params: Tensors or groups of them.
+            recipe: The recipe with the casts of the moments `m` and `v`.
+            lr: The learning rate.
+            betas: The decay rates of `m` and `v`.
+            eps: A term added to the root of `v`.
+            weight_decay: The share of the weight that each step takes away, times `lr`.
+            seed: The seed of stochastic rounding.
         """
         options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "algorithm": "adamw"}
         super().__init__(params, recipe, options, seed)

@@ -1,4 +1,4 @@
-"""The norm of all gradients of a model, wherever they are kept and however many processes hold them."""
+"""The norm of all gradients of a model, in any numbers and over any number of processes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from narrowgauge.quantization import gradient_of, local_tensor, shard_of, state_
 
 @dataclass(frozen=True)
 class ModelGroup:
-    """The processes that hold a model together: their group, and how many of them hold each parameter."""
+    """The processes that hold a model together, and the number of them that hold each parameter."""
 
     group: dist.ProcessGroup
     for_each: int
@@ -48,7 +48,7 @@ def _global_norm(
     for p, norm in norms.items():
         shard = shard_of(p)
         holders = model_group.for_each * state_of(p).holders
-        copies = holders // (1 if shard is None else shard.shard_count)  # each of which adds the same
+        copies = holders // (1 if shard is None else shard.shard_count)  # each copy adds the same
         total += norm.to(device) ** norm_type / copies
     dist.all_reduce(total, group=model_group.group)
     return total ** (1 / norm_type)

@@ -1,4 +1,4 @@
-"""Groups of parameters: which decay, at which rate they learn, and by which algorithm they move."""
+"""Groups of parameters: their weight decay, learning rate and algorithm."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -9,15 +9,8 @@ import torch
 from narrowgauge.errors import UserError, unknown
 
 OPTIONS = ("weight_decay", "lr_factor")
-_WIDE = (
-    "embedding",
-    "position_embedding",
-    "head",
-    "lm_head",
-    "wte",
-    "wpe",
-    "embed_tokens",
-)  # a row of one of these belongs to a token or a position
+# A row of one of these belongs to a token or a position.
+_WIDE = ("embedding", "position_embedding", "head", "lm_head", "wte", "wpe", "embed_tokens")
 
 
 def parameter_groups(
@@ -29,17 +22,17 @@ def parameter_groups(
     """The trainable parameters of a model as groups of one weight decay, lr factor and algorithm.
 
     Args:
-        model: the model; patterns are compared with the names of its parameters.
-        weight_decay: the weight decay of matrices; vectors (norms, biases) do not decay.
-        patterns: options by pattern, `{"embedding.*": {"weight_decay": 0.0, "lr_factor": 0.5}}`; the last
+        model: The model; patterns are compared with the names of its parameters.
+        weight_decay: The weight decay of matrices; vectors (norms, biases) do not decay.
+        patterns: Options by pattern, `{"embedding.*": {"weight_decay": 0.0, "lr_factor": 0.5}}`; the last
             one that fits wins.
-        muon: whether matrices that are neither embedding nor head move by Muon.
+        muon: Whether matrices that are neither embedding nor head move by Muon.
 
     Returns:
         Groups for an optimizer of this package; those of matrices come first.
 
     Raises:
-        UserError: a pattern that fits no parameter, or an option that does not exist.
+        UserError: A pattern fits no parameter, or an option does not exist.
     """
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     patterns = patterns or {}
@@ -57,7 +50,7 @@ def parameter_groups(
         options = {"weight_decay": weight_decay if p.ndim >= 2 else 0.0, "lr_factor": 1.0}
         for pattern, changes in patterns.items():
             options |= changes if fnmatchcase(name, pattern) else {}
-        is_hidden = p.ndim == 2 and not any(part in _WIDE for part in name.split("."))
+        is_hidden = p.ndim == 2 and not any(word in _WIDE for word in name.split("."))
         algorithm = "muon" if muon and is_hidden else "adamw"
         group_key = (*options.values(), algorithm)
         groups.setdefault(group_key, {"params": [], **options, "algorithm": algorithm})["params"].append(p)
@@ -65,6 +58,6 @@ def parameter_groups(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group: `lr` times the group's own factor."""
+    """Set the learning rate of every group: `lr` times the group's factor."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_factor", 1.0)

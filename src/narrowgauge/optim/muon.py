@@ -73,16 +73,16 @@ class Muon(Optimizer):
         """Allocate the state, zeros.
 
         Args:
-            params: tensors or groups of them. A group's `algorithm`, "muon" or "adamw", says how it moves;
-                where it says nothing, matrices move by Muon. Give embeddings and the head a group with
+            params: Tensors or groups of them. A group's `algorithm` is "muon" or "adamw"; in a group without
+                one, matrices move by Muon. Give embeddings and the head a group with
                 `algorithm="adamw"`, as `parameter_groups` does.
-            recipe: names the casts of the moments `m` and `v`.
-            lr: the learning rate of both algorithms.
+            recipe: The recipe with the casts of the moments `m` and `v`.
+            lr: The learning rate of both algorithms.
             momentum: Muon's mu.
             betas: AdamW's decay rates of `m` and `v`.
-            eps: added to the root of AdamW's `v`.
-            weight_decay: the share of the weight that each step takes away, times `lr`.
-            seed: the seed of stochastic rounding.
+            eps: A term added to the root of AdamW's `v`.
+            weight_decay: The share of the weight that each step takes away, times `lr`.
+            seed: The seed of stochastic rounding.
         """
         options: dict[str, Any] = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps}
         options |= {"weight_decay": weight_decay, "algorithm": "adamw"}
@@ -98,10 +98,10 @@ def _with_algorithms(params: Iterable[Any]) -> list[dict[str, Any]]:
         if "algorithm" in group:
             named.append(group)
             continue
-        own = list(group["params"])
+        parameters = list(group["params"])
         for algorithm, members in (
-            ("muon", [p for p in own if p.ndim == 2]),
-            ("adamw", [p for p in own if p.ndim != 2]),
+            ("muon", [p for p in parameters if p.ndim == 2]),
+            ("adamw", [p for p in parameters if p.ndim != 2]),
         ):
             named += [{**group, "params": members, "algorithm": algorithm}] if members else []
     return named

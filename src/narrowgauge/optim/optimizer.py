@@ -1,12 +1,12 @@
-"""The base optimizer: reads state in any numbers as float32, updates it, and writes it back.
+"""The base optimizer: it reads state in any numbers as float32, updates it, and writes it back.
 
     read       weight (or its master), gradient, moments    exactly, as float32
     update     moments, weight                              a pure function: `adamw.py`, `muon.py`
     write      each in the cast of its place, rounded once, in memory allocated once
 
-Which numbers a tensor's state has depends on the tensor: moments are narrow for matrices of 4096 elements or
-more (smaller ones cost nothing, and rounding hurts them most), weights and gradients where `nn.convert` made
-them so. Random bits of stochastic rounding are a function of (seed, step, tensor, element).
+The numbers of a tensor's state depend on the tensor: moments are narrow for matrices of 4096 elements or more
+(smaller ones cost nothing, and rounding hurts them most), weights and gradients where `nn.convert` made them
+so. Random bits of stochastic rounding are a function of (seed, step, tensor, element).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,17 +35,17 @@ from narrowgauge.recipes import recipe as recipe_named
 SMALLEST_NARROW = 4096  # elements of a matrix whose moments may be narrow
 FP32 = make_cast("fp32")
 _FIRST_STREAM = 2**34  # above the tensor ids of layers (`nn.gemm_context`)
-_WRITTEN = ("m", "v", "master", "weight")  # each place has a stream of its own
+_WRITTEN = ("m", "v", "master", "weight")  # one stream for each place
 
 
 class Optimizer(torch.optim.Optimizer):
     """Moves parameters by the algorithm of their group, with state kept as a recipe says.
 
-    Where several processes hold a parameter together, each updates its own shard (`ParamState.shard`).
+    If several processes hold a parameter together, each updates its shard (`ParamState.shard`).
 
     Attributes:
-        model_group: the processes that hold the model together; None for one process.
-        algorithms: by the name that a parameter group has under "algorithm".
+        model_group: The processes that hold the model together; None for one process.
+        algorithms: The algorithms by the name that a parameter group has under "algorithm".
     """
 
     model_group: ModelGroup | None = None
@@ -61,11 +61,11 @@ class Optimizer(torch.optim.Optimizer):
         """Allocate the state, zeros.
 
         Args:
-            params: tensors or groups of them, as any optimizer of torch takes; those of a model that
+            params: Tensors or groups of them, as for any optimizer of torch; those of a model that
                 `nn.convert` put under the same recipe bring their masters and gradients with them.
-            recipe: names the casts of the moments, and which places of the state are in the host's memory.
-            defaults: options of groups that do not name them; "algorithm" is one of them.
-            seed: the seed of stochastic rounding.
+            recipe: The recipe with the casts of the moments, and the places that the host's memory keeps.
+            defaults: Options of groups that do not name them; "algorithm" is one of them.
+            seed: The seed of stochastic rounding.
         """
         super().__init__(params, defaults)
         self.recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
@@ -114,7 +114,7 @@ class Optimizer(torch.optim.Optimizer):
         return {p: int(count) + 1 for p, count in zip(parameters, counts, strict=True)}
 
     def _update_plain(self, plain: Tensors, group: Mapping[str, Any]) -> None:
-        """Update, in place and all at once, parameters whose state is fp32 on their own device."""
+        """Update, in place and all at once, parameters whose state is fp32 on their device."""
         if not plain:
             return
         states = [self.state[p] for p in plain]
@@ -186,45 +186,37 @@ class Optimizer(torch.optim.Optimizer):
         return clip_grad_norm(self.parameters(), max_norm, norm_type, self.model_group)
 
     def tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
-        """The state as `{"PARAMETER.m.values": tensor, ...}`: the optimizer's own tensors, not copies.
-
-        Args:
-            names: the name of each parameter, which the keys begin with.
-        """
+        """The state as `{"NAME.m.values": tensor, ...}`, without copies; `names` are those of parameters."""
         if torch.cuda.is_available():  # copies to the host have to be complete
             torch.cuda.synchronize()
-        return {
-            f"{names[p]}.{key}": tensor
-            for p in self.parameters()
-            for key, tensor in self._tensors_of(p).items()
-        }
+        return {f"{names[p]}.{key}": t for p in self.parameters() for key, t in self._tensors_of(p).items()}
 
     def restore(self, names: Mapping[torch.Tensor, str], saved: Mapping[str, torch.Tensor]) -> None:
         """Copy saved state back, bit for bit.
 
         Args:
-            names: the name of each parameter, as for `tensors`.
-            saved: the tensors of `tensors`, saved by an optimizer of the same model under the same recipe.
+            names: The name of each parameter, as for `tensors`.
+            saved: The tensors of `tensors`, saved by an optimizer of the same model under the same recipe.
 
         Raises:
-            UserError: it is the state of another model or of another recipe; the first difference is named.
+            UserError: It is the state of another model or of another recipe; the first difference is named.
         """
-        own = self.tensors(names)
-        if unknown := sorted(saved.keys() - own.keys()) or sorted(own.keys() - saved.keys()):
-            whose = "the checkpoint" if unknown[0] in saved else "this optimizer"
+        current = self.tensors(names)
+        if unknown := sorted(saved.keys() - current.keys()) or sorted(current.keys() - saved.keys()):
+            owner = "the checkpoint" if unknown[0] in saved else "this optimizer"
             raise UserError(
-                f"the checkpoint's optimizer is another's: only {whose} has {unknown[0]!r}; "
+                f"the checkpoint's optimizer is another's: only {owner} has {unknown[0]!r}; "
                 "use the run's own configuration, or `narrowgauge convert` to go on under another recipe"
             )
         for key, tensor in saved.items():
-            if tensor.dtype != own[key].dtype or tensor.shape != own[key].shape:
-                saved_as, kept_as = (f"{t.dtype} {tuple(t.shape)}" for t in (tensor, own[key]))
+            if tensor.dtype != current[key].dtype or tensor.shape != current[key].shape:
+                saved_as, kept_as = (f"{t.dtype} {tuple(t.shape)}" for t in (tensor, current[key]))
                 raise UserError(
                     f"the checkpoint's optimizer state {key!r} is {saved_as}, and this recipe keeps it as "
                     f"{kept_as}; use the run's own recipe, or `narrowgauge convert` to go on under another"
                 )
         for key, tensor in saved.items():
-            own[key].copy_(tensor)
+            current[key].copy_(tensor)
 
     def state_dict(self) -> dict[str, Any]:
         """The state by the position of the parameter, and the groups: tensors and numbers only."""

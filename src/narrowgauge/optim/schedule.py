@@ -29,14 +29,14 @@ def learning_rate(
     """The learning rate of optimizer step `step` (1 .. steps).
 
     Args:
-        step: the step about to be taken; the first is 1.
-        lr: the peak.
-        steps: how many steps the run has.
+        step: The step about to be taken; the first is 1.
+        lr: The peak.
+        steps: The number of steps of the run.
         kind: "cosine" | "linear" | "wsd" | "constant".
-        warmup_steps: how many steps the linear rise takes.
-        final_lr_fraction: final as a share of the peak.
-        decay_fraction: "wsd" only: the share of all steps over which the rate falls.
-        decay_steps: the step at which the fall ends; 0 = the last.
+        warmup_steps: The number of steps of the linear rise.
+        final_lr_fraction: The final rate as a share of the peak.
+        decay_fraction: For "wsd", the share of all steps over which the rate falls.
+        decay_steps: The step at which the fall ends; 0 = the last.
     """
     steps = decay_steps or steps
     if step <= warmup_steps:

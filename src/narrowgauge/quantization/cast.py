@@ -4,20 +4,15 @@ A cast is an element format, a block, a scale and a rounding:
 
     x  ~  element(code) * scale(block) * tensor_scale
 
-The block is (rows, columns) with columns along the axis that a GEMM contracts; None is the whole tensor, and
+The block is (rows, columns) with columns along the axis that a GEMM contracts; None is the full tensor, and
 a 0 means "the full extent". A cast without a scale is a plain conversion (bf16, fp16, fp32). The casts that
-exist are data in `named_casts.py`.
+exist are data in `named_casts.py`; what the keys of a cast may be is checked in `cast_rules.py`.
 """
 
 from dataclasses import dataclass
 
-from narrowgauge.errors import UserError, unknown
-from narrowgauge.formats import RANDOM_BITS, ROUNDINGS, Format
-from narrowgauge.quantization.codebook import MAPS
-
-SCALES = ("none", "fp32", "e8m0", "e4m3")
-HISTORY_ALGORITHMS = ("max", "most_recent")
-E8M0_RULES = ("floor", "ceil", "even", "rceil")
+from narrowgauge.formats import RANDOM_BITS, Format
+from narrowgauge.quantization.cast_rules import require_valid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +24,7 @@ class Cast:
         element: The format of the elements.
         scale: "none" (plain conversion) | "fp32" (max / amax) | "e8m0" (OCP MX) | "e4m3" (NVFP4: E4M3
             scales under one fp32 scale for the tensor).
-        block: (rows, columns) that share a scale, columns along the contraction axis; None = whole tensor.
+        block: (rows, columns) that share a scale, columns along the contraction axis; None = the full tensor.
         scale_rule: How the power of two of "e8m0" is chosen: "floor" | "ceil" | "even" | "rceil".
         rounding: A name of `formats.ROUNDINGS`.
         hadamard: 0, or the size of the Hadamard transform applied along the contraction axis first.
@@ -48,7 +43,7 @@ class Cast:
         expand: Whether each block is stretched to the format's full range first (COAT; state only).
         codebook: A table of numbers that codes index, "dynamic" or "dynamic-unsigned" (state only); the
             element then only says how wide a code is.
-        split: Whether 16 more bits beside each bf16 element make it float32 again (state only).
+        split: Whether 16 more bits for each bf16 element make it float32 again (state only).
         prescale: Whether the scale of a stored gradient is multiplied by a factor that learns how much room
             is needed.
         estimator_k: 0, or the k of the differentiable gradient estimator of a weight.
@@ -79,53 +74,7 @@ class Cast:
     estimator_cap: float = 3.0
 
     def __post_init__(self) -> None:
-        for kind, name, known in (
-            ("scale", self.scale, SCALES),
-            ("scale rule", self.scale_rule, (*E8M0_RULES, None)),
-            ("rounding", self.rounding, ROUNDINGS),
-            ("history algorithm", self.history_algorithm, HISTORY_ALGORITHMS),
-        ):
-            if name not in known:
-                raise unknown(kind, str(name), filter(None, known))
-        for key, is_right, rule in self._rules():
-            if not is_right:
-                raise UserError(f"cast {self.name!r}: {key} = {getattr(self, key)!r}, but {rule}")
-
-    def _rules(self) -> list[tuple[str, bool, str]]:
-        """(key, whether its value is right, the rule) of each key that is bounded or must fit others."""
-        fp32, block = self.scale == "fp32", self.block is not None
-        size, signs, k = self.hadamard, self.signs, self.estimator_k
-        is_signs = signs in ((), "random") or (len(signs) == size and set(signs) <= {1, -1})
-        is_quantile = self.outliers == 0 or 0.5 < self.outliers < 1
-        is_plain = fp32 and self.rounding == "nearest-even" and not self.expand
-        is_byte = fp32 and not block and not self.history and self.element.bits == 8
-        e8m0_only = (
-            f"a scale rule belongs to E8M0 scales only; name one of {', '.join(E8M0_RULES)} there, or none"
-        )
-        maps = f"{' and '.join(MAPS)} are possible, with fp32 scales and the nearest number"
-        byte = "it needs codes of a byte under one fp32 scale a tensor, as e4m3 has"
-        return [
-            ("scale_rule", (self.scale == "e8m0") == bool(self.scale_rule), e8m0_only),
-            ("hadamard", not size or (size > 1 and not size & (size - 1)), "it must be 0 or a power of two"),
-            ("headroom", 0 < self.headroom <= 1, "it must lie in (0, 1]"),
-            ("signs", is_signs, '"random" or one +1 or -1 for each element of a group are possible'),
-            ("random_bits", 1 <= self.random_bits <= RANDOM_BITS, f"it must lie in 1 to {RANDOM_BITS}"),
-            ("history", self.history >= 0, "it must be a number of steps"),
-            ("history", not self.history or (fp32 and not block), "it needs one fp32 scale a tensor"),
-            ("margin", 0 <= self.margin < 64, "it must lie in 0 to 63"),
-            ("outliers", is_quantile, "it must be 0 or a quantile such as 0.99"),
-            ("estimator_k", k == 0 or k >= 1, "it must be 0, or at least 1"),
-            ("estimator_k", k == 0 or fp32, "it needs fp32 scales"),
-            ("estimator_cap", self.estimator_cap > 0, "it must be positive"),
-            (
-                "expand",
-                not self.expand or (fp32 and block),
-                "it needs fp32 scales of blocks, as fp8-1x128 has",
-            ),
-            ("codebook", not self.codebook or (self.codebook in MAPS and is_plain), maps),
-            ("split", not self.split or self.name == "bf16-split", "it belongs to cast 'bf16-split'"),
-            ("prescale", not self.prescale or is_byte, byte),
-        ]
+        require_valid(self)
 
     @property
     def is_scaled(self) -> bool:

@@ -1,12 +1,12 @@
-"""What quantization depends on beside the tensor and its cast, in one record.
+"""The record of all that quantization depends on, except the tensor and its cast.
 
     random   the bits of stochastic rounding
     signs    the diagonal of a Hadamard transform whose signs are drawn anew in each step
     scale    an encoding scale that is known beforehand, in place of the one of the tensor at hand
-    shard    where a local tensor lies in a global one that several processes hold together
+    shard    the position of a local tensor in a global one that several processes hold together
 
 Most tensors need none of them (`DEFAULT_CONTEXT`). Blocks, scales and random bits are laid on the global
-tensor, so that sharding never changes a number; all that quantization asks about it is asked here.
+tensor, so that sharding never changes a number; every question of quantization about it is a method.
 """
 
 from dataclasses import dataclass, replace
@@ -29,9 +29,9 @@ class QuantContext:
         random: The random bits of stochastic rounding: a `RandomStream`, a `torch.Generator`, numbers in
             [0, 1) in the shape of the tensor, or None for torch's default generator.
         signs: One +1 or -1 for each element of a Hadamard group; for casts that say `signs = "random"`.
-        scale: A 0-dim float32 tensor: what a whole tensor is multiplied by before rounding (delayed scaling,
-            scales that devices share). None takes it from the tensor.
-        shard: Where the tensor lies in a global tensor. All processes that hold it quantize at the same time.
+        scale: A 0-dim float32 factor of the full tensor before rounding (delayed scaling, scales that
+            devices share). None takes it from the tensor.
+        shard: The position of the tensor in a global one. All processes that hold it quantize at one time.
     """
 
     random: Randomness = None

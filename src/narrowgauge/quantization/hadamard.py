@@ -15,6 +15,8 @@ from functools import cache
 import torch
 
 from narrowgauge.errors import UserError
+from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.context import QuantContext
 
 # TransformerEngine, custom_recipes/reference_nvfp4.py: one sign vector for every tensor.
 SIGNS = {16: (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)}
@@ -62,3 +64,11 @@ def hadamard(x: torch.Tensor, size: int, axis: int, signs: torch.Tensor | Sequen
     # Groups of rows are multiplied from the left, so that no tensor is transposed in memory.
     rows = groups.flatten(axis + 2)
     return (matrix.T @ rows).view(groups.shape).flatten(axis, axis + 1)
+
+
+def transformed(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> torch.Tensor:
+    """The tensor after the cast's Hadamard transform, if it has one."""
+    if not cast.hadamard:
+        return x
+    context.require_groups(cast, axis)
+    return hadamard(x, cast.hadamard, axis, context.signs_of(cast))

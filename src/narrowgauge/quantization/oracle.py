@@ -1,8 +1,8 @@
 """Quantization as one would do it by hand: block by block, number by number, in exact rational arithmetic.
 
-The judge of `quantize`, and the maker of the conformance vectors. Every number is a `Fraction`, so nothing is
-rounded but where the formulas of `scales.py` say fl(): to the nearest float32, at most the largest. The fast
-path shares no line with it.
+This is the judge of `quantize` and the maker of the conformance vectors. Every number is a `Fraction`, so
+nothing is rounded except where the formulas of `scales.py` say fl(): to the nearest float32, at most the
+largest. The fast path shares no line with it.
 
 A matrix goes through four steps, each a function here:
 
@@ -32,14 +32,14 @@ Index = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ReferenceTensor:
-    """What the oracle finds.
+    """A tensor that the oracle has quantized.
 
     Attributes:
-        values: float64 array, the element of each number before scales; 0 in blocks that are not finite.
-        codes: their codes, an integer array.
-        scales: the decoded scale of each block, by the index of its first number; NaN where not finite.
-        tensor_scale: the second-level scale of NVFP4, else 1.
-        rest: what clamping took away (zeros elsewhere).
+        values: A float64 array, the element of each number before scales; 0 in blocks that are not finite.
+        codes: The codes of the elements, an integer array.
+        scales: The decoded scale of each block, by the index of its first number; NaN where not finite.
+        tensor_scale: The second-level scale of NVFP4, else 1.
+        rest: What clamping took away (zeros elsewhere).
     """
 
     values: np.ndarray
@@ -58,17 +58,22 @@ def reference_quantize(
     encode_scale: float | None = None,
     dtype: str = "fp32",
 ) -> ReferenceTensor:
-    """Quantize an array of numbers, along `axis`.
+    """Quantize an array of numbers.
 
     Args:
-        x: of float32 or bfloat16 numbers, as floats.
-        draws: of stochastic rounding: for each number its 24 random bits, an integer.
-        signs: of a Hadamard transform whose cast does not name them.
-        encode_scale: in place of a whole tensor's own (delayed scaling).
-        dtype: of x, in which the transform's result is rounded: "fp32" or "bf16".
+        x: float32 or bfloat16 numbers, as floats.
+        cast: The cast.
+        axis: The axis that blocks lie along.
+        draws: For stochastic rounding, the 24 random bits of each number, as an integer.
+        signs: The signs of a Hadamard transform whose cast does not name them.
+        encode_scale: An encoding scale in place of the one of the tensor (delayed scaling).
+        dtype: The dtype of x, to which the transform's result is rounded: "fp32" or "bf16".
+
+    Returns:
+        The codes and scales that `quantize` has to give.
 
     Raises:
-        ValueError: a transform whose sums float32 could not hold exactly, so that they would depend on order.
+        ValueError: A transform whose sums float32 could not hold exactly, so that they would depend on order.
     """
     axis %= max(x.ndim, 1)
     x = x.astype(np.float64)
@@ -120,8 +125,8 @@ def _round(x: float, factor: Fraction, cast: Cast, draw: int | None) -> float:
 
 def transform(x: np.ndarray, size: int, axis: int, signs: Sequence[int], dtype: str) -> np.ndarray:
     """x D H / sqrt(size) along `axis`; the entries of the matrix are rounded to x's dtype first."""
-    own = format(dtype)
-    entry = Fraction(round_scalar(1 / math.sqrt(size), own))
+    fmt = format(dtype)
+    entry = Fraction(round_scalar(1 / math.sqrt(size), fmt))
     d = tuple(signs) or (TRANSFORMER_ENGINE if size == 16 else (1,) * size)
     x = np.moveaxis(x, axis, -1)
     x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)])
@@ -135,12 +140,12 @@ def transform(x: np.ndarray, size: int, axis: int, signs: Sequence[int], dtype: 
         _require_exact_sums(terms)
         for j in range(size):
             total = sum((-1) ** (i & j).bit_count() * t for i, t in enumerate(terms))
-            result[row, j] = math.copysign(round_magnitude(abs(total), own), total)
+            result[row, j] = math.copysign(round_magnitude(abs(total), fmt), total)
     return np.moveaxis(result.reshape(x.shape), -1, axis)
 
 
 def _require_exact_sums(terms: Sequence[Fraction]) -> None:
-    """Refuse numbers of which some sum, in some order, has more bits than a float32."""
+    """Refuse terms if some sum of them, in some order, has more bits than a float32."""
     largest = sum(abs(t) for t in terms)
     if largest == 0:
         return
@@ -150,7 +155,7 @@ def _require_exact_sums(terms: Sequence[Fraction]) -> None:
 
 
 def clamp(x: np.ndarray, quantile: float) -> np.ndarray:
-    """x between its numbers of rank (1 - quantile) n and quantile n, counted from 0 in ascending order."""
+    """x, clipped to its numbers of ranks (1 - quantile) n and quantile n (from 0, in ascending order)."""
     ranked = np.sort(x.ravel())
     low, high = ranked[int((1 - quantile) * x.size)], ranked[min(int(quantile * x.size), x.size - 1)]
     return np.clip(x, low, high)
@@ -158,15 +163,15 @@ def clamp(x: np.ndarray, quantile: float) -> np.ndarray:
 
 def delayed_scale(amaxes: Sequence[float], cast: Cast) -> float:
     """The encoding scale after some steps with these largest magnitudes, the newest last; 1 before any."""
-    seen = [a for a in amaxes if a > 0 and math.isfinite(a)][-cast.history :]
-    if not seen:
+    history = [a for a in amaxes if a > 0 and math.isfinite(a)][-cast.history :]
+    if not history:
         return 1.0
-    amax = max(seen) if cast.history_algorithm == "max" else seen[-1]
+    amax = max(history) if cast.history_algorithm == "max" else history[-1]
     return float(fl(fl(Fraction(cast.element.max) / 2**cast.margin) / Fraction(amax)))
 
 
 def _extent(shape: Index, cast: Cast, axis: int) -> list[int]:
-    """How far a block reaches along each dimension."""
+    """The extent of a block along each dimension."""
     if cast.block is None:
         return [max(n, 1) for n in shape]
     extent = [1] * len(shape)
@@ -178,7 +183,7 @@ def _extent(shape: Index, cast: Cast, axis: int) -> list[int]:
 
 
 def _tensor_scale(amax: Fraction, cast: Cast) -> tuple[Fraction, Fraction]:
-    """(S, what undoes it) of NVFP4's second level."""
+    """The tensor scale S of NVFP4, and the factor that undoes it."""
     if cast.scale != "e4m3" or amax == 0:
         return Fraction(1), Fraction(1)
     largest = fl(Fraction(448 * cast.element.max * cast.headroom))
@@ -187,7 +192,7 @@ def _tensor_scale(amax: Fraction, cast: Cast) -> tuple[Fraction, Fraction]:
 
 
 def _block_scale(amax: Fraction, S: Fraction, cast: Cast) -> tuple[Fraction, Fraction]:
-    """(factor before rounding, decoded scale) of a block."""
+    """The factor of a block before rounding, and its decoded scale."""
     match cast.scale:
         case "fp32":
             factor = Fraction(1) if amax == 0 else fl(Fraction(cast.element.max) / amax)

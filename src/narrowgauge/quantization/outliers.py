@@ -9,6 +9,7 @@ is multiplied in high precision (`compensate`):
 
 import torch
 
+from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 
 
@@ -24,6 +25,11 @@ def clamp_outliers(x: torch.Tensor, quantile: float, context: QuantContext = DEF
         return x
     low, high = _ranked(elements, int((1 - quantile) * n), min(int(quantile * n), n - 1))
     return x.clamp(low, high)
+
+
+def clamped(x: torch.Tensor, cast: Cast, context: QuantContext) -> torch.Tensor:
+    """The tensor without its outliers, if the cast clamps them."""
+    return clamp_outliers(x, cast.outliers, context) if cast.outliers else x
 
 
 def _ranked(x: torch.Tensor, *ranks: int) -> list[torch.Tensor]:

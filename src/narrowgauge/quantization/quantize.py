@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from narrowgauge.errors import UserError
 from narrowgauge.formats import Randomness, decode, encode, encode_finite_, format, pack, torch_dtype
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.cast_rules import require_codes
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
-from narrowgauge.quantization.hadamard import hadamard
+from narrowgauge.quantization.hadamard import transformed
 from narrowgauge.quantization.named_casts import cast as cast_named
-from narrowgauge.quantization.outliers import clamp_outliers
+from narrowgauge.quantization.outliers import clamped
 from narrowgauge.quantization.scale_and_round import round_blocks, scales_of
 
 
@@ -83,21 +83,16 @@ def quantize(
 
 def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> QTensor:
     """`quantize` under a context: given signs, a given scale, or as the shard of a global tensor."""
-    if not cast.is_scaled:
-        raise UserError(
-            f"cast {cast.name!r} stores no scales; use torch's .to() or narrowgauge.round_to for it"
-        )
-    if cast.element.bits > 8 or cast.codebook:
-        raise UserError(
-            f"cast {cast.name!r} has no codes of a byte: it is for state (weight, master, grad, m, v)"
-        )
+    require_codes(cast)
     x = clamped(transformed(x.detach(), cast, axis, context), cast, context)
     blocks = blocks_of(x.shape, cast, axis)
     split = blocks.split(x)
     scales = scales_of(split, blocks, cast, axis, context)
 
     def codes_of(values: torch.Tensor, _: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-        return encode_finite_(_zero_where_not(finite, values), cast.element)
+        if values.device.type != "cpu" or torch.compiler.is_compiling() or not finite.all():
+            values = torch.where(finite, values, 0.0)
+        return encode_finite_(values, cast.element)
 
     codes = round_blocks(split, blocks, scales, cast, context, codes_of, torch.uint8)
     if cast.block is not None:
@@ -120,18 +115,11 @@ def emulate(
     """The operand and scale that a GEMM on narrow numbers sees: x ~ operand * scale.
 
     Every product of an element and a block scale of FP8 x 2^k or FP4 x E4M3 is exact in bf16. The fp32 scale
-    of a whole tensor is not, so it is returned separately, to be applied to the GEMM's result. Blocks with
+    of a full tensor is not, so it is returned separately, to be applied to the GEMM's result. Blocks with
     other fp32 scales come out in float32, and so does a tensor whose outliers are added again.
 
-    Args:
-        x: A floating tensor of any shape.
-        cast: The cast; one without scales is a conversion.
-        axis: The axis that the GEMM contracts; blocks lie along it.
-        dtype: The dtype of the GEMM, which the operand has where that is exact.
-        context: Random bits, signs, a given scale, the shard.
-
     Returns:
-        The operand, and a 0-dim float32 scale or None for 1.
+        The operand, in the GEMM's `dtype` where that is exact, and a 0-dim float32 scale or None for 1.
     """
     unclamped = transformed(x, cast, axis, context)
     x = clamped(unclamped, cast, context)
@@ -156,23 +144,3 @@ def emulate(
         operand.mul_(scales.tensor)
     # What was clamped away is added again; in float32, as a difference of bf16 is not exact.
     return operand.add_(unclamped.float() - x.float()), None
-
-
-def transformed(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> torch.Tensor:
-    """The tensor after the cast's Hadamard transform, if it has one."""
-    if not cast.hadamard:
-        return x
-    context.require_groups(cast, axis)
-    return hadamard(x, cast.hadamard, axis, context.signs_of(cast))
-
-
-def clamped(x: torch.Tensor, cast: Cast, context: QuantContext) -> torch.Tensor:
-    """The transformed tensor without its outliers, if the cast clamps them."""
-    return clamp_outliers(x, cast.outliers, context) if cast.outliers else x
-
-
-def _zero_where_not(finite: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The values, with zeros in the blocks that are not finite."""
-    if values.device.type == "cpu" and not torch.compiler.is_compiling() and finite.all():
-        return values
-    return torch.where(finite, values, 0.0)

@@ -6,7 +6,7 @@ two neighbours of the grid, rounding is instead approximated by
     f(t) = d/2 (1 + sign(u) |u|^(1/k)),   u = 2 t / d - 1      t from the lower neighbour
 
 whose slope |u|^(1/k - 1) / k multiplies the weight's gradient. It is 1/k on the grid, rises to infinity half
-way between two points, where rounding jumps, and is cut at a cap there.
+way between two points, where rounding jumps, and is cut at a cap.
 """
 
 import torch
@@ -27,7 +27,7 @@ def estimator_slope(
         w: The weight in high precision.
         cast: A cast with fp32 scales; its `estimator_k` and `estimator_cap` are k and the cap.
         axis: The axis that blocks lie along.
-        context: Where the weight lies in a global one.
+        context: The shard that the weight is, if it is one.
     """
     blocks = blocks_of(w.shape, cast, axis)
     split = blocks.split(w.detach())

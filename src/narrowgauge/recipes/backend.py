@@ -1,7 +1,7 @@
-"""Which code runs a recipe on a device: the hardware's own formats, or emulation, and why.
+"""The code that runs a recipe on a device: the hardware's own formats, or emulation, and why.
 
-A *scheme* is a kind of scaled product that torch has: formats of the elements, blocks of the scales, and the
-devices whose matrix units take them (torch.nn.functional.scaled_mm, whose conditions stand in
+A *scheme* is one scaled product of torch: formats of the elements, blocks of the scales, and the devices
+whose matrix units take them (torch.nn.functional.scaled_mm; its conditions are in
 aten/src/ATen/native/cuda/ScaledBlas.cpp). A recipe runs natively where each of its GEMMs has a scheme on the
 device, and is emulated as a whole otherwise, so that one word says which arithmetic a run had.
 
@@ -28,16 +28,17 @@ ROW32, ROW16, SQUARE16 = (1, 32), (1, 16), (16, 16)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """A scaled product that torch has, and where.
+    """A scaled product of torch, and the devices that have it.
 
     Attributes:
-        words: what it is.
-        scale: kind of its scales (`Cast.scale`).
-        blocks: the blocks of its two operands, in either order.
-        elements: what its elements may be, but never E5M2 on both sides.
-        since: the first compute capability that has it; `only` if later ones do not.
-        cuda: the CUDA that it needs.
-        amd: the architectures that have it.
+        words: Its name for people.
+        scale: The scales of its operands, as in `Cast.scale`.
+        blocks: The blocks of its two operands, in either order.
+        elements: The formats that its elements can have; E5M2 is never on both sides.
+        since: The first compute capability that has it; None if no NVIDIA GPU has it.
+        only: Whether compute capabilities after `since` do not have it.
+        cuda: The first version of CUDA that has it.
+        amd: The AMD architectures that have it.
     """
 
     words: str
@@ -61,7 +62,7 @@ class Scheme:
         )
 
     def needs(self, device: Device) -> str:
-        """What this device would have to be for this product; empty if it is that."""
+        """What a device lacks for this product, as words; empty if it lacks nothing."""
         if device.maker == "amd":
             return "" if device.architecture in self.amd else " or ".join(self.amd) or "an NVIDIA GPU"
         if self.since is None or device.maker != "nvidia":
@@ -123,7 +124,7 @@ SCHEMES = (
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The choice that was made: `name` is "native" or "emulated", `reason` a clause that says why."""
+    """The choice of a backend: `name` is "native" or "emulated", `reason` a clause that says why."""
 
     name: str
     reason: str
@@ -133,13 +134,13 @@ def choose_backend(recipe: Recipe, device: Device, requested: str = "auto") -> B
     """Decide how a recipe runs on a device.
 
     Raises:
-        UserError: an unknown wish, or a native backend asked for where there is none.
+        UserError: The requested backend is unknown, or native where the device lacks the formats.
     """
     if requested not in BACKENDS:
         raise unknown("backend", requested, BACKENDS)
     if not recipe.is_narrow:
         return Backend("native", f"torch multiplies {recipe.compute} itself")
-    obstacle, found = _look_up(recipe, device)
+    obstacle, schemes = _native_schemes(recipe, device)
     if requested == "native" and obstacle:
         raise UserError(
             f"recipe {recipe.name!r} cannot run natively here: {obstacle}; "
@@ -149,25 +150,25 @@ def choose_backend(recipe: Recipe, device: Device, requested: str = "auto") -> B
         obstacle = "asked for"
     if obstacle:
         return Backend("emulated", f"{obstacle}; the same numbers in {recipe.compute} GEMMs")
-    return Backend("native", f"{device} multiplies {' and '.join(found)}")
+    return Backend("native", f"{device} multiplies {' and '.join(schemes)}")
 
 
-def _look_up(recipe: Recipe, device: Device) -> tuple[str, list[str]]:
+def _native_schemes(recipe: Recipe, device: Device) -> tuple[str, list[str]]:
     """(why the recipe cannot run natively, the schemes that its GEMMs have on the device)."""
     if device.maker == "cpu":
         return "a CPU has no narrow matrix units", []
-    found: dict[str, None] = {}
+    schemes: dict[str, None] = {}
     for gemm in GEMMS:
         for a, b in _pairs(recipe, gemm):
-            if a == b and not a.is_scaled:  # a product of torch's own
+            if a == b and not a.is_scaled:  # a plain product
                 continue
             scheme = next((s for s in SCHEMES if s.is_of(a, b) and not s.needs(device)), None)
             if scheme is None:
                 return _obstacle(gemm, a, b, device), []
             if recipe.compute != "bf16":
                 return f"native products come out in bf16, and this recipe computes in {recipe.compute}", []
-            found[scheme.words] = None
-    return "", list(found)
+            schemes[scheme.words] = None
+    return "", list(schemes)
 
 
 def _obstacle(gemm: str, a: Cast, b: Cast, device: Device) -> str:
@@ -176,10 +177,10 @@ def _obstacle(gemm: str, a: Cast, b: Cast, device: Device) -> str:
     if not schemes:
         names = a.name if a.name == b.name else f"{a.name} by {b.name}"
         return f"{gemm} multiplies {names}, which torch does on no device"
-    return f"{gemm} needs {schemes[0].words}, which takes {schemes[0].needs(device)}; {_this(device)}"
+    return f"{gemm} needs {schemes[0].words}, which takes {schemes[0].needs(device)}; {_described(device)}"
 
 
-def _this(device: Device) -> str:
+def _described(device: Device) -> str:
     with_library = f" with CUDA {_dotted(device.library)}" if device.maker == "nvidia" else ""
     return f"this is {device}{with_library}"
 

@@ -1,6 +1,7 @@
-"""What a device can multiply, in facts: its maker, its generation, the library that drives it.
+"""The facts that decide what a device can multiply: its maker, its generation, the library that drives it.
 
-Never its product's name: two products of one generation can do the same, and next year's has a new name.
+The name of the product is none of them: two products of one generation can do the same, and next year's
+product has a new name.
 """
 
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ class Device:
     """The facts that decide which code runs.
 
     Attributes:
-        maker: "cpu", "nvidia", "amd", or torch's name for another kind of device.
-        capability: of an NVIDIA GPU, such as (9, 0).
-        architecture: of an AMD GPU, such as "gfx942".
-        library: version of the CUDA or ROCm that torch was built with, such as (12, 9).
+        maker: "cpu", "nvidia", "amd", or torch's name for another type of device.
+        capability: The compute capability of an NVIDIA GPU, such as (9, 0).
+        architecture: The architecture of an AMD GPU, such as "gfx942".
+        library: The version of the CUDA or ROCm that torch was built with, such as (12, 9).
     """
 
     maker: str

@@ -1,4 +1,4 @@
-"""The text of a recipe: TOML in, a `Recipe` out, and a sentence for every mistake.
+"""Parse a recipe: TOML in, a `Recipe` out, and a sentence for every mistake.
 
 name, title, source     words
 compute = "bf16"        the format of everything that is not narrow ("bf16", "fp16", "fp32")
@@ -44,10 +44,10 @@ _RULE_KEYS = (*_LAYER_KEYS, "from_step", "from_share", *GEMMS)
 
 
 def parse_recipe(text: str, where: str) -> Recipe:
-    """A recipe from the text of a TOML file; `where` names the file in errors.
+    """Make a recipe from the text of a TOML file; `where` names the file in errors.
 
     Raises:
-        UserError: broken TOML, an unknown key or cast, a value of the wrong kind.
+        UserError: The TOML is broken, a key or cast is unknown, or a value has the wrong type.
     """
     try:
         table = tomllib.loads(text)
@@ -84,7 +84,7 @@ def _casts(table: Mapping[str, Any], where: str) -> dict[str, Cast]:
 
 
 def _kept(table: Mapping[str, Any], wide: Mapping[str, Cast], where: str) -> list[Rule]:
-    """[keep] as the rule that it is."""
+    """The rule that [keep] stands for, if it names any layers."""
     keep = _table(table.get("keep", {}), "keep", where)
     _check_keys(keep, _LAYER_KEYS, f"[keep] key of recipe {where}")
     layers = _layers(keep, where)
@@ -137,10 +137,10 @@ def _share(value: Any, key: str, where: str) -> float:
     return float(value)
 
 
-def _check_keys(table: Mapping[str, Any], known: tuple[str, ...], kind: str) -> None:
+def _check_keys(table: Mapping[str, Any], known: tuple[str, ...], thing: str) -> None:
     for key in table:
         if key not in known:
-            raise unknown(kind, key, known)
+            raise unknown(thing, key, known)
 
 
 def _table(value: Any, key: str, where: str) -> Mapping[str, Any]:

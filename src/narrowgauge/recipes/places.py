@@ -19,8 +19,32 @@ PLACES = (*GEMM_PLACES, "saved", *STATE_PLACES, *WIRE_PLACES)
 OFFLOADABLE = ("master", "grad", "m", "v")
 KEYS = (*PLACES, "offload", "compute")  # what may be set over a recipe
 COMPUTE = ("bf16", "fp16", "fp32")
-# What may be kept of a layer's input for its backward pass, beside the name of a cast.
+# What may be kept of a layer's input for its backward pass, in addition to casts.
 SAVED = ("input", "operand")
+
+
+def recipe_fields(
+    places: Mapping[str, Any], casts: Mapping[str, Cast], state: Mapping[str, Cast | None]
+) -> dict[str, Any]:
+    """The fields of a recipe after a text sets some `KEYS` over its casts and state."""
+    casts, state = dict(casts), dict(state)
+    fields: dict[str, Any] = {}
+    for place, value in places.items():
+        if place == "saved":
+            fields[place] = value if isinstance(value, str) and value in SAVED else cast_in(place, value)
+        elif place == "offload":
+            fields[place] = offload_from(value)
+        elif place == "compute":
+            if value not in COMPUTE:
+                raise unknown("compute format", str(value), COMPUTE)
+            fields[place] = value
+        elif place in STATE_PLACES:
+            state[place] = None if place == "master" and value == "none" else cast_in(place, value)
+        elif place in WIRE_PLACES:
+            fields[place] = cast_in(place, value)
+        else:
+            casts |= casts_from(place, value)
+    return fields | {"casts": casts, "state": state}
 
 
 def casts_from(place: str, value: Any) -> dict[str, Cast]:
@@ -49,11 +73,6 @@ def offload_from(value: Any) -> tuple[str, ...]:
         if name not in OFFLOADABLE:
             raise unknown("place to offload", name, OFFLOADABLE)
     return tuple(p for p in OFFLOADABLE if p in names)
-
-
-def saved_from(value: Any) -> str | Cast:
-    """What a recipe's text keeps for the backward pass."""
-    return value if isinstance(value, str) and value in SAVED else cast_in("saved", value)
 
 
 def cast_in(place: str, value: Any) -> Cast:

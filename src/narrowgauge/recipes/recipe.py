@@ -1,4 +1,4 @@
-"""Which number format is each tensor of a training step in? A `Recipe` says so, and is data.
+"""A recipe: the number format of each tensor of a training step, as data.
 
 A linear layer does three matrix multiplications a step, each with two operands. Legend: M tokens, K inputs,
 N outputs.
@@ -16,22 +16,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from narrowgauge.errors import unknown
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes.places import (
-    COMPUTE,
     FP32,
     GEMM_PLACES,
-    STATE_PLACES,
     WIDE_STATE,
-    WIRE_PLACES,
-    cast_in,
-    casts_from,
-    offload_from,
+    recipe_fields,
     require_products,
     require_saved,
     require_state,
-    saved_from,
 )
 from narrowgauge.recipes.rule import Rule
 from narrowgauge.recipes.wire import fitting_gather, require_gather, require_reduce
@@ -52,7 +45,7 @@ class Recipe:
         state: The cast of each state place; None for a master that does not exist.
         gather: The cast of weights when devices that hold a share each bring them together (`wire.py`).
         reduce: The cast of the weights' gradients when devices add up theirs.
-        offload: The state places that lie in the host's memory while a GPU computes.
+        offload: The state places that are kept in the host's memory while a GPU computes.
         rules: Other casts in some layers or from some time on; later ones win.
         text: The TOML that the recipe was read from.
     """
@@ -92,17 +85,12 @@ class Recipe:
         casts = [*self.casts.values(), *(c for rule in self.rules for c in rule.casts.values())]
         return any(c.name != self.compute for c in casts)
 
-    @property
-    def has_plain_weights(self) -> bool:
-        """Whether weights and their gradients are ordinary fp32 parameters."""
-        return self.state["weight"] == self.state["grad"] == FP32
-
     def for_layer(self, names: Sequence[tuple[str, int | None]], blocks: int) -> "Recipe":
         """The recipe of one layer: rules that select it are merged in, those that wait for a step remain.
 
         Args:
-            names: The names of the layer (one that stands in a model twice has two), each with the number of
-                the block that it lies in, if it lies in one.
+            names: The names of the layer (two, if the model holds it twice), each with the number of its
+                block, if it is in one.
             blocks: The number of blocks.
         """
         casts, state, reduce = dict(self.casts), dict(self.state), self.reduce
@@ -137,21 +125,4 @@ class Recipe:
             UserError: Unknown place or cast, a cast that the place cannot have, or two operands of a
                 product that do not go together.
         """
-        casts, saved, state, offload = dict(self.casts), self.saved, dict(self.state), self.offload
-        compute = self.compute
-        wire = {place: cast_in(place, places[place]) for place in WIRE_PLACES if place in places}
-        for place, value in places.items():
-            if place == "saved":
-                saved = saved_from(value)
-            elif place == "offload":
-                offload = offload_from(value)
-            elif place == "compute":
-                compute = value
-                if compute not in COMPUTE:
-                    raise unknown("compute format", str(compute), COMPUTE)
-            elif place in STATE_PLACES:
-                state[place] = None if place == "master" and value == "none" else cast_in(place, value)
-            elif place not in WIRE_PLACES:
-                casts |= casts_from(place, value)
-        changes = {"casts": casts, "saved": saved, "state": state, "offload": offload, "compute": compute}
-        return self._with(**changes, **wire)
+        return self._with(**recipe_fields(places, self.casts, self.state))

@@ -1,4 +1,4 @@
-"""The recipes that ship, and those of a user's own: found by name, or read from a file."""
+"""Recipes by name: those that ship, and those that users write."""
 
 from functools import cache
 from pathlib import Path
@@ -46,10 +46,10 @@ def _shipped(name: str) -> Recipe:
 
 
 def recipe(name: str) -> Recipe:
-    """A shipped recipe by name, or one's own by the path of its `.toml` file.
+    """A shipped recipe by its name, or another one by the path of its `.toml` file.
 
     Raises:
-        UserError: neither; the sentence names the nearest recipe.
+        UserError: There is no such recipe (the sentence names the nearest), or the file is none.
     """
     if name.endswith(".toml"):
         return load_recipe(name)
@@ -59,10 +59,10 @@ def recipe(name: str) -> Recipe:
 
 
 def load_recipe(path: str | Path) -> Recipe:
-    """A recipe from a TOML file of one's own.
+    """Read a recipe from a TOML file.
 
     Raises:
-        UserError: the file cannot be read or is no recipe.
+        UserError: The file cannot be read or is no recipe.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -1,10 +1,10 @@
-"""The places on the wire: in which numbers do weights and gradients go from device to device?
+"""The places on the wire: the numbers in which weights and gradients go from device to device.
 
-**gather** Devices that hold a share of a weight each bring the shares together before a product. Narrow
-numbers on the way must change nothing: the product has to see, bit for bit, what it would see of the whole
-wide weight. So a weight travels in the cast that fprop.w and dgrad.w both have, if that has one scale for
-the whole tensor (agreed on beforehand, from the largest magnitude of all shares) or none, and rounds to the
-nearest number; a weight at rest in narrow numbers travels in its own bytes. Anything else travels in fp32.
+**gather** Devices that each hold a shard of a weight gather the shards before a product. Narrow numbers on
+the way must change nothing: the product has to see, bit for bit, what it would see of the full wide weight.
+So a weight travels in the cast that fprop.w and dgrad.w both have, if that cast has no scale or one for the
+full tensor (agreed on beforehand, from the largest magnitude of all shards) and rounds to the nearest
+number. A weight that is stored in narrow numbers travels in its own bytes. Anything else travels in fp32.
 
 **reduce** Devices add up their gradients. Here narrow numbers are rounded after every addition, so this place
 moves the trajectory of a run on several devices (MS-AMP's is FP8 with scales that all devices share).
@@ -20,31 +20,34 @@ WIDE = ("fp32", "bf16", "fp16")
 
 
 def fitting_gather(requested: Cast, operands: Sequence[Cast], weight: Cast | None) -> Cast:
-    """The wish if it changes nothing, else what does not: the bytes of a narrow weight, or fp32."""
+    """The requested cast if it changes no product, else one that changes none: the weight's, or fp32."""
     if weight is not None and weight.name != "fp32":
-        own = replace(weight, rounding="nearest-even")
-        return next((c for c in (requested, own) if _is_own(c, weight)), make_cast("fp32"))
-    return requested if _is_seen(requested, operands) else make_cast("fp32")
+        stored = replace(weight, rounding="nearest-even")
+        return next((c for c in (requested, stored) if _keeps_stored(c, weight)), make_cast("fp32"))
+    return requested if _keeps_products(requested, operands) else make_cast("fp32")
 
 
 def require_gather(cast: Cast, operands: Sequence[Cast], weight: Cast | None, where: str) -> None:
     """Refuse to gather weights in numbers that would not be those of the products.
 
     Args:
-        cast: of the place.
-        operands: the casts of fprop.w and dgrad.w at any time.
-        weight: the cast of the weight at rest.
-        where: what the error is about.
+        cast: The cast of the place `gather`.
+        operands: The casts of fprop.w and dgrad.w at any time.
+        weight: The cast that the weight is stored in.
+        where: The recipe, for the error.
+
+    Raises:
+        UserError: Products would see other numbers than those of the full wide weight.
     """
     if cast.name == "fp32":
         return
     if weight is not None and weight.name != "fp32":
-        if not _is_own(cast, weight):
+        if not _keeps_stored(cast, weight):
             raise UserError(
                 f"{where}: gather = {cast.name!r}, but weights at rest in {weight.name!r} travel as they "
                 'are; remove the key, or write gather = "fp32"'
             )
-    elif not _is_seen(cast, operands):
+    elif not _keeps_products(cast, operands):
         seen = ", ".join(dict.fromkeys(repr(c.name) for c in operands))
         raise UserError(
             f"{where}: gather = {cast.name!r}, but weights can travel only in the cast that fprop.w and "
@@ -64,13 +67,14 @@ def require_reduce(cast: Cast, where: str) -> None:
         )
 
 
-def _is_own(cast: Cast, weight: Cast) -> bool:
-    is_it = cast == replace(weight, rounding=cast.rounding)
-    return cast.name == "fp32" or (is_it and weight.block is None)
+def _keeps_stored(cast: Cast, weight: Cast) -> bool:
+    """Whether a weight that is stored in narrow numbers keeps them in this cast."""
+    is_same = cast == replace(weight, rounding=cast.rounding)
+    return cast.name == "fp32" or (is_same and weight.block is None)
 
 
-def _is_seen(cast: Cast, operands: Sequence[Cast]) -> bool:
-    """Whether products see the same numbers of a weight, whether it travelled in this cast or in fp32."""
+def _keeps_products(cast: Cast, operands: Sequence[Cast]) -> bool:
+    """Whether products see the same numbers of a weight that travelled in this cast as of one in fp32."""
     if cast.name == "fp32":
         return True
     depends = cast.history or cast.hadamard or cast.outliers or cast.estimator_k or cast.block is not None

@@ -1,1 +1,1 @@
-"""The kernels themselves, in Triton. Imported only where `has_kernels` says that Triton is there."""
+"""The kernels in Triton. Only imported if `has_kernels` finds Triton installed."""

@@ -22,7 +22,7 @@ def tile_of(rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def swiglu_forward(gate_up_ptr, y_ptr, largest_ptr, rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """silu(gate) * up; where it is not there, 0."""
+    """silu(gate) * up; 0 beyond the edges."""
     row, col, inside = tile_of(rows, F, ROWS, COLS)
     at = row * 2 * F + col
     gate = wide(tl.load(gate_up_ptr + at, inside, 0))
@@ -102,8 +102,8 @@ def launch_swiglu(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     rows = y.numel() // F
     tiles, tile = _tiles(rows, F)
     largest = torch.empty(tiles, device=y.device)
-    told = largest.view(torch.int32)
-    swiglu_forward[(tiles,)](gate_up, y, told, rows, F, **tile, num_warps=4, enable_fp_fusion=False)
+    bits = largest.view(torch.int32)
+    swiglu_forward[(tiles,)](gate_up, y, bits, rows, F, **tile, num_warps=4, enable_fp_fusion=False)
     return y, largest
 
 
@@ -114,8 +114,8 @@ def launch_swiglu_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]
     rows = dy.numel() // F
     tiles, tile = _tiles(rows, F)
     largest = torch.empty(tiles, device=dy.device)
-    told = largest.view(torch.int32)
-    swiglu_backward[(tiles,)](dy, gate_up, grad, told, rows, F, **tile, num_warps=8, enable_fp_fusion=False)
+    bits = largest.view(torch.int32)
+    swiglu_backward[(tiles,)](dy, gate_up, grad, bits, rows, F, **tile, num_warps=8, enable_fp_fusion=False)
     return grad, largest
 
 
@@ -124,8 +124,8 @@ def launch_gelu(x: Tensor) -> tuple[Tensor, Tensor]:
     y = torch.empty_like(x)
     tiles = triton.cdiv(x.numel(), TILE)
     largest = torch.empty(tiles, device=x.device)
-    told = largest.view(torch.int32)
-    gelu_forward[(tiles,)](x, y, told, x.numel(), BLOCK=TILE, num_warps=4, enable_fp_fusion=False)
+    bits = largest.view(torch.int32)
+    gelu_forward[(tiles,)](x, y, bits, x.numel(), BLOCK=TILE, num_warps=4, enable_fp_fusion=False)
     return y, largest
 
 
@@ -134,6 +134,6 @@ def launch_gelu_backward(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     dx = torch.empty_like(x)
     tiles = triton.cdiv(x.numel(), TILE)
     largest = torch.empty(tiles, device=x.device)
-    told = largest.view(torch.int32)
-    gelu_backward[(tiles,)](dy, x, dx, told, x.numel(), BLOCK=TILE, num_warps=4, enable_fp_fusion=False)
+    bits = largest.view(torch.int32)
+    gelu_backward[(tiles,)](dy, x, dx, bits, x.numel(), BLOCK=TILE, num_warps=4, enable_fp_fusion=False)
     return dx, largest

@@ -6,7 +6,7 @@ axes, and what it writes may lie along the other axis than what it reads.
 
     cast_blocks     scales of blocks that fit a tile: read once, written once
     largest         largest magnitude of each row, larger block, or tensor (NVFP4: of its finite blocks)
-    cast_given      under scales that are known: of a row, a block, the tensor; along one axis or along both
+    cast_given      under scales that are known, one a row, block or tensor; along one axis or along both
 
 A tile has 4096 elements, 8 a thread: 16 bytes of bf16 in one load, and registers for many threads at once.
 """
@@ -24,19 +24,19 @@ from narrowgauge.kernels.triton.scales import INFINITE, e8m0_code, fp32_scale, n
 @triton.jit
 def _load(x, r, k, R, K, x_R, x_K, matrix, TR: tl.constexpr, TK: tl.constexpr, H: tl.constexpr):
     """A tile as float32, zeros beyond the edges, after a Hadamard transform of groups of H."""
-    there = (r < R)[:, None] & (k < K)[None, :]
-    tile = tl.load(x + r[:, None].to(tl.int64) * x_R + k[None, :].to(tl.int64) * x_K, mask=there, other=0.0)
+    inside = (r < R)[:, None] & (k < K)[None, :]
+    tile = tl.load(x + r[:, None].to(tl.int64) * x_R + k[None, :].to(tl.int64) * x_K, mask=inside, other=0.0)
     if H:
         h = tl.arange(0, H)
-        own = tl.load(matrix + h[:, None] * H + h[None, :])
+        transform = tl.load(matrix + h[:, None] * H + h[None, :])
         groups = tl.reshape(tile, (TR * TK // H, H))
-        tile = tl.reshape(narrow(dot(groups, own), tile.dtype), (TR, TK))
+        tile = tl.reshape(narrow(dot(groups, transform), tile.dtype), (TR, TK))
     return wide(tile)
 
 
 @triton.jit
 def _largest_bits(tile, TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr):
-    """Bits of the largest magnitude of each block of BR x BK: [TR / BR, TK / BK] int32."""
+    """The bits of the largest magnitude of each block of BR x BK: [TR / BR, TK / BK] int32."""
     bits = tile.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.max(tl.max(tl.reshape(bits, (TR // BR, BR, TK // BK, BK)), 3), 1)
 
@@ -56,7 +56,7 @@ def _store(out, value, r, k, R, K, out_R, out_K):
 
 @triton.jit
 def _random(key, offset, r, k, element_R, element_K, ROUNDING: tl.constexpr):
-    """The random number of each element, which its place in row-major order says."""
+    """The random number of each element, by its index in row-major order."""
     if ROUNDING == "stochastic":
         index = r[:, None].to(tl.int64) * element_R + k[None, :].to(tl.int64) * element_K
         return uniform(key, tl.load(offset) + index)
@@ -109,14 +109,14 @@ def cast_blocks(
 
 @triton.jit
 def largest(
-    x, found, matrix, R, K, x_R, x_K, found_R, found_K, block_R, block_K,
+    x, amax, matrix, R, K, x_R, x_K, amax_R, amax_K, block_R, block_K,
     TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, H: tl.constexpr,
     BY_ROW: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
     """The bits of the largest magnitude of each row or block that a tile lies in, into int32 zeros.
 
-    FINITE leaves out small blocks (BR x BK) that hold anything else. A maximum is the same in any order, so
-    it may be atomic.
+    FINITE leaves out small blocks (BR x BK) that are not finite. A maximum is the same in any order, so it
+    may be atomic.
     """
     r = tl.program_id(0) * TR + tl.arange(0, TR)
     k = tl.program_id(1) * TK + tl.arange(0, TK)
@@ -125,10 +125,10 @@ def largest(
     if FINITE:
         bits = tl.where(bits < INFINITE, bits, 0)
     if BY_ROW:
-        tl.atomic_max(found + r * found_R, tl.max(bits, 1), mask=r < R)
+        tl.atomic_max(amax + r * amax_R, tl.max(bits, 1), mask=r < R)
     else:
-        at = tl.program_id(0) * TR // block_R * found_R + tl.program_id(1) * TK // block_K * found_K
-        tl.atomic_max(found + at, tl.max(tl.max(bits, 1), 0))
+        at = tl.program_id(0) * TR // block_R * amax_R + tl.program_id(1) * TK // block_K * amax_K
+        tl.atomic_max(amax + at, tl.max(tl.max(bits, 1), 0))
 
 
 @triton.jit
@@ -165,9 +165,9 @@ def cast_given(
 
 
 def tile_of(x_K: int, block_K: int = 1) -> tuple[int, int]:
-    """Rows and contraction of a tile: long where memory is contiguous, and of whole blocks."""
+    """Rows and contraction of a tile: long where memory is contiguous, and a multiple of blocks."""
     return (32, 128) if x_K == 1 or block_K > 32 else (128, 32)
 
 
-#: Of every launch: 16 warps, and products and sums stay apart.
+#: Options of every launch: 16 warps, and no fusion of products and sums.
 LAUNCH: dict[str, Any] = {"num_warps": 16, "enable_fp_fusion": False}

@@ -1,4 +1,4 @@
-"""What a cast's kernels are launched with, and what becomes of their results."""
+"""The launches of a cast's kernels: grids, tiles, memory for results."""
 
 from typing import Any, NamedTuple
 
@@ -19,14 +19,14 @@ Signs = torch.Tensor | tuple[int, ...]
 
 
 class _View(NamedTuple):
-    """A matrix as (rows, contraction): extents, strides of what is read and of what is written."""
+    """A matrix as (rows, contraction), and the result that is written."""
 
     R: int
     K: int
     K_OUT: int
     x: tuple[int, int]
-    place: tuple[int, int]  # from one element to the next in row-major order
-    shape: torch.Size  # of what is written
+    element: tuple[int, int]  # strides in row-major order, by which random bits are counted
+    shape: torch.Size  # of the result
 
 
 def _view(x: torch.Tensor, cast: Cast, axis: int) -> _View:
@@ -39,14 +39,14 @@ def _view(x: torch.Tensor, cast: Cast, axis: int) -> _View:
 
 
 def _empty(view: _View, axis: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
-    """For what is written: codes lie along the contraction, as products read them; numbers by rows."""
+    """Memory for the result: codes lie along the contraction, as products read them, numbers by rows."""
     if dtype == torch.uint8 and axis == 0:
         return torch.empty(view.shape[::-1], dtype=dtype, device=like.device).T
     return torch.empty(view.shape, dtype=dtype, device=like.device)
 
 
 def _strides(out: torch.Tensor, axis: int) -> tuple[int, int]:
-    """Of rows and of the contraction."""
+    """The strides of rows and of the contraction."""
     return (out.stride(0), out.stride(1)) if axis == -1 else (out.stride(1), out.stride(0))
 
 
@@ -60,7 +60,7 @@ def quantized(
     given_scale: torch.Tensor | None,
     both: bool = False,
 ) -> tuple[QTensor, torch.Tensor | None]:
-    """What `quantization.quantize` gives, and with `both` the same codes along the other axis."""
+    """The result of `quantization.quantize`, and with `both` the same codes along the other axis."""
     one = torch.ones((), device=x.device)
     if _scale_is_known_first(cast):
         codes, other, given, blocks = _cast_given(
@@ -82,7 +82,7 @@ def emulated(
     signs: Signs,
     given_scale: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What `quantization.emulate` gives."""
+    """The result of `quantization.emulate`."""
     is_exact = cast.block is None or cast.scale != "fp32" or cast.power_of_two
     out_dtype = dtype if is_exact else torch.float32
     if _scale_is_known_first(cast):
@@ -93,7 +93,7 @@ def emulated(
 
 
 def _scale_is_known_first(cast: Cast) -> bool:
-    """Whether a scale is of more elements than a tile has: of a row, of 128 x 128, of the tensor."""
+    """Whether a scale covers more elements than a tile has: a row, 128 x 128, or the tensor."""
     return cast.block is None or cast.block[1] == 0 or cast.block[0] == 128
 
 
@@ -122,7 +122,7 @@ def _cast_given(
     cast_given[_grid(view, tile)](
         x, out, out if other is None else other, encode, block, *_random(x, stream),
         view.R, view.K, *view.x, *_strides(out, axis), *_strides(out if other is None else other, axis),
-        *_strides(block, axis), *_extents(blocks, axis), *view.place, TR=tile[0], TK=tile[1],
+        *_strides(block, axis), *_extents(blocks, axis), *view.element, TR=tile[0], TK=tile[1],
         BY_ROW=_is_by_row(cast), **facts(cast.element), ROUNDING=cast.rounding,
         RANDOM_BITS=cast.random_bits, CODES=dtype == torch.uint8, TIMES_SCALE=cast.block is not None,
         BOTH=both, **LAUNCH,
@@ -159,7 +159,7 @@ def _cast_blocks(
     cast_blocks[_grid(view, tile)](
         x, out, scales, scale_codes if has_codes else scales, scales if S is None else S,
         x if matrix is None else matrix, *_random(x, stream),
-        view.R, view.K, view.K_OUT, *grid, *view.x, *_strides(out, axis), *strides, *view.place,
+        view.R, view.K, view.K_OUT, *grid, *view.x, *_strides(out, axis), *strides, *view.element,
         TR=tile[0], TK=tile[1], BR=cast.block[0], BK=cast.block[1], H=cast.hadamard,
         **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
         SCALE=cast.scale, RULE=cast.scale_rule, POWER_OF_TWO=cast.power_of_two,
@@ -172,17 +172,17 @@ def _cast_blocks(
 def _largest(
     x: torch.Tensor, cast: Cast, view: _View, axis: int, blocks: Blocks, matrix: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Largest magnitude of each block, float32 of their grid; NVFP4's are found in finite blocks only."""
+    """The largest magnitude of each block, float32 in their grid; for NVFP4 that of all finite blocks."""
     finite = cast.scale == "e4m3"
     BR, BK = cast.block if finite and cast.block else (1, 1)
-    found = torch.zeros((1, 1) if finite else blocks.grid, dtype=torch.int32, device=x.device)
+    amax = torch.zeros((1, 1) if finite else blocks.grid, dtype=torch.int32, device=x.device)
     tile = tile_of(view.x[1])
     largest[_grid(view, tile)](
-        x, found, x if matrix is None else matrix, view.R, view.K, *view.x, *_strides(found, axis),
+        x, amax, x if matrix is None else matrix, view.R, view.K, *view.x, *_strides(amax, axis),
         *((2**30, 2**30) if finite else _extents(blocks, axis)), TR=tile[0], TK=tile[1], BR=BR, BK=BK,
         H=0 if matrix is None else len(matrix), BY_ROW=_is_by_row(cast), FINITE=finite, **LAUNCH,
     )  # fmt: skip
-    return found.view(torch.float32)
+    return amax.view(torch.float32)
 
 
 def _is_by_row(cast: Cast) -> bool:
@@ -190,7 +190,7 @@ def _is_by_row(cast: Cast) -> bool:
 
 
 def _extents(blocks: Blocks, axis: int) -> tuple[int, ...]:
-    """Rows and contraction of a block."""
+    """The rows and the contraction of a block."""
     return blocks.size if axis == -1 else blocks.size[::-1]
 
 
@@ -199,7 +199,7 @@ def _grid(view: _View, tile: tuple[int, int]) -> tuple[int, int]:
 
 
 def _random(x: torch.Tensor, stream: RandomStream | None) -> tuple[Any, Any]:
-    """A stream's key and the place of the first element, as tensors on the device."""
+    """The key of a stream and the index of its first element, as tensors on the device."""
     if stream is None:
         return x, x
     offset = stream.offset

@@ -1,7 +1,7 @@
 """Cross entropy of rows of logits: one read for the losses, one read and one write for the gradients.
 
 `_losses` has one program a row, which walks through the vocabulary and keeps for each of its BLOCK lanes the
-largest logit so far and the sum of exponentials below it; lanes are brought together once, at the end, so a
+largest logit so far and the sum of exponentials relative to it; lanes are combined once, at the end, so a
 block costs no exchange between threads. `_gradients` is elementwise, one program a row and block; each
 element is read and written by the same thread, so it may write where it reads.
 
@@ -26,7 +26,7 @@ WARPS = 8
 
 @triton.jit
 def _at_least_finite(top):
-    """What to subtract so that of nothing, -inf, nothing is left: exp(-inf - 0) is 0."""
+    """The maximum that is subtracted, or 0 for -inf: exp(-inf - 0) is 0, exp(-inf + inf) is NaN."""
     return tl.where(top == float("-inf"), 0.0, top)
 
 
@@ -41,8 +41,8 @@ def _losses(z, y, loss, stats, rows, width, stride, ignored: tl.constexpr, BLOCK
         x_L = tl.load(z + start + lane, mask=start + lane < width, other=float("-inf"))
         x_L = wide(x_L)
         new_L = tl.maximum(top_L, x_L)
-        # Of x and the old maximum one is the new one, so that one exponential serves both: exp(0) is 1. NaN
-        # is not smaller than anything, and goes into the sum; so does what is left of two infinities.
+        # Either x or the old maximum is the new one, so one exponential serves both: exp(0) is 1. NaN is not
+        # smaller than anything, and goes into the sum; so does the difference of two infinities.
         low_L = tl.where(x_L > top_L, top_L, x_L)
         less_L = tl.exp(low_L - _at_least_finite(new_L))
         sum_L = tl.where(x_L > top_L, sum_L * less_L + 1.0, sum_L + less_L)
@@ -52,8 +52,8 @@ def _losses(z, y, loss, stats, rows, width, stride, ignored: tl.constexpr, BLOCK
     tl.store(stats + row, top)
     tl.store(stats + rows + row, total)
     target = tl.load(y + row)
-    is_there = (target >= 0) & (target < width)
-    z_y = wide(tl.load(z + target, mask=is_there, other=float("nan")))
+    in_vocabulary = (target >= 0) & (target < width)
+    z_y = wide(tl.load(z + target, mask=in_vocabulary, other=float("nan")))
     result = tl.log(total) - (z_y - top)
     if ignored is not None:
         result = tl.where(target == ignored, 0.0, result)
@@ -70,17 +70,18 @@ def _gradients(
     top, total, target = tl.load(stats + row), tl.load(stats + rows + row), tl.load(y + row)
     p_L = tl.math.div_rn(tl.exp(x_L - top), total)
     d_L = tl.where(lane == target, p_L - 1.0, p_L) * tl.load(factor)
-    is_there = (target >= 0) & (target < width)
-    d_L = tl.where(is_there, d_L, float("nan"))
+    in_vocabulary = (target >= 0) & (target < width)
+    d_L = tl.where(in_vocabulary, d_L, float("nan"))
     if ignored is not None:
         d_L = tl.where(target == ignored, 0.0, d_L)
     tl.store(out + row * out_stride + lane, narrow(d_L, out.dtype.element_ty), mask=lane < width)
 
 
 def losses(z_TV: Tensor, y_T: Tensor, ignored: int | None) -> tuple[Tensor, Tensor]:
-    """(the loss of each row, fp32 [T]; its largest logit and the sum of exponentials below it, fp32 [2, T]).
+    """The loss of each row, fp32 [T], and the statistics of each row, fp32 [2, T].
 
-    Rows may lie apart (`stride`). An id outside the vocabulary that is not `ignored` gives NaN.
+    The statistics are the largest logit and the sum of exponentials relative to it. Rows need not be adjacent
+    (`stride`). An id outside the vocabulary that is not `ignored` gives NaN.
     """
     z_TV, y_T = _rows_of(z_TV), y_T.contiguous()
     rows, width = z_TV.shape
@@ -106,7 +107,7 @@ def losses(z_TV: Tensor, y_T: Tensor, ignored: int | None) -> tuple[Tensor, Tens
 def write_gradients(
     z_TV: Tensor, y_T: Tensor, stats_2T: Tensor, factor: Tensor, ignored: int | None, out_TV: Tensor
 ) -> None:
-    """Write (softmax(z) - [v = y]) * factor to `out_TV` (rows of which elements are neighbours)."""
+    """Write (softmax(z) - [v = y]) * factor to `out_TV`, whose rows are contiguous."""
     z_TV, y_T = _rows_of(z_TV), y_T.contiguous()
     rows, width = z_TV.shape
     assert out_TV.stride(1) == 1 or width == 1

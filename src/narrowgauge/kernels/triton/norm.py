@@ -14,9 +14,9 @@ from torch import Tensor
 
 from narrowgauge.kernels.triton.arithmetic import magnitude, narrow, wide
 
-#: Programs of the backward pass, and so rows of partial sums: of Llama's widths as many as an H100 holds at
-#: once. With 16,384 tokens they write and read 0.25 bytes an element, beside the 16 that must be moved.
-#: It fixes the order of summation, so it does not ask how large the GPU is.
+#: Programs of the backward pass, and so rows of partial sums: as many as an H100 holds at once for Llama's
+#: widths. With 16,384 tokens they write and read 0.25 bytes an element, on top of the 16 that must be moved.
+#: The number fixes the order of summation, so it does not depend on the GPU.
 PROGRAMS = 512
 
 
@@ -74,19 +74,19 @@ def norm_backward(
     dbias_ptr,
     largest_ptr,
     rows,
-    rows_each,
+    rows_per_program,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Some rows, one after the other: the gradient of x (and of delta), sums of those of weight and bias."""
+    """Some rows, one after the other: the gradients of x and delta, partial sums for weight and bias."""
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     inside = cols < D
     weight = wide(tl.load(weight_ptr + cols, inside, 0))
     dweight = tl.zeros([BLOCK], tl.float32)
     dbias = tl.zeros([BLOCK], tl.float32)
-    first = program.to(tl.int64) * rows_each
-    for i in range(0, tl.minimum(rows_each, rows - first)):
+    first = program.to(tl.int64) * rows_per_program
+    for i in range(0, tl.minimum(rows_per_program, rows - first)):
         row = first + i
         at = row * D + cols
         dy = wide(tl.load(dy_ptr + at, inside, 0))
@@ -131,7 +131,7 @@ def launch_forward(
     largest_M: Tensor,
     eps: float,
 ) -> None:
-    """Fills `stream` (where there is a delta), `y` and the fp32 numbers of each row; [..., D] contiguous."""
+    """Fill `stream` (where there is a delta), `y` and the fp32 numbers of each row; [..., D] contiguous."""
     D = len(weight_D)
     norm_forward[(len(scale_M),)](
         x,
@@ -161,11 +161,14 @@ def launch_backward(
     largest_M: Tensor | None,
     with_bias: bool,
 ) -> list[Tensor]:
-    """Fills `dx`, and `ddelta` with its `largest_M`; [..., D] contiguous. Returns the fp32 gradient of the
-    weight, and that of the bias."""
+    """Fill `dx`, and `ddelta` with its `largest_M`; [..., D] contiguous.
+
+    Returns:
+        The fp32 gradient of the weight, and that of the bias if `with_bias`.
+    """
     M, D = len(scale_M), len(weight_D)
-    rows_each = triton.cdiv(M, PROGRAMS)
-    programs = triton.cdiv(M, rows_each)
+    rows_per_program = triton.cdiv(M, PROGRAMS)
+    programs = triton.cdiv(M, rows_per_program)
     sums_2PD = scale_M.new_empty(1 + with_bias, programs, D)
     norm_backward[(programs,)](
         dy,
@@ -180,7 +183,7 @@ def launch_backward(
         sums_2PD[1] if with_bias else None,
         None if largest_M is None else largest_M.view(torch.int32),
         M,
-        rows_each,
+        rows_per_program,
         **_blocks(D),
         enable_fp_fusion=False,
     )

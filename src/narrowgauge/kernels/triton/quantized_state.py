@@ -1,7 +1,7 @@
-"""Tensors at rest (`quantization.at_rest`) as kernels read and write them, element by element.
+"""State tensors (`quantization.state.quantized_state`), read and written by kernels element by element.
 
-How a tensor lies is a tuple of constants, its CAST (`kind`). Reading is exact; writing rounds once, and of a
-tensor with one scale it makes the scale, from the largest magnitude that another launch has found.
+The layout of a tensor is a tuple of constants, its CAST (`cast_constants`). Reading is exact; writing rounds
+once, and makes the scale of a tensor that has one from the largest magnitude that another launch has found.
 """
 
 from typing import Any
@@ -14,16 +14,16 @@ from narrowgauge.kernels.triton.rounding import code_of, to_grid, uniform_of, va
 from narrowgauge.kernels.triton.scales import INFINITE, fp32_scale
 from narrowgauge.quantization import Cast
 
-# What stands where in a CAST.
+# The positions in a CAST.
 HOW, MAX, EMIN, M, ROUNDING, RANDOM_BITS, POWER_OF_TWO = (tl.constexpr(i) for i in range(7))
 NOTHING = ("nothing", 0.0, 0, 0, "", 0, False)
 
 
-def kind(cast: Cast) -> tuple[Any, ...]:
-    """A cast as a kernel's constant; the first says how the numbers lie.
+def cast_constants(cast: Cast) -> tuple[Any, ...]:
+    """A cast as constants for a kernel, of which the first names the layout.
 
-    "plain", in a dtype; "split", bf16 and the 16 bits that make it fp32; "scaled", fp16 under one scale;
-    "codes", of a byte, under one scale.
+    "plain" is a dtype of torch; "split" bf16 and the 16 bits that make it fp32; "scaled" fp16 under one
+    scale; "codes" codes of a byte under one scale.
     """
     how = "split" if cast.split else "plain" if not cast.is_scaled else "scaled"
     if cast.is_scaled and cast.element.bits == 8:
@@ -33,19 +33,19 @@ def kind(cast: Cast) -> tuple[Any, ...]:
 
 
 @triton.jit
-def read(values, beside, at, inside, CAST: tl.constexpr):
-    """Float32 numbers, exactly; `beside` are the 16 further bits of each, or the scale."""
+def read(values, extra, at, inside, CAST: tl.constexpr):
+    """Float32 numbers, exactly; `extra` has the 16 further bits of each, or the scale."""
     x = tl.load(values + at, inside, 0)
     if CAST[HOW] == "split":
-        rest = tl.load(beside + at, inside, 0).to(tl.int32)
+        rest = tl.load(extra + at, inside, 0).to(tl.int32)
         x = ((x.to(tl.int16, bitcast=True).to(tl.int32) << 16) + rest).to(tl.float32, bitcast=True)
     elif CAST[HOW] == "codes":
-        # The bits of an fp32 whose exponent is too low by a constant; finite, as all codes at rest are.
+        # The bits of an fp32 whose exponent is too low by a constant; finite, as all stored codes are.
         code = x.to(tl.int32)
         bits = ((code & 127) << (23 - CAST[M])) | ((code & 128) << 24)
-        x = bits.to(tl.float32, bitcast=True) * 2.0 ** (126 + CAST[EMIN]) * tl.load(beside)
+        x = bits.to(tl.float32, bitcast=True) * 2.0 ** (126 + CAST[EMIN]) * tl.load(extra)
     elif CAST[HOW] == "scaled":
-        x = wide(x) * tl.load(beside)
+        x = wide(x) * tl.load(extra)
     else:
         x = wide(x)
     return x
@@ -64,13 +64,13 @@ def _random_bf16(x, random):
 
 
 @triton.jit
-def _write_plain(x, values, beside, key_0, key_1, at, inside, CAST: tl.constexpr):
+def _write_plain(x, values, extra, key_0, key_1, at, inside, CAST: tl.constexpr):
     """Store numbers that have no scale."""
     if CAST[HOW] == "split":
         bits = tl.where(x == x, x.to(tl.int32, bitcast=True), 0x7FC00000)
         upper = (bits + 0x8000) >> 16
         tl.store(values + at, upper.to(tl.int16).to(tl.bfloat16, bitcast=True), inside)
-        tl.store(beside + at, (bits - (upper << 16)).to(tl.int16), inside)
+        tl.store(extra + at, (bits - (upper << 16)).to(tl.int16), inside)
     else:
         if CAST[ROUNDING] == "stochastic":
             x = _random_bf16(x, uniform_of(key_0, key_1, at))
@@ -78,18 +78,18 @@ def _write_plain(x, values, beside, key_0, key_1, at, inside, CAST: tl.constexpr
 
 
 @triton.jit
-def write(x, values, beside, largest, key_0, key_1, at, inside, CAST: tl.constexpr):
+def write(x, values, extra, amax, key_0, key_1, at, inside, CAST: tl.constexpr):
     """Store float32 numbers, each rounded once, and their scale."""
     if CAST[HOW] == "split" or CAST[HOW] == "plain":
-        _write_plain(x, values, beside, key_0, key_1, at, inside, CAST)
+        _write_plain(x, values, extra, key_0, key_1, at, inside, CAST)
     elif CAST[HOW] != "nothing":
-        bits = tl.load(largest)
+        bits = tl.load(amax)
         finite = bits < INFINITE
         encode, scale = fp32_scale(
             tl.where(finite, bits, 0).to(tl.float32, bitcast=True), CAST[MAX], CAST[POWER_OF_TWO]
         )
         if tl.program_id(0) == 0:
-            tl.store(beside, tl.where(finite, scale, float("nan")))
+            tl.store(extra, tl.where(finite, scale, float("nan")))
         x = tl.where(finite, x, 0.0) * encode
         if CAST[HOW] == "scaled" and CAST[ROUNDING] == "nearest-even":
             x = tl.minimum(tl.maximum(x, -CAST[MAX]), CAST[MAX])
@@ -108,7 +108,7 @@ def write(x, values, beside, largest, key_0, key_1, at, inside, CAST: tl.constex
 
 
 @triton.jit
-def keep_scale(to, beside, CAST: tl.constexpr):
+def copy_scale(to, extra, CAST: tl.constexpr):
     """Copy a scale, if there is one, as the bits of its fp32."""
     if CAST[HOW] == "codes" or CAST[HOW] == "scaled":
-        tl.store(to, tl.load(beside).to(tl.int32, bitcast=True))
+        tl.store(to, tl.load(extra).to(tl.int32, bitcast=True))

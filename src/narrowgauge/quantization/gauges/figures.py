@@ -1,13 +1,13 @@
 """What a cast did to a tensor, in a few numbers.
 
-Let x be the numbers that came, y those that are left (what a product sees, or what is stored), n how many
-there are, and for each block s its scale and m = s * (the element format's largest number). Shares are of n:
+Let x be the numbers before the cast, y those after it (what a product sees, or what is stored), n their
+count, and for each block s its scale and m = s * (the element format's largest number). Shares are of n:
 
     nonfinite    x or y is NaN or infinite; such elements count as 0 below
     zeros        y = 0
     underflow    x != 0 and y = 0; counted as zeros of y less zeros of x, since no cast makes anything of 0
-    largest      |y| >= m (1 - 2^-20): at the largest number there is, as the largest of a block often is
-    clipped      |x| > m (1 + 2^-20): what did not fit. The 2^-20 is for the rounding of the scale itself
+    largest      |y| >= m (1 - 2^-20): at the largest number, as the largest of a block often is
+    clipped      |x| > m (1 + 2^-20): what did not fit. The 2^-20 allows for the rounding of the scale
 
 With the error e = y - x, and sums over all elements:
 
@@ -15,18 +15,18 @@ With the error e = y - x, and sums over all elements:
     mean_error   sum e / n: rounding to nearest is biased where it is far from 0 against sqrt(sum e^2) / n
     rms          sqrt(sum x^2 / n)
 
-and of the largest magnitudes of the blocks, a:
+With a, the largest magnitudes of the blocks:
 
-    amax         [smallest, median, largest]; the last is that of the tensor. Of an even number of blocks, the
+    amax         [smallest, median, largest]; the last is that of the tensor. For an even number of blocks the
                  median is the lower of the two in the middle
     binades      up to 16 counts: blocks whose a has the exponent of the largest, one below, ... 15 or more
                  below (or a = 0); zeros at the end are left off
-    scales       [smallest, largest] of what undoes the encoding of a block, tensor scale included
-    histogram    of magnitudes before and after, in units of the scale: `histogram.py`; only of narrow formats
+    scales       [smallest, largest] decoded scale of a block, tensor scale included
+    histogram    magnitudes before and after, in units of the scale: `histogram.py`; narrow formats only
 
-Where a cast transforms a tensor (Hadamard), x is the transformed tensor; outliers that are clamped belong to
-x. Squares of small numbers underflow in float32, so x and y are multiplied by a power of two first, which is
-exact. `gauge` makes one vector of a tensor, on a GPU without waiting for it; `figures` turns that into the
+If a cast transforms a tensor (Hadamard), x is the transformed tensor. Outliers that are clamped belong to x.
+Squares of small numbers underflow in float32, so x and y are multiplied by a power of two first, which is
+exact. `gauge` turns a tensor into one vector, without waiting for a GPU; `figures` turns the vector into the
 numbers above.
 """
 
@@ -42,7 +42,8 @@ from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.chunks import chunks
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.gauges.histogram import WIDTH, counts, histogram
-from narrowgauge.quantization.quantize import clamped, transformed
+from narrowgauge.quantization.hadamard import transformed
+from narrowgauge.quantization.outliers import clamped
 from narrowgauge.quantization.scale_and_round import block_amax, scales_of
 from narrowgauge.quantization.state.quantized_state import QuantizedState
 
@@ -60,11 +61,11 @@ def gauge_operand(
     axis: int,
     context: QuantContext = DEFAULT_CONTEXT,
 ) -> torch.Tensor:
-    """Gauge what `emulate` or `quantize` made of a tensor.
+    """Gauge a tensor that `emulate` or `quantize` has narrowed.
 
     Args:
         x: The tensor that was quantized, of any floating dtype.
-        seen: The numbers that are left of it, scales applied, in the shape of the quantized tensor.
+        seen: Its numbers after that, scales applied, in the shape of the quantized tensor.
         cast: The cast that it was quantized with.
         axis: The axis that blocks lie along.
         context: The context that it was quantized under. A shard is gauged by itself, under the scales that
@@ -85,9 +86,9 @@ def gauge_operand(
 
 @torch.no_grad()
 def gauge_state(x: torch.Tensor, stored: QuantizedState) -> torch.Tensor:
-    """Gauge what was stored of a tensor (float32), as a vector for `figures`.
+    """Gauge a float32 tensor that was written to a state, as a vector for `figures`.
 
-    Range expansion stretches each block to the largest number: nothing is clipped, and nothing counted.
+    Range expansion stretches each block to the largest number, so clipping is not counted under it.
     """
     cast, blocks = stored.cast, blocks_of(stored.shape, stored.cast, -1)
     t = {name: tensor.to(x.device) for name, tensor in stored.tensors.items()}
@@ -113,17 +114,18 @@ def gauge(
     largest: float = math.inf,
     grid: Format | None = None,
 ) -> torch.Tensor:
-    """Gauge a tensor before and after.
+    """Gauge a tensor before and after a cast.
 
     Args:
-        x, seen: before and after, of one shape, any floating dtypes; the same object if nothing changed.
-        blocks: how blocks lie on them.
-        scale: float32, of each block, as the grid with inner dimensions of size 1; None for 1.
-        largest: of the numbers of an element.
-        grid: the element format, where its numbers times `scale` are what can be stored: for the histogram.
+        x: The tensor before, of any floating dtype.
+        seen: The tensor after, in the same shape; the same object if nothing changed.
+        blocks: The blocks of both.
+        scale: The float32 scale of each block, inner dimensions kept with size 1; None for 1.
+        largest: The largest number of an element.
+        grid: The element format, if its numbers times `scale` are what can be stored; for the histogram.
 
     Returns:
-        float64 vector, for `figures`.
+        A float64 vector, for `figures`.
     """
     split, after = blocks.split(x), blocks.split(seen)
     amax = block_amax(split, blocks)
@@ -137,18 +139,18 @@ def gauge(
         limit = torch.where(limit > 0, limit, torch.inf)
     clips = limit is not None and (x.device.type != "cpu" or bool((amax > limit * (1 + _SLACK)).any()))
     sums = torch.zeros(len(_SUMS), dtype=torch.float64, device=x.device)
-    for piece in chunks(split):
-        of_piece = piece.of(split), piece.of(after), None if limit is None else piece.of(limit)
-        sums += _sums(*of_piece, factor, clips, is_same=seen is x)
+    for chunk in chunks(split):
+        tensors = chunk.of(split), chunk.of(after), None if limit is None else chunk.of(limit)
+        sums += _sums(*tensors, factor, clips, is_same=seen is x)
     sums[1:3] -= split.numel() - x.numel()  # zeros that pad a ragged edge
     scales = factor.new_ones(1) if scale is None or not scale.numel() else scale
     low, high = (torch.where(scales.isfinite(), scales, end) for end in (torch.inf, -torch.inf))
     elements = torch.full((1,), x.numel(), dtype=torch.float64, device=x.device)
-    found = torch.stack([factor, *ends, low.amin(), high.amax()]).double()
-    lie = torch.zeros(WIDTH, dtype=torch.float64, device=x.device)
+    extremes = torch.stack([factor, *ends, low.amin(), high.amax()]).double()
+    bins = torch.zeros(WIDTH, dtype=torch.float64, device=x.device)
     if grid is not None and largest < _WIDE:
-        lie = histogram(split, after, scale, grid)
-    return torch.cat([elements, found, sums, _binades(amax, exponent), lie])
+        bins = histogram(split, after, scale, grid)
+    return torch.cat([elements, extremes, sums, _binades(amax, exponent), bins])
 
 
 def _sums(
@@ -159,7 +161,7 @@ def _sums(
     clips: bool,
     is_same: bool,
 ) -> torch.Tensor:
-    """The sums of one piece, float64, in the order of `_SUMS`; on a CPU only what there is to sum."""
+    """The sums of one chunk, float64, in the order of `_SUMS`."""
     x, y = x.float(), y.float()
     nonfinite = nothing = torch.zeros((), dtype=torch.int64, device=x.device)
     scaled = x * factor
@@ -181,40 +183,40 @@ def _sums(
 
 
 def _smallest_median_largest(amax: torch.Tensor) -> list[torch.Tensor]:
-    """Of the largest magnitudes of the blocks, 0-dim each."""
+    """Three 0-dim tensors from the largest magnitudes of the blocks."""
     if not amax.numel():
         return [amax.new_zeros(())] * 3
     return [amax.amin(), amax.median(), amax.amax()]
 
 
 def _binades(amax: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
-    """How many blocks have their largest magnitude so many binades below the tensor's, float64 [BINADES]."""
+    """The blocks whose largest magnitude is 0, 1, ... binades below the tensor's: float64 counts."""
     below = torch.where(amax > 0, exponent - amax.frexp().exponent, BINADES).clamp_(max=BINADES - 1)
     return torch.histc(below.double(), BINADES, 0, BINADES)
 
 
 def figures(vector: Sequence[float], grid: Format | None = None) -> dict[str, Any]:
-    """What `gauge` found, as numbers for people: the names of the module's docstring, and `elements`.
+    """The vector of `gauge` as numbers for people: the names of the module's docstring, and `elements`.
 
-    With the element format there is a `histogram`, if the tensor was one to make it of.
+    Given the element format, it has a `histogram` if `gauge` made one.
     """
-    found, binades = dict(zip(_HEAD, vector, strict=False)), vector[len(_HEAD) : len(_HEAD) + BINADES]
-    lie = None if grid is None else counts(vector[-WIDTH:], grid)
-    n, unit = max(found["elements"], 1.0), 1 / found["factor"]
-    shares = {key: found[key] / n for key in ("nonfinite", "zeros")}
-    shares["underflow"] = (found["zeros"] - found["zeros_before"]) / n
+    values, binades = dict(zip(_HEAD, vector, strict=False)), vector[len(_HEAD) : len(_HEAD) + BINADES]
+    bins = None if grid is None else counts(vector[-WIDTH:], grid)
+    n, unit = max(values["elements"], 1.0), 1 / values["factor"]
+    shares = {key: values[key] / n for key in ("nonfinite", "zeros")}
+    shares["underflow"] = (values["zeros"] - values["zeros_before"]) / n
     return {
-        "elements": int(found["elements"]),
+        "elements": int(values["elements"]),
         **shares,
-        "largest": found["largest"] / n,
-        "clipped": found["clipped"] / n,
-        "sqnr_db": decibels(found["signal"], found["noise"]),
-        "mean_error": found["error"] / n * unit,
-        "rms": math.sqrt(found["signal"] / n) * unit,
-        "amax": [found[key] for key in ("smallest", "median", "amax")],
+        "largest": values["largest"] / n,
+        "clipped": values["clipped"] / n,
+        "sqnr_db": decibels(values["signal"], values["noise"]),
+        "mean_error": values["error"] / n * unit,
+        "rms": math.sqrt(values["signal"] / n) * unit,
+        "amax": [values[key] for key in ("smallest", "median", "amax")],
         "binades": _without_zeros_at_end([int(count) for count in binades]),
-        "scales": [found["scale_min"], found["scale_max"]],
-        **({} if lie is None else {"histogram": lie}),
+        "scales": [values["scale_min"], values["scale_max"]],
+        **({} if bins is None else {"histogram": bins}),
     }
 
 
@@ -225,22 +227,21 @@ def _without_zeros_at_end(counts: list[int]) -> list[int]:
 
 
 def decibels(signal: float, noise: float) -> float | None:
-    """10 log10 of a ratio of powers; None where one of them is 0 or not finite."""
+    """10 log10 of a ratio of powers; None if one of them is 0 or not finite."""
     if not (0 < signal < math.inf and 0 < noise < math.inf):
         return None
     return 10 * math.log10(signal / noise)
 
 
 def gauge_product(result: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Compare a product with the same in high precision, of one shape: float64 [4], for
-    `cosine_similarity`."""
+    """Compare a product with the same in high precision: float64 [4], for `cosine_similarity`."""
     a, b = result.double(), exact.double()
     return torch.stack([(a * b).sum(), (a * a).sum(), (b * b).sum(), (a - b).square().sum()])
 
 
 def cosine_similarity(vector: Sequence[float]) -> dict[str, float | None]:
     """Cosine of the angle between a product and the same in high precision, and SQNR in decibels."""
-    dot, ours, exact, noise = vector
-    is_good = 0 < ours < math.inf and 0 < exact < math.inf
-    cosine = dot / math.sqrt(ours) / math.sqrt(exact) if is_good else None
+    dot, narrow, exact, noise = vector
+    is_good = 0 < narrow < math.inf and 0 < exact < math.inf
+    cosine = dot / math.sqrt(narrow) / math.sqrt(exact) if is_good else None
     return {"cosine": cosine, "sqnr_db": decibels(exact, noise)}

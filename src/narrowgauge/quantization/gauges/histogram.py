@@ -1,4 +1,4 @@
-"""How the magnitudes of a tensor lie on the grid of its format, before rounding and after.
+"""A histogram of a tensor's magnitudes on the grid of its format, before rounding and after.
 
 A magnitude is taken in units of its block's scale, where the grid is that of the element format: 0, 0.5, 1,
 1.5, 2, 3, 4 and 6 for E2M1. Bins are numbered from 1 = 2^0; with n bins an octave, bin b begins at
@@ -6,13 +6,13 @@ A magnitude is taken in units of its block's scale, where the grid is that of th
     2^floor(b / n) * (1 + (b mod n) / n)
 
 so a number of the grid lies at the lower edge of a bin, if the format has no more than log2 n mantissa bits.
-Bins reach from 6 octaves under the smallest number to 3 above the largest, and what lies beyond is counted
-in the last ones; n is 4, 2 or 1, the most that `BINS` bins have room for. Zeros are counted apart, and what
-is not finite not at all.
+Bins reach from 6 octaves under the smallest number to 3 above the largest; the first and the last also count
+what lies beyond them. n is 4, 2 or 1, the most that `BINS` bins have room for. Zeros are counted separately,
+and elements that are not finite are left out.
 
-Counted is a sample of some thousand elements, evenly spaced along every dimension, by odd strides: sequences
-and heads have lengths with many factors of 2, and an even stride would meet the same position in each. Where
-a block at the edge of a tensor is ragged, its padding counts among the zeros, before and after alike.
+The histogram counts a sample of some thousand elements, evenly spaced along every dimension, by odd strides:
+sequences and heads have lengths with many factors of 2, and an even stride would meet the same position in
+each. If a block at the edge of a tensor is ragged, its padding counts as zeros, before and after.
 """
 
 import math
@@ -32,7 +32,7 @@ _MANTISSA = 23  # bits of float32
 
 
 class Bins(NamedTuple):
-    """The bins of a format: the exponent at which they begin, and log2 of how many an octave has."""
+    """The bins of a format: the exponent at which they begin, and log2 of the bins in an octave."""
 
     low: int
     fine: int
@@ -53,12 +53,13 @@ def bins_of(fmt: Format) -> Bins:
 def histogram(
     split: torch.Tensor, after: torch.Tensor, scale: torch.Tensor | None, fmt: Format
 ) -> torch.Tensor:
-    """Count a sample of a split tensor before and after; on a GPU without waiting for it.
+    """Count a sample of a split tensor before and after, without waiting for a GPU.
 
     Args:
-        split, after: of one shape, any floating dtypes.
-        scale: float32, of each block, inner dimensions of size 1, or 0-dim; None for 1.
-        fmt: of an element.
+        split: The tensor before, of any floating dtype.
+        after: The tensor after, in the same shape.
+        scale: The float32 scale of each block, inner dimensions of size 1, or 0-dim; None for 1.
+        fmt: The format of an element.
 
     Returns:
         float64 [WIDTH], for `counts`.
@@ -69,38 +70,38 @@ def histogram(
 
 
 def counts(vector: Sequence[float], fmt: Format) -> dict[str, Any] | None:
-    """What `histogram` counted, for people; None where it was not called.
+    """The counts of `histogram` for people; None if it was not called.
 
-    `zeros` [before, after]; `before` and `after` by bin, from bin number `first` on.
+    They are `zeros` [before, after], and `before` and `after` for each bin from number `first` on.
     """
     before, after = ([int(n) for n in vector[i : i + BINS + 1]] for i in (0, BINS + 1))
     if not sum(before):
         return None
     held = [i for i in range(1, BINS + 1) if before[i] or after[i]] or [1]
-    bins, part = bins_of(fmt), slice(held[0], held[-1] + 1)
+    bins, used = bins_of(fmt), slice(held[0], held[-1] + 1)
     return {
         "element": fmt.name,
         "per_octave": bins.per_octave,
         "first": bins.low * bins.per_octave + held[0] - 1,
         "zeros": [before[0], after[0]],
-        "before": before[part],
-        "after": after[part],
+        "before": before[used],
+        "after": after[used],
     }
 
 
 def _count(x: torch.Tensor, scale: torch.Tensor | None, bins: Bins) -> torch.Tensor:
-    """float64 [BINS + 1]: how many are zero, and how many lie in each bin."""
+    """float64 [BINS + 1]: the number of zeros, then the number of elements in each bin."""
     x = x.float().abs()
     units = x * _NUDGE if scale is None else x / scale * _NUDGE
     first = (bins.low + 127) << bins.fine
-    place = (units.view(torch.int32) >> (_MANTISSA - bins.fine)) - first + 1
-    place = torch.where(units.isfinite(), place.clamp(1, BINS), -1)
-    place = torch.where(x == 0, 0, place)
-    return torch.histc(place.double(), BINS + 1, 0, BINS + 1)
+    number = (units.view(torch.int32) >> (_MANTISSA - bins.fine)) - first + 1
+    number = torch.where(units.isfinite(), number.clamp(1, BINS), -1)
+    number = torch.where(x == 0, 0, number)
+    return torch.histc(number.double(), BINS + 1, 0, BINS + 1)
 
 
 def _strides(shape: Sequence[int]) -> list[int]:
-    """Odd strides that leave about `SAMPLE` elements, much the same along every dimension that has room."""
+    """Odd strides that leave about `SAMPLE` elements, nearly equal along dimensions that are long enough."""
     surplus, wide = math.prod(shape) / SAMPLE, sum(n > 1 for n in shape)
     strides = []
     for n in shape:
@@ -112,7 +113,7 @@ def _strides(shape: Sequence[int]) -> list[int]:
 
 
 def _sample(t: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """A view of every stride-th element; where a dimension has one, it is for all."""
+    """A view of every stride-th element; a dimension of size 1 keeps its element."""
     if not t.ndim:
         return t
     return t[

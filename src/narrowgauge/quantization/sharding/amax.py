@@ -19,8 +19,8 @@ def all_reduce_amaxes(tensors: Sequence[torch.Tensor], shards: Shards) -> list[t
     """The largest magnitude of each global tensor, 0-dim, infinite where a sharded one is not finite.
 
     Args:
-        tensors: the local ones.
-        shards: where each lies in its global tensor; None for one that is not sharded.
+        tensors: The local tensors.
+        shards: The shard that each is; None for one that is not sharded.
     """
     return _reduce_alike([local_amax(t) for t in tensors], shards, all_reduce_max)
 
@@ -29,8 +29,8 @@ def all_reduce_shares(masks: Iterable[torch.Tensor], shards: Shards) -> list[tor
     """The share of each global tensor's elements for which a bool tensor is true, 0-dim float32.
 
     Args:
-        masks: the local bool tensors, made one at a time.
-        shards: where each lies in its global tensor; None for one that is not sharded.
+        masks: The local bool tensors, made one at a time.
+        shards: The shard that each is; None for one that is not sharded.
     """
     counts, sizes = [], []
     for shard, mask in zip(shards, masks, strict=True):

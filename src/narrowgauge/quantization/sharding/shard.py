@@ -1,4 +1,4 @@
-"""Where does a local tensor lie in the global one, when several ranks hold the tensor together?
+"""The position of a local tensor in the global one, when several ranks hold the tensor together.
 
 Blocks and scales are laid on the global tensor, so that sharding never changes a number. A rank needs little
 for that: the largest magnitude of a block that it shares with other ranks (one all-reduce with MAX), and the
@@ -29,9 +29,9 @@ class ShardAxis:
     """The local entries of one dimension of a global tensor.
 
     Attributes:
-        size: number of entries of the dimension in the global tensor.
+        size: The number of entries of the dimension in the global tensor.
         segments: (start, length) of each run of consecutive global entries, ascending, in local order.
-        groups: the process groups that together hold all entries; one for each mesh axis that shards them.
+        groups: The process groups that together hold all entries; one for each mesh axis that shards them.
     """
 
     size: int
@@ -59,10 +59,7 @@ class ShardAxis:
     def chunk(self, rank: int, ranks: int, *group: dist.ProcessGroup) -> "ShardAxis":
         """The chunk of `rank` when these entries are divided over `ranks` as `torch.chunk` divides them.
 
-        Args:
-            rank: which chunk.
-            ranks: number of chunks.
-            group: the process group of these ranks; without one the result is arithmetic only.
+        Without the process `group` of these ranks the result is arithmetic only.
         """
         chunk_length = -(-self.length // ranks)
         begin, end = min(rank * chunk_length, self.length), min((rank + 1) * chunk_length, self.length)
@@ -85,9 +82,9 @@ class TensorShard:
     """The place of a local tensor in a global one.
 
     Attributes:
-        axes: one for each dimension.
-        global_amax: 0-dim float32, the largest magnitude of the global tensor where it is known already
-            (`all_reduce_amaxes`), so that `reduce_amax` need not ask the other ranks.
+        axes: One for each dimension.
+        global_amax: 0-dim float32, the largest magnitude of the global tensor if it is known already
+            (`all_reduce_amaxes`), so that `reduce_amax` needs no collective.
     """
 
     axes: tuple[ShardAxis, ...]
@@ -124,12 +121,12 @@ class TensorShard:
         Other blocks stay as they are. A NaN or an infinity comes back as infinity.
 
         Args:
-            amax: largest magnitude of the local elements of each block.
-            cast: the cast that lays the blocks.
-            axis: the contracted dimension.
+            amax: The largest magnitude of the local elements of each block.
+            cast: The cast that the blocks belong to.
+            axis: The contracted dimension.
 
         Raises:
-            UserError: a block of a fixed size is divided over ranks.
+            UserError: A block of a fixed size is divided over ranks.
         """
         if cast.block is None and self.global_amax is not None:
             return self.global_amax.expand_as(amax)
@@ -143,20 +140,12 @@ class TensorShard:
         return all_reduce_max(amax, groups)
 
     def require_aligned(self, size: int, axis: int, cast: Cast) -> None:
-        """Refuse a transform of `size` elements along an axis where one would be divided over ranks.
-
-        Raises:
-            UserError: one would be.
-        """
+        """Refuse transforms of `size` elements along an axis if one of them would be divided over ranks."""
         if self.axes[axis].groups and not self.axes[axis].is_aligned_to(size):
             raise _divided(self.axes[axis], f"transforms of {size}", cast)
 
     def require_full_blocks(self, cast: Cast) -> None:
-        """Refuse a sharding of the last dimension that would divide blocks of a cast of state.
-
-        Raises:
-            UserError: it would.
-        """
+        """Refuse a sharding of the last dimension that would divide blocks of a cast of state."""
         assert cast.block is not None
         extent = cast.block[1]
         if self.axes[-1].groups and (extent == 0 or not self.axes[-1].is_aligned_to(extent)):
@@ -170,7 +159,7 @@ class TensorShard:
         return index
 
     def bits_of(self, stream: RandomStream) -> RandomStream | torch.Tensor:
-        """The stream from the first local element on, or, where these are not consecutive, its numbers."""
+        """The stream from the first local element on; its numbers if these are not consecutive."""
         if self.is_full:
             return stream
         first, *others = self.axes

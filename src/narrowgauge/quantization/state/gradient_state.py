@@ -19,8 +19,8 @@ class GradientState(QuantizedState):
     """A gradient that is kept in the numbers of a cast.
 
     Attributes:
-        is_empty: whether nothing has been added since `Optimizer.zero_grad`.
-        sums: how many times something has been added, if it is not empty.
+        is_empty: Whether nothing has been added since `Optimizer.zero_grad`.
+        sums: The number of additions, if it is not empty.
     """
 
     is_empty: bool = True
@@ -36,7 +36,7 @@ class GradientState(QuantizedState):
         add_all([self], [x], [stream])
 
     def discard_step(self) -> None:
-        """Undo what this step has taught the pre-scaling factor."""
+        """Undo the changes of this step to the pre-scaling factor."""
         if self.prescale is not None and not self.is_empty:
             self.prescale.discard_step()
 

@@ -32,18 +32,17 @@ _ATTRIBUTE = "narrowgauge"  # the only attribute that a parameter carries
 
 @dataclass(slots=True, eq=False)
 class ParamState:
-    """What is known of one parameter beside its own numbers and `parameter.grad`.
+    """The record of one parameter: all that is kept for it except its numbers and `parameter.grad`.
 
     Attributes:
-        index: the parameter's number among all of the full model's, which the random bits of its state
-            depend on; -1 where nobody has numbered it.
-        shard: which part of the full model's parameter is in this process; None where nobody has said, which
-            means all of it.
-        holders: how many pipeline stages have the parameter: 2 for an embedding that is tied to the head.
-        gathered_shape: the shape that FSDP2 gathers it to, in a simulated step (a DTensor knows its own).
-        weight: the weight in the numbers of a cast; None: the parameter itself is the weight.
-        master: a wider copy that the optimizer updates; None: it updates the weight.
-        gradient: the sum over micro-batches in the numbers of a cast; None: it is `parameter.grad`.
+        index: The number of the parameter among those of the full model, on which the random bits of its
+            state depend; -1 if it is not numbered.
+        shard: The shard of the full model's parameter in this process; None for all of it.
+        holders: The number of pipeline stages that have it: 2 for an embedding that is tied to the head.
+        gathered_shape: The shape that FSDP2 gathers it to, in a simulated step (a DTensor has this shape).
+        weight: The weight in the numbers of a cast; None: the parameter itself is the weight.
+        master: A wider copy that the optimizer updates; None: it updates the weight.
+        gradient: The sum over micro-batches in the numbers of a cast; None: it is `parameter.grad`.
     """
 
     index: int = -1
@@ -66,7 +65,7 @@ class ParamState:
                 state.write(x.to(state.device).float())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What a checkpoint has to hold beside the parameter, as `{"weight.scales": tensor, ...}`."""
+        """The tensors that a checkpoint holds next to the parameter: `{"weight.scales": tensor, ...}`."""
         prescale = self.gradient.prescale if self.gradient else None
         places = {
             "weight": list(self.weight.tensors.items())[1:] if self.weight else [],  # after the parameter
@@ -90,12 +89,12 @@ def ensure_state(p: torch.Tensor) -> ParamState:
 
 
 def attach_state(p: torch.Tensor, state: ParamState) -> None:
-    """Make a record that of a parameter, in place of the one that it carries."""
+    """Attach a record to a parameter, in place of the one that it has."""
     setattr(p, _ATTRIBUTE, state)
 
 
 def shard_of(p: torch.Tensor) -> TensorShard | None:
-    """Where a parameter's local numbers lie in the full parameter; None where this process holds them all."""
+    """The shard that a parameter's local numbers are; None where this process holds the full parameter."""
     shard = state_of(p).shard
     return None if shard is None or shard.is_full else shard
 
@@ -120,7 +119,7 @@ def gradient_of(p: torch.Tensor) -> torch.Tensor | None:
 
 
 def master_or_weight(p: torch.Tensor) -> torch.Tensor:
-    """The widest numbers there are of a weight, as float32: its master's, else its own."""
+    """The widest numbers that exist of a weight, as float32: the master's if it has one."""
     state = state_of(p)
     stored = state.master or state.weight
     return p.detach().float() if stored is None else stored.read()

@@ -42,7 +42,7 @@ class PreScale:
     devices does.
 
     Attributes:
-        tensors: "mu" and "overflowed", 0-dim float32, the same objects for its whole life but for `move`.
+        tensors: "mu" and "overflowed", 0-dim float32, the same objects for its lifetime, except for `move`.
     """
 
     def __init__(self, device: torch.device | str = "cpu", mu: float = 1.0) -> None:
@@ -52,14 +52,15 @@ class PreScale:
         self._before: dict[str, torch.Tensor] = {}  # this step
 
     def begin_step(self) -> None:
-        """Learn from the step that is over; `discard_step` comes back to this."""
+        """Update the factor from the last step; `discard_step` returns to the state before."""
         self._before = {name: tensor.clone() for name, tensor in self.tensors.items()}
         self.end_step()
 
     def scale_for(self, amax: torch.Tensor, cast: Cast) -> torch.Tensor:
         """The encoding scale of a gradient with that largest magnitude; both 0-dim float32."""
-        own, _ = scales.fp32_scale(torch.where(amax.isfinite(), amax, 0.0), cast.element, cast.power_of_two)
-        return (own * applied(self.tensors["mu"])).clamp(max=scales.FLOAT_MAX)
+        amax = torch.where(amax.isfinite(), amax, 0.0)
+        encode, _ = scales.fp32_scale(amax, cast.element, cast.power_of_two)
+        return (encode * applied(self.tensors["mu"])).clamp(max=scales.FLOAT_MAX)
 
     def see(self, share: torch.Tensor) -> None:
         """Note the share of a gradient's elements that overflowed, 0-dim float32."""
@@ -67,7 +68,7 @@ class PreScale:
         overflowed.copy_(torch.maximum(overflowed, share))
 
     def begin(self, devices: int) -> None:
-        """Begin with 1 / sqrt(devices), MS-AMP's constant, where the sum is one over so many devices."""
+        """Begin with 1 / sqrt(devices), MS-AMP's constant, for a sum over so many devices."""
         mu = self.tensors["mu"]
         mu.copy_(torch.where(mu == 0, devices**-0.5, mu))
 
@@ -97,7 +98,7 @@ class Prescaled(NamedTuple):
     shard: TensorShard | None = None
 
     def beyond(self, scale: torch.Tensor) -> torch.Tensor:
-        """Which elements overflow."""
+        """A mask of the elements that overflow."""
         return self.x.abs() * scale > self.cast.element.max
 
 

@@ -8,7 +8,7 @@ cast:
     with scales, 8 bits     codes and scales, as `quantize` gives them; fewer bits packed into bytes
     range expansion         also the k and c of each block (`range_expansion.py`)
     a codebook              codes into a table, and the largest magnitude of each block (`codebook.py`)
-    bf16-split              bf16, and beside it the 16 bits that make it float32 again
+    bf16-split              bf16, and the 16 more bits that make it float32 again
 
 Reading is exact; writing rounds, once. A NaN or an infinity makes its scaling block NaN, as anywhere.
 
@@ -26,10 +26,10 @@ from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream, decode, format, round_to, torch_dtype, unpack
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.codebook import from_codes, to_codes
 from narrowgauge.quantization.context import QuantContext
 from narrowgauge.quantization.quantize import QTensor, emulate, quantize_in_context
 from narrowgauge.quantization.sharding.shard import TensorShard
+from narrowgauge.quantization.state.codebook import from_codes, to_codes
 from narrowgauge.quantization.state.range_expansion import RangeExpansion, contract, expand, range_expansion
 
 _BLANK: dict[tuple[torch.Size, Cast], dict[str, tuple[torch.Size, torch.dtype]]] = {}
@@ -39,12 +39,14 @@ class QuantizedState:
     """A tensor of a fixed shape in the numbers of a cast.
 
     Attributes:
-        shape, cast: of the tensor; `shape` is the local one where several processes hold the tensor together.
-        shard: where the local numbers lie in the global tensor, or None.
-        tensors: what is stored, by name; the same objects for the state's whole life, so that a checkpoint
+        shape: The shape of the tensor; the local one if several processes hold the tensor together.
+        cast: The cast of its numbers.
+        shard: The shard that the local numbers are, or None.
+        tensors: The stored tensors by name; the same objects for the state's lifetime, so that a checkpoint
             can hold them and a restart can copy into them.
-        device: where the numbers are computed with; `on_host`: whether they are kept in the host's memory.
-        gauge: called as `gauge(x, self)` with every float32 tensor that was written, while one is attached
+        device: The device that computes with the numbers.
+        on_host: Whether they are kept in the host's memory (pinned) instead of a GPU's.
+        gauge: Called as `gauge(x, self)` with every float32 tensor that was written, if one is attached
             (`nn.observer`).
     """
 
@@ -56,18 +58,10 @@ class QuantizedState:
         on_host: bool = False,
         shard: TensorShard | None = None,
     ) -> None:
-        """Allocate the state and fill it with zeros.
-
-        Args:
-            shape: the shape of the local tensor.
-            cast: the numbers that it is kept in.
-            device: the device that computes with it.
-            on_host: whether to keep it in the host's memory (pinned) instead of a GPU's.
-            shard: where it lies in a tensor that several processes hold together. They then have to call
-                `write` at the same time.
+        """Allocate zeros. Processes that hold shards of the tensor have to call `write` at the same time.
 
         Raises:
-            UserError: a cast that state cannot have.
+            UserError: State cannot have the cast.
         """
         if cast.hadamard or cast.outliers or cast.history:
             raise UserError(
@@ -85,15 +79,14 @@ class QuantizedState:
         return self._encoded(torch.zeros(self.shape, device=self.device), shard=self.shard)
 
     def _blank(self) -> dict[str, torch.Tensor]:
-        """The same on the meta device: real zeros are encoded once for each shape and cast."""
+        """`_zeros` on the meta device: real zeros are encoded once for each shape and cast."""
         if self.shard is not None and self.shard.groups:  # what is stored does not depend on the other shards
             return QuantizedState(self.shape, self.cast, self.device).tensors
         key = self.shape, self.cast
         if key not in _BLANK:
             _BLANK[key] = {name: (t.shape, t.dtype) for name, t in self._zeros().items()}
-        return {
-            n: torch.empty(shape, dtype=dtype, device="meta") for n, (shape, dtype) in _BLANK[key].items()
-        }
+        blank = _BLANK[key].items()
+        return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in blank}
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +94,7 @@ class QuantizedState:
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
     def read(self) -> torch.Tensor:
-        """The stored numbers as float32, contiguous; for an fp32 cast on its own device the tensor itself."""
+        """The stored numbers as float32, contiguous; for fp32 on its device the stored tensor itself."""
         t, cast = self._on_device(), self.cast
         if cast.split:
             return _join(t["values"], t["rest"])
@@ -137,10 +130,10 @@ class QuantizedState:
 
         Args:
             x: float32, of the local shape.
-            stream: the random bits of a cast that rounds stochastically; without it, it rounds to nearest.
-            encode_scale: 0-dim float32, used instead of the tensor's own scale (one scale per tensor).
-            amax: 0-dim float32, the largest magnitude of the global tensor, where the processes that hold
-                shards of it have found it already; without it, they find it here.
+            stream: The random bits of a cast that rounds stochastically; without it, it rounds to nearest.
+            encode_scale: 0-dim float32, used instead of the scale from `x` (one scale per tensor).
+            amax: 0-dim float32, the largest magnitude of the global tensor, if the processes that hold
+                shards of it know it already; without it, they find it now.
         """
         shard = replace(self.shard, global_amax=amax) if self.shard is not None else None
         for name, tensor in self._encoded(x, stream, encode_scale, shard).items():
@@ -206,13 +199,11 @@ class QuantizedState:
             assert scale is not None
             return {"values": values.to(torch_dtype(cast.element)), "scale": scale}
         blocks, extra = self._blocks(), {}
+        if shard is not None and (cast.codebook or cast.expand):
+            shard.require_full_blocks(cast)
         if cast.codebook:
-            if shard is not None:
-                shard.require_full_blocks(cast)
             return _encode_by_codebook(x, cast.codebook, blocks)
         if cast.expand:
-            if shard is not None:
-                shard.require_full_blocks(cast)
             split = blocks.split(x)
             e = range_expansion(split.abs(), blocks.inner, cast.element)
             x, extra = blocks.merge(expand(split, e)), e._asdict()

@@ -1,12 +1,12 @@
 """Range expansion for optimizer state in FP8 (COAT, arXiv 2410.19313, section 4).
 
 The moments of a block cover few binades, and E4M3 has eighteen: most of its codes are never used. Before it
-is quantized, each block is stretched to the format's whole range by a power,
+is quantized, each block is stretched to the format's full range by a power,
 
     f(x) = sign(x) |x / c|^k        c = sqrt(largest * smallest),  k = log2(range) / log2(largest / smallest)
 
-where largest and smallest are the block's magnitudes (zeros apart), range = max^2 / 2 of the format, and k is
-rounded down to the next 1/16. Afterwards x = sign(y) |y|^(1/k) c. Relative rounding errors shrink by the
+where largest and smallest are the block's magnitudes (without zeros), range = max^2 / 2 of the format, and k
+is rounded down to the next 1/16. Afterwards x = sign(y) |y|^(1/k) c. Relative rounding errors shrink by the
 factor k. A block of one magnitude has k = 1.
 """
 

@@ -6,8 +6,8 @@ the block's largest magnitude down, and gives each as many codes as the next lar
     signed      0, 1, and +-10^(e-6) times the middles of 2^e equal parts of [0.1, 1]        e = 0 .. 6
     unsigned    0, 1, and   10^(e-6) times the middles of 2^(e+1) such parts
 
-256 numbers each. A block is divided by its largest magnitude and every element takes the nearest number's
-code; half-way between two it takes the lower one.
+Each map has 256 numbers. A block is divided by its largest magnitude and every element takes the code of the
+nearest number; half-way between two it takes the lower one.
 """
 
 from functools import cache
@@ -15,7 +15,6 @@ from functools import cache
 import torch
 
 DECADES = 7
-MAPS = ("dynamic", "dynamic-unsigned")
 
 
 @cache
@@ -40,7 +39,7 @@ def _borders(name: str) -> torch.Tensor:
 
 
 def to_codes(x: torch.Tensor, name: str) -> torch.Tensor:
-    """Uint8 codes of the numbers nearest to float32 `x` in [-1, 1]."""
+    """The uint8 codes of the numbers nearest to a float32 tensor in [-1, 1]."""
     return torch.bucketize(x, _borders(name).to(x.device), out_int32=True).to(torch.uint8)
 
 
