@@ -20,5 +20,5 @@ def test_another_number_of_dimensions_is_found():
 
 def test_two_sizes_of_one_letter_are_found():
     q, k = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 5)
-    with pytest.raises(AssertionError, match=r"attend: k_BKTH has the shape \(1, 2, 3, 5\), where .*'H': 4"):
+    with pytest.raises(AssertionError, match=r"attend: k_BKSH has the shape \(1, 2, 3, 5\), where .*'H': 4"):
         attend(q, k, k)

@@ -6,7 +6,7 @@ steps=N        how many (2000); a step takes 10 ms
 raise=R@S      rank R raises in step S: a ValueError, or what `error` names
 hang=R@S       rank R never leaves step S
 hang_s=X       the run's patience
-meet_s=X       how long to wait for missing ranks
+rendezvous_s=X how long to wait for missing ranks
 """
 
 import os
@@ -25,18 +25,18 @@ from narrowgauge.signals import Preempted, StoppedEarly, die_with_launcher, stop
 ERRORS = {"value": ValueError, "user": UserError, "memory": MemoryError}
 
 
-def is_due(coordinator: Coordinator, told: str | None, step: int) -> bool:
-    who, _, when = (told or "").partition("@")
+def is_due(coordinator: Coordinator, options: str | None, step: int) -> bool:
+    who, _, when = (options or "").partition("@")
     return who in (str(coordinator.rank), "all") and int(when) == step
 
 
-def steps(coordinator: Coordinator, run: Path, requests, told: dict[str, str]) -> None:
+def steps(coordinator: Coordinator, run: Path, requests, options: dict[str, str]) -> None:
     weights = torch.ones(4)
-    for step in range(1, int(told.get("steps", 2000)) + 1):
+    for step in range(1, int(options.get("steps", 2000)) + 1):
         coordinator.progress(f"step {step}")
-        if is_due(coordinator, told.get("raise"), step):
-            raise ERRORS[told.get("error", "value")](f"the trouble of step {step}")
-        while is_due(coordinator, told.get("hang"), step):
+        if is_due(coordinator, options.get("raise"), step):
+            raise ERRORS[options.get("error", "value")](f"the trouble of step {step}")
+        while is_due(coordinator, options.get("hang"), step):
             time.sleep(1)
         if coordinator.size > 1:
             torch.distributed.all_reduce(weights)
@@ -51,7 +51,7 @@ def steps(coordinator: Coordinator, run: Path, requests, told: dict[str, str]) -
             raise Preempted(f"signal {asked['asked']} after step {step}")
 
 
-def work(coordinator: Coordinator, run: Path, requests, told: dict[str, str]) -> None:
+def work(coordinator: Coordinator, run: Path, requests, options: dict[str, str]) -> None:
     def status(text: str) -> None:
         if coordinator.rank == 0:
             write_whole(run / "status", text)
@@ -62,11 +62,11 @@ def work(coordinator: Coordinator, run: Path, requests, told: dict[str, str]) ->
             run, lambda sentence: write_whole(run / "status", f"failed {sentence}")
         )
         assert coordinator.broadcast({"from": coordinator.rank}) == {"from": 0}
-        if "early" not in told:
+        if "early" not in options:
             requests.save_first()
         try:
             with coordinator.first_failure():
-                steps(coordinator, run, requests, told)
+                steps(coordinator, run, requests, options)
             status("done")
         except (Preempted, StoppedEarly) as stop:
             status(f"preempted {stop}")
@@ -78,25 +78,25 @@ def work(coordinator: Coordinator, run: Path, requests, told: dict[str, str]) ->
 
 def main() -> int:
     die_with_launcher(os.environ)
-    run, told = Path(sys.argv[1]), dict(word.split("=") for word in sys.argv[2:])
+    run, options = Path(sys.argv[1]), dict(word.split("=") for word in sys.argv[2:])
     world = world_from(os.environ, gpus=0)
-    hang_s, rendezvous_s = float(told.get("hang_s", 60)), float(told.get("meet_s", 60))
+    hang_s, rendezvous_s = float(options.get("hang_s", 60)), float(options.get("rendezvous_s", 60))
     try:
         with stop_requests() as requests:
             requests.nothing_to_save()
             with init_process_group(world, torch.device("cpu"), hang_s, rendezvous_s) as coordinator:
-                work(coordinator, run, requests, told)
+                work(coordinator, run, requests, options)
     except (Preempted, StoppedEarly) as stop:
-        print(f"crew: {stop}", file=sys.stderr)
+        print(f"rank: {stop}", file=sys.stderr)
         return 75
     except KeyboardInterrupt:
         return 1
     except StoppedByPeer as stop:
         if stop.is_printed:
-            print(f"crew: {stop}", file=sys.stderr)
+            print(f"rank: {stop}", file=sys.stderr)
         return stop.code
     except UserError as error:
-        print(f"crew: {error}", file=sys.stderr)
+        print(f"rank: {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -1,10 +1,13 @@
-"""Ranks meet, agree, and fail for one reason that is told once; real processes, gloo, real signals."""
+"""Ranks meet, agree, and fail with one error that is printed once; real processes, gloo, real signals."""
 
 import signal
 import socket
 import time
 
 import pytest
+
+from narrowgauge.distributed import World
+from narrowgauge.distributed.process_group.rendezvous import open_store
 
 
 def one_sentence(*ended):
@@ -21,7 +24,7 @@ def test_two_ranks_meet_agree_and_are_done(rank, run):
     assert run.text("status") == "done"
 
 
-def test_a_port_in_use_is_named_with_the_mend(rank, port):
+def test_a_port_in_use_is_named_with_the_fix(rank, port):
     with socket.create_server(("", port)):
         ended = rank(0).wait()
     assert ended.code == 2
@@ -30,38 +33,52 @@ def test_a_port_in_use_is_named_with_the_mend(rank, port):
     assert "set MASTER_PORT to a free one" in ended.err
 
 
-def test_something_else_at_the_port_is_no_crew(rank, port):
+def test_something_else_at_the_port_is_an_error(rank, port):
     with socket.create_server(("localhost", port)):
-        ended = rank(1, "meet_s=3").wait()
+        ended = rank(1, "rendezvous_s=3").wait()
     assert ended.code == 2
     assert f"localhost:{port}" in one_sentence(ended)
 
 
 def test_a_rank_that_finds_nobody_says_where(rank, port):
-    ended = rank(1, "meet_s=1").wait()
+    ended = rank(1, "rendezvous_s=1").wait()
     assert ended.code == 2
     assert f"finds nobody at localhost:{port} after 1 s" in one_sentence(ended)
 
 
 def test_missing_ranks_are_named_once(rank):
-    here = [rank(r, "meet_s=2", size=4) for r in (0, 2)]
-    ended = [p.wait() for p in here]
+    ranks = [rank(r, "rendezvous_s=2", size=4) for r in (0, 2)]
+    ended = [p.wait() for p in ranks]
     assert [e.code for e in ended] == [2, 2]
     assert "2 of 4 ranks are here, and ranks 1, 3 missing" in one_sentence(*ended)
 
 
 def test_sizes_that_differ_are_refused(rank):
-    here = [rank(0, "meet_s=5"), rank(1, "meet_s=5", size=3)]
-    ended = [p.wait() for p in here]
+    ranks = [rank(0, "rendezvous_s=5"), rank(1, "rendezvous_s=5", size=3)]
+    ended = [p.wait() for p in ranks]
     assert [e.code for e in ended] == [2, 2]
     assert "start all of them with the same WORLD_SIZE" in one_sentence(*ended)
 
 
 def test_a_rank_that_comes_twice_is_refused(rank):
-    here = [rank(0, "meet_s=5", size=3), rank(1, "meet_s=5", size=3), rank(1, "meet_s=5", size=3)]
-    ended = [p.wait() for p in here]
+    ranks = [
+        rank(0, "rendezvous_s=5", size=3),
+        rank(1, "rendezvous_s=5", size=3),
+        rank(1, "rendezvous_s=5", size=3),
+    ]
+    ended = [p.wait() for p in ranks]
     assert [e.code for e in ended] == [2, 2, 2]
     assert "rank 1 has joined already, as process" in one_sentence(*ended)
+
+
+def test_runs_of_one_launcher_are_separate_by_name_also_by_the_old_variable(port):
+    world = World("srun", 0, 1, 0, 1, 0, 1, "localhost", port)
+    store = open_store(world, {"NARROWGAUGE_RENDEZVOUS": "one"}, 5, keep=True)
+    store.set("key", "value")
+    same = open_store(world, {"NARROWGAUGE_MEETING": "one"}, 5)
+    other = open_store(world, {"NARROWGAUGE_RENDEZVOUS": "two", "NARROWGAUGE_MEETING": "one"}, 5)
+    assert same.check(["key"])
+    assert not other.check(["key"])
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -74,21 +91,21 @@ def test_the_traceback_of_the_rank_that_failed_is_the_one_to_read(rank, run, num
     assert lines[-2:] == ["ValueError: the trouble of step 10", f"rank {number} of 2"]
     other = ended[1 - number].err
     cause = f"stopped, because rank {number} failed: ValueError: the trouble of step 10"
-    assert other == (f"crew: {cause}\n" if number == 1 else ""), "one line, from one process of each node"
+    assert other == (f"rank: {cause}\n" if number == 1 else ""), "one line, from one process of each node"
     assert cause in run.text("status") or number == 0
     assert "the trouble of step 10" in run.text(f"errors/rank-{number}.txt")
     assert "onnection closed" in run.text(f"errors/rank-{1 - number}.txt")
 
 
-def test_an_error_that_all_ranks_have_is_told_once(rank):
+def test_an_error_that_all_ranks_have_is_printed_once(rank):
     both = [rank(r, "raise=all@5", "error=user") for r in (0, 1)]
     ended = [p.wait() for p in both]
     assert [e.code for e in ended] == [2, 2]
-    assert one_sentence(*ended) == "crew: the trouble of step 5"
+    assert one_sentence(*ended) == "rank: the trouble of step 5"
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_rank_that_is_killed_is_told_by_its_silence(rank, run, port, number):
+def test_a_rank_that_is_killed_is_detected_by_its_silence(rank, run, port, number):
     both = [rank(r) for r in (0, 1)]
     run.until(run.is_under_way)
     start = time.monotonic()

@@ -18,7 +18,7 @@ def test_a_signal_to_one_rank_stops_all_after_one_step_and_one_save(rank, run, n
     assert run.text("step-of-1") == step
     assert run.text("saved") == f"{step}\n"
     assert run.text("status") == f"preempted signal {number.value} after step {step}"
-    assert ended[0].err == f"crew: signal {number.value} after step {step}\n"
+    assert ended[0].err == f"rank: signal {number.value} after step {step}\n"
 
 
 def test_a_second_signal_stops_all_at_once(rank, run):
@@ -32,10 +32,10 @@ def test_a_second_signal_stops_all_at_once(rank, run):
 
 
 def test_a_signal_before_all_have_come_stops_those_that_are_here(rank, run):
-    here = [rank(r, size=3) for r in (0, 1)]
+    ranks = [rank(r, size=3) for r in (0, 1)]
     time.sleep(1.5)  # until they wait for the third
-    here[1].send(signal.SIGUSR1)
-    ended = [p.wait() for p in here]
+    ranks[1].send(signal.SIGUSR1)
+    ended = [p.wait() for p in ranks]
     assert [e.code for e in ended] == [75, 75]
     assert "SIGUSR1 before a step was done" in ended[1].err
 
@@ -144,9 +144,9 @@ def test_a_rank_in_a_place_without_return_is_ended_when_another_fails(rank):
     assert "the trouble of step 5" in ended[0].err
 
 
-def test_what_all_ranks_find_wrong_at_the_start_is_told_once_under_torchrun(torchrun):
+def test_what_all_ranks_find_wrong_at_the_start_is_printed_once_under_torchrun(torchrun):
     """The second one is sent SIGTERM by torchrun while it looks why the first has ended."""
     ended = torchrun("raise=all@1", "error=user", "early=1").wait(30)
     assert ended.code == 1
-    told = [line for line in ended.err.splitlines() if line.startswith("crew:")]
-    assert told == ["crew: the trouble of step 1"]
+    lines = [line for line in ended.err.splitlines() if line.startswith("rank:")]
+    assert lines == ["rank: the trouble of step 1"]

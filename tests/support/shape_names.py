@@ -82,8 +82,6 @@ class _Finder(PathFinder):
         return spec
 
 
-def install() -> None:
-    """Check the modules that are imported from now on."""
-    imported = [m for m in sys.modules if m.startswith("narrowgauge.") and m.split(".")[1] in ROOMS]
-    assert not imported, f"imported before their shapes could be checked: {imported[:3]}"
-    sys.meta_path.insert(0, _Finder)
+_imported = [m for m in sys.modules if m.startswith("narrowgauge.") and m.split(".")[1] in ROOMS]
+assert not _imported, f"imported before their shapes could be checked: {_imported[:3]}"
+sys.meta_path.insert(0, _Finder)

@@ -31,7 +31,6 @@ class StageInput:
     """Inputs of a process's stages in a step, besides the tensors that stages send each other.
 
     Attributes:
-        micro_batches: the micro-batches of the step.
         begin: `begin(i)` is called before each forward pass of the i-th micro-batch.
         scale: maps a loss to the value that the backward pass starts from.
         total: 0-dim, the sum of the losses so far.
@@ -108,14 +107,8 @@ class Stage(nn.Module):
         self.stage_input, self.count = stage_input, 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Forward pass of the next micro-batch.
-
-        Args:
-            x: token ids (B, T) for the first stage, the residual stream (B, T, D) for others.
-
-        Returns:
-            The residual stream; the last stage gives the loss, (1,).
-        """
+        """Forward pass of the next micro-batch: token ids (B, T) in the first stage, else the residual stream
+        (B, T, D), to the residual stream or, in the last stage, the loss (1,)."""
         model, i = self.model_ref[0], self.count
         self.count += 1
         self.stage_input.enter(i)

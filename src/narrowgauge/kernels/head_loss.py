@@ -77,20 +77,20 @@ class _HeadLoss(torch.autograd.Function):
         return dh_TD.to(h_dtype), dw_VD.to(w_dtype), None, None, None
 
 
-def head_loss(h_BTD: Tensor, w_VD: Tensor, y_BT: Tensor, targets: int | None = None) -> Tensor:
+def head_loss(h: Tensor, w_VD: Tensor, y: Tensor, targets: int | None = None) -> Tensor:
     """Mean cross entropy (nats per token) of the logits h @ w.T, as an fp32 scalar.
 
     The gradient of `w_VD` is summed in fp32 and rounded once to its dtype. There is no second derivative, and
     no second backward pass through a retained graph.
 
     Args:
-        h_BTD: What the head reads; the logits are computed in its dtype.
+        h: [..., D], what the head reads; the logits are computed in its dtype.
         w_VD: The weight of the head.
-        y_BT: Token ids, as for `cross_entropy`.
+        y: [...], token ids, as for `cross_entropy`.
         targets: As for `cross_entropy`.
     """
-    has_gradients = torch.is_grad_enabled() and (h_BTD.requires_grad or w_VD.requires_grad)
-    loss: Tensor = _HeadLoss.apply(h_BTD.flatten(0, -2), w_VD, y_BT.flatten(), targets, has_gradients)
+    has_gradients = torch.is_grad_enabled() and (h.requires_grad or w_VD.requires_grad)
+    loss: Tensor = _HeadLoss.apply(h.flatten(0, -2), w_VD, y.flatten(), targets, has_gradients)
     return loss
 
 

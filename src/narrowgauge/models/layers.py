@@ -21,7 +21,8 @@ Rotary positions (Su et al., arXiv 2104.09864): in each head the pair (x[i], x[i
 angle position * theta^(-2i/H), so that q . k depends on the distance of two tokens only. This is the
 half-split layout of Hugging Face checkpoints; Meta's own files interleave the pairs.
 
-Legend: B sequences, T tokens, D dim, N query heads, K key-value heads, H head_dim, F ffn_dim.
+Legend: B sequences, T tokens, S tokens of keys (T, and more with a cache), D dim, N query heads,
+K key-value heads, H head_dim, F ffn_dim.
 """
 
 import math
@@ -100,7 +101,7 @@ def document_mask(position_BT: Tensor) -> Tensor:
     return ((back_TT >= 0) & (back_TT <= position_BT[..., None]))[:, None]
 
 
-def attend(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | None = None) -> Tensor:
+def attend(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None = None) -> Tensor:
     """Attention -> [B, N, T, H], causal or under `mask`; query head n reads key-value head n // (N / K).
 
     A single query is that of the last token, and reads everything.
@@ -112,19 +113,19 @@ def attend(q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | None =
     that are twice as wide.
     """
     if q_BNTH.is_meta:
-        return _MetaAttention.apply(q_BNTH, k_BKTH, v_BKTH, mask)
+        return _MetaAttention.apply(q_BNTH, k_BKSH, v_BKSH, mask)
     if q_BNTH.dtype == torch.bfloat16 and is_slow(q_BNTH):
-        return attend(q_BNTH.float(), k_BKTH.float(), v_BKTH.float(), mask).to(q_BNTH.dtype)
-    groups = q_BNTH.shape[1] // k_BKTH.shape[1]
+        return attend(q_BNTH.float(), k_BKSH.float(), v_BKSH.float(), mask).to(q_BNTH.dtype)
+    groups = q_BNTH.shape[1] // k_BKSH.shape[1]
     narrow = q_BNTH.dtype in (torch.float16, torch.bfloat16)
     native = q_BNTH.device.type == "cpu" or (narrow and mask is None)
     if groups > 1 and not native:
-        k_BKTH, v_BKTH = (x.repeat_interleave(groups, dim=1) for x in (k_BKTH, v_BKTH))
+        k_BKSH, v_BKSH = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSH))
     with fastest_first(q_BNTH.device):
         return nn.functional.scaled_dot_product_attention(
             q_BNTH,
-            k_BKTH,
-            v_BKTH,
+            k_BKSH,
+            v_BKSH,
             mask,
             is_causal=mask is None and q_BNTH.shape[2] > 1,
             enable_gqa=groups > 1 and native,
@@ -138,10 +139,10 @@ class _MetaAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q_BNTH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(ctx: Any, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None) -> Tensor:
         out_BNTH = torch.empty_like(q_BNTH)
         row_BNT = torch.empty(q_BNTH.shape[:-1], device=q_BNTH.device)
-        ctx.save_for_backward(q_BNTH, k_BKTH, v_BKTH, out_BNTH, row_BNT, mask)
+        ctx.save_for_backward(q_BNTH, k_BKSH, v_BKSH, out_BNTH, row_BNT, mask)
         return out_BNTH
 
     @staticmethod

@@ -162,10 +162,10 @@ class Transformer(nn.Module):
         """Whether head and loss are computed together: `chunked_loss` is set, and the head allows it."""
         return self.chunked_loss and _plain_product(self.head) == self.compute_dtype
 
-    def local_tokens(self, x_BT: Tensor) -> Tensor:
-        """The entries of [B, T, ...] that belong to the local tokens."""
+    def local_tokens(self, x: Tensor) -> Tensor:
+        """The entries of x [B, T, ...] that belong to the local tokens."""
         index, count = self.share
-        return x_BT.chunk(count, 1)[index] if count > 1 else x_BT
+        return x.chunk(count, 1)[index] if count > 1 else x
 
 
 def _plain_product(head: nn.Module) -> torch.dtype | None:

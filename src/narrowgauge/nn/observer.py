@@ -86,8 +86,8 @@ class Observer(Protocol):
     def operand(self, observation: Observation) -> None:
         """Observe an operand."""
 
-    def product(self, place: str, c_MN: torch.Tensor, a_MK: torch.Tensor, b_NK: torch.Tensor) -> None:
-        """Observe a product and its factors in high precision; of `a_MK` perhaps some rows only."""
+    def product(self, place: str, c_MN: torch.Tensor, a_RK: torch.Tensor, b_NK: torch.Tensor) -> None:
+        """Observe a product and its factors in high precision; R is M, or the rows that `evenly` picks."""
 
 
 class Gauges:
@@ -174,11 +174,11 @@ class LayerGauge:
         if key not in self.gauges.vectors:
             self.gauges.vectors[key] = o.cast, gauge_operand(o.x, o.seen, o.cast, o.axis, o.context)
 
-    def product(self, place: str, c_MN: torch.Tensor, a_MK: torch.Tensor, b_NK: torch.Tensor) -> None:
+    def product(self, place: str, c_MN: torch.Tensor, a_RK: torch.Tensor, b_NK: torch.Tensor) -> None:
         """Read some rows of a product against the same rows in high precision."""
         key = Key(self.layer, place)
         if key not in self.gauges.products:
-            wide_RN = evenly(a_MK).float() @ b_NK.float().T
+            wide_RN = evenly(a_RK).float() @ b_NK.float().T
             self.gauges.products[key] = gauge_product(evenly(c_MN), wide_RN)
 
 

@@ -77,7 +77,7 @@ def scaling(config: Config, sizes: Sequence[int], seconds: float, out: Path, con
         sizes: numbers of processes, ascending.
         seconds: measured time for each number and mode, without start and warm-up.
         out: the directory of the result, created if needed.
-        console: the console for a line for each number of processes.
+        console: prints a line for each number of processes.
 
     Raises:
         UserError: a size is invalid or does not fit the configuration, or `out` cannot be written.

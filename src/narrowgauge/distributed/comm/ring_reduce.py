@@ -60,9 +60,9 @@ def ring_sum(
     """The additions of one chunk.
 
     Args:
-        terms: (ranks, chunk), the numbers of every rank.
-        rank: this one.
-        element: their format.
+        terms: (ranks, chunk), the numbers of every rank in the format `element`.
+        rank: rank of this process, which gets the sum.
+        element: the format.
         counts: whether to count overflow.
 
     Returns:

@@ -50,12 +50,7 @@ class WireFormat:
 def shared_scales(
     tensors: Sequence[torch.Tensor], wires: Sequence[WireFormat], group: Group
 ) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-    """The scales of tensors that are added over ranks.
-
-    Args:
-        tensors: float32, this rank's terms of the sums.
-        wires: the format of each.
-        group: the ranks.
+    """The scales of float32 tensors that are added over ranks.
 
     Returns:
         For each tensor (encode, decode), 0-dim float32, the same on all ranks; None where the cast has no

@@ -30,10 +30,10 @@ class NotStartedBySrun(UserError):
 class LaunchInfo:
     """A process as its launcher's variables describe it."""
 
-    launcher: str
+    launcher: str  # torchrun, mpirun, mpiexec, srun; none for a process alone
     rank: int
     size: int
-    local_rank: int
+    local_rank: int  # among the processes of this node
     local_size: int
     node: int
     nodes: int

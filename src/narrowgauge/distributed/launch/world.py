@@ -6,7 +6,7 @@ an error, not a warning, and so is a GPU that several processes would share.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from narrowgauge.distributed.launch.launcher_env import (
     LaunchInfo,
@@ -25,16 +25,9 @@ _FIXES = {
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class World(LaunchInfo):
     """The rank of this process, its node and its device, and the address at which rank 0 listens."""
 
-    rank: int
-    size: int
-    local_rank: int  # among the processes of this node
-    local_size: int
-    node: int
-    nodes: int
-    launcher: str  # torchrun, mpirun, mpiexec, srun; none for a process alone
     master_addr: str
     master_port: int
     device: int = 0  # index of this process's GPU, among those it sees
@@ -56,18 +49,8 @@ def world_from(environ: Mapping[str, str], gpus: int) -> World:
             f"of {info.local_size} on node {info.node} of {info.nodes}, which cannot be; unset them"
         )
     address, port = _master_address(environ, info)
-    return World(
-        info.rank,
-        info.size,
-        info.local_rank,
-        info.local_size,
-        info.node,
-        info.nodes,
-        info.launcher,
-        address,
-        port,
-        _device(environ, info, gpus),
-    )
+    device = _device(environ, info, gpus)
+    return World(**asdict(info), master_addr=address, master_port=port, device=device)
 
 
 def _master_address(environ: Mapping[str, str], info: LaunchInfo) -> tuple[str, int]:

@@ -43,7 +43,7 @@ class ShardedDimension:
     Attributes:
         what: the name of its entries, for messages.
         shards: the axis of each rank.
-        degrees: for each mesh axis that shards it the number of processes.
+        degrees: number of processes on each mesh axis that shards it.
     """
 
     what: str

@@ -66,10 +66,10 @@ class Engine:
         scale: Callable[[torch.Tensor], torch.Tensor],
         after_forward: Callable[[torch.Tensor], None] | None = None,
     ) -> torch.Tensor:
-        """Forward and backward pass of this process's micro-batches.
+        """Run the forward and the backward pass of each micro-batch.
 
         Args:
-            micro_batches: the micro-batches of the step.
+            micro_batches: this process's micro-batches of the step.
             begin: `begin(i)` is called before the forward pass of the i-th.
             scale: maps a loss to the value that the backward pass starts from.
             after_forward: is called with each weighted loss, after its forward pass; not in a pipeline.

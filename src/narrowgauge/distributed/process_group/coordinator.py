@@ -199,7 +199,7 @@ def init_process_group(
         device: the device of this rank.
         hang_s: seconds without progress that are a hang; 0: none is.
         rendezvous_s: seconds to wait for the other ranks at the start.
-        environ: the environment, which shows whether torchrun keeps the store.
+        environ: environment variables.
 
     Raises:
         UserError: the ranks cannot connect; names the missing ranks or the obstacle.

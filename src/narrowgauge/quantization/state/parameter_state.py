@@ -13,7 +13,7 @@ A `torch.nn.Parameter` keeps its record as long as it is the same object: throug
 somebody who attaches one again:
 
     copy.deepcopy, `to("meta")`, load_state_dict(assign=True)     `nn.Linear`, for the state of its weight
-    fully_shard (FSDP2)                                           `distributed.parallel`
+    fully_shard (FSDP2)                                           `distributed.fsdp`
     the parameter that FSDP2 gathers for a forward pass           nobody: the record is the shard's
 """
 

@@ -161,6 +161,6 @@ class _LayerTracer:
         self.tracer.check(self.layer, place, "as it came to the GEMM, before any rounding", observation.x)
         self.tracer.check(self.layer, place, f"finite before it became {cast}", observation.seen)
 
-    def product(self, place: str, c_MN: torch.Tensor, a_MK: torch.Tensor, b_NK: torch.Tensor) -> None:
+    def product(self, place: str, c_MN: torch.Tensor, a_RK: torch.Tensor, b_NK: torch.Tensor) -> None:
         """Check a product."""
         self.tracer.check(self.layer, place, "a product of finite operands", c_MN)
