@@ -1,6 +1,6 @@
 """A small corpus, a tiny configuration, and the command in processes of its own."""
 
-import support.one_thread  # noqa: F401  before anything imports torch
+import support.one_thread
 import support.shape_names  # noqa: F401  before anything imports narrowgauge
 
 # isort: split

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.training.monitor import memory_estimate
+from narrowgauge.training.monitor import memory_advice
 
 VARIABLE = "NARROWGAUGE_TESTS_ESTIMATES"  # the directory, for processes that the tests start
 
@@ -34,7 +34,7 @@ def kind_of_step(config: Any, parallel_dims: tuple[Any, ...]) -> str:
 
 def keep_estimates(directory: Path, patch: pytest.MonkeyPatch) -> None:
     """Let runs of this process find what was worked out before, and leave what they work out."""
-    work_out = memory_estimate.estimate_memory
+    work_out = memory_advice.estimate_memory
 
     def estimate_memory(config: Any, *parallel_dims: Any) -> Any:
         file = directory / kind_of_step(config, parallel_dims)
@@ -44,7 +44,7 @@ def keep_estimates(directory: Path, patch: pytest.MonkeyPatch) -> None:
             own.rename(file)
         return pickle.loads(file.read_bytes())
 
-    patch.setattr(memory_estimate, "estimate_memory", estimate_memory)
+    patch.setattr(memory_advice, "estimate_memory", estimate_memory)
 
 
 def keep_estimates_as_told() -> None:

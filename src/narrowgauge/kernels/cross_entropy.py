@@ -68,19 +68,17 @@ class _CrossEntropy(torch.autograd.Function):
         return grad_TV, None, None, None
 
 
-def cross_entropy(
-    logits_BTV: Tensor, y_BT: Tensor, targets: int | None = None, overwrite: bool = False
-) -> Tensor:
+def cross_entropy(logits: Tensor, y: Tensor, targets: int | None = None, overwrite: bool = False) -> Tensor:
     """Mean cross entropy in nats per token, as an fp32 scalar.
 
     Args:
-        logits_BTV: Logits in any dtype.
-        y_BT: Token ids in [0, V). Any other id except IGNORED is an error (of a kernel: NaN).
+        logits: [..., V] in any dtype.
+        y: [...], token ids in [0, V). Any other id except IGNORED is an error (of a kernel: NaN).
         targets: Allows IGNORED among the ids: the number of ids that are not, over which the mean is taken.
         overwrite: Lets the backward pass write the gradient over the logits, if nothing else needs them.
     """
     overwrite = overwrite and not torch.compiler.is_compiling()  # the compiler plans memory itself
-    loss: Tensor = _CrossEntropy.apply(logits_BTV.flatten(0, -2), y_BT.flatten(), targets, overwrite)
+    loss: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), y.flatten(), targets, overwrite)
     return loss
 
 

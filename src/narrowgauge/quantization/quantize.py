@@ -11,8 +11,7 @@ import torch
 
 from narrowgauge.formats import Randomness, decode, encode, encode_finite_, format, pack, torch_dtype
 from narrowgauge.quantization.blocks import Blocks, blocks_of
-from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.cast import require_codes
+from narrowgauge.quantization.cast import Cast, require_codes
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.hadamard import transformed
 from narrowgauge.quantization.named_casts import cast as cast_named

@@ -6,6 +6,7 @@ The same call starts a run, resumes a stopped one, and does nothing for a finish
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from narrowgauge.distributed import (
     Mesh,
     ParallelDims,
     StoppedByPeer,
+    World,
     init_process_group,
     world_from,
 )
@@ -81,6 +83,40 @@ def run(
     """
     check_keys(allow_change)
     config = config if isinstance(config, Config) else make_config(config or {})
+    setup = _set_up(config, Path(out) if out is not None else default_out(config))
+    console = (console or Console()) if setup.world.rank == 0 else Console(quiet=True)
+    with (
+        hardware.memory_kept(setup.device),
+        stop_requests() as requests,
+        Display(console, config.training.steps, config.log.every) as display,
+    ):
+        requests.nothing_to_save()
+        with init_process_group(setup.world, setup.device, config.training.hang_timeout) as coordinator:
+            dataset = _open_data(config, coordinator, display)
+            with lock_run(setup.path, coordinator.rank, coordinator.barrier):
+                requests.save_first()  # until the directory has a status
+                changes = _claim(setup, dataset, coordinator, allow_change)
+                if changes is None:
+                    display.log(f"{setup.path} is done; to train again, name another directory with --out")
+                else:
+                    _run(setup, dataset, coordinator, display, requests, changes, profile)
+    return setup.path
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """The decisions that precede everything which costs time; equal on all ranks but for rank and device."""
+
+    config: Config
+    path: Path
+    world: World
+    device: torch.device
+    parallel_dims: ParallelDims
+    plan: Memory | None
+
+
+def _set_up(config: Config, path: Path) -> _Setup:
+    """Choose the device and the backend, and refuse what this machine cannot run."""
     device = hardware.choose_device(config.training.device)
     world = world_from(os.environ, torch.cuda.device_count() if device.type == "cuda" else 0)
     if device.type == "cuda" and world.size > 1:
@@ -90,60 +126,36 @@ def run(
     require_sinks(config.log.sinks)
     plan = require_memory(config, device, parallel_dims)
     hardware.limit_memory(device, parse_bytes(config.training.memory_limit))
-    path = Path(out) if out is not None else default_out(config)
-    console = (console or Console()) if world.rank == 0 else Console(quiet=True)
-    with (
-        hardware.memory_kept(device),
-        stop_requests() as requests,
-        Display(console, config.training.steps, config.log.every) as display,
-    ):
-        requests.nothing_to_save()
-        with init_process_group(world, device, config.training.hang_timeout) as coordinator:
-            dataset = _open_data(config, coordinator, display)
-            with lock_run(path, coordinator.rank, coordinator.barrier):
-                requests.save_first()  # until the directory has a status
-                profiler = Profile(path / "profile", coordinator.rank, device, profile) if profile else None
-                _run(
-                    config,
-                    path,
-                    device,
-                    parallel_dims,
-                    plan,
-                    dataset,
-                    coordinator,
-                    display,
-                    requests,
-                    allow_change,
-                    profiler,
-                )
-    return path
+    return _Setup(config, path, world, device, parallel_dims, plan)
+
+
+def _claim(
+    setup: _Setup, dataset: Dataset, coordinator: Coordinator, allow_change: Sequence[str]
+) -> ConfigDiff | None:
+    """Make the run directory this run's: the changes of its configuration, or None if it is done."""
+    changes: ConfigDiff = {}
+    is_done = False
+    if coordinator.rank == 0:
+        existing = RunDirectory(setup.path)
+        changes = existing.claim(setup.config, allow_change)
+        is_done = existing.status() == "done" and not changes
+        if not is_done:
+            existing.check_corpus(dataset.digest, allow_change)
+    return None if coordinator.broadcast(is_done) else changes
 
 
 def _run(
-    config: Config,
-    path: Path,
-    device: torch.device,
-    parallel_dims: ParallelDims,
-    plan: Memory | None,
+    setup: _Setup,
     dataset: Dataset,
     coordinator: Coordinator,
     display: Display,
     requests: Requests,
-    allow_change: Sequence[str],
-    profile: Profile | None,
+    changes: ConfigDiff,
+    profiled_steps: int,
 ) -> None:
     """Train in the locked run directory, and record how the run ended."""
-    changes: ConfigDiff = {}
-    is_done = False
-    if coordinator.rank == 0:
-        existing = RunDirectory(path)
-        changes = existing.claim(config, allow_change)
-        is_done = existing.status() == "done" and not changes
-        if not is_done:
-            existing.check_corpus(dataset.digest, allow_change)
-    if coordinator.broadcast(is_done):
-        display.log(f"{path} is done; to train again, name another directory with --out")
-        return
+    config, path, device, plan = setup.config, setup.path, setup.device, setup.plan
+    profile = Profile(path / "profile", coordinator.rank, device, profiled_steps) if profiled_steps else None
     sinks = Loggers.of(config.log.sinks, path, config.model_dump(mode="json"), display.log)
     directory = (RunWriter if coordinator.rank == 0 else NullRunWriter)(path, display.log, sinks=sinks)
     checkpointer = make_checkpointer(config, directory, display.log, coordinator)
@@ -157,7 +169,7 @@ def _run(
             context = RunContext(
                 config, device, dataset, directory, display, plan, coordinator, checkpointer, run_id, profile
             )
-            trainer = start_or_resume(context, changes, Mesh(parallel_dims, device))
+            trainer = start_or_resume(context, changes, Mesh(setup.parallel_dims, device))
             train(context, trainer, requests)
             finish(context, trainer)
     except (Preempted, StoppedEarly) as stop:
@@ -171,7 +183,7 @@ def _run(
             directory.require_there()
             directory.set_status("failed", f"{type(error).__name__}: {error}")
         if hardware.is_out_of_memory(error):
-            raise OutOfMemory(_out_of_memory_message(config, device, plan, parallel_dims)) from error
+            raise OutOfMemory(_out_of_memory_message(config, device, plan, setup.parallel_dims)) from error
         raise
     finally:
         if profile is not None:
