@@ -19,10 +19,10 @@ def text(tmp_path_factory):
     ("recipe", "parallel"),
     [
         ("bf16", {"shard": 2}),
-        ("fp8", {"shard": 2}),
+        pytest.param("fp8", {"shard": 2}, marks=pytest.mark.slow),
         ("msamp-o3", {"shard": 2}),
-        ("bf16", {"shard": 2, "zero": 1}),
-        ("bf16", {"replicate": 2}),
+        pytest.param("bf16", {"shard": 2, "zero": 1}, marks=pytest.mark.slow),
+        pytest.param("bf16", {"replicate": 2}, marks=pytest.mark.slow),
         ("bf16", {"tensor": 2}),
         ("bf16", {"context": 2}),
     ],

@@ -6,6 +6,8 @@ import time
 
 import pytest
 
+from support.quick import quick
+
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda n: n.name)
 def test_a_signal_to_one_rank_stops_all_after_one_step_and_one_save(rank, run, number):
@@ -83,7 +85,7 @@ def test_torchrun_shows_the_first_traceback_first_and_last(torchrun, run):
     assert "onnection closed" not in shown
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", quick([0, 1], 0))
 def test_a_stopped_process_is_found_and_named(rank, run, number):
     """Rank 0 keeps the store, which is then silent too."""
     both = [rank(r, "hang_s=3") for r in (0, 1)]

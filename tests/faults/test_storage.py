@@ -26,7 +26,7 @@ def limit_files(job, size):
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, NO_LIMIT))
 
 
-@case("D1", quick=True)
+@case("D1")
 @RANKS
 def test_a_disk_that_is_full_for_a_while(runs, out, ranks):
     """Saves fail loudly, in the threads that write behind the steps; older ones stay, training goes on; with

@@ -12,6 +12,7 @@ from narrowgauge.quantization import DEFAULT_CONTEXT, QuantContext, cast_names, 
 from narrowgauge.quantization import cast as cast_named
 from narrowgauge.quantization import emulate as emulate_in_torch
 from narrowgauge.quantization import quantize as quantize_in_torch
+from support.quick import quick
 
 SCALED = [n for n in cast_names() if cast_named(n).is_scaled]
 ROUNDINGS = ("nearest-even", "stochastic", "half-away", "toward-zero")
@@ -97,8 +98,12 @@ def assert_kinds(name, axis, device, kinds, kinds_of_variants, kinds_of_fp32):
             assert_same_tensors(x, cast, axis, dtypes=dtypes)
 
 
+# One cast of each kind of block and scale; the others differ from them in the element.
+KINDS = ("e4m3", "fp8-row", "fp8-1x128", "fp8-128x128", "mxfp8", "mxfp4", "nvfp4", "nvfp4-2d")
+
+
 @pytest.mark.parametrize("axis", [-1, 0])
-@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("name", quick(SCALED, *KINDS))
 def test_equals_the_reference_bit_for_bit(name, axis, device):
     """The dtype of an operand is that of its last store: one input shows it."""
     kinds = WHERE_NUMBERS_LIE if axis == 0 else inputs(device)

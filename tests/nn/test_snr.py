@@ -9,6 +9,7 @@ from narrowgauge.nn import Linear
 from narrowgauge.quantization import estimator_slope
 from narrowgauge.recipes import recipe
 from nn.plain_recipes import PLAIN
+from support.quick import quick
 
 K, N = 128, 256
 # Signal to noise in dB of (y, dx, dw), as measured on normal numbers: the lowest with and without a bias.
@@ -39,16 +40,11 @@ TORCHAO = {"fp8": (18, 0, 17), "fp8-row": (18, 0, 17), "mxfp8": (27, 25, 24), "n
 # remembered, blocks of two dimensions, operands kept narrow, outliers apart, blocks under two scales with
 # random bits, and an estimator. mxfp4's are compiled in test_compile.py. The others cast as one of these
 # does: slow tests.
-COMPILED = ("fp32", "bf16", "fp16", "fp8", "fp8-delayed", "fp8-block", "coat", "fp4", "nvfp4", "quartet")
+COMPILED = ("bf16", "fp8-delayed", "fp4", "quartet")
 RECOMPUTED_IN_COMPILED = (
     "fp8-delayed",
     "nvfp4",
 )  # a history, and random bits: what a second pass could change
-
-
-def quick(names):
-    """These recipes at each commit, the others in slow tests."""
-    return [n if n in names else pytest.param(n, marks=pytest.mark.slow) for n in PLAIN]
 
 
 compiles = [
@@ -139,11 +135,11 @@ def compiled_case(name, of, bias=True):
 class TestCompiled:
     pytestmark = compiles
 
-    @pytest.mark.parametrize("name", quick(COMPILED))
+    @pytest.mark.parametrize("name", quick(PLAIN, *COMPILED))
     def test_there_is_no_graph_break_and_nothing_changes(self, name):
         compiled_case(name, lambda layer: layer)
 
-    @pytest.mark.parametrize("name", quick(RECOMPUTED_IN_COMPILED))
+    @pytest.mark.parametrize("name", quick(PLAIN, *RECOMPUTED_IN_COMPILED))
     def test_recomputation_within_compiled_code(self, name):
         compiled_case(name, recomputed)
 

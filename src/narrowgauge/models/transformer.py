@@ -147,11 +147,11 @@ class Transformer(nn.Module):
         """
         return self.loss_after(self.hidden(x_BT, position_BT), y_BT, targets)
 
-    def loss_after(self, h_BTD: Tensor, y_BT: Tensor, targets: int | None = None) -> Tensor:
-        """`loss` of the local tokens, from what the head reads."""
+    def loss_after(self, h_BTD: Tensor, y: Tensor, targets: int | None = None) -> Tensor:
+        """`loss` of the local tokens, from what the head reads; `y` [B, all tokens] is the full targets."""
         if targets is None and self.share[1] > 1:
-            targets = y_BT.numel()
-        y_BT = self.local_tokens(y_BT)
+            targets = y.numel()
+        y_BT = self.local_tokens(y)
         if self.chunks_loss and h_BTD.dtype == self.compute_dtype:
             return head_loss(h_BTD, self.head.weight, y_BT, targets)
         # The logits may be overwritten unless a hook keeps them.

@@ -8,6 +8,7 @@ import pytest
 from narrowgauge.errors import UserError
 from narrowgauge.training import make_config
 from narrowgauge.training.config.schema import GAUGES_EVERY
+from support.quick import quick
 
 WIDE = {"model.dim": 64, "model.ffn_dim": 96, "training.steps": 4}  # large enough for narrow moments
 EVERY = {"gauges.every": 1}
@@ -27,7 +28,9 @@ def gauges(path):
 @pytest.mark.parametrize(
     ("name", "recompute"),
     [
-        *(("fp8-delayed", True), ("nvfp4", True), ("msamp-o3", True), ("coat", False)),
+        *quick(
+            [("fp8-delayed", True), ("nvfp4", True), ("msamp-o3", True), ("coat", False)], ("nvfp4", True)
+        ),
         pytest.param("fp4", False, marks=pytest.mark.slow),  # has no state and no random bits to disturb
     ],
 )

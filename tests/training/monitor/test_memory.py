@@ -15,6 +15,7 @@ from narrowgauge.training.monitor.memory_tracker import MemoryTracker
 from narrowgauge.training.run_directory import RunDirectory
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.units import parse_bytes
+from support.quick import quick
 
 CPU = torch.device("cpu")
 WIDE = {"model.dim": 128, "model.ffn_dim": 256}  # matrices large enough for narrow moments
@@ -46,7 +47,7 @@ def test_operations_are_counted_until_they_are_gone():
     assert watch.peak == 12000
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", quick(recipe_names(), "bf16", "fp8", "fp8-delayed", "msamp-o3", "coat"))
 def test_expected_state_is_the_runs(tiny, text, name):
     """Whatever the recipe, and so are activations; a CPU has its own workspace, for it works in pieces."""
     changes = {"recipe.name": name}

@@ -13,6 +13,7 @@ import pytest
 from narrowgauge.checkpoint import SaveError, newest_valid, steps
 from narrowgauge.training.step.trainer import Trainer
 from support.processes import TORCHRUN
+from support.quick import quick
 
 BEHIND = {"checkpoint.asynchronous": True}
 WAYS = pytest.mark.parametrize("way", [{}, BEHIND], ids=["at once", "behind"])
@@ -128,7 +129,9 @@ def test_the_last_save_must_succeed(train, look, disk, in_step, way):
     assert [event["step"] for event in look(disk.place.parent).events("save failed")][-1] == 6
 
 
-@pytest.mark.parametrize("point", ["write:model.safetensors", "synced:optimizer.safetensors", "sealed"])
+@pytest.mark.parametrize(
+    "point", quick(["write:model.safetensors", "synced:optimizer.safetensors", "sealed"], "sealed")
+)
 def test_killed_in_the_background(narrowgauge, line, look, tmp_path, train, point):
     """What is under way is invisible, the one before it is there, and the run goes on to the same digits."""
     out, changes = tmp_path / "run", BEHIND | {"training.steps": 40, "checkpoint.every": 8}

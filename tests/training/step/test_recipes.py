@@ -9,15 +9,12 @@ from narrowgauge.recipes import recipe_names
 from narrowgauge.training import open_run
 from narrowgauge.training.config.config import make_config
 from narrowgauge.training.step.trainer import Trainer
-
-# Each kind of state that a run's digits hang on beside weights and moments in fp32, and each kind of random
-# bits. The other recipes have none of their own; that they train is shown in nn/test_huggingface.py.
-WITH_STATE = {"fp16", "fp8-delayed", "bf16-sr", "coat", "msamp-o2", "msamp-o3", "nvfp4", "quartet"}
+from support.quick import quick
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in WITH_STATE else pytest.param(n, marks=pytest.mark.slow) for n in recipe_names()]
-)
+# That each recipe repeats to its digits, and goes on to them, is shown in tests/golden: here once from command to
+# end, under the recipes with most state.
+@pytest.mark.parametrize("name", quick(recipe_names(), "msamp-o3", "quartet"))
 def test_a_run_repeats_and_goes_on_to_the_same_digits(train, look, name):
     changes = {"recipe.name": name, "validation.every": 3}
     first, again = train("first", changes), train("again", changes)

@@ -15,6 +15,7 @@ from narrowgauge.models import Transformer
 from narrowgauge.recipes import recipe_names
 from narrowgauge.training import open_run, run, validation_loss
 from narrowgauge.training.use.export import TARGETS, export_run, import_model
+from support.quick import quick
 
 IDS = torch.arange(30)[None] % 257
 GPT2 = {"model.name": "gpt2-debug", "model.kv_heads": 2, "model.ffn_dim": 128}
@@ -30,8 +31,7 @@ def plain_logits(path):
 
 
 # Those that keep weights in other numbers, and some that do not; the others are slow tests.
-QUICK = {"fp32", "fp8", "fp8-delayed", "bf16-sr", "msamp-o2", "msamp-o3", "nvfp4", "coat"}
-RECIPES = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in recipe_names()]
+RECIPES = quick(recipe_names(), "fp8", "msamp-o3", "coat")
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -113,14 +113,15 @@ def test_nothing_is_overwritten(train, tmp_path):
     path = train(changes={"training.steps": 1})
     (tmp_path / "out").mkdir()
     export_run(path, "hf", tmp_path / "out")  # an empty folder is as good as none
-    before = (tmp_path / "out" / "config.json").stat()
+    config = tmp_path / "out" / "config.json"
+    before = config.read_bytes(), config.stat().st_mtime_ns
     for what in (
         lambda: export_run(path, "hf", tmp_path / "out"),
         lambda: import_model(tmp_path / "out", path),
     ):
         with pytest.raises(UserError, match="nothing is ever overwritten"):
             what()
-    assert (tmp_path / "out" / "config.json").stat() == before
+    assert (config.read_bytes(), config.stat().st_mtime_ns) == before
 
 
 def test_other_numbers_and_names_are_refused(train, tmp_path):
