@@ -12,8 +12,8 @@ from narrowgauge.training.step.trainer import Trainer
 from support.quick import quick
 
 
-# That each recipe repeats to its digits, and goes on to them, is shown in tests/golden: here once from command to
-# end, under the recipes with most state.
+# That each recipe repeats to its digits, and goes on to them, is shown in tests/golden: here by runs, under
+# the recipes with most state.
 @pytest.mark.parametrize("name", quick(recipe_names(), "msamp-o3", "quartet"))
 def test_a_run_repeats_and_goes_on_to_the_same_digits(train, look, name):
     changes = {"recipe.name": name, "validation.every": 3}
