@@ -5,13 +5,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: train test test-slow faults check format bench docs notebook clean
+.PHONY: train test test-thorough test-slow faults check format bench docs notebook clean
 
 train: $(VENV)/.run
 	$(BIN)/narrowgauge train $(ARGS)
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+
+test-thorough: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'thorough and not slow and not faults' $(ARGS)
 
 test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -14,6 +14,7 @@ import pytest
 from support.estimates import VARIABLE, keep_estimates
 from support.processes import Narrowgauge, warm
 from support.runs import Look, Values, with_keys, write_text
+from support.thorough import mark_thorough
 
 pytest_plugins = ["support.fault_report", "golden.report"]
 
@@ -22,8 +23,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(tryfirst=True)  # before items are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes minutes by itself begins first, beside the others and not after them."""
+    mark_thorough(items)
     items.sort(key=lambda item: item.path.name != "test_readme.py")
 
 

@@ -1,0 +1,115 @@
+"""What `make test` does not wait for: longer proofs of what shorter tests show, for `make test-thorough`.
+
+A key is a test. Its value says what of it stays in `make test`: so many of its parameters, the first, or those of
+these names; 0 is the whole test. CI runs both. A test is listed with what shows the same property sooner.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+
+THOROUGH: dict[str, int | tuple[str, ...]] = {
+    # README.md's commands stay; those of the pages are others of the same verbs
+    "test_readme.py::test_command_lines_run_as_they_stand": ("README.md",),
+    # one of each kind of state; golden/test_golden.py shows the digits of all
+    "golden/test_old_checkpoints.py::test_an_old_checkpoint_is_resumed_to_the_bit": (
+        "fp8-delayed",
+        "nvfp4",
+        "coat",
+        "msamp-o2",
+        "msamp-o3",
+        "bf16-sr",
+    ),
+    # test_coordinator.py stops and names ranks without torchrun
+    "distributed/test_stop.py::test_a_rank_that_never_arrives_is_named_with_the_stacks_of_all": 0,
+    "distributed/test_stop.py::test_a_rank_in_a_place_without_return_is_ended_when_another_fails": 0,
+    "distributed/test_stop.py::test_a_stopped_process_is_found_and_named": 0,
+    "distributed/test_coordinator.py::test_a_rank_that_is_killed_is_detected_by_its_silence": ("0",),
+    # checkpoint/store kills, fills and slows without a run around it
+    "training/run/test_checkpointing.py::test_killed_in_the_background": 0,
+    "training/run/test_checkpointing.py::test_two_ranks_under_torchrun": 0,
+    "training/run/test_checkpointing.py::test_a_disk_that_is_full_on_one_rank_ends_both_alike": ("at once",),
+    "training/step/test_spike.py::test_killed_between_a_rollback_and_the_next_save": 0,
+    "training/step/test_spike.py::test_a_warning_changes_nothing": 0,
+    "training/step/test_replica_check.py::test_a_replay_changes_nothing": ("nvfp4",),
+    "training/config/test_diff.py::test_a_change_that_is_let_through": 0,
+    "training/monitor/test_memory.py::test_the_numbers_are_the_same_wherever_they_lie": 0,
+    "training/monitor/test_memory_advice.py::test_a_limit_is_obeyed_before_anything_is_trained": 0,
+    "cluster/launch/test_scripts.py::test_a_real_run_saves_at_the_time_limit_and_the_same_script_ends_it": 0,
+    "bench/test_bench.py::test_the_command": 0,
+    "data/preparation/test_workers.py::test_killed_it_leaves_no_process_and_the_next_makes_the_same_bytes": 0,
+    # the interpreter shows the numbers; registers change with a kernel only
+    "kernels/test_machine_code.py::test_every_kernel_compiles_without_spilling_registers": 0,
+    "kernels/test_model_with_kernels.py::test_loss_and_all_gradients": 0,
+    # rows of the table of faults that take ten seconds and more; `make faults` runs them, too
+    "faults/test_campaigns.py::test_kills_leave_no_trace": 0,
+    "faults/test_elastic.py::test_the_state_is_the_same_bits_on_any_number_of_ranks": 0,
+    "faults/test_data.py::test_a_malformed_line_is_named_or_set_aside": 0,
+    "faults/test_numerics.py::test_one_bad_step_and_two_hundred_good_ones": 0,
+    # other recipes, shapes and seeds of the same code
+    "quantization/test_quantize.py::test_equals_the_oracle_bit_for_bit": (
+        "normal",
+        "wide",
+        "ragged",
+        "subnormal",
+    ),
+    "nn/test_snr.py::TestCompiled::test_there_is_no_graph_break_and_nothing_changes": (
+        "fp8-delayed",
+        "quartet",
+    ),
+    "nn/test_snr.py::TestCompiled::test_recomputation_within_compiled_code": ("nvfp4",),
+    "nn/test_native.py::test_it_compiles_whole": 1,
+    "nn/test_compile.py::test_a_traced_model_is_the_eager_one_bit_for_bit": ("mxfp4",),
+    "nn/test_compile.py::test_inductors_layer": 1,
+    "kernels/test_cast.py::test_equals_the_reference_bit_for_bit": ("e4m3", "mxfp4", "nvfp4", "128x128"),
+    "kernels/test_cast.py::test_every_rounding_takes_the_same_bits": 8,
+    "kernels/test_head_loss.py::test_as_head_and_loss_apart": ("37",),
+    "kernels/test_head_loss.py::test_the_size_of_a_chunk_changes_neither_loss_nor_dh": 2,
+    "kernels/test_head_loss.py::test_a_power_of_two_from_above_scales_every_bit": 2,
+    "kernels/test_adamw.py::test_the_kernel_is_its_reference": 6,
+    "kernels/test_adamw.py::test_the_optimizer_with_kernels_is_torchs_to_the_last_digit": 2,
+    "optim/test_adamw.py::test_a_model_learns_as_in_fp32": 2,
+    "training/run/test_loop.py::test_recomputing_changes_no_bit": ("nvfp4",),
+    "training/run/test_loop.py::test_the_schedule_is_kept": 2,
+    "training/run/test_disk_space.py::test_a_record_that_cannot_be_written_ends_nothing": 1,
+    "training/run/test_data.py::test_a_run_that_keeps_documents_apart_is_the_same_for_any_micro_batch": 1,
+    "training/use/test_export.py::test_a_run_under_any_recipe_opens_in_transformers": ("msamp-o3",),
+    "training/use/test_export.py::test_a_run_starts_from_imported_weights": ("msamp-o3",),
+    "training/use/test_export.py::test_nothing_half_written_has_the_final_name": 1,
+    "training/use/test_convert.py::test_the_numbers_stay": 1,
+    "training/monitor/test_memory.py::test_expected_state_is_the_runs": ("fp8", "msamp-o3"),
+    "training/monitor/test_memory.py::test_what_lies_on_the_host_is_told_apart": 1,
+    "training/step/test_recipes.py::test_a_run_repeats_and_goes_on_to_the_same_digits": ("msamp-o3",),
+    "cluster/plan/test_plan.py::test_a_few_layers_tell_what_many_take": 1,
+    "cluster/plan/test_published.py::test_wide_rows": 2,
+    "cluster/launch/test_scripts.py::test_torchrun_hands_the_signal_on_and_says_75_when_the_run_has_saved": 1,
+    "distributed/test_parity.py::test_a_tied_head_learned_positions_and_documents_kept_apart": 2,
+    "distributed/test_wire.py::test_scales_are_a_small_part": 1,
+    "distributed/test_wire.py::test_sums_of_gradients_that_are_cut": 1,
+    "distributed/test_wire.py::test_gathers_of_weights": 2,
+    "distributed/test_wire.py::test_sums_of_gradients_of_replicas": 1,
+    "distributed/test_quantized_gather.py::test_two_ranks_compute_as_one": 3,
+    "distributed/test_quantized_gather.py::test_three_ranks_with_rows_that_do_not_divide": 1,
+    "checkpoint/store/test_manifest.py::test_every_flipped_bit_is_found": 2,
+    "checkpoint/interop/test_compressed_tensors.py::test_the_package_reads_the_numbers_of_training": 3,
+}
+
+
+def mark_thorough(items: Iterable[pytest.Item]) -> None:
+    """Mark what is listed here."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        name, _, parameters = item.nodeid.removeprefix("tests/").partition("[")
+        if name in THOROUGH and not any(item.iter_markers("slow")):
+            stays = THOROUGH[name]
+            seen[name] += 1
+            words = parameters.removesuffix("]").split("-")
+            if seen[name] > stays if isinstance(stays, int) else not any(_is_in(s, words) for s in stays):
+                item.add_marker(pytest.mark.thorough)
+
+
+def _is_in(name: str, words: list[str]) -> bool:
+    """Whether a parameter's id, in words, has this name: "fp8-delayed" is in "fp8-delayed-True"."""
+    parts = name.split("-")
+    return any(words[i : i + len(parts)] == parts for i in range(len(words)))
