@@ -1,7 +1,7 @@
 """What `make test` does not wait for: longer proofs of what shorter tests show, for `make test-thorough`.
 
-A key is a test. Its value says what of it stays in `make test`: so many of its parameters, the first, or those of
-these names; 0 is the whole test. CI runs both. A test is listed with what shows the same property sooner.
+A key is a test. Its value says what of it stays in `make test`: so many of its parameters, or those of these
+names; with 0 nothing stays. CI runs both. A test is listed with what shows the same property sooner.
 """
 
 from collections import Counter
@@ -48,16 +48,8 @@ THOROUGH: dict[str, int | tuple[str, ...]] = {
     "faults/test_data.py::test_a_malformed_line_is_named_or_set_aside": 0,
     "faults/test_numerics.py::test_one_bad_step_and_two_hundred_good_ones": 0,
     # other recipes, shapes and seeds of the same code
-    "quantization/test_quantize.py::test_equals_the_oracle_bit_for_bit": (
-        "normal",
-        "wide",
-        "ragged",
-        "subnormal",
-    ),
-    "nn/test_snr.py::TestCompiled::test_there_is_no_graph_break_and_nothing_changes": (
-        "fp8-delayed",
-        "quartet",
-    ),
+    "quantization/test_quantize.py::test_equals_the_oracle_bit_for_bit": ("wide", "ragged", "subnormal"),
+    "nn/test_snr.py::TestCompiled::test_there_is_no_graph_break_and_nothing_changes": ("quartet",),
     "nn/test_snr.py::TestCompiled::test_recomputation_within_compiled_code": ("nvfp4",),
     "nn/test_native.py::test_it_compiles_whole": 1,
     "nn/test_compile.py::test_a_traced_model_is_the_eager_one_bit_for_bit": ("mxfp4",),
