@@ -170,6 +170,18 @@ def test_ddp_ignores_what_it_is_told_to(four_fake_ranks):
     assert bucketed is module.weight
 
 
+def test_parameters_of_ddp_are_known_within_its_forward_pass_only(four_fake_ranks):
+    class Seen(torch.nn.Linear):
+        def forward(self, x):
+            self.seen = list(compat.ddp_parameters())
+            return super().forward(x)
+
+    module = Seen(2, 2)
+    DistributedDataParallel(module, init_sync=False)(torch.ones(1, 2))
+    assert [id(p) for p in module.seen] == [id(p) for p in module.parameters()]
+    assert list(compat.ddp_parameters()) == []
+
+
 def test_overflow_found_on_another_rank_skips_the_step():
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)

@@ -33,6 +33,7 @@ __all__ = [
     "base_of",
     "cpu_multiplies_bf16",
     "cuda_architectures",
+    "ddp_parameters",
     "disabled_torch_function",
     "flatten_mesh",
     "fp8_product",
@@ -149,6 +150,15 @@ def ignore_in_ddp(module: torch.nn.Module, names: Sequence[str]) -> None:
     The constructor has no argument for it.
     """
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+
+
+def ddp_parameters() -> Sequence[torch.nn.Parameter]:
+    """The parameters that the DistributedDataParallel reduces whose forward pass is under way; none outside.
+
+    Nothing public says that a forward pass is DDP's.
+    """
+    active = DistributedDataParallel._get_active_ddp_module()
+    return [] if active is None else active._module_parameters
 
 
 def overflow_flags(

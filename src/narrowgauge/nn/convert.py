@@ -9,6 +9,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from narrowgauge.errors import UserError
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.linear import Linear
+from narrowgauge.nn.own_loop import leave_fast_path
 from narrowgauge.quantization import ParamState
 from narrowgauge.recipes import Recipe, choose_backend, device_facts, matches
 from narrowgauge.recipes import recipe as recipe_named
@@ -38,6 +39,7 @@ def convert(
             lacks the formats.
     """
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
+    leave_fast_path(model)
     keep = (keep,) if isinstance(keep, str) else keep
     # A layer that the model holds twice has two names.
     layers = {name: m for name, m in model.named_modules(remove_duplicate=False) if _is_linear(m)}

@@ -4,10 +4,13 @@ It returns the dtype of its input, so that conversion changes no other part of a
 carries from step to step is in `stateful_linear.py`, its three GEMMs are in `linear_function.py`.
 """
 
+from functools import partial
+
 import torch
 
 from narrowgauge.nn.gemm_context import GemmContext
 from narrowgauge.nn.linear_function import autocast_disabled, linear_function
+from narrowgauge.nn.own_loop import require_no_ddp
 from narrowgauge.nn.stateful_linear import StatefulLinear
 
 
@@ -32,8 +35,7 @@ class Linear(StatefulLinear):
             return torch.nn.functional.linear(input, weight.to(input.dtype), bias)
         compute = linear_function
         if context.weight is not None and context.weight.gradient is not None:
-            # Its backward pass writes a gradient on the side, which no compiled graph can hold.
-            compute = torch.compiler.disable(linear_function)
+            compute = partial(_with_narrow_gradient, self.weight)
         is_sum = self.shards.after is not None  # then the bias is added to the sum over processes
         with autocast_disabled(input.device.type):
             x_MK = input.reshape(-1, self.in_features)
@@ -55,3 +57,16 @@ class Linear(StatefulLinear):
             None if self.is_sharded else self.state_at_rest,
             self.observer,
         )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the backward pass writes a gradient on the side, which no compiled graph can hold
+def _with_narrow_gradient(
+    parameter: torch.Tensor,
+    x_MK: torch.Tensor,
+    w_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    context: GemmContext,
+) -> torch.Tensor:
+    require_no_ddp(parameter)
+    y_MN: torch.Tensor = linear_function(x_MK, w_NK, bias_N, context)
+    return y_MN

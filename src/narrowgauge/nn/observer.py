@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.quantization import Cast, QuantContext, QuantizedState, cast
+from narrowgauge.quantization import Cast, QuantContext, QuantizedState, cast, plain_gradient
 from narrowgauge.quantization.blocks import blocks_of
 from narrowgauge.quantization.gauges.figures import (
     cosine_similarity,
@@ -120,8 +120,10 @@ class Gauges:
         """Detach the gauges from layers, read plain gradients, and observe what the update writes."""
         self.begin_micro_batch(is_first=False, is_last=False)
         for key, tensor in self.state.items():
-            if key.place == "weight" and isinstance(tensor, torch.Tensor) and tensor.grad is not None:
-                self._read_plain(Key(key.layer, "grad"), tensor.grad)
+            if key.place != "weight" or isinstance(tensor, QuantizedState):
+                continue
+            if (gradient := plain_gradient(tensor)) is not None:
+                self._read_plain(Key(key.layer, "grad"), gradient)
         self._attach(lambda place: place != "grad")
 
     def after_step(self) -> None:

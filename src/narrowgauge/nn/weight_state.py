@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from narrowgauge.formats import torch_dtype
+from narrowgauge.nn.own_loop import refuse_other_optimizers
 from narrowgauge.quantization import (
     Cast,
     GradientState,
@@ -21,7 +22,7 @@ from narrowgauge.quantization import (
     master_or_weight,
     state_of,
 )
-from narrowgauge.quantization.state.parameter_state import attach_state
+from narrowgauge.quantization.state.parameter_state import NarrowGradParameter, attach_state
 
 
 def make_weight_state(
@@ -72,6 +73,10 @@ def bind(parameter: torch.nn.Parameter, state: ParamState, is_sharded: bool) -> 
     parameter that FSDP2 has sharded shares no memory with the narrow weight.
     """
     attach_state(parameter, state)
+    if state.gradient is not None and type(parameter) is torch.nn.Parameter:  # none that FSDP2 has sharded
+        parameter.__class__ = NarrowGradParameter
+    if state.weight is not None:
+        refuse_other_optimizers()
     for tensor in state.by_place().values():
         tensor.move(parameter.device)
     if state.weight is not None and not is_sharded:

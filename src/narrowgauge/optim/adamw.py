@@ -36,7 +36,9 @@ def adamw_fused(
     """AdamW by the kernel (`kernels.adamw`); returns False if it does not take the parameter's state."""
     kept = state_of(p)
     w = kept.master or kept.weight or local_tensor(p)
-    g = local_tensor(p.grad).contiguous() if kept.gradient is None and p.grad is not None else kept.gradient
+    g: torch.Tensor | QuantizedState | None = kept.gradient
+    if kept.gradient is None or kept.gradient.wide is not None:
+        g = None if p.grad is None else local_tensor(p.grad).contiguous()
     m, v, weight = state["m"], state["v"], kept.weight if kept.master else None
     if shard_of(p) is not None or not kernels.takes(w, g, m, v, weight):
         return False

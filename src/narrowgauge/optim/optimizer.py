@@ -49,6 +49,7 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     model_group: ModelGroup | None = None
+    takes_narrow_state: ClassVar[bool] = True  # asked by `nn.own_loop`
     algorithms: ClassVar[Mapping[str, Algorithm]]
 
     def __init__(
@@ -168,10 +169,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, narrow ones included."""
-        super().zero_grad(set_to_none)
         for p in self.parameters():
             if (narrow := state_of(p).gradient) is not None:
-                narrow.is_empty = True
+                narrow.replace(None)
+        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

@@ -1,7 +1,10 @@
 """A gradient in the numbers of a cast: summed over micro-batches in float32, rounded after each of them.
 
 Autograd cannot add up gradients in FP8. So the backward pass of a layer with narrow gradients adds to one of
-these itself, and `parameter.grad` stays None.
+these itself. Code that does not know of it reads `parameter.grad`, as `torch.nn.utils.clip_grad_norm_` and
+torch's optimizers do. For such code the parameter is a `NarrowGradParameter`: when `grad` is read, the
+gradient is decoded to float32 and stays so until it is dropped. Nobody misses a gradient, and who wants the
+memory of a narrow one does not read `grad`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -19,12 +22,14 @@ class GradientState(QuantizedState):
     """A gradient that is kept in the numbers of a cast.
 
     Attributes:
-        is_empty: Whether nothing has been added since `Optimizer.zero_grad`.
+        is_empty: Whether nothing has been added since it was dropped.
         sums: The number of additions, if it is not empty.
+        wide: The gradient in float32, in place of the narrow numbers, once `parameter.grad` has been read.
     """
 
     is_empty: bool = True
     sums: int = 0
+    wide: torch.Tensor | None = None
 
     @cached_property
     def prescale(self) -> PreScale | None:
@@ -34,6 +39,29 @@ class GradientState(QuantizedState):
     def add(self, x: torch.Tensor, stream: RandomStream | None) -> None:
         """Add float32 numbers, rounding the sum once; with random bits nothing small is lost on average."""
         add_all([self], [x], [stream])
+
+    def read(self) -> torch.Tensor:
+        """The gradient as new float32 numbers."""
+        return super().read() if self.wide is None else self.wide.float()
+
+    def scale_by(self, factor: torch.Tensor) -> None:
+        """Multiply by a factor, exactly where it is a power of two."""
+        if self.wide is None:
+            super().scale_by(factor)
+        else:
+            self.wide.mul_(factor)
+
+    def widen(self) -> torch.Tensor | None:
+        """The gradient in float32, which it is from now on; None if it is empty."""
+        if self.wide is None and not self.is_empty:
+            self.wide = super().read()
+        return self.wide
+
+    def replace(self, wide: torch.Tensor | None) -> None:
+        """Take another gradient, or none, in place of this one."""
+        self.wide, self.is_empty = wide, wide is None
+        if wide is not None:
+            self.sums = 1
 
     def discard_step(self) -> None:
         """Undo the changes of this step to the pre-scaling factor."""
@@ -56,8 +84,13 @@ def add_all(
 
     Processes that hold gradients together find all their scales in one collective.
     """
-    totals = [x if g.is_empty else g.read() + x for g, x in zip(gradients, tensors, strict=True)]
-    sums = list(zip(gradients, totals, strict=True))
+    added = list(zip(gradients, tensors, streams, strict=True))
+    for g, x, _ in added:
+        if g.wide is not None:
+            g.wide = g.wide + x
+            g.sums += 1
+    added = [(g, x, stream) for g, x, stream in added if g.wide is None]
+    sums = [(g, x if g.is_empty else g.read() + x) for g, x, _ in added]
     factors = [(g, x, g.prescale) for g, x in sums if g.prescale is not None]
     for g, _, prescale in factors:
         if g.is_empty:
@@ -65,7 +98,7 @@ def add_all(
     scales = iter(prescaled([Prescaled(prescale, x, g.cast, g.shard) for g, x, prescale in factors]))
     sharing = [(g, x) for g, x in sums if g.prescale is None and g.shares_scale]
     amaxes = iter(all_reduce_amaxes([x for _, x in sharing], [g.shard for g, _ in sharing]))
-    for (g, x), stream in zip(sums, streams, strict=True):
+    for (g, x), (_, _, stream) in zip(sums, added, strict=True):
         if g.prescale is not None:
             g.write(x, stream, encode_scale=next(scales))
         else:

@@ -18,6 +18,7 @@ somebody who attaches one again:
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -28,6 +29,7 @@ from narrowgauge.quantization.state.gradient_state import GradientState
 from narrowgauge.quantization.state.quantized_state import QuantizedState
 
 _ATTRIBUTE = "narrowgauge"  # the only attribute that a parameter carries
+_PLAIN: Any = torch.Tensor.grad  # the descriptor, which subclasses may hide
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +104,37 @@ def shard_of(p: torch.Tensor) -> TensorShard | None:
 def local_tensor(t: torch.Tensor) -> torch.Tensor:
     """The part of a parameter, or of its gradient, that is in this process's memory; detached."""
     return t.to_local() if isinstance(t, DTensor) else t.detach()
+
+
+class NarrowGradParameter(torch.nn.Parameter):
+    """A parameter whose gradient is kept in a cast; `grad` shows it to code that does not know of it.
+
+    Reading `grad` decodes the gradient to float32, which it stays until it is dropped (`GradientState`).
+    """
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient as a float32 tensor, which may be changed in place; None if there is none."""
+        narrow = state_of(self).gradient
+        return plain_gradient(self) if narrow is None else narrow.widen()
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        narrow = state_of(self).gradient
+        if narrow is None:
+            _PLAIN.__set__(self, value)
+        else:
+            narrow.replace(value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+def plain_gradient(p: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that autograd keeps for a parameter; None if there is none, or a narrow one."""
+    gradient: torch.Tensor | None = _PLAIN.__get__(p)
+    return gradient
 
 
 def has_gradient(p: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowgauge.distributed import full_weights
 from narrowgauge.models import count_parameters
 from narrowgauge.nn import recipe_tensors
-from narrowgauge.quantization import local_tensor, state_of
+from narrowgauge.quantization import local_tensor, plain_gradient, state_of
 from narrowgauge.training.monitor.memory_tracker import MemoryTracker
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.units import human_bytes
@@ -64,7 +64,7 @@ class Memory:
 def measured(trainer: Trainer, tracker: MemoryTracker) -> Memory:
     """The memory by class, after a step under `tracker`."""
     device, host = _state_bytes(trainer)
-    grads = [local_tensor(p.grad) for p in trainer.optimizer.parameters() if p.grad is not None]
+    grads = [local_tensor(g) for p in trainer.optimizer.parameters() if (g := plain_gradient(p)) is not None]
     in_buckets = any(isinstance(module, DistributedDataParallel) for module in trainer.engine.modules)
     new = 0 if in_buckets else sum(g.nbytes for g in grads)  # DDP's buckets exist before the step
     saved = tracker.saved - _early_gradient(trainer)
@@ -93,7 +93,7 @@ def _state_bytes(trainer: Trainer) -> tuple[dict[str, int], dict[str, int]]:
             count(_CLASS_OF.get(place, place), list(state.tensors.values()), state.on_host)
         if "weight" not in kept:
             count("weights", [p])
-        count("gradients", [] if p.grad is None else [p.grad])
+        count("gradients", [] if (g := plain_gradient(p)) is None else [g])
         count("other", [trainer.optimizer.state[p]["step"]])
     count("other", [*trainer.model.buffers(), *recipe_tensors(trainer.model).values()])
     return device, {name: size for name, size in host.items() if size}

@@ -1,0 +1,122 @@
+"""A training loop of one's own: what torch's tools do with narrow gradients and weights, or refuse to do."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import narrowgauge as ng
+from narrowgauge.errors import UserError
+from narrowgauge.quantization import gradient_of
+
+NARROW_GRADIENTS = ("bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3")
+NARROW_WEIGHTS = ("bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3", "coat")
+ONLY_GRADIENT = {"weight": "fp32", "master": "none"}
+
+
+@pytest.fixture
+def group():
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def model(recipe: str | ng.Recipe) -> nn.Module:
+    torch.manual_seed(0)
+    return ng.convert(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)), recipe)
+
+
+def backward(m: nn.Module, seed: int = 1) -> None:
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(seed))
+    m(x).square().sum().backward()
+
+
+def weights(m: nn.Module) -> list[torch.Tensor]:
+    return [tensor.clone() for tensor in m.state_dict().values()]
+
+
+@pytest.mark.parametrize("name", NARROW_GRADIENTS)
+def test_torchs_clipping_sees_narrow_gradients_and_scales_them(name):
+    m = model(name)
+    optimizer = ng.AdamW(m.parameters(), name)
+    backward(m)
+    expected = torch.linalg.vector_norm(torch.stack([gradient_of(p).norm() for p in m.parameters()]))
+    norm = nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+    torch.testing.assert_close(norm, expected)
+    torch.testing.assert_close(optimizer.clip_grad_norm_(1e9), torch.tensor(1.0), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", NARROW_GRADIENTS)
+def test_the_models_zero_grad_drops_narrow_gradients(name):
+    """Else the gradients of all steps would be added up: this is how most trainers begin a step."""
+    results = []
+    for is_the_models in (True, False):
+        m = model(name)
+        optimizer = ng.AdamW(m.parameters(), name, lr=1e-2)
+        for seed in range(3):
+            backward(m, seed)
+            optimizer.step()
+            (m if is_the_models else optimizer).zero_grad()
+        results.append(weights(m))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_gradient_that_was_read_is_summed_on():
+    m = model("msamp-o2")
+    backward(m, 1)
+    first = m[0].weight.grad.clone()
+    backward(m, 2)
+    alone = model("msamp-o2")
+    backward(alone, 2)
+    second = gradient_of(alone[0].weight)
+    atol = 0.1 * second.abs().max().item()
+    torch.testing.assert_close(m[0].weight.grad, first + second, rtol=0.1, atol=atol)
+
+
+def test_torchs_optimizer_moves_plain_weights_by_narrow_gradients():
+    m = model(ng.recipe("msamp-o1").with_places(ONLY_GRADIENT))
+    backward(m)
+    expected = [p.detach() - 0.01 * gradient_of(p) for p in m.parameters()]
+    torch.optim.SGD(m.parameters(), lr=0.01).step()
+    for p, moved in zip(m.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.detach(), moved, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", NARROW_WEIGHTS)
+def test_torchs_optimizer_is_refused_where_weights_are_narrow(name):
+    m = model(name)
+    if not any(type(p) is not nn.Parameter for p in m.parameters()):
+        pytest.skip(f"{name} keeps fp32 weights")
+    before = weights(m)
+    optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
+    backward(m)
+    with pytest.raises(UserError, match=r"AdamW cannot update a weight that is kept as .*narrowgauge\.AdamW"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(m), strict=True))
+
+
+@pytest.mark.parametrize("name", NARROW_GRADIENTS)
+def test_ddp_around_narrow_gradients_is_refused_before_a_step(group, name):
+    wrapped = DistributedDataParallel(model(name), init_sync=False)  # gloo cannot broadcast FP8
+    with pytest.raises(UserError, match="does not sum gradients that a recipe keeps in narrow numbers"):
+        wrapped(torch.randn(4, 64))
+
+
+def test_ddp_around_wide_gradients_is_not(group):
+    wide = {"weight": "fp32", "master": "none", "grad": "fp32", "reduce": "fp32"}
+    recipe = ng.recipe("msamp-o2").with_places(wide)
+    wrapped = DistributedDataParallel(model(recipe))
+    wrapped(torch.randn(4, 64)).sum().backward()
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "msamp-o2"])
+def test_torchs_encoder_computes_under_the_recipe_in_evaluation_too(name):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    encoder = ng.convert(nn.TransformerEncoder(layer, 2), name)
+    x = torch.randn(2, 8, 64)
+    expected = encoder.train()(x)
+    with torch.no_grad():
+        torch.testing.assert_close(encoder.eval()(x), expected, rtol=1e-5, atol=1e-5)
