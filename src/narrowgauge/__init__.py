@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from narrowgauge.formats import Format, format, format_names, round_to
-    from narrowgauge.nn import convert
-    from narrowgauge.optim import AdamW, Muon, parameter_groups
+    from narrowgauge.nn import convert, set_step
+    from narrowgauge.optim import AdamW, Muon, load_state_dict, parameter_groups, state_dict
     from narrowgauge.quantization import QTensor, quantize
     from narrowgauge.recipes import Recipe, load_recipe, recipe, recipe_names
     from narrowgauge.training import run
@@ -27,18 +27,21 @@ __all__ = [
     "format",
     "format_names",
     "load_recipe",
+    "load_state_dict",
     "parameter_groups",
     "quantize",
     "recipe",
     "recipe_names",
     "round_to",
     "run",
+    "set_step",
+    "state_dict",
 ]
 
 _ROOMS = {
     "formats": ("Format", "format", "format_names", "round_to"),
-    "nn": ("convert",),
-    "optim": ("AdamW", "Muon", "parameter_groups"),
+    "nn": ("convert", "set_step"),
+    "optim": ("AdamW", "Muon", "load_state_dict", "parameter_groups", "state_dict"),
     "quantization": ("QTensor", "quantize"),
     "recipes": ("Recipe", "load_recipe", "recipe", "recipe_names"),
     "training": ("run",),

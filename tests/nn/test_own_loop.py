@@ -120,3 +120,31 @@ def test_torchs_encoder_computes_under_the_recipe_in_evaluation_too(name):
     expected = encoder.train()(x)
     with torch.no_grad():
         torch.testing.assert_close(encoder.eval()(x), expected, rtol=1e-5, atol=1e-5)
+
+
+TIMED = """
+name = "later"
+[fprop]
+x = "e4m3"
+[[rule]]
+{when}
+fprop = {{ x = "bf16" }}
+"""
+
+
+@pytest.mark.parametrize("when", ["from_share = 0.5", "from_step = 3"])
+def test_a_rule_that_waits_needs_a_loop_that_says_the_step(tmp_path, when):
+    (tmp_path / "later.toml").write_text(TIMED.format(when=when))
+    m = model(ng.load_recipe(tmp_path / "later.toml"))
+    with pytest.raises(UserError, match=r"'later' waits for a step.*call narrowgauge\.set_step"):
+        backward(m)
+    with torch.no_grad():
+        m(torch.randn(2, 64))  # evaluation needs no step
+    if "share" in when:
+        with pytest.raises(UserError, match="give set_step the argument `steps`"):
+            ng.set_step(m, 0, 1, 0)
+    ng.set_step(m, 0, 1, 0, 10)
+    assert m[0].spec.casts["fprop.x"].name == "e4m3"
+    ng.set_step(m, 0, 6, 0, 10)
+    assert m[0].spec.casts["fprop.x"].name == "bf16"
+    backward(m)

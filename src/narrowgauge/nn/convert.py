@@ -112,10 +112,19 @@ def set_step(
         step: The optimizer step, from 1.
         first_sample: The index in the step's global batch of the first sequence of this forward pass.
         steps: The steps of the full run, for rules that hold after a share of it.
+
+    Raises:
+        UserError: The recipe has such a rule, and `steps` is None.
     """
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.set_position(seed, step, first_sample, steps)
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    for layer in layers:
+        if steps is None and any(rule.from_share for rule in layer.recipe.rules):
+            raise UserError(
+                f"a rule of recipe {layer.recipe.name!r} holds from a share of the steps on, and their "
+                "number is not known; give set_step the argument `steps`"
+            )
+    for layer in layers:
+        layer.set_position(seed, step, first_sample, steps)
 
 
 def discard_step(model: torch.nn.Module) -> None:

@@ -5,12 +5,13 @@ the step        random keys and histories of delayed scales; `begin_pass` hands 
 the device      decides which hardware computes
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
 import torch
 
+from narrowgauge.errors import UserError
 from narrowgauge.formats import stream_key
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.gathered_weight import WeightGather
@@ -112,10 +113,26 @@ class StatefulLinear(torch.nn.Linear):
             self.spec = replace(self.spec, casts=casts)
         self._set_keys(seed, step, first_sample)
 
+    def position(self) -> dict[str, Any]:
+        """The position of training as numbers: what random bits and the next forward pass depend on."""
+        keys = [] if self.keys is None else self.keys.tolist()
+        return {"step": self.step, "is_set": self.step_is_set, "keys": keys}
+
+    def restore_position(self, position: Mapping[str, Any]) -> None:
+        """Go back to a `position`."""
+        self.step, self.step_is_set = position["step"], position["is_set"]
+        if self.keys is not None:
+            self.keys = torch.tensor(position["keys"], dtype=torch.int32, device=self.weight.device)
+
     def begin_pass(self) -> StepState:
         """Begin a forward pass, which counts as a step if it is a new one and no loop sets steps."""
         is_training = torch.is_grad_enabled()
         if is_training and not self.step_is_set and not self._is_recomputing():
+            if any(rule.is_timed for rule in self.recipe.rules):
+                raise UserError(
+                    f"a rule of recipe {self.recipe.name!r} waits for a step, and this loop does not say "
+                    "which step it is in; call narrowgauge.set_step before each forward pass"
+                )
             self._end_step()
             if self.keys is not None:  # a new tensor, since a backward pass may need the old one
                 self.keys = self.keys + _NEXT_KEY

@@ -5,6 +5,7 @@ from narrowgauge.optim.grad_norm import ModelGroup
 from narrowgauge.optim.groups import parameter_groups, set_learning_rate
 from narrowgauge.optim.muon import Muon
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.optim.own_loop import load_state_dict, state_dict
 from narrowgauge.optim.schedule import ScheduleKind, learning_rate
 
 __all__ = [
@@ -14,6 +15,8 @@ __all__ = [
     "Optimizer",
     "ScheduleKind",
     "learning_rate",
+    "load_state_dict",
     "parameter_groups",
     "set_learning_rate",
+    "state_dict",
 ]

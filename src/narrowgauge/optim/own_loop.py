@@ -1,0 +1,81 @@
+"""The state of a training loop of one's own, saved and loaded bit for bit.
+
+A module's plain `state_dict` holds every weight as float32 numbers, for use anywhere. A trajectory needs
+more: the codes and masters of narrow weights, the histories of delayed scales, the factors of pre-scaling,
+and the step from which random bits follow.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from narrowgauge.errors import UserError
+from narrowgauge.nn import recipe_tensors
+from narrowgauge.nn.linear import Linear
+from narrowgauge.quantization import state_of, stored_tensor
+
+
+def state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """All that moves the trajectory, to be taken between two steps, when gradients have been dropped.
+
+    Args:
+        model: A model that `convert` has changed.
+        optimizer: Its optimizer; `narrowgauge.AdamW` and `Muon` keep their state exactly.
+
+    Returns:
+        Tensors, not copied, and plain numbers: `torch.load(..., weights_only=True)` reads it.
+    """
+    state: dict[str, Any] = {
+        "model": model.state_dict(),
+        "stored": _stored_weights(model),
+        "recipe": recipe_tensors(model),
+        "position": {name: layer.position() for name, layer in _layers(model).items()},
+    }
+    return state if optimizer is None else state | {"optimizer": optimizer.state_dict()}
+
+
+def load_state_dict(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, state: Mapping[str, Any]
+) -> None:
+    """Go back to a `state_dict`: from there on, the same digits as without the interruption.
+
+    Args:
+        model: A model of the same kind, under the same recipe.
+        optimizer: Its optimizer, or None if the state is of a model alone.
+        state: The result of `state_dict`.
+
+    Raises:
+        UserError: The state is of another model or recipe, or has no optimizer's; nothing was changed.
+    """
+    current: dict[str, Mapping[str, Any]] = {
+        "stored": _stored_weights(model),
+        "recipe": recipe_tensors(model),
+        "position": _layers(model),
+    }
+    for kind, existing in current.items():
+        if different := sorted(existing.keys() ^ state.get(kind, {}).keys()):
+            raise UserError(
+                f"the state is of another model or recipe: {different[0]!r} is in one of the two only; "
+                "convert the model under the recipe that it was saved under"
+            )
+    if optimizer is not None and "optimizer" not in state:
+        raise UserError("the state is of a model alone; give None as the optimizer, or save with one")
+    model.load_state_dict(state["model"])
+    with torch.no_grad():
+        for kind in ("stored", "recipe"):
+            for name, tensor in current[kind].items():
+                tensor.copy_(state[kind][name])
+    for name, layer in _layers(model).items():
+        layer.restore_position(state["position"][name])
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
+
+
+def _layers(model: torch.nn.Module) -> dict[str, Linear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+
+
+def _stored_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The codes or values of the weights that are kept in casts."""
+    return {n: stored_tensor(p) for n, p in model.named_parameters() if state_of(p).weight is not None}

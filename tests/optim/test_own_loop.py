@@ -1,0 +1,75 @@
+"""A training loop of one's own is saved and resumed bit for bit, under every recipe."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.errors import UserError
+from narrowgauge.nn import recipe_tensors
+from narrowgauge.recipes import recipe_names
+from support.quick import quick
+
+STEPS = 6
+
+
+def make(recipe):
+    torch.manual_seed(0)
+    m = ng.convert(nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)), recipe)
+    return m, ng.AdamW(m.parameters(), recipe, lr=1e-2, seed=3)
+
+
+def train(m, optimizer, steps, says_step):
+    for step in steps:
+        if says_step:
+            ng.set_step(m, 7, step, 0, STEPS)
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        m(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("says_step", [True, False])
+@pytest.mark.parametrize("name", quick(recipe_names(), "fp8-delayed", "nvfp4", "msamp-o3", "bf16-sr", "coat"))
+def test_it_goes_on_to_the_same_digits(name, says_step):
+    m, optimizer = make(name)
+    train(m, optimizer, range(1, 4), says_step)
+    saved = through_a_file(ng.state_dict(m, optimizer))
+    train(m, optimizer, range(4, STEPS + 1), says_step)
+
+    other, its_optimizer = make(name)
+    train(other, its_optimizer, range(11, 13), says_step)  # its state is anything
+    ng.load_state_dict(other, its_optimizer, saved)
+    train(other, its_optimizer, range(4, STEPS + 1), says_step)
+
+    for ours, theirs in ((m.state_dict(), other.state_dict()), (recipe_tensors(m), recipe_tensors(other))):
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(tensor, theirs[key]) for key, tensor in ours.items())
+    moments, its_moments = optimizer.state_dict()["state"], its_optimizer.state_dict()["state"]
+    assert all(torch.equal(t, its_moments[i][key]) for i, s in moments.items() for key, t in s.items())
+
+
+def test_the_state_of_another_recipe_is_refused_before_anything_changes():
+    m, optimizer = make("msamp-o2")
+    saved = through_a_file(ng.state_dict(m, optimizer))
+    other, its_optimizer = make("fp8")
+    before = {key: tensor.clone() for key, tensor in other.state_dict().items()}
+    with pytest.raises(UserError, match=r"another model or recipe: .* convert the model under the recipe"):
+        ng.load_state_dict(other, its_optimizer, saved)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in other.state_dict().items())
+
+
+def test_a_state_without_an_optimizers_is_refused():
+    m, optimizer = make("fp8")
+    with pytest.raises(UserError, match="a model alone; give None as the optimizer"):
+        ng.load_state_dict(m, optimizer, ng.state_dict(m))
+    ng.load_state_dict(m, None, ng.state_dict(m))
