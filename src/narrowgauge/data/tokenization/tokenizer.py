@@ -95,7 +95,7 @@ class Tokenizer:
         A decoder may drop the blank before the first word of a text, so both are decoded together.
         """
         before, text = self.decode(prompt_ids), self.decode([*prompt_ids, *new_ids])
-        return text[len(os.path.commonprefix([before, text])) :]
+        return text.removeprefix(before) if text.startswith(before) else self.decode(new_ids)
 
     def to_json(self) -> str:
         """The text of tokenizer.json; equal for equal tokenizers."""
