@@ -25,6 +25,7 @@ def text(tmp_path_factory):
         pytest.param("bf16", {"replicate": 2}, marks=pytest.mark.slow),
         ("bf16", {"tensor": 2}),
         ("bf16", {"context": 2}),
+        pytest.param("fp4", {"context": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -208,6 +208,19 @@ def test_overflow_is_everyones(parity, layout):
     check(alone, everyone)
 
 
+LAST_BIT = quick([("fsdp 2", 2), ("zero 1", 2), ("ddp 2", 2), ("pp 2", 4)], ("fsdp 2", 2), ("pp 2", 4))
+
+
+@pytest.mark.parametrize(("layout", "micro_batches"), LAST_BIT)
+def test_what_the_page_promises_to_the_last_bit(parity, layout, micro_batches):
+    """In the recipe's own numbers: where two processes add in the order of one (`docs/parallel.md`)."""
+    changes = {"recipe.compute": "bf16", "optimizer.lr": 1e-3, "training.batch_size": micro_batches}
+    alone, everyone = parity(layout, "fp8", changes, steps=4, wide=False)
+    found = differences(alone, everyone)
+    assert found.pop("loss") <= (0 if layout == "pp 2" else 2**-23)
+    assert set(found.values()) == {0}
+
+
 def narrow_sums(alone, everyone):
     """Before any sum of gradients the loss is the same; then each rounds, as often as there are sums."""
     found = differences(alone, everyone)

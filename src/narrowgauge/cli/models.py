@@ -70,10 +70,10 @@ def _print(text: str) -> None:
 
 def _sample(options: argparse.Namespace) -> None:
     trained = open_run(options.run, options.device, options.tokenizer)
-    tokenizer = trained.tokenizer
+    tokenizer, ids = trained.tokenizer, trained.prompt_ids(options.prompt)
     new = generate(
         trained.model,
-        trained.prompt_ids(options.prompt),
+        ids,
         options.tokens,
         temperature=options.temperature,
         top_k=options.top_k,
@@ -82,7 +82,7 @@ def _sample(options: argparse.Namespace) -> None:
         stop_id=tokenizer.end_of_document,
         cache=trained.is_tokenwise if options.cache == "auto" else options.cache == "on",
     )
-    print(options.prompt + tokenizer.decode(new))
+    print(options.prompt + tokenizer.decode_after(ids, new))
 
 
 def _eval(options: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
     config.toml      the resolved configuration
     recipe.toml      the recipe's text when the run began
     tokenizer.json   the tokenizer of the run's tokens
+    special_tokens.json   what an imported model says of the tokens that begin and end a text
     metrics.jsonl    one object a step, and events
     gauges.jsonl     one object a layer and place, for the steps at which gauges were read
     checkpoints/     published atomically
@@ -25,11 +26,14 @@ from typing import Any
 
 import torch
 
+from narrowgauge.checkpoint.interop.safetensors_reader import read_json
 from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.json_lines import append_lines, read_jsonl
 from narrowgauge.training.config.config import Config, make_config, to_toml, trajectory
 from narrowgauge.training.config.diff import TORCH, ConfigDiff, config_diff, require_allowed
+
+SPECIAL_TOKENS = "special_tokens.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,16 @@ class RunDirectory:
     def tokenizer(self) -> Path:
         """The tokenizer that turns the run's tokens into text."""
         return self.path / "tokenizer.json"
+
+    def special_tokens(self) -> dict[str, Any]:
+        """What an imported model's files said of its special tokens; {} for another run."""
+        file = self.path / SPECIAL_TOKENS
+        return read_json(file) if file.is_file() else {}
+
+    def keep_special_tokens(self, tokens: Mapping[str, Any]) -> None:
+        """Write them, if there are any."""
+        if tokens:
+            write_whole(self.path / SPECIAL_TOKENS, json.dumps(tokens, indent=2) + "\n")
 
     def record(self, line: Mapping[str, Any]) -> None:
         """Append one line to the metrics."""

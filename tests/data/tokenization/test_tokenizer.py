@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Library
 from narrowgauge.data import bytes_tokenizer, load_tokenizer, train_bpe
 from narrowgauge.data.tokenization.tokenizer import parallel_tokenizing
 from narrowgauge.errors import UserError
+from support.llama2 import KINDS, write_llama2
 
 TEXTS = [
     "def narrow(gauge):\n    return gauge * 2\n\n" * 20,
@@ -42,6 +43,25 @@ def test_any_text_comes_back_exactly_and_never_ends_a_document(tokenizer, text):
 @given(ids=st.lists(st.integers(-(2**70), 2**70) | st.integers(0, 300)))
 def test_decode_never_raises(tokenizer, ids):
     assert isinstance(tokenizer.decode(ids), str)
+
+
+@each_tokenizer
+@settings(max_examples=50, deadline=None)
+@given(prompt=any_text, text=any_text)
+def test_what_follows_a_prompt_is_the_rest_of_both(tokenizer, prompt, text):
+    assert tokenizer.decode_after(tokenizer.encode(prompt), tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_blank_after_a_prompt_is_kept(tmp_path, kind):
+    tokenizer = write_llama2(tmp_path / "tokenizer.json", kind)
+    prompt, ids = tokenizer.encode("steam"), tokenizer.encode("steam train")
+    new = ids[len(prompt) :]
+    assert ids[: len(prompt)] == prompt
+    assert tokenizer.decode(new) == "train", "by itself it begins a text"
+    assert tokenizer.decode_after(prompt, new) == " train"
+    assert tokenizer.decode_after([1, *prompt], new) == " train"
+    assert tokenizer.decode_after(prompt, []) == ""
 
 
 def test_bytes_are_the_bytes_of_utf8():

@@ -5,15 +5,18 @@ import json
 import os
 import random
 import shutil
+from importlib import import_module
 
 import pytest
 
 import narrowgauge.training
 from narrowgauge.checkpoint import lock_run, steps
+from narrowgauge.cli.main import main
 from narrowgauge.data import load_tokenizer
 from narrowgauge.errors import UserError
 from narrowgauge.training import default_out, load_values, make_config
 from narrowgauge.training.run.run import run
+from support.llama2 import write_llama2
 
 STEP_KEYS = ["step", "loss", "lr", "grad_norm", "tokens", "tokens_per_s", "step_ms", "mfu", "memory_bytes"]
 
@@ -55,6 +58,20 @@ def test_a_sample_is_shown_and_kept(train, look):
     assert done["prompt"] == "steam "
     assert done["sample"]
     assert f"steam {done['sample']}" in said.getvalue()
+
+
+def test_a_sample_keeps_the_blank_after_its_prompt(train, look, tmp_path, monkeypatch, capsys):
+    """Where a decoder drops the blank before the first word: at the end of a run, and in `sample`."""
+    tokenizer = write_llama2(tmp_path / "tokenizer.json")
+    new = tokenizer.encode("steam train")[len(tokenizer.encode("steam")) :]
+    for place in ("narrowgauge.training.run.sample", "narrowgauge.cli.models"):
+        monkeypatch.setattr(import_module(place), "generate", lambda *_, **__: new)
+    changes = {"data.tokenizer": str(tmp_path / "tokenizer.json"), "log.prompt": "steam"}
+    path = train(changes=changes)
+    (done,) = look(path).events("done")
+    assert done["sample"] == " train"
+    assert main(["sample", str(path), "--prompt", "steam", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out == "steam train\n"
 
 
 def test_the_tokenizer_is_kept(train):

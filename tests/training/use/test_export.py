@@ -14,6 +14,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
 from narrowgauge.recipes import recipe_names
 from narrowgauge.training import open_run, run, validation_loss
+from narrowgauge.training.use.convert import convert_run
 from narrowgauge.training.use.export import TARGETS, export_run, import_model
 from support.quick import quick
 
@@ -79,6 +80,35 @@ def test_a_run_starts_from_imported_weights(train, tiny, tmp_path, text, recipe,
     (tmp_path / "imported").rename(tmp_path / "gone")
     assert open_run(tuned, "cpu").step == 6
     assert "done" in (tuned / "status.json").read_text()
+
+
+QWEN_INSTRUCT = {
+    "config.json": {"bos_token_id": 7, "eos_token_id": 9},
+    "generation_config.json": {"bos_token_id": 7, "eos_token_id": [9, 7], "pad_token_id": 7, "top_p": 0.8},
+}
+
+
+def test_what_a_model_says_of_its_special_tokens_survives(train, tiny, tmp_path, text):
+    """As Qwen2.5-Instruct, which stops at another token than the end of a document."""
+    export_run(train("base", {"recipe.name": "fp32", "training.steps": 1}), "hf", tmp_path / "hf")
+    for name, says in QWEN_INSTRUCT.items():
+        values = json.loads((tmp_path / "hf" / name).read_text())
+        (tmp_path / "hf" / name).write_text(json.dumps(values | says))
+    import_model(tmp_path / "hf", tmp_path / "imported", source=text)
+    values = tiny({"recipe.name": "fp8", "training.steps": 1})
+    values["model"] = {"weights": str(tmp_path / "imported")}
+    del values["data"]["tokenizer"]
+    run(values, tmp_path / "tuned", Console(file=io.StringIO()))
+    convert_run(tmp_path / "tuned", "fp8-row", tmp_path / "converted")
+    for name in ("hf", "imported", "tuned", "converted"):
+        for to in ("hf", "compressed-tensors") if name in ("tuned", "converted") else ("hf",):
+            out = tmp_path / f"{name} as {to}"
+            export_run(tmp_path / name, to, out)
+            for file, says in QWEN_INSTRUCT.items():
+                assert json.loads((out / file).read_text()).items() >= says.items(), (out, file)
+            end = open_run(out if to == "hf" else tmp_path / name, "cpu").tokenizer.library.id_to_token(9)
+            assert json.loads((out / "tokenizer_config.json").read_text())["eos_token"] == end
+    assert AutoModelForCausalLM.from_pretrained(out.with_name("tuned as hf")).generation_config.top_p == 0.8
 
 
 def test_a_start_from_another_model_or_tokenizer_is_refused(train, tiny, tmp_path):

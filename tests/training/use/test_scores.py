@@ -9,13 +9,14 @@ import torch
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models
 
-from narrowgauge.data import bytes_tokenizer, prepare, train_bpe
+from narrowgauge.data import bytes_tokenizer, ids_tokenizer, prepare, train_bpe
 from narrowgauge.data.tokenization.tokenizer import Tokenizer
 from narrowgauge.distributed import Engine
 from narrowgauge.errors import UserError
 from narrowgauge.training import bits_per_byte, open_run, validation_loss
 from narrowgauge.training.run.validation import token_bytes
 from narrowgauge.training.use.hellaswag import evaluate, read_examples
+from support.llama2 import KINDS, write_llama2
 
 TEXT = "narrow gauge, é 漢字 \n\ttrains 🚂 and <|endoftext|> in text"
 
@@ -50,7 +51,7 @@ EXAMPLES = [
     {"ctx": "narrow gauge", "endings": ["rail", "coal and steam", "valley", "x"], "label": 1},
     {"ctx": "steam", "endings": ["train", "signal"], "label": "0"},
     {"ctx": "", "endings": ["coal", "a"], "label": 1},
-    {"ctx": "valley " * 300, "endings": ["of coal", "of steam"], "label": 0},
+    {"ctx": "valley " * 299 + "valley", "endings": ["of coal", "of steam"], "label": 0},
 ]
 
 
@@ -110,6 +111,35 @@ def test_both_kinds_of_file_hold_the_same_examples(there, tmp_path):
     binary = list(read_examples(as_binary(tmp_path / "b", examples), without))
     assert lines == binary
     assert evaluate(without, tmp_path / "b") == evaluate(there, tmp_path / "a")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_ending_is_encoded_as_the_continuation_of_its_context(there, tmp_path, kind):
+    """As lm-eval does: one text, cut where the context's own tokens end; its last blanks are the ending's."""
+    tokenizer = write_llama2(tmp_path / "tokenizer.json", kind)
+    run = type(there)(there.path, there.config, there.model, 0, tmp_path / "tokenizer.json")
+    contexts = ["steam", "steam train,", "steam ", "steam  ", ""]
+    examples = [{"ctx": text, "endings": ["train", "coal a"], "label": 0} for text in contexts]
+    found = list(read_examples(as_lines(tmp_path / "task", examples), run))
+    for text, example in zip(contexts, found, strict=True):
+        assert example.context == [1, *tokenizer.encode(text.rstrip())]
+        for ending, ids in zip(["train", "coal a"], example.endings, strict=True):
+            assert [*example.context, *ids] == [1, *tokenizer.encode(f"{text} {ending}")]
+    assert [tokenizer.library.id_to_token(i) for i in found[0].endings[0]] == ["\u2581tr", "a", "i", "n"]
+
+
+def test_an_ending_without_a_token_is_named(there, tmp_path):
+    ids_tokenizer(257, 256).save(tmp_path / "tokenizer.json")
+    run = type(there)(there.path, there.config, there.model, 0, tmp_path / "tokenizer.json")
+    path = as_lines(tmp_path / "task", [{"ctx": "12 13", "endings": ["14", " "], "label": 0}])
+    with pytest.raises(UserError, match=r"task:1 is no example.*an ending adds no token to its context"):
+        evaluate(run, path)
+
+
+def test_blanks_at_the_end_of_a_context_belong_to_the_ending(there, tmp_path):
+    path = as_lines(tmp_path / "task", [{"ctx": "steam ", "endings": ["train"], "label": 0}])
+    (example,) = read_examples(path, there)
+    assert (bytes(example.context), bytes(example.endings[0])) == (b"steam", b"  train")
 
 
 def test_tokens_of_another_tokenizer_are_refused(there, tmp_path):

@@ -91,6 +91,7 @@ def write_compressed(
     tokenizer: Path | None,
     dtype: torch.dtype,
     shard_bytes: int,
+    special_tokens: Mapping[str, Any] | None = None,
 ) -> None:
     """Fill an empty folder with a model under its recipe; what the recipe keeps wide is in `dtype`.
 
@@ -120,7 +121,7 @@ def write_compressed(
             layers[name] = schemes[module]
     values = to_config(model.config) | {"quantization_config": _describe(layers)}
     write_tensors(folder, tensors, None, shard_bytes)
-    write_settings(folder, values, tokenizer, dtype)
+    write_settings(folder, values, tokenizer, dtype, special_tokens)
 
 
 def narrow_casts(model: torch.nn.Module) -> dict[str, Cast]:

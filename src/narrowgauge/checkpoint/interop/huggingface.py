@@ -4,7 +4,7 @@
     model*.safetensors           the weights (`safetensors_reader.py`, `name_map.py`)
     tokenizer.json               the tokenizer
     tokenizer_config.json        the class that reads the tokenizer, and the end of a text
-    generation_config.json       the tokens that begin and end a text
+    generation_config.json       the tokens that begin and end a text; settings of `generate`
 
 (Layout: transformers, `save_pretrained`.) Both directions compute the same logits: see
 `tests/checkpoint/interop/test_huggingface.py`.
@@ -13,6 +13,7 @@
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,14 @@ from narrowgauge.checkpoint.interop.safetensors_reader import (
     refuse_pickles,
     write_tensors,
 )
-from narrowgauge.data import load_tokenizer
+from narrowgauge.data import Tokenizer, load_tokenizer
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig
 
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
+GENERATION = "generation_config.json"
+_SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Buffers that some versions stored with the weights: masks, and values that follow from the configuration.
 _NO_WEIGHT = re.compile(r".*\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 
@@ -49,7 +52,8 @@ def read_folder(folder: Path) -> ExternalModel:
     Raises:
         UserError: the family, an option or a file is not read.
     """
-    config = config_from(read_json(inside(folder, CONFIG)), str(folder / CONFIG))
+    values = read_json(inside(folder, CONFIG))
+    config = config_from(values, str(folder / CONFIG))
     with TensorFolder(folder) as files:
         require_layers(config, len(files.file_of), folder)
         stored = {_full_name(name, config): name for name in files.file_of if not _NO_WEIGHT.fullmatch(name)}
@@ -67,7 +71,20 @@ def read_folder(folder: Path) -> ExternalModel:
             )
         tensors = {pair.ours: pair.join(lambda name: files.read(stored[name])) for pair in pairs}
     tokenizer = inside(folder, TOKENIZER) if (folder / TOKENIZER).exists() else None
-    return external_model("hf", config, tensors, folder, tokenizer)
+    model = external_model("hf", config, tensors, folder, tokenizer)
+    return replace(model, special_tokens=special_tokens_of(folder, values))
+
+
+def special_tokens_of(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a folder says of the tokens that begin and end a text: {file name: its values}.
+
+    Of `config.json`, whose values are given, only these; `generation_config.json` in full. A model that is
+    exported again stops where it stopped before, whatever its tokenizer names the end of a document.
+    """
+    found: dict[str, Any] = {CONFIG: {key: values[key] for key in _SPECIAL_TOKENS if key in values}}
+    if (folder / GENERATION).exists():
+        found[GENERATION] = read_json(inside(folder, GENERATION))
+    return found
 
 
 def write_folder(
@@ -77,26 +94,35 @@ def write_folder(
     tokenizer: Path | None,
     dtype: torch.dtype = torch.float32,
     shard_bytes: int = SHARD_BYTES,
+    special_tokens: Mapping[str, Any] | None = None,
 ) -> None:
     """Fill an empty folder with a model in our names that transformers opens with `from_pretrained`."""
     named = [item for pair in name_map(config) for item in pair.split(tensors[pair.ours])]
     values = to_config(config)
     write_tensors(folder, named, dtype, shard_bytes)
-    write_settings(folder, values, tokenizer, dtype)
+    write_settings(folder, values, tokenizer, dtype, special_tokens)
 
 
 def write_settings(
-    folder: Path, values: Mapping[str, Any], tokenizer: Path | None, dtype: torch.dtype
+    folder: Path,
+    values: Mapping[str, Any],
+    tokenizer: Path | None,
+    dtype: torch.dtype,
+    special_tokens: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write everything but the weights: `config.json` of some values, and the tokenizer with its settings."""
-    tokens: dict[str, Any] = {}
+    """Write everything but the weights: `config.json` of some values, and the tokenizer with its settings.
+
+    `special_tokens` are those of `special_tokens_of`; what they leave out is the tokenizer's.
+    """
+    kept = special_tokens or {}
+    tokens: dict[str, Any] = dict(kept.get(CONFIG, {}))
     if tokenizer is not None:
         loaded = load_tokenizer(tokenizer)
         begin = loaded.library.encode("", add_special_tokens=True).ids
         end_id = loaded.end_of_document
-        tokens = {"bos_token_id": (begin or [end_id])[0], "eos_token_id": end_id}
+        tokens = {"bos_token_id": (begin or [end_id])[0], "eos_token_id": end_id} | tokens
         (folder / TOKENIZER).write_text(loaded.to_json(), encoding="utf-8")
-        end = loaded.library.id_to_token(end_id)
+        end = loaded.library.id_to_token(_stop_id(tokens["eos_token_id"], loaded))
         length = values.get("max_position_embeddings", values.get("n_positions"))
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -104,8 +130,15 @@ def write_settings(
             "model_max_length": length,
         }
         _write_json(folder / "tokenizer_config.json", settings)
-        _write_json(folder / "generation_config.json", tokens)
+    if generation := kept.get(GENERATION, tokens):
+        _write_json(folder / GENERATION, generation)
     _write_json(folder / CONFIG, {**values, **tokens, "torch_dtype": str(dtype).removeprefix("torch.")})
+
+
+def _stop_id(eos: Any, tokenizer: Tokenizer) -> int:
+    """The id after which a text ends; the end of a document where there are several, or none."""
+    is_id = type(eos) is int and 0 <= eos < tokenizer.vocab_size
+    return eos if is_id else tokenizer.end_of_document
 
 
 def refuse_other_folder(path: Path) -> UserError:

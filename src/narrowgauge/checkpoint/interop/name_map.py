@@ -20,8 +20,9 @@ on both sides.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -59,6 +60,7 @@ class ExternalModel:
     config: ModelConfig
     tensors: Mapping[str, torch.Tensor]  # float32; a tied head has both of its names, for one tensor
     tokenizer: Path | None = None  # the tokenizer.json that came with it
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)  # `huggingface.special_tokens_of`
 
 
 def external_model(

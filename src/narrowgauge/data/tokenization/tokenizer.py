@@ -89,6 +89,14 @@ class Tokenizer:
         known = [int(i) for i in ids if 0 <= i < self.vocab_size]
         return self.library.decode(known, skip_special_tokens=False)
 
+    def decode_after(self, prompt_ids: Sequence[int], new_ids: Sequence[int]) -> str:
+        """The text that `new_ids` add to that of `prompt_ids`.
+
+        A decoder may drop the blank before the first word of a text, so both are decoded together.
+        """
+        before, text = self.decode(prompt_ids), self.decode([*prompt_ids, *new_ids])
+        return text.removeprefix(before) if text.startswith(before) else self.decode(new_ids)
+
     def to_json(self) -> str:
         """The text of tokenizer.json; equal for equal tokenizers."""
         return self.library.to_str(pretty=True) + "\n"

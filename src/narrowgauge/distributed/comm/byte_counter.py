@@ -52,10 +52,11 @@ class CommCounter(TorchDispatchMode):
 
     def _count(self, name: str, args: Sequence[Any]) -> None:
         group = group_of_collective(args)
-        tensors, ranks = _inputs(args, reads_second="_base_" in name), group.size()
+        reads_second = "_base_" in name or name.startswith("allgather_")
+        tensors, ranks = _inputs(args, reads_second), group.size()
         size = sum(t.numel() * t.element_size() for t in tensors)
         default = "other"
-        if name.startswith("_allgather_base_"):
+        if name.startswith(("_allgather_base_", "allgather_")):
             default, size = "gather", (ranks - 1) * size
         elif name.startswith(("_reduce_scatter_base_", "alltoall_base_")):
             default, size = ("reduce" if "reduce" in name else default), (ranks - 1) * size // ranks

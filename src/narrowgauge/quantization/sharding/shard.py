@@ -18,7 +18,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from narrowgauge.collectives import all_reduce_max
+from narrowgauge.collectives import all_reduce_max, comm_tag
 from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream
 from narrowgauge.quantization.cast import Cast
@@ -171,11 +171,14 @@ class TensorShard:
         """All elements of the global tensor on every rank, in no particular order, as one row."""
         x = x.flatten()
         for group in self.groups:
-            sizes = torch.zeros(group.size(), dtype=torch.int64, device=x.device)
-            sizes[group.rank()] = x.numel()
-            dist.all_reduce(sizes, group=group)
-            shards = [x.new_empty(int(n)) for n in sizes]
-            dist.all_gather(shards, x.contiguous(), group=group)
+            with comm_tag("activations"):
+                sizes = torch.zeros(group.size(), dtype=torch.int64, device=x.device)
+                sizes[group.rank()] = x.numel()
+                dist.all_reduce(sizes, group=group)
+                # The memory estimate has no sizes to read: its shards are all alike.
+                counts = [x.numel()] * group.size() if x.is_meta else sizes.tolist()
+                shards = [x.new_empty(n) for n in counts]
+                dist.all_gather(shards, x.contiguous(), group=group)
             x = torch.cat(shards)
         return x
 

@@ -38,6 +38,12 @@ def check_start(config: Config, tokenizer: Tokenizer) -> None:
         )
 
 
+def copy_special_tokens(config: Config, directory: RunDirectory) -> None:
+    """Copy what the run in `model.weights` knows of special tokens, so that an export says it, too."""
+    if config.model.weights:
+        directory.keep_special_tokens(RunDirectory(Path(config.model.weights)).special_tokens())
+
+
 def start_from_weights(config: Config, model: Transformer) -> None:
     """Copy the weights of the run in `model.weights`, if there is one, into a new model.
 

@@ -36,7 +36,7 @@ from narrowgauge.training.monitor.memory_advice import cheaper, require_memory
 from narrowgauge.training.monitor.profiler import Profile
 from narrowgauge.training.monitor.progress import Display
 from narrowgauge.training.run.checkpointing import make_checkpointer
-from narrowgauge.training.run.init_weights import check_start
+from narrowgauge.training.run.init_weights import check_start, copy_special_tokens
 from narrowgauge.training.run.loop import OutOfMemory, finish, start_or_resume, train
 from narrowgauge.training.run.parallel_dims import parallel_dims_of
 from narrowgauge.training.run.run_context import RunContext
@@ -165,6 +165,7 @@ def _run(
             requests.nothing_to_save()
             if coordinator.rank == 0:
                 dataset.tokenizer.save(directory.tokenizer)
+                copy_special_tokens(config, directory)
             run_id = coordinator.broadcast(directory.run_id(dataset.digest) if coordinator.rank == 0 else "")
             context = RunContext(
                 config, device, dataset, directory, display, plan, coordinator, checkpointer, run_id, profile

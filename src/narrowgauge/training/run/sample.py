@@ -16,9 +16,8 @@ def sample_text(context: RunContext, run: TrainState) -> tuple[str, str]:
     ids = tokenizer.encode(prompt) or [tokenizer.end_of_document]
     seed = context.config.training.seed
     model = run.model if context.coordinator.size == 1 else _full_model(context, run.step)
-    return prompt, tokenizer.decode(
-        generate(model, ids, section.sample_tokens, temperature=0.7, top_k=40, seed=seed)
-    )
+    new = generate(model, ids, section.sample_tokens, temperature=0.7, top_k=40, seed=seed)
+    return prompt, tokenizer.decode_after(ids, new)
 
 
 def _full_model(context: RunContext, step: int) -> Transformer:

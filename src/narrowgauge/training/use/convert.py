@@ -54,6 +54,7 @@ def convert_run(source: Path, recipe: str, out: Path) -> int:
         new = RunDirectory(folder)
         new.claim(after)
         new.tokenizer.write_bytes(old.tokenizer.read_bytes())
+        new.keep_special_tokens(old.special_tokens())
         for line in old.lines():
             if is_settled(line, b.step):
                 new.record(line)

@@ -55,10 +55,11 @@ def export_run(
     source = open_run(run, "cpu")
     config, weights, numbers = source.config.spec.model, source.weights(), DTYPES[dtype]
     with staged_directory(out) as folder:
+        settings = (source.tokenizer_file, numbers, shard_bytes, source.special_tokens)
         if to == "hf":
-            write_folder(folder, config, weights, source.tokenizer_file, numbers, shard_bytes)
+            write_folder(folder, config, weights, *settings)
         elif to == "compressed-tensors":
-            write_compressed(folder, source.model, weights, source.tokenizer_file, numbers, shard_bytes)
+            write_compressed(folder, source.model, weights, *settings)
         elif to == "llmc":
             write_llmc(folder / "model.bin", config, weights, numbers)
         else:
@@ -97,6 +98,7 @@ def import_model(path: Path, out: Path, tokenizer: Path | None = None, source: s
         directory.claim(config)
         if tokenizer is not None:
             load_tokenizer(tokenizer).save(directory.tokenizer)
+        directory.keep_special_tokens(model.special_tokens)
         save(directory.checkpoints, 0, {"model": model.tensors}, {}, config.checkpoint.keep, "imported")
         directory.record({"event": "import", "step": 0, "from": str(path), "kind": model.format})
         directory.set_status("done", f"imported from {path}")

@@ -11,8 +11,9 @@ llm.c's evaluation (karpathy/llm.c, `dev/data/data_common.py`), little-endian, t
     per example    uint16: 65535, bytes of the example, index, label, number of endings E,
                    length and tokens of the context, then E times length and tokens of an ending
 
-JSON lines (rowanz/hellaswag): {"ctx": text, "endings": [text, ...], "label": 0, ...}; an ending is
-preceded by a space; context and ending are encoded separately, as in llm.c.
+JSON lines (rowanz/hellaswag): {"ctx": text, "endings": [text, ...], "label": 0, ...}; a space lies between
+context and ending. Both are encoded as one text, and the ending's tokens are those after as many as the
+context has by itself; spaces at the end of a context belong to the ending (lm-evaluation-harness).
 """
 
 import json
@@ -157,8 +158,12 @@ def _read_lines(path: Path, run: TrainedRun) -> Iterator[Example]:
                 raise _wrong_line(path, number, "ctx, an ending or label is of another kind")
             if not 0 <= label < len(endings):
                 raise _wrong_line(path, number, f"label {label} is no ending's number")
-            ids = [encode(" " + ending) for ending in endings]
-            example = Example(run.prompt_ids(context), ids, label)
+            start = context.rstrip()
+            count = len(encode(start))
+            ids = [encode(f"{context} {ending}")[count:] for ending in endings]
+            if not all(ids):
+                raise _wrong_line(path, number, "an ending adds no token to its context")
+            example = Example(run.prompt_ids(start), ids, label)
             _require(run, [*example.context, *(i for e in ids for i in e)], f"{path}:{number}")
             yield example
 

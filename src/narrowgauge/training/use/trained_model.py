@@ -1,8 +1,10 @@
 """Opens a model for use: the newest of a run, or a model of another program."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,13 +26,17 @@ _WINDOW = 1024
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A trained run: its configuration, the model of its newest checkpoint, its tokenizer."""
+    """A trained run: its configuration, the model of its newest checkpoint, its tokenizer.
+
+    `special_tokens` is what an imported model's own files said of them (`huggingface.special_tokens_of`).
+    """
 
     path: Path
     config: Config
     model: Transformer
     step: int
     tokenizer_file: Path | None
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -85,7 +91,8 @@ def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) ->
     if is_external_model(path):
         external = read_external_model(path)
         model = plain_model(external).to(target)
-        return TrainedRun(path, imported_config(external), model.eval(), 0, tokenizer or external.tokenizer)
+        files = (tokenizer or external.tokenizer, external.special_tokens)
+        return TrainedRun(path, imported_config(external), model.eval(), 0, *files)
     directory = RunDirectory(path)
     config = directory.config(own_recipe=True)
     checkpoint, _ = newest_checkpoint(directory.checkpoints, None)
@@ -97,7 +104,8 @@ def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) ->
     model = build_model(config.spec, target)
     load_model(model, config, checkpoint)
     saved = directory.tokenizer if directory.tokenizer.is_file() else None
-    return TrainedRun(path, config, model.eval(), checkpoint.step, tokenizer or saved)
+    files = (tokenizer or saved, directory.special_tokens())
+    return TrainedRun(path, config, model.eval(), checkpoint.step, *files)
 
 
 def plain_model(external: ExternalModel) -> Transformer:
