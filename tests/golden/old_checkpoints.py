@@ -62,7 +62,8 @@ def extract(recipe: str, directory: Path) -> Path:
     """The kept run directory of a recipe, as it was."""
     with tarfile.open(ARCHIVE) as archive:
         members = [member for member in archive if member.name.startswith(f"{recipe}/")]
-        archive.extractall(directory, members, filter="data")
+        checked = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # Python 3.11.4 has it
+        archive.extractall(directory, members, **checked)
     return directory / recipe
 
 

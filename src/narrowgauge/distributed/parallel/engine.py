@@ -27,7 +27,7 @@ from narrowgauge.distributed.simulate.fake_pipeline import FakePipeline
 from narrowgauge.models import Transformer
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.optim import ModelGroup, Optimizer
-from narrowgauge.quantization import local_tensor, state_of
+from narrowgauge.quantization import local_tensor, plain_gradient, state_of
 from narrowgauge.torch_compat import overflow_flags
 
 T = TypeVar("T")
@@ -137,10 +137,10 @@ class Engine:
             return
         self._reduce_gradient_states()
         if self.mesh.size("tensor") > 1:
-            gradients = (p.grad for p in self._replicated_over_tensor())
+            gradients = (plain_gradient(p) for p in self._replicated_over_tensor())
             all_reduce_flat([local_tensor(g) for g in gradients if g is not None], self.mesh.group("tensor"))
         if self.mesh.first_last_group is not None and self.model.config.tied_head:
-            gradient = self.model.embedding.weight.grad
+            gradient = plain_gradient(self.model.embedding.weight)
             all_reduce_flat([] if gradient is None else [local_tensor(gradient)], self.mesh.first_last_group)
         amaxes = [m.amax for m in self.model.modules() if isinstance(m, AmaxHistory)]
         if amaxes:
