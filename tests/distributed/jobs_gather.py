@@ -158,7 +158,7 @@ def what_is_computed_with(recipe):
 
 
 def records(recipe):
-    """Where the record of each weight is in and after a step: with the shard, not with what is gathered."""
+    """Places of each weight's record in and after a step: with the shard, not with what is gathered."""
     net = shard(model(recipe, 24))
     seen = []
     net[0].up.register_forward_pre_hook(lambda layer, _: seen.append("narrowgauge" in vars(layer.weight)))

@@ -10,7 +10,7 @@ import torch
 
 from narrowgauge.nn.gemm_context import GemmContext
 from narrowgauge.nn.linear_function import autocast_disabled, linear_function
-from narrowgauge.nn.own_loop import require_no_ddp
+from narrowgauge.nn.loop_checks import require_no_ddp
 from narrowgauge.nn.stateful_linear import StatefulLinear
 
 
@@ -59,7 +59,7 @@ class Linear(StatefulLinear):
         )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the backward pass writes a gradient on the side, which no compiled graph can hold
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _with_narrow_gradient(
     parameter: torch.Tensor,
     x_MK: torch.Tensor,
@@ -67,6 +67,7 @@ def _with_narrow_gradient(
     bias_N: torch.Tensor | None,
     context: GemmContext,
 ) -> torch.Tensor:
+    """`linear_function` outside of compiled graphs, which cannot hold a gradient written on the side."""
     require_no_ddp(parameter)
     y_MN: torch.Tensor = linear_function(x_MK, w_NK, bias_N, context)
     return y_MN

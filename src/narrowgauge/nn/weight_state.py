@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 import torch
 
 from narrowgauge.formats import torch_dtype
-from narrowgauge.nn.own_loop import refuse_other_optimizers
+from narrowgauge.nn.loop_checks import refuse_other_optimizers
 from narrowgauge.quantization import (
     Cast,
     GradientState,

@@ -3,9 +3,9 @@
 from narrowgauge.optim.adamw import AdamW
 from narrowgauge.optim.grad_norm import ModelGroup
 from narrowgauge.optim.groups import parameter_groups, set_learning_rate
+from narrowgauge.optim.loop_state import load_state_dict, state_dict
 from narrowgauge.optim.muon import Muon
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.own_loop import load_state_dict, state_dict
 from narrowgauge.optim.schedule import ScheduleKind, learning_rate
 
 __all__ = [

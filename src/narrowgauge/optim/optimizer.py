@@ -49,7 +49,7 @@ class Optimizer(torch.optim.Optimizer):
     """
 
     model_group: ModelGroup | None = None
-    takes_narrow_state: ClassVar[bool] = True  # asked by `nn.own_loop`
+    takes_narrow_state: ClassVar[bool] = True  # asked by `nn.loop_checks`
     algorithms: ClassVar[Mapping[str, Algorithm]]
 
     def __init__(

@@ -61,7 +61,7 @@ def test_a_sample_is_shown_and_kept(train, look):
 
 
 def test_a_sample_keeps_the_blank_after_its_prompt(train, look, tmp_path, monkeypatch, capsys):
-    """Where a decoder drops the blank before the first word: at the end of a run, and in `sample`."""
+    """A decoder that drops the blank before the first word, at the end of a run and in `sample`."""
     tokenizer = write_llama2(tmp_path / "tokenizer.json")
     new = tokenizer.encode("steam train")[len(tokenizer.encode("steam")) :]
     for place in ("narrowgauge.training.run.sample", "narrowgauge.cli.models"):

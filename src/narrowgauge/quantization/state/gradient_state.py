@@ -3,8 +3,8 @@
 Autograd cannot add up gradients in FP8. So the backward pass of a layer with narrow gradients adds to one of
 these itself. Code that does not know of it reads `parameter.grad`, as `torch.nn.utils.clip_grad_norm_` and
 torch's optimizers do. For such code the parameter is a `NarrowGradParameter`: when `grad` is read, the
-gradient is decoded to float32 and stays so until it is dropped. Nobody misses a gradient, and who wants the
-memory of a narrow one does not read `grad`.
+gradient is decoded to float32 and stays so until it is dropped. Such code misses
+no gradient, and pays the memory of a wide one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -42,7 +42,7 @@ class GradientState(QuantizedState):
 
     def read(self) -> torch.Tensor:
         """The gradient as new float32 numbers."""
-        return super().read() if self.wide is None else self.wide.float()
+        return super().read() if self.wide is None else self.wide.to(torch.float32, copy=True)
 
     def scale_by(self, factor: torch.Tensor) -> None:
         """Multiply by a factor, exactly where it is a power of two."""
@@ -71,6 +71,8 @@ class GradientState(QuantizedState):
     def move(self, device: torch.device) -> None:
         """Move to another device, the pre-scaling factor too."""
         super().move(device)
+        if self.wide is not None:
+            self.wide = self.wide.to(device)
         if self.prescale is not None:
             self.prescale.move(device)
 

@@ -1,8 +1,10 @@
-"""What a training loop of one's own could do wrongly without a word, refused in a sentence.
+"""Checks against what a training loop of one's own could do wrongly without a word.
 
-another optimizer            would move the raw numbers of a weight that is kept in a cast
-DistributedDataParallel      would sum zeros, as narrow gradients are outside of autograd
-torch's encoder fast path    would multiply with the weights, past the recipe
+    another optimizer            would move the raw numbers of a weight that is kept in a cast
+    DistributedDataParallel      would sum zeros, as narrow gradients are outside of autograd
+    torch's encoder fast path    would multiply with the weights, past the recipe
+
+The first two are refused in a sentence. The last is switched off.
 """
 
 from functools import cache
