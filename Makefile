@@ -20,7 +20,7 @@ test-slow: $(VENV)/.dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 faults: $(VENV)/.dev
-	$(BIN)/python -m pytest -m case --fault-table docs/faults.md $(ARGS)
+	$(BIN)/python -m pytest -m case --fault-table=docs/faults.md -n 2 --dist worksteal $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
