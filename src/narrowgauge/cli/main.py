@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from narrowgauge.checkpoint import PoisonedError, SaveError
-from narrowgauge.cli import bench, compare, launch, machine, prepare, recipes, train
+from narrowgauge.cli import analysis, bench, compare, launch, machine, prepare, recipes, train
 from narrowgauge.cli.models import add_exchange_verbs
 from narrowgauge.cli.options import Parser, add_config_options, config_values, unknown_argument
 from narrowgauge.cluster import WorldFailed
@@ -122,6 +122,7 @@ def _parser() -> tuple[Parser, list[str]]:
     train.add_convert_options(verb("convert", train.CONVERT_HELP, train.run_convert))
     prepare.add_options(verb("prepare", "turn documents into token files", prepare.run))
     add_exchange_verbs(verb)
+    analysis.add_probe_options(verb("probe", analysis.HELP, analysis.run_probe))
     p = verb("launch", "write the script that starts a run on a cluster", launch.run)
     launch.add_options(p, _read_train)
     train.add_report_options(verb("report", train.REPORT_HELP, train.run_report))

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from narrowgauge.data import AUTO, Dataset, open_data
 from narrowgauge.distributed import Engine
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.models import generate
@@ -16,6 +15,7 @@ from narrowgauge.training.monitor.progress import Display
 from narrowgauge.training.use.export import TARGETS, export_run, import_model
 from narrowgauge.training.use.hellaswag import evaluate
 from narrowgauge.training.use.lm_eval import harness_scores
+from narrowgauge.training.use.run_data import run_data
 
 Verb = Callable[[str, str, Callable[[argparse.Namespace], None]], argparse.ArgumentParser]
 _TASKS = ("val", "hellaswag:FILE", "lm-eval:TASK,...")
@@ -112,7 +112,8 @@ def _eval(options: argparse.Namespace) -> None:
 
 
 def _evaluate_text(options: argparse.Namespace, trained: TrainedRun) -> None:
-    dataset = _dataset(trained, options.data)
+    with Display(Console(), 1, 1) as display:
+        dataset = run_data(trained, options.data, display.stage)
     length = options.sequence_length or trained.config.data.sequence_length
     windows = (trained.config.training.micro_batch_size, length, options.batches)
     separate_documents = trained.config.data.separate_documents
@@ -120,19 +121,6 @@ def _evaluate_text(options: argparse.Namespace, trained: TrainedRun) -> None:
     bits = bits_per_byte(loss, dataset.tokenizer, dataset.val, *windows, separate_documents)
     text = f"validation loss {loss:.4f} nats per token, {bits:.4f} bits per byte"
     _print(f"{options.run}: step {trained.step}, {text}")
-
-
-def _dataset(trained: TrainedRun, source: str | None) -> Dataset:
-    """The run's own text, or another source encoded with the run's tokenizer."""
-    data = trained.config.data
-    is_made = data.tokenizer in (AUTO, "bytes") or data.tokenizer.startswith(("bpe-", "ids-"))
-    use_run_tokenizer = source is not None or not (is_made or Path(data.tokenizer).exists())
-    if use_run_tokenizer and trained.tokenizer_file is None:
-        assert trained.tokenizer  # raises
-    name = str(trained.tokenizer_file) if use_run_tokenizer else data.tokenizer
-    with Display(Console(), 1, 1) as display:
-        weights = data.weights if source is None else ()
-        return open_data(source or data.source, name, weights, display.stage)
 
 
 def _export(options: argparse.Namespace) -> None:

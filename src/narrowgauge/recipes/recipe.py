@@ -118,6 +118,14 @@ class Recipe:
         kept = Rule(casts=wide, keeps_state=True, modules=tuple(modules))
         return self._with(rules=(*self.rules, kept))
 
+    def with_wide_backward(self) -> "Recipe":
+        """This recipe with the same forward operands, and all else of its GEMMs and gradients in fp32."""
+        wide = dict.fromkeys((p for p in GEMM_PLACES if not p.startswith("fprop.")), FP32)
+        rules = tuple(replace(rule, casts={**rule.casts, **wide}) for rule in self.rules)
+        state = {**self.state, "grad": FP32}
+        casts = {**self.casts, **wide}
+        return self._with(compute="fp32", casts=casts, rules=rules, saved="input", state=state, reduce=FP32)
+
     def with_places(self, places: Mapping[str, Any]) -> "Recipe":
         """This recipe with other casts in some places, as `--recipe.fprop.x bf16` asks for.
 

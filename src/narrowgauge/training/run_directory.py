@@ -6,6 +6,7 @@
     special_tokens.json   what an imported model says of the tokens that begin and end a text
     metrics.jsonl    one object a step, and events
     gauges.jsonl     one object a layer and place, for the steps at which gauges were read
+    probe.json       what `narrowgauge probe` measured last
     checkpoints/     published atomically
     report.html      one page
     status.json      {"status": ..., "reason": ...}
@@ -34,6 +35,7 @@ from narrowgauge.training.config.config import Config, make_config, to_toml, tra
 from narrowgauge.training.config.diff import TORCH, ConfigDiff, config_diff, require_allowed
 
 SPECIAL_TOKENS = "special_tokens.json"
+PROBE = "probe.json"
 
 
 @dataclass(frozen=True, slots=True)

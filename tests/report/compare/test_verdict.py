@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 
 from narrowgauge.report import print_verdicts, read_runs, render_report, verdicts
-from narrowgauge.report.compare.t_interval import half_width, t_quantile
 from narrowgauge.report.compare.verdict import groups, verdict_notes, verdict_rows
+from narrowgauge.t_interval import half_width, t_quantile
 
 # two-sided 5 % points as every table prints them
 TABLE = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 7: 2.365, 10: 2.228, 29: 2.045, 30: 2.042, 120: 1.980}

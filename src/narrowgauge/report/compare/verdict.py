@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from narrowgauge.report.compare.t_interval import CONFIDENCE, half_width
 from narrowgauge.report.compare.table import NOTHING, format_loss, gap_to, print_rows
 from narrowgauge.report.read.run import Run
+from narrowgauge.t_interval import CONFIDENCE, half_width
 from narrowgauge.units import human_bytes, human_count
 
 

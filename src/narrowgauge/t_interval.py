@@ -11,6 +11,7 @@ Mathematical Functions, 26.7.3 and 26.7.4), so it needs no library.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 CONFIDENCE = 0.95
@@ -53,3 +54,29 @@ def half_width(values: Sequence[float], confidence: float = CONFIDENCE) -> float
     mean = math.fsum(values) / n
     deviation = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
     return t_quantile(n - 1, confidence) * deviation / math.sqrt(n)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean and its confidence interval; both ends are NaN for fewer than two values."""
+
+    mean: float
+    low: float
+    high: float
+
+    def as_json(self) -> dict[str, float | None]:
+        """The three numbers; None for one that is not finite, which JSON has no word for."""
+        numbers = {"mean": self.mean, "low": self.low, "high": self.high}
+        return {name: x if math.isfinite(x) else None for name, x in numbers.items()}
+
+
+def interval(values: Sequence[float], confidence: float = CONFIDENCE) -> Interval:
+    """The confidence interval of the mean of `values`.
+
+    >>> interval([2.0, 2.0, 2.0])
+    Interval(mean=2.0, low=2.0, high=2.0)
+    """
+    mean = sum(values) / len(values)  # infinite and NaN values pass through, which fsum refuses
+    half = half_width(values, confidence) if math.isfinite(mean) else None
+    half = math.nan if half is None else half
+    return Interval(mean, mean - half, mean + half)

@@ -1,0 +1,106 @@
+"""What the probe says of recipes whose effect on a gradient is known."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from narrowgauge.analysis import probe, probe_json
+from narrowgauge.analysis.gradient import Position, loss_and_gradient
+from narrowgauge.analysis.probe import Subject
+from narrowgauge.data import training_batch
+from narrowgauge.recipes import recipe, recipe_names
+from narrowgauge.training import make_config
+from narrowgauge.training.step.build_model import build_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def subject(tiny):
+    """The weights of a tiny model at its start, on three batches of random tokens."""
+    spec = make_config(tiny({"recipe.name": "fp32"})).spec
+    weights = {n: p.detach().clone() for n, p in build_model(spec, CPU).named_parameters()}
+    tokens = np.random.default_rng(1).integers(0, 257, 4096, dtype=np.int32)
+    batches = [training_batch(tokens, 0, first, 4, 32) for first in (0, 4, 8)]
+    return Subject(spec, weights, Position(7, 3, 10), batches, CPU)
+
+
+@pytest.fixture(scope="module")
+def probed(subject):
+    names = ["fp32", "bf16", "fp8", "mxfp4", "quartet", "nvfp4"]
+    return {p.recipe: p for p in probe(subject, [recipe(name) for name in names], draws=4)}
+
+
+def test_exact_arithmetic_has_no_error(probed):
+    figures = probed["fp32"].figures
+    assert figures["loss_increase"].mean == 0
+    assert figures["gradient_cosine"].mean == pytest.approx(1, abs=1e-12)
+    assert figures["gradient_bias"].mean == pytest.approx(0, abs=1e-12)
+    assert figures["effective_bits"].mean == math.inf
+    assert all(layer.relative_error == 0 for layer in probed["fp32"].layers)
+
+
+def test_fewer_bits_are_fewer_effective_bits(probed):
+    bits = [probed[name].figures["effective_bits"].mean for name in ("bf16", "fp8", "mxfp4", "quartet")]
+    assert bits == sorted(bits, reverse=True)
+    assert bits[0] > 7
+
+
+def test_stochastic_rounding_is_unbiased_and_nearest_is_all_bias(probed):
+    slopes = {name: p.figures["averaging_slope"].mean for name, p in probed.items()}
+    assert slopes["quartet"] == pytest.approx(0.5, abs=0.05)
+    assert slopes["mxfp4"] == 0
+    assert 0.05 < slopes["nvfp4"] < 0.45  # random in dy, to nearest in the weights
+    assert probed["mxfp4"].figures["noise_ratio"].mean == math.inf
+    assert 1 < probed["quartet"].figures["noise_ratio"].mean < 1000
+
+
+def test_the_layers_that_a_recipe_keeps_are_hurt_least(probed):
+    errors = {layer.parameter: layer.relative_error for layer in probed["nvfp4"].layers}
+    assert errors["head.weight"] < 0.01 < errors["blocks.0.qkv.weight"]
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_reference_sees_the_same_forward_pass(name, subject):
+    r = recipe(name)
+    models = [subject.model(v) for v in (r.with_places({"compute": "fp32"}), r.with_wide_backward())]
+    narrow, reference = (loss_and_gradient(m, subject.batches[0], subject.position)[0] for m in models)
+    assert narrow.hex() == reference.hex()
+
+
+def test_the_same_numbers_every_time(subject, probed):
+    again = probe(subject, [recipe("quartet")], draws=4)
+    assert probe_json(again) == probe_json([probed["quartet"]])
+
+
+def test_a_run_is_probed_by_the_command(narrowgauge, line, tmp_path):
+    run = tmp_path / "run"
+    assert narrowgauge(*line({"recipe.name": "bf16"}), "--out", run).code == 0
+    done = narrowgauge("probe", run, "--recipes", "bf16,mxfp4", "--batches", 2, "--draws", 2, "--json")
+    assert done.code == 0
+    kept = json.loads((run / "probe.json").read_text())
+    assert kept == json.loads(done.out)
+    assert list(kept["recipes"]) == ["bf16", "mxfp4"]
+    assert set(kept["recipes"]["mxfp4"]) == {
+        "loss_increase",
+        "gradient_cosine",
+        "gradient_bias",
+        "averaging_slope",
+        "effective_bits",
+        "noise_ratio",
+        "layers",
+    }
+    assert kept["recipes"]["mxfp4"]["noise_ratio"] == {"mean": None, "low": None, "high": None}
+    table = narrowgauge("probe", run, "--recipes", "mxfp4", "--batches", 2)
+    assert "largest relative errors of gradients: " in table.out
+
+
+def test_one_batch_has_no_interval(narrowgauge, line, tmp_path):
+    run = tmp_path / "run"
+    assert narrowgauge(*line(), "--out", run).code == 0
+    done = narrowgauge("probe", run, "--batches", 1)
+    assert done.code == 2
+    assert "an interval needs two" in done.err
