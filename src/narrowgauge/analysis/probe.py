@@ -48,6 +48,7 @@ from narrowgauge.analysis.gradient import (
 )
 from narrowgauge.data import Batch
 from narrowgauge.distributed import ModelSpec
+from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes import recipe as recipe_named
@@ -130,8 +131,17 @@ def probe(
 
     Returns:
         One object for each recipe.
+
+    Raises:
+        UserError: There are fewer than two batches.
     """
     assert draws >= 1
+    if len(subject.batches) < 2:
+        size, length = subject.batches[0].x_BT.shape
+        raise UserError(
+            f"the probe has one batch of {size} sequences of {length} tokens, and an interval needs two; set "
+            "--batches to 2 or more, take a smaller --batch-size, or bring more text with --data"
+        )
     wide = subject.model(recipe_named("fp32"))
     losses = [loss_of(wide, batch, subject.position) for batch in subject.batches]
     del wide

@@ -1,15 +1,21 @@
-"""The subject of a probe from a path: a run, or a model of another program."""
+"""The subject of a probe from a path, and its optimizer: a run, or a model of another program."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from narrowgauge.analysis.gradient import Position
 from narrowgauge.analysis.probe import Subject
+from narrowgauge.analysis.update import Moments, UpdateRule
+from narrowgauge.checkpoint import load, newest_valid
+from narrowgauge.checkpoint.interop.external_model import is_external_model
 from narrowgauge.data import validation_batches
 from narrowgauge.data.cache import Progress
-from narrowgauge.errors import UserError
 from narrowgauge.recipes import Recipe
 from narrowgauge.training import TrainedRun, open_run
+from narrowgauge.training.run_directory import RunDirectory
+from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.training.use.run_data import run_data
 
 
@@ -45,22 +51,34 @@ def open_probed(
         progress: Shows how text is prepared.
 
     Raises:
-        UserError: There is no such run or model, it has no checkpoint, or there is too little text for two
-            batches.
+        UserError: There is no such run or model, it has no checkpoint, or there is too little text.
     """
     trained = open_run(path, device, tokenizer)
     data, training = trained.config.data, trained.config.training
     tokens = run_data(trained, source, progress).val
     size, length = batch_size or training.micro_batch_size, sequence_length or data.sequence_length
     taken = list(validation_batches(tokens, size, length, batches, data.separate_documents))
-    if len(taken) < 2:
-        raise UserError(
-            f"the probe has {len(taken)} batch of {size} sequences of {length} tokens, and an interval needs "
-            "two; set --batches to 2 or more, take a smaller --batch-size, or bring more text with --data"
-        )
     weights = trained.weights()
     spec = replace(trained.config.spec, recompute=0)
     steps = training.steps
     position = Position(training.seed, min(trained.step + 1, steps), steps)
     target = next(trained.model.parameters()).device
     return Probed(Subject(spec, weights, position, taken, target), trained, trained.config.spec.recipe)
+
+
+def update_rule(trained: TrainedRun) -> UpdateRule:
+    """The next step of a run's optimizer; plain descent where there is no AdamW state to go on from."""
+    config = trained.config
+    checkpoint = None
+    if not is_external_model(trained.path):
+        checkpoint, _ = newest_valid(RunDirectory(trained.path).checkpoints, None)
+    if checkpoint is None or config.optimizer.name != "adamw" or "optimizer" not in load(checkpoint).tensors:
+        return UpdateRule({})
+    trainer = Trainer.begin(config, torch.device("cpu"))
+    trainer.restore(checkpoint)
+    device = next(trained.model.parameters()).device
+    moments = {}
+    for name, p in trainer.model.named_parameters():
+        m, v = (trainer.optimizer.moments(p)[place].read().to(device) for place in ("m", "v"))
+        moments[name] = Moments(m, v, int(trainer.optimizer.state[p]["step"]))
+    return UpdateRule(moments, config.optimizer.betas, config.optimizer.eps)

@@ -1,27 +1,40 @@
-"""`probe`: what recipes do to a model, measured without training."""
+"""`probe` and `sensitivity`: what narrow numbers do to a model, measured without training."""
 
 import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 
-from narrowgauge.analysis import RecipeProbe, open_probed, probe, probe_json
+from narrowgauge.analysis import (
+    Cost,
+    Probed,
+    RecipeProbe,
+    estimate_costs,
+    exact_costs,
+    open_probed,
+    probe,
+    probe_json,
+    sensitivity_json,
+    update_rule,
+    worst,
+)
 from narrowgauge.analysis.probe import USEFUL, Progress
 from narrowgauge.cli.options import positive_integer
 from narrowgauge.files import write_whole
-from narrowgauge.recipes import recipe
+from narrowgauge.recipes import GEMM_PLACES, recipe
 from narrowgauge.t_interval import Interval
-from narrowgauge.training.run_directory import PROBE
+from narrowgauge.training.run_directory import PROBE, SENSITIVITY
 
-HELP = "what recipes do to a model's loss and gradient, without training"
+PROBE_HELP = "what recipes do to a model's loss and gradient, without training"
 _COLUMNS = {
     "loss_increase": ("loss +", ".5f", ""),
     "gradient_cosine": ("cosine", ".5f", ""),
@@ -33,17 +46,33 @@ _COLUMNS = {
 _WORST = 3  # parameters that are named under the table, for each recipe
 
 
+SENSITIVITY_HELP = "what narrowing each layer and place alone would cost a model"
+
+
 def add_probe_options(p: argparse.ArgumentParser) -> None:
     """Add the options of `probe`."""
-    p.add_argument("run", metavar="RUN", type=Path, help="a run, a Hugging Face folder or an llm.c model")
+    _add_subject(p, batches=8)
     p.add_argument("--recipes", metavar="A,B,...", help="shipped recipes or .toml files (the run's own)")
-    p.add_argument("--data", metavar="SOURCE", help="other text than the run's")
-    p.add_argument("--batches", type=positive_integer, default=8, metavar="N", help="of held-out text (8)")
-    p.add_argument("--batch-size", type=positive_integer, metavar="N", help="sequences (the run's)")
-    p.add_argument("--sequence-length", type=positive_integer, metavar="N", help="tokens (the run's)")
     p.add_argument(
         "--draws", type=positive_integer, default=8, metavar="N", help="of random bits, for each batch (8)"
     )
+
+
+def add_sensitivity_options(p: argparse.ArgumentParser) -> None:
+    """Add the options of `sensitivity`."""
+    _add_subject(p, batches=4)
+    p.add_argument("--to", required=True, metavar="CAST", help="the cast of a narrow place, such as mxfp4")
+    p.add_argument("--exact", action="store_true", help="measure each place with passes of its own, too")
+
+
+def _add_subject(p: argparse.ArgumentParser, batches: int) -> None:
+    """Add the options that name a model and the batches it is measured on."""
+    p.add_argument("run", metavar="RUN", type=Path, help="a run, a Hugging Face folder or an llm.c model")
+    p.add_argument("--data", metavar="SOURCE", help="other text than the run's")
+    text = f"of held-out text ({batches})"
+    p.add_argument("--batches", type=positive_integer, default=batches, metavar="N", help=text)
+    p.add_argument("--batch-size", type=positive_integer, metavar="N", help="sequences (the run's)")
+    p.add_argument("--sequence-length", type=positive_integer, metavar="N", help="tokens (the run's)")
     p.add_argument("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json (that of the model)")
     p.add_argument("--device", default="auto", help="auto, cpu or cuda")
     p.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -52,32 +81,87 @@ def add_probe_options(p: argparse.ArgumentParser) -> None:
 def run_probe(options: argparse.Namespace) -> None:
     """Probe, print the table or JSON, and keep it in the run directory for the report."""
     named = [recipe(name.strip()) for name in (options.recipes or "").split(",") if name.strip()]
-    errors = Console(stderr=True)
-    with _progress(errors, "probe") as show:
-        probed = open_probed(
-            options.run,
-            options.device,
-            options.tokenizer,
-            options.data,
-            options.batches,
-            options.batch_size,
-            options.sequence_length,
-        )
+    with _progress(Console(stderr=True), "probe") as show:
+        probed = _open(options)
         probes = probe(probed.subject, named or [probed.recipe], options.draws, show)
-    facts = {
-        "step": probed.trained.step,
-        "batches": len(probed.subject.batches),
-        "tokens": sum(batch.targets for batch in probed.subject.batches),
-        "draws": options.draws,
-    }
-    text = json.dumps(probe_json(probes, **facts), indent=1)
-    if (options.run / "config.toml").is_file():  # a run directory
-        write_whole(options.run / PROBE, text + "\n")
+    found = probe_json(probes, **_facts(probed), draws=options.draws)
+    _keep(options.run, PROBE, found)
     if options.json:
-        print(text)
+        print(json.dumps(found, indent=1))
+    else:
+        _print_table(probes, _heading(options.run, probed))
+
+
+def run_sensitivity(options: argparse.Namespace) -> None:
+    """Estimate the cost of each layer and place, measure it if asked, print the map or JSON, and keep it."""
+    cast = recipe("fp32").with_places({"fprop.x": options.to}).casts["fprop.x"]
+    with _progress(Console(stderr=True), "sensitivity") as show:
+        probed = _open(options)
+        rule = update_rule(probed.trained)
+        estimated = estimate_costs(probed.subject, cast, rule, show)
+        exact = exact_costs(probed.subject, cast, rule, show) if options.exact else None
+    found = sensitivity_json(estimated, exact, **_facts(probed), to=cast.name)
+    _keep(options.run, SENSITIVITY, found)
+    if options.json:
+        print(json.dumps(found, indent=1))
         return
-    tokens = f"{facts['tokens']:,} tokens in {facts['batches']} batches"
-    _print_table(probes, f"{options.run} after step {facts['step']}, {tokens}; figures with 95 % intervals")
+    console = Console()
+    console.print(
+        f"{_heading(options.run, probed)}, one place in {cast.name}", highlight=False, soft_wrap=True
+    )
+    for title, costs in (("estimated", estimated), ("measured", exact)):
+        if costs is not None:
+            console.print(_map(costs, title))
+    for line in _COST_NOTES:
+        console.print(line, style="dim", markup=False, highlight=False)
+    console.print(f"worst: {', '.join(found['worst'])}", markup=False, highlight=False, soft_wrap=True)
+    if exact is not None:
+        console.print(
+            f"rank correlation of estimated and measured: {found['rank_correlation']:.3f}", highlight=False
+        )
+
+
+def _open(options: argparse.Namespace) -> Probed:
+    return open_probed(
+        options.run,
+        options.device,
+        options.tokenizer,
+        options.data,
+        options.batches,
+        options.batch_size,
+        options.sequence_length,
+    )
+
+
+def _facts(probed: Probed) -> dict[str, int]:
+    batches = probed.subject.batches
+    return {
+        "step": probed.trained.step,
+        "batches": len(batches),
+        "tokens": sum(batch.targets for batch in batches),
+    }
+
+
+def _heading(run: Path, probed: Probed) -> str:
+    facts = _facts(probed)
+    return f"{run} after step {facts['step']}, {facts['tokens']:,} tokens in {facts['batches']} batches"
+
+
+def _keep(run: Path, name: str, found: dict[str, Any]) -> None:
+    """Keep what was found in a run directory, for the report; models of other programs stay as they are."""
+    if (run / "config.toml").is_file():
+        write_whole(run / name, json.dumps(found, indent=1) + "\n")
+
+
+def _map(costs: Sequence[Cost], title: str) -> Table:
+    """A table of layers x places; the four worst are marked."""
+    marked = {cost.name for cost in worst(costs)}
+    table = Table(title, *GEMM_PLACES, box=None, header_style="bold")
+    by_name = {cost.name: cost.cost for cost in costs}
+    for layer in dict.fromkeys(cost.layer for cost in costs):
+        names = [f"{layer}.{place}" for place in GEMM_PLACES]
+        table.add_row(layer, *(f"{by_name[n]:.1e}{'*' if n in marked else ''}" for n in names))
+    return table
 
 
 def _print_table(probes: list[RecipeProbe], heading: str) -> None:
@@ -93,11 +177,15 @@ def _print_table(probes: list[RecipeProbe], heading: str) -> None:
         console.print(line, style="dim", markup=False, highlight=False)
 
 
+_COST_NOTES = (
+    "fprop: share of the loss that it adds; dgrad, wgrad: how far the optimizer's next step moves, squared",
+    "*: the four worst",
+)
 _NOTES = (
     "loss +: nats a token more than the same weights in fp32",
     "cosine, bias, bits: of the gradient, against that of the same forward pass with a backward pass in fp32",
     "slope: bits gained when draws are averaged; 0.5 is unbiased, 0 is nothing but bias",
-    "g/noise: norm of that gradient over the noise of the random bits",
+    "g/noise: norm of that gradient over the noise of the random bits; ±: 95 % interval over the batches",
 )
 
 

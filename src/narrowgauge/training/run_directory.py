@@ -6,7 +6,7 @@
     special_tokens.json   what an imported model says of the tokens that begin and end a text
     metrics.jsonl    one object a step, and events
     gauges.jsonl     one object a layer and place, for the steps at which gauges were read
-    probe.json       what `narrowgauge probe` measured last
+    probe.json, sensitivity.json   what `narrowgauge probe` and `narrowgauge sensitivity` found last
     checkpoints/     published atomically
     report.html      one page
     status.json      {"status": ..., "reason": ...}
@@ -36,6 +36,7 @@ from narrowgauge.training.config.diff import TORCH, ConfigDiff, config_diff, req
 
 SPECIAL_TOKENS = "special_tokens.json"
 PROBE = "probe.json"
+SENSITIVITY = "sensitivity.json"
 
 
 @dataclass(frozen=True, slots=True)
