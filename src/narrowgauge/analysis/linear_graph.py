@@ -86,6 +86,23 @@ class LinearGraph:
                 costs[name, place] = rule.moved(weight, self.gradient[weight], d_NK) / size
         return costs
 
+    def relative_errors(self, cast: Cast) -> dict[tuple[str, str], float]:
+        """|e|^2 / |x|^2 of both operands of each GEMM together, by layer and GEMM."""
+        errors = {}
+        for name, tensors in self.layers.items():
+            x_MK, g_MN = tensors.x.detach().flatten(0, -2), tensors.g_MN
+            w_NK = tensors.layer.weight.detach()
+            operands = {
+                "fprop": ((x_MK, -1), (w_NK, -1)),
+                "dgrad": ((g_MN, -1), (w_NK, 0)),
+                "wgrad": ((g_MN, 0), (x_MK, 0)),
+            }
+            for gemm, pair in operands.items():
+                errors[name, gemm] = sum(
+                    (_error(t, cast, axis).square().sum() / t.square().sum()).item() for t, axis in pair
+                )
+        return errors
+
     def _loss_increase(self, tensors: LayerTensors, d_MN: torch.Tensor) -> float:
         """The loss that an error of a layer's output adds, to second order."""
         first = (tensors.g_MN * d_MN).double().sum().item()

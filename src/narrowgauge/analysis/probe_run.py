@@ -27,6 +27,11 @@ class Probed:
     trained: TrainedRun
     recipe: Recipe
 
+    @property
+    def layers(self) -> list[str]:
+        """The names of the linear layers, in the order of the model."""
+        return [n for n, module in self.trained.model.named_modules() if isinstance(module, torch.nn.Linear)]
+
 
 def open_probed(
     path: Path,

@@ -118,6 +118,12 @@ def exact_costs(
     return costs
 
 
+def relative_errors(subject: Subject, cast: Cast) -> dict[Key, float]:
+    """The relative squared quantization error of each GEMM's operands in a cast, on the first batch."""
+    model = subject.model(recipe_named("fp32"))
+    return LinearGraph(model, subject.batches[0], subject.position.seed).relative_errors(cast)
+
+
 def layers_of(model: Transformer) -> list[str]:
     """The names of the linear layers, in the order of the model."""
     return [name for name, module in model.named_modules() if isinstance(module, Linear)]

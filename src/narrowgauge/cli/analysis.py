@@ -51,7 +51,7 @@ SENSITIVITY_HELP = "what narrowing each layer and place alone would cost a model
 
 def add_probe_options(p: argparse.ArgumentParser) -> None:
     """Add the options of `probe`."""
-    _add_subject(p, batches=8)
+    add_subject(p, batches=8)
     p.add_argument("--recipes", metavar="A,B,...", help="shipped recipes or .toml files (the run's own)")
     p.add_argument(
         "--draws", type=positive_integer, default=8, metavar="N", help="of random bits, for each batch (8)"
@@ -60,12 +60,12 @@ def add_probe_options(p: argparse.ArgumentParser) -> None:
 
 def add_sensitivity_options(p: argparse.ArgumentParser) -> None:
     """Add the options of `sensitivity`."""
-    _add_subject(p, batches=4)
+    add_subject(p, batches=4)
     p.add_argument("--to", required=True, metavar="CAST", help="the cast of a narrow place, such as mxfp4")
     p.add_argument("--exact", action="store_true", help="measure each place with passes of its own, too")
 
 
-def _add_subject(p: argparse.ArgumentParser, batches: int) -> None:
+def add_subject(p: argparse.ArgumentParser, batches: int) -> None:
     """Add the options that name a model and the batches it is measured on."""
     p.add_argument("run", metavar="RUN", type=Path, help="a run, a Hugging Face folder or an llm.c model")
     p.add_argument("--data", metavar="SOURCE", help="other text than the run's")
@@ -81,22 +81,22 @@ def _add_subject(p: argparse.ArgumentParser, batches: int) -> None:
 def run_probe(options: argparse.Namespace) -> None:
     """Probe, print the table or JSON, and keep it in the run directory for the report."""
     named = [recipe(name.strip()) for name in (options.recipes or "").split(",") if name.strip()]
-    with _progress(Console(stderr=True), "probe") as show:
-        probed = _open(options)
+    with progress(Console(stderr=True), "probe") as show:
+        probed = open_subject(options)
         probes = probe(probed.subject, named or [probed.recipe], options.draws, show)
     found = probe_json(probes, **_facts(probed), draws=options.draws)
     _keep(options.run, PROBE, found)
     if options.json:
         print(json.dumps(found, indent=1))
     else:
-        _print_table(probes, _heading(options.run, probed))
+        _print_table(probes, heading(options.run, probed))
 
 
 def run_sensitivity(options: argparse.Namespace) -> None:
     """Estimate the cost of each layer and place, measure it if asked, print the map or JSON, and keep it."""
     cast = recipe("fp32").with_places({"fprop.x": options.to}).casts["fprop.x"]
-    with _progress(Console(stderr=True), "sensitivity") as show:
-        probed = _open(options)
+    with progress(Console(stderr=True), "sensitivity") as show:
+        probed = open_subject(options)
         rule = update_rule(probed.trained)
         estimated = estimate_costs(probed.subject, cast, rule, show)
         exact = exact_costs(probed.subject, cast, rule, show) if options.exact else None
@@ -107,7 +107,7 @@ def run_sensitivity(options: argparse.Namespace) -> None:
         return
     console = Console()
     console.print(
-        f"{_heading(options.run, probed)}, one place in {cast.name}", highlight=False, soft_wrap=True
+        f"{heading(options.run, probed)}, one place in {cast.name}", highlight=False, soft_wrap=True
     )
     for title, costs in (("estimated", estimated), ("measured", exact)):
         if costs is not None:
@@ -121,7 +121,8 @@ def run_sensitivity(options: argparse.Namespace) -> None:
         )
 
 
-def _open(options: argparse.Namespace) -> Probed:
+def open_subject(options: argparse.Namespace) -> Probed:
+    """Open what the options of `add_subject` name."""
     return open_probed(
         options.run,
         options.device,
@@ -142,7 +143,8 @@ def _facts(probed: Probed) -> dict[str, int]:
     }
 
 
-def _heading(run: Path, probed: Probed) -> str:
+def heading(run: Path, probed: Probed) -> str:
+    """The first line of a result: the model, and what it was measured on."""
     facts = _facts(probed)
     return f"{run} after step {facts['step']}, {facts['tokens']:,} tokens in {facts['batches']} batches"
 
@@ -164,9 +166,9 @@ def _map(costs: Sequence[Cost], title: str) -> Table:
     return table
 
 
-def _print_table(probes: list[RecipeProbe], heading: str) -> None:
+def _print_table(probes: list[RecipeProbe], first_line: str) -> None:
     console = Console()
-    console.print(heading, markup=False, highlight=False, soft_wrap=True)
+    console.print(first_line, markup=False, highlight=False, soft_wrap=True)
     table = Table("recipe", box=None, header_style="bold")
     for title, *_ in _COLUMNS.values():
         table.add_column(title, justify="right")
@@ -212,7 +214,7 @@ def _cell(value: Interval, digits: str, exact: str) -> str:
 
 
 @contextmanager
-def _progress(console: Console, name: str) -> Iterator[Progress]:
+def progress(console: Console, name: str) -> Iterator[Progress]:
     """A bar on a terminal; elsewhere a line when a recipe begins."""
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeRemainingColumn(compact=True))
     with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from narrowgauge.checkpoint import PoisonedError, SaveError
-from narrowgauge.cli import analysis, bench, compare, launch, machine, prepare, recipes, train
+from narrowgauge.cli import analysis, bench, compare, launch, machine, prepare, recipes, search, train
 from narrowgauge.cli.models import add_exchange_verbs
 from narrowgauge.cli.options import Parser, add_config_options, config_values, unknown_argument
 from narrowgauge.cluster import WorldFailed
@@ -125,6 +125,7 @@ def _parser() -> tuple[Parser, list[str]]:
     analysis.add_probe_options(verb("probe", analysis.PROBE_HELP, analysis.run_probe))
     p = verb("sensitivity", analysis.SENSITIVITY_HELP, analysis.run_sensitivity)
     analysis.add_sensitivity_options(p)
+    search.add_options(verb("search", search.HELP, search.run))
     p = verb("launch", "write the script that starts a run on a cluster", launch.run)
     launch.add_options(p, _read_train)
     train.add_report_options(verb("report", train.REPORT_HELP, train.run_report))

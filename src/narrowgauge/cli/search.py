@@ -1,0 +1,116 @@
+"""`search`: the recipe of least predicted cost under a budget."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from narrowgauge.analysis import (
+    Probed,
+    baselines,
+    choices_of,
+    estimate_costs,
+    recipe_text,
+    relative_errors,
+    solve,
+    update_rule,
+)
+from narrowgauge.cli.analysis import add_subject, heading, open_subject, progress
+from narrowgauge.errors import UserError
+from narrowgauge.files import make_directory, write_whole
+from narrowgauge.quantization import Cast
+from narrowgauge.recipes import load_recipe, recipe
+from narrowgauge.report import print_verdicts, read_runs, write_report
+from narrowgauge.report.compare.compare import compare
+from narrowgauge.report.compare.grid import RECIPE, Variant, make_points
+
+HELP = "the recipe that costs a model least, with a share of its FLOPs in 4 bits"
+
+
+def add_options(p: argparse.ArgumentParser) -> None:
+    """Add the options of the verb."""
+    add_subject(p, batches=4)
+    p.add_argument("--formats", required=True, metavar="A,B,C", help="casts to choose from: mxfp4,mxfp8,bf16")
+    p.add_argument("--budget", required=True, type=float, metavar="X", help="least share of FLOPs in 4 bits")
+    p.add_argument("--out", required=True, type=Path, metavar="R.toml", help="the recipe's file")
+    p.add_argument("--check", action="store_true", help="train it beside bf16 and four baselines")
+    p.add_argument("--seeds", default="3", metavar="N|A,B,C", help="with --check: seeds of each (3)")
+    p.add_argument("--steps", metavar="N", help="with --check: optimizer steps (the run's)")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Search, write the recipe, and train it beside its baselines if asked."""
+    casts = _casts(options.formats)
+    if options.out.suffix != ".toml":
+        raise UserError(f"--out {options.out} is the file of a recipe, which ends in .toml; add the ending")
+    with progress(Console(stderr=True), "search") as show:
+        probed = open_subject(options)
+        rule = update_rule(probed.trained)
+        costs = {
+            name: estimate_costs(probed.subject, cast, rule, lambda _, *n, name=name: show(name, *n))
+            for name, cast in casts.items()
+        }
+    weights = _weights(probed)
+    choices = choices_of(casts, weights, costs)
+    found = solve(choices, options.budget)
+    source = f"narrowgauge search {options.run} --formats {options.formats} --budget {options.budget}"
+    share = choices.share(found)
+    title = f"{share:.0%} of the FLOPs in 4 bits, at least predicted cost"
+    text = recipe_text(found, options.out.stem, title, source)
+    make_directory(options.out.parent)
+    write_whole(options.out, text)
+    load_recipe(options.out)
+    console = Console()
+    console.print(f"{heading(options.run, probed)}", markup=False, highlight=False, soft_wrap=True)
+    line = f"{options.out}: {share:.3f} of the FLOPs in 4 bits, predicted cost {choices.cost(found):.3g}"
+    errors = relative_errors(probed.subject, casts[choices.narrowest])
+    others = baselines(choices, options.budget, errors, _blocks(weights), probed.subject.position.seed)
+    compared = [f"{name} {choices.cost(a):.3g} at {choices.share(a):.3f}" for name, a in others.items()]
+    console.print(f"{line}; {', '.join(compared)}", markup=False, highlight=False, soft_wrap=True)
+    if options.check:
+        folder = options.out.with_suffix("")
+        about = f"baseline of {options.out.stem}"
+        texts = {name: recipe_text(a, name, about, source) for name, a in others.items()}
+        _check(options, probed, folder, {options.out.stem: text, **texts}, console)
+
+
+def _check(
+    options: argparse.Namespace, probed: Probed, folder: Path, recipes: Mapping[str, str], console: Console
+) -> None:
+    """Train bf16 and the recipes, paired by seed, in a folder of their own; print the verdicts."""
+    make_directory(folder)
+    variants = [Variant("bf16", {RECIPE: "bf16"})]
+    for name, text in recipes.items():
+        path = folder / f"{name}.recipe.toml"
+        write_whole(path, text)
+        variants.append(Variant(name, {RECIPE: str(path)}))
+    values = probed.trained.config.model_dump()
+    values["recipe"] = {"backend": probed.trained.config.recipe.backend}
+    if options.steps:
+        values["training"]["steps"] = options.steps
+    paths = compare(make_points(values, variants, {}, options.seeds), folder, console)
+    report = write_report(paths, folder / "report.html")
+    print_verdicts(read_runs(paths), console)
+    console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _casts(text: str) -> dict[str, Cast]:
+    """The casts of --formats by name, in their order."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise UserError("--formats is empty, but a search needs casts to choose from, as in mxfp4,bf16")
+    wide = recipe("fp32")
+    return {name: wide.with_places({"fprop.x": name}).casts["fprop.x"] for name in names}
+
+
+def _weights(probed: Probed) -> dict[str, int]:
+    """The number of elements of each linear layer's weight."""
+    parameters = dict(probed.trained.model.named_parameters(remove_duplicate=False))
+    return {name: parameters[f"{name}.weight"].numel() for name in probed.layers}
+
+
+def _blocks(weights: Mapping[str, int]) -> dict[str, int | None]:
+    """The number of each layer's block; None for the head."""
+    words = {name: name.split(".") for name in weights}
+    return {name: int(w[1]) if w[0] == "blocks" else None for name, w in words.items()}

@@ -1,0 +1,108 @@
+"""The search against all assignments of a small problem, and its recipe against what was assigned."""
+
+import itertools
+import tomllib
+
+import pytest
+
+from narrowgauge.analysis import baselines, choices_of, recipe_text, solve
+from narrowgauge.analysis.search import TOLERANCE
+from narrowgauge.analysis.sensitivity import Cost
+from narrowgauge.errors import UserError
+from narrowgauge.quantization import cast
+from narrowgauge.recipes import GEMM_PLACES, GEMMS, load_recipe, parse_recipe
+
+CASTS = {name: cast(name) for name in ("mxfp4", "mxfp8", "bf16")}
+WEIGHTS = {"blocks.0.down": 300, "blocks.1.down": 300, "head": 100}
+
+
+def costs_of(casts=CASTS):
+    """Costs without a pattern, smaller for wider formats, some below zero."""
+    sizes = {"mxfp4": 1.0, "mxfp8": 0.1, "bf16": 0.0}
+    return {
+        name: [
+            Cost(layer, place, sizes[name] * ((7 * i + 5 * j) % 11 - 1))
+            for i, layer in enumerate(WEIGHTS)
+            for j, place in enumerate(GEMM_PLACES)
+        ]
+        for name in casts
+    }
+
+
+CHOICES = choices_of(CASTS, WEIGHTS, costs_of())
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.25, 0.5, 0.75, 1.0])
+def test_no_assignment_within_the_budget_costs_less(budget):
+    found = solve(CHOICES, budget)
+    assert budget - 1e-9 <= CHOICES.share(found) <= budget + TOLERANCE + 1e-9
+    best = float("inf")
+    for names in itertools.product(CASTS, repeat=len(CHOICES.shares)):
+        other = dict(zip(CHOICES.shares, names, strict=True))
+        if budget - 1e-9 <= CHOICES.share(other) <= budget + TOLERANCE + 1e-9:
+            best = min(best, CHOICES.cost(other))
+    assert CHOICES.cost(found) == pytest.approx(best, abs=1e-12)
+
+
+def test_all_gemms_of_a_layer_do_the_same_work():
+    assert sum(CHOICES.shares.values()) == pytest.approx(1)
+    assert CHOICES.shares["head", "wgrad"] == CHOICES.shares["head", "fprop"] == pytest.approx(100 / 2100)
+
+
+@pytest.mark.parametrize("budget", [0.25, 0.75, 1.0])
+def test_the_recipe_says_what_was_assigned(budget):
+    found = solve(CHOICES, budget)
+    recipe = parse_recipe(recipe_text(found, "mine", "title", "source"), "mine.toml")
+    for layer in WEIGHTS:
+        block = int(layer.split(".")[1]) if layer != "head" else None
+        casts = recipe.for_layer([(layer, block)], 2).casts
+        for gemm in GEMMS:
+            assert {casts[p].name for p in GEMM_PLACES if p.startswith(gemm)} == {found[layer, gemm]}
+
+
+def test_one_format_everywhere_needs_no_names():
+    text = recipe_text(dict.fromkeys(CHOICES.shares, "mxfp4"), "all", "title", "source")
+    assert tomllib.loads(text)["rule"] == [{"fprop": "mxfp4", "dgrad": "mxfp4", "wgrad": "mxfp4"}]
+
+
+def test_the_baselines_keep_to_the_budget():
+    blocks = {"blocks.0.down": 0, "blocks.1.down": 1, "head": None}
+    errors = {gemm: float(i) for i, gemm in enumerate(CHOICES.shares)}
+    found = baselines(CHOICES, 0.4, errors, blocks, seed=0)
+    assert list(found) == ["uniform", "keep-ends", "smallest-error", "random"]
+    assert CHOICES.share(found["uniform"]) == pytest.approx(1)
+    for name in ("keep-ends", "smallest-error", "random"):
+        assert 0.4 - 1e-9 <= CHOICES.share(found[name]) <= 0.45 + 1e-9, name
+    assert {gemm for gemm, name in found["smallest-error"].items() if name == "mxfp4"} == set(
+        list(errors)[:3]
+    )
+    assert all(found["keep-ends"]["head", gemm] == "bf16" for gemm in GEMMS)
+
+
+@pytest.mark.parametrize(
+    ("casts", "budget", "sentence"),
+    [
+        (("mxfp8", "bf16"), 0.5, "none has 4 bits or fewer"),
+        (("mxfp4", "bf16"), 1.5, "must be a share from 0 to 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(casts, budget, sentence):
+    with pytest.raises(UserError, match=sentence):
+        solve(choices_of({n: CASTS[n] for n in casts}, WEIGHTS, costs_of(casts)), budget)
+
+
+def test_a_budget_between_whole_gemms_is_refused():
+    costs = {name: [c for c in found if c.layer == "head"] for name, found in costs_of().items()}
+    with pytest.raises(UserError, match="the smallest GEMM has 0.333; take another budget"):
+        solve(choices_of(CASTS, {"head": 100}, costs), 0.4)
+
+
+def test_the_command_writes_a_recipe_that_trains(narrowgauge, line, tmp_path):
+    run, out = tmp_path / "run", tmp_path / "found.toml"
+    assert narrowgauge(*line({"recipe.name": "bf16"}), "--out", run).code == 0
+    words = ("--formats", "mxfp4,bf16", "--budget", "0.5", "--batches", 1, "--batch-size", 2)
+    done = narrowgauge("search", run, *words, "--out", out)
+    assert done.code == 0, done.err
+    assert "of the FLOPs in 4 bits, predicted cost" in done.out
+    assert load_recipe(out).name == "found"
+    assert narrowgauge(*line({"recipe.name": str(out)}), "--out", tmp_path / "narrow").code == 0
