@@ -120,7 +120,15 @@ def test_links_between_pages_lead_somewhere(page):
 
 #: What pages name and a checkout does not hold: files of a user, of a run, of the examples of CONTRIBUTING.
 OF_OTHERS = {"tokenizer.json", "vocab.json", "config.json", ".vscode/launch.json", "megatron.toml", "blobs/"}
-OF_A_RUN = {"index.json", "identity.json", "state.json", "status.json", "scaling.json"}
+OF_A_RUN = {
+    "index.json",
+    "identity.json",
+    "state.json",
+    "status.json",
+    "scaling.json",
+    "probe.json",
+    "sensitivity.json",
+}
 OF_EXAMPLES = {"utils.py", "src/narrowgauge/recipes/shipped/mxfp8-e3m4.toml"}
 
 

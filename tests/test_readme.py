@@ -18,7 +18,7 @@ from support.markdown import blocks, shell_lines, titled
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-TOPICS = ("recipes", "data", "models", "gauges", "run-directory", "plan", "launch")
+TOPICS = ("recipes", "data", "models", "gauges", "run-directory", "plan", "launch", "which-number-hurts")
 PAGES = {"README.md": README} | {
     f"docs/{name}.md": (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in TOPICS
 }
@@ -42,6 +42,7 @@ def test_every_verb_is_shown():
     assert {words[0] for page in PAGES.values() for words in commands(page)} == {
         *("train", "compare", "sample", "eval", "report", "recipes", "formats", "prepare"),
         *("export", "import", "plan", "convert", "doctor", "launch"),
+        *("probe", "sensitivity", "search"),
     }
 
 

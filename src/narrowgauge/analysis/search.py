@@ -116,34 +116,48 @@ def solve(choices: Choices, budget: float) -> Assignment:
     """
     if not 0 <= budget <= 1:
         raise UserError(f"--budget {budget} must be a share from 0 to 1, such as 0.75")
+    options = [(gemm, name) for gemm in choices.shares for name in choices.casts]
+    costs = [choices.costs[gemm][name] for gemm, name in options]
+    chosen = _milp(choices, costs, budget, budget + TOLERANCE)
+    if chosen is None:
+        shares = [choices.shares[gemm] * choices.is_narrow(name) for gemm, name in options]
+        above = _milp(choices, shares, budget, 1.0)
+        assert above is not None  # everything in the narrowest format
+        reached = choices.share(dict(zip(choices.shares, above, strict=True)))
+        raise UserError(
+            f"--budget {budget}: no choice of whole GEMMs has a share of {budget:.2f} to "
+            f"{budget + TOLERANCE:.2f} of the FLOPs; the next above has {reached:.3f}, so take that"
+        )
+    return dict(zip(choices.shares, chosen, strict=True))
+
+
+def _milp(choices: Choices, costs: Sequence[float], low: float, high: float) -> list[str] | None:
+    """The formats of the GEMMs with the least sum of costs and a share of FLOPs in a range; None if none has.
+
+    `costs` are those of each GEMM in each format, formats of one GEMM beside each other.
+    """
     try:
         import numpy as np
         from scipy.optimize import Bounds, LinearConstraint, milp
     except ImportError:
         raise UserError("search needs scipy, which is not installed; pip install scipy") from None
-    options = [(gemm, name) for gemm in choices.shares for name in choices.casts]
-    count, names = len(choices.shares), len(choices.casts)
-    one_each = np.kron(np.eye(count), np.ones(names))
-    shares = np.array([choices.shares[gemm] * choices.is_narrow(name) for gemm, name in options])
-    costs = np.array([choices.costs[gemm][name] for gemm, name in options])
-    scale = costs.max() or 1.0  # the solver's tolerances are absolute
+    count, names = len(choices.shares), list(choices.casts)
+    one_each = np.kron(np.eye(count), np.ones(len(names)))
+    narrow = np.array([choices.is_narrow(name) for name in names], dtype=float)
+    shares = np.kron(np.array(list(choices.shares.values())), narrow)
     found = milp(
-        costs / scale,
+        np.array(costs) / (max(costs) or 1.0),  # the solver's tolerances are absolute
         constraints=[
             LinearConstraint(one_each, 1, 1),
-            LinearConstraint(shares, budget - 1e-9, min(budget + TOLERANCE, 1.0) + 1e-9),
+            LinearConstraint(shares, low - 1e-9, min(high, 1.0) + 1e-9),
         ],
-        integrality=np.ones(len(options)),
+        integrality=np.ones(len(costs)),
         bounds=Bounds(0, 1),
         options={"mip_rel_gap": 0.0},
     )
     if found.x is None:
-        raise UserError(
-            f"--budget {budget}: no choice of whole GEMMs has a share of {budget:.2f} to "
-            f"{budget + TOLERANCE:.2f} of the FLOPs, and the smallest GEMM has "
-            f"{min(choices.shares.values()):.3f}; take another budget"
-        )
-    return {gemm: name for (gemm, name), x in zip(options, found.x, strict=True) if x > 0.5}
+        return None
+    return [names[i] for i in found.x.reshape(count, len(names)).argmax(1)]
 
 
 def baselines(

@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,7 +80,7 @@ def add_subject(p: argparse.ArgumentParser, batches: int) -> None:
 def run_probe(options: argparse.Namespace) -> None:
     """Probe, print the table or JSON, and keep it in the run directory for the report."""
     named = [recipe(name.strip()) for name in (options.recipes or "").split(",") if name.strip()]
-    with progress(Console(stderr=True), "probe") as show:
+    with progress(Console(stderr=options.json), "probe") as show:
         probed = open_subject(options)
         probes = probe(probed.subject, named or [probed.recipe], options.draws, show)
     found = probe_json(probes, **_facts(probed), draws=options.draws)
@@ -95,7 +94,7 @@ def run_probe(options: argparse.Namespace) -> None:
 def run_sensitivity(options: argparse.Namespace) -> None:
     """Estimate the cost of each layer and place, measure it if asked, print the map or JSON, and keep it."""
     cast = recipe("fp32").with_places({"fprop.x": options.to}).casts["fprop.x"]
-    with progress(Console(stderr=True), "sensitivity") as show:
+    with progress(Console(stderr=options.json), "sensitivity") as show:
         probed = open_subject(options)
         rule = update_rule(probed.trained)
         estimated = estimate_costs(probed.subject, cast, rule, show)
@@ -224,7 +223,7 @@ def progress(console: Console, name: str) -> Iterator[Progress]:
             if recipe not in tasks:
                 tasks[recipe] = bars.add_task(f"{name} {recipe}", total=total)
                 if not console.is_terminal:
-                    print(f"{name} {recipe} ...", file=sys.stderr, flush=True)
+                    console.print(f"{name} {recipe} ...", highlight=False, markup=False)
             bars.update(tasks[recipe], completed=done)
 
         yield show

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
     casts = _casts(options.formats)
     if options.out.suffix != ".toml":
         raise UserError(f"--out {options.out} is the file of a recipe, which ends in .toml; add the ending")
-    with progress(Console(stderr=True), "search") as show:
+    with progress(Console(), "search") as show:
         probed = open_subject(options)
         rule = update_rule(probed.trained)
         costs = {
