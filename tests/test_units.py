@@ -2,7 +2,7 @@
 
 import pytest
 
-from narrowgauge.units import human_bytes, human_count
+from narrowgauge.units import human_bytes, human_count, signed_percent
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,21 @@ from narrowgauge.units import human_bytes, human_count
 )
 def test_counts_have_three_digits(count, words):
     assert human_count(count) == words
+
+
+@pytest.mark.parametrize(
+    ("percent", "words"),
+    [
+        (10.0, "+10.00 %"),
+        (-0.006, "-0.01 %"),
+        (-0.004, "0.00 %"),
+        (0.0049, "0.00 %"),
+        (-0.0, "0.00 %"),
+        (float("inf"), "not finite"),
+    ],
+)
+def test_what_rounds_to_zero_percent_has_no_sign(percent, words):
+    assert signed_percent(percent) == words
 
 
 @pytest.mark.parametrize(("count", "words"), [(12, "12 bytes"), (2048, "2.0 KiB"), (24 * 2**30, "24.0 GiB")])

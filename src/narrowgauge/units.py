@@ -1,5 +1,6 @@
 """Sizes and counts as words, and words as sizes: one formatter of each."""
 
+import math
 import re
 
 from narrowgauge.errors import UserError
@@ -31,6 +32,21 @@ def human_count(count: float) -> str:
     value = count / unit
     decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0  # three digits
     return f"{value:.{decimals}f}{suffix}" if suffix else f"{count:.0f}"
+
+
+def signed_percent(percent: float) -> str:
+    """A difference in percent, with its sign and two decimals; what rounds to zero has no sign.
+
+    >>> [signed_percent(x) for x in (1.234, -0.5, -0.004, 0.0, float("nan"))]
+    ['+1.23 %', '-0.50 %', '0.00 %', '0.00 %', 'not finite']
+    """
+    return f"{signed(percent)} %" if math.isfinite(percent) else "not finite"
+
+
+def signed(number: float) -> str:
+    """A finite number with its sign and two decimals; what rounds to zero has no sign."""
+    text = f"{number:+.2f}"
+    return text[1:] if float(text) == 0 else text
 
 
 def parse_bytes(size: str) -> int:

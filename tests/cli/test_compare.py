@@ -130,6 +130,12 @@ def test_recipes_that_cannot_be_compared(narrowgauge, compare, refused, tmp_path
     assert not (tmp_path / "both").exists()
 
 
+def test_a_vocabulary_too_small_is_refused_before_a_run_is_started(narrowgauge, compare, refused, tmp_path):
+    words = [*compare("bf16,fp8"), "--variant", "small:model.vocab_size=256"]
+    refused(narrowgauge(*words), "token ids up to 256", "model.vocab_size = 256", "--model.vocab_size 257")
+    assert not (tmp_path / "both").exists()
+
+
 def test_what_every_recipe_would_refuse_is_said_once(narrowgauge, compare, refused, tmp_path):
     refused(
         narrowgauge(*compare("bf16,fp8", {"data.source": tmp_path / "no"})), "data source", tmp_path / "no"

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from narrowgauge.data import export_tokens, open_data
+from narrowgauge.data import export_tokens, open_data, open_megatron
 from narrowgauge.errors import UserError
 
 
@@ -36,10 +36,28 @@ def test_both_layouts_bring_back_every_document(source, tmp_path, tokenizer):
     assert megatron.tokenizer.digest == data.tokenizer.digest
 
 
+def test_a_named_pair_of_megatrons_holds_all_documents_the_held_out_ones_last(source, tmp_path):
+    data = open_data(source, "bytes")
+    export_tokens(data, "megatron", tmp_path / "one", "wikipedia_text_document")
+    names = ["tokenizer.json", "wikipedia_text_document.bin", "wikipedia_text_document.idx"]
+    assert sorted(os.listdir(tmp_path / "one")) == names
+    pair = open_megatron(tmp_path / "one" / names[1])
+    (train,), (val,) = data.train.streams, data.val.streams
+    documents = [*train.documents(), *val.documents()]
+    written = np.split(pair.tokens, pair.starts[1:])
+    assert len(written) == len(documents)
+    for one, other in zip(written, documents, strict=True):
+        assert np.array_equal(one, [*other, 256])
+    export_tokens(data, "llmc", tmp_path / "llmc", "wiki")
+    assert sorted(os.listdir(tmp_path / "llmc"))[1:] == ["wiki_train_000000.bin", "wiki_val_000000.bin"]
+
+
 def test_what_cannot_be_exported_is_refused_before_anything_is_written(source, tmp_path):
     data = open_data(source, "bytes")
     with pytest.raises(UserError, match="unknown token layout 'megatronn'; the nearest is 'megatron'"):
         export_tokens(data, "megatronn", tmp_path / "x")
+    with pytest.raises(UserError, match=r"--name '\.\./x' begins the names of files in --out; use letters"):
+        export_tokens(data, "llmc", tmp_path / "x", "../x")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
     with pytest.raises(UserError, match=r"cannot write tokens to .*full: it is not an empty directory"):

@@ -158,13 +158,23 @@ def test_stages_of_zero_and_heads_that_share_keys(parity, layout):
     check(*parity(layout, "fp4", {"model.kv_heads": 2}))
 
 
+DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1}
+PARTS = DROPOUT | {"model.qk_norm": True, "model.kv_heads": 4, "training.z_loss": 0.01}
+
+
+@pytest.mark.parametrize("layout", quick([*TWO, "tp 2 x cp 2"], "tp 2 x cp 2"))
+def test_dropout_z_loss_and_the_norm_of_heads(parity, layout):
+    """Masks of tokens and of heads, of which each process has some."""
+    check(*parity(layout, "fp8-row", PARTS))
+
+
 STOCHASTIC = {"cast": "e4m3", "rounding": "stochastic"}
 
 
 @pytest.mark.parametrize("layout", [(2, {"pipeline": 2}), (2, {"pipeline": 2, "chunks": 2})])
 def test_recomputed_stages_draw_the_same_random_bits(parity, layout):
     """Later micro-batches have been begun by then; the chunks of a process take turns, too."""
-    changes = {"model.layers": 4, "training.recompute": True, "recipe.fprop.x": STOCHASTIC}
+    changes = {"model.layers": 4, "training.recompute": True, "recipe.fprop.x": STOCHASTIC, **DROPOUT}
     check(*parity(layout, "fp8", changes))
 
 

@@ -5,10 +5,10 @@ import torch
 from narrowgauge.kernels.triton import cross_entropy
 
 
-def of(width, dtype, ignored):
+def of(width, dtype, ignored, z_loss=0.0):
     z_TV, y_T = torch.empty(4, width, dtype=dtype), torch.empty(4, dtype=torch.long)
     _, stats_2T = cross_entropy.losses(z_TV, y_T, ignored)
-    cross_entropy.write_gradients(z_TV, y_T, stats_2T, torch.empty(()), ignored, z_TV)
+    cross_entropy.write_gradients(z_TV, y_T, stats_2T, torch.empty(()), ignored, z_TV, z_loss)
 
 
 CASES = [
@@ -16,4 +16,5 @@ CASES = [
     lambda: of(50257, torch.bfloat16, -100),
     lambda: of(50257, torch.float16, None),
     lambda: of(50257, torch.float32, -100),
+    lambda: of(50257, torch.bfloat16, -100, 1e-4),
 ]

@@ -150,6 +150,26 @@ def test_the_loss_and_its_gradient_through_autograd(device, overwrite, targets):
     torch.testing.assert_close(leaf.grad.view(6, 50).double(), wide.grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("targets", [None, 5])
+@pytest.mark.parametrize("kernels", ["0", "1"])
+def test_the_z_loss_is_a_term_of_its_own_with_its_exact_gradient(device, monkeypatch, targets, kernels):
+    monkeypatch.setenv("NARROWGAUGE_KERNELS", kernels)
+    z_TV, y_T = drawn(6, 500, torch.float32, device)
+    if targets is not None:
+        y_T[2] = IGNORED
+    leaf = z_TV.clone().requires_grad_()
+    objective, loss, z_loss = cross_entropy(leaf * 1, y_T, targets, overwrite=True, z_loss=0.01)
+    objective.backward()
+    wide = z_TV.double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(wide, y_T, ignore_index=IGNORED)
+    expected_z = 0.01 * wide.logsumexp(-1)[y_T != IGNORED].square().mean()
+    (expected + expected_z).backward()
+    assert z_loss.item() == pytest.approx(expected_z.item(), rel=1e-6)
+    assert objective.item() == pytest.approx(expected.item() + expected_z.item(), rel=1e-6)
+    torch.testing.assert_close(leaf.grad.double(), wide.grad, rtol=1e-5, atol=1e-7)
+    assert loss.item() == cross_entropy(z_TV, y_T, targets).item(), "what is reported stays the same"
+
+
 def test_a_second_backward_pass_over_gradients_is_refused(device):
     leaf = torch.randn(2, 3, 50, device=device, requires_grad=True)
     loss = cross_entropy(leaf * 1, torch.zeros(2, 3, dtype=torch.long, device=device), overwrite=True)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import narrowgauge.kernels.head_loss as module
-from narrowgauge.kernels.cross_entropy import IGNORED, cross_entropy
+from narrowgauge.kernels.cross_entropy import IGNORED, cross_entropy, objective_of
 from narrowgauge.kernels.head_loss import head_loss, rows_of_chunk
 from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import convert
@@ -46,20 +46,20 @@ def drawn(dtype, device):
     return h_TD.to(device), w_VD.to(device), y_T.to(device)
 
 
-def together(h_TD, w_VD, y_T, targets=None, upstream=1.0):
+def together(h_TD, w_VD, y_T, targets=None, upstream=1.0, z_loss=0.0):
     h_TD, w_VD = h_TD.clone().requires_grad_(), w_VD.clone().requires_grad_()
-    loss = head_loss(h_TD, w_VD, y_T, targets)
-    (loss * upstream).backward()
+    loss = head_loss(h_TD, w_VD, y_T, targets, z_loss)
+    (objective_of(loss) * upstream).backward()
     return loss.detach(), h_TD.grad, w_VD.grad
 
 
-def apart(h_TD, w_VD, y_T, targets=None, upstream=1.0):
+def apart(h_TD, w_VD, y_T, targets=None, upstream=1.0, z_loss=0.0):
     h_TD, w_VD = h_TD.clone().requires_grad_(), w_VD.clone().requires_grad_()
     w = w_VD.to(h_TD.dtype)
     slow = h_TD.dtype == torch.float16 and h_TD.device.type == "cpu"
     logits_TV = (h_TD.float() @ w.float().T).to(h_TD.dtype) if slow else h_TD @ w.T
-    loss = cross_entropy(logits_TV, y_T, targets)
-    (loss * upstream).backward()
+    loss = cross_entropy(logits_TV, y_T, targets, z_loss=z_loss)
+    (objective_of(loss) * upstream).backward()
     return loss.detach(), h_TD.grad, w_VD.grad
 
 
@@ -85,13 +85,22 @@ CHUNKS = [
 
 @pytest.mark.parametrize(("rows", "dtype", "targets"), CHUNKS)
 def test_as_head_and_loss_apart(where, chunks, rows, dtype, targets):
+    check_as_apart(where, chunks, rows, dtype, targets)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_with_a_z_loss_as_head_and_loss_apart(where, chunks, dtype):
+    check_as_apart(where, chunks, 8, dtype, T - 3, z_loss=0.05)
+
+
+def check_as_apart(where, chunks, rows, dtype, targets, z_loss=0.0):
     chunks(rows)
     h_TD, w_VD, y_T = drawn(dtype, where)
     if targets is not None:
         y_T[5:8] = IGNORED
     upstream = 1024.0 if dtype == torch.float16 else 1.0
-    ours = together(h_TD, w_VD, y_T, targets, upstream)
-    theirs = apart(h_TD, w_VD, y_T, targets, upstream)
+    ours = together(h_TD, w_VD, y_T, targets, upstream, z_loss)
+    theirs = apart(h_TD, w_VD, y_T, targets, upstream, z_loss)
     assert [t.dtype for t in ours] == [torch.float32, dtype, torch.float32]
     for a, b in zip(ours, theirs, strict=True):
         scale = BOUNDS[dtype] * b.float().abs().max()

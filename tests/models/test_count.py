@@ -47,6 +47,7 @@ def test_count_equals_the_real_model(name):
         {"positions": "learned"},
         {"tied_head": True},
         {"head_dim": 32},
+        {"qk_norm": True, "head_dim": 32},
     ],
 )
 def test_count_follows_every_choice(overrides):

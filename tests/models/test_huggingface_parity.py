@@ -2,7 +2,14 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from narrowgauge.models import Transformer, model_config
 
@@ -57,6 +64,9 @@ def llama_tensors(theirs, layers, pick):
         ours[ours_i + "down.weight"] = t[theirs_i + "mlp.down_proj.weight"]
         ours[ours_i + "attention_norm.weight"] = t[theirs_i + "input_layernorm.weight"]
         ours[ours_i + "mlp_norm.weight"] = t[theirs_i + "post_attention_layernorm.weight"]
+        for norm in ("q_norm", "k_norm"):
+            if f"{theirs_i}self_attn.{norm}.weight" in t:
+                ours[f"{ours_i}{norm}.weight"] = t[f"{theirs_i}self_attn.{norm}.weight"]
     return ours
 
 
@@ -130,3 +140,22 @@ def test_llama(kv_heads, scaled, tied, head_dim):
         overrides |= {"rope_factor": 8.0, "rope_original_positions": 16}
     ours = Transformer(model_config("debug", **(LLAMA | overrides)))
     assert_same_model(ours, randomized(LlamaForCausalLM(config)), llama_tensors)
+
+
+def test_qwen3():
+    """Its heads are normalised before they are turned."""
+    config = Qwen3Config(
+        vocab_size=V,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=24,
+        max_position_embeddings=64,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    )
+    overrides = {"kv_heads": 2, "head_dim": 24, "rope_theta": 500.0, "qk_norm": True}
+    ours = Transformer(model_config("debug", **LLAMA | overrides))
+    assert_same_model(ours, randomized(Qwen3ForCausalLM(config)), llama_tensors)

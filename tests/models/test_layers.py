@@ -5,7 +5,8 @@ import torch
 
 from narrowgauge.kernels.rotary import rotary
 from narrowgauge.models import model_config
-from narrowgauge.models.layers import Norm, attend, rope_table
+from narrowgauge.models.attention import attend
+from narrowgauge.models.layers import Norm, rope_table
 
 
 def normal(*shape, seed=0):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from narrowgauge.formats import random_stream, round_to
-from narrowgauge.nn import Linear
+from narrowgauge.nn import Linear, convert
 from narrowgauge.quantization import Cast, QuantContext, estimator_slope, quantize_in_context
 from narrowgauge.recipes import GEMM_PLACES, Recipe, recipe
 from nn.plain_recipes import PLAIN
@@ -194,6 +194,10 @@ def test_the_layer_says_its_recipe():
     assert repr(Linear(layer, recipe("mxfp4"), 0)) == (
         "Linear(in_features=64, out_features=96, bias=False, recipe=mxfp4)"
     )
+    assert repr(convert(torch.nn.ModuleDict({"up": layer}), "mxfp4", keep="up")["up"]) == (
+        "Linear(in_features=64, out_features=96, bias=False, recipe=mxfp4, kept in bf16)"
+    )
+    assert "kept" not in repr(Linear(layer, recipe("bf16"), 0))
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8", "mxfp4", "nvfp4"])

@@ -12,6 +12,7 @@ from narrowgauge.report import print_comparison, print_verdicts, read_runs, writ
 from narrowgauge.report.compare.compare import compare
 from narrowgauge.report.compare.grid import make_points, parse_variant, recipe_variants, take_sweep
 from narrowgauge.report.compare.verdict import groups
+from narrowgauge.training.run.check_data import check_vocabulary
 
 HELP = "train the same model under several recipes, settings and seeds, side by side"
 
@@ -41,6 +42,8 @@ def run(options: argparse.Namespace) -> None:
     variants += [parse_variant(text, SHORT) for text in options.variant]
     points = make_points(values, variants, grid, options.seeds)
     rank = world_from(os.environ, 0).rank
+    for point in points:  # before the first of them is started
+        check_vocabulary(point.config)
     console = Console(quiet=rank > 0)
     out = options.out or Path("runs") / f"compare-{points[0].config.model.name}"
     paths = compare(points, out, console, rank)

@@ -12,6 +12,7 @@ from narrowgauge.models import generate
 from narrowgauge.training import TrainedRun, bits_per_byte, open_run, validation_loss
 from narrowgauge.training.monitor.hardware import choose_device
 from narrowgauge.training.monitor.progress import Display
+from narrowgauge.training.run_directory import RunDirectory
 from narrowgauge.training.use.export import TARGETS, export_run, import_model
 from narrowgauge.training.use.hellaswag import evaluate
 from narrowgauge.training.use.lm_eval import harness_scores
@@ -133,5 +134,7 @@ def _export(options: argparse.Namespace) -> None:
 
 def _import(options: argparse.Namespace) -> None:
     run = import_model(options.path, options.out, options.tokenizer, options.data)
+    event = RunDirectory(run).lines()[0]
     _print(f"run directory: {run}")
+    _print(f"the weights were found in {event['precision']} ({event['kind']}), and are kept in fp32")
     _print(f"to train on from it: narrowgauge train --model.weights {run} --data SOURCE --out NEW")

@@ -5,7 +5,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from narrowgauge.data import DEFAULT_TOKENIZER, TOKEN_LAYOUTS, Options, export_tokens, open_data, prepare
+from narrowgauge.data import (
+    DEFAULT_TOKENIZER,
+    TOKEN_LAYOUTS,
+    Options,
+    check_name,
+    export_tokens,
+    open_data,
+    prepare,
+)
 from narrowgauge.errors import unknown
 from narrowgauge.training.monitor.progress import Display
 
@@ -39,6 +47,12 @@ def add_options(p: argparse.ArgumentParser) -> None:
         metavar="L",
         help=f"of the token files: {', '.join((OWN, *TOKEN_LAYOUTS))} ({OWN}, the only one with a manifest)",
     )
+    p.add_argument(
+        "--name",
+        metavar="NAME",
+        help="llmc: how the files' names begin (text); megatron: of one .bin and .idx with all documents, "
+        "held-out ones last, such as wikipedia_text_document (without it: a pair for each part)",
+    )
     p.add_argument("--dedup", action="store_true", help="leave out documents whose text was there before")
     p.add_argument(
         "--tolerant",
@@ -54,6 +68,7 @@ def run(options: argparse.Namespace) -> None:
     """Prepare the source and print what was written."""
     if options.layout not in (OWN, *TOKEN_LAYOUTS):
         raise unknown("layout", options.layout, (OWN, *TOKEN_LAYOUTS))
+    check_name(options.name, options.layout)
     console = Console()
     chosen = Options(options.val_fraction, options.dedup, options.tolerant, options.text_key)
     with Display(console, 1, 1) as display:
@@ -66,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
             workers=options.workers,
         )
         if options.layout != OWN:
-            export_tokens(open_data(str(corpus.directory)), options.layout, options.out)
+            export_tokens(open_data(str(corpus.directory)), options.layout, options.out, options.name)
     facts = corpus.manifest
     lines = [
         f"train  {facts.train_documents:>12,} documents  {facts.train_tokens:>15,} tokens",

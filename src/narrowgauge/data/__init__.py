@@ -2,9 +2,15 @@
 
 from narrowgauge.data.cache import cache_directory
 from narrowgauge.data.corpus import Corpus, CorpusManifest, is_corpus, open_corpus
-from narrowgauge.data.export import TOKEN_LAYOUTS, export_tokens
+from narrowgauge.data.export import TOKEN_LAYOUTS, check_name, export_tokens
 from narrowgauge.data.loading.batch import Batch, count_windows, training_batch, validation_batches
-from narrowgauge.data.loading.dataset import AUTO, Dataset, open_data, split_sources
+from narrowgauge.data.loading.dataset import (
+    AUTO,
+    Dataset,
+    open_data,
+    split_sources,
+    vocabulary_before_reading,
+)
 from narrowgauge.data.loading.loader import Loader
 from narrowgauge.data.loading.sample_order import first_samples, mixed_samples, samples, shares_of
 from narrowgauge.data.preparation.document_filter import Options
@@ -46,6 +52,7 @@ __all__ = [
     "Tokens",
     "bytes_tokenizer",
     "cache_directory",
+    "check_name",
     "count_windows",
     "documents",
     "export_tokens",
@@ -66,6 +73,7 @@ __all__ = [
     "training_batch",
     "validation_batches",
     "verify_token_file",
+    "vocabulary_before_reading",
     "write_megatron",
     "write_token_file",
     "write_token_shards",

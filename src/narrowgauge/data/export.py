@@ -4,14 +4,18 @@
 |------------|-------------------------------------------------|----------------------------------------|
 | `llmc`     | STEM_train_000000.bin ..., STEM_val_000000.bin  | before each document, as llm.c has it  |
 | `megatron` | STEM_train_document, STEM_val_document: .bin    | after each, as with --append-eod; one  |
-|            | and .idx                                        | sequence a document                    |
+|            | and .idx; or all documents in NAME.bin and .idx | sequence a document                    |
+
+Megatron's own files are one pair, such as `wikipedia_text_document`, which its `--split` divides by position:
+with a NAME the held-out documents come last in one pair.
 
 The tokenizer.json is in the same directory, so that it is a data source again. llm.c's C programs read
 GPT-2's ids only; other vocabularies up to 65536 are written in the same layout, larger ones in that of its
 Llama 3.
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,32 +31,63 @@ from narrowgauge.errors import UserError, unknown
 from narrowgauge.files import staged_directory
 
 TOKEN_LAYOUTS = ("llmc", "megatron")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
-def export_tokens(dataset: Dataset, layout: str, directory: Path, stem: str = "text") -> None:
-    """Write both parts of a dataset in one of `TOKEN_LAYOUTS`, into a new or empty directory.
-
-    The directory appears in full or not at all; file names begin with `stem`.
+def check_name(name: str | None, layout: str) -> None:
+    """Check the name that files shall have.
 
     Raises:
-        UserError: the layout is unknown, or the directory is not empty.
+        UserError: it is no plain name, or the layout's files have fixed names.
+    """
+    if name is None:
+        return
+    if layout not in TOKEN_LAYOUTS:
+        raise UserError(
+            f"--name {name}: files of layout {layout!r} have fixed names; leave it out, or choose --layout "
+            f"{' or '.join(TOKEN_LAYOUTS)}"
+        )
+    if not _NAME.fullmatch(name):
+        raise UserError(
+            f"--name {name!r} begins the names of files in --out; use letters, digits and any of _ . - in it"
+        )
+
+
+def export_tokens(dataset: Dataset, layout: str, directory: Path, name: str | None = None) -> None:
+    """Write both parts of a dataset in one of `TOKEN_LAYOUTS`, into a new or empty directory.
+
+    The directory appears in full or not at all.
+
+    Args:
+        dataset: the tokens.
+        layout: one of `TOKEN_LAYOUTS`.
+        directory: where the files go.
+        name: how their names begin; under `megatron` the full name of the one pair of files. None: "text".
+
+    Raises:
+        UserError: the layout is unknown, the name is no plain name, or the directory is not empty.
     """
     if layout not in TOKEN_LAYOUTS:
         raise unknown("token layout", layout, TOKEN_LAYOUTS)
+    check_name(name, layout)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"cannot write tokens to {directory}: it is not an empty directory; name another")
     size, end = dataset.tokenizer.vocab_size, dataset.tokenizer.end_of_document
     with staged_directory(directory) as staging:
         dataset.tokenizer.save(staging / TOKENIZER_FILE)
-        for part, mixture in (("train", dataset.train), ("val", dataset.val)):
-            if layout == "llmc":
-                chunks = (np.concatenate([[end], document]) for document in _documents(mixture))
-                write_token_shards(staging, f"{stem}_{part}", chunks, size)
-            else:
-                chunks = (np.concatenate([document, [end]]) for document in _documents(mixture))
-                write_megatron(staging / f"{stem}_{part}_document", chunks, size)
+        parts = {"train": [dataset.train], "val": [dataset.val]}
+        if layout == "llmc":
+            for part, mixtures in parts.items():
+                chunks = (np.concatenate([[end], document]) for document in _documents(mixtures))
+                write_token_shards(staging, f"{name or 'text'}_{part}", chunks, size)
+            return
+        stems = {f"text_{part}_document": mixtures for part, mixtures in parts.items()}
+        for stem, mixtures in stems.items() if name is None else [(name, [dataset.train, dataset.val])]:
+            chunks = (np.concatenate([document, [end]]) for document in _documents(mixtures))
+            write_megatron(staging / stem, chunks, size)
 
 
-def _documents(mixture: Mixture) -> Iterator[NDArray[Any]]:
-    for stream in mixture.streams:
-        yield from stream.documents()
+def _documents(mixtures: Sequence[Mixture]) -> Iterator[NDArray[Any]]:
+    for mixture in mixtures:
+        for stream in mixture.streams:
+            yield from stream.documents()

@@ -15,7 +15,7 @@ from torch import nn
 
 from narrowgauge.data import Batch
 from narrowgauge.distributed.mesh import Mesh
-from narrowgauge.models import Transformer
+from narrowgauge.models import Transformer, objective_of
 
 
 class MicroBatch(NamedTuple):
@@ -33,7 +33,7 @@ class StageInput:
     Attributes:
         begin: `begin(i)` is called before each forward pass of the i-th micro-batch.
         scale: maps a loss to the value that the backward pass starts from.
-        total: 0-dim, the sum of the losses so far.
+        total: the sum of the losses so far, as `Transformer.loss` returns them.
         current: the micro-batch that was begun last; -1 before the first.
     """
 
@@ -123,7 +123,7 @@ class Stage(nn.Module):
         targets = batch.targets if batch.ignores else None
         loss = model.loss_after(model.norm(x), batch.y_BT, targets) * micro_batch.weight
         self.stage_input.total += loss.detach()
-        return torch.stack([self.stage_input.scale(loss)])
+        return torch.stack([self.stage_input.scale(objective_of(loss))])
 
     def _run_block(
         self, i: int, block: nn.Module, *inputs: torch.Tensor | None, **options: Any

@@ -3,6 +3,12 @@
     loss   = mean over tokens of  log(sum_v exp(z_v)) - z_y
     dz_v   = (softmax(z)_v - [v = y]) / tokens
 
+The z-loss is a term of its own, which keeps the logits from drifting away together: cross entropy does not
+see a number that is added to all of them (PaLM, arXiv 2204.02311, section 5; OLMo 2, arXiv 2501.00656).
+
+    z-loss = c * mean over tokens of  s^2,    s = log(sum_v exp(z_v))
+    dz_v   = c * 2 s softmax(z)_v / tokens        both: (softmax(z)_v (1 + 2 c s) - [v = y]) / tokens
+
 With a vocabulary of 50 000 to 130 000 the logits are the largest tensor of a small model's step. Torch's
 cross entropy of `logits.float()` holds them three times: as they left the head, in fp32, and as
 log-probabilities. Bytes moved for one bf16 logit, forward and backward:
@@ -45,7 +51,9 @@ IGNORED = -100
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, y_T: Tensor, targets: int | None, overwrite: bool) -> Tensor:
+    def forward(
+        ctx: Any, logits_TV: Tensor, y_T: Tensor, targets: int | None, overwrite: bool, z_loss: float
+    ) -> Tensor | tuple[Tensor, Tensor]:
         stats_2T, ignores = None, targets is not None
         if use_kernels(logits_TV):
             loss_T, stats_2T = row_losses(logits_TV, y_T, ignores)
@@ -55,31 +63,58 @@ class _CrossEntropy(torch.autograd.Function):
             for z_CV, y_C in _chunks(logits_TV, y_T):
                 total += _losses(z_CV, y_C, ignores).sum()
         ctx.save_for_backward(logits_TV, y_T, stats_2T)
-        ctx.ignores, ctx.overwrite = ignores, overwrite
+        ctx.ignores, ctx.overwrite, ctx.z_loss = ignores, overwrite, z_loss
         ctx.count = len(y_T) if targets is None else max(targets, 1)
-        return total / ctx.count
+        if not z_loss:
+            return total / ctx.count
+        squares_T = row_squares(logits_TV, y_T, stats_2T, ignores)
+        objective, terms_2 = with_z_loss(total / ctx.count, squares_T, z_loss, ctx.count)
+        ctx.mark_non_differentiable(terms_2)
+        return objective, terms_2
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None = None) -> tuple[Tensor | None, ...]:
         logits_TV, y_T, stats_2T = ctx.saved_tensors
         grad_TV = logits_TV.detach() if ctx.overwrite else torch.empty_like(logits_TV)
-        write_gradients(logits_TV, y_T, stats_2T, grad / ctx.count, ctx.ignores, grad_TV)
-        return grad_TV, None, None, None
+        write_gradients(logits_TV, y_T, stats_2T, grad / ctx.count, ctx.ignores, grad_TV, ctx.z_loss)
+        return grad_TV, None, None, None, None
 
 
-def cross_entropy(logits: Tensor, y: Tensor, targets: int | None = None, overwrite: bool = False) -> Tensor:
+def cross_entropy(
+    logits: Tensor, y: Tensor, targets: int | None = None, overwrite: bool = False, z_loss: float = 0.0
+) -> Tensor:
     """Mean cross entropy in nats per token, as an fp32 scalar.
+
+    With a `z_loss` it is fp32 [3] instead: the objective, which is the sum of the other two and alone has a
+    gradient; the cross entropy; the z-loss.
 
     Args:
         logits: [..., V] in any dtype.
         y: [...], token ids in [0, V). Any other id except IGNORED is an error (of a kernel: NaN).
         targets: Allows IGNORED among the ids: the number of ids that are not, over which the mean is taken.
         overwrite: Lets the backward pass write the gradient over the logits, if nothing else needs them.
+        z_loss: The coefficient c; 0 for none.
     """
     overwrite = overwrite and not torch.compiler.is_compiling()  # the compiler plans memory itself
-    loss: Tensor = _CrossEntropy.apply(logits.flatten(0, -2), y.flatten(), targets, overwrite)
-    return loss
+    loss = _CrossEntropy.apply(logits.flatten(0, -2), y.flatten(), targets, overwrite, z_loss)
+    return in_one_tensor(*loss) if z_loss else loss
+
+
+def with_z_loss(loss: Tensor, squares_T: Tensor, z_loss: float, count: int) -> tuple[Tensor, Tensor]:
+    """(cross entropy + z-loss, both terms [2]), from the cross entropy and `row_squares`."""
+    terms_2 = torch.stack([loss, z_loss * squares_T.sum() / count])
+    return terms_2.sum(), terms_2
+
+
+def objective_of(loss: Tensor) -> Tensor:
+    """What to train on, 0-dim: the loss itself, or the objective of a loss with a z-loss."""
+    return loss[0] if loss.ndim else loss
+
+
+def in_one_tensor(objective: Tensor, terms_2: Tensor) -> Tensor:
+    """[3]: the objective, cross entropy, z-loss."""
+    return torch.cat([objective[None], terms_2])
 
 
 def row_losses(z_TV: Tensor, y_T: Tensor, ignores: bool) -> tuple[Tensor, Tensor | None]:
@@ -97,21 +132,44 @@ def row_losses(z_TV: Tensor, y_T: Tensor, ignores: bool) -> tuple[Tensor, Tensor
     return loss_T, None
 
 
-def write_gradients(
-    z_TV: Tensor, y_T: Tensor, stats_2T: Tensor | None, factor: Tensor, ignores: bool, out_TV: Tensor
-) -> None:
-    """Write (softmax(z) - [v = y]) * factor, rounded once, to `out_TV`, which may be `z_TV` itself.
+def row_squares(z_TV: Tensor, y_T: Tensor, stats_2T: Tensor | None, ignores: bool) -> Tensor:
+    """The square of the logarithm of each token's sum of exponentials, fp32 [T]; 0 for an IGNORED token.
 
-    `stats_2T` comes from `row_losses`; `factor` is a 0-dim fp32 tensor.
+    `stats_2T` comes from `row_losses`.
+    """
+    if stats_2T is not None:
+        log_T = stats_2T[0] + stats_2T[1].log()
+    else:
+        log_T = z_TV.new_empty(len(z_TV), dtype=torch.float32)
+        for z_CV, log_C in _chunks(z_TV, log_T):
+            log_C.copy_(z_CV.float().logsumexp(dim=-1))
+    squares_T = log_T.square()
+    return squares_T.masked_fill(y_T == IGNORED, 0) if ignores else squares_T
+
+
+def write_gradients(
+    z_TV: Tensor,
+    y_T: Tensor,
+    stats_2T: Tensor | None,
+    factor: Tensor,
+    ignores: bool,
+    out_TV: Tensor,
+    z_loss: float = 0.0,
+) -> None:
+    """Write (softmax(z) (1 + 2 c s) - [v = y]) * factor, rounded once, to `out_TV`, which may be `z_TV`.
+
+    `stats_2T` comes from `row_losses`; `factor` is a 0-dim fp32 tensor; c is `z_loss`.
     """
     if stats_2T is not None:
         from narrowgauge.kernels.triton import cross_entropy as on_gpu
 
-        on_gpu.write_gradients(z_TV, y_T, stats_2T, factor, IGNORED if ignores else None, out_TV)
+        on_gpu.write_gradients(z_TV, y_T, stats_2T, factor, IGNORED if ignores else None, out_TV, z_loss)
         torch.autograd.graph.increment_version(out_TV)  # autograd does not see what a kernel writes
         return
     for z_CV, y_C, out_CV in _chunks(z_TV, y_T, out_TV):
         p_CV = z_CV.float().softmax(dim=-1)
+        if z_loss:
+            p_CV.mul_(1 + 2 * z_loss * z_CV.float().logsumexp(dim=-1, keepdim=True))
         index_C1, ignored_C1 = _split(y_C) if ignores else (y_C[:, None], None)
         p_CV.scatter_(1, index_C1, p_CV.gather(1, index_C1) - 1)
         p_CV.mul_(factor)

@@ -41,7 +41,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.kernels.cross_entropy import row_losses, write_gradients
+from narrowgauge.kernels.cross_entropy import (
+    in_one_tensor,
+    row_losses,
+    row_squares,
+    with_z_loss,
+    write_gradients,
+)
 from narrowgauge.kernels.dispatch import is_slow
 
 #: Logits held at a time (1 GiB in bf16).
@@ -52,33 +58,47 @@ _TILE = 128  # tokens of a GEMM's tile; chunks are full tiles
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, h_TD: Tensor, w_VD: Tensor, y_T: Tensor, targets: int | None, has_gradients: bool
-    ) -> Tensor:
-        ctx.ignores, ctx.dtypes = targets is not None, (h_TD.dtype, w_VD.dtype)
+        ctx: Any,
+        h_TD: Tensor,
+        w_VD: Tensor,
+        y_T: Tensor,
+        targets: int | None,
+        has_gradients: bool,
+        z_loss: float,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx.ignores, ctx.dtypes, ctx.z_loss = targets is not None, (h_TD.dtype, w_VD.dtype), z_loss
         ctx.count = len(y_T) if targets is None else max(targets, 1)
         ctx.is_late = h_TD.dtype == torch.float16
         factor = None
         if has_gradients and not ctx.is_late:
             factor = torch.ones((), dtype=torch.float32, device=h_TD.device) / ctx.count
-        loss_T, dh_TD, dw_VD = _losses_and_gradients(h_TD, w_VD, y_T, ctx.ignores, factor)
+        loss_T, squares_T, dh_TD, dw_VD = _losses_and_gradients(h_TD, w_VD, y_T, ctx.ignores, factor, z_loss)
         if has_gradients:
             ctx.save_for_backward(*((h_TD, w_VD, y_T) if ctx.is_late else (dh_TD, dw_VD)))
-        return loss_T.sum() / ctx.count
+        loss = loss_T.sum() / ctx.count
+        if not z_loss:
+            return loss
+        objective, terms_2 = with_z_loss(loss, squares_T, z_loss, ctx.count)
+        ctx.mark_non_differentiable(terms_2)
+        return objective, terms_2
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None = None) -> tuple[Tensor | None, ...]:
         h_dtype, w_dtype = ctx.dtypes
         if ctx.is_late:
             h_TD, w_VD, y_T = ctx.saved_tensors
-            _, dh_TD, dw_VD = _losses_and_gradients(h_TD, w_VD, y_T, ctx.ignores, grad / ctx.count)
+            factor = grad / ctx.count
+            _, _, dh_TD, dw_VD = _losses_and_gradients(h_TD, w_VD, y_T, ctx.ignores, factor, ctx.z_loss)
         else:
             dh_TD, dw_VD = (saved.mul_(grad) for saved in ctx.saved_tensors)
-        return dh_TD.to(h_dtype), dw_VD.to(w_dtype), None, None, None
+        return dh_TD.to(h_dtype), dw_VD.to(w_dtype), None, None, None, None
 
 
-def head_loss(h: Tensor, w_VD: Tensor, y: Tensor, targets: int | None = None) -> Tensor:
+def head_loss(h: Tensor, w_VD: Tensor, y: Tensor, targets: int | None = None, z_loss: float = 0.0) -> Tensor:
     """Mean cross entropy (nats per token) of the logits h @ w.T, as an fp32 scalar.
+
+    With a `z_loss` it is fp32 [3], as that of `cross_entropy`.
 
     The gradient of `w_VD` is summed in fp32 and rounded once to its dtype. There is no second derivative, and
     no second backward pass through a retained graph.
@@ -88,10 +108,11 @@ def head_loss(h: Tensor, w_VD: Tensor, y: Tensor, targets: int | None = None) ->
         w_VD: The weight of the head.
         y: [...], token ids, as for `cross_entropy`.
         targets: As for `cross_entropy`.
+        z_loss: As for `cross_entropy`.
     """
     has_gradients = torch.is_grad_enabled() and (h.requires_grad or w_VD.requires_grad)
-    loss: Tensor = _HeadLoss.apply(h.flatten(0, -2), w_VD, y.flatten(), targets, has_gradients)
-    return loss
+    loss = _HeadLoss.apply(h.flatten(0, -2), w_VD, y.flatten(), targets, has_gradients, z_loss)
+    return in_one_tensor(*loss) if z_loss else loss
 
 
 def rows_of_chunk(tokens: int, vocabulary: int) -> int:
@@ -103,20 +124,23 @@ def rows_of_chunk(tokens: int, vocabulary: int) -> int:
 
 
 def _losses_and_gradients(
-    h_TD: Tensor, w_VD: Tensor, y_T: Tensor, ignores: bool, factor: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(losses [T], dh_TD, dw_VD), all fp32; the gradients are multiplied by `factor`, or empty if None."""
+    h_TD: Tensor, w_VD: Tensor, y_T: Tensor, ignores: bool, factor: Tensor | None, z_loss: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(losses [T], `row_squares` [T] or empty, dh_TD, dw_VD), all fp32.
+
+    The gradients are multiplied by `factor`, or empty if it is None.
+    """
     if torch.compiler.is_compiling():
-        return _in_one_operator(h_TD, w_VD, y_T, ignores, factor)
-    return _in_chunks(h_TD, w_VD, y_T, ignores, factor)
+        return _in_one_operator(h_TD, w_VD, y_T, ignores, factor, z_loss)
+    return _in_chunks(h_TD, w_VD, y_T, ignores, factor, z_loss)
 
 
 def _in_chunks(
-    h_TD: Tensor, w_VD: Tensor, y_T: Tensor, ignores: bool, factor: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    h_TD: Tensor, w_VD: Tensor, y_T: Tensor, ignores: bool, factor: Tensor | None, z_loss: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     w_VD = w_VD.to(h_TD.dtype)
     T, V, rows = len(h_TD), len(w_VD), rows_of_chunk(len(h_TD), len(w_VD))
-    loss_T, dh_TD, dw_VD = _results(h_TD, w_VD, factor)
+    loss_T, squares_T, dh_TD, dw_VD = _results(h_TD, w_VD, factor, z_loss)
     logits_CV = _aligned_rows(min(rows, T), V, h_TD)
     # On the meta device one chunk stands for all.
     for start in range(0, min(T, rows) if h_TD.is_meta else T, rows):
@@ -126,35 +150,40 @@ def _in_chunks(
         _multiply(h_CD, w_VD.T, z_CV)
         loss_C, stats_2C = row_losses(z_CV, y_C, ignores)
         loss_T[chunk] = loss_C
+        if z_loss:
+            squares_T[chunk] = row_squares(z_CV, y_C, stats_2C, ignores)
         if factor is not None:
-            write_gradients(z_CV, y_C, stats_2C, factor, ignores, z_CV)
+            write_gradients(z_CV, y_C, stats_2C, factor, ignores, z_CV, z_loss)
             _multiply(z_CV, w_VD, dh_TD[chunk])
             _multiply(z_CV.T, h_CD, dw_VD, adds=start > 0)
     if factor is not None and not T:
         dw_VD.zero_()
-    return loss_T, dh_TD, dw_VD
+    return loss_T, squares_T, dh_TD, dw_VD
 
 
 @torch.library.custom_op("narrowgauge::head_loss", mutates_args=())
 def _in_one_operator(
-    h_TD: Tensor, w_VD: Tensor, y_T: Tensor, ignores: bool, factor: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    h_TD: Tensor, w_VD: Tensor, y_T: Tensor, ignores: bool, factor: Tensor | None, z_loss: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`_in_chunks` as one operator, so that compiled graphs hold it whole, with its kernels."""
-    return _in_chunks(h_TD, w_VD, y_T, ignores, factor)
+    return _in_chunks(h_TD, w_VD, y_T, ignores, factor, z_loss)
 
 
 @_in_one_operator.register_fake
 def _(
-    h_TD: Tensor, w_VD: Tensor, y_T: Tensor, ignores: bool, factor: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _results(h_TD, w_VD, factor)
+    h_TD: Tensor, w_VD: Tensor, y_T: Tensor, ignores: bool, factor: Tensor | None, z_loss: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _results(h_TD, w_VD, factor, z_loss)
 
 
-def _results(h_TD: Tensor, w_VD: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _results(
+    h_TD: Tensor, w_VD: Tensor, factor: Tensor | None, z_loss: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Memory for the results of `_losses_and_gradients`."""
-    shapes = [(len(h_TD),), *([(0,), (0,)] if factor is None else [h_TD.shape, w_VD.shape])]
-    loss_T, dh_TD, dw_VD = (h_TD.new_empty(shape, dtype=torch.float32) for shape in shapes)
-    return loss_T, dh_TD, dw_VD
+    T = len(h_TD)
+    shapes = [(T,), (T if z_loss else 0,)] + ([(0,), (0,)] if factor is None else [h_TD.shape, w_VD.shape])
+    loss_T, squares_T, dh_TD, dw_VD = (h_TD.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    return loss_T, squares_T, dh_TD, dw_VD
 
 
 def _aligned_rows(rows: int, width: int, like: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What are we training? One decoder-only transformer, its named sizes; knows nothing of recipes."""
 
-from narrowgauge.kernels.cross_entropy import IGNORED, cross_entropy
+from narrowgauge.kernels.cross_entropy import IGNORED, cross_entropy, objective_of
 from narrowgauge.models.config import ModelConfig
 from narrowgauge.models.count import count_parameters, flops_per_token
 from narrowgauge.models.generate import generate
@@ -20,5 +20,6 @@ __all__ = [
     "initialize",
     "model_config",
     "model_names",
+    "objective_of",
     "starting_values",
 ]

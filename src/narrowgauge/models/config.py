@@ -8,8 +8,9 @@
     tied_head     True                   True up to 3B, False above
     kv_heads      = heads                < heads (grouped-query attention)
 
-Any mixture is allowed: Qwen2, for example, is Llama with `qkv_bias=True`. The record is validated once, when
-it is made, so that no other file has to check again whether the dimensions fit together.
+Any mixture is allowed: Qwen2, for example, is Llama with `qkv_bias=True`, Qwen3 is Llama with `qk_norm=True`.
+The record is validated once, when it is made, so that no other file has to check again whether the dimensions
+fit together.
 """
 
 from dataclasses import dataclass, fields
@@ -53,7 +54,10 @@ class ModelConfig:
     mlp: MlpKind = "swiglu"
     bias: bool = False  #: biases in the linear layers (never in the head) and in LayerNorm
     qkv_bias: bool | None = None  #: bias of the query, key and value projection; None = as `bias`
+    qk_norm: bool = False  #: RMSNorm over each head of queries and keys, before rotary positions (Qwen3)
     tied_head: bool = False  #: the output head shares the embedding's weight
+    dropout: float = 0.0  #: in training: of the embedding, and of what attention and MLP add to the stream
+    attention_dropout: float = 0.0  #: in training: of the probabilities of attention, without a fused kernel
     initial_std: float = 0.02  #: standard deviation of weights before training (GPT-2's choice)
 
     def __post_init__(self) -> None:
@@ -65,6 +69,11 @@ class ModelConfig:
         self._derive()
         self._require_heads_fit()
         self._require_rope_fits()
+        for name in ("dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UserError(
+                    f"model.{name} = {getattr(self, name)} must be at least 0 and below 1; GPT-3 used 0.1"
+                )
         for name, usual in (("norm_eps", "1e-5"), ("initial_std", "0.02")):
             if not getattr(self, name) > 0:
                 raise UserError(f"model.{name} = {getattr(self, name)} must be positive; {usual} is usual")

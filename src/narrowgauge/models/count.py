@@ -12,7 +12,8 @@ def count_parameters(config: ModelConfig) -> int:
     positions = config.max_sequence_length * D if config.positions == "learned" else 0
     untied_head = 0 if config.tied_head else V * D
     norms = (2 * config.layers + 1) * D * (2 if config.norm == "layer" and config.bias else 1)
-    blocks = config.layers * (_block_matmul_parameters(config) + _block_biases(config))
+    head_norms = 2 * config.head_dim if config.qk_norm else 0
+    blocks = config.layers * (_block_matmul_parameters(config) + _block_biases(config) + head_norms)
     return V * D + positions + untied_head + norms + blocks
 
 

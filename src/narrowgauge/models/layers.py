@@ -1,7 +1,7 @@
-"""The parts of a transformer block: normalisation, rotary positions, attention, MLP.
+"""The parts of a transformer block: normalisation, rotary positions, MLP; attention is in `attention.py`.
 
-    x = x + attention_out(attention(qkv(norm(x))))
-    x = x + down(act(up(norm(x))))                      act = gelu, or silu(gate) * up
+    x = x + drop(attention_out(attention(qkv(norm(x)))))
+    x = x + drop(down(act(up(norm(x)))))                act = gelu, or silu(gate) * up
 
 Precision is explicit. The residual stream `x` is fp32 from the embedding to the last norm: it is a sum over
 all layers, and a narrow sum would lose exactly the small late terms. A norm computes in fp32 and *emits*
@@ -13,6 +13,9 @@ pairs are fused because they read the same input: one larger GEMM is faster, and
 
     qkv.weight        rows [ q: N*H | k: K*H | v: K*H ]
     gate_up.weight    rows [ gate: F | up: F ]
+
+With `qk_norm` q and k pass through a `HeadNorm` before they are turned. `drop` is dropout, in training only;
+by default there is none.
 
 Norms, activations and rotary positions are those of the room `kernels`: plain torch, and one pass each on a
 GPU. The mlp_norm also computes the first of the two sums above, so it gets the stream and the term to add.
@@ -27,15 +30,15 @@ K key-value heads, H head_dim, F ffn_dim.
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.kernels.activation import gelu, swiglu
-from narrowgauge.kernels.dispatch import fastest_first, is_slow
+from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.kernels.norm import add_norm, norm
 from narrowgauge.kernels.rotary import rotary
+from narrowgauge.models.attention import attend, attend_with_dropout
 from narrowgauge.models.config import ModelConfig
 from narrowgauge.models.kv_cache import LayerKVCache
 
@@ -53,6 +56,22 @@ class Norm(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Normalise each token; the weight and bias may be stored in any dtype."""
         return norm(x_BTD, self.weight, self.bias, self.eps, self.kind, self.compute_dtype)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm over each head of the queries or of the keys; all heads share one weight [H].
+
+    It bounds q . k, and so the logits of attention (arXiv 2010.04245; Qwen3, arXiv 2505.09388).
+    """
+
+    def __init__(self, config: ModelConfig, compute_dtype: torch.dtype):
+        super().__init__()
+        self.eps, self.compute_dtype = config.norm_eps, compute_dtype
+        self.weight = nn.Parameter(torch.ones(config.head_dim))
+
+    def forward(self, x_BTNH: Tensor) -> Tensor:
+        """Normalise each head of each token: fp32 inside, `compute_dtype` out."""
+        return norm(x_BTNH, self.weight, None, self.eps, "rms", self.compute_dtype)
 
 
 class StreamNorm(Norm):
@@ -89,65 +108,13 @@ def rope_table(config: ModelConfig, length: int, device: torch.device) -> Tensor
     return torch.stack([angles.cos(), angles.sin()])
 
 
-def document_mask(position_BT: Tensor) -> Tensor:
-    """The causal mask that keeps documents separate: [B, 1, T, T] bool, True where query t sees key s.
-
-    `position_BT` is the number of each token in its document, within the sequence. Token t sees the last
-    position(t) + 1 tokens, which are those of its document: the mask is block-diagonal. It takes T x T bytes
-    for each sequence.
-    """
-    t_T = torch.arange(position_BT.shape[1], device=position_BT.device)
-    back_TT = t_T[:, None] - t_T
-    return ((back_TT >= 0) & (back_TT <= position_BT[..., None]))[:, None]
+# Above the tensor ids of layers (`nn.step_state`) and of the optimizer's.
+_FIRST_STREAM = 2**40
 
 
-def attend(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Attention -> [B, N, T, H], causal or under `mask`; query head n reads key-value head n // (N / K).
-
-    A single query is that of the last token, and reads everything.
-
-    Grouped heads are left to a kernel that supports them. On a GPU no fused kernel does in fp32 or under a
-    mask, and torch would fall back to one that holds all T x T scores, so there the heads are repeated.
-
-    A CPU without products in bf16 computes it in fp32, which takes a quarter of the time and keeps operands
-    that are twice as wide.
-    """
-    if q_BNTH.is_meta:
-        return _MetaAttention.apply(q_BNTH, k_BKSH, v_BKSH, mask)
-    if q_BNTH.dtype == torch.bfloat16 and is_slow(q_BNTH):
-        return attend(q_BNTH.float(), k_BKSH.float(), v_BKSH.float(), mask).to(q_BNTH.dtype)
-    groups = q_BNTH.shape[1] // k_BKSH.shape[1]
-    narrow = q_BNTH.dtype in (torch.float16, torch.bfloat16)
-    native = q_BNTH.device.type == "cpu" or (narrow and mask is None)
-    if groups > 1 and not native:
-        k_BKSH, v_BKSH = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSH))
-    with fastest_first(q_BNTH.device):
-        return nn.functional.scaled_dot_product_attention(
-            q_BNTH,
-            k_BKSH,
-            v_BKSH,
-            mask,
-            is_causal=mask is None and q_BNTH.shape[2] > 1,
-            enable_gqa=groups > 1 and native,
-        )
-
-
-class _MetaAttention(torch.autograd.Function):
-    """A stand-in for fused attention on the meta device: keeps its operands, its output, one fp32 a row.
-
-    Torch has no fused attention for the meta device and would hold all T x T scores.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None) -> Tensor:
-        out_BNTH = torch.empty_like(q_BNTH)
-        row_BNT = torch.empty(q_BNTH.shape[:-1], device=q_BNTH.device)
-        ctx.save_for_backward(q_BNTH, k_BKSH, v_BKSH, out_BNTH, row_BNT, mask)
-        return out_BNTH
-
-    @staticmethod
-    def backward(ctx: Any, grad_BNTH: Tensor) -> tuple[Tensor | None, ...]:
-        return *(torch.empty_like(t) for t in ctx.saved_tensors[:3]), None
+def make_dropout(p: float, number: int) -> Dropout | None:
+    """The dropout `number` of a model, which has bits of its own; None where p is 0."""
+    return Dropout(p, _FIRST_STREAM + number) if p else None
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -159,18 +126,24 @@ class Block(nn.Module):
 
     If the tokens of a sequence are divided over processes, `to_heads` turns some tokens of all heads
     [B, T, heads, H] into all tokens of some heads, and `to_tokens` undoes it; `heads_NKK` counts the former.
+    `share` = (index, count) then names the local one of `count` equal shares of the tokens, `heads_share`
+    that of the heads whose attention is computed here.
     """
 
     to_heads: Callable[[Tensor], Tensor]
     to_tokens: Callable[[Tensor], Tensor]
 
-    def __init__(self, config: ModelConfig, compute_dtype: torch.dtype):
+    def __init__(self, config: ModelConfig, compute_dtype: torch.dtype, number: int = 0):
+        """Make block `number` of a model, from 0."""
         super().__init__()
         D, N, K, H = config.dim, config.heads, config.kv_heads, config.head_dim
         self.head_dim, self.heads_NKK, self.mlp = H, (N, K, K), config.mlp
         self.to_heads = self.to_tokens = _identity
+        self.share = self.heads_share = (0, 1)
         self.attention_norm = StreamNorm(config, compute_dtype)
         self.qkv = nn.Linear(D, (N + 2 * K) * H, bias=bool(config.qkv_bias))
+        self.q_norm = HeadNorm(config, compute_dtype) if config.qk_norm else None
+        self.k_norm = HeadNorm(config, compute_dtype) if config.qk_norm else None
         self.attention_out = nn.Linear(N * H, D, bias=config.bias)
         self.mlp_norm = StreamNorm(config, compute_dtype)
         if config.mlp == "swiglu":
@@ -178,6 +151,9 @@ class Block(nn.Module):
         else:
             self.up = nn.Linear(D, config.ffn_dim, bias=config.bias)
         self.down = nn.Linear(config.ffn_dim, D, bias=config.bias)
+        self.attention_dropout = make_dropout(config.attention_dropout, 3 * number)
+        self.attention_out_dropout = make_dropout(config.dropout, 3 * number + 1)
+        self.down_dropout = make_dropout(config.dropout, 3 * number + 2)
 
     def forward(
         self,
@@ -193,19 +169,30 @@ class Block(nn.Module):
         """
         x_BTD, normed_BTD = self.attention_norm(x_BTD)
         x_BTD, normed_BTD = self.mlp_norm(x_BTD, self._attention(normed_BTD, rope, mask, cache))
-        return x_BTD + self._mlp(normed_BTD)
+        y_BTD = self._mlp(normed_BTD)
+        if self.down_dropout is not None:
+            y_BTD = self.down_dropout(y_BTD, *self.share)
+        return x_BTD + y_BTD
 
     def _attention(
         self, x_BTD: Tensor, rope: Tensor | None, mask: Tensor | None, cache: LayerKVCache | None
     ) -> Tensor:
         heads_BTNH = self.qkv(x_BTD).unflatten(-1, (-1, self.head_dim))
-        q, k, v = (self.to_heads(h).transpose(1, 2) for h in heads_BTNH.split(self.heads_NKK, dim=2))
+        q, k, v = heads_BTNH.split(self.heads_NKK, dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (self.to_heads(h).transpose(1, 2) for h in (q, k, v))
         if rope is not None:
             q, k = rotary(q, rope), rotary(k, rope)
         if cache is not None:
             k, v = cache.extend(k, v)
-        y_BTNH = self.to_tokens(attend(q, k, v, mask).transpose(1, 2))
-        y_BTD: Tensor = self.attention_out(y_BTNH.flatten(2))
+        if self.attention_dropout is not None and self.training and torch.is_grad_enabled():
+            y_BNTH = attend_with_dropout(q, k, v, mask, self.attention_dropout, *self.heads_share)
+        else:
+            y_BNTH = attend(q, k, v, mask)
+        y_BTD: Tensor = self.attention_out(self.to_tokens(y_BNTH.transpose(1, 2)).flatten(2))
+        if self.attention_out_dropout is not None:
+            y_BTD = self.attention_out_dropout(y_BTD, *self.share)
         return y_BTD
 
     def _mlp(self, x_BTD: Tensor) -> Tensor:

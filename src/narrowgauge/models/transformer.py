@@ -9,6 +9,7 @@ It knows nothing of number formats. For the rooms that do, every product with a 
     embedding.weight  [V, D]      position_embedding.weight [max_sequence_length, D] (learned positions only)
     blocks.I.qkv  blocks.I.attention_out  blocks.I.gate_up (swiglu) or .up (gelu)  blocks.I.down
     blocks.I.attention_norm  blocks.I.mlp_norm  norm  head     (head.weight *is* embedding.weight when tied)
+    blocks.I.q_norm.weight  blocks.I.k_norm.weight  [H]        (qk_norm only)
 
 Legend: B sequences, T tokens, D dim, V vocabulary.
 """
@@ -22,9 +23,10 @@ from torch.utils.checkpoint import checkpoint
 from narrowgauge.errors import UserError
 from narrowgauge.kernels.cross_entropy import cross_entropy
 from narrowgauge.kernels.head_loss import head_loss
+from narrowgauge.models.attention import document_mask
 from narrowgauge.models.config import ModelConfig
 from narrowgauge.models.kv_cache import KVCache
-from narrowgauge.models.layers import Block, Norm, document_mask, rope_table
+from narrowgauge.models.layers import Block, Norm, make_dropout, rope_table
 from narrowgauge.torch_compat import has_hooks
 
 
@@ -43,6 +45,8 @@ class Transformer(nn.Module):
     the head is a plain product: a `torch.nn.Linear`, or a module with a dtype as its `plain_product`. The
     head's forward method is then not called, so hooks and gauges see nothing of it.
 
+    Set `z_loss` to a coefficient to train on that of `kernels.cross_entropy`, too.
+
     If several processes compute each sequence together, `share` = (index, count) names the local one of
     `count` equal shares of its tokens. Ids and positions are those of the full sequence, results (logits, the
     term of the loss) those of the local tokens, which see the others through `Block.to_heads`. A block that
@@ -55,11 +59,13 @@ class Transformer(nn.Module):
         self.compute_dtype = compute_dtype
         self.recompute = 0
         self.chunked_loss = False
+        self.z_loss = 0.0
         self.share = (0, 1)
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         if config.positions == "learned":
             self.position_embedding = nn.Embedding(config.max_sequence_length, config.dim)
-        self.blocks = nn.ModuleList(Block(config, compute_dtype) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, compute_dtype, i) for i in range(config.layers))
+        self.embedding_dropout = make_dropout(config.dropout, 3 * config.layers)
         self.norm = Norm(config, compute_dtype)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.tie_head()
@@ -101,12 +107,13 @@ class Transformer(nn.Module):
     def embed(self, x_BT: Tensor, position_BT: Tensor | None = None, start: int = 0) -> Tensor:
         """Token ids from position `start` on -> the residual stream before the first block, fp32."""
         x_BTD: Tensor = self.embedding(self.local_tokens(x_BT)).float()
-        if self.config.positions == "rope":
-            return x_BTD
-        if position_BT is not None:
-            return x_BTD + self.position_embedding(self.local_tokens(position_BT)).float()
-        weight_TD = self.position_embedding.weight[start : start + x_BT.shape[1]]
-        return x_BTD + self.local_tokens(weight_TD[None])[0].float()
+        if self.config.positions == "learned":
+            if position_BT is not None:
+                x_BTD = x_BTD + self.position_embedding(self.local_tokens(position_BT)).float()
+            else:
+                weight_TD = self.position_embedding.weight[start : start + x_BT.shape[1]]
+                x_BTD = x_BTD + self.local_tokens(weight_TD[None])[0].float()
+        return x_BTD if self.embedding_dropout is None else self.embedding_dropout(x_BTD, *self.share)
 
     def through_blocks(
         self,
@@ -127,7 +134,7 @@ class Transformer(nn.Module):
         selected: Iterable[Callable[..., Tensor]] = self.blocks if blocks is None else blocks
         for number, block in enumerate(selected):
             if self.recompute and number % self.recompute == 0 and cache is None:
-                # The model draws no random numbers, so there is no generator state to keep.
+                # Random bits are a function of the step, so there is no generator state to keep.
                 x_BTD = checkpoint(block, x_BTD, rope, mask, use_reentrant=False, preserve_rng_state=False)
             else:
                 x_BTD = block(x_BTD, rope, mask, cache=None if cache is None else cache.layers[number])
@@ -143,7 +150,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Mean cross entropy of predicting `y_BT` after each prefix of `x_BT`: fp32 scalar, nats.
 
-        `position_BT` is as for `hidden`, `targets` as for `cross_entropy`.
+        With `z_loss`, and where gradients are recorded, it is [3] as that of `cross_entropy`: train on its
+        first number. `position_BT` is as for `hidden`, `targets` as for `cross_entropy`.
         """
         return self.loss_after(self.hidden(x_BT, position_BT), y_BT, targets)
 
@@ -152,10 +160,11 @@ class Transformer(nn.Module):
         if targets is None and self.share[1] > 1:
             targets = y.numel()
         y_BT = self.local_tokens(y)
+        z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
         if self.chunks_loss and h_BTD.dtype == self.compute_dtype:
-            return head_loss(h_BTD, self.head.weight, y_BT, targets)
+            return head_loss(h_BTD, self.head.weight, y_BT, targets, z_loss)
         # The logits may be overwritten unless a hook keeps them.
-        return cross_entropy(self.head(h_BTD), y_BT, targets, overwrite=not has_hooks(self.head))
+        return cross_entropy(self.head(h_BTD), y_BT, targets, not has_hooks(self.head), z_loss)
 
     @property
     def chunks_loss(self) -> bool:

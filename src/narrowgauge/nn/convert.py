@@ -7,6 +7,7 @@ import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge.errors import UserError
+from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.loop_checks import leave_fast_path
@@ -101,7 +102,7 @@ def _shared_parameters(model: torch.nn.Module) -> set[torch.nn.Parameter]:
 def set_step(
     model: torch.nn.Module, seed: int, step: int, first_sample: int, steps: int | None = None
 ) -> None:
-    """Set the position of training in every converted layer; called before each forward pass.
+    """Set the position of training in every converted layer and dropout; called before each forward pass.
 
     Random bits become those of (seed, step, tensor, element), delayed scales are renewed when a step begins,
     and rules that waited for the step hold.
@@ -125,6 +126,9 @@ def set_step(
             )
     for layer in layers:
         layer.set_position(seed, step, first_sample, steps)
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.set_position(seed, step, first_sample, next(model.parameters()).device)
 
 
 def discard_step(model: torch.nn.Module) -> None:

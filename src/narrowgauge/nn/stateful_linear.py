@@ -153,8 +153,10 @@ class StatefulLinear(torch.nn.Linear):
         return None if is_narrow else self.spec.compute
 
     def extra_repr(self) -> str:
-        """Torch's description, and the name of the recipe."""
-        return f"{super().extra_repr()}, recipe={self.recipe.name}"
+        """Torch's description, the name of the recipe, and whether it keeps this layer wide."""
+        is_kept = self.model_recipe.is_narrow and not self.recipe.is_narrow
+        kept = f", kept in {self.recipe.compute}" if is_kept else ""
+        return f"{super().extra_repr()}, recipe={self.recipe.name}{kept}"
 
     def _end_step(self) -> None:
         for history in self.histories.values():

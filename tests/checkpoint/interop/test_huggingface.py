@@ -14,6 +14,8 @@ from transformers import (
     LlamaForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from narrowgauge.checkpoint.interop.hf_config import config_from, to_config
@@ -74,6 +76,7 @@ MODELS = {
     "llama, biased": lambda: llama(attention_bias=True, mlp_bias=True),
     "qwen2": qwen2,
     "qwen2, tied": lambda: qwen2(tied=True),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes(4, 2, 24), tie_word_embeddings=True)),
 }
 
 
@@ -124,6 +127,17 @@ def test_what_we_write_gives_transformers_the_same_logits(theirs, tmp_path):
 def test_a_configuration_comes_back(name):
     config = model_config(name)
     assert config_from(to_config(config), "here") == config
+
+
+def test_the_norm_of_heads_is_exported_as_qwen3_or_refused_by_name():
+    qwen3 = model_config("qwen2.5-0.5b", qkv_bias=False, qk_norm=True)
+    assert to_config(qwen3)["architectures"] == ["Qwen3ForCausalLM"]
+    assert config_from(to_config(qwen3), "here") == qwen3
+    with pytest.raises(UserError, match="attention_bias = True"):
+        config_from(to_config(qwen3) | {"attention_bias": True}, "here")
+    for name in ("qwen2.5-0.5b", "gpt2-124m"):
+        with pytest.raises(UserError, match="qk_norm = True"):
+            to_config(model_config(name, qk_norm=True))
 
 
 def test_settings_of_older_versions_are_read():

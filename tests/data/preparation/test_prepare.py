@@ -162,7 +162,8 @@ def test_a_directory_with_another_corpus_is_refused_by_both_names(source, tmp_pa
 def test_one_document_is_refused_in_a_sentence(tmp_path):
     (tmp_path / "short.txt").write_text("only this")
     with pytest.raises(
-        UserError, match="is one document of a few thousand characters, and a corpus needs two, one of them"
+        UserError,
+        match="is one document, too short for pieces of at least 4,096 characters, and a corpus needs two",
     ):
         prepare(str(tmp_path / "short.txt"), "bytes")
 

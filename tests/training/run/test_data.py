@@ -8,7 +8,8 @@ import pytest
 
 from narrowgauge.data import prepare, write_megatron, write_token_file, write_token_shards
 from narrowgauge.errors import UserError
-from narrowgauge.training import run
+from narrowgauge.training import make_config, run
+from narrowgauge.training.run.check_data import check_vocabulary
 from support.fault_table import case
 
 STEPS = 3
@@ -84,6 +85,17 @@ def test_too_small_a_vocabulary_is_refused_by_the_number_it_needs(corpus, tmp_pa
     )
     with pytest.raises(UserError, match=words):
         train(changes={"data.source": source, "data.tokenizer": "auto"})
+
+
+def test_gpt2s_tokens_are_refused_for_a_small_vocabulary_before_they_are_read(tmp_path):
+    write_token_shards(tmp_path, "tokens", [np.arange(2000)], 50257)
+    (file,) = tmp_path.glob("*.bin")
+    file.write_bytes(file.read_bytes()[:1024] + b"\xff" * 4000)  # ids that a reader would refuse
+    config = make_config({"model": {"name": "gpt2-debug"}, "data": {"source": str(tmp_path)}})
+    words = r"has token ids up to 50256, beyond model\.vocab_size = 4096; set --model\.vocab_size 50257"
+    with pytest.raises(UserError, match=words):
+        check_vocabulary(config)
+    check_vocabulary(make_config({"model": {"name": "gpt2-124m"}, "data": {"source": str(tmp_path)}}))
 
 
 def test_the_held_out_file_is_found_beside_the_one_that_is_named(corpus, tmp_path, train, look):

@@ -1,5 +1,7 @@
 """The state of a run goes to a checkpoint and comes back bit for bit, and to no other model."""
 
+import math
+
 import pytest
 import torch
 
@@ -22,7 +24,11 @@ def begin(tiny, changes=None):
     return Trainer.begin(make_config(tiny(changes)), CPU)
 
 
-@pytest.mark.parametrize("changes", [{}, {"model.name": "gpt2-debug", "model.kv_heads": 2}], ids=str)
+DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1, "model.qk_norm": True}
+PARTS = DROPOUT | {"training.z_loss": 0.01}
+
+
+@pytest.mark.parametrize("changes", [PARTS, {"model.name": "gpt2-debug", "model.kv_heads": 2}], ids=str)
 def test_a_restored_state_goes_on_to_the_same_bits(tiny, corpus, tmp_path, changes):
     changes = {"recipe.name": "nvfp4"} | changes
     one = begin(tiny, changes)
@@ -40,6 +46,22 @@ def test_a_restored_state_goes_on_to_the_same_bits(tiny, corpus, tmp_path, chang
         assert torch.equal(tensor, other.optimizer.tensors(other.names)[name]), name
     for (name, a), b in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_masks_do_not_depend_on_the_micro_batch_and_a_z_loss_changes_no_loss(tiny, corpus):
+    """All in fp32: what differs is the order of sums."""
+    taken = []
+    for size, z_loss in ((1, 0.01), (4, 0.01), (4, 0.0)):
+        sizes = {"training.batch_size": 4, "training.micro_batch_size": size, "training.z_loss": z_loss}
+        trainer = begin(tiny, {"recipe.name": "fp32", **PARTS, **sizes})
+        loss, norm, _ = trainer.train_step(trainer.batches(corpus.train))
+        taken.append((loss, norm, trainer.z_loss))
+    assert taken[0] == pytest.approx(taken[1], rel=1e-6)
+    assert taken[1][0] == taken[2][0]
+    assert taken[1][1] != pytest.approx(taken[2][1], rel=1e-4)
+    assert taken[2][2] is None
+    logarithm = (taken[1][2] / 0.01) ** 0.5  # of the sum of the exponentials of 257 small logits
+    assert logarithm == pytest.approx(math.log(257), rel=0.02)
 
 
 def test_tied_weights_stay_tied(tiny, corpus, tmp_path):

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from narrowgauge.data import bytes_tokenizer, prepare, train_bpe
 from narrowgauge.distributed import Engine
@@ -85,7 +85,10 @@ def test_a_run_starts_from_imported_weights(train, tiny, tmp_path, text, recipe,
 QWEN_INSTRUCT = {
     "config.json": {"bos_token_id": 7, "eos_token_id": 9},
     "generation_config.json": {"bos_token_id": 7, "eos_token_id": [9, 7], "pad_token_id": 7, "top_p": 0.8},
+    "tokenizer_config.json": {"eos_token": "ĉ", "add_bos_token": False, "model_max_length": 131072},
 }
+NOT_KEPT = {"auto_map": {"AutoTokenizer": ["evil.py", None]}, "tokenizer_class": "EvilTokenizer"}
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
 def test_what_a_model_says_of_its_special_tokens_survives(train, tiny, tmp_path, text):
@@ -93,7 +96,9 @@ def test_what_a_model_says_of_its_special_tokens_survives(train, tiny, tmp_path,
     export_run(train("base", {"recipe.name": "fp32", "training.steps": 1}), "hf", tmp_path / "hf")
     for name, says in QWEN_INSTRUCT.items():
         values = json.loads((tmp_path / "hf" / name).read_text())
-        (tmp_path / "hf" / name).write_text(json.dumps(values | says))
+        code = NOT_KEPT if name == "tokenizer_config.json" else {}
+        (tmp_path / "hf" / name).write_text(json.dumps(values | says | code))
+    (tmp_path / "hf" / "chat_template.jinja").write_text(TEMPLATE)
     import_model(tmp_path / "hf", tmp_path / "imported", source=text)
     values = tiny({"recipe.name": "fp8", "training.steps": 1})
     values["model"] = {"weights": str(tmp_path / "imported")}
@@ -106,8 +111,16 @@ def test_what_a_model_says_of_its_special_tokens_survives(train, tiny, tmp_path,
             export_run(tmp_path / name, to, out)
             for file, says in QWEN_INSTRUCT.items():
                 assert json.loads((out / file).read_text()).items() >= says.items(), (out, file)
-            end = open_run(out if to == "hf" else tmp_path / name, "cpu").tokenizer.library.id_to_token(9)
-            assert json.loads((out / "tokenizer_config.json").read_text())["eos_token"] == end
+            settings = json.loads((out / "tokenizer_config.json").read_text())
+            assert "auto_map" not in settings, "it names code that is not exported"
+            assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+            assert settings["chat_template"] == TEMPLATE
+    theirs = AutoTokenizer.from_pretrained(out.with_name("tuned as hf"))
+    assert theirs.eos_token_id == 9
+    spoken = theirs.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert spoken == "<user>hi"
+    import_model(tmp_path / "hf", tmp_path / "other", tmp_path / "imported" / "tokenizer.json", text)
+    assert "tokenizer_config.json" not in (tmp_path / "other" / "special_tokens.json").read_text()
     assert AutoModelForCausalLM.from_pretrained(out.with_name("tuned as hf")).generation_config.top_p == 0.8
 
 

@@ -1,6 +1,8 @@
-"""Hugging Face's `config.json` and our `ModelConfig`, for the families that are both: GPT-2, Llama, Qwen2.
+"""Hugging Face's `config.json` and our `ModelConfig`, for the families that are both.
 
-    ours                  GPT-2                Llama, Qwen2
+They are GPT-2, Llama, Qwen2 and Qwen3:
+
+    ours                  GPT-2                Llama, Qwen2, Qwen3
     dim                   n_embd               hidden_size
     layers                n_layer              num_hidden_layers
     heads, kv_heads       n_head               num_attention_heads, num_key_value_heads
@@ -11,6 +13,7 @@
     rope_*                -                    rope_theta, rope_scaling (transformers 4), rope_parameters (5)
     bias                  always               attention_bias and mlp_bias (Llama)
     qkv_bias              -                    always (Qwen2)
+    qk_norm               -                    always (Qwen3)
     tied_head             tie_word_embeddings  tie_word_embeddings
 
 (Source: the configuration classes of Hugging Face transformers, whose defaults hold where a key is
@@ -24,8 +27,13 @@ from typing import Any
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.models import ModelConfig
 
-FAMILIES = ("gpt2", "llama", "qwen2")
-ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")
+ARCHITECTURES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 
@@ -36,9 +44,9 @@ def config_from(values: Mapping[str, Any], where: str) -> ModelConfig:
         raise UserError(f"{where}: {unknown('model_type', str(family), FAMILIES)}")
     if values.get("quantization_config"):
         raise UserError(f"{where}: its weights are quantized already; give the unquantized model")
-    ours = _from_gpt2(values, where) if family == "gpt2" else _from_llama(values, family == "qwen2", where)
+    ours = _from_gpt2(values, where) if family == "gpt2" else _from_llama(values, str(family), where)
     for key, value in ours.items():
-        if isinstance(value, bool) and key not in ("tied_head", "bias", "qkv_bias"):
+        if isinstance(value, bool) and key not in ("tied_head", "bias", "qkv_bias", "qk_norm"):
             raise UserError(f"{where}: {key} = {value}, but it must be a number; mend the file")
     try:
         return ModelConfig(**ours)
@@ -53,21 +61,24 @@ def family_of(config: ModelConfig) -> str:
     """
     c = config
     square = c.heads * c.head_dim == c.dim and c.kv_heads == c.heads
-    if (c.positions, c.norm, c.mlp, c.bias, c.qkv_bias, square) == (
+    if (c.positions, c.norm, c.mlp, c.bias, c.qkv_bias, square, c.qk_norm) == (
         *("learned", "layer", "gelu"),
-        *(True, True, True),
+        *(True, True, True, False),
     ):
         return "gpt2"
     if (c.positions, c.norm, c.mlp) == ("rope", "rms", "swiglu"):
-        if c.bias == c.qkv_bias:
+        if c.qk_norm:
+            if not c.bias and not c.qkv_bias:
+                return "qwen3"
+        elif c.bias == c.qkv_bias:
             return "llama"
-        if c.qkv_bias:
+        elif c.qkv_bias:
             return "qwen2"
     raise UserError(
         f"no family of Hugging Face's has positions = {c.positions}, norm = {c.norm}, mlp = {c.mlp}, "
-        f"bias = {c.bias}, qkv_bias = {c.qkv_bias} and {c.kv_heads} of {c.heads} heads for keys; "
-        "exported are GPT-2 (learned, layer, gelu, bias, as many heads for keys) and Llama or Qwen2 "
-        "(rope, rms, swiglu)"
+        f"bias = {c.bias}, qkv_bias = {c.qkv_bias}, qk_norm = {c.qk_norm} and {c.kv_heads} of {c.heads} "
+        "heads for keys; exported are GPT-2 (learned, layer, gelu, bias, as many heads for keys) and Llama, "
+        "Qwen2 or Qwen3 (rope, rms, swiglu; Qwen3 has qk_norm and no bias)"
     )
 
 
@@ -127,7 +138,10 @@ def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
 
 
-def _from_llama(values: Mapping[str, Any], is_qwen: bool, where: str) -> dict[str, Any]:
+def _from_llama(values: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
+    is_qwen = family != "llama"
+    if family == "qwen3":
+        _require(values, "attention_bias", (False,), where)
     _require(values, "hidden_act", ("silu", "swish"), where)
     _require(values, "use_sliding_window", (False,), where)
     biased = False if is_qwen else values.get("attention_bias", False)
@@ -145,7 +159,7 @@ def _from_llama(values: Mapping[str, Any], is_qwen: bool, where: str) -> dict[st
         "layers": _needed(values, "num_hidden_layers", where),
         "heads": _needed(values, "num_attention_heads", where),
         "kv_heads": values.get("num_key_value_heads") or 0,
-        "head_dim": values.get("head_dim") or 0,
+        "head_dim": values.get("head_dim") or (128 if family == "qwen3" else 0),
         "ffn_dim": _needed(values, "intermediate_size", where),
         "vocab_size": _needed(values, "vocab_size", where),
         "max_sequence_length": values.get("max_position_embeddings", 32768 if is_qwen else 2048),
@@ -153,7 +167,8 @@ def _from_llama(values: Mapping[str, Any], is_qwen: bool, where: str) -> dict[st
         "initial_std": values.get("initializer_range", 0.02),
         "tied_head": values.get("tie_word_embeddings", False),
         "bias": biased,
-        "qkv_bias": is_qwen or None,
+        "qkv_bias": family == "qwen2" or None,
+        "qk_norm": family == "qwen3",
         **_rope_from(values, where),
     }
 
@@ -191,7 +206,8 @@ def _to_gpt2(config: ModelConfig) -> dict[str, Any]:
         "n_positions": config.max_sequence_length,
         "activation_function": "gelu_new",
         "layer_norm_epsilon": config.norm_eps,
-        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+        "attn_pdrop": config.attention_dropout,
+        **dict.fromkeys(("embd_pdrop", "resid_pdrop"), config.dropout),
     }
 
 
@@ -205,17 +221,23 @@ def _to_llama(config: ModelConfig, family: str) -> dict[str, Any]:
             "high_freq_factor": config.rope_high_freq_factor,
             "original_max_position_embeddings": config.rope_original_positions,
         }
-    biases = {"attention_bias": config.bias, "mlp_bias": config.bias} if family == "llama" else {}
-    return biases | {
-        "hidden_size": config.dim,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.ffn_dim,
-        "max_position_embeddings": config.max_sequence_length,
-        "rms_norm_eps": config.norm_eps,
-        "hidden_act": "silu",
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
-    }
+    of_llama = {"attention_bias": config.bias, "mlp_bias": config.bias}
+    biases = {"llama": of_llama, "qwen2": {}, "qwen3": {"attention_bias": False}}[family]
+    dropout = {"attention_dropout": config.attention_dropout} if config.attention_dropout else {}
+    return (
+        biases
+        | dropout
+        | {
+            "hidden_size": config.dim,
+            "num_hidden_layers": config.layers,
+            "num_attention_heads": config.heads,
+            "num_key_value_heads": config.kv_heads,
+            "head_dim": config.head_dim,
+            "intermediate_size": config.ffn_dim,
+            "max_position_embeddings": config.max_sequence_length,
+            "rms_norm_eps": config.norm_eps,
+            "hidden_act": "silu",
+            "rope_theta": config.rope_theta,
+            "rope_scaling": scaling,
+        }
+    )

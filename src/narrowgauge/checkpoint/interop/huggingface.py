@@ -1,9 +1,10 @@
-"""Folders of Hugging Face transformers: GPT-2, Llama and Qwen2, in and out.
+"""Folders of Hugging Face transformers: GPT-2, Llama, Qwen2 and Qwen3, in and out.
 
     config.json                  the architecture and its dimensions (`hf_config.py`)
     model*.safetensors           the weights (`safetensors_reader.py`, `name_map.py`)
     tokenizer.json               the tokenizer
-    tokenizer_config.json        the class that reads the tokenizer, and the end of a text
+    tokenizer_config.json        the class that reads the tokenizer, the end of a text, the template of a chat
+    chat_template.jinja          that template, where it has a file of its own
     generation_config.json       the tokens that begin and end a text; settings of `generate`
 
 (Layout: transformers, `save_pretrained`.) Both directions compute the same logits: see
@@ -29,6 +30,7 @@ from narrowgauge.checkpoint.interop.safetensors_reader import (
     refuse_pickles,
     write_tensors,
 )
+from narrowgauge.checkpoint.store.manifest import read_bounded
 from narrowgauge.data import Tokenizer, load_tokenizer
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig
@@ -36,6 +38,11 @@ from narrowgauge.models import ModelConfig
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+_LARGEST_TEMPLATE = 1 << 20
+# Keys of a tokenizer_config.json that name code or other files than tokenizer.json, which alone is exported.
+_NOT_KEPT = ("auto_map", "tokenizer_class", "tokenizer_file", "name_or_path")
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Buffers that some versions stored with the weights: masks, and values that follow from the configuration.
 _NO_WEIGHT = re.compile(r".*\.(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
@@ -71,20 +78,35 @@ def read_folder(folder: Path) -> ExternalModel:
             )
         tensors = {pair.ours: pair.join(lambda name: files.read(stored[name])) for pair in pairs}
     tokenizer = inside(folder, TOKENIZER) if (folder / TOKENIZER).exists() else None
-    model = external_model("hf", config, tensors, folder, tokenizer)
+    model = external_model("hf", config, tensors, folder, tokenizer, files.dtypes)
     return replace(model, special_tokens=special_tokens_of(folder, values))
 
 
 def special_tokens_of(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a folder says of the tokens that begin and end a text: {file name: its values}.
+    """What a folder says of the tokens that begin and end a text, and of a chat: {file name: its values}.
 
-    Of `config.json`, whose values are given, only these; `generation_config.json` in full. A model that is
-    exported again stops where it stopped before, whatever its tokenizer names the end of a document.
+    Of `config.json`, whose values are given, only these; `generation_config.json` in full;
+    `tokenizer_config.json` without the keys that name code or other files. A model that is exported again
+    stops where it stopped before, whatever its tokenizer names the end of a document, and has its chat
+    template. The template is a program in Jinja's language: it is kept as text, and never run here.
     """
     found: dict[str, Any] = {CONFIG: {key: values[key] for key in _SPECIAL_TOKENS if key in values}}
     if (folder / GENERATION).exists():
         found[GENERATION] = read_json(inside(folder, GENERATION))
-    return found
+    settings: dict[str, Any] = {}
+    if (folder / TOKENIZER_CONFIG).exists():
+        said = read_json(inside(folder, TOKENIZER_CONFIG))
+        settings = {key: value for key, value in said.items() if key not in _NOT_KEPT}
+    if (folder / CHAT_TEMPLATE).exists():  # transformers reads it first
+        settings["chat_template"] = _read_template(inside(folder, CHAT_TEMPLATE))
+    return found | ({TOKENIZER_CONFIG: settings} if settings else {})
+
+
+def _read_template(path: Path) -> str:
+    try:
+        return read_bounded(path, _LARGEST_TEMPLATE).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is no chat template: {error}; fetch it again, or delete it") from None
 
 
 def write_folder(
@@ -125,11 +147,11 @@ def write_settings(
         end = loaded.library.id_to_token(_stop_id(tokens["eos_token_id"], loaded))
         length = values.get("max_position_embeddings", values.get("n_positions"))
         settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
+            "tokenizer_class": "PreTrainedTokenizerFast",  # reads tokenizer.json, and needs no other file
             "eos_token": end,
             "model_max_length": length,
         }
-        _write_json(folder / "tokenizer_config.json", settings)
+        _write_json(folder / TOKENIZER_CONFIG, settings | kept.get(TOKENIZER_CONFIG, {}))
     if generation := kept.get(GENERATION, tokens):
         _write_json(folder / GENERATION, generation)
     _write_json(folder / CONFIG, {**values, **tokens, "torch_dtype": str(dtype).removeprefix("torch.")})

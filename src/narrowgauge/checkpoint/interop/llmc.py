@@ -80,7 +80,7 @@ def read_llmc(path: Path) -> ExternalModel:
             raise _wrong(path, f"a NaN or an infinity in {name}")
         start = end
     tokenizer = path.with_name("tokenizer.json")
-    return external_model("llmc", config, tensors, path, tokenizer if tokenizer.is_file() else None)
+    return external_model("llmc", config, tensors, path, tokenizer if tokenizer.is_file() else None, [dtype])
 
 
 def write_llmc(
@@ -184,6 +184,7 @@ def _require_gpt2(config: ModelConfig) -> None:
         "norm = layer": c.norm == "layer",
         "mlp = gelu": c.mlp == "gelu",
         "bias = true": c.bias and bool(c.qkv_bias),
+        "qk_norm = false": not c.qk_norm,
         "tied_head = true": c.tied_head,
         "kv_heads = heads": c.kv_heads == c.heads,
         "head_dim = dim / heads": c.head_dim * c.heads == c.dim,

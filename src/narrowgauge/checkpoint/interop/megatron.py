@@ -16,6 +16,7 @@ specification. TransformerEngine's specification has other names for two tensors
     embedding, position_embedding    embedding.word_embeddings, embedding.position_embeddings
     blocks.I.attention_norm          decoder.layers.I.input_layernorm
     blocks.I.qkv                     decoder.layers.I.self_attention.linear_qkv
+    blocks.I.q_norm, .k_norm         decoder.layers.I.self_attention.q_layernorm, k_layernorm
     blocks.I.attention_out           decoder.layers.I.self_attention.linear_proj
     blocks.I.mlp_norm                decoder.layers.I.pre_mlp_layernorm
     blocks.I.gate_up or .up          decoder.layers.I.mlp.linear_fc1        (gate first)
@@ -58,6 +59,8 @@ _NAMES = {
     "head": "output_layer",
     "attention_norm": "input_layernorm",
     "qkv": "self_attention.linear_qkv",
+    "q_norm": "self_attention.q_layernorm",
+    "k_norm": "self_attention.k_layernorm",
     "attention_out": "self_attention.linear_proj",
     "mlp_norm": "pre_mlp_layernorm",
     "gate_up": "mlp.linear_fc1",
@@ -90,7 +93,7 @@ def read_megatron(folder: Path) -> ExternalModel:
                 )
             tensors[ours] = _to_ours(ours, files.read(name), config)
     tokenizer = inside(folder, "tokenizer.json") if (folder / "tokenizer.json").exists() else None
-    return external_model("megatron", config, tensors, folder, tokenizer)
+    return external_model("megatron", config, tensors, folder, tokenizer, files.dtypes)
 
 
 def write_megatron(
@@ -100,7 +103,16 @@ def write_megatron(
     dtype: torch.dtype,
     shard_bytes: int,
 ) -> None:
-    """Fill an empty folder with a model in our names."""
+    """Fill an empty folder with a model in our names.
+
+    Raises:
+        UserError: Megatron-Core has no such model.
+    """
+    if config.qk_norm and config.norm != "rms":
+        raise UserError(
+            "model.qk_norm is an RMSNorm, and Megatron-Core normalises heads as it does everything else: "
+            f"with model.norm = {config.norm} it has no such model; use --to hf"
+        )
     named = [(_their_name(ours), _to_theirs(ours, tensors[ours], config)) for ours in stored_names(config)]
     write_tensors(folder, named, dtype, shard_bytes)
     lines = []
@@ -126,6 +138,8 @@ def arguments(config: ModelConfig) -> dict[str, Any]:
         "normalization": "LayerNorm" if c.norm == "layer" else "RMSNorm",
         "norm-epsilon": c.norm_eps,
         "init-method-std": c.initial_std,
+        "hidden-dropout": c.dropout,
+        "attention-dropout": c.attention_dropout,
     }
     if c.kv_heads != c.heads:
         values |= {"group-query-attention": True, "num-query-groups": c.kv_heads}
@@ -135,6 +149,7 @@ def arguments(config: ModelConfig) -> dict[str, Any]:
         values |= {"use-rope-scaling": True, "rope-scaling-factor": c.rope_factor}
     flags = {
         "swiglu": c.mlp == "swiglu",
+        "qk-layernorm": c.qk_norm,
         "disable-bias-linear": not c.bias,
         "add-qkv-bias": bool(c.qkv_bias) and not c.bias,
         "untie-embeddings-and-output-weights": not c.tied_head,

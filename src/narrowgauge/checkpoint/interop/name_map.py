@@ -1,10 +1,11 @@
 """Our tensors under the names of other programs, and a model of another program in our names.
 
-    ours                      GPT-2 (`transformer.h.I.`)      Llama, Qwen2 (`model.layers.I.`)
+    ours                      GPT-2 (`transformer.h.I.`)      Llama, Qwen2, Qwen3 (`model.layers.I.`)
     embedding                 transformer.wte                 model.embed_tokens
     position_embedding        transformer.wpe                 -
     blocks.I.attention_norm   ln_1                            input_layernorm
     blocks.I.qkv              attn.c_attn (transposed)        self_attn.q_proj, k_proj, v_proj
+    blocks.I.q_norm, k_norm   -                               self_attn.q_norm, k_norm (Qwen3)
     blocks.I.attention_out    attn.c_proj (transposed)        self_attn.o_proj
     blocks.I.mlp_norm         ln_2                            post_attention_layernorm
     blocks.I.gate_up          -                               mlp.gate_proj, up_proj
@@ -13,13 +14,13 @@
     norm                      transformer.ln_f                model.norm
     head                      lm_head                         lm_head            (not stored where tied)
 
-(Source: `modeling_gpt2.py`, `modeling_llama.py`, `modeling_qwen2.py` of Hugging Face transformers.)
+(Source: `modeling_gpt2.py`, `modeling_llama.py`, `modeling_qwen2.py`, `modeling_qwen3.py` of transformers.)
 GPT-2's linear layers are `Conv1D`s there, with weights of shape (in, out). q, k and v are rows of our qkv, in
 this order, and gate and up are rows of our gate_up. The order of the two halves of a rotated head is the same
 on both sides.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,14 @@ class NamePair:
         return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
 
+_SHORT_NAMES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+
+
 @dataclass(frozen=True)
 class ExternalModel:
     """A model of another program in our names."""
@@ -60,7 +69,13 @@ class ExternalModel:
     config: ModelConfig
     tensors: Mapping[str, torch.Tensor]  # float32; a tied head has both of its names, for one tensor
     tokenizer: Path | None = None  # the tokenizer.json that came with it
+    dtypes: frozenset[torch.dtype] = frozenset()  # in which the tensors were stored
     special_tokens: Mapping[str, Any] = field(default_factory=dict)  # `huggingface.special_tokens_of`
+
+    @property
+    def precision(self) -> str:
+        """The formats in which the tensors were stored, such as "bf16", or "bf16 and fp32"."""
+        return " and ".join(sorted(_SHORT_NAMES[dtype] for dtype in self.dtypes))
 
 
 def external_model(
@@ -69,6 +84,7 @@ def external_model(
     tensors: dict[str, torch.Tensor],
     origin: Path,
     tokenizer: Path | None = None,
+    dtypes: Iterable[torch.dtype] = (),
 ) -> ExternalModel:
     """The record of a model, after its tensors have been compared with its configuration.
 
@@ -85,7 +101,7 @@ def external_model(
                 f"{origin}: {name} has the shape {tuple(tensors[name].shape)}, and its configuration makes "
                 f"it {tuple(shape)}; give weights and configuration of one model"
             )
-    return ExternalModel(format, config, tensors, tokenizer)
+    return ExternalModel(format, config, tensors, tokenizer, frozenset(dtypes))
 
 
 def require_layers(config: ModelConfig, tensors: int, origin: Path) -> None:
@@ -155,6 +171,8 @@ def _llama(config: ModelConfig) -> _Names:
         layer = f"model.layers.{i}."
         qkv = [f"{layer}self_attn.{x}_proj" for x in "qkv"]
         gate_up = [f"{layer}mlp.{x}_proj" for x in ("gate", "up")]
+        for norm in ("q_norm", "k_norm") if config.qk_norm else ():
+            names[f"blocks.{i}.{norm}"] = ([f"{layer}self_attn.{norm}"], (), False)
         names |= {
             f"blocks.{i}.attention_norm": ([layer + "input_layernorm"], (), False),
             f"blocks.{i}.qkv": (qkv, (q, kv, kv), False),

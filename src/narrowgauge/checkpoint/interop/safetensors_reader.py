@@ -43,6 +43,7 @@ class TensorFolder:
         self._open = ExitStack()
         self._files: dict[str, Any] = {}
         self._in_file: dict[str, set[str]] = {}
+        self.dtypes: set[torch.dtype] = set()  # of the tensors that were read
         self.file_of = self._find()
 
     def __enter__(self) -> "TensorFolder":
@@ -67,6 +68,7 @@ class TensorFolder:
                 f"tensor {name!r} in {path} is {tensor.dtype}, and only fp32, bf16 and fp16 are read; "
                 "give the unquantized model"
             )
+        self.dtypes.add(tensor.dtype)
         if not is_finite(tensor):
             raise UserError(f"tensor {name!r} in {path} holds a NaN or an infinity; give undamaged weights")
         return tensor.float()

@@ -115,7 +115,9 @@ def _bytes_per_token(config: Config) -> float:
     The count runs the model with one block and with two on meta tensors, in high precision; a narrow recipe
     also reads each operand of a product once more, and writes its codes.
     """
-    T = min(config.data.sequence_length, 256)
+    T = config.data.sequence_length
+    if not config.spec.model.attention_dropout:  # else the scores of T x T pairs are among them
+        T = min(T, 256)
     one, two = (_bytes_moved(config, layers, T) for layers in (1, 2))
     model, recipe = config.spec.model, config.spec.recipe
     layers = model.layers * (4 / 3 if config.training.recompute else 1)

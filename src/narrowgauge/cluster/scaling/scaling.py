@@ -40,8 +40,8 @@ from narrowgauge.models import count_parameters
 from narrowgauge.recipes import choose_backend, device_facts
 from narrowgauge.training import Config, choose_device, to_toml
 from narrowgauge.training.monitor.hardware import device_name
+from narrowgauge.training.run.check_data import check_data
 from narrowgauge.training.run.parallel_dims import parallel_dims_of
-from narrowgauge.training.run.run import check_data
 
 FILE = "scaling.json"
 

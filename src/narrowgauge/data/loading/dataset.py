@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from narrowgauge.data.cache import Progress, no_progress
-from narrowgauge.data.corpus import ConcatenatedTokens, Corpus, is_corpus
+from narrowgauge.data.corpus import ConcatenatedTokens, Corpus, is_corpus, read_manifest
 from narrowgauge.data.loading.sample_order import BLOCK, shares_of
 from narrowgauge.data.preparation.prepare import DEFAULT_TOKENIZER, prepare
-from narrowgauge.data.token_files.source import open_token_source, token_files
+from narrowgauge.data.token_files.source import open_token_source, token_files, vocabulary_of_files
 from narrowgauge.data.token_files.token_stream import Mixture, TokenStream
 from narrowgauge.data.tokenization.formats import TOKENIZER_FILE
+from narrowgauge.data.tokenization.names import make_tokenizer
 from narrowgauge.data.tokenization.tokenizer import Tokenizer
 from narrowgauge.errors import UserError
 
@@ -85,6 +86,29 @@ def open_data(
     train = Mixture(tuple(one.train for one in opened), shares)
     val = Mixture(tuple(one.val for one in opened), shares)
     return Dataset(opened[0].tokenizer, train, val, digest)
+
+
+def vocabulary_before_reading(source: str, tokenizer: str, weights: Sequence[float] = ()) -> int | None:
+    """The vocabulary size of a dataset, from its tokenizer and the headers of its files alone.
+
+    Args:
+        source: As for `open_data`.
+        tokenizer: Name of the tokenizer, or `AUTO`.
+        weights: As for `open_data`.
+
+    Returns:
+        The size, or None if only the text or all tokens decide it.
+
+    Raises:
+        UserError: the source or the tokenizer cannot be used.
+    """
+    if tokenizer != AUTO:
+        return None if tokenizer.startswith("bpe-") else make_tokenizer(tokenizer, ()).vocab_size
+    first = split_sources(source, weights)[0]
+    if is_corpus(Path(first).expanduser()):
+        return read_manifest(Path(first).expanduser()).vocab_size
+    files = token_files(first)
+    return vocabulary_of_files(files[0][0]) if files else None
 
 
 def split_sources(source: str, weights: Sequence[float] = ()) -> list[str]:

@@ -18,6 +18,7 @@ from narrowgauge.data.preparation.shard_writer import ShardWriter
 from narrowgauge.data.preparation.worker_pool import ordered_map
 from narrowgauge.data.sources import Chunk, Source, no_text
 from narrowgauge.data.sources.byte_stream import unreadable
+from narrowgauge.data.sources.text import PIECE_ENOUGH
 from narrowgauge.data.token_files.token_file import TokenFile, token_dtype
 from narrowgauge.data.tokenization.formats import TOKENIZER_FILE
 from narrowgauge.data.tokenization.names import make_tokenizer
@@ -152,8 +153,8 @@ class CorpusBuilder:
             raise no_text(self.source.name)
         if document_filter.kept == 1 and self.cut:
             raise UserError(
-                f"data source {self.source.name!r} is one document of a few thousand characters, and a "
-                "corpus needs two, one of them held out; add text"
+                f"data source {self.source.name!r} is one document, too short for pieces of at least "
+                f"{PIECE_ENOUGH:,} characters, and a corpus needs two, one of them held out; add text"
             )
         return document_filter.kept > 1
 

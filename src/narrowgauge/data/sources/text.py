@@ -21,7 +21,7 @@ from narrowgauge.data.sources.records import (
 
 MOST_UNCUT = 64 << 20  # bytes: a longer file is cut, even if it is one of many
 
-_PIECE_ENOUGH = 4096  # characters after which a blank line ends the piece,
+PIECE_ENOUGH = 4096  # characters after which a blank line ends the piece,
 _PIECE_LONG = 12288  # after which any line does,
 _PIECE_MOST = 16384  # and the most of one line
 _CONVERT = "convert it to UTF-8 or leave it out"
@@ -136,7 +136,7 @@ def cut_text(blocks: Iterable[str]) -> Iterator[str]:
     for line in _lines(blocks):
         piece.append(line)
         size += len(line)
-        if size >= _PIECE_LONG or (size >= _PIECE_ENOUGH and line.isspace()):
+        if size >= _PIECE_LONG or (size >= PIECE_ENOUGH and line.isspace()):
             yield "".join(piece)
             size, piece = 0, []
     if piece:

@@ -118,6 +118,18 @@ def open_token_source(
     return TokenSource(chosen, streams[0], streams[1], digest)
 
 
+def vocabulary_of_files(first: Path) -> int | None:
+    """The vocabulary size that the first token file of a source comes with; None if its ids decide it.
+
+    Raises:
+        UserError: the file is damaged, or the tokenizer beside it.
+    """
+    if tokenizer_files(first.parent):
+        return load_tokenizer(first.parent).vocab_size
+    stated = open_file(first, str(layout_of(first))).vocabulary
+    return stated[0] if stated else None
+
+
 def _is_tokens(path: Path) -> bool:
     """Whether it holds tokens; a bare layout is only a guess, and is not made for a text file's name."""
     layout = layout_of(path)

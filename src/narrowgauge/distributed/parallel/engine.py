@@ -24,7 +24,7 @@ from narrowgauge.distributed.parallel.pipeline_schedule import Pipeline
 from narrowgauge.distributed.pipeline_stage import MicroBatch, StageInput
 from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.distributed.simulate.fake_pipeline import FakePipeline
-from narrowgauge.models import Transformer
+from narrowgauge.models import Transformer, objective_of
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.optim import ModelGroup, Optimizer
 from narrowgauge.quantization import local_tensor, plain_gradient, state_of
@@ -75,18 +75,19 @@ class Engine:
             after_forward: is called with each weighted loss, after its forward pass; not in a pipeline.
 
         Returns:
-            The sum of the weighted losses, 0-dim.
+            The sum of the weighted losses, 0-dim; with a z-loss [3] (`kernels.cross_entropy`).
         """
-        total = self._zero()
+        total = torch.zeros((3,) if self.model.z_loss else (), device=self.device)
         if self.pipeline is not None:
             return self.pipeline.run(StageInput(micro_batches, begin, scale, total), with_backward=True)
         for i, (_, batch, weight) in enumerate(micro_batches):
             begin(i)
             with self._gradient_sync(is_last=i == len(micro_batches) - 1):
                 loss = self._loss(batch) * weight
+                objective = objective_of(loss)
                 if after_forward is not None:
-                    after_forward(loss.detach())
-                scale(loss).backward()
+                    after_forward(objective.detach())
+                scale(objective).backward()
             total += loss.detach()
         return total
 
@@ -95,7 +96,8 @@ class Engine:
         """This process's term of the mean loss of a batch; the mean is the sum over `sequence` and stages."""
         if self.pipeline is not None:
             micro_batches = [MicroBatch(0, batch, 1.0)]
-            stage_input = StageInput(micro_batches, lambda i: None, lambda loss: loss, self._zero())
+            zero = torch.zeros((), device=self.device)
+            stage_input = StageInput(micro_batches, lambda i: None, lambda loss: loss, zero)
             loss = self.pipeline.run(stage_input, with_backward=False)
         else:
             loss = self._loss(batch)
@@ -115,9 +117,6 @@ class Engine:
         targets = batch.targets if batch.ignores else None
         loss: torch.Tensor = self.modules[0](batch.x_BT, batch.y_BT, batch.position_BT, targets)
         return loss
-
-    def _zero(self) -> torch.Tensor:
-        return torch.zeros((), device=self.device)
 
     def _gradient_sync(self, is_last: bool) -> AbstractContextManager[None]:
         """Sum gradients after the last micro-batch only; after each where they are sharded (ZeRO 2 and 3)."""

@@ -60,6 +60,7 @@ class ModelSpec:
         backend: whether narrow GEMMs run natively: "auto", "native" or "emulated".
         recompute: one of how many blocks recomputes its activations in the backward pass; 0: none does.
         chunked_loss: whether head and loss are computed in chunks, without all logits in memory.
+        z_loss: the coefficient of the z-loss; 0: none.
     """
 
     model: ModelConfig
@@ -68,6 +69,11 @@ class ModelSpec:
     backend: str = "auto"
     recompute: int = 0
     chunked_loss: bool = False
+    z_loss: float = 0.0
+
+    def set_options(self, model: Transformer) -> None:
+        """Give a model what is neither a dimension of it nor of its recipe."""
+        model.recompute, model.chunked_loss, model.z_loss = self.recompute, self.chunked_loss, self.z_loss
 
 
 def parallelize(spec: ModelSpec, mesh: Mesh, device: torch.device) -> tuple[Transformer, list[nn.Module]]:
@@ -79,7 +85,7 @@ def parallelize(spec: ModelSpec, mesh: Mesh, device: torch.device) -> tuple[Tran
     """
     with torch.device("meta"):
         model = Transformer(spec.model, DTYPES[spec.recipe.compute])
-    model.recompute, model.chunked_loss = spec.recompute, spec.chunked_loss
+    spec.set_options(model)
     shapes = {name: p.shape for name, p in model.named_parameters()}
     # The meta device supports no format; each layer chooses its backend again when it gets its weights.
     convert(model, spec.recipe, backend="emulated" if spec.backend == "emulated" else "auto")

@@ -66,14 +66,14 @@ def shard_blocks(model: Transformer, mesh: Mesh) -> None:
     """Shard a converted model on the meta device over `tensor` and `context`, in place."""
     groups = mesh.groups("context")
     tokens = TokenShard(mesh.index("context"), mesh.size("context"), groups) if groups else None
-    for block in model.blocks:
-        if not isinstance(block, nn.Identity):  # an Identity stands for a block of another stage
-            _shard_block(block, model.config, mesh, tokens)
-    groups = mesh.groups("context", "tensor")
     model.share = (
         mesh.index("context") * mesh.size("tensor") + mesh.index("tensor"),
         mesh.size("sequence"),
     )
+    for block in model.blocks:
+        if not isinstance(block, nn.Identity):  # an Identity stands for a block of another stage
+            _shard_block(block, model, mesh, tokens)
+    groups = mesh.groups("context", "tensor")
     if isinstance(model.head, Linear) and groups:
         model.head.shards = LinearShards(TokenShard(*model.share, groups))
     for _, parameter in model.named_parameters():
@@ -81,7 +81,11 @@ def shard_blocks(model: Transformer, mesh: Mesh) -> None:
             ensure_state(parameter).shard = TensorShard(tuple(full_axis(n) for n in parameter.shape))
 
 
-def _shard_block(block: Any, config: ModelConfig, mesh: Mesh, tokens: TokenShard | None) -> None:
+def _shard_block(block: Any, model: Transformer, mesh: Mesh, tokens: TokenShard | None) -> None:
+    block.share = model.share
+    # Heads are divided over `tensor`, and those of a process of it over `context`.
+    index = mesh.index("tensor") * mesh.size("context") + mesh.index("context")
+    block.heads_share = (index, mesh.size("sequence"))
     if tokens is not None:
         block.to_heads = partial(all_to_all_heads, group=tokens.groups[0])
         block.to_tokens = partial(all_to_all_tokens, group=tokens.groups[0])
@@ -91,7 +95,7 @@ def _shard_block(block: Any, config: ModelConfig, mesh: Mesh, tokens: TokenShard
         return
     count = mesh.size("tensor")
     block.heads_NKK = tuple(heads // count for heads in block.heads_NKK)
-    for name, sizes in row_sizes(config).items():
+    for name, sizes in row_sizes(model.config).items():
         _shard_rows(getattr(block, name), sizes, mesh, tokens)
     for name in COLUMN_SHARDED:
         _shard_columns(getattr(block, name), mesh, tokens)

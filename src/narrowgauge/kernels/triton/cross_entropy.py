@@ -62,13 +62,26 @@ def _losses(z, y, loss, stats, rows, width, stride, ignored: tl.constexpr, BLOCK
 
 @triton.jit
 def _gradients(
-    z, y, stats, factor, out, rows, width, stride, out_stride, ignored: tl.constexpr, BLOCK: tl.constexpr
+    z,
+    y,
+    stats,
+    factor,
+    out,
+    rows,
+    width,
+    stride,
+    out_stride,
+    ignored: tl.constexpr,
+    twice_z_loss: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x_L = wide(tl.load(z + row * stride + lane, mask=lane < width, other=float("-inf")))
     top, total, target = tl.load(stats + row), tl.load(stats + rows + row), tl.load(y + row)
     p_L = tl.math.div_rn(tl.exp(x_L - top), total)
+    if twice_z_loss is not None:
+        p_L = p_L * (1.0 + twice_z_loss * (top + tl.log(total)))
     d_L = tl.where(lane == target, p_L - 1.0, p_L) * tl.load(factor)
     in_vocabulary = (target >= 0) & (target < width)
     d_L = tl.where(in_vocabulary, d_L, float("nan"))
@@ -105,9 +118,18 @@ def losses(z_TV: Tensor, y_T: Tensor, ignored: int | None) -> tuple[Tensor, Tens
 
 
 def write_gradients(
-    z_TV: Tensor, y_T: Tensor, stats_2T: Tensor, factor: Tensor, ignored: int | None, out_TV: Tensor
+    z_TV: Tensor,
+    y_T: Tensor,
+    stats_2T: Tensor,
+    factor: Tensor,
+    ignored: int | None,
+    out_TV: Tensor,
+    z_loss: float = 0.0,
 ) -> None:
-    """Write (softmax(z) - [v = y]) * factor to `out_TV`, whose rows are contiguous."""
+    """Write (softmax(z) (1 + 2 c s) - [v = y]) * factor to `out_TV`, whose rows are contiguous.
+
+    s is the logarithm of the row's sum of exponentials, c is `z_loss`.
+    """
     z_TV, y_T = _rows_of(z_TV), y_T.contiguous()
     rows, width = z_TV.shape
     assert out_TV.stride(1) == 1 or width == 1
@@ -123,6 +145,7 @@ def write_gradients(
             z_TV.stride(0),
             out_TV.stride(0),
             ignored=ignored,
+            twice_z_loss=2 * z_loss if z_loss else None,
             BLOCK=BLOCK,
             num_warps=WARPS,
             enable_fp_fusion=False,

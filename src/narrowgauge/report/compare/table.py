@@ -15,7 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from narrowgauge.report.read.run import FINAL_STEPS, Run
-from narrowgauge.units import human_bytes, human_count
+from narrowgauge.units import human_bytes, human_count, signed_percent
 
 NOTHING = "-"
 TEXT_COLUMNS = ("run", "recipe", "arithmetic", "status")  # the other columns are numbers, set to the right
@@ -142,7 +142,7 @@ def format_gap(gap: Gap | None) -> str:
     """A signed percentage, with the tokens of the comparison if a run went further; "-" for None."""
     if gap is None:
         return NOTHING
-    percent = f"{gap.percent:+.2f} %" if math.isfinite(gap.percent) else "not finite"
+    percent = signed_percent(gap.percent)
     return percent if gap.final else f"{percent} at {human_count(gap.tokens)}"
 
 

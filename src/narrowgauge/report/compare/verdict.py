@@ -22,7 +22,7 @@ from rich.console import Console
 from narrowgauge.report.compare.table import NOTHING, format_loss, gap_to, print_rows
 from narrowgauge.report.read.run import Run
 from narrowgauge.t_interval import CONFIDENCE, half_width
-from narrowgauge.units import human_bytes, human_count
+from narrowgauge.units import human_bytes, human_count, signed, signed_percent
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def _row(v: Verdict) -> dict[str, str]:
 def _gap(v: Verdict) -> str:
     if v.is_reference or v.gap is None:
         return NOTHING
-    return f"{v.gap:+.2f} %" if math.isfinite(v.gap) else "not finite"
+    return signed_percent(v.gap)
 
 
 def _interval(v: Verdict) -> str:
@@ -175,7 +175,7 @@ def _interval(v: Verdict) -> str:
         return NOTHING
     if v.half_width is None:
         return "none"
-    return f"{v.gap - v.half_width:+.2f} .. {v.gap + v.half_width:+.2f} %"
+    return f"{signed(v.gap - v.half_width)} .. {signed_percent(v.gap + v.half_width)}"
 
 
 def verdict_notes(all_verdicts: Sequence[Verdict]) -> list[str]:

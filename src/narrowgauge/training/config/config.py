@@ -74,6 +74,7 @@ class Config(Section):
             backend=self.recipe.backend,
             recompute=t.recompute_every if t.recompute else 0,
             chunked_loss=t.chunked_loss,
+            z_loss=t.z_loss,
         )
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "Config":
@@ -215,6 +216,16 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
+# Keys that are younger than runs which may be resumed, with the value that changes nothing. With that value
+# they are left out of a trajectory, so that the id of such a run is what it was.
+ADDED = {
+    "model.qk_norm": False,
+    "model.dropout": 0.0,
+    "model.attention_dropout": 0.0,
+    "training.z_loss": 0.0,
+}
+
+
 def trajectory(config: Config) -> dict[str, dict[str, Any]]:
     """The resolved values that determine every loss of the run, without display and storage settings."""
     tables = tomllib.loads(to_toml(config))
@@ -230,5 +241,9 @@ def trajectory(config: Config) -> dict[str, dict[str, Any]]:
         else ["max_skips", "spike", "spike_factor", "spike_window", "max_rollbacks"]
     )
     tables["guard"] = {key: guard[key] for key in kept}
+    for name, neutral in ADDED.items():
+        section, key = name.split(".")
+        if tables[section][key] == neutral:
+            del tables[section][key]
     excluded = ("log", "checkpoint", "validation", "gauges", "parallel")
     return {section: t for section, t in tables.items() if section not in excluded}

@@ -13,7 +13,7 @@ so that the same command line without `--allow-change` continues the run.
 from collections.abc import Mapping, Sequence
 
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.training.config.config import Config, config_keys, trajectory
+from narrowgauge.training.config.config import ADDED, Config, config_keys, trajectory
 
 TORCH = "code.torch"
 ConfigDiff = Mapping[str, tuple[object, object]]  # key -> (old value, new value)
@@ -26,8 +26,10 @@ def config_diff(saved: Config, current: Config) -> dict[str, tuple[object, objec
     for section in sorted(old.keys() | new.keys(), key=list(Config.model_fields).index):
         a, b = old.get(section, {}), new.get(section, {})
         for key in sorted(a.keys() | b.keys()):
-            if a.get(key) != b.get(key):
-                changes[f"{section}.{key}"] = a.get(key), b.get(key)
+            name = f"{section}.{key}"
+            values = a.get(key, ADDED.get(name)), b.get(key, ADDED.get(name))
+            if values[0] != values[1]:
+                changes[name] = values
     return changes
 
 

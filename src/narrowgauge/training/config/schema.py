@@ -42,11 +42,19 @@ class _NamedModel(Section):
 
 
 _HINTS = get_type_hints(ModelConfig)
+_SAID = {  # of keys that are no dimension
+    "dropout": "in training, of embedding, attention and MLP: share of the elements (0.0)",
+    "attention_dropout": "in training, of attention's probabilities, without its fused kernels (0.0)",
+    "qk_norm": "RMSNorm over each head of queries and keys, as in Qwen3 (False)",
+}
 # [model] takes any dimension of the model; None means that of the named size.
 ModelSection = create_model(
     "ModelSection",
     __base__=_NamedModel,
-    **{f.name: (_HINTS[f.name] | None, Field(None, description="of the model")) for f in fields(ModelConfig)},  # type: ignore[call-overload]
+    **{  # type: ignore[call-overload]
+        f.name: (_HINTS[f.name] | None, Field(None, description=_SAID.get(f.name, "of the model")))
+        for f in fields(ModelConfig)
+    },
 )
 
 
@@ -90,6 +98,7 @@ class TrainingSection(Section):
     recompute: bool = Field(False, description="keep only block inputs for backward, compute the rest again")
     recompute_every: int = Field(1, ge=1, description="with recompute: of every n-th block only")
     chunked_loss: bool = Field(False, description="head and loss a chunk of tokens at a time: less memory")
+    z_loss: float = Field(0.0, ge=0, description="coefficient of the mean of logsumexp(logits)^2; 0: none")
     memory_limit: str = Field("", description="of the device, as 24GB or 22GiB; empty: all it has")
     hang_timeout: float = Field(600.0, ge=0, description="seconds ranks wait for a hung one; 0: for ever")
 

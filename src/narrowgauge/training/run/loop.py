@@ -159,6 +159,7 @@ def _measured_step(
     return {
         "step": trainer.step,
         "loss": loss,
+        **({} if trainer.z_loss is None else {"z_loss": trainer.z_loss}),
         "lr": lr,
         "grad_norm": norm,
         "tokens": trainer.step * tokens,

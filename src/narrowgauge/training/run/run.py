@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from narrowgauge.checkpoint import lock_run
-from narrowgauge.data import AUTO, Dataset, count_windows, open_data, split_sources
+from narrowgauge.data import Dataset, open_data, split_sources
 from narrowgauge.distributed import (
     Coordinator,
     Mesh,
@@ -24,7 +24,6 @@ from narrowgauge.distributed import (
     init_process_group,
     world_from,
 )
-from narrowgauge.errors import UserError
 from narrowgauge.recipes import choose_backend, device_facts
 from narrowgauge.signals import Preempted, Requests, StoppedEarly, stop_requests
 from narrowgauge.training.config.config import Config, make_config
@@ -35,6 +34,7 @@ from narrowgauge.training.monitor.memory import Memory
 from narrowgauge.training.monitor.memory_advice import cheaper, require_memory
 from narrowgauge.training.monitor.profiler import Profile
 from narrowgauge.training.monitor.progress import Display
+from narrowgauge.training.run.check_data import check_data, check_vocabulary
 from narrowgauge.training.run.checkpointing import make_checkpointer
 from narrowgauge.training.run.init_weights import check_start, copy_special_tokens
 from narrowgauge.training.run.loop import OutOfMemory, finish, start_or_resume, train
@@ -124,6 +124,7 @@ def _set_up(config: Config, path: Path) -> _Setup:
     parallel_dims = parallel_dims_of(config, world.size)
     choose_backend(config.spec.recipe, device_facts(device), config.recipe.backend)
     require_sinks(config.log.sinks)
+    check_vocabulary(config)
     plan = require_memory(config, device, parallel_dims)
     hardware.limit_memory(device, parse_bytes(config.training.memory_limit))
     return _Setup(config, path, world, device, parallel_dims, plan)
@@ -237,21 +238,3 @@ def _cheaper_options(
         options = cheaper(config, has_host=device.type == "cuda")
         return sorted((o for o in options if o[1].peak < plan.peak), key=lambda o: o[1].peak)
     return []
-
-
-def check_data(config: Config, dataset: Dataset) -> None:
-    """Check that model and data fit, before the run directory is claimed.
-
-    Raises:
-        UserError: a token id is beyond the vocabulary, or there are too few tokens.
-    """
-    vocab_size, needed = config.spec.model.vocab_size, dataset.tokenizer.vocab_size
-    if needed > vocab_size:
-        is_named = config.data.tokenizer != AUTO
-        origin = f"tokenizer {config.data.tokenizer!r}" if is_named else f"data source {config.data.source!r}"
-        raise UserError(
-            f"{origin} has token ids up to {needed - 1}, beyond model.vocab_size = {vocab_size}; "
-            f"set --model.vocab_size {needed}, or a smaller tokenizer"
-        )
-    count_windows(dataset.train, config.data.sequence_length)
-    count_windows(dataset.val, config.data.sequence_length, "held-out")

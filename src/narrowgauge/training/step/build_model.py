@@ -18,7 +18,7 @@ def build_model(spec: ModelSpec, device: torch.device) -> Transformer:
         model = Transformer(spec.model, DTYPES[spec.recipe.compute])
     if device.type != "meta":
         initialize(model, spec.seed)
-    model.recompute, model.chunked_loss = spec.recompute, spec.chunked_loss
+    spec.set_options(model)
     model.to(device)
     convert(model, spec.recipe, backend=spec.backend)
     return model

@@ -27,6 +27,7 @@ class Trainer(TrainState):
 
     verdict: GuardVerdict = field(default_factory=GuardVerdict)  # on the last step
     first_bad: FirstBad | None = None  # of the last step; None if it was finite
+    z_loss: float | None = None  # of the last step; None without one
 
     @classmethod
     def begin(cls, config: Config, device: torch.device, mesh: Mesh | None = None) -> "Trainer":
@@ -83,8 +84,8 @@ class Trainer(TrainState):
             gauges: gauges that read this step (`monitor.gauges.make_gauges`).
 
         Returns:
-            (loss, gradient norm, learning rate). The loss is the mean over all targets of the step, however
-            they are divided into micro-batches.
+            (loss, gradient norm, learning rate). The loss is the mean cross entropy over all targets of the
+            step, however they are divided into micro-batches; a z-loss is in `z_loss`.
 
         Raises:
             Corrupted: the step was computed twice (`guard.replay_every`), and the results differ.
@@ -104,7 +105,8 @@ class Trainer(TrainState):
         if gauges is not None:
             gauges.after_backward()
         norm = self.optimizer.clip_grad_norm_(self.config.optimizer.clip_norm).item()
-        lr, loss = learning_rate_of(self.config, step), engine.sum_over_ranks([total.item()])[0]
+        lr, losses = learning_rate_of(self.config, step), engine.sum_over_ranks(total.flatten().tolist())
+        loss, self.z_loss = (losses[1], losses[2]) if self.model.z_loss else (losses[0], None)
         self.verdict = self.guard.judge(loss, norm)
         if self.verdict.takes:
             set_learning_rate(self.optimizer, lr)
@@ -139,7 +141,7 @@ class Trainer(TrainState):
         after_forward: Callable[[torch.Tensor], None] | None = None,
         observer: Gauges | NanTracer | None = None,
     ) -> torch.Tensor:
-        """Leave the next step's gradients on the parameters, and return its local loss, a 0-dim tensor."""
+        """Leave the next step's gradients on the parameters, and return its local loss (`Engine`)."""
         t = self.config.training
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from narrowgauge.checkpoint import save
 from narrowgauge.checkpoint.interop.compressed_tensors import write_compressed
 from narrowgauge.checkpoint.interop.external_model import read_external_model
-from narrowgauge.checkpoint.interop.huggingface import write_folder
+from narrowgauge.checkpoint.interop.huggingface import TOKENIZER_CONFIG, write_folder
 from narrowgauge.checkpoint.interop.llmc import write_llmc
 from narrowgauge.checkpoint.interop.megatron import write_megatron
 from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
@@ -98,8 +98,11 @@ def import_model(path: Path, out: Path, tokenizer: Path | None = None, source: s
         directory.claim(config)
         if tokenizer is not None:
             load_tokenizer(tokenizer).save(directory.tokenizer)
-        directory.keep_special_tokens(model.special_tokens)
+        is_own = tokenizer == model.tokenizer
+        kept = {name: v for name, v in model.special_tokens.items() if is_own or name != TOKENIZER_CONFIG}
+        directory.keep_special_tokens(kept)
         save(directory.checkpoints, 0, {"model": model.tensors}, {}, config.checkpoint.keep, "imported")
-        directory.record({"event": "import", "step": 0, "from": str(path), "kind": model.format})
+        facts = {"from": str(path), "kind": model.format, "precision": model.precision}
+        directory.record({"event": "import", "step": 0, **facts})
         directory.set_status("done", f"imported from {path}")
     return out

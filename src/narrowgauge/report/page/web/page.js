@@ -5,7 +5,7 @@ const RUNS = DATA.runs;
 const AXES = {
   tokens: { name: "tokens", says: (x) => short(x) },
   step: { name: "steps", says: (x) => Math.round(x).toLocaleString("en") },
-  seconds: { name: "of time in steps", says: duration },
+  seconds: { name: "of training time", says: duration },
 };
 const control = { axis: "tokens", smooth: 4, from: 0, log: false, hidden: new Set() };
 const shownRuns = () => RUNS.map((run, number) => ({ run, number })).filter(({ number }) => !control.hidden.has(number));
@@ -49,9 +49,11 @@ const gaps = (of, places) => (view) => {
 };
 const trainOf = (run, number, view) => layerOf(run, number, "loss", view);
 const across = (words) => (view) => `${words}, across ${view.axisName.replace("of ", "")}`;
-const four = (value) => value.toFixed(4), percent = (value) => `${value > 0 ? "+" : ""}${value.toFixed(2)} %`;
+const four = (value) => value.toFixed(4), percent = (value) => `${signed(value.toFixed(2))} %`;
+/** A number's text with its sign; what rounds to zero has none. */
+const signed = (text) => (Number.parseFloat(text) === 0 ? text.replace("-", "") : text.startsWith("-") ? text : `+${text}`);
 const numbered = { tick: short, format: (value) => short(value) };
-const inPercent = { tick: (value, ...scale) => `${value > 0 ? "+" : ""}${short(value, ...scale)} %`, format: percent, zero: true };
+const inPercent = { tick: (value, ...scale) => `${signed(short(value, ...scale))} %`, format: percent, zero: true };
 const speedNote = RUNS.some((run) => run.emulated) ? " (an emulated speed is not its formats' own)" : "";
 
 const SPECS = [

@@ -1,0 +1,107 @@
+"""Attention of all heads: causal, or with documents kept apart; by torch's fused kernels where there is one.
+
+    z_ts = q_t . k_s / sqrt(H) for s <= t, else -inf        p_t = softmax(z_t)        y_t = sum_s p_ts v_s
+
+With dropout on the probabilities p, no fused kernel serves: their masks come from generators of their own,
+and would change with the number of devices. Then the scores of all T x T pairs are computed and held.
+
+Legend: B sequences, T tokens, S tokens of keys (T, and more with a cache), N query heads, K key-value heads,
+H head_dim.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.kernels.dispatch import fastest_first, is_slow
+from narrowgauge.kernels.dropout import Dropout
+
+
+def document_mask(position_BT: Tensor) -> Tensor:
+    """The causal mask that keeps documents separate: [B, 1, T, T] bool, True where query t sees key s.
+
+    `position_BT` is the number of each token in its document, within the sequence. Token t sees the last
+    position(t) + 1 tokens, which are those of its document: the mask is block-diagonal. It takes T x T bytes
+    for each sequence.
+    """
+    t_T = torch.arange(position_BT.shape[1], device=position_BT.device)
+    back_TT = t_T[:, None] - t_T
+    return ((back_TT >= 0) & (back_TT <= position_BT[..., None]))[:, None]
+
+
+def attend(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Attention -> [B, N, T, H], causal or under `mask`; query head n reads key-value head n // (N / K).
+
+    A single query is that of the last token, and reads everything.
+
+    Grouped heads are left to a kernel that supports them. On a GPU no fused kernel does in fp32 or under a
+    mask, and torch would fall back to one that holds all T x T scores, so there the heads are repeated.
+
+    A CPU without products in bf16 computes it in fp32, which takes a quarter of the time and keeps operands
+    that are twice as wide.
+    """
+    if q_BNTH.is_meta:
+        return _MetaAttention.apply(q_BNTH, k_BKSH, v_BKSH, mask)
+    if q_BNTH.dtype == torch.bfloat16 and is_slow(q_BNTH):
+        return attend(q_BNTH.float(), k_BKSH.float(), v_BKSH.float(), mask).to(q_BNTH.dtype)
+    groups = q_BNTH.shape[1] // k_BKSH.shape[1]
+    narrow = q_BNTH.dtype in (torch.float16, torch.bfloat16)
+    native = q_BNTH.device.type == "cpu" or (narrow and mask is None)
+    if groups > 1 and not native:
+        k_BKSH, v_BKSH = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSH))
+    with fastest_first(q_BNTH.device):
+        return nn.functional.scaled_dot_product_attention(
+            q_BNTH,
+            k_BKSH,
+            v_BKSH,
+            mask,
+            is_causal=mask is None and q_BNTH.shape[2] > 1,
+            enable_gqa=groups > 1 and native,
+        )
+
+
+class _MetaAttention(torch.autograd.Function):
+    """A stand-in for fused attention on the meta device: keeps its operands, its output, one fp32 a row.
+
+    Torch has no fused attention for the meta device and would hold all T x T scores.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None) -> Tensor:
+        out_BNTH = torch.empty_like(q_BNTH)
+        row_BNT = torch.empty(q_BNTH.shape[:-1], device=q_BNTH.device)
+        ctx.save_for_backward(q_BNTH, k_BKSH, v_BKSH, out_BNTH, row_BNT, mask)
+        return out_BNTH
+
+    @staticmethod
+    def backward(ctx: Any, grad_BNTH: Tensor) -> tuple[Tensor | None, ...]:
+        return *(torch.empty_like(t) for t in ctx.saved_tensors[:3]), None
+
+
+def attend_with_dropout(
+    q_BNTH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    mask: Tensor | None,
+    dropout: Dropout,
+    index: int = 0,
+    count: int = 1,
+) -> Tensor:
+    """`attend` of as many queries as keys, with dropout on the probabilities.
+
+    Products are in the operands' dtype, the softmax is in fp32 (fp64 where they are). The heads are the local
+    one of `count` equal shares of all heads, the `index`-th.
+    """
+    if is_slow(q_BNTH):
+        wide = attend_with_dropout(
+            q_BNTH.float(), k_BKSH.float(), v_BKSH.float(), mask, dropout, index, count
+        )
+        return wide.to(q_BNTH.dtype)
+    groups, T = q_BNTH.shape[1] // k_BKSH.shape[1], q_BNTH.shape[2]
+    k_BNSH, v_BNSH = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSH))
+    if mask is None:
+        mask = torch.ones(T, T, dtype=torch.bool, device=q_BNTH.device).tril()
+    z_BNTS = ((q_BNTH * q_BNTH.shape[3] ** -0.5) @ k_BNSH.transpose(2, 3)).masked_fill(~mask, float("-inf"))
+    p_BNTS = z_BNTS.to(torch.promote_types(z_BNTS.dtype, torch.float32)).softmax(dim=-1)
+    return dropout(p_BNTS, index, count).to(v_BNSH.dtype) @ v_BNSH

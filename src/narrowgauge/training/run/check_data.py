@@ -1,0 +1,40 @@
+"""Do model and data fit? First what is known before anything is read or started, then all of it."""
+
+from narrowgauge.data import AUTO, Dataset, count_windows, vocabulary_before_reading
+from narrowgauge.errors import UserError
+from narrowgauge.training.config.config import Config
+
+
+def check_vocabulary(config: Config) -> None:
+    """Check the model's vocabulary against that of data and tokenizer, as far as their files say it.
+
+    It reads no text and no tokens, so it comes before a process is started and before text is prepared.
+
+    Raises:
+        UserError: a token id may be beyond the vocabulary, or data or tokenizer cannot be used.
+    """
+    data = config.data
+    if (needed := vocabulary_before_reading(data.source, data.tokenizer, data.weights)) is not None:
+        _require_vocabulary(config, needed)
+
+
+def check_data(config: Config, dataset: Dataset) -> None:
+    """Check that model and data fit, before the run directory is claimed.
+
+    Raises:
+        UserError: a token id is beyond the vocabulary, or there are too few tokens.
+    """
+    _require_vocabulary(config, dataset.tokenizer.vocab_size)
+    count_windows(dataset.train, config.data.sequence_length)
+    count_windows(dataset.val, config.data.sequence_length, "held-out")
+
+
+def _require_vocabulary(config: Config, needed: int) -> None:
+    vocab_size = config.spec.model.vocab_size
+    if needed > vocab_size:
+        is_named = config.data.tokenizer != AUTO
+        origin = f"tokenizer {config.data.tokenizer!r}" if is_named else f"data source {config.data.source!r}"
+        raise UserError(
+            f"{origin} has token ids up to {needed - 1}, beyond model.vocab_size = {vocab_size}; "
+            f"set --model.vocab_size {needed}, or a smaller tokenizer"
+        )
