@@ -116,10 +116,14 @@ def unknown_argument(argument: str, parser: Parser) -> UserError:
         )
     name = argument.split("=")[0]
     if not argument.startswith("-"):
+        if parser.names:
+            return UserError(
+                f"unknown argument {argument!r}; one configuration file may stand there, and options begin with --"
+            )
         return unknown("argument", name, parser._option_string_actions)
     if "." in name and parser.names:
         return unknown_key(name.lstrip("-"), parser.names, "--")
-    others = (f"--{other}" for other in other_names(parser.names))
+    others = (f"--{other}" for other in other_names(parser.names) if len(other) > 3)  # --dy is near to much
     return unknown("option", name, [*parser._option_string_actions, *others])
 
 
@@ -131,6 +135,10 @@ def key_names() -> dict[str, str]:
 
 def config_values(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Nested values of the TOML file; values of the command line replace them."""
+    if options.config and plain(str(options.config).partition("=")[0]) in other_names(config_keys()):
+        raise UserError(
+            f"{str(options.config)!r} is no configuration file; options begin with --, as in --steps 100"
+        )
     values: dict[str, dict[str, Any]] = load_values(options.config) if options.config else {}
     for key, value in vars(options).items():
         if "." in key and value is not None:

@@ -78,7 +78,6 @@ _WEIGHTS = (
     "a run starts from the weights of another by --model.weights RUN; 'narrowgauge import PATH --out RUN' "
     "makes a run of another program's model"
 )
-_SAMPLE = "a run only trains; write text with: narrowgauge sample RUN --prompt TEXT"
 
 #: Names that no key answers to exactly, and what to write instead.
 INSTEAD: Mapping[str, str] = {
@@ -104,7 +103,6 @@ INSTEAD: Mapping[str, str] = {
     "wandb tensorboard trackio": "write --log.sinks {name}",
     "wandb-project wandb-name run-name experiment-name exp-name project": "a run has the name of its --out",
     "overwrite force overwrite-output-dir": "no run is overwritten; name another --out",
-    "prompt": _SAMPLE,
     "workers num-workers dataloader-num-workers": "the loader reads ahead by itself; leave it out",
     "verbose quiet debug": "write --log.every N for more or fewer lines of progress",
 }

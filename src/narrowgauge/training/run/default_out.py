@@ -1,7 +1,7 @@
 """The run directory where none is named: `runs/MODEL-SOURCE-RECIPE,key=value,...`.
 
-The name carries every key that changes the trajectory and differs from what model, source and recipe bring
-with them, so that two lines which train differently write into two directories:
+The name carries each key that changes the trajectory and differs from what model, source and recipe bring
+with them, so that another learning rate is another run:
 
     narrowgauge train                          runs/debug-stdlib-fp8
     narrowgauge train --lr 1e-3 --seed 3       runs/debug-stdlib-fp8,lr=0.001,seed=3
