@@ -118,7 +118,7 @@ def unknown_argument(argument: str, parser: Parser) -> UserError:
     if not argument.startswith("-"):
         if parser.names:
             return UserError(
-                f"unknown argument {argument!r}; one configuration file may stand there, and options begin with --"
+                f"unknown argument {argument!r}; one configuration file may be given; options begin with --"
             )
         return unknown("argument", name, parser._option_string_actions)
     if "." in name and parser.names:
