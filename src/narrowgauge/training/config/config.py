@@ -173,6 +173,14 @@ def config_keys() -> dict[str, Key]:
     return keys_of({section: type(field.default) for section, field in Config.model_fields.items()})
 
 
+# What pydantic says of text that it cannot read, in words with a way out.
+_RULES = {
+    "int_parsing": "input should be a valid integer, as in 1000",
+    "float_parsing": "input should be a valid number, as in 0.001 or 1e-3",
+    "bool_parsing": "input should be a valid boolean, true or false",
+}
+
+
 def _user_error(error: ValidationError) -> UserError:
     """The first error of pydantic as a one-sentence `UserError`."""
     first = error.errors()[0]
@@ -187,8 +195,9 @@ def _user_error(error: ValidationError) -> UserError:
         if len(first["loc"]) == 1:
             return unknown("section", where, Config.model_fields)
         return unknown_key(where, config_keys())
-    rule = first["msg"][0].lower() + first["msg"][1:]
-    return UserError(f"{where} = {first['input']!r}: {rule}; see 'narrowgauge train --help' for each key")
+    rule = _RULES.get(first["type"]) or first["msg"][0].lower() + first["msg"][1:]
+    section = first["loc"][0]
+    return UserError(f"{where} = {first['input']!r}: {rule}; see 'narrowgauge train --help {section}'")
 
 
 def to_toml(config: Config) -> str:

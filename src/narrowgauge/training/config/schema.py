@@ -125,7 +125,7 @@ class OptimizerSection(Section):
             return json.loads(value) if isinstance(value, str) else value
         except json.JSONDecodeError:
             raise PydanticCustomError(
-                "no_json", 'on the command line it is JSON, as in {{"*.bias": {{"lr_factor": 2}}}}'
+                "no_json", 'on the command line it is JSON, as in {"*.bias": {"lr_factor": 2}}'
             ) from None
 
     @field_validator("betas", mode="before")
