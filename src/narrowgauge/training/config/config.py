@@ -196,7 +196,7 @@ def _user_error(error: ValidationError) -> UserError:
             return unknown("section", where, Config.model_fields)
         return unknown_key(where, config_keys())
     rule = _RULES.get(first["type"]) or first["msg"][0].lower() + first["msg"][1:]
-    section = first["loc"][0]
+    section = where.partition(".")[0]
     return UserError(f"{where} = {first['input']!r}: {rule}; see 'narrowgauge train --help {section}'")
 
 
