@@ -26,11 +26,11 @@ def test_no_verb_and_help_explain(narrowgauge):
             "scaling",
             "convert",
             "doctor",
+            "runs",
+            "models",
+            "completion",
         ):
-            assert re.search(rf"^ +{verb}  ", ended.out, re.MULTILINE), verb
-    ended = narrowgauge("train", "--help")
-    assert ended.code == 0
-    assert "--recipe.fprop.x VALUE" in ended.out
+            assert re.search(rf"^ +{verb}(  |$)", ended.out, re.MULTILINE), verb
 
 
 def test_short_options_are_their_keys(narrowgauge, line, text, look, tmp_path):
@@ -87,7 +87,8 @@ def test_the_same_line_finds_a_run_done(narrowgauge, line, look, tmp_path):
 def test_without_out_a_run_goes_to_a_place_that_says_what_it_is(narrowgauge, line, text):
     ended = narrowgauge(*line({"training.steps": 1}))
     assert ended.code == 0, ended.err
-    assert (narrowgauge.directory / f"runs/debug-{text.rsplit('/')[-1]}-fp8" / "metrics.jsonl").exists()
+    (made,) = (narrowgauge.directory / "runs").glob(f"debug-{text.rsplit('/')[-1]}-fp8,*steps=1*")
+    assert (made / "metrics.jsonl").exists()
 
 
 def test_sample_continues_the_prompt(narrowgauge, finished):

@@ -170,11 +170,11 @@ def plans(worker: Worker) -> Tree:
 def words(worker: Worker) -> Tree:
     """The names of the package, and what the command line says of itself, line by line."""
     (top,) = commands(worker, ("--help",))
-    verbs = re.findall(r"^    ([a-z]+) ", top, re.MULTILINE)
-    lines = [*((verb, "--help") for verb in verbs), ("recipes",), ("formats",)]
+    verbs = re.findall(r"^    ([a-z]+)\b", top, re.MULTILINE)
+    lines = [*((verb, "--help") for verb in verbs), ("train", "--help", "all"), ("recipes",), ("formats",)]
     texts = {" ".join(line): text for line, text in zip(lines, commands(worker, *lines), strict=True)}
-    keys = texts["train --help"].partition(KEYS)[2]
-    texts = {line: text.replace(keys, "  as of train\n") for line, text in texts.items()}
+    keys = re.findall(r"^keys of the .*?\n\n", texts["train --help"], re.MULTILINE | re.DOTALL)[0]
+    texts = {line: text.replace(keys, "keys as of train\n\n") for line, text in texts.items()}
     return {
         "python": ".".join(map(str, sys.version_info[:2])),
         "names of the package": sorted(ng.__all__),
@@ -190,9 +190,6 @@ def unwrapped(told: Tree) -> Tree:
     """The same without line breaks, which are another Python's own."""
     texts = {line: " ".join(" ".join(lines).split()) for line, lines in told["narrowgauge"].items()}
     return told | {"python": "", "narrowgauge": texts}
-
-
-KEYS = "any key of the configuration:\n"
 
 
 def report(worker: Worker) -> Tree:

@@ -9,7 +9,7 @@ three facts about disks that all of it follows from. `interop` reads and writes 
 from narrowgauge.checkpoint.store.async_save import AsyncSaver
 from narrowgauge.checkpoint.store.commit import newest_valid, steps
 from narrowgauge.checkpoint.store.disk_space import DiskSpace, SaveError, free_space, require_space_for_run
-from narrowgauge.checkpoint.store.lock import lock_run
+from narrowgauge.checkpoint.store.lock import is_abandoned, lock_run
 from narrowgauge.checkpoint.store.manifest import DamagedError, FileEntry, Manifest, read_manifest, verify
 from narrowgauge.checkpoint.store.nonfinite import JSON, PoisonedError, is_finite
 from narrowgauge.checkpoint.store.restore import Checkpoint, choose_step, load, restore_distributed
@@ -32,6 +32,7 @@ __all__ = [
     "choose_step",
     "free_space",
     "full_tensor",
+    "is_abandoned",
     "is_finite",
     "load",
     "lock_run",

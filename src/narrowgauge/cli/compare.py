@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from narrowgauge.cli.options import SHORT, config_values
+from narrowgauge.cli.options import config_values, key_names
 from narrowgauge.distributed import world_from
 from narrowgauge.report import print_comparison, print_verdicts, read_runs, write_report
 from narrowgauge.report.compare.compare import compare
@@ -38,8 +38,9 @@ def add_options(p: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Train each point that is not done yet; print the verdicts and write the page."""
     values, grid = take_sweep(config_values(options))
+    names = key_names()
     variants = recipe_variants(options.recipes)
-    variants += [parse_variant(text, SHORT) for text in options.variant]
+    variants += [parse_variant(text, names) for text in options.variant]
     points = make_points(values, variants, grid, options.seeds)
     rank = world_from(os.environ, 0).rank
     for point in points:  # before the first of them is started

@@ -11,7 +11,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from narrowgauge.checkpoint import PoisonedError, SaveError
-from narrowgauge.cli import analysis, bench, compare, launch, machine, prepare, recipes, search, train
+from narrowgauge.cli import (
+    analysis,
+    bench,
+    compare,
+    completion,
+    launch,
+    machine,
+    prepare,
+    recipes,
+    runs,
+    search,
+    train,
+)
 from narrowgauge.cli.models import add_exchange_verbs
 from narrowgauge.cli.options import Parser, add_config_options, config_values, unknown_argument
 from narrowgauge.cluster import WorldFailed
@@ -131,6 +143,9 @@ def _parser() -> tuple[Parser, list[str]]:
     train.add_report_options(verb("report", train.REPORT_HELP, train.run_report))
     recipes.add_options(verb("recipes", recipes.HELP, recipes.run_recipes))
     recipes.add_options(verb("formats", recipes.FORMATS_HELP, recipes.run_formats))
+    recipes.add_options(verb("models", recipes.MODELS_HELP, recipes.run_models))
+    runs.add_options(verb("runs", runs.HELP, runs.run))
+    completion.add_options(verb("completion", completion.HELP, completion.run), verbs.choices)
     return parser, list(verbs.choices)
 
 

@@ -1,20 +1,25 @@
-"""`recipes` and `formats`: tables of what exists, or the facts of one."""
+"""`recipes`, `formats` and `models`: tables of what exists, or the facts of one."""
 
 import argparse
+from dataclasses import asdict
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from narrowgauge.formats import format, format_names
+from narrowgauge.models import count_parameters, model_config, model_names
 from narrowgauge.recipes import choose_backend, device_facts, recipe, recipe_names
+from narrowgauge.toml_text import toml_value
+from narrowgauge.units import human_count
 
 HELP = "the recipes that ship, or the TOML of one"
+MODELS_HELP = "the named sizes with their parameters"
 FORMATS_HELP = "the number formats, or the facts of one"
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
-    """Add the options of both verbs."""
+    """Add the options of each of these verbs."""
     p.add_argument("name", metavar="NAME", nargs="?")
 
 
@@ -57,3 +62,23 @@ def run_formats(options: argparse.Namespace) -> None:
         print(f"source: {format(options.name).source}")
     else:
         print("E.M: bits of exponent and mantissa")
+
+
+def run_models(options: argparse.Namespace) -> None:
+    """Print the table of named sizes, or the dimensions of one as the [model] of a configuration."""
+    if options.name:
+        print(f"[model]\nname = {toml_value(options.name)}")
+        for key, value in asdict(model_config(options.name)).items():
+            print(f"{key} = {toml_value(value)}")
+        print(f"# {count_parameters(model_config(options.name)):,} parameters")
+        return
+    table = Table(box=None, header_style="bold")
+    table.add_column("model")
+    for column in ("parameters", "layers", "dim", "heads", "kv heads", "ffn dim", "vocabulary", "longest"):
+        table.add_column(column, justify="right")
+    for name in model_names():
+        m = model_config(name)
+        sizes = (m.layers, m.dim, m.heads, m.kv_heads, m.ffn_dim, m.vocab_size, m.max_sequence_length)
+        table.add_row(name, human_count(count_parameters(m)), *(f"{size:,}" for size in sizes))
+    Console().print(table)
+    print("longest: tokens of a sequence; 'narrowgauge models NAME': one as a [model] section")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from narrowgauge.cli.options import add_config_options, config_values, positive_integer
+from narrowgauge.cli.options import Parser, add_config_options, config_values, key_names, positive_integer
 from narrowgauge.distributed import world_from
 from narrowgauge.report import print_comparison, read_run, write_report
 from narrowgauge.training import PROFILED, convert_run, make_config, run
@@ -16,13 +16,13 @@ CONVERT_HELP = "a run's newest state under another recipe, in a new run director
 REPORT_HELP = "(re)make the HTML report of one run or several"
 
 
-def add_options(p: argparse.ArgumentParser) -> None:
+def add_options(p: Parser) -> None:
     """Add the options of `train`."""
     p.add_argument(
         "--allow-change",
         metavar="KEY[,KEY]",
         default="",
-        help="section.keys that may have other values than the run in --out began with",
+        help="keys that may have other values than the run in --out began with",
     )
     p.add_argument(
         "--profile",
@@ -52,7 +52,8 @@ def add_report_options(p: argparse.ArgumentParser) -> None:
 def run_train(options: argparse.Namespace) -> None:
     """Train or continue a run; the first rank writes the report and prints the summary."""
     console = Console()
-    allowed = [key.strip() for key in options.allow_change.split(",") if key.strip()]
+    names = key_names()
+    allowed = [names.get(key.strip(), key.strip()) for key in options.allow_change.split(",") if key.strip()]
     path = run(make_config(config_values(options)), options.out, console, allowed, options.profile)
     if world_from(os.environ, 0).rank:  # the first of several processes reports for all
         return

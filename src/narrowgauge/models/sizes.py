@@ -95,7 +95,14 @@ SIZES: dict[str, dict[str, Any]] = {
 CUSTOM = "custom"
 
 #: Other names of the same models.
-ALIASES = {"gpt2-355m": "gpt2-350m", "gpt2-1.6b": "gpt2-1558m"}
+ALIASES = {
+    "gpt2": "gpt2-124m",
+    "gpt2-medium": "gpt2-350m",
+    "gpt2-355m": "gpt2-350m",
+    "gpt2-large": "gpt2-774m",
+    "gpt2-xl": "gpt2-1558m",
+    "gpt2-1.6b": "gpt2-1558m",
+}
 
 
 def model_names() -> list[str]:

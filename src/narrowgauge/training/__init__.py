@@ -1,14 +1,16 @@
 """How does a run go? The configuration, the loop, the run directory, validation."""
 
 from narrowgauge.training.config.config import Config, config_keys, load_values, make_config, to_toml
+from narrowgauge.training.config.keys import Key
 from narrowgauge.training.monitor.hardware import choose_device
 from narrowgauge.training.monitor.memory import Memory
 from narrowgauge.training.monitor.memory_advice import cheaper
 from narrowgauge.training.monitor.memory_estimate import StepEstimate, estimate_memory, estimate_step
 from narrowgauge.training.monitor.profiler import STEPS as PROFILED
+from narrowgauge.training.run.default_out import default_out
 from narrowgauge.training.run.loop import OutOfMemory
 from narrowgauge.training.run.parallel_dims import parallel_dims_of
-from narrowgauge.training.run.run import default_out, run
+from narrowgauge.training.run.run import run
 from narrowgauge.training.run.validation import bits_per_byte, validation_loss
 from narrowgauge.training.step.guard import Diverged
 from narrowgauge.training.step.replica_check import Corrupted
@@ -20,6 +22,7 @@ __all__ = [
     "Config",
     "Corrupted",
     "Diverged",
+    "Key",
     "Memory",
     "OutOfMemory",
     "StepEstimate",

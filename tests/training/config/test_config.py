@@ -18,7 +18,7 @@ from narrowgauge.training.config.config import trajectory
 def test_keys_are_every_field_and_every_place():
     fields = {f"{s}.{k}" for s, section in Config() for k in type(section).model_fields}
     assert set(config_keys()) == fields - {"recipe.places"} | {f"recipe.{place}" for place in KEYS}
-    assert all(config_keys().values()), "each key is described"
+    assert all(key.description for key in config_keys().values()), "each key is described"
 
 
 @pytest.mark.parametrize("key", [k for k in config_keys() if k.removeprefix("recipe.") not in KEYS])
@@ -32,8 +32,24 @@ def test_a_default_given_as_text_is_the_default(key):
 
 
 def test_a_described_default_is_the_default():
-    assert config_keys()["training.steps"].endswith(f"({Config().training.steps})")
-    assert config_keys()["optimizer.betas"].endswith("(0.9,0.95)")
+    keys = config_keys()
+    assert str(keys["training.steps"]).endswith(f"({Config().training.steps})")
+    assert str(keys["optimizer.betas"]).endswith("(0.9,0.95)")
+    assert str(keys["training.compile"]).endswith("(false)")
+    for name in ("data.weights", "optimizer.groups", "model.dim", "training.memory_limit"):
+        assert keys[name].default == "", "nothing, or as the named model has it"
+
+
+def test_a_key_says_what_it_takes():
+    takes = {name: key.takes for name, key in config_keys().items()}
+    assert takes["training.steps"] == takes["model.dim"] == "N"
+    assert takes["optimizer.lr"] == takes["model.rope_theta"] == "X"
+    assert takes["training.compile"] == takes["model.tied_head"] == "true|false"
+    assert takes["schedule.kind"] == "cosine|linear|wsd|constant"
+    assert takes["model.positions"] == "learned|rope"
+    assert (takes["optimizer.betas"], takes["data.weights"]) == ("X,X", "X,...")
+    assert (takes["recipe.fprop.x"], takes["recipe.compute"]) == ("CAST", "bf16|fp16|fp32")
+    assert takes["log.sinks"] == "tensorboard|wandb|trackio,..."
 
 
 def test_a_configuration_does_not_change():
@@ -45,7 +61,7 @@ def test_a_configuration_does_not_change():
     ("values", "words"),
     [
         ({"optimiser": {}}, ["unknown section 'optimiser'", "'optimizer'"]),
-        ({"optimizer": {"learning_rate": 1}}, ["unknown key 'optimizer.learning_rate'", "nearest"]),
+        ({"optimizer": {"learning_rate": 1}}, ["unknown key 'optimizer.learning_rate'; it is optimizer.lr"]),
         ({"model": {"layer": 3}}, ["unknown key 'model.layer'", "'model.layers'"]),
         ({"model": {"name": "gpt2-124"}}, ["unknown model 'gpt2-124'", "'gpt2-124m'"]),
         ({"recipe": {"name": "mxpf4"}}, ["unknown recipe 'mxpf4'", "'mxfp4'"]),

@@ -53,6 +53,19 @@ def lock_run(directory: Path, rank: int = 0, barrier: Callable[[], None] | None 
         yield
 
 
+def is_abandoned(directory: Path) -> bool:
+    """Whether the lock of a run directory names processes of this host alone, and all of them have ended.
+
+    Nothing is locked: a look at a run must not keep another from starting. Where there is no /proc, or a
+    process ran on another host, the answer is False.
+    """
+    try:
+        lines = (directory / LOCK).read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    return Path("/proc/self").exists() and not any(map(_may_be_alive, lines))
+
+
 @contextmanager
 def _opened(directory: Path, name: str) -> Iterator[int]:
     try:
@@ -83,10 +96,15 @@ def _holder(descriptor: int) -> str:
     """The first process in the file that may be alive; one of this host is checked."""
     lines = os.pread(descriptor, 2**20, 0).decode(errors="replace").splitlines()
     for line in lines:
-        match = re.fullmatch(r"process (\d+) on host (.*)", line)
-        if match and (match[2] != socket.gethostname() or Path(f"/proc/{match[1]}").exists()):
+        if _may_be_alive(line):
             return line
     return lines[0] if lines else "a process that just started"
+
+
+def _may_be_alive(line: str) -> bool:
+    """Whether the process of a line of the lock may be alive; one of this host is checked."""
+    match = re.fullmatch(r"process (\d+) on host (.*)", line)
+    return match is not None and (match[2] != socket.gethostname() or Path(f"/proc/{match[1]}").exists())
 
 
 def _unlockable(directory: Path, error: OSError) -> UserError:

@@ -24,7 +24,8 @@ Values = Mapping[str, Mapping[str, Any]]  # nested, as TOML has them
 Keys = Mapping[str, Any]  # flat: {"section.key": value}
 SEED, RECIPE = "training.seed", "recipe.name"
 MOST_RUNS = 1000
-_NEXT_KEY = re.compile(r",(?=[a-z_-]+(?:\.[\w.]+)?=)")  # a value may hold commas, as in betas=0.9,0.95
+# A value may hold commas, as in betas=0.9,0.95, and a table in braces whatever it likes.
+_NEXT_KEY = re.compile(r",(?=[a-z_-]+(?:\.[\w.]+)?=)(?![^{]*\})")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 
 
@@ -51,7 +52,7 @@ def recipe_variants(text: str) -> list[Variant]:
 
 
 def parse_variant(text: str, short: Mapping[str, str]) -> Variant:
-    """Parse `--variant NAME:KEY=VALUE,KEY=VALUE`; a key is a `section.key` or an abbreviation in `short`.
+    """Parse `--variant NAME:KEY=VALUE,KEY=VALUE`; a key is a `section.key`, or a name in `short`.
 
     >>> parse_variant("hp:recipe=fp8,recipe.wgrad.x=bf16", {"recipe": "recipe.name"}).keys
     {'recipe.name': 'fp8', 'recipe.wgrad.x': 'bf16'}

@@ -53,7 +53,7 @@ def read_metrics(path: Path) -> tuple[dict[int, dict[str, Any]], list[dict[str, 
     ignored = 0
     lines = path.read_bytes().splitlines() if path.is_file() else []
     for line in filter(bytes.strip, lines):
-        record = _parse(line)
+        record = parse_line(line)
         if record is None:
             ignored += 1
         elif "event" in record:
@@ -77,7 +77,7 @@ def read_gauges(path: Path) -> list[dict[str, Any]]:
                 line_counts[step] = line_counts.get(step, 0) + 1
         chosen = set(_kept_steps(line_counts))
         file.seek(0)
-        parsed = [_parse(line) for line in file if _step_of(line) in chosen]
+        parsed = [parse_line(line) for line in file if _step_of(line) in chosen]
     return [
         line
         for line in parsed
@@ -89,7 +89,7 @@ def _step_of(line: bytes) -> int | None:
     """The step of a complete line; most lines are matched without parsing their JSON."""
     if (match := _STEP.match(line)) and line.endswith(b"}\n"):
         return int(match[1])
-    record = _parse(line)
+    record = parse_line(line)
     return None if record is None else int(record["step"])
 
 
@@ -100,11 +100,11 @@ def _kept_steps(line_counts: Mapping[int, int]) -> list[int]:
     return steps[::-1][::stride][::-1]
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_line(line: bytes) -> dict[str, Any] | None:
     """The line as a record with an integer step or an event name; None if it is not one."""
     try:
         record = json.loads(line)
-    except ValueError:  # torn, or not UTF-8
+    except (ValueError, RecursionError):  # torn, or not UTF-8
         return None
     if not isinstance(record, dict):
         return None

@@ -19,8 +19,9 @@ from narrowgauge.data import split_sources
 from narrowgauge.distributed import ModelSpec
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.models import model_config
-from narrowgauge.recipes import BACKENDS, KEYS, PLACES, recipe
+from narrowgauge.recipes import BACKENDS, KEYS, recipe
 from narrowgauge.toml_text import toml_key, toml_value
+from narrowgauge.training.config.keys import Key, keys_of
 from narrowgauge.training.config.schema import (
     CheckpointSection,
     DataSection,
@@ -36,6 +37,7 @@ from narrowgauge.training.config.schema import (
     TrainingSection,
     ValidationSection,
 )
+from narrowgauge.training.config.synonyms import unknown_key
 
 
 class Config(Section):
@@ -96,7 +98,7 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
         raise _user_error(error) from None
     for place in config.recipe.places:
         if place not in KEYS:
-            raise unknown("key", f"recipe.{place}", config_keys())
+            raise unknown_key(f"recipe.{place}", config_keys())
     if config.recipe.backend not in BACKENDS:
         raise unknown("backend", config.recipe.backend, BACKENDS)
     if config.data.weights:
@@ -167,38 +169,36 @@ def load_values(path: Path) -> dict[str, Any]:
     return values
 
 
-def config_keys() -> dict[str, str]:
+def config_keys() -> dict[str, Key]:
     """Every `section.key` with its description and default, for `--help` and for error messages."""
-    keys: dict[str, str] = {}
-    for section, field in Config.model_fields.items():
-        for key, inner in field.default.__class__.model_fields.items():
-            if (section, key) == ("recipe", "places"):
-                keys |= {f"recipe.{place}": "the cast of this place" for place in PLACES}
-                keys["recipe.offload"] = "of master, grad, m, v: those in the host's memory (none)"
-                keys["recipe.compute"] = "of products and of all that is not narrow: bf16, fp16 or fp32"
-            else:
-                default = "" if inner.default is None else f" ({_shown(inner.default)})"
-                keys[f"{section}.{key}"] = f"{inner.description}{default}"
-    return keys
+    return keys_of({section: type(field.default) for section, field in Config.model_fields.items()})
 
 
-def _shown(value: object) -> str:
-    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+# What pydantic says of text that it cannot read, in words with a way out.
+_RULES = {
+    "int_parsing": "input should be a valid integer, as in 1000",
+    "float_parsing": "input should be a valid number, as in 0.001 or 1e-3",
+    "bool_parsing": "input should be a valid boolean, true or false",
+}
 
 
 def _user_error(error: ValidationError) -> UserError:
     """The first error of pydantic as a one-sentence `UserError`."""
     first = error.errors()[0]
+    if isinstance(cause := first.get("ctx", {}).get("error"), UserError):
+        return cause  # says it all
     where = ".".join(str(part) for part in first["loc"][:2])
     if first["type"] == "extra_forbidden":
         if where == "sweep":
             return UserError(
                 "section 'sweep' is a grid for `narrowgauge compare`; a run has one value of each key"
             )
-        known = list(Config.model_fields) if len(first["loc"]) == 1 else list(config_keys())
-        return unknown("section" if len(first["loc"]) == 1 else "key", where, known)
-    rule = first["msg"][0].lower() + first["msg"][1:]
-    return UserError(f"{where} = {first['input']!r}: {rule}; see 'narrowgauge train --help' for each key")
+        if len(first["loc"]) == 1:
+            return unknown("section", where, Config.model_fields)
+        return unknown_key(where, config_keys())
+    rule = _RULES.get(first["type"]) or first["msg"][0].lower() + first["msg"][1:]
+    section = where.partition(".")[0]
+    return UserError(f"{where} = {first['input']!r}: {rule}; see 'narrowgauge train --help {section}'")
 
 
 def to_toml(config: Config) -> str:

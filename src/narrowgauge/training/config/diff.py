@@ -12,8 +12,9 @@ so that the same command line without `--allow-change` continues the run.
 
 from collections.abc import Mapping, Sequence
 
-from narrowgauge.errors import UserError, unknown
+from narrowgauge.errors import UserError
 from narrowgauge.training.config.config import ADDED, Config, config_keys, trajectory
+from narrowgauge.training.config.synonyms import unknown_key
 
 TORCH = "code.torch"
 ConfigDiff = Mapping[str, tuple[object, object]]  # key -> (old value, new value)
@@ -42,7 +43,7 @@ def check_keys(allowed: Sequence[str]) -> None:
     known = [*config_keys(), TORCH]
     for key in allowed:
         if key not in known:
-            raise unknown("key", f"--allow-change {key}", known)
+            raise unknown_key(f"--allow-change {key}", known)
 
 
 def require_allowed(path: object, changes: ConfigDiff, allowed: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ This module checks single values. `config` checks their combinations and reads t
 """
 
 import json
+import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Annotated, Any, Literal, get_type_hints
@@ -12,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator
 from pydantic_core import PydanticCustomError
 
 from narrowgauge.data import AUTO
+from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig
 from narrowgauge.optim import ScheduleKind
 from narrowgauge.recipes import BACKENDS
@@ -132,7 +134,7 @@ class OptimizerSection(Section):
             return json.loads(value) if isinstance(value, str) else value
         except json.JSONDecodeError:
             raise PydanticCustomError(
-                "no_json", 'on the command line it is JSON, as in {{"*.bias": {{"lr_factor": 2}}}}'
+                "no_json", 'on the command line it is JSON, as in {"*.bias": {"lr_factor": 2}}'
             ) from None
 
     @field_validator("betas", mode="before")
@@ -174,8 +176,21 @@ class RecipeSection(Section):
             if isinstance(value, dict) and "cast" not in value:
                 places |= {f"{key}.{operand}": cast for operand, cast in value.items()}
             else:
-                places[key] = value
+                places[key] = _table_of_text(key, value)
         return named | {"places": places}
+
+
+def _table_of_text(key: str, value: Any) -> Any:
+    """The table that a text in braces is on the command line; any other value as it is."""
+    if not isinstance(value, str) or not value.lstrip().startswith("{"):
+        return value
+    try:
+        return tomllib.loads(f"table = {value.strip()}")["table"]
+    except tomllib.TOMLDecodeError:
+        raise UserError(
+            f"recipe.{key} = {value!r} is no table of TOML; put words in quotes and single quotes around "
+            f"the whole, as in --recipe.{key} '{{cast = \"fp4-row\", outliers = 0.99}}'"
+        ) from None
 
 
 class ParallelSection(Section):

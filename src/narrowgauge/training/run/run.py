@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from narrowgauge.checkpoint import lock_run
-from narrowgauge.data import Dataset, open_data, split_sources
+from narrowgauge.data import Dataset, open_data
 from narrowgauge.distributed import (
     Coordinator,
     Mesh,
@@ -36,6 +36,7 @@ from narrowgauge.training.monitor.profiler import Profile
 from narrowgauge.training.monitor.progress import Display
 from narrowgauge.training.run.check_data import check_data, check_vocabulary
 from narrowgauge.training.run.checkpointing import make_checkpointer
+from narrowgauge.training.run.default_out import default_out
 from narrowgauge.training.run.init_weights import check_start, copy_special_tokens
 from narrowgauge.training.run.loop import OutOfMemory, finish, start_or_resume, train
 from narrowgauge.training.run.parallel_dims import parallel_dims_of
@@ -43,13 +44,6 @@ from narrowgauge.training.run.run_context import RunContext
 from narrowgauge.training.run.run_writer import NullRunWriter, RunWriter
 from narrowgauge.training.run_directory import RunDirectory
 from narrowgauge.units import human_bytes, parse_bytes
-
-
-def default_out(config: Config) -> Path:
-    """The run directory when none is named: runs/MODEL-SOURCE-RECIPE."""
-    source = "+".join(Path(name).stem or "data" for name in split_sources(config.data.source))
-    name = f"{config.model.name}-{source}-{Path(config.recipe.name).stem}"
-    return Path("runs") / name
 
 
 def run(
@@ -83,7 +77,7 @@ def run(
     """
     check_keys(allow_change)
     config = config if isinstance(config, Config) else make_config(config or {})
-    setup = _set_up(config, Path(out) if out is not None else default_out(config))
+    setup = _set_up(config, Path(out) if out is not None else default_out(config, allow_change))
     console = (console or Console()) if setup.world.rank == 0 else Console(quiet=True)
     with (
         hardware.memory_kept(setup.device),

@@ -1,0 +1,65 @@
+"""`runs`: the run directories of a folder."""
+
+import argparse
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from narrowgauge.errors import UserError
+from narrowgauge.report import RunSummary, list_runs
+
+HELP = "the run directories of a folder, with state and loss"
+FOLDER = Path("runs")
+
+
+def add_options(p: argparse.ArgumentParser) -> None:
+    """Add the options of the verb."""
+    p.add_argument("folder", metavar="DIR", type=Path, nargs="?", default=FOLDER, help=f"where ({FOLDER})")
+    p.add_argument("--json", action="store_true", help="for programs: a list, a run without a loss has null")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print a line for each run, and below the table why some of them did not end well."""
+    folder = options.folder
+    if not folder.is_dir() and (folder.exists() or folder != FOLDER):
+        state = "is no directory" if folder.exists() else "does not exist"
+        raise UserError(
+            f"{folder} {state}; name a folder with run directories, as in: narrowgauge runs {FOLDER}"
+        )
+    found = list_runs(folder)
+    if options.json:
+        print(json.dumps([_as_json(summary) for summary in found], indent=2))
+        return
+    if not found:
+        print(f"no run directories in {folder}; 'narrowgauge train' makes one")
+        return
+    table = Table(box=None, header_style="bold")
+    table.add_column("run", overflow="fold")
+    for name in ("state", "recipe"):
+        table.add_column(name, no_wrap=True)
+    for name in ("step", "loss", "val loss"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for summary in found:
+        step = f"{summary.step:,}/{summary.steps:,}" if summary.steps else f"{summary.step:,}"
+        words = (str(summary.path), summary.state, summary.recipe, step)
+        table.add_row(*map(Text, words), _loss(summary.loss), _loss(summary.val_loss))
+    console = Console()
+    console.print(table)
+    for summary in found:
+        if summary.reason and summary.state != "done":
+            text = f"{summary.path} {summary.state}: {summary.reason}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _loss(loss: float) -> str:
+    return f"{loss:.4f}" if math.isfinite(loss) else "-"
+
+
+def _as_json(summary: RunSummary) -> dict[str, object]:
+    values = asdict(summary) | {"path": str(summary.path)}
+    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}

@@ -1,0 +1,121 @@
+"""Descriptions of the keys of a configuration: what each means, its default, and what it takes.
+
+Help, shell completion and error messages all read them here.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from narrowgauge.recipes import BACKENDS
+from narrowgauge.recipes.places import COMPUTE, PLACES
+from narrowgauge.training.config.schema import Section
+
+# What keys of text take.
+_TEXTS = {
+    "model.name": "NAME",
+    "model.weights": "RUN",
+    "data.source": "SOURCE",
+    "data.tokenizer": "bytes|bpe-N|FILE",
+    "training.device": "auto|cpu|cuda",
+    "training.memory_limit": "SIZE",
+    "recipe.name": "NAME|FILE",
+    "recipe.backend": "|".join(BACKENDS),
+}
+# What the dimensions and choices of a model mean; their defaults are those of the named size.
+_OF_THE_MODEL = {
+    "dim": "width of the residual stream",
+    "layers": "number of blocks",
+    "heads": "query heads",
+    "kv_heads": "key and value heads, each shared by heads / kv_heads query heads; 0: heads",
+    "head_dim": "width of one head; 0: dim / heads",
+    "ffn_dim": "width inside the MLP",
+    "vocab_size": "rows of the embedding and of the output head",
+    "max_sequence_length": "the longest sequence, in tokens, that the model takes",
+    "positions": "as in GPT-2, or as in Llama",
+    "rope_theta": "base of the rotary frequencies",
+    "rope_factor": "Llama 3.1 scaling: how far the slow frequencies are stretched; 1: off",
+    "rope_low_freq_factor": "fewer turns than this in the original context: stretched fully",
+    "rope_high_freq_factor": "more turns than this: left alone; in between: interpolated",
+    "rope_original_positions": "the context that the frequencies were first trained on",
+    "norm": "LayerNorm or RMSNorm",
+    "norm_eps": "added to the variance",
+    "mlp": "as in GPT-2, or as in Llama",
+    "bias": "of the linear layers and of LayerNorm",
+    "qkv_bias": "of the query, key and value projection; else as bias",
+    "tied_head": "whether the output head shares the embedding's weight",
+    "initial_std": "standard deviation of weights before training",
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the configuration.
+
+    Attributes:
+        description: What it means.
+        default: Its default as text; "" where that is nothing, or what the named model has.
+        takes: What its value looks like: N, X, true|false, the words that it may be.
+    """
+
+    description: str
+    default: str
+    takes: str
+
+    def __str__(self) -> str:
+        return f"{self.description} ({self.default})" if self.default else self.description
+
+
+def keys_of(sections: Mapping[str, type[Section]]) -> dict[str, Key]:
+    """Every `section.key` of these sections; the places of a recipe are keys of its section."""
+    keys: dict[str, Key] = {}
+    for section, kind in sections.items():
+        for name, field in kind.model_fields.items():
+            if (section, name) == ("recipe", "places"):
+                keys |= _place_keys()
+            else:
+                key = f"{section}.{name}"
+                takes = _TEXTS.get(key) or _takes(field.annotation)
+                words = _OF_THE_MODEL.get(name) if section == "model" else None
+                keys[key] = Key(words or str(field.description), _default(field), takes)
+    return keys
+
+
+def _place_keys() -> dict[str, Key]:
+    keys = {f"recipe.{place}": Key("the cast of this place", "", "CAST") for place in PLACES}
+    keys["recipe.offload"] = Key("of master, grad, m, v: those in the host's memory (none)", "", "m,v")
+    words = "of products and of all that is not narrow"
+    keys["recipe.compute"] = Key(words, "", "|".join(COMPUTE))
+    return keys
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "" if value is None or value == {} else str(value)
+
+
+def _takes(kind: Any) -> str:
+    """What a value of this type looks like on the command line."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin in (Union, UnionType):
+        return _takes(next(part for part in inside if part is not NoneType))
+    if origin is Annotated:
+        return _takes(inside[0])
+    if origin is Literal:
+        return "|".join(inside)
+    if origin is tuple:
+        return _list_of([_takes(part) for part in inside if part is not Ellipsis], Ellipsis in inside)
+    if isinstance(kind, type) and issubclass(kind, bool):
+        return "true|false"
+    return {int: "N", float: "X", str: "TEXT"}.get(kind, "JSON")
+
+
+def _list_of(parts: Iterable[str], is_open: bool) -> str:
+    return ",".join([*parts, *(["..."] if is_open else [])])

@@ -1,0 +1,265 @@
+"""How an option is found, what help and completion say, and where a run goes that is given no directory."""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+
+import pytest
+
+from narrowgauge.cli import main
+from narrowgauge.cli.help import EXAMPLES
+from narrowgauge.cli.options import config_values
+from narrowgauge.errors import UserError
+from narrowgauge.models import count_parameters, model_config, model_names
+from narrowgauge.training import config_keys, default_out, make_config
+from narrowgauge.training.config.synonyms import INSTEAD, SYNONYMS, other_names
+
+
+def values(*words):
+    return config_values(main._options(["train", *words]))
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (["--lr", "1e-3"], "optimizer.lr", "1e-3"),
+        (["--lr=1e-3"], "optimizer.lr", "1e-3"),
+        (["--learning-rate", "1e-3"], "optimizer.lr", "1e-3"),
+        (["--learning_rate=1e-3"], "optimizer.lr", "1e-3"),
+        (["--batch-size", "4"], "training.batch_size", "4"),
+        (["--batch_size", "4"], "training.batch_size", "4"),
+        (["--training.batch-size", "4"], "training.batch_size", "4"),
+        (["--seq-len", "128"], "data.sequence_length", "128"),
+        (["--max-grad-norm", "1"], "optimizer.clip_norm", "1"),
+        (["--n-layer", "2"], "model.layers", "2"),
+        (["--memory_limit", "24GB"], "training.memory_limit", "24GB"),
+        (["--fprop.x", "bf16"], "recipe.fprop.x", "bf16"),
+        (["--compile"], "training.compile", "true"),
+        (["--recompute", "--steps", "3"], "training.recompute", "true"),
+        (["--lr", "-1e-3"], "optimizer.lr", "-1e-3"),
+    ],
+)
+def test_an_option_is_found_by_its_other_names(words, key, value):
+    section, _, name = key.partition(".")
+    assert values(*words)[section][name] == value
+
+
+def test_where_a_run_goes_has_its_names_too():
+    assert str(main._options(["train", "--output-dir", "runs/mine"]).out) == "runs/mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--resume"], ["no option --resume", "the same line again continues"]),
+        (["--epochs", "3"], ["no option --epochs", "write --steps"]),
+        (["--every", "10"], [f"--{s}.every" for s in ("validation", "checkpoint", "gauges", "log")]),
+        (["--name", "x"], ["--model.name", "--optimizer.name", "--recipe.name"]),
+        (["--max-seq-len", "9"], ["--model.max_sequence_length or --data.sequence_length"]),
+        (["--fp16"], ["write --recipe fp16"]),
+        (["--training.lr", "1"], ["unknown option '--training.lr'; it is --optimizer.lr"]),
+        (["--optimizer.learning_rate", "1"], ["it is --optimizer.lr"]),
+        (["--learnin-rate", "1"], ["unknown option '--learnin-rate'", "'--learning-rate'"]),
+        (["--lr"], ["--optimizer.lr", "expected one argument"]),
+        (["--fprop.x", "{cast", "=", "fp4-row,", "outliers", "=", "0.99}"], ["'fp4-row,'", "single quotes"]),
+    ],
+)
+def test_another_name_that_is_no_key_is_answered(words, says):
+    with pytest.raises(UserError) as refused:
+        values(*words)
+    for word in says:
+        assert word in str(refused.value)
+
+
+def test_synonyms_are_of_keys_that_there_are_and_say_one_thing_each():
+    names = other_names([*config_keys(), "out"])
+    assert set(SYNONYMS) <= {*config_keys(), "out"}
+    for group in INSTEAD:
+        for name in group.split():
+            assert name not in names, "a name leads to a key or to a sentence"
+
+
+def test_a_key_of_a_file_leads_to_the_key_that_was_meant():
+    for section, key, says in (
+        ("training", "lr", "it is optimizer.lr"),
+        ("optimizer", "warmup_steps", "it is schedule.warmup_steps"),
+        ("training", "epochs", "write --steps"),
+    ):
+        with pytest.raises(UserError, match=says):
+            make_config({section: {key: 1}})
+
+
+def test_a_cast_is_a_table_on_the_command_line():
+    table = '{cast = "fp4-row", outliers = 0.99}'
+    config = make_config(values("--recipe", "mxfp4", "--recipe.fprop.x", table))
+    assert config == make_config(
+        {"recipe": {"name": "mxfp4", "fprop": {"x": {"cast": "fp4-row", "outliers": 0.99}}}}
+    )
+    assert config.spec.recipe.casts["fprop.x"].outliers == 0.99
+    with pytest.raises(
+        UserError, match=r"recipe\.fprop\.x = .* is no table of TOML; .* as in --recipe\.fprop\.x '"
+    ):
+        make_config(values("--recipe.fprop.x", "{cast = fp4-row}"))
+
+
+def test_help_is_one_screen_and_all_of_it_when_asked(narrowgauge):
+    short = narrowgauge("train", "--help", COLUMNS="100")
+    assert short.code == 0
+    assert len(short.out.splitlines()) <= 52
+    assert max(map(len, short.out.splitlines())) <= 100
+    whole = narrowgauge("train", "--help", "all", COLUMNS="100")
+    for name, key in config_keys().items():
+        section, _, ending = name.partition(".")
+        assert f"--{section}.*" in short.out
+        assert re.search(rf"\b{re.escape(ending)}\b", short.out), name
+        assert f"  --{name} {key.takes}" in whole.out
+    for text in (short.out, whole.out):
+        assert "PydanticUndefined" not in text
+        assert "VALUE\n" not in text
+    one = narrowgauge("plan", "--help", "optimizer").out
+    assert one.startswith("[optimizer]\n  --optimizer.name adamw|muon")
+    assert "[schedule]" not in one
+    assert (
+        "unknown section 'optimiser'; the nearest is 'optimizer'"
+        in narrowgauge("train", "-h", "optimiser").err
+    )
+
+
+@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
+def test_the_examples_of_the_help_are_read_as_the_command_reads_them(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.toml").touch()
+    words = shlex.split(line)
+    options: argparse.Namespace = main._options(words[words.index("narrowgauge") + 1 :])
+    assert make_config(config_values(options)).spec.recipe
+
+
+@pytest.fixture(scope="module")
+def script(narrowgauge, tmp_path_factory):
+    file = tmp_path_factory.mktemp("completion") / "narrowgauge.bash"
+    file.write_text(narrowgauge("completion", "bash").out)
+    return file
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+@pytest.mark.parametrize(
+    ("words", "offers", "never"),
+    [
+        ("narrowgauge tr", ["train"], ["runs"]),
+        ("narrowgauge train --optimizer.l", ["--optimizer.lr"], ["--optimizer.betas"]),
+        ("narrowgauge train --recipe mxfp", ["mxfp4", "mxfp8"], ["bf16"]),
+        ("narrowgauge plan --model gpt2-1", ["gpt2-124m"], ["llama3-1b"]),
+        ("narrowgauge train --schedule.kind ", ["wsd"], ["--steps"]),
+        ("narrowgauge train --data ./", [], ["--steps"]),
+    ],
+)
+def test_bash_completes(script, words, offers, never):
+    typed = words.split(" ")
+    asks = (
+        f"source {script}; COMP_WORDS=({' '.join(typed[:-1])} '{typed[-1]}'); COMP_CWORD={len(typed) - 1}; "
+    )
+    ended = subprocess.run(
+        ["bash", "-c", asks + '_narrowgauge; echo "${COMPREPLY[@]}"'],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    offered = ended.stdout.split()
+    assert set(offers) <= set(offered)
+    assert not set(never) & set(offered)
+
+
+def test_other_shells_have_scripts(narrowgauge, refused):
+    assert "bashcompinit" in narrowgauge("completion", "zsh").out
+    assert "-l optimizer.lr -r" in narrowgauge("completion", "fish").out
+    refused(narrowgauge("completion", "tcsh"), "unknown shell 'tcsh'")
+
+
+def test_models_lists_sizes_with_their_parameters(narrowgauge):
+    listed = narrowgauge("models")
+    for name in model_names():
+        assert re.search(rf"^ {re.escape(name)} +[\d.]+ [MB] ", listed.out, re.MULTILINE), name
+    one = narrowgauge("models", "debug").out
+    assert f"# {count_parameters(model_config('debug')):,} parameters" in one
+
+
+def test_runs_lists_what_is_there_and_says_what_is_broken(narrowgauge, finished, look, tmp_path, refused):
+    runs = tmp_path / "runs"
+    shutil.copytree(finished, runs / "one")
+    shutil.copytree(finished, runs / "compared" / "fp8")
+    shutil.copytree(finished, runs / "killed")
+    (runs / "killed" / "status.json").write_text('{"status": "running", "reason": ""}')
+    (runs / "killed" / ".lock").write_text(f"process {2**22 + 1} on host {os.uname().nodename}\n")
+    with (runs / "killed" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')
+    for name, content in (("no-toml", "[training"), ("a-list", "training = 3\nrecipe = 4\n")):
+        (runs / name).mkdir()
+        (runs / name / "config.toml").write_text(content)
+    (runs / "metrics-alone").mkdir()
+    (runs / "metrics-alone" / "metrics.jsonl").write_bytes(b"\xff\n[[[\n")
+    (runs / "no-run").mkdir()
+    listed = narrowgauge("runs", runs, COLUMNS="300")
+    assert listed.code == 0, listed.err
+    last = look(finished)
+    loss, val_loss = f"{last.column('loss')[-1]:.4f}", f"{last.steps[-1]['val_loss']:.4f}"
+    for name, state in (("one", "done"), ("compared/fp8", "done"), ("killed", "killed")):
+        assert re.search(rf"/{name} +{state} +fp8 +6/6 +{loss} +{val_loss} *$", listed.out, re.MULTILINE), (
+            name
+        )
+    for name in ("no-toml", "metrics-alone"):
+        assert re.search(rf"/{name} +broken ", listed.out), name
+    assert "metrics-alone broken: it has no config.toml" in listed.out
+    assert "/no-run" not in listed.out
+    told = json.loads(narrowgauge("runs", runs, "--json").out)
+    assert [run["state"] for run in told if run["path"].endswith("/a-list")] == ["unknown"]
+    refused(narrowgauge("runs", runs / "nowhere"), "nowhere does not exist")
+    assert "no run directories in runs" in narrowgauge("runs").out
+
+
+def test_a_run_without_a_name_says_what_differs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def name(tables):
+        return default_out(make_config(tables)).name
+
+    assert name({}) == "debug-stdlib-fp8"
+    assert name({"optimizer": {"lr": "1e-3"}, "training": {"seed": 3}}) == "debug-stdlib-fp8,seed=3,lr=0.001"
+    assert name({"training": {"steps": 500}}) == "debug-stdlib-fp8", "the default is no difference"
+    assert name({"log": {"every": 3}, "parallel": {"tensor": 2}}) == "debug-stdlib-fp8", (
+        "nor what moves no loss"
+    )
+    odd = {"data": {"source": "a b/*.md,x;y.txt", "tokenizer": "/p" * 90}, "optimizer": {"lr": 1.25e-3}}
+    many = odd | {
+        "model": {"dim": 512, "layers": 3, "heads": 2, "kv_heads": 1, "ffn_dim": 64, "norm": "layer"}
+    }
+    for tables in (odd, many):
+        assert re.fullmatch(r"[A-Za-z0-9_.+,=-]{1,100}", name(tables))
+        tables = tables | {"optimizer": {"lr": 1.5e-3}}
+        assert name(tables) != name(odd) != name(many), "what does not fit is in the digest"
+    assert name(many) != name(many | {"optimizer": {"lr": 1.5e-3}})
+
+
+def test_the_same_line_finds_a_run_under_an_older_name(tmp_path, monkeypatch, narrowgauge, line, look):
+    """Before names carried keys, every line went to MODEL-SOURCE-RECIPE."""
+    words = line({"training.steps": 2})
+    monkeypatch.chdir(tmp_path)
+    first = narrowgauge(*words, folder=tmp_path)
+    assert first.code == 0, first.err
+    (made,) = (tmp_path / "runs").iterdir()
+    assert ",batch_size=2," in made.name
+    older = tmp_path / "runs" / made.name.partition(",")[0]
+    made.rename(older)
+    again = narrowgauge(*words, folder=tmp_path)
+    assert f"runs/{older.name} is done" in again.out
+    more = narrowgauge(*words, "--steps", "4", "--allow-change", "steps", folder=tmp_path)
+    assert more.code == 0, more.err
+    assert look(older).column("step") == [1, 2, 3, 4]
+    same = narrowgauge(*words, "--steps", "4", folder=tmp_path)
+    assert f"runs/{older.name} is done" in same.out, "what was changed on purpose goes on without the word"
+    other = narrowgauge(*words, "--seed", "1", folder=tmp_path)
+    assert other.code == 0, other.err
+    assert len(list((tmp_path / "runs").iterdir())) == 2, "another line has a directory of its own"
