@@ -234,12 +234,17 @@ def test_the_smallest_number_of_devices_is_found():
         return estimate_memory(values, ParallelDims(shard=shard)).peak
 
     limit = peak(3)
-    state = estimate_memory(big, ParallelDims(replicate=2)).state
-    found = fewest_devices(big, ParallelDims(replicate=2), state, limit, lambda m, _: m.peak <= limit)
+    memory = estimate_memory(big, ParallelDims(replicate=2))
+    found = fewest_devices(big, ParallelDims(replicate=2), memory, limit, lambda m, _: m.peak <= limit)
     assert (found.parallel_dims.shard, found.parallel_dims.replicate, found.micro_batch_size) == (3, 1, 4)
     assert peak(2) > limit
-    assert fewest_devices(big, ParallelDims(), state, limit, lambda *_: False) is None
-    assert fewest_devices(big, ParallelDims(), state, state // 100, lambda *_: True) is None
+    fitting = estimate_memory(big, ParallelDims(shard=2))
+    down = fewest_devices(
+        big, ParallelDims(shard=2), fitting, fitting.peak, lambda m, _: m.peak <= fitting.peak
+    )
+    assert (down.parallel_dims.shard, down.memory) == (2, fitting)
+    assert fewest_devices(big, ParallelDims(), memory, limit, lambda *_: False) is None
+    assert fewest_devices(big, ParallelDims(), memory, memory.state // 100, lambda *_: False) is None
 
 
 @pytest.mark.parametrize("text", ["", "many", "-1B", "0", "nan", "1e30"])

@@ -19,7 +19,7 @@ class Fewest:
 def fewest_devices(
     config: Config,
     parallel_dims: ParallelDims,
-    state: int,
+    memory: Memory,
     limit: int,
     fits: Callable[[Memory, ParallelDims], bool],
 ) -> Fewest | None:
@@ -31,13 +31,13 @@ def fewest_devices(
     Args:
         config: the configuration.
         parallel_dims: its mesh.
-        state: bytes of state that a device of this mesh has between steps.
+        memory: what a step takes on this mesh.
         limit: bytes that a device has.
         fits: whether a step's memory on a mesh fits.
     """
     batch, micro = config.training.batch_size, config.training.micro_batch_size
     # Fewer shards cannot hold the state; a tenth is left for the padding of shards.
-    least = 0.9 * state * parallel_dims.shard / limit if parallel_dims.zero == 3 else 1
+    least = 0.9 * memory.state * parallel_dims.shard / limit if parallel_dims.zero == 3 else 1
     shards = [n for n in range(1, batch + 1) if batch % n == 0 and batch // n >= parallel_dims.pipeline]
     # No estimate is possible of replicated weights (DDP) in the stages of a pipeline.
     has_replicas = parallel_dims.pipeline > 1 and parallel_dims.context > 1
@@ -51,8 +51,9 @@ def fewest_devices(
         memory = estimate_memory(config.model_copy(update={"training": training}), mesh)
         return Fewest(mesh, size, memory)
 
-    found = of(shards[-1]) if shards else None
-    if found is None or not fits(found.memory, found.parallel_dims):
+    if parallel_dims.replicate == 1 and fits(memory, parallel_dims):  # then no more devices are of interest
+        shards, found = [n for n in shards if n <= parallel_dims.shard], Fewest(parallel_dims, micro, memory)
+    elif not shards or not fits((found := of(shards[-1])).memory, found.parallel_dims):
         return None
     low, high = 0, len(shards) - 1  # those before `low` do not fit, and `high` does
     while low < high:

@@ -108,7 +108,7 @@ def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) 
     if room.fits(step.memory, parallel_dims) and parallel_dims.data == 1:
         fewest: Fewest | None = Fewest(parallel_dims, config.training.micro_batch_size, step.memory)
     else:
-        fewest = fewest_devices(config, parallel_dims, step.memory.state, room.limit, room.fits)
+        fewest = fewest_devices(config, parallel_dims, step.memory, room.limit, room.fits)
     if cluster is None:
         return Plan(config, parallel_dims, step, room, fewest, _backend_here(config))
     time = estimate(config, parallel_dims, cluster, step)
