@@ -158,6 +158,23 @@ def test_formats_lists_every_format_and_the_facts_of_one(narrowgauge):
     assert "e5m2" not in ended.out
 
 
+def test_recipes_of_another_device(narrowgauge):
+    """On an RTX 4090 FP8 is native and NVFP4 is not; MI250X multiplies nothing narrow; typos are answered."""
+    ended = narrowgauge("recipes", "--device", "rtx4090")
+    assert re.search(r"^ fp8 +native ", ended.out, re.MULTILINE), ended.err
+    assert re.search(r"^ nvfp4 +emulated ", ended.out, re.MULTILINE)
+    ended = narrowgauge("recipes", "--device", "mi250x")
+    native = re.findall(r"^ (\S+) +native ", ended.out, re.MULTILINE)
+    assert native == ["fp32", "bf16", "bf16-sr", "fp16"]
+    ended = narrowgauge("recipes", "fp4", "--device", "sm_89")
+    assert re.search(r"^ fprop\.x, fprop\.w +fp4-row, fp4-row +emulated ", ended.out, re.MULTILINE)
+    assert re.search(r"^ wgrad\.dy, wgrad\.x +e5m2, e4m3 +native ", ended.out, re.MULTILINE)
+    assert "recipe fp4 as a whole is emulated" in ended.out
+    ended = narrowgauge("recipes", "--device", "rtx490")
+    assert (ended.code, ended.out) == (2, "")
+    assert "unknown device 'rtx490'; the nearest are rtx4090" in ended.err
+
+
 def test_plan_says_what_fits_and_what_would_help(narrowgauge, line, tmp_path):
     words = ["plan", *line({"training.micro_batch_size": 2})[1:]]
     ended = narrowgauge(*words)

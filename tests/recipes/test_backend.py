@@ -12,7 +12,9 @@ from narrowgauge.recipes import (
     Device,
     choose_backend,
     device_facts,
+    named_device,
     parse_recipe,
+    products_on,
     recipe,
     recipe_names,
 )
@@ -159,3 +161,38 @@ def test_the_facts_of_this_machine():
 
 def test_no_two_schemes_have_one_name():
     assert set(Counter(s.words for s in SCHEMES).values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("name", "device"),
+    [
+        ("sm_89", nvidia(8, 9)),
+        ("8.9", nvidia(8, 9)),
+        ("rtx4090", nvidia(8, 9)),
+        ("NVIDIA GeForce RTX 4090", nvidia(8, 9)),
+        ("H200", H200),
+        ("sm_120", nvidia(12, 0)),
+        ("gfx942", Device(maker="amd", architecture="gfx942")),
+        ("AMD Instinct MI250X", Device(maker="amd", architecture="gfx90a")),
+        ("cpu", CPU),
+    ],
+)
+def test_a_device_that_is_not_here_has_many_names(name, device):
+    assert named_device(name) == device
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("rtx490", "rtx4090"), ("sm_99", "sm_90, sm_89"), ("gfx94", "gfx942")]
+)
+def test_an_unknown_device_is_told_the_nearest(name, nearest):
+    with pytest.raises(UserError, match=f"unknown device '{name}'; the nearest are .*{nearest}"):
+        named_device(name)
+
+
+def test_each_product_of_a_recipe_has_its_own_verdict():
+    """FP4 forward is emulated on every device, its FP8 gradients would be native: all of it is emulated."""
+    products = products_on(recipe("fp4"), named_device("rtx4090"))
+    verdicts = {(p.gemm, p.operands[0].name): bool(p.obstacle) for p in products}
+    assert verdicts[("fprop", "fp4-row")]
+    assert not any(verdicts[key] for key in (("dgrad", "e5m2"), ("wgrad", "e5m2"), ("fprop", "bf16")))
+    assert choose_backend(recipe("fp4"), named_device("rtx4090")).name == "emulated"

@@ -17,6 +17,7 @@ Legend: M tokens, N outputs, K inputs, D dim, F ffn_dim, V vocabulary, H head_di
 """
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,7 +32,7 @@ from narrowgauge.training.step.build_model import build_model
 
 @dataclass(frozen=True, order=True)
 class Gemm:
-    """A product (m, k) @ (k, n); `kind` is its format: fp32, bf16, fp16 or fp8."""
+    """A product (m, k) @ (k, n); `kind` is its format: fp32, bf16, fp16 or fp8 (narrow, on the hardware)."""
 
     m: int
     n: int
@@ -56,6 +57,16 @@ class Attention:
     kind: str
 
 
+@dataclass(frozen=True)
+class Operand:
+    """An operand that a recipe makes: from `source` (a dtype), along an axis, for one product or for two."""
+
+    cast: Cast
+    source: str
+    axis: int
+    is_shared: bool
+
+
 @dataclass
 class Work:
     """The work of one optimizer step of one process."""
@@ -65,6 +76,8 @@ class Work:
     attention_backward: int = 0
     gemms: Counter[Gemm] = field(default_factory=Counter)  # times
     moved: Counter[str] = field(default_factory=Counter)  # bytes by class
+    operands: Counter[Operand] = field(default_factory=Counter)  # elements
+    scaled_results: int = 0  # elements of emulated products that a tensor's scale is applied to
 
     @property
     def flops(self) -> int:
@@ -74,6 +87,15 @@ class Work:
 
 def work_of(config: Config, native: bool) -> Work:
     """The work of a configuration's step; `native` if the hardware multiplies its narrow formats."""
+    work = work_of_passes(config, native)
+    memory = estimate_memory(config).device
+    state = sum(memory[name] for name in ("weights", "master", "m", "v"))
+    work.moved["optimizer"] = 2 * state + 2 * memory["gradients"]
+    return work
+
+
+def work_of_passes(config: Config, native: bool) -> Work:
+    """The work of a step's forward and backward passes, without the optimizer's."""
     model, recipe, t = config.spec.model, config.spec.recipe, config.training
     B, T = t.micro_batch_size, config.data.sequence_length
     attention = Attention(B, model.heads, model.kv_heads, T, model.head_dim, recipe.compute)
@@ -95,9 +117,6 @@ def work_of(config: Config, native: bool) -> Work:
     block = forward * (1 + recomputed_layers / model.layers) + backward
     work.moved["norms and the rest"] = int(times * (M * (model.layers * block + 8 * D) + 4 * V * D))
     work.moved["loss"] = times * 3 * M * V * DTYPES[recipe.compute].itemsize
-    memory = estimate_memory(config).device
-    state = sum(memory[name] for name in ("weights", "master", "m", "v"))
-    work.moved["optimizer"] = 2 * state + 2 * memory["gradients"]
     return work
 
 
@@ -121,23 +140,63 @@ def _add_products(
             continue
         N, K = layer.out_features, layer.in_features
         casts = layer.spec.casts if isinstance(layer, Linear) else {}
-        kind = "fp8" if native and casts and casts["fprop.x"].is_scaled else recipe.compute
         forward = times * (1 + recomputed_share) if name.startswith("blocks.") else times
-        work.gemms[Gemm(M, N, K, kind)] += round(forward)
-        work.gemms[Gemm(M, K, N, kind)] += times
-        work.gemms[Gemm(N, K, M, kind)] += times
+        for gemm, (m, n, k), passes in (
+            ("fprop", (M, N, K), round(forward)),
+            ("dgrad", (M, K, N), times),
+            ("wgrad", (N, K, M), times),
+        ):
+            pair = [cast for place, cast in casts.items() if place.startswith(gemm)]
+            kind = _kind(pair, recipe.compute, native)
+            work.gemms[Gemm(m, n, k, kind)] += passes
+            if not native and any(_has_tensor_scale(cast) for cast in pair):
+                work.scaled_results += m * n * passes
         elements = {"x": M * K, "w": N * K, "dy": M * N}
-        source = {"x": recipe.compute, "w": "fp32", "dy": recipe.compute}
-        cast_already: set[tuple[str, Cast]] = set()
-        for place in GEMM_PLACES if casts else ():
-            operand, cast = place.partition(".")[2], casts[place]
-            is_shared = cast.ignores_axis and (operand, cast) in cast_already
-            if is_shared or cast.name == source[operand]:
-                continue
-            cast_already.add((operand, cast))
-            bits = cast.element.bits if native and cast.is_scaled else 8 * DTYPES[recipe.compute].itemsize
-            bytes_an_element = DTYPES[source[operand]].itemsize + bits / 8
-            passes = forward if place.startswith("fprop") else times
-            work.moved["casts"] += int(passes * elements[operand] * bytes_an_element)
+        _add_operands(work, casts, recipe.compute, elements, {"fprop": forward}, times, native)
         if not casts and recipe.compute != "fp32":
             work.moved["casts"] += times * N * K * (4 + DTYPES[recipe.compute].itemsize)
+
+
+def _kind(pair: Sequence[Cast], compute: str, native: bool) -> str:
+    """The format in which the product of two operands is computed."""
+    if native and any(cast.is_scaled for cast in pair):
+        return "fp8"
+    return "fp32" if not all(is_exact(cast) for cast in pair) else compute
+
+
+def is_exact(cast: Cast) -> bool:
+    """Whether an emulated operand has a dtype of 16 bits; else it, and its product, are in fp32.
+
+    A scale of a block or row that is no power of two makes numbers that bf16 does not hold, and so does the
+    part that clamping took away.
+    """
+    return (cast.block is None or cast.scale != "fp32" or cast.power_of_two) and not cast.compensate
+
+
+def _has_tensor_scale(cast: Cast) -> bool:
+    return cast.scale == "e4m3" or (cast.scale == "fp32" and cast.block is None)
+
+
+def _add_operands(
+    work: Work,
+    casts: Mapping[str, Cast],
+    compute: str,
+    elements: Mapping[str, int],
+    passes: Mapping[str, float],
+    times: int,
+    native: bool,
+) -> None:
+    """Add the operands that one layer's places make, and the bytes of their casts."""
+    source = {"x": compute, "w": "fp32", "dy": compute}
+    made: set[tuple[str, Cast]] = set()
+    for place in GEMM_PLACES if casts else ():
+        gemm, _, tensor = place.partition(".")
+        cast = casts[place]
+        if (cast.ignores_axis and (tensor, cast) in made) or cast.name == source[tensor]:
+            continue
+        made.add((tensor, cast))
+        count = int(passes.get(gemm, times) * elements[tensor])
+        bits = cast.element.bits if native and cast.is_scaled else 8 * DTYPES[compute].itemsize
+        work.moved["casts"] += int(count * (DTYPES[source[tensor]].itemsize + bits / 8))
+        axis = 0 if place in ("dgrad.w", "wgrad.dy", "wgrad.x") else -1
+        work.operands[Operand(cast, source[tensor], axis, cast.ignores_axis)] += count

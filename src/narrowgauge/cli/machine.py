@@ -17,6 +17,7 @@ from narrowgauge.cluster import (
     load_cluster,
     make_plan,
     measure,
+    parse_price,
     plan_as_json,
     print_items,
     print_plan,
@@ -55,7 +56,9 @@ def add_plan_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--cluster", metavar="SPEC", help=f"{', '.join(cluster_names())}, or a .toml file")
     p.add_argument("--devices", metavar="N", default="1", help="in all, laid out as [parallel] says (1)")
     p.add_argument("--tokens", metavar="N", help="to train on, as 300B or 1T; else those of training.steps")
-    p.add_argument("--price", metavar="X", help="of a device-hour; else the cluster's")
+    p.add_argument(
+        "--price", metavar="P", help="of a device-hour, as 2.50USD; else the cluster's, which is told"
+    )
     p.add_argument("--json", action="store_true", help="for programs")
 
 
@@ -65,11 +68,10 @@ def run_plan(options: argparse.Namespace) -> None:
     cluster = load_cluster(options.cluster) if options.cluster else None
     if cluster is None and (options.tokens or options.price):
         raise UserError("--tokens and --price need to know the machine; name one with --cluster")
-    devices, price = _number("--devices", options.devices, int), None
-    if options.price is not None:
-        price = _number("--price", options.price, float)
+    devices = int(_number("--devices", options.devices, int))
+    price = None if options.price is None else parse_price("--price", options.price)
     tokens = tokens_of(options.tokens) if options.tokens else 0
-    plan = make_plan(config, int(devices), cluster)
+    plan = make_plan(config, devices, cluster)
     if options.json:
         print(json.dumps(plan_as_json(plan, tokens, price), indent=2))
     else:

@@ -141,7 +141,7 @@ def _parser() -> tuple[Parser, list[str]]:
     p = verb("launch", "write the script that starts a run on a cluster", launch.run)
     launch.add_options(p, _read_train)
     train.add_report_options(verb("report", train.REPORT_HELP, train.run_report))
-    recipes.add_options(verb("recipes", recipes.HELP, recipes.run_recipes))
+    recipes.add_recipes_options(verb("recipes", recipes.HELP, recipes.run_recipes))
     recipes.add_options(verb("formats", recipes.FORMATS_HELP, recipes.run_formats))
     recipes.add_options(verb("models", recipes.MODELS_HELP, recipes.run_models))
     runs.add_options(verb("runs", runs.HELP, runs.run))

@@ -9,27 +9,65 @@ from rich.table import Table
 
 from narrowgauge.formats import format, format_names
 from narrowgauge.models import count_parameters, model_config, model_names
-from narrowgauge.recipes import choose_backend, device_facts, recipe, recipe_names
+from narrowgauge.recipes import (
+    Device,
+    Recipe,
+    choose_backend,
+    device_facts,
+    load_recipe,
+    named_device,
+    products_on,
+    recipe,
+    recipe_names,
+)
 from narrowgauge.toml_text import toml_value
 from narrowgauge.units import human_count
 
-HELP = "the recipes that ship, or the TOML of one"
+HELP = "the recipes that ship, or the TOML of one; with --device, what a device multiplies natively"
 MODELS_HELP = "the named sizes with their parameters"
 FORMATS_HELP = "the number formats, or the facts of one"
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
-    """Add the options of each of these verbs."""
+    """Add the option of each of these verbs."""
     p.add_argument("name", metavar="NAME", nargs="?")
 
 
+def add_recipes_options(p: argparse.ArgumentParser) -> None:
+    """Add the options of `recipes`."""
+    p.add_argument("name", metavar="NAME", nargs="?", help="one that ships, or a .toml file")
+    p.add_argument(
+        "--device",
+        metavar="D",
+        help="native or emulated on another device: sm_89, gfx942, rtx4090, mi250x, cpu ...; "
+        "with NAME, place by place",
+    )
+
+
 def run_recipes(options: argparse.Namespace) -> None:
-    """Print the table of recipes with their backends on this device, or one recipe's TOML."""
-    if options.name:
-        print(recipe(options.name).text.rstrip())
+    """Print the table of recipes with their backends on a device, or one recipe: its TOML, its places."""
+    name = options.name
+    chosen = None if name is None else load_recipe(name) if name.endswith(".toml") else recipe(name)
+    if chosen is not None and options.device is None:
+        print(chosen.text.rstrip())
         return
-    device = device_facts(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    table = Table("recipe", "here", "what it is", box=None, header_style="bold")
+    console = Console()
+    if options.device is None:
+        device = device_facts(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    else:
+        device = named_device(options.device)
+        is_nvidia = device.maker == "nvidia"
+        library = f", with CUDA {device.library[0]}.{device.library[1]}" if is_nvidia else ""
+        _say(console, f"{options.device}: {device}{library}")
+    if chosen is None:
+        _print_recipes(console, device, "here" if options.device is None else options.device)
+    else:
+        _print_places(console, chosen, device)
+
+
+def _print_recipes(console: Console, device: Device, where: str) -> None:
+    """Print which recipes are native on a device, and the reason of each verdict."""
+    table = Table("recipe", where, "what it is", box=None, header_style="bold")
     reasons: dict[str, list[str]] = {}
     for name in recipe_names():
         r = recipe(name)
@@ -37,11 +75,30 @@ def run_recipes(options: argparse.Namespace) -> None:
         table.add_row(name, backend.name, r.title)
         if r.is_narrow:
             reasons.setdefault(f"{backend.name}: {backend.reason}", []).append(name)
-    console = Console()
     console.print(table)
     for reason, names in reasons.items():
-        text = reason if len(reasons) == 1 else f"{', '.join(names)} {reason}"
-        console.print(text, style="dim", markup=False, highlight=False)
+        _say(console, reason if len(reasons) == 1 else f"{', '.join(names)} {reason}")
+
+
+def _print_places(console: Console, chosen: Recipe, device: Device) -> None:
+    """Print what a device does with each pair of places of a recipe, and with the recipe as a whole."""
+    table = Table("places", "casts", "there", "why", box=None, header_style="bold")
+    gemms: list[str] = []
+    for product in products_on(chosen, device):
+        places = ", ".join(place for place in chosen.casts if place.startswith(f"{product.gemm}."))
+        where = f"{places} (by a rule)" if product.gemm in gemms else places
+        gemms.append(product.gemm)
+        a, b = product.operands
+        why = product.obstacle.removeprefix(f"{product.gemm} ").partition(";")[0]
+        why = why or product.scheme or f"a plain product of {a.name}"
+        table.add_row(where, f"{a.name}, {b.name}", "emulated" if product.obstacle else "native", why)
+    console.print(table)
+    backend = choose_backend(chosen, device)
+    _say(console, f"recipe {chosen.name} as a whole is {backend.name}: {backend.reason}")
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, style="dim", markup=False, highlight=False)
 
 
 def run_formats(options: argparse.Namespace) -> None:

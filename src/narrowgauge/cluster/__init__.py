@@ -6,8 +6,10 @@ from narrowgauge.cluster.launch.site import Site, load_site, site_names
 from narrowgauge.cluster.launch.slurm import slurm_script
 from narrowgauge.cluster.launch.torchrun import torchrun_script
 from narrowgauge.cluster.plan.cluster_spec import Cluster, cluster_names, load_cluster
-from narrowgauge.cluster.plan.plan import Plan, make_plan, print_plan, tokens_of
+from narrowgauge.cluster.plan.plan import Plan, make_plan, tokens_of
 from narrowgauge.cluster.plan.plan import as_json as plan_as_json
+from narrowgauge.cluster.plan.plan_text import print_plan
+from narrowgauge.cluster.plan.price import Price, parse_price
 from narrowgauge.cluster.scaling.local_launch import WorldFailed
 from narrowgauge.cluster.scaling.scaling import Scaling, read_sizes, scaling
 from narrowgauge.cluster.scaling.table import print_scaling
@@ -18,6 +20,7 @@ __all__ = [
     "Cluster",
     "Job",
     "Plan",
+    "Price",
     "Scaling",
     "Site",
     "WorldFailed",
@@ -28,6 +31,7 @@ __all__ = [
     "load_site",
     "make_plan",
     "measure",
+    "parse_price",
     "plan_as_json",
     "print_items",
     "print_plan",

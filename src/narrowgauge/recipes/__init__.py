@@ -1,7 +1,7 @@
 """Which format is each place in? Recipes as TOML data, and which code runs them."""
 
-from narrowgauge.recipes.backend import BACKENDS, SCHEMES, Backend, choose_backend
-from narrowgauge.recipes.capability import Device, device_facts
+from narrowgauge.recipes.backend import BACKENDS, SCHEMES, Backend, Product, choose_backend, products_on
+from narrowgauge.recipes.capability import Device, device_facts, named_device
 from narrowgauge.recipes.parse import parse_recipe
 from narrowgauge.recipes.places import (
     GEMM_PLACES,
@@ -28,13 +28,16 @@ __all__ = [
     "WIRE_PLACES",
     "Backend",
     "Device",
+    "Product",
     "Recipe",
     "Rule",
     "choose_backend",
     "device_facts",
     "load_recipe",
     "matches",
+    "named_device",
     "parse_recipe",
+    "products_on",
     "recipe",
     "recipe_names",
 ]

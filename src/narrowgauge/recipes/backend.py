@@ -153,26 +153,52 @@ def choose_backend(recipe: Recipe, device: Device, requested: str = "auto") -> B
     return Backend("native", f"{device} multiplies {' and '.join(schemes)}")
 
 
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A product of a recipe on a device.
+
+    Attributes:
+        gemm: "fprop", "dgrad" or "wgrad".
+        operands: The casts of its two operands.
+        scheme: The name of the scheme that the device has for it; empty for a plain product.
+        obstacle: Why the device cannot multiply these numbers, as a clause; empty if it can.
+    """
+
+    gemm: str
+    operands: tuple[Cast, Cast]
+    scheme: str
+    obstacle: str
+
+
+def products_on(recipe: Recipe, device: Device) -> list[Product]:
+    """Every product that a recipe has in some layer at some time, and whether a device multiplies it."""
+    return [_product(gemm, a, b, device) for gemm in GEMMS for a, b in _pairs(recipe, gemm)]
+
+
+def _product(gemm: str, a: Cast, b: Cast, device: Device) -> Product:
+    if a == b and not a.is_scaled:
+        return Product(gemm, (a, b), "", "")
+    scheme = next((s for s in SCHEMES if s.is_of(a, b) and not s.needs(device)), None)
+    if scheme is not None:
+        return Product(gemm, (a, b), scheme.words, "")
+    return Product(gemm, (a, b), "", _obstacle(gemm, a, b, device))
+
+
 def _native_schemes(recipe: Recipe, device: Device) -> tuple[str, list[str]]:
     """(why the recipe cannot run natively, the schemes that its GEMMs have on the device)."""
-    if device.maker == "cpu":
-        return "a CPU has no narrow matrix units", []
-    schemes: dict[str, None] = {}
-    for gemm in GEMMS:
-        for a, b in _pairs(recipe, gemm):
-            if a == b and not a.is_scaled:  # a plain product
-                continue
-            scheme = next((s for s in SCHEMES if s.is_of(a, b) and not s.needs(device)), None)
-            if scheme is None:
-                return _obstacle(gemm, a, b, device), []
-            if recipe.compute != "bf16":
-                return f"native products come out in bf16, and this recipe computes in {recipe.compute}", []
-            schemes[scheme.words] = None
-    return "", list(schemes)
+    products = products_on(recipe, device)
+    for product in products:
+        if product.obstacle:
+            return product.obstacle, []
+        if product.scheme and recipe.compute != "bf16":
+            return f"native products come out in bf16, and this recipe computes in {recipe.compute}", []
+    return "", list(dict.fromkeys(product.scheme for product in products if product.scheme))
 
 
 def _obstacle(gemm: str, a: Cast, b: Cast, device: Device) -> str:
     """Why a product is not native on a device."""
+    if device.maker == "cpu":
+        return "a CPU has no narrow matrix units"
     schemes = [s for s in SCHEMES if s.is_of(a, b)]
     if not schemes:
         names = a.name if a.name == b.name else f"{a.name} by {b.name}"

@@ -1,12 +1,24 @@
 """The facts that decide what a device can multiply: its maker, its generation, the library that drives it.
 
 The name of the product is none of them: two products of one generation can do the same, and next year's
-product has a new name.
+product has a new name. `devices.toml` only says which generation a product of today is of, so that one can
+ask about a device that is elsewhere.
 """
 
+import re
+import tomllib
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import torch
+
+from narrowgauge.errors import UserError
+from narrowgauge.files import shipped_text
+
+#: The CUDA that a device elsewhere is taken to have: what torch's wheels are built for.
+CUDA_ELSEWHERE = (13, 0)
+# Words that a product's full name has and its short name has not: "NVIDIA GeForce RTX 4090".
+_MAKERS = re.compile(r"nvidia|geforce|amd|instinct|radeon|[\s_-]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +61,40 @@ def device_facts(device: torch.device) -> Device:
         capability=torch.cuda.get_device_capability(device),
         library=_version(torch.version.cuda or "0.0"),
     )
+
+
+def named_device(name: str) -> Device:
+    """The facts of a device that need not be here: `sm_89`, `gfx942`, a product such as `rtx4090`, or `cpu`.
+
+    Raises:
+        UserError: There is no such device; the nearest names are in the sentence.
+    """
+    devices = _devices()
+    short = _MAKERS.sub("", name.lower())
+    for known in (name.lower(), short):
+        if known in devices:
+            return devices[known]
+    near = [
+        n for wanted in (name.lower(), short) for n in get_close_matches(wanted, devices, n=3, cutoff=0.5)
+    ]
+    nearest = ", ".join(dict.fromkeys(near)) or ", ".join(n for n in devices if n.startswith("sm_"))
+    raise UserError(
+        f"unknown device {name!r}; the nearest are {nearest}; a compute capability (sm_89), an AMD "
+        "architecture (gfx942), a product (rtx4090) or cpu says which device is meant"
+    )
+
+
+def _devices() -> dict[str, Device]:
+    """Every name of `devices.toml`, with the names of the generations themselves."""
+    table = tomllib.loads(shipped_text("recipes", "devices"))
+    devices = {"cpu": Device(maker="cpu")}
+    for capability, products in table["nvidia"].items():
+        major, minor = _version(capability)
+        device = Device(maker="nvidia", capability=(major, minor), library=CUDA_ELSEWHERE)
+        devices |= dict.fromkeys([f"sm_{major}{minor}", f"{major}.{minor}", *products], device)
+    for architecture, products in table["amd"].items():
+        devices |= dict.fromkeys([architecture, *products], Device(maker="amd", architecture=architecture))
+    return devices
 
 
 def _version(text: str) -> tuple[int, int]:

@@ -1,17 +1,24 @@
 """Plans: clusters are data, figures follow from them, and a few layers tell what many take."""
 
 import json
+import re
 from importlib import resources
 
 import pytest
 
+from narrowgauge.bench.work import Operand
 from narrowgauge.cluster import cluster_names, load_cluster, make_plan, tokens_of
+from narrowgauge.cluster.plan.cast_price import cast_seconds
 from narrowgauge.cluster.plan.cluster_spec import parse_cluster
-from narrowgauge.cluster.plan.estimate import cost, estimate
-from narrowgauge.cluster.plan.plan import copy_of_save
+from narrowgauge.cluster.plan.estimate import estimate
+from narrowgauge.cluster.plan.expect import expectation
+from narrowgauge.cluster.plan.fewest import fewest_devices
+from narrowgauge.cluster.plan.plan import copy_of_save, cost_of
+from narrowgauge.cluster.plan.price import parse_price
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
 from narrowgauge.models import flops_per_token
+from narrowgauge.quantization import make_cast
 from narrowgauge.training import cheaper, estimate_memory, estimate_step, make_config
 from narrowgauge.training.monitor.memory_estimate import _heaviest
 
@@ -30,7 +37,7 @@ def config(recipe="bf16", model=SMALL, **training):
 def test_clusters_that_ship(name):
     cluster = load_cluster(name)
     assert cluster.title
-    assert cluster.attainable["bf16"] <= cluster.peak["bf16"]
+    assert cluster.facts.maker in ("nvidia", "amd", "cpu")
     assert cluster.memory_bytes > 1e10
     assert all(cluster.speed(kind) <= cluster.peak[kind] for kind in cluster.peak)
     text = (resources.files("narrowgauge.cluster.plan") / "machines" / f"{name}.toml").read_text()
@@ -41,10 +48,10 @@ def test_clusters_that_ship(name):
 def test_the_form_in_the_module_is_a_cluster(tmp_path):
     from narrowgauge.cluster.plan import cluster_spec
 
-    lines = cluster_spec.__doc__.split("\n\n    ", 1)[1].split("\n\nThe device")[0]
+    lines = cluster_spec.__doc__.split("\n\n    ", 1)[1].split("\n\nA recipe is native")[0]
     file = tmp_path / "mine.toml"
     file.write_text("\n".join(line.strip() for line in lines.splitlines()))
-    assert load_cluster(str(file)).price == 3.5
+    assert str(load_cluster(str(file)).device_hour) == "3.50 USD"
 
 
 @pytest.mark.parametrize(
@@ -54,6 +61,8 @@ def test_the_form_in_the_module_is_a_cluster(tmp_path):
         ("devices_per_node = 0", "devices_per_node: input should be greater than or equal to 1"),
         ('memory = "much"', "memory size 'much'"),
         ("inside = inf", "inside: input should be a finite number"),
+        ('gpu = "sm_88"', "mine.toml: unknown device 'sm_88'; the nearest are sm_89"),
+        ("price = -1", "mine.toml: price '-1': it must be the price of a device-hour"),
     ],
 )
 def test_a_mistake_in_a_cluster_is_named(line, words):
@@ -137,10 +146,105 @@ def test_links_between_nodes_are_waited_for():
 def test_a_budget_costs_what_it_takes():
     one = config("bf16", {"name": "llama3-1b"})
     plan = make_plan(one, 8, load_cluster("h100"))
-    found = cost(plan.time, 8, tokens_of("1B"), 2.0)
+    found = cost_of(plan, tokens_of("1B"), parse_price("--price", "2EUR"))
     assert found["device-hours"] == pytest.approx(1e9 / (16 * 128) * plan.time.seconds * 8 / 3600)
     assert found["price"] == pytest.approx(2 * found["device-hours"])
     assert found["days"] == pytest.approx(found["device-hours"] / 8 / 24)
+    half = cost_of(plan, tokens_of("1B"), None, 0.5)
+    assert half["days"] == pytest.approx(2 * found["days"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("2.50USD", "2.50 USD"), ("2.5 EUR", "2.50 EUR"), ("$3", "3.00 $"), ("1234", "1,234")]
+)
+def test_a_price_has_the_currency_that_was_written(text, words):
+    assert str(parse_price("--price", text)) == words
+
+
+@pytest.mark.parametrize("text", ["", "USD", "-1", "0 USD", "2 3", "EUR 2 USD"])
+def test_what_is_no_price_is_refused(text):
+    with pytest.raises(UserError, match=r"--price .*such as 2\.50USD"):
+        parse_price("--price", text)
+
+
+def test_a_format_that_the_device_lacks_is_priced_as_emulation():
+    """Products in bf16 as under recipe bf16, and casts on top; where a scale is no power of two, in fp32."""
+
+    def of(recipe, name):
+        narrow = config(recipe, {"name": "llama3-1b", "layers": 2}, micro_batch_size=16)
+        return estimate(narrow, dims, load_cluster(name), step)
+
+    dims = ParallelDims()
+    step = estimate_step(config("bf16", SMALL | {"layers": 1}), dims)
+    wide, hopper = of("bf16", "h100"), of("mxfp4", "h100")
+    assert (hopper.backend.name, hopper.format) == ("emulated", "bf16")
+    assert hopper.products == pytest.approx(wide.products)
+    assert hopper.casts > 2 * wide.casts
+    assert of("nvfp4", "rtx4090").backend.name == "emulated"
+    blackwell = of("nvfp4", "b200")  # its last block and its head are kept in bf16
+    assert (blackwell.backend.name, set(blackwell.formats)) == ("native", {"fp4", "bf16"})
+    assert blackwell.products < of("bf16", "b200").products
+    assert of("fp8", "a100").products == pytest.approx(of("bf16", "a100").products)
+    assert of("fp8-block", "a100").products == pytest.approx(of("bf16", "a100").products)
+    assert of("fp8-block", "h100").products < wide.products
+    assert of("fp4", "a100").products > 2 * of("bf16", "a100").products, "its forward products are in fp32"
+
+
+@pytest.mark.parametrize(
+    ("name", "picoseconds"),
+    [("h100", 82 / 33.5), ("rtx4090", 4 / 1.008), ("cpu", 124 / 0.1)],
+    ids=["by its instructions", "by its bytes", "by those of plain operations"],
+)
+def test_the_price_of_a_cast(name, picoseconds):
+    """An element of MXFP4 across the contraction: 82 instructions of a lane, 2 bytes read and 2 written."""
+    operand = Operand(make_cast("mxfp4"), "bf16", 0, False)
+    seconds = cast_seconds(operand, 10**12, False, load_cluster(name), "bf16")
+    assert seconds == pytest.approx(picoseconds)
+
+
+def test_a_cluster_that_names_no_gpu_has_nothing_narrow():
+    text = (resources.files("narrowgauge.cluster.plan") / "machines" / "h100.toml").read_text()
+    bare = parse_cluster(text.replace('gpu = "sm_90"', ""), "mine.toml")
+    one, dims = config("fp8", SMALL | {"layers": 1}), ParallelDims()
+    assert estimate(one, dims, bare, estimate_step(one, dims)).backend.name == "emulated"
+
+
+def test_what_is_expected_is_what_the_nearest_runs_reached():
+    runs = load_cluster("frontier").measured
+    many = expectation(runs, 512, 8_030_261_248, "bf16")
+    assert [run.tokens_per_s for run in many.runs] == [345, 426, 537]
+    assert many.least < many.share < many.most
+    few = expectation(runs, 32, 8_030_261_248, "bf16")
+    assert [run.devices for run in few.runs] == [64]
+    card = load_cluster("rtx4090").measured
+    assert {run.format for run in expectation(card, 1, 124_000_000, "fp8").runs} == {"fp8"}
+    small = expectation(load_cluster("h100").measured, 8, 124_000_000, "fp8")
+    assert [run.format for run in small.runs] == ["bf16"], "another size is further than another format"
+    assert expectation(card, 1, 7_000_000_000, "bf16").share <= 1
+    assert expectation((), 1, 1, "bf16") is None
+
+
+def test_the_smallest_number_of_devices_is_found():
+    """The first that fits, in the order of numbers that the batch can be cut over; micro-batches shrink."""
+    big = config("bf16", SMALL | {"layers": 2}, batch_size=12, micro_batch_size=6)
+
+    def peak(shard):
+        size = min(6, 12 // shard)
+        values = config("bf16", SMALL | {"layers": 2}, batch_size=12, micro_batch_size=size)
+        return estimate_memory(values, ParallelDims(shard=shard)).peak
+
+    limit = peak(3)
+    memory = estimate_memory(big, ParallelDims(replicate=2))
+    found = fewest_devices(big, ParallelDims(replicate=2), memory, limit, lambda m, _: m.peak <= limit)
+    assert (found.parallel_dims.shard, found.parallel_dims.replicate, found.micro_batch_size) == (3, 1, 4)
+    assert peak(2) > limit
+    fitting = estimate_memory(big, ParallelDims(shard=2))
+    down = fewest_devices(
+        big, ParallelDims(shard=2), fitting, fitting.peak, lambda m, _: m.peak <= fitting.peak
+    )
+    assert (down.parallel_dims.shard, down.memory) == (2, fitting)
+    assert fewest_devices(big, ParallelDims(), memory, limit, lambda *_: False) is None
+    assert fewest_devices(big, ParallelDims(), memory, memory.state // 100, lambda *_: False) is None
 
 
 @pytest.mark.parametrize("text", ["", "many", "-1B", "0", "nan", "1e30"])
@@ -168,7 +272,7 @@ def test_a_save_in_the_background_takes_the_hosts_memory():
 def test_the_command(narrowgauge):
     words = ["plan", "--model", "llama3-8b", "--recipe", "bf16", "--cluster", "frontier", "--devices", "512"]
     words += ["--data.sequence_length", "8192", "--training.batch_size", "2048", "--tokens", "1T", "--json"]
-    words += ["--training.micro_batch_size", "4", "--training.recompute", "true", "--price", "1"]
+    words += ["--training.micro_batch_size", "4", "--training.recompute", "true", "--price", "1EUR"]
     ended = narrowgauge(*words)
     assert ended.code == 0, ended.err
     told = json.loads(ended.out)
@@ -178,5 +282,17 @@ def test_the_command(narrowgauge):
     assert told["step"]["tokens"] == 2**24
     assert told["step"]["seconds"] < 61
     assert told["run"]["price"] == pytest.approx(told["run"]["device-hours"])
+    assert told["run"]["currency"] == "EUR"
+    # What that run took in its three weeks of 2024.
+    assert told["step"]["seconds"] / told["expect"]["most"] == pytest.approx(61, rel=0.02)
+    assert told["step"]["seconds"] / told["expect"]["least"] == pytest.approx(95, rel=0.02)
+    assert 1 < told["fewest_devices"] < 512
+    small = ["--data.sequence_length", "128", "--model.layers", "1", "--tokens", "5B"]
+    shown = narrowgauge("plan", "--model", "llama3-1b", "--recipe", "mxfp4", "--cluster", "h100", *small)
+    assert "products (bf16, emulated)" in shown.out, shown.err
+    assert "recipe mxfp4 is emulated on this device: fprop multiplies mxfp4" in shown.out
+    assert re.search(r"a step of \S+ tokens +at best +expect", shown.out)
+    assert "5,000,000,000 tokens" in shown.out
+    assert "cost: at 3.50 USD a device-hour (the cluster's file; --price says yours)" in shown.out
     assert narrowgauge("plan", "--tokens", "1T").code == 2
     assert narrowgauge("plan", "--devices", "0").code == 2

@@ -2,13 +2,15 @@
 
     title = "Our cluster"
     device = "NVIDIA H100 SXM"
+    gpu = "sm_90"               # or gfx942, or cpu: which formats it multiplies (`recipes --device`)
     devices_per_node = 8
     memory = "80GB"             # per device
     memory_bandwidth = 3.35e12  # bytes/s
     inside = 450e9              # bytes/s that a device sends to others of its node, while it receives as many
     between = 50e9              # bytes/s to other nodes, for each device
     host = 55e9                 # bytes/s to and from the host's memory
-    price = 3.5                 # of a device-hour; may be left out
+    price = "3.50 USD"          # of a device-hour; may be left out
+    vector = 67e12              # FLOP/s of fp32 outside of the matrix units; if left out, peak.fp32
 
     [peak]                      # FLOP/s of matrix products without sparsity: what MFU refers to
     bf16 = 989e12
@@ -16,39 +18,74 @@
     [attainable]                # FLOP/s that somebody measured of large products; else the share of bf16
     bf16 = 794.5e12
 
-The device does not support a format that is not in [peak]: its products run in bf16, or in fp32.
+    [[measured]]                # a run of this cluster, or several: what `plan` expects beside what is best
+    run = "torchtitan, Llama-3 8B, bf16, compiled"
+    devices = 8
+    parameters = 8.03e9
+    format = "bf16"             # of its products
+    tokens_per_s = 6667         # of one device
+    at_best = 9000              # what `plan` says of the same settings
+    source = "github.com/pytorch/torchtitan"
+
+A recipe is native where `gpu` multiplies its formats (`recipes.choose_backend`), and is emulated elsewhere. A
+file without `gpu` says nothing of that, so narrow recipes are priced as emulated.
 """
 
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from narrowgauge.cluster.plan.price import Price, parse_price
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.files import shipped_names, shipped_text
+from narrowgauge.recipes import Device, named_device
 from narrowgauge.units import parse_bytes
 
 _SHIPPED = "cluster/plan/machines"
 FORMATS = ("bf16", "fp16", "fp8", "fp6", "fp4", "fp32")
 
 
+class MeasuredRun(BaseModel):
+    """A run that somebody measured on a cluster: how much of the best it reached."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    run: str
+    devices: int = Field(ge=1)
+    parameters: float = Field(gt=0)
+    format: Literal["bf16", "fp16", "fp8", "fp6", "fp4", "fp32"] = "bf16"
+    tokens_per_s: float = Field(gt=0)
+    at_best: float = Field(gt=0)
+    source: str
+
+    @property
+    def share(self) -> float:
+        """Measured speed over the speed at best."""
+        return self.tokens_per_s / self.at_best
+
+
 class Cluster(BaseModel):
-    """A cluster of equal devices; units are bytes, bytes/s, FLOP/s and the user's currency."""
+    """A cluster of equal devices; units are bytes, bytes/s and FLOP/s."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     title: str
     device: str = ""
+    gpu: str = ""
     devices_per_node: int = Field(ge=1)
     memory: str
     memory_bandwidth: float = Field(gt=0)
     inside: float = Field(gt=0)
     between: float = Field(gt=0)
     host: float = Field(gt=0)
-    price: float = Field(0.0, ge=0)
+    price: str = ""
+    vector: float = Field(0.0, ge=0)
     peak: Mapping[str, float]
     attainable: Mapping[str, float] = {}
+    measured: tuple[MeasuredRun, ...] = ()
 
     @field_validator("memory")
     @classmethod
@@ -56,16 +93,45 @@ class Cluster(BaseModel):
         parse_bytes(value)
         return value
 
+    @field_validator("price", mode="before")
+    @classmethod
+    def _is_a_price(cls, value: object) -> str:
+        parse_price("price", str(value))
+        return str(value)
+
+    @field_validator("gpu")
+    @classmethod
+    def _is_a_device(cls, value: str) -> str:
+        assert not value or named_device(value)
+        return value
+
     @property
     def memory_bytes(self) -> int:
         """Bytes of memory per device."""
         return parse_bytes(self.memory)
 
-    def format_for(self, bits: int, compute: str) -> str:
-        """The narrowest format of at least `bits` bits that the device multiplies, else `compute`."""
-        for name, width in (("fp4", 4), ("fp6", 6), ("fp8", 8)):
-            if width >= bits and name in self.peak:
-                return name
+    @property
+    def device_hour(self) -> Price | None:
+        """The price of a device-hour, if the file has one."""
+        return parse_price("price", self.price) if self.price else None
+
+    @property
+    def facts(self) -> Device:
+        """What decides which products the device has; a file that names no `gpu` has none that is narrow."""
+        return named_device(self.gpu) if self.gpu else Device(maker="unknown")
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether Triton's kernels run on the device (`kernels/dispatch.py`)."""
+        return self.facts.maker == "amd" or self.facts.capability >= (8, 0)
+
+    @property
+    def lane_rate(self) -> float:
+        """Instructions/s of all fp32 lanes; one that multiplies and adds is two operations."""
+        return (self.vector or self.peak.get("fp32", min(self.peak.values()))) / 2
+
+    def format_for(self, compute: str) -> str:
+        """The format of products in `compute`: that, or fp32 where the device does not have it."""
         return compute if compute in self.peak else "fp32"
 
     def speed(self, name: str) -> float:
@@ -113,6 +179,8 @@ def parse_cluster(text: str, file: str) -> Cluster:
         raise UserError(f"cluster file {file} is no TOML: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
+        if first["type"] == "value_error" and isinstance(first["ctx"]["error"], UserError):
+            raise UserError(f"{file}: {first['ctx']['error']}") from None
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
             raise unknown(f"key of {file}", where, list(Cluster.model_fields)) from None

@@ -1,31 +1,28 @@
-"""Estimates the time of a step on a cluster and the cost of a run, from peak rates and their overlap.
+"""Estimates the time of a step on a cluster at best, from what the step computes and moves.
 
-    products    operations of each format / what the device attains in it; recomputed ones twice
-    passes      bytes that everything else reads and writes, unfused / the device's memory bandwidth
-    links       bytes sent in a ring of processes / the slower of the links that the ring passes
+    products    operations of each format / what large products of it attain; recomputed ones twice
+    attention   the same, in the wide format; the masked half is not computed
+    casts       operands made for the products, native or emulated (`cast_price.py`)
+    passes      bytes that norms, activations and the loss read and write, each fused / memory bandwidth
     update      bytes of the state, read and written / memory bandwidth, or the host's link
+    links       bytes sent in a ring of processes / the slower of the links that the ring passes
 
-Communication of weights and gradients overlaps with the computation and costs only the excess over it;
-communication of activations does not overlap. A pipeline of P processes and m micro-batches waits
-(P - 1) / (m x chunks) of its time. The result is a lower bound: small kernels and waiting for other processes
-make a real run slower.
+What is computed and moved is counted as for `bench` (`bench/work.py`). Communication of weights and gradients
+overlaps with the computation and costs only the excess over it; communication of activations does not
+overlap. A pipeline of P processes and m micro-batches waits (P - 1) / (m x chunks) of its time.
+
+It is a lower bound for this program. What runs reach of it was measured by others (`expect.py`).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-
+from narrowgauge.bench.work import Work, work_of_passes
+from narrowgauge.cluster.plan.cast_price import cast_seconds, scaling_seconds
 from narrowgauge.cluster.plan.cluster_spec import Cluster
 from narrowgauge.distributed import ParallelDims
-from narrowgauge.models import Transformer, flops_per_token, model_config
-from narrowgauge.recipes import Recipe
-from narrowgauge.torch_compat import TorchDispatchMode, tree_iter
+from narrowgauge.models import flops_per_token
+from narrowgauge.recipes import Backend, choose_backend
 from narrowgauge.training import Config, StepEstimate
-
-# Operations whose bytes are not counted: products are estimated separately.
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product", "scaled_dot_product")
 
 
 @dataclass(frozen=True)
@@ -49,33 +46,59 @@ class Volume:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The estimate of a step on a cluster: seconds by cause, traffic and MFU."""
+    """The estimate of a step on a cluster: seconds by cause, traffic and MFU.
+
+    Attributes:
+        products: seconds of products, attention among them.
+        casts: seconds of making their operands, and of scaling emulated results.
+        passes: seconds of everything else that is computed.
+        update: seconds of the optimizer.
+        waiting: seconds of waiting for links, without the overlapping part.
+        bubble: seconds of waiting in a pipeline.
+        volumes: what a device sends.
+        tokens: tokens of a step.
+        mfu: model FLOPs utilisation, of the peak in the recipe's wide format.
+        formats: the formats of the linear layers' products, that of most of them first.
+        backend: whether the recipe is native on the device, and why.
+    """
 
     products: float
+    casts: float
     passes: float
     update: float
-    waiting: float  # for links, without the overlapping part
-    bubble: float  # of the pipeline
+    waiting: float
+    bubble: float
     volumes: tuple[Volume, ...]
     tokens: int
     mfu: float
-    format: str  # of most products
+    formats: tuple[str, ...]
+    backend: Backend
+
+    @property
+    def format(self) -> str:
+        """The format of most products."""
+        return self.formats[0]
 
     @property
     def seconds(self) -> float:
         """Seconds of a step."""
-        return self.products + self.passes + self.update + self.waiting + self.bubble
+        return self.products + self.casts + self.passes + self.update + self.waiting + self.bubble
 
 
 def estimate(config: Config, parallel_dims: ParallelDims, cluster: Cluster, step: StepEstimate) -> Estimate:
-    """Estimate the time of a step from its memory and traffic."""
-    model, t, data = config.spec.model, config.training, config.data
-    tokens = t.batch_size * data.sequence_length
-    per_device = tokens / parallel_dims.size
-    format, products = _products(config, cluster)
-    passes = per_device * _bytes_per_token(config) / cluster.memory_bandwidth
+    """Estimate the time of a step from its memory and traffic.
+
+    Raises:
+        UserError: the configuration asks for native products that the device does not have.
+    """
+    t, recipe = config.training, config.spec.recipe
+    tokens = t.batch_size * config.data.sequence_length
+    backend = choose_backend(recipe, cluster.facts, config.spec.backend)
+    formats, (products, casts, passes) = _computation(
+        config, parallel_dims, cluster, backend.name == "native"
+    )
     volumes = tuple(_volume(*key, size, cluster) for key, size in sorted(step.sent.items()) if size >= 2**10)
-    busy = per_device * products + passes
+    busy = products + casts + passes
     overlapped = sum(v.seconds for v in volumes if v.purpose in ("gather", "reduce"))
     waiting = max(0.0, overlapped - busy) + sum(v.seconds for v in volumes) - overlapped
     micro_batches = t.batch_size // (parallel_dims.data * t.micro_batch_size)
@@ -83,78 +106,59 @@ def estimate(config: Config, parallel_dims: ParallelDims, cluster: Cluster, step
     state = sum(step.memory.device[name] for name in ("weights", "master", "gradients", "m", "v"))
     update = 2 * state / cluster.memory_bandwidth + 2 * sum(step.memory.host.values()) / cluster.host
     total = busy + waiting + bubble + update
-    compute = cluster.format_for(16, config.spec.recipe.compute)
-    used = flops_per_token(model, data.sequence_length) * tokens / total
-    mfu = used / parallel_dims.size / cluster.peak[compute]
-    return Estimate(per_device * products, passes, update, waiting, bubble, volumes, tokens, mfu, format)
+    used = flops_per_token(config.spec.model, config.data.sequence_length) * tokens / total
+    mfu = used / parallel_dims.size / cluster.peak[cluster.format_for(recipe.compute)]
+    return Estimate(products, casts, passes, update, waiting, bubble, volumes, tokens, mfu, formats, backend)
 
 
-def _products(config: Config, cluster: Cluster) -> tuple[str, float]:
-    """(format of most products, seconds of all products for one token on one device)."""
-    model, recipe = config.spec.model, config.spec.recipe
-    T, t = config.data.sequence_length, config.training
-    head = 6 * model.vocab_size * model.dim
-    attention = 12 * model.layers * model.heads * model.head_dim * T
-    linear = flops_per_token(model, T) - head - attention
-    repeats = 4 / 3 if t.recompute and t.recompute_every == 1 else 1 + (t.recompute / 3 / t.recompute_every)
-    format = cluster.format_for(_bits(recipe), recipe.compute)
-    wide = cluster.format_for(16, recipe.compute)
-    narrow = repeats * linear / cluster.speed(format)
-    # The masked half of attention is not computed, but the convention of MFU counts it.
-    return format, narrow + (head + repeats * attention / 2) / cluster.speed(wide)
-
-
-def _bits(recipe: Recipe) -> int:
-    """Bits of the widest operand of most products, which decides their format."""
-    return max(16 if not recipe.is_narrow else c.element.bits for c in recipe.casts.values())
-
-
-def _bytes_per_token(config: Config) -> float:
-    """Bytes that all operations except products read and write for a token, forward and backward.
-
-    The count runs the model with one block and with two on meta tensors, in high precision; a narrow recipe
-    also reads each operand of a product once more, and writes its codes.
-    """
-    T = config.data.sequence_length
-    if not config.spec.model.attention_dropout:  # else the scores of T x T pairs are among them
-        T = min(T, 256)
-    one, two = (_bytes_moved(config, layers, T) for layers in (1, 2))
-    model, recipe = config.spec.model, config.spec.recipe
-    layers = model.layers * (4 / 3 if config.training.recompute else 1)
+def _computation(
+    config: Config, parallel_dims: ParallelDims, cluster: Cluster, native: bool
+) -> tuple[tuple[str, ...], tuple[float, float, float]]:
+    """(formats of products, seconds of products, casts and passes) of one device in a step."""
+    recipe, data = config.spec.recipe, config.data
+    # A process sees the tokens of its part of a sequence; attention is of whole sequences.
+    tokens = max(1, data.sequence_length // parallel_dims.context)
+    part = config.model_copy(update={"data": data.model_copy(update={"sequence_length": tokens})})
+    work = work_of_passes(part, native)
+    devices = parallel_dims.size // parallel_dims.context
+    speeds = _speeds(config, cluster)
+    flops = dict.fromkeys(speeds, 0)
+    for gemm, times in work.gemms.items():
+        flops[gemm.kind] += gemm.flops * times
+    products = sum(flops[kind] / cluster.speed(format) for kind, format in speeds.items())
+    products += _attention_flops(config, work) / parallel_dims.context / cluster.speed(speeds[recipe.compute])
     casts = 0.0
-    if recipe.is_narrow:
-        width = 2 * model.dim + (model.heads + 2 * model.kv_heads) * model.head_dim + 3 * model.ffn_dim
-        casts = 2 * width * (2 + 2 + _bits(recipe) / 8) * model.layers
-    return (two - one) / T * layers + max(0.0, 2 * one - two) / T + casts
+    for operand, elements in work.operands.items():
+        casts += cast_seconds(operand, elements, native, cluster, recipe.compute)
+    casts += scaling_seconds(work.scaled_results, cluster)
+    passes = (work.moved["norms and the rest"] + work.moved["loss"]) / cluster.memory_bandwidth
+    kinds = sorted((kind for kind in flops if flops[kind]), key=lambda kind: -flops[kind])
+    return tuple(dict.fromkeys(speeds[kind] for kind in kinds)), (
+        products / devices,
+        casts / devices,
+        passes / devices,
+    )
 
 
-def _bytes_moved(config: Config, layers: int, T: int) -> int:
-    section = config.model.model_dump(exclude_none=True, exclude={"weights"})
-    with torch.device("meta"):
-        model = Transformer(model_config(**section | {"layers": layers}), torch.bfloat16).to(torch.bfloat16)
-    x_BT = torch.zeros(1, T, dtype=torch.long, device="meta")
-    with _ByteCounter() as counter:
-        model.loss(x_BT, x_BT).backward()
-    return counter.bytes
+def _speeds(config: Config, cluster: Cluster) -> dict[str, str]:
+    """The format of the cluster that multiplies each kind of product of `bench.work`."""
+    recipe = config.spec.recipe
+    bits = max((c.element.bits for c in recipe.casts.values() if c.is_scaled), default=8)
+    narrow = next((f for f, width in _NARROW if width >= bits and f in cluster.peak), "")
+    wide = {kind: cluster.format_for(kind) for kind in ("bf16", "fp16", "fp32")}
+    return wide | {"fp8": narrow or wide[recipe.compute]}
 
 
-class _ByteCounter(TorchDispatchMode):
-    """Counts the bytes that operations read and write, except products and views."""
+_NARROW = (("fp4", 4), ("fp6", 6), ("fp8", 8))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        name = func.name().partition("::")[2]
-        if not name.startswith(_PRODUCTS) and not func.is_view:
-            tensors = [x for x in tree_iter((args, kwargs, out)) if isinstance(x, torch.Tensor)]
-            # Weights and their gradients (ndim <= 2) are read once a step, not once a token.
-            self.bytes += sum(x.nbytes for x in tensors if x.ndim > 2)
-        return out
+def _attention_flops(config: Config, work: Work) -> float:
+    """Operations of attention in a step; the convention of MFU counts the masked half, too."""
+    model, t = config.spec.model, config.training
+    T = config.data.sequence_length
+    forward = 2 * t.batch_size * T * T * model.heads * model.head_dim
+    again = work.attention_forward / work.attention_backward
+    return model.layers * forward * (again + 2)
 
 
 def _volume(purpose: str, ranks: tuple[int, ...], size: int, cluster: Cluster) -> Volume:
@@ -166,9 +170,3 @@ def _volume(purpose: str, ranks: tuple[int, ...], size: int, cluster: Cluster) -
     between = size // max(1, per_node)
     speed = min(cluster.between * max(1, per_node), cluster.inside) if per_node > 1 else cluster.between
     return Volume(purpose, len(ranks), size - between, between, size / speed)
-
-
-def cost(step: Estimate, devices: int, tokens: int, price: float) -> Mapping[str, float]:
-    """Days, device-hours and price of a budget of tokens."""
-    days = tokens / step.tokens * step.seconds / 86400
-    return {"days": days, "device-hours": days * 24 * devices, "price": days * 24 * devices * price}

@@ -1,31 +1,61 @@
 """Plans a run before it starts: memory by class, traffic, time and cost.
 
 The memory estimate is the one of `train` (`training/monitor/memory_estimate.py`), so a plan and the run have
-the same classes. The time is a lower bound (`estimate.py`) for a cluster that a file describes
-(`cluster_spec.py`).
+the same classes. The time at best (`estimate.py`), and what is expected of it (`expect.py`), are of a cluster
+that a file describes (`cluster_spec.py`). `plan_text.py` prints a plan.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from narrowgauge.cluster.plan.cluster_spec import Cluster
-from narrowgauge.cluster.plan.estimate import Estimate, cost, estimate
+from narrowgauge.cluster.plan.estimate import Estimate, estimate
+from narrowgauge.cluster.plan.expect import Expectation, expectation
+from narrowgauge.cluster.plan.fewest import Fewest, fewest_devices
+from narrowgauge.cluster.plan.price import Price
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
+from narrowgauge.recipes import Backend, choose_backend, device_facts
 from narrowgauge.training import (
     Config,
     Memory,
     StepEstimate,
-    cheaper,
     choose_device,
     estimate_step,
     parallel_dims_of,
 )
 from narrowgauge.training.monitor.hardware import device_name, total_memory
-from narrowgauge.units import human_bytes, parse_bytes
+from narrowgauge.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class Room:
+    """The memory that a step has.
+
+    Attributes:
+        limit: bytes per device.
+        source: the device or setting that the limit comes from.
+        has_host: whether the host's memory is separate from the device's.
+        copies_saves: whether saves copy the state into the host's memory.
+    """
+
+    limit: int
+    source: str
+    has_host: bool
+    copies_saves: bool
+
+    def copy(self, memory: Memory, parallel_dims: ParallelDims) -> int:
+        """Bytes in the host's memory of the state that an asynchronous save copies."""
+        return copy_of_save(memory, parallel_dims) if self.copies_saves else 0
+
+    def needed(self, memory: Memory, parallel_dims: ParallelDims) -> int:
+        """Bytes that a step needs of the limit; without a separate host, its state is among them."""
+        host = sum(memory.host.values()) + self.copy(memory, parallel_dims)
+        return memory.peak + (0 if self.has_host else host)
+
+    def fits(self, memory: Memory, parallel_dims: ParallelDims) -> bool:
+        """Whether a step of a process of this mesh fits."""
+        return self.needed(memory, parallel_dims) <= self.limit
 
 
 @dataclass(frozen=True)
@@ -33,59 +63,79 @@ class Plan:
     """The facts of a run that are known before it starts.
 
     Attributes:
-        limit: bytes of memory per device.
-        limit_source: the device or setting that the limit comes from.
-        has_host: whether the host's memory is separate from the device's.
-        copy: bytes in the host's memory of the state that an asynchronous save copies.
-        time: the time estimate; None without a cluster.
+        room: the memory that a step has.
+        fewest: the smallest number of devices that a step fits on; None if there is none.
+        backend: whether the recipe is native on the device; None if the device is not known.
+        time: the time at best; None without a cluster.
+        expected: what is expected of it; None without measured runs.
     """
 
     config: Config
     parallel_dims: ParallelDims
     step: StepEstimate
-    limit: int
-    limit_source: str
-    has_host: bool
-    copy: int
-    time: Estimate | None
-    cluster: Cluster | None
+    room: Room
+    fewest: Fewest | None
+    backend: Backend | None
+    time: Estimate | None = None
+    expected: Expectation | None = None
+    cluster: Cluster | None = None
+
+    @property
+    def copy(self) -> int:
+        """Bytes in the host's memory of the state that an asynchronous save copies."""
+        return self.room.copy(self.step.memory, self.parallel_dims)
 
     @property
     def needed(self) -> int:
         """Bytes that a step needs of the limited memory."""
-        return on_device(self.step.memory, self.has_host) + (0 if self.has_host else self.copy)
+        return self.room.needed(self.step.memory, self.parallel_dims)
 
     @property
     def fits(self) -> bool:
         """Whether a step fits into the memory."""
-        return self.needed <= self.limit
-
-
-def on_device(memory: Memory, has_host: bool) -> int:
-    """Peak bytes of the device; without a separate host this includes the host's state."""
-    return memory.peak + (0 if has_host else sum(memory.host.values()))
+        return self.needed <= self.room.limit
 
 
 def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) -> Plan:
-    """Plan a configuration on a number of devices.
+    """Plan a configuration on a number of devices of a cluster, or of this machine.
 
     Raises:
-        UserError: `[parallel]` does not fit the number of devices.
+        UserError: `[parallel]` does not fit the number of devices, or the devices lack a native product that
+            the configuration asks for.
     """
-    parallel_dims, t = parallel_dims_of(config, devices), config.training
-    step = estimate_step(config, parallel_dims)
+    parallel_dims = parallel_dims_of(config, devices)
+    step, room = estimate_step(config, parallel_dims), _room(config, cluster)
+    if room.fits(step.memory, parallel_dims) and parallel_dims.data == 1:
+        fewest: Fewest | None = Fewest(parallel_dims, config.training.micro_batch_size, step.memory)
+    else:
+        fewest = fewest_devices(config, parallel_dims, step.memory, room.limit, room.fits)
+    if cluster is None:
+        return Plan(config, parallel_dims, step, room, fewest, _backend_here(config))
+    time = estimate(config, parallel_dims, cluster, step)
+    expected = expectation(cluster.measured, devices, step.memory.parameters, time.format)
+    return Plan(config, parallel_dims, step, room, fewest, time.backend, time, expected, cluster)
+
+
+def _room(config: Config, cluster: Cluster | None) -> Room:
+    limit, copies_saves = config.training.memory_limit, config.checkpoint.asynchronous
     if cluster is not None:
-        limit, limit_source = cluster.memory_bytes, cluster.device or cluster.title
+        size, source = cluster.memory_bytes, cluster.device or cluster.title
         has_host = cluster.device != "CPU"
     else:
-        device = choose_device(t.device)
-        limit, limit_source = total_memory(device), device_name(device)
-        has_host = device.type != "cpu" or bool(t.memory_limit)  # a limit stands for a GPU of another machine
-    if t.memory_limit:
-        limit, limit_source = parse_bytes(t.memory_limit), f"training.memory_limit {t.memory_limit}"
-    time = None if cluster is None else estimate(config, parallel_dims, cluster, step)
-    copy = copy_of_save(step.memory, parallel_dims) if config.checkpoint.asynchronous else 0
-    return Plan(config, parallel_dims, step, limit, limit_source, has_host, copy, time, cluster)
+        device = choose_device(config.training.device)
+        size, source = total_memory(device), device_name(device)
+        has_host = device.type != "cpu" or bool(limit)  # a limit stands for a GPU of another machine
+    if limit:
+        size, source = parse_bytes(limit), f"training.memory_limit {limit}"
+    return Room(size, source, has_host, copies_saves)
+
+
+def _backend_here(config: Config) -> Backend | None:
+    """The backend on this machine's device; None where a memory limit stands for another one."""
+    if config.training.memory_limit:
+        return None
+    device = choose_device(config.training.device)
+    return choose_backend(config.spec.recipe, device_facts(device), config.recipe.backend)
 
 
 def copy_of_save(memory: Memory, parallel_dims: ParallelDims) -> int:
@@ -113,107 +163,51 @@ def tokens_of(text: str) -> int:
     return int(number)
 
 
-def print_plan(plan: Plan, console: Console, tokens: int = 0, price: float | None = None) -> None:
-    """Print a plan, and the options that lower its memory."""
-    _print_memory(plan, console)
-    if plan.time is not None and plan.cluster is not None:
-        _print_time(plan, plan.time, console)
-        budget = tokens or plan.config.training.steps * plan.time.tokens
-        total = cost(
-            plan.time, plan.parallel_dims.size, budget, plan.cluster.price if price is None else price
-        )
-        line = f"{budget:.4g} tokens: {total['days']:,.1f} days, {total['device-hours']:,.0f} device-hours"
-        line += f", price {total['price']:,.0f}" if total["price"] else ""
-        console.print(line, highlight=False)
+def price_of(plan: Plan, asked: Price | None) -> Price | None:
+    """The price of a device-hour: the one that was asked for, else the cluster's."""
+    return asked or (plan.cluster.device_hour if plan.cluster else None)
 
 
-def _print_memory(plan: Plan, console: Console) -> None:
-    memory, t = plan.step.memory, plan.config.training
-    table = Table(box=None, header_style="bold")
-    table.add_column("class")
-    for column in ("bytes a parameter", "device", "host"):
-        table.add_column(column, justify="right")
-    for name, size in memory.device.items():
-        on_host = memory.host.get(name, 0)
-        share = (size + on_host) / memory.parameters
-        table.add_row(name, f"{share:.2f}", human_bytes(size), human_bytes(on_host) if on_host else "")
-    if plan.copy:
-        table.add_row("copy of a save", "", "", human_bytes(plan.copy))
-    total = sum(memory.host.values()) + plan.copy
-    table.add_row("together", "", human_bytes(memory.peak), human_bytes(total) if total else "", style="bold")
-    devices = plan.parallel_dims.size
-    several = f" on {devices} devices ({_axes(plan.parallel_dims)})" if devices > 1 else ""
-    console.print(
-        f"{plan.config.model.name}, {memory.parameters:,} parameters, recipe {plan.config.recipe.name}: "
-        f"micro-batches of {t.micro_batch_size} x {plan.config.data.sequence_length} tokens{several}",
-        highlight=False,
-        soft_wrap=True,
-    )
-    console.print(table)
-    fits = "fits" if plan.fits else "does not fit"
-    console.print(
-        f"{fits}: {human_bytes(plan.needed)} of {human_bytes(plan.limit)} ({plan.limit_source})",
-        highlight=False,
-    )
-    options = cheaper(plan.config, plan.has_host, plan.parallel_dims, wider=not plan.fits)
-    for option, other in sorted(options, key=lambda item: item[1].peak):
-        if other.peak > 0.99 * memory.peak:  # it would not be noticed
-            continue
-        note = "" if other.peak <= plan.limit else ", which does not fit either"
-        console.print(
-            f"with {option}: {human_bytes(other.peak)}{note}", highlight=False, markup=False, soft_wrap=True
-        )
+def cost_of(plan: Plan, tokens: int, price: Price | None, share: float = 1.0) -> dict[str, float]:
+    """Days, device-hours and price of a budget of tokens, at a share of the best speed."""
+    assert plan.time is not None
+    days = tokens / plan.time.tokens * plan.time.seconds / share / 86400
+    hours = days * 24 * plan.parallel_dims.size
+    return {"days": days, "device-hours": hours, "price": hours * price.amount if price else 0.0}
 
 
-def _axes(parallel_dims: ParallelDims) -> str:
-    names = ("pipeline", "replicate", "shard", "context", "tensor")
-    return " x ".join(f"{name} {n}" for name in names if (n := getattr(parallel_dims, name)) > 1)
+_STEP = ("products", "casts", "passes", "update", "waiting", "bubble", "seconds", "mfu", "tokens", "format")
 
 
-def _print_time(plan: Plan, time: Estimate, console: Console) -> None:
-    assert plan.cluster is not None
-    table = Table(box=None, header_style="bold")
-    table.add_column("sent by a device, a step")
-    for column in ("ranks", "inside a node", "between nodes", "seconds"):
-        table.add_column(column, justify="right")
-    for v in time.volumes:
-        sizes = [human_bytes(size) if size else "" for size in (v.inside, v.between)]
-        table.add_row(v.purpose, str(v.ranks), *sizes, f"{v.seconds:.3g}")
-    if time.volumes:
-        console.print(table)
-    parts = {
-        f"products ({time.format})": time.products,
-        "passes over memory": time.passes,
-        "update": time.update,
-        "waiting for links": time.waiting,
-        "pipeline": time.bubble,
-    }
-    causes = " + ".join(f"{name} {size:.3g}" for name, size in parts.items() if size)
-    speed, devices = time.tokens / time.seconds, plan.parallel_dims.size
-    console.print(
-        f"a step of {time.tokens:,} tokens: {time.seconds:.3g} s at best ({causes}), {speed:,.0f} tokens/s, "
-        f"{speed / devices:,.0f} for each of {devices}, MFU {100 * time.mfu:.1f} %",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def as_json(plan: Plan, tokens: int = 0, price: float | None = None) -> dict[str, Any]:
+def as_json(plan: Plan, tokens: int = 0, asked: Price | None = None) -> dict[str, Any]:
     """The plan as JSON-ready values."""
+    memory = plan.step.memory.as_json() | {"limit": plan.room.limit, "fits": plan.fits, "copy": plan.copy}
     table: dict[str, Any] = {
-        "memory": plan.step.memory.as_json() | {"limit": plan.limit, "fits": plan.fits, "copy": plan.copy},
+        "memory": memory,
         "parameters": plan.step.memory.parameters,
         "devices": plan.parallel_dims.size,
+        "fewest_devices": plan.fewest.parallel_dims.size if plan.fewest else None,
+        "backend": {"name": plan.backend.name, "reason": plan.backend.reason} if plan.backend else None,
     }
-    if plan.time is not None and plan.cluster is not None:
-        time = plan.time
-        device_price = plan.cluster.price if price is None else price
-        budget = tokens or plan.config.training.steps * time.tokens
-        parts = ("products", "passes", "update", "waiting", "bubble", "seconds", "mfu", "tokens", "format")
-        table["step"] = {name: getattr(time, name) for name in parts}
-        table["sent"] = [
-            {key: getattr(v, key) for key in ("purpose", "ranks", "inside", "between", "seconds")}
-            for v in time.volumes
-        ]
-        table["run"] = {"tokens": budget, **cost(time, plan.parallel_dims.size, budget, device_price)}
+    if plan.time is None:
+        return table
+    time, price = plan.time, price_of(plan, asked)
+    budget = tokens or plan.config.training.steps * time.tokens
+    table["step"] = {name: getattr(time, name) for name in _STEP}
+    table["sent"] = [
+        {key: getattr(v, key) for key in ("purpose", "ranks", "inside", "between", "seconds")}
+        for v in time.volumes
+    ]
+    currency = {"currency": price.currency, "device_hour": price.amount} if price else {}
+    table["run"] = {"tokens": budget, **cost_of(plan, budget, price), **currency}
+    if (e := plan.expected) is not None:
+        table["expect"] = {
+            "share": e.share,
+            "least": e.least,
+            "most": e.most,
+            "seconds": time.seconds / e.share,
+            "mfu": time.mfu * e.share,
+            "runs": [run.model_dump() for run in e.runs],
+            **cost_of(plan, budget, price, e.share),
+        }
     return table

@@ -1,0 +1,180 @@
+"""Prints a plan: memory by class, what would fit, traffic, time at best and expected, cost."""
+
+from rich.console import Console
+from rich.table import Table
+
+from narrowgauge.cluster.plan.estimate import Estimate
+from narrowgauge.cluster.plan.expect import Expectation
+from narrowgauge.cluster.plan.plan import Plan, cost_of, price_of
+from narrowgauge.cluster.plan.price import Price
+from narrowgauge.distributed import ParallelDims
+from narrowgauge.training import cheaper
+from narrowgauge.units import human_bytes
+
+
+def print_plan(plan: Plan, console: Console, tokens: int = 0, price: Price | None = None) -> None:
+    """Print a plan, and the options that lower its memory."""
+    _print_memory(plan, console)
+    _print_options(plan, console)
+    if plan.time is not None:
+        _print_traffic(plan.time, console)
+        _print_time(plan, plan.time, tokens, price_of(plan, price), console)
+        _print_reasons(plan, plan.time, price, console)
+    elif plan.backend is not None and plan.backend.name == "emulated":
+        _say(console, f"recipe {plan.config.recipe.name} is emulated here: {plan.backend.reason}")
+
+
+def _print_memory(plan: Plan, console: Console) -> None:
+    memory, t = plan.step.memory, plan.config.training
+    table = Table(box=None, header_style="bold")
+    table.add_column("class")
+    for column in ("bytes a parameter", "device", "host"):
+        table.add_column(column, justify="right")
+    for name, size in memory.device.items():
+        on_host = memory.host.get(name, 0)
+        share = (size + on_host) / memory.parameters
+        table.add_row(name, f"{share:.2f}", human_bytes(size), human_bytes(on_host) if on_host else "")
+    if plan.copy:
+        table.add_row("copy of a save", "", "", human_bytes(plan.copy))
+    total = sum(memory.host.values()) + plan.copy
+    table.add_row("together", "", human_bytes(memory.peak), human_bytes(total) if total else "", style="bold")
+    devices = plan.parallel_dims.size
+    several = f" on {devices:,} devices ({_axes(plan.parallel_dims)})" if devices > 1 else ""
+    _say(
+        console,
+        f"{plan.config.model.name}, {memory.parameters:,} parameters, recipe {plan.config.recipe.name}: "
+        f"micro-batches of {t.micro_batch_size:,} x {plan.config.data.sequence_length:,} tokens{several}",
+    )
+    console.print(table)
+    fits = "fits" if plan.fits else "does not fit"
+    _say(
+        console, f"{fits}: {human_bytes(plan.needed)} of {human_bytes(plan.room.limit)} ({plan.room.source})"
+    )
+
+
+def _print_options(plan: Plan, console: Console) -> None:
+    """Print the smallest number of devices, and the changes that lower the memory of this one."""
+    memory, batch = plan.step.memory, plan.config.training.batch_size
+    if (fewest := plan.fewest) is None:
+        _say(
+            console,
+            f"it fits on no number of devices that a batch of {batch:,} sequences can be cut over",
+        )
+    elif plan.parallel_dims.data > 1 or not plan.fits:
+        mesh, size = fewest.parallel_dims, fewest.micro_batch_size
+        axes = f" ({_axes(mesh)})" if mesh.size > 1 else ""
+        micro = f", in micro-batches of {size:,}" if size != plan.config.training.micro_batch_size else ""
+        _say(
+            console,
+            f"smallest number of devices that fits: {mesh.size:,}{axes}{micro}, "
+            f"{human_bytes(plan.room.needed(fewest.memory, mesh))} on each",
+        )
+    options = cheaper(plan.config, plan.room.has_host, plan.parallel_dims, wider=not plan.fits)
+    for option, other in sorted(options, key=lambda item: item[1].peak):
+        if other.peak > 0.99 * memory.peak:  # it would not be noticed
+            continue
+        note = "" if other.peak <= plan.room.limit else ", which does not fit either"
+        _say(console, f"with {option}: {human_bytes(other.peak)}{note}")
+
+
+def _axes(parallel_dims: ParallelDims) -> str:
+    names = ("pipeline", "replicate", "shard", "context", "tensor")
+    return " x ".join(f"{name} {n}" for name in names if (n := getattr(parallel_dims, name)) > 1)
+
+
+def _print_traffic(time: Estimate, console: Console) -> None:
+    table = Table(box=None, header_style="bold")
+    table.add_column("sent by a device, a step")
+    for column in ("ranks", "inside a node", "between nodes", "seconds"):
+        table.add_column(column, justify="right")
+    for v in time.volumes:
+        sizes = [human_bytes(size) if size else "" for size in (v.inside, v.between)]
+        table.add_row(v.purpose, f"{v.ranks:,}", *sizes, _figure(v.seconds))
+    if time.volumes:
+        console.print(table)
+
+
+def _print_time(plan: Plan, time: Estimate, tokens: int, price: Price | None, console: Console) -> None:
+    e, devices = plan.expected, plan.parallel_dims.size
+    shares = [1.0] if e is None else [1.0, e.share]
+    table = Table(box=None, header_style="bold")
+    table.add_column(f"a step of {time.tokens:,} tokens")
+    for column in ("at best", "expect")[: len(shares)]:
+        table.add_column(column, justify="right")
+    mark = ", emulated" if time.backend.name == "emulated" else ""
+    for name, seconds in {
+        f"products ({', '.join(time.formats)}{mark})": time.products,
+        f"casts{mark}": time.casts,
+        "passes over memory": time.passes,
+        "update": time.update,
+        "waiting for links": time.waiting,
+        "pipeline": time.bubble,
+    }.items():
+        if seconds:
+            table.add_row(f"  {name}", f"{_figure(seconds)} s")
+    speed = time.tokens / time.seconds
+    table.add_row("together", *(f"{_figure(time.seconds / share)} s" for share in shares), style="bold")
+    table.add_row("tokens/s", *(f"{speed * share:,.0f}" for share in shares))
+    if devices > 1:
+        table.add_row(
+            f"tokens/s of each of {devices:,}", *(f"{speed * share / devices:,.0f}" for share in shares)
+        )
+    table.add_row("MFU", *(f"{100 * time.mfu * share:.1f} %" for share in shares))
+    budget = tokens or plan.config.training.steps * time.tokens
+    costs = [cost_of(plan, budget, price, share) for share in shares]
+    table.add_row(f"{budget:,} tokens", *(f"{_figure(cost['days'])} days" for cost in costs))
+    table.add_row("device-hours", *(_figure(cost["device-hours"]) for cost in costs))
+    if price is not None:
+        table.add_row("cost", *(str(price.times(cost["device-hours"])) for cost in costs))
+    console.print(table)
+
+
+def _print_reasons(plan: Plan, time: Estimate, asked: Price | None, console: Console) -> None:
+    """Print where the figures come from: the backend, the measured runs, the price."""
+    assert plan.cluster is not None
+    if time.backend.name == "emulated":
+        why = time.backend.reason
+        if not plan.cluster.gpu:
+            why = 'the cluster file names no gpu (gpu = "sm_90"), so nothing narrow is taken to be native'
+        _say(
+            console,
+            f"recipe {plan.config.recipe.name} is emulated on this device: {why}. Losses are real; the "
+            f"time is that of {' and '.join(time.formats)} products and of casts, which are "
+            f"{100 * time.casts / time.seconds:.0f} % of it. Waits of the host are not priced",
+        )
+    if plan.expected is None:
+        _say(
+            console,
+            "no column expect: the cluster's file has no measured run ([[measured]])",
+        )
+    else:
+        _say(console, _sources(plan.expected, time))
+    if (price := price_of(plan, asked)) is not None:
+        source = "--price" if asked else "the cluster's file; --price says yours"
+        currency = "" if price.currency else ", in a currency that --price does not name"
+        _say(console, f"cost: at {price} a device-hour ({source}){currency}")
+
+
+def _sources(e: Expectation, time: Estimate) -> str:
+    """The runs that an expectation comes from, in words."""
+    runs = ", ".join(f"{run.run} {100 * min(1.0, run.share):.0f} %" for run in e.runs)
+    sources = "; ".join(dict.fromkeys(run.source for run in e.runs))
+    least, most = time.seconds / e.most, time.seconds / e.least
+    between = f" ({_figure(least)} to {_figure(most)} s a step)" if e.most > e.least else ""
+    return (
+        f"expect: {100 * e.share:.0f} % of the best speed{between}, as the nearest measured runs reached: "
+        f"{runs} (source: {sources}); this program was measured on no GPU"
+    )
+
+
+def _figure(x: float) -> str:
+    """Three digits, or all of a whole number from 100 on.
+
+    >>> [_figure(x) for x in (12345.6, 15.52, 0.0003071)]
+    ['12,346', '15.5', '0.000307']
+    """
+    return f"{x:,.0f}" if x >= 99.95 else f"{x:.3g}"
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,41 @@
+"""Prices of a device-hour: a number and a currency, as they are written."""
+
+import re
+from dataclasses import dataclass
+
+from narrowgauge.errors import UserError
+
+
+@dataclass(frozen=True)
+class Price:
+    """An amount of a currency; "" is a currency that nobody named."""
+
+    amount: float
+    currency: str
+
+    def times(self, count: float) -> "Price":
+        """The price of so many."""
+        return Price(self.amount * count, self.currency)
+
+    def __str__(self) -> str:
+        decimals = 2 if self.amount < 1000 else 0
+        return f"{self.amount:,.{decimals}f} {self.currency}".rstrip()
+
+
+def parse_price(where: str, text: str) -> Price:
+    """Parse a price such as 2.50USD, "2.50 EUR" or 2.50 (which says no currency).
+
+    Args:
+        where: the option or key, for the error.
+        text: the price.
+
+    Raises:
+        UserError: the text is not a positive number, with letters or a sign after it or before it.
+    """
+    match = re.fullmatch(r"([^\W\d_]{1,5}|[$€£¥]|)\s*(\d+(?:\.\d+)?)\s*([^\W\d_]{1,5}|[$€£¥]|)", text.strip())
+    if match is None or (match[1] and match[3]) or not 0 < float(match[2]) < 2**24:
+        raise UserError(
+            f"{where} {text!r}: it must be the price of a device-hour, a number above 0 and its currency, "
+            "such as 2.50USD or 2.50EUR"
+        )
+    return Price(float(match[2]), match[1] or match[3])
