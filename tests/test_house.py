@@ -37,6 +37,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "mesh",
         "fsdp",
         "comm",
+        "data_parallel",
         "pipeline_stage",
         "simulate",
         "parallel",
