@@ -12,8 +12,6 @@ from narrowgauge.errors import UserError
 from narrowgauge.files import write_whole
 from narrowgauge.training import make_config
 
-HELP = "how fast a step is, against this machine's ceilings and beside plain torch"
-
 
 def add_options(p: argparse.ArgumentParser) -> None:
     """Add the options of the verb, without the configuration's."""

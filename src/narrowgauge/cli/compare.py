@@ -13,8 +13,6 @@ from narrowgauge.report.compare.compare import compare
 from narrowgauge.report.compare.grid import make_points, parse_variant, recipe_variants, take_sweep
 from narrowgauge.report.compare.verdict import groups
 
-HELP = "train the same model under several recipes, settings and seeds, side by side"
-
 
 def add_options(p: argparse.ArgumentParser) -> None:
     """Add the options of the verb, without the configuration's."""

@@ -1,11 +1,9 @@
-"""Options that verbs share: a configuration file, its keys, and a parser whose errors are one sentence."""
+"""Options that verbs share: a configuration file and its keys."""
 
 import argparse
-import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from narrowgauge.errors import UserError, unknown
 from narrowgauge.training import config_keys, load_values
 
 # Short options for the keys that are used most.
@@ -19,19 +17,6 @@ SHORT = {
     "device": "training.device",
     "memory-limit": "training.memory_limit",
 }
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one sentence and name the nearest option."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise the mistake as a `UserError`."""
-        raise UserError(f"{message}; see '{self.prog} --help'")
-
-    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        """Flush the output, then end as argparse does."""
-        sys.stdout.flush()  # here a closed pipe under --help can still be caught
-        super().exit(status, message)
 
 
 def add_config_options(p: argparse.ArgumentParser) -> None:
@@ -51,12 +36,6 @@ def positive_integer(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
-
-
-def unknown_argument(argument: str, parser: argparse.ArgumentParser) -> UserError:
-    """The error for an argument that no option of `parser` takes; it names the nearest option."""
-    known = [option for action in parser._actions for option in action.option_strings]
-    return unknown("option" if argument.startswith("-") else "argument", argument.split("=")[0], known)
 
 
 def config_values(options: argparse.Namespace) -> dict[str, dict[str, Any]]:

@@ -9,9 +9,6 @@ from rich.table import Table
 from narrowgauge.formats import format, format_names
 from narrowgauge.recipes import choose_backend, device_facts, recipe, recipe_names
 
-HELP = "the recipes that ship, or the TOML of one"
-FORMATS_HELP = "the number formats, or the facts of one"
-
 
 def add_options(p: argparse.ArgumentParser) -> None:
     """Add the options of both verbs."""

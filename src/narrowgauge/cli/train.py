@@ -11,10 +11,6 @@ from narrowgauge.distributed import world_from
 from narrowgauge.report import print_comparison, read_run, write_report
 from narrowgauge.training import PROFILED, convert_run, make_config, run
 
-HELP = "train a model; the same line again continues a run that stopped"
-CONVERT_HELP = "a run's newest state under another recipe, in a new run directory"
-REPORT_HELP = "(re)make the HTML report of one run or several"
-
 
 def add_options(p: argparse.ArgumentParser) -> None:
     """Add the options of `train`."""
