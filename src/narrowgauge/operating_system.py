@@ -46,7 +46,7 @@ def require_posix(what: str) -> None:
     """Refuse what locks files, syncs directories or answers to a scheduler's signals, where there are none.
 
     Args:
-        what: The beginning of the sentence, such as "narrowgauge train".
+        what: The beginning of the sentence, such as "train".
 
     Raises:
         UserError: the system is none of POSIX's.

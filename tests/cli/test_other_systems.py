@@ -13,19 +13,21 @@ CHILD = """
 import torch, torch.distributed.tensor, torch.distributed.fsdp, torch.distributed.pipelining
 import torch.distributed.checkpoint
 import pydantic, rich.console, rich.live, rich.progress, rich.table, safetensors.torch, tokenizers
-import json, os, signal, sys
+import json, os, shutil, signal, sys, types
+shutil.disk_usage = lambda path: types.SimpleNamespace(total=2**40, used=0, free=2**40)  # Windows has its own
 for name in ("fcntl", "resource", "pwd", "grp", "termios"):
     sys.modules[name] = None
 for name in ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGALRM", "SIGKILL"):
     delattr(signal, name)
 for name in ("fork", "pread", "statvfs", "sysconf", "confstr", "sched_getaffinity", "setpriority",
-             "getpriority", "mkfifo", "getuid", "geteuid", "killpg", "O_DIRECTORY", "O_NOFOLLOW",
-             "O_NONBLOCK"):
+             "getpriority", "mkfifo", "getuid", "geteuid", "killpg", "O_DIRECTORY", "O_NOFOLLOW"):
     delattr(os, name)
-sys.platform = "win32"
 
 import narrowgauge as ng
+import narrowgauge.operating_system
 from narrowgauge.cli.front import main
+
+narrowgauge.operating_system.sys = types.SimpleNamespace(platform="win32")  # its name, and no more
 
 for name in ng.__all__:
     getattr(ng, name)
@@ -70,8 +72,8 @@ def test_the_library_and_the_doctor_work_and_a_run_is_refused(tmp_path):
     assert (said["train"], said["prepare"]) == (2, 2)
     sentences = ended.stderr.splitlines()
     assert [sentence.split(" needs")[0] for sentence in sentences] == [
-        "narrowgauge: narrowgauge train",
-        "narrowgauge: narrowgauge prepare",
+        "narrowgauge: train",
+        "narrowgauge: prepare",
     ]
     assert all(rest in sentence for sentence in sentences)
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 import narrowgauge as ng
-from narrowgauge.cli.main import _parser
 from narrowgauge.cli.verbs import VERBS
 
 SOURCE = Path(ng.__file__).parents[1]
@@ -69,6 +68,8 @@ def command(tmp_path_factory):
 
 
 def test_the_front_knows_every_verb():
+    from narrowgauge.cli.main import _parser  # imports torch, which the other tests do without
+
     (verbs,) = (action for action in _parser()._actions if action.metavar == "VERB")
     assert sorted(verbs.choices) == sorted(VERBS)
 

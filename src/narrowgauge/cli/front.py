@@ -64,7 +64,7 @@ def _with_torch(words: list[str]) -> int:
         NotInstalled: torch, or another package, does not import.
     """
     if words[0] not in WITHOUT_POSIX:
-        require_posix(f"narrowgauge {words[0]}")
+        require_posix(words[0])
     if missing := [name for name in LIMITS["packages"] if folder_of(name) is None]:
         _show_verb(words)
         raise _missing(missing)
