@@ -15,7 +15,7 @@ import pytest
 
 import narrowgauge as ng
 from narrowgauge.cli.main import _options, _read_train
-from narrowgauge.cli.options import config_values
+from narrowgauge.cli.parsing.options import config_values
 from narrowgauge.cluster import load_site
 from narrowgauge.models import model_names
 from narrowgauge.recipes import Device, choose_backend

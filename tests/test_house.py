@@ -15,6 +15,8 @@ ROOT = Path(ng.__file__).parent
 # listed: its modules and sub-packages, from the ground up. Those that are not listed make no circle.
 ROOMS: dict[str, tuple[str, ...]] = {
     "errors": (),
+    "operating_system": (),
+    "lazy": (),
     "signals": (),
     "units": (),
     "t_interval": (),

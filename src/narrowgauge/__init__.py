@@ -2,12 +2,13 @@
 
 Every tensor of a training step has a place; a recipe says which number format each place is in.
 
-The names below are imported when they are first used, because torch takes seconds to import, and the command
-has to answer to signals before that (`__main__`).
+The names below are imported when they are first used (`lazy`), because torch takes seconds to import, and the
+command has to answer to signals, and to a torch that does not import, before that (`__main__`).
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from narrowgauge.lazy import import_on_use
 
 if TYPE_CHECKING:
     from narrowgauge.distributed import fully_shard, prepare_ddp
@@ -41,23 +42,20 @@ __all__ = [
     "state_dict",
 ]
 
-_ROOMS = {
-    "distributed": ("fully_shard", "prepare_ddp"),
-    "formats": ("Format", "format", "format_names", "round_to"),
-    "nn": ("convert", "set_step"),
-    "optim": ("AdamW", "Muon", "load_state_dict", "parameter_groups", "state_dict"),
-    "quantization": ("QTensor", "quantize"),
-    "recipes": ("Recipe", "load_recipe", "recipe", "recipe_names"),
-    "training": ("run",),
-}
+__version__ = "0.1.0"
 
-
-def __getattr__(name: str) -> Any:
-    for room, names in _ROOMS.items():
-        if name in names:
-            value = globals()[name] = getattr(import_module(f"narrowgauge.{room}"), name)
-            return value
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = import_on_use(
+    __name__,
+    {
+        "distributed": ("fully_shard", "prepare_ddp"),
+        "formats": ("Format", "format", "format_names", "round_to"),
+        "nn": ("convert", "set_step"),
+        "optim": ("AdamW", "Muon", "load_state_dict", "parameter_groups", "state_dict"),
+        "quantization": ("QTensor", "quantize"),
+        "recipes": ("Recipe", "load_recipe", "recipe", "recipe_names"),
+        "training": ("run",),
+    },
+)
 
 
 def __dir__() -> list[str]:

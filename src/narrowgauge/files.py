@@ -24,6 +24,7 @@ import os
 import secrets
 import shutil
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,9 +34,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
-import torch.distributed as dist
-
 from narrowgauge.errors import UserError
+from narrowgauge.operating_system import O_DIRECTORY, O_NOFOLLOW, O_NONBLOCK
 
 CRASH_AT = "NARROWGAUGE_CRASH_AT"
 _ABANDONED_S = 3600.0  # a staging directory without a write for an hour belongs to a process that is gone
@@ -50,8 +50,9 @@ def crash_point(name: str) -> None:
 
 
 def _rank() -> int:
-    """Number of this process among those that train together."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    """Number of this process among those that train together; 0 before torch has connected them."""
+    dist = sys.modules.get("torch.distributed")
+    return dist.get_rank() if dist and dist.is_available() and dist.is_initialized() else 0
 
 
 @contextmanager
@@ -176,7 +177,7 @@ def _sync(file: BinaryIO) -> None:
 
 def fsync_directory(path: Path) -> None:
     """Make the names in a directory last: files created in it, renamed into it, removed from it."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    descriptor = os.open(path, os.O_RDONLY | O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:
@@ -200,7 +201,7 @@ def open_regular(path: Path) -> BufferedReader:
     """
     try:
         # without O_NONBLOCK a pipe would wait for a writer
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(path, os.O_RDONLY | O_NOFOLLOW | O_NONBLOCK)
     except OSError as error:
         if error.errno == ELOOP:
             raise OSError(ELOOP, "is a symbolic link", str(path)) from error
@@ -229,6 +230,13 @@ def sha256_of(path: Path, follow_links: bool = False, advance: Callable[[int], o
             if advance is not None:
                 advance(size)
     return digest.hexdigest()
+
+
+def cache_directory() -> Path:
+    """$NARROWGAUGE_CACHE, else `narrowgauge` in the user's cache directory: for what is prepared once."""
+    if directory := os.environ.get("NARROWGAUGE_CACHE"):
+        return Path(directory).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "narrowgauge"
 
 
 def shipped_names(folder: str) -> list[str]:

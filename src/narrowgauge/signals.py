@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 
-ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+from narrowgauge.operating_system import STOP_SIGNALS
 
 # Each is set by a launcher that is, or leaves behind, the parent of its processes.
 _LAUNCHED = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_STEP_ID")
@@ -81,7 +81,7 @@ def stop_requests(at_the_end: bool = False) -> Iterator[Requests]:
         return
     requests = Requests()
     in_main = threading.current_thread() is threading.main_thread()
-    previous = {n: signal.signal(n, requests) for n in (ASKING if in_main else ())}
+    previous = {n: signal.signal(n, requests) for n in (STOP_SIGNALS if in_main else ())}
     try:
         yield requests
     finally:

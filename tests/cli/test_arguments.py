@@ -11,8 +11,8 @@ import subprocess
 import pytest
 
 from narrowgauge.cli import main
-from narrowgauge.cli.help import EXAMPLES
-from narrowgauge.cli.options import config_values
+from narrowgauge.cli.parsing.help import EXAMPLES
+from narrowgauge.cli.parsing.options import config_values
 from narrowgauge.errors import UserError
 from narrowgauge.models import count_parameters, model_config, model_names
 from narrowgauge.training import config_keys, default_out, make_config

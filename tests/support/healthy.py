@@ -5,6 +5,7 @@ from narrowgauge.cluster.doctor.facts import Compiler, Disk, Facts, Hardware, Hu
 CPU_ONLY = Facts(
     software=Software(
         python=(3, 12, 0),
+        packages={"numpy": "2.1.0", "pydantic": "2.9.2"},
         torch="2.11.0",
         build="cpu",
         library=(0, 0),
@@ -19,7 +20,10 @@ CPU_ONLY = Facts(
         threads=None,
         open_files=(1 << 20, 1 << 20),
         locked_memory=(None, None),
-        linux=True,
+        name="Linux",
+        machine="x86_64",
+        glibc=(2, 39),
+        cpu=frozenset({"avx2", "avx512f"}),
         shared_memory=Disk(path="/dev/shm", size=32 << 30, free=32 << 30),
         now=1.8e9,
         installed=1.7e9,

@@ -27,13 +27,12 @@ from narrowgauge.analysis import (
     worst,
 )
 from narrowgauge.analysis.probe import USEFUL, Progress
-from narrowgauge.cli.options import positive_integer
+from narrowgauge.cli.parsing.options import positive_integer
 from narrowgauge.files import write_whole
 from narrowgauge.recipes import GEMM_PLACES, recipe
 from narrowgauge.t_interval import Interval
 from narrowgauge.training.run_directory import PROBE, SENSITIVITY
 
-PROBE_HELP = "what recipes do to a model's loss and gradient, without training"
 _COLUMNS = {
     "loss_increase": ("loss +", ".5f", ""),
     "gradient_cosine": ("cosine", ".5f", ""),
@@ -43,9 +42,6 @@ _COLUMNS = {
     "noise_ratio": ("g/noise", ".1f", "no noise"),
 }
 _WORST = 3  # parameters that are named under the table, for each recipe
-
-
-SENSITIVITY_HELP = "what narrowing each layer and place alone would cost a model"
 
 
 def add_probe_options(p: argparse.ArgumentParser) -> None:

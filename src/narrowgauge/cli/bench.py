@@ -7,12 +7,10 @@ from pathlib import Path
 from rich.console import Console
 
 from narrowgauge.bench import bench
-from narrowgauge.cli.options import config_values
+from narrowgauge.cli.parsing.options import config_values
 from narrowgauge.errors import UserError
 from narrowgauge.files import write_whole
 from narrowgauge.training import make_config
-
-HELP = "how fast a step is, against this machine's ceilings and beside plain torch"
 
 
 def add_options(p: argparse.ArgumentParser) -> None:

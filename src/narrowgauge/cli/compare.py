@@ -6,15 +6,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from narrowgauge.cli.options import config_values, key_names
+from narrowgauge.cli.parsing.options import config_values, key_names
 from narrowgauge.distributed import world_from
 from narrowgauge.report import print_comparison, print_verdicts, read_runs, write_report
 from narrowgauge.report.compare.compare import compare
 from narrowgauge.report.compare.grid import make_points, parse_variant, recipe_variants, take_sweep
 from narrowgauge.report.compare.verdict import groups
 from narrowgauge.training.run.check_data import check_vocabulary
-
-HELP = "train the same model under several recipes, settings and seeds, side by side"
 
 
 def add_options(p: argparse.ArgumentParser) -> None:

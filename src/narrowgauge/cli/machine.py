@@ -1,6 +1,4 @@
-"""`doctor` (what is wrong with this machine?), `plan` (what will a run take?) and `scaling` (are more
-processes faster?).
-"""
+"""`plan` (what will a run take?) and `scaling` (are more processes faster?)."""
 
 import argparse
 import json
@@ -9,46 +7,22 @@ from pathlib import Path
 
 from rich.console import Console
 
-from narrowgauge.cli.options import config_values
+from narrowgauge.cli.parsing.options import config_values
 from narrowgauge.cluster import (
-    as_json,
     cluster_names,
-    examine,
     load_cluster,
     make_plan,
     measure,
     parse_price,
-    plan_as_json,
-    print_items,
     print_plan,
     print_scaling,
     read_sizes,
-    scaling,
     tokens_of,
 )
+from narrowgauge.cluster.plan.plan import as_json as plan_as_json
+from narrowgauge.cluster.scaling.scaling import scaling
 from narrowgauge.errors import UserError
 from narrowgauge.training import make_config
-
-HELP = "what is wrong with this machine, and how to fix it; exit code 1 if something is missing"
-
-PLAN_HELP = "what a run will take, before it is started: memory by class, traffic, time, cost"
-
-
-def add_options(p: argparse.ArgumentParser) -> None:
-    """Add the options of `doctor`."""
-    p.add_argument("--json", action="store_true", help="a list of {item, status, found, fix}")
-    p.add_argument("--data", metavar="SOURCE", help="look at this data too: whatever train --data takes")
-    p.add_argument("--tokenizer", metavar="T", help="look at this tokenizer too: bytes, bpe-N, or its file")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Examine the machine and print the verdicts; returns 1 if something is missing, else 0."""
-    verdicts = examine(options.data, options.tokenizer)
-    if options.json:
-        print(as_json(verdicts))
-    else:
-        print_items(verdicts, Console())
-    return int(any(verdict.status == "MISS" for verdict in verdicts.values()))
 
 
 def add_plan_options(p: argparse.ArgumentParser) -> None:
@@ -86,9 +60,6 @@ def _number(option: str, text: str, kind: type[int] | type[float]) -> float:
     if not 0 < number < 2**24 or not math.isfinite(number):
         raise UserError(f"{option} {text!r}: it must be a number above 0")
     return number
-
-
-SCALING_HELP = "measure the same training on 1..N processes: speed-up, efficiency, communication"
 
 
 def add_scaling_options(p: argparse.ArgumentParser) -> None:

@@ -18,13 +18,13 @@ from narrowgauge.training.use.hellaswag import evaluate
 from narrowgauge.training.use.lm_eval import harness_scores
 from narrowgauge.training.use.run_data import run_data
 
-Verb = Callable[[str, str, Callable[[argparse.Namespace], None]], argparse.ArgumentParser]
+Verb = Callable[[str, Callable[[argparse.Namespace], None]], argparse.ArgumentParser]
 _TASKS = ("val", "hellaswag:FILE", "lm-eval:TASK,...")
 
 
 def add_exchange_verbs(verb: Verb) -> None:
-    """Add the verbs to a parser; `verb(name, help, action)` adds one."""
-    p = verb("sample", "text from a run, or from a model of another program", _sample)
+    """Add the verbs to a parser; `verb(name, action)` adds one."""
+    p = verb("sample", _sample)
     _add_model(p)
     p.add_argument("--prompt", required=True, help="how the text begins")
     p.add_argument("--tokens", type=int, default=200, help="length (200)")
@@ -38,7 +38,7 @@ def add_exchange_verbs(verb: Verb) -> None:
         default="auto",
         help="keep keys and values of the tokens before; auto: where the recipe scales each token by itself",
     )
-    p = verb("eval", "losses and scores of a run, or of a model of another program", _eval)
+    p = verb("eval", _eval)
     _add_model(p)
     p.add_argument("--task", default="val", help=f"{' | '.join(_TASKS)} (val: held-out text)")
     p.add_argument("--data", metavar="SOURCE", help="val: other text than the run's")
@@ -46,13 +46,13 @@ def add_exchange_verbs(verb: Verb) -> None:
     p.add_argument("--sequence-length", type=int, help="val: tokens of a sequence (the run's)")
     p.add_argument("--limit", type=int, help="other tasks: how many examples (all)")
     p.add_argument("--task-folder", type=Path, help="lm-eval: YAML files of further tasks")
-    p = verb("export", "a run's model for other programs", _export)
+    p = verb("export", _export)
     p.add_argument("run", metavar="RUN", type=Path)
     p.add_argument("--to", required=True, metavar="FORMAT", help=" | ".join(TARGETS))
     p.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
     p.add_argument("--dtype", help="fp32, bf16 or fp16 (fp32; compressed-tensors: bf16)")
     p.add_argument("--shard-gb", type=float, default=5.0, help="size of a safetensors file (5)")
-    p = verb("import", "a model of another program as a run", _import)
+    p = verb("import", _import)
     p.add_argument("path", metavar="PATH", type=Path, help="a folder of Hugging Face's, or an llm.c model")
     p.add_argument("--out", required=True, type=Path, metavar="RUN", help="a new run directory")
     p.add_argument("--tokenizer", type=Path, help="a tokenizer.json (that of the model)")

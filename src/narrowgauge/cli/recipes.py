@@ -23,10 +23,6 @@ from narrowgauge.recipes import (
 from narrowgauge.toml_text import toml_value
 from narrowgauge.units import human_count
 
-HELP = "the recipes that ship, or the TOML of one; with --device, what a device multiplies natively"
-MODELS_HELP = "the named sizes with their parameters"
-FORMATS_HELP = "the number formats, or the facts of one"
-
 
 def add_options(p: argparse.ArgumentParser) -> None:
     """Add the option of each of these verbs."""

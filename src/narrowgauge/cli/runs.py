@@ -13,7 +13,6 @@ from rich.text import Text
 from narrowgauge.errors import UserError
 from narrowgauge.report import RunSummary, list_runs
 
-HELP = "the run directories of a folder, with state and loss"
 FOLDER = Path("runs")
 
 

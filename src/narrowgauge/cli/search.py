@@ -25,8 +25,6 @@ from narrowgauge.report import print_verdicts, read_runs, write_report
 from narrowgauge.report.compare.compare import compare
 from narrowgauge.report.compare.grid import RECIPE, Variant, make_points
 
-HELP = "the recipe that costs a model least, with a share of its FLOPs in 4 bits"
-
 
 def add_options(p: argparse.ArgumentParser) -> None:
     """Add the options of the verb."""

@@ -6,17 +6,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from narrowgauge.cli.options import Parser, add_config_options, config_values, key_names, positive_integer
+from narrowgauge.cli.parsing.key_parser import KeyParser
+from narrowgauge.cli.parsing.options import (
+    add_config_options,
+    config_values,
+    key_names,
+    positive_integer,
+)
 from narrowgauge.distributed import world_from
 from narrowgauge.report import print_comparison, read_run, write_report
 from narrowgauge.training import PROFILED, convert_run, make_config, run
 
-HELP = "train a model; the same line again continues a run that stopped"
-CONVERT_HELP = "a run's newest state under another recipe, in a new run directory"
-REPORT_HELP = "(re)make the HTML report of one run or several"
 
-
-def add_options(p: Parser) -> None:
+def add_options(p: KeyParser) -> None:
     """Add the options of `train`."""
     p.add_argument(
         "--allow-change",

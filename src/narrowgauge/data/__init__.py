@@ -1,6 +1,5 @@
 """Where do tokens come from? Sources, tokenizers, token files, their order, and batches."""
 
-from narrowgauge.data.cache import cache_directory
 from narrowgauge.data.corpus import Corpus, CorpusManifest, is_corpus, open_corpus
 from narrowgauge.data.export import TOKEN_LAYOUTS, check_name, export_tokens
 from narrowgauge.data.loading.batch import Batch, count_windows, training_batch, validation_batches
@@ -51,7 +50,6 @@ __all__ = [
     "Tokenizer",
     "Tokens",
     "bytes_tokenizer",
-    "cache_directory",
     "check_name",
     "count_windows",
     "documents",

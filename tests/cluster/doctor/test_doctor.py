@@ -16,17 +16,31 @@ import torch
 
 from narrowgauge.cli.main import main
 from narrowgauge.cluster.doctor.collect_gpus import (
+    joined,
+    parse_capabilities,
     parse_links,
     parse_processes,
-    parse_torch,
     parse_use,
-    torch_gpus,
 )
 from narrowgauge.cluster.doctor.collect_host import collect_disk
-from narrowgauge.cluster.doctor.commands import answer_of
+from narrowgauge.cluster.doctor.commands import Answer, answer_of
+from narrowgauge.cluster.doctor.torch_setup.ask_torch import ask_torch, parse_report
 
 NAMES = [
-    *("python", "torch", "driver", "gpus", "recipes", "nccl", "launcher", "ranks", "cores", "open-files"),
+    *(
+        "system",
+        "python",
+        "packages",
+        "torch",
+        "driver",
+        "gpus",
+        "recipes",
+        "nccl",
+        "launcher",
+        "ranks",
+        "cores",
+    ),
+    "open-files",
     *("locked-memory", "shared-memory", "clock", "disk", "cache", "compiler", "network"),
 ]
 
@@ -63,6 +77,10 @@ def test_every_item_once_and_in_order(here):
 def test_software(here):
     assert platform.python_version().startswith(here["python"]["found"])
     assert here["torch"]["found"].startswith(version("torch"))
+    assert here["system"]["found"].startswith(f"{platform.system()} {platform.machine()}, glibc ")
+    assert " ".join(platform.libc_ver()) in here["system"]["found"]
+    for name in ("numpy", "pydantic", "rich", "safetensors", "tokenizers"):
+        assert f"{name} {version(name)}" in here["packages"]["found"]
     cxx = shutil.which("g++")
     if cxx and "CXX" not in os.environ:
         assert here["compiler"]["found"].startswith(said("g++", "--version").splitlines()[0])
@@ -150,11 +168,10 @@ def test_a_program_that_hangs_is_left():
     assert time.monotonic() - start < 5
 
 
-def test_torch_is_asked_in_a_process_of_its_own():
-    gpus, error = torch_gpus({}, {})
-    assert len(gpus) == torch.cuda.device_count()
-    if not gpus:
-        assert error
+def test_the_gpus_are_not_touched_by_this_process():
+    report = ask_torch()
+    assert report.software["version"] == torch.__version__
+    assert len(report.gpus) == torch.cuda.device_count()
     assert not torch.cuda.is_initialized()
 
 
@@ -164,12 +181,18 @@ def test_what_torch_says_is_joined_with_what_the_driver_says():
         described | {"name": "H100", "peers": [1], "uuid": "a", "used": 5},
         described | {"name": "H100", "peers": [0], "uuid": "b", "used": 6},
     ]
-    text = "a warning\nnarrowgauge-doctor:" + json.dumps({"gpus": cards, "error": ""})
-    (first, second), error = parse_torch(text, {"GPU-a": (7, 50)}, {"GPU-a": (4711,)})
-    assert error == ""
+    software = {"version": "2.13.0+cu130", "cuda": "13.0"}
+    told = {"software": software, "gpus": cards, "gpu_error": "", "asked": True}
+    report = parse_report(Answer(0, "a warning\nnarrowgauge-doctor:" + json.dumps(told)))
+    assert (report.error, report.gpu_error, report.software) == ("", "", software)
+    first, second = joined(report.gpus, {"GPU-a": (7, 50)}, {"GPU-a": (4711,)})
     assert (first.used, first.busy, first.processes, first.peers) == (7, 50, (4711,), (1,))
     assert (second.used, second.busy, second.processes, second.capability) == (6, None, (), (9, 0))
-    assert parse_torch("it crashed", {}, {}) is None
+    before = "narrowgauge-doctor:" + json.dumps(told | {"gpus": [], "asked": False})
+    crashed = parse_report(Answer(-11, before))  # the driver crashed it when torch asked for the GPUs
+    assert (crashed.software, crashed.gpu_error) == (software, "its process was killed by SIGSEGV")
+    assert parse_report(Answer(-4)).error == "its process was killed by SIGILL"
+    assert parse_report(Answer(None, error="no answer in 120 s")).error == "no answer in 120 s"
 
 
 def test_what_nvidia_smi_says():
@@ -188,3 +211,5 @@ def test_what_nvidia_smi_says():
     )
     assert parse_links(matrix) == ("NV18", "PHB", "SYS")
     assert parse_links("") == ()
+    assert parse_capabilities("7.0\n12.0\n") == ((7, 0), (12, 0))
+    assert parse_capabilities('Field "compute_cap" is not a valid field to query.') == ()

@@ -9,6 +9,7 @@ import pytest
 
 from narrowgauge.cluster.doctor.doctor import check
 from narrowgauge.cluster.doctor.facts import Compiler, Disk, Given, Gpu, Hardware, Hub
+from narrowgauge.cluster.doctor.torch_setup.builds import build_for
 from support.healthy import CPU_ONLY
 
 CUDA = replace(
@@ -173,18 +174,18 @@ def test_a_newer_cuda_would_make_a_recipe_native():
             {"torch": "MISS", "gpus": "MISS"},
             [
                 "2.11.0, built for CPUs; this machine has 1 NVIDIA GPU",
-                "a torch built for CUDA 12.8 or earlier",
+                "install torch 2.11, built for CUDA 12.8 instead",
             ],
         ),
         (
             changed(FRONTIER, software=CUDA, hardware={"gpus": (), "error": "Found no NVIDIA driver"}),
             {"torch": "MISS", "gpus": "MISS"},
-            ["this machine has 8 AMD GPUs", "a torch built for ROCm", "Found no NVIDIA driver"],
+            ["this machine has 8 AMD GPUs", "torch 2.11 or later, built for ROCm", "Found no NVIDIA driver"],
         ),
         (
             changed(LAPTOP, hardware={"driver": "460.73.01", "driver_cuda": (11, 2), "gpus": ()}),
             {"driver": "MISS", "gpus": "MISS"},
-            ["NVIDIA 460.73.01, for CUDA up to 11.2; torch was built for CUDA 12.8", "update the driver"],
+            ["NVIDIA 460.73.01, for CUDA up to 11.2; torch 2.11 and later bring CUDA 12", "525 or later"],
         ),
         (
             changed(LAPTOP, hardware={"driver_cuda": (12, 4)}),
@@ -206,7 +207,12 @@ def test_a_newer_cuda_would_make_a_recipe_native():
             {"gpus": "WARN"},
             ["1 NVIDIA GPU on the bus", "--gpus all"],
         ),
-        (gpus(LAPTOP, capability=(6, 1)), {"gpus": "MISS"}, ["a torch built for compute capability 6.1"]),
+        (
+            gpus(LAPTOP, capability=(6, 1)),
+            {"gpus": "MISS"},
+            ["torch 2.11 to 2.14, built for CUDA 12.6, which has code for compute capability 6.1"],
+        ),
+        (gpus(LAPTOP, capability=(3, 5)), {"gpus": "MISS"}, ["if there is one, or train on the CPU"]),
         (gpus(FRONTIER, architecture="gfx906"), {"gpus": "MISS"}, ["gfx906"]),
         (
             changed(EIGHT_H100, hardware={"gpus": (*node(H100, 7), replace(RTX4090, peers=tuple(range(7))))}),
@@ -239,6 +245,126 @@ def test_software_and_gpus(facts, wrong, words):
 def test_old_versions():
     facts = changed(CPU_ONLY, software={"python": (3, 10, 4), "torch": "2.6.0"})
     assert not_ok(facts) == {"python": "MISS", "torch": "MISS"}
+    assert "recipes" not in check(facts), "they need a torch that fits"
+    old = changed(CPU_ONLY, software={"packages": {"numpy": "1.24.4", "pydantic": "", "rich": "13.7.1"}})
+    assert not_ok(old) == {"packages": "MISS"}
+    assert found(old, "packages").fix == "python -m pip install pydantic"
+    old = changed(CPU_ONLY, software={"packages": {"numpy": "1.24.4"}})
+    assert found(old, "packages").fix == "python -m pip install 'numpy>=1.26'"
+
+
+V100 = changed(
+    LAPTOP,
+    software={"torch": "2.13.0+cu130", "library": (13, 0)},
+    hardware={"driver": "550.54.15", "driver_cuda": (12, 4), "capabilities": ((7, 0),), "gpus": ()},
+)
+CUDART = "libcudart.so.13: cannot open shared object file: No such file or directory"
+GLIBC = "/lib64/libm.so.6: version `GLIBC_2.27' not found (required by torch/lib/libtorch_cpu.so)"
+FIRST = {"torch": "MISS", "gpus": "MISS", "open-files": "WARN"}
+
+
+def broken(facts, error, **software):
+    """The machine with a torch that does not import."""
+    return changed(facts, software=software | {"error": error, "backends": (), "architectures": ()})
+
+
+@pytest.mark.parametrize(
+    ("facts", "wrong", "words"),
+    [
+        (
+            V100,
+            {"driver": "MISS", "gpus": "MISS", "open-files": "WARN"},
+            [
+                "for CUDA up to 12.4; torch was built for CUDA 13.0",
+                "install torch 2.11 to 2.14, built for CUDA 12.6",
+            ],
+        ),
+        (
+            broken(V100, "No module named 'torch'", torch="", build=""),
+            FIRST,
+            ["not installed", "install torch 2.11 to 2.14, built for CUDA 12.6", "compute capability 7.0"],
+        ),
+        (
+            broken(LAPTOP, "No module named 'torch'", torch="", build=""),
+            FIRST,
+            ["install torch 2.11, built for CUDA 12.8"],
+        ),
+        (
+            broken(changed(LAPTOP, hardware={"driver_cuda": (13, 0)}), "No module named 'torch'", torch=""),
+            FIRST,
+            ["install torch 2.11 or later, built for CUDA 13.0"],
+        ),
+        (
+            broken(LAPTOP, CUDART),
+            FIRST,
+            ["built for CUDA 12.8; it does not import: libcudart.so.13", "with its dependencies"],
+        ),
+        (
+            broken(changed(CPU_ONLY, system={"glibc": (2, 17)}), GLIBC, torch="2.13.0", glibc=(2, 28)),
+            {"system": "MISS", "torch": "MISS"},
+            ["glibc 2.17; torch 2.13.0 needs glibc 2.28 or later", "it was built for glibc 2.27 or later"],
+        ),
+        (
+            broken(changed(CPU_ONLY, system={"glibc": ()}), "No module named 'torch'", torch=""),
+            {"system": "MISS", "torch": "MISS"},
+            ["a C library other than glibc; torch's wheels need glibc 2.28", "pip install torch"],
+        ),
+        (
+            broken(changed(CPU_ONLY, system={"cpu": {"sse4_2"}}), "its process was killed by SIGILL"),
+            {"system": "WARN", "torch": "MISS"},
+            ["no AVX2", "choose a machine with AVX2"],
+        ),
+        (
+            broken(CPU_ONLY, "No module named 'torch'", torch="", python=(3, 16, 0)),
+            {"python": "WARN", "torch": "MISS"},
+            ["may have no wheel yet", "install Python 3.11 to 3.15"],
+        ),
+        (
+            changed(CPU_ONLY, system={"name": "Windows", "machine": "AMD64", "glibc": ()}),
+            {"system": "WARN"},
+            ["use WSL 2"],
+        ),
+        (
+            broken(
+                changed(CPU_ONLY, system={"name": "macOS", "machine": "x86_64", "glibc": ()}),
+                "No module named 'torch'",
+                torch="",
+            ),
+            {"system": "MISS", "torch": "MISS"},
+            ["a Mac with an Apple processor"],
+        ),
+        (broken(CPU_ONLY, "undefined symbol: ncclCommShrink"), {"torch": "MISS"}, ["another NCCL"]),
+    ],
+)
+def test_a_torch_that_does_not_import_and_the_one_that_would(facts, wrong, words):
+    facts = facts if facts.software.error == "" else changed(facts, hardware={"gpus": ()})
+    assert not_ok(facts) == wrong
+    verdicts = check(facts)
+    said = " ".join(f"{verdict.found} {verdict.fix}" for verdict in verdicts.values())
+    for word in words:
+        assert word in said
+    assert ("recipes" in verdicts) == (not facts.software.error)
+
+
+@pytest.mark.parametrize(
+    ("capability", "driver", "build"),
+    [
+        ((7, 0), None, "torch 2.11 to 2.14, built for CUDA 12.6"),  # V100
+        ((5, 2), (13, 0), "torch 2.11 to 2.14, built for CUDA 12.6"),  # a driver runs older CUDA
+        (
+            (7, 5),
+            (12, 2),
+            "torch 2.11 to 2.14, built for CUDA 12.6",
+        ),  # T4: 12.6 runs on any driver of CUDA 12
+        ((9, 0), (13, 2), "torch 2.12 or later, built for CUDA 13.2"),
+        ((10, 0), (12, 8), "torch 2.11, built for CUDA 12.8"),
+        ((10, 0), (12, 6), "torch 2.11, built for CUDA 12.8"),
+        ((3, 7), None, "None"),
+        ((8, 0), (11, 4), "None"),
+    ],
+)
+def test_which_build_of_torch(capability, driver, build):
+    assert str(build_for(capability, driver)) == build
 
 
 def test_what_is_not_there_is_not_judged():
@@ -302,8 +428,8 @@ def test_the_host(parts, wrong, words):
 
 
 def test_where_there_is_no_dev_shm():
-    facts = changed(CPU_ONLY, system={"linux": False, "shared_memory": None})
-    assert not_ok(facts) == {}
+    facts = changed(CPU_ONLY, system={"name": "macOS", "shared_memory": None})
+    assert not_ok(facts) == {"system": "WARN"}
 
 
 def test_triton_is_missed_on_a_gpu_only():

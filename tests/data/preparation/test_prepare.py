@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from narrowgauge.data import cache_directory, documents, open_corpus, prepare, train_bpe
+from narrowgauge.data import documents, open_corpus, prepare, train_bpe
 from narrowgauge.errors import UserError
+from narrowgauge.files import cache_directory
 
 FILES = ["manifest.json", "tokenizer.json", "train.bin", "val.bin"]
 

@@ -10,7 +10,6 @@ was killed is still in use while any other rank writes, on any machine, as far a
 file system. Rank 0 holds the first lock, and takes it only if nobody holds the second.
 """
 
-import fcntl
 import os
 import re
 import socket
@@ -20,9 +19,10 @@ from pathlib import Path
 
 from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory
+from narrowgauge.operating_system import O_NOFOLLOW, fcntl
 
 LOCK, RANKS = ".lock", ".lock-ranks"
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_APPEND
+_FLAGS = os.O_RDWR | os.O_CREAT | O_NOFOLLOW | os.O_APPEND
 
 
 @contextmanager

@@ -6,18 +6,24 @@ Machine code for sm_XY runs on a GPU of capability X.Z with Z >= Y; PTX, called 
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import combinations
 
 from narrowgauge.cluster.doctor.facts import LIMITS, Facts, Gpu, Verdict, count, dotted, miss, ok, warn
-from narrowgauge.recipes import choose_backend, recipe, recipe_names
-from narrowgauge.recipes.capability import Device
+from narrowgauge.cluster.doctor.torch_setup.builds import right_build
 from narrowgauge.units import human_bytes
 
 
 def check_gpus(facts: Facts) -> dict[str, Verdict]:
-    """The verdicts by item; those on pairs of GPUs, and on others' work on GPUs, only where there are any."""
-    verdicts = {"gpus": _gpus(facts), "recipes": _recipes(facts), "nccl": _nccl(facts)}
+    """The verdicts by item.
+
+    Those on pairs of GPUs, and on others' work on GPUs, are only where there are any; those on recipes and
+    NCCL only where torch imports.
+    """
+    verdicts = {"gpus": _gpus(facts)}
+    if facts.software.works:
+        from narrowgauge.cluster.doctor.check_recipes import check_recipes  # it imports torch
+
+        verdicts |= {"recipes": check_recipes(facts), "nccl": _nccl(facts)}
     if len(facts.hardware.gpus) > 1:
         verdicts["peers"] = _peers(facts)
     if facts.hardware.gpus:
@@ -29,7 +35,7 @@ def _gpus(facts: Facts) -> Verdict:
     software, gpus = facts.software, facts.hardware.gpus
     if not gpus:
         return _no_gpu(facts)
-    kinds = [str(_device(gpu, software.library)) for gpu in gpus]
+    kinds = [_kind(gpu) for gpu in gpus]
     alike = Counter(
         f"{gpu.name}, {human_bytes(gpu.memory)}, {kind}" for gpu, kind in zip(gpus, kinds, strict=True)
     )
@@ -38,10 +44,13 @@ def _gpus(facts: Facts) -> Verdict:
         kind for gpu, kind in zip(gpus, kinds, strict=True) if not _has_code(software.architectures, gpu)
     ]
     if without:
-        return miss(
-            f"{found}; this torch has code for {', '.join(software.architectures)} only",
-            f"install a torch built for {without[0]}",
-        )
+        build = right_build(facts.hardware) if gpus[0].maker == "nvidia" else None
+        fix = f"install {build}, which has code for {without[0]}"
+        if build is None:
+            fix = (
+                f"install a torch built for {without[0]} if there is one, or train on the CPU (--device cpu)"
+            )
+        return miss(f"{found}; this torch has code for {', '.join(software.architectures)} only", fix)
     if len(set(kinds)) > 1:
         return warn(
             found,
@@ -49,6 +58,11 @@ def _gpus(facts: Facts) -> Verdict:
             "and a recipe may be native on some and emulated on others",
         )
     return ok(found)
+
+
+def _kind(gpu: Gpu) -> str:
+    """What decides which code a GPU runs, in words."""
+    return f"compute capability {dotted(gpu.capability)}" if gpu.maker == "nvidia" else gpu.architecture
 
 
 def _no_gpu(facts: Facts) -> Verdict:
@@ -62,13 +76,16 @@ def _no_gpu(facts: Facts) -> Verdict:
         )
     if not hardware.makers:
         return ok("none; training runs on the CPU")
-    there = f"{count(len(hardware.makers), 'GPU')} in the machine, none that torch sees"
+    kinds = ", ".join(f"compute capability {dotted(one)}" for one in dict.fromkeys(hardware.capabilities))
+    there = f"{count(len(hardware.makers), 'GPU')} in the machine{f' ({kinds})' if kinds else ''}"
+    there += ", none that torch sees"
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         value = facts.environment.get(name)
         if value is not None and (not value.strip() or value.strip().startswith("-")):
             return warn(f"{there}: {name}={value!r} hides them", f"unset {name}, or name GPUs in it")
-    if facts.software.build == "cpu":
-        return miss(f"{there}: it is a build for CPUs", "fix torch first (see above)")
+    if facts.software.error or facts.software.build == "cpu":
+        why = "it does not import" if facts.software.error else "it is a build for CPUs"
+        return miss(f"{there}: {why}", "fix torch first (see above)")
     said = f" ({hardware.error})" if hardware.error else ""
     return miss(
         f"{there}{said}",
@@ -94,31 +111,6 @@ def _has_code(architectures: Sequence[str], gpu: Gpu) -> bool:
         if kind == "sm" and major == gpu.capability[0] and minor <= gpu.capability[1]:
             return True
     return False
-
-
-def _device(gpu: Gpu, library: tuple[int, int]) -> Device:
-    """A GPU as recipes see it, with the library that drives it."""
-    return Device(maker=gpu.maker, capability=gpu.capability, architecture=gpu.architecture, library=library)
-
-
-def _recipes(facts: Facts) -> Verdict:
-    kinds = dict.fromkeys(_device(gpu, facts.software.library) for gpu in facts.hardware.gpus)
-    devices = list(kinds) or [Device(maker="cpu")]
-    native = [name for name in recipe_names() if all(_is_native(name, device) for device in devices)]
-    emulated = [name for name in recipe_names() if name not in native]
-    found = f"native: {', '.join(native)}; emulated: {', '.join(emulated) or 'none'}"
-    latest = [replace(device, library=(99, 0)) for device in devices]
-    gained = [name for name in emulated if all(_is_native(name, device) for device in latest)]
-    if gained:
-        device = next(d for d in devices if not _is_native(gained[0], d))
-        reason = choose_backend(recipe(gained[0]), device).reason.partition(";")[0]
-        fix = f"install a torch of a newer CUDA to run {', '.join(gained)} natively: {reason}"
-        return warn(found, fix)
-    return ok(found)
-
-
-def _is_native(name: str, device: Device) -> bool:
-    return choose_backend(recipe(name), device).name == "native"
 
 
 def _nccl(facts: Facts) -> Verdict:

@@ -62,7 +62,7 @@ def _locked_memory(facts: Facts) -> Verdict:
 
 def _shared_memory(facts: Facts) -> Verdict:
     shared, bounds = facts.system.shared_memory, LIMITS["shared_memory"]
-    if not facts.system.linux:
+    if facts.system.name != "Linux":
         return ok("not a file system here")
     if shared is None:
         return warn("there is no /dev/shm", "mount a tmpfs there: mount -t tmpfs tmpfs /dev/shm")

@@ -1,50 +1,136 @@
-"""The verdicts on Python, torch and the driver: whether the software is the one for these GPUs.
+"""The verdicts on the system, Python, torch and the driver: whether the software is the one for this machine.
 
 CUDA's rules of compatibility: a program built with CUDA M.n runs with any driver of major version M or later,
 and with one older than n it may lack what came in between ("CUDA Compatibility" of NVIDIA's documentation).
 """
 
 from narrowgauge.cluster.doctor.facts import LIMITS, Facts, Verdict, count, dotted, miss, ok, release, warn
+from narrowgauge.cluster.doctor.torch_setup.builds import right_build
+from narrowgauge.cluster.doctor.torch_setup.import_errors import fix_of, is_absent
 
 _OLDEST = LIMITS["version"]
 _NAMES = {"cuda": "CUDA", "rocm": "ROCm"}
 _BUILDS = {"nvidia": "cuda", "amd": "rocm"}
 _MAKERS = {"nvidia": "NVIDIA", "amd": "AMD"}
+_WHERE = "(pytorch.org, 'Get Started', has the line)"
 
 
 def check_software(facts: Facts) -> dict[str, Verdict]:
     """The verdicts by item, in the order in which they are to be fixed."""
-    return {"python": _python(facts), "torch": _torch(facts), "driver": _driver(facts)}
+    return {
+        "system": _system(facts),
+        "python": _python(facts),
+        "packages": _packages(facts),
+        "torch": _torch(facts),
+        "driver": _driver(facts),
+    }
+
+
+def _system(facts: Facts) -> Verdict:
+    """The verdict on the operating system, the C library and the processor."""
+    system, software = facts.system, facts.software
+    if system.name == "Windows":
+        return warn(
+            f"Windows {system.machine}: the library, recipes, formats and doctor work, runs do not",
+            "use WSL 2 (Windows Subsystem for Linux) for everything else",
+        )
+    if system.name != "Linux":
+        found = f"{system.name} {system.machine}"
+        if software.error and system.machine != "arm64":
+            return miss(found, "use Linux, or a Mac with an Apple processor: there is no torch for others")
+        return warn(f"{found}: narrowgauge was written and tested on Linux", "use Linux for runs that matter")
+    return _linux(facts)
+
+
+def _linux(facts: Facts) -> Verdict:
+    """The verdict on a Linux. What torch's wheels need is judged only where torch does not import."""
+    system, software = facts.system, facts.software
+    needed = software.glibc or _OLDEST["glibc"]
+    library = f"glibc {dotted(system.glibc)}" if system.glibc else "a C library other than glibc"
+    found = f"Linux {system.machine}, {library}"
+    if software.error and system.machine not in ("x86_64", "aarch64"):
+        return miss(found, "build torch from its source: it has wheels for x86_64 and aarch64")
+    if software.error and (not system.glibc or system.glibc < needed):
+        whose = f"torch {software.torch}" if software.torch else "torch's wheels"
+        return miss(
+            f"{found}; {whose} need{'s' if software.torch else ''} glibc {dotted(needed)} or later",
+            "use a newer Linux (RHEL 8, Debian 10, Ubuntu 20.04 or later), or a container of one (Apptainer, "
+            "Docker)",
+        )
+    if system.machine != "x86_64" or not system.cpu:
+        return ok(found)
+    if "avx2" not in system.cpu:
+        return warn(
+            f"{found}, no AVX2: torch is slow here, and a build for later processors ends in SIGILL",
+            "choose a machine with AVX2, or in a virtual machine a CPU model that shows it (-cpu host)",
+        )
+    best = "AVX-512" if "avx512f" in system.cpu else "AVX2"
+    return ok(f"{found}, {best}" + (", AMX" if "amx_bf16" in system.cpu else ""))
+
+
+def _packages(facts: Facts) -> Verdict:
+    """The verdict on the packages beside torch."""
+    there = facts.software.packages
+    missing = [name for name, version in there.items() if not version]
+    if missing:
+        return miss(f"missing: {', '.join(missing)}", f"python -m pip install {' '.join(missing)}")
+    old = [n for n, v in there.items() if v != "unknown" and release(v) < LIMITS["packages"][n]]
+    if old:
+        wanted = " ".join(f"'{name}>={dotted(LIMITS['packages'][name])}'" for name in old)
+        found = ", ".join(f"{name} {there[name]}" for name in old)
+        return miss(f"too old: {found}", f"python -m pip install {wanted}")
+    return ok(", ".join(f"{name} {version}" for name, version in there.items()))
 
 
 def _python(facts: Facts) -> Verdict:
     version, oldest = facts.software.python, _OLDEST["python"]
     if version[:2] < oldest:
         return miss(dotted(version), f"install Python {dotted(oldest)} or later")
+    newest = _OLDEST["newest_python"]
+    if facts.software.error and version[:2] > newest:
+        found = f"{dotted(version)}, for which torch may have no wheel yet"
+        return warn(found, f"install Python {dotted(oldest)} to {dotted(newest)}")
     return ok(dotted(version))
 
 
 def _torch(facts: Facts) -> Verdict:
     software, makers = facts.software, facts.hardware.makers
+    if not software.torch:
+        return miss(*_absent(facts))
     library = f" {dotted(software.library)}" if software.build != "cpu" else ""
     found = f"{software.torch}, built for {_NAMES.get(software.build, 'CPUs')}{library}"
     if release(software.torch) < _OLDEST["torch"]:
-        return miss(found, f"install torch {dotted(_OLDEST['torch'])} or later")
+        return miss(found, f"install {_right_build(facts, max(makers, default=''))}")
+    if software.error:
+        return miss(f"{found}; it does not import: {software.error}", fix_of(software.error))
     if makers and not any(_BUILDS[maker] == software.build for maker in makers):
         maker = max(makers)
         return miss(
             f"{found}; this machine has {count(makers.count(maker), f'{_MAKERS[maker]} GPU')}",
-            f"install {_right_build(facts, maker)} instead (pytorch.org, 'Get Started', has the line)",
+            f"install {_right_build(facts, maker)} instead {_WHERE}",
         )
     return ok(found)
 
 
+def _absent(facts: Facts) -> tuple[str, str]:
+    """(what there is, the fix) where no torch is installed."""
+    error, makers = facts.software.error, facts.hardware.makers
+    if not is_absent(error):
+        return f"it does not import: {error}", fix_of(error)
+    if makers:
+        return "not installed", f"install {_right_build(facts, max(makers))} {_WHERE}"
+    return (
+        "not installed",
+        "python -m pip install torch; without a GPU the build for CPUs is smaller " + _WHERE,
+    )
+
+
 def _right_build(facts: Facts, maker: str) -> str:
-    """The build of torch that a GPU of this maker takes."""
-    newest = facts.hardware.driver_cuda
-    if maker == "nvidia" and newest:
-        return f"a torch built for CUDA {dotted(newest)} or earlier, the newest that driver knows"
-    return f"a torch built for {_NAMES[_BUILDS[maker]]}"
+    """The build of torch that a GPU of this maker takes; "" for a machine without one."""
+    if maker == "amd":
+        return f"torch {dotted(_OLDEST['torch'])} or later, built for ROCm"
+    build = right_build(facts.hardware) if maker else None
+    return str(build) if build else f"torch {dotted(_OLDEST['torch'])} or later"
 
 
 def _driver(facts: Facts) -> Verdict:
@@ -60,10 +146,15 @@ def _driver(facts: Facts) -> Verdict:
             "install NVIDIA's driver, or start the container with its GPUs (docker run --gpus all)",
         )
     found = f"NVIDIA {found}, for CUDA up to {dotted(newest)}"
+    update = (
+        f"update the driver ({_OLDEST['driver']} or later for CUDA 12, {_OLDEST['driver_13']} for CUDA 13)"
+    )
+    if newest < _OLDEST["cuda"]:
+        return miss(f"{found}; torch {dotted(_OLDEST['torch'])} and later bring CUDA 12 or 13", update)
     if software.build != "cuda" or newest >= software.library:
         return ok(found)
     built = f"torch was built for CUDA {dotted(software.library)}"
-    fix = f"update the driver, or install a torch built for CUDA {dotted(newest)} or earlier"
+    fix = f"{update}, or install {_right_build(facts, 'nvidia')}"
     if newest[0] < software.library[0]:
         return miss(f"{found}; {built}", fix)
     return warn(f"{found}; {built}: it runs, without what is newer than the driver", fix)

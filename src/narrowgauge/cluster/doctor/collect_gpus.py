@@ -1,48 +1,40 @@
-"""Reads which GPUs there are, from the kernel, the driver and torch, who need not agree.
-
-Torch is asked in a process of its own: a broken driver may hang or crash it, and the doctor's own use of
-the GPU is over when it looks at who else uses it.
-"""
+"""Reads which GPUs there are, from the kernel, the driver and torch (`ask_torch`), who need not agree."""
 
 import ctypes
-import json
 import re
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from narrowgauge.cluster.doctor.commands import answer_of
-from narrowgauge.cluster.doctor.facts import LIMITS, Gpu, Hardware
+from narrowgauge.cluster.doctor.facts import LIMITS, Gpu, Hardware, Version, release
+from narrowgauge.cluster.doctor.torch_setup.ask_torch import TorchReport
 
 Use = Mapping[str, tuple[int | None, int | None]]  # (bytes in use, percent busy) by GPU id
-_TORCH_SECONDS, _TOOL_SECONDS = 90.0, 15.0
+_TOOL_SECONDS = 15.0
 _VENDORS = {"0x10de": "nvidia", "0x1002": "amd"}
 _GPU_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 _USE = "--query-gpu=uuid,memory.used,utilization.gpu"
-_ASK = "from narrowgauge.cluster.doctor.collect_gpus import answer; answer()"
-_MARK = "narrowgauge-doctor:"
 
 
-def collect_hardware(build: str) -> Hardware:
-    """The GPUs of this machine; `build` is what torch was built for."""
+def collect_hardware(torch: TorchReport) -> Hardware:
+    """The GPUs of this machine, with those of torch's report."""
     makers = ("nvidia",) * _nvidia_gpus() + ("amd",) * _amd_gpus()
     newest, is_nvidia = _driver_cuda(), "nvidia" in makers
     driver = _nvidia_driver() if is_nvidia else _text("/sys/module/amdgpu/version") if makers else ""
     use = parse_use(_smi(_USE)) if is_nvidia else {}
     processes = parse_processes(_smi("--query-compute-apps=gpu_uuid,pid")) if is_nvidia else {}
     links = parse_links(answer_of(["nvidia-smi", "topo", "-m"], _TOOL_SECONDS).out) if is_nvidia else ()
-    gpus, error = torch_gpus(use, processes) if build != "cpu" and (makers or newest) else ((), "")
+    gpus = joined(torch.gpus, use, processes)
     makers = makers or tuple(gpu.maker for gpu in gpus)
     return Hardware(
         makers=makers,
         on_bus=_on_bus(),
         driver=driver,
         driver_cuda=newest,
+        capabilities=parse_capabilities(_smi("--query-gpu=compute_cap")) if is_nvidia else (),
         gpus=gpus,
-        error=error,
+        error=torch.gpu_error,
         links=links if len(gpus) == len(makers) else (),  # those between others that torch does not see
         fabric=any(Path("/sys/class/infiniband").glob("*")),
     )
@@ -120,6 +112,11 @@ def parse_processes(text: str) -> dict[str, tuple[int, ...]]:
     return {uuid: tuple(int(pid) for other, pid in rows if other == uuid) for uuid, _ in rows}
 
 
+def parse_capabilities(text: str) -> tuple[Version, ...]:
+    """The compute capabilities in nvidia-smi's lines `8.9`; drivers before 510 do not know the question."""
+    return tuple(release(line) for line in text.splitlines() if re.fullmatch(r"\d+\.\d+", line.strip()))
+
+
 def parse_links(text: str) -> tuple[str, ...]:
     """The kinds of connection between two GPUs, from the matrix that `nvidia-smi topo -m` prints."""
     kinds: set[str] = set()
@@ -130,57 +127,18 @@ def parse_links(text: str) -> tuple[str, ...]:
     return tuple(sorted(kinds))
 
 
-def torch_gpus(use: Use, processes: Mapping[str, tuple[int, ...]]) -> tuple[tuple[Gpu, ...], str]:
-    """(the GPUs that torch sees, or none and what it said)."""
-    said = answer_of([sys.executable, "-c", _ASK], _TORCH_SECONDS)
-    last = (said.error.strip().splitlines() or ["it ended without an answer"])[-1]
-    return parse_torch(said.out, use, processes) or ((), last[:300])
-
-
-def parse_torch(
-    text: str, use: Use, processes: Mapping[str, tuple[int, ...]]
-) -> tuple[tuple[Gpu, ...], str] | None:
-    """(the GPUs, what was wrong) from the line that `answer` prints, with the driver's figures."""
-    lines = [line for line in text.splitlines() if line.startswith(_MARK)]
-    if not lines:
-        return None
-    answered = json.loads(lines[-1].removeprefix(_MARK))
-    gpus = []
-    for facts in answered["gpus"]:
+def joined(
+    gpus: Sequence[Mapping[str, Any]], use: Use, processes: Mapping[str, tuple[int, ...]]
+) -> tuple[Gpu, ...]:
+    """The GPUs that torch described (`ask_torch`), with the driver's figures."""
+    found = []
+    for described in gpus:
+        facts = dict(described)
         uuid = f"GPU-{facts.pop('uuid')}"
         facts["capability"], facts["peers"] = tuple(facts["capability"]), tuple(facts["peers"])
         facts["used"], facts["busy"] = use.get(uuid, (facts["used"], None))
-        gpus.append(Gpu(**facts, processes=processes.get(uuid, ())))
-    return tuple(gpus), answered["error"]
-
-
-def answer() -> None:
-    """Print what torch knows of its GPUs, as JSON; run in a process of its own."""
-    gpus: list[dict[str, Any]] = []
-    error = ""
-    try:
-        torch.cuda.init()
-        gpus = [_describe(index) for index in range(torch.cuda.device_count())]
-    except Exception as problem:  # whatever a broken installation raises is the answer
-        error = (str(problem).strip() or type(problem).__name__).splitlines()[0]
-    print(_MARK + json.dumps({"gpus": gpus, "error": error}))
-
-
-def _describe(index: int) -> dict[str, Any]:
-    others = (other for other in range(torch.cuda.device_count()) if other != index)
-    properties = torch.cuda.get_device_properties(index)
-    free, total = torch.cuda.mem_get_info(index)
-    is_amd = bool(torch.version.hip)
-    return {
-        "name": properties.name,
-        "maker": "amd" if is_amd else "nvidia",
-        "capability": (0, 0) if is_amd else torch.cuda.get_device_capability(index),
-        "architecture": properties.gcnArchName.partition(":")[0] if is_amd else "",
-        "memory": properties.total_memory,
-        "peers": [other for other in others if torch.cuda.can_device_access_peer(index, other)],
-        "uuid": str(getattr(properties, "uuid", "")),
-        "used": total - free,
-    }
+        found.append(Gpu(**facts, processes=processes.get(uuid, ())))
+    return tuple(found)
 
 
 def _text(path: str | Path) -> str:

@@ -3,9 +3,8 @@
 import contextlib
 import ctypes
 import os
-import resource
+import platform
 import shutil
-import sys
 import sysconfig
 import tempfile
 import time
@@ -15,7 +14,8 @@ from pathlib import Path
 
 import narrowgauge
 from narrowgauge.cluster.doctor.commands import answer_of, in_time, words_of
-from narrowgauge.cluster.doctor.facts import Compiler, Disk, System
+from narrowgauge.cluster.doctor.facts import Compiler, Disk, System, Version
+from narrowgauge.operating_system import limits_of, system_name
 
 _SHARED = Path("/dev/shm")
 _PIECE, _WRITING = 1 << 22, 2.0  # bytes of a piece of a test file, seconds that all may take
@@ -33,9 +33,12 @@ def collect_system() -> System:
         cores=_cores(),
         machine_cores=os.cpu_count() or 1,
         threads=int(threads) if threads.isdecimal() else None,
-        open_files=_limit(resource.RLIMIT_NOFILE),
-        locked_memory=_limit(resource.RLIMIT_MEMLOCK),
-        linux=sys.platform == "linux",
+        open_files=limits_of("RLIMIT_NOFILE"),
+        locked_memory=limits_of("RLIMIT_MEMLOCK"),
+        name=system_name(),
+        machine=platform.machine(),
+        glibc=_glibc(),
+        cpu=_instruction_sets(),
         shared_memory=collect_disk(_SHARED, pieces=0) if _SHARED.exists() else None,
         now=time.time(),
         installed=Path(narrowgauge.__file__).stat().st_mtime,
@@ -52,16 +55,30 @@ def _cores() -> int:
     return cores
 
 
-def _limit(which: int) -> tuple[int | None, int | None]:
-    soft, hard = (None if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(which))
-    return soft, hard
+def _glibc() -> Version:
+    """The version of glibc; () where there is another C library."""
+    try:
+        text = os.confstr("CS_GNU_LIBC_VERSION") or ""  # "glibc 2.36"
+    except (AttributeError, OSError, ValueError):
+        return ()
+    return tuple(int(part) for part in text.removeprefix("glibc ").split(".")[:2] if part.isdecimal())
+
+
+def _instruction_sets() -> frozenset[str]:
+    """The flags of the first processor in /proc/cpuinfo."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            name, _, words = line.partition(":")
+            if name.strip() in ("flags", "Features"):  # x86, ARM
+                return frozenset(words.split())
+    return frozenset()
 
 
 def _synchronized() -> bool | None:
     """Whether the kernel's clock follows another; None where it does not say."""
     try:
         state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(512))  # modes 0: only ask
-    except (OSError, AttributeError):
+    except (OSError, AttributeError, TypeError):  # TypeError: Windows has no library of the process itself
         return None
     return None if state < 0 else bool(state != _NOT_SYNCHRONIZED)
 
@@ -84,9 +101,9 @@ def _disk(place: Path, pieces: int) -> Disk:
         place = place.parent
     disk = Disk(path=str(place), kind=_kind(place))
     try:
-        space, inodes = shutil.disk_usage(place), os.statvfs(place)
+        space = shutil.disk_usage(place)
         disk = replace(disk, size=space.total, free=space.free)
-        if inodes.f_files:
+        if hasattr(os, "statvfs") and (inodes := os.statvfs(place)).f_files:
             disk = replace(disk, inodes=inodes.f_files, inodes_free=inodes.f_favail)
         speed, skew = _write(place, min(pieces, space.free // (4 * _PIECE)))
         return replace(disk, speed=speed, skew=skew)

@@ -1,14 +1,15 @@
 """The facts that `doctor` judges about a machine, as plain data, and the form of its verdicts.
 
-`doctor_gather` reads the facts off the machine. The `doctor_judge_*` files turn them into verdicts and look
-at nothing else, so that a machine that nobody has at hand can be written down and judged, as the tests do.
+The `collect_*` files read the facts off the machine. The `check_*` files turn them into verdicts and look at
+nothing else, so that a machine that nobody has at hand can be written down and judged, as the tests do.
 
 Sizes are bytes and times are seconds. A number that could not be found out is None; a word is "".
 """
 
+import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, NamedTuple
 
@@ -20,14 +21,23 @@ class Software:
     """Python, torch and what torch was built with."""
 
     python: Version  # of the running Python
-    torch: str  # torch's version, as it writes it
-    build: str  # "cpu", "cuda" or "rocm"
+    torch: str  # torch's version, as it writes it; "" if there is none
+    error: str = ""  # why torch does not import
+    glibc: Version = ()  # the oldest glibc that the installed torch runs with; () if not known
+    packages: Mapping[str, str] = field(default_factory=dict)  # version of each other package; "" if missing
+    build: str  # "cpu", "cuda" or "rocm"; "" if not known
     library: tuple[int, int]  # version of the CUDA or ROCm of the build
     architectures: tuple[
         str, ...
     ]  # the GPUs it has code for: "sm_90", "compute_120", "gfx942"; () if not known
     backends: tuple[str, ...]  # the backends of torch.distributed that are built in: "gloo", "nccl"
     nccl: Version  # version of NCCL, or of RCCL on AMD
+
+    @property
+    def works(self) -> bool:
+        """Whether the rest of this package can be imported."""
+        has_torch = not self.error and release(self.torch) >= LIMITS["version"]["torch"]
+        return has_torch and all(self.packages.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +63,7 @@ class Hardware:
     on_bus: tuple[str, ...] = ()  # of each GPU on the machine's PCI bus, whoever may use it
     driver: str = ""  # version of the NVIDIA or AMD driver
     driver_cuda: tuple[int, int] | None = None  # the newest CUDA that the NVIDIA driver knows
+    capabilities: tuple[Version, ...] = ()  # of the NVIDIA GPUs, as the driver tells them without torch
     gpus: tuple[Gpu, ...] = ()  # those that torch sees
     error: str = ""  # what torch said when it was asked for them, if it was not an answer
     links: tuple[str, ...] = ()  # the kinds of connection between two GPUs, such as "NV18", "PHB"
@@ -119,7 +130,10 @@ class System:
     threads: int | None  # $OMP_NUM_THREADS
     open_files: tuple[int | None, int | None]  # (soft, hard) limits; None: unlimited
     locked_memory: tuple[int | None, int | None]
-    linux: bool  # whether it is Linux, where shared memory is the file system /dev/shm
+    name: str  # of the operating system: "Linux", "macOS", "Windows"
+    machine: str  # the processor's kind: "x86_64", "aarch64"
+    glibc: Version  # () where the C library is another one
+    cpu: frozenset[str]  # the processor's instruction sets, as Linux names them; empty if not known
     shared_memory: Disk | None  # /dev/shm; None: there is none
     now: float  # seconds since 1970
     installed: float  # when the newest file of this package was written
@@ -179,8 +193,8 @@ def dotted(version: Version) -> str:
 
 
 def release(version: str) -> tuple[int, int]:
-    """The first two numbers of a version: (2, 11) of "2.11.0+cu128"."""
-    major, minor = version.split(".")[:2]
+    """The first two numbers of a version: (2, 11) of "2.11.0+cu128"; zeros for what is missing."""
+    major, minor, *_ = [*re.findall(r"\d+", version), "0", "0"]
     return int(major), int(minor)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from narrowgauge.data.cache import Progress, cache_directory, no_progress
+from narrowgauge.data.cache import Progress, no_progress
 from narrowgauge.data.corpus import LAYOUT_VERSION, MANIFEST_FILE, Corpus, is_corpus, open_corpus
 from narrowgauge.data.preparation.corpus_builder import CorpusBuilder, SourceFiles
 from narrowgauge.data.preparation.document_filter import Options
@@ -30,7 +30,7 @@ from narrowgauge.data.sources import open_source
 from narrowgauge.data.tokenization.names import tokenizer_identity
 from narrowgauge.data.tokenization.tokenizer import load_tokenizer, parallel_tokenizing
 from narrowgauge.errors import UserError
-from narrowgauge.files import staged_directory
+from narrowgauge.files import cache_directory, staged_directory
 
 _FEW_BYTES = 8 << 20  # below this, processes take longer to start than they save
 

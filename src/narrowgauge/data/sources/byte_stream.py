@@ -127,9 +127,7 @@ def _zstd() -> Callable[[], _Decoder]:
     try:
         import zstandard
     except ImportError:
-        raise UserError(
-            "a .zst file needs the package zstandard; run pip install 'narrowgauge[data]'"
-        ) from None
+        raise UserError("a .zst file needs the package zstandard; python -m pip install zstandard") from None
 
     class Zstd:
         def __init__(self) -> None:

@@ -132,7 +132,7 @@ def _open(name: str, config: str | None, split: str, skip: int) -> Iterator[dict
         import datasets
     except ImportError:
         raise UserError(
-            f"data set {name!r} needs the package datasets; run pip install 'narrowgauge[data]'"
+            f"data set {name!r} needs the package datasets; python -m pip install datasets"
         ) from None
     rows = datasets.load_dataset(name, config, split=split, streaming=not _offline())
     return iter(rows.skip(skip) if skip else rows)

@@ -74,7 +74,5 @@ def _pyarrow() -> tuple[Any, Any]:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise UserError(
-            "a .parquet file needs the package pyarrow; run pip install 'narrowgauge[data]'"
-        ) from None
+        raise UserError("a .parquet file needs the package pyarrow; python -m pip install pyarrow") from None
     return pyarrow, pyarrow.parquet

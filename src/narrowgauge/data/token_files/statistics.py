@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from narrowgauge.data.cache import Progress, cache_directory
+from narrowgauge.data.cache import Progress
 from narrowgauge.data.token_files.detect import OpenFile
-from narrowgauge.files import make_directory, sha256_of, write_whole
+from narrowgauge.files import cache_directory, make_directory, sha256_of, write_whole
 
 _CHUNK = 1 << 22  # tokens read together
 

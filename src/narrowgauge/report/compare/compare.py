@@ -23,6 +23,7 @@ from rich.console import Console
 from narrowgauge.distributed import RENDEZVOUS
 from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
+from narrowgauge.operating_system import STOP_SIGNALS
 from narrowgauge.report.compare.grid import Point
 from narrowgauge.training import to_toml
 
@@ -76,7 +77,7 @@ def _run_process(command: Sequence[str], environment: Mapping[str, str]) -> int:
         def forward(number: int, frame: FrameType | None) -> None:
             process.send_signal(number)
 
-        handlers = {signal.SIGTERM: forward, signal.SIGUSR1: forward, signal.SIGINT: lambda *_: None}
+        handlers = dict.fromkeys(STOP_SIGNALS, forward) | {signal.SIGINT: lambda *_: None}
         previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             code = process.wait()

@@ -3,7 +3,6 @@
 import ctypes
 import os
 import re
-import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from narrowgauge.errors import UserError, unknown
+from narrowgauge.operating_system import peak_memory_held
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -120,5 +120,4 @@ def peak_memory(device: torch.device) -> int:
     """Bytes: the most that torch allocated on a GPU, or the most that this process held on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return peak_memory_held()

@@ -37,7 +37,7 @@ def require_sinks(names: Iterable[str]) -> None:
         if not is_installed(package := BACKENDS[name].package):
             raise UserError(
                 f"log.sinks names {name}, and the package {package} is not installed; "
-                f"pip install 'narrowgauge[{name}]', or leave it out"
+                f"python -m pip install {package}, or leave it out"
             )
 
 

@@ -24,6 +24,7 @@ from narrowgauge.distributed import (
     init_process_group,
     world_from,
 )
+from narrowgauge.operating_system import require_posix
 from narrowgauge.recipes import choose_backend, device_facts
 from narrowgauge.signals import Preempted, Requests, StoppedEarly, stop_requests
 from narrowgauge.training.config.config import Config, make_config
@@ -75,6 +76,7 @@ def run(
         PoisonedError: weights or moments became non-finite; existing checkpoints are unchanged.
         SaveError: the last save or one requested by a signal failed, or too many in a row.
     """
+    require_posix("a run")
     check_keys(allow_change)
     config = config if isinstance(config, Config) else make_config(config or {})
     setup = _set_up(config, Path(out) if out is not None else default_out(config, allow_change))

@@ -71,5 +71,6 @@ def _harness() -> tuple[Any, Any]:
         return importlib.import_module("lm_eval"), importlib.import_module("lm_eval.tasks").TaskManager
     except ImportError as error:
         raise UserError(
-            f"the lm-evaluation-harness cannot be imported ({error}); pip install 'narrowgauge[eval]'"
+            f"the lm-evaluation-harness cannot be imported ({error}); "
+            "python -m pip install lm-eval transformers accelerate"
         ) from None

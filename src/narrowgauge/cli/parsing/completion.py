@@ -8,13 +8,12 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 
-from narrowgauge.cli.options import SHORT, Parser
+from narrowgauge.cli.parsing.key_parser import KeyParser
+from narrowgauge.cli.parsing.options import SHORT
 from narrowgauge.errors import unknown
 from narrowgauge.models import model_names
 from narrowgauge.quantization import cast_names, state_cast_names
 from narrowgauge.recipes import GEMM_PLACES, recipe_names
-
-HELP = "a script that completes verbs, options and names in bash, zsh or fish"
 
 _WORDS = re.compile(r"[a-z][a-z0-9-]*(\|[a-z][a-z0-9-]*)+")  # one of some words
 _BASH = """\
@@ -43,7 +42,7 @@ _ZSH = "# Completion of narrowgauge in zsh, by: source <(narrowgauge completion 
 )
 
 
-def add_options(p: Parser, verbs: Mapping[str, Parser]) -> None:
+def add_options(p: KeyParser, verbs: Mapping[str, KeyParser]) -> None:
     """Add the options of the verb; `verbs` are all parsers, by name."""
     p.add_argument("shell", metavar="bash|zsh|fish", help="for which the script is printed")
     p.set_defaults(verbs=verbs)
@@ -57,7 +56,7 @@ def run(options: argparse.Namespace) -> None:
     print(_ZSH + text if options.shell == "zsh" else text, end="")
 
 
-def _bash(verbs: Mapping[str, Parser]) -> str:
+def _bash(verbs: Mapping[str, KeyParser]) -> str:
     values, options = [], []
     for verb, parser in verbs.items():
         by_words: dict[str, list[str]] = {}
@@ -73,7 +72,7 @@ def _bash(verbs: Mapping[str, Parser]) -> str:
     return _BASH.format(verbs=first, values="\n".join(values), options="\n".join(options))
 
 
-def _fish(verbs: Mapping[str, Parser]) -> Iterator[str]:
+def _fish(verbs: Mapping[str, KeyParser]) -> Iterator[str]:
     yield "# Completion of narrowgauge in fish, by: narrowgauge completion fish | source"
     for verb, parser in verbs.items():
         what = _quoted(parser.description)
@@ -94,7 +93,7 @@ def _quoted(text: str | None) -> str:
     return "'" + (text or "").replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
-def _options(parser: Parser) -> list[argparse.Action]:
+def _options(parser: KeyParser) -> list[argparse.Action]:
     return [action for action in parser._actions if action.option_strings]
 
 

@@ -1,0 +1,24 @@
+"""`doctor`: what is wrong with this machine? It imports no torch, because that is what may be wrong."""
+
+import argparse
+
+from rich.console import Console
+
+from narrowgauge.cluster.doctor.doctor import as_json, examine, print_items
+
+
+def add_options(p: argparse.ArgumentParser) -> None:
+    """Add the options of the verb."""
+    p.add_argument("--json", action="store_true", help="a list of {item, status, found, fix}")
+    p.add_argument("--data", metavar="SOURCE", help="look at this data too: whatever train --data takes")
+    p.add_argument("--tokenizer", metavar="T", help="look at this tokenizer too: bytes, bpe-N, or its file")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Examine the machine and print the verdicts; returns 1 if something is missing, else 0."""
+    verdicts = examine(options.data, options.tokenizer)
+    if options.json:
+        print(as_json(verdicts))
+    else:
+        print_items(verdicts, Console())
+    return int(any(verdict.status == "MISS" for verdict in verdicts.values()))

@@ -1,0 +1,71 @@
+"""Options that verbs share: a configuration file and its keys."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.cli.parsing.key_parser import KeyParser
+from narrowgauge.errors import UserError
+from narrowgauge.training import config_keys, load_values
+from narrowgauge.training.config.synonyms import other_names, plain
+
+# Short options for the keys that are used most.
+SHORT = {
+    "model": "model.name",
+    "data": "data.source",
+    "recipe": "recipe.name",
+    "backend": "recipe.backend",
+    "steps": "training.steps",
+    "seed": "training.seed",
+    "device": "training.device",
+    "memory-limit": "training.memory_limit",
+}
+
+
+def add_config_options(p: KeyParser) -> None:
+    """Add CONFIG.toml, --out, the short options and one option for each key of the configuration."""
+    keys = config_keys()
+    p.take_keys()
+    p.add_argument("config", metavar="CONFIG.toml", type=Path, nargs="?", help="a configuration file")
+    p.add_argument("--out", type=Path, metavar="DIR", help="the run directory")
+    for short, name in SHORT.items():
+        text = str(keys[name]).replace("%", "%%")
+        p.add_argument(f"--{short}", dest=name, metavar=keys[name].takes, help=text)
+    for name, key in keys.items():
+        is_switch = key.takes == "true|false"
+        p.add_argument(
+            f"--{name}",
+            dest=name,
+            metavar=key.takes,
+            help=argparse.SUPPRESS,
+            default=argparse.SUPPRESS,
+            nargs="?" if is_switch else None,
+            const="true" if is_switch else None,
+        )
+
+
+def positive_integer(text: str) -> int:
+    """Convert the text of an option to a whole number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def key_names() -> dict[str, str]:
+    """The key of each name that means one: the short options, endings of keys, synonyms."""
+    names = {name: keys[0] for name, keys in other_names(config_keys()).items() if len(keys) == 1}
+    return names | {name.replace("-", "_"): key for name, key in names.items()} | SHORT
+
+
+def config_values(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Nested values of the TOML file; values of the command line replace them."""
+    if options.config and plain(str(options.config).partition("=")[0]) in other_names(config_keys()):
+        raise UserError(
+            f"{str(options.config)!r} is no configuration file; options begin with --, as in --steps 100"
+        )
+    values: dict[str, dict[str, Any]] = load_values(options.config) if options.config else {}
+    for key, value in vars(options).items():
+        if "." in key and value is not None:
+            section, _, name = key.partition(".")
+            values.setdefault(section, {})[name] = value
+    return values

@@ -1,0 +1,43 @@
+"""Looks at the data and the tokenizer that the user named; imported where torch imports, which both need."""
+
+from pathlib import Path
+
+from narrowgauge.cluster.doctor.facts import Given
+from narrowgauge.data import is_corpus, load_tokenizer, open_corpus, split_sources
+from narrowgauge.data.sources import open_source
+from narrowgauge.data.sources.hub import PREFIX
+from narrowgauge.data.token_files.source import token_files
+from narrowgauge.data.tokenization.names import tokenizer_identity
+from narrowgauge.errors import UserError
+
+
+def collect_data(source: str) -> Given:
+    """The kinds of the sources, none of which is prepared."""
+    try:
+        found = [_one_source(name) for name in split_sources(source)]
+    except (UserError, OSError) as error:
+        return Given(name=source, error=str(error))
+    return Given(name=source, found="; ".join(found))
+
+
+def _one_source(name: str) -> str:
+    if name.startswith(PREFIX):
+        return "a data set of the Hugging Face hub"
+    folder = Path(name).expanduser()
+    if is_corpus(folder):
+        facts = open_corpus(folder).manifest
+        return f"a prepared corpus, whole: {facts.train_tokens:,} tokens to train on"
+    if files := token_files(name):
+        train, val = files
+        return f"token files: {len(train)} to train on, {len(val) or 'the tail of them'} held out"
+    return f"text: {len(open_source(name).inputs):,} files"
+
+
+def collect_tokenizer(name: str) -> Given:
+    """The size of the tokenizer."""
+    try:
+        if tokenizer_identity(name) == name:
+            return Given(name=name, found="needs no file")
+        return Given(name=name, found=f"{load_tokenizer(Path(name).expanduser()).vocab_size:,} tokens")
+    except (UserError, OSError) as error:
+        return Given(name=name, error=str(error))

@@ -1,0 +1,124 @@
+"""Asks torch about itself, in a process of its own.
+
+A torch that does not fit the machine does not only raise: it may crash the process that imports it, or hang
+on a broken driver. So the doctor never imports it. And its use of a GPU is over when the doctor looks at who
+else uses it.
+"""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from signal import Signals
+from typing import Any
+
+from narrowgauge.cluster.doctor.commands import Answer, answer_of
+from narrowgauge.cluster.doctor.torch_setup.import_errors import UNKNOWN, words_of_import
+
+_SECONDS = 120.0
+_ASK = "from narrowgauge.cluster.doctor.torch_setup.ask_torch import answer; answer()"
+_MARK = "narrowgauge-doctor:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchReport:
+    """What torch said of itself and of the GPUs that it sees.
+
+    Attributes:
+        error: Why torch does not import; "" if it does.
+        software: `version`, `cuda`, `hip`, `architectures`, `backends` and `nccl` of torch.
+        gpus: The fields of `Gpu` for each GPU, and its `uuid`.
+        gpu_error: What torch said when it was asked for the GPUs, if it was not an answer.
+    """
+
+    error: str = ""
+    software: dict[str, Any] = field(default_factory=dict)
+    gpus: tuple[dict[str, Any], ...] = ()
+    gpu_error: str = ""
+
+
+def ask_torch() -> TorchReport:
+    """The report of torch, from a process that imports it; a torch for CPUs that is here already is asked."""
+    torch = sys.modules.get("torch")
+    if torch is not None and not (torch.version.cuda or torch.version.hip):
+        return TorchReport(software=_software(torch))
+    return parse_report(answer_of([sys.executable, "-c", _ASK], _SECONDS))
+
+
+def parse_report(said: Answer) -> TorchReport:
+    """The report in the line that `answer` prints, or why there is no such line."""
+    lines = [line for line in said.out.splitlines() if line.startswith(_MARK)]
+    told: dict[str, Any] = json.loads(lines[-1].removeprefix(_MARK)) if lines else {}
+    if "software" in told:
+        crash = "" if told["asked"] else _end_of(said)
+        return TorchReport(
+            software=told["software"], gpus=tuple(told["gpus"]), gpu_error=crash or told["gpu_error"]
+        )
+    return TorchReport(error=told.get("error") or _end_of(said))
+
+
+def _end_of(said: Answer) -> str:
+    """How a process ended that did not answer."""
+    if said.code is not None and said.code < 0:
+        return f"its process was killed by {Signals(-said.code).name}"
+    lines = said.error.strip().splitlines()
+    return lines[-1][:300] if lines else "its process ended without an answer"
+
+
+def answer() -> None:
+    """Print what torch is, and then also which GPUs it sees; what has been printed outlives a crash."""
+    try:
+        import torch  # here: the doctor imports this file, and never torch
+    except Exception as error:  # whatever a broken installation raises is the answer
+        print(_MARK + json.dumps({"error": words_of_import(error)}))
+        return
+    try:
+        software = _software(torch)
+    except Exception as error:
+        print(_MARK + json.dumps({"error": f"{UNKNOWN}: {words_of_import(error)}"}))
+        return
+    told: dict[str, Any] = {"software": software, "gpus": [], "gpu_error": "", "asked": False}
+    print(_MARK + json.dumps(told), flush=True)
+    try:
+        if software["cuda"] or software["hip"]:
+            torch.cuda.init()
+            told["gpus"] = [_gpu(torch, index) for index in range(torch.cuda.device_count())]
+    except Exception as error:
+        told["gpu_error"] = words_of_import(error)
+    print(_MARK + json.dumps(told | {"asked": True}), flush=True)
+
+
+def _software(torch: Any) -> dict[str, Any]:
+    """The fields of `TorchReport.software`; it raises where torch lacks a name that this package needs."""
+    from narrowgauge.torch_compat import cuda_architectures
+
+    backends: list[str] = []
+    distributed, is_gpu = torch.distributed, torch.version.cuda or torch.version.hip
+    if distributed.is_available():
+        known = {"gloo": distributed.is_gloo_available, "nccl": distributed.is_nccl_available}
+        backends = [name for name, is_there in known.items() if is_there()]
+    return {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        "hip": torch.version.hip or "",
+        "architectures": cuda_architectures(),
+        "backends": backends,
+        "nccl": torch.cuda.nccl.version()[:3] if is_gpu and "nccl" in backends else (),
+    }
+
+
+def _gpu(torch: Any, index: int) -> dict[str, Any]:
+    """The fields of `Gpu` and the `uuid` of one GPU."""
+    others = (other for other in range(torch.cuda.device_count()) if other != index)
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    is_amd = bool(torch.version.hip)
+    return {
+        "name": properties.name,
+        "maker": "amd" if is_amd else "nvidia",
+        "capability": (0, 0) if is_amd else torch.cuda.get_device_capability(index),
+        "architecture": properties.gcnArchName.partition(":")[0] if is_amd else "",
+        "memory": properties.total_memory,
+        "peers": [other for other in others if torch.cuda.can_device_access_peer(index, other)],
+        "uuid": str(getattr(properties, "uuid", "")),
+        "used": total - free,
+    }

@@ -1,0 +1,76 @@
+"""The parts of Python that exist on some operating systems only, each imported or named here alone.
+
+Linux and macOS are POSIX systems. Windows has no file locks of this kind (`fcntl`), no limits of a process
+(`resource`), no SIGUSR1, and no directory that could be opened and synced. A run needs all of them to
+survive a kill, so that it is refused there in a sentence. The library, `recipes`, `formats` and `doctor`
+work everywhere.
+"""
+
+import os
+import signal
+import sys
+from importlib import import_module
+from typing import Any
+
+from narrowgauge.errors import UserError
+
+
+def _module(name: str) -> Any:
+    """A module of the standard library; None where this system has no such module."""
+    try:
+        return import_module(name)
+    except ImportError:
+        return None
+
+
+fcntl, _resource = _module("fcntl"), _module("resource")
+IS_POSIX = fcntl is not None
+
+# A scheduler asks by SIGTERM, Ctrl-C is SIGINT, and SIGUSR1 tells that the time limit is near.
+STOP_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name)
+)
+
+# Flags of `os.open`; 0 where the system has no such rule.
+O_DIRECTORY, O_NOFOLLOW, O_NONBLOCK = (
+    getattr(os, name, 0) for name in ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK")
+)
+
+
+def system_name() -> str:
+    """The operating system's name for people: Linux, macOS or Windows."""
+    return {"linux": "Linux", "darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
+
+
+def require_posix(what: str) -> None:
+    """Refuse what locks files, syncs directories or answers to a scheduler's signals, where there are none.
+
+    Args:
+        what: The beginning of the sentence, such as "train".
+
+    Raises:
+        UserError: the system is none of POSIX's.
+    """
+    if not IS_POSIX:
+        raise UserError(
+            f"{what} needs Linux or macOS: {system_name()} lacks the file locks and signals by which a run "
+            "survives a kill; use WSL 2 (Windows Subsystem for Linux). Here, the library (ng.convert, "
+            "ng.quantize), doctor, recipes and formats work"
+        )
+
+
+def limits_of(name: str) -> tuple[int | None, int | None]:
+    """The soft and hard limit of this process, such as RLIMIT_NOFILE; None: unlimited."""
+    if _resource is None:
+        return None, None
+    soft, hard = _resource.getrlimit(getattr(_resource, name))
+    unlimited = _resource.RLIM_INFINITY
+    return (None if soft == unlimited else soft), (None if hard == unlimited else hard)
+
+
+def peak_memory_held() -> int:
+    """The most bytes of memory that this process has held; 0 where the system does not tell."""
+    if _resource is None:
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return int(_resource.getrusage(_resource.RUSAGE_SELF).ru_maxrss) * unit
