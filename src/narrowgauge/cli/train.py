@@ -8,8 +8,8 @@ from rich.console import Console
 
 from narrowgauge.cli.options import add_config_options, config_values, positive_integer
 from narrowgauge.distributed import world_from
-from narrowgauge.report import print_comparison, read_run, write_report
-from narrowgauge.training import PROFILED, convert_run, make_config, run
+from narrowgauge.report import print_comparison, read_run, read_runs, write_report
+from narrowgauge.training import PROFILED, Diverged, convert_run, default_out, make_config, run
 
 HELP = "train a model; the same line again continues a run that stopped"
 CONVERT_HELP = "a run's newest state under another recipe, in a new run directory"
@@ -53,11 +53,22 @@ def run_train(options: argparse.Namespace) -> None:
     """Train or continue a run; the first rank writes the report and prints the summary."""
     console = Console()
     allowed = [key.strip() for key in options.allow_change.split(",") if key.strip()]
-    path = run(make_config(config_values(options)), options.out, console, allowed, options.profile)
-    if world_from(os.environ, 0).rank:  # the first of several processes reports for all
-        return
+    config = make_config(config_values(options))
+    is_first = not world_from(os.environ, 0).rank  # the first of several processes reports for all
+    try:
+        path = run(config, options.out, console, allowed, options.profile)
+    except Diverged:  # a result, too: its page says how it came to that
+        if is_first:
+            _report(options.out or default_out(config), console)
+        raise
+    if is_first:
+        print_comparison([read_run(path)], console)
+        _report(path, console)
+
+
+def _report(path: Path, console: Console) -> None:
+    """Write the page of a run, and say where it is."""
     report = write_report([path], path / "report.html")
-    print_comparison([read_run(path)], console)
     console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -71,6 +82,6 @@ def run_convert(options: argparse.Namespace) -> None:
 def run_report(options: argparse.Namespace) -> None:
     """Write the page and print the comparison of the runs."""
     out = options.out or options.runs[0] / "report.html"
-    runs = [read_run(path) for path in options.runs]
+    runs = read_runs(options.runs)
     print(f"report: {write_report(options.runs, out)}")
     print_comparison(runs, Console())
