@@ -49,6 +49,20 @@ def signed(number: float) -> str:
     return text[1:] if float(text) == 0 else text
 
 
+def human_duration(seconds: float) -> str:
+    """A duration in its two largest units: 4.2 s, 12 min 3 s, 5 h 20 min, 3 d 4 h.
+
+    >>> [human_duration(s) for s in (4.21, 59.96, 723, 19_230, 273_900)]
+    ['4.2 s', '1 min 0 s', '12 min 3 s', '5 h 20 min', '3 d 4 h']
+    """
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    units = ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+    whole = {unit: round(seconds / part) * part for unit, _, part, _ in units}
+    unit, name, part, part_name = next((u for u in units if whole[u[0]] >= u[0]), units[-1])
+    return f"{whole[unit] // unit} {name} {whole[unit] % unit // part} {part_name}"
+
+
 def parse_bytes(size: str) -> int:
     """The bytes of a size such as 24GB (10^9), 22GiB (2^30) or 500MB; 0 for "".
 

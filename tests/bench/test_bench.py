@@ -8,7 +8,7 @@ import torch
 
 from narrowgauge.bench.ceilings import Ceilings
 from narrowgauge.bench.peers import peer_step
-from narrowgauge.bench.timing import Spread
+from narrowgauge.bench.timing import Spread, speed_in_words
 from narrowgauge.bench.work import Attention, Gemm, work_of
 from narrowgauge.bench.worker import random_batches
 from narrowgauge.models import flops_per_token
@@ -82,6 +82,14 @@ def test_spread_is_the_median_and_the_quartiles():
     assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
 
 
+def test_the_word_follows_the_figure_and_its_spread():
+    """What was 0.57 times as fast was once called "faster by 0.57"."""
+    assert speed_in_words([0.55, 0.57, 0.58, 0.57, 0.61]) == "slower, 0.57x [0.57, 0.58]"
+    assert speed_in_words([1.5, 1.4, 1.6, 1.45, 1.55]) == "faster, 1.50x [1.45, 1.55]"
+    assert speed_in_words([0.8, 0.9, 0.97, 1.2, 1.3]) == "as fast within the spread, 0.97x [0.90, 1.20]"
+    assert speed_in_words([0.57]) == "open, 0.57x in 1 round"
+
+
 def test_the_command(narrowgauge, line, tmp_path):
     file = tmp_path / "found.json"
     ended = narrowgauge("bench", *line()[1:], "--rounds", "2", "--peers", "torch fp32", "--json", file)
@@ -99,8 +107,9 @@ def test_the_command(narrowgauge, line, tmp_path):
     assert kinds == {"bf16": len(found["ceilings"]["gemms"])}
     assert all(gemm["tflops"] > 0 for gemm in found["ceilings"]["gemms"])
     assert found["floor_ms"].keys() <= found["classes_ms"].keys()
-    for word in ("product (m, n, k)", "of light speed", "we are faster by"):
+    for word in ("product (m, n, k)", "of light speed", "narrowgauge is", found["in_words"]["torch fp32"]):
         assert word in ended.out
+    assert found["in_words"]["torch fp32"].startswith("open, "), "two rounds prove nothing"
 
 
 @pytest.mark.parametrize(

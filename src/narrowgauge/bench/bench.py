@@ -14,7 +14,7 @@ from rich.table import Table
 
 from narrowgauge.bench.ceilings import Ceilings, measure
 from narrowgauge.bench.peers import check_peers, default_peers
-from narrowgauge.bench.timing import Spread, take_turns
+from narrowgauge.bench.timing import Spread, speed_in_words, take_turns
 from narrowgauge.bench.work import Work, work_of
 from narrowgauge.bench.worker import OURS, start_workers
 from narrowgauge.recipes import choose_backend, device_facts
@@ -35,10 +35,10 @@ class BenchResult:
     profiled: StepTime
     seconds: dict[str, list[float]]  # of a step, round by round: worker -> times
 
-    def ratios(self, peer: str) -> Spread:
+    def ratios(self, peer: str) -> list[float]:
         """How many times as fast our step is: the peer's time over ours, round by round."""
         pairs = zip(self.seconds[peer], self.seconds[OURS], strict=True)
-        return Spread.of([peer_s / our_s for peer_s, our_s in pairs])
+        return [peer_s / our_s for peer_s, our_s in pairs]
 
     @property
     def tokens(self) -> int:
@@ -60,7 +60,8 @@ class BenchResult:
             "classes_ms": self.profiled.classes,
             "floor_ms": self.ceilings.floor_ms(self.work),
             "seconds": self.seconds,
-            "faster_than": {name: vars(self.ratios(name)) for name in names},
+            "faster_than": {name: vars(Spread.of(self.ratios(name))) for name in names},
+            "in_words": {name: speed_in_words(self.ratios(name)) for name in names},
         }
 
 
@@ -152,10 +153,11 @@ def _classes_table(result: BenchResult) -> Table:
 
 def _peers_table(result: BenchResult) -> Table:
     table = Table("who", box=None, header_style="bold")
-    for column in ("tokens/s", "ms a step", "we are faster by"):
+    for column in ("tokens/s", "ms a step"):
         table.add_column(column, justify="right")
+    table.add_column("narrowgauge is")
     for name, seconds in result.seconds.items():
         median = Spread.of(seconds).median
-        ratio = "" if name == OURS else str(result.ratios(name))
+        ratio = "" if name == OURS else speed_in_words(result.ratios(name))
         table.add_row(name, f"{result.tokens / median:,.0f}", f"{1e3 * median:.1f}", ratio)
     return table

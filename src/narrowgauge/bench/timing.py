@@ -57,6 +57,27 @@ class Spread:
         return f"{self.median:.2f} [{self.low:.2f}, {self.high:.2f}]"
 
 
+FEWEST = 5  # rounds from which the quartiles say something
+
+
+def speed_in_words(ratios: Sequence[float]) -> str:
+    """How many times as fast something is, in the word that the figure and its spread allow.
+
+    A ratio above 1 is faster and one below 1 is slower, if the quartiles are on the same side of 1.
+
+    >>> speed_in_words([1.9, 1.86, 1.8, 1.84, 1.92]), speed_in_words([0.57, 0.55, 0.6, 0.56, 0.58])
+    ('faster, 1.86x [1.84, 1.90]', 'slower, 0.57x [0.56, 0.58]')
+    >>> speed_in_words([0.9, 1.1, 1.0, 1.05, 0.95]), speed_in_words([1.4, 1.3])
+    ('as fast within the spread, 1.00x [0.95, 1.05]', 'open, 1.35x in 2 rounds')
+    """
+    spread = Spread.of(ratios)
+    if len(ratios) < FEWEST:
+        return f"open, {spread.median:.2f}x in {len(ratios)} round{'s' * (len(ratios) != 1)}"
+    low, high = round(spread.low, 2), round(spread.high, 2)  # as they are printed
+    word = "faster" if low > 1 else "slower" if high < 1 else "as fast within the spread"
+    return f"{word}, {spread.median:.2f}x [{spread.low:.2f}, {spread.high:.2f}]"
+
+
 def take_turns(steps: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Call each step `rounds` times, in turns; the order is reversed every other round.
 

@@ -8,10 +8,10 @@ from rich.console import Console
 
 from narrowgauge.cli.parsing.options import config_values, key_names
 from narrowgauge.distributed import world_from
-from narrowgauge.report import print_comparison, print_verdicts, read_runs, write_report
+from narrowgauge.report import print_comparison, read_runs, write_report
 from narrowgauge.report.compare.compare import compare
 from narrowgauge.report.compare.grid import make_points, parse_variant, recipe_variants, take_sweep
-from narrowgauge.report.compare.verdict import groups
+from narrowgauge.training.monitor.provenance import command_line
 from narrowgauge.training.run.check_data import check_vocabulary
 
 
@@ -48,9 +48,7 @@ def run(options: argparse.Namespace) -> None:
     paths = compare(points, out, console, rank)
     if rank:  # the first of several processes reports for all
         return
-    report = write_report(paths, out / "report.html")
+    report = write_report(paths, out / "report.html", command_line())
     runs = read_runs(paths)
-    if len(groups(runs)) == len(runs):  # with several seeds the verdicts are enough
-        print_comparison(runs, console)
-    print_verdicts(runs, console)
+    print_comparison(runs, console)
     console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)

@@ -21,7 +21,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import load_recipe, recipe
-from narrowgauge.report import print_verdicts, read_runs, write_report
+from narrowgauge.report import print_comparison, read_runs, write_report
 from narrowgauge.report.compare.compare import compare
 from narrowgauge.report.compare.grid import RECIPE, Variant, make_points
 
@@ -89,7 +89,7 @@ def _check(
         values["training"]["steps"] = options.steps
     paths = compare(make_points(values, variants, {}, options.seeds), folder, console)
     report = write_report(paths, folder / "report.html")
-    print_verdicts(read_runs(paths), console)
+    print_comparison(read_runs(paths), console)
     console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
 
 

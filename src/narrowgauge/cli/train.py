@@ -14,8 +14,8 @@ from narrowgauge.cli.parsing.options import (
     positive_integer,
 )
 from narrowgauge.distributed import world_from
-from narrowgauge.report import print_comparison, read_run, write_report
-from narrowgauge.training import PROFILED, convert_run, make_config, run
+from narrowgauge.report import print_comparison, read_run, read_runs, write_report
+from narrowgauge.training import PROFILED, Diverged, convert_run, default_out, make_config, run
 
 
 def add_options(p: KeyParser) -> None:
@@ -56,11 +56,22 @@ def run_train(options: argparse.Namespace) -> None:
     console = Console()
     names = key_names()
     allowed = [names.get(key.strip(), key.strip()) for key in options.allow_change.split(",") if key.strip()]
-    path = run(make_config(config_values(options)), options.out, console, allowed, options.profile)
-    if world_from(os.environ, 0).rank:  # the first of several processes reports for all
-        return
+    config = make_config(config_values(options))
+    is_first = not world_from(os.environ, 0).rank  # the first of several processes reports for all
+    try:
+        path = run(config, options.out, console, allowed, options.profile)
+    except Diverged:  # a result, too: its page says how it came to that
+        if is_first:
+            _report(options.out or default_out(config, allowed), console)
+        raise
+    if is_first:
+        print_comparison([read_run(path)], console)
+        _report(path, console)
+
+
+def _report(path: Path, console: Console) -> None:
+    """Write the page of a run, and say where it is."""
     report = write_report([path], path / "report.html")
-    print_comparison([read_run(path)], console)
     console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -74,6 +85,6 @@ def run_convert(options: argparse.Namespace) -> None:
 def run_report(options: argparse.Namespace) -> None:
     """Write the page and print the comparison of the runs."""
     out = options.out or options.runs[0] / "report.html"
-    runs = [read_run(path) for path in options.runs]
+    runs = read_runs(options.runs)
     print(f"report: {write_report(options.runs, out)}")
     print_comparison(runs, Console())

@@ -1,10 +1,13 @@
 """What happened? Reads run directories, compares runs as tables, and draws them on one HTML page."""
 
-from narrowgauge.report.compare.table import comparison_notes, comparison_rows, print_comparison
-from narrowgauge.report.compare.verdict import Verdict, print_verdicts, verdicts
+from narrowgauge.report.compare.notes import print_comparison, table_notes
+from narrowgauge.report.compare.sentence import summary
+from narrowgauge.report.compare.table import table_rows
+from narrowgauge.report.compare.verdict import Verdict, verdicts
 from narrowgauge.report.page.page import render_report, write_report
 from narrowgauge.report.read.listing import RunSummary, list_runs
-from narrowgauge.report.read.run import Run, Step, Validation, read_run, read_runs
+from narrowgauge.report.read.run import Run, read_run, read_runs
+from narrowgauge.report.read.steps import Step, Validation
 
 __all__ = [
     "Run",
@@ -12,14 +15,14 @@ __all__ = [
     "Step",
     "Validation",
     "Verdict",
-    "comparison_notes",
-    "comparison_rows",
     "list_runs",
     "print_comparison",
-    "print_verdicts",
     "read_run",
     "read_runs",
     "render_report",
+    "summary",
+    "table_notes",
+    "table_rows",
     "verdicts",
     "write_report",
 ]

@@ -8,8 +8,8 @@ import statistics
 import pytest
 from rich.console import Console
 
-from narrowgauge.report import print_verdicts, read_runs, render_report, verdicts
-from narrowgauge.report.compare.verdict import groups, verdict_notes, verdict_rows
+from narrowgauge.report import print_comparison, read_runs, render_report, table_notes, table_rows, verdicts
+from narrowgauge.report.compare.groups import groups, references
 from narrowgauge.t_interval import half_width, t_quantile
 
 # two-sided 5 % points as every table prints them
@@ -66,11 +66,14 @@ def test_gaps_are_paired_by_seed(seeded):
     assert reference.loss_deviation == pytest.approx(1.0)
     assert other.speed == pytest.approx(0.5)
     assert other.memory == pytest.approx(1.0)
-    row = verdict_rows([reference, other])[1]
+    rows = table_rows(read_runs(paths))
+    row = rows[4].cells
     assert row["gap"] == "+1.50 %"
     assert row["95 % interval"] == "+0.26 .. +2.74 %"
     assert row["tokens/s"] == "500* (0.50x)"
     assert row["seeds"] == "3"
+    # each run is compared with the reference's run of its seed, and the reference's runs with none
+    assert [r.cells["gap"] for r in rows if r.is_seed] == ["-", "-", "-", "+1.00 %", "+2.00 %", "+1.50 %"]
 
 
 @pytest.mark.parametrize(
@@ -84,23 +87,26 @@ def test_gaps_are_paired_by_seed(seeded):
     ],
 )
 def test_the_words_say_what_the_interval_allows(seeded, losses, words):
-    found = verdicts(read_runs(seeded("bf16", [4.0, 5.0, 3.0]) + seeded("fp8", losses)))
-    assert found[1].conclusion == words
-    assert "nan" not in " ".join(verdict_rows(found)[1].values())
+    runs = read_runs(seeded("bf16", [4.0, 5.0, 3.0]) + seeded("fp8", losses))
+    assert verdicts(runs)[1].conclusion == words
+    assert "nan" not in " ".join(" ".join(row.cells.values()) for row in table_rows(runs))
 
 
 def test_one_seed_has_a_gap_and_plainly_no_interval(seeded):
-    found = verdicts(read_runs(seeded("bf16", [4.0]) + seeded("fp8", [4.04])))
-    assert verdict_rows(found)[1]["gap"] == "+1.00 %"
-    assert verdict_rows(found)[1]["95 % interval"] == "none"
-    assert verdict_notes(found)[0].startswith("A gap of one seed has no confidence interval")
+    runs = read_runs(seeded("bf16", [4.0]) + seeded("fp8", [4.04]))
+    cells = table_rows(runs)[1].cells
+    assert (cells["gap"], cells["verdict"]) == ("+1.00 %", "open")
+    assert "95 % interval" not in cells
+    assert any(note.startswith("A gap of one seed has no confidence interval") for note in table_notes(runs))
 
 
 def test_a_seed_without_a_partner_is_named_and_left_out(seeded):
-    found = verdicts(read_runs(seeded("bf16", [4.0, 5.0]) + seeded("fp8", [4.04, 5.05, 9.0])))
+    runs = read_runs(seeded("bf16", [4.0, 5.0]) + seeded("fp8", [4.04, 5.05, 9.0]))
+    found = verdicts(runs)
     assert found[1].paired == (0, 1)
     assert found[1].gap == pytest.approx(1.0)
-    assert "fp8: seed 2 has no equal tokens in bf16, and is left out." in verdict_notes(found)
+    assert "fp8: seed 2 has no equal tokens in bf16, and is left out." in table_notes(runs)
+    assert id(runs[4]) not in references(groups(runs))
 
 
 def test_runs_of_other_settings_are_other_variants(seeded, make_run):
@@ -113,13 +119,21 @@ def test_runs_of_other_settings_are_other_variants(seeded, make_run):
     assert again == ["runs/fp8", "fp8-long", "again/fp8"]
 
 
+def test_a_failed_seed_leaves_no_mean_of_those_that_were_lucky(seeded):
+    paths = seeded("bf16", [4.0, 5.0]) + seeded("fp8", [4.04, 5.05])
+    (paths[3] / "status.json").write_text('{"status": "failed", "reason": "Diverged: it went up"}')
+    found = verdicts(read_runs(paths))[1]
+    assert (found.conclusion, found.gap, found.loss) == ("failed", None, None)
+
+
 def test_the_page_and_the_terminal_show_the_same_verdicts(seeded):
     runs = read_runs(seeded("bf16", [4.0, 5.0, 3.0]) + seeded("fp8", [4.04, 5.0, 3.03]))
     page, said = render_report(runs), io.StringIO()
-    print_verdicts(runs, Console(file=said, width=200))
-    for row in verdict_rows(verdicts(runs)):
-        for value in row.values():
-            assert value in said.getvalue()
+    print_comparison(runs, Console(file=said, width=200))
+    for row in table_rows(runs):
+        for value in row.cells.values():
+            assert row.is_seed or value in said.getvalue()
             assert value.encode("ascii", "xmlcharrefreplace").decode() in page
-    assert "<h2>Verdicts</h2>" in page
-    assert "<h2>Verdicts</h2>" not in render_report(runs[:1])
+    assert page.count('<table class="runs">') == 1, "one table"
+    assert page.count('<tr class="seed">') == 6
+    assert "fp8-seed-1" not in said.getvalue(), "in a terminal the variants are enough"

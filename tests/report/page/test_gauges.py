@@ -66,8 +66,33 @@ def test_of_many_layers_the_noisiest_are_shown(with_lines):
     assert gauges([run] * 8).count("<tr>") <= 4 * html.count("<tr>") + 8, "several runs share the room"
 
 
-def test_there_is_no_section_without_readings(make_run):
-    assert gauges([read_run(make_run())]) == ""
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("[gauges]\nevery = 0\n", "gauges.every = 0 switched them off; --gauges.every 100 reads every 100th"),
+        ("[gauges]\nevery = 500\n", "gauges.every = 500, and step 200 was the last; beside every 500th step"),
+        ("[gauges]\nevery = 100\n", "gauges.jsonl is missing or empty"),
+        ("", "gauges.jsonl is missing or empty"),
+    ],
+)
+def test_a_run_without_readings_says_why(make_run, config, words):
+    path = make_run()
+    (path / "config.toml").write_text((path / "config.toml").read_text() + config)
+    assert f"<p>No gauges: {words}" in gauges([read_run(path)])
+
+
+def test_compiled_code_is_the_reason_it_is(make_run):
+    path = make_run()
+    text = (path / "config.toml").read_text().replace("compile = false", "compile = true")
+    (path / "config.toml").write_text(text + "[gauges]\nevery = 0\n")
+    assert "No gauges: training.compile = true, and compiled code" in gauges([read_run(path)])
+
+
+def test_runs_with_one_reason_are_one_sentence(with_lines, make_run):
+    names = [make_run(f"r{i}") for i in range(6)]
+    html = gauges([with_lines([line(1, "a", "fprop.x", **operand(1.0))], "read"), *map(read_run, names)])
+    assert html.count("No gauges") == 1
+    assert "No gauges of r0, r1, r2, r3 and 2 more: " in html
 
 
 def test_names_are_shown_and_never_obeyed(with_lines):

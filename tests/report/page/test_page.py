@@ -57,7 +57,7 @@ def test_without_script_the_words_are_all_there(five):
 
 
 def test_one_run_shows_its_whole_configuration_and_no_gap(make_run):
-    html = render_report([read_run(make_run("solo", mfu=0.3))])
+    html = render_report([read_run(make_run("solo", mfu=0.3, backend="native"))])
     assert "<h1>solo</h1>" in html
     assert "<dt>warmup_steps</dt><dd>20</dd>" in html
     assert "989 TFLOP/s" in html
@@ -136,3 +136,55 @@ def test_a_write_that_fails_leaves_the_old_page_and_no_litter(five, tmp_path, mo
 def test_a_directory_is_no_report(five, tmp_path):
     with pytest.raises(UserError, match=r"is a directory, but a report is a file: try .*report.html"):
         write_report(five, tmp_path)
+
+
+def test_the_page_answers_in_order(five):
+    """The verdict, where it comes from, curves, gauges, and one table of the runs."""
+    html = render_report([read_run(path) for path in five], "narrowgauge compare --recipes bf16,fp8")
+    marks = (
+        *("Open: one seed proves no difference.", "narrowgauge compare --recipes", "<h2>Loss and gap</h2>"),
+        *("<h2>Gauges</h2>", "<h2>All figures</h2>", "<h2>Configuration</h2>"),
+    )
+    places = [html.index(mark) for mark in marks]
+    assert places == sorted(places)
+    assert html.count('<table class="runs">') == 1
+
+
+def test_a_failed_run_leads_with_its_reason(make_run):
+    path = make_run("lost", status="failed")
+    (path / "status.json").write_text('{"status": "failed", "reason": "Diverged: the <loss> went up"}')
+    html = render_report([read_run(path)])
+    lead = html[html.index('<div class="lead">') : html.index("<h2>")]
+    assert '<p class="failed">The run failed after step 200 of 200: the &lt;loss&gt; went up.</p>' in lead
+    assert lead.index("failed after") < lead.index("the last finite train loss is")
+
+
+def test_the_page_says_when_where_and_by_what_a_run_was_made(make_run):
+    path = make_run("solo", steps=20)
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    lines[0] |= {
+        "time": "2026-11-22T07:30:00+00:00",
+        "host": "vale",
+        "version": "0.1.0",
+        "command": "narrowgauge <b>",
+    }
+    lines[-1]["time"] = "2026-11-23T08:00:00+02:00"
+    events = ("start", "done")
+    (path / "metrics.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines if line.get("event", "start") in events)
+    )
+    html = render_report([read_run(path)])
+    for words in (
+        "2026-11-22 07:30 to 2026-11-23 06:00 UTC",
+        "22 h 30 min, of which ",
+        "vale, cpu",
+        "narrowgauge 0.1.0, torch 2.13.0",
+        "<code>narrowgauge &lt;b&gt;</code>",
+    ):
+        assert words in html
+
+
+def test_runs_that_recorded_no_origin_get_a_page(make_run):
+    lead = render_report([read_run(make_run())]).partition("<h2>")[0]
+    assert "in training steps" in lead
+    assert "UTC" not in lead

@@ -85,7 +85,7 @@ def test_eight_recipes_by_default(tmp_path):
     assert values(said["without"]).keys() == set(RECIPES) - {RECIPES[4]}
     assert said["again"] == said["validation"]
     assert said["train"][1:3] == ["M", "tokens"]
-    assert said["seconds"][2:4] == ["of", "time"]
+    assert said["seconds"][2:4] == ["of", "training"]
 
     assert len(said["runs"]) == len(RECIPES)
     first = lines(tmp_path / "out" / "mxfp4" / "gauges.jsonl")

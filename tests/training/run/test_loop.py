@@ -3,9 +3,12 @@
 import io
 import json
 import os
+import platform
 import random
 import shutil
+from datetime import UTC, datetime
 from importlib import import_module
+from importlib.metadata import version
 
 import pytest
 
@@ -44,6 +47,9 @@ def test_events_say_how_it_ran(train, look):
     assert (start["event"], start["recipe"], start["backend"]) == ("start", "mxfp4", "emulated")
     assert "CPU" in start["backend_reason"]
     assert "TFLOP/s" in start["peak_source"]
+    assert datetime.fromisoformat(start["time"]) <= datetime.fromisoformat(done["time"]) <= datetime.now(UTC)
+    assert (start["host"], start["version"]) == (platform.node(), version("narrowgauge"))
+    assert start["command"]
     assert start["parameters"] == 2 * 257 * 32 + 2 * (32 * 64 + 32 * 32 + 32 * 128 + 64 * 32 + 64) + 32
     assert [event["step"] for event in look(path).events("save")] == [2, 4, 6]
     assert (done["event"], done["step"]) == ("done", 6)

@@ -1,164 +1,153 @@
-"""A table of several runs: the same rows for the terminal and for the page.
+"""One table of several runs: the same rows for the terminal and for the page.
 
-The first run is the reference: `gap` is the excess of another run's loss over it, in percent. Losses fall
-with every token, so they are compared at equal tokens, the last number at which both runs were measured; if
-one run went further, the gap names that number. A column without any value is left out.
+A variant is a row: its loss, beside it the gap to the reference, the interval of the gap and the verdict,
+then what it took. Below a variant with several seeds stands each of its runs. A column without any value is
+left out.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.markup import escape
-from rich.measure import Measurement
-from rich.table import Table
-
-from narrowgauge.report.read.run import FINAL_STEPS, Run
+from narrowgauge.report.compare.gap import NOTHING, format_gap, format_loss, gap_to
+from narrowgauge.report.compare.groups import groups, references
+from narrowgauge.report.compare.verdict import Verdict, has_validation, verdicts
+from narrowgauge.report.read.run import Run
 from narrowgauge.units import human_bytes, human_count, signed_percent
 
-NOTHING = "-"
-TEXT_COLUMNS = ("run", "recipe", "arithmetic", "status")  # the other columns are numbers, set to the right
-
-
-def comparison_rows(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """One row for each run: keys are the column heads in order, values are ready to print.
-
-    Columns: run, recipe, arithmetic, tokens, train loss, val loss, gap, tokens/s, memory, MFU, status.
-    A star marks speed and MFU of an emulated run, which do not predict those of native formats.
-    """
-    rows = [_row(run, runs[0]) for run in runs]
-    kept = [column for column in rows[0] if column in TEXT_COLUMNS or any(r[column] != NOTHING for r in rows)]
-    if len(runs) == 1:
-        kept = [column for column in kept if column != "gap"]
-    return [{column: row[column] for column in kept} for row in rows]
-
-
-def comparison_notes(runs: Sequence[Run]) -> list[str]:
-    """Notes that a reader of the rows needs, one sentence each."""
-    notes = [f"Train loss is the mean over the last {FINAL_STEPS} steps; speed and MFU are medians over all."]
-    if len(runs) > 1:
-        basis = "train" if runs[0].final_val_loss is None else "validation"
-        notes.append(
-            f"Gap: {basis} loss in percent above (+) or below (-) {runs[0].name}'s, at equal tokens."
-        )
-    if len({run.tokens for run in runs}) > 1:
-        notes.append(
-            "The runs saw different numbers of tokens: their final losses do not compare, the gaps do."
-        )
-    if any(run.backend == "emulated" for run in runs):
-        notes.append("* Emulated arithmetic: speed and MFU say nothing about the format's own in hardware.")
-    notes += _peak_notes([run for run in runs if run.mfu is not None])
-    for run in runs:
-        if run.status in ("failed", "preempted") and run.reason:
-            notes.append(f"{run.name} {run.status}: {run.reason}")
-        if run.ignored_lines:
-            lines = "line" if run.ignored_lines == 1 else "lines"
-            notes.append(f"{run.name}: {run.ignored_lines} torn {lines} of metrics.jsonl left out.")
-    return notes
-
-
-def _peak_notes(runs: Sequence[Run]) -> list[str]:
-    """Notes on the peak that an MFU refers to; with the names of the runs if the peaks differ."""
-    names_by_peak: dict[str, list[str]] = {}
-    for run in runs:
-        names_by_peak.setdefault(run.peak_source or "a peak the run did not name", []).append(run.name)
-    if len(names_by_peak) == 1:
-        return [f"MFU is a share of {next(iter(names_by_peak))}."]
-    return [f"MFU of {', '.join(names)}: a share of {peak}." for peak, names in names_by_peak.items()]
-
-
-def print_comparison(runs: Sequence[Run], console: Console) -> None:
-    """Print the rows as a table with notes beneath."""
-    print_rows(comparison_rows(runs), comparison_notes(runs), console, numbers_from=3)
-
-
-def print_rows(
-    rows: Sequence[Mapping[str, str]], notes: Sequence[str], console: Console, numbers_from: int
-) -> None:
-    """Print rows of equal keys as a table with notes beneath; a narrow terminal gets the transposed table."""
-    table = _table([list(rows[0])] + [list(row.values()) for row in rows], numbers_from)
-    unbounded = console.options.update(max_width=10_000)
-    if Measurement.get(console, unbounded, table).maximum > console.width:
-        table = _table([[column, *(row[column] for row in rows)] for column in rows[0]], numbers_from=1)
-    console.print(table)
-    for note in notes:
-        console.print(note, style="dim", markup=False, highlight=False)
-
-
-def _table(lines: Sequence[Sequence[str]], numbers_from: int) -> Table:
-    """A table with the first line as head; columns from `numbers_from` on are right-aligned."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, head in enumerate(lines[0]):
-        table.add_column(escape(head), justify="right" if number >= numbers_from else "left", overflow="fold")
-    for line in lines[1:]:
-        table.add_row(*map(escape, line))
-    return table
+TEXT_COLUMNS = ("run", "verdict", "recipe", "arithmetic", "status")  # others are numbers, set to the right
 
 
 @dataclass(frozen=True)
-class Gap:
-    """The excess of a loss over another, the tokens of the comparison, and whether both runs end there."""
+class Row:
+    """A line of the table: texts by column, and the variant's number in the order of the table."""
 
-    percent: float
-    tokens: int
-    final: bool
+    cells: dict[str, str]
+    variant: int
+    is_seed: bool = False  # one run of a variant that has several
 
 
-def gap_to(run: Run, first: Run) -> Gap | None:
-    """The gap of `run` to `first` at the last equal number of tokens; None if no number is equal.
+def table_rows(runs: Sequence[Run]) -> list[Row]:
+    """The rows, with equal columns in every row.
 
-    It compares validation losses if `first` has any, else means of the last 10 train losses at equal tokens.
+    Columns: run, seeds, loss (of the validation, if there is one), gap, 95 % interval, verdict, the other
+    loss, tokens, tokens/s, memory, MFU, recipe, arithmetic, status. A star marks the speed of an emulated
+    run, which does not predict that of native formats; such a run has no MFU.
     """
-    if first.validation:
-        window, losses, reference = 1, _val_by_tokens(run), _val_by_tokens(first)
-    else:
-        window, losses, reference = FINAL_STEPS, _train_by_tokens(run), _train_by_tokens(first)
-    equal = [tokens for tokens in losses if tokens in reference][-window:]
-    base = sum(reference[tokens] for tokens in equal)
-    if not base:
-        return None
-    excess = sum(losses[tokens] for tokens in equal) - base
-    return Gap(100 * excess / base, equal[-1], final=equal[-1] == max(losses) == max(reference))
+    all_groups = groups(runs)
+    by_validation, partners = has_validation(runs), references(all_groups)
+    is_compared = len(all_groups) > 1
+    rows = []
+    for number, (group, verdict) in enumerate(zip(all_groups, verdicts(runs), strict=True)):
+        members = list(group.runs.values())
+        if len(members) == 1:
+            cells = _run_cells(members[0], partners.get(id(members[0])), by_validation)
+            rows.append(Row(cells | _verdict_cells(verdict, is_compared), number))
+            continue
+        mean = group.mean(lambda run: run.final_train_loss)
+        cells = _variant_cells(verdict, members, by_validation, mean)
+        rows.append(Row(cells | _verdict_cells(verdict, is_compared) | {"seeds": str(len(members))}, number))
+        for seed, run in group.runs.items():
+            cells = _run_cells(run, partners.get(id(run)), by_validation) | {"seeds": f"seed {seed}"}
+            rows.append(Row(cells, number, is_seed=True))
+    dull = _dull_columns(runs, rows)
+    order = [column for column in _columns(by_validation) if column not in dull]
+    kept = [column for column in order if any(row.cells.get(column, NOTHING) != NOTHING for row in rows)]
+    return [
+        Row({column: row.cells.get(column, NOTHING) for column in kept}, row.variant, row.is_seed)
+        for row in rows
+    ]
 
 
-def _val_by_tokens(run: Run) -> dict[int, float]:
-    """Validation loss by tokens seen, without the one before training, which all runs share."""
-    return {at.tokens: at.val_loss for at in run.validation if at.tokens > 0}
+def _dull_columns(runs: Sequence[Run], rows: Sequence[Row]) -> set[str]:
+    """Columns that would repeat what other columns, or the sentences, say."""
+    dull = set() if any(row.is_seed for row in rows) else {"seeds"}
+    if len(runs) == 1:
+        return dull
+    if all(row.is_seed or row.cells["recipe"] in (NOTHING, row.cells["run"]) for row in rows):
+        dull.add("recipe")
+    return dull | ({"tokens"} if len({run.tokens for run in runs}) == 1 else set())
 
 
-def _train_by_tokens(run: Run) -> dict[int, float]:
-    return {at.tokens: at.loss for at in run.steps}
+def _columns(by_validation: bool) -> list[str]:
+    first, second = ("val loss", "train loss") if by_validation else ("train loss", "val loss")
+    rest = ["tokens", "tokens/s", "memory", "MFU", "recipe", "arithmetic", "status"]
+    return ["run", "seeds", first, "gap", "95 % interval", "verdict", second, *rest]
 
 
-def format_loss(loss: float | None) -> str:
-    """A loss with four decimals, "not finite", or "-" for None."""
-    if loss is None:
-        return NOTHING
-    return f"{loss:.4f}" if math.isfinite(loss) else "not finite"
-
-
-def format_gap(gap: Gap | None) -> str:
-    """A signed percentage, with the tokens of the comparison if a run went further; "-" for None."""
-    if gap is None:
-        return NOTHING
-    percent = signed_percent(gap.percent)
-    return percent if gap.final else f"{percent} at {human_count(gap.tokens)}"
-
-
-def _row(run: Run, first: Run) -> dict[str, str]:
-    star = "*" if run.backend == "emulated" else ""
-    speed, memory, mfu = run.tokens_per_s, run.peak_memory_bytes, run.mfu
+def _run_cells(run: Run, partner: Run | None, by_validation: bool) -> dict[str, str]:
+    """The cells of one run; `partner` is the reference's run of its seed."""
+    at, mfu = run.final_validation, run.mfu
+    is_last = at is None or not run.steps or at.step == run.steps[-1].step
+    validation = format_loss(run.final_val_loss) + ("" if is_last or at is None else f" at step {at.step:,}")
     return {
         "run": run.name,
+        "val loss": validation,
+        "train loss": format_loss(run.final_train_loss),
+        "gap": NOTHING if partner is None else format_gap(gap_to(run, partner)),
+        "tokens": human_count(run.tokens) if run.steps else NOTHING,
+        "tokens/s": _speed(run.tokens_per_s, run.backend),
+        "memory": NOTHING if run.peak_memory_bytes is None else human_bytes(run.peak_memory_bytes),
+        "MFU": NOTHING if mfu is None or run.backend == "emulated" else f"{100 * mfu:.1f} %",
         "recipe": run.recipe or NOTHING,
         "arithmetic": run.backend or NOTHING,
-        "tokens": human_count(run.tokens) if run.steps else NOTHING,
-        "train loss": format_loss(run.final_train_loss),
-        "val loss": format_loss(run.final_val_loss),
-        "gap": "reference" if run is first else format_gap(gap_to(run, first)),
-        "tokens/s": NOTHING if speed is None else f"{human_count(speed)}{star}",
-        "memory": NOTHING if memory is None else human_bytes(memory),
-        "MFU": NOTHING if mfu is None else f"{100 * mfu:.1f} %{star}",
         "status": run.status,
     }
+
+
+def _verdict_cells(v: Verdict, is_compared: bool) -> dict[str, str]:
+    """The cells of a variant's verdict, and its ratios to the reference."""
+    if not is_compared:
+        return {}
+    cells = {"seeds": str(len(v.seeds)), "verdict": verdict_text(v)}
+    if v.is_reference:
+        cells["gap"] = "reference"
+    else:
+        cells["95 % interval"] = _interval(v)
+        if v.speed is not None:
+            cells["tokens/s"] = f"{_speed(v.tokens_per_s, v.arithmetic)} ({v.speed:.2f}x)"
+        if v.memory is not None and v.memory_bytes is not None:
+            cells["memory"] = f"{human_bytes(v.memory_bytes)} ({v.memory:.2f}x)"
+    return cells
+
+
+def _variant_cells(
+    v: Verdict, members: Sequence[Run], by_validation: bool, train: float | None
+) -> dict[str, str]:
+    """The cells of a variant with several seeds: means over them."""
+    spread = "" if v.loss_deviation is None else f" ± {v.loss_deviation:.4f}"
+    loss = f"{format_loss(v.loss)}{spread}"
+    mfus = [run.mfu for run in members if run.mfu is not None and run.backend != "emulated"]
+    tokens = sorted({run.tokens for run in members})
+    done = sum(run.status == "done" for run in members)
+    return {
+        "run": v.name,
+        "val loss": loss if by_validation else NOTHING,
+        "train loss": loss if not by_validation else NOTHING if v.has_failed else format_loss(train),
+        "gap": NOTHING if v.gap is None or v.is_reference else signed_percent(v.gap),
+        "tokens": " to ".join(map(human_count, tokens[:: max(1, len(tokens) - 1)])),
+        "tokens/s": _speed(v.tokens_per_s, v.arithmetic),
+        "memory": NOTHING if v.memory_bytes is None else human_bytes(v.memory_bytes),
+        "MFU": f"{100 * sum(mfus) / len(mfus):.1f} %" if mfus else NOTHING,
+        "recipe": ", ".join(dict.fromkeys(run.recipe for run in members)) or NOTHING,
+        "arithmetic": v.arithmetic or NOTHING,
+        "status": "done" if done == len(members) else f"{done} of {len(members)} done",
+    }
+
+
+def verdict_text(v: Verdict) -> str:
+    """The verdict for people; it says where it may still change."""
+    return v.conclusion + ("" if v.is_done or v.has_failed or v.is_reference else " (unfinished)")
+
+
+def _speed(tokens_per_s: float | None, backend: str) -> str:
+    star = "*" if "emulated" in backend else ""
+    return NOTHING if tokens_per_s is None else f"{human_count(tokens_per_s)}{star}"
+
+
+def _interval(v: Verdict) -> str:
+    if v.gap is None or v.half_width is None:
+        return NOTHING
+    if not (abs(v.gap) < float("inf") and abs(v.half_width) < float("inf")):
+        return NOTHING
+    low, high = (signed_percent(v.gap + sign * v.half_width) for sign in (-1, 1))
+    return f"{low.removesuffix(' %')} .. {high}"

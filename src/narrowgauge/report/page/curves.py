@@ -13,8 +13,10 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from narrowgauge.report.compare.groups import groups, references
 from narrowgauge.report.page.events import SILENT, event_name, reason_of
-from narrowgauge.report.read.run import Run, Step
+from narrowgauge.report.read.run import Run
+from narrowgauge.report.read.steps import Step
 
 POINTS_PER_RUN = 1200
 POINTS_PER_PAGE = 9000  # about 110 bytes a point: a fifth of the 5 MB a page may have
@@ -28,13 +30,22 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
     """All curves and events of the page as JSON-ready values without NaN or infinity."""
     points = max(50, min(POINTS_PER_RUN, POINTS_PER_PAGE // len(runs)))
     events = max(20, EVENTS_PER_PAGE // len(runs))
-    return {"runs": [_run_data(run, points, events) for run in runs]}
+    all_groups = groups(runs)
+    partners = references(all_groups)
+    number = {id(run): i for i, run in enumerate(runs)}
+    data = [_run_data(run, points, events) for run in runs]
+    for variant, group in enumerate(all_groups):
+        for run in group.runs.values():
+            partner = partners.get(id(run))
+            kin = {"variant": variant, "reference": None if partner is None else number[id(partner)]}
+            data[number[id(run)]] |= kin
+    return {"runs": data, "variants": [group.name for group in all_groups]}
 
 
 def _run_data(run: Run, points: int, events: int) -> dict[str, Any]:
     buckets = _buckets(run.steps, points)
     clock = _Clock(run.steps)
-    measured = thin(run.validation, points)
+    measured = thin(run.validation if run.final_validation is not None else [], points)
     return {
         "name": run.name,
         "emulated": run.backend == "emulated",

@@ -9,15 +9,21 @@ from narrowgauge.report.page.heat import ORDER, Reading, layers_per_run, noisies
 from narrowgauge.report.read.records import as_float
 from narrowgauge.report.read.run import Run
 
+NAMES = 4  # of runs without readings, that are listed
+
 
 def gauges(runs: Sequence[Run], host: str = "") -> str:
-    """A section with the map's host element and a table for each run with readings; empty without any."""
+    """A section with the map's host element and a table for each run with readings.
+
+    A run without readings is named with the reason.
+    """
     measured = [run for run in runs if run.gauges]
+    missing = "".join(f"<p>{escape(sentence)}</p>" for sentence in _missing(runs))
     if not measured:
-        return ""
+        return f'<section class="gauges"><h2>Gauges</h2>{missing}</section>'
     most = layers_per_run(len(measured))
     return (
-        f'<section class="gauges"><h2>Gauges</h2>{host}'
+        f'<section class="gauges"><h2>Gauges</h2>{missing}{host}'
         "<details><summary>The last readings as a table</summary>"
         f"{''.join(_run_table(run, most) for run in measured)}"
         "<p>For each place: the signal to quantization noise in decibels, and the share of numbers that "
@@ -26,6 +32,41 @@ def gauges(runs: Sequence[Run], host: str = "") -> str:
         "shared by two products is reported under the place that quantized it. All other figures: "
         "gauges.jsonl.</p></details></section>"
     )
+
+
+def _missing(runs: Sequence[Run]) -> list[str]:
+    """A sentence for each reason why runs have no readings."""
+    by_reason: dict[str, list[str]] = {}
+    for run in runs:
+        if not run.gauges:
+            by_reason.setdefault(_why_none(run), []).append(run.name)
+    return [
+        f"No gauges{'' if len(names) == len(runs) else f' of {_listed(names)}'}: {reason}."
+        for reason, names in by_reason.items()
+    ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:NAMES])
+    return shown + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
+
+
+def _why_none(run: Run) -> str:
+    """Why a run has no readings, as the rest of a sentence."""
+    training, section = (run.config.get(name) for name in ("training", "gauges"))
+    every = section.get("every") if isinstance(section, Mapping) else None
+    if isinstance(training, Mapping) and training.get("compile") is True:
+        return "training.compile = true, and compiled code cannot be read"
+    if every == 0:
+        return "gauges.every = 0 switched them off; --gauges.every 100 reads every 100th step and the last"
+    if not run.steps:
+        return "no step has been recorded yet"
+    if isinstance(every, int) and run.steps[-1].step < every:
+        return (
+            f"gauges.every = {every:,}, and step {run.steps[-1].step:,} was the last; beside every "
+            f"{every:,}th step only the last of a run that comes to its end is read"
+        )
+    return "gauges.jsonl is missing or empty; it lies beside metrics.jsonl in the run directory"
 
 
 def _run_table(run: Run, most: int) -> str:

@@ -13,7 +13,9 @@ def memory(runs: Sequence[Run]) -> str:
     measured = [(run, event) for run in runs if (event := _memory_event(run)) is not None]
     if not measured:
         return ""
-    classes = list(dict.fromkeys(name for _, event in measured for name in event["bytes"]))
+    classes = list(
+        dict.fromkeys(name for _, event in measured for name, size in event["bytes"].items() if size)
+    )
     rows = [(name, [_cell(event, "bytes", name) for _, event in measured]) for name in classes]
     rows.append(("together", [human_bytes(event["peak"]) for _, event in measured]))
     rows.append(("expected", [human_bytes(event["expected"]["peak"]) for _, event in measured]))

@@ -23,22 +23,33 @@ from narrowgauge.report.page.events import events
 from narrowgauge.report.page.gauges import gauges
 from narrowgauge.report.page.heat import heat_data
 from narrowgauge.report.page.memory import memory
+from narrowgauge.report.page.origin import origin
 from narrowgauge.report.page.step_time import step_time
 from narrowgauge.report.read.run import Run, read_runs
 
 # in the order of their dependencies
-SCRIPTS = ("marks.js", "draw.js", "chart.js", "page.js", "histogram.js", "heat.js")
+SCRIPTS = (
+    "marks.js",
+    "save.js",
+    "draw.js",
+    "chart.js",
+    "page.js",
+    "histogram.js",
+    "difference.js",
+    "heat.js",
+)
 
 
-def write_report(runs: Sequence[Path | str], out: Path | str) -> Path:
+def write_report(runs: Sequence[Path | str], out: Path | str, command: str = "") -> Path:
     """Read the run directories and write their page atomically to the file `out`, which is returned.
 
-    Missing parent directories are created. The first run is the reference of every gap.
+    Missing parent directories are created. The first run's variant is the reference of every gap. `command`
+    is the command line of a comparison; the page of one run shows the run's own.
 
     Raises:
         UserError: a path is not a run directory, or `out` cannot be written.
     """
-    html = render_report(read_runs(runs))
+    html = render_report(read_runs(runs), command)
     out = Path(out)
     try:
         if out.is_dir():
@@ -50,14 +61,15 @@ def write_report(runs: Sequence[Path | str], out: Path | str) -> Path:
     return out
 
 
-def render_report(runs: Sequence[Run]) -> str:
+def render_report(runs: Sequence[Run], command: str = "") -> str:
     """The page as a string of ASCII HTML, under 5 MB whatever the length of the runs."""
     script = "\n".join(_template(name) for name in SCRIPTS)
     page = Template(_template("page.html")).substitute(
         title=escape(sections.title(runs)),
-        summary=escape(sections.summary(runs)).replace(" %", "&#160;%"),
+        lead=sections.lead(runs),
+        origin=origin(runs, command),
+        losses="Loss" if len(runs) == 1 else "Loss and gap",
         table=sections.table(runs),
-        verdicts=sections.verdict_section(runs),
         charts=_template("charts.html") if any(run.steps or run.validation for run in runs) else _NO_CURVES,
         memory=memory(runs),
         events=events(runs),

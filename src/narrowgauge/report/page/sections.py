@@ -1,55 +1,68 @@
-"""The sections of the page that need no script: summary, tables, configuration, samples.
+"""The sections of the page that need no script: result, table, configuration, samples.
 
 They are plain HTML, so that the page can be read, searched and printed without JavaScript. Every text that
 comes from a run passes through `html.escape`.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from narrowgauge.report.compare.table import (
-    TEXT_COLUMNS,
-    comparison_notes,
-    comparison_rows,
-    format_gap,
-    format_loss,
-    gap_to,
-)
-from narrowgauge.report.compare.verdict import verdict_notes, verdict_rows, verdicts
+from narrowgauge.report.compare.groups import groups
+from narrowgauge.report.compare.notes import table_notes
+from narrowgauge.report.compare.sentence import MOST, summary
+from narrowgauge.report.compare.table import TEXT_COLUMNS, table_rows
 from narrowgauge.report.read.records import flatten
 from narrowgauge.report.read.run import Run
-from narrowgauge.units import human_count
 
-VERDICT_TEXT_COLUMNS = ("variant", "verdict", "arithmetic")
+FEW_ROWS = 16  # up to these the rows of single seeds are shown from the start
 
 
 def title(runs: Sequence[Run]) -> str:
     """The heading, as text."""
-    return runs[0].name if len(runs) == 1 else f"{len(runs)} runs compared"
+    if len(runs) == 1:
+        return runs[0].name
+    count = len(groups(runs))
+    if count == len(runs):
+        return f"{count} runs compared"
+    return (
+        f"{len(runs)} runs of one variant" if count == 1 else f"{count} variants compared, {len(runs)} runs"
+    )
 
 
-def summary(runs: Sequence[Run]) -> str:
-    """The result of the runs in one sentence, as text."""
-    return _summary_of_one(runs[0]) if len(runs) == 1 else _summary_of_many(runs)
+def lead(runs: Sequence[Run]) -> str:
+    """The result in sentences; what failed stands out."""
+    failed = min(MOST, sum(run.status == "failed" for run in runs))
+    sentences = [escape(sentence).replace(" %", "&#160;%") for sentence in summary(runs)]
+    marks = [' class="failed"' if number < failed else "" for number in range(len(sentences))]
+    return "".join(f"<p{mark}>{sentence}</p>" for mark, sentence in zip(marks, sentences, strict=True))
 
 
 def table(runs: Sequence[Run]) -> str:
-    """The comparison table and its notes."""
-    rows = comparison_rows(runs)
-    keys = [f'<span class="key" data-run="{number}"></span>' for number in range(len(rows))]
-    return _table(rows, keys, TEXT_COLUMNS, "Comparison of the runs", comparison_notes(runs))
-
-
-def verdict_section(runs: Sequence[Run]) -> str:
-    """The verdict on each variant and the notes, as a section; empty for a single run."""
-    if len(runs) < 2:
-        return ""
-    all_verdicts = verdicts(runs)
-    rows, notes = verdict_rows(all_verdicts), verdict_notes(all_verdicts)
-    html = _table(rows, [""] * len(rows), VERDICT_TEXT_COLUMNS, "Verdict on each variant", notes)
-    return f'<section class="verdicts"><h2>Verdicts</h2>{html}</section>'
+    """The table of all runs and its notes, with a switch for the rows of single seeds where there are any."""
+    rows = table_rows(runs)
+    columns = list(rows[0].cells)
+    align = {column: "" if column in TEXT_COLUMNS else ' class="number"' for column in columns}
+    head = "".join(f'<th scope="col"{align[column]}>{escape(column)}</th>' for column in columns)
+    body = ""
+    for row in rows:
+        name, *cells = row.cells.values()
+        key = "" if row.is_seed else f'<span class="key" data-look="{row.variant}"></span>'
+        tds = "".join(
+            f"<td{align[column]}>{escape(cell)}</td>" for column, cell in zip(columns[1:], cells, strict=True)
+        )
+        kind = ' class="seed"' if row.is_seed else ""
+        body += f'<tr{kind}><th scope="row">{key}{escape(name)}</th>{tds}</tr>'
+    switch = ""
+    if any(row.is_seed for row in rows):
+        on = " checked" if len(rows) <= FEW_ROWS else ""
+        switch = f'<label class="switch"><input type="checkbox" id="seeds"{on}><span>each seed</span></label>'
+    items = "".join(f"<li>{escape(note)}</li>" for note in table_notes(runs))
+    return (
+        f'{switch}<div class="scroll" tabindex="0" role="region" aria-label="All runs"><table class="runs">'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        f'<ul class="notes">{items}</ul>'
+    )
 
 
 def configuration(runs: Sequence[Run]) -> str:
@@ -70,62 +83,6 @@ def samples(runs: Sequence[Run]) -> str:
         for prompt, text in run.samples[-1:]
     ]
     return f"<section><h2>What the models write</h2>{''.join(figures)}</section>" if figures else ""
-
-
-def _summary_of_one(run: Run) -> str:
-    arithmetic = f" in {run.backend} arithmetic" if run.backend else ""
-    recipe = f"Recipe {run.recipe}{arithmetic}" if run.recipe else "This run"
-    if not run.steps:
-        return f"{recipe}: no step has been recorded yet (status: {run.status})."
-    loss_name = "train" if run.final_val_loss is None else "validation"
-    loss = run.final_train_loss if run.final_val_loss is None else run.final_val_loss
-    state = "" if run.status == "done" else f" (status: {run.status})"
-    steps = run.steps[-1].step
-    reached = f"{steps:,} step{'s' * (steps != 1)} and {human_count(run.tokens)} tokens"
-    return f"{recipe}: {loss_name} loss {format_loss(loss)} after {reached}{state}."
-
-
-def _summary_of_many(runs: Sequence[Run]) -> str:
-    by_validation = runs[0].final_val_loss is not None
-    loss_name = "validation" if by_validation else "train"
-    losses = {run.name: run.final_val_loss if by_validation else run.final_train_loss for run in runs}
-    finite = {name: loss for name, loss in losses.items() if loss is not None and math.isfinite(loss)}
-    if not finite:
-        return "No run has a finite loss yet."
-    best = min(finite, key=lambda name: finite[name])
-    sentence = f"The lowest {loss_name} loss is {best}'s, {format_loss(finite[best])}"
-    gaps = {run.name: gap for run in runs[1:] if (gap := gap_to(run, runs[0])) and math.isfinite(gap.percent)}
-    if gaps:
-        widest = max(gaps, key=lambda name: abs(gaps[name].percent))
-        sentence += f"; the widest gap to {runs[0].name} is {widest}'s, {format_gap(gaps[widest])}"
-    lost = [run.name for run in runs if not math.isfinite(run.final_train_loss or 0.0)]
-    if lost:
-        sentence += f"; no longer finite: {', '.join(lost)}"
-    unfinished = sum(run.status != "done" for run in runs)
-    return sentence + (f"; not finished: {unfinished} of {len(runs)} runs." if unfinished else ".")
-
-
-def _table(
-    rows: Sequence[Mapping[str, str]],
-    keys: Sequence[str],
-    text_columns: Sequence[str],
-    label: str,
-    notes: Sequence[str],
-) -> str:
-    """A table with notes; `keys` is HTML before the name of each row, which is its first column."""
-    align = {column: "" if column in text_columns else ' class="number"' for column in rows[0]}
-    head = "".join(f'<th scope="col"{align[column]}>{escape(column)}</th>' for column in rows[0])
-    body = ""
-    for row, key in zip(rows, keys, strict=True):
-        (_, name), *cells = row.items()
-        tds = "".join(f"<td{align[column]}>{escape(value)}</td>" for column, value in cells)
-        body += f'<tr><th scope="row">{key}{escape(name)}</th>{tds}</tr>'
-    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>'
-        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-        f'<ul class="notes">{items}</ul>'
-    )
 
 
 def _settings(run: Run) -> str:

@@ -7,8 +7,7 @@ A run writes four files, and each of them may be incomplete, torn or missing:
     RUN/gauges.jsonl     one JSON object a layer and place, for the steps at which gauges were read
     RUN/status.json      running, done, preempted or failed, and why
 
-`records` reads the files; this module gives their values names and types. A missing or non-finite number
-becomes NaN, never zero: a loss that overflowed has to stay visible in every mean that includes it.
+`records` reads the files, `steps` gives the numbers of the steps their names; this module holds the run.
 """
 
 import math
@@ -16,37 +15,15 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from narrowgauge.errors import UserError
-from narrowgauge.report.read.records import as_float, read_config, read_gauges, read_metrics, read_status
+from narrowgauge.report.read.records import read_config, read_gauges, read_metrics, read_status
+from narrowgauge.report.read.steps import Step, Validation, training_steps, validations
 
 CONFIG, METRICS, GAUGES, STATUS = "config.toml", "metrics.jsonl", "gauges.jsonl", "status.json"
 FINAL_STEPS = 10  # the final train loss is a mean over this many steps: one batch is mostly luck
 WARMUP_STEPS = 3  # allocation and compilation make the first steps slow
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One optimizer step. Unrecorded floats are NaN."""
-
-    step: int
-    tokens: int  # cumulative
-    seconds: float  # cumulative time spent in steps, without pauses between restarts
-    loss: float
-    lr: float
-    grad_norm: float
-    tokens_per_s: float
-    mfu: float
-    memory_bytes: float
-
-
-class Validation(NamedTuple):
-    """One pass over the validation set."""
-
-    step: int
-    tokens: int
-    val_loss: float
 
 
 @dataclass(frozen=True)
@@ -99,9 +76,34 @@ class Run:
         return sum(losses) / len(losses) if losses else None
 
     @property
+    def final_validation(self) -> Validation | None:
+        """The last validation of trained weights; None if there is only the one before the first step."""
+        trained = [at for at in self.validation if at.step > 0]
+        return trained[-1] if trained else None
+
+    @property
     def final_val_loss(self) -> float | None:
-        """The last validation loss; None if validation never ran."""
-        return self.validation[-1].val_loss if self.validation else None
+        """The loss of the last validation of trained weights; None without any."""
+        return None if self.final_validation is None else self.final_validation.val_loss
+
+    @property
+    def seed(self) -> int:
+        """The seed of the weights and of the token order; 0 if unknown."""
+        section = self.config.get("training", {})
+        seed = section.get("seed", 0) if isinstance(section, Mapping) else 0
+        return seed if isinstance(seed, int) else 0
+
+    @property
+    def planned_steps(self) -> int | None:
+        """The steps that the run was to take; None if its config.toml is missing."""
+        section = self.config.get("training", {})
+        steps = section.get("steps") if isinstance(section, Mapping) else None
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in steps, over all restarts."""
+        return self.steps[-1].seconds if self.steps else 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -149,14 +151,14 @@ def read_run(path: Path | str) -> Run:
             f"give the directory that `narrowgauge train --out` wrote"
         )
     records, events, ignored = read_metrics(path / METRICS)
-    steps = _steps(records)
+    steps = training_steps(records)
     status, reason = read_status(path / STATUS)
     return Run(
         name=path.resolve().name,
         path=path,
         config=read_config(path / CONFIG),
         steps=steps,
-        validation=_validation(records, steps),
+        validation=validations(records, steps),
         events=events,
         status=status,
         reason=reason,
@@ -185,50 +187,6 @@ def read_runs(paths: Iterable[Path | str]) -> list[Run]:
             for run in runs
         ]
     return runs
-
-
-def _steps(records: Mapping[int, Mapping[str, Any]]) -> list[Step]:
-    """The training steps. A line that covers several steps counts its `step_ms` for each of them."""
-    steps: list[Step] = []
-    seconds, previous = 0.0, 0
-    for number, record in records.items():
-        if "loss" not in record:
-            continue
-        milliseconds = as_float(record.get("step_ms"))
-        seconds += (number - previous) * milliseconds / 1000 if math.isfinite(milliseconds) else 0.0
-        previous = number
-        steps.append(
-            Step(
-                step=number,
-                tokens=_tokens(record, steps),
-                seconds=seconds,
-                loss=as_float(record["loss"]),
-                lr=as_float(record.get("lr")),
-                grad_norm=as_float(record.get("grad_norm")),
-                tokens_per_s=as_float(record.get("tokens_per_s")),
-                mfu=as_float(record.get("mfu")),
-                memory_bytes=as_float(record.get("memory_bytes")),
-            )
-        )
-    return steps
-
-
-def _validation(records: Mapping[int, Mapping[str, Any]], steps: Sequence[Step]) -> list[Validation]:
-    """The validation losses; a record without tokens takes those of the step before it."""
-    validations: list[Validation] = []
-    passed = 0
-    for number, record in records.items():
-        while passed < len(steps) and steps[passed].step <= number:
-            passed += 1
-        if "val_loss" in record:
-            before = steps[max(passed - 1, 0) : passed]
-            validations.append(Validation(number, _tokens(record, before), as_float(record["val_loss"])))
-    return validations
-
-
-def _tokens(record: Mapping[str, Any], before: Sequence[Step]) -> int:
-    tokens = as_float(record.get("tokens"))
-    return int(tokens) if math.isfinite(tokens) else (before[-1].tokens if before else 0)
 
 
 def _median(steps: Sequence[Step], value: Callable[[Step], float]) -> float | None:

@@ -254,7 +254,9 @@ class GaugesSection(Section):
     """Readings of the quantization error at each place."""
 
     every: int = Field(
-        GAUGES_EVERY, ge=0, description="steps between readings of every place; 0, or compile: none"
+        GAUGES_EVERY,
+        ge=0,
+        description="steps between readings of every place, the last step is read, too; 0, or compile: none",
     )
 
 

@@ -1,10 +1,9 @@
-"""The device of a run: its choice, its memory, and the speed of its matrix multiplication."""
+"""The device of a run: its choice, its name and its memory."""
 
 import ctypes
 import os
 import re
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -89,25 +88,8 @@ def device_name(device: torch.device) -> str:
     """The device's name for people."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads"
-
-
-def measure_peak(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """(FLOP/s, description) of the best of a few square matmuls: the peak that MFU refers to."""
-    n = 8192 if device.type == "cuda" else 1024
-    if device.type == "cpu" and dtype == torch.float16:
-        dtype = torch.float32  # the dtype of fp16 products on a CPU (nn.gemm)
-    a = torch.ones(n, n, device=device, dtype=dtype)
-    best = float("inf")
-    for _ in range(6):
-        synchronize(device)
-        start = time.perf_counter()
-        a @ a
-        synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    name = str(dtype).removeprefix("torch.")
-    flops = 2 * n**3 / best
-    return flops, f"{flops / 1e12:.2f} TFLOP/s, a {n} x {n} {name} matmul measured when the run started"
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'s' * (threads != 1)}"
 
 
 def synchronize(device: torch.device) -> None:

@@ -22,6 +22,7 @@ from narrowgauge.training.monitor import hardware
 from narrowgauge.training.monitor.gauges import make_gauges
 from narrowgauge.training.monitor.memory import measured
 from narrowgauge.training.monitor.memory_tracker import MemoryTracker
+from narrowgauge.training.monitor.provenance import now, provenance
 from narrowgauge.training.run.init_weights import start_from_weights
 from narrowgauge.training.run.recovery import recover
 from narrowgauge.training.run.run_context import RunContext
@@ -58,7 +59,7 @@ def start_or_resume(context: RunContext, changes: ConfigDiff, mesh: Mesh) -> Tra
     require_space_for_run(directory.checkpoints, plan.space, plan.keep)
     directory.adopt(context.config, changes, context.dataset.digest, trainer.step)
     event = "start" if checkpoint is None else "resume"
-    directory.record({"event": event, "step": trainer.step, **context.facts})
+    directory.record({"event": event, "step": trainer.step, **provenance(), **context.facts})
     directory.set_status("running", "")
     return trainer
 
@@ -111,7 +112,7 @@ def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Req
             context.checkpointer.save(trainer, context.run_id, must=is_last or bool(asked))
             last_save = time.monotonic()
         if asked:
-            directory.record({"event": "stop", "step": trainer.step, "reason": asked})
+            directory.record({"event": "stop", "step": trainer.step, "reason": asked, "time": now()})
             raise Preempted(f"{asked} after step {trainer.step}; the same line continues")
 
 
@@ -147,9 +148,7 @@ def _measured_step(
     """Take one optimizer step, and return its line of the metrics."""
     hardware.synchronize(context.device)
     start = time.perf_counter()
-    every = context.config.gauges_every()
-    is_due = every and (trainer.step + 1) % every == 0 and context.coordinator.rank == 0  # it reads for all
-    gauges = make_gauges(trainer) if is_due else None
+    gauges = make_gauges(trainer) if _is_read(context, trainer.step + 1) else None
     loss, norm, lr = _profiled(context, trainer, lambda: trainer.train_step(batches, after_forward, gauges))
     if gauges is not None:
         context.directory.record_gauges(gauges.lines(trainer.step))
@@ -165,9 +164,16 @@ def _measured_step(
         "tokens": trainer.step * tokens,
         "tokens_per_s": tokens / seconds,
         "step_ms": 1000 * seconds,
-        "mfu": flops / seconds / peak / context.coordinator.size,
+        "mfu": flops / seconds / peak / context.coordinator.size if peak else None,
         "memory_bytes": hardware.peak_memory(context.device),
     }
+
+
+def _is_read(context: RunContext, step: int) -> bool:
+    """Whether gauges read a step: every n-th and the last, so that a short run is read, too."""
+    every = context.config.gauges_every()
+    is_due = step % every == 0 or step == context.config.training.steps if every else False
+    return is_due and context.coordinator.rank == 0  # it reads for all
 
 
 def _profiled(context: RunContext, trainer: Trainer, take: Callable[[], StepResult]) -> StepResult:
@@ -201,6 +207,7 @@ def finish(context: RunContext, trainer: Trainer) -> None:
     if context.coordinator.rank > 0:
         return
     prompt, sample = sample_text(context, trainer)
-    context.directory.record({"event": "done", "step": trainer.step, "prompt": prompt, "sample": sample})
+    done = {"event": "done", "step": trainer.step, "prompt": prompt, "sample": sample, "time": now()}
+    context.directory.record(done)
     context.directory.set_status("done", f"all {trainer.step} steps")
     context.display.log(f"\nsample, from {prompt!r}:\n{prompt}{sample}\n")

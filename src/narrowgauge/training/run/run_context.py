@@ -12,7 +12,7 @@ from narrowgauge.models import count_parameters, flops_per_token
 from narrowgauge.nn import DTYPES
 from narrowgauge.recipes import choose_backend, device_facts
 from narrowgauge.training.config.config import Config
-from narrowgauge.training.monitor import hardware
+from narrowgauge.training.monitor import hardware, yardstick
 from narrowgauge.training.monitor.memory import Memory
 from narrowgauge.training.monitor.profiler import Profile
 from narrowgauge.training.monitor.progress import Display
@@ -40,7 +40,9 @@ class RunContext:
         """The facts about the run that its start and resume events record."""
         config, recipe, model = self.config, self.config.spec.recipe, self.config.spec.model
         backend = choose_backend(recipe, device_facts(self.device), config.spec.backend)
-        peak, source = hardware.measure_peak(self.device, DTYPES[recipe.compute])
+        peak = yardstick.Yardstick(None, "")
+        if self.coordinator.rank == 0:  # it records for all, and two that measure at once slow each other
+            peak = yardstick.yardstick(self.device, DTYPES[recipe.compute])
         return {
             "recipe": recipe.name,
             "backend": backend.name,
@@ -50,7 +52,7 @@ class RunContext:
             "torch": torch.__version__,
             "parameters": count_parameters(model),
             "flops_per_token": flops_per_token(model, config.data.sequence_length),
-            "peak_flops": peak,
-            "peak_source": source,
+            "peak_flops": peak.flops,
+            "peak_source": peak.source,
             "corpus": self.dataset.digest,
         }

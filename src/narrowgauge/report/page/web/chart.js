@@ -78,10 +78,12 @@ function extent(layers, from, log) {
 
 /** A chart in `host`. `spec` says what it shows; `draw(view)` is called whenever the view changes. */
 function makeChart(host, spec) {
-  const figure = make("div", { class: `chart ${spec.wide ? "wide" : ""}` }, host);
+  const figure = make("div", { class: "chart" }, host);
   const heading = make("div", { class: "heading" }, figure);
   make("h3", {}, heading, spec.title);
   const subtitle = make("span", { class: "muted" }, heading);
+  const keys = () => [...new Map(frame.layers.map((layer) => [layer.look, { look: layer.look, name: VARIANTS[layer.look] }])).values()];
+  makeSavers(heading, () => spec.title, () => pictureOf(drawing, spec.title, subtitle.textContent, keys()), () => pointsOf(frame.layers, spec.id));
   const plot = make("div", { class: "plot", tabindex: "0", role: "group", "aria-label": `${spec.title}: arrow keys move the read-out` }, figure);
   const drawing = make("svg", { "aria-hidden": "true" }, plot);
   const readout = make("div", { class: "readout", role: "status", hidden: "" }, plot);
@@ -118,7 +120,7 @@ function makeChart(host, spec) {
     for (const layer of frame.layers) {
       const i = nearest(layer.x, x);
       if (i < 0 || layer.y[i] === null || Math.abs(frame.px(layer.x[i]) - at) > 24) continue;
-      make("path", { d: shape(layer.run), class: `marker ${shade(layer.run)}`, transform: `translate(${frame.px(layer.x[i])} ${frame.py(layer.y[i])})` }, frame.cross);
+      make("path", { d: shape(layer.look), class: `marker ${shade(layer.look)}`, transform: `translate(${frame.px(layer.x[i])} ${frame.py(layer.y[i])})` }, frame.cross);
       rows.push([layer, i]);
     }
     if (!say || !rows.length) return;
@@ -133,7 +135,7 @@ function makeChart(host, spec) {
     if (both) make("div", { class: "muted both" }, readout, "smoothed, measured");
     for (const [layer, i] of rows) {
       const line = make("div", { class: "row" }, readout);
-      swatch(layer.run, line);
+      swatch(layer.look, line);
       make("span", { class: "name" }, line, layer.name);
       make("span", { class: "value" }, line, spec.format(layer.y[i]));
       make("span", { class: "muted" }, line, layer.raw && layer.raw[i] !== null ? spec.format(layer.raw[i]) : "");

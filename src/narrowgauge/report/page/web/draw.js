@@ -28,26 +28,27 @@ function drawLayers(drawing, { layers, px, py, width, height, margin, view, id }
   make("rect", { x: margin.left, y: margin.top - 6, width: width - margin.left - margin.right + 6, height: height - margin.top - margin.bottom + 8 }, clip);
   const area = make("g", { "clip-path": `url(#clip-${id})` }, drawing);
   for (const layer of layers) {
-    const own = make("g", { class: shade(layer.run) }, area);
+    const own = make("g", { class: shade(layer.look) }, area);
     if (layer.least) make("path", { d: band(layer.x, layer.least, layer.greatest, px, py), class: "band" }, own);
     if (layer.raw) make("path", { d: trace(layer.x, layer.raw, px, py), class: "raw" }, own);
   }
-  // The first run is drawn last, on top: it is what the others are compared with.
+  // The first variant is drawn last, on top: it is what the others are compared with.
   for (const layer of [...layers].reverse()) {
-    const own = make("g", { class: shade(layer.run) }, area);
-    make("path", { d: trace(layer.x, layer.y, px, py), class: "line", "stroke-dasharray": dash(layer.run) }, own);
+    const own = make("g", { class: shade(layer.look) }, area);
+    make("path", { d: trace(layer.x, layer.y, px, py), class: "line", "stroke-dasharray": dash(layer.look) }, own);
     for (const i of markedPoints(layer, px, view.low))
-      make("path", { d: shape(layer.run), class: "marker", transform: `translate(${px(layer.x[i])} ${py(layer.y[i])})` }, own);
+      make("path", { d: shape(layer.look), class: "marker", transform: `translate(${px(layer.x[i])} ${py(layer.y[i])})` }, own);
   }
 }
 
-/** Where markers sit: on every point if they have room, else some 180 pixels apart, staggered by run. */
+/** Where markers sit: on every point if they are few or have room, else some 180 pixels apart, staggered by run. */
 function markedPoints(layer, px, low) {
   const points = [];
   const seen = layer.x.filter((x) => x >= low).length;
   const room = seen < 2 ? Infinity : (px(layer.x[layer.x.length - 1]) - px(Math.max(low, layer.x[0]))) / (seen - 1);
-  const apart = layer.sparse && room > 14 ? 0 : 180;
-  let next = apart ? px(low) + 40 + ((layer.run * 47) % 180) : -Infinity;
+  const isShort = layer.y.filter((value) => value !== null).length < 8; // a point alone is no line
+  const apart = isShort || (layer.sparse && room > 14) ? 0 : 180;
+  let next = apart ? px(low) + 40 + ((layer.look * 47) % 180) : -Infinity;
   layer.x.forEach((x, i) => {
     if (x < low || layer.y[i] === null || px(x) < next) return;
     points.push(i);
@@ -62,6 +63,8 @@ function makeTimeline(host, shownRuns) {
   const heading = make("div", { class: "heading" }, figure);
   make("h3", {}, heading, "Events");
   const keys = make("span", { class: "keys muted" }, heading);
+  const names = () => frame.runs.map(({ run }) => ({ look: run.variant, name: run.name }));
+  makeSavers(heading, () => "Events", () => pictureOf(drawing, "Events", keys.innerText.replaceAll("\n", " "), names()), eventRows);
   const plot = make("div", { class: "plot", tabindex: "0", role: "group", "aria-label": "Events: arrow keys move the read-out" }, figure);
   const drawing = make("svg", { "aria-hidden": "true" }, plot);
   const readout = make("div", { class: "readout events", role: "status", hidden: "" }, plot);
@@ -78,20 +81,25 @@ function makeTimeline(host, shownRuns) {
     for (const [key, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) drawing.setAttribute(key, value);
     drawing.replaceChildren();
     drawAcross(make("g", { class: "grid" }, drawing), { view, px, width, height, margin });
-    runs.forEach(({ run, number }, i) => drawLane(run, number, margin.top + lane * (i + 0.5), { view, px, width }));
+    runs.forEach(({ run }, i) => drawLane(run, margin.top + lane * (i + 0.5), { view, px, width }));
     frame = { view, px, width, height, runs, cross: make("g", { class: "cross" }, drawing) };
     drawKeys(runs);
   }
 
-  function drawLane(run, number, y, { view, px, width }) {
-    const own = make("g", { class: `lane ${shade(number)}` }, drawing);
+  function drawLane(run, y, { view, px, width }) {
+    const own = make("g", { class: `lane ${shade(run.variant)}` }, drawing);
     make("path", { d: `M${margin.left} ${y}H${width - margin.right}`, class: "rail" }, own);
-    make("path", { d: shape(number), class: "marker", transform: `translate(${margin.left - 20} ${y})` }, own);
+    make("path", { d: shape(run.variant), class: "marker", transform: `translate(${margin.left - 20} ${y})` }, own);
     for (const event of run.events) {
       const x = event.x[view.axis];
       if (x >= view.low && x <= view.high)
         make("path", { d: EVENT_SHAPES[event.kind] || OTHER_EVENT, class: `event ${event.kind === "save" ? "small" : ""}`, transform: `translate(${px(x)} ${y})` }, own);
     }
+  }
+
+  function eventRows() {
+    const rows = frame.runs.flatMap(({ run }) => run.events.map((e) => [run.name, e.x.step, e.x.tokens, e.x.seconds, e.kind, e.reason]));
+    return [["run", "step", "tokens", "seconds", "event", "reason"], ...rows];
   }
 
   function drawKeys(runs) {
@@ -111,12 +119,12 @@ function makeTimeline(host, shownRuns) {
     if (x === null) return;
     const at = frame.px(x);
     make("path", { d: `M${at} 0V${frame.height - margin.bottom}` }, frame.cross);
-    const near = frame.runs.flatMap(({ run, number }) => run.events.filter((e) => Math.abs(frame.px(e.x[frame.view.axis]) - at) < 7).slice(0, 4).map((event) => ({ run, number, event })));
+    const near = frame.runs.flatMap(({ run }) => run.events.filter((e) => Math.abs(frame.px(e.x[frame.view.axis]) - at) < 7).slice(0, 4).map((event) => ({ run, event })));
     if (!say || !near.length) return;
     readout.replaceChildren();
-    for (const { run, number, event } of near.slice(0, 12)) {
+    for (const { run, event } of near.slice(0, 12)) {
       const line = make("div", { class: "row" }, readout);
-      swatch(number, line);
+      swatch(run.variant, line);
       make("span", { class: "name" }, line, `${run.name}: ${event.kind} at step ${event.x.step.toLocaleString("en")}`);
       if (event.reason) make("span", { class: "muted" }, line, event.reason);
     }

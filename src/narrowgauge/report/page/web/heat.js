@@ -14,11 +14,13 @@ const GAUGES = {
   bias: { title: "bias", unit: " %", scale: (v) => Math.sqrt(Math.abs(v)), from: 0, about: "Mean error in percent of the root mean square: rounding to nearest should leave next to none. Dark is far from zero." },
   unlike: { title: "product, 1 - cosine", unit: "", scale: Math.sqrt, from: 0, about: "How far a product points away from the same product in float32: 1 less the cosine of the angle." },
 };
-const heat = { run: 0, gauge: "", step: 0, row: 0, column: 0, cells: [] };
+const heat = { run: 0, less: -1, gauge: "", step: 0, row: 0, column: 0, cells: [], data: null, reach: {} };
 
 const numberOf = (data, gauge, step, row, place) => data.values[gauge][place]?.[step]?.[row] ?? null;
 const figure = (gauge, value) => (GAUGES[gauge].says || short)(value);
-const inWords = (gauge, value) => (value === null ? "not read" : figure(gauge, value) + GAUGES[gauge].unit);
+const isDifference = () => heat.less >= 0;
+const shownFigure = (gauge, value) => (isDifference() ? signed(figure(gauge, value)) : figure(gauge, value));
+const inWords = (gauge, value) => (value === null ? "not read" : shownFigure(gauge, value) + GAUGES[gauge].unit);
 
 /** Least and greatest of a gauge over all runs and steps, so that a colour means the same everywhere. */
 function reachOf(gauge, all) {
@@ -35,8 +37,9 @@ function reachOf(gauge, all) {
   return { low, high: high > low ? high : low + 1, least, greatest, scale };
 }
 
-/** How dark a value is, 0 to 1: dark is what deserves a look. */
+/** How dark a value is, 0 to 1: dark is what deserves a look. A difference has a sign: what is better is negative. */
 function darkness(gauge, value, reach) {
+  if (isDifference()) return (GAUGES[gauge].down ? -value : value) / reach.high;
   const at = reach.scale(value);
   if (!isFinite(at)) return 0;
   const share = (Math.min(at, reach.high) - reach.low) / (reach.high - reach.low);
@@ -49,22 +52,38 @@ function startHeat() {
   const byId = (id) => document.getElementById(`heat-${id}`);
   const told = Object.keys(GAUGES).filter((gauge) => all.some((data) => Object.keys(data.values[gauge]).length));
   all.forEach((data, i) => make("option", { value: i }, byId("run"), RUNS[data.run].name));
+  make("option", { value: -1 }, byId("less"), "nothing");
+  all.forEach((data, i) => make("option", { value: i }, byId("less"), RUNS[data.run].name));
   told.forEach((gauge) => make("option", { value: gauge }, byId("gauge"), GAUGES[gauge].title));
-  byId("run").closest("label").hidden = all.length < 2;
-  const reach = Object.fromEntries(told.map((gauge) => [gauge, reachOf(gauge, all)]));
+  for (const id of ["run", "less"]) byId(id).closest("label").hidden = all.length < 2;
+  const reachOfAll = Object.fromEntries(told.map((gauge) => [gauge, reachOf(gauge, all)]));
   const drawHistogram = makeHistogram(document.getElementById("histogram"), DATA.gauges.formats);
   map.hidden = false;
   const { run, row, column } = noisiestCell(all);
-  Object.assign(heat, { run, row, column });
+  Object.assign(heat, { row, column });
   byId("run").value = run;
 
-  const data = () => all[heat.run];
+  const data = () => heat.data;
   const placeOf = (column) => data().places[column];
   const cellSays = (row, column) => {
     const cast = data().casts[row][column], place = placeOf(column);
     const value = inWords(heat.gauge, numberOf(data(), heat.gauge, heat.step, row, place));
     return `${data().layers[row]}, ${place}${cast ? ` (${cast})` : ""}: ${GAUGES[heat.gauge].title} ${value}`;
   };
+
+  /** Take another run, or another run less another; what cannot be chosen with it is switched off. */
+  function take(run, less) {
+    for (const option of byId("less").options) {
+      const other = Number(option.value);
+      option.disabled = other >= 0 && (other === run || !haveCommon(all[run], all[other]));
+    }
+    if (byId("less").selectedOptions[0].disabled) byId("less").value = less = -1;
+    Object.assign(heat, { run, less, data: less < 0 ? all[run] : differenceOf(all[run], all[less]) });
+    heat.reach = less < 0 ? reachOfAll : Object.fromEntries(told.map((gauge) => [gauge, reachOfDifference(gauge, heat.data)]));
+    for (const option of byId("gauge").options) option.disabled = !Object.keys(heat.data.values[option.value]).length;
+    if (byId("gauge").selectedOptions[0].disabled) byId("gauge").value = [...byId("gauge").options].find((option) => !option.disabled).value;
+    rebuild();
+  }
 
   function rebuild() {
     const host = map.querySelector(".heat"), table = make("table", { role: "grid" });
@@ -77,23 +96,26 @@ function startHeat() {
       return data().places.map((_, column) => make("td", { "data-row": row, "data-column": column, tabindex: "-1" }, line));
     });
     host.replaceChildren(table);
+    map.classList.toggle("difference", isDifference());
     byId("step").max = data().steps.length - 1;
     heat.row = Math.min(heat.row, data().layers.length - 1);
     heat.column = Math.min(heat.column, data().places.length - 1);
   }
 
   function paint() {
-    const { gauge, step } = heat;
+    const { gauge, step } = heat, reach = heat.reach[gauge];
     heat.cells.forEach((cells, row) => cells.forEach((cell, column) => {
       const value = numberOf(data(), gauge, step, row, placeOf(column));
-      cell.textContent = value === null ? "" : figure(gauge, value);
-      cell.style.setProperty("--dark", value === null ? 0 : darkness(gauge, value, reach[gauge]).toFixed(3));
+      const dark = value === null ? 0 : darkness(gauge, value, reach);
+      cell.textContent = value === null ? "" : shownFigure(gauge, value);
+      cell.style.setProperty("--dark", Math.abs(dark).toFixed(3));
       cell.classList.toggle("unread", value === null);
+      cell.classList.toggle("cool", dark < 0);
     }));
     hideUnread(map.querySelector(".heat table"), data(), gauge);
     byId("step-says").textContent = data().steps[step].toLocaleString("en");
-    byId("about").textContent = GAUGES[gauge].about;
-    const ends = [reach[gauge].least, reach[gauge].greatest].map((v) => inWords(gauge, v));
+    byId("about").textContent = isDifference() ? aboutDifference(data(), gauge) : GAUGES[gauge].about;
+    const ends = [reach.least, reach.greatest].map((v) => inWords(gauge, v));
     const [light, dark] = GAUGES[gauge].down ? ends.reverse() : ends;
     [byId("low").textContent, byId("high").textContent] = [light, dark];
     const isShown = (row, column) => data().values[gauge][placeOf(column)] && !heat.cells[row][column].parentNode.hidden;
@@ -115,11 +137,26 @@ function startHeat() {
     const name = `${data().layers[row]}, ${placeOf(column)}`;
     const here = data().histograms.filter((h) => h.at[1] === row && h.at[2] === column);
     const found = here.sort((a, b) => Math.abs(a.at[0] - heat.step) - Math.abs(b.at[0] - heat.step))[0];
-    drawHistogram(name, found, found && data().steps[found.at[0]], data().casts[row][column]);
+    drawHistogram(name, found, found && data().steps[found.at[0]], all.length > 1 ? `${RUNS[data().run].name}, ${data().casts[row][column]}` : data().casts[row][column]);
     sayNumbers(map.querySelector(".numbers"), data(), row, placeOf(column));
   }
 
-  wireHeat(map, byId, { rebuild, paint, choose, cellSays, data });
+  wireHeat(map, byId, { take, paint, choose, cellSays, data });
+  makeSavers(map.querySelector(".ramp"), () => mapName(data()), null, () => mapRows(data()));
+}
+
+const mapName = (data) => `${RUNS[data.run].name}${isDifference() ? ` less ${RUNS[data.other].name}` : ""} ${GAUGES[heat.gauge].title}`;
+
+/** The map that is shown, as rows of cells: every step of the chosen gauge. */
+function mapRows(data) {
+  const rows = Object.entries(data.values[heat.gauge]).flatMap(([place, steps]) => steps.flatMap((layers, step) => layers.map(
+    (value, row) => [data.steps[step], data.layers[row], place, data.casts[row][data.places.indexOf(place)], value])));
+  return [["step", "layer", "place", "cast", heat.gauge], ...rows.filter((row) => row[4] !== null)];
+}
+
+function aboutDifference({ run, other }, gauge) {
+  const [a, b] = [RUNS[run].name, RUNS[other].name], up = GAUGES[gauge].down ? "lower" : "higher";
+  return `${GAUGES[gauge].title} of ${a} less that of ${b}, at the same step, layer and place. Orange: ${a} is ${up}; blue: ${b} is ${up}.`;
 }
 
 /** Places and layers of which this gauge says nothing at any step are left out. */
@@ -135,7 +172,8 @@ function hideUnread(table, data, gauge) {
 /** Every gauge of the chosen cell. */
 function sayNumbers(host, data, row, place) {
   host.replaceChildren();
-  make("h3", {}, host, `${data.layers[row]}, ${place}, step ${data.steps[heat.step].toLocaleString("en")}`);
+  const title = `${data.layers[row]}, ${place}, step ${data.steps[heat.step].toLocaleString("en")}`;
+  make("h3", {}, host, isDifference() ? `${title}: difference` : title);
   const list = make("dl", {}, host);
   for (const [gauge, { title }] of Object.entries(GAUGES)) {
     const value = numberOf(data, gauge, heat.step, row, place);
@@ -148,16 +186,16 @@ function sayNumbers(host, data, row, place) {
 }
 
 /** What the selects, the slider, the pointer and the arrow keys do. */
-function wireHeat(map, byId, { rebuild, paint, choose, cellSays, data }) {
+function wireHeat(map, byId, { take, paint, choose, cellSays, data }) {
   const read = () => {
-    const before = heat.cells.length ? data().steps[heat.step] : undefined, run = Number(byId("run").value);
-    heat.gauge = byId("gauge").value;
-    if (run !== heat.run || !heat.cells.length) {
-      heat.run = run;
-      rebuild();
+    const before = heat.cells.length ? data().steps[heat.step] : undefined;
+    const run = Number(byId("run").value), less = Number(byId("less").value);
+    if (run !== heat.run || less !== heat.less || !heat.cells.length) {
+      take(run, less);
       const at = before === undefined ? data().steps.length - 1 : nearest(data().steps, before);
       byId("step").value = at;
     }
+    heat.gauge = byId("gauge").value;
     heat.step = Math.min(Number(byId("step").value), data().steps.length - 1);
     paint();
   };

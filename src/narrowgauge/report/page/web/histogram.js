@@ -18,6 +18,7 @@ function gridOf({ max, normal, smallest, mantissa, fixed }) {
 function makeHistogram(host, formats) {
   const heading = make("div", { class: "heading" }, host);
   const title = make("h3", {}, heading), subtitle = make("span", { class: "muted" }, heading);
+  makeSavers(heading, () => title.textContent, () => pictureOf(drawing, title.textContent, subtitle.textContent, []), binRows);
   const keys = make("p", { class: "keys muted" }, host);
   for (const kind of ["before", "after"]) {
     const key = make("span", { class: "key-of-event" }, keys), mark = make("svg", { width: 16, height: 12, "aria-hidden": "true" }, key);
@@ -33,12 +34,19 @@ function makeHistogram(host, formats) {
   function draw(name, found, step, cast) {
     readout.hidden = true;
     title.textContent = `Histogram: ${name}`;
-    plot.hidden = keys.hidden = !found;
+    plot.hidden = keys.hidden = heading.querySelector(".save").hidden = !found;
     subtitle.textContent = found
       ? `${cast}, step ${step.toLocaleString("en")}, magnitudes in units of the block's scale, on the grid of ${found.element}`
       : "none was recorded: of places in narrow formats only";
     now = found && frameOf(found, formats[found.element]);
     if (now) paint();
+  }
+
+  /** The share of each bin before and after rounding; the first is zero. */
+  function binRows() {
+    const { found, before, after } = now;
+    const edges = (i) => (i === 0 ? [0, 0] : [0, 1].map((up) => edgeOf(found.first + i - 1 + up, found.per_octave)));
+    return [["from", "to", "percent before", "percent after"], ...before.map((share, i) => [...edges(i), share, after[i]])];
   }
 
   function frameOf(found, limits) {

@@ -1,5 +1,6 @@
 "use strict";
-// How a run is told from the others: a colour (page.css), a dash pattern and a marker, never colour alone.
+// How a variant is told from the others: a colour (page.css), a dash pattern and a marker, never colour alone.
+// Runs of one variant that differ in their seed look alike.
 
 const DASHES = ["", "7 3", "2 3", "9 3 2 3", "12 4", "4 2", "9 3 2 3 2 3", "1 4"];
 const SHAPES = [
@@ -34,7 +35,7 @@ const shade = (number) => `run${number % SHAPES.length}`;
 const dash = (number) => DASHES[(number + Math.floor(number / DASHES.length)) % DASHES.length];
 const shape = (number) => SHAPES[(number + Math.floor(number / SHAPES.length)) % SHAPES.length];
 
-const HTML = new Set("div span button h3 p b select option table thead tbody tr th td dl dt dd".split(" "));
+const HTML = new Set("a div span button h3 p b select option table thead tbody tr th td dl dt dd".split(" "));
 
 /** Make an element, in the SVG namespace unless its name says HTML. Text is only ever set as text. */
 function make(name, attributes, parent, text) {
@@ -45,7 +46,7 @@ function make(name, attributes, parent, text) {
   return node;
 }
 
-/** A short piece of a run's line with its marker, for legends and read-outs. */
+/** A short piece of a variant's line with its marker, for legends and read-outs. */
 function swatch(number, parent) {
   const drawing = make("svg", { width: 30, height: 12, "aria-hidden": "true", class: `swatch ${shade(number)}` }, parent);
   make("path", { d: "M1 6H29", class: "line", "stroke-dasharray": dash(number) }, drawing);

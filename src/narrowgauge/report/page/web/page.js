@@ -7,8 +7,9 @@ const AXES = {
   step: { name: "steps", says: (x) => Math.round(x).toLocaleString("en") },
   seconds: { name: "of training time", says: duration },
 };
+const VARIANTS = DATA.variants;
 const control = { axis: "tokens", smooth: 4, from: 0, log: false, hidden: new Set() };
-const shownRuns = () => RUNS.map((run, number) => ({ run, number })).filter(({ number }) => !control.hidden.has(number));
+const shownRuns = () => RUNS.map((run, number) => ({ run, number })).filter(({ run }) => !control.hidden.has(run.variant));
 
 /** The span of the chosen axis over all runs (hidden ones too, so that nothing jumps), and its words. */
 function currentView() {
@@ -20,62 +21,86 @@ function currentView() {
   return { axis: control.axis, low, high, unit, unitName, log: control.log, tau: width * high, says: axis.says, axisName: axis.name };
 }
 
-/** The layer of one measured quantity of one run. */
-function layerOf(run, number, name, view, plain) {
+/** The layer of one measured quantity of one run: `values` as measured, `y` as drawn. */
+function layerOf(run, name, view, plain) {
   const x = run.x[view.axis], { mean, least, greatest } = run.curves[name];
   const y = plain ? mean : smoothed(x, mean, view.tau);
-  return { run: number, name: run.name, x, y, raw: y === mean ? null : mean, least, greatest };
+  return { look: run.variant, name: run.name, at: run.x, x, y, values: mean, raw: y === mean ? null : mean, least, greatest };
 }
 
-function validationOf(run, number, view) {
-  return { run: number, name: run.name, x: run.validation.x[view.axis], y: run.validation.mean, sparse: true };
+function validationOf(run, view) {
+  const { x, mean } = run.validation;
+  return { look: run.variant, name: run.name, at: x, x: x[view.axis], y: mean, values: mean, sparse: true };
 }
 
-/** How far a run's curve lies above the first run's, in percent, at equal tokens whatever the axis shows. */
-function gapOf(layer, tokens, reference, referenceTokens, view) {
-  const raw = layer.x.map((_, i) => {
-    const own = (layer.raw || layer.y)[i];
-    const base = valueAt(referenceTokens, reference.raw || reference.y, tokens[i], layer.sparse);
+/** How far a run's curve lies above that of the reference with its seed, in percent, at equal tokens whatever the axis. */
+function gapOf(layer, reference) {
+  const values = layer.values.map((own, i) => {
+    const base = valueAt(reference.at.tokens, reference.values, layer.at.tokens[i], layer.sparse);
     return base === null || own === null || base === 0 ? null : (100 * (own - base)) / base;
   });
-  return { ...layer, y: layer.sparse ? raw : smoothed(layer.x, raw, view.tau), raw: null, least: null, greatest: null };
+  return { ...layer, values, raw: null, least: null, greatest: null };
 }
 
-const all = (name, plain) => (view) => shownRuns().map(({ run, number }) => layerOf(run, number, name, view, plain));
-const gaps = (of, places) => (view) => {
-  const first = of(RUNS[0], 0, view);
-  const others = shownRuns().filter(({ number }) => number > 0);
-  return others.map(({ run, number }) => gapOf(of(run, number, view), places(run), first, places(RUNS[0]), view));
-};
-const trainOf = (run, number, view) => layerOf(run, number, "loss", view);
+/** The mean of the gaps of several seeds, where all have one, and their range. */
+function meanOfSeeds(layers) {
+  const [first, ...others] = layers;
+  if (!others.length) return first;
+  const at = others.map((layer) => new Map(layer.at.tokens.map((tokens, i) => [tokens, layer.values[i]])));
+  const points = first.values.map((value, i) => [value, ...at.map((found) => found.get(first.at.tokens[i]) ?? null)]);
+  const over = (of) => points.map((found) => (found.includes(null) ? null : of(found)));
+  return {
+    ...first, name: VARIANTS[first.look], values: over((found) => found.reduce((a, b) => a + b) / found.length),
+    least: over((found) => Math.min(...found)), greatest: over((found) => Math.max(...found)),
+  };
+}
+
+const all = (name, plain) => (view) => shownRuns().map(({ run }) => layerOf(run, name, view, plain));
+const gaps = (of) => (view) => VARIANTS.flatMap((_, variant) => {
+  const paired = shownRuns().filter(({ run }) => run.variant === variant && run.reference !== null);
+  if (!paired.length) return [];
+  const layer = meanOfSeeds(paired.map(({ run }) => gapOf(of(run, view), of(RUNS[run.reference], view))));
+  const smooth = (values) => values && (layer.sparse ? values : smoothed(layer.x, values, view.tau));
+  return [{ ...layer, y: smooth(layer.values), least: smooth(layer.least), greatest: smooth(layer.greatest) }];
+});
+const trainOf = (run, view) => layerOf(run, "loss", view);
 const across = (words) => (view) => `${words}, across ${view.axisName.replace("of ", "")}`;
-const four = (value) => value.toFixed(4), percent = (value) => `${signed(value.toFixed(2))} %`;
 /** A number's text with its sign; what rounds to zero has none. */
 const signed = (text) => (Number.parseFloat(text) === 0 ? text.replace("-", "") : text.startsWith("-") ? text : `+${text}`);
+const four = (value) => value.toFixed(4), percent = (value) => `${signed(value.toFixed(2))} %`;
 const numbered = { tick: short, format: (value) => short(value) };
 const inPercent = { tick: (value, ...scale) => `${signed(short(value, ...scale))} %`, format: percent, zero: true };
-const speedNote = RUNS.some((run) => run.emulated) ? " (an emulated speed is not its formats' own)" : "";
+const speedNote = RUNS.some((run) => run.emulated) ? "; emulated: not the formats' own" : "";
+const hasSeeds = RUNS.length > VARIANTS.length;
+const gapNote = () => (hasSeeds ? "percent, mean and range over seeds" : "percent at equal tokens");
 
 const SPECS = [
-  { id: "train", title: "Train loss", wide: true, log: true, layers: all("loss"), subtitle: across("nats a token"), ...numbered, format: four },
-  { id: "val", title: "Validation loss", log: true, layers: (view) => shownRuns().map(({ run, number }) => validationOf(run, number, view)), subtitle: across("nats a token"), ...numbered, format: four },
-  { id: "val-gap", title: `Validation gap to ${RUNS[0].name}`, layers: gaps(validationOf, (run) => run.validation.x.tokens), subtitle: across("percent at equal tokens"), ...inPercent },
-  { id: "gap", title: `Train gap to ${RUNS[0].name}`, layers: gaps(trainOf, (run) => run.x.tokens), subtitle: across("percent at equal tokens, smoothed"), ...inPercent },
-  { id: "norm", title: "Gradient norm", log: true, layers: all("grad_norm"), subtitle: across("before clipping"), ...numbered },
+  { id: "val_loss", title: "Validation loss", log: true, layers: (view) => shownRuns().map(({ run }) => validationOf(run, view)), subtitle: across("nats a token"), ...numbered, format: four },
+  { id: "val_gap", title: `Validation gap to ${VARIANTS[0]}`, layers: gaps(validationOf), subtitle: gapNote, ...inPercent },
+  { id: "loss", title: "Train loss", log: true, layers: all("loss"), subtitle: across("nats a token"), ...numbered, format: four },
+  { id: "gap", title: `Train gap to ${VARIANTS[0]}`, layers: gaps(trainOf), subtitle: () => `${gapNote()}, smoothed`, ...inPercent },
+];
+const REST = [
+  { id: "grad_norm", title: "Gradient norm", log: true, layers: all("grad_norm"), subtitle: across("before clipping"), ...numbered },
   { id: "lr", title: "Learning rate", layers: all("lr", true), subtitle: across("schedule"), ...numbered },
-  { id: "speed", title: "Tokens per second", layers: all("tokens_per_s"), subtitle: (view) => across("all ranks")(view) + speedNote, ...numbered },
+  { id: "tokens_per_s", title: "Tokens per second", layers: all("tokens_per_s"), subtitle: (view) => across("all ranks")(view) + speedNote, ...numbered },
 ];
 
 function start() {
-  document.querySelectorAll(".key").forEach((key) => swatch(Number(key.dataset.run), key));
-  const host = document.querySelector(".charts");
+  document.querySelectorAll(".key").forEach((key) => swatch(Number(key.dataset.look), key));
+  const host = document.getElementById("charts"), rest = document.getElementById("rest");
   if (!host) return;
-  const charts = [];
-  for (const spec of SPECS) {
-    charts.push(makeChart(host, spec));
-    if (spec.id === "train") charts.push(makeTimeline(host, shownRuns));
-  }
-  const redraw = () => { const view = currentView(); charts.forEach((chart) => chart.draw(view)); };
+  rest.closest("section").hidden = false;
+  const charts = [...SPECS.map((spec) => makeChart(host, spec)), makeTimeline(host, shownRuns), ...REST.map((spec) => makeChart(rest, spec))];
+  const redraw = () => {
+    const view = currentView(), first = charts.slice(0, SPECS.length);
+    charts.forEach((chart) => chart.draw(view));
+    const seen = first.filter(({ plot }) => !plot.parentNode.hidden);
+    first.forEach((chart) => {
+      const isAlone = seen.length === 1 && chart === seen[0];
+      if (chart.plot.parentNode.classList.toggle("wide", isAlone)) chart.draw(view);
+    });
+  };
   charts.forEach((chart) => followPointer(chart, charts));
   wireControls(redraw);
   wireLegend(redraw);
@@ -129,11 +154,11 @@ function wireControls(redraw) {
 
 function wireLegend(redraw) {
   const legend = document.querySelector(".legend");
-  legend.hidden = RUNS.length < 2;
-  RUNS.forEach((run, number) => {
+  legend.hidden = VARIANTS.length < 2;
+  VARIANTS.forEach((name, number) => {
     const button = make("button", { type: "button", "aria-pressed": "true" }, legend);
     swatch(number, button);
-    make("span", {}, button, run.name);
+    make("span", {}, button, name);
     button.addEventListener("click", () => {
       const on = control.hidden.delete(number);
       if (!on) control.hidden.add(number);

@@ -1,0 +1,78 @@
+"""The origin of the runs of a page: when, how long, where, with which version, by which command line.
+
+A run records these in its start and resume events. What an older run did not record is left out.
+"""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from html import escape
+
+from narrowgauge.report.read.run import Run
+from narrowgauge.units import human_duration
+
+MOST = 3  # hosts, devices or versions that are listed
+
+
+def origin(runs: Sequence[Run], command: str = "") -> str:
+    """A list of facts as HTML; `command` is the line that made the page, of a comparison."""
+    command = command or (str(runs[0].facts.get("command") or "") if len(runs) == 1 else "")
+    facts = {
+        "date": _dates(runs),
+        "duration": _duration(runs),
+        "host": _listed(runs, ("host", "device")),
+        "version": _listed(runs, ("version", "torch"), ("narrowgauge ", "torch ")),
+    }
+    rows = [f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items() if text]
+    if command:
+        rows.append(f'<div class="command"><dt>command</dt><dd><code>{escape(command)}</code></dd></div>')
+    return f'<dl class="origin">{"".join(rows)}</dl>' if rows else ""
+
+
+def _dates(runs: Sequence[Run]) -> str:
+    """When the first run began, and when the last one ended."""
+    begun = [time for run in runs if (time := _time(run, "start", first=True))]
+    ended = [time for run in runs if (time := _time(run, "done", "stop"))]
+    if not begun:
+        return ""
+    text = f"{min(begun):%Y-%m-%d %H:%M}"
+    until = f"{max(ended):%Y-%m-%d %H:%M}" if len(ended) == len(runs) else text
+    if until != text:
+        text += f" to {until.removeprefix(text[:11])}"
+    return f"{text} UTC"
+
+
+def _duration(runs: Sequence[Run]) -> str:
+    """Time in steps, and from begin to end for one run that was not interrupted."""
+    in_steps = sum(run.seconds for run in runs)
+    if not in_steps:
+        return ""
+    text = f"{human_duration(in_steps)} in training steps"
+    if len(runs) == 1 and not runs[0].count("resume"):
+        begun, ended = _time(runs[0], "start", first=True), _time(runs[0], "done", "stop")
+        if begun and ended and ended > begun:
+            text = f"{human_duration((ended - begun).total_seconds())}, of which {text}"
+    return text
+
+
+def _time(run: Run, *names: str, first: bool = False) -> datetime | None:
+    """The time of the first or last event with one of these names."""
+    times = [event.get("time") for event in run.events if event["event"] in names]
+    for text in times if first else reversed(times):
+        try:
+            return datetime.fromisoformat(str(text)).astimezone(UTC)
+        except ValueError:
+            continue
+    return None
+
+
+def _listed(runs: Sequence[Run], keys: Sequence[str], before: Sequence[str] = ("", "")) -> str:
+    """The values of some facts over all runs, each once; `before` is a word before each value."""
+    found = {
+        ", ".join(
+            f"{word}{run.facts[key]}" for key, word in zip(keys, before, strict=True) if run.facts.get(key)
+        ): 0
+        for run in runs
+    }
+    texts = [text for text in found if text]
+    more = f" and {len(texts) - MOST} more" if len(texts) > MOST else ""
+    return "; ".join(texts[:MOST]) + more

@@ -1,0 +1,79 @@
+"""The steps and validations in the records of a run.
+
+A missing or non-finite number becomes NaN, never zero: a loss that overflowed has to stay visible in every
+mean that includes it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from narrowgauge.report.read.records import as_float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step. Unrecorded floats are NaN."""
+
+    step: int
+    tokens: int  # cumulative
+    seconds: float  # cumulative time spent in steps, without pauses between restarts
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_s: float
+    mfu: float
+    memory_bytes: float
+
+
+class Validation(NamedTuple):
+    """One pass over the validation set."""
+
+    step: int
+    tokens: int
+    val_loss: float
+
+
+def training_steps(records: Mapping[int, Mapping[str, Any]]) -> list[Step]:
+    """The training steps. A line that covers several steps counts its `step_ms` for each of them."""
+    steps: list[Step] = []
+    seconds, previous = 0.0, 0
+    for number, record in records.items():
+        if "loss" not in record:
+            continue
+        milliseconds = as_float(record.get("step_ms"))
+        seconds += (number - previous) * milliseconds / 1000 if math.isfinite(milliseconds) else 0.0
+        previous = number
+        steps.append(
+            Step(
+                step=number,
+                tokens=_tokens(record, steps),
+                seconds=seconds,
+                loss=as_float(record["loss"]),
+                lr=as_float(record.get("lr")),
+                grad_norm=as_float(record.get("grad_norm")),
+                tokens_per_s=as_float(record.get("tokens_per_s")),
+                mfu=as_float(record.get("mfu")),
+                memory_bytes=as_float(record.get("memory_bytes")),
+            )
+        )
+    return steps
+
+
+def validations(records: Mapping[int, Mapping[str, Any]], steps: Sequence[Step]) -> list[Validation]:
+    """The validation losses; a record without tokens takes those of the step before it."""
+    found: list[Validation] = []
+    passed = 0
+    for number, record in records.items():
+        while passed < len(steps) and steps[passed].step <= number:
+            passed += 1
+        if "val_loss" in record:
+            before = steps[max(passed - 1, 0) : passed]
+            found.append(Validation(number, _tokens(record, before), as_float(record["val_loss"])))
+    return found
+
+
+def _tokens(record: Mapping[str, Any], before: Sequence[Step]) -> int:
+    tokens = as_float(record.get("tokens"))
+    return int(tokens) if math.isfinite(tokens) else (before[-1].tokens if before else 0)

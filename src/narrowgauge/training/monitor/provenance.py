@@ -1,0 +1,29 @@
+"""The origin of a run: when, on which host, with which version, by which command line."""
+
+import platform
+import shlex
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def now() -> str:
+    """The time in UTC to the second, as 2026-11-22T07:30:00+00:00."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def command_line() -> str:
+    """The command line of this process as one would type it; that of a script for a loop of one's own."""
+    program, *words = sys.argv or [""]
+    name = "narrowgauge" if Path(program).name in ("__main__.py", "-m") else Path(program).name
+    return shlex.join([name, *words])
+
+
+def provenance() -> dict[str, str]:
+    """The facts of the start and resume events that say where a run comes from."""
+    try:
+        installed = version("narrowgauge")
+    except PackageNotFoundError:  # its source is imported without having been installed
+        installed = "from source"
+    return {"time": now(), "host": platform.node(), "version": installed, "command": command_line()}
