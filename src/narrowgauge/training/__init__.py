@@ -7,7 +7,7 @@ from narrowgauge.training.monitor.memory_advice import cheaper
 from narrowgauge.training.monitor.memory_estimate import StepEstimate, estimate_memory, estimate_step
 from narrowgauge.training.monitor.profiler import STEPS as PROFILED
 from narrowgauge.training.run.loop import OutOfMemory
-from narrowgauge.training.run.parallel_dims import parallel_dims_of
+from narrowgauge.training.run.parallel_dims import Layout, lay_out, parallel_dims_of
 from narrowgauge.training.run.run import default_out, run
 from narrowgauge.training.run.validation import bits_per_byte, validation_loss
 from narrowgauge.training.step.guard import Diverged
@@ -20,6 +20,7 @@ __all__ = [
     "Config",
     "Corrupted",
     "Diverged",
+    "Layout",
     "Memory",
     "OutOfMemory",
     "StepEstimate",
@@ -32,6 +33,7 @@ __all__ = [
     "default_out",
     "estimate_memory",
     "estimate_step",
+    "lay_out",
     "load_values",
     "make_config",
     "open_run",

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from narrowgauge.cluster.plan.cluster_spec import Cluster
 from narrowgauge.cluster.plan.estimate import Estimate, cost, estimate
-from narrowgauge.distributed import ParallelDims
+from narrowgauge.distributed import ParallelDims, resolve_dims
 from narrowgauge.errors import UserError
 from narrowgauge.training import (
     Config,
@@ -22,8 +22,9 @@ from narrowgauge.training import (
     cheaper,
     choose_device,
     estimate_step,
-    parallel_dims_of,
+    lay_out,
 )
+from narrowgauge.training.config.micro_batch import fitting_sizes, next_batch_size
 from narrowgauge.training.monitor.hardware import device_name, total_memory
 from narrowgauge.units import human_bytes, parse_bytes
 
@@ -38,6 +39,7 @@ class Plan:
         has_host: whether the host's memory is separate from the device's.
         copy: bytes in the host's memory of the state that an asynchronous save copies.
         time: the time estimate; None without a cluster.
+        chosen: sentences about values that were chosen where the user gave none.
     """
 
     config: Config
@@ -49,6 +51,7 @@ class Plan:
     copy: int
     time: Estimate | None
     cluster: Cluster | None
+    chosen: tuple[str, ...] = ()
 
     @property
     def needed(self) -> int:
@@ -72,7 +75,10 @@ def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) 
     Raises:
         UserError: `[parallel]` does not fit the number of devices.
     """
-    parallel_dims, t = parallel_dims_of(config, devices), config.training
+    config, chosen = _with_batch_size(config, devices)
+    layout = lay_out(config, devices)
+    config, parallel_dims = layout.config, layout.parallel_dims
+    t = config.training
     step = estimate_step(config, parallel_dims)
     if cluster is not None:
         limit, limit_source = cluster.memory_bytes, cluster.device or cluster.title
@@ -85,7 +91,26 @@ def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) 
         limit, limit_source = parse_bytes(t.memory_limit), f"training.memory_limit {t.memory_limit}"
     time = None if cluster is None else estimate(config, parallel_dims, cluster, step)
     copy = copy_of_save(step.memory, parallel_dims) if config.checkpoint.asynchronous else 0
-    return Plan(config, parallel_dims, step, limit, limit_source, has_host, copy, time, cluster)
+    chosen = tuple(filter(None, (chosen, layout.choice)))
+    return Plan(config, parallel_dims, step, limit, limit_source, has_host, copy, time, cluster, chosen)
+
+
+def _with_batch_size(config: Config, devices: int) -> tuple[Config, str]:
+    """The configuration with a batch that the devices can share, where the user gave none; and a sentence.
+
+    A plan asks what a number of devices would do. `train` refuses such a batch: it is part of the training.
+    """
+    t = config.training
+    dims = resolve_dims(ParallelDims(**config.parallel.model_dump()), devices)
+    sizes = fitting_sizes(t.batch_size, dims)
+    if "batch_size" in t.model_fields_set or (sizes if t.fit_micro_batch else t.micro_batch_size in sizes):
+        return config, ""
+    batch_size = next_batch_size(t, dims)
+    training = t.model_copy(update={"batch_size": batch_size})
+    return config.model_copy(update={"training": training}), (
+        f"--training.batch_size {batch_size}, which was chosen: the default of {t.batch_size} does not fit "
+        f"{devices} devices, and train would refuse it"
+    )
 
 
 def copy_of_save(memory: Memory, parallel_dims: ParallelDims) -> int:
@@ -142,13 +167,15 @@ def _print_memory(plan: Plan, console: Console) -> None:
     total = sum(memory.host.values()) + plan.copy
     table.add_row("together", "", human_bytes(memory.peak), human_bytes(total) if total else "", style="bold")
     devices = plan.parallel_dims.size
-    several = f" on {devices} devices ({_axes(plan.parallel_dims)})" if devices > 1 else ""
+    several = f" on {devices} devices ({plan.parallel_dims.text})" if devices > 1 else ""
     console.print(
         f"{plan.config.model.name}, {memory.parameters:,} parameters, recipe {plan.config.recipe.name}: "
         f"micro-batches of {t.micro_batch_size} x {plan.config.data.sequence_length} tokens{several}",
         highlight=False,
         soft_wrap=True,
     )
+    for sentence in plan.chosen:
+        console.print(sentence, highlight=False, soft_wrap=True)
     console.print(table)
     fits = "fits" if plan.fits else "does not fit"
     console.print(
@@ -163,11 +190,6 @@ def _print_memory(plan: Plan, console: Console) -> None:
         console.print(
             f"with {option}: {human_bytes(other.peak)}{note}", highlight=False, markup=False, soft_wrap=True
         )
-
-
-def _axes(parallel_dims: ParallelDims) -> str:
-    names = ("pipeline", "replicate", "shard", "context", "tensor")
-    return " x ".join(f"{name} {n}" for name in names if (n := getattr(parallel_dims, name)) > 1)
 
 
 def _print_time(plan: Plan, time: Estimate, console: Console) -> None:
@@ -205,6 +227,8 @@ def as_json(plan: Plan, tokens: int = 0, price: float | None = None) -> dict[str
         "parameters": plan.step.memory.parameters,
         "devices": plan.parallel_dims.size,
     }
+    if plan.chosen:
+        table["chosen"] = list(plan.chosen)
     if plan.time is not None and plan.cluster is not None:
         time = plan.time
         device_price = plan.cluster.price if price is None else price
