@@ -70,6 +70,17 @@ def test_files_that_a_page_names_exist(page):
         assert any((folder / name).exists() for folder in (ROOT, ROOT / "src" / "narrowgauge")), name
 
 
+def test_a_recorded_stack_is_of_this_code():
+    """The files and functions of a stack that a page shows; lines move."""
+    frames = re.findall(
+        r"^ +([\w.<>]+) \(narrowgauge/([\w/.]+):\d+\)$", PAGES["how-to/debugging.md"], re.MULTILINE
+    )
+    assert frames
+    for function, file in frames:
+        source = (ROOT / "src" / "narrowgauge" / file).read_text(encoding="utf-8")
+        assert f"def {function.rpartition('.')[2]}(" in source, f"{function} ({file})"
+
+
 def test_recipes_and_models_that_pages_name_exist():
     """In `code`, whatever begins like a recipe or a model is one."""
     for page, text in PAGES.items():

@@ -141,7 +141,10 @@ class RunDirectory:
         Raises:
             UserError: the configuration is damaged.
         """
-        is_begun = (self.path / "config.toml").exists()
+        try:
+            is_begun = (self.path / "config.toml").exists()
+        except OSError:  # `claim` says that it cannot be written
+            return 0
         return self.config().training.micro_batch_size if is_begun else 0
 
     def claim(self, config: Config, allowed: Sequence[str] = ()) -> ConfigDiff:

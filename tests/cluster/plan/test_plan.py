@@ -8,7 +8,7 @@ import pytest
 from narrowgauge.cluster import cluster_names, load_cluster, make_plan, tokens_of
 from narrowgauge.cluster.plan.cluster_spec import parse_cluster
 from narrowgauge.cluster.plan.estimate import cost, estimate
-from narrowgauge.cluster.plan.plan import copy_of_save
+from narrowgauge.cluster.plan.plan import as_json, copy_of_save
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
 from narrowgauge.models import flops_per_token
@@ -180,3 +180,15 @@ def test_the_command(narrowgauge):
     assert told["run"]["price"] == pytest.approx(told["run"]["device-hours"])
     assert narrowgauge("plan", "--tokens", "1T").code == 2
     assert narrowgauge("plan", "--devices", "0").code == 2
+
+
+def test_what_nobody_gave_is_chosen_and_said():
+    """A batch that the devices can share, and micro-batches of it; `train` would refuse the default batch."""
+    plan = make_plan(make_config({"model": SMALL, "data": {"sequence_length": 128}}), 16)
+    assert (plan.config.training.batch_size, plan.config.training.micro_batch_size) == (16, 1)
+    batch, micro = plan.chosen
+    assert "--training.batch_size 16, which was chosen: the default of 8 does not fit 16 devices" in batch
+    assert "micro-batches of 1 (training.micro_batch_size), which was chosen" in micro
+    assert as_json(plan)["chosen"] == [batch, micro]
+    with pytest.raises(UserError, match=r"training\.batch_size = 8 cannot be divided over .* = 16 processes"):
+        make_plan(make_config({"model": SMALL, "training": {"batch_size": 8}}), 16)
