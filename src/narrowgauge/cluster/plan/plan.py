@@ -75,7 +75,7 @@ def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) 
     Raises:
         UserError: `[parallel]` does not fit the number of devices.
     """
-    config, chosen = _with_batch_size(config, devices)
+    config, batch_choice = _with_batch_size(config, devices)
     layout = lay_out(config, devices)
     config, parallel_dims = layout.config, layout.parallel_dims
     t = config.training
@@ -91,7 +91,7 @@ def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) 
         limit, limit_source = parse_bytes(t.memory_limit), f"training.memory_limit {t.memory_limit}"
     time = None if cluster is None else estimate(config, parallel_dims, cluster, step)
     copy = copy_of_save(step.memory, parallel_dims) if config.checkpoint.asynchronous else 0
-    chosen = tuple(filter(None, (chosen, layout.choice)))
+    chosen = tuple(filter(None, (batch_choice, layout.choice)))
     return Plan(config, parallel_dims, step, limit, limit_source, has_host, copy, time, cluster, chosen)
 
 
