@@ -1,61 +1,24 @@
-"""The pages of docs/ say what there is. Each line of `narrowgauge` is read as the command reads it, up to the
-point where it would begin to work, and each file that a page shows is accepted where it is said to go.
-"""
+"""The pages of docs/ say what there is, and each file that a page shows is accepted where it goes."""
 
-import argparse
 import ast
 import json
 import re
 import shutil
-import subprocess
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 import narrowgauge as ng
-from narrowgauge.cli.main import _options, _read_train
-from narrowgauge.cli.parsing.options import config_values
 from narrowgauge.cluster import load_site
 from narrowgauge.models import model_names
 from narrowgauge.recipes import Device, choose_backend
-from narrowgauge.training import make_config
-from support.markdown import blocks, shell_lines, titled
+from support.markdown import blocks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = {str(path.relative_to(DOCS)): path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md")}
 NOTEBOOK = DOCS / "from-text-to-comparison.ipynb"
-
-
-def commands(lines: list[list[str]]) -> list[list[str]]:
-    """The words after `narrowgauge`, wherever it stands: alone, after variables, under torchrun or gdb."""
-    return [words[words.index("narrowgauge") + 1 :] for words in lines if "narrowgauge" in words]
-
-
-def check(options: argparse.Namespace) -> None:
-    """What a verb looks at before it works: its configuration, the recipes, the script's words, the site."""
-    if hasattr(options, "config"):
-        if options.config and not options.config.exists():
-            options.config.touch()  # a reader's own, and the page does not show it
-        values = config_values(options)
-        is_from_a_run = values.get("model", {}).pop("weights", "")  # which is not here
-        config = make_config(values)
-        assert config.spec.recipe
-        assert is_from_a_run or config.spec.model
-    for name in (getattr(options, "recipes", None) or "").split(","):
-        assert not name or recipe_of(name)
-    if hasattr(options, "words"):
-        assert options.words[0] == "--"
-        config, _ = _read_train(options.words[1:])
-        assert config.spec.recipe
-        assert config.spec.model
-    if getattr(options, "site", None):
-        assert load_site(options.site).devices_per_node
-
-
-def recipe_of(name: str) -> ng.Recipe:
-    return ng.load_recipe(name) if name.endswith(".toml") else ng.recipe(name)
 
 
 @pytest.fixture
@@ -64,34 +27,6 @@ def folder(tmp_path, monkeypatch):
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_line_of_a_page_parses(page, folder):
-    for name, text in titled(PAGES[page]).items():
-        (folder / name).write_text(text, encoding="utf-8")
-    for words in commands(shell_lines(PAGES[page])):
-        try:
-            check(_options(words))
-        except ng.errors.UserError as error:
-            pytest.fail(f"docs/{page}: narrowgauge {' '.join(words)}: {error}")
-
-
-def test_a_line_that_does_not_parse_is_found():
-    """The test above can fail: a misspelt option, key, value, recipe, model."""
-    for line in (
-        "train --stepz 3",
-        "train --training.stepz 3",
-        "train --steps many",
-        "train --recipe mxfp5",
-        "train --model gpt5",
-        "compare --recipes bf16,mxfp5",
-        "launch --slurm --out s.sh -- train --stepz 3",
-        "launch --slurm --site nowhere --out s.sh -- train",
-        "trian",
-    ):
-        with pytest.raises(ng.errors.UserError):
-            check(_options(line.split()))
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("how-to/")])
@@ -143,16 +78,15 @@ def test_files_that_a_page_names_exist(page):
         assert any((folder / name).exists() for folder in (ROOT, ROOT / "src" / "narrowgauge")), name
 
 
-def test_make_targets_and_torchrun_lines_exist():
-    lines = [words for text in PAGES.values() for words in shell_lines(text)]
-    targets = [words[1:] for words in lines if words[0] == "make"]
-    for target in [*targets, ["docs"], ["notebook"]]:
-        subprocess.run(["make", "-n", *target], cwd=ROOT, check=True, capture_output=True)
-    for words in lines:
-        if "torchrun" in words:
-            after = words[words.index("torchrun") :]
-            assert "--nproc-per-node" in after
-            assert "narrowgauge" in after
+def test_a_recorded_stack_is_of_this_code():
+    """The files and functions of a stack that a page shows; lines move."""
+    frames = re.findall(
+        r"^ +([\w.<>]+) \(narrowgauge/([\w/.]+):\d+\)$", PAGES["how-to/debugging.md"], re.MULTILINE
+    )
+    assert frames
+    for function, file in frames:
+        source = (ROOT / "src" / "narrowgauge" / file).read_text(encoding="utf-8")
+        assert f"def {function.rpartition('.')[2]}(" in source, f"{function} ({file})"
 
 
 def test_recipes_and_models_that_pages_name_exist():
@@ -196,12 +130,3 @@ def test_the_notebook_was_executed_from_first_to_last():
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     assert not [o for cell in code for o in cell["outputs"] if o["output_type"] == "error"]
-
-
-def test_the_lines_of_the_notebook_parse(folder):
-    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    shell = [source for cell in cells if (source := "".join(cell["source"])).startswith("%%sh\n")]
-    parsed = commands(shell_lines("".join(f"```sh\n{source}\n```\n" for source in shell)))
-    assert {"prepare", "train", "compare", "report"} == {words[0] for words in parsed}
-    for words in parsed:
-        check(_options(words))

@@ -49,7 +49,7 @@ def test_every_verb_is_shown():
 
 def test_the_first_line_runs_in_a_process_of_its_own(tmp_path):
     """What `make train` starts, as Python starts it; on a text that is small, too."""
-    words = ["train", "--steps", "1", "--training.micro_batch_size", "1", *SMALL.split()]
+    words = ["train", "--steps", "1", *SMALL.split()]
     text = ["--data", str(ROOT / "docs" / "*.md"), "--data.tokenizer", "bytes"]
     command = [sys.executable, "-m", "narrowgauge", *words, *text]
     ended = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
@@ -66,7 +66,7 @@ def run(narrowgauge, tmp_path_factory):
         if words == ["train"]:  # whose name would say what is small
             words = ["train", "--out", "runs/debug-stdlib-fp8"]
         if words[0] in ("train", "compare", "plan"):
-            words = [*words, "--training.micro_batch_size", "1", "--steps", "2", *SMALL.split()]
+            words = [*words, "--steps", "2", *SMALL.split()]
         ended = narrowgauge(*words, folder=folder, NARROWGAUGE_CACHE=str(folder / "cache"))
         assert ended.code == 0 or words == ["doctor"], ended.err  # which may have found something
         assert ended.err == ""

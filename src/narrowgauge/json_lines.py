@@ -71,3 +71,20 @@ def _damaged_line(path: Path, number: int, reason: str) -> UserError:
         f"only a last line can be torn by a kill, so the file was changed or the disk is failing: "
         f"mend or delete that line"
     )
+
+
+def bytes_until_step(path: Path, step: int) -> int:
+    """Bytes before the first line of a step after `step`, or before a torn line; steps are ascending."""
+    size = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                    break
+            except (ValueError, KeyError, TypeError):
+                raise UserError(
+                    f"{path}:{number}: every line must be an object with a step, and this one is not; "
+                    "mend or delete that line, or the file"
+                ) from None
+            size += len(line)
+    return size

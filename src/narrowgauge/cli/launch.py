@@ -7,7 +7,7 @@ from pathlib import Path
 
 from narrowgauge.cluster import MARK, Job, Site, load_site, site_names, slurm_script, torchrun_script
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.training import Config, default_out
+from narrowgauge.training import Config, Layout, default_out, lay_out
 
 Check = Callable[[list[str]], tuple[Config, Path | None]]
 
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> None:
     words = _words(options)
     site = load_site(options.site) if options.site else Site()
     _check_slurm(options)
-    job = _job(options, words, site)
+    job, layout = _job(options, words, site)
     _write(options.out, slurm_script(job, site) if options.slurm else torchrun_script(job, site))
     if options.slurm:
         how = f"start it by: sbatch {options.out}"
@@ -42,6 +42,20 @@ def run(options: argparse.Namespace) -> None:
     else:
         how = f"on each node: MASTER_ADDR=HOST NODE_RANK=0..{job.nodes - 1} bash {options.out}"
     print(f"{options.out}: {how}")
+    print(_grid(job, layout))
+    if layout.choice:
+        print(layout.choice)
+
+
+def _grid(job: Job, layout: Layout) -> str:
+    """A line about the processes that the script starts, and the work of each."""
+    dims, t = layout.parallel_dims, layout.config.training
+    axes = f" ({dims.text})" if dims.text else ""
+    share = t.batch_size // dims.data
+    return (
+        f"processes: {job.nodes} x {job.per_node}{axes}; sequences of each in a step: {share}, "
+        f"{t.micro_batch_size} at once"
+    )
 
 
 def _check_slurm(options: argparse.Namespace) -> None:
@@ -52,8 +66,8 @@ def _check_slurm(options: argparse.Namespace) -> None:
         raise UserError(f"--time is {options.time!r}; write HH:MM:SS, or D-HH:MM:SS")
 
 
-def _job(options: argparse.Namespace, words: list[str], site: Site) -> Job:
-    """The job that the script starts; every option is checked."""
+def _job(options: argparse.Namespace, words: list[str], site: Site) -> tuple[Job, Layout]:
+    """The job that the script starts, and its layout over the processes; every option is checked."""
     config, out = options.check(words)
     per_node = site.devices_per_node if options.gpus_per_node is None else options.gpus_per_node
     for name, count in (("--nodes", options.nodes), ("--gpus-per-node", per_node)):
@@ -65,9 +79,11 @@ def _job(options: argparse.Namespace, words: list[str], site: Site) -> Job:
             f"--gpus-per-node is {per_node}, but a node of {options.site} has {site.devices_per_node} "
             "devices and each process needs its own; start fewer"
         )
-    return Job(
+    run = out or default_out(config)
+    layout = lay_out(config, options.nodes * per_node, run)
+    job = Job(
         words=tuple(words),
-        run=out or default_out(config),
+        run=run,
         folder=Path.cwd(),
         nodes=options.nodes,
         per_node=per_node,
@@ -76,6 +92,7 @@ def _job(options: argparse.Namespace, words: list[str], site: Site) -> Job:
         account=options.account,
         partition=options.partition,
     )
+    return job, layout
 
 
 def _words(options: argparse.Namespace) -> list[str]:

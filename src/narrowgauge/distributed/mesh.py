@@ -67,6 +67,11 @@ class ParallelDims:
         return prod(getattr(self, name) for name in AXES)
 
     @property
+    def text(self) -> str:
+        """The axes with several processes, as in "replicate 64 x shard 8"; "" for one process."""
+        return " x ".join(f"{name} {n}" for name in AXES if (n := getattr(self, name)) > 1)
+
+    @property
     def data(self) -> int:
         """Degree of data parallelism: how many processes have sequences that no other one has."""
         return self.replicate * self.shard

@@ -9,7 +9,7 @@ from narrowgauge.training.monitor.memory_estimate import StepEstimate, estimate_
 from narrowgauge.training.monitor.profiler import STEPS as PROFILED
 from narrowgauge.training.run.default_out import default_out
 from narrowgauge.training.run.loop import OutOfMemory
-from narrowgauge.training.run.parallel_dims import parallel_dims_of
+from narrowgauge.training.run.parallel_dims import Layout, lay_out, parallel_dims_of
 from narrowgauge.training.run.run import run
 from narrowgauge.training.run.validation import bits_per_byte, validation_loss
 from narrowgauge.training.step.guard import Diverged
@@ -23,6 +23,7 @@ __all__ = [
     "Corrupted",
     "Diverged",
     "Key",
+    "Layout",
     "Memory",
     "OutOfMemory",
     "StepEstimate",
@@ -35,6 +36,7 @@ __all__ = [
     "default_out",
     "estimate_memory",
     "estimate_step",
+    "lay_out",
     "load_values",
     "make_config",
     "open_run",

@@ -30,13 +30,14 @@ import torch
 from narrowgauge.checkpoint.interop.safetensors_reader import read_json
 from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
-from narrowgauge.json_lines import append_lines, read_jsonl
+from narrowgauge.json_lines import append_lines, bytes_until_step, read_jsonl
 from narrowgauge.training.config.config import Config, make_config, to_toml, trajectory
 from narrowgauge.training.config.diff import TORCH, ConfigDiff, config_diff, require_allowed
 
 SPECIAL_TOKENS = "special_tokens.json"
 PROBE = "probe.json"
 SENSITIVITY = "sensitivity.json"
+_MICRO_BATCH = "training.micro_batch_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class RunDirectory:
             lines = [line for line in lines if is_settled(line, step, rollbacks)]
             write_whole(self.metrics, "".join(json.dumps(line) + "\n" for line in lines))
         if self.gauges.exists():
-            os.truncate(self.gauges, _bytes_until(self.gauges, step))
+            os.truncate(self.gauges, bytes_until_step(self.gauges, step))
 
     def set_status(self, status: str, reason: str) -> None:
         """Write the status (running, done, preempted or failed) and its reason."""
@@ -137,6 +138,18 @@ class RunDirectory:
                 f"{file} cannot be read: {error}; restore it, or start with another --out"
             ) from None
 
+    def micro_batch_size(self) -> int:
+        """Sequences that the run computes at once; 0 where no run has begun.
+
+        Raises:
+            UserError: the configuration is damaged.
+        """
+        try:
+            is_begun = (self.path / "config.toml").exists()
+        except OSError:  # `claim` says that it cannot be written
+            return 0
+        return self.config().training.micro_batch_size if is_begun else 0
+
     def claim(self, config: Config, allowed: Sequence[str] = ()) -> ConfigDiff:
         """Initialize the directory for a configuration, or check that it belongs to it.
 
@@ -168,6 +181,8 @@ class RunDirectory:
         recipe_file = self.path / "recipe.toml"
         if not recipe_file.exists() or recipe_file.read_text(encoding="utf-8") != recipe_text:
             changes.setdefault("recipe.name", (config.recipe.name, config.recipe.name))
+        if config.training.fit_micro_batch:  # it was chosen, and is recorded in `adopt`
+            changes.pop(_MICRO_BATCH, None)
         versions = [str(line["torch"]) for line in self.lines() if "torch" in line]
         if versions and versions[-1] != torch.__version__:
             changes[TORCH] = versions[-1], torch.__version__
@@ -178,6 +193,9 @@ class RunDirectory:
         """Record and apply the changes that `claim` and `check_corpus` allowed, from `step` on."""
         recorded = self.corpus_digest()
         changes = {**changes, **({"corpus": (recorded, digest)} if recorded not in ("", digest) else {})}
+        before, size = self.micro_batch_size(), config.training.micro_batch_size
+        if size != before:
+            changes[_MICRO_BATCH] = before, size
         if not changes:
             return
         if not (identity := self.path / "identity.json").exists():
@@ -234,20 +252,3 @@ def is_settled(line: Mapping[str, Any], step: int, rollbacks: int | None = None)
     if line.get("event") == "rollback" and rollbacks is not None and line["rollbacks"] > rollbacks:
         return False
     return line.get("step", 0) <= step and line.get("event") != "done"
-
-
-def _bytes_until(path: Path, step: int) -> int:
-    """Bytes before the first line of a step after `step`, or before a torn line; steps are ascending."""
-    size = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                    break
-            except (ValueError, KeyError, TypeError):
-                raise UserError(
-                    f"{path}:{number}: every line must be an object with a step, and this one is not; "
-                    "mend or delete that line, or the file"
-                ) from None
-            size += len(line)
-    return size

@@ -16,6 +16,8 @@ from narrowgauge.cli.main import main
 
 ROOT = "runs/debug-stdlib-fp8"
 
+LARGE = ("train", "--training.batch_size", "48")  # for 16 and 24 processes
+
 # Instead of the program: says what it was started with, and after a signal ends as WANTED says.
 STANDS_IN = """\
 import json, os, pathlib, signal, sys, time
@@ -156,7 +158,7 @@ def test_torchrun_hands_the_signal_on_and_says_75_when_the_run_has_saved(write, 
 
 
 def test_torchrun_on_two_nodes_needs_to_be_told_where(write, start):
-    script = write("--torchrun", "--nodes", "2", "--site", "azure-ndv5")
+    script = write("--torchrun", "--nodes", "2", "--site", "azure-ndv5", train=LARGE)
     text = script.read_text()
     for word in ('--nnodes "$NNODES"', '--node-rank "$NODE_RANK"', "--nproc-per-node 8", "NNODES:-2"):
         assert word in text
@@ -212,12 +214,12 @@ def test_a_real_run_saves_at_the_time_limit_and_the_same_script_ends_it(write, s
 
 
 def test_slurm_without_a_signal_gives_the_code_of_the_run(write, start, tmp_path):
-    script = write("--slurm", "--site", "azure-ndv5", "--nodes", "3")
+    script = write("--slurm", "--site", "azure-ndv5", "--nodes", "3", train=LARGE)
     process = start(script, RANK="0", WORLD_SIZE="1")
     _, err = process.communicate(timeout=20)
     assert process.returncode == 0, err
     place = told(tmp_path)
-    assert place["words"] == ["train", "--log.every", "3"]
+    assert place["words"] == list(LARGE)
     assert place["folder"] == str(script.parent)
     assert (place["RANK"], place["NCCL_DEBUG"]) == (None, "WARN")
     options = (tmp_path / "srun").read_text().splitlines()
@@ -235,7 +237,8 @@ def test_slurm_where_srun_is_missing(write, start, tmp_path):
 
 def test_what_sbatch_reads(write):
     text = write(
-        "--slurm", "--site", "frontier", "--nodes", "64", "--time", "1-00:00:00", "--account", "abc1"
+        *("--slurm", "--site", "frontier", "--nodes", "64", "--time", "1-00:00:00", "--account", "abc1"),
+        train=("train", "--training.batch_size", "512"),
     ).read_text()
     head = text.split("\nset -euo")[0].splitlines()
     assert head[0] == "#!/bin/bash"
@@ -281,6 +284,13 @@ def test_a_short_limit_has_a_short_warning_and_a_cpu_run_asks_for_no_gpus(write)
             "16, but a node of frontier has 8",
         ),
         ("--slurm --out mine.txt -- train", "no script of launch"),
+        ("--torchrun --gpus-per-node 2 --out s.sh -- train --training.micro_batch_size 8", "8 cannot be cut"),
+        ("--torchrun --nodes 3 --gpus-per-node 3 --out s.sh -- train", "set --training.batch_size 9"),
+        (
+            "--slurm --nodes 64 --gpus-per-node 8 --out s.sh -- train --parallel.replicate 64 "
+            "--parallel.shard 7",
+            "replicate 64 x shard 7 x context 1 x tensor 1 = 448 processes, and there are 512",
+        ),
     ],
 )
 def test_a_mistake_is_one_sentence_and_nothing_is_written(tmp_path, monkeypatch, capsys, words, said):
@@ -294,9 +304,19 @@ def test_a_mistake_is_one_sentence_and_nothing_is_written(tmp_path, monkeypatch,
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 
+def test_the_grid_is_told(write, capsys):
+    train = ("train", "--parallel.replicate", "2", "--parallel.tensor", "2", "--training.batch_size", "24")
+    write("--torchrun", "--nodes", "2", "--gpus-per-node", "4", train=train)
+    _, grid, choice = capsys.readouterr().out.splitlines()
+    assert grid == (
+        "processes: 2 x 4 (replicate 2 x shard 2 x tensor 2); sequences of each in a step: 6, 6 at once"
+    )
+    assert choice.startswith("micro-batches of 6 (training.micro_batch_size), which was chosen")
+
+
 def test_an_older_script_is_replaced(write):
     write("--slurm", "--nodes", "2")
-    assert "--nodes=3" in write("--slurm", "--nodes", "3").read_text()
+    assert "--nodes=4" in write("--slurm", "--nodes", "4").read_text()
 
 
 def test_the_python_is_the_one_that_wrote_it(write):

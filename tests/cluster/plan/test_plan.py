@@ -13,7 +13,7 @@ from narrowgauge.cluster.plan.cluster_spec import parse_cluster
 from narrowgauge.cluster.plan.estimate import estimate
 from narrowgauge.cluster.plan.expect import expectation
 from narrowgauge.cluster.plan.fewest import fewest_devices
-from narrowgauge.cluster.plan.plan import copy_of_save, cost_of
+from narrowgauge.cluster.plan.plan import as_json, copy_of_save, cost_of
 from narrowgauge.cluster.plan.price import parse_price
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
@@ -296,3 +296,15 @@ def test_the_command(narrowgauge):
     assert "cost: at 3.50 USD a device-hour (the cluster's file; --price says yours)" in shown.out
     assert narrowgauge("plan", "--tokens", "1T").code == 2
     assert narrowgauge("plan", "--devices", "0").code == 2
+
+
+def test_what_nobody_gave_is_chosen_and_said():
+    """A batch that the devices can share, and micro-batches of it; `train` would refuse the default batch."""
+    plan = make_plan(make_config({"model": SMALL, "data": {"sequence_length": 128}}), 16)
+    assert (plan.config.training.batch_size, plan.config.training.micro_batch_size) == (16, 1)
+    batch, micro = plan.chosen
+    assert "--training.batch_size 16, which was chosen: the default of 8 does not fit 16 devices" in batch
+    assert "micro-batches of 1 (training.micro_batch_size), which was chosen" in micro
+    assert as_json(plan)["chosen"] == [batch, micro]
+    with pytest.raises(UserError, match=r"training\.batch_size = 8 cannot be divided over .* = 16 processes"):
+        make_plan(make_config({"model": SMALL, "training": {"batch_size": 8}}), 16)

@@ -28,7 +28,11 @@ def test_a_default_given_as_text_is_the_default(key):
     if value is None:  # of the named model
         value = getattr(Config().spec.model, name)
     text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    assert to_toml(make_config({section: {name: text}})) == to_toml(Config())
+    values = {section: {name: text}}
+    if key == "training.micro_batch_size":  # the size that a user gives stays
+        assert not make_config(values).training.fit_micro_batch
+        values[section]["fit_micro_batch"] = "true"
+    assert to_toml(make_config(values)) == to_toml(Config())
 
 
 def test_a_described_default_is_the_default():

@@ -3,8 +3,9 @@
 import pytest
 
 from narrowgauge.errors import UserError
-from narrowgauge.training.config.config import make_config
-from narrowgauge.training.run.parallel_dims import parallel_dims_of
+from narrowgauge.training.config.config import load_values, make_config
+from narrowgauge.training.run.parallel_dims import lay_out, parallel_dims_of
+from narrowgauge.training.run_directory import RunDirectory
 
 
 def layout(tiny, processes, changes):
@@ -121,8 +122,8 @@ PIPELINES = {
     "too few micro-batches": (
         2,
         {"parallel.pipeline": 2, "training.micro_batch_size": 4},
-        "parallel.pipeline = 2 needs as many micro-batches a step, and there are 1; raise "
-        "training.batch_size, or lower training.micro_batch_size",
+        "parallel.pipeline = 2 needs as many micro-batches a step, and there are 1; set "
+        "--training.micro_batch_size 2 or 1, leave it out and one is chosen, or set --training.batch_size 8",
     ),
     "chunks of no pipeline": (
         1,
@@ -133,7 +134,8 @@ PIPELINES = {
     "chunks that do not take turns": (
         2,
         {"parallel.pipeline": 2, "parallel.chunks": 2, "model.layers": 4, "training.batch_size": 3},
-        "3 micro-batches a step are no multiple of parallel.pipeline = 2",
+        "3 micro-batches a step are no multiple of parallel.pipeline = 2; set --training.batch_size 4, or "
+        "set --parallel.chunks 1",
     ),
 }
 
@@ -143,6 +145,93 @@ def test_a_pipeline_that_no_schedule_fits_is_refused(tiny, processes, changes, w
     with pytest.raises(UserError) as refused:
         layout(tiny, processes, changes)
     assert words in str(refused.value)
+
+
+BATCHES = {
+    "micro-batches": (
+        2,
+        {"training.batch_size": 8, "training.micro_batch_size": 8},
+        "training.batch_size = 8 in micro-batches of 8 cannot be cut over parallel.replicate x "
+        "parallel.shard = 2 processes; set --training.micro_batch_size 4 or 2 or 1, leave it out and one is "
+        "chosen, or set --training.batch_size 16",
+    ),
+    "shares": (
+        3,
+        {"training.batch_size": 8, "parallel.replicate": 3},
+        "training.batch_size = 8 cannot be divided over parallel.replicate x parallel.shard = 3 processes; "
+        "set --training.batch_size 9",
+    ),
+}
+
+
+@pytest.mark.parametrize(("processes", "changes", "words"), BATCHES.values(), ids=BATCHES.keys())
+def test_a_batch_that_does_not_fit_names_what_would(tiny, processes, changes, words):
+    with pytest.raises(UserError) as refused:
+        layout(tiny, processes, changes)
+    assert str(refused.value) == words
+
+
+CHOSEN = {
+    "one process": (1, {}, {}, 8, ""),
+    "one process with a small batch": (1, {"batch_size": 6}, {}, 6, "has 6 of the 6 sequences"),
+    "one with a large batch": (1, {"batch_size": 512}, {}, 8, ""),
+    "two": (
+        2,
+        {},
+        {},
+        4,
+        "micro-batches of 4 (training.micro_batch_size), which was chosen: each process has 4",
+    ),
+    "eight": (8, {}, {"replicate": 8}, 1, "each process has 1 of the 8"),
+    "some of them with the same sequences": (8, {}, {"tensor": 2}, 2, "each process has 2 of the 8"),
+    "twelve sequences": (1, {"batch_size": 12}, {}, 6, "each process has 12 of the 12"),
+    "a pipeline": (2, {}, {"pipeline": 2}, 4, "each process has 8 of the 8"),
+    "a pipeline of chunks": (2, {"batch_size": 12}, {"pipeline": 2, "chunks": 2}, 6, "of the 12"),
+    "larger ones if they fit": (
+        2,
+        {"micro_batch_size": 16, "fit_micro_batch": True},
+        {},
+        4,
+        "which was chosen",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("processes", "training", "parallel", "size", "words"), CHOSEN.values(), ids=CHOSEN.keys()
+)
+def test_a_micro_batch_that_nobody_gave_is_chosen_and_said(processes, training, parallel, size, words):
+    found = lay_out(make_config({"training": training, "parallel": parallel}), processes)
+    assert found.config.training.micro_batch_size == size
+    assert words in found.choice
+    assert bool(words) == bool(found.choice)
+
+
+def test_the_micro_batch_of_a_run_is_kept_where_it_fits(tmp_path):
+    """Another number of processes goes on with it, or with the largest that fits below; and it is told."""
+    directory = RunDirectory(tmp_path / "run")
+
+    def go_on(processes, **training):
+        found = lay_out(make_config({"training": training}), processes, directory.path)
+        changes = directory.claim(found.config)
+        directory.adopt(found.config, changes, "digest", step=3)
+        return directory.config().training.micro_batch_size, found.choice
+
+    assert go_on(1) == (8, "")
+    before = directory.run_id("digest")
+    assert go_on(2) == (
+        4,
+        "micro-batches of 4 (training.micro_batch_size), which was chosen: each process has 4 of the 8 "
+        "sequences of a step; they were of 8",
+    )
+    assert go_on(1) == (4, "micro-batches of 4 (training.micro_batch_size), as this run has had them")
+    assert go_on(1, micro_batch_size=4) == (4, "")
+    assert [line["changes"] for line in directory.lines()] == [{"training.micro_batch_size": [8, 4]}]
+    assert directory.run_id("digest") == before, "its checkpoints are still its own"
+    with pytest.raises(UserError, match=r"training\.micro_batch_size = 4, and now it is 2; restore"):
+        go_on(2, micro_batch_size=2)
+    own = make_config(load_values(directory.path / "config.toml"))
+    assert lay_out(own, 4, directory.path).config.training.micro_batch_size == 2, "by its own file, too"
 
 
 def test_the_command_says_it_once(narrowgauge, line, tmp_path):

@@ -13,7 +13,7 @@ from narrowgauge.cluster.plan.estimate import Estimate, estimate
 from narrowgauge.cluster.plan.expect import Expectation, expectation
 from narrowgauge.cluster.plan.fewest import Fewest, fewest_devices
 from narrowgauge.cluster.plan.price import Price
-from narrowgauge.distributed import ParallelDims
+from narrowgauge.distributed import ParallelDims, resolve_dims
 from narrowgauge.errors import UserError
 from narrowgauge.recipes import Backend, choose_backend, device_facts
 from narrowgauge.training import (
@@ -22,8 +22,9 @@ from narrowgauge.training import (
     StepEstimate,
     choose_device,
     estimate_step,
-    parallel_dims_of,
+    lay_out,
 )
+from narrowgauge.training.config.micro_batch import fitting_sizes, next_batch_size
 from narrowgauge.training.monitor.hardware import device_name, total_memory
 from narrowgauge.units import parse_bytes
 
@@ -68,6 +69,7 @@ class Plan:
         backend: whether the recipe is native on the device; None if the device is not known.
         time: the time at best; None without a cluster.
         expected: what is expected of it; None without measured runs.
+        chosen: sentences about values that were chosen where the user gave none.
     """
 
     config: Config
@@ -79,6 +81,7 @@ class Plan:
     time: Estimate | None = None
     expected: Expectation | None = None
     cluster: Cluster | None = None
+    chosen: tuple[str, ...] = ()
 
     @property
     def copy(self) -> int:
@@ -103,17 +106,20 @@ def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) 
         UserError: `[parallel]` does not fit the number of devices, or the devices lack a native product that
             the configuration asks for.
     """
-    parallel_dims = parallel_dims_of(config, devices)
+    config, batch_choice = _with_batch_size(config, devices)
+    layout = lay_out(config, devices)
+    config, parallel_dims = layout.config, layout.parallel_dims
+    chosen = tuple(filter(None, (batch_choice, layout.choice)))
     step, room = estimate_step(config, parallel_dims), _room(config, cluster)
     if room.fits(step.memory, parallel_dims) and parallel_dims.data == 1:
         fewest: Fewest | None = Fewest(parallel_dims, config.training.micro_batch_size, step.memory)
     else:
         fewest = fewest_devices(config, parallel_dims, step.memory, room.limit, room.fits)
     if cluster is None:
-        return Plan(config, parallel_dims, step, room, fewest, _backend_here(config))
+        return Plan(config, parallel_dims, step, room, fewest, _backend_here(config), chosen=chosen)
     time = estimate(config, parallel_dims, cluster, step)
     expected = expectation(cluster.measured, devices, step.memory.parameters, time.format)
-    return Plan(config, parallel_dims, step, room, fewest, time.backend, time, expected, cluster)
+    return Plan(config, parallel_dims, step, room, fewest, time.backend, time, expected, cluster, chosen)
 
 
 def _room(config: Config, cluster: Cluster | None) -> Room:
@@ -136,6 +142,24 @@ def _backend_here(config: Config) -> Backend | None:
         return None
     device = choose_device(config.training.device)
     return choose_backend(config.spec.recipe, device_facts(device), config.recipe.backend)
+
+
+def _with_batch_size(config: Config, devices: int) -> tuple[Config, str]:
+    """The configuration with a batch that the devices can share, where the user gave none; and a sentence.
+
+    A plan asks what a number of devices would do. `train` refuses such a batch: it is part of the training.
+    """
+    t = config.training
+    dims = resolve_dims(ParallelDims(**config.parallel.model_dump()), devices)
+    sizes = fitting_sizes(t.batch_size, dims)
+    if "batch_size" in t.model_fields_set or (sizes if t.fit_micro_batch else t.micro_batch_size in sizes):
+        return config, ""
+    batch_size = next_batch_size(t, dims)
+    training = t.model_copy(update={"batch_size": batch_size})
+    return config.model_copy(update={"training": training}), (
+        f"--training.batch_size {batch_size}, which was chosen: the default of {t.batch_size} does not fit "
+        f"{devices} devices, and train would refuse it"
+    )
 
 
 def copy_of_save(memory: Memory, parallel_dims: ParallelDims) -> int:
@@ -189,6 +213,8 @@ def as_json(plan: Plan, tokens: int = 0, asked: Price | None = None) -> dict[str
         "fewest_devices": plan.fewest.parallel_dims.size if plan.fewest else None,
         "backend": {"name": plan.backend.name, "reason": plan.backend.reason} if plan.backend else None,
     }
+    if plan.chosen:
+        table["chosen"] = list(plan.chosen)
     if plan.time is None:
         return table
     time, price = plan.time, price_of(plan, asked)

@@ -45,6 +45,8 @@ def _print_memory(plan: Plan, console: Console) -> None:
         f"{plan.config.model.name}, {memory.parameters:,} parameters, recipe {plan.config.recipe.name}: "
         f"micro-batches of {t.micro_batch_size:,} x {plan.config.data.sequence_length:,} tokens{several}",
     )
+    for sentence in plan.chosen:
+        _say(console, sentence)
     console.print(table)
     fits = "fits" if plan.fits else "does not fit"
     _say(

@@ -39,6 +39,7 @@ from narrowgauge.files import make_directory, write_whole
 from narrowgauge.models import count_parameters
 from narrowgauge.recipes import choose_backend, device_facts
 from narrowgauge.training import Config, choose_device, to_toml
+from narrowgauge.training.config.micro_batch import largest_size
 from narrowgauge.training.monitor.hardware import device_name
 from narrowgauge.training.run.check_data import check_data
 from narrowgauge.training.run.parallel_dims import parallel_dims_of
@@ -181,8 +182,7 @@ def _sized(config: Config, size: int, batch: int) -> Config:
             "strong scaling divides it; change it, or ask for a number that fits: "
             f"{', '.join(map(str, fitting))}"
         )
-    local_batch = batch // parallel_dims.data
-    micro = max(n for n in range(1, t.micro_batch_size + 1) if local_batch % n == 0)
+    micro = largest_size(batch, parallel_dims, t.micro_batch_size)
     training = t.model_copy(update={"batch_size": batch, "micro_batch_size": micro})
     parallel = {name: getattr(parallel_dims, name) for name in ("replicate", "shard")}
     sized = config.model_copy(

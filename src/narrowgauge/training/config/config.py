@@ -16,12 +16,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from narrowgauge.data import split_sources
-from narrowgauge.distributed import ModelSpec
+from narrowgauge.distributed import ModelSpec, ParallelDims
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.models import model_config
 from narrowgauge.recipes import BACKENDS, KEYS, recipe
 from narrowgauge.toml_text import toml_key, toml_value
 from narrowgauge.training.config.keys import Key, keys_of
+from narrowgauge.training.config.micro_batch import largest_size, what_fits
 from narrowgauge.training.config.schema import (
     CheckpointSection,
     DataSection,
@@ -79,6 +80,13 @@ class Config(Section):
             z_loss=t.z_loss,
         )
 
+    def with_micro_batch_size(self, size: int) -> "Config":
+        """The configuration with another size of the micro-batch, which changes no `spec`."""
+        if size == self.training.micro_batch_size:
+            return self
+        training = self.training.model_copy(update={"micro_batch_size": size})
+        return super().model_copy(update={"training": training})
+
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "Config":
         """A copy with other sections; its `spec` is resolved anew."""
         copy = super().model_copy(update=update, deep=deep)
@@ -103,11 +111,14 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
         raise unknown("backend", config.recipe.backend, BACKENDS)
     if config.data.weights:
         split_sources(config.data.source, config.data.weights)
+    t, alone = config.training, ParallelDims()
+    if t.fit_micro_batch:
+        config = config.with_micro_batch_size(largest_size(t.batch_size, alone, t.micro_batch_size))
     model, t = config.spec.model, config.training
     if t.batch_size % t.micro_batch_size:
         raise UserError(
             f"training.batch_size = {t.batch_size} is no multiple of training.micro_batch_size = "
-            f"{t.micro_batch_size}; a step is made of whole micro-batches"
+            f"{t.micro_batch_size}, and a step is made of whole micro-batches; {what_fits(t, alone)}"
         )
     if t.compile and config.gauges_every():
         raise UserError(
@@ -229,7 +240,7 @@ ADDED = {
 def trajectory(config: Config) -> dict[str, dict[str, Any]]:
     """The resolved values that determine every loss of the run, without display and storage settings."""
     tables = tomllib.loads(to_toml(config))
-    for key in ("memory_limit", "hang_timeout", "recompute_every"):
+    for key in ("memory_limit", "hang_timeout", "recompute_every", "fit_micro_batch"):
         del tables["training"][key]
     for place in ("offload", "gather"):  # neither location nor transport changes a number
         tables["recipe"].pop(place, None)

@@ -8,6 +8,9 @@ The keys are those of the configuration, and `code.torch` for another version of
     3. an event with the old and the new values is recorded, then recipe.toml and config.toml are written
 
 so that the same command line without `--allow-change` continues the run.
+
+One value needs no permission: `training.micro_batch_size` where the user gave none. Another number of
+processes may need another one (`micro_batch`); it is said, and recorded like the others.
 """
 
 from collections.abc import Mapping, Sequence

@@ -94,6 +94,7 @@ class TrainingSection(Section):
     steps: int = Field(500, ge=1, description="optimizer steps")
     batch_size: int = Field(8, ge=1, lt=2**31, description="sequences per optimizer step")
     micro_batch_size: int = Field(8, ge=1, lt=2**31, description="sequences computed at once")
+    fit_micro_batch: bool = Field(True, description="fewer if these do not fit; false where they are given")
     seed: int = Field(0, ge=0, lt=2**63, description="of weights, token order and stochastic rounding")
     device: str = Field("auto", description="auto, cpu or cuda")
     compile: bool = Field(False, description="run the model through torch.compile")
@@ -103,6 +104,13 @@ class TrainingSection(Section):
     z_loss: float = Field(0.0, ge=0, description="coefficient of the mean of logsumexp(logits)^2; 0: none")
     memory_limit: str = Field("", description="of the device, as 24GB or 22GiB; empty: all it has")
     hang_timeout: float = Field(600.0, ge=0, description="seconds ranks wait for a hung one; 0: for ever")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_what_is_given(cls, values: Any) -> Any:
+        if isinstance(values, Mapping) and "micro_batch_size" in values:
+            return {"fit_micro_batch": False, **values}
+        return values
 
     @field_validator("memory_limit")
     @classmethod

@@ -1,5 +1,6 @@
 """Checks before the first step that a run fits in memory, and names the changes that make it fit."""
 
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,6 +66,36 @@ def _advice(config: Config, limit: int, has_host: bool, parallel_dims: ParallelD
     if options:
         return "it fits with " + ", or ".join(options)
     return "no setting of this recipe makes it fit: choose a smaller --model, or narrower state (msamp-o3)"
+
+
+def out_of_memory_message(
+    config: Config, device: torch.device, plan: Memory | None, parallel_dims: ParallelDims
+) -> str:
+    """The expected memory of a step, and the changes that lower it, the largest gain first."""
+    what = f"out of memory on {hardware.device_name(device)}"
+    advice = (
+        f"lower training.micro_batch_size = {config.training.micro_batch_size}, set --training.recompute true"
+    )
+    if plan is not None:
+        what += (
+            f"; a step is expected to take {human_bytes(plan.peak)} ({plan.classes()}), beside the program "
+            "itself and the data"
+        )
+        if options := _cheaper_options(config, device, plan, parallel_dims):
+            advice = ", ".join(f"{human_bytes(memory.peak)} with {option}" for option, memory in options)
+    return f"{what}; {advice}, or choose a smaller --model, and name a new directory with --out"
+
+
+def _cheaper_options(
+    config: Config, device: torch.device, plan: Memory, parallel_dims: ParallelDims
+) -> list[tuple[str, Memory]]:
+    """Options with a lower expected peak; empty if memory does not suffice for the estimate."""
+    if parallel_dims.size > 1:  # simulated process groups cannot coexist with real ones
+        return []
+    with suppress(MemoryError, RuntimeError):
+        options = cheaper(config, has_host=device.type == "cuda")
+        return sorted((o for o in options if o[1].peak < plan.peak), key=lambda o: o[1].peak)
+    return []
 
 
 @dataclass

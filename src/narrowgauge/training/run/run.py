@@ -18,7 +18,6 @@ from narrowgauge.data import Dataset, open_data
 from narrowgauge.distributed import (
     Coordinator,
     Mesh,
-    ParallelDims,
     StoppedByPeer,
     World,
     init_process_group,
@@ -32,7 +31,7 @@ from narrowgauge.training.config.diff import ConfigDiff, check_keys
 from narrowgauge.training.monitor import hardware
 from narrowgauge.training.monitor.loggers import Loggers, require_sinks
 from narrowgauge.training.monitor.memory import Memory
-from narrowgauge.training.monitor.memory_advice import cheaper, require_memory
+from narrowgauge.training.monitor.memory_advice import out_of_memory_message, require_memory
 from narrowgauge.training.monitor.profiler import Profile
 from narrowgauge.training.monitor.progress import Display
 from narrowgauge.training.run.check_data import check_data, check_vocabulary
@@ -40,11 +39,11 @@ from narrowgauge.training.run.checkpointing import make_checkpointer
 from narrowgauge.training.run.default_out import default_out
 from narrowgauge.training.run.init_weights import check_start, copy_special_tokens
 from narrowgauge.training.run.loop import OutOfMemory, finish, start_or_resume, train
-from narrowgauge.training.run.parallel_dims import parallel_dims_of
+from narrowgauge.training.run.parallel_dims import Layout, lay_out
 from narrowgauge.training.run.run_context import RunContext
 from narrowgauge.training.run.run_writer import NullRunWriter, RunWriter
 from narrowgauge.training.run_directory import RunDirectory
-from narrowgauge.units import human_bytes, parse_bytes
+from narrowgauge.units import parse_bytes
 
 
 def run(
@@ -80,6 +79,7 @@ def run(
     check_keys(allow_change)
     config = config if isinstance(config, Config) else make_config(config or {})
     setup = _set_up(config, Path(out) if out is not None else default_out(config, allow_change))
+    config = setup.config
     console = (console or Console()) if setup.world.rank == 0 else Console(quiet=True)
     with (
         hardware.memory_kept(setup.device),
@@ -95,6 +95,8 @@ def run(
                 if changes is None:
                     display.log(f"{setup.path} is done; to train again, name another directory with --out")
                 else:
+                    if setup.layout.choice:
+                        display.log(setup.layout.choice)
                     _run(setup, dataset, coordinator, display, requests, changes, profile)
     return setup.path
 
@@ -103,12 +105,16 @@ def run(
 class _Setup:
     """The decisions that precede everything which costs time; equal on all ranks but for rank and device."""
 
-    config: Config
+    layout: Layout
     path: Path
     world: World
     device: torch.device
-    parallel_dims: ParallelDims
     plan: Memory | None
+
+    @property
+    def config(self) -> Config:
+        """The configuration, with the micro-batch that the run takes."""
+        return self.layout.config
 
 
 def _set_up(config: Config, path: Path) -> _Setup:
@@ -117,13 +123,14 @@ def _set_up(config: Config, path: Path) -> _Setup:
     world = world_from(os.environ, torch.cuda.device_count() if device.type == "cuda" else 0)
     if device.type == "cuda" and world.size > 1:
         device = torch.device("cuda", world.device)
-    parallel_dims = parallel_dims_of(config, world.size)
+    layout = lay_out(config, world.size, path)
+    config = layout.config
     choose_backend(config.spec.recipe, device_facts(device), config.recipe.backend)
     require_sinks(config.log.sinks)
     check_vocabulary(config)
-    plan = require_memory(config, device, parallel_dims)
+    plan = require_memory(config, device, layout.parallel_dims)
     hardware.limit_memory(device, parse_bytes(config.training.memory_limit))
-    return _Setup(config, path, world, device, parallel_dims, plan)
+    return _Setup(layout, path, world, device, plan)
 
 
 def _claim(
@@ -167,7 +174,7 @@ def _run(
             context = RunContext(
                 config, device, dataset, directory, display, plan, coordinator, checkpointer, run_id, profile
             )
-            trainer = start_or_resume(context, changes, Mesh(setup.parallel_dims, device))
+            trainer = start_or_resume(context, changes, Mesh(setup.layout.parallel_dims, device))
             train(context, trainer, requests)
             finish(context, trainer)
     except (Preempted, StoppedEarly) as stop:
@@ -181,7 +188,9 @@ def _run(
             directory.require_there()
             directory.set_status("failed", f"{type(error).__name__}: {error}")
         if hardware.is_out_of_memory(error):
-            raise OutOfMemory(_out_of_memory_message(config, device, plan, setup.parallel_dims)) from error
+            raise OutOfMemory(
+                out_of_memory_message(config, device, plan, setup.layout.parallel_dims)
+            ) from error
         raise
     finally:
         if profile is not None:
@@ -204,33 +213,3 @@ def _open_data(config: Config, coordinator: Coordinator, display: Display) -> Da
     if coordinator.rank == 0:
         coordinator.barrier()
     return dataset
-
-
-def _out_of_memory_message(
-    config: Config, device: torch.device, plan: Memory | None, parallel_dims: ParallelDims
-) -> str:
-    """The expected memory of a step, and the changes that lower it, the largest gain first."""
-    what = f"out of memory on {hardware.device_name(device)}"
-    advice = (
-        f"lower training.micro_batch_size = {config.training.micro_batch_size}, set --training.recompute true"
-    )
-    if plan is not None:
-        what += (
-            f"; a step is expected to take {human_bytes(plan.peak)} ({plan.classes()}), beside the program "
-            "itself and the data"
-        )
-        if options := _cheaper_options(config, device, plan, parallel_dims):
-            advice = ", ".join(f"{human_bytes(memory.peak)} with {option}" for option, memory in options)
-    return f"{what}; {advice}, or choose a smaller --model, and name a new directory with --out"
-
-
-def _cheaper_options(
-    config: Config, device: torch.device, plan: Memory, parallel_dims: ParallelDims
-) -> list[tuple[str, Memory]]:
-    """Options with a lower expected peak; empty if memory does not suffice for the estimate."""
-    if parallel_dims.size > 1:  # simulated process groups cannot coexist with real ones
-        return []
-    with suppress(MemoryError, RuntimeError):
-        options = cheaper(config, has_host=device.type == "cuda")
-        return sorted((o for o in options if o[1].peak < plan.peak), key=lambda o: o[1].peak)
-    return []

@@ -1,0 +1,202 @@
+"""Every command line of the README and of docs/ can start.
+
+A line of `narrowgauge` is read as the command reads it, and laid out over the processes that it speaks of, up
+to the point where it would begin to work; `launch`, `recipes` and `formats` do theirs. Of other programs, the
+options, targets and files exist. `test_readme` runs the lines of some pages to their ends.
+"""
+
+import argparse
+import contextlib
+import json
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from narrowgauge.cli.options import SHORT, config_values
+from torch.distributed.run import get_args_parser
+
+import narrowgauge as ng
+from narrowgauge.cli.main import _options
+from narrowgauge.cluster.scaling.scaling import _plans, read_sizes
+from narrowgauge.report.compare.grid import make_points, parse_variant, recipe_variants, take_sweep
+from narrowgauge.training import default_out, lay_out, make_config
+from support.markdown import blocks, shell_lines, titled
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOK = ROOT / "docs" / "from-text-to-comparison.ipynb"
+NAMES = ["README.md", "CONTRIBUTING.md", "conformance/README.md"]
+NAMES += sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
+PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
+PAGES["the notebook"] = "".join(
+    f"```sh\n{source.removeprefix('%%sh')}\n```\n"
+    for cell in json.loads((ROOT / "docs" / "from-text-to-comparison.ipynb").read_text(encoding="utf-8"))[
+        "cells"
+    ]
+    if (source := "".join(cell["source"])).startswith("%%sh\n")
+)
+# What a reader brings along, and what a checkout would hold if the reader did what the page proposes.
+OF_THE_READER = re.compile(r"my\.toml|\./mxfp8-e3m4\.toml|smollm2-135m|e3m4")
+STARTERS = ("narrowgauge", "torchrun", "python", "pip", "make", "pytest", "tensorboard")
+OTHERS = {"cd", "curl", "done", "for", "mkdir", ".venv/bin/pre-commit"}
+
+
+def lines_of(text: str) -> list[list[str]]:
+    """The words of each command line: of `sh` blocks, of `text` blocks that show some, and in `code`."""
+    shown = [line for block in blocks(text, "text") for line in block.splitlines()]
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    in_code = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", prose)
+    shown += [line for line in in_code if not re.fullmatch(r"narrowgauge \w+", line)]  # a verb is no line
+    starts = tuple(f"{word} " for word in STARTERS)
+    words = [shlex.split(line, comments=True) for line in shown if line.startswith(starts)]
+    return [*shell_lines(text), *(line for line in words if not any(w.isupper() or w == "..." for w in line))]
+
+
+def processes_of(words: list[str]) -> int:
+    """How many processes a line starts; the options of torchrun are read as torchrun reads them."""
+    if "torchrun" not in words:
+        return 1
+    read = get_args_parser().parse_args(words[words.index("torchrun") + 1 :])
+    return int(read.nproc_per_node)
+
+
+def check(words: list[str], processes: int = 1) -> list[Path]:
+    """Read a line of `narrowgauge`, and lay it out; the run directories that it would make."""
+    if "--help" in words:
+        with pytest.raises(SystemExit):
+            _options(words)
+        return []
+    options, verb = _options(words), words[0]
+    if verb in ("launch", "recipes", "formats"):
+        options.action(options)
+        return []
+    if not hasattr(options, "config"):
+        made = verb in ("import", "convert") and options.out
+        return [options.out] if made else []
+    if options.config and not options.config.exists():
+        options.config.touch()  # a reader's own, and the page does not show it
+    values = config_values(options)
+    values.get("model", {}).pop("weights", "")  # of a run that is not here
+    if verb == "compare":
+        values, grid = take_sweep(values)
+        variants = recipe_variants(options.recipes) + [parse_variant(text, SHORT) for text in options.variant]
+        points = make_points(values, variants, grid, options.seeds)
+        for point in points:
+            lay_out(point.config, processes)
+        out = options.out or Path("runs") / f"compare-{points[0].config.model.name}"
+        return [out / point.name for point in points]
+    config = make_config(values)
+    if verb == "scaling":
+        for size in read_sizes(options.procs):
+            assert _plans(config, size, is_first=False)
+        return []
+    lay_out(config, int(getattr(options, "devices", processes)))
+    return [options.out or default_out(config)] if verb == "train" else []
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A checkout's configurations, where a reader would paste the lines."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_line_of_narrowgauge_can_start(page, folder, capsys):
+    for name, text in titled(PAGES[page]).items():
+        (folder / name).write_text(text, encoding="utf-8")
+    made = {Path("runs/debug-stdlib-fp8")}  # `make train`
+    for words in lines_of(PAGES[page]):
+        line = shlex.join(words)
+        if "narrowgauge" not in words or OF_THE_READER.search(line):
+            continue
+        ours = words[words.index("narrowgauge") + 1 :]
+        try:
+            made.update(check(ours, processes_of(words)))
+        except ng.errors.UserError as error:
+            pytest.fail(f"{page}: {line}: {error}")
+        needed = [] if ours[:1] == ["train"] else re.findall(r"(?<!--out )\bruns/[\w./-]+", line)
+        assert {run for run in map(Path, needed) if run.suffix != ".html"} <= made, f"{page}: {line}"
+
+
+def test_a_line_that_cannot_start_is_found(folder):
+    """The test above can fail: a misspelt option, key, value, recipe, model; a grid that does not fit."""
+    for line in (
+        "train --stepz 3",
+        "train --training.stepz 3",
+        "train --steps many",
+        "train --recipe mxfp5",
+        "train --model gpt5",
+        "compare --recipes bf16,mxfp5",
+        "launch --slurm --out s.sh -- train --stepz 3",
+        "launch --slurm --site nowhere --out s.sh -- train",
+        "launch --torchrun --gpus-per-node 3 --out s.sh -- train",
+        "plan --devices 2 --training.micro_batch_size 8",
+        "scaling --procs 1,3",
+        "trian",
+    ):
+        with pytest.raises(ng.errors.UserError):
+            check(line.split())
+    with pytest.raises(ng.errors.UserError):
+        check(["train", "--training.micro_batch_size", "8"], processes=2)
+    with pytest.raises(SystemExit):
+        processes_of(["torchrun", "--nproc-per-nodes", "2", "-m", "narrowgauge", "train"])
+
+
+def test_the_tasks_of_an_editor_can_start(folder):
+    """`launch.json`: the module and its arguments."""
+    (block,) = blocks(PAGES["docs/how-to/debugging.md"], "json")
+    tasks = json.loads(block)["configurations"]
+    for task in tasks:
+        words = task["args"] if task["module"] == "narrowgauge" else ["torchrun", *task["args"]]
+        ours = words[words.index("narrowgauge") + 1 :] if words[0] == "torchrun" else words
+        assert check(ours, processes_of(words))
+    assert [task["module"] for task in tasks] == ["torch.distributed.run", "narrowgauge"]
+
+
+class _Read(Exception):
+    """The arguments of a script were accepted."""
+
+
+def read_arguments(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script of the checkout reads its arguments, and does no more."""
+    real = argparse.ArgumentParser.parse_args
+
+    def parse_args(self, *given, **more):
+        real(self, *given, **more)
+        raise _Read
+
+    with monkeypatch.context() as patch, contextlib.suppress(_Read):
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+        patch.setattr(sys, "argv", words)
+        patch.setattr(sys, "path", [str(ROOT / Path(words[0]).parent), *sys.path])
+        runpy.run_path(str(ROOT / words[0]), run_name="__main__")
+        pytest.fail(f"{shlex.join(words)}: it read no arguments")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_lines_of_other_programs_name_what_exists(page, monkeypatch):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for words in lines_of(PAGES[page]):
+        while "=" in words[0]:  # variables
+            words = words[1:]
+        line = shlex.join(words)
+        if words[:4] == ["python", "-m", "pip", "install"] or words[:2] == ["pip", "install"]:
+            assert "narrowgauge" not in line, f"{page}: {line}: no registry has it yet"
+            assert {extra for names in re.findall(r"\[(.*?)\]", line) for extra in names.split(",")} <= {
+                *extras
+            }
+        elif words[0] == "make":
+            subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, check=True, capture_output=True)
+        elif words[0] == "python" and words[1] != "conformance/make.py":  # it takes none
+            read_arguments(words[1:], monkeypatch)
+        elif words[0] == "pytest":
+            assert all((ROOT / word).exists() for word in words if word.startswith("tests/")), line
+        elif words[0] not in ("narrowgauge", "torchrun", "tensorboard", "python"):
+            assert words[0] in OTHERS, f"{page}: {line}"
