@@ -18,7 +18,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from narrowgauge.cli.options import SHORT, config_values
+from narrowgauge.cli.parsing.options import SHORT, config_values
 from torch.distributed.run import get_args_parser
 
 import narrowgauge as ng
