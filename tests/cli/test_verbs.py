@@ -87,7 +87,7 @@ def test_the_same_line_finds_a_run_done(narrowgauge, line, look, tmp_path):
 def test_without_out_a_run_goes_to_a_place_that_says_what_it_is(narrowgauge, line, text):
     ended = narrowgauge(*line({"training.steps": 1}))
     assert ended.code == 0, ended.err
-    (made,) = (narrowgauge.directory / "runs").glob(f"debug-{text.rsplit('/')[-1]}-fp8,*steps=1*")
+    (made,) = (narrowgauge.directory / "runs").glob(f"debug-{text.rsplit('/')[-1]}-fp8,*")
     assert (made / "metrics.jsonl").exists()
 
 
