@@ -36,6 +36,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "mesh",
         "fsdp",
         "comm",
+        "data_parallel",
         "pipeline_stage",
         "simulate",
         "parallel",

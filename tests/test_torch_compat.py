@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -170,16 +170,62 @@ def test_ddp_ignores_what_it_is_told_to(four_fake_ranks):
     assert bucketed is module.weight
 
 
-def test_parameters_of_ddp_are_known_within_its_forward_pass_only(four_fake_ranks):
+def test_a_ddp_is_known_within_its_forward_pass_only(four_fake_ranks):
+    seen = []
+
     class Seen(torch.nn.Linear):
         def forward(self, x):
-            self.seen = list(compat.ddp_parameters())
+            seen.append(compat.active_ddp())
             return super().forward(x)
 
-    module = Seen(2, 2)
-    DistributedDataParallel(module, init_sync=False)(torch.ones(1, 2))
-    assert [id(p) for p in module.seen] == [id(p) for p in module.parameters()]
-    assert list(compat.ddp_parameters()) == []
+    wrapped = DistributedDataParallel(Seen(2, 2), init_sync=False)
+    wrapped(torch.ones(1, 2))
+    assert seen == [wrapped]
+    assert [id(p) for p in compat.parameters_of_ddp(wrapped)] == [id(p) for p in wrapped.parameters()]
+    assert compat.active_ddp() is None
+
+
+def test_ddp_asks_which_parameters_it_leaves_out_when_it_wraps(four_fake_ranks):
+    class Refuses:
+        def __iter__(self):
+            raise LookupError("asked")
+
+    module = torch.nn.Linear(2, 2)
+    compat.ask_at_wrapping(module, Refuses())
+    with pytest.raises(LookupError, match="asked"):
+        DistributedDataParallel(module, init_sync=False)
+
+
+def test_a_callback_comes_after_the_whole_backward_pass():
+    order = []
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: order.append("the first leaf"))
+    y = 2 * x
+    y.register_hook(lambda _: compat.after_backward(lambda: order.append("the end")))
+    y.sum().backward()
+    assert order == ["the first leaf", "the end"]
+
+
+def test_tensors_in_an_output():
+    a, b = torch.ones(1), torch.ones(2)
+    assert [t.numel() for t in compat.tensors_in({"x": [a, (b, 3)]})] == [1, 2]
+
+
+def test_a_module_is_asked_before_fsdp_takes_it(four_fake_ranks):
+    class Refuses(compat.SeesFSDP, torch.nn.Linear):
+        def accept_fsdp(self):
+            raise LookupError("asked")
+
+    with pytest.raises(LookupError, match="asked"):
+        fully_shard(torch.nn.Sequential(Refuses(4, 4)), mesh=init_device_mesh("cpu", (4,)))
+
+
+def test_a_reshaped_tensor_is_no_view():
+    x = torch.arange(6.0, requires_grad=True) * 2
+    y = compat.reshaped(x, (2, 3))
+    assert y.shape == (2, 3)
+    assert not y._is_view()
+    assert y.data_ptr() == x.data_ptr()
 
 
 def test_overflow_found_on_another_rank_skips_the_step():

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from narrowgauge.distributed import fully_shard, prepare_ddp
     from narrowgauge.formats import Format, format, format_names, round_to
     from narrowgauge.nn import convert, set_step
     from narrowgauge.optim import AdamW, Muon, load_state_dict, parameter_groups, state_dict
@@ -26,9 +27,11 @@ __all__ = [
     "convert",
     "format",
     "format_names",
+    "fully_shard",
     "load_recipe",
     "load_state_dict",
     "parameter_groups",
+    "prepare_ddp",
     "quantize",
     "recipe",
     "recipe_names",
@@ -39,6 +42,7 @@ __all__ = [
 ]
 
 _ROOMS = {
+    "distributed": ("fully_shard", "prepare_ddp"),
     "formats": ("Format", "format", "format_names", "round_to"),
     "nn": ("convert", "set_step"),
     "optim": ("AdamW", "Muon", "load_state_dict", "parameter_groups", "state_dict"),

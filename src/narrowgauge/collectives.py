@@ -110,6 +110,13 @@ def all_reduce_max_(scalars: Sequence[torch.Tensor], group: Group) -> None:
             scalar.copy_(largest)
 
 
+def broadcast_bytes(tensor: torch.Tensor, group: Group) -> None:
+    """Replace a tensor by that of the group's rank 0, whatever its dtype (gloo knows no 8-bit floats)."""
+    numbers = tensor.contiguous().view(-1).view(torch.uint8)
+    dist.broadcast(numbers, group=group, group_src=0)
+    tensor.copy_(numbers.view(tensor.dtype).view(tensor.shape))
+
+
 def all_reduce_values(
     values: Sequence[float],
     groups: Sequence[Group | None],

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _find_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_leaves, tree_map_only
 
@@ -26,14 +27,17 @@ from torch.utils._pytree import tree_iter, tree_leaves, tree_map_only
 # ScalingType, SwizzleType, scaled_mm: public, but young: kernels are still added, their conditions change.
 __all__ = [
     "ScalingType",
+    "SeesFSDP",
     "SwizzleType",
     "TorchDispatchMode",
+    "active_ddp",
+    "after_backward",
     "all_gather_single",
+    "ask_at_wrapping",
     "attach_fsdp_extension",
     "base_of",
     "cpu_multiplies_bf16",
     "cuda_architectures",
-    "ddp_parameters",
     "disabled_torch_function",
     "flatten_mesh",
     "fp8_product",
@@ -44,10 +48,13 @@ __all__ = [
     "is_in_place",
     "local_tensor",
     "overflow_flags",
+    "parameters_of_ddp",
     "reduce_scatter_single",
     "register_fake_backend",
+    "reshaped",
     "scaled_mm",
     "storage_key",
+    "tensors_in",
     "tree_iter",
     "tree_leaves",
     "tree_map_only",
@@ -91,12 +98,21 @@ def local_tensor(x: torch.Tensor) -> torch.Tensor:
     return x._local_tensor if isinstance(x, DTensor) else x
 
 
+def reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor in another shape, as a tensor of its own and no view, in the same memory.
+
+    `torch.nn.Linear` ends in the same operation, which has no public name. FSDP2 warns of modules that return
+    views.
+    """
+    return torch.ops.aten._unsafe_view(x, shape)
+
+
 def version_of(x: torch.Tensor) -> int:
-    """The number of in-place writes to a tensor; a view counts with its base.
+    """The number of in-place writes to a tensor; a view counts with its base. -1: nobody counts (inference).
 
     Autograd checks saved tensors by it. There is no public name.
     """
-    return x._version
+    return -1 if x.is_inference() else x._version
 
 
 def base_of(x: torch.Tensor) -> torch.Tensor | None:
@@ -152,13 +168,39 @@ def ignore_in_ddp(module: torch.nn.Module, names: Sequence[str]) -> None:
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
 
 
-def ddp_parameters() -> Sequence[torch.nn.Parameter]:
-    """The parameters that the DistributedDataParallel reduces whose forward pass is under way; none outside.
+def ask_at_wrapping(module: torch.nn.Module, names: Iterable[str]) -> None:
+    """Let DDP read the names that it leaves out (`ignore_in_ddp`) from an iterable when it wraps a module."""
+    module._ddp_params_and_buffers_to_ignore = names  # type: ignore[assignment]
+
+
+def active_ddp() -> DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward pass is under way; None outside of one.
 
     Nothing public says that a forward pass is DDP's.
     """
-    active = DistributedDataParallel._get_active_ddp_module()
-    return [] if active is None else active._module_parameters
+    active: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()
+    return active
+
+
+def parameters_of_ddp(ddp: DistributedDataParallel) -> Sequence[torch.nn.Parameter]:
+    """The parameters that a DistributedDataParallel reduces. There is no public name."""
+    return ddp._module_parameters
+
+
+def tensors_in(output: Any) -> Sequence[torch.Tensor]:
+    """The tensors in an output of a module, as DDP finds them: in tuples, lists, dicts and dataclasses.
+
+    There is no public name.
+    """
+    return list(_find_tensors(output))
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call a function at the end of the backward pass that is under way in this thread.
+
+    FSDP and DDP queue their last work in the same way; there is no public name.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def overflow_flags(
@@ -187,6 +229,25 @@ def attach_fsdp_extension(shard: torch.Tensor, extension: type[_FSDPExtension]) 
     """
     for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
         setattr(shard, name, MethodType(getattr(extension, name), shard))
+
+
+class SeesFSDP:
+    """A module that is asked before torch's `fully_shard`, or FSDP's older wrapper, takes it.
+
+    Both mark the modules whose parameters they have sharded, for the compiler. Nothing public tells a module.
+    """
+
+    def accept_fsdp(self) -> None:
+        """Raise an error where FSDP cannot shard the module."""
+
+    @property
+    def _is_fsdp_managed_module(self) -> bool:
+        return "under_fsdp" in self.__dict__
+
+    @_is_fsdp_managed_module.setter
+    def _is_fsdp_managed_module(self, _: bool) -> None:
+        self.accept_fsdp()
+        self.__dict__["under_fsdp"] = True
 
 
 def register_fake_backend() -> None:

@@ -99,8 +99,55 @@ def test_torchs_optimizer_is_refused_where_weights_are_narrow(name):
 
 @pytest.mark.parametrize("name", NARROW_GRADIENTS)
 def test_ddp_around_narrow_gradients_is_refused_before_a_step(group, name):
-    wrapped = DistributedDataParallel(model(name), init_sync=False)  # gloo cannot broadcast FP8
-    with pytest.raises(UserError, match="does not sum gradients that a recipe keeps in narrow numbers"):
+    """When it wraps the model; at the first forward pass where it wraps a module around it."""
+    sentence = "does not sum gradients that a recipe keeps in narrow numbers"
+    with pytest.raises(UserError, match=sentence):
+        DistributedDataParallel(model(name))
+    wrapped = DistributedDataParallel(nn.Sequential(model(name)), init_sync=False)  # gloo cannot send FP8
+    with pytest.raises(UserError, match=sentence):
+        wrapped(torch.randn(4, 64))
+
+
+def test_ddp_is_asked_for_the_recipe_that_a_model_is_under_now(group):
+    m = model("msamp-o2")
+    wrapped = DistributedDataParallel(ng.convert(m, "fp8"))
+    wrapped(torch.randn(4, 64)).sum().backward()
+    assert all(p.grad is not None for p in m.parameters())
+
+
+def test_ddp_is_prepared_for_the_module_that_it_wraps_and_its_recipe(group):
+    m = ng.prepare_ddp(model("msamp-o2"))
+    wrapped = DistributedDataParallel(nn.Sequential(m))
+    with pytest.raises(UserError, match="give prepare_ddp the very module that is wrapped"):
+        wrapped(torch.randn(4, 64))
+    outer = ng.prepare_ddp(nn.Sequential(model("msamp-o2")))
+    with pytest.raises(UserError, match="does not sum gradients"):
+        DistributedDataParallel(outer[0][0], init_sync=False)(torch.randn(4, 64))
+    m = ng.convert(ng.prepare_ddp(model("msamp-o2")), "fp8")
+    wrapped = DistributedDataParallel(m)
+    with pytest.raises(
+        UserError, match=r"0\.weight is under another recipe than when prepare_ddp was called"
+    ):
+        wrapped(torch.randn(4, 64))
+
+
+def test_ddp_needs_a_wide_gradient(group):
+    m = ng.convert(nn.Sequential(nn.Linear(64, 64, bias=False)), "msamp-o2")
+    with pytest.raises(UserError, match="needs a trainable parameter whose gradient is fp32"):
+        ng.prepare_ddp(m)
+
+
+def test_an_output_that_ddp_cannot_see_into_is_refused(group):
+    class Box(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model("msamp-o2")
+
+        def forward(self, x):
+            return {"a set": {self.inner(x)}}
+
+    wrapped = DistributedDataParallel(ng.prepare_ddp(Box()))
+    with pytest.raises(UserError, match="no tensor with a gradient was found in the output"):
         wrapped(torch.randn(4, 64))
 
 

@@ -1,6 +1,7 @@
 """How is a run spread over devices?"""
 
 from narrowgauge.distributed.comm.byte_counter import CommCounter
+from narrowgauge.distributed.data_parallel import fully_shard, prepare_ddp
 from narrowgauge.distributed.launch.launcher_env import NotStartedBySrun, reports_for_all
 from narrowgauge.distributed.launch.world import World, world_from
 from narrowgauge.distributed.mesh import Mesh, ParallelDims, resolve_dims
@@ -33,8 +34,10 @@ __all__ = [
     "check_tensor_parallel",
     "fake_mesh",
     "full_weights",
+    "fully_shard",
     "init_process_group",
     "parallelize",
+    "prepare_ddp",
     "reports_for_all",
     "resolve_dims",
     "world_from",

@@ -25,29 +25,41 @@ from narrowgauge.nn.gathered_weight import PlaceholderShard, WeightGather, sync_
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.weight_state import make_weight_state
 from narrowgauge.quantization import (
+    Cast,
     ParamState,
     QuantizedState,
     TensorShard,
     ensure_state,
     full_axis,
+    make_cast,
     state_of,
 )
 from narrowgauge.quantization.state.gradient_state import add_all
 from narrowgauge.torch_compat import local_tensor
 
+FP32 = make_cast("fp32")
+
 
 @contextmanager
-def quantized_fsdp(module: torch.nn.Module) -> Iterator[None]:
+def quantized_fsdp(module: torch.nn.Module, only_narrow: bool = False) -> Iterator[None]:
     """Surrounds `fully_shard` of a module: its weights rest and travel in the formats of their recipes.
 
     Every process enters it for the same modules in the same order.
+
+    Args:
+        module: What is sharded.
+        only_narrow: Whether it is for a loop that does not call `renew_gather_scales` and reads
+            `parameter.grad`: weights that are fp32 at rest then travel as FSDP sends them, and gradients rest
+            in fp32.
     """
     layers = (m for m in module.modules() if isinstance(m, Linear))
+    if only_narrow:
+        layers = (layer for layer in layers if layer.state_at_rest is not None)
     unsharded = {layer: _detach_state(layer) for layer in layers if not isinstance(layer.weight, DTensor)}
     yield
     collector = GradCollector()
     for layer, (state, shard) in unsharded.items():
-        _attach_state(layer, state, shard, collector)
+        _attach_state(layer, state, shard, None if only_narrow else collector)
 
 
 def renew_gather_scales(model: torch.nn.Module) -> None:
@@ -67,6 +79,7 @@ def renew_gather_scales(model: torch.nn.Module) -> None:
 def _detach_state(layer: Linear) -> tuple[ParamState | None, TensorShard]:
     """Put a placeholder in place of a narrow weight; returns the weight's record and its shard."""
     weight, state = layer.weight, layer.state_at_rest
+    layer.state_at_rest = None
     shard = state_of(weight).shard or TensorShard(tuple(full_axis(n) for n in weight.shape))
     if state is not None and state.weight is not None:
         strides = torch.empty(weight.shape, device="meta").stride()
@@ -77,20 +90,32 @@ def _detach_state(layer: Linear) -> tuple[ParamState | None, TensorShard]:
 
 
 def _attach_state(
-    layer: Linear, full: ParamState | None, shard: TensorShard, collector: "GradCollector"
+    layer: Linear, full: ParamState | None, shard: TensorShard, collector: "GradCollector | None"
 ) -> None:
-    """Give a layer, whose weight FSDP has sharded, its shard of the full weight's record."""
+    """Give a layer, whose weight FSDP has sharded, its shard of the full weight's record.
+
+    Without a collector the gradient stays FSDP's.
+    """
     parameter = layer.weight
     assert isinstance(parameter, DTensor), "quantized_fsdp surrounds a call of fully_shard"
     local_shard, rows = _shard_and_rows(shard, parameter)
     ensure_state(parameter).shard = local_shard
     layer.is_sharded = True
     if full is not None:
-        layer.state_at_rest = _shard_state(full, layer, rows)
-        collector.expect(layer)
+        layer.state_at_rest = _shard_state(full, layer, rows, FP32 if collector is None else None)
+        if collector is not None:
+            collector.expect(layer)
     weight = state_of(parameter).weight
-    if weight is not None or layer.recipe.gather.name != "fp32":
+    if weight is not None or (collector is not None and layer.recipe.gather.name != "fp32"):
         layer.gathering = WeightGather(layer.recipe.gather, parameter, weight, local_shard)
+
+
+def note_shards(module: torch.nn.Module) -> None:
+    """Write in the record of each sharded parameter which shard it is, where `quantized_fsdp` has not."""
+    for p in module.parameters():
+        if isinstance(p, DTensor) and state_of(p).shard is None:
+            shard = TensorShard(tuple(full_axis(n) for n in p.shape))
+            ensure_state(p).shard = _shard_and_rows(shard, p)[0]
 
 
 def fsdp_shard(shard: TensorShard, mesh: Mesh) -> TensorShard:
@@ -112,14 +137,21 @@ def _shard_and_rows(shard: TensorShard, parameter: DTensor) -> tuple[TensorShard
     return TensorShard((first, *others)), rows
 
 
-def _shard_state(full: ParamState, layer: Linear, rows: slice) -> ParamState:
-    """The record of a shard: the full weight's bytes, but for scales of blocks of several rows, made anew."""
+def _shard_state(full: ParamState, layer: Linear, rows: slice, grad: Cast | None) -> ParamState | None:
+    """The record of a shard: the full weight's bytes, but for scales of blocks of several rows, made anew.
+
+    With `grad` the gradient rests in that cast and not in the recipe's. None if nothing is left to be kept.
+    """
     recipe, stored = layer.recipe, full.master or full.weight
     parameter: torch.Tensor = layer.weight
     assert isinstance(parameter, DTensor)
     numbers = local_tensor(parameter) if stored is None else stored.read()[rows]
-    state = make_weight_state(layer.weight, recipe.state, recipe.offload, numbers)
-    assert state is not None
+    casts = dict(recipe.state) if grad is None else {**recipe.state, "grad": grad}
+    state = make_weight_state(layer.weight, casts, recipe.offload, numbers)
+    if state is None:
+        return None
+    if grad is not None:
+        state.gradient = None
     for to, of in ((state.weight, full.weight), (state.master, full.master)):
         if to is not None and of is not None:
             _copy_rows(to, of, rows)

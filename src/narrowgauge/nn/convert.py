@@ -9,7 +9,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from narrowgauge.errors import UserError
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.loop_checks import leave_fast_path
+from narrowgauge.nn.loop_checks import leave_fast_path, refuse_wrapping
 from narrowgauge.quantization import ParamState
 from narrowgauge.recipes import Recipe, choose_backend, device_facts, matches
 from narrowgauge.recipes import recipe as recipe_named
@@ -66,6 +66,7 @@ def convert(
             return converted[layer]
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, converted[layer])
+    refuse_wrapping(model)
     return model
 
 

@@ -10,8 +10,10 @@ import torch
 
 from narrowgauge.nn.gemm_context import GemmContext
 from narrowgauge.nn.linear_function import autocast_disabled, linear_function
-from narrowgauge.nn.loop_checks import require_no_ddp
+from narrowgauge.nn.loop_checks import require_own_numbers, require_sum
 from narrowgauge.nn.stateful_linear import StatefulLinear
+from narrowgauge.quantization import GradientState
+from narrowgauge.torch_compat import reshaped
 
 
 class Linear(StatefulLinear):
@@ -29,18 +31,20 @@ class Linear(StatefulLinear):
             input = self.shards.before(input)
         weight = self.weight.T if self.spec.transposed else self.weight
         context = self._gemm_context(input, weight)
+        if context.weight is not None:
+            require_own_numbers(self.weight, context.weight)
         if not input.numel():  # no tokens, no numbers to narrow: zeros, and gradients of zero
             bias = None if self.bias is None else self.bias.to(input.dtype)
             weight = weight if context.weight is None else context.numbers_of(weight).detach()
             return torch.nn.functional.linear(input, weight.to(input.dtype), bias)
         compute = linear_function
         if context.weight is not None and context.weight.gradient is not None:
-            compute = partial(_with_narrow_gradient, self.weight)
+            compute = partial(_with_narrow_gradient, self.weight, context.weight.gradient)
         is_sum = self.shards.after is not None  # then the bias is added to the sum over processes
         with autocast_disabled(input.device.type):
             x_MK = input.reshape(-1, self.in_features)
             y_MN = compute(x_MK, weight, None if is_sum else self.bias, context)
-        y = y_MN.view(*input.shape[:-1], self.out_features)
+        y = reshaped(y_MN, (*input.shape[:-1], self.out_features))
         if self.shards.after is None:
             return y
         y = self.shards.after(y)
@@ -62,12 +66,13 @@ class Linear(StatefulLinear):
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _with_narrow_gradient(
     parameter: torch.Tensor,
+    gradient: GradientState,
     x_MK: torch.Tensor,
     w_NK: torch.Tensor,
     bias_N: torch.Tensor | None,
     context: GemmContext,
 ) -> torch.Tensor:
     """`linear_function` outside of compiled graphs, which cannot hold a gradient written on the side."""
-    require_no_ddp(parameter)
+    require_sum(parameter, gradient)
     y_MN: torch.Tensor = linear_function(x_MK, w_NK, bias_N, context)
     return y_MN

@@ -1,12 +1,15 @@
 """Checks against what a training loop of one's own could do wrongly without a word.
 
     another optimizer            would move the raw numbers of a weight that is kept in a cast
-    DistributedDataParallel      would sum zeros, as narrow gradients are outside of autograd
+    DistributedDataParallel      would sum no narrow gradients, which are outside of autograd
+    fully_shard                  would shard raw numbers, without their scales, masters and gradients
+    nn.init, in-place writes     would change raw numbers, past their scale and their master
     torch's encoder fast path    would multiply with the weights, past the recipe
 
-The first two are refused in a sentence. The last is switched off.
+All but the last are refused in a sentence. That one is switched off.
 """
 
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,8 +17,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from narrowgauge.errors import UserError
-from narrowgauge.quantization import state_of
-from narrowgauge.torch_compat import ddp_parameters
+from narrowgauge.quantization import GradientState, ParamState, state_of
+from narrowgauge.torch_compat import active_ddp, ask_at_wrapping, parameters_of_ddp, version_of
 
 
 @cache
@@ -37,17 +40,80 @@ def _require_narrow_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                 )
 
 
-def require_no_ddp(weight: torch.Tensor) -> None:
-    """Refuse a forward pass under a DistributedDataParallel that would reduce a weight's narrow gradient.
+def require_sum(parameter: torch.Tensor, gradient: GradientState) -> None:
+    """Refuse a forward pass under a DistributedDataParallel that nobody has told of a narrow gradient.
+
+    One that would reduce the parameter itself is not the one that was told.
 
     Raises:
-        UserError: It would.
+        UserError: Its replicas would drift apart.
     """
-    if any(p is weight for p in ddp_parameters()):
+    if (ddp := active_ddp()) is None:
+        return
+    if not gradient.is_summed or any(p is parameter for p in parameters_of_ddp(ddp)):
+        raise _needs_prepare_ddp()
+
+
+def refuse_wrapping(model: torch.nn.Module) -> None:
+    """Let DistributedDataParallel refuse a model with narrow gradients when it wraps it, not a step later.
+
+    A module around the model is refused by `require_sum`.
+    """
+    records = [state_of(p) for p in model.parameters()]
+    if any(record.gradient is not None for record in records):
+        ask_at_wrapping(model, _Unprepared(records))
+
+
+class _Unprepared:
+    """Stands where DDP reads the names that it leaves out: there are none, or an error.
+
+    It holds records, because another `convert` changes them.
+    """
+
+    def __init__(self, records: Sequence[ParamState]) -> None:
+        self.records = records
+
+    def __iter__(self) -> Iterator[str]:
+        if any(record.gradient is not None and not record.gradient.is_summed for record in self.records):
+            raise _needs_prepare_ddp()
+        return iter(())
+
+
+def _needs_prepare_ddp() -> UserError:
+    return UserError(
+        "DistributedDataParallel does not sum gradients that a recipe keeps in narrow numbers, and replicas "
+        "would drift apart: call narrowgauge.prepare_ddp(model) before DistributedDataParallel(model)"
+    )
+
+
+def refuse_fsdp(state: ParamState | None) -> None:
+    """Refuse FSDP around a weight whose record it would leave behind.
+
+    Raises:
+        UserError: Weight or gradient are narrow.
+    """
+    if state is not None:
         raise UserError(
-            "DistributedDataParallel does not sum gradients that a recipe keeps in narrow numbers, and "
-            "replicas would drift apart: use `narrowgauge train` under torchrun, or the recipe with fp32 in "
-            "the places weight, grad and reduce and without a master (`Recipe.with_places`)"
+            "torch's fully_shard leaves behind what a recipe keeps for a weight in narrow numbers: call "
+            "narrowgauge.fully_shard in its place (FSDP2), or take a recipe whose weights and gradients are "
+            "fp32: fp8, mxfp8, mxfp4, nvfp4, coat and others"
+        )
+
+
+def require_own_numbers(parameter: torch.Tensor, state: ParamState) -> None:
+    """Refuse to compute with a narrow weight whose parameter somebody else has written to.
+
+    Raises:
+        UserError: The numbers are not those that its scale and its master belong to.
+    """
+    if state.weight is None or parameter.is_meta or torch.compiler.is_compiling():
+        return
+    stored = next(iter(state.weight.tensors.values()))
+    if version_of(parameter) != state.version or parameter.data_ptr() != stored.data_ptr():
+        raise UserError(
+            f"a weight that is kept as {state.weight.cast.name!r} was written to in place, past its scale "
+            "and its master: give a converted model new weights with load_state_dict, and initialize before "
+            "narrowgauge.convert"
         )
 
 

@@ -17,18 +17,19 @@ from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.gathered_weight import WeightGather
 from narrowgauge.nn.gemm_context import LayerSpec
 from narrowgauge.nn.linear_shards import LinearShards
+from narrowgauge.nn.loop_checks import refuse_fsdp, require_own_numbers
 from narrowgauge.nn.observer import Observer
 from narrowgauge.nn.step_state import StepState, stream_ids
 from narrowgauge.nn.weight_state import bind, make_weight_state
-from narrowgauge.quantization import Cast, PreScale
+from narrowgauge.quantization import Cast, PreScale, like_shard, local_part
 from narrowgauge.recipes import Recipe, choose_backend, device_facts
-from narrowgauge.torch_compat import is_in_backward
+from narrowgauge.torch_compat import SeesFSDP, is_in_backward
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NEXT_KEY = 0x9E3779B9 - 2**32  # odd, so that 2^32 calls pass before a key comes again
 
 
-class StatefulLinear(torch.nn.Linear):
+class StatefulLinear(SeesFSDP, torch.nn.Linear):
     """A linear layer's recipe, parameters and state; `Linear` computes with them.
 
     Attributes:
@@ -195,13 +196,23 @@ class StatefulLinear(torch.nn.Linear):
         self.spec = replace(self.spec, native=backend.name == "native")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Move to another device, and choose its backend."""
+        """Move to another device, and choose its backend; from the meta device, begin anew."""
+        blank = [history for history in self.histories.values() if history.amax.is_meta]
+        is_blank = self.keys is not None and self.keys.is_meta
         super()._apply(fn, recurse)
+        for history in blank:
+            history.reset(self.weight.device)
+        if is_blank:
+            self._set_keys(0, 0, 0)
         self._bind()
         if self.reduce_prescale is not None:
             self.reduce_prescale.move(self.weight.device)
         self._choose_backend("emulated" if self.backend == "emulated" else "auto")
         return self
+
+    def accept_fsdp(self) -> None:
+        """Refuse torch's own sharding of a narrow weight (`distributed.fsdp` takes the record off first)."""
+        refuse_fsdp(None if self.is_sharded else self.state_at_rest)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Tie the parameter of a copy to the copy's state."""
@@ -212,14 +223,16 @@ class StatefulLinear(torch.nn.Linear):
         """Save a plain weight under its plain name, whatever it is stored in."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.state_at_rest is not None and self.state_at_rest.weight is not None:
-            destination[f"{prefix}weight"] = self.state_at_rest.weight.read()
+            if not self.is_sharded:
+                require_own_numbers(self.weight, self.state_at_rest)
+            destination[f"{prefix}weight"] = like_shard(self.state_at_rest.weight.read(), self.weight)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Load a plain weight, rounding it to what it is stored in."""
         key, state = f"{prefix}weight", self.state_at_rest
         fits = key in state_dict and state_dict[key].shape == self.weight.shape
         if state is not None and state.weight is not None and fits:
-            state.write(state_dict[key])
+            state.write(local_part(state_dict[key], self.weight))
             state_dict = state_dict | {key: self.weight.detach()}
         super()._load_from_state_dict(state_dict, prefix, *rest)
         self._bind()  # `load_state_dict(assign=True)` made another parameter

@@ -23,6 +23,7 @@ from narrowgauge.quantization import (
     state_of,
 )
 from narrowgauge.quantization.state.parameter_state import NarrowGradParameter, attach_state
+from narrowgauge.torch_compat import version_of
 
 
 def make_weight_state(
@@ -82,3 +83,4 @@ def bind(parameter: torch.nn.Parameter, state: ParamState, is_sharded: bool) -> 
     if state.weight is not None and not is_sharded:
         stored = next(iter(state.weight.tensors.values()))
         parameter.data = stored.view(torch_dtype(state.weight.cast.element) or stored.dtype)
+        state.version = version_of(parameter)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from narrowgauge.quantization import gradient_of, local_tensor, shard_of, state_of
 
@@ -42,7 +43,11 @@ def _global_norm(
     """The norm of all gradients of the model, from those of this process's parameters; 0-dim float64."""
     device = next(iter(norms), torch.zeros(())).device
     if model_group is None:
-        return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms.values()]), norm_type)
+        by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+        for p, norm in norms.items():
+            by_groups.setdefault(_shard_groups(p), []).append(norm.to(device))
+        parts = [_norm_over(groups, torch.stack(n), norm_type) for groups, n in by_groups.items()]
+        return parts[0] if len(parts) == 1 else torch.linalg.vector_norm(torch.stack(parts), norm_type)
     assert norm_type != torch.inf, "a sum over processes"
     total = torch.zeros((), dtype=torch.float64, device=device)
     for p, norm in norms.items():
@@ -52,3 +57,22 @@ def _global_norm(
         total += norm.to(device) ** norm_type / copies
     dist.all_reduce(total, group=model_group.group)
     return total ** (1 / norm_type)
+
+
+def _shard_groups(p: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The process groups that hold the shards of a parameter; none if it is whole."""
+    if not isinstance(p, DTensor):
+        return ()
+    mesh = p.device_mesh
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(p.placements) if placement.is_shard())
+
+
+def _norm_over(groups: Sequence[dist.ProcessGroup], norms: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """The norm of these norms, and of those that the other processes of the groups have; 0-dim float64."""
+    total = torch.linalg.vector_norm(norms, norm_type)
+    is_max = norm_type == torch.inf
+    for group in groups:
+        power = total if is_max else total**norm_type
+        dist.all_reduce(power, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group)
+        total = power if is_max else power ** (1 / norm_type)
+    return total

@@ -141,7 +141,7 @@ def all_reduce_gradient_states(
     for i, total in zip(narrow, sums, strict=True):
         _store(gradients[i], total)
     for gradient in gradients:
-        gradient.is_empty = False
+        gradient.is_empty, gradient.wide = False, None  # equal on all ranks, whichever read its own before
     # With the same overflow rates all ranks choose the same pre-scaling factors.
     all_reduce_max_([g.prescale.tensors["overflowed"] for g in gradients if g.prescale is not None], group)
 

@@ -25,11 +25,13 @@ class GradientState(QuantizedState):
         is_empty: Whether nothing has been added since it was dropped.
         sums: The number of additions, if it is not empty.
         wide: The gradient in float32, in place of the narrow numbers, once `parameter.grad` has been read.
+        is_summed: Whether somebody sums it over replicas, which DistributedDataParallel does not.
     """
 
     is_empty: bool = True
     sums: int = 0
     wide: torch.Tensor | None = None
+    is_summed: bool = False
 
     @cached_property
     def prescale(self) -> PreScale | None:

@@ -45,6 +45,7 @@ class ParamState:
         weight: The weight in the numbers of a cast; None: the parameter itself is the weight.
         master: A wider copy that the optimizer updates; None: it updates the weight.
         gradient: The sum over micro-batches in the numbers of a cast; None: it is `parameter.grad`.
+        version: The count of in-place writes to a parameter with a narrow weight when it was bound to it.
     """
 
     index: int = -1
@@ -54,6 +55,7 @@ class ParamState:
     weight: QuantizedState | None = None
     master: QuantizedState | None = None
     gradient: GradientState | None = None
+    version: int = -1
 
     def by_place(self) -> dict[str, QuantizedState]:
         """The tensors that are kept in casts, under the names that recipes give their places."""
@@ -104,6 +106,21 @@ def shard_of(p: torch.Tensor) -> TensorShard | None:
 def local_tensor(t: torch.Tensor) -> torch.Tensor:
     """The part of a parameter, or of its gradient, that is in this process's memory; detached."""
     return t.to_local() if isinstance(t, DTensor) else t.detach()
+
+
+def like_shard(local: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Local numbers as a DTensor of the same shards as a parameter; as they are if it is not sharded."""
+    if not isinstance(p, DTensor):
+        return local
+    return DTensor.from_local(
+        local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
+
+
+def local_part(x: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """The numbers of `x`, which is a DTensor or full, that a parameter has in this process."""
+    shard = shard_of(p)
+    return local_tensor(x) if shard is None or isinstance(x, DTensor) else shard.local_of(x)
 
 
 class NarrowGradParameter(torch.nn.Parameter):

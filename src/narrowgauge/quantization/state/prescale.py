@@ -42,11 +42,13 @@ class PreScale:
     devices does.
 
     Attributes:
+        mu: What the factor begins with.
         tensors: "mu" and "overflowed", 0-dim float32, the same objects for its lifetime, except for `move`.
     """
 
     def __init__(self, device: torch.device | str = "cpu", mu: float = 1.0) -> None:
         """A factor of `mu`; of 0 where it is not known yet what it begins with (`begin`)."""
+        self.mu = mu
         overflowed = torch.full((), UNUSED, device=device)
         self.tensors = {"mu": torch.full((), float(mu), device=device), "overflowed": overflowed}
         self._before: dict[str, torch.Tensor] = {}  # this step
@@ -85,7 +87,9 @@ class PreScale:
             self.tensors[name].copy_(tensor)
 
     def move(self, device: torch.device) -> None:
-        """Go to another device."""
+        """Go to another device; from the meta device, begin anew."""
+        if self.tensors["mu"].is_meta and torch.device(device).type != "meta":
+            self.tensors = PreScale(device, self.mu).tensors
         self.tensors = {name: t.to(device) for name, t in self.tensors.items()}
 
 

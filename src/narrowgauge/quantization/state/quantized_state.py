@@ -144,6 +144,8 @@ class QuantizedState:
     def move(self, device: torch.device) -> None:
         """Compute on another device from now on, and keep the numbers there unless they are on the host."""
         self.device, self.prefetched = device, None
+        if device.type != "meta" and any(t.is_meta for t in self.tensors.values()):
+            self.tensors = self._zeros()  # there were no numbers
         to_host = self.on_host and device.type == "cuda"
         self.tensors = {n: t.cpu().pin_memory() if to_host else t.to(device) for n, t in self.tensors.items()}
 

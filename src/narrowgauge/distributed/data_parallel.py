@@ -1,0 +1,213 @@
+"""Data parallelism in a training loop of one's own: torch's DDP and FSDP2 around a converted model.
+
+    model = DistributedDataParallel(ng.prepare_ddp(ng.convert(model, "msamp-o2")))
+
+    for block in model.blocks:
+        ng.fully_shard(block)
+    ng.fully_shard(model)
+
+DDP sums what autograd adds up. Gradients that a recipe keeps in narrow numbers are outside of autograd, and
+so are the magnitudes that delayed scales wait for. `prepare_ddp` gives both to a hook at the end of the
+backward pass, which reduces them over DDP's own process group, in the numbers of the recipe's place `reduce`,
+by the code that the package's own training calls. All else DDP does as ever: `no_sync`, buckets, the mean.
+
+FSDP2 shards parameters. `fully_shard` shards with a narrow weight what belongs to it, and lets its bytes
+travel. Gradients stay as FSDP2 makes them, in float32, so that `parameter.grad` is what a loop expects.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from narrowgauge.collectives import Group, all_reduce_max_, broadcast_bytes
+from narrowgauge.distributed.comm.grad_hooks import (
+    all_reduce_gradient_states,
+    quantize_fsdp_reduce,
+    wire_formats,
+)
+from narrowgauge.distributed.fsdp import FP32, note_shards, quantized_fsdp
+from narrowgauge.errors import UserError
+from narrowgauge.nn.amax_history import AmaxHistory
+from narrowgauge.nn.linear import Linear
+from narrowgauge.quantization import GradientState, state_of, stored_tensor
+from narrowgauge.torch_compat import active_ddp, after_backward, ignore_in_ddp, tensors_in
+
+
+def prepare_ddp(module: torch.nn.Module) -> torch.nn.Module:
+    """Let the `DistributedDataParallel` that will wrap a module sum its narrow gradients, too.
+
+    Args:
+        module: The module that DDP will wrap, with layers that `convert` has changed; changed in place.
+
+    Returns:
+        The module. Its replicas stay equal to the last bit under every recipe: process 0's weights are sent
+        to all before the first forward pass, gradients are averaged. A step's random bits are those of its
+        samples if each process gives `set_step` the index of its own first sample.
+
+    Raises:
+        UserError: No parameter would be left for DDP, which then refuses to wrap the module.
+    """
+    narrow = {name for name, p in module.named_parameters() if state_of(p).gradient is not None}
+    if narrow and not any(p.requires_grad and n not in narrow for n, p in module.named_parameters()):
+        raise UserError(
+            "DistributedDataParallel needs a trainable parameter whose gradient is fp32, and this module has "
+            "none beside its narrow weights: keep a layer wide (`convert(..., keep=[...])`), or add a bias"
+        )
+    ignore_in_ddp(module, [*narrow, *_buffers_of_layers(module)])
+    for gradient in _gradients(module).values():
+        gradient.is_summed = True
+    if narrow or any(isinstance(m, AmaxHistory) for m in module.modules()):
+        reduction = _Reduction()
+        module.register_forward_pre_hook(reduction.before_forward)
+        module.register_forward_hook(reduction.after_forward)
+    return module
+
+
+def fully_shard(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
+    """Shard a module as torch's `fully_shard` does, with the narrow state of its weights.
+
+    Blocks and scales are laid on the full weights, so that sharding changes no number of a recipe. A narrow
+    weight is sent in its own bytes, and its gradient is summed in the numbers of the recipe's place `reduce`.
+    The sum rests in float32, as `parameter.grad`, whatever the recipe's place `grad` says.
+
+    Args:
+        module: The module, with or without layers that `convert` has changed.
+        options: Those of torch's function, except `shard_placement_fn`: `mesh`, `mp_policy` and so on.
+
+    Returns:
+        The module.
+
+    Raises:
+        UserError: The weights of a recipe with narrow weights have no numbers yet (meta device), or are to be
+            sharded along another dimension than the first.
+    """
+    if options.get("shard_placement_fn") is not None:
+        raise UserError("narrowgauge.fully_shard shards the first dimension: leave out shard_placement_fn")
+    for name, layer in _layers(module):
+        if layer.state_at_rest is not None and layer.weight.is_meta:
+            raise UserError(
+                f"layer {name!r} keeps its weight in narrow numbers and has none yet (meta device): "
+                "give it numbers before narrowgauge.fully_shard (`to_empty` and `load_state_dict`), or "
+                "start from the meta device under a recipe whose weights and gradients are fp32: fp8, "
+                "mxfp8, nvfp4, coat and others"
+            )
+    with quantized_fsdp(module, only_narrow=True):
+        torch_fully_shard(module, **options)
+    note_shards(module)
+    if any(layer.recipe.state["grad"] != FP32 for _, layer in _layers(module)):
+        quantize_fsdp_reduce(module)
+    return module
+
+
+class _Reduction:
+    """Reduces, at the end of a backward pass, what DDP does not see.
+
+    Attributes:
+        group: The process group of the DDP whose forward pass was the last; None if it is not to sync.
+        is_queued: Whether the reduction waits for the end of the backward pass that is under way.
+        is_synced: Whether all processes have process 0's narrow weights.
+    """
+
+    def __init__(self) -> None:
+        self.group: Group | None = None
+        self.is_queued = False
+        self.is_synced = False
+        self.module: torch.nn.Module | None = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before_forward(self, module: torch.nn.Module, _: Any) -> None:
+        """See which DDP the forward pass belongs to, and whether its gradients are wanted."""
+        ddp = active_ddp()
+        if ddp is not None and not self.is_synced:
+            _require_prepared(module, ddp)
+            _send_state(module, ddp.process_group)
+            self.is_synced = True
+        if torch.is_grad_enabled():
+            will_sync = ddp is not None and ddp.require_backward_grad_sync
+            self.group = ddp.process_group if will_sync and ddp is not None else None
+            self.module, self.is_queued = module, False
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def after_forward(self, _: torch.nn.Module, __: Any, output: Any) -> None:
+        """Wait for the backward pass from this output."""
+        if self.group is None or not torch.is_grad_enabled():
+            return
+        outputs = [t for t in tensors_in(output) if t.requires_grad]
+        if not outputs:
+            raise UserError(
+                f"no tensor with a gradient was found in the output of the wrapped module, a "
+                f"{type(output).__name__}, so its narrow gradients could not be summed: return tensors, or "
+                "tuples, lists, dicts or dataclasses of them"
+            )
+        for tensor in outputs:
+            tensor.register_hook(self._begin)
+
+    def _begin(self, _: torch.Tensor) -> None:
+        if not self.is_queued:
+            self.is_queued = True
+            after_backward(self._reduce)
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        """Put the mean over processes in place of each narrow gradient; magnitudes become the largest."""
+        self.is_queued = False
+        assert self.group is not None
+        assert self.module is not None
+        narrow, wires = _gradients(self.module), wire_formats(self.module)
+        if narrow:
+            all_reduce_gradient_states(list(narrow.values()), [wires[p] for p in narrow], self.group)
+        for p, gradient in narrow.items():
+            gradient.scale_by(torch.tensor(1 / self.group.size(), device=p.device))
+        amaxes = [m.amax for m in self.module.modules() if isinstance(m, AmaxHistory)]
+        all_reduce_max_(amaxes, self.group)
+
+
+def _gradients(module: torch.nn.Module) -> dict[torch.Tensor, GradientState]:
+    """The narrow gradients of the trainable parameters."""
+    trained = (p for p in module.parameters() if p.requires_grad)
+    return {p: gradient for p in trained if (gradient := state_of(p).gradient) is not None}
+
+
+def _layers(module: torch.nn.Module) -> Iterator[tuple[str, Linear]]:
+    return ((name, m) for name, m in module.named_modules() if isinstance(m, Linear))
+
+
+def _buffers_of_layers(module: torch.nn.Module) -> list[str]:
+    """The names of buffers that belong to a process's own samples, which DDP would overwrite."""
+    return [f"{name}.{b}".lstrip(".") for name, layer in _layers(module) for b, _ in layer.named_buffers()]
+
+
+def _require_prepared(module: torch.nn.Module, ddp: DistributedDataParallel) -> None:
+    """Refuse a wrapper that would leave out other gradients than those that are summed here."""
+    narrow = {n for n, p in module.named_parameters() if state_of(p).gradient is not None}
+    left_out = {n for n, _ in module.named_parameters()} & ddp.parameters_to_ignore
+    if ddp.module is module and narrow != left_out:
+        raise UserError(
+            f"{min(narrow ^ left_out)} is under another recipe than when prepare_ddp was called: call it "
+            "after the last `convert`"
+        )
+    if ddp.module is not module:
+        raise UserError(
+            f"prepare_ddp was given {type(module).__name__}, and DistributedDataParallel wraps "
+            f"{type(ddp.module).__name__}: give prepare_ddp the very module that is wrapped (torch.compile "
+            "comes after the wrapping)"
+        )
+
+
+def _send_state(module: torch.nn.Module, group: Group) -> None:
+    """Give all processes the narrow weights of process 0, and all that belongs to them."""
+    tensors = []
+    for _, layer in _layers(module):
+        state = state_of(layer.weight)
+        if state.gradient is not None:
+            tensors += [stored_tensor(layer.weight), *state.tensors().values()]
+        if layer.reduce_prescale is not None:
+            tensors += layer.reduce_prescale.tensors.values()
+    device = next(module.parameters()).device
+    for tensor in tensors:  # some may be in the host's memory
+        sent = tensor.to(device)
+        broadcast_bytes(sent, group)
+        tensor.copy_(sent)

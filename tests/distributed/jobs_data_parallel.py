@@ -1,0 +1,249 @@
+"""What ranks do in the tests of torch's DDP and FSDP2 around a converted model."""
+
+import copy
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import narrowgauge as ng
+from narrowgauge.data import Batch
+from narrowgauge.distributed import Engine, Mesh, MicroBatch, ModelSpec, ParallelDims, parallelize
+from narrowgauge.distributed.parallel.parallelize import Objective
+from narrowgauge.errors import UserError
+from narrowgauge.models import Transformer, model_config, starting_values
+from narrowgauge.nn import recipe_tensors
+
+CPU = torch.device("cpu")
+STEPS, SAMPLES = 3, 2
+
+
+def same_everywhere(tensors):
+    """Whether all ranks have the same bits."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, {name: t.float().tolist() for name, t in tensors.items()})
+    return all(other == found[0] for other in found)
+
+
+def tokens(step, part, vocabulary=64):
+    """One micro-batch of this rank."""
+    seed = 100 * step + 10 * part + dist.get_rank()
+    x = torch.randint(vocabulary, (SAMPLES, 17), generator=torch.Generator().manual_seed(seed))
+    return Batch(x[:, :-1].contiguous(), x[:, 1:].contiguous(), SAMPLES * 16)
+
+
+def config():
+    sizes = {"dim": 64, "layers": 1, "heads": 2, "ffn_dim": 64, "vocab_size": 64, "max_sequence_length": 16}
+    return model_config("debug", **sizes)
+
+
+def by_the_package(recipe):
+    """All that moves, after steps of two micro-batches as `narrowgauge train` takes them."""
+    mesh = Mesh(ParallelDims(replicate=dist.get_world_size()), CPU)
+    model, modules = parallelize(ModelSpec(config(), ng.recipe(recipe), seed=1), mesh, CPU)
+    engine = Engine(model, mesh, CPU, modules)
+    optimizer = ng.AdamW(model.parameters(), recipe, lr=1e-2, seed=1)
+    engine.attach(optimizer)
+    norms = []
+    for step in range(1, STEPS + 1):
+        parts = [MicroBatch(first(part), tokens(step, part), 1 / 4) for part in range(2)]
+        engine.accumulate(
+            parts, lambda i, step=step: ng.set_step(model, 1, step, first(i)), lambda loss: loss
+        )
+        engine.finish_backward()
+        norms.append(optimizer.clip_grad_norm_(0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.after_update()
+    return everything(model, norms)
+
+
+def first(part):
+    """The index in the step's batch of a micro-batch's first sequence."""
+    return (2 * dist.get_rank() + part) * SAMPLES
+
+
+def by_ddp(recipe):
+    """The same in a loop of one's own."""
+    model = Transformer(config(), torch.bfloat16)
+    values = starting_values(config(), {n: p.shape for n, p in model.named_parameters()}, 1 + dist.get_rank())
+    with torch.no_grad():
+        for name, value in values:
+            model.get_parameter(name).copy_(value)
+    objective = ng.prepare_ddp(Objective(ng.convert(model, recipe)))
+    ddp = DistributedDataParallel(objective)
+    optimizer = ng.AdamW(model.parameters(), recipe, lr=1e-2, seed=1)
+    norms = []
+    for step in range(1, STEPS + 1):
+        for part in range(2):
+            ng.set_step(model, 1, step, first(part))
+            with ddp.no_sync() if part == 0 else nullcontext():
+                x, y = tokens(step, part)
+                (ddp(x, y) / 2).backward()
+        norms.append(optimizer.clip_grad_norm_(0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    return everything(model, norms)
+
+
+def everything(model, norms):
+    moved = {f"norm {i}": norm for i, norm in enumerate(norms)} | model.state_dict() | recipe_tensors(model)
+    return {name: tensor.detach().clone() for name, tensor in moved.items()}
+
+
+def like_the_package(recipe):
+    """The names of what differs, and whether the replicas are the same."""
+    ours, theirs = by_the_package(recipe), by_ddp(recipe)
+    assert ours.keys() == theirs.keys()
+    differ = [name for name, tensor in ours.items() if not torch.equal(tensor, theirs[name])]
+    return {"differ": differ, "same": same_everywhere(theirs)}
+
+
+def net(recipe, seed=0, device="cpu"):
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return ng.convert(nn.Sequential(*(block() for _ in range(2))), recipe)
+
+
+def block():
+    return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+
+def ddp_with_eyes(recipe):
+    """Somebody reads a narrow gradient between micro-batches, on one rank; checkpoints of the older kind."""
+    model = ng.prepare_ddp(net(recipe, seed=dist.get_rank()))
+    inner = model[1].forward
+    model[1].forward = lambda x: torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=True)
+    ddp = DistributedDataParallel(model)
+    optimizer = ng.AdamW(model.parameters(), recipe, lr=1e-2)
+    for step in range(1, 4):
+        ng.set_step(model, 0, step, 8 * dist.get_rank())
+        with ddp.no_sync():
+            ddp(batch(step)).square().mean().backward()
+        if dist.get_rank() == 0:
+            assert model[0][1].weight.grad.isfinite().all()
+        ddp(batch(step + 10)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return same_everywhere(everything(model, []))
+
+
+def batch(number, rank=None):
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(8, 32, generator=torch.Generator().manual_seed(1000 * rank + number))
+
+
+def plain_ddp(recipe):
+    """DDP around a model that nobody prepared: the sentence, or whether the replicas are the same."""
+    model = net(recipe, seed=dist.get_rank())
+    try:
+        ddp = DistributedDataParallel(model)
+    except UserError as error:
+        return str(error)
+    optimizer = ng.AdamW(model.parameters(), recipe, lr=1e-2)
+    for step in range(1, 4):
+        ddp(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return same_everywhere(model.state_dict())
+
+
+def cut(model, shard):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in [*model, model]:
+        shard(block, mesh=mesh)
+    return model
+
+
+def steps(model, optimizer, numbers, torchs_clip=False):
+    """Some steps on the same samples everywhere, so that sums over ranks are means; the norms."""
+    norms = []
+    for step in numbers:
+        ng.set_step(model, 0, step, 0)
+        for part in range(2):
+            (model(batch(10 * step + part, rank=0)).square().mean() / 2).backward()
+        clip = nn.utils.clip_grad_norm_ if torchs_clip else None
+        norm = clip(model.parameters(), 0.5) if clip else optimizer.clip_grad_norm_(0.5)
+        norms.append(whole(norm).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def whole(t):
+    return t.full_tensor() if hasattr(t, "full_tensor") else t
+
+
+def weights(model):
+    return {name: whole(t).clone() for name, t in model.state_dict().items()}
+
+
+def optimizer_of(model, recipe):
+    return ng.AdamW(model.parameters(), recipe, lr=1e-2)
+
+
+def sharded(recipe, by="narrowgauge", torchs_clip=False):
+    """The largest difference of weights and norms to one process alone, in units of the learning rate.
+
+    Gradients rest in fp32 under FSDP2, and two equal ones have the same sum in float32 as once.
+    """
+    recipe = ng.recipe(recipe).with_places({"reduce": "fp32"})
+    alone = net(recipe.with_places({"grad": "fp32"}))
+    expected = steps(alone, optimizer_of(alone, recipe), (1, 2), torchs_clip)
+    shard = ng.fully_shard if by == "narrowgauge" else fully_shard
+    try:
+        model = cut(net(recipe), shard)
+    except UserError as error:
+        return str(error)
+    norms = steps(model, optimizer_of(model, recipe), (1, 2), torchs_clip)
+    ours, theirs = weights(model), weights(alone)
+    apart = max((ours[name] - theirs[name]).abs().max().item() for name in theirs)
+    return {"norms": [norms, expected], "apart": apart / 1e-2}
+
+
+def resumed(recipe):
+    """FSDP2, saved by `ng.state_dict` and gone on with."""
+    model = cut(net(recipe), ng.fully_shard)
+    optimizer = optimizer_of(model, recipe)
+    steps(model, optimizer, (1, 2))
+    saved = copy.deepcopy(ng.state_dict(model, optimizer))
+    steps(model, optimizer, (3, 4))
+    other = cut(net(recipe, seed=3), ng.fully_shard)
+    its_optimizer = optimizer_of(other, recipe)
+    ng.load_state_dict(other, its_optimizer, saved)
+    steps(other, its_optimizer, (3, 4))
+    ours, theirs = weights(model), weights(other)
+    return all(torch.equal(t, theirs[name]) for name, t in ours.items())
+
+
+def from_meta(recipe):
+    """FSDP2 from the meta device: the sentence, or whether what is trained is what one process has."""
+    try:
+        model = cut(net(recipe, device="meta"), ng.fully_shard)
+    except UserError as error:
+        return str(error)
+    model.to_empty(device="cpu")
+    start = net(recipe).state_dict()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            rows = start[name].chunk(dist.get_world_size())[dist.get_rank()]
+            p.to_local().copy_(rows)
+    alone = net(recipe)
+    for each in (alone, model):
+        steps(each, optimizer_of(each, recipe), (1, 2))
+    ours, theirs = weights(model), weights(alone)
+    return max((ours[name] - theirs[name]).abs().max().item() for name in theirs) / 1e-2
+
+
+def page(blocks):
+    """The page's program: the first block is the model and the loop."""
+    names = {}
+    torch.manual_seed(dist.get_rank())
+    for block in blocks:
+        exec(block, names)
+    return [same_everywhere(names["prepared"].state_dict()), same_everywhere(weights(names["sharded"]))]

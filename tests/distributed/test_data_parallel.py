@@ -1,0 +1,63 @@
+"""Torch's DDP and FSDP2 around a converted model: they train as the package does, or say why not."""
+
+import pytest
+
+from nn.own_loop import NARROW, PAGE, WIDE, is_on_page
+from support.markdown import blocks
+
+EVERY = [*WIDE, *NARROW]
+
+
+@pytest.mark.parametrize("name", ["bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3", "nvfp4"])
+def test_ddp_of_a_prepared_model_trains_as_the_package(ranks, name):
+    """Bit for bit: weights, masters, scales and norms, though the ranks start from different weights."""
+    for found in ranks(2, "jobs_data_parallel.like_the_package", recipe=name):
+        assert found == {"differ": [], "same": True}
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "coat", *NARROW])
+def test_replicas_stay_equal_whatever_a_loop_does(ranks, name):
+    assert ranks(2, "jobs_data_parallel.ddp_with_eyes", recipe=name) == [True, True]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_ddp_of_a_model_that_nobody_prepared(ranks, name):
+    found, other = ranks(2, "jobs_data_parallel.plain_ddp", recipe=name)
+    assert found == other
+    assert is_on_page(found) if name in NARROW else found is True
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("torchs_clip", [True, False], ids=["clip of torch's", "ours"])
+def test_fsdp_trains_as_one_process(ranks, name, torchs_clip):
+    for found in ranks(2, "jobs_data_parallel.sharded", recipe=name, torchs_clip=torchs_clip):
+        ours, alone = found["norms"]
+        assert ours == pytest.approx(alone, rel=1e-5)
+        assert found["apart"] < 0.05
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_fsdp_of_torchs_own(ranks, name):
+    for found in ranks(2, "jobs_data_parallel.sharded", recipe=name, by="torch"):
+        if name in NARROW:
+            assert is_on_page(found)
+        else:
+            ours, alone = found["norms"]
+            assert ours == pytest.approx(alone, rel=1e-5)
+            assert found["apart"] < 0.05
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "coat", "msamp-o3"])
+def test_fsdp_is_resumed_bit_for_bit(ranks, name):
+    assert ranks(2, "jobs_data_parallel.resumed", recipe=name) == [True, True]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_fsdp_from_the_meta_device(ranks, name):
+    for found in ranks(2, "jobs_data_parallel.from_meta", recipe=name):
+        assert is_on_page(found) if name in NARROW else found < 0.05
+
+
+def test_the_program_of_the_page(ranks):
+    program, _, *of_two = blocks(PAGE, "python")
+    assert ranks(2, "jobs_data_parallel.page", blocks=[program, *of_two]) == [[True, True]] * 2

@@ -1,0 +1,57 @@
+"""What the tests of a training loop of one's own share: a small model, its training, the rows of the page."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import narrowgauge as ng
+from support.quick import quick
+
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "your-own-loop.md").read_text(encoding="utf-8")
+WIDE = ("fp8-delayed", "nvfp4", "coat")  # their weights and gradients are fp32
+NARROW = ("bf16-sr", "msamp-o3")
+ROWS: set[str] = set()
+
+
+def row(title, *first):
+    """The test of a row of the page's table, under recipes of each column; others than `first` are slow."""
+    ROWS.add(title)
+    return pytest.mark.parametrize("name", quick((*WIDE, *NARROW), *(first or (*WIDE, *NARROW))))
+
+
+def model(name, seed=0):
+    torch.manual_seed(seed)
+    return ng.convert(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)), name)
+
+
+def batch(number=1):
+    return torch.randn(16, 32, generator=torch.Generator().manual_seed(number))
+
+
+def train(m, name, run=None, numbers=(1, 2, 3), says_step=False):
+    """Weights after some steps; `run` calls the model."""
+    optimizer = ng.AdamW(m.parameters(), name, lr=1e-2)
+    for number in numbers:
+        if says_step:
+            ng.set_step(m, 0, number, 0)
+        (run or m)(batch(number)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return numbers_of(m)
+
+
+def numbers_of(m):
+    return {key: tensor.clone() for key, tensor in m.state_dict().items()}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert torch.equal(found[key], tensor), key
+
+
+def is_on_page(error):
+    """Whether the page shows a sentence."""
+    return " ".join(str(error).split()) in " ".join(PAGE.split())
