@@ -167,7 +167,7 @@ def test_adapters(name):
     m[0], m[2] = Adapter(m[0]), Adapter(m[2])
     m.train()
     if name != "nvfp4":  # whose random bits are those of another pass
-        assert (m(batch()) - plain).norm() < 0.1 * plain.norm()
+        assert (m(batch()) - plain).norm() < 0.2 * plain.norm()
     trained = [p for p in m.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     losses = []
@@ -204,7 +204,7 @@ def test_a_scaled_loss(name):
 def test_compiled(name):
     """One graph, or one that breaks at each layer whose gradient is written on the side."""
     torch._dynamo.reset()
-    m, eager = model(name)[0], model(name)[0]
+    m, eager = model(name), model(name)
     compiled = torch.compile(m, fullgraph=name in WIDE, backend="aot_eager")
     assert_same(train(m, name, compiled, (1, 2)), train(eager, name, numbers=(1, 2)))
 
