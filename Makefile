@@ -9,6 +9,7 @@ ARGS   ?=
 
 train: $(VENV)/.run
 	$(BIN)/narrowgauge train $(ARGS)
+	@echo "the command: $(BIN)/narrowgauge, or narrowgauge after '. $(BIN)/activate'"
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
