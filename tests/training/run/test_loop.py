@@ -258,3 +258,17 @@ def test_going_back_over_a_deleted_checkpoint_gives_the_same_run(train, look):
     train(changes={"recipe.name": "nvfp4"})
     assert look(path).trajectory == before
     assert [event["step"] for event in look(path).events("resume")] == [4]
+
+
+def test_a_run_that_diverges_leaves_its_page(line, tmp_path, capsys):
+    words = line({"optimizer.lr": 1e30, "guard.max_skips": 0})
+    assert main([*words, "--out", str(tmp_path / "run")]) == 1
+    assert "non-finite" in capsys.readouterr().err
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert '<p class="failed">The run failed after step ' in page
+
+
+def test_a_short_run_is_read_at_its_last_step(train):
+    path = train(changes={"recipe.name": "mxfp4"})
+    lines = [json.loads(text) for text in (path / "gauges.jsonl").read_text().splitlines()]
+    assert {line["step"] for line in lines} == {6}, "of 6 steps, with gauges.every = 100"
