@@ -54,7 +54,15 @@ def test_links_between_pages_lead_somewhere(page):
 
 
 #: What pages name and a checkout does not hold: files of a user, of a run, of the examples of CONTRIBUTING.
-OF_OTHERS = {"tokenizer.json", "vocab.json", "config.json", ".vscode/launch.json", "megatron.toml", "blobs/"}
+OF_OTHERS = {
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.json",
+    "config.json",
+    ".vscode/launch.json",
+    "megatron.toml",
+    "blobs/",
+}
 OF_A_RUN = {
     "index.json",
     "identity.json",

@@ -43,6 +43,7 @@ def command_parser(parser_of_verb: type[P]) -> tuple[Parser, Callable[[str, Acti
         allow_abbrev=False,
     )
     parser.add_argument(
+        "-V",
         "--version",
         action="version",
         version=f"narrowgauge {narrowgauge.__version__}",

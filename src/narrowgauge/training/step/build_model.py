@@ -9,6 +9,7 @@ from narrowgauge.distributed import ModelSpec
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize
 from narrowgauge.nn import DTYPES, convert, recipe_tensors, set_step
+from narrowgauge.quantization import stored_tensor
 from narrowgauge.training.config.config import Config
 
 
@@ -59,7 +60,7 @@ def load_weights(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
                 f"the checkpoint of step {checkpoint.step} keeps {name} as {weights[name].dtype}, and this "
                 f"recipe as {parameter.dtype}; use the recipe it was made with"
             )
-        parameter.copy_(weights[name])
+        stored_tensor(parameter).copy_(weights[name])
     if extra := weights.keys() - parameters.keys():
         raise UserError(
             f"the checkpoint of step {checkpoint.step} is another model's: this one has no {min(extra)}; "
