@@ -34,10 +34,10 @@ from narrowgauge.t_interval import Interval
 from narrowgauge.training.run_directory import PROBE, SENSITIVITY
 
 _COLUMNS = {
-    "loss_increase": ("loss +", ".5f", ""),
-    "gradient_cosine": ("cosine", ".5f", ""),
-    "gradient_bias": ("bias", "+.5f", ""),
-    "effective_bits": ("bits", ".2f", "exact"),
+    "loss_increase": ("loss +", ".4f", ""),
+    "gradient_cosine": ("cosine", ".3f", ""),
+    "gradient_bias": ("bias", "+.3f", ""),
+    "effective_bits": ("bits", ".1f", "exact"),
     "averaging_slope": ("slope", ".2f", ""),
     "noise_ratio": ("g/noise", ".1f", "no noise"),
 }
@@ -153,7 +153,10 @@ def _keep(run: Path, name: str, found: dict[str, Any]) -> None:
 def _map(costs: Sequence[Cost], title: str) -> Table:
     """A table of layers x places; the four worst are marked."""
     marked = {cost.name for cost in worst(costs)}
-    table = Table(title, *GEMM_PLACES, box=None, header_style="bold")
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column(title, no_wrap=True)
+    for place in GEMM_PLACES:
+        table.add_column(place)
     by_name = {cost.name: cost.cost for cost in costs}
     for layer in dict.fromkeys(cost.layer for cost in costs):
         names = [f"{layer}.{place}" for place in GEMM_PLACES]
@@ -164,7 +167,8 @@ def _map(costs: Sequence[Cost], title: str) -> Table:
 def _print_table(probes: list[RecipeProbe], first_line: str) -> None:
     console = Console()
     console.print(first_line, markup=False, highlight=False, soft_wrap=True)
-    table = Table("recipe", box=None, header_style="bold")
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("recipe", no_wrap=True)
     for title, *_ in _COLUMNS.values():
         table.add_column(title, justify="right")
     for p in probes:

@@ -10,6 +10,7 @@ from narrowgauge.cli.parsing.options import config_values, key_names
 from narrowgauge.distributed import world_from
 from narrowgauge.report import print_comparison, read_runs, write_report
 from narrowgauge.report.compare.compare import compare
+from narrowgauge.report.compare.gate import gate_results, parse_gate
 from narrowgauge.report.compare.grid import make_points, parse_variant, recipe_variants, take_sweep
 from narrowgauge.training.monitor.provenance import command_line
 from narrowgauge.training.run.check_data import check_vocabulary
@@ -31,10 +32,20 @@ def add_options(p: argparse.ArgumentParser) -> None:
         metavar="N|A,B,C",
         help="how many seeds each is trained with, or which (the one of --seed)",
     )
+    p.add_argument(
+        "--gate",
+        metavar="GAP",
+        help="accept a variant within this gap: nats, as 0.01, or percent, as 0.25%%; exit code 1 if not",
+    )
 
 
-def run(options: argparse.Namespace) -> None:
-    """Train each point that is not done yet; print the verdicts and write the page."""
+def run(options: argparse.Namespace) -> int:
+    """Train each point that is not done yet; print the verdicts and write the page.
+
+    Returns:
+        The exit code: 1 if there is a gate, and a variant does not pass it.
+    """
+    gate = parse_gate(options.gate) if options.gate is not None else None
     values, grid = take_sweep(config_values(options))
     names = key_names()
     variants = recipe_variants(options.recipes)
@@ -45,10 +56,18 @@ def run(options: argparse.Namespace) -> None:
         check_vocabulary(point.config)
     console = Console(quiet=rank > 0)
     out = options.out or Path("runs") / f"compare-{points[0].config.model.name}"
-    paths = compare(points, out, console, rank)
-    if rank:  # the first of several processes reports for all
-        return
+    paths = compare(points, out, console, rank, takes_failed=gate is not None)
+    if rank and gate is None:  # the first of several processes reports for all
+        return 0
+    results = [] if gate is None else gate_results(read_runs(paths), gate)
+    code = 0 if all(result.word == "pass" for result in results) else 1
+    if rank:
+        return code
     report = write_report(paths, out / "report.html", command_line())
     runs = read_runs(paths)
     print_comparison(runs, console)
+    for result in results:
+        line = f"gate {gate}: {result.name} {result.word}; {result.reason}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
+    return code

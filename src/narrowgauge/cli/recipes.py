@@ -134,6 +134,4 @@ def run_models(options: argparse.Namespace) -> None:
         sizes = (m.layers, m.dim, m.heads, m.kv_heads, m.ffn_dim, m.vocab_size, m.max_sequence_length)
         table.add_row(name, human_count(count_parameters(m)), *(f"{size:,}" for size in sizes))
     Console().print(table)
-    print(
-        "kv: key-value heads; longest: tokens of a sequence; 'narrowgauge models NAME': one as a [model] section"
-    )
+    print("kv: key-value heads; longest: tokens of a sequence; 'narrowgauge models NAME': one as TOML")

@@ -26,6 +26,7 @@ from narrowgauge.files import make_directory, write_whole
 from narrowgauge.operating_system import STOP_SIGNALS
 from narrowgauge.report.compare.grid import Point
 from narrowgauge.training import to_toml
+from narrowgauge.training.run_directory import RunDirectory
 
 
 class ComparisonFailed(Exception):
@@ -37,10 +38,13 @@ class ComparisonFailed(Exception):
         self.code = code
 
 
-def compare(points: Sequence[Point], out: Path, console: Console, rank: int = 0) -> list[Path]:
+def compare(
+    points: Sequence[Point], out: Path, console: Console, rank: int = 0, takes_failed: bool = False
+) -> list[Path]:
     """Train every point into `out/NAME`, and return the run directories in the order of the points.
 
-    `rank` is that of this process under its launcher; only rank 0 writes into `out`.
+    `rank` is that of this process under its launcher; only rank 0 writes into `out`. If `takes_failed`, a run
+    that failed by itself, such as one that diverged, is a result like any other.
 
     Raises:
         UserError: a directory cannot be written.
@@ -60,7 +64,8 @@ def compare(points: Sequence[Point], out: Path, console: Console, rank: int = 0)
                     f"{out} cannot be written: {error.strerror}; name another with --out"
                 ) from None
             command = [sys.executable, "-m", "narrowgauge", "train", str(file), "--out", str(path)]
-            if code := _run_process(command, {**os.environ, RENDEZVOUS: point.name}):
+            code = _run_process(command, {**os.environ, RENDEZVOUS: point.name})
+            if code and not (takes_failed and code == 1 and RunDirectory(path).status() == "failed"):
                 raise ComparisonFailed(point.name, code)
             runs.append(path)
     return runs

@@ -19,6 +19,7 @@ class Gap:
     """The excess of a loss over another, the tokens of the comparison, and whether both runs end there."""
 
     percent: float
+    nats: float
     tokens: int
     final: bool
 
@@ -37,7 +38,9 @@ def gap_to(run: Run, first: Run) -> Gap | None:
     if not base:
         return None
     excess = sum(losses[tokens] for tokens in equal) - base
-    return Gap(100 * excess / base, equal[-1], final=equal[-1] == max(losses) == max(reference))
+    return Gap(
+        100 * excess / base, excess / len(equal), equal[-1], final=equal[-1] == max(losses) == max(reference)
+    )
 
 
 def _val_by_tokens(run: Run) -> dict[int, float]:
