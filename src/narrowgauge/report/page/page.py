@@ -18,6 +18,7 @@ from string import Template
 from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.report.page import sections
+from narrowgauge.report.page.analysis import analysis
 from narrowgauge.report.page.curves import page_data
 from narrowgauge.report.page.events import events
 from narrowgauge.report.page.gauges import gauges
@@ -75,6 +76,7 @@ def render_report(runs: Sequence[Run], command: str = "") -> str:
         events=events(runs),
         step_time=step_time(runs),
         gauges=gauges(runs, _template("heat.html")),
+        analysis=analysis(runs),
         samples=sections.samples(runs),
         configuration=sections.configuration(runs),
         style=_template("page.css"),

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import UserError
+from narrowgauge.report.read.analysis import Costs, Probe, read_costs, read_probe
 from narrowgauge.report.read.records import read_config, read_gauges, read_metrics, read_status
 from narrowgauge.report.read.steps import Step, Validation, training_steps, validations
 
 CONFIG, METRICS, GAUGES, STATUS = "config.toml", "metrics.jsonl", "gauges.jsonl", "status.json"
+PROBE, SENSITIVITY = "probe.json", "sensitivity.json"
 FINAL_STEPS = 10  # the final train loss is a mean over this many steps: one batch is mostly luck
 WARMUP_STEPS = 3  # allocation and compilation make the first steps slow
 
@@ -44,6 +46,8 @@ class Run:
     reason: str
     ignored_lines: int = 0
     gauges: Sequence[Mapping[str, Any]] = ()  # lines of gauges.jsonl, for all steps or some
+    probe: Probe | None = None
+    costs: Costs | None = None
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -164,6 +168,8 @@ def read_run(path: Path | str) -> Run:
         reason=reason,
         ignored_lines=ignored,
         gauges=read_gauges(path / GAUGES),
+        probe=read_probe(path / PROBE),
+        costs=read_costs(path / SENSITIVITY),
     )
 
 

@@ -1,0 +1,90 @@
+"""What `probe` and `sensitivity` found in runs, as tables of the page; a cost is as dark as it is large."""
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from narrowgauge.report.read.analysis import Costs, Probe
+from narrowgauge.report.read.run import Run
+
+_FIGURES = {
+    "loss_increase": ("loss increase, nats", ".5f"),
+    "gradient_cosine": ("gradient cosine", ".5f"),
+    "gradient_bias": ("gradient bias", "+.5f"),
+    "effective_bits": ("effective bits", ".2f"),
+    "averaging_slope": ("averaging slope", ".2f"),
+    "noise_ratio": ("gradient / noise", ".2f"),
+}
+_NOTHING = (None, None, None)
+_SHADES = 6  # steps from the smallest cost to the largest, on a logarithmic scale
+
+
+def analysis(runs: Sequence[Run]) -> str:
+    """A section with the probe and the costs of each run; empty if no run has any."""
+    parts = [
+        (f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else "")
+        + (_probe(run.probe) if run.probe else "")
+        + (_costs(run.costs) if run.costs else "")
+        for run in runs
+        if run.probe or run.costs
+    ]
+    return (
+        f'<section class="analysis"><h2>Which number hurts?</h2>{"".join(parts)}</section>' if parts else ""
+    )
+
+
+def _probe(probe: Probe) -> str:
+    head = "".join(f'<th scope="col" class="number">{title}</th>' for title, _ in _FIGURES.values())
+    body = ""
+    for recipe, figures in probe.figures.items():
+        cells = (
+            _figure(figures.get(key, (None, None, None)), digits) for key, (_, digits) in _FIGURES.items()
+        )
+        row = "".join(f'<td class="number">{cell}</td>' for cell in cells)
+        body += f'<tr><th scope="row">{escape(recipe)}</th>{row}</tr>'
+    return (
+        f"<p>What each recipe would do to the weights after step {probe.step:,}, without training: means "
+        "over held-out batches and half of their 95 % intervals.</p>"
+        + _scrolled("Probe", f'<th scope="col">recipe</th>{head}', body)
+    )
+
+
+def _figure(values: tuple[float | None, float | None, float | None], digits: str) -> str:
+    mean, _, high = values
+    if mean is None:
+        return "-"
+    half = "" if high is None else f" &#177; {high - mean:{digits.removeprefix('+')}}"
+    return f"{mean:{digits}}{half}"
+
+
+def _costs(found: Costs) -> str:
+    layers = list(dict.fromkeys(layer for layer, _ in found.costs))
+    places = list(dict.fromkeys(place for _, place in found.costs))
+    head = "".join(f'<th scope="col" class="number">{escape(place)}</th>' for place in places)
+    positive = [math.log(cost) for cost in found.costs.values() if cost > 0]
+    low, high = (min(positive), max(positive)) if positive else (0.0, 0.0)
+    body = ""
+    for layer in layers:
+        row = ""
+        for place in places:
+            cost = found.costs.get((layer, place))
+            if cost is None:
+                row += "<td></td>"
+                continue
+            share = (math.log(cost) - low) / (high - low) if cost > 0 and high > low else 0.0
+            mark = "*" if f"{layer}.{place}" in found.worst else ""
+            row += f'<td class="number cost-{round(share * _SHADES)}">{cost:.1e}{mark}</td>'
+        body += f'<tr><th scope="row">{escape(layer)}</th>{row}</tr>'
+    worst = ", ".join(map(escape, found.worst))
+    return (
+        f"<p>What one place of one layer in {escape(found.cast)} would cost after step {found.step:,}: fprop "
+        "as a share of the loss; dgrad and wgrad as the squared distance that the optimizer's next step "
+        f"moves. Worst: {worst}.</p>" + _scrolled("Sensitivity", f'<th scope="col">layer</th>{head}', body)
+    )
+
+
+def _scrolled(label: str, head: str, body: str) -> str:
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )

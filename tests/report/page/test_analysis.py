@@ -1,0 +1,65 @@
+"""The probe and the costs of a run on its page."""
+
+import json
+
+import pytest
+
+from narrowgauge.report import read_run, render_report
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory without a step, and a function that leaves JSON in it."""
+    (tmp_path / "config.toml").write_text('[recipe]\nname = "bf16"\n')
+
+    def page(**files):
+        for name, value in files.items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            (tmp_path / f"{name}.json").write_text(text)
+        return render_report([read_run(tmp_path)])
+
+    return page
+
+
+PROBE = {
+    "step": 60,
+    "recipes": {
+        "mxfp4<": {
+            "loss_increase": {"mean": 0.004, "low": 0.003, "high": 0.005},
+            "noise_ratio": {"mean": None, "low": None, "high": None},
+        }
+    },
+}
+COSTS = {
+    "step": 60,
+    "to": "mxfp4",
+    "layers": [
+        {"layer": "head", "place": "fprop.x", "cost": 0.027},
+        {"layer": "head", "place": "dgrad.dy", "cost": 3e-7},
+        {"layer": "blocks.0.down", "place": "fprop.x", "cost": -1e-6},
+    ],
+    "worst": ["head.fprop.x"],
+}
+
+
+def test_both_are_shown(run):
+    html = run(probe=PROBE, sensitivity=COSTS)
+    assert "Which number hurts?" in html
+    assert "mxfp4&lt;" in html
+    assert "0.00400 &#177; 0.00100" in html
+    assert '<td class="number cost-6">2.7e-02*</td>' in html
+    assert '<td class="number cost-0">3.0e-07</td>' in html
+    assert '<td class="number cost-0">-1.0e-06</td>' in html
+    assert "Worst: head.fprop.x." in html
+
+
+def test_nothing_is_shown_of_what_is_not_there_or_damaged(run):
+    assert "Which number hurts?" not in run()
+    for broken in (
+        "",
+        "[]",
+        '{"recipes": 3, "layers": {}}',
+        '{"recipes": {}, "layers": [{"cost": "x"}]}',
+        "[" * 9999,
+    ):
+        assert "Which number hurts?" not in run(probe=broken, sensitivity=broken)
