@@ -5,16 +5,19 @@ would see: the same numbers in a high-precision dtype, so that any device can co
 their numbers from `scale_and_round.py`, so an emulated GEMM uses exactly the numbers that are stored.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from narrowgauge.formats import Randomness, decode, encode, encode_finite_, format, pack, torch_dtype
 from narrowgauge.quantization.blocks import Blocks, blocks_of
-from narrowgauge.quantization.cast import Cast, require_codes
+from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.cast_rules import require_codes
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.hadamard import transformed
-from narrowgauge.quantization.named_casts import cast as cast_named
+from narrowgauge.quantization.named_casts import make_cast
 from narrowgauge.quantization.outliers import clamped
 from narrowgauge.quantization.scale_and_round import round_blocks, scales_of
 
@@ -27,7 +30,7 @@ class QTensor:
         codes: uint8, one code an element, in the shape of x.
         scales: float32, the decoded scale of each block: 0-dim where the tensor is one block, otherwise
             one entry a block (`x.shape` divided by the block's extents, rounded up).
-        scale_codes: uint8 codes of the scales where their format has 8 bits (E8M0, E4M3), else None.
+        scale_codes: uint8 codes of the scales where their format has 8 bits (E8M0, E4M3, UE5M3), else None.
         tensor_scale: float32 0-dim, the second-level scale of NVFP4, else 1.
         cast: The cast that the tensor was quantized with.
         blocks: The blocks that share a scale.
@@ -53,7 +56,7 @@ class QTensor:
 
 def quantize(
     x: torch.Tensor,
-    cast: str | Cast,
+    cast: str | Mapping[str, Any] | Cast,
     axis: int = -1,
     scale_rule: str | None = None,
     rounding: str | None = None,
@@ -63,7 +66,8 @@ def quantize(
 
     Args:
         x: A floating tensor of any shape; it is computed with as float32.
-        cast: A cast or its name, such as "mxfp4".
+        cast: A cast, its name such as "mxfp4", or a recipe's table such as
+            {"element": "e2m1", "block": 16, "scale": "e5m3"}.
         axis: The axis that a GEMM would contract; blocks lie along it.
         scale_rule: For E8M0 scales, another rule than the cast's ("floor", "ceil", "even", "rceil").
         rounding: Another rounding than the cast's, such as "stochastic".
@@ -75,7 +79,7 @@ def quantize(
     Raises:
         UserError: Unknown cast, rule or rounding; a cast without scales; a shape that the blocks do not fit.
     """
-    c = cast_named(cast) if isinstance(cast, str) else cast
+    c = cast if isinstance(cast, Cast) else make_cast(cast)
     c = replace(c, scale_rule=scale_rule or c.scale_rule, rounding=rounding or c.rounding)
     return quantize_in_context(x, c, axis, QuantContext(random=generator))
 
@@ -101,7 +105,7 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
     return QTensor(
         codes=blocks.merge(codes).contiguous(),
         scales=block_scales,
-        scale_codes=None if cast.scale == "fp32" else encode(block_scales, format(cast.scale)),
+        scale_codes=encode(block_scales, format(cast.scale)) if cast.has_scale_codes else None,
         tensor_scale=torch.ones((), device=x.device) if scales.tensor is None else scales.tensor,
         cast=cast,
         blocks=blocks,
@@ -114,8 +118,9 @@ def emulate(
     """The operand and scale that a GEMM on narrow numbers sees: x ~ operand * scale.
 
     Every product of an element and a block scale of FP8 x 2^k or FP4 x E4M3 is exact in bf16. The fp32 scale
-    of a full tensor is not, so it is returned separately, to be applied to the GEMM's result. Blocks with
-    other fp32 scales come out in float32, and so does a tensor whose outliers are added again.
+    of a full tensor is not, so it is returned separately, to be applied to the GEMM's result. Blocks whose
+    products have more bits (other fp32 scales, bf16 scales) come out in float32, and so does a tensor whose
+    outliers are added again.
 
     Returns:
         The operand, in the GEMM's `dtype` where that is exact, and a 0-dim float32 scale or None for 1.
@@ -134,7 +139,7 @@ def emulate(
     def stored(values: torch.Tensor, block: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return values.mul_(block)
 
-    is_exact = (cast.scale != "fp32" or cast.power_of_two) and not cast.compensate
+    is_exact = cast.is_exact_in_bf16 and not cast.compensate
     operand_dtype = dtype if is_exact else torch.float32
     operand = blocks.merge(round_blocks(split, blocks, scales, cast, context, stored, operand_dtype))
     if not cast.compensate:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from narrowgauge.formats import RandomStream, round_finite_
+from narrowgauge.formats import RandomStream, format, round_finite_
 from narrowgauge.quantization import scales
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import Cast
@@ -23,10 +23,11 @@ from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 class Scales(NamedTuple):
     """Scales of blocks, float32, inner dimensions kept with size 1; `tensor` is 0-dim or None for 1."""
 
-    encode: torch.Tensor  # what an element is multiplied by before it is rounded
+    encode: torch.Tensor  # what an element is multiplied by before it is rounded; divided by, if `divides`
     block: torch.Tensor  # what undoes it, without `tensor`
     tensor: torch.Tensor | None
     finite: torch.Tensor  # bool: whether the block holds finite numbers only
+    divides: bool = False
 
 
 # (values on the grid, block scales, finite) to the result; it may overwrite the values.
@@ -52,10 +53,13 @@ def scales_from(amax: torch.Tensor, cast: Cast, context: QuantContext = DEFAULT_
     elif cast.scale == "e8m0":
         assert cast.scale_rule is not None
         encode, block = scales.e8m0_scale(scales.e8m0_code(amax, cast.element, cast.scale_rule))
+    elif cast.tensor_scale == "none":
+        encode, block = scales.rounded_scale(amax, cast.element, format(cast.scale))
     else:
         S, tensor_scale = scales.nvfp4_tensor_scale(context.tensor_amax(amax), cast.element, cast.headroom)
         encode, block = scales.nvfp4_block_scale(amax, S, cast.element, cast.headroom)
-    return Scales(encode, torch.where(finite, block, torch.nan), tensor_scale, finite)
+    divides = cast.has_rounded_scale and context.scale is None
+    return Scales(encode, torch.where(finite, block, torch.nan), tensor_scale, finite, divides)
 
 
 def round_blocks(
@@ -81,7 +85,10 @@ def round_blocks(
             bits = random.from_element(chunk.first_element(split)) if chunk.start else random
         elif isinstance(random, torch.Tensor):
             bits = chunk.of(random)
-        scaled = x * encode if x.dtype == torch.float32 else x.float().mul_(encode)
+        if scales.divides:
+            scaled = x / encode
+        else:
+            scaled = x * encode if x.dtype == torch.float32 else x.float().mul_(encode)
         values = round_finite_(scaled, cast.element, cast.rounding, bits, cast.random_bits)
         values = epilogue(values, chunk.of(scales.block), chunk.of(scales.finite))
         if x.shape == split.shape:

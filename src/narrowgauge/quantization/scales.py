@@ -17,6 +17,12 @@ cut to its power of two, which never saturates and makes both factors exact.
 
 Code 0 means 2^-127 and the block is quantized by exactly that; blocks of zeros get it.
 
+**Scales that are rounded to a format** (bf16, e4m3, e5m3), without a tensor scale: the quotient itself,
+
+    scale  = Q(fl(amax / max))        to nearest even, at most the format's largest number; 0 becomes 1
+
+and an element is x / scale. A block whose scale would be 0 is all zeros.
+
 **E4M3 scales under a tensor scale** (NVFP4; arXiv 2509.25149) in TransformerEngine's order of operations,
 which decides the last bit. With S = fl(448 * 6 / amax_tensor), cut to the largest float and 1 if zero:
 
@@ -77,6 +83,13 @@ def e8m0_scale(code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _power_of_two(code: torch.Tensor) -> torch.Tensor:
     """2^(code - 127); code 0 is the subnormal 2^-127."""
     return torch.where(code == 0, 0x400000, code << 23).view(torch.float32)
+
+
+def rounded_scale(amax: torch.Tensor, element: Format, scale: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """The divisor of each block's elements (infinite where all become zeros), and the block's scale."""
+    quotient = amax / torch.full_like(amax, element.max)
+    block = round_finite(quotient.double(), scale).float()
+    return torch.where(block == 0, torch.inf, block), torch.where(block == 0, 1.0, block)
 
 
 def nvfp4_tensor_scale(

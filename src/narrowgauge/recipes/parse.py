@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.quantization import Cast, make_cast
+from narrowgauge.quantization import Cast, is_cast_table, make_cast
 from narrowgauge.recipes.places import COMPUTE, GEMM_PLACES, GEMMS, STATE_PLACES, WIRE_PLACES, casts_from
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.rule import Rule
@@ -75,7 +75,7 @@ def _casts(table: Mapping[str, Any], where: str) -> dict[str, Cast]:
     casts: dict[str, Cast] = {}
     for gemm in GEMMS:
         value = table.get(gemm, {})
-        if isinstance(value, str) or (isinstance(value, Mapping) and "cast" in value):
+        if isinstance(value, str) or is_cast_table(value):
             casts |= casts_from(gemm, value)
         else:
             for operand, cast in _table(value, gemm, where).items():

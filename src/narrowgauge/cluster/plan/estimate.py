@@ -113,7 +113,7 @@ def _bytes_per_token(config: Config) -> float:
     """Bytes that all operations except products read and write for a token, forward and backward.
 
     The count runs the model with one block and with two on meta tensors, in high precision; a narrow recipe
-    also reads each operand of a product once more, and writes its codes.
+    also reads each operand of a product once more, and writes its codes and scales.
     """
     T = min(config.data.sequence_length, 256)
     one, two = (_bytes_moved(config, layers, T) for layers in (1, 2))
@@ -122,7 +122,8 @@ def _bytes_per_token(config: Config) -> float:
     casts = 0.0
     if recipe.is_narrow:
         width = 2 * model.dim + (model.heads + 2 * model.kv_heads) * model.head_dim + 3 * model.ffn_dim
-        casts = 2 * width * (2 + 2 + _bits(recipe) / 8) * model.layers
+        stored = max(c.bits_per_element for c in recipe.casts.values()) / 8
+        casts = 2 * width * (2 + 2 + stored) * model.layers
     return (two - one) / T * layers + max(0.0, 2 * one - two) / T + casts
 
 

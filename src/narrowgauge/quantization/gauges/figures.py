@@ -98,7 +98,7 @@ def gauge_state(x: torch.Tensor, stored: QuantizedState) -> torch.Tensor:
     elif "scale" in t:
         scale = t["scale"]
     elif "scales" in t:
-        scale = t["scales"] if cast.scale == "fp32" else decode(t["scales"], format(cast.scale))
+        scale = decode(t["scales"], format(cast.scale)) if cast.has_scale_codes else t["scales"].float()
         scale = blocks.align(scale) if scale.ndim else scale
         scale = scale * t.get("tensor_scale", 1.0)
     grid = None if cast.codebook or largest == math.inf else cast.element

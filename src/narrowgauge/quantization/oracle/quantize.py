@@ -1,4 +1,4 @@
-"""Quantization as one would do it by hand: block by block, number by number, in exact rational arithmetic.
+"""Quantization by hand: block by block, number by number, in exact rational arithmetic.
 
 This is the judge of `quantize` and the maker of the conformance vectors. Every number is a `Fraction`, so
 nothing is rounded except where the formulas of `scales.py` say fl(): to the nearest float32, at most the
@@ -20,12 +20,11 @@ from fractions import Fraction
 
 import numpy as np
 
-from narrowgauge.formats import Format, format
-from narrowgauge.formats.oracle import FP32, code_of, fl, floor_log2, round_magnitude, round_scalar
+from narrowgauge.formats import format
+from narrowgauge.formats.oracle import FP32, code_of, fl, round_magnitude, round_scalar
 from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.oracle.scales import LARGEST, block_scale_of, tensor_scale_of
 
-LARGEST = Fraction(FP32.max)
-E4M3 = format("e4m3")
 TRANSFORMER_ENGINE = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 Index = tuple[int, ...]
 
@@ -86,13 +85,13 @@ def reference_quantize(
     blocks = {c: tuple(slice(i, i + e) for i, e in zip(c, extent, strict=True)) for c in corners}
     amax = {c: float(np.abs(clamped[blocks[c]]).max()) for c in corners}
     finite = [Fraction(a) for a in amax.values() if math.isfinite(a)]
-    S, tensor_scale = _tensor_scale(max(finite, default=Fraction(0)), cast)
+    S, tensor_scale = tensor_scale_of(max(finite, default=Fraction(0)), cast)
     values, scales = np.zeros_like(x), {}
     for c in corners:
         if not math.isfinite(amax[c]):
             scales[c] = math.nan
             continue
-        factor, scale = _block_scale(Fraction(amax[c]), S, cast)
+        factor, scale = block_scale_of(Fraction(amax[c]), S, cast)
         if encode_scale is not None:
             factor = Fraction(encode_scale)
             scale = fl(1 / factor)
@@ -161,15 +160,6 @@ def clamp(x: np.ndarray, quantile: float) -> np.ndarray:
     return np.clip(x, low, high)
 
 
-def delayed_scale(amaxes: Sequence[float], cast: Cast) -> float:
-    """The encoding scale after some steps with these largest magnitudes, the newest last; 1 before any."""
-    history = [a for a in amaxes if a > 0 and math.isfinite(a)][-cast.history :]
-    if not history:
-        return 1.0
-    amax = max(history) if cast.history_algorithm == "max" else history[-1]
-    return float(fl(fl(Fraction(cast.element.max) / 2**cast.margin) / Fraction(amax)))
-
-
 def _extent(shape: Index, cast: Cast, axis: int) -> list[int]:
     """The extent of a block along each dimension."""
     if cast.block is None:
@@ -180,51 +170,3 @@ def _extent(shape: Index, cast: Cast, axis: int) -> list[int]:
         other = len(shape) - 2 if axis == len(shape) - 1 else len(shape) - 1
         extent[other] = cast.block[0]
     return extent
-
-
-def _tensor_scale(amax: Fraction, cast: Cast) -> tuple[Fraction, Fraction]:
-    """The tensor scale S of NVFP4, and the factor that undoes it."""
-    if cast.scale != "e4m3" or amax == 0:
-        return Fraction(1), Fraction(1)
-    largest = fl(Fraction(448 * cast.element.max * cast.headroom))
-    S = fl(largest / amax)
-    return S, fl(amax / largest) if S < LARGEST else fl(1 / S)
-
-
-def _block_scale(amax: Fraction, S: Fraction, cast: Cast) -> tuple[Fraction, Fraction]:
-    """The factor of a block before rounding, and its decoded scale."""
-    match cast.scale:
-        case "fp32":
-            factor = Fraction(1) if amax == 0 else fl(Fraction(cast.element.max) / amax)
-            if cast.power_of_two:
-                factor = Fraction(2) ** floor_log2(factor)
-            return factor, fl(1 / factor)
-        case "e8m0":
-            exponent = min(max(_exponent(amax, cast), -127), 127)
-            return Fraction(2) ** -exponent, Fraction(2) ** exponent
-        case _:
-            share = fl(Fraction(1 / (cast.element.max * cast.headroom)))
-            scale = round_magnitude(fl(amax * fl(S * share)), E4M3)
-            decode = fl(scale * fl(1 / S))
-            return LARGEST if decode == 0 else fl(1 / decode), scale
-
-
-def _exponent(amax: Fraction, cast: Cast) -> int:
-    """The exponent of an E8M0 scale, before it is cut to -127 .. 127."""
-    if amax == 0:
-        return -127
-    element: Format = cast.element
-    exponent = floor_log2(amax)
-    mantissa = amax / Fraction(2) ** exponent  # from 1 to 2
-    match cast.scale_rule:
-        case "floor":
-            return exponent - element.emax
-        case "ceil":
-            return exponent + (mantissa > 1) - element.emax
-        case "even":
-            return exponent + (mantissa >= 2 - Fraction(1, 2 ** (element.fraction_bits + 1))) - element.emax
-        case _:
-            share = fl(amax * fl(Fraction(1 / element.max)))
-            if share == 0:
-                return -127
-            return floor_log2(share) + (share != Fraction(2) ** floor_log2(share))
