@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 import narrowgauge as ng
-from narrowgauge.formats import decode
+from narrowgauge.formats import decode, random_stream
 from narrowgauge.quantization.oracle import reference_quantize
 
 LARGE, SMALL = (48, 80), (20, 40)  # the small one ends within a block of 16 and of 32, along both axes
@@ -29,13 +29,31 @@ def inputs(size: tuple[int, int] = LARGE) -> dict[str, torch.Tensor]:
     }
 
 
-def assert_as_by_hand(x, cast, axis, **given):
-    """Codes, signs of zeros, scales and tensor scale of `ng.quantize` are those of the oracle."""
-    q = ng.quantize(x, cast, axis=axis, **{k: v for k, v in given.items() if k == "generator"})
-    hand = reference_quantize(x.float().numpy(), cast, axis, given.get("draws"))
+def assert_as_by_hand(x, cast, axis, key=None):
+    """Codes, signs of zeros, scales and tensor scales of `ng.quantize` are those of the oracle.
+
+    Args:
+        x: The tensor.
+        cast: The cast.
+        axis: The axis that blocks lie along.
+        key: The number of the random stream, for stochastic rounding.
+    """
+    stream = None if key is None else random_stream(0, 0, key)
+    q = ng.quantize(x, cast, axis=axis, generator=stream)
+    draws = scale_draws = None
+    if stream is not None:
+        draws = integers(stream.uniform(x.shape))
+        scale_draws = integers(stream.of_scales().uniform(q.blocks.grid))
+    hand = reference_quantize(x.float().numpy(), cast, axis, draws, scale_draws=scale_draws)
     values = decode(q.codes, cast.element).numpy()
     np.testing.assert_array_equal(values, hand.values)
     np.testing.assert_array_equal(np.signbit(values), np.signbit(hand.values))
     by_hand = np.array(list(hand.scales.values()), np.float32)
     np.testing.assert_array_equal(q.scales.numpy().ravel(), by_hand)
-    assert q.tensor_scale.item() == np.float32(hand.tensor_scale)
+    above = np.array(list(hand.tensor_scales.values()), np.float32)
+    np.testing.assert_array_equal(q.tensor_scale.expand(q.blocks.grid).numpy().ravel(), above)
+
+
+def integers(uniform):
+    """The 24 random bits of numbers in [0, 1)."""
+    return (uniform.double() * 2**24).long().numpy()

@@ -66,12 +66,15 @@ def _has_kernel(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:
 def _fits_tiles(cast: Cast) -> bool:
     """Whether the kernels' tiles, 32 x 128 and 128 x 32, are made of whole blocks, or lie within one.
 
-    A tensor scale is known only where its blocks lie in tiles, and only in the arithmetic of NVFP4.
+    A tensor scale is known only where its blocks lie in tiles, and only in the arithmetic of NVFP4. No kernel
+    rounds scales other than to nearest, nor has scales above those of rows.
     """
     rows, columns = cast.block or (0, 0)
     is_small = rows in (1, 2, 4, 8, 16, 32) and columns in (1, 2, 4, 8, 16, 32, 64, 128)
+    if cast.scale_rounding != "nearest-even" or cast.zero_scale or cast.tensor_scale == "row":
+        return False
     if cast.tensor_scale != "none":
-        return is_small and cast.scale == "e4m3"
+        return is_small and cast.is_nvfp4
     return is_small or columns == 0 or rows % 128 == columns % 128 == 0
 
 

@@ -51,7 +51,7 @@ class GemmContext:
     def shared(self, a: str, b: str) -> bool:
         """Whether two places see the same numbers of the same tensor, whatever the axis."""
         cast = self.layer.casts[a]
-        return cast == self.layer.casts[b] and cast.ignores_axis and cast.rounding != "stochastic"
+        return cast == self.layer.casts[b] and cast.ignores_axis and not cast.is_random
 
     @property
     def reuses_x(self) -> bool:
@@ -100,7 +100,7 @@ class GemmContext:
 
     def stream(self, tensor: torch.Tensor, place: str) -> RandomStream | None:
         """The random bits of a place's cast, if it is random."""
-        if self.layer.casts[place].rounding != "stochastic":
+        if not self.layer.casts[place].is_random:
             return None
         return self.step.operand_stream(place, self._elements(place, tensor) // self.num_samples)
 

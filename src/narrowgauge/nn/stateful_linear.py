@@ -85,7 +85,7 @@ class StatefulLinear(torch.nn.Linear):
         self.gathering: WeightGather | None = None
         operands = [*recipe.casts.items(), *(item for rule in recipe.rules for item in rule.casts.items())]
         casts = [cast for _, cast in operands] + [cast for cast in recipe.state.values() if cast is not None]
-        self.is_random = any(c.rounding == "stochastic" or c.signs == "random" for c in casts)
+        self.is_random = any(c.is_random or c.signs == "random" for c in casts)
         self.histories = {place: AmaxHistory(cast) for place, cast in operands if cast.history}
         for place, history in self.histories.items():
             self.add_module(place.replace(".", "_"), history)

@@ -24,13 +24,17 @@ class Cast:
         element: The format of the elements.
         scale: "none" (plain conversion), or the format of the scales: "fp32", "bf16", "e8m0" (OCP MX),
             "e4m3", "e5m3" (UE5M3).
-        tensor_scale: "none", or "tensor": a second scale in fp32, one a tensor (NVFP4).
+        tensor_scale: "none", or a second scale in fp32: one a "tensor" (NVFP4), or one a "row" of an operand.
+        scale_target: What the largest block scale aims at under a tensor scale; 0 stands for 448.
+        scale_rounding: How scales in bf16, e4m3 and e5m3 are rounded: a name of `formats.ROUNDINGS`.
+        zero_scale: What a scale that rounds to 0 becomes: "one" or "zero" (the block is zeros), "smallest"
+            (the smallest positive number); "" stands for "zero" in NVFP4, else for "one".
         block: (rows, columns) that share a scale, columns along the contraction axis; None = the full tensor.
         scale_rule: How the power of two of "e8m0" is chosen: "floor" | "ceil" | "even" | "rceil".
         rounding: A name of `formats.ROUNDINGS`.
         hadamard: 0, or the size of the Hadamard transform applied along the contraction axis first.
-        headroom: The share of the largest element that "e4m3" scales aim at; 16/17 makes NVFP4 free of
-            clipping, because rounding a scale to E4M3 lowers it by at most 1/17.
+        headroom: The share of the largest element that scales aim at. 16/17 makes NVFP4 free of clipping,
+            because rounding a scale to E4M3 lowers it by at most 1/17; above 1, the largest are clipped.
         power_of_two: Whether an "fp32" encoding scale is cut to its power of two.
         signs: The signs of the Hadamard transform: () for those of its size (TransformerEngine's for 16, else
             all +1), "random" for new ones in each step, or one +1 or -1 for each element of a group.
@@ -55,6 +59,9 @@ class Cast:
     element: Format
     scale: str = "none"
     tensor_scale: str = "none"
+    scale_target: float = 0.0
+    scale_rounding: str = "nearest-even"
+    zero_scale: str = ""
     block: tuple[int, int] | None = None
     scale_rule: str | None = None
     rounding: str = "nearest-even"
@@ -93,6 +100,7 @@ class Cast:
     def ignores_axis(self) -> bool:
         """Whether the numbers are the same whichever axis is contracted (no block, or a square one)."""
         is_square = self.block is None or self.block[0] == self.block[1]
+        is_square = is_square and self.tensor_scale != "row"
         return is_square and not self.hadamard and not self.outliers
 
     @property
@@ -101,9 +109,34 @@ class Cast:
         return self.is_scaled and format(self.scale).bits == 8
 
     @property
+    def is_random(self) -> bool:
+        """Whether elements or scales are rounded stochastically."""
+        return "stochastic" in (self.rounding, self.scale_rounding)
+
+    @property
+    def is_nvfp4(self) -> bool:
+        """Whether scales follow TransformerEngine's arithmetic for NVFP4: E4M3 under a second scale."""
+        return self.scale == "e4m3" and self.tensor_scale != "none"
+
+    @property
     def has_rounded_scale(self) -> bool:
-        """Whether a block's scale is the quotient itself, rounded to a format: elements are divided by it."""
-        return self.scale in ROUNDED_SCALES and self.tensor_scale == "none"
+        """Whether a block's scale is a quotient that is rounded to a format: elements are divided by it."""
+        return self.scale in ROUNDED_SCALES and not self.is_nvfp4
+
+    @property
+    def target(self) -> float:
+        """What the largest block scale aims at under a tensor scale."""
+        return self.scale_target or 448.0
+
+    @property
+    def aim(self) -> float:
+        """The magnitude, in units of the scale, that the largest of a block aims at."""
+        return self.element.max * self.headroom
+
+    @property
+    def zero_rule(self) -> str:
+        """What a scale that rounds to 0 becomes: one of `ZERO_SCALES`."""
+        return self.zero_scale or ("zero" if self.is_nvfp4 else "one")
 
     @property
     def is_exact_in_bf16(self) -> bool:

@@ -6,11 +6,12 @@ A cast is a `cast.Cast`, which calls `require_valid` when it is made.
 from typing import Any
 
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.formats import RANDOM_BITS, ROUNDINGS
+from narrowgauge.formats import RANDOM_BITS, ROUNDINGS, format
 
 SCALES = ("none", "fp32", "bf16", "e8m0", "e4m3", "e5m3")
-TENSOR_SCALES = ("none", "tensor")
+TENSOR_SCALES = ("none", "tensor", "row")
 ROUNDED_SCALES = ("bf16", "e4m3", "e5m3")  # of those that are the quotient, rounded to a format
+ZERO_SCALES = ("one", "zero", "smallest")  # what a scale that rounds to 0 becomes
 HISTORY_ALGORITHMS = ("max", "most_recent")
 E8M0_RULES = ("floor", "ceil", "even", "rceil")
 CODEBOOKS = ("dynamic", "dynamic-unsigned")
@@ -25,6 +26,8 @@ def require_valid(cast: Any) -> None:
         ("tensor scale", cast.tensor_scale, TENSOR_SCALES),
         ("scale rule", cast.scale_rule, (*E8M0_RULES, None)),
         ("rounding", cast.rounding, ROUNDINGS),
+        ("scale rounding", cast.scale_rounding, ROUNDINGS),
+        ("zero scale", cast.zero_scale, ("", *ZERO_SCALES)),
         ("history algorithm", cast.history_algorithm, HISTORY_ALGORITHMS),
     ):
         if name not in known:
@@ -55,6 +58,7 @@ def _rules_of_scales(cast: Any) -> Rules:
     e8m0_only = (
         f"a scale rule belongs to E8M0 scales only; name one of {', '.join(E8M0_RULES)} there, or none"
     )
+    rounds = f"it belongs to scales in {', '.join(ROUNDED_SCALES)}, which are rounded to their format"
     two_levels = f"it stands over block scales in {', '.join(ROUNDED_SCALES)}, as nvfp4 has them"
     return [
         ("element", cast.element.signed, "it is a format of scales; write it as the key scale"),
@@ -73,6 +77,32 @@ def _rules_of_scales(cast: Any) -> Rules:
             cast.tensor_scale == "none" or block is not None,
             "the block is the tensor; name a smaller block",
         ),
+        (
+            "tensor_scale",
+            cast.tensor_scale != "row" or block is None or (block[0] == 1 and block[1] != 0),
+            "a row needs several blocks, and a block one row; name a block such as 16",
+        ),
+        (
+            "scale_target",
+            not cast.scale_target or cast.tensor_scale != "none",
+            "it is what scales in "
+            + ", ".join(ROUNDED_SCALES)
+            + " aim at under a tensor scale; leave it out",
+        ),
+        (
+            "scale_target",
+            scale not in ROUNDED_SCALES or 0 <= cast.scale_target <= format(scale).max,
+            f"it must lie above 0 and not above {scale}'s largest number",
+        ),
+        ("scale_rounding", scale in ROUNDED_SCALES or cast.scale_rounding == "nearest-even", rounds),
+        ("zero_scale", scale in ROUNDED_SCALES or not cast.zero_scale, rounds),
+        ("headroom", 0 < cast.headroom <= 2, "it must lie above 0 and not above 2"),
+        (
+            "headroom",
+            cast.headroom == 1 or scale != "e8m0" or cast.scale_rule == "rceil",
+            "of the rules for E8M0 scales only rceil has a largest element to aim at",
+        ),
+        ("headroom", cast.headroom == 1 or not cast.history, "a history leaves room by its margin"),
         ("power_of_two", not cast.power_of_two or scale == "fp32", "it cuts scales in fp32; leave it out"),
     ]
 
@@ -90,7 +120,6 @@ def _rules(cast: Any) -> Rules:
     blocks = "it needs fp32 scales of blocks, as fp8-1x128 has"
     return [
         ("hadamard", not size or (size > 1 and not size & (size - 1)), "it must be 0 or a power of two"),
-        ("headroom", 0 < cast.headroom <= 1, "it must lie in (0, 1]"),
         ("signs", is_signs, '"random" or one +1 or -1 for each element of a group are possible'),
         ("random_bits", 1 <= cast.random_bits <= RANDOM_BITS, f"it must lie in 1 to {RANDOM_BITS}"),
         ("history", cast.history >= 0, "it must be a number of steps"),

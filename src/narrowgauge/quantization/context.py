@@ -74,6 +74,30 @@ class QuantContext:
             random = random.uniform(blocks.shape)
         return blocks.split(random) if isinstance(random, torch.Tensor) else random
 
+    def random_over_grid(self, blocks: Blocks, cast: Cast, axis: int) -> Randomness:
+        """The source of random bits for the scales of blocks: one number for each.
+
+        They are those of the block's index in the global grid, from a stream of their own. If random numbers
+        are given, a block has that of its first element.
+        """
+        random = self.random
+        if isinstance(random, torch.Tensor):
+            numbers = blocks.split(random)
+            for dim in blocks.inner:
+                numbers = numbers.narrow(dim, 0, 1)
+            return numbers
+        if isinstance(random, RandomStream):
+            random = random.of_scales()
+            random = random if self.shard is None else self.shard.grid(cast, axis).bits_of(random)
+            return blocks.align(random) if isinstance(random, torch.Tensor) else random
+        return random
+
+    def row_amax(self, amax: torch.Tensor, blocks: Blocks, axis: int) -> torch.Tensor:
+        """The largest magnitude of each row of the global tensor, from those of the local blocks."""
+        dim = axis % len(blocks.shape)
+        largest = amax.amax(blocks.grid_dim(dim), keepdim=True)
+        return largest if self.shard is None else all_reduce_max(largest, self.shard.axes[dim].groups)
+
     def global_amax(self, amax: torch.Tensor, cast: Cast, axis: int) -> torch.Tensor:
         """The largest magnitudes of the global tensor's blocks, from those of the local elements."""
         if self.shard is None or self.scale is not None:

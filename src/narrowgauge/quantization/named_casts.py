@@ -80,9 +80,9 @@ def state_cast_names() -> list[str]:
 # The keys of a recipe's table for a cast, and the type of each value.
 KEYS: Mapping[str, Any] = {
     **dict.fromkeys(("cast", "element", "scale", "tensor_scale", "scale_rule", "rounding"), str),
-    **dict.fromkeys(("history_algorithm", "codebook"), str),
+    **dict.fromkeys(("scale_rounding", "zero_scale", "history_algorithm", "codebook"), str),
     **dict.fromkeys(("hadamard", "random_bits", "history", "margin"), int),
-    **dict.fromkeys(("headroom", "outliers", "estimator_k", "estimator_cap"), int | float),
+    **dict.fromkeys(("headroom", "scale_target", "outliers", "estimator_k", "estimator_cap"), int | float),
     **dict.fromkeys(("power_of_two", "compensate", "expand", "prescale", "split"), bool),
     "block": str | int | list | tuple,
     "signs": str | list | tuple,

@@ -31,7 +31,8 @@ class QTensor:
         scales: float32, the decoded scale of each block: 0-dim where the tensor is one block, otherwise
             one entry a block (`x.shape` divided by the block's extents, rounded up).
         scale_codes: uint8 codes of the scales where their format has 8 bits (E8M0, E4M3, UE5M3), else None.
-        tensor_scale: float32 0-dim, the second-level scale of NVFP4, else 1.
+        tensor_scale: float32, the second-level scale of NVFP4: 0-dim, or one a row, with a 1 for the axis
+            that blocks lie along; else 1.
         cast: The cast that the tensor was quantized with.
         blocks: The blocks that share a scale.
     """
@@ -47,7 +48,7 @@ class QTensor:
         """The numbers that are stored, computed in float32 and converted to `dtype`."""
         values = self.blocks.split(decode(self.codes, self.cast.element))
         scale = self.blocks.align(self.scales) if self.scales.ndim else self.scales
-        return self.blocks.merge(values * scale * self.tensor_scale).to(dtype)
+        return (self.blocks.merge(values * scale) * self.tensor_scale).to(dtype)
 
     def packed(self) -> torch.Tensor:
         """The element bytes as stored, without scales: two FP4 codes a byte, four FP6 codes in three."""
@@ -106,7 +107,7 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
         codes=blocks.merge(codes).contiguous(),
         scales=block_scales,
         scale_codes=encode(block_scales, format(cast.scale)) if cast.has_scale_codes else None,
-        tensor_scale=torch.ones((), device=x.device) if scales.tensor is None else scales.tensor,
+        tensor_scale=_over(x, scales.tensor, axis),
         cast=cast,
         blocks=blocks,
     )
@@ -119,8 +120,8 @@ def emulate(
 
     Every product of an element and a block scale of FP8 x 2^k or FP4 x E4M3 is exact in bf16. The fp32 scale
     of a full tensor is not, so it is returned separately, to be applied to the GEMM's result. Blocks whose
-    products have more bits (other fp32 scales, bf16 scales) come out in float32, and so does a tensor whose
-    outliers are added again.
+    products have more bits (other fp32 scales, bf16 scales, fp32 scales of rows above) come out in float32,
+    and so does a tensor whose outliers are added again.
 
     Returns:
         The operand, in the GEMM's `dtype` where that is exact, and a 0-dim float32 scale or None for 1.
@@ -139,12 +140,24 @@ def emulate(
     def stored(values: torch.Tensor, block: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return values.mul_(block)
 
-    is_exact = cast.is_exact_in_bf16 and not cast.compensate
+    by_row = cast.tensor_scale == "row"
+    is_exact = cast.is_exact_in_bf16 and not (cast.compensate or by_row)
     operand_dtype = dtype if is_exact else torch.float32
     operand = blocks.merge(round_blocks(split, blocks, scales, cast, context, stored, operand_dtype))
-    if not cast.compensate:
+    if not (cast.compensate or by_row):
         return operand, scales.tensor
     if scales.tensor is not None:
-        operand.mul_(scales.tensor)
+        operand = operand * _over(x, scales.tensor, axis)
+    if not cast.compensate:
+        return operand, None
     # What was clamped away is added again; in float32, as a difference of bf16 is not exact.
     return operand.add_(unclamped.float() - x.float()), None
+
+
+def _over(x: torch.Tensor, tensor_scale: torch.Tensor | None, axis: int) -> torch.Tensor:
+    """A second-level scale as it stands over a tensor: 0-dim, or one a row."""
+    if tensor_scale is None:
+        return torch.ones((), device=x.device)
+    if not tensor_scale.ndim:
+        return tensor_scale
+    return tensor_scale.reshape([1 if dim == axis % x.ndim else n for dim, n in enumerate(x.shape)])

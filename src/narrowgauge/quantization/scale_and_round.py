@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from narrowgauge.formats import RandomStream, format, round_finite_
+from narrowgauge.formats import Randomness, RandomStream, round_finite_
 from narrowgauge.quantization import scales
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import Cast
@@ -21,7 +21,10 @@ from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 
 
 class Scales(NamedTuple):
-    """Scales of blocks, float32, inner dimensions kept with size 1; `tensor` is 0-dim or None for 1."""
+    """Scales of blocks, float32, inner dimensions kept with size 1.
+
+    `tensor` is None for 1, 0-dim, or one a row with all dimensions of the others.
+    """
 
     encode: torch.Tensor  # what an element is multiplied by before it is rounded; divided by, if `divides`
     block: torch.Tensor  # what undoes it, without `tensor`
@@ -38,26 +41,47 @@ def scales_of(
     split: torch.Tensor, blocks: Blocks, cast: Cast, axis: int, context: QuantContext = DEFAULT_CONTEXT
 ) -> Scales:
     """The scales of a split tensor's blocks: those of the global tensor, if other processes hold some."""
-    return scales_from(context.global_amax(block_amax(split, blocks), cast, axis), cast, context)
+    amax = context.global_amax(block_amax(split, blocks), cast, axis)
+    random = context.random_over_grid(blocks, cast, axis) if cast.scale_rounding == "stochastic" else None
+    return scales_from(amax, cast, context, random, lambda finite: context.row_amax(finite, blocks, axis))
 
 
-def scales_from(amax: torch.Tensor, cast: Cast, context: QuantContext = DEFAULT_CONTEXT) -> Scales:
-    """The scales of blocks whose largest magnitudes are known (float32; NaN or infinite: not finite)."""
+def scales_from(
+    amax: torch.Tensor,
+    cast: Cast,
+    context: QuantContext = DEFAULT_CONTEXT,
+    random: Randomness = None,
+    row_amax: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Scales:
+    """The scales of blocks whose largest magnitudes are known.
+
+    Args:
+        amax: float32, NaN or infinite where a block is not finite.
+        cast: The cast.
+        context: The context, for a given scale and the largest magnitude of the tensor.
+        random: The random bits of scales that are rounded stochastically, one for each block.
+        row_amax: The largest magnitudes of rows from those of their blocks, if each has a scale.
+    """
     finite = amax.isfinite()
     amax = torch.where(finite, amax, 0.0)
-    tensor_scale = None
+    over = tensor_scale = None
+    if cast.tensor_scale != "none":
+        assert cast.tensor_scale == "tensor" or row_amax is not None
+        over = row_amax(amax) if cast.tensor_scale == "row" and row_amax else context.tensor_amax(amax)
     if context.scale is not None:
         encode, block = context.scale.expand_as(amax), (1.0 / context.scale).expand_as(amax)
     elif cast.scale == "fp32":
-        encode, block = scales.fp32_scale(amax, cast.element, cast.power_of_two)
+        encode, block = scales.fp32_scale(amax, cast.element, cast.power_of_two, cast.headroom)
     elif cast.scale == "e8m0":
         assert cast.scale_rule is not None
-        encode, block = scales.e8m0_scale(scales.e8m0_code(amax, cast.element, cast.scale_rule))
-    elif cast.tensor_scale == "none":
-        encode, block = scales.rounded_scale(amax, cast.element, format(cast.scale))
+        code = scales.e8m0_code(amax, cast.element, cast.scale_rule, cast.headroom)
+        encode, block = scales.e8m0_scale(code)
+    elif cast.is_nvfp4:
+        assert over is not None
+        S, tensor_scale = scales.nvfp4_tensor_scale(over, cast)
+        encode, block = scales.nvfp4_block_scale(amax, S, cast, random)
     else:
-        S, tensor_scale = scales.nvfp4_tensor_scale(context.tensor_amax(amax), cast.element, cast.headroom)
-        encode, block = scales.nvfp4_block_scale(amax, S, cast.element, cast.headroom)
+        encode, block, tensor_scale = scales.rounded_scale(amax, over, cast, random)
     divides = cast.has_rounded_scale and context.scale is None
     return Scales(encode, torch.where(finite, block, torch.nan), tensor_scale, finite, divides)
 

@@ -55,7 +55,7 @@ class Scheme:
         elements = {a.element.name, b.element.name}
         return (
             a.scale == b.scale == self.scale
-            and {a.tensor_scale, b.tensor_scale} <= {"none", "tensor"}
+            and "row" not in (a.tensor_scale, b.tensor_scale)
             and ((a.block, b.block) in self.blocks or (b.block, a.block) in self.blocks)
             and elements <= self.elements
             and elements != {"e5m2"}

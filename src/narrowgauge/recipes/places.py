@@ -98,6 +98,11 @@ def require_state(state: Mapping[str, Cast | None], where: str) -> None:
                 f"{where}: hadamard, outliers and history in place {place!r}, but they belong to operands of "
                 "a product; remove the key"
             )
+        if cast.tensor_scale == "row":
+            raise UserError(
+                f"{where}: tensor_scale = 'row' in place {place!r}, but it belongs to operands of a product; "
+                'write "tensor" or "none"'
+            )
         if cast.prescale and place != "grad":
             raise UserError(f"{where}: prescale in place {place!r}, but it belongs to grad; remove the key")
     weight, master = state["weight"], state["master"]

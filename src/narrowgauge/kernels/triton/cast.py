@@ -79,7 +79,7 @@ def cast_blocks(
     MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     TWOS: tl.constexpr, MINUS_ZERO: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr,
     SCALE: tl.constexpr, S_MAX: tl.constexpr, S_EMIN: tl.constexpr, S_M: tl.constexpr, S_NAN: tl.constexpr,
-    RULE: tl.constexpr, POWER_OF_TWO: tl.constexpr, INVERSE_LARGEST: tl.constexpr,
+    RULE: tl.constexpr, POWER_OF_TWO: tl.constexpr, AIM: tl.constexpr, INVERSE_LARGEST: tl.constexpr,
     EMAX: tl.constexpr, FRACTION: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """One tile: scales of its blocks, and its elements as codes or as numbers times their block's scale."""
@@ -97,10 +97,10 @@ def cast_blocks(
         encode, block, code = nvfp4_scale(amax, tl.load(S), INVERSE_LARGEST)
         code = tl.where(finite, code, 127)
     elif SCALE == "rounded":
-        encode, block, code = rounded_scale(amax, MAX, S_MAX, S_EMIN, S_M)
+        encode, block, code = rounded_scale(amax, AIM, S_MAX, S_EMIN, S_M)
         code = tl.where(finite, code, S_NAN)
     else:
-        encode, block = fp32_scale(amax, MAX, POWER_OF_TWO)
+        encode, block = fp32_scale(amax, AIM, POWER_OF_TWO)
     block = tl.where(finite, block, float("nan"))
     tile = tl.where(_over_blocks(finite.to(tl.int32), TR, TK, BR, BK) != 0, tile, 0.0)
     encode = _over_blocks(encode, TR, TK, BR, BK)

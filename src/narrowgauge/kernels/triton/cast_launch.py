@@ -147,7 +147,7 @@ def _cast_blocks(
     S = tensor_scale = None
     if cast.tensor_scale != "none":
         amax = _largest(x, cast, view, axis, blocks, matrix)
-        S, tensor_scale = nvfp4_tensor_scale(amax.reshape(()), cast.element, cast.headroom)
+        S, tensor_scale = nvfp4_tensor_scale(amax.reshape(()), cast)
     codes = dtype == torch.uint8
     out = _empty(view, axis, dtype, x)
     scales = torch.empty(blocks.grid if codes else (), device=x.device)
@@ -165,7 +165,7 @@ def _cast_blocks(
         **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
         SCALE="rounded" if cast.has_rounded_scale else cast.scale, **facts_of_scale(cast.scale),
         RULE=cast.scale_rule, POWER_OF_TWO=cast.power_of_two,
-        INVERSE_LARGEST=1 / (cast.element.max * (cast.headroom if cast.scale == "e4m3" else 1)),
+        AIM=cast.aim, INVERSE_LARGEST=1 / cast.aim,
         EMAX=cast.element.emax, FRACTION=cast.element.fraction_bits, CODES=codes, **LAUNCH,
     )  # fmt: skip
     return out, blocks, scales, scale_codes, tensor_scale

@@ -23,7 +23,7 @@ import numpy as np
 from narrowgauge.formats import format
 from narrowgauge.formats.oracle import FP32, code_of, fl, round_magnitude, round_scalar
 from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.oracle.scales import LARGEST, block_scale_of, tensor_scale_of
+from narrowgauge.quantization.oracle.scales import LARGEST, scales_of_block
 
 TRANSFORMER_ENGINE = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 Index = tuple[int, ...]
@@ -37,15 +37,21 @@ class ReferenceTensor:
         values: A float64 array, the element of each number before scales; 0 in blocks that are not finite.
         codes: The codes of the elements, an integer array.
         scales: The decoded scale of each block, by the index of its first number; NaN where not finite.
-        tensor_scale: The second-level scale of NVFP4, else 1.
+        tensor_scales: The scale above that of each block (NVFP4), else 1.
         rest: What clamping took away (zeros elsewhere).
     """
 
     values: np.ndarray
     codes: np.ndarray
     scales: dict[Index, float]
-    tensor_scale: float
+    tensor_scales: dict[Index, float]
     rest: np.ndarray
+
+    @property
+    def tensor_scale(self) -> float:
+        """The one scale above those of all blocks."""
+        (scale,) = set(self.tensor_scales.values()) or {1.0}
+        return scale
 
 
 def reference_quantize(
@@ -56,6 +62,7 @@ def reference_quantize(
     signs: Sequence[int] = (),
     encode_scale: float | None = None,
     dtype: str = "fp32",
+    scale_draws: np.ndarray | None = None,
 ) -> ReferenceTensor:
     """Quantize an array of numbers.
 
@@ -66,6 +73,7 @@ def reference_quantize(
         draws: For stochastic rounding, the 24 random bits of each number, as an integer.
         signs: The signs of a Hadamard transform whose cast does not name them.
         encode_scale: An encoding scale in place of the one of the tensor (delayed scaling).
+        scale_draws: The 24 random bits of each block's scale, if scales are rounded stochastically.
         dtype: The dtype of x, to which the transform's result is rounded: "fp32" or "bf16".
 
     Returns:
@@ -84,14 +92,17 @@ def reference_quantize(
     corners = list(itertools.product(*(range(0, n, e) for n, e in zip(x.shape, extent, strict=True))))
     blocks = {c: tuple(slice(i, i + e) for i, e in zip(c, extent, strict=True)) for c in corners}
     amax = {c: float(np.abs(clamped[blocks[c]]).max()) for c in corners}
-    finite = [Fraction(a) for a in amax.values() if math.isfinite(a)]
-    S, tensor_scale = tensor_scale_of(max(finite, default=Fraction(0)), cast)
-    values, scales = np.zeros_like(x), {}
-    for c in corners:
-        if not math.isfinite(amax[c]):
+    finite = {c: Fraction(a) for c, a in amax.items() if math.isfinite(a)}
+    values, scales, tensor_scales = np.zeros_like(x), {}, {}
+    for number, c in enumerate(corners):
+        row = [f for f in finite if cast.tensor_scale == "tensor" or _without(f, axis) == _without(c, axis)]
+        over = max((finite[f] for f in row), default=Fraction(0))
+        uniform = Fraction(1, 2) if scale_draws is None else Fraction(int(scale_draws.flat[number]), 2**24)
+        factor, scale, above = scales_of_block(finite.get(c, Fraction(0)), over, cast, uniform)
+        tensor_scales[c] = float(above)
+        if c not in finite:
             scales[c] = math.nan
             continue
-        factor, scale = block_scale_of(Fraction(amax[c]), S, cast)
         if encode_scale is not None:
             factor = Fraction(encode_scale)
             scale = fl(1 / factor)
@@ -102,7 +113,7 @@ def reference_quantize(
             values[i] = _round(clamped[i], factor, cast, None if draws is None else int(draws[i]))
     codes = np.vectorize(lambda v: code_of(v, cast.element), otypes=[np.int64])(values)
     rest = x - clamped if cast.outliers else np.zeros_like(x)
-    return ReferenceTensor(values, codes, scales, float(tensor_scale), rest)
+    return ReferenceTensor(values, codes, scales, tensor_scales, rest)
 
 
 def _round(x: float, factor: Fraction, cast: Cast, draw: int | None) -> float:
@@ -170,3 +181,8 @@ def _extent(shape: Index, cast: Cast, axis: int) -> list[int]:
         other = len(shape) - 2 if axis == len(shape) - 1 else len(shape) - 1
         extent[other] = cast.block[0]
     return extent
+
+
+def _without(index: Index, axis: int) -> Index:
+    """The index of a row: that of a block without its position along the axis."""
+    return index[:axis] + index[axis + 1 :]

@@ -9,7 +9,6 @@ from narrowgauge.formats.oracle import FP32, fl, floor_log2, round_magnitude
 from narrowgauge.quantization.cast import Cast
 
 LARGEST = Fraction(FP32.max)
-E4M3 = format("e4m3")
 
 
 def delayed_scale(amaxes: Sequence[float], cast: Cast) -> float:
@@ -21,34 +20,68 @@ def delayed_scale(amaxes: Sequence[float], cast: Cast) -> float:
     return float(fl(fl(Fraction(cast.element.max) / 2**cast.margin) / Fraction(amax)))
 
 
-def tensor_scale_of(amax: Fraction, cast: Cast) -> tuple[Fraction, Fraction]:
-    """The tensor scale S of NVFP4, and the factor that undoes it."""
-    if cast.tensor_scale == "none" or amax == 0:
-        return Fraction(1), Fraction(1)
-    largest = fl(Fraction(448 * cast.element.max * cast.headroom))
-    S = fl(largest / amax)
-    return S, fl(amax / largest) if S < LARGEST else fl(1 / S)
+def scales_of_block(
+    amax: Fraction, over: Fraction, cast: Cast, uniform: Fraction = Fraction(1, 2)
+) -> tuple[Fraction, Fraction, Fraction]:
+    """The factor of a block's numbers (exact where they are divided), its scale, and the scale above it.
+
+    Args:
+        amax: The largest magnitude of the block.
+        over: That of the tensor, or of the row, for casts with a scale above.
+        cast: The cast.
+        uniform: The random number in [0, 1) of a scale that is rounded stochastically.
+    """
+    aim = Fraction(cast.element.max * cast.headroom)
+    if cast.scale == "fp32":
+        factor = Fraction(1) if amax == 0 else fl(fl(aim) / amax)
+        if cast.power_of_two:
+            factor = Fraction(2) ** floor_log2(factor)
+        return factor, fl(1 / factor), Fraction(1)
+    if cast.scale == "e8m0":
+        exponent = min(max(_exponent(amax, cast), -127), 127)
+        return Fraction(2) ** -exponent, Fraction(2) ** exponent, Fraction(1)
+    if cast.is_nvfp4:
+        return _nvfp4(amax, over, cast, uniform)
+    above, quotient = Fraction(1), fl(amax / fl(aim))
+    if cast.tensor_scale != "none":
+        target = Fraction(cast.target)
+        above = fl(over / fl(Fraction(float(target) * cast.element.max * cast.headroom))) if over else above
+        quotient = fl(amax * target / over) if over else Fraction(0)
+    scale, is_zeros = _rounded(quotient, cast, uniform)
+    divisor = fl(scale * above)
+    return (Fraction(0) if is_zeros or divisor == 0 else 1 / divisor), scale, above
 
 
-def block_scale_of(amax: Fraction, S: Fraction, cast: Cast) -> tuple[Fraction, Fraction]:
-    """The factor of a block before rounding (exact where it is a quotient), and its decoded scale."""
-    match cast.scale:
-        case "fp32":
-            factor = Fraction(1) if amax == 0 else fl(Fraction(cast.element.max) / amax)
-            if cast.power_of_two:
-                factor = Fraction(2) ** floor_log2(factor)
-            return factor, fl(1 / factor)
-        case "e8m0":
-            exponent = min(max(_exponent(amax, cast), -127), 127)
-            return Fraction(2) ** -exponent, Fraction(2) ** exponent
-        case _ if cast.tensor_scale == "none":
-            scale = round_magnitude(fl(amax / Fraction(cast.element.max)), format(cast.scale))
-            return (1 / scale, scale) if scale else (Fraction(0), Fraction(1))
+def _nvfp4(
+    amax: Fraction, over: Fraction, cast: Cast, uniform: Fraction
+) -> tuple[Fraction, Fraction, Fraction]:
+    """The same in the order of TransformerEngine."""
+    S, above = Fraction(1), Fraction(1)
+    if over:
+        largest = fl(Fraction(cast.target * cast.element.max * cast.headroom))
+        S = fl(largest / over)
+        above = fl(over / largest) if S < LARGEST else fl(1 / S)
+    share = fl(Fraction(1 / (cast.element.max * cast.headroom)))
+    scale, is_zeros = _rounded(fl(amax * fl(S * share)), cast, uniform)
+    if is_zeros and cast.zero_rule == "one":
+        return Fraction(0), scale, above
+    decode = fl(scale * fl(1 / S))
+    return (LARGEST if decode == 0 else fl(1 / decode)), scale, above
+
+
+def _rounded(quotient: Fraction, cast: Cast, uniform: Fraction) -> tuple[Fraction, bool]:
+    """(a quotient on the grid of the scales, whether the block is all zeros)."""
+    fmt = format(cast.scale)
+    scale = round_magnitude(quotient, fmt, cast.scale_rounding, uniform)
+    if scale:
+        return scale, False
+    match cast.zero_rule:
+        case "one":
+            return Fraction(1), True
+        case "smallest":
+            return Fraction(fmt.smallest_subnormal), False
         case _:
-            share = fl(Fraction(1 / (cast.element.max * cast.headroom)))
-            scale = round_magnitude(fl(amax * fl(S * share)), E4M3)
-            decode = fl(scale * fl(1 / S))
-            return LARGEST if decode == 0 else fl(1 / decode), scale
+            return Fraction(0), True
 
 
 def _exponent(amax: Fraction, cast: Cast) -> int:
@@ -66,7 +99,7 @@ def _exponent(amax: Fraction, cast: Cast) -> int:
         case "even":
             return exponent + (mantissa >= 2 - Fraction(1, 2 ** (element.fraction_bits + 1))) - element.emax
         case _:
-            share = fl(amax * fl(Fraction(1 / element.max)))
+            share = fl(amax * fl(Fraction(1 / (element.max * cast.headroom))))
             if share == 0:
                 return -127
             return floor_log2(share) + (share != Fraction(2) ** floor_log2(share))

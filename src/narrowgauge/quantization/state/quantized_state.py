@@ -192,8 +192,8 @@ class QuantizedState:
                 bits = stream if shard is None else shard.bits_of(stream)
                 x = round_to(x, cast.element.name, cast.rounding, bits)
             return {"values": x.to(torch_dtype(cast.element))}
-        if stream is None and cast.rounding == "stochastic":
-            cast = replace(cast, rounding="nearest-even")
+        if stream is None and cast.is_random:
+            cast = replace(cast, rounding="nearest-even", scale_rounding="nearest-even")
         if cast.element.bits == 16:
             values, scale = emulate(x, cast, -1, torch.float32, QuantContext(stream, shard=shard))
             assert scale is not None
