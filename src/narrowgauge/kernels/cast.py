@@ -67,11 +67,13 @@ def _fits_tiles(cast: Cast) -> bool:
     """Whether the kernels' tiles, 32 x 128 and 128 x 32, are made of whole blocks, or lie within one.
 
     A tensor scale is known only where its blocks lie in tiles, and only in the arithmetic of NVFP4. No kernel
-    rounds scales other than to nearest, nor has scales above those of rows.
+    rounds scales other than to nearest, chooses between candidates, nor has scales above those of rows.
     """
     rows, columns = cast.block or (0, 0)
     is_small = rows in (1, 2, 4, 8, 16, 32) and columns in (1, 2, 4, 8, 16, 32, 64, 128)
-    if cast.scale_rounding != "nearest-even" or cast.zero_scale or cast.tensor_scale == "row":
+    if cast.scale_rounding != "nearest-even" or cast.zero_scale or cast.candidates:
+        return False
+    if cast.tensor_scale == "row":
         return False
     if cast.tensor_scale != "none":
         return is_small and cast.is_nvfp4

@@ -25,10 +25,15 @@ class Cast:
         scale: "none" (plain conversion), or the format of the scales: "fp32", "bf16", "e8m0" (OCP MX),
             "e4m3", "e5m3" (UE5M3).
         tensor_scale: "none", or a second scale in fp32: one a "tensor" (NVFP4), or one a "row" of an operand.
-        scale_target: What the largest block scale aims at under a tensor scale; 0 stands for 448.
+        scale_target: What the largest block scale aims at under a tensor scale; 0 stands for 448, with
+            candidates for 256.
         scale_rounding: How scales in bf16, e4m3 and e5m3 are rounded: a name of `formats.ROUNDINGS`.
         zero_scale: What a scale that rounds to 0 becomes: "one" or "zero" (the block is zeros), "smallest"
             (the smallest positive number); "" stands for "zero" in NVFP4, else for "one".
+        candidates: Element magnitudes, such as (6, 4), that a block's largest number may be mapped to; () for
+            the largest element only. Each block is quantized with all of them.
+        choose: The error by which one of them is chosen: "mae" or "mse" (mean of its absolute or squared
+            errors), or "max" (its largest error); the first of equals.
         block: (rows, columns) that share a scale, columns along the contraction axis; None = the full tensor.
         scale_rule: How the power of two of "e8m0" is chosen: "floor" | "ceil" | "even" | "rceil".
         rounding: A name of `formats.ROUNDINGS`.
@@ -62,6 +67,8 @@ class Cast:
     scale_target: float = 0.0
     scale_rounding: str = "nearest-even"
     zero_scale: str = ""
+    candidates: tuple[float, ...] = ()
+    choose: str = ""
     block: tuple[int, int] | None = None
     scale_rule: str | None = None
     rounding: str = "nearest-even"
@@ -126,7 +133,7 @@ class Cast:
     @property
     def target(self) -> float:
         """What the largest block scale aims at under a tensor scale."""
-        return self.scale_target or 448.0
+        return self.scale_target or (256.0 if self.candidates else 448.0)
 
     @property
     def aim(self) -> float:

@@ -12,6 +12,7 @@ SCALES = ("none", "fp32", "bf16", "e8m0", "e4m3", "e5m3")
 TENSOR_SCALES = ("none", "tensor", "row")
 ROUNDED_SCALES = ("bf16", "e4m3", "e5m3")  # of those that are the quotient, rounded to a format
 ZERO_SCALES = ("one", "zero", "smallest")  # what a scale that rounds to 0 becomes
+CHOICES = ("mae", "mse", "max")
 HISTORY_ALGORITHMS = ("max", "most_recent")
 E8M0_RULES = ("floor", "ceil", "even", "rceil")
 CODEBOOKS = ("dynamic", "dynamic-unsigned")
@@ -27,12 +28,13 @@ def require_valid(cast: Any) -> None:
         ("scale rule", cast.scale_rule, (*E8M0_RULES, None)),
         ("rounding", cast.rounding, ROUNDINGS),
         ("scale rounding", cast.scale_rounding, ROUNDINGS),
+        ("choice", cast.choose, ("", *CHOICES)),
         ("zero scale", cast.zero_scale, ("", *ZERO_SCALES)),
         ("history algorithm", cast.history_algorithm, HISTORY_ALGORITHMS),
     ):
         if name not in known:
             raise unknown(key, str(name), filter(None, known))
-    for key, is_right, rule in (*_rules_of_scales(cast), *_rules(cast)):
+    for key, is_right, rule in (*_rules_of_scales(cast), *_rules_of_candidates(cast), *_rules(cast)):
         if not is_right:
             value = getattr(cast, key)
             shown = value.name if key == "element" else value
@@ -104,6 +106,31 @@ def _rules_of_scales(cast: Any) -> Rules:
         ),
         ("headroom", cast.headroom == 1 or not cast.history, "a history leaves room by its margin"),
         ("power_of_two", not cast.power_of_two or scale == "fp32", "it cuts scales in fp32; leave it out"),
+    ]
+
+
+def _rules_of_candidates(cast: Any) -> Rules:
+    """The same of candidates and the choice between them."""
+    candidates, block = cast.candidates, cast.block
+    is_fixed = block is not None and block[1] != 0
+    return [
+        (
+            "candidates",
+            not candidates or bool(cast.choose),
+            "a choice is missing; add choose = 'mae'",
+        ),
+        ("choose", not cast.choose or bool(candidates), "there are no candidates; add candidates = [6, 4]"),
+        (
+            "candidates",
+            len(candidates) != 1 and all(0 < c <= cast.element.max for c in candidates),
+            f"two or more numbers above 0 and not above {cast.element.max:g} are needed",
+        ),
+        (
+            "candidates",
+            not candidates or cast.scale in ROUNDED_SCALES,
+            f"they belong to scales in {', '.join(ROUNDED_SCALES)}",
+        ),
+        ("candidates", not candidates or is_fixed, "they need blocks of a fixed size, such as 16"),
     ]
 
 

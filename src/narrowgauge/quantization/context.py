@@ -43,6 +43,14 @@ class QuantContext:
         """The same context for the local tensor by itself: other processes are not asked."""
         return replace(self, shard=None)
 
+    def drawn_for(self, x: torch.Tensor, cast: Cast) -> "QuantContext":
+        """The same context, its random numbers drawn if a cast needs them more than once."""
+        if not cast.candidates or cast.rounding != "stochastic":
+            return self
+        if isinstance(self.random, RandomStream | torch.Tensor):
+            return self
+        return replace(self, random=torch.rand(x.shape, generator=self.random, device=x.device))
+
     def signs_of(self, cast: Cast) -> torch.Tensor | tuple[int, ...]:
         """The signs of a cast's transform; () stands for those that belong to its size.
 

@@ -84,6 +84,8 @@ KEYS: Mapping[str, Any] = {
     **dict.fromkeys(("hadamard", "random_bits", "history", "margin"), int),
     **dict.fromkeys(("headroom", "scale_target", "outliers", "estimator_k", "estimator_cap"), int | float),
     **dict.fromkeys(("power_of_two", "compensate", "expand", "prescale", "split"), bool),
+    "choose": str,
+    "candidates": list | tuple,
     "block": str | int | list | tuple,
     "signs": str | list | tuple,
 }
@@ -91,6 +93,7 @@ _OF_NAMES = ("codebook", "split")  # keys that only named casts have
 _WORDS: Mapping[object, str] = {
     str: "text in quotes",
     bool: "true or false",
+    list | tuple: "a list of numbers",
     KEYS["block"]: '"tensor", "row", a number of columns, or [rows, columns]',
 }
 
@@ -133,7 +136,10 @@ def _check_keys(table: Table) -> None:
     for key, given in table.items():
         if key not in KEYS or key in _OF_NAMES:
             raise unknown("cast key", key, [k for k in KEYS if k not in _OF_NAMES])
-        if not isinstance(given, KEYS[key]) or isinstance(given, bool) != (KEYS[key] is bool):
+        is_right = isinstance(given, KEYS[key]) and isinstance(given, bool) == (KEYS[key] is bool)
+        if is_right and key == "candidates":
+            is_right = all(type(c) in (int, float) for c in given)
+        if not is_right:
             raise UserError(f"cast key {key} = {given!r}, but it must be {_WORDS.get(KEYS[key], 'a number')}")
 
 
@@ -144,8 +150,9 @@ def _fields(table: Table, base: Cast | None = None) -> dict[str, Any]:
         fields["element"] = format(fields["element"])
     if "block" in fields:
         fields["block"] = _block(fields["block"])
-    if isinstance(signs := fields.get("signs"), list):
-        fields["signs"] = tuple(signs)
+    for key in ("signs", "candidates"):
+        if isinstance(given := fields.get(key), list):
+            fields[key] = tuple(given)
     if base is None and "scale" not in fields and fields["element"].bits <= 8:
         fields["scale"] = "fp32"
     if "scale" in fields:

@@ -89,7 +89,7 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
     """`quantize` under a context: given signs, a given scale, or as the shard of a global tensor."""
     require_codes(cast)
     x = clamped(transformed(x.detach(), cast, axis, context), cast, context)
-    blocks = blocks_of(x.shape, cast, axis)
+    blocks, context = blocks_of(x.shape, cast, axis), context.drawn_for(x, cast)
     split = blocks.split(x)
     scales = scales_of(split, blocks, cast, axis, context)
 
@@ -130,7 +130,7 @@ def emulate(
     x = clamped(unclamped, cast, context)
     if not cast.is_scaled:
         return x.to(torch_dtype(cast.element)), None
-    blocks = blocks_of(x.shape, cast, axis)
+    blocks, context = blocks_of(x.shape, cast, axis), context.drawn_for(x, cast)
     split = blocks.split(x)
     scales = scales_of(split, blocks, cast, axis, context)
     if cast.block is None and not cast.compensate:

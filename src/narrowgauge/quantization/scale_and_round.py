@@ -3,6 +3,9 @@
 Both work on a split tensor (`Blocks.split`), and walk through it in chunks (`chunks.py`), which changes no
 number.
 
+Where a block may be mapped to several magnitudes (`candidates`), it is rounded with each, and keeps the
+scale whose error is least.
+
 A block that holds a NaN or an infinity gets the scale NaN: nothing non-finite ever comes out finite, also in
 formats that have no code for it.
 """
@@ -42,34 +45,52 @@ def scales_of(
 ) -> Scales:
     """The scales of a split tensor's blocks: those of the global tensor, if other processes hold some."""
     amax = context.global_amax(block_amax(split, blocks), cast, axis)
+    over = None
+    if cast.tensor_scale != "none":
+        finite = torch.where(amax.isfinite(), amax, 0.0)
+        by_row = cast.tensor_scale == "row"
+        over = context.row_amax(finite, blocks, axis) if by_row else context.tensor_amax(finite)
     random = context.random_over_grid(blocks, cast, axis) if cast.scale_rounding == "stochastic" else None
-    return scales_from(amax, cast, context, random, lambda finite: context.row_amax(finite, blocks, axis))
+    if not cast.candidates:
+        return scales_from(amax, cast, context.scale, over, random)
+    best: Scales | None = None
+    least: torch.Tensor | None = None
+    for candidate in cast.candidates:
+        tried = scales_from(amax, cast, context.scale, over, random, candidate)
+        error = _error(split, blocks, axis, tried, over, cast, context)
+        if best is None or least is None:
+            best, least = tried, error
+            continue
+        is_less = error < least
+        encode, block = (torch.where(is_less, a, b) for a, b in zip(tried[:2], best[:2], strict=True))
+        best, least = best._replace(encode=encode, block=block), torch.where(is_less, error, least)
+    assert best is not None
+    return best
 
 
 def scales_from(
     amax: torch.Tensor,
     cast: Cast,
-    context: QuantContext = DEFAULT_CONTEXT,
+    given: torch.Tensor | None = None,
+    over: torch.Tensor | None = None,
     random: Randomness = None,
-    row_amax: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    candidate: float = 0.0,
 ) -> Scales:
     """The scales of blocks whose largest magnitudes are known.
 
     Args:
         amax: float32, NaN or infinite where a block is not finite.
         cast: The cast.
-        context: The context, for a given scale and the largest magnitude of the tensor.
+        given: An encoding scale that is known beforehand.
+        over: The largest finite magnitude of the tensor, or of each row, for casts with a scale above.
         random: The random bits of scales that are rounded stochastically, one for each block.
-        row_amax: The largest magnitudes of rows from those of their blocks, if each has a scale.
+        candidate: The magnitude that the largest number of a block is mapped to; 0 for the largest element.
     """
     finite = amax.isfinite()
     amax = torch.where(finite, amax, 0.0)
-    over = tensor_scale = None
-    if cast.tensor_scale != "none":
-        assert cast.tensor_scale == "tensor" or row_amax is not None
-        over = row_amax(amax) if cast.tensor_scale == "row" and row_amax else context.tensor_amax(amax)
-    if context.scale is not None:
-        encode, block = context.scale.expand_as(amax), (1.0 / context.scale).expand_as(amax)
+    tensor_scale = None
+    if given is not None:
+        encode, block = given.expand_as(amax), (1.0 / given).expand_as(amax)
     elif cast.scale == "fp32":
         encode, block = scales.fp32_scale(amax, cast.element, cast.power_of_two, cast.headroom)
     elif cast.scale == "e8m0":
@@ -79,11 +100,55 @@ def scales_from(
     elif cast.is_nvfp4:
         assert over is not None
         S, tensor_scale = scales.nvfp4_tensor_scale(over, cast)
-        encode, block = scales.nvfp4_block_scale(amax, S, cast, random)
+        encode, block = scales.nvfp4_block_scale(amax, S, cast, random, candidate)
     else:
-        encode, block, tensor_scale = scales.rounded_scale(amax, over, cast, random)
-    divides = cast.has_rounded_scale and context.scale is None
+        encode, block, tensor_scale = scales.rounded_scale(amax, over, cast, random, candidate)
+    divides = cast.has_rounded_scale and given is None
     return Scales(encode, torch.where(finite, block, torch.nan), tensor_scale, finite, divides)
+
+
+def _error(
+    split: torch.Tensor,
+    blocks: Blocks,
+    axis: int,
+    scales: Scales,
+    over: torch.Tensor | None,
+    cast: Cast,
+    context: QuantContext,
+) -> torch.Tensor:
+    """The error of each block under some scales, by the cast's choice, inner dimensions kept with size 1.
+
+    In the order of TransformerEngine: in float32, along a row from left to right, then halves of rows.
+    """
+
+    def stored(values: torch.Tensor, block: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return values.mul_(block)
+
+    seen = round_blocks(split, blocks, scales, cast, context, stored, torch.float32)
+    if cast.is_nvfp4 and over is not None:
+        seen = seen * over / torch.full_like(over, cast.target * cast.element.max * cast.headroom)
+    elif scales.tensor is not None:
+        seen = seen * scales.tensor
+    error = seen - split.float()
+    if cast.choose == "max":
+        return error.abs().amax(blocks.inner, keepdim=True)
+    error = error.abs() if cast.choose == "mae" else error * error
+    contracted = axis % len(blocks.size)
+    for dim in sorted(range(len(blocks.size)), key=lambda d: d != contracted):
+        if blocks.size[dim] > 1:
+            error = _sum(error, blocks.grid_dim(dim) + 1, by_halves=dim != contracted)
+    return error
+
+
+def _sum(x: torch.Tensor, dim: int, by_halves: bool) -> torch.Tensor:
+    """The sum along a dimension, one number after the other, or half by half as long as that goes."""
+    while by_halves and x.shape[dim] > 1 and x.shape[dim] % 2 == 0:
+        lower, upper = x.chunk(2, dim)
+        x = lower + upper
+    first, *others = x.split(1, dim)
+    for other in others:
+        first = first + other
+    return first
 
 
 def round_blocks(

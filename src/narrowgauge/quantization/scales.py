@@ -39,6 +39,10 @@ which decides the last bit. With S = fl(T * 6 / g), cut to the largest float and
 
 There a scale that rounds to 0 stays 0, unless `zero_scale` says otherwise. A headroom of 16/17: rounding a
 scale to E4M3 may lower it by 1/17, so with 16/17 no element is ever clipped.
+
+With `candidates`, each magnitude c that the largest number of a block may be mapped to gives a scale that is
+larger by max / c before it is rounded: Q(fl(q * fl(max / c))) with q the quotient above, which for NVFP4 is
+fl(fl(amax / 6) * S). One is chosen by its error (`scale_and_round.py`; arXiv 2512.02010).
 """
 
 import torch
@@ -94,7 +98,7 @@ def _power_of_two(code: torch.Tensor) -> torch.Tensor:
 
 
 def rounded_scale(
-    amax: torch.Tensor, over: torch.Tensor | None, cast: Cast, random: Randomness
+    amax: torch.Tensor, over: torch.Tensor | None, cast: Cast, random: Randomness, candidate: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Scales that are quotients, rounded to the cast's format of scales.
 
@@ -103,16 +107,18 @@ def rounded_scale(
         over: The largest magnitude of the tensor, or of its rows, if there is a second scale above.
         cast: The cast.
         random: The random bits of scales that are rounded stochastically.
+        candidate: The magnitude that a block's largest number is mapped to; 0 for the largest element.
 
     Returns:
         The divisor of each block's elements (infinite where all become zeros), its scale, and the second
         scale in the shape of `over`.
     """
+    factor = cast.element.max / candidate if candidate else 1.0
     if over is None:
-        block, is_zeros = _rounded(amax / torch.full_like(amax, cast.aim), cast, random)
+        block, is_zeros = _rounded(amax / torch.full_like(amax, cast.aim) * factor, cast, random)
         return torch.where(is_zeros, torch.inf, block), block, None
     quotient = (amax.double() * cast.target / over.double()).float()  # rounded once, and never overflowing
-    block, is_zeros = _rounded(torch.where(over == 0, 0.0, quotient), cast, random)
+    block, is_zeros = _rounded(torch.where(over == 0, 0.0, quotient) * factor, cast, random)
     above = torch.where(over == 0, 1.0, over / torch.full_like(over, cast.target * cast.aim))
     divisor = block * above
     return torch.where(is_zeros | (divisor == 0), torch.inf, divisor), block, above
@@ -129,10 +135,14 @@ def nvfp4_tensor_scale(over: torch.Tensor, cast: Cast) -> tuple[torch.Tensor, to
 
 
 def nvfp4_block_scale(
-    amax: torch.Tensor, S: torch.Tensor, cast: Cast, random: Randomness = None
+    amax: torch.Tensor, S: torch.Tensor, cast: Cast, random: Randomness = None, candidate: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The factor for the elements of each block, and the E4M3 block scale as float32."""
-    scale, is_zeros = _rounded(amax * (S * (1 / cast.aim)), cast, random)
+    if candidate:
+        quotient = amax / torch.full_like(amax, cast.aim) * S * (cast.element.max / candidate)
+    else:
+        quotient = amax * (S * (1 / cast.aim))
+    scale, is_zeros = _rounded(quotient, cast, random)
     encode = (1.0 / (scale * (1.0 / S))).clamp(max=FLOAT_MAX)
     return (torch.where(is_zeros, 0.0, encode) if cast.zero_rule == "one" else encode), scale
 

@@ -9,7 +9,7 @@ from narrowgauge.formats import RandomStream, encode, format
 from narrowgauge.kernels.amax_cache import cached_amax
 from narrowgauge.kernels.triton.cast import LAUNCH, cast_blocks, cast_given, largest, tile_of
 from narrowgauge.kernels.triton.rounding import facts, facts_of_scale
-from narrowgauge.quantization import Cast, QTensor, QuantContext
+from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.hadamard import hadamard, transform
 from narrowgauge.quantization.scale_and_round import Scales, scales_from
@@ -115,7 +115,7 @@ def _cast_given(
     amax = cached_amax(x) if cast.block is None else None
     if amax is None:
         amax = _largest(x, cast, view, axis, blocks)
-    scales = scales_from(amax.reshape(blocks.grid), cast, QuantContext(scale=given_scale))
+    scales = scales_from(amax.reshape(blocks.grid), cast, given_scale)
     factor, block = scales.encode.contiguous(), scales.block.contiguous()
     out = _empty(view, axis, dtype, x)
     other = _empty(view, -1 - axis, dtype, x) if both else None

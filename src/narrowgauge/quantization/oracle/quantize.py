@@ -9,7 +9,7 @@ A matrix goes through four steps, each a function here:
     transform   x D H / sqrt(n) in groups along the contraction, rounded once to the tensor's own dtype
     clamp       to its own quantiles, found by rank
     scale       a factor and a stored scale for each block, from its largest magnitude
-    round       each number times its factor, to the grid of the element format
+    round       each number times its factor, to the grid of the element format; with candidates once for each
 """
 
 import itertools
@@ -23,6 +23,7 @@ import numpy as np
 from narrowgauge.formats import format
 from narrowgauge.formats.oracle import FP32, code_of, fl, round_magnitude, round_scalar
 from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.oracle.candidates import error_of_block
 from narrowgauge.quantization.oracle.scales import LARGEST, scales_of_block
 
 TRANSFORMER_ENGINE = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
@@ -98,22 +99,47 @@ def reference_quantize(
         row = [f for f in finite if cast.tensor_scale == "tensor" or _without(f, axis) == _without(c, axis)]
         over = max((finite[f] for f in row), default=Fraction(0))
         uniform = Fraction(1, 2) if scale_draws is None else Fraction(int(scale_draws.flat[number]), 2**24)
-        factor, scale, above = scales_of_block(finite.get(c, Fraction(0)), over, cast, uniform)
-        tensor_scales[c] = float(above)
-        if c not in finite:
-            scales[c] = math.nan
-            continue
-        if encode_scale is not None:
-            factor = Fraction(encode_scale)
-            scale = fl(1 / factor)
-        scales[c] = float(scale)
-        for i in itertools.product(
-            *(range(s.start, min(s.stop, n)) for s, n in zip(blocks[c], x.shape, strict=True))
-        ):
-            values[i] = _round(clamped[i], factor, cast, None if draws is None else int(draws[i]))
+        ranges = (range(p.start, min(p.stop, n)) for p, n in zip(blocks[c], x.shape, strict=True))
+        block = {i: float(clamped[i]) for i in itertools.product(*ranges)}
+        amax_and_over = finite.get(c, Fraction(0)), over
+        best = _quantize_block(block, amax_and_over, cast, axis, uniform, draws, encode_scale, c in finite)
+        scales[c], tensor_scales[c] = best[1:]
+        for i, value in best[0].items():
+            values[i] = value
     codes = np.vectorize(lambda v: code_of(v, cast.element), otypes=[np.int64])(values)
     rest = x - clamped if cast.outliers else np.zeros_like(x)
     return ReferenceTensor(values, codes, scales, tensor_scales, rest)
+
+
+def _quantize_block(
+    block: dict[Index, float],
+    amax_and_over: tuple[Fraction, Fraction],
+    cast: Cast,
+    axis: int,
+    uniform: Fraction,
+    draws: np.ndarray | None,
+    encode_scale: float | None,
+    is_finite: bool,
+) -> tuple[dict[Index, float], float, float]:
+    """(the elements of a block by index, its scale, the scale above), with the best of the candidates."""
+    least: Fraction | None = None
+    best: tuple[dict[Index, float], float, float] = ({}, math.nan, 1.0)
+    for candidate in cast.candidates or (0.0,):
+        factor, scale, above = scales_of_block(*amax_and_over, cast, uniform, candidate)
+        if not is_finite:
+            return {}, math.nan, float(above)
+        if encode_scale is not None:
+            factor = Fraction(encode_scale)
+            scale = fl(1 / factor)
+        elements = {
+            i: _round(v, factor, cast, None if draws is None else int(draws[i])) for i, v in block.items()
+        }
+        error = Fraction(0)
+        if cast.candidates:
+            error = error_of_block(elements, block, (scale, above, amax_and_over[1]), cast, axis)
+        if least is None or error < least:
+            least, best = error, (elements, float(scale), float(above))
+    return best
 
 
 def _round(x: float, factor: Fraction, cast: Cast, draw: int | None) -> float:

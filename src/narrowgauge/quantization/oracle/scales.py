@@ -21,7 +21,11 @@ def delayed_scale(amaxes: Sequence[float], cast: Cast) -> float:
 
 
 def scales_of_block(
-    amax: Fraction, over: Fraction, cast: Cast, uniform: Fraction = Fraction(1, 2)
+    amax: Fraction,
+    over: Fraction,
+    cast: Cast,
+    uniform: Fraction = Fraction(1, 2),
+    candidate: float = 0.0,
 ) -> tuple[Fraction, Fraction, Fraction]:
     """The factor of a block's numbers (exact where they are divided), its scale, and the scale above it.
 
@@ -30,6 +34,7 @@ def scales_of_block(
         over: That of the tensor, or of the row, for casts with a scale above.
         cast: The cast.
         uniform: The random number in [0, 1) of a scale that is rounded stochastically.
+        candidate: The magnitude that the largest number is mapped to; 0 for the largest element.
     """
     aim = Fraction(cast.element.max * cast.headroom)
     if cast.scale == "fp32":
@@ -41,19 +46,21 @@ def scales_of_block(
         exponent = min(max(_exponent(amax, cast), -127), 127)
         return Fraction(2) ** -exponent, Fraction(2) ** exponent, Fraction(1)
     if cast.is_nvfp4:
-        return _nvfp4(amax, over, cast, uniform)
+        return _nvfp4(amax, over, cast, uniform, candidate)
     above, quotient = Fraction(1), fl(amax / fl(aim))
     if cast.tensor_scale != "none":
         target = Fraction(cast.target)
         above = fl(over / fl(Fraction(float(target) * cast.element.max * cast.headroom))) if over else above
         quotient = fl(amax * target / over) if over else Fraction(0)
+    if candidate:
+        quotient = fl(quotient * fl(Fraction(cast.element.max / candidate)))
     scale, is_zeros = _rounded(quotient, cast, uniform)
     divisor = fl(scale * above)
     return (Fraction(0) if is_zeros or divisor == 0 else 1 / divisor), scale, above
 
 
 def _nvfp4(
-    amax: Fraction, over: Fraction, cast: Cast, uniform: Fraction
+    amax: Fraction, over: Fraction, cast: Cast, uniform: Fraction, candidate: float
 ) -> tuple[Fraction, Fraction, Fraction]:
     """The same in the order of TransformerEngine."""
     S, above = Fraction(1), Fraction(1)
@@ -61,8 +68,11 @@ def _nvfp4(
         largest = fl(Fraction(cast.target * cast.element.max * cast.headroom))
         S = fl(largest / over)
         above = fl(over / largest) if S < LARGEST else fl(1 / S)
-    share = fl(Fraction(1 / (cast.element.max * cast.headroom)))
-    scale, is_zeros = _rounded(fl(amax * fl(S * share)), cast, uniform)
+    aim = cast.element.max * cast.headroom
+    quotient = fl(amax * fl(S * fl(Fraction(1 / aim))))
+    if candidate:
+        quotient = fl(fl(fl(amax / fl(Fraction(aim))) * S) * fl(Fraction(cast.element.max / candidate)))
+    scale, is_zeros = _rounded(quotient, cast, uniform)
     if is_zeros and cast.zero_rule == "one":
         return Fraction(0), scale, above
     decode = fl(scale * fl(1 / S))
