@@ -55,8 +55,26 @@ class GemmContext:
 
     @property
     def reuses_x(self) -> bool:
-        """Whether wgrad reuses the operand of the forward pass."""
-        return isinstance(self.layer.saved, str) and self.shared("fprop.x", "wgrad.x")
+        """Whether wgrad sees the operand of the forward pass, or something made from it."""
+        reuses = self.shared("fprop.x", "wgrad.x") or bool(self.layer.casts["wgrad.x"].of)
+        return isinstance(self.layer.saved, str) and reuses
+
+    @property
+    def reuses_w(self) -> bool:
+        """Whether dgrad sees the weight's operand of the forward pass, or something made from it."""
+        return self.shared("fprop.w", "dgrad.w") or bool(self.layer.casts["dgrad.w"].of)
+
+    def again(self, operand: Operand | QuantizedOperand, place: str) -> Operand | QuantizedOperand:
+        """The operand of a place that takes the numbers of another one, contracted along the other axis.
+
+        Args:
+            operand: The operand of that other place.
+            place: The place. Where its cast has scales, the numbers are rounded once more.
+        """
+        if not self.layer.casts[place].is_scaled or not self.layer.casts[place].of:
+            return operand.transposed()
+        assert isinstance(operand, Operand)  # such a product has no native scheme
+        return self.operand(operand.numbers(), place, 0)
 
     def operand(
         self, tensor: torch.Tensor, place: str, axis: int, both: bool = False

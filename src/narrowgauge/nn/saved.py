@@ -33,6 +33,11 @@ def keep_input(
         has_one_scale = fprop.is_scaled and fprop.block is None
         if saved == "operand" and has_one_scale and isinstance(operand, Operand):
             return _keep_codes(operand, fprop)
+        keeps_codes = saved == "operand" and fprop.is_scaled and not fprop.compensate
+        if keeps_codes and context.layer.casts["wgrad.x"].of:
+            stream = context.stream(x_MK, "fprop.x")
+            quantized = quantize(x_MK, fprop, -1, QuantContext(stream, shard=context.shard("fprop.x")))[0]
+            return _keep_quantized(quantized, context.layer.compute, is_operand=True)
         return keep_operand(operand)
     if saved == "input":
         return keep_operand(Operand(x_MK))
@@ -69,12 +74,12 @@ def _keep_codes(operand: Operand, cast: Cast) -> tuple[Tensors, Restore]:
     return (pack(encode(values, element), element), scale, None), restore
 
 
-def _keep_quantized(q: QTensor, dtype: torch.dtype) -> tuple[Tensors, Restore]:
-    """Keep a quantized tensor: packed codes, scales, tensor scale."""
+def _keep_quantized(q: QTensor, dtype: torch.dtype, is_operand: bool = False) -> tuple[Tensors, Restore]:
+    """Keep a quantized tensor: packed codes, scales, tensor scale; restored as a tensor, or as an operand."""
     cast, blocks, width, element = q.cast, q.blocks, q.codes.shape[-1], q.cast.element
 
     def restore(packed: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor) -> Operand:
         q = QTensor(unpack(packed, element, width), scales, None, tensor_scale, cast, blocks)
-        return Operand(q.dequantize(dtype))
+        return Operand(*q.operand(dtype)) if is_operand else Operand(q.dequantize(dtype))
 
     return (q.packed(), q.scales, q.tensor_scale), restore

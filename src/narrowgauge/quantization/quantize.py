@@ -50,6 +50,17 @@ class QTensor:
         scale = self.blocks.align(self.scales) if self.scales.ndim else self.scales
         return (self.blocks.merge(values * scale) * self.tensor_scale).to(dtype)
 
+    def operand(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The operand and scale that `emulate` gives."""
+        values = self.blocks.split(decode(self.codes, self.cast.element))
+        if self.cast.block is None:
+            return self.blocks.merge(values).to(dtype), self.scales
+        numbers = self.blocks.merge(values * self.blocks.align(self.scales))
+        if self.cast.tensor_scale == "row":
+            return numbers * self.tensor_scale, None
+        scale = None if self.cast.tensor_scale == "none" else self.tensor_scale
+        return numbers.to(dtype if self.cast.is_exact_in_bf16 else torch.float32), scale
+
     def packed(self) -> torch.Tensor:
         """The element bytes as stored, without scales: two FP4 codes a byte, four FP6 codes in three."""
         return pack(self.codes, self.cast.element)

@@ -19,6 +19,10 @@ last_blocks = 0.15      or with a point a share, rounded up
 x = "mxfp4"
 w = {cast = "mxfp4", scale_rule = "even"}
 
+[dgrad]
+w = "fprop.w"           the numbers that another product saw of the same tensor, as they are; rounded again:
+                        w = {cast = "mxfp4", of = "fprop.w"}
+
 [[rule]]                other casts, in some layers or from some time on; later rules win
 modules = ["*.down"]    selected as in [keep]; nothing named = every layer
 from_share = 0.9        after this share of the run's steps, or from_step = 5000
