@@ -103,12 +103,14 @@ class StatefulLinear(torch.nn.Linear):
         self.reduce_prescale = PreScale(weight.device, mu=0) if self.recipe.reduce.prescale else None
         self._set_keys(0, 0, 0)
 
-    def set_position(self, seed: int, step: int, first_sample: int, steps: int | None = None) -> None:
+    def set_position(
+        self, seed: int, step: int, first_sample: int, steps: int | None = None, decay: int | None = None
+    ) -> None:
         """Go to optimizer step `step` of `steps`, with the first sequence of the pass at `first_sample`."""
         if step != self.step:
             self._end_step()
         self.step, self.step_is_set = step, True
-        casts = _casts_at(self.recipe, step, steps)
+        casts = _casts_at(self.recipe, step, steps, decay)
         if casts != self.spec.casts:  # else the same object, so that compiled code stays valid
             self.spec = replace(self.spec, casts=casts)
         self._set_keys(seed, step, first_sample)
@@ -230,10 +232,10 @@ class StatefulLinear(torch.nn.Linear):
             bind(self.weight, self.state_at_rest, self.is_sharded)
 
 
-def _casts_at(recipe: Recipe, step: int, steps: int | None) -> dict[str, Cast]:
+def _casts_at(recipe: Recipe, step: int, steps: int | None, decay: int | None) -> dict[str, Cast]:
     """The casts of a layer's recipe in a step."""
     casts = dict(recipe.casts)
     for rule in recipe.rules:
-        if rule.is_for_all and rule.holds(step, steps):
+        if rule.is_for_all and rule.holds(step, steps, decay):
             casts |= rule.casts
     return casts
