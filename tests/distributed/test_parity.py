@@ -144,6 +144,15 @@ KEYS = {
     "recipe.wgrad.dy": {"element": "int4", "block": 16, "scale": "bf16", "scale_rounding": "stochastic"},
     "recipe.wgrad.x": "fprop.x",
 }
+MEANS = {
+    "recipe.fprop.x": {"cast": "nvfp4", "center": "tokens"},
+    "recipe.wgrad.dy": {"cast": "mxfp4", "center": "tokens", "rounding": "stochastic"},
+}
+
+
+@pytest.mark.parametrize("layout", quick(["tp 2", "cp 2"], "cp 2"))
+def test_means_are_of_all_tokens(parity, layout):
+    check(*parity(layout, "bf16", MEANS))
 
 
 @pytest.mark.parametrize("layout", quick(["fsdp 2", "tp 2", "cp 2"], "tp 2", "cp 2"))

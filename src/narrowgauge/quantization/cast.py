@@ -34,6 +34,8 @@ class Cast:
             the largest element only. Each block is quantized with all of them.
         choose: The error by which one of them is chosen: "mae" or "mse" (mean of its absolute or squared
             errors), or "max" (its largest error); the first of equals.
+        center: "tokens" quantizes what is left after the mean over tokens, and adds that mean to the operand
+            in high precision (mean-residual splitting); "" does not.
         of: The place whose numbers are taken in place of the tensor's, such as "fprop.w".
         block: (rows, columns) that share a scale, columns along the contraction axis; None = the full tensor.
         scale_rule: How the power of two of "e8m0" is chosen: "floor" | "ceil" | "even" | "rceil".
@@ -71,6 +73,7 @@ class Cast:
     candidates: tuple[float, ...] = ()
     choose: str = ""
     of: str = ""
+    center: str = ""
     block: tuple[int, int] | None = None
     scale_rule: str | None = None
     rounding: str = "nearest-even"

@@ -28,6 +28,7 @@ def require_valid(cast: Any) -> None:
         ("scale rule", cast.scale_rule, (*E8M0_RULES, None)),
         ("rounding", cast.rounding, ROUNDINGS),
         ("scale rounding", cast.scale_rounding, ROUNDINGS),
+        ("center", cast.center, ("", "tokens")),
         ("choice", cast.choose, ("", *CHOICES)),
         ("zero scale", cast.zero_scale, ("", *ZERO_SCALES)),
         ("history algorithm", cast.history_algorithm, HISTORY_ALGORITHMS),
@@ -110,7 +111,7 @@ def _rules_of_scales(cast: Any) -> Rules:
 
 
 def _rules_of_candidates(cast: Any) -> Rules:
-    """The same of candidates and the choice between them."""
+    """The same of candidates, the choice between them, and the mean."""
     candidates, block = cast.candidates, cast.block
     is_fixed = block is not None and block[1] != 0
     return [
@@ -129,6 +130,16 @@ def _rules_of_candidates(cast: Any) -> Rules:
             "candidates",
             not candidates or cast.scale in ROUNDED_SCALES,
             f"they belong to scales in {', '.join(ROUNDED_SCALES)}",
+        ),
+        (
+            "center",
+            not cast.center or cast.is_scaled,
+            "it is for narrow elements; leave it out",
+        ),
+        (
+            "center",
+            not cast.center or not (cast.outliers or cast.history),
+            "outliers and histories are of the tensor with its mean; leave one of them out",
         ),
         ("candidates", not candidates or is_fixed, "they need blocks of a fixed size, such as 16"),
     ]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from narrowgauge.collectives import all_reduce_max
+from narrowgauge.collectives import all_reduce_max, all_reduce_sum
 from narrowgauge.errors import UserError
 from narrowgauge.formats import Randomness, RandomStream
 from narrowgauge.quantization.blocks import Blocks
@@ -118,6 +118,20 @@ class QuantContext:
         """The largest magnitude of the global tensor (0-dim), from those of the local blocks."""
         largest = amax.amax() if amax.numel() else amax.new_zeros(())
         return largest if self.shard is None else all_reduce_max(largest, self.shard.groups)
+
+    def token_mean(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean over the tokens (all dimensions but the last) of the global tensor, in x's dtype.
+
+        Sums are float64, so that their order over processes changes no digit but by the rarest chance. What
+        is not finite is left out: it breaks its own blocks.
+        """
+        tokens = list(range(x.ndim - 1))
+        sums = torch.where(x.isfinite(), x, 0.0).sum(tokens, keepdim=True, dtype=torch.float64)
+        count = x.numel() // max(x.shape[-1], 1)
+        if self.shard is not None:
+            sums = all_reduce_sum(sums, self.shard.axes[0].groups)
+            count = self.shard.axes[0].size
+        return (sums / max(count, 1)).to(x.dtype)
 
     def global_elements(self, x: torch.Tensor) -> torch.Tensor:
         """All elements of the global tensor in no particular order, for what has to sort them."""

@@ -35,6 +35,7 @@ class QTensor:
             that blocks lie along; else 1.
         cast: The cast that the tensor was quantized with.
         blocks: The blocks that share a scale.
+        mean: What was taken away before (`center`), float32, to be added to the numbers; else None.
     """
 
     codes: torch.Tensor
@@ -43,12 +44,14 @@ class QTensor:
     tensor_scale: torch.Tensor
     cast: Cast
     blocks: Blocks
+    mean: torch.Tensor | None = None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The numbers that are stored, computed in float32 and converted to `dtype`."""
         values = self.blocks.split(decode(self.codes, self.cast.element))
         scale = self.blocks.align(self.scales) if self.scales.ndim else self.scales
-        return (self.blocks.merge(values * scale) * self.tensor_scale).to(dtype)
+        numbers = self.blocks.merge(values * scale) * self.tensor_scale
+        return (numbers if self.mean is None else numbers + self.mean).to(dtype)
 
     def operand(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The operand and scale that `emulate` gives."""
@@ -99,7 +102,8 @@ def quantize(
 def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> QTensor:
     """`quantize` under a context: given signs, a given scale, or as the shard of a global tensor."""
     require_codes(cast)
-    x = clamped(transformed(x.detach(), cast, axis, context), cast, context)
+    x, mean = centered(x.detach(), cast, axis, context)
+    x = clamped(transformed(x, cast, axis, context), cast, context)
     blocks, context = blocks_of(x.shape, cast, axis), context.drawn_for(x, cast)
     split = blocks.split(x)
     scales = scales_of(split, blocks, cast, axis, context)
@@ -121,6 +125,7 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
         tensor_scale=_over(x, scales.tensor, axis),
         cast=cast,
         blocks=blocks,
+        mean=mean,
     )
 
 
@@ -132,11 +137,12 @@ def emulate(
     Every product of an element and a block scale of FP8 x 2^k or FP4 x E4M3 is exact in bf16. The fp32 scale
     of a full tensor is not, so it is returned separately, to be applied to the GEMM's result. Blocks whose
     products have more bits (other fp32 scales, bf16 scales, fp32 scales of rows above) come out in float32,
-    and so does a tensor whose outliers are added again.
+    and so does a tensor whose outliers or mean are added again.
 
     Returns:
         The operand, in the GEMM's `dtype` where that is exact, and a 0-dim float32 scale or None for 1.
     """
+    x, mean = centered(x, cast, axis, context)
     unclamped = transformed(x, cast, axis, context)
     x = clamped(unclamped, cast, context)
     if not cast.is_scaled:
@@ -144,25 +150,41 @@ def emulate(
     blocks, context = blocks_of(x.shape, cast, axis), context.drawn_for(x, cast)
     split = blocks.split(x)
     scales = scales_of(split, blocks, cast, axis, context)
-    if cast.block is None and not cast.compensate:
+    adds = cast.compensate or cast.tensor_scale == "row" or mean is not None
+    if cast.block is None and not adds:
         values = round_blocks(split, blocks, scales, cast, context, lambda values, *_: values, dtype)
         return blocks.merge(values), scales.block.reshape(())
 
     def stored(values: torch.Tensor, block: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return values.mul_(block)
 
-    by_row = cast.tensor_scale == "row"
-    is_exact = cast.is_exact_in_bf16 and not (cast.compensate or by_row)
-    operand_dtype = dtype if is_exact else torch.float32
+    operand_dtype = dtype if cast.is_exact_in_bf16 and not adds else torch.float32
     operand = blocks.merge(round_blocks(split, blocks, scales, cast, context, stored, operand_dtype))
-    if not (cast.compensate or by_row):
+    if not adds:
         return operand, scales.tensor
     if scales.tensor is not None:
         operand = operand * _over(x, scales.tensor, axis)
-    if not cast.compensate:
-        return operand, None
+    if mean is not None:
+        operand = operand + mean
     # What was clamped away is added again; in float32, as a difference of bf16 is not exact.
-    return operand.add_(unclamped.float() - x.float()), None
+    return (operand.add_(unclamped.float() - x.float()) if cast.compensate else operand), None
+
+
+def centered(
+    x: torch.Tensor, cast: Cast, axis: int, context: QuantContext
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(the tensor that is quantized, what is to be added to its numbers), if the cast takes the mean away.
+
+    The mean over tokens is in the dtype of the tensor. It is transformed as the rest is, so that the sum of
+    both is the transformed tensor.
+    """
+    if not cast.center:
+        return x, None
+    mean = context.token_mean(x)
+    rest = x.float() - mean.float()
+    return rest, transformed(
+        mean.float().expand_as(x), cast, axis, context
+    ) if cast.hadamard else mean.float()
 
 
 def _over(x: torch.Tensor, tensor_scale: torch.Tensor | None, axis: int) -> torch.Tensor:

@@ -1,10 +1,8 @@
 """The two passes of quantization: the scales of all blocks, then every element to its format's grid.
 
 Both work on a split tensor (`Blocks.split`), and walk through it in chunks (`chunks.py`), which changes no
-number.
-
-Where a block may be mapped to several magnitudes (`candidates`), it is rounded with each, and keeps the
-scale whose error is least.
+number. Where a block may be mapped to several magnitudes (`candidates`), it is rounded with each, and keeps
+the scale whose error is least.
 
 A block that holds a NaN or an infinity gets the scale NaN: nothing non-finite ever comes out finite, also in
 formats that have no code for it.

@@ -59,7 +59,7 @@ class Scheme:
             and ((a.block, b.block) in self.blocks or (b.block, a.block) in self.blocks)
             and elements <= self.elements
             and elements != {"e5m2"}
-            and not (a.compensate or b.compensate or a.of or b.of)
+            and not (a.compensate or b.compensate or a.of or b.of or a.center or b.center)
         )
 
     def needs(self, device: Device) -> str:

@@ -35,6 +35,10 @@ def recipe_fields(
     for place, value in places.items():
         if place == "saved":
             fields[place] = value if isinstance(value, str) and value in SAVED else cast_in(place, value)
+            if isinstance(fields[place], Cast) and fields[place].center:
+                raise UserError(
+                    "recipe place 'saved': center belongs to operands of a product; remove the key"
+                )
         elif place == "offload":
             fields[place] = offload_from(value)
         elif place == "compute":
@@ -58,6 +62,10 @@ def casts_from(place: str, value: Any) -> dict[str, Cast]:
     if place not in GEMM_PLACES:
         raise unknown("recipe place", place, (*PLACES, *GEMMS))
     cast = cast_in(place, value)
+    if cast.center and place.endswith(".w"):
+        raise UserError(
+            f"recipe place {place!r}: center = {cast.center!r}, but a weight has no tokens; leave the key out"
+        )
     if cast.is_for_state:
         raise UserError(
             f"recipe place {place!r}: cast {cast.name!r} is for state ({', '.join(STATE_PLACES)}), not for "
@@ -110,6 +118,8 @@ def require_state(state: Mapping[str, Cast | None], where: str) -> None:
                 f"{where}: hadamard, outliers and history in place {place!r}, but they belong to operands of "
                 "a product; remove the key"
             )
+        if cast.center:
+            raise UserError(f"{where}: center in place {place!r}, but state has no tokens; remove the key")
         if cast.tensor_scale == "row":
             raise UserError(
                 f"{where}: tensor_scale = 'row' in place {place!r}, but it belongs to operands of a product; "
@@ -165,10 +175,10 @@ def require_reuse(casts: Mapping[str, Cast], saved: str | Cast, where: str) -> N
 
 def require_saved(saved: str | Cast, x: Cast, where: str) -> None:
     """Refuse to keep the operand `x` of fprop where its numbers are not those of the input."""
-    if saved == "operand" and (x.hadamard or x.outliers):
+    if saved == "operand" and (x.hadamard or x.outliers or x.center):
         raise UserError(
-            f"{where}: saved = 'operand', but fprop.x is transformed or without its outliers, so its numbers "
-            "are not the tensor's; save 'input', or a cast"
+            f"{where}: saved = 'operand', but fprop.x is transformed or without its outliers or mean, so its "
+            "numbers are not the tensor's; save 'input', or a cast"
         )
 
 

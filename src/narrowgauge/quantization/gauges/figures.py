@@ -24,7 +24,8 @@ With a, the largest magnitudes of the blocks:
     scales       [smallest, largest] decoded scale of a block, tensor scale included
     histogram    magnitudes before and after, in units of the scale: `histogram.py`; narrow formats only
 
-If a cast transforms a tensor (Hadamard), x is the transformed tensor. Outliers that are clamped belong to x.
+If a cast transforms a tensor (Hadamard), x is the transformed tensor. Clamped outliers belong to x. If a cast
+takes the mean over tokens away (`center`), x and y are without it.
 Squares of small numbers underflow in float32, so x and y are multiplied by a power of two first, which is
 exact. `gauge` turns a tensor into one vector, without waiting for a GPU; `figures` turns the vector into the
 numbers above.
@@ -44,6 +45,7 @@ from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.gauges.histogram import WIDTH, counts, histogram
 from narrowgauge.quantization.hadamard import transformed
 from narrowgauge.quantization.outliers import clamped
+from narrowgauge.quantization.quantize import centered
 from narrowgauge.quantization.scale_and_round import block_amax, scales_of
 from narrowgauge.quantization.state.quantized_state import QuantizedState
 
@@ -77,7 +79,9 @@ def gauge_operand(
     if not cast.is_scaled:
         return gauge(x, seen, blocks_of(x.shape, cast, axis), None, cast.element.max, cast.element)
     context = context.local()
-    x = transformed(x, cast, axis, context)
+    rest, mean = centered(x, cast, axis, context)
+    seen = seen if mean is None else seen.float() - mean
+    x = transformed(rest, cast, axis, context)
     blocks = blocks_of(x.shape, cast, axis)  # a transform may have lengthened the axis
     scales = scales_of(blocks.split(clamped(x, cast, context)), blocks, cast, axis, context)
     scale = scales.block if scales.tensor is None else scales.block * scales.tensor

@@ -4,7 +4,8 @@ This is the judge of `quantize` and the maker of the conformance vectors. Every 
 nothing is rounded except where the formulas of `scales.py` say fl(): to the nearest float32, at most the
 largest. The fast path shares no line with it.
 
-A matrix goes through four steps, each a function here:
+The mean over tokens is taken away first, if the cast says so. Then a matrix goes through four steps, each a
+function here:
 
     transform   x D H / sqrt(n) in groups along the contraction, rounded once to the tensor's own dtype
     clamp       to its own quantiles, found by rank
@@ -40,6 +41,7 @@ class ReferenceTensor:
         scales: The decoded scale of each block, by the index of its first number; NaN where not finite.
         tensor_scales: The scale above that of each block (NVFP4), else 1.
         rest: What clamping took away (zeros elsewhere).
+        mean: The mean over tokens that was taken away before.
     """
 
     values: np.ndarray
@@ -47,6 +49,7 @@ class ReferenceTensor:
     scales: dict[Index, float]
     tensor_scales: dict[Index, float]
     rest: np.ndarray
+    mean: np.ndarray | float = 0.0
 
     @property
     def tensor_scale(self) -> float:
@@ -85,6 +88,8 @@ def reference_quantize(
     """
     axis %= max(x.ndim, 1)
     x = x.astype(np.float64)
+    mean = token_mean(x, dtype) if cast.center else np.zeros(1)
+    x = _less(x, mean) if cast.center else x
     if cast.hadamard:
         named = cast.signs if not isinstance(cast.signs, str) and cast.signs else signs
         x = transform(x, cast.hadamard, axis, named, dtype)
@@ -108,7 +113,7 @@ def reference_quantize(
             values[i] = value
     codes = np.vectorize(lambda v: code_of(v, cast.element), otypes=[np.int64])(values)
     rest = x - clamped if cast.outliers else np.zeros_like(x)
-    return ReferenceTensor(values, codes, scales, tensor_scales, rest)
+    return ReferenceTensor(values, codes, scales, tensor_scales, rest, mean)
 
 
 def _quantize_block(
@@ -157,6 +162,13 @@ def _round(x: float, factor: Fraction, cast: Cast, draw: int | None) -> float:
     magnitude = float(round_magnitude(abs(scaled), cast.element, rounding, uniform))
     is_negative = math.copysign(1, x) < 0 and (magnitude != 0 or cast.element.has_negative_zero)
     return -magnitude if is_negative else magnitude
+
+
+def token_mean(x: np.ndarray, dtype: str) -> np.ndarray:
+    """The exact mean over all dimensions but the last, rounded to x's dtype."""
+    columns = [[Fraction(float(v)) for v in x[..., k].ravel()] for k in range(x.shape[-1])]
+    means = [sum(column, Fraction(0)) / len(column) for column in columns]
+    return np.array([math.copysign(float(round_magnitude(abs(m), format(dtype))), m) for m in means])
 
 
 def transform(x: np.ndarray, size: int, axis: int, signs: Sequence[int], dtype: str) -> np.ndarray:
@@ -212,3 +224,8 @@ def _extent(shape: Index, cast: Cast, axis: int) -> list[int]:
 def _without(index: Index, axis: int) -> Index:
     """The index of a row: that of a block without its position along the axis."""
     return index[:axis] + index[axis + 1 :]
+
+
+def _less(x: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """Every number less the mean of its column, rounded to float32."""
+    return np.vectorize(lambda v, m: float(fl(Fraction(v) - Fraction(m))), otypes=[np.float64])(x, mean)

@@ -71,7 +71,7 @@ class TrainedRun:
                 scales_per_token = not cast.is_scaled or (
                     cast.tensor_scale != "tensor" and (cast.block or (0,))[0] == 1
                 )
-                if not scales_per_token or cast.outliers or cast.is_random:
+                if not scales_per_token or cast.outliers or cast.center or cast.is_random:
                     return False
         return True
 
