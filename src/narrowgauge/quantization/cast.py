@@ -36,6 +36,9 @@ class Cast:
             errors), or "max" (its largest error); the first of equals.
         center: "tokens" quantizes what is left after the mean over tokens, and adds that mean to the operand
             in high precision (mean-residual splitting); "" does not.
+        correct: "projection" multiplies the scales of a Hadamard group (of a block, without a transform) by
+            what makes the projection of its numbers on themselves exact (MS-EDEN), before they are rounded
+            by `scale_rounding`; elements are those under the nearest scale. "" does not.
         of: The place whose numbers are taken in place of the tensor's, such as "fprop.w".
         block: (rows, columns) that share a scale, columns along the contraction axis; None = the full tensor.
         scale_rule: How the power of two of "e8m0" is chosen: "floor" | "ceil" | "even" | "rceil".
@@ -74,6 +77,7 @@ class Cast:
     choose: str = ""
     of: str = ""
     center: str = ""
+    correct: str = ""
     block: tuple[int, int] | None = None
     scale_rule: str | None = None
     rounding: str = "nearest-even"

@@ -29,6 +29,7 @@ def require_valid(cast: Any) -> None:
         ("rounding", cast.rounding, ROUNDINGS),
         ("scale rounding", cast.scale_rounding, ROUNDINGS),
         ("center", cast.center, ("", "tokens")),
+        ("correction", cast.correct, ("", "projection")),
         ("choice", cast.choose, ("", *CHOICES)),
         ("zero scale", cast.zero_scale, ("", *ZERO_SCALES)),
         ("history algorithm", cast.history_algorithm, HISTORY_ALGORITHMS),
@@ -114,6 +115,7 @@ def _rules_of_candidates(cast: Any) -> Rules:
     """The same of candidates, the choice between them, and the mean."""
     candidates, block = cast.candidates, cast.block
     is_fixed = block is not None and block[1] != 0
+    rounds = f"it belongs to scales in {', '.join(ROUNDED_SCALES)}, which are rounded to their format"
     return [
         (
             "candidates",
@@ -130,6 +132,12 @@ def _rules_of_candidates(cast: Any) -> Rules:
             "candidates",
             not candidates or cast.scale in ROUNDED_SCALES,
             f"they belong to scales in {', '.join(ROUNDED_SCALES)}",
+        ),
+        ("correct", not cast.correct or cast.scale in ROUNDED_SCALES, rounds),
+        (
+            "correct",
+            not cast.correct or (is_fixed and block[0] == 1 and cast.hadamard % block[1] == 0),
+            "it needs blocks of one row that divide the size of the Hadamard transform, such as 16",
         ),
         (
             "center",

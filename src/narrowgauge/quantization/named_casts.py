@@ -84,7 +84,7 @@ KEYS: Mapping[str, Any] = {
     **dict.fromkeys(("hadamard", "random_bits", "history", "margin"), int),
     **dict.fromkeys(("headroom", "scale_target", "outliers", "estimator_k", "estimator_cap"), int | float),
     **dict.fromkeys(("power_of_two", "compensate", "expand", "prescale", "split"), bool),
-    **dict.fromkeys(("choose", "of", "center"), str),
+    **dict.fromkeys(("choose", "of", "center", "correct"), str),
     "candidates": list | tuple,
     "block": str | int | list | tuple,
     "signs": str | list | tuple,

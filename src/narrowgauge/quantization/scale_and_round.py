@@ -9,6 +9,7 @@ formats that have no code for it.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,22 @@ def scales_of(
         by_row = cast.tensor_scale == "row"
         over = context.row_amax(finite, blocks, axis) if by_row else context.tensor_amax(finite)
     random = context.random_over_grid(blocks, cast, axis) if cast.scale_rounding == "stochastic" else None
+    first = replace(cast, scale_rounding="nearest-even", correct="") if cast.correct else cast
+    best = _best(split, blocks, axis, amax, over, first, context, None if cast.correct else random)
+    return _corrected(best, split, blocks, axis, cast, context, random) if cast.correct else best
+
+
+def _best(
+    split: torch.Tensor,
+    blocks: Blocks,
+    axis: int,
+    amax: torch.Tensor,
+    over: torch.Tensor | None,
+    cast: Cast,
+    context: QuantContext,
+    random: Randomness,
+) -> Scales:
+    """The scales of blocks; of several candidates those whose error is least."""
     if not cast.candidates:
         return scales_from(amax, cast, context.scale, over, random)
     best: Scales | None = None
@@ -64,6 +81,33 @@ def scales_of(
         best, least = best._replace(encode=encode, block=block), torch.where(is_less, error, least)
     assert best is not None
     return best
+
+
+def _corrected(
+    found: Scales,
+    split: torch.Tensor,
+    blocks: Blocks,
+    axis: int,
+    cast: Cast,
+    context: QuantContext,
+    random: Randomness,
+) -> Scales:
+    """Scales times what makes the projection of each group's numbers on themselves exact, rounded again."""
+    assert cast.block is not None
+    dim = blocks.grid_dim(axis % len(blocks.size))
+    elements = round_blocks(split, blocks, found, cast, context, lambda v, *_: v, torch.float32)
+    numbers = split.float() / found.encode if found.divides else split.float() * found.encode
+    is_seen = found.finite & (found.block != 0)
+    elements, numbers = (torch.where(is_seen, t, 0.0) for t in (elements, numbers))
+    above, below = numbers * numbers, numbers * elements
+    if cast.block[1] > 1:
+        above, below = (_sum(t, dim + 1, by_halves=False) for t in (above, below))
+    per_group = max(cast.hadamard // cast.block[1], 1)
+    above, below = (_sum(t.unflatten(dim, (-1, per_group)), dim + 1, False) for t in (above, below))
+    factor = torch.where(below == 0, 1.0, above / below)
+    factor = factor.repeat_interleave(per_group, dim + 1).flatten(dim, dim + 1)
+    block, _ = scales.rounded(torch.where(found.finite, found.block, 1.0) * factor, cast, random)
+    return found._replace(block=torch.where(found.finite, block, torch.nan))
 
 
 def scales_from(

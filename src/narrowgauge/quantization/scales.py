@@ -43,6 +43,11 @@ scale to E4M3 may lower it by 1/17, so with 16/17 no element is ever clipped.
 With `candidates`, each magnitude c that the largest number of a block may be mapped to gives a scale that is
 larger by max / c before it is rounded: Q(fl(q * fl(max / c))) with q the quotient above, which for NVFP4 is
 fl(fl(amax / 6) * S). One is chosen by its error (`scale_and_round.py`; arXiv 2512.02010).
+
+`correct = "projection"` (MS-EDEN; arXiv 2601.22813) rounds a scale twice. Elements q are those under the
+nearest scale s. Then, over a Hadamard group, with t the numbers in units of their block's scale,
+
+    S = fl(sum t^2 / sum t q)         1 if the sum below is 0         scale = Q(fl(s * S)) by `scale_rounding`
 """
 
 import torch
@@ -115,10 +120,10 @@ def rounded_scale(
     """
     factor = cast.element.max / candidate if candidate else 1.0
     if over is None:
-        block, is_zeros = _rounded(amax / torch.full_like(amax, cast.aim) * factor, cast, random)
+        block, is_zeros = rounded(amax / torch.full_like(amax, cast.aim) * factor, cast, random)
         return torch.where(is_zeros, torch.inf, block), block, None
     quotient = (amax.double() * cast.target / over.double()).float()  # rounded once, and never overflowing
-    block, is_zeros = _rounded(torch.where(over == 0, 0.0, quotient) * factor, cast, random)
+    block, is_zeros = rounded(torch.where(over == 0, 0.0, quotient) * factor, cast, random)
     above = torch.where(over == 0, 1.0, over / torch.full_like(over, cast.target * cast.aim))
     divisor = block * above
     return torch.where(is_zeros | (divisor == 0), torch.inf, divisor), block, above
@@ -142,12 +147,14 @@ def nvfp4_block_scale(
         quotient = amax / torch.full_like(amax, cast.aim) * S * (cast.element.max / candidate)
     else:
         quotient = amax * (S * (1 / cast.aim))
-    scale, is_zeros = _rounded(quotient, cast, random)
+    scale, is_zeros = rounded(quotient, cast, random)
     encode = (1.0 / (scale * (1.0 / S))).clamp(max=FLOAT_MAX)
     return (torch.where(is_zeros, 0.0, encode) if cast.zero_rule == "one" else encode), scale
 
 
-def _rounded(quotient: torch.Tensor, cast: Cast, random: Randomness) -> tuple[torch.Tensor, torch.Tensor]:
+def rounded(
+    quotient: torch.Tensor, cast: Cast, random: Randomness = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(scales on the grid of the cast's format of scales, whether the block is all zeros)."""
     fmt, rule = format(cast.scale), cast.zero_rule
     wide = quotient.double() if fmt.exponent_bits == 8 else quotient

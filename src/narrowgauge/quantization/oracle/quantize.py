@@ -16,7 +16,7 @@ function here:
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -25,6 +25,7 @@ from narrowgauge.formats import format
 from narrowgauge.formats.oracle import FP32, code_of, fl, round_magnitude, round_scalar
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.oracle.candidates import error_of_block
+from narrowgauge.quantization.oracle.projection import corrected_scales
 from narrowgauge.quantization.oracle.scales import LARGEST, scales_of_block
 
 TRANSFORMER_ENGINE = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
@@ -100,17 +101,24 @@ def reference_quantize(
     amax = {c: float(np.abs(clamped[blocks[c]]).max()) for c in corners}
     finite = {c: Fraction(a) for c, a in amax.items() if math.isfinite(a)}
     values, scales, tensor_scales = np.zeros_like(x), {}, {}
+    numbers: dict[Index, list[tuple[Fraction, Fraction]]] = {}  # of each block: before rounding, and after
+    first = replace(cast, scale_rounding="nearest-even") if cast.correct else cast
     for number, c in enumerate(corners):
         row = [f for f in finite if cast.tensor_scale == "tensor" or _without(f, axis) == _without(c, axis)]
         over = max((finite[f] for f in row), default=Fraction(0))
-        uniform = Fraction(1, 2) if scale_draws is None else Fraction(int(scale_draws.flat[number]), 2**24)
         ranges = (range(p.start, min(p.stop, n)) for p, n in zip(blocks[c], x.shape, strict=True))
         block = {i: float(clamped[i]) for i in itertools.product(*ranges)}
         amax_and_over = finite.get(c, Fraction(0)), over
-        best = _quantize_block(block, amax_and_over, cast, axis, uniform, draws, encode_scale, c in finite)
-        scales[c], tensor_scales[c] = best[1:]
+        best = _quantize_block(
+            block, amax_and_over, first, axis, _uniform(scale_draws, number), draws, encode_scale, c in finite
+        )
+        scales[c], tensor_scales[c], factor = best[1:]
         for i, value in best[0].items():
             values[i] = value
+        numbers[c] = [(fl(Fraction(block[i]) * factor), Fraction(v)) for i, v in best[0].items()]
+    if cast.correct:
+        uniforms = {c: _uniform(scale_draws, n) for n, c in enumerate(corners)}
+        scales |= corrected_scales(scales, numbers, uniforms, cast, axis)
     codes = np.vectorize(lambda v: code_of(v, cast.element), otypes=[np.int64])(values)
     rest = x - clamped if cast.outliers else np.zeros_like(x)
     return ReferenceTensor(values, codes, scales, tensor_scales, rest, mean)
@@ -125,14 +133,14 @@ def _quantize_block(
     draws: np.ndarray | None,
     encode_scale: float | None,
     is_finite: bool,
-) -> tuple[dict[Index, float], float, float]:
-    """(the elements of a block by index, its scale, the scale above), with the best of the candidates."""
+) -> tuple[dict[Index, float], float, float, Fraction]:
+    """(elements of a block by index, its scale, the scale above, its factor), of the best candidate."""
     least: Fraction | None = None
-    best: tuple[dict[Index, float], float, float] = ({}, math.nan, 1.0)
+    best: tuple[dict[Index, float], float, float, Fraction] = ({}, math.nan, 1.0, Fraction(0))
     for candidate in cast.candidates or (0.0,):
         factor, scale, above = scales_of_block(*amax_and_over, cast, uniform, candidate)
         if not is_finite:
-            return {}, math.nan, float(above)
+            return {}, math.nan, float(above), factor
         if encode_scale is not None:
             factor = Fraction(encode_scale)
             scale = fl(1 / factor)
@@ -143,7 +151,7 @@ def _quantize_block(
         if cast.candidates:
             error = error_of_block(elements, block, (scale, above, amax_and_over[1]), cast, axis)
         if least is None or error < least:
-            least, best = error, (elements, float(scale), float(above))
+            least, best = error, (elements, float(scale), float(above), factor)
     return best
 
 
@@ -224,6 +232,11 @@ def _extent(shape: Index, cast: Cast, axis: int) -> list[int]:
 def _without(index: Index, axis: int) -> Index:
     """The index of a row: that of a block without its position along the axis."""
     return index[:axis] + index[axis + 1 :]
+
+
+def _uniform(draws: np.ndarray | None, number: int) -> Fraction:
+    """The random number in [0, 1) of the scale of a block."""
+    return Fraction(1, 2) if draws is None else Fraction(int(draws.flat[number]), 2**24)
 
 
 def _less(x: np.ndarray, mean: np.ndarray) -> np.ndarray:

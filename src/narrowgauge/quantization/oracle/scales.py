@@ -54,7 +54,7 @@ def scales_of_block(
         quotient = fl(amax * target / over) if over else Fraction(0)
     if candidate:
         quotient = fl(quotient * fl(Fraction(cast.element.max / candidate)))
-    scale, is_zeros = _rounded(quotient, cast, uniform)
+    scale, is_zeros = rounded(quotient, cast, uniform)
     divisor = fl(scale * above)
     return (Fraction(0) if is_zeros or divisor == 0 else 1 / divisor), scale, above
 
@@ -72,14 +72,14 @@ def _nvfp4(
     quotient = fl(amax * fl(S * fl(Fraction(1 / aim))))
     if candidate:
         quotient = fl(fl(fl(amax / fl(Fraction(aim))) * S) * fl(Fraction(cast.element.max / candidate)))
-    scale, is_zeros = _rounded(quotient, cast, uniform)
+    scale, is_zeros = rounded(quotient, cast, uniform)
     if is_zeros and cast.zero_rule == "one":
         return Fraction(0), scale, above
     decode = fl(scale * fl(1 / S))
     return (LARGEST if decode == 0 else fl(1 / decode)), scale, above
 
 
-def _rounded(quotient: Fraction, cast: Cast, uniform: Fraction) -> tuple[Fraction, bool]:
+def rounded(quotient: Fraction, cast: Cast, uniform: Fraction) -> tuple[Fraction, bool]:
     """(a quotient on the grid of the scales, whether the block is all zeros)."""
     fmt = format(cast.scale)
     scale = round_magnitude(quotient, fmt, cast.scale_rounding, uniform)
