@@ -51,11 +51,14 @@ def emulate(
 
 def _has_kernel(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:
     is_of_state = cast.expand or cast.codebook or cast.element.bits > 8
-    sees_all = context.shard is not None or cast.outliers or cast.compensate or cast.center
+    is_plain = not (cast.outliers or cast.compensate or cast.center)
+    is_alone = context.shard is None and context.held is None
     return (
         x.ndim == 2
         and cast.is_scaled
-        and not (is_of_state or sees_all)
+        and not is_of_state
+        and is_plain
+        and is_alone
         and _fits_tiles(cast)
         and cast.hadamard in (0, 16, 32, 64, 128)
         and (isinstance(context.random, RandomStream) or cast.rounding != "stochastic")

@@ -14,6 +14,7 @@ import torch
 
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels import emulate, quantize
+from narrowgauge.nn.amax_history import HeldAmax
 from narrowgauge.nn.gathered_weight import GatheredWeight
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.native import QuantizedOperand, quantized_operand
@@ -86,7 +87,7 @@ class GemmContext:
         if isinstance(tensor, GatheredWeight):  # it travelled in these numbers: there is no loss to gauge
             gathered = tensor.operand(self.layer.compute, self.layer.native)
             return gathered if axis == -1 else gathered.transposed()
-        cast, context = self.layer.casts[place], self._quant_context(tensor, place)
+        cast, context = self.layer.casts[place], self.quant_context(tensor, place)
         if self.layer.native and cast.is_scaled:
             q, other_codes = quantize(tensor, cast, axis, context, both)
             if self.observer is not None:
@@ -122,15 +123,19 @@ class GemmContext:
             return None
         return self.step.operand_stream(place, self._elements(place, tensor) // self.num_samples)
 
-    def _quant_context(self, tensor: torch.Tensor, place: str) -> QuantContext:
-        """The context of a place's cast; a history is updated with the tensor."""
-        cast, step, scale = self.layer.casts[place], self.step, None
-        if cast.history:
-            scale = step.histories[place].scale
+    def quant_context(self, tensor: torch.Tensor, place: str) -> QuantContext:
+        """The context of a place's cast; a history is updated with the tensor (again does no harm)."""
+        cast, step, scale, held = self.layer.casts[place], self.step, None, None
+        if cast.history or cast.refresh:
+            history = step.histories[place]
+            if isinstance(history, HeldAmax):
+                held = history.current()
+            else:
+                scale = history.scale
             if step.is_training:
-                step.histories[place].update(tensor)
+                history.update(tensor)
         signs = step.signs(place, cast.hadamard) if cast.signs == "random" else None
-        return QuantContext(self.stream(tensor, place), signs, scale, self.shard(place))
+        return QuantContext(self.stream(tensor, place), signs, scale, self.shard(place), held)
 
     def _elements(self, place: str, tensor: torch.Tensor) -> int:
         """The number of elements of the global tensor."""

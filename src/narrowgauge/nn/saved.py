@@ -35,8 +35,7 @@ def keep_input(
             return _keep_codes(operand, fprop)
         keeps_codes = saved == "operand" and fprop.is_scaled and not fprop.compensate
         if keeps_codes and context.layer.casts["wgrad.x"].of:
-            stream = context.stream(x_MK, "fprop.x")
-            quantized = quantize(x_MK, fprop, -1, QuantContext(stream, shard=context.shard("fprop.x")))[0]
+            quantized, _ = quantize(x_MK, fprop, -1, context.quant_context(x_MK, "fprop.x"))
             return _keep_quantized(quantized, context.layer.compute, is_operand=True)
         return keep_operand(operand)
     if saved == "input":
@@ -44,8 +43,8 @@ def keep_input(
     cast = fprop if isinstance(saved, str) else saved
     if not cast.is_scaled:
         return keep_operand(Operand(emulate(x_MK, cast, -1, context.layer.compute)[0]))
-    stream = context.stream(x_MK, "fprop.x") if saved == "operand" else None
-    q, _ = quantize(x_MK, cast, -1, QuantContext(stream, shard=context.shard("fprop.x")))
+    plain = QuantContext(shard=context.shard("fprop.x"))
+    q, _ = quantize(x_MK, cast, -1, context.quant_context(x_MK, "fprop.x") if saved == "operand" else plain)
     if context.observer is not None and saved != "operand":
         observed = Observation("saved", x_MK, q.dequantize(), None, cast, -1, DEFAULT_CONTEXT)
         context.observer.operand(observed)

@@ -13,7 +13,7 @@ import torch
 
 from narrowgauge.errors import UserError
 from narrowgauge.formats import stream_key
-from narrowgauge.nn.amax_history import AmaxHistory
+from narrowgauge.nn.amax_history import AmaxHistory, history_of
 from narrowgauge.nn.gathered_weight import WeightGather
 from narrowgauge.nn.gemm_context import LayerSpec
 from narrowgauge.nn.linear_shards import LinearShards
@@ -35,7 +35,7 @@ class StatefulLinear(torch.nn.Linear):
         recipe: The recipe of this layer.
         index: The number of the layer among the model's, from which its random streams are named.
         spec: What the recipe and the device fix.
-        histories: The amax histories of the places with delayed scaling.
+        histories: The amax histories of the places with delayed scaling or held magnitudes.
         state_at_rest: The state of the weight, if the weight or its gradient is narrow.
         shards: The sharding of the layer over processes.
         is_sharded: Whether FSDP has sharded the weight.
@@ -86,7 +86,8 @@ class StatefulLinear(torch.nn.Linear):
         operands = [*recipe.casts.items(), *(item for rule in recipe.rules for item in rule.casts.items())]
         casts = [cast for _, cast in operands] + [cast for cast in recipe.state.values() if cast is not None]
         self.is_random = any(c.is_random or c.signs == "random" for c in casts)
-        self.histories = {place: AmaxHistory(cast) for place, cast in operands if cast.history}
+        histories = {place: history for place, cast in operands if (history := history_of(cast))}
+        self.histories: dict[str, AmaxHistory] = histories
         for place, history in self.histories.items():
             self.add_module(place.replace(".", "_"), history)
         self.register_buffer("keys", None, persistent=False)

@@ -34,6 +34,8 @@ class Cast:
             the largest element only. Each block is quantized with all of them.
         choose: The error by which one of them is chosen: "mae" or "mse" (mean of its absolute or squared
             errors), or "max" (its largest error); the first of equals.
+        refresh: 0 takes the largest magnitude under a tensor scale from the tensor itself; n takes it once
+            in n steps, and holds it in between.
         center: "tokens" quantizes what is left after the mean over tokens, and adds that mean to the operand
             in high precision (mean-residual splitting); "" does not.
         correct: "projection" multiplies the scales of a Hadamard group (of a block, without a transform) by
@@ -76,6 +78,7 @@ class Cast:
     candidates: tuple[float, ...] = ()
     choose: str = ""
     of: str = ""
+    refresh: int = 0
     center: str = ""
     correct: str = ""
     block: tuple[int, int] | None = None

@@ -133,6 +133,18 @@ def _rules_of_candidates(cast: Any) -> Rules:
             not candidates or cast.scale in ROUNDED_SCALES,
             f"they belong to scales in {', '.join(ROUNDED_SCALES)}",
         ),
+        ("refresh", cast.refresh == 0 or cast.refresh > 1, "it is a number of steps, two or more"),
+        (
+            "refresh",
+            not cast.refresh or cast.tensor_scale == "tensor",
+            "it holds the largest magnitude under tensor_scale = 'tensor', and scales of this cast are "
+            "current; leave it out",
+        ),
+        (
+            "refresh",
+            not cast.refresh or not (cast.hadamard or cast.center or cast.outliers),
+            "what is held is of the tensor as it comes; leave out hadamard, center and outliers",
+        ),
         ("correct", not cast.correct or cast.scale in ROUNDED_SCALES, rounds),
         (
             "correct",

@@ -3,6 +3,7 @@
     random   the bits of stochastic rounding
     signs    the diagonal of a Hadamard transform whose signs are drawn anew in each step
     scale    an encoding scale that is known beforehand, in place of the one of the tensor at hand
+    held     the largest magnitude of the tensor some steps ago, in place of its own
     shard    the position of a local tensor in a global one that several processes hold together
 
 Most tensors need none of them (`DEFAULT_CONTEXT`). Blocks, scales and random bits are laid on the global
@@ -31,6 +32,8 @@ class QuantContext:
         signs: One +1 or -1 for each element of a Hadamard group; for casts that say `signs = "random"`.
         scale: A 0-dim float32 factor of the full tensor before rounding (delayed scaling, scales that
             devices share). None takes it from the tensor.
+        held: 0-dim float32, the largest magnitude of the tensor in place of its own, under a tensor scale
+            that is held for some steps; 0 or None takes its own.
         shard: The position of the tensor in a global one. All processes that hold it quantize at one time.
     """
 
@@ -38,6 +41,7 @@ class QuantContext:
     signs: torch.Tensor | None = None
     scale: torch.Tensor | None = None
     shard: TensorShard | None = None
+    held: torch.Tensor | None = None
 
     def local(self) -> "QuantContext":
         """The same context for the local tensor by itself: other processes are not asked."""
@@ -118,7 +122,8 @@ class QuantContext:
     def tensor_amax(self, amax: torch.Tensor) -> torch.Tensor:
         """The largest magnitude of the global tensor (0-dim), from those of the local blocks."""
         largest = amax.amax() if amax.numel() else amax.new_zeros(())
-        return largest if self.shard is None else all_reduce_max(largest, self.shard.groups)
+        largest = largest if self.shard is None else all_reduce_max(largest, self.shard.groups)
+        return largest if self.held is None else torch.where(self.held > 0, self.held, largest)
 
     def token_mean(self, x: torch.Tensor) -> torch.Tensor:
         """The mean over the tokens (all dimensions but the last) of the global tensor, in x's dtype.

@@ -81,7 +81,7 @@ def state_cast_names() -> list[str]:
 KEYS: Mapping[str, Any] = {
     **dict.fromkeys(("cast", "element", "scale", "tensor_scale", "scale_rule", "rounding"), str),
     **dict.fromkeys(("scale_rounding", "zero_scale", "history_algorithm", "codebook"), str),
-    **dict.fromkeys(("hadamard", "random_bits", "history", "margin"), int),
+    **dict.fromkeys(("hadamard", "random_bits", "history", "margin", "refresh"), int),
     **dict.fromkeys(("headroom", "scale_target", "outliers", "estimator_k", "estimator_cap"), int | float),
     **dict.fromkeys(("power_of_two", "compensate", "expand", "prescale", "split"), bool),
     **dict.fromkeys(("choose", "of", "center", "correct"), str),

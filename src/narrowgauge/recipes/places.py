@@ -35,10 +35,9 @@ def recipe_fields(
     for place, value in places.items():
         if place == "saved":
             fields[place] = value if isinstance(value, str) and value in SAVED else cast_in(place, value)
-            if isinstance(fields[place], Cast) and fields[place].center:
-                raise UserError(
-                    "recipe place 'saved': center belongs to operands of a product; remove the key"
-                )
+            kept = fields[place]
+            if isinstance(kept, Cast) and (kept.center or kept.refresh or kept.of):
+                raise UserError("recipe place 'saved': center, refresh and of are for operands; remove them")
         elif place == "offload":
             fields[place] = offload_from(value)
         elif place == "compute":
@@ -117,6 +116,10 @@ def require_state(state: Mapping[str, Cast | None], where: str) -> None:
             raise UserError(
                 f"{where}: hadamard, outliers and history in place {place!r}, but they belong to operands of "
                 "a product; remove the key"
+            )
+        if cast.refresh:
+            raise UserError(
+                f"{where}: refresh in place {place!r}, but it belongs to operands; remove the key"
             )
         if cast.center:
             raise UserError(f"{where}: center in place {place!r}, but state has no tokens; remove the key")

@@ -68,6 +68,7 @@ def reference_quantize(
     encode_scale: float | None = None,
     dtype: str = "fp32",
     scale_draws: np.ndarray | None = None,
+    held: float = 0.0,
 ) -> ReferenceTensor:
     """Quantize an array of numbers.
 
@@ -79,6 +80,7 @@ def reference_quantize(
         signs: The signs of a Hadamard transform whose cast does not name them.
         encode_scale: An encoding scale in place of the one of the tensor (delayed scaling).
         scale_draws: The 24 random bits of each block's scale, if scales are rounded stochastically.
+        held: The largest magnitude of the tensor in place of its own, if it is held (not 0).
         dtype: The dtype of x, to which the transform's result is rounded: "fp32" or "bf16".
 
     Returns:
@@ -103,21 +105,19 @@ def reference_quantize(
     values, scales, tensor_scales = np.zeros_like(x), {}, {}
     numbers: dict[Index, list[tuple[Fraction, Fraction]]] = {}  # of each block: before rounding, and after
     first = replace(cast, scale_rounding="nearest-even") if cast.correct else cast
-    for number, c in enumerate(corners):
+    uniforms = {c: _uniform(scale_draws, n) for n, c in enumerate(corners)}
+    for c in corners:
         row = [f for f in finite if cast.tensor_scale == "tensor" or _without(f, axis) == _without(c, axis)]
-        over = max((finite[f] for f in row), default=Fraction(0))
+        over = Fraction(held) or max((finite[f] for f in row), default=Fraction(0))
         ranges = (range(p.start, min(p.stop, n)) for p, n in zip(blocks[c], x.shape, strict=True))
         block = {i: float(clamped[i]) for i in itertools.product(*ranges)}
-        amax_and_over = finite.get(c, Fraction(0)), over
-        best = _quantize_block(
-            block, amax_and_over, first, axis, _uniform(scale_draws, number), draws, encode_scale, c in finite
-        )
+        largest = finite.get(c, Fraction(0)), over
+        best = _quantize_block(block, largest, first, axis, uniforms[c], draws, encode_scale, c in finite)
         scales[c], tensor_scales[c], factor = best[1:]
         for i, value in best[0].items():
             values[i] = value
         numbers[c] = [(fl(Fraction(block[i]) * factor), Fraction(v)) for i, v in best[0].items()]
     if cast.correct:
-        uniforms = {c: _uniform(scale_draws, n) for n, c in enumerate(corners)}
         scales |= corrected_scales(scales, numbers, uniforms, cast, axis)
     codes = np.vectorize(lambda v: code_of(v, cast.element), otypes=[np.int64])(values)
     rest = x - clamped if cast.outliers else np.zeros_like(x)

@@ -63,7 +63,7 @@ class QuantizedState:
         Raises:
             UserError: State cannot have the cast.
         """
-        if cast.hadamard or cast.outliers or cast.history:
+        if cast.hadamard or cast.outliers or cast.history or cast.refresh:
             raise UserError(
                 f"cast {cast.name!r} of state: transforms, outliers and histories are for operands of a "
                 "product; remove the key"
