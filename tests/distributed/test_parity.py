@@ -137,9 +137,12 @@ def test_two_processes_train_as_one(parity, recipe, layout):
 
 # One of each key of a cast that looks beyond its block, or at numbers of another place.
 KEYS = {
-    "recipe.fprop.x": {"cast": "nvfp4", "tensor_scale": "row", "scale_rounding": "stochastic"},
+    "recipe.fprop.x": {"cast": "nvfp4", "tensor_scale": "row"},
     "recipe.fprop.w": {"element": "e2m1", "block": [8, 8], "scale": "e5m3", "tensor_scale": "tensor"},
-    "recipe.dgrad.dy": {"cast": "nvfp4", "candidates": [6, 4], "choose": "mae", "rounding": "stochastic"},
+    "recipe.dgrad.dy": {
+        **{"cast": "nvfp4", "candidates": [6, 4], "choose": "mae"},
+        **{"rounding": "stochastic", "scale_rounding": "stochastic"},
+    },
     "recipe.dgrad.w": {"cast": "mxfp8", "of": "fprop.w"},
     "recipe.wgrad.dy": {"element": "int4", "block": 16, "scale": "bf16", "scale_rounding": "stochastic"},
     "recipe.wgrad.x": "fprop.x",
