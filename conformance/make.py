@@ -197,6 +197,8 @@ OPTIONS: list[tuple[str, str, Vector, Vector]] = [
     ("fp8-1x128", "long", {"power_of_two": True}, {}),
     ("nvfp4", "normal", {"headroom": 16 / 17}, {}),
     ("nvfp4-2d", "normal", {"headroom": 16 / 17}, {}),
+    ("nvfp4", "wide", {"candidates": [6, 4], "choose": "mae"}, {}),
+    ("nvfp4-2d", "normal", {"candidates": [6, 4], "choose": "mse"}, {}),
     ("mxfp4", "normal", {"rounding": "half-away"}, {}),
     ("mxfp6-e2m3", "normal", {"rounding": "toward-zero"}, {}),
     ("mxfp4", "normal", {"rounding": "stochastic"}, {}),
