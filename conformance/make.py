@@ -8,6 +8,7 @@ import math
 import struct
 import sys
 from dataclasses import fields
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 from narrowgauge.formats import Format, format, format_names
 from narrowgauge.formats.oracle import code_of, fl, round_scalar
 from narrowgauge.quantization import Cast, cast, cast_names, make_cast
-from narrowgauge.quantization.oracle import Fraction, delayed_scale, reference_quantize
+from narrowgauge.quantization.oracle import delayed_scale, reference_quantize
 from narrowgauge.recipes import GEMM_PLACES, recipe, recipe_names
 
 SIGNS_32 = [1 - 2 * (0x9E3779B9 >> i & 1) for i in range(32)]
@@ -144,7 +145,7 @@ def vector(name: str, tensor: str, c: Cast, axis: int, full: bool = False, **giv
     scales = np.array(list(hand.scales.values()))
     stored = format("fp32" if c.scale == "fp32" else c.scale)
     out |= {"codes": hexadecimal(hand.values, c.element), "scales": hexadecimal(scales, stored)}
-    if c.scale == "e4m3":
+    if c.tensor_scale != "none":
         out["tensor_scale"] = hexadecimal(np.array([hand.tensor_scale]), format("fp32"))
     if c.compensate:
         out["rest"] = hexadecimal(hand.rest, format("fp32"))
@@ -196,6 +197,8 @@ OPTIONS: list[tuple[str, str, Vector, Vector]] = [
     ("fp8-1x128", "long", {"power_of_two": True}, {}),
     ("nvfp4", "normal", {"headroom": 16 / 17}, {}),
     ("nvfp4-2d", "normal", {"headroom": 16 / 17}, {}),
+    ("nvfp4", "wide", {"candidates": [6, 4], "choose": "mae"}, {}),
+    ("nvfp4-2d", "normal", {"candidates": [6, 4], "choose": "mse"}, {}),
     ("mxfp4", "normal", {"rounding": "half-away"}, {}),
     ("mxfp6-e2m3", "normal", {"rounding": "toward-zero"}, {}),
     ("mxfp4", "normal", {"rounding": "stochastic"}, {}),

@@ -50,14 +50,12 @@ def tensor_of(v):
 
 
 def cast_of(v):
-    """The cast from the facts in the file, by way of one that has the same scales."""
-    facts = dict(v["cast"])
-    name = facts.pop("name", None) or facts["element"]
-    facts = {k: t for k, t in facts.items() if k not in ("scale", "block")}
-    c = make_cast({"cast": name} | facts)
-    assert c.scale == v["cast"].get("scale", "none")
-    assert list(c.block or ()) == (v["cast"].get("block") or [])
-    return c
+    """The cast from the facts in the file."""
+    facts = {k: t for k, t in v["cast"].items() if k not in ("name", "block")}
+    if "scale" in facts:
+        block = v["cast"].get("block")
+        facts["block"] = "tensor" if block is None else block if block[1] else "row"
+    return make_cast(facts)
 
 
 def context_of(v):

@@ -103,6 +103,14 @@ def all_reduce_max(amax: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
     return amax
 
 
+def all_reduce_sum(values: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
+    """The elementwise sum over all ranks of the groups, in the memory of the values: small statistics."""
+    with comm_tag("amax"):
+        for group in groups:
+            dist.all_reduce(values, group=group)
+    return values
+
+
 def all_reduce_max_(scalars: Sequence[torch.Tensor], group: Group) -> None:
     """Replace each 0-dim tensor by its maximum over all ranks, in one collective."""
     if scalars:

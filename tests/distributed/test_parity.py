@@ -135,6 +135,34 @@ def test_two_processes_train_as_one(parity, recipe, layout):
     check(*parity(layout, recipe))
 
 
+# One of each key of a cast that looks beyond its block, or at numbers of another place.
+KEYS = {
+    "recipe.fprop.x": {"cast": "nvfp4", "tensor_scale": "row"},
+    "recipe.fprop.w": {"element": "e2m1", "block": [8, 8], "scale": "e5m3", "tensor_scale": "tensor"},
+    "recipe.dgrad.dy": {
+        **{"cast": "nvfp4", "candidates": [6, 4], "choose": "mae"},
+        **{"rounding": "stochastic", "scale_rounding": "stochastic"},
+    },
+    "recipe.dgrad.w": {"cast": "mxfp8", "of": "fprop.w"},
+    "recipe.wgrad.dy": {"element": "int4", "block": 16, "scale": "bf16", "scale_rounding": "stochastic"},
+    "recipe.wgrad.x": "fprop.x",
+}
+MEANS = {
+    "recipe.fprop.x": {"cast": "nvfp4", "center": "tokens"},
+    "recipe.wgrad.dy": {"cast": "mxfp4", "center": "tokens", "rounding": "stochastic"},
+}
+
+
+@pytest.mark.parametrize("layout", quick(["tp 2", "cp 2"], "cp 2"))
+def test_means_are_of_all_tokens(parity, layout):
+    check(*parity(layout, "bf16", MEANS))
+
+
+@pytest.mark.parametrize("layout", quick(["fsdp 2", "tp 2", "cp 2"], "tp 2", "cp 2"))
+def test_keys_of_casts_mean_the_global_tensor(parity, layout):
+    check(*parity(layout, "bf16", KEYS))
+
+
 GPT_2 = {
     "model.positions": "learned",
     "model.norm": "layer",

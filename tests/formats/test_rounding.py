@@ -30,6 +30,7 @@ ML_DTYPES = {
     "fp16": np.float16,
 }
 NARROW = [n for n in ML_DTYPES if ng.format(n).bits <= 8]
+OURS = ("e1m2", "int4", "e5m3")  # ml_dtypes has no such format
 
 
 def all_16_bit(dtype: torch.dtype) -> torch.Tensor:
@@ -123,6 +124,30 @@ def test_codes_of_every_bfloat16_equal_ml_dtypes(name):
     np.testing.assert_array_equal(encode(ng.round_to(x, name), fmt).numpy()[inside], expected)
 
 
+@pytest.mark.parametrize("name", OURS)
+def test_every_code_decodes_as_defined_and_encodes_back(name):
+    fmt = ng.format(name)
+    codes = torch.arange(2**fmt.bits, dtype=torch.uint8)
+    values = decode(codes, fmt)
+    expected = [decode_scalar(code, fmt) for code in codes.tolist()]
+    assert all(same(v, e) for v, e in zip(values.tolist(), expected, strict=True))
+    number = ~values.isnan() & (values.abs() <= fmt.max)  # -8 is read as such, but never written
+    assert torch.equal(encode(values, fmt)[number], codes[number])
+    assert (encode(values, fmt)[values.isnan()] == (fmt.nan_code or 0)).all()
+
+
+def test_the_grids_of_e1m2_int4_and_ue5m3():
+    e1m2 = [decode_scalar(code, ng.format("e1m2")) for code in range(8)]
+    assert e1m2 == [0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5]
+    int4 = decode(torch.arange(16, dtype=torch.uint8), ng.format("int4")).tolist()
+    assert int4 == [0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1]
+    ue5m3 = ng.format("e5m3")
+    assert (ue5m3.max, ue5m3.smallest_subnormal, ue5m3.bits) == (61440, 2.0**-17, 8)
+    x = torch.tensor([-1.0, -0.0, 0.3, 1e9, math.inf, -math.inf])
+    assert ng.round_to(x, "e5m3").nan_to_num(-7).tolist() == [-7, 0, 0.3125, 61440, 3.4028234663852886e38, -7]
+    assert ng.round_to(torch.tensor([-9.0, 7.4, 3.5]), "int4").tolist() == [-7, 7, 4]
+
+
 @pytest.mark.parametrize("name", ["fp16", "bf16"])
 def test_16_bit_codes_are_the_bits_torch_stores(name):
     fmt = ng.format(name)
@@ -143,7 +168,7 @@ def test_limits_equal_ml_dtypes(name):
 
 
 @pytest.mark.parametrize("rounding", ["nearest-even", "half-away", "toward-zero", "stochastic"])
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("name", [*NARROW, *OURS])
 def test_fast_rounding_equals_the_oracle_around_every_code(name, rounding):
     fmt = ng.format(name)
     numbers = (decode_scalar(code, fmt) for code in range(2**fmt.bits))
@@ -156,7 +181,10 @@ def test_fast_rounding_equals_the_oracle_around_every_code(name, rounding):
         assert same(fast(x, fmt, rounding, 0.25), want), (x, want)
 
 
-@given(st.floats(width=64), st.sampled_from(sorted(ML_DTYPES)), st.sampled_from(ng.formats.ROUNDINGS))
+EVERY = sorted([*ML_DTYPES, *OURS])
+
+
+@given(st.floats(width=64), st.sampled_from(EVERY), st.sampled_from(ng.formats.ROUNDINGS))
 def test_fast_rounding_equals_the_oracle_on_any_float(x, name, rounding):
     fmt = ng.format(name)
     assert same(fast(x, fmt, rounding, 0.375), round_scalar(x, fmt, rounding, 0.375))
@@ -190,7 +218,7 @@ def test_stochastic_rounding_is_unbiased():
     assert abs(y.mean().item() - 1.3) < 4 * deviation
 
 
-@pytest.mark.parametrize("name", ["e2m1", "e2m3", "e3m2", "e4m3"])
+@pytest.mark.parametrize("name", ["e2m1", "e1m2", "int4", "e2m3", "e3m2", "e4m3"])
 @pytest.mark.parametrize("width", [1, 2, 3, 4, 7, 32])
 def test_packing_round_trips(name, width):
     fmt = ng.format(name)

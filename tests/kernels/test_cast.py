@@ -110,6 +110,26 @@ def test_equals_the_reference_bit_for_bit(name, axis, device):
     assert_kinds(name, axis, device, kinds, ("wide", "subnormal", "huge") if axis == -1 else (), ("normal",))
 
 
+FREE = {
+    "fp4 ue5m3": {"element": "e2m1", "block": 16, "scale": "e5m3"},
+    "int4 bf16 of 32x32": {"element": "int4", "block": [32, 32], "scale": "bf16"},
+    "e1m2 e4m3 alone": {"element": "e1m2", "block": 64, "scale": "e4m3"},
+    "e4m3 ue5m3 a row": {"element": "e4m3", "block": "row", "scale": "e5m3"},
+    "mxfp8 of 128x128": {"element": "e4m3", "block": [128, 128], "scale": "e8m0"},
+    "int4 under a tensor scale": {"element": "int4", "block": 16, "scale": "e4m3", "tensor_scale": "tensor"},
+}
+
+
+@pytest.mark.parametrize("axis", [-1, 0])
+@pytest.mark.parametrize("name", FREE)
+def test_free_keys_equal_the_reference_bit_for_bit(name, axis, device):
+    every = inputs(device)
+    kinds = ("normal", "bf16", "wide", "subnormal", "zeros", "not finite") if axis == -1 else ("bf16",)
+    for kind in kinds:
+        dtypes = (torch.bfloat16, torch.float32) if kind == "normal" else (torch.bfloat16,)
+        assert_same_tensors(every[kind], make_cast(FREE[name]), axis, dtypes=dtypes)
+
+
 @pytest.mark.slow  # of the interpreter: what of it is new beside the test above would be news of Triton
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("name", SCALED)
@@ -169,7 +189,12 @@ def test_random_signs_have_to_be_given(device):
 
 def test_what_has_no_kernel_goes_to_the_reference(device):
     x = inputs(device)["normal"]
-    for cast in (make_cast({"cast": "fp4-row", "outliers": 0.99, "compensate": True}), cast_named("bf16")):
+    odd = make_cast({"element": "e2m1", "block": [3, 48], "scale": "e5m3"})  # no tile is made of such blocks
+    for cast in (
+        make_cast({"cast": "fp4-row", "outliers": 0.99, "compensate": True}),
+        cast_named("bf16"),
+        odd,
+    ):
         ours, plain = (f(x, cast, -1, torch.bfloat16) for f in (emulate, emulate_in_torch))
         assert same(ours[0], plain[0])
     ours, other = quantize(x[None], cast_named("mxfp4"))

@@ -179,7 +179,7 @@ fprop = {{ x = "bf16" }}
 """
 
 
-@pytest.mark.parametrize("when", ["from_share = 0.5", "from_step = 3"])
+@pytest.mark.parametrize("when", ["from_share = 0.5", "from_step = 3", 'from = "decay"'])
 def test_a_rule_that_waits_needs_a_loop_that_says_the_step(tmp_path, when):
     (tmp_path / "later.toml").write_text(TIMED.format(when=when))
     m = model(ng.load_recipe(tmp_path / "later.toml"))
@@ -190,8 +190,11 @@ def test_a_rule_that_waits_needs_a_loop_that_says_the_step(tmp_path, when):
     if "share" in when:
         with pytest.raises(UserError, match="give set_step the argument `steps`"):
             ng.set_step(m, 0, 1, 0)
-    ng.set_step(m, 0, 1, 0, 10)
+    if "decay" in when:
+        with pytest.raises(UserError, match="give set_step the argument `decay`"):
+            ng.set_step(m, 0, 1, 0, 10)
+    ng.set_step(m, 0, 1, 0, 10, decay=6)
     assert m[0].spec.casts["fprop.x"].name == "e4m3"
-    ng.set_step(m, 0, 6, 0, 10)
+    ng.set_step(m, 0, 6, 0, 10, decay=6)
     assert m[0].spec.casts["fprop.x"].name == "bf16"
     backward(m)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from narrowgauge.optim import learning_rate
+from narrowgauge.optim import decay_start, learning_rate
 
 LR = 3e-4
 KINDS = ("cosine", "linear", "wsd", "constant")
@@ -44,6 +44,15 @@ def test_the_middle_of_each_fall():
     assert set(wsd[9:80]) == {LR}
     assert wsd[80] < LR
     assert wsd[89] == pytest.approx(LR * 0.55)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_decay_starts_with_the_first_rate_below_the_peak(kind):
+    r = rates(kind)
+    below = [step for step, rate in enumerate(r, start=1) if step > 10 and rate < LR]
+    start = decay_start(steps=100, kind=kind, warmup_steps=10, decay_fraction=0.2)
+    assert start == (below[0] if below else None)
+    assert kind == "constant" or start == (81 if kind == "wsd" else 11)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -24,6 +24,7 @@ CPU = Device(maker="cpu")
 H200 = Device(maker="nvidia", capability=(9, 0), library=(13, 0))
 PER_TENSOR = {"fp8", "fp8-delayed", "msamp-o1", "msamp-o2", "msamp-o3", "coat"}
 PER_ROW = {"fp8-row", "fp8-row-hp"}
+BLACKWELL = {"mxfp8", "bf16-fwd-mxfp8-bwd", "nvfp4", "nvfp4-4over6"}
 
 
 def nvidia(major, minor, cuda=(13, 0)):
@@ -55,8 +56,8 @@ def test_narrow_recipes_are_emulated_on_a_cpu_and_say_why(name, requested):
         (nvidia(8, 9), PER_TENSOR | PER_ROW),
         (nvidia(9, 0), PER_TENSOR | PER_ROW | {"fp8-block"}),
         (nvidia(9, 0, cuda=(12, 8)), PER_TENSOR | PER_ROW),
-        (nvidia(10, 0), PER_TENSOR | PER_ROW | {"mxfp8", "nvfp4"}),
-        (nvidia(12, 0), PER_TENSOR | PER_ROW | {"mxfp8", "nvfp4"}),
+        (nvidia(10, 0), PER_TENSOR | PER_ROW | BLACKWELL),
+        (nvidia(12, 0), PER_TENSOR | PER_ROW | BLACKWELL),
         (Device(maker="amd", architecture="gfx90a", library=(7, 0)), set()),
         (Device(maker="amd", architecture="gfx942", library=(7, 0)), {"fp8-fnuz"}),
         (Device(maker="amd", architecture="gfx950", library=(7, 0)), PER_TENSOR | PER_ROW),

@@ -9,12 +9,12 @@ LAYERS = [(f"blocks.{i}.{n}", i) for i in range(8) for n in ("qkv", "down")] + [
 BF16 = make_cast("bf16")
 
 
-def casts(text, name, place="fprop.x", step=1, steps=10):
+def casts(text, name, place="fprop.x", step=1, steps=10, decay=8):
     """The name of a layer's cast in a step, by the definition: the last rule that selects and holds wins."""
     r = parse_recipe(text, "mine.toml").for_layer([(name, dict(LAYERS)[name])], 8)
     found = r.casts[place]
     for rule in r.rules:
-        if rule.holds(step, steps):
+        if rule.holds(step, steps, decay):
             found = rule.casts.get(place, found)
     return found.name
 
@@ -67,7 +67,18 @@ fprop = "mxfp6-e2m3"
 
 @pytest.mark.parametrize(
     ("when", "wide"),
-    [("from_step = 4", range(4, 11)), ("from_share = 0.75", (8, 9, 10)), ("from_share = 0.7", (8, 9, 10))],
+    [
+        ("from_step = 4", range(4, 11)),
+        ("from_share = 0.75", (8, 9, 10)),
+        ("from_share = 0.7", (8, 9, 10)),
+        ('from = "decay"', (8, 9, 10)),
+        ("until_step = 4", (1, 2, 3)),
+        ("until_share = 0.75", range(1, 8)),
+        ('until = "decay"', range(1, 8)),
+        ('from_step = 3\nuntil = "decay"', range(3, 8)),
+        ('from = "decay"\nuntil_step = 10', (8, 9)),
+        ("from_share = 0.2\nuntil_share = 0.5", (3, 4, 5)),
+    ],
 )
 def test_from_when(when, wide):
     text = f'fprop = "mxfp4"\n[[rule]]\n{when}\nfprop = "bf16"'
@@ -77,6 +88,12 @@ def test_from_when(when, wide):
 def test_a_share_of_a_run_of_unknown_length_never_comes():
     text = 'fprop = "mxfp4"\n[[rule]]\nfrom_share = 0.5\nfprop = "bf16"'
     assert casts(text, "head", step=10**9, steps=None) == "mxfp4"
+
+
+def test_a_schedule_that_never_falls_never_comes_to_its_decay():
+    for when, cast in (("from", "mxfp4"), ("until", "bf16")):
+        text = f'fprop = "mxfp4"\n[[rule]]\n{when} = "decay"\nfprop = "bf16"'
+        assert casts(text, "head", step=10**9, decay=None) == cast
 
 
 def test_a_rule_after_one_that_waits_wins_over_it_too():

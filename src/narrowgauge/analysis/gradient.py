@@ -31,6 +31,7 @@ class Position(NamedTuple):
     seed: int
     step: int
     steps: int
+    decay: int | None = None  #: the first step of the decay
 
 
 def with_recipe(spec: ModelSpec, recipe: Recipe, weights: Tensors, device: torch.device) -> Transformer:
@@ -73,7 +74,7 @@ def loss_of(model: Transformer, batch: Batch, position: Position) -> float:
 
 
 def _loss(model: Transformer, batch: Batch, position: Position) -> torch.Tensor:
-    set_step(model, position.seed, position.step, 0, position.steps)
+    set_step(model, position.seed, position.step, 0, position.steps, position.decay)
     batch = batch.to(model.embedding.weight.device)
     targets = batch.targets if batch.ignores else None
     return model.loss(batch.x_BT, batch.y_BT, batch.position_BT, targets)

@@ -252,7 +252,9 @@ def _is_random(model: Transformer) -> bool:
 def _has_memory(recipe: Recipe) -> bool:
     """Whether what a recipe does depends on earlier steps."""
     casts = [*recipe.casts.values(), *(c for rule in recipe.rules for c in rule.casts.values())]
-    return any(cast.history for cast in casts) or any(c.prescale for c in recipe.state.values() if c)
+    return any(cast.history or cast.refresh for cast in casts) or any(
+        c.prescale for c in recipe.state.values() if c
+    )
 
 
 def _finite(layer: LayerFigures) -> dict[str, Any]:

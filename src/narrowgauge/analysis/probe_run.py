@@ -15,6 +15,7 @@ from narrowgauge.data.cache import Progress
 from narrowgauge.recipes import Recipe
 from narrowgauge.training import TrainedRun, open_run
 from narrowgauge.training.run_directory import RunDirectory
+from narrowgauge.training.step.build_model import decay_start_of
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.training.use.run_data import run_data
 
@@ -66,7 +67,8 @@ def open_probed(
     weights = trained.weights()
     spec = replace(trained.config.spec, recompute=0)
     steps = training.steps
-    position = Position(training.seed, min(trained.step + 1, steps), steps)
+    decay = decay_start_of(trained.config)
+    position = Position(training.seed, min(trained.step + 1, steps), steps, decay)
     target = next(trained.model.parameters()).device
     return Probed(Subject(spec, weights, position, taken, target), trained, trained.config.spec.recipe)
 

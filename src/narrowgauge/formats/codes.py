@@ -57,7 +57,7 @@ def _encode_(v: torch.Tensor, fmt: Format) -> torch.Tensor:
     sign = bits >> 31  # 0 or -1
     codes = bits.bitwise_and_(0x7FFFFFFF).bitwise_right_shift_(_MANTISSA - fmt.mantissa_bits)
     if fmt.twos_complement:  # -k is the complement of k, plus one
-        return codes.bitwise_xor_(sign).sub_(sign)
+        return codes.bitwise_xor_(sign).sub_(sign).bitwise_and_(2**fmt.bits - 1)
     if fmt.signed:
         codes.bitwise_or_(sign.bitwise_and_(1 << (fmt.bits - 1)))
     return codes

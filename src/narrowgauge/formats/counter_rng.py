@@ -112,6 +112,10 @@ class RandomStream:
         spare = torch.empty_like(x)
         return _mix_(_mix_(x, spare).bitwise_xor_(_signed((first >> 32) * _GOLDEN % 2**32) ^ k1), spare)
 
+    def of_scales(self) -> "RandomStream":
+        """Another stream of the same tensor and step, for the scales of its blocks."""
+        return RandomStream(self.key ^ _OF_SCALES, self.offset)
+
     def from_element(self, first: int) -> "RandomStream":
         """The stream whose first element is element `first` of this one."""
         return RandomStream(self.key, self.offset + first)
@@ -124,6 +128,8 @@ class RandomStream:
         """Uniform numbers for the elements `index` (int64), counted from the first."""
         return _uniform(self.bits_at(index))
 
+
+_OF_SCALES = 0x5CA1AB1E  # into both words of a key
 
 # The source of random numbers in [0, 1); a tensor has one for each element.
 Randomness = torch.Generator | RandomStream | torch.Tensor | None

@@ -11,7 +11,8 @@ and 4 bits none at all, and the "fnuz" variants of AMD's MI300 reuse the code of
 
 E8M0 is unsigned, without mantissa, zero and subnormals. It stores only scales, 2^(code - 127). MX's INT8 has
 no exponent: it is an integer of two's complement that counts 1/64, written as a format of subnormals only
-(bias 0, so that 2^(1 - b) * m / 2^7 = m / 64).
+(bias 0, so that 2^(1 - b) * m / 2^7 = m / 64). INT4 counts ones in the same way (bias -2). UE5M3 (`e5m3`) is
+an unsigned format of scales with zero and subnormals.
 
 Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats (MX) Specification 1.0,
 section 5; IEEE 754-2019; ONNX float stored in 8 bits (the fnuz variants).

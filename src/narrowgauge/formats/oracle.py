@@ -24,7 +24,7 @@ def round_scalar(x: float, fmt: Format, rounding: str = "nearest-even", uniform:
         rounding: The name of the rounding.
         uniform: The random number in [0, 1) of "stochastic": up if the fraction of the gap exceeds it.
     """
-    if math.isnan(x) or (math.isinf(x) and not fmt.has_infinity):
+    if math.isnan(x) or (math.isinf(x) and not fmt.has_infinity) or (x < 0 and not fmt.signed):
         return math.nan
     if math.isinf(x):
         return x
@@ -79,7 +79,7 @@ def code_of(value: float, fmt: Format) -> int:
         assert fmt.nan_code is not None
         return fmt.nan_code
     if fmt.twos_complement:
-        return int(Fraction(value) * 2**fmt.fraction_bits) % 2**fmt.bits
+        return int(Fraction(value) / Fraction(fmt.smallest_subnormal)) % 2**fmt.bits
     sign = math.copysign(1, value) < 0 and (value != 0 or fmt.has_negative_zero)
     magnitude = abs(Fraction(value))
     exponent = max(floor_log2(magnitude), fmt.emin) if magnitude else fmt.emin

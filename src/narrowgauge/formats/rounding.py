@@ -66,8 +66,8 @@ def round_to(
     y = round_finite(x_work, fmt, rounding, generator)
     special = float("inf") if fmt.has_infinity else float("nan")
     y = torch.where(x_work.isinf(), torch.copysign(torch.full_like(y, special), y), y)
-    if not fmt.zero:  # E8M0 has no sign and no zero: both are NaN
-        y = torch.where(x_work > 0, y, float("nan"))
+    if not fmt.signed:  # what has no code is NaN: negative numbers, and in E8M0 zero
+        y = torch.where(x_work >= 0 if fmt.zero else x_work > 0, y, float("nan"))
     return y.to(x.dtype)
 
 

@@ -7,6 +7,9 @@ from narrowgauge.formats.format import Format, Specials
 
 _OCP8 = "OCP 8-bit Floating Point 1.0"
 _MX = "OCP Microscaling Formats 1.0, section 5"
+_UNIFORM = "arXiv 2606.20381; one exponent bit, whose subnormals continue the grid of its one binade"
+_INT4 = "arXiv 2603.28765; integers -7 to 7: -8 is read and never written"
+_UE5M3 = "arXiv 2609.02846 (UE5M3, a format of scales); top exponent as in IEEE 754, so the largest is 61440"
 _FNUZ = "ONNX float8 fnuz; AMD MI300 (gfx942)"
 
 _FORMATS = {
@@ -23,6 +26,9 @@ _FORMATS = {
         Format("e3m2", 3, 2, 3, Specials.NONE, source=_MX),
         Format("e2m3", 2, 3, 1, Specials.NONE, source=_MX),
         Format("e2m1", 2, 1, 1, Specials.NONE, source=_MX),
+        Format("e1m2", 1, 2, 0, Specials.NONE, source=_UNIFORM),
+        Format("int4", 0, 3, -2, Specials.NONE, twos_complement=True, source=_INT4),
+        Format("e5m3", 5, 3, 15, Specials.IEEE, signed=False, source=_UE5M3),
         Format("e8m0", 8, 0, 127, Specials.NAN_ONLY, signed=False, zero=False, source=_MX),
     )
 }

@@ -164,4 +164,4 @@ def _takes_cast(cast: Cast) -> bool:
     if not cast.is_scaled:
         return name in ("fp32", "bf16", "fp16") and (cast.rounding != "stochastic" or name == "bf16")
     has_one_scale = cast.scale == "fp32" and cast.block is None and not cast.expand and not cast.codebook
-    return has_one_scale and name in ("fp16", "e4m3", "e5m2")
+    return has_one_scale and cast.headroom == 1 and name in ("fp16", "e4m3", "e5m2")

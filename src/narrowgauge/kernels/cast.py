@@ -9,8 +9,9 @@ Bytes for each element of a bf16 tensor, read and written (the reference makes a
     a scale a row, 128 x 128, or a tensor   2 more for that; none if its amax is cached (`amax_cache`)
     codes along both axes, from one read    1 more for the second
 
-The references compute tensors that several processes hold together, clamped outliers, random bits that are
-not a `RandomStream`'s, tensors that are no matrices, and compiled code, whose compiler fuses these passes.
+The references compute tensors that several processes hold together, clamped outliers, tensors without their
+mean, blocks that fit no tile (48, 64 x 64), random bits that are not a `RandomStream`'s, tensors that are no
+matrices, and compiled code, whose compiler fuses these passes.
 """
 
 import torch
@@ -50,15 +51,36 @@ def emulate(
 
 def _has_kernel(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:
     is_of_state = cast.expand or cast.codebook or cast.element.bits > 8
-    sees_all = context.shard is not None or cast.outliers or cast.compensate
+    is_plain = not (cast.outliers or cast.compensate or cast.center)
+    is_alone = context.shard is None and context.held is None
     return (
         x.ndim == 2
         and cast.is_scaled
-        and not (is_of_state or sees_all)
+        and not is_of_state
+        and is_plain
+        and is_alone
+        and _fits_tiles(cast)
         and cast.hadamard in (0, 16, 32, 64, 128)
         and (isinstance(context.random, RandomStream) or cast.rounding != "stochastic")
         and use_kernels(x)
     )
+
+
+def _fits_tiles(cast: Cast) -> bool:
+    """Whether the kernels' tiles, 32 x 128 and 128 x 32, are made of whole blocks, or lie within one.
+
+    A tensor scale is known only where its blocks lie in tiles, and only in the arithmetic of NVFP4. No kernel
+    rounds scales other than to nearest, chooses between candidates, nor has scales above those of rows.
+    """
+    rows, columns = cast.block or (0, 0)
+    is_small = rows in (1, 2, 4, 8, 16, 32) and columns in (1, 2, 4, 8, 16, 32, 64, 128)
+    if cast.scale_rounding != "nearest-even" or cast.zero_scale or cast.candidates or cast.correct:
+        return False
+    if cast.tensor_scale == "row":
+        return False
+    if cast.tensor_scale != "none":
+        return is_small and cast.is_nvfp4
+    return is_small or columns == 0 or rows % 128 == columns % 128 == 0
 
 
 def _fields(

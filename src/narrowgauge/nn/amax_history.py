@@ -10,7 +10,10 @@ The scale stays as it was where that amax is 0. Before the first step it is 1. S
 step (accumulation, recomputation) count as one, by their largest magnitude. A magnitude that is not finite is
 left out: its tensor is NaN anyway (`quantize`), and the guard skips the step.
 
-This is the only state of a recipe that moves the trajectory: `tensors` is what a checkpoint has to hold.
+A `HeldAmax` keeps less (`refresh` = n): the largest magnitude that the tensor had in a step, which its tensor
+scale comes from in the n - 1 steps after it. In the step itself, and before any, each tensor has its own.
+
+These are the only state of operands that moves the trajectory: `tensors` is what a checkpoint has to hold.
 """
 
 from collections.abc import Callable
@@ -77,6 +80,41 @@ class AmaxHistory(torch.nn.Module):
             if tensor.dtype != torch.float32:
                 setattr(self, name, originals[name].to(tensor.device))
         return self
+
+
+class HeldAmax(AmaxHistory):
+    """The largest magnitude of one tensor, taken once in `refresh` steps and held in between."""
+
+    held: torch.Tensor
+    age: torch.Tensor
+
+    def reset(self, device: torch.device | str) -> None:
+        """Go back to the state before the first step, on a device."""
+        for name in ("amax", "held", "age"):
+            self.register_buffer(name, torch.zeros((), device=device), persistent=False)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The state by name: the magnitude, and the number of steps since it was taken."""
+        return {"amax": self.amax, "held": self.held, "age": self.age}
+
+    def current(self) -> torch.Tensor:
+        """The magnitude that is held in this step; 0 if each tensor has its own."""
+        return torch.where(self.age == 0, 0.0, self.held)
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """Hold the step's largest magnitude, if it is the step to take it; no branch depends on a value."""
+        has_amax = self.amax > 0  # else there was no tensor, or only zeros
+        self.held.copy_(torch.where(has_amax & (self.age == 0), self.amax, self.held))
+        self.age.copy_(torch.where(has_amax, (self.age + 1) % self.cast.refresh, self.age))
+        self.amax.zero_()
+
+
+def history_of(cast: Cast) -> AmaxHistory | None:
+    """The history that a cast needs, in its first state; None if it needs none."""
+    if cast.refresh:
+        return HeldAmax(cast)
+    return AmaxHistory(cast) if cast.history else None
 
 
 def _scale(amax: torch.Tensor, element: Format, margin: int) -> torch.Tensor:

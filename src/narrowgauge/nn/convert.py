@@ -101,7 +101,12 @@ def _shared_parameters(model: torch.nn.Module) -> set[torch.nn.Parameter]:
 
 
 def set_step(
-    model: torch.nn.Module, seed: int, step: int, first_sample: int, steps: int | None = None
+    model: torch.nn.Module,
+    seed: int,
+    step: int,
+    first_sample: int,
+    steps: int | None = None,
+    decay: int | None = None,
 ) -> None:
     """Set the position of training in every converted layer and dropout; called before each forward pass.
 
@@ -114,19 +119,25 @@ def set_step(
         step: The optimizer step, from 1.
         first_sample: The index in the step's global batch of the first sequence of this forward pass.
         steps: The steps of the full run, for rules that hold after a share of it.
+        decay: The first step whose learning rate is below the peak, for rules that hold from then on.
 
     Raises:
-        UserError: The recipe has such a rule, and `steps` is None.
+        UserError: The recipe has such a rule, and its argument is None.
     """
     layers = [module for module in model.modules() if isinstance(module, Linear)]
     for layer in layers:
-        if steps is None and any(rule.from_share for rule in layer.recipe.rules):
+        if decay is None and any(rule.follows_schedule for rule in layer.recipe.rules):
+            raise UserError(
+                f"a rule of recipe {layer.recipe.name!r} waits for the decay of the learning rate, and its "
+                "first step is not known; give set_step the argument `decay`"
+            )
+        if steps is None and any(rule.needs_length for rule in layer.recipe.rules):
             raise UserError(
                 f"a rule of recipe {layer.recipe.name!r} holds from a share of the steps on, and their "
                 "number is not known; give set_step the argument `steps`"
             )
     for layer in layers:
-        layer.set_position(seed, step, first_sample, steps)
+        layer.set_position(seed, step, first_sample, steps, decay)
     for module in model.modules():
         if isinstance(module, Dropout):
             module.set_position(seed, step, first_sample, next(model.parameters()).device)

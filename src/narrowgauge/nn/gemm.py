@@ -25,6 +25,10 @@ class Operand(NamedTuple):
         """The same numbers along the other axis."""
         return Operand(self.values.T, self.scale)
 
+    def numbers(self) -> torch.Tensor:
+        """The numbers that a product sees, scale applied."""
+        return self.values if self.scale is None else self.values.float() * self.scale
+
 
 @torch.library.custom_op("narrowgauge::scaled_mm", mutates_args=())
 def scaled_mm(a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

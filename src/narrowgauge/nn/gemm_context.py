@@ -14,6 +14,7 @@ import torch
 
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels import emulate, quantize
+from narrowgauge.nn.amax_history import HeldAmax
 from narrowgauge.nn.gathered_weight import GatheredWeight
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.native import QuantizedOperand, quantized_operand
@@ -51,12 +52,30 @@ class GemmContext:
     def shared(self, a: str, b: str) -> bool:
         """Whether two places see the same numbers of the same tensor, whatever the axis."""
         cast = self.layer.casts[a]
-        return cast == self.layer.casts[b] and cast.ignores_axis and cast.rounding != "stochastic"
+        return cast == self.layer.casts[b] and cast.ignores_axis and not cast.is_random
 
     @property
     def reuses_x(self) -> bool:
-        """Whether wgrad reuses the operand of the forward pass."""
-        return isinstance(self.layer.saved, str) and self.shared("fprop.x", "wgrad.x")
+        """Whether wgrad sees the operand of the forward pass, or something made from it."""
+        reuses = self.shared("fprop.x", "wgrad.x") or bool(self.layer.casts["wgrad.x"].of)
+        return isinstance(self.layer.saved, str) and reuses
+
+    @property
+    def reuses_w(self) -> bool:
+        """Whether dgrad sees the weight's operand of the forward pass, or something made from it."""
+        return self.shared("fprop.w", "dgrad.w") or bool(self.layer.casts["dgrad.w"].of)
+
+    def again(self, operand: Operand | QuantizedOperand, place: str) -> Operand | QuantizedOperand:
+        """The operand of a place that takes the numbers of another one, contracted along the other axis.
+
+        Args:
+            operand: The operand of that other place.
+            place: The place. Where its cast has scales, the numbers are rounded once more.
+        """
+        if not self.layer.casts[place].is_scaled or not self.layer.casts[place].of:
+            return operand.transposed()
+        assert isinstance(operand, Operand)  # such a product has no native scheme
+        return self.operand(operand.numbers(), place, 0)
 
     def operand(
         self, tensor: torch.Tensor, place: str, axis: int, both: bool = False
@@ -68,7 +87,7 @@ class GemmContext:
         if isinstance(tensor, GatheredWeight):  # it travelled in these numbers: there is no loss to gauge
             gathered = tensor.operand(self.layer.compute, self.layer.native)
             return gathered if axis == -1 else gathered.transposed()
-        cast, context = self.layer.casts[place], self._quant_context(tensor, place)
+        cast, context = self.layer.casts[place], self.quant_context(tensor, place)
         if self.layer.native and cast.is_scaled:
             q, other_codes = quantize(tensor, cast, axis, context, both)
             if self.observer is not None:
@@ -100,19 +119,23 @@ class GemmContext:
 
     def stream(self, tensor: torch.Tensor, place: str) -> RandomStream | None:
         """The random bits of a place's cast, if it is random."""
-        if self.layer.casts[place].rounding != "stochastic":
+        if not self.layer.casts[place].is_random:
             return None
         return self.step.operand_stream(place, self._elements(place, tensor) // self.num_samples)
 
-    def _quant_context(self, tensor: torch.Tensor, place: str) -> QuantContext:
-        """The context of a place's cast; a history is updated with the tensor."""
-        cast, step, scale = self.layer.casts[place], self.step, None
-        if cast.history:
-            scale = step.histories[place].scale
+    def quant_context(self, tensor: torch.Tensor, place: str) -> QuantContext:
+        """The context of a place's cast; a history is updated with the tensor (again does no harm)."""
+        cast, step, scale, held = self.layer.casts[place], self.step, None, None
+        if cast.history or cast.refresh:
+            history = step.histories[place]
+            if isinstance(history, HeldAmax):
+                held = history.current()
+            else:
+                scale = history.scale
             if step.is_training:
-                step.histories[place].update(tensor)
+                history.update(tensor)
         signs = step.signs(place, cast.hadamard) if cast.signs == "random" else None
-        return QuantContext(self.stream(tensor, place), signs, scale, self.shard(place))
+        return QuantContext(self.stream(tensor, place), signs, scale, self.shard(place), held)
 
     def _elements(self, place: str, tensor: torch.Tensor) -> int:
         """The number of elements of the global tensor."""

@@ -8,7 +8,9 @@ Legend: M tokens, K inputs, N outputs.
 
 Each `place(tensor)` is what the GEMM sees of the tensor in that place's format (`GemmContext.operand`). An
 operand is quantized again for the backward pass, from high precision, because its blocks lie along another
-axis there; where they do not (one scale per tensor, square blocks), the same numbers are used twice.
+axis there; where they do not (one scale per tensor, square blocks), the same numbers are used twice. A recipe
+may say the same of any operand (`dgrad.w = "fprop.w"`): the numbers of the first product as they are, or
+rounded once more.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -32,7 +34,7 @@ class _LinearFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         needs_dx, needs_dw, *_ = ctx.needs_input_grad
         # A gathered weight is gathered again for the backward pass, so that nothing of it is kept.
-        ctx.reuses_w = context.shared("fprop.w", "dgrad.w") and not isinstance(w_NK, GatheredWeight)
+        ctx.reuses_w = context.reuses_w and not isinstance(w_NK, GatheredWeight)
         x = context.operand(x_MK, "fprop.x", -1, both=needs_dw and context.reuses_x)
         w = context.operand(context.numbers_of(w_NK), "fprop.w", -1, both=needs_dx and ctx.reuses_w)
         y_MN = multiply(x, w, context.layer.compute, fast=True)
@@ -69,16 +71,21 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     if needs_dx:
         dy = context.operand(dy_MN, "dgrad.dy", -1, both=shares_dy)
         if ctx.reuses_w:
-            w = ctx.restore_w(*kept[:3]).transposed()
+            w = context.again(ctx.restore_w(*kept[:3]), "dgrad.w")
+        elif context.layer.casts["dgrad.w"].of:
+            w = context.again(context.operand(context.numbers_of(w_NK), "fprop.w", -1), "dgrad.w")
         else:
             w = context.operand(context.numbers_of(w_NK), "dgrad.w", 0)
         dx_MK = multiply(dy, w, compute).to(x_dtype)
         if context.observer is not None:
             context.observer.product("dgrad.dx", dx_MK, dy_MN, context.numbers_of(w_NK).T)
     if needs_dw:
-        dy = dy.transposed() if shares_dy and dy is not None else context.operand(dy_MN, "wgrad.dy", 0)
+        if context.layer.casts["wgrad.dy"].of:
+            dy = context.again(dy or context.operand(dy_MN, "dgrad.dy", -1), "wgrad.dy")
+        else:
+            dy = dy.transposed() if shares_dy and dy is not None else context.operand(dy_MN, "wgrad.dy", 0)
         x = ctx.restore_x(*kept[3:])
-        x = x.transposed() if context.reuses_x else context.operand(x.values, "wgrad.x", 0)
+        x = context.again(x, "wgrad.x") if context.reuses_x else context.operand(x.values, "wgrad.x", 0)
         # A sum that lacks the tokens of other processes is not rounded before it is complete.
         is_complete = context.shard("wgrad.x") is None
         dw_NK = multiply(dy, x, compute if is_complete else torch.float32)

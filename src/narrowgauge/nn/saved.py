@@ -33,14 +33,18 @@ def keep_input(
         has_one_scale = fprop.is_scaled and fprop.block is None
         if saved == "operand" and has_one_scale and isinstance(operand, Operand):
             return _keep_codes(operand, fprop)
+        keeps_codes = saved == "operand" and fprop.is_scaled and not fprop.compensate
+        if keeps_codes and context.layer.casts["wgrad.x"].of:
+            quantized, _ = quantize(x_MK, fprop, -1, context.quant_context(x_MK, "fprop.x"))
+            return _keep_quantized(quantized, context.layer.compute, is_operand=True)
         return keep_operand(operand)
     if saved == "input":
         return keep_operand(Operand(x_MK))
     cast = fprop if isinstance(saved, str) else saved
     if not cast.is_scaled:
         return keep_operand(Operand(emulate(x_MK, cast, -1, context.layer.compute)[0]))
-    stream = context.stream(x_MK, "fprop.x") if saved == "operand" else None
-    q, _ = quantize(x_MK, cast, -1, QuantContext(stream, shard=context.shard("fprop.x")))
+    plain = QuantContext(shard=context.shard("fprop.x"))
+    q, _ = quantize(x_MK, cast, -1, context.quant_context(x_MK, "fprop.x") if saved == "operand" else plain)
     if context.observer is not None and saved != "operand":
         observed = Observation("saved", x_MK, q.dequantize(), None, cast, -1, DEFAULT_CONTEXT)
         context.observer.operand(observed)
@@ -69,12 +73,12 @@ def _keep_codes(operand: Operand, cast: Cast) -> tuple[Tensors, Restore]:
     return (pack(encode(values, element), element), scale, None), restore
 
 
-def _keep_quantized(q: QTensor, dtype: torch.dtype) -> tuple[Tensors, Restore]:
-    """Keep a quantized tensor: packed codes, scales, tensor scale."""
+def _keep_quantized(q: QTensor, dtype: torch.dtype, is_operand: bool = False) -> tuple[Tensors, Restore]:
+    """Keep a quantized tensor: packed codes, scales, tensor scale; restored as a tensor, or as an operand."""
     cast, blocks, width, element = q.cast, q.blocks, q.codes.shape[-1], q.cast.element
 
     def restore(packed: torch.Tensor, scales: torch.Tensor, tensor_scale: torch.Tensor) -> Operand:
         q = QTensor(unpack(packed, element, width), scales, None, tensor_scale, cast, blocks)
-        return Operand(q.dequantize(dtype))
+        return Operand(*q.operand(dtype)) if is_operand else Operand(q.dequantize(dtype))
 
     return (q.packed(), q.scales, q.tensor_scale), restore

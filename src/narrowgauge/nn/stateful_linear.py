@@ -13,7 +13,7 @@ import torch
 
 from narrowgauge.errors import UserError
 from narrowgauge.formats import stream_key
-from narrowgauge.nn.amax_history import AmaxHistory
+from narrowgauge.nn.amax_history import AmaxHistory, history_of
 from narrowgauge.nn.gathered_weight import WeightGather
 from narrowgauge.nn.gemm_context import LayerSpec
 from narrowgauge.nn.linear_shards import LinearShards
@@ -36,7 +36,7 @@ class StatefulLinear(SeesFSDP, torch.nn.Linear):
         recipe: The recipe of this layer.
         index: The number of the layer among the model's, from which its random streams are named.
         spec: What the recipe and the device fix.
-        histories: The amax histories of the places with delayed scaling.
+        histories: The amax histories of the places with delayed scaling or held magnitudes.
         state_at_rest: The state of the weight, if the weight or its gradient is narrow.
         shards: The sharding of the layer over processes.
         is_sharded: Whether FSDP has sharded the weight.
@@ -86,8 +86,9 @@ class StatefulLinear(SeesFSDP, torch.nn.Linear):
         self.gathering: WeightGather | None = None
         operands = [*recipe.casts.items(), *(item for rule in recipe.rules for item in rule.casts.items())]
         casts = [cast for _, cast in operands] + [cast for cast in recipe.state.values() if cast is not None]
-        self.is_random = any(c.rounding == "stochastic" or c.signs == "random" for c in casts)
-        self.histories = {place: AmaxHistory(cast) for place, cast in operands if cast.history}
+        self.is_random = any(c.is_random or c.signs == "random" for c in casts)
+        histories = {place: history for place, cast in operands if (history := history_of(cast))}
+        self.histories: dict[str, AmaxHistory] = histories
         for place, history in self.histories.items():
             self.add_module(place.replace(".", "_"), history)
         self.register_buffer("keys", None, persistent=False)
@@ -104,12 +105,14 @@ class StatefulLinear(SeesFSDP, torch.nn.Linear):
         self.reduce_prescale = PreScale(weight.device, mu=0) if self.recipe.reduce.prescale else None
         self._set_keys(0, 0, 0)
 
-    def set_position(self, seed: int, step: int, first_sample: int, steps: int | None = None) -> None:
+    def set_position(
+        self, seed: int, step: int, first_sample: int, steps: int | None = None, decay: int | None = None
+    ) -> None:
         """Go to optimizer step `step` of `steps`, with the first sequence of the pass at `first_sample`."""
         if step != self.step:
             self._end_step()
         self.step, self.step_is_set = step, True
-        casts = _casts_at(self.recipe, step, steps)
+        casts = _casts_at(self.recipe, step, steps, decay)
         if casts != self.spec.casts:  # else the same object, so that compiled code stays valid
             self.spec = replace(self.spec, casts=casts)
         self._set_keys(seed, step, first_sample)
@@ -245,10 +248,10 @@ class StatefulLinear(SeesFSDP, torch.nn.Linear):
             bind(self.weight, self.state_at_rest, self.is_sharded)
 
 
-def _casts_at(recipe: Recipe, step: int, steps: int | None) -> dict[str, Cast]:
+def _casts_at(recipe: Recipe, step: int, steps: int | None, decay: int | None) -> dict[str, Cast]:
     """The casts of a layer's recipe in a step."""
     casts = dict(recipe.casts)
     for rule in recipe.rules:
-        if rule.is_for_all and rule.holds(step, steps):
+        if rule.is_for_all and rule.holds(step, steps, decay):
             casts |= rule.casts
     return casts

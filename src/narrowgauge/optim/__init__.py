@@ -6,7 +6,7 @@ from narrowgauge.optim.groups import parameter_groups, set_learning_rate
 from narrowgauge.optim.loop_state import load_state_dict, state_dict
 from narrowgauge.optim.muon import Muon
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.schedule import ScheduleKind, learning_rate
+from narrowgauge.optim.schedule import ScheduleKind, decay_start, learning_rate
 
 __all__ = [
     "AdamW",
@@ -14,6 +14,7 @@ __all__ = [
     "Muon",
     "Optimizer",
     "ScheduleKind",
+    "decay_start",
     "learning_rate",
     "load_state_dict",
     "parameter_groups",

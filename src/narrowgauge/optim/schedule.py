@@ -41,9 +41,28 @@ def learning_rate(
     steps = decay_steps or steps
     if step <= warmup_steps:
         return lr * (step / warmup_steps)  # in this order the last step of warm-up has exactly lr
-    start = warmup_steps if kind != "wsd" else max(warmup_steps, steps - round(steps * decay_fraction))
+    start = _last_at_peak(steps, kind, warmup_steps, decay_fraction)
     if kind == "constant" or step <= start:
         return lr
     progress = min((step - start) / max(steps - start, 1), 1.0)
     fall = (1 - math.cos(math.pi * progress)) / 2 if kind == "cosine" else progress
     return lr * (1 - fall * (1 - final_lr_fraction))
+
+
+def decay_start(
+    *,
+    steps: int,
+    kind: ScheduleKind,
+    warmup_steps: int,
+    decay_fraction: float,
+    decay_steps: int = 0,
+) -> int | None:
+    """The first step of a run whose learning rate falls, None under "constant"; see `learning_rate`."""
+    if kind == "constant":
+        return None
+    return _last_at_peak(decay_steps or steps, kind, warmup_steps, decay_fraction) + 1
+
+
+def _last_at_peak(steps: int, kind: ScheduleKind, warmup_steps: int, decay_fraction: float) -> int:
+    """The last step before the rate falls."""
+    return warmup_steps if kind != "wsd" else max(warmup_steps, steps - round(steps * decay_fraction))

@@ -51,4 +51,4 @@ def write_all(writes: list[Write]) -> None:
 
 def is_random(state: QuantizedState) -> bool:
     """Whether a tensor is rounded with random bits when it is written."""
-    return state.cast.rounding == "stochastic"
+    return state.cast.is_random

@@ -2,7 +2,13 @@
 
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
-from narrowgauge.quantization.named_casts import cast, cast_names, make_cast, state_cast_names
+from narrowgauge.quantization.named_casts import (
+    cast,
+    cast_names,
+    is_cast_table,
+    make_cast,
+    state_cast_names,
+)
 from narrowgauge.quantization.outliers import clamp_outliers
 from narrowgauge.quantization.quantize import QTensor, emulate, quantize, quantize_in_context
 from narrowgauge.quantization.rounding_gradient import estimator_slope
@@ -46,6 +52,7 @@ __all__ = [
     "full_axis",
     "gradient_of",
     "has_gradient",
+    "is_cast_table",
     "like_shard",
     "local_part",
     "local_tensor",

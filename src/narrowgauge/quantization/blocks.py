@@ -36,6 +36,10 @@ class Blocks:
             position += 1 + (b > 1)
         return dims
 
+    def grid_dim(self, dim: int) -> int:
+        """The dimension of a split tensor that counts the blocks along dimension `dim`."""
+        return dim + sum(b > 1 for b in self.size[:dim])
+
     @property
     def is_ragged(self) -> bool:
         """Whether the last block of some dimension is padded."""

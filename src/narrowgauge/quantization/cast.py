@@ -6,18 +6,13 @@ A cast is an element format, a block, a scale and a rounding:
 
 The block is (rows, columns) with columns along the axis that a GEMM contracts; None is the full tensor, and
 a 0 means "the full extent". A cast without a scale is a plain conversion (bf16, fp16, fp32). The casts that
-exist are data in `named_casts.py`.
+have a name are data in `named_casts.py`, what does not fit together is in `cast_rules.py`.
 """
 
 from dataclasses import dataclass
 
-from narrowgauge.errors import UserError, unknown
-from narrowgauge.formats import RANDOM_BITS, ROUNDINGS, Format
-
-SCALES = ("none", "fp32", "e8m0", "e4m3")
-HISTORY_ALGORITHMS = ("max", "most_recent")
-E8M0_RULES = ("floor", "ceil", "even", "rceil")
-CODEBOOKS = ("dynamic", "dynamic-unsigned")
+from narrowgauge.formats import RANDOM_BITS, Format, format
+from narrowgauge.quantization.cast_rules import ROUNDED_SCALES, require_valid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,16 +20,34 @@ class Cast:
     """One way to store a tensor in narrow numbers.
 
     Attributes:
-        name: The name of the named cast that it is, or is made from.
+        name: The name of the named cast that it is, or is made from; else its element, block and scale.
         element: The format of the elements.
-        scale: "none" (plain conversion) | "fp32" (max / amax) | "e8m0" (OCP MX) | "e4m3" (NVFP4: E4M3
-            scales under one fp32 scale for the tensor).
+        scale: "none" (plain conversion), or the format of the scales: "fp32", "bf16", "e8m0" (OCP MX),
+            "e4m3", "e5m3" (UE5M3).
+        tensor_scale: "none", or a second scale in fp32: one a "tensor" (NVFP4), or one a "row" of an operand.
+        scale_target: What the largest block scale aims at under a tensor scale; 0 stands for 448, with
+            candidates for 256.
+        scale_rounding: How scales in bf16, e4m3 and e5m3 are rounded: a name of `formats.ROUNDINGS`.
+        zero_scale: What a scale that rounds to 0 becomes: "one" or "zero" (the block is zeros), "smallest"
+            (the smallest positive number); "" stands for "zero" in NVFP4, else for "one".
+        candidates: Element magnitudes, such as (6, 4), that a block's largest number may be mapped to; () for
+            the largest element only. Each block is quantized with all of them.
+        choose: The error by which one of them is chosen: "mae" or "mse" (mean of its absolute or squared
+            errors), or "max" (its largest error); the first of equals.
+        refresh: 0 takes the largest magnitude under a tensor scale from the tensor itself; n takes it once
+            in n steps, and holds it in between.
+        center: "tokens" quantizes what is left after the mean over tokens, and adds that mean to the operand
+            in high precision (mean-residual splitting); "" does not.
+        correct: "projection" multiplies the scales of a Hadamard group (of a block, without a transform) by
+            what makes the projection of its numbers on themselves exact (MS-EDEN), before they are rounded
+            by `scale_rounding`; elements are those under the nearest scale. "" does not.
+        of: The place whose numbers are taken in place of the tensor's, such as "fprop.w".
         block: (rows, columns) that share a scale, columns along the contraction axis; None = the full tensor.
         scale_rule: How the power of two of "e8m0" is chosen: "floor" | "ceil" | "even" | "rceil".
         rounding: A name of `formats.ROUNDINGS`.
         hadamard: 0, or the size of the Hadamard transform applied along the contraction axis first.
-        headroom: The share of the largest element that "e4m3" scales aim at; 16/17 makes NVFP4 free of
-            clipping, because rounding a scale to E4M3 lowers it by at most 1/17.
+        headroom: The share of the largest element that scales aim at. 16/17 makes NVFP4 free of clipping,
+            because rounding a scale to E4M3 lowers it by at most 1/17; above 1, the largest are clipped.
         power_of_two: Whether an "fp32" encoding scale is cut to its power of two.
         signs: The signs of the Hadamard transform: () for those of its size (TransformerEngine's for 16, else
             all +1), "random" for new ones in each step, or one +1 or -1 for each element of a group.
@@ -58,6 +71,16 @@ class Cast:
     name: str
     element: Format
     scale: str = "none"
+    tensor_scale: str = "none"
+    scale_target: float = 0.0
+    scale_rounding: str = "nearest-even"
+    zero_scale: str = ""
+    candidates: tuple[float, ...] = ()
+    choose: str = ""
+    of: str = ""
+    refresh: int = 0
+    center: str = ""
+    correct: str = ""
     block: tuple[int, int] | None = None
     scale_rule: str | None = None
     rounding: str = "nearest-even"
@@ -79,7 +102,7 @@ class Cast:
     estimator_cap: float = 3.0
 
     def __post_init__(self) -> None:
-        _require_valid(self)
+        require_valid(self)
 
     @property
     def is_scaled(self) -> bool:
@@ -96,65 +119,54 @@ class Cast:
     def ignores_axis(self) -> bool:
         """Whether the numbers are the same whichever axis is contracted (no block, or a square one)."""
         is_square = self.block is None or self.block[0] == self.block[1]
+        is_square = is_square and self.tensor_scale != "row"
         return is_square and not self.hadamard and not self.outliers
 
+    @property
+    def has_scale_codes(self) -> bool:
+        """Whether a scale is stored as a code of a byte."""
+        return self.is_scaled and format(self.scale).bits == 8
 
-def _require_valid(cast: Cast) -> None:
-    """Refuse a cast with an unknown name, a value out of bounds, or keys that do not fit together."""
-    for key, name, known in (
-        ("scale", cast.scale, SCALES),
-        ("scale rule", cast.scale_rule, (*E8M0_RULES, None)),
-        ("rounding", cast.rounding, ROUNDINGS),
-        ("history algorithm", cast.history_algorithm, HISTORY_ALGORITHMS),
-    ):
-        if name not in known:
-            raise unknown(key, str(name), filter(None, known))
-    for key, is_right, rule in _rules(cast):
-        if not is_right:
-            raise UserError(f"cast {cast.name!r}: {key} = {getattr(cast, key)!r}, but {rule}")
+    @property
+    def is_random(self) -> bool:
+        """Whether elements or scales are rounded stochastically."""
+        return "stochastic" in (self.rounding, self.scale_rounding)
 
+    @property
+    def is_nvfp4(self) -> bool:
+        """Whether scales follow TransformerEngine's arithmetic for NVFP4: E4M3 under a second scale."""
+        return self.scale == "e4m3" and self.tensor_scale != "none"
 
-def require_codes(cast: Cast) -> None:
-    """Refuse a cast whose elements are not codes of a byte or less under scales."""
-    if not cast.is_scaled:
-        raise UserError(
-            f"cast {cast.name!r} stores no scales; use torch's .to() or narrowgauge.round_to for it"
-        )
-    if cast.element.bits > 8 or cast.codebook:
-        raise UserError(
-            f"cast {cast.name!r} has no codes of a byte: it is for state (weight, master, grad, m, v)"
-        )
+    @property
+    def has_rounded_scale(self) -> bool:
+        """Whether a block's scale is a quotient that is rounded to a format: elements are divided by it."""
+        return self.scale in ROUNDED_SCALES and not self.is_nvfp4
 
+    @property
+    def target(self) -> float:
+        """What the largest block scale aims at under a tensor scale."""
+        return self.scale_target or (256.0 if self.candidates else 448.0)
 
-def _rules(cast: Cast) -> list[tuple[str, bool, str]]:
-    """(key, whether its value is right, the rule) of each key that is bounded or must fit others."""
-    fp32, block = cast.scale == "fp32", cast.block is not None
-    size, signs, k = cast.hadamard, cast.signs, cast.estimator_k
-    is_signs = signs in ((), "random") or (len(signs) == size and set(signs) <= {1, -1})
-    is_quantile = cast.outliers == 0 or 0.5 < cast.outliers < 1
-    is_plain = fp32 and cast.rounding == "nearest-even" and not cast.expand
-    is_byte = fp32 and not block and not cast.history and cast.element.bits == 8
-    e8m0_only = (
-        f"a scale rule belongs to E8M0 scales only; name one of {', '.join(E8M0_RULES)} there, or none"
-    )
-    maps = f"{' and '.join(CODEBOOKS)} are possible, with fp32 scales and the nearest number"
-    byte = "it needs codes of a byte under one fp32 scale a tensor, as e4m3 has"
-    blocks = "it needs fp32 scales of blocks, as fp8-1x128 has"
-    return [
-        ("scale_rule", (cast.scale == "e8m0") == bool(cast.scale_rule), e8m0_only),
-        ("hadamard", not size or (size > 1 and not size & (size - 1)), "it must be 0 or a power of two"),
-        ("headroom", 0 < cast.headroom <= 1, "it must lie in (0, 1]"),
-        ("signs", is_signs, '"random" or one +1 or -1 for each element of a group are possible'),
-        ("random_bits", 1 <= cast.random_bits <= RANDOM_BITS, f"it must lie in 1 to {RANDOM_BITS}"),
-        ("history", cast.history >= 0, "it must be a number of steps"),
-        ("history", not cast.history or (fp32 and not block), "it needs one fp32 scale a tensor"),
-        ("margin", 0 <= cast.margin < 64, "it must lie in 0 to 63"),
-        ("outliers", is_quantile, "it must be 0 or a quantile such as 0.99"),
-        ("estimator_k", k == 0 or k >= 1, "it must be 0, or at least 1"),
-        ("estimator_k", k == 0 or fp32, "it needs fp32 scales"),
-        ("estimator_cap", cast.estimator_cap > 0, "it must be positive"),
-        ("expand", not cast.expand or (fp32 and block), blocks),
-        ("codebook", not cast.codebook or (cast.codebook in CODEBOOKS and is_plain), maps),
-        ("split", not cast.split or cast.name == "bf16-split", "it belongs to cast 'bf16-split'"),
-        ("prescale", not cast.prescale or is_byte, byte),
-    ]
+    @property
+    def aim(self) -> float:
+        """The magnitude, in units of the scale, that the largest of a block aims at."""
+        return self.element.max * self.headroom
+
+    @property
+    def zero_rule(self) -> str:
+        """What a scale that rounds to 0 becomes: one of `ZERO_SCALES`."""
+        return self.zero_scale or ("zero" if self.is_nvfp4 else "one")
+
+    @property
+    def is_exact_in_bf16(self) -> bool:
+        """Whether bfloat16 holds every product of an element and its block's scale."""
+        if self.scale == "fp32":
+            return self.power_of_two
+        bits, scale_bits = self.element.fraction_bits + 1, format(self.scale).mantissa_bits + 1
+        return bits + (scale_bits if scale_bits > 1 else 0) <= 8
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits of a stored element and its share of a block's scale; scales of rows and tensors are few."""
+        elements = self.block[0] * self.block[1] if self.block else 0
+        return self.element.bits + (format(self.scale).bits / elements if elements else 0)

@@ -3,6 +3,7 @@
     random   the bits of stochastic rounding
     signs    the diagonal of a Hadamard transform whose signs are drawn anew in each step
     scale    an encoding scale that is known beforehand, in place of the one of the tensor at hand
+    held     the largest magnitude of the tensor some steps ago, in place of its own
     shard    the position of a local tensor in a global one that several processes hold together
 
 Most tensors need none of them (`DEFAULT_CONTEXT`). Blocks, scales and random bits are laid on the global
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from narrowgauge.collectives import all_reduce_max
+from narrowgauge.collectives import all_reduce_max, all_reduce_sum
 from narrowgauge.errors import UserError
 from narrowgauge.formats import Randomness, RandomStream
 from narrowgauge.quantization.blocks import Blocks
@@ -31,6 +32,8 @@ class QuantContext:
         signs: One +1 or -1 for each element of a Hadamard group; for casts that say `signs = "random"`.
         scale: A 0-dim float32 factor of the full tensor before rounding (delayed scaling, scales that
             devices share). None takes it from the tensor.
+        held: 0-dim float32, the largest magnitude of the tensor in place of its own, under a tensor scale
+            that is held for some steps; 0 or None takes its own.
         shard: The position of the tensor in a global one. All processes that hold it quantize at one time.
     """
 
@@ -38,10 +41,20 @@ class QuantContext:
     signs: torch.Tensor | None = None
     scale: torch.Tensor | None = None
     shard: TensorShard | None = None
+    held: torch.Tensor | None = None
 
     def local(self) -> "QuantContext":
         """The same context for the local tensor by itself: other processes are not asked."""
         return replace(self, shard=None)
+
+    def drawn_for(self, x: torch.Tensor, cast: Cast) -> "QuantContext":
+        """The same context, its random numbers drawn if a cast needs them more than once."""
+        is_once = not (cast.candidates or cast.correct)
+        if is_once or cast.rounding != "stochastic":
+            return self
+        if isinstance(self.random, RandomStream | torch.Tensor):
+            return self
+        return replace(self, random=torch.rand(x.shape, generator=self.random, device=x.device))
 
     def signs_of(self, cast: Cast) -> torch.Tensor | tuple[int, ...]:
         """The signs of a cast's transform; () stands for those that belong to its size.
@@ -74,6 +87,30 @@ class QuantContext:
             random = random.uniform(blocks.shape)
         return blocks.split(random) if isinstance(random, torch.Tensor) else random
 
+    def random_over_grid(self, blocks: Blocks, cast: Cast, axis: int) -> Randomness:
+        """The source of random bits for the scales of blocks: one number for each.
+
+        They are those of the block's index in the global grid, from a stream of their own. If random numbers
+        are given, a block has that of its first element.
+        """
+        random = self.random
+        if isinstance(random, torch.Tensor):
+            numbers = blocks.split(random)
+            for dim in blocks.inner:
+                numbers = numbers.narrow(dim, 0, 1)
+            return numbers
+        if isinstance(random, RandomStream):
+            random = random.of_scales()
+            random = random if self.shard is None else self.shard.grid(cast, axis).bits_of(random)
+            return blocks.align(random) if isinstance(random, torch.Tensor) else random
+        return random
+
+    def row_amax(self, amax: torch.Tensor, blocks: Blocks, axis: int) -> torch.Tensor:
+        """The largest magnitude of each row of the global tensor, from those of the local blocks."""
+        dim = axis % len(blocks.shape)
+        largest = amax.amax(blocks.grid_dim(dim), keepdim=True)
+        return largest if self.shard is None else all_reduce_max(largest, self.shard.axes[dim].groups)
+
     def global_amax(self, amax: torch.Tensor, cast: Cast, axis: int) -> torch.Tensor:
         """The largest magnitudes of the global tensor's blocks, from those of the local elements."""
         if self.shard is None or self.scale is not None:
@@ -85,7 +122,22 @@ class QuantContext:
     def tensor_amax(self, amax: torch.Tensor) -> torch.Tensor:
         """The largest magnitude of the global tensor (0-dim), from those of the local blocks."""
         largest = amax.amax() if amax.numel() else amax.new_zeros(())
-        return largest if self.shard is None else all_reduce_max(largest, self.shard.groups)
+        largest = largest if self.shard is None else all_reduce_max(largest, self.shard.groups)
+        return largest if self.held is None else torch.where(self.held > 0, self.held, largest)
+
+    def token_mean(self, x: torch.Tensor) -> torch.Tensor:
+        """The mean over the tokens (all dimensions but the last) of the global tensor, in x's dtype.
+
+        Sums are float64, so that their order over processes changes no digit but by the rarest chance. What
+        is not finite is left out: it breaks its own blocks.
+        """
+        tokens = list(range(x.ndim - 1))
+        sums = torch.where(x.isfinite(), x, 0.0).sum(tokens, keepdim=True, dtype=torch.float64)
+        count = x.numel() // max(x.shape[-1], 1)
+        if self.shard is not None:
+            sums = all_reduce_sum(sums, self.shard.axes[0].groups)
+            count = self.shard.axes[0].size
+        return (sums / max(count, 1)).to(x.dtype)
 
     def global_elements(self, x: torch.Tensor) -> torch.Tensor:
         """All elements of the global tensor in no particular order, for what has to sort them."""

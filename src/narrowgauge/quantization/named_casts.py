@@ -1,4 +1,8 @@
-"""The casts that exist, as data, and casts from the text of a recipe."""
+"""Casts from text: free keys, and the names that stand for some of them.
+
+A cast in a recipe is a table of keys (`KEYS`), or a name: a shorthand for such a table. `SHORTHANDS` holds
+what each name stands for. A table that begins with `cast = NAME` changes some keys of that one.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,53 +11,48 @@ from typing import Any
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import format
 from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.cast_rules import ROUNDED_SCALES
+
+Table = Mapping[str, Any]
 
 
-def _mx(name: str, element: str) -> Cast:
-    return Cast(name=name, element=format(element), scale="e8m0", block=(1, 32), scale_rule="rceil")
+def _mx(element: str) -> Table:
+    return {"element": element, "block": 32, "scale": "e8m0"}
 
 
-_CASTS = {
-    c.name: c
-    for c in (
-        Cast(name="fp32", element=format("fp32")),
-        Cast(name="bf16", element=format("bf16")),
-        Cast(name="fp16", element=format("fp16")),
-        Cast(name="e4m3", element=format("e4m3"), scale="fp32"),
-        Cast(name="e5m2", element=format("e5m2"), scale="fp32"),
-        Cast(name="e4m3fnuz", element=format("e4m3fnuz"), scale="fp32"),
-        Cast(name="e5m2fnuz", element=format("e5m2fnuz"), scale="fp32"),
-        Cast(name="fp8-row", element=format("e4m3"), scale="fp32", block=(1, 0)),
-        Cast(name="fp8-1x128", element=format("e4m3"), scale="fp32", block=(1, 128)),
-        Cast(name="fp8-128x128", element=format("e4m3"), scale="fp32", block=(128, 128)),
-        _mx("mxfp8", "e4m3"),
-        _mx("mxfp8-e5m2", "e5m2"),
-        _mx("mxfp6-e2m3", "e2m3"),
-        _mx("mxfp6-e3m2", "e3m2"),
-        _mx("mxfp4", "e2m1"),
-        _mx("mxint8", "int8"),
-        Cast(name="nvfp4", element=format("e2m1"), scale="e4m3", block=(1, 16)),
-        Cast(name="nvfp4-2d", element=format("e2m1"), scale="e4m3", block=(16, 16)),
-        Cast(name="fp4-row", element=format("e2m1"), scale="fp32", block=(1, 0)),
-    )
+def _nv(block: int | list[int]) -> Table:
+    return {"element": "e2m1", "block": block, "scale": "e4m3", "tensor_scale": "tensor"}
+
+
+SHORTHANDS: Mapping[str, Table] = {
+    "fp32": {"element": "fp32"},
+    "bf16": {"element": "bf16"},
+    "fp16": {"element": "fp16"},
+    "e4m3": {"element": "e4m3"},
+    "e5m2": {"element": "e5m2"},
+    "e4m3fnuz": {"element": "e4m3fnuz"},
+    "e5m2fnuz": {"element": "e5m2fnuz"},
+    "fp8-row": {"element": "e4m3", "block": "row"},
+    "fp8-1x128": {"element": "e4m3", "block": 128},
+    "fp8-128x128": {"element": "e4m3", "block": [128, 128]},
+    "mxfp8": _mx("e4m3"),
+    "mxfp8-e5m2": _mx("e5m2"),
+    "mxfp6-e2m3": _mx("e2m3"),
+    "mxfp6-e3m2": _mx("e3m2"),
+    "mxfp4": _mx("e2m1"),
+    "mxint8": _mx("int8"),
+    "nvfp4": _nv(16),
+    "nvfp4-2d": _nv([16, 16]),
+    "fp4-row": {"element": "e2m1", "block": "row"},
 }
 
 # For state only (`state/quantized_state.py`): numbers too wide for a byte, or stretched.
-_STATE_CASTS = {
-    c.name: c
-    for c in (
-        Cast(name="fp16-scaled", element=format("fp16"), scale="fp32", power_of_two=True),
-        Cast(name="bf16-split", element=format("bf16"), split=True),
-        Cast(name="coat", element=format("e4m3"), scale="fp32", block=(1, 128), expand=True),
-        Cast(name="dynamic8", element=format("int8"), scale="fp32", block=(1, 256), codebook="dynamic"),
-        Cast(
-            name="dynamic8-unsigned",
-            element=format("int8"),
-            scale="fp32",
-            block=(1, 256),
-            codebook="dynamic-unsigned",
-        ),
-    )
+STATE_SHORTHANDS: Mapping[str, Table] = {
+    "fp16-scaled": {"element": "fp16", "scale": "fp32", "power_of_two": True},
+    "bf16-split": {"element": "bf16", "split": True},
+    "coat": {"element": "e4m3", "block": 128, "expand": True},
+    "dynamic8": {"element": "int8", "block": 256, "codebook": "dynamic"},
+    "dynamic8-unsigned": {"element": "int8", "block": 256, "codebook": "dynamic-unsigned"},
 }
 
 
@@ -63,51 +62,140 @@ def cast(name: str) -> Cast:
     Raises:
         UserError: No cast has that name; the sentence names the nearest.
     """
-    casts = _CASTS | _STATE_CASTS
-    if name not in casts:
-        raise unknown("cast", name, casts)
-    return casts[name]
+    if name not in _CASTS:
+        raise unknown("cast", name, _CASTS)
+    return _CASTS[name]
 
 
 def cast_names() -> list[str]:
     """Names of the casts that operands of products can have; state can have them, too."""
-    return list(_CASTS)
+    return list(SHORTHANDS)
 
 
 def state_cast_names() -> list[str]:
     """Names of the casts that only state can have."""
-    return list(_STATE_CASTS)
+    return list(STATE_SHORTHANDS)
 
 
 # The keys of a recipe's table for a cast, and the type of each value.
-_KEYS: Mapping[str, Any] = {
-    **dict.fromkeys(("cast", "element", "scale_rule", "rounding", "history_algorithm"), str),
-    **dict.fromkeys(("hadamard", "random_bits", "history", "margin"), int),
-    **dict.fromkeys(("headroom", "outliers", "estimator_k", "estimator_cap"), int | float),
-    **dict.fromkeys(("power_of_two", "compensate", "expand", "prescale"), bool),
-    "signs": str | list,
+KEYS: Mapping[str, Any] = {
+    **dict.fromkeys(("cast", "element", "scale", "tensor_scale", "scale_rule", "rounding"), str),
+    **dict.fromkeys(("scale_rounding", "zero_scale", "history_algorithm", "codebook"), str),
+    **dict.fromkeys(("hadamard", "random_bits", "history", "margin", "refresh"), int),
+    **dict.fromkeys(("headroom", "scale_target", "outliers", "estimator_k", "estimator_cap"), int | float),
+    **dict.fromkeys(("power_of_two", "compensate", "expand", "prescale", "split"), bool),
+    **dict.fromkeys(("choose", "of", "center", "correct"), str),
+    "candidates": list | tuple,
+    "block": str | int | list | tuple,
+    "signs": str | list | tuple,
 }
-_WORDS: Mapping[object, str] = {str: "text in quotes", bool: "true or false"}
+_OF_NAMES = ("codebook", "split")  # keys that only named casts have
+_WORDS: Mapping[object, str] = {
+    str: "text in quotes",
+    bool: "true or false",
+    list | tuple: "a list of numbers",
+    KEYS["block"]: '"tensor", "row", a number of columns, or [rows, columns]',
+}
 
 
-def make_cast(value: str | Mapping[str, Any]) -> Cast:
-    """A cast from a recipe's text: a name, or a table `{cast = "nvfp4", rounding = "stochastic", ...}`.
+def is_cast_table(value: object) -> bool:
+    """Whether a recipe's value is the table of one cast."""
+    return isinstance(value, Mapping) and ("cast" in value or "element" in value)
+
+
+def make_cast(value: str | Table) -> Cast:
+    """A cast from a recipe's text: a name, or a table.
+
+    A table is `{cast = "nvfp4", rounding = "stochastic", ...}`, or stands for itself:
+    `{element = "e2m1", block = 16, scale = "e5m3"}`. Without `block` the block is the tensor; without
+    `scale`, narrow elements have fp32 scales, and wide ones none.
 
     Raises:
         UserError: Unknown cast, unknown key, or values that do not go together.
     """
     if isinstance(value, str):
         return cast(value)
-    for key, given in value.items():
-        if key not in _KEYS:
-            raise unknown("cast key", key, _KEYS)
-        if not isinstance(given, _KEYS[key]) or isinstance(given, bool) != (_KEYS[key] is bool):
-            words = _WORDS.get(_KEYS[key], "a number")
-            raise UserError(f"cast key {key} = {given!r}, but it must be {words}")
+    _check_keys(value)
     changes = dict(value)
-    base = cast(changes.pop("cast", "(none named)"))
-    if "element" in changes:
-        changes["element"] = format(changes["element"])
-    if isinstance(signs := changes.get("signs"), list):
-        changes["signs"] = tuple(signs)
-    return dataclasses.replace(base, **changes)
+    name = changes.pop("cast", "(none named)" if "element" not in changes else None)
+    if name is None:
+        fields = _fields(changes)
+        return _named(Cast(name=_described(fields), **fields))
+    base = cast(name)
+    fields = _fields(changes, base)
+    if any(fields.get(key, getattr(base, key)) != getattr(base, key) for key in _IDENTITY):
+        whole = {key: getattr(base, key) for key in _IDENTITY} | fields
+        return _named(dataclasses.replace(base, **fields, name=_described(whole)))
+    return dataclasses.replace(base, **fields)
+
+
+_IDENTITY = ("element", "block", "scale", "tensor_scale")  # another of these, and the name is another
+
+
+def _check_keys(table: Table) -> None:
+    for key, given in table.items():
+        if key not in KEYS or key in _OF_NAMES:
+            raise unknown("cast key", key, [k for k in KEYS if k not in _OF_NAMES])
+        is_right = isinstance(given, KEYS[key]) and isinstance(given, bool) == (KEYS[key] is bool)
+        if is_right and key == "candidates":
+            is_right = all(type(c) in (int, float) for c in given)
+        if not is_right:
+            raise UserError(f"cast key {key} = {given!r}, but it must be {_WORDS.get(KEYS[key], 'a number')}")
+
+
+def _fields(table: Table, base: Cast | None = None) -> dict[str, Any]:
+    """The fields of a `Cast` that a table gives; what follows from a changed scale is changed with it."""
+    fields = dict(table)
+    if "element" in fields:
+        fields["element"] = format(fields["element"])
+    if "block" in fields:
+        fields["block"] = _block(fields["block"])
+    for key in ("signs", "candidates"):
+        if isinstance(given := fields.get(key), list):
+            fields[key] = tuple(given)
+    if base is None and "scale" not in fields and fields["element"].bits <= 8:
+        fields["scale"] = "fp32"
+    if "scale" in fields:
+        fields.setdefault("scale_rule", "rceil" if fields["scale"] == "e8m0" else None)
+        if fields["scale"] not in ROUNDED_SCALES:
+            fields.setdefault("tensor_scale", "none")
+    return fields
+
+
+def _block(value: Any) -> tuple[int, int] | None:
+    """The block that a key `block` names."""
+    match value:
+        case "tensor":
+            return None
+        case "row":
+            return 1, 0
+        case int() if value > 0:
+            return 1, value
+        case [int() as rows, int() as columns] if rows > 0 and columns > 0 and rows is not True:
+            return rows, columns
+    raise UserError(f"cast key block = {value!r}, but it must be {_WORDS[KEYS['block']]}")
+
+
+def _described(fields: Table) -> str:
+    """A name for a cast that has none: "e2m1-1x16-e5m3"."""
+    match fields.get("block"):
+        case None:
+            block = "tensor"
+        case (1, 0):
+            block = "row"
+        case (rows, columns):
+            block = f"{rows}x{columns}"
+    scale, tensor_scale = fields.get("scale", "none"), fields.get("tensor_scale", "none")
+    words = [fields["element"].name] + ([] if scale == "none" else [block, scale])
+    return "-".join(words + ([] if tensor_scale == "none" else [f"per-{tensor_scale}"]))
+
+
+def _named(made: Cast) -> Cast:
+    """The cast under the name that stands for its element, block and scale, if there is one."""
+    for name in SHORTHANDS:
+        if all(getattr(cast(name), key) == getattr(made, key) for key in _IDENTITY):
+            return dataclasses.replace(made, name=name)
+    return made
+
+
+_CASTS = {name: Cast(name=name, **_fields(t)) for name, t in {**SHORTHANDS, **STATE_SHORTHANDS}.items()}

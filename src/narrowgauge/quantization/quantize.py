@@ -5,16 +5,19 @@ would see: the same numbers in a high-precision dtype, so that any device can co
 their numbers from `scale_and_round.py`, so an emulated GEMM uses exactly the numbers that are stored.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from narrowgauge.formats import Randomness, decode, encode, encode_finite_, format, pack, torch_dtype
 from narrowgauge.quantization.blocks import Blocks, blocks_of
-from narrowgauge.quantization.cast import Cast, require_codes
+from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.cast_rules import require_codes
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.hadamard import transformed
-from narrowgauge.quantization.named_casts import cast as cast_named
+from narrowgauge.quantization.named_casts import make_cast
 from narrowgauge.quantization.outliers import clamped
 from narrowgauge.quantization.scale_and_round import round_blocks, scales_of
 
@@ -27,10 +30,12 @@ class QTensor:
         codes: uint8, one code an element, in the shape of x.
         scales: float32, the decoded scale of each block: 0-dim where the tensor is one block, otherwise
             one entry a block (`x.shape` divided by the block's extents, rounded up).
-        scale_codes: uint8 codes of the scales where their format has 8 bits (E8M0, E4M3), else None.
-        tensor_scale: float32 0-dim, the second-level scale of NVFP4, else 1.
+        scale_codes: uint8 codes of the scales where their format has 8 bits (E8M0, E4M3, UE5M3), else None.
+        tensor_scale: float32, the second-level scale of NVFP4: 0-dim, or one a row, with a 1 for the axis
+            that blocks lie along; else 1.
         cast: The cast that the tensor was quantized with.
         blocks: The blocks that share a scale.
+        mean: What was taken away before (`center`), float32, to be added to the numbers; else None.
     """
 
     codes: torch.Tensor
@@ -39,12 +44,25 @@ class QTensor:
     tensor_scale: torch.Tensor
     cast: Cast
     blocks: Blocks
+    mean: torch.Tensor | None = None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The numbers that are stored, computed in float32 and converted to `dtype`."""
         values = self.blocks.split(decode(self.codes, self.cast.element))
         scale = self.blocks.align(self.scales) if self.scales.ndim else self.scales
-        return self.blocks.merge(values * scale * self.tensor_scale).to(dtype)
+        numbers = self.blocks.merge(values * scale) * self.tensor_scale
+        return (numbers if self.mean is None else numbers + self.mean).to(dtype)
+
+    def operand(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The operand and scale that `emulate` gives."""
+        values = self.blocks.split(decode(self.codes, self.cast.element))
+        if self.cast.block is None:
+            return self.blocks.merge(values).to(dtype), self.scales
+        numbers = self.blocks.merge(values * self.blocks.align(self.scales))
+        if self.cast.tensor_scale == "row":
+            return numbers * self.tensor_scale, None
+        scale = None if self.cast.tensor_scale == "none" else self.tensor_scale
+        return numbers.to(dtype if self.cast.is_exact_in_bf16 else torch.float32), scale
 
     def packed(self) -> torch.Tensor:
         """The element bytes as stored, without scales: two FP4 codes a byte, four FP6 codes in three."""
@@ -53,7 +71,7 @@ class QTensor:
 
 def quantize(
     x: torch.Tensor,
-    cast: str | Cast,
+    cast: str | Mapping[str, Any] | Cast,
     axis: int = -1,
     scale_rule: str | None = None,
     rounding: str | None = None,
@@ -63,7 +81,8 @@ def quantize(
 
     Args:
         x: A floating tensor of any shape; it is computed with as float32.
-        cast: A cast or its name, such as "mxfp4".
+        cast: A cast, its name such as "mxfp4", or a recipe's table such as
+            {"element": "e2m1", "block": 16, "scale": "e5m3"}.
         axis: The axis that a GEMM would contract; blocks lie along it.
         scale_rule: For E8M0 scales, another rule than the cast's ("floor", "ceil", "even", "rceil").
         rounding: Another rounding than the cast's, such as "stochastic".
@@ -75,7 +94,7 @@ def quantize(
     Raises:
         UserError: Unknown cast, rule or rounding; a cast without scales; a shape that the blocks do not fit.
     """
-    c = cast_named(cast) if isinstance(cast, str) else cast
+    c = cast if isinstance(cast, Cast) else make_cast(cast)
     c = replace(c, scale_rule=scale_rule or c.scale_rule, rounding=rounding or c.rounding)
     return quantize_in_context(x, c, axis, QuantContext(random=generator))
 
@@ -83,8 +102,9 @@ def quantize(
 def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> QTensor:
     """`quantize` under a context: given signs, a given scale, or as the shard of a global tensor."""
     require_codes(cast)
-    x = clamped(transformed(x.detach(), cast, axis, context), cast, context)
-    blocks = blocks_of(x.shape, cast, axis)
+    x, mean = centered(x.detach(), cast, axis, context)
+    x = clamped(transformed(x, cast, axis, context), cast, context)
+    blocks, context = blocks_of(x.shape, cast, axis), context.drawn_for(x, cast)
     split = blocks.split(x)
     scales = scales_of(split, blocks, cast, axis, context)
 
@@ -101,10 +121,11 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
     return QTensor(
         codes=blocks.merge(codes).contiguous(),
         scales=block_scales,
-        scale_codes=None if cast.scale == "fp32" else encode(block_scales, format(cast.scale)),
-        tensor_scale=torch.ones((), device=x.device) if scales.tensor is None else scales.tensor,
+        scale_codes=encode(block_scales, format(cast.scale)) if cast.has_scale_codes else None,
+        tensor_scale=_over(x, scales.tensor, axis),
         cast=cast,
         blocks=blocks,
+        mean=mean,
     )
 
 
@@ -114,32 +135,62 @@ def emulate(
     """The operand and scale that a GEMM on narrow numbers sees: x ~ operand * scale.
 
     Every product of an element and a block scale of FP8 x 2^k or FP4 x E4M3 is exact in bf16. The fp32 scale
-    of a full tensor is not, so it is returned separately, to be applied to the GEMM's result. Blocks with
-    other fp32 scales come out in float32, and so does a tensor whose outliers are added again.
+    of a full tensor is not, so it is returned separately, to be applied to the GEMM's result. Blocks whose
+    products have more bits (other fp32 scales, bf16 scales, fp32 scales of rows above) come out in float32,
+    and so does a tensor whose outliers or mean are added again.
 
     Returns:
         The operand, in the GEMM's `dtype` where that is exact, and a 0-dim float32 scale or None for 1.
     """
+    x, mean = centered(x, cast, axis, context)
     unclamped = transformed(x, cast, axis, context)
     x = clamped(unclamped, cast, context)
     if not cast.is_scaled:
         return x.to(torch_dtype(cast.element)), None
-    blocks = blocks_of(x.shape, cast, axis)
+    blocks, context = blocks_of(x.shape, cast, axis), context.drawn_for(x, cast)
     split = blocks.split(x)
     scales = scales_of(split, blocks, cast, axis, context)
-    if cast.block is None and not cast.compensate:
+    adds = cast.compensate or cast.tensor_scale == "row" or mean is not None
+    if cast.block is None and not adds:
         values = round_blocks(split, blocks, scales, cast, context, lambda values, *_: values, dtype)
         return blocks.merge(values), scales.block.reshape(())
 
     def stored(values: torch.Tensor, block: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return values.mul_(block)
 
-    is_exact = (cast.scale != "fp32" or cast.power_of_two) and not cast.compensate
-    operand_dtype = dtype if is_exact else torch.float32
+    operand_dtype = dtype if cast.is_exact_in_bf16 and not adds else torch.float32
     operand = blocks.merge(round_blocks(split, blocks, scales, cast, context, stored, operand_dtype))
-    if not cast.compensate:
+    if not adds:
         return operand, scales.tensor
     if scales.tensor is not None:
-        operand.mul_(scales.tensor)
+        operand = operand * _over(x, scales.tensor, axis)
+    if mean is not None:
+        operand = operand + mean
     # What was clamped away is added again; in float32, as a difference of bf16 is not exact.
-    return operand.add_(unclamped.float() - x.float()), None
+    return (operand.add_(unclamped.float() - x.float()) if cast.compensate else operand), None
+
+
+def centered(
+    x: torch.Tensor, cast: Cast, axis: int, context: QuantContext
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(the tensor that is quantized, what is to be added to its numbers), if the cast takes the mean away.
+
+    The mean over tokens is in the dtype of the tensor. It is transformed as the rest is, so that the sum of
+    both is the transformed tensor.
+    """
+    if not cast.center:
+        return x, None
+    mean = context.token_mean(x)
+    rest = x.float() - mean.float()
+    return rest, transformed(
+        mean.float().expand_as(x), cast, axis, context
+    ) if cast.hadamard else mean.float()
+
+
+def _over(x: torch.Tensor, tensor_scale: torch.Tensor | None, axis: int) -> torch.Tensor:
+    """A second-level scale as it stands over a tensor: 0-dim, or one a row."""
+    if tensor_scale is None:
+        return torch.ones((), device=x.device)
+    if not tensor_scale.ndim:
+        return tensor_scale
+    return tensor_scale.reshape([1 if dim == axis % x.ndim else n for dim, n in enumerate(x.shape)])

@@ -1,18 +1,20 @@
 """The two passes of quantization: the scales of all blocks, then every element to its format's grid.
 
 Both work on a split tensor (`Blocks.split`), and walk through it in chunks (`chunks.py`), which changes no
-number.
+number. Where a block may be mapped to several magnitudes (`candidates`), it is rounded with each, and keeps
+the scale whose error is least.
 
 A block that holds a NaN or an infinity gets the scale NaN: nothing non-finite ever comes out finite, also in
 formats that have no code for it.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from narrowgauge.formats import RandomStream, round_finite_
+from narrowgauge.formats import Randomness, RandomStream, round_finite_
 from narrowgauge.quantization import scales
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import Cast
@@ -21,12 +23,16 @@ from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 
 
 class Scales(NamedTuple):
-    """Scales of blocks, float32, inner dimensions kept with size 1; `tensor` is 0-dim or None for 1."""
+    """Scales of blocks, float32, inner dimensions kept with size 1.
 
-    encode: torch.Tensor  # what an element is multiplied by before it is rounded
+    `tensor` is None for 1, 0-dim, or one a row with all dimensions of the others.
+    """
+
+    encode: torch.Tensor  # what an element is multiplied by before it is rounded; divided by, if `divides`
     block: torch.Tensor  # what undoes it, without `tensor`
     tensor: torch.Tensor | None
     finite: torch.Tensor  # bool: whether the block holds finite numbers only
+    divides: bool = False
 
 
 # (values on the grid, block scales, finite) to the result; it may overwrite the values.
@@ -37,25 +43,154 @@ def scales_of(
     split: torch.Tensor, blocks: Blocks, cast: Cast, axis: int, context: QuantContext = DEFAULT_CONTEXT
 ) -> Scales:
     """The scales of a split tensor's blocks: those of the global tensor, if other processes hold some."""
-    return scales_from(context.global_amax(block_amax(split, blocks), cast, axis), cast, context)
+    amax = context.global_amax(block_amax(split, blocks), cast, axis)
+    over = None
+    if cast.tensor_scale != "none":
+        finite = torch.where(amax.isfinite(), amax, 0.0)
+        by_row = cast.tensor_scale == "row"
+        over = context.row_amax(finite, blocks, axis) if by_row else context.tensor_amax(finite)
+    random = context.random_over_grid(blocks, cast, axis) if cast.scale_rounding == "stochastic" else None
+    first = replace(cast, scale_rounding="nearest-even", correct="") if cast.correct else cast
+    best = _best(split, blocks, axis, amax, over, first, context, None if cast.correct else random)
+    return _corrected(best, split, blocks, axis, cast, context, random) if cast.correct else best
 
 
-def scales_from(amax: torch.Tensor, cast: Cast, context: QuantContext = DEFAULT_CONTEXT) -> Scales:
-    """The scales of blocks whose largest magnitudes are known (float32; NaN or infinite: not finite)."""
+def _best(
+    split: torch.Tensor,
+    blocks: Blocks,
+    axis: int,
+    amax: torch.Tensor,
+    over: torch.Tensor | None,
+    cast: Cast,
+    context: QuantContext,
+    random: Randomness,
+) -> Scales:
+    """The scales of blocks; of several candidates those whose error is least."""
+    if not cast.candidates:
+        return scales_from(amax, cast, context.scale, over, random)
+    best: Scales | None = None
+    least: torch.Tensor | None = None
+    for candidate in cast.candidates:
+        tried = scales_from(amax, cast, context.scale, over, random, candidate)
+        error = _error(split, blocks, axis, tried, over, cast, context)
+        if best is None or least is None:
+            best, least = tried, error
+            continue
+        is_less = error < least
+        encode, block = (torch.where(is_less, a, b) for a, b in zip(tried[:2], best[:2], strict=True))
+        best, least = best._replace(encode=encode, block=block), torch.where(is_less, error, least)
+    assert best is not None
+    return best
+
+
+def _corrected(
+    found: Scales,
+    split: torch.Tensor,
+    blocks: Blocks,
+    axis: int,
+    cast: Cast,
+    context: QuantContext,
+    random: Randomness,
+) -> Scales:
+    """Scales times what makes the projection of each group's numbers on themselves exact, rounded again."""
+    assert cast.block is not None
+    dim = blocks.grid_dim(axis % len(blocks.size))
+    elements = round_blocks(split, blocks, found, cast, context, lambda v, *_: v, torch.float32)
+    numbers = split.float() / found.encode if found.divides else split.float() * found.encode
+    is_seen = found.finite & (found.block != 0)
+    elements, numbers = (torch.where(is_seen, t, 0.0) for t in (elements, numbers))
+    above, below = numbers * numbers, numbers * elements
+    if cast.block[1] > 1:
+        above, below = (_sum(t, dim + 1, by_halves=False) for t in (above, below))
+    per_group = max(cast.hadamard // cast.block[1], 1)
+    above, below = (_sum(t.unflatten(dim, (-1, per_group)), dim + 1, False) for t in (above, below))
+    factor = torch.where(below == 0, 1.0, above / below)
+    factor = factor.repeat_interleave(per_group, dim + 1).flatten(dim, dim + 1)
+    block, _ = scales.rounded(torch.where(found.finite, found.block, 1.0) * factor, cast, random)
+    return found._replace(block=torch.where(found.finite, block, torch.nan))
+
+
+def scales_from(
+    amax: torch.Tensor,
+    cast: Cast,
+    given: torch.Tensor | None = None,
+    over: torch.Tensor | None = None,
+    random: Randomness = None,
+    candidate: float = 0.0,
+) -> Scales:
+    """The scales of blocks whose largest magnitudes are known.
+
+    Args:
+        amax: float32, NaN or infinite where a block is not finite.
+        cast: The cast.
+        given: An encoding scale that is known beforehand.
+        over: The largest finite magnitude of the tensor, or of each row, for casts with a scale above.
+        random: The random bits of scales that are rounded stochastically, one for each block.
+        candidate: The magnitude that the largest number of a block is mapped to; 0 for the largest element.
+    """
     finite = amax.isfinite()
     amax = torch.where(finite, amax, 0.0)
     tensor_scale = None
-    if context.scale is not None:
-        encode, block = context.scale.expand_as(amax), (1.0 / context.scale).expand_as(amax)
+    if given is not None:
+        encode, block = given.expand_as(amax), (1.0 / given).expand_as(amax)
     elif cast.scale == "fp32":
-        encode, block = scales.fp32_scale(amax, cast.element, cast.power_of_two)
+        encode, block = scales.fp32_scale(amax, cast.element, cast.power_of_two, cast.headroom)
     elif cast.scale == "e8m0":
         assert cast.scale_rule is not None
-        encode, block = scales.e8m0_scale(scales.e8m0_code(amax, cast.element, cast.scale_rule))
+        code = scales.e8m0_code(amax, cast.element, cast.scale_rule, cast.headroom)
+        encode, block = scales.e8m0_scale(code)
+    elif cast.is_nvfp4:
+        assert over is not None
+        S, tensor_scale = scales.nvfp4_tensor_scale(over, cast)
+        encode, block = scales.nvfp4_block_scale(amax, S, cast, random, candidate)
     else:
-        S, tensor_scale = scales.nvfp4_tensor_scale(context.tensor_amax(amax), cast.element, cast.headroom)
-        encode, block = scales.nvfp4_block_scale(amax, S, cast.element, cast.headroom)
-    return Scales(encode, torch.where(finite, block, torch.nan), tensor_scale, finite)
+        encode, block, tensor_scale = scales.rounded_scale(amax, over, cast, random, candidate)
+    divides = cast.has_rounded_scale and given is None
+    return Scales(encode, torch.where(finite, block, torch.nan), tensor_scale, finite, divides)
+
+
+def _error(
+    split: torch.Tensor,
+    blocks: Blocks,
+    axis: int,
+    scales: Scales,
+    over: torch.Tensor | None,
+    cast: Cast,
+    context: QuantContext,
+) -> torch.Tensor:
+    """The error of each block under some scales, by the cast's choice, inner dimensions kept with size 1.
+
+    In the order of TransformerEngine: in float32, along a row from left to right, then halves of rows.
+    """
+
+    def stored(values: torch.Tensor, block: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        return values.mul_(block)
+
+    seen = round_blocks(split, blocks, scales, cast, context, stored, torch.float32)
+    if cast.is_nvfp4 and over is not None:
+        seen = seen * over / torch.full_like(over, cast.target * cast.element.max * cast.headroom)
+    elif scales.tensor is not None:
+        seen = seen * scales.tensor
+    error = seen - split.float()
+    if cast.choose == "max":
+        return error.abs().amax(blocks.inner, keepdim=True)
+    error = error.abs() if cast.choose == "mae" else error * error
+    contracted = axis % len(blocks.size)
+    for dim in sorted(range(len(blocks.size)), key=lambda d: d != contracted):
+        if blocks.size[dim] > 1:
+            error = _sum(error, blocks.grid_dim(dim) + 1, by_halves=dim != contracted)
+    return error
+
+
+def _sum(x: torch.Tensor, dim: int, by_halves: bool) -> torch.Tensor:
+    """The sum along a dimension, one number after the other, or half by half as long as that goes."""
+    while by_halves and x.shape[dim] > 1 and x.shape[dim] % 2 == 0:
+        lower, upper = x.chunk(2, dim)
+        x = lower + upper
+    first, *others = x.split(1, dim)
+    for other in others:
+        first = first + other
+    return first
 
 
 def round_blocks(
@@ -81,7 +216,10 @@ def round_blocks(
             bits = random.from_element(chunk.first_element(split)) if chunk.start else random
         elif isinstance(random, torch.Tensor):
             bits = chunk.of(random)
-        scaled = x * encode if x.dtype == torch.float32 else x.float().mul_(encode)
+        if scales.divides:
+            scaled = x / encode
+        else:
+            scaled = x * encode if x.dtype == torch.float32 else x.float().mul_(encode)
         values = round_finite_(scaled, cast.element, cast.rounding, bits, cast.random_bits)
         values = epilogue(values, chunk.of(scales.block), chunk.of(scales.finite))
         if x.shape == split.shape:

@@ -17,22 +17,45 @@ cut to its power of two, which never saturates and makes both factors exact.
 
 Code 0 means 2^-127 and the block is quantized by exactly that; blocks of zeros get it.
 
-**E4M3 scales under a tensor scale** (NVFP4; arXiv 2509.25149) in TransformerEngine's order of operations,
-which decides the last bit. With S = fl(448 * 6 / amax_tensor), cut to the largest float and 1 if zero:
+`headroom` h replaces max by h * max in every rule that names it (all but floor, ceil and even).
 
-    scale  = e4m3(min(amax_block * fl(S * fl(1 / 6)), 448))
+**Scales that are rounded to a format** (bf16, e4m3, e5m3) are the quotient itself,
+
+    scale  = Q(fl(amax / max))
+
+by `scale_rounding`, at most the format's largest number, and an element is fl(x / scale). Under a tensor
+scale, with g the largest magnitude of the tensor or of the row, and T the `scale_target`,
+
+    scale  = Q(fl(amax * T / g))      tensor_scale = fl(g / fl(T * max))
+
+and an element is fl(x / fl(scale * tensor_scale)). A scale that rounds to 0 becomes 1, or stays, and its
+block is all zeros; or it becomes the smallest positive number (`zero_scale`).
+
+**E4M3 scales under a tensor scale** (NVFP4; arXiv 2509.25149) in TransformerEngine's order of operations,
+which decides the last bit. With S = fl(T * 6 / g), cut to the largest float and 1 if zero:
+
+    scale  = e4m3(min(amax * fl(S * fl(1 / 6)), 448))
     encode = min(1 / fl(scale * fl(1 / S)), largest float)
 
-`headroom` replaces 6 by 6 * headroom: rounding a scale to E4M3 may lower it by 1/17, so with 16/17 no
-element is ever clipped.
+There a scale that rounds to 0 stays 0, unless `zero_scale` says otherwise. A headroom of 16/17: rounding a
+scale to E4M3 may lower it by 1/17, so with 16/17 no element is ever clipped.
+
+With `candidates`, each magnitude c that the largest number of a block may be mapped to gives a scale that is
+larger by max / c before it is rounded: Q(fl(q * fl(max / c))) with q the quotient above, which for NVFP4 is
+fl(fl(amax / 6) * S). One is chosen by its error (`scale_and_round.py`; arXiv 2512.02010).
+
+`correct = "projection"` (MS-EDEN; arXiv 2601.22813) rounds a scale twice. Elements q are those under the
+nearest scale s. Then, over a Hadamard group, with t the numbers in units of their block's scale,
+
+    S = fl(sum t^2 / sum t q)         1 if the sum below is 0         scale = Q(fl(s * S)) by `scale_rounding`
 """
 
 import torch
 
-from narrowgauge.formats import Format, format, round_finite
+from narrowgauge.formats import Format, Randomness, format, round_finite
+from narrowgauge.quantization.cast import Cast
 
 FLOAT_MAX = torch.finfo(torch.float32).max
-E4M3 = format("e4m3")
 
 
 def _quotient(numerator: float, amax: torch.Tensor) -> torch.Tensor:
@@ -41,20 +64,20 @@ def _quotient(numerator: float, amax: torch.Tensor) -> torch.Tensor:
 
 
 def fp32_scale(
-    amax: torch.Tensor, element: Format, power_of_two: bool = False
+    amax: torch.Tensor, element: Format, power_of_two: bool = False, headroom: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The factors (encode, decode) of fp32 scales, float32 in the shape of `amax`."""
-    encode = _quotient(element.max, amax).clamp(max=FLOAT_MAX)
+    encode = _quotient(element.max * headroom, amax).clamp(max=FLOAT_MAX)
     if power_of_two:  # amax is below 2^128, so the quotient is a normal number, its mantissa bits the low 23
         encode = (encode.view(torch.int32) & 0x7F800000).view(torch.float32)
     encode = torch.where(amax == 0, 1.0, encode)
     return encode, 1.0 / encode
 
 
-def e8m0_code(amax: torch.Tensor, element: Format, rule: str) -> torch.Tensor:
+def e8m0_code(amax: torch.Tensor, element: Format, rule: str, headroom: float = 1.0) -> torch.Tensor:
     """The E8M0 codes (int32, 0 .. 254) that a scale rule gives to finite float32 `amax`."""
     if rule == "rceil":
-        bits = (amax * (1 / element.max)).view(torch.int32)
+        bits = (amax * (1 / (element.max * headroom))).view(torch.int32)
         exponent, mantissa = bits >> 23, bits & 0x7FFFFF
         # A subnormal up to 2^-127 (mantissa 0x400000) is met exactly by code 0.
         up = (mantissa > 0) & (exponent < 254) & ~((exponent == 0) & (mantissa <= 0x400000))
@@ -79,22 +102,65 @@ def _power_of_two(code: torch.Tensor) -> torch.Tensor:
     return torch.where(code == 0, 0x400000, code << 23).view(torch.float32)
 
 
-def nvfp4_tensor_scale(
-    amax: torch.Tensor, element: Format, headroom: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The encoding scale S of a tensor and the factor that undoes it, 0-dim float32."""
-    largest = E4M3.max * element.max * headroom
-    S = _quotient(largest, amax).clamp(max=FLOAT_MAX)
-    unusable = (amax == 0) | (S == 0)
+def rounded_scale(
+    amax: torch.Tensor, over: torch.Tensor | None, cast: Cast, random: Randomness, candidate: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Scales that are quotients, rounded to the cast's format of scales.
+
+    Args:
+        amax: The largest magnitude of each block.
+        over: The largest magnitude of the tensor, or of its rows, if there is a second scale above.
+        cast: The cast.
+        random: The random bits of scales that are rounded stochastically.
+        candidate: The magnitude that a block's largest number is mapped to; 0 for the largest element.
+
+    Returns:
+        The divisor of each block's elements (infinite where all become zeros), its scale, and the second
+        scale in the shape of `over`.
+    """
+    factor = cast.element.max / candidate if candidate else 1.0
+    if over is None:
+        block, is_zeros = rounded(amax / torch.full_like(amax, cast.aim) * factor, cast, random)
+        return torch.where(is_zeros, torch.inf, block), block, None
+    quotient = (amax.double() * cast.target / over.double()).float()  # rounded once, and never overflowing
+    block, is_zeros = rounded(torch.where(over == 0, 0.0, quotient) * factor, cast, random)
+    above = torch.where(over == 0, 1.0, over / torch.full_like(over, cast.target * cast.aim))
+    divisor = block * above
+    return torch.where(is_zeros | (divisor == 0), torch.inf, divisor), block, above
+
+
+def nvfp4_tensor_scale(over: torch.Tensor, cast: Cast) -> tuple[torch.Tensor, torch.Tensor]:
+    """The encoding scale S of a tensor, or of its rows, and the factor that undoes it, in float32."""
+    largest = cast.target * cast.element.max * cast.headroom
+    S = _quotient(largest, over).clamp(max=FLOAT_MAX)
+    unusable = (over == 0) | (S == 0)
     S = torch.where(unusable, 1.0, S)
     exact = ~unusable & (S < FLOAT_MAX)
-    return S, torch.where(exact, amax / torch.full_like(amax, largest), 1.0 / S)
+    return S, torch.where(exact, over / torch.full_like(over, largest), 1.0 / S)
 
 
 def nvfp4_block_scale(
-    amax: torch.Tensor, S: torch.Tensor, element: Format, headroom: float
+    amax: torch.Tensor, S: torch.Tensor, cast: Cast, random: Randomness = None, candidate: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The factor for the elements of each block, and the E4M3 block scale as float32."""
-    scale = round_finite((amax * (S * (1 / (element.max * headroom)))).clamp(max=E4M3.max), E4M3)
+    if candidate:
+        quotient = amax / torch.full_like(amax, cast.aim) * S * (cast.element.max / candidate)
+    else:
+        quotient = amax * (S * (1 / cast.aim))
+    scale, is_zeros = rounded(quotient, cast, random)
     encode = (1.0 / (scale * (1.0 / S))).clamp(max=FLOAT_MAX)
-    return encode, scale
+    return (torch.where(is_zeros, 0.0, encode) if cast.zero_rule == "one" else encode), scale
+
+
+def rounded(
+    quotient: torch.Tensor, cast: Cast, random: Randomness = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(scales on the grid of the cast's format of scales, whether the block is all zeros)."""
+    fmt, rule = format(cast.scale), cast.zero_rule
+    wide = quotient.double() if fmt.exponent_bits == 8 else quotient
+    scale = round_finite(wide, fmt, cast.scale_rounding, random).float()
+    is_zero = scale == 0
+    if rule == "zero":
+        return scale, is_zero
+    instead = 1.0 if rule == "one" else fmt.smallest_subnormal
+    return torch.where(is_zero, instead, scale), is_zero & (rule == "one")

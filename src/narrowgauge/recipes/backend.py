@@ -55,10 +55,11 @@ class Scheme:
         elements = {a.element.name, b.element.name}
         return (
             a.scale == b.scale == self.scale
+            and "row" not in (a.tensor_scale, b.tensor_scale)
             and ((a.block, b.block) in self.blocks or (b.block, a.block) in self.blocks)
             and elements <= self.elements
             and elements != {"e5m2"}
-            and not (a.compensate or b.compensate)
+            and not (a.compensate or b.compensate or a.of or b.of or a.center or b.center)
         )
 
     def needs(self, device: Device) -> str:

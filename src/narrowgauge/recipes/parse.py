@@ -19,9 +19,14 @@ last_blocks = 0.15      or with a point a share, rounded up
 x = "mxfp4"
 w = {cast = "mxfp4", scale_rule = "even"}
 
+[dgrad]
+w = "fprop.w"           the numbers that another product saw of the same tensor, as they are; rounded again:
+                        w = {cast = "mxfp4", of = "fprop.w"}
+
 [[rule]]                other casts, in some layers or from some time on; later rules win
 modules = ["*.down"]    selected as in [keep]; nothing named = every layer
-from_share = 0.9        after this share of the run's steps, or from_step = 5000
+from_share = 0.9        after this share of the run's steps, or from_step = 5000, or from = "decay": once the
+until_share = 0.95      learning rate falls; the rule ends with until_step, until_share, until = "decay"
 fprop = "bf16"          both operands of a GEMM,
 wgrad.dy = "mxfp8"      or one
 """
@@ -32,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.quantization import Cast, make_cast
+from narrowgauge.quantization import Cast, is_cast_table, make_cast
 from narrowgauge.recipes.places import COMPUTE, GEMM_PLACES, GEMMS, STATE_PLACES, WIRE_PLACES, casts_from
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.rule import Rule
@@ -40,7 +45,8 @@ from narrowgauge.recipes.rule import Rule
 _SET_OVER = ("saved", "offload", *STATE_PLACES, *WIRE_PLACES)  # over the casts of the products
 _ROOT_KEYS = ("name", "title", "source", "compute", "keep", "rule", *GEMMS, *_SET_OVER)
 _LAYER_KEYS = ("modules", "first_blocks", "last_blocks")
-_RULE_KEYS = (*_LAYER_KEYS, "from_step", "from_share", *GEMMS)
+_CLOCK_KEYS = ("from_step", "from_share", "from", "until_step", "until_share", "until")
+_RULE_KEYS = (*_LAYER_KEYS, *_CLOCK_KEYS, *GEMMS)
 
 
 def parse_recipe(text: str, where: str) -> Recipe:
@@ -75,7 +81,7 @@ def _casts(table: Mapping[str, Any], where: str) -> dict[str, Cast]:
     casts: dict[str, Cast] = {}
     for gemm in GEMMS:
         value = table.get(gemm, {})
-        if isinstance(value, str) or (isinstance(value, Mapping) and "cast" in value):
+        if isinstance(value, str) or is_cast_table(value):
             casts |= casts_from(gemm, value)
         else:
             for operand, cast in _table(value, gemm, where).items():
@@ -98,18 +104,31 @@ def _rules(table: Mapping[str, Any], where: str) -> list[Rule]:
     rules = []
     for rule in tables:
         _check_keys(_table(rule, "rule", where), _RULE_KEYS, f"[[rule]] key of recipe {where}")
-        step, share = rule.get("from_step", 0), rule.get("from_share", 0.0)
-        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-            raise UserError(f"recipe {where}: from_step = {step!r}, but it must be a number of steps")
-        rules.append(
-            Rule(
-                casts=_casts(rule, where),
-                from_step=step,
-                from_share=_share(share, "from_share", where),
-                **_layers(rule, where),
-            )
-        )
+        rules.append(Rule(casts=_casts(rule, where), **_clock(rule, where), **_layers(rule, where)))
     return rules
+
+
+def _clock(table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of a rule that say when it holds."""
+    fields: dict[str, Any] = {}
+    for word in ("from", "until"):
+        step = table.get(f"{word}_step", 0)
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise UserError(f"recipe {where}: {word}_step = {step!r}, but it must be a number of steps")
+        if table.get(word, "decay") != "decay":
+            raise UserError(
+                f'recipe {where}: {word} = {table[word]!r}, but the schedule\'s only clock is "decay"; write '
+                f"that, or {word}_step or {word}_share"
+            )
+        share = _share(table.get(f"{word}_share", 0.0), f"{word}_share", where)
+        fields |= {f"{word}_step": step, f"{word}_share": share, f"{word}_decay": word in table}
+    for key in ("step", "share", "decay"):
+        first, last = fields[f"from_{key}"], fields[f"until_{key}"]
+        if last and first >= last:
+            words = f"until = 'decay' and from = {table.get('from')!r}"
+            words = words if key == "decay" else f"until_{key} = {last!r} and from_{key} = {first!r}"
+            raise UserError(f"recipe {where}: {words}, but then the rule never holds; let it end later")
+    return fields
 
 
 def _layers(table: Mapping[str, Any], where: str) -> dict[str, Any]:

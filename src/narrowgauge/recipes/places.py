@@ -1,6 +1,7 @@
 """The places of a training step, and which casts each of them can have."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from narrowgauge.errors import UserError, unknown
@@ -9,6 +10,8 @@ from narrowgauge.quantization import Cast, make_cast
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 GEMM_PLACES = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x")
+# The place that saw a tensor before, whose numbers a place may take in place of the tensor's.
+SEEN_BEFORE = {"dgrad.w": "fprop.w", "wgrad.x": "fprop.x", "wgrad.dy": "dgrad.dy"}
 # What state is kept in unless a recipe says otherwise: of the weights of linear layers, and the moments of
 # every large tensor. "none" = no second, wider copy of a weight.
 STATE_PLACES = ("weight", "master", "grad", "m", "v")
@@ -32,6 +35,9 @@ def recipe_fields(
     for place, value in places.items():
         if place == "saved":
             fields[place] = value if isinstance(value, str) and value in SAVED else cast_in(place, value)
+            kept = fields[place]
+            if isinstance(kept, Cast) and (kept.center or kept.refresh or kept.of):
+                raise UserError("recipe place 'saved': center, refresh and of are for operands; remove them")
         elif place == "offload":
             fields[place] = offload_from(value)
         elif place == "compute":
@@ -55,6 +61,10 @@ def casts_from(place: str, value: Any) -> dict[str, Cast]:
     if place not in GEMM_PLACES:
         raise unknown("recipe place", place, (*PLACES, *GEMMS))
     cast = cast_in(place, value)
+    if cast.center and place.endswith(".w"):
+        raise UserError(
+            f"recipe place {place!r}: center = {cast.center!r}, but a weight has no tokens; leave the key out"
+        )
     if cast.is_for_state:
         raise UserError(
             f"recipe place {place!r}: cast {cast.name!r} is for state ({', '.join(STATE_PLACES)}), not for "
@@ -83,6 +93,10 @@ def cast_in(place: str, value: Any) -> Cast:
             '{cast = "mxfp4", rounding = "stochastic"}'
         )
     try:
+        if isinstance(value, str) and value in GEMM_PLACES:
+            return replace(make_cast("bf16"), name=value, of=value)  # the numbers as they are: no format
+        if isinstance(value, Mapping) and set(value) == {"of"} and value["of"] in GEMM_PLACES:
+            return cast_in(place, value["of"])
         return make_cast(value)
     except UserError as error:
         raise UserError(f"recipe place {place!r}: {error}") from None
@@ -93,10 +107,26 @@ def require_state(state: Mapping[str, Cast | None], where: str) -> None:
     for place, cast in state.items():
         if cast is None:
             continue
+        if cast.of:
+            raise UserError(
+                f"{where}: {place} = {cast.of!r}, but only {', '.join(SEEN_BEFORE)} take the numbers of "
+                "another place; name a cast"
+            )
         if cast.hadamard or cast.outliers or cast.history:
             raise UserError(
                 f"{where}: hadamard, outliers and history in place {place!r}, but they belong to operands of "
                 "a product; remove the key"
+            )
+        if cast.refresh:
+            raise UserError(
+                f"{where}: refresh in place {place!r}, but it belongs to operands; remove the key"
+            )
+        if cast.center:
+            raise UserError(f"{where}: center in place {place!r}, but state has no tokens; remove the key")
+        if cast.tensor_scale == "row":
+            raise UserError(
+                f"{where}: tensor_scale = 'row' in place {place!r}, but it belongs to operands of a product; "
+                'write "tensor" or "none"'
             )
         if cast.prescale and place != "grad":
             raise UserError(f"{where}: prescale in place {place!r}, but it belongs to grad; remove the key")
@@ -115,12 +145,43 @@ def require_state(state: Mapping[str, Cast | None], where: str) -> None:
         )
 
 
+def require_reuse(casts: Mapping[str, Cast], saved: str | Cast, where: str) -> None:
+    """Refuse a place that takes the numbers of another one, unless that one saw the same tensor before.
+
+    Raises:
+        UserError: It saw another tensor, later or never, or transformed; or these numbers are not kept.
+    """
+    for place, cast in casts.items():
+        if not cast.of:
+            continue
+        source = SEEN_BEFORE.get(place)
+        if source is None:
+            raise UserError(
+                f"{where}: {place} = {cast.of!r}, but no place sees its tensor before; name a cast"
+            )
+        if cast.of != source:
+            raise UserError(
+                f"{where}: {place} = {cast.of!r}, but that is another tensor, of another shape; the place "
+                f"that sees this one before is {source!r}"
+            )
+        if casts[source].hadamard:
+            raise UserError(
+                f"{where}: {place} = {source!r}, but {source} is transformed (hadamard), so its numbers are "
+                f"not the tensor's; name a cast in {place}, or transform neither"
+            )
+        if place == "wgrad.x" and not isinstance(saved, str):
+            raise UserError(
+                f"{where}: wgrad.x = 'fprop.x' with saved = {saved.name!r}, but then the numbers of fprop.x "
+                "are not kept; write saved = 'operand', or 'input'"
+            )
+
+
 def require_saved(saved: str | Cast, x: Cast, where: str) -> None:
     """Refuse to keep the operand `x` of fprop where its numbers are not those of the input."""
-    if saved == "operand" and (x.hadamard or x.outliers):
+    if saved == "operand" and (x.hadamard or x.outliers or x.center):
         raise UserError(
-            f"{where}: saved = 'operand', but fprop.x is transformed or without its outliers, so its numbers "
-            "are not the tensor's; save 'input', or a cast"
+            f"{where}: saved = 'operand', but fprop.x is transformed or without its outliers or mean, so its "
+            "numbers are not the tensor's; save 'input', or a cast"
         )
 
 

@@ -23,6 +23,7 @@ from narrowgauge.recipes.places import (
     WIDE_STATE,
     recipe_fields,
     require_products,
+    require_reuse,
     require_saved,
     require_state,
 )
@@ -66,8 +67,10 @@ class Recipe:
     def __post_init__(self) -> None:
         where = f"recipe {self.name!r}"
         require_products(self.casts, where)
+        require_reuse(self.casts, self.saved, where)
         for number, rule in enumerate(self.rules, start=1):
             require_products({**self.casts, **rule.casts}, f"{where}, rule {number}")
+            require_reuse({**self.casts, **rule.casts}, self.saved, f"{where}, rule {number}")
         require_saved(self.saved, self.casts["fprop.x"], where)
         require_state(self.state, where)
         require_gather(self.gather, self.weight_operands, self.state["weight"], where)
@@ -75,9 +78,13 @@ class Recipe:
 
     @property
     def weight_operands(self) -> tuple[Cast, ...]:
-        """The casts of a weight in products at any time, in layers that no rule selects by name or block."""
+        """The casts of a weight in products at any time, in layers that no rule selects by name or block.
+
+        A product that takes the numbers of the other as they are has no cast of its own.
+        """
         rules = [r.casts for r in self.rules if r.is_for_all]
-        return tuple(c[place] for c in (self.casts, *rules) for place in ("fprop.w", "dgrad.w") if place in c)
+        places = (c[place] for c in (self.casts, *rules) for place in ("fprop.w", "dgrad.w") if place in c)
+        return tuple(cast for cast in places if not cast.of or cast.is_scaled)
 
     @property
     def is_narrow(self) -> bool:

@@ -24,6 +24,10 @@ class Rule:
         last_blocks: The same from its end.
         from_step: The first optimizer step (from 1) in which the rule holds.
         from_share: The share of the run's steps after which it holds.
+        from_decay: Whether it holds only once the learning rate falls.
+        until_step: The first optimizer step in which it no longer holds; 0 for none.
+        until_share: The share of the run's steps after which it no longer holds; 0 for none.
+        until_decay: Whether it no longer holds once the learning rate falls.
     """
 
     casts: Mapping[str, Cast]
@@ -33,6 +37,10 @@ class Rule:
     last_blocks: float = 0
     from_step: int = 0
     from_share: float = 0.0
+    from_decay: bool = False
+    until_step: int = 0
+    until_share: float = 0.0
+    until_decay: bool = False
 
     def selects(self, name: str, block: int | None, blocks: int) -> bool:
         """Whether the rule selects the layer called `name`, in block number `block` of `blocks`."""
@@ -52,14 +60,38 @@ class Rule:
 
     @property
     def is_timed(self) -> bool:
-        """Whether the rule waits for a step."""
-        return self.from_step > 1 or self.from_share > 0
+        """Whether the rule waits for a step, or ends with one."""
+        shares = self.from_share > 0 or self.until_share > 0
+        return self.from_step > 1 or self.until_step > 0 or shares or self.follows_schedule
 
-    def holds(self, step: int, steps: int | None) -> bool:
-        """Whether the rule holds in an optimizer step of a run of `steps` steps (None: unknown length)."""
-        if self.from_share and (steps is None or step <= self.from_share * steps):
-            return False
-        return step >= self.from_step
+    @property
+    def needs_length(self) -> bool:
+        """Whether the rule depends on the number of the run's steps."""
+        return self.from_share > 0 or self.until_share > 0
+
+    @property
+    def follows_schedule(self) -> bool:
+        """Whether the rule depends on the step from which the learning rate falls."""
+        return self.from_decay or self.until_decay
+
+    def holds(self, step: int, steps: int | None, decay: int | None = None) -> bool:
+        """Whether the rule holds in an optimizer step.
+
+        Args:
+            step: The step, from 1.
+            steps: The steps of the run; None for an unknown number, of which no share ever comes.
+            decay: The first step whose learning rate is below the peak; None if there is none.
+        """
+
+        def is_after(share: float) -> bool:
+            return steps is not None and step > share * steps
+
+        falls = decay is not None and step >= decay
+        begins = step >= self.from_step and (not self.from_share or is_after(self.from_share))
+        ends = (self.until_step and step >= self.until_step) or (
+            self.until_share and is_after(self.until_share)
+        )
+        return begins and (falls or not self.from_decay) and not (ends or (falls and self.until_decay))
 
 
 def matches(name: str, pattern: str) -> bool:

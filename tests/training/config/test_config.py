@@ -13,6 +13,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.recipes import KEYS
 from narrowgauge.training import Config, config_keys, load_values, make_config, to_toml
 from narrowgauge.training.config.config import trajectory
+from narrowgauge.training.step.build_model import decay_start_of
 
 
 def test_keys_are_every_field_and_every_place():
@@ -214,3 +215,13 @@ def test_places_on_the_host_come_from_both_doors(tmp_path):
     assert from_file.spec.recipe.offload == from_line.spec.recipe.offload == ("master", "m")
     with pytest.raises(UserError, match="place to offload 'weight'"):
         make_config({"recipe": {"offload": "weight"}})
+
+
+def test_a_rule_that_waits_for_a_decay_needs_a_schedule_that_has_one(tmp_path):
+    (tmp_path / "finish.toml").write_text('fprop = "mxfp4"\n[[rule]]\nfrom = "decay"\nfprop = "bf16"')
+    values = {"recipe": {"name": str(tmp_path / "finish.toml")}, "schedule": {"kind": "constant"}}
+    with pytest.raises(UserError, match=r"waits for the decay .* schedule\.kind = 'constant' has none"):
+        make_config(values)
+    assert (
+        decay_start_of(make_config(values | {"schedule": {"kind": "wsd"}, "training": {"steps": 500}})) == 401
+    )

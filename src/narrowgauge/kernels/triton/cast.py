@@ -18,7 +18,14 @@ import triton.language as tl
 
 from narrowgauge.kernels.triton.arithmetic import dot, narrow, wide
 from narrowgauge.kernels.triton.rounding import code_of, to_grid, uniform, value_of
-from narrowgauge.kernels.triton.scales import INFINITE, e8m0_code, fp32_scale, nvfp4_scale, power_of_two
+from narrowgauge.kernels.triton.scales import (
+    INFINITE,
+    e8m0_code,
+    fp32_scale,
+    nvfp4_scale,
+    power_of_two,
+    rounded_scale,
+)
 
 
 @triton.jit
@@ -71,7 +78,8 @@ def cast_blocks(
     TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, H: tl.constexpr,
     MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     TWOS: tl.constexpr, MINUS_ZERO: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr,
-    SCALE: tl.constexpr, RULE: tl.constexpr, POWER_OF_TWO: tl.constexpr, INVERSE_LARGEST: tl.constexpr,
+    SCALE: tl.constexpr, S_MAX: tl.constexpr, S_EMIN: tl.constexpr, S_M: tl.constexpr, S_NAN: tl.constexpr,
+    RULE: tl.constexpr, POWER_OF_TWO: tl.constexpr, AIM: tl.constexpr, INVERSE_LARGEST: tl.constexpr,
     EMAX: tl.constexpr, FRACTION: tl.constexpr, CODES: tl.constexpr,
 ):  # fmt: skip
     """One tile: scales of its blocks, and its elements as codes or as numbers times their block's scale."""
@@ -88,11 +96,15 @@ def cast_blocks(
     elif SCALE == "e4m3":
         encode, block, code = nvfp4_scale(amax, tl.load(S), INVERSE_LARGEST)
         code = tl.where(finite, code, 127)
+    elif SCALE == "rounded":
+        encode, block, code = rounded_scale(amax, AIM, S_MAX, S_EMIN, S_M)
+        code = tl.where(finite, code, S_NAN)
     else:
-        encode, block = fp32_scale(amax, MAX, POWER_OF_TWO)
+        encode, block = fp32_scale(amax, AIM, POWER_OF_TWO)
     block = tl.where(finite, block, float("nan"))
     tile = tl.where(_over_blocks(finite.to(tl.int32), TR, TK, BR, BK) != 0, tile, 0.0)
-    scaled = tile * _over_blocks(encode, TR, TK, BR, BK)
+    encode = _over_blocks(encode, TR, TK, BR, BK)
+    scaled = tl.math.div_rn(tile, encode) if SCALE == "rounded" else tile * encode
     random = _random(key, offset, r, k, element_R, element_K, ROUNDING)
     n, e, sign = to_grid(scaled, random, MAX, EMIN, M, ROUNDING, RANDOM_BITS)
     if CODES:
@@ -100,7 +112,7 @@ def cast_blocks(
         i = tl.program_id(0) * (TR // BR) + tl.arange(0, TR // BR)
         j = tl.program_id(1) * (TK // BK) + tl.arange(0, TK // BK)
         _store(scales, block, i, j, GRID_R, GRID_K, grid_R, grid_K)
-        if SCALE != "fp32":
+        if S_NAN:
             _store(scale_codes, code, i, j, GRID_R, GRID_K, grid_R, grid_K)
     else:
         value = value_of(n, e, sign, M, MINUS_ZERO) * _over_blocks(block, TR, TK, BR, BK)
@@ -138,7 +150,7 @@ def cast_given(
     TR: tl.constexpr, TK: tl.constexpr, BY_ROW: tl.constexpr,
     MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     TWOS: tl.constexpr, MINUS_ZERO: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr,
-    CODES: tl.constexpr, TIMES_SCALE: tl.constexpr, BOTH: tl.constexpr,
+    CODES: tl.constexpr, TIMES_SCALE: tl.constexpr, DIVIDES: tl.constexpr, BOTH: tl.constexpr,
 ):  # fmt: skip
     """One tile under the scales of its rows, or of the block that it lies in: NaN if that is not finite."""
     r = tl.program_id(0) * TR + tl.arange(0, TR)
@@ -150,7 +162,8 @@ def cast_given(
     else:
         at = tl.program_id(0) * TR // block_R * scale_R + tl.program_id(1) * TK // block_K * scale_K
         factor, scale = tl.load(encode + at), tl.load(block + at)
-    scaled = tl.where(scale == scale, tile, 0.0) * factor
+    tile = tl.where(scale == scale, tile, 0.0)
+    scaled = tl.math.div_rn(tile, tl.broadcast_to(factor, tile.shape)) if DIVIDES else tile * factor
     random = _random(key, offset, r, k, element_R, element_K, ROUNDING)
     n, e, sign = to_grid(scaled, random, MAX, EMIN, M, ROUNDING, RANDOM_BITS)
     if CODES:

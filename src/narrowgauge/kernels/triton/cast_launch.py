@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from narrowgauge.formats import RandomStream
+from narrowgauge.formats import RandomStream, encode, format
 from narrowgauge.kernels.amax_cache import cached_amax
 from narrowgauge.kernels.triton.cast import LAUNCH, cast_blocks, cast_given, largest, tile_of
-from narrowgauge.kernels.triton.rounding import facts
-from narrowgauge.quantization import Cast, QTensor, QuantContext
+from narrowgauge.kernels.triton.rounding import facts, facts_of_scale
+from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.hadamard import hadamard, transform
 from narrowgauge.quantization.scale_and_round import Scales, scales_from
@@ -67,7 +67,8 @@ def quantized(
             x, cast, axis, torch.uint8, stream, signs, given_scale, both
         )
         scales = given.block.reshape(() if cast.block is None else blocks.grid)
-        return QTensor(codes, scales, None, one, cast, blocks), other
+        scale_codes = encode(scales, format(cast.scale)) if cast.has_scale_codes else None
+        return QTensor(codes, scales, scale_codes, one, cast, blocks), other
     codes, blocks, scales, scale_codes, S = _cast_blocks(x, cast, axis, torch.uint8, stream, signs)
     return QTensor(codes, scales, scale_codes, one if S is None else S, cast, blocks), None
 
@@ -83,7 +84,7 @@ def emulated(
     given_scale: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The result of `quantization.emulate`."""
-    is_exact = cast.block is None or cast.scale != "fp32" or cast.power_of_two
+    is_exact = cast.block is None or cast.is_exact_in_bf16
     out_dtype = dtype if is_exact else torch.float32
     if _scale_is_known_first(cast):
         values, _, given, _ = _cast_given(x, cast, axis, out_dtype, stream, signs, given_scale)
@@ -93,8 +94,8 @@ def emulated(
 
 
 def _scale_is_known_first(cast: Cast) -> bool:
-    """Whether a scale covers more elements than a tile has: a row, 128 x 128, or the tensor."""
-    return cast.block is None or cast.block[1] == 0 or cast.block[0] == 128
+    """Whether a scale covers more elements than a tile has: a row, 128 x 128 or more, or the tensor."""
+    return cast.block is None or cast.block[1] == 0 or cast.block[0] >= 128
 
 
 def _cast_given(
@@ -114,18 +115,18 @@ def _cast_given(
     amax = cached_amax(x) if cast.block is None else None
     if amax is None:
         amax = _largest(x, cast, view, axis, blocks)
-    scales = scales_from(amax.reshape(blocks.grid), cast, QuantContext(scale=given_scale))
-    encode, block = scales.encode.contiguous(), scales.block.contiguous()
+    scales = scales_from(amax.reshape(blocks.grid), cast, given_scale)
+    factor, block = scales.encode.contiguous(), scales.block.contiguous()
     out = _empty(view, axis, dtype, x)
     other = _empty(view, -1 - axis, dtype, x) if both else None
     tile = tile_of(view.x[1])
     cast_given[_grid(view, tile)](
-        x, out, out if other is None else other, encode, block, *_random(x, stream),
+        x, out, out if other is None else other, factor, block, *_random(x, stream),
         view.R, view.K, *view.x, *_strides(out, axis), *_strides(out if other is None else other, axis),
         *_strides(block, axis), *_extents(blocks, axis), *view.element, TR=tile[0], TK=tile[1],
         BY_ROW=_is_by_row(cast), **facts(cast.element), ROUNDING=cast.rounding,
         RANDOM_BITS=cast.random_bits, CODES=dtype == torch.uint8, TIMES_SCALE=cast.block is not None,
-        BOTH=both, **LAUNCH,
+        DIVIDES=scales.divides, BOTH=both, **LAUNCH,
     )  # fmt: skip
     return out, other, scales, blocks
 
@@ -144,13 +145,13 @@ def _cast_blocks(
     blocks = blocks_of(view.shape, cast, axis)
     matrix = transform(cast.hadamard, signs, x) if cast.hadamard else None
     S = tensor_scale = None
-    if cast.scale == "e4m3":
+    if cast.tensor_scale != "none":
         amax = _largest(x, cast, view, axis, blocks, matrix)
-        S, tensor_scale = nvfp4_tensor_scale(amax.reshape(()), cast.element, cast.headroom)
+        S, tensor_scale = nvfp4_tensor_scale(amax.reshape(()), cast)
     codes = dtype == torch.uint8
     out = _empty(view, axis, dtype, x)
     scales = torch.empty(blocks.grid if codes else (), device=x.device)
-    has_codes = codes and cast.scale != "fp32"
+    has_codes = codes and cast.has_scale_codes
     scale_codes = torch.empty(blocks.grid, dtype=torch.uint8, device=x.device) if has_codes else None
     grid, strides = blocks.grid, scales.stride() if codes else (0, 0)
     if axis == 0:
@@ -162,8 +163,9 @@ def _cast_blocks(
         view.R, view.K, view.K_OUT, *grid, *view.x, *_strides(out, axis), *strides, *view.element,
         TR=tile[0], TK=tile[1], BR=cast.block[0], BK=cast.block[1], H=cast.hadamard,
         **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
-        SCALE=cast.scale, RULE=cast.scale_rule, POWER_OF_TWO=cast.power_of_two,
-        INVERSE_LARGEST=1 / (cast.element.max * (cast.headroom if cast.scale == "e4m3" else 1)),
+        SCALE="rounded" if cast.has_rounded_scale else cast.scale, **facts_of_scale(cast.scale),
+        RULE=cast.scale_rule, POWER_OF_TWO=cast.power_of_two,
+        AIM=cast.aim, INVERSE_LARGEST=1 / cast.aim,
         EMAX=cast.element.emax, FRACTION=cast.element.fraction_bits, CODES=codes, **LAUNCH,
     )  # fmt: skip
     return out, blocks, scales, scale_codes, tensor_scale
@@ -173,7 +175,7 @@ def _largest(
     x: torch.Tensor, cast: Cast, view: _View, axis: int, blocks: Blocks, matrix: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The largest magnitude of each block, float32 in their grid; for NVFP4 that of all finite blocks."""
-    finite = cast.scale == "e4m3"
+    finite = cast.tensor_scale != "none"
     BR, BK = cast.block if finite and cast.block else (1, 1)
     amax = torch.zeros((1, 1) if finite else blocks.grid, dtype=torch.int32, device=x.device)
     tile = tile_of(view.x[1])

@@ -16,7 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from narrowgauge.formats import Format
+from narrowgauge.formats import Format, format
 
 
 def facts(fmt: Format) -> dict[str, Any]:
@@ -29,6 +29,13 @@ def facts(fmt: Format) -> dict[str, Any]:
         "TWOS": fmt.twos_complement,
         "MINUS_ZERO": fmt.has_negative_zero,
     }
+
+
+def facts_of_scale(name: str) -> dict[str, Any]:
+    """The format of scales as a kernel's constants; S_NAN is 0 where scales have no codes of a byte."""
+    fmt = format(name)
+    nan_code = fmt.nan_code if fmt.bits == 8 else 0
+    return {"S_MAX": fmt.max, "S_EMIN": fmt.emin, "S_M": fmt.mantissa_bits, "S_NAN": nan_code}
 
 
 @triton.jit
@@ -106,7 +113,7 @@ def code_of(
 ):
     """Their codes, uint8."""
     if TWOS:
-        code = tl.where(sign != 0, -k, k)
+        code = tl.where(sign != 0, -k, k) & ((1 << BITS) - 1)
     else:
         minus = sign != 0
         if not MINUS_ZERO:

@@ -7,6 +7,7 @@ every infinity and NaN is at least INFINITE.
 import triton
 import triton.language as tl
 
+from narrowgauge.kernels.triton.arithmetic import narrow, wide
 from narrowgauge.kernels.triton.rounding import to_grid, value_of
 
 INFINITE = tl.constexpr(0x7F800000)
@@ -64,3 +65,17 @@ def nvfp4_scale(amax, S, INVERSE_LARGEST: tl.constexpr):
     zero = product == 0
     encode = tl.math.div_rn(tl.full(amax.shape, 1.0, tl.float32), tl.where(zero, 1.0, product))
     return tl.where(zero, FLOAT_MAX, tl.minimum(encode, FLOAT_MAX)), scale, ((e >> 23) - 121 << 3) + k
+
+
+@triton.jit
+def rounded_scale(amax, MAX: tl.constexpr, S_MAX: tl.constexpr, S_EMIN: tl.constexpr, S_M: tl.constexpr):
+    """(divisor, scale, its code) of scales that are the quotient amax / MAX, rounded to a format."""
+    quotient = tl.math.div_rn(amax, tl.full(amax.shape, MAX, tl.float32))
+    if S_EMIN < -100:  # bf16: its quanta have no inverse in fp32
+        scale, code = wide(narrow(quotient, tl.bfloat16)), tl.zeros(amax.shape, tl.int32)
+    else:
+        k, e, sign = to_grid(quotient, quotient, S_MAX, S_EMIN, S_M, "nearest-even", 24)
+        scale, code = value_of(k, e, sign, S_M, False), ((e >> 23) - (S_EMIN + 127) << S_M) + k
+    zero = scale == 0
+    code = tl.where(zero, (1 - S_EMIN) << S_M, code)  # that of 1
+    return tl.where(zero, float("inf"), scale), tl.where(zero, 1.0, scale), code

@@ -24,7 +24,8 @@ With a, the largest magnitudes of the blocks:
     scales       [smallest, largest] decoded scale of a block, tensor scale included
     histogram    magnitudes before and after, in units of the scale: `histogram.py`; narrow formats only
 
-If a cast transforms a tensor (Hadamard), x is the transformed tensor. Outliers that are clamped belong to x.
+If a cast transforms a tensor (Hadamard), x is the transformed tensor. Clamped outliers belong to x. If a cast
+takes the mean over tokens away (`center`), x and y are without it.
 Squares of small numbers underflow in float32, so x and y are multiplied by a power of two first, which is
 exact. `gauge` turns a tensor into one vector, without waiting for a GPU; `figures` turns the vector into the
 numbers above.
@@ -44,6 +45,7 @@ from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.gauges.histogram import WIDTH, counts, histogram
 from narrowgauge.quantization.hadamard import transformed
 from narrowgauge.quantization.outliers import clamped
+from narrowgauge.quantization.quantize import centered
 from narrowgauge.quantization.scale_and_round import block_amax, scales_of
 from narrowgauge.quantization.state.quantized_state import QuantizedState
 
@@ -77,7 +79,9 @@ def gauge_operand(
     if not cast.is_scaled:
         return gauge(x, seen, blocks_of(x.shape, cast, axis), None, cast.element.max, cast.element)
     context = context.local()
-    x = transformed(x, cast, axis, context)
+    rest, mean = centered(x, cast, axis, context)
+    seen = seen if mean is None else seen.float() - mean
+    x = transformed(rest, cast, axis, context)
     blocks = blocks_of(x.shape, cast, axis)  # a transform may have lengthened the axis
     scales = scales_of(blocks.split(clamped(x, cast, context)), blocks, cast, axis, context)
     scale = scales.block if scales.tensor is None else scales.block * scales.tensor
@@ -98,7 +102,7 @@ def gauge_state(x: torch.Tensor, stored: QuantizedState) -> torch.Tensor:
     elif "scale" in t:
         scale = t["scale"]
     elif "scales" in t:
-        scale = t["scales"] if cast.scale == "fp32" else decode(t["scales"], format(cast.scale))
+        scale = decode(t["scales"], format(cast.scale)) if cast.has_scale_codes else t["scales"].float()
         scale = blocks.align(scale) if scale.ndim else scale
         scale = scale * t.get("tensor_scale", 1.0)
     grid = None if cast.codebook or largest == math.inf else cast.element

@@ -7,9 +7,8 @@ one with a sum, and a round trip costs the same for a hundred tensors as for one
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 
-from narrowgauge.collectives import Group, all_reduce_max, comm_tag, local_amax
+from narrowgauge.collectives import Group, all_reduce_max, all_reduce_sum, local_amax
 from narrowgauge.quantization.sharding.shard import TensorShard
 
 Shards = Sequence[TensorShard | None]
@@ -36,7 +35,7 @@ def all_reduce_shares(masks: Iterable[torch.Tensor], shards: Shards) -> list[tor
     for shard, mask in zip(shards, masks, strict=True):
         counts.append(torch.count_nonzero(mask))
         sizes.append(mask.numel() if shard is None else shard.shape.numel())
-    totals = _reduce_alike(counts, shards, _all_reduce_sum)
+    totals = _reduce_alike(counts, shards, all_reduce_sum)
     return [total.float() / max(size, 1) for total, size in zip(totals, sizes, strict=True)]
 
 
@@ -55,10 +54,3 @@ def _reduce_alike(
         for i, value in zip(members, reduced.unbind(), strict=True):
             values[i] = value
     return values
-
-
-def _all_reduce_sum(counts: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
-    with comm_tag("amax"):
-        for group in groups:
-            dist.all_reduce(counts, group=group)
-    return counts

@@ -56,6 +56,13 @@ class ShardAxis:
         ends = last[0] + last[1] == self.size or last[1] % block == 0
         return ends and last[0] % block == 0 and all(a % block == 0 == n % block for a, n in others)
 
+    def in_blocks(self, block: int) -> "ShardAxis":
+        """The blocks of so many entries (0: all) that the local entries make, as entries of their grid."""
+        if not block:
+            return full_axis(1)
+        segments = tuple((a // block, -(-n // block)) for a, n in self.segments)
+        return ShardAxis(-(-self.size // block), segments, self.groups)
+
     def chunk(self, rank: int, ranks: int, *group: dist.ProcessGroup) -> "ShardAxis":
         """The chunk of `rank` when these entries are divided over `ranks` as `torch.chunk` divides them.
 
@@ -166,6 +173,11 @@ class TensorShard:
         if len(first.segments) == 1 and all(not axis.groups for axis in others):
             return stream.from_element(first.segments[0][0] * prod(axis.size for axis in others))
         return stream.uniform_at(self.global_indices(stream.key.device))
+
+    def grid(self, cast: Cast, axis: int) -> "TensorShard":
+        """The place of the local blocks in the grid of all blocks of a cast."""
+        extents = [_extent(cast, dim == axis % len(self.axes)) for dim in range(len(self.axes))]
+        return TensorShard(tuple(a.in_blocks(e) for a, e in zip(self.axes, extents, strict=True)))
 
     def all_gather_flat(self, x: torch.Tensor) -> torch.Tensor:
         """All elements of the global tensor on every rank, in no particular order, as one row."""

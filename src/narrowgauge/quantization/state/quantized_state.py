@@ -63,7 +63,7 @@ class QuantizedState:
         Raises:
             UserError: State cannot have the cast.
         """
-        if cast.hadamard or cast.outliers or cast.history:
+        if cast.hadamard or cast.outliers or cast.history or cast.refresh:
             raise UserError(
                 f"cast {cast.name!r} of state: transforms, outliers and histories are for operands of a "
                 "product; remove the key"
@@ -107,8 +107,8 @@ class QuantizedState:
         if cast.codebook:
             values = blocks.split(from_codes(codes, cast.codebook))
             return blocks.merge(values * blocks.align(t["scales"])).contiguous()
-        tensor_scale = t["tensor_scale"] if cast.scale == "e4m3" else torch.ones((), device=codes.device)
-        scales = t["scales"] if cast.scale == "fp32" else decode(t["scales"], format(cast.scale))
+        tensor_scale = t.get("tensor_scale", torch.ones((), device=codes.device))
+        scales = decode(t["scales"], format(cast.scale)) if cast.has_scale_codes else t["scales"].float()
         x = QTensor(codes, scales, None, tensor_scale, cast, blocks).dequantize()
         if cast.expand:
             x = blocks.merge(contract(blocks.split(x), RangeExpansion(t["k"], t["c"])))
@@ -194,8 +194,8 @@ class QuantizedState:
                 bits = stream if shard is None else shard.bits_of(stream)
                 x = round_to(x, cast.element.name, cast.rounding, bits)
             return {"values": x.to(torch_dtype(cast.element))}
-        if stream is None and cast.rounding == "stochastic":
-            cast = replace(cast, rounding="nearest-even")
+        if stream is None and cast.is_random:
+            cast = replace(cast, rounding="nearest-even", scale_rounding="nearest-even")
         if cast.element.bits == 16:
             values, scale = emulate(x, cast, -1, torch.float32, QuantContext(stream, shard=shard))
             assert scale is not None
@@ -211,7 +211,8 @@ class QuantizedState:
             x, extra = blocks.merge(expand(split, e)), e._asdict()
         q = quantize_in_context(x, cast, -1, QuantContext(stream, scale=encode_scale, shard=shard))
         scales = q.scales if q.scale_codes is None else q.scale_codes
-        tensor_scale = {"tensor_scale": q.tensor_scale} if cast.scale == "e4m3" else {}
+        scales = scales.bfloat16() if cast.scale == "bf16" else scales
+        tensor_scale = {} if cast.tensor_scale == "none" else {"tensor_scale": q.tensor_scale}
         return {"codes": q.packed(), "scales": scales} | tensor_scale | extra
 
     def _blocks(self) -> Blocks:

@@ -109,6 +109,11 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
             raise unknown_key(f"recipe.{place}", config_keys())
     if config.recipe.backend not in BACKENDS:
         raise unknown("backend", config.recipe.backend, BACKENDS)
+    if config.schedule.kind == "constant" and any(r.follows_schedule for r in config.spec.recipe.rules):
+        raise UserError(
+            f"a rule of recipe {config.recipe.name!r} waits for the decay of the learning rate, and "
+            "schedule.kind = 'constant' has none; choose another kind, or write from_share in the rule"
+        )
     if config.data.weights:
         split_sources(config.data.source, config.data.weights)
     t, alone = config.training, ParallelDims()

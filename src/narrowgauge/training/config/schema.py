@@ -16,6 +16,7 @@ from narrowgauge.data import AUTO
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig
 from narrowgauge.optim import ScheduleKind
+from narrowgauge.quantization import is_cast_table
 from narrowgauge.recipes import BACKENDS
 from narrowgauge.units import parse_bytes
 
@@ -181,7 +182,7 @@ class RecipeSection(Section):
         places = dict(values.get("places", {}))
         others = {k: v for k, v in values.items() if k not in ("name", "backend", "places")}
         for key, value in others.items():
-            if isinstance(value, dict) and "cast" not in value:
+            if isinstance(value, dict) and not is_cast_table(value):
                 places |= {f"{key}.{operand}": cast for operand, cast in value.items()}
             else:
                 places[key] = _table_of_text(key, value)

@@ -14,10 +14,10 @@ import torch
 from narrowgauge.data import Batch
 from narrowgauge.distributed import CommCounter, MicroBatch, ParallelDims, fake_mesh
 from narrowgauge.models import count_parameters
-from narrowgauge.nn import set_step
 from narrowgauge.training.config.config import Config
 from narrowgauge.training.monitor.memory import Memory, measured
 from narrowgauge.training.monitor.memory_tracker import MemoryTracker
+from narrowgauge.training.step.build_model import go_to
 from narrowgauge.training.step.trainer import Trainer
 
 ALONE = ParallelDims()
@@ -99,7 +99,7 @@ def _step(config: Config, parallel_dims: ParallelDims, rank: int) -> StepEstimat
 
         def begin(i: int) -> None:
             sent.append(traffic.by_ranks.copy())
-            set_step(trainer.model, t.seed, 1, i * t.micro_batch_size, t.steps)
+            go_to(trainer.model, config, 1, i * t.micro_batch_size)
 
         traffic.by_ranks.clear()
         with tracker:

@@ -9,6 +9,7 @@ from narrowgauge.distributed import ModelSpec
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize
 from narrowgauge.nn import DTYPES, convert, recipe_tensors, set_step
+from narrowgauge.optim import decay_start
 from narrowgauge.quantization import stored_tensor
 from narrowgauge.training.config.config import Config
 
@@ -25,10 +26,28 @@ def build_model(spec: ModelSpec, device: torch.device) -> Transformer:
     return model
 
 
+def go_to(model: torch.nn.Module, config: Config, step: int, first_sample: int) -> None:
+    """Set the position of a run's model: `nn.set_step` with what the configuration says of the run."""
+    t = config.training
+    set_step(model, t.seed, step, first_sample, t.steps, decay_start_of(config))
+
+
+def decay_start_of(config: Config) -> int | None:
+    """The first step whose learning rate is below the peak; None if the schedule has none."""
+    s = config.schedule
+    return decay_start(
+        steps=config.training.steps,
+        kind=s.kind,
+        warmup_steps=s.warmup_steps,
+        decay_fraction=s.decay_fraction,
+        decay_steps=s.decay_steps,
+    )
+
+
 def load_model(model: torch.nn.Module, config: Config, checkpoint: Checkpoint) -> None:
     """Bring a model to where it was when the checkpoint was made: weights, and the state of its recipe."""
     load_weights(model, checkpoint)
-    set_step(model, config.training.seed, checkpoint.step, 0, config.training.steps)
+    go_to(model, config, checkpoint.step, 0)
     saved = checkpoint.tensors.get("recipe", {})
     for name, tensor in recipe_tensors(model).items():
         if name not in saved or saved[name].shape != tensor.shape:

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from narrowgauge.checkpoint import JSON, LocalTensors, SavePlan, plan_save, restore_distributed
 from narrowgauge.distributed import Engine
 from narrowgauge.models import Transformer
-from narrowgauge.nn import recipe_tensors, set_step
+from narrowgauge.nn import recipe_tensors
 from narrowgauge.optim import Optimizer
 from narrowgauge.quantization import stored_tensor
 from narrowgauge.training.config.config import Config
+from narrowgauge.training.step.build_model import go_to
 from narrowgauge.training.step.checkpoint_slices import local_tensors_of
 from narrowgauge.training.step.guard import Guard
 from narrowgauge.training.step.replica_check import common, fingerprint_local, require_same_replicas
@@ -85,7 +86,7 @@ class TrainState:
         with torch.no_grad():
             checkpoint = restore_distributed(path, self.local_tensors(), group)
         self.engine.after_update()
-        set_step(self.model, self.config.training.seed, checkpoint.step, 0, self.config.training.steps)
+        go_to(self.model, self.config, checkpoint.step, 0)
         self.step = checkpoint.step
         taken = self.step * self.config.training.batch_size
         self.guard = Guard.from_state(self.config.guard, checkpoint.state, taken)

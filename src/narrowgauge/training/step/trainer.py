@@ -10,10 +10,10 @@ import torch
 
 from narrowgauge.data import Batch, Loader, Mixture, Tokens, first_samples
 from narrowgauge.distributed import Engine, Mesh, MicroBatch, ParallelDims, parallelize
-from narrowgauge.nn import Gauges, discard_step, set_step
+from narrowgauge.nn import Gauges, discard_step
 from narrowgauge.optim import set_learning_rate
 from narrowgauge.training.config.config import Config
-from narrowgauge.training.step.build_model import build_model
+from narrowgauge.training.step.build_model import build_model, go_to
 from narrowgauge.training.step.build_optimizer import build_optimizer, learning_rate_of, number_parameters
 from narrowgauge.training.step.guard import Guard, GuardVerdict
 from narrowgauge.training.step.nan_tracer import COMPILED, FirstBad, NanTracer, earliest
@@ -142,11 +142,10 @@ class Trainer(TrainState):
         observer: Gauges | NanTracer | None = None,
     ) -> torch.Tensor:
         """Leave the next step's gradients on the parameters, and return its local loss (`Engine`)."""
-        t = self.config.training
         self.optimizer.zero_grad(set_to_none=True)
 
         def begin(i: int) -> None:
-            set_step(self.model, t.seed, self.step + 1, micro_batches[i].first, t.steps)
+            go_to(self.model, self.config, self.step + 1, micro_batches[i].first)
             if observer is not None:
                 observer.begin_micro_batch(i == 0, i == len(micro_batches) - 1)
 

@@ -69,9 +69,9 @@ class TrainedRun:
             if isinstance(module, Linear):
                 cast = module.spec.casts["fprop.x"]
                 scales_per_token = not cast.is_scaled or (
-                    cast.scale != "e4m3" and (cast.block or (0,))[0] == 1
+                    cast.tensor_scale != "tensor" and (cast.block or (0,))[0] == 1
                 )
-                if not scales_per_token or cast.outliers or cast.rounding == "stochastic":
+                if not scales_per_token or cast.outliers or cast.center or cast.is_random:
                     return False
         return True
 

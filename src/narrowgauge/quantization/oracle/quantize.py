@@ -1,31 +1,33 @@
-"""Quantization as one would do it by hand: block by block, number by number, in exact rational arithmetic.
+"""Quantization by hand: block by block, number by number, in exact rational arithmetic.
 
 This is the judge of `quantize` and the maker of the conformance vectors. Every number is a `Fraction`, so
 nothing is rounded except where the formulas of `scales.py` say fl(): to the nearest float32, at most the
 largest. The fast path shares no line with it.
 
-A matrix goes through four steps, each a function here:
+The mean over tokens is taken away first, if the cast says so. Then a matrix goes through four steps, each a
+function here:
 
     transform   x D H / sqrt(n) in groups along the contraction, rounded once to the tensor's own dtype
     clamp       to its own quantiles, found by rank
     scale       a factor and a stored scale for each block, from its largest magnitude
-    round       each number times its factor, to the grid of the element format
+    round       each number times its factor, to the grid of the element format; with candidates once for each
 """
 
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
 
-from narrowgauge.formats import Format, format
-from narrowgauge.formats.oracle import FP32, code_of, fl, floor_log2, round_magnitude, round_scalar
+from narrowgauge.formats import format
+from narrowgauge.formats.oracle import FP32, code_of, fl, round_magnitude, round_scalar
 from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.oracle.candidates import error_of_block
+from narrowgauge.quantization.oracle.projection import corrected_scales
+from narrowgauge.quantization.oracle.scales import LARGEST, scales_of_block
 
-LARGEST = Fraction(FP32.max)
-E4M3 = format("e4m3")
 TRANSFORMER_ENGINE = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 Index = tuple[int, ...]
 
@@ -38,15 +40,23 @@ class ReferenceTensor:
         values: A float64 array, the element of each number before scales; 0 in blocks that are not finite.
         codes: The codes of the elements, an integer array.
         scales: The decoded scale of each block, by the index of its first number; NaN where not finite.
-        tensor_scale: The second-level scale of NVFP4, else 1.
+        tensor_scales: The scale above that of each block (NVFP4), else 1.
         rest: What clamping took away (zeros elsewhere).
+        mean: The mean over tokens that was taken away before.
     """
 
     values: np.ndarray
     codes: np.ndarray
     scales: dict[Index, float]
-    tensor_scale: float
+    tensor_scales: dict[Index, float]
     rest: np.ndarray
+    mean: np.ndarray | float = 0.0
+
+    @property
+    def tensor_scale(self) -> float:
+        """The one scale above those of all blocks."""
+        (scale,) = set(self.tensor_scales.values()) or {1.0}
+        return scale
 
 
 def reference_quantize(
@@ -57,6 +67,8 @@ def reference_quantize(
     signs: Sequence[int] = (),
     encode_scale: float | None = None,
     dtype: str = "fp32",
+    scale_draws: np.ndarray | None = None,
+    held: float = 0.0,
 ) -> ReferenceTensor:
     """Quantize an array of numbers.
 
@@ -67,6 +79,8 @@ def reference_quantize(
         draws: For stochastic rounding, the 24 random bits of each number, as an integer.
         signs: The signs of a Hadamard transform whose cast does not name them.
         encode_scale: An encoding scale in place of the one of the tensor (delayed scaling).
+        scale_draws: The 24 random bits of each block's scale, if scales are rounded stochastically.
+        held: The largest magnitude of the tensor in place of its own, if it is held (not 0).
         dtype: The dtype of x, to which the transform's result is rounded: "fp32" or "bf16".
 
     Returns:
@@ -77,6 +91,8 @@ def reference_quantize(
     """
     axis %= max(x.ndim, 1)
     x = x.astype(np.float64)
+    mean = token_mean(x, dtype) if cast.center else np.zeros(1)
+    x = _less(x, mean) if cast.center else x
     if cast.hadamard:
         named = cast.signs if not isinstance(cast.signs, str) and cast.signs else signs
         x = transform(x, cast.hadamard, axis, named, dtype)
@@ -85,25 +101,58 @@ def reference_quantize(
     corners = list(itertools.product(*(range(0, n, e) for n, e in zip(x.shape, extent, strict=True))))
     blocks = {c: tuple(slice(i, i + e) for i, e in zip(c, extent, strict=True)) for c in corners}
     amax = {c: float(np.abs(clamped[blocks[c]]).max()) for c in corners}
-    finite = [Fraction(a) for a in amax.values() if math.isfinite(a)]
-    S, tensor_scale = _tensor_scale(max(finite, default=Fraction(0)), cast)
-    values, scales = np.zeros_like(x), {}
+    finite = {c: Fraction(a) for c, a in amax.items() if math.isfinite(a)}
+    values, scales, tensor_scales = np.zeros_like(x), {}, {}
+    numbers: dict[Index, list[tuple[Fraction, Fraction]]] = {}  # of each block: before rounding, and after
+    first = replace(cast, scale_rounding="nearest-even") if cast.correct else cast
+    uniforms = {c: _uniform(scale_draws, n) for n, c in enumerate(corners)}
     for c in corners:
-        if not math.isfinite(amax[c]):
-            scales[c] = math.nan
-            continue
-        factor, scale = _block_scale(Fraction(amax[c]), S, cast)
+        row = [f for f in finite if cast.tensor_scale == "tensor" or _without(f, axis) == _without(c, axis)]
+        over = Fraction(held) or max((finite[f] for f in row), default=Fraction(0))
+        ranges = (range(p.start, min(p.stop, n)) for p, n in zip(blocks[c], x.shape, strict=True))
+        block = {i: float(clamped[i]) for i in itertools.product(*ranges)}
+        largest = finite.get(c, Fraction(0)), over
+        best = _quantize_block(block, largest, first, axis, uniforms[c], draws, encode_scale, c in finite)
+        scales[c], tensor_scales[c], factor = best[1:]
+        for i, value in best[0].items():
+            values[i] = value
+        numbers[c] = [(fl(Fraction(block[i]) * factor), Fraction(v)) for i, v in best[0].items()]
+    if cast.correct:
+        scales |= corrected_scales(scales, numbers, uniforms, cast, axis)
+    codes = np.vectorize(lambda v: code_of(v, cast.element), otypes=[np.int64])(values)
+    rest = x - clamped if cast.outliers else np.zeros_like(x)
+    return ReferenceTensor(values, codes, scales, tensor_scales, rest, mean)
+
+
+def _quantize_block(
+    block: dict[Index, float],
+    amax_and_over: tuple[Fraction, Fraction],
+    cast: Cast,
+    axis: int,
+    uniform: Fraction,
+    draws: np.ndarray | None,
+    encode_scale: float | None,
+    is_finite: bool,
+) -> tuple[dict[Index, float], float, float, Fraction]:
+    """(elements of a block by index, its scale, the scale above, its factor), of the best candidate."""
+    least: Fraction | None = None
+    best: tuple[dict[Index, float], float, float, Fraction] = ({}, math.nan, 1.0, Fraction(0))
+    for candidate in cast.candidates or (0.0,):
+        factor, scale, above = scales_of_block(*amax_and_over, cast, uniform, candidate)
+        if not is_finite:
+            return {}, math.nan, float(above), factor
         if encode_scale is not None:
             factor = Fraction(encode_scale)
             scale = fl(1 / factor)
-        scales[c] = float(scale)
-        for i in itertools.product(
-            *(range(s.start, min(s.stop, n)) for s, n in zip(blocks[c], x.shape, strict=True))
-        ):
-            values[i] = _round(clamped[i], factor, cast, None if draws is None else int(draws[i]))
-    codes = np.vectorize(lambda v: code_of(v, cast.element), otypes=[np.int64])(values)
-    rest = x - clamped if cast.outliers else np.zeros_like(x)
-    return ReferenceTensor(values, codes, scales, float(tensor_scale), rest)
+        elements = {
+            i: _round(v, factor, cast, None if draws is None else int(draws[i])) for i, v in block.items()
+        }
+        error = Fraction(0)
+        if cast.candidates:
+            error = error_of_block(elements, block, (scale, above, amax_and_over[1]), cast, axis)
+        if least is None or error < least:
+            least, best = error, (elements, float(scale), float(above), factor)
+    return best
 
 
 def _round(x: float, factor: Fraction, cast: Cast, draw: int | None) -> float:
@@ -121,6 +170,13 @@ def _round(x: float, factor: Fraction, cast: Cast, draw: int | None) -> float:
     magnitude = float(round_magnitude(abs(scaled), cast.element, rounding, uniform))
     is_negative = math.copysign(1, x) < 0 and (magnitude != 0 or cast.element.has_negative_zero)
     return -magnitude if is_negative else magnitude
+
+
+def token_mean(x: np.ndarray, dtype: str) -> np.ndarray:
+    """The exact mean over all dimensions but the last, rounded to x's dtype."""
+    columns = [[Fraction(float(v)) for v in x[..., k].ravel()] for k in range(x.shape[-1])]
+    means = [sum(column, Fraction(0)) / len(column) for column in columns]
+    return np.array([math.copysign(float(round_magnitude(abs(m), format(dtype))), m) for m in means])
 
 
 def transform(x: np.ndarray, size: int, axis: int, signs: Sequence[int], dtype: str) -> np.ndarray:
@@ -161,15 +217,6 @@ def clamp(x: np.ndarray, quantile: float) -> np.ndarray:
     return np.clip(x, low, high)
 
 
-def delayed_scale(amaxes: Sequence[float], cast: Cast) -> float:
-    """The encoding scale after some steps with these largest magnitudes, the newest last; 1 before any."""
-    history = [a for a in amaxes if a > 0 and math.isfinite(a)][-cast.history :]
-    if not history:
-        return 1.0
-    amax = max(history) if cast.history_algorithm == "max" else history[-1]
-    return float(fl(fl(Fraction(cast.element.max) / 2**cast.margin) / Fraction(amax)))
-
-
 def _extent(shape: Index, cast: Cast, axis: int) -> list[int]:
     """The extent of a block along each dimension."""
     if cast.block is None:
@@ -182,49 +229,16 @@ def _extent(shape: Index, cast: Cast, axis: int) -> list[int]:
     return extent
 
 
-def _tensor_scale(amax: Fraction, cast: Cast) -> tuple[Fraction, Fraction]:
-    """The tensor scale S of NVFP4, and the factor that undoes it."""
-    if cast.scale != "e4m3" or amax == 0:
-        return Fraction(1), Fraction(1)
-    largest = fl(Fraction(448 * cast.element.max * cast.headroom))
-    S = fl(largest / amax)
-    return S, fl(amax / largest) if S < LARGEST else fl(1 / S)
+def _without(index: Index, axis: int) -> Index:
+    """The index of a row: that of a block without its position along the axis."""
+    return index[:axis] + index[axis + 1 :]
 
 
-def _block_scale(amax: Fraction, S: Fraction, cast: Cast) -> tuple[Fraction, Fraction]:
-    """The factor of a block before rounding, and its decoded scale."""
-    match cast.scale:
-        case "fp32":
-            factor = Fraction(1) if amax == 0 else fl(Fraction(cast.element.max) / amax)
-            if cast.power_of_two:
-                factor = Fraction(2) ** floor_log2(factor)
-            return factor, fl(1 / factor)
-        case "e8m0":
-            exponent = min(max(_exponent(amax, cast), -127), 127)
-            return Fraction(2) ** -exponent, Fraction(2) ** exponent
-        case _:
-            share = fl(Fraction(1 / (cast.element.max * cast.headroom)))
-            scale = round_magnitude(fl(amax * fl(S * share)), E4M3)
-            decode = fl(scale * fl(1 / S))
-            return LARGEST if decode == 0 else fl(1 / decode), scale
+def _uniform(draws: np.ndarray | None, number: int) -> Fraction:
+    """The random number in [0, 1) of the scale of a block."""
+    return Fraction(1, 2) if draws is None else Fraction(int(draws.flat[number]), 2**24)
 
 
-def _exponent(amax: Fraction, cast: Cast) -> int:
-    """The exponent of an E8M0 scale, before it is cut to -127 .. 127."""
-    if amax == 0:
-        return -127
-    element: Format = cast.element
-    exponent = floor_log2(amax)
-    mantissa = amax / Fraction(2) ** exponent  # from 1 to 2
-    match cast.scale_rule:
-        case "floor":
-            return exponent - element.emax
-        case "ceil":
-            return exponent + (mantissa > 1) - element.emax
-        case "even":
-            return exponent + (mantissa >= 2 - Fraction(1, 2 ** (element.fraction_bits + 1))) - element.emax
-        case _:
-            share = fl(amax * fl(Fraction(1 / element.max)))
-            if share == 0:
-                return -127
-            return floor_log2(share) + (share != Fraction(2) ** floor_log2(share))
+def _less(x: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """Every number less the mean of its column, rounded to float32."""
+    return np.vectorize(lambda v, m: float(fl(Fraction(v) - Fraction(m))), otypes=[np.float64])(x, mean)

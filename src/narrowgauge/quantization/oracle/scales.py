@@ -1,0 +1,115 @@
+"""Scales by hand, in exact rational arithmetic: see `quantization/oracle/quantize.py`."""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from narrowgauge.formats import Format, format
+from narrowgauge.formats.oracle import FP32, fl, floor_log2, round_magnitude
+from narrowgauge.quantization.cast import Cast
+
+LARGEST = Fraction(FP32.max)
+
+
+def delayed_scale(amaxes: Sequence[float], cast: Cast) -> float:
+    """The encoding scale after some steps with these largest magnitudes, the newest last; 1 before any."""
+    history = [a for a in amaxes if a > 0 and math.isfinite(a)][-cast.history :]
+    if not history:
+        return 1.0
+    amax = max(history) if cast.history_algorithm == "max" else history[-1]
+    return float(fl(fl(Fraction(cast.element.max) / 2**cast.margin) / Fraction(amax)))
+
+
+def scales_of_block(
+    amax: Fraction,
+    over: Fraction,
+    cast: Cast,
+    uniform: Fraction = Fraction(1, 2),
+    candidate: float = 0.0,
+) -> tuple[Fraction, Fraction, Fraction]:
+    """The factor of a block's numbers (exact where they are divided), its scale, and the scale above it.
+
+    Args:
+        amax: The largest magnitude of the block.
+        over: That of the tensor, or of the row, for casts with a scale above.
+        cast: The cast.
+        uniform: The random number in [0, 1) of a scale that is rounded stochastically.
+        candidate: The magnitude that the largest number is mapped to; 0 for the largest element.
+    """
+    aim = Fraction(cast.element.max * cast.headroom)
+    if cast.scale == "fp32":
+        factor = Fraction(1) if amax == 0 else fl(fl(aim) / amax)
+        if cast.power_of_two:
+            factor = Fraction(2) ** floor_log2(factor)
+        return factor, fl(1 / factor), Fraction(1)
+    if cast.scale == "e8m0":
+        exponent = min(max(_exponent(amax, cast), -127), 127)
+        return Fraction(2) ** -exponent, Fraction(2) ** exponent, Fraction(1)
+    if cast.is_nvfp4:
+        return _nvfp4(amax, over, cast, uniform, candidate)
+    above, quotient = Fraction(1), fl(amax / fl(aim))
+    if cast.tensor_scale != "none":
+        target = Fraction(cast.target)
+        above = fl(over / fl(Fraction(float(target) * cast.element.max * cast.headroom))) if over else above
+        quotient = fl(amax * target / over) if over else Fraction(0)
+    if candidate:
+        quotient = fl(quotient * fl(Fraction(cast.element.max / candidate)))
+    scale, is_zeros = rounded(quotient, cast, uniform)
+    divisor = fl(scale * above)
+    return (Fraction(0) if is_zeros or divisor == 0 else 1 / divisor), scale, above
+
+
+def _nvfp4(
+    amax: Fraction, over: Fraction, cast: Cast, uniform: Fraction, candidate: float
+) -> tuple[Fraction, Fraction, Fraction]:
+    """The same in the order of TransformerEngine."""
+    S, above = Fraction(1), Fraction(1)
+    if over:
+        largest = fl(Fraction(cast.target * cast.element.max * cast.headroom))
+        S = fl(largest / over)
+        above = fl(over / largest) if S < LARGEST else fl(1 / S)
+    aim = cast.element.max * cast.headroom
+    quotient = fl(amax * fl(S * fl(Fraction(1 / aim))))
+    if candidate:
+        quotient = fl(fl(fl(amax / fl(Fraction(aim))) * S) * fl(Fraction(cast.element.max / candidate)))
+    scale, is_zeros = rounded(quotient, cast, uniform)
+    if is_zeros and cast.zero_rule == "one":
+        return Fraction(0), scale, above
+    decode = fl(scale * fl(1 / S))
+    return (LARGEST if decode == 0 else fl(1 / decode)), scale, above
+
+
+def rounded(quotient: Fraction, cast: Cast, uniform: Fraction) -> tuple[Fraction, bool]:
+    """(a quotient on the grid of the scales, whether the block is all zeros)."""
+    fmt = format(cast.scale)
+    scale = round_magnitude(quotient, fmt, cast.scale_rounding, uniform)
+    if scale:
+        return scale, False
+    match cast.zero_rule:
+        case "one":
+            return Fraction(1), True
+        case "smallest":
+            return Fraction(fmt.smallest_subnormal), False
+        case _:
+            return Fraction(0), True
+
+
+def _exponent(amax: Fraction, cast: Cast) -> int:
+    """The exponent of an E8M0 scale, before it is cut to -127 .. 127."""
+    if amax == 0:
+        return -127
+    element: Format = cast.element
+    exponent = floor_log2(amax)
+    mantissa = amax / Fraction(2) ** exponent  # from 1 to 2
+    match cast.scale_rule:
+        case "floor":
+            return exponent - element.emax
+        case "ceil":
+            return exponent + (mantissa > 1) - element.emax
+        case "even":
+            return exponent + (mantissa >= 2 - Fraction(1, 2 ** (element.fraction_bits + 1))) - element.emax
+        case _:
+            share = fl(amax * fl(Fraction(1 / (element.max * cast.headroom))))
+            if share == 0:
+                return -127
+            return floor_log2(share) + (share != Fraction(2) ** floor_log2(share))
