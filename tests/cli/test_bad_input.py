@@ -40,7 +40,7 @@ LINES = {
     "recipes: file": (["recipes", "{dir}/none.toml"], ["{dir}/none.toml", "cannot be read"]),
     "formats: name": (["formats", "e4m4"], ["unknown format 'e4m4'", "'e4m3'"]),
     "no file": (["train", "{dir}/goood.toml"], ["{dir}/goood.toml", "good.toml"]),
-    "a directory as the file": (["train", "{dir}"], ["{dir}", "cannot be read"]),
+    "a directory as the file": (["train", "{dir}"], ["{dir}", "is a directory", "name a .toml file"]),
     "a binary file": (["train", "{dir}/binary.txt"], ["{dir}/binary.txt", "cannot be read"]),
     "compare: no recipes": (["compare"], ["--recipes"]),
     "scaling: no numbers": (["scaling"], ["--procs ''", "as in 1,2,4"]),
@@ -173,7 +173,7 @@ def test_a_file(narrowgauge, refused, line, tmp_path, content, says):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda out: out.touch(), "File exists"),
+        (lambda out: out.touch(), "is a file, but a run needs a directory"),
         (lambda out: out.symlink_to("/proc/none"), "File exists"),
         (lambda out: (out.mkdir(), (out / "thesis.tex").touch()), "holds 'thesis.tex' and no config.toml"),
     ],

@@ -174,8 +174,12 @@ def load_values(path: Path) -> dict[str, Any]:
         near = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
         hint = f"; beside it lie {', '.join(near[:5])}" if near else ""
         raise UserError(f"no configuration file {path}{hint}") from None
+    except IsADirectoryError:
+        own = path / "config.toml"
+        hint = f"that of this run is {own}" if own.is_file() else "name a .toml file"
+        raise UserError(f"{path} is a directory, but a configuration is a file; {hint}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UserError(f"configuration file {path} cannot be read: {error}") from None
+        raise UserError(f"configuration file {path} cannot be read: {error}; correct the file") from None
     for section, table in values.items():
         if section in Config.model_fields and not isinstance(table, dict):
             raise UserError(
