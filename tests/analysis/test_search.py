@@ -5,7 +5,7 @@ import tomllib
 
 import pytest
 
-from narrowgauge.analysis import baselines, choices_of, recipe_text, solve
+from narrowgauge.analysis import baselines, choices_of, recipe_text, require_choice, solve
 from narrowgauge.analysis.search import TOLERANCE
 from narrowgauge.analysis.sensitivity import Cost
 from narrowgauge.errors import UserError
@@ -88,7 +88,7 @@ def test_the_baselines_keep_to_the_budget():
 )
 def test_what_cannot_be_is_refused(casts, budget, sentence):
     with pytest.raises(UserError, match=sentence):
-        solve(choices_of({n: CASTS[n] for n in casts}, WEIGHTS, costs_of(casts)), budget)
+        require_choice({n: CASTS[n] for n in casts}, budget)
 
 
 def test_a_budget_between_whole_gemms_is_refused():

@@ -3,7 +3,7 @@
 from narrowgauge.analysis.probe import RecipeProbe, probe, probe_json
 from narrowgauge.analysis.probe_run import Probed, open_probed, update_rule
 from narrowgauge.analysis.recipe_text import recipe_text
-from narrowgauge.analysis.search import baselines, choices_of, solve
+from narrowgauge.analysis.search import baselines, choices_of, require_choice, solve
 from narrowgauge.analysis.sensitivity import (
     Cost,
     estimate_costs,
@@ -26,6 +26,7 @@ __all__ = [
     "probe_json",
     "recipe_text",
     "relative_errors",
+    "require_choice",
     "sensitivity_json",
     "solve",
     "update_rule",

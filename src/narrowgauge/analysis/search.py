@@ -21,6 +21,9 @@ with the smallest relative quantization error of their operands are narrow), and
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+
+import numpy as np
 
 from narrowgauge.analysis.sensitivity import Cost
 from narrowgauge.errors import UserError
@@ -70,6 +73,23 @@ class Choices:
         return max(reversed(list(self.casts)), key=lambda name: self.casts[name].element.bits)
 
 
+def require_choice(casts: Mapping[str, Cast], budget: float) -> None:
+    """Check what was asked for, before anything is measured.
+
+    Raises:
+        UserError: No format has at most 4 bits, the budget is no share, or scipy is not installed.
+    """
+    if all(cast.element.bits > NARROW_BITS for cast in casts.values()):
+        raise UserError(
+            f"--formats {','.join(casts)}: none has {NARROW_BITS} bits or fewer, and the budget is a share "
+            "of FLOPs in such formats; add one, such as mxfp4"
+        )
+    if not 0 <= budget <= 1:
+        raise UserError(f"--budget {budget} must be a share from 0 to 1, such as 0.75")
+    if find_spec("scipy") is None:
+        raise UserError("search needs scipy, which is not installed; pip install scipy")
+
+
 def choices_of(
     casts: Mapping[str, Cast], weights: Mapping[str, int], costs: Mapping[str, Sequence[Cost]]
 ) -> Choices:
@@ -79,15 +99,7 @@ def choices_of(
         casts: The formats by name.
         weights: The number of elements of each layer's weight, in the order of the model.
         costs: The cost of each place by the name of the format, from `estimate_costs`.
-
-    Raises:
-        UserError: No format has at most 4 bits.
     """
-    if all(cast.element.bits > NARROW_BITS for cast in casts.values()):
-        raise UserError(
-            f"--formats {','.join(casts)}: none has {NARROW_BITS} bits or fewer, and the budget is a share "
-            "of FLOPs in such formats; add one, such as mxfp4"
-        )
     total = 3 * sum(weights.values())
     gemms = [(layer, gemm) for layer in weights for gemm in GEMMS]
     by_place = {name: {(c.layer, c.place): max(c.cost, 0.0) for c in found} for name, found in costs.items()}
@@ -112,10 +124,8 @@ def solve(choices: Choices, budget: float) -> Assignment:
         budget: The least share of FLOPs in formats of at most 4 bits, from 0 to 1.
 
     Raises:
-        UserError: The budget is no share, scipy is not installed, or no assignment lies within the tolerance.
+        UserError: No assignment lies within the tolerance.
     """
-    if not 0 <= budget <= 1:
-        raise UserError(f"--budget {budget} must be a share from 0 to 1, such as 0.75")
     options = [(gemm, name) for gemm in choices.shares for name in choices.casts]
     costs = [choices.costs[gemm][name] for gemm, name in options]
     chosen = _milp(choices, costs, budget, budget + TOLERANCE)
@@ -136,11 +146,8 @@ def _milp(choices: Choices, costs: Sequence[float], low: float, high: float) -> 
 
     `costs` are those of each GEMM in each format, formats of one GEMM beside each other.
     """
-    try:
-        import numpy as np
-        from scipy.optimize import Bounds, LinearConstraint, milp
-    except ImportError:
-        raise UserError("search needs scipy, which is not installed; pip install scipy") from None
+    from scipy.optimize import Bounds, LinearConstraint, milp  # an extra (`require_choice`)
+
     count, names = len(choices.shares), list(choices.casts)
     one_each = np.kron(np.eye(count), np.ones(len(names)))
     narrow = np.array([choices.is_narrow(name) for name in names], dtype=float)

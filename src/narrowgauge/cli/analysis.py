@@ -29,6 +29,7 @@ from narrowgauge.analysis import (
 from narrowgauge.analysis.probe import USEFUL, Progress
 from narrowgauge.cli.parsing.options import positive_integer
 from narrowgauge.files import write_whole
+from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes import GEMM_PLACES, recipe
 from narrowgauge.t_interval import Interval
 from narrowgauge.training.run_directory import PROBE, SENSITIVITY
@@ -89,7 +90,7 @@ def run_probe(options: argparse.Namespace) -> None:
 
 def run_sensitivity(options: argparse.Namespace) -> None:
     """Estimate the cost of each layer and place, measure it if asked, print the map or JSON, and keep it."""
-    cast = recipe("fp32").with_places({"fprop.x": options.to}).casts["fprop.x"]
+    cast = operand_cast(options.to)
     with progress(Console(stderr=options.json), "sensitivity") as show:
         probed = open_subject(options)
         rule = update_rule(probed.trained)
@@ -114,6 +115,16 @@ def run_sensitivity(options: argparse.Namespace) -> None:
         console.print(
             f"rank correlation of estimated and measured: {found['rank_correlation']:.3f}", highlight=False
         )
+
+
+def operand_cast(name: str) -> Cast:
+    """The cast of this name, for an operand of a product.
+
+    Raises:
+        UserError: there is no such cast, or it is for state.
+    """
+    make_cast(name)  # its error names no place
+    return recipe("fp32").with_places({"fprop.x": name}).casts["fprop.x"]
 
 
 def open_subject(options: argparse.Namespace) -> Probed:

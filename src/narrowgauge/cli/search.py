@@ -13,14 +13,15 @@ from narrowgauge.analysis import (
     estimate_costs,
     recipe_text,
     relative_errors,
+    require_choice,
     solve,
     update_rule,
 )
-from narrowgauge.cli.analysis import add_subject, heading, open_subject, progress
+from narrowgauge.cli.analysis import add_subject, heading, open_subject, operand_cast, progress
 from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.quantization import Cast
-from narrowgauge.recipes import load_recipe, recipe
+from narrowgauge.recipes import load_recipe
 from narrowgauge.report import print_comparison, read_runs, write_report
 from narrowgauge.report.compare.compare import compare
 from narrowgauge.report.compare.grid import RECIPE, Variant, make_points
@@ -40,6 +41,7 @@ def add_options(p: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Search, write the recipe, and train it beside its baselines if asked."""
     casts = _casts(options.formats)
+    require_choice(casts, options.budget)
     if options.out.suffix != ".toml":
         raise UserError(f"--out {options.out} is the file of a recipe, which ends in .toml; add the ending")
     with progress(Console(), "search") as show:
@@ -98,8 +100,7 @@ def _casts(text: str) -> dict[str, Cast]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise UserError("--formats is empty, but a search needs casts to choose from, as in mxfp4,bf16")
-    wide = recipe("fp32")
-    return {name: wide.with_places({"fprop.x": name}).casts["fprop.x"] for name in names}
+    return {name: operand_cast(name) for name in names}
 
 
 def _weights(probed: Probed) -> dict[str, int]:
