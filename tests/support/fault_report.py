@@ -1,7 +1,7 @@
 """The result table of a run of pytest: each row of `support.fault_table`, whether it passed, and how long it
 took.
 
-`pytest -m case --fault-table FILE` prints it, and keeps it in FILE.
+`pytest -m case --fault-table=FILE` prints it, and keeps it in FILE.
 """
 
 import platform
@@ -50,7 +50,7 @@ class _Row:
 
 
 _rows: dict[str, _Row] = defaultdict(_Row)
-_cases_of: dict[str, tuple[str, ...]] = {}
+_CASE = "case"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,14 +59,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        names = tuple(name for mark in item.iter_markers("case") for name in mark.args)
-        if names:
-            _cases_of[item.nodeid] = names
+    for item in items:  # the properties come back from the workers of pytest-xdist, the marks do not
+        item.user_properties += [(_CASE, name) for mark in item.iter_markers(_CASE) for name in mark.args]
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    for name in _cases_of.get(report.nodeid, ()):
+    for name in (str(value) for key, value in report.user_properties if key == _CASE):
         row = _rows[name]
         row.seconds += report.duration
         if report.failed:
