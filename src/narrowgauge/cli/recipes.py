@@ -120,10 +120,11 @@ def run_formats(options: argparse.Namespace) -> None:
 def run_models(options: argparse.Namespace) -> None:
     """Print the table of named sizes, or the dimensions of one as the [model] of a configuration."""
     if options.name:
+        model = model_config(options.name)
         print(f"[model]\nname = {toml_value(options.name)}")
-        for key, value in asdict(model_config(options.name)).items():
+        for key, value in asdict(model).items():
             print(f"{key} = {toml_value(value)}")
-        print(f"# {count_parameters(model_config(options.name)):,} parameters")
+        print(f"# {count_parameters(model):,} parameters")
         return
     table = Table(box=None, header_style="bold")
     table.add_column("model", no_wrap=True)
