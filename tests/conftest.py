@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from support.estimates import VARIABLE, keep_estimates
 from support.processes import Narrowgauge, warm
@@ -17,6 +18,10 @@ from support.runs import Look, Values, with_keys, write_text
 from support.thorough import mark_thorough
 
 pytest_plugins = ["support.fault_report", "golden.report"]
+
+# Nothing is asserted of the time that an example takes: another program may have the core.
+settings.register_profile("narrowgauge", deadline=None)
+settings.load_profile("narrowgauge")
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C; what they start would inherit it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -192,7 +192,10 @@ def test_an_unreadable_file_is_named(tmp_path: Path, content, words):
 
 
 def test_a_directory_is_no_configuration_file(tmp_path: Path):
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match=r"is a directory, .*; name a \.toml file"):
+        load_values(tmp_path)
+    (tmp_path / "config.toml").touch()
+    with pytest.raises(UserError, match=r"that of this run is .*config\.toml"):
         load_values(tmp_path)
 
 
