@@ -9,13 +9,14 @@ from narrowgauge.analysis import (
     estimate_costs,
     exact_costs,
     open_probed,
+    probe,
     sensitivity_json,
     update_rule,
     worst,
 )
 from narrowgauge.analysis.update import Moments, UpdateRule
 from narrowgauge.quantization import cast
-from narrowgauge.recipes import GEMM_PLACES
+from narrowgauge.recipes import GEMM_PLACES, recipe
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +89,16 @@ def test_a_cast_of_state_is_refused(narrowgauge, trained):
     done = narrowgauge("sensitivity", trained, "--to", "fp16-scaled")
     assert done.code == 2
     assert "is for state" in done.err
+
+
+def test_dropout_and_z_loss_are_left_out(narrowgauge, line, tmp_path):
+    """Both belong to training; with them the same weights would have another loss each time."""
+    changes = {"model.dropout": 0.5, "training.z_loss": 1e-2, "training.steps": 2, "recipe.name": "bf16"}
+    run = tmp_path / "run"
+    assert narrowgauge(*line(changes), "--out", run).code == 0
+    probed = open_probed(run, "cpu", batches=2, batch_size=2)
+    (found,) = probe(probed.subject, [recipe("fp32")], draws=1)
+    assert found.figures["loss_increase"].mean == 0
+    assert found.figures["effective_bits"].mean == float("inf")
+    costs = exact_costs(probed.subject, cast("fp32"), update_rule(probed.trained))
+    assert all(cost.cost == 0 for cost in costs)

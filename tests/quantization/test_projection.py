@@ -31,7 +31,7 @@ def test_equals_the_oracle_bit_for_bit(name, axis):
 
 
 def test_a_group_is_that_of_the_transform():
-    """Of small integers, whose transform is exact."""
+    """A tensor of small integers, whose transform is exact."""
     g = torch.Generator().manual_seed(1)
     x = torch.randint(-8, 9, (6, 96), generator=g).float()
     signs, stream = 1 - 2 * torch.randint(0, 2, (64,), generator=g), random_stream(0, 0, 3)

@@ -66,7 +66,7 @@ class Speed:
 
     @property
     def source(self) -> str:
-        """Where it was published."""
+        """The place of its publication."""
         return next(source for start, source in SOURCES.items() if self.name.startswith(start))
 
     @property

@@ -39,7 +39,12 @@ def with_recipe(spec: ModelSpec, recipe: Recipe, weights: Tensors, device: torch
     model = build_model(replace(spec, recipe=recipe), device)
     for name, parameter in model.named_parameters():
         write_weight(parameter, weights[name])
-    return model
+    return model.eval()  # without dropout
+
+
+def linear_layers(model: Transformer) -> list[str]:
+    """The names of the linear layers of a model, converted or not, in its order."""
+    return [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
 
 
 def loss_and_gradient(

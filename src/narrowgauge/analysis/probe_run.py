@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.analysis.gradient import Position
+from narrowgauge.analysis.gradient import Position, linear_layers
 from narrowgauge.analysis.probe import Subject
 from narrowgauge.analysis.update import Moments, UpdateRule
 from narrowgauge.checkpoint import load, newest_valid
@@ -31,7 +31,7 @@ class Probed:
     @property
     def layers(self) -> list[str]:
         """The names of the linear layers, in the order of the model."""
-        return [n for n, module in self.trained.model.named_modules() if isinstance(module, torch.nn.Linear)]
+        return linear_layers(self.trained.model)
 
 
 def open_probed(
@@ -65,7 +65,7 @@ def open_probed(
     size, length = batch_size or training.micro_batch_size, sequence_length or data.sequence_length
     taken = list(validation_batches(tokens, size, length, batches, data.separate_documents))
     weights = trained.weights()
-    spec = replace(trained.config.spec, recompute=0)
+    spec = replace(trained.config.spec, recompute=0, z_loss=0.0)  # the cross entropy alone
     steps = training.steps
     decay = decay_start_of(trained.config)
     position = Position(training.seed, min(trained.step + 1, steps), steps, decay)

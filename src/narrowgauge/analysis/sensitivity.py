@@ -34,13 +34,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from narrowgauge.analysis.gradient import loss_and_gradient, loss_of
+from narrowgauge.analysis.gradient import linear_layers, loss_and_gradient, loss_of
 from narrowgauge.analysis.linear_graph import LinearGraph
 from narrowgauge.analysis.probe import Subject
 from narrowgauge.analysis.rank_correlation import rank_correlation
 from narrowgauge.analysis.update import UpdateRule
-from narrowgauge.models import Transformer
-from narrowgauge.nn import Linear, convert
+from narrowgauge.nn import convert
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import GEMM_PLACES, Recipe, Rule
 from narrowgauge.recipes import recipe as recipe_named
@@ -95,7 +94,7 @@ def exact_costs(
 ) -> list[Cost]:
     """Measure the cost of every layer and place, each alone; the arguments are those of `estimate_costs`."""
     model = subject.model(recipe_named("fp32"))
-    keys = [(name, place) for name in layers_of(model) for place in GEMM_PLACES]
+    keys = [(name, place) for name in linear_layers(model) for place in GEMM_PLACES]
     wide = [loss_and_gradient(model, batch, subject.position) for batch in subject.batches]
     directions = [{n: rule.direction(n, g) for n, g in gradient.items()} for _, gradient in wide]
     sizes = [sum(u.double().square().sum().item() for u in d.values()) for d in directions]
@@ -122,11 +121,6 @@ def relative_errors(subject: Subject, cast: Cast) -> dict[Key, float]:
     """The relative squared quantization error of each GEMM's operands in a cast, on the first batch."""
     model = subject.model(recipe_named("fp32"))
     return LinearGraph(model, subject.batches[0], subject.position.seed).relative_errors(cast)
-
-
-def layers_of(model: Transformer) -> list[str]:
-    """The names of the linear layers, in the order of the model."""
-    return [name for name, module in model.named_modules() if isinstance(module, Linear)]
 
 
 def worst(costs: Sequence[Cost], count: int = 4) -> list[Cost]:
