@@ -96,7 +96,7 @@ def test_a_slow_disk_does_not_hold_the_steps_and_a_second_save_waits(train, look
 
 
 @WAYS
-def test_saves_that_fail_are_told_and_as_many_in_a_row_as_allowed_end_it(train, look, disk, in_step, way):
+def test_saves_that_fail_are_told_and_too_many_end_it(train, look, disk, in_step, way):
     in_step({5: disk.full})
     said = io.StringIO()
     with pytest.raises(SaveError, match=r"2 saves in a row have failed \(checkpoint\.max_failures = 2\)"):
