@@ -107,12 +107,20 @@ def test_a_run_that_was_killed_is_named(narrowgauge, compare, look, tmp_path, re
     refused(process.wait(), "the run 'bf16' was killed by SIGKILL; the same line continues", code=1)
 
 
-@pytest.mark.slow
-def test_a_run_that_fails_gives_its_exit_code(narrowgauge, compare, tmp_path, refused):
-    ended = narrowgauge(*compare("fp32,fp8", {"optimizer.lr": 1e30, "guard.max_skips": 0}))
-    refused(ended, "non-finite", code=1)
-    assert json.loads((tmp_path / "both" / "fp32" / "status.json").read_text())["status"] == "failed"
-    assert not (tmp_path / "both" / "fp8").exists()
+def test_a_run_that_fails_is_a_result_and_the_others_go_on(narrowgauge, compare, tmp_path):
+    words = compare("bf16", {"training.steps": 2})
+    words = words[: words.index("--recipes")] + words[words.index("--recipes") + 2 :]
+    ended = narrowgauge(
+        *words, "--variant", "hot:optimizer.lr=1e30,guard.max_skips=0", "--variant", "cold:optimizer.lr=1e-4"
+    )
+    assert ended.code == 1, ended.err
+    assert "1 of 2 runs failed: hot; the same line tries again\n" in ended.out
+    status = {
+        name: json.loads((tmp_path / "both" / name / "status.json").read_text()) for name in ("hot", "cold")
+    }
+    assert (status["hot"]["status"], status["cold"]["status"]) == ("failed", "done")
+    page = (tmp_path / "both" / "report.html").read_text(encoding="utf-8")
+    assert "hot failed after step" in page
 
 
 @pytest.mark.parametrize(

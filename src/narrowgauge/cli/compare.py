@@ -14,6 +14,7 @@ from narrowgauge.report.compare.gate import gate_results, parse_gate
 from narrowgauge.report.compare.grid import make_points, parse_variant, recipe_variants, take_sweep
 from narrowgauge.training.monitor.provenance import command_line
 from narrowgauge.training.run.check_data import check_vocabulary
+from narrowgauge.training.run_directory import RunDirectory
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
@@ -43,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     """Train each point that is not done yet; print the verdicts and write the page.
 
     Returns:
-        The exit code: 1 if there is a gate, and a variant does not pass it.
+        The exit code: 1 if a run failed, or if there is a gate and a variant does not pass it.
     """
     gate = parse_gate(options.gate) if options.gate is not None else None
     values, grid = take_sweep(config_values(options))
@@ -56,18 +57,20 @@ def run(options: argparse.Namespace) -> int:
         check_vocabulary(point.config)
     console = Console(quiet=rank > 0)
     out = options.out or Path("runs") / f"compare-{points[0].config.model.name}"
-    paths = compare(points, out, console, rank, takes_failed=gate is not None)
-    if rank and gate is None:  # the first of several processes reports for all
-        return 0
+    paths = compare(points, out, console, rank)
+    failed = [path.name for path in paths if RunDirectory(path).status() == "failed"]
     results = [] if gate is None else gate_results(read_runs(paths), gate)
-    code = 0 if all(result.word == "pass" for result in results) else 1
-    if rank:
+    code = 1 if failed or any(result.word != "pass" for result in results) else 0
+    if rank:  # the first of several processes reports for all
         return code
     report = write_report(paths, out / "report.html", command_line())
     runs = read_runs(paths)
     print_comparison(runs, console)
     for result in results:
         line = f"gate {gate}: {result.name} {result.word}; {result.reason}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if failed:
+        line = f"{len(failed)} of {len(paths)} runs failed: {', '.join(failed)}; the same line tries again"
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
     return code

@@ -30,7 +30,7 @@ from narrowgauge.training.run_directory import RunDirectory
 
 
 class ComparisonFailed(Exception):
-    """A run of a comparison failed; `code` is its exit code, negative if a signal killed it."""
+    """A run of a comparison has no result; `code` is its exit code, negative if a signal killed it."""
 
     def __init__(self, name: str, code: int) -> None:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
@@ -38,17 +38,15 @@ class ComparisonFailed(Exception):
         self.code = code
 
 
-def compare(
-    points: Sequence[Point], out: Path, console: Console, rank: int = 0, takes_failed: bool = False
-) -> list[Path]:
+def compare(points: Sequence[Point], out: Path, console: Console, rank: int = 0) -> list[Path]:
     """Train every point into `out/NAME`, and return the run directories in the order of the points.
 
-    `rank` is that of this process under its launcher; only rank 0 writes into `out`. If `takes_failed`, a run
-    that failed by itself, such as one that diverged, is a result like any other.
+    `rank` is that of this process under its launcher; only rank 0 writes into `out`. A run that failed by
+    itself, such as one that diverged, is a result like any other.
 
     Raises:
         UserError: a directory cannot be written.
-        ComparisonFailed: a run failed or was preempted.
+        ComparisonFailed: a run was killed or preempted, or could not begin.
     """
     runs = []
     with ExitStack() as stack:
@@ -65,7 +63,7 @@ def compare(
                 ) from None
             command = [sys.executable, "-m", "narrowgauge", "train", str(file), "--out", str(path)]
             code = _run_process(command, {**os.environ, RENDEZVOUS: point.name})
-            if code and not (takes_failed and code == 1 and RunDirectory(path).status() == "failed"):
+            if code and not (code == 1 and RunDirectory(path).status() == "failed"):
                 raise ComparisonFailed(point.name, code)
             runs.append(path)
     return runs
