@@ -1,8 +1,9 @@
 """The largest magnitude is handed on with a tensor, and forgotten when the tensor is written to."""
 
+import pytest
 import torch
 
-from narrowgauge.kernels.amax_cache import attach_amax, cached_amax
+from narrowgauge.kernels.amax_cache import amax_of, attach_amax, cached_amax
 
 
 def test_it_is_told_until_the_tensor_is_written_to():
@@ -27,6 +28,18 @@ def test_the_largest_of_parts_is_made_one_when_asked_for_and_a_nan_is_kept():
     assert cached_amax(x).isnan()
     attach_amax(x, torch.tensor([1.0, torch.inf]))
     assert cached_amax(x) == torch.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_nobody_told_is_read(dtype):
+    x = torch.randn(7, 33, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert torch.equal(amax_of(x), x.abs().amax().float())
+    attach_amax(x, torch.tensor(99.0))
+    assert amax_of(x) == 99
+    x[3, 4] = -torch.inf
+    assert amax_of(x) == torch.inf
+    x[3, 4] = torch.nan
+    assert amax_of(x).isnan()
 
 
 def test_a_view_of_all_of_it_is_told_and_of_a_part_is_not():

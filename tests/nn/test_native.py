@@ -105,6 +105,33 @@ def test_the_arguments_mean_the_same_numbers(a, b, shape, axis):
         assert not beyond.any()
 
 
+@pytest.mark.parametrize(("a", "b"), [p for p in PAIRS if "nvfp4" not in p[0]])
+def test_what_fits_is_not_copied(a, b):
+    (x, w), _ = pair(a, b, 256, 128, 384)
+    given = arguments(x, w)
+    assert given["mat_a"].data_ptr() == x.codes.data_ptr()
+    assert given["mat_b"].data_ptr() == w.codes.data_ptr()
+    if a == "fp8-row":
+        assert given["scale_a"][0].data_ptr() == x.scales.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "is_fast"),
+    [("e4m3", "e4m3", True), ("fp8-row", "fp8-row", True), ("fp8-1x128", "fp8-128x128", False)],
+)
+def test_products_in_blocks_are_summed_in_fp32(a, b, is_fast, monkeypatch):
+    """Only the call itself is left out: no CPU has products in blocks."""
+    asked = {}
+
+    def taken(mat_a, mat_b, use_fast_accum, **_):
+        asked["fast"] = use_fast_accum
+        return torch.empty(mat_a.shape[0], mat_b.shape[1])
+
+    monkeypatch.setattr("narrowgauge.nn.native.scaled_mm", taken)
+    native_product(*pair(a, b, 16, 128, 16)[0], torch.bfloat16, fast=True)
+    assert asked["fast"] == is_fast
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("a", "b"), PAIRS)
 def test_torch_takes_the_arguments_for_a_gpu(a, b, shape):

@@ -31,6 +31,22 @@ def nvidia(major, minor, cuda=(13, 0)):
     return Device(maker="nvidia", capability=(major, minor), library=cuda)
 
 
+@pytest.mark.parametrize(
+    ("gradient", "operand", "device"),
+    [
+        ('"mxfp8-e5m2"', "mxfp8", nvidia(10, 0)),
+        ('{element = "e5m2", block = [1, 128], scale = "fp32"}', "fp8-1x128", H200),
+    ],
+)
+def test_torch_multiplies_e5m2_in_blocks_nowhere(gradient, operand, device):
+    text = f'compute = "bf16"\nfprop = "{operand}"\nwgrad = "{operand}"\n'
+    text += f'[dgrad]\ndy = {gradient}\nw = "{operand}"\n'
+    backend = choose_backend(parse_recipe(text, "mine"), device)
+    assert backend.name == "emulated"
+    assert backend.reason.startswith("dgrad multiplies ")
+    assert "which torch does on no device" in backend.reason
+
+
 @pytest.mark.parametrize("requested", BACKENDS)
 @pytest.mark.parametrize("device", [CPU, H200])
 @pytest.mark.parametrize("name", ["fp32", "bf16"])

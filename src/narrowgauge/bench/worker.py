@@ -19,7 +19,7 @@ from narrowgauge.bench.timing import seconds
 from narrowgauge.data import Batch
 from narrowgauge.errors import UserError
 from narrowgauge.training import Config, choose_device
-from narrowgauge.training.monitor.hardware import memory_kept
+from narrowgauge.training.monitor.hardware import memory_kept, use_device
 from narrowgauge.training.monitor.profiler import Profile, StepTime
 from narrowgauge.training.step.trainer import Trainer
 
@@ -84,6 +84,7 @@ def serve(name: str, config: Config, threads: int, connection: Connection) -> No
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which closes the connection
     torch.set_num_threads(threads)
     device = choose_device(config.training.device)
+    use_device(device)
     batches = random_batches(config, device)
     with memory_kept(device) if name == OURS else ExitStack():
         step = own_step(config, device, batches) if name == OURS else peer_step(name, config, device, batches)

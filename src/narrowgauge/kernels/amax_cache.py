@@ -48,6 +48,18 @@ def cached_amax(tensor: Tensor) -> Tensor | None:
     return amax
 
 
+def amax_of(tensor: Tensor) -> Tensor:
+    """Max |tensor|, 0-dim fp32: the attached one, else from one reading; NaN if an element is.
+
+    The tensor has an element.
+    """
+    amax = None if torch.compiler.is_compiling() else cached_amax(tensor)
+    if amax is None:
+        low, high = tensor.aminmax()  # nothing as large as the tensor is written, as by `abs`
+        amax = torch.maximum(low.abs(), high.abs()).float()
+    return amax
+
+
 def _is_full_view(view: Tensor, base: Tensor) -> bool:
     """Whether a view has all elements of its base, each once."""
     return (

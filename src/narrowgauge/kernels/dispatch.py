@@ -9,14 +9,17 @@ machine what a GPU would compute.
 import importlib.util
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from typing import Any
+from functools import cache, wraps
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from narrowgauge.torch_compat import cpu_multiplies_bf16
+
+Launched = TypeVar("Launched")
 
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
@@ -62,6 +65,20 @@ def is_slow(x: torch.Tensor) -> bool:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_bf16_products() -> bool:
     return cpu_multiplies_bf16()
+
+
+def on_its_device(launch: Callable[..., Launched]) -> Callable[..., Launched]:
+    """Launch on the device of the first tensor: Triton launches on torch's current device."""
+
+    @wraps(launch)
+    def launched(x: Any, *args: Any, **kwargs: Any) -> Launched:
+        first = x
+        while not isinstance(first, torch.Tensor):
+            first = first[0]
+        with torch.cuda.device_of(first):
+            return launch(x, *args, **kwargs)
+
+    return launched
 
 
 def use_kernels(x: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 import torch
 
 from narrowgauge.formats import Format
+from narrowgauge.kernels.amax_cache import amax_of
 from narrowgauge.quantization import Cast
 
 FLOAT_MAX = torch.finfo(torch.float32).max
@@ -52,7 +53,7 @@ class AmaxHistory(torch.nn.Module):
     def update(self, x: torch.Tensor) -> None:
         """Include a tensor in the largest magnitude of the current step."""
         if x.numel():
-            amax = x.abs().amax().float()
+            amax = amax_of(x)
             torch.maximum(self.amax, torch.where(amax.isfinite(), amax, 0.0), out=self.amax)
 
     def discard_step(self) -> None:

@@ -68,12 +68,18 @@ def native_product(
 ) -> torch.Tensor:
     """The product of (M, K) and (N, K) as (M, N), rounded once to `dtype`.
 
-    `fast` lets Hopper sum in fewer bits, as is usual for the forward product.
+    `fast` lets Hopper sum in fewer bits, as is usual for the forward product. A product in blocks is summed
+    in fp32 all the same, as TransformerEngine demands.
     """
     m, n = a.codes.shape[0], b.codes.shape[0]
-    fast = fast and a.cast.element.bits == 8 and a.cast.scale == "fp32"
+    fast = fast and a.cast.element.bits == 8 and not (_in_blocks(a.cast) or _in_blocks(b.cast))
     result = scaled_mm(**arguments(a, b), output_dtype=dtype, use_fast_accum=fast)
     return result[:m, :n]
+
+
+def _in_blocks(cast: Cast) -> bool:
+    """Whether scales follow each other along the contraction."""
+    return cast.block is not None and cast.block[1] != 0
 
 
 def arguments(a: QuantizedOperand, b: QuantizedOperand) -> dict[str, Any]:
@@ -101,11 +107,16 @@ def _padded(x: QuantizedOperand) -> QuantizedOperand:
     columns = 128 if x.cast.block in ((1, 128), (128, 128)) else 32
     # torch's compiler wants full square blocks, its kernels do not.
     missing = -x.codes.shape[0] % (128 if x.cast.block == (128, 128) else ROWS)
-    codes = torch.nn.functional.pad(x.codes, (0, -x.codes.shape[1] % columns, 0, missing))
+    codes = _pad(x.codes, (0, -x.codes.shape[1] % columns, 0, missing))
     scales = x.scales
     if scales.ndim and x.cast.block is not None and x.cast.block[0] == 1:
-        scales = torch.nn.functional.pad(scales, (0, 0, 0, missing))
+        scales = _pad(scales, (0, 0, 0, missing))
     return x._replace(codes=codes, scales=scales)
+
+
+def _pad(x: torch.Tensor, missing: tuple[int, ...]) -> torch.Tensor:
+    """`x`, padded with zeros; where nothing is missing itself, for torch's `pad` would copy it."""
+    return torch.nn.functional.pad(x, missing) if any(missing) else x
 
 
 def _elements(x: QuantizedOperand) -> torch.Tensor:
@@ -132,7 +143,7 @@ def _scales(
         return [ScalingType.RowWise], [row_scales.unsqueeze(1 if first else 0)]
     if x.cast.block == (1, 128):
         return [ScalingType.BlockWise1x128], [_row_major(scales.T).T]
-    scales = torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4))
+    scales = _pad(scales, (0, -scales.shape[1] % 4))
     return [ScalingType.BlockWise128x128], [_row_major(scales).T]
 
 
@@ -150,6 +161,6 @@ def tiled(scales: torch.Tensor) -> torch.Tensor:
     Source: cuBLAS documentation, "1D block scaling factors layout".
     """
     rows, blocks = scales.shape
-    scales = torch.nn.functional.pad(scales, (0, -blocks % 4, 0, -rows % 128))
+    scales = _pad(scales, (0, -blocks % 4, 0, -rows % 128))
     tiles = scales.unflatten(1, (-1, 4)).unflatten(0, (-1, 4, 32))  # (row tile, r div 32, r mod 32, tile, c)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1)

@@ -181,8 +181,11 @@ class StatefulLinear(SeesFSDP, torch.nn.Linear):
     def _set_keys(self, seed: int, step: int, first_sample: int) -> None:
         if self.is_random:
             words = [stream_key(seed, step, i) for i in stream_ids(self.index)]
-            self.keys = torch.tensor(words, dtype=torch.int32, device=self.weight.device)
-            self.first_sample = torch.tensor(first_sample, device=self.weight.device)
+            keys, device = torch.tensor(words, dtype=torch.int32), self.weight.device
+            # From pinned memory, and as a constant of a kernel: neither waits for what a GPU still has to do.
+            keys = keys.pin_memory() if device.type == "cuda" else keys
+            self.keys = keys.to(device, non_blocking=True)
+            self.first_sample = torch.full((), first_sample, dtype=torch.int64, device=device)
 
     def _is_recomputing(self) -> bool:
         """Whether this is the second forward pass of an activation checkpoint, within the backward pass.

@@ -11,6 +11,7 @@ Arithmetic follows it too: x times the matrix in x's own dtype, accumulated in f
 import math
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -31,10 +32,29 @@ def _matrix(size: int) -> tuple[tuple[float, ...], ...]:
 
 def transform(size: int, signs: torch.Tensor | Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """The matrix D H / sqrt(size) that rows are multiplied by, in the dtype and on the device of `like`."""
-    if not isinstance(signs, torch.Tensor):
-        signs = torch.tensor(tuple(signs) or SIGNS.get(size, (1,) * size))
-    matrix = torch.tensor(_matrix(size), dtype=like.dtype, device=like.device)
-    return signs.to(like.device, like.dtype).unsqueeze(-1) * matrix
+    if isinstance(signs, torch.Tensor):
+        return signs.to(like.device, like.dtype).unsqueeze(-1) * _constant(size, (1,) * size, like)
+    return _constant(size, tuple(signs) or SIGNS.get(size, (1,) * size), like)
+
+
+_KEPT: dict[tuple[Any, ...], torch.Tensor] = {}
+
+
+def _constant(size: int, signs: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    """D H / sqrt(size) for these signs, made once: a copy to a GPU waits for all that is in its queue.
+
+    A tensor without storage, or one of a compiler, belongs to its context and is not kept.
+    """
+    key = (size, signs, like.dtype, like.device)
+    is_plain = not torch.compiler.is_compiling() and type(like) in (torch.Tensor, torch.nn.Parameter)
+    if is_plain and key in _KEPT:
+        return _KEPT[key]
+    rows = [[sign * h for h in row] for sign, row in zip(signs, _matrix(size), strict=True)]
+    with torch.inference_mode(False):  # so that any graph may hold it
+        constant = torch.tensor(rows, dtype=like.dtype, device=like.device)
+    if is_plain and type(constant) is torch.Tensor and not constant.is_meta:
+        _KEPT[key] = constant
+    return constant
 
 
 def hadamard(x: torch.Tensor, size: int, axis: int, signs: torch.Tensor | Sequence[int] = ()) -> torch.Tensor:

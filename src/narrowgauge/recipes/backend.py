@@ -22,6 +22,7 @@ BACKENDS = ("auto", "native", "emulated")
 
 Block = tuple[int, int] | None
 OCP, FNUZ = frozenset({"e4m3", "e5m2"}), frozenset({"e4m3fnuz", "e5m2fnuz"})
+E4M3 = frozenset({"e4m3"})
 TENSOR, ROW, ROW128, SQUARE128 = None, (1, 0), (1, 128), (128, 128)
 ROW32, ROW16, SQUARE16 = (1, 32), (1, 16), (16, 16)
 
@@ -34,7 +35,8 @@ class Scheme:
         words: Its name for people.
         scale: The scales of its operands, as in `Cast.scale`.
         blocks: The blocks of its two operands, in either order.
-        elements: The formats that its elements can have; E5M2 is never on both sides.
+        elements: The formats that its elements can have; E5M2 is never on both sides, and on none in blocks
+            (`check_deepseek_recipe` and `check_mxfp8_recipe` of ScaledBlas.cpp).
         since: The first compute capability that has it; None if no NVIDIA GPU has it.
         only: Whether compute capabilities after `since` do not have it.
         cuda: The first version of CUDA that has it.
@@ -107,11 +109,19 @@ SCHEMES = (
         words="FP8 in blocks of 128",
         scale="fp32",
         blocks=((ROW128, ROW128), (ROW128, SQUARE128)),
+        elements=E4M3,
         since=(9, 0),
         only=True,
         cuda=(12, 9),
     ),
-    Scheme(words="MXFP8", scale="e8m0", blocks=((ROW32, ROW32),), since=(10, 0), cuda=(12, 8)),
+    Scheme(
+        words="MXFP8",
+        scale="e8m0",
+        blocks=((ROW32, ROW32),),
+        elements=E4M3,
+        since=(10, 0),
+        cuda=(12, 8),
+    ),
     Scheme(
         words="NVFP4",
         scale="e4m3",

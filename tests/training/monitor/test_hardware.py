@@ -72,3 +72,10 @@ def test_memory_that_was_freed_is_used_again_without_the_kernel():
     assert elsewhere >= 10 * 32
     assert kept < 10
     assert given_back > 60 * 2**20
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch without one has no such flags")
+def test_split_products_of_a_gpu_are_summed_in_fp32():
+    hardware.use_device(torch.device("cuda", 0))
+    assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    assert not torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction

@@ -32,7 +32,7 @@ from narrowgauge.distributed.comm.byte_counter import CommCounter
 from narrowgauge.files import write_whole
 from narrowgauge.models import count_parameters
 from narrowgauge.training import Config, OutOfMemory, choose_device, load_values, make_config
-from narrowgauge.training.monitor.hardware import is_out_of_memory, memory_kept, synchronize
+from narrowgauge.training.monitor.hardware import is_out_of_memory, memory_kept, synchronize, use_device
 from narrowgauge.training.monitor.profiler import covered
 from narrowgauge.training.run.parallel_dims import parallel_dims_of
 from narrowgauge.training.step.trainer import Trainer
@@ -60,6 +60,7 @@ def measure(directory: Path, seconds: float) -> None:
     world = world_from(os.environ, torch.cuda.device_count() if device.type == "cuda" else 0)
     if device.type == "cuda" and world.size > 1:
         device = torch.device("cuda", world.device)
+    use_device(device)
     with memory_kept(device), init_process_group(world, device, config.training.hang_timeout) as coordinator:
         dataset = open_data(config.data.source, config.data.tokenizer, config.data.weights)
         mesh = Mesh(parallel_dims_of(config, world.size), device)

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowgauge.kernels.dispatch import on_its_device
 from narrowgauge.kernels.triton.arithmetic import exp, magnitude, narrow, wide
 
 #: Elements of a tile, 16 a thread in four warps: two loads of 16 bytes from bf16, for each operand.
@@ -95,6 +96,7 @@ def _tiles(rows: int, F: int) -> tuple[int, dict[str, int]]:
     return triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(F, cols), tile
 
 
+@on_its_device
 def launch_swiglu(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """[..., 2F] contiguous -> [..., F], and the largest magnitude of each tile (fp32)."""
     F = gate_up.shape[-1] // 2
@@ -107,6 +109,7 @@ def launch_swiglu(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return y, largest
 
 
+@on_its_device
 def launch_swiglu_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """[..., F] and [..., 2F], both contiguous -> the gradient [..., 2F], and its largest magnitudes."""
     F = dy.shape[-1]
@@ -119,6 +122,7 @@ def launch_swiglu_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]
     return grad, largest
 
 
+@on_its_device
 def launch_gelu(x: Tensor) -> tuple[Tensor, Tensor]:
     """Contiguous -> the same shape, and the largest magnitude of each tile (fp32)."""
     y = torch.empty_like(x)
@@ -129,6 +133,7 @@ def launch_gelu(x: Tensor) -> tuple[Tensor, Tensor]:
     return y, largest
 
 
+@on_its_device
 def launch_gelu_backward(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Both contiguous -> the gradient of x, and its largest magnitudes."""
     dx = torch.empty_like(x)

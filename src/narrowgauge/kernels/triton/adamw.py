@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowgauge.kernels.dispatch import on_its_device
 from narrowgauge.kernels.triton.arithmetic import fma, magnitude
 from narrowgauge.kernels.triton.quantized_state import NOTHING, cast_constants, copy_scale, read, write
 from narrowgauge.quantization import Cast
@@ -101,6 +102,7 @@ def update(
 State = tuple[Tensor, Tensor | None, Cast]
 
 
+@on_its_device
 def launch(
     w_g_m_v: Sequence[State],
     o: State | None,

@@ -7,6 +7,7 @@ import triton
 
 from narrowgauge.formats import RandomStream, encode, format
 from narrowgauge.kernels.amax_cache import cached_amax
+from narrowgauge.kernels.dispatch import on_its_device
 from narrowgauge.kernels.triton.cast import LAUNCH, cast_blocks, cast_given, largest, tile_of
 from narrowgauge.kernels.triton.rounding import facts, facts_of_scale
 from narrowgauge.quantization import Cast, QTensor
@@ -51,6 +52,7 @@ def _strides(out: torch.Tensor, axis: int) -> tuple[int, int]:
 
 
 @torch.no_grad()
+@on_its_device
 def quantized(
     x: torch.Tensor,
     cast: Cast,
@@ -74,6 +76,7 @@ def quantized(
 
 
 @torch.no_grad()
+@on_its_device
 def emulated(
     x: torch.Tensor,
     cast: Cast,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowgauge.kernels.dispatch import on_its_device
 from narrowgauge.kernels.triton.arithmetic import magnitude, narrow, wide
 
 #: Programs of the backward pass, and so rows of partial sums: as many as an H100 holds at once for Llama's
@@ -119,6 +120,7 @@ def _blocks(D: int) -> dict[str, int]:
     return {"D": D, "BLOCK": block, "num_warps": max(1, min(16, block // 256))}
 
 
+@on_its_device
 def launch_forward(
     x: Tensor,
     delta: Tensor | None,
@@ -149,6 +151,7 @@ def launch_forward(
     )
 
 
+@on_its_device
 def launch_backward(
     dy: Tensor,
     dstream: Tensor | None,

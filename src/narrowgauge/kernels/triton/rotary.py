@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowgauge.kernels.dispatch import on_its_device
 from narrowgauge.kernels.triton.arithmetic import narrow, wide
 
 #: Pairs of a tile, 8 a thread in four warps: a load of 16 bytes from each half in bf16.
@@ -56,6 +57,7 @@ def rotary_pairs(
     tl.store(to_y + half, narrow(x2 * cos + x1 * sin, dtype), inside)
 
 
+@on_its_device
 def launch_rotary(x_BNTH: Tensor, table: Tensor, is_back: bool) -> Tensor:
     """The turned heads, in the dtype of `x_BNTH` and its order of axes in memory.
 

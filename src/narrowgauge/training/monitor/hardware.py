@@ -44,6 +44,19 @@ def choose_device(requested: str) -> torch.device:
     return device
 
 
+def use_device(device: torch.device) -> None:
+    """Compute on a device: what names none (streams, memory) is there, too, and sums are taken in fp32.
+
+    torch's default lets a GPU add the parts of a split product, as of a weight's gradient over many tokens,
+    in 16 bits.
+    """
+    if device.type == "cuda":
+        if device.index is not None:
+            torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
 def total_memory(device: torch.device) -> int:
     """Bytes of the GPU's memory, or of the machine's for a CPU."""
     if device.type == "cuda":

@@ -123,6 +123,7 @@ def _set_up(config: Config, path: Path) -> _Setup:
     world = world_from(os.environ, torch.cuda.device_count() if device.type == "cuda" else 0)
     if device.type == "cuda" and world.size > 1:
         device = torch.device("cuda", world.device)
+    hardware.use_device(device)
     layout = lay_out(config, world.size, path)
     config = layout.config
     choose_backend(config.spec.recipe, device_facts(device), config.recipe.backend)

@@ -55,6 +55,7 @@ class Trainer(TrainState):
         """The micro-batches from this step on, prepared in the background until the loader is closed."""
         t, data, mesh = self.config.training, self.config.data, self.engine.mesh
         skipped = self.guard.samples - self.step * t.batch_size
+        micro_batches = t.batch_size // (t.micro_batch_size * mesh.parallel_dims.data)
         return Loader(
             train,
             t.seed,
@@ -65,6 +66,7 @@ class Trainer(TrainState):
             data.sequence_length,
             data.separate_documents,
             pin=self.device.type == "cuda",
+            prefetch=max(8, micro_batches),  # a step takes all of its own before its first product
         )
 
     def train_step(

@@ -16,7 +16,7 @@ from narrowgauge.models import Transformer
 from narrowgauge.models.sizes import name_of
 from narrowgauge.nn import Linear
 from narrowgauge.training.config.config import Config, make_config
-from narrowgauge.training.monitor.hardware import choose_device
+from narrowgauge.training.monitor.hardware import choose_device, use_device
 from narrowgauge.training.run_directory import RunDirectory
 from narrowgauge.training.step.build_model import build_model, load_model, newest_checkpoint
 
@@ -88,6 +88,7 @@ def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) ->
         UserError: the path is neither a run nor a model, or the run has no checkpoint.
     """
     target = choose_device(device)
+    use_device(target)
     if is_external_model(path):
         external = read_external_model(path)
         model = plain_model(external).to(target)
