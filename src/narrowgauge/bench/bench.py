@@ -17,7 +17,7 @@ from narrowgauge.bench.peers import check_peers, default_peers
 from narrowgauge.bench.timing import Spread, speed_in_words, take_turns
 from narrowgauge.bench.work import Work, work_of
 from narrowgauge.bench.worker import OURS, start_workers
-from narrowgauge.recipes import choose_backend, device_facts
+from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.training import Config, choose_device
 from narrowgauge.training.monitor.hardware import device_name
 from narrowgauge.training.monitor.profiler import StepTime
@@ -81,7 +81,7 @@ def bench(config: Config, peers: Sequence[str] | None, rounds: int, console: Con
         UserError: a peer is unknown, or not installed.
     """
     device = choose_device(config.training.device)
-    backend = choose_backend(config.spec.recipe, device_facts(device), config.spec.backend)
+    backend = verified_backend(config.spec.recipe, device, config.spec.backend)
     names = default_peers(device) if peers is None else peers
     check_peers(names, device)
     work = work_of(config, backend.name == "native")

@@ -11,8 +11,9 @@ from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.loop_checks import leave_fast_path, refuse_wrapping
+from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.quantization import ParamState
-from narrowgauge.recipes import Recipe, choose_backend, device_facts, matches
+from narrowgauge.recipes import Recipe, matches
 from narrowgauge.recipes import recipe as recipe_named
 
 WIDE_WEIGHT = {"weight": "fp32", "master": "none", "grad": "fp32", "gather": "fp32", "reduce": "fp32"}
@@ -47,7 +48,7 @@ def convert(
     _check(model, layers, keep)
     recipe = recipe.in_high_precision(keep) if keep else recipe
     for device in {layer.weight.device for layer in layers.values()}:  # before anything is changed
-        choose_backend(recipe, device_facts(device), backend)
+        verified_backend(recipe, device, backend)
     prefix, blocks = _blocks(model)
     names: dict[torch.nn.Module, list[str]] = {}
     for name, layer in layers.items():

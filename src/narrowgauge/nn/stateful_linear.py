@@ -19,10 +19,11 @@ from narrowgauge.nn.gemm_context import LayerSpec
 from narrowgauge.nn.linear_shards import LinearShards
 from narrowgauge.nn.loop_checks import refuse_fsdp, require_own_numbers
 from narrowgauge.nn.observer import Observer
+from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.step_state import StepState, stream_ids
 from narrowgauge.nn.weight_state import bind, make_weight_state
 from narrowgauge.quantization import Cast, PreScale, like_shard, local_part
-from narrowgauge.recipes import Recipe, choose_backend, device_facts
+from narrowgauge.recipes import Recipe
 from narrowgauge.torch_compat import SeesFSDP, is_in_backward
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -200,7 +201,7 @@ class StatefulLinear(SeesFSDP, torch.nn.Linear):
         return is_second
 
     def _choose_backend(self, requested: str) -> None:
-        backend = choose_backend(self.model_recipe, device_facts(self.weight.device), requested)
+        backend = verified_backend(self.model_recipe, self.weight.device, requested)
         self.spec = replace(self.spec, native=backend.name == "native")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:

@@ -37,7 +37,7 @@ from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.models import count_parameters
-from narrowgauge.recipes import choose_backend, device_facts
+from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.training import Config, choose_device, to_toml
 from narrowgauge.training.config.micro_batch import largest_size
 from narrowgauge.training.monitor.hardware import device_name
@@ -88,7 +88,7 @@ def scaling(config: Config, sizes: Sequence[int], seconds: float, out: Path, con
     device = choose_device(config.training.device)
     _check_gpus(sizes, device)
     plans = {size: _plans(config, size, is_first=size == sizes[0]) for size in sizes}
-    choose_backend(config.spec.recipe, device_facts(device), config.spec.backend)
+    verified_backend(config.spec.recipe, device, config.spec.backend)
     try:
         make_directory(out)
     except OSError as error:
@@ -129,7 +129,7 @@ def _rows(
 
 def _facts(config: Config, sizes: Sequence[int], device: torch.device) -> dict[str, Any]:
     """Facts about the model and the machine for scaling.json."""
-    backend = choose_backend(config.spec.recipe, device_facts(device), config.spec.backend)
+    backend = verified_backend(config.spec.recipe, device, config.spec.backend)
     return {
         "model": config.model.name,
         "parameters": count_parameters(config.spec.model),

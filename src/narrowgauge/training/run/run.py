@@ -23,8 +23,8 @@ from narrowgauge.distributed import (
     init_process_group,
     world_from,
 )
+from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.operating_system import require_posix
-from narrowgauge.recipes import choose_backend, device_facts
 from narrowgauge.signals import Preempted, Requests, StoppedEarly, stop_requests
 from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.config.diff import ConfigDiff, check_keys
@@ -126,7 +126,7 @@ def _set_up(config: Config, path: Path) -> _Setup:
     hardware.use_device(device)
     layout = lay_out(config, world.size, path)
     config = layout.config
-    choose_backend(config.spec.recipe, device_facts(device), config.recipe.backend)
+    verified_backend(config.spec.recipe, device, config.recipe.backend)
     require_sinks(config.log.sinks)
     check_vocabulary(config)
     plan = require_memory(config, device, layout.parallel_dims)

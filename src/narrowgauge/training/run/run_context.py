@@ -10,7 +10,7 @@ from narrowgauge.data import Dataset
 from narrowgauge.distributed import Coordinator
 from narrowgauge.models import count_parameters, flops_per_token
 from narrowgauge.nn import DTYPES
-from narrowgauge.recipes import choose_backend, device_facts
+from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.training.config.config import Config
 from narrowgauge.training.monitor import hardware, yardstick
 from narrowgauge.training.monitor.memory import Memory
@@ -39,7 +39,7 @@ class RunContext:
     def facts(self) -> dict[str, Any]:
         """The facts about the run that its start and resume events record."""
         config, recipe, model = self.config, self.config.spec.recipe, self.config.spec.model
-        backend = choose_backend(recipe, device_facts(self.device), config.spec.backend)
+        backend = verified_backend(recipe, self.device, config.spec.backend)
         peak = yardstick.Yardstick(None, "")
         if self.coordinator.rank == 0:  # it records for all, and two that measure at once slow each other
             peak = yardstick.yardstick(self.device, DTYPES[recipe.compute])

@@ -1,0 +1,70 @@
+"""The backend of a recipe on a device, after one tiny product of each kind that would be native.
+
+The facts of a device say which products torch has for it (`recipes.choose_backend`). Whether this torch, its
+libraries and this driver really multiply them is seen only by doing it: a product of 128 x 256 and 256 x 128
+narrow numbers is compared with the same numbers multiplied in float64. For each result
+
+    |native - exact|  <=  2^-8 |exact| + 2^-10 sum_k |x_k w_k|
+
+The first term is the rounding of the result to bf16, the second more than what Hopper's fast accumulation
+loses (14 bits). A scale or a block at the wrong place is off by a factor. What fails is emulated, and it is
+said.
+"""
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from narrowgauge.errors import UserError
+from narrowgauge.nn.native import native_product, quantized_operand
+from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, quantize_in_context
+from narrowgauge.recipes import Backend, Recipe, choose_backend, device_facts, products_on
+
+_M, _K, _N = 128, 256, 128
+_NEAREST = "nearest-even"
+
+
+def verified_backend(recipe: Recipe, device: torch.device, requested: str = "auto") -> Backend:
+    """`choose_backend` for a device that is here: native only if its products pass the test.
+
+    Raises:
+        UserError: The requested backend is unknown, or native where the device lacks the formats or fails.
+    """
+    facts = device_facts(device)
+    backend = choose_backend(recipe, facts, requested)
+    if backend.name != "native" or device.type != "cuda":
+        return backend
+    for product in products_on(recipe, facts):
+        failure = product.scheme and product_failure(*product.operands, device)
+        if failure:
+            reason = f"{product.scheme} fails its self-test on this {facts}: {failure}"
+            if requested == "native":
+                raise UserError(
+                    f"recipe {recipe.name!r} cannot run natively here: {reason}; "
+                    f"use --backend emulated (the same numbers, computed in {recipe.compute})"
+                )
+            return Backend("emulated", f"{reason}; the same numbers in {recipe.compute} GEMMs")
+    return backend
+
+
+@cache
+def product_failure(x_cast: Cast, w_cast: Cast, device: torch.device) -> str:
+    """What is wrong with the native product of two casts on a device, as a clause; "" if nothing is."""
+    generator = torch.Generator().manual_seed(0)
+    operands, wide = [], []
+    for cast, rows in ((x_cast, _M), (w_cast, _N)):
+        x_RK = torch.randn(rows, _K, generator=generator) * torch.arange(1, _K + 1)
+        # A product knows nothing of how its numbers were made; random bits would be torch's own.
+        plain = replace(cast, hadamard=0, signs=(), correct="", rounding=_NEAREST, scale_rounding=_NEAREST)
+        q = quantize_in_context(x_RK.to(device), plain, -1, DEFAULT_CONTEXT)
+        operands.append(quantized_operand(q, -1))
+        wide.append(q.dequantize().double().cpu())
+    try:
+        native_MN = native_product(operands[0], operands[1], torch.bfloat16, fast=True).double().cpu()
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return str(error).strip().partition("\n")[0]
+    exact_MN = wide[0] @ wide[1].T
+    allowed_MN = exact_MN.abs() * 2.0**-8 + wide[0].abs() @ wide[1].abs().T * 2.0**-10
+    wrong = ~((native_MN - exact_MN).abs() <= allowed_MN)
+    return f"{int(wrong.sum())} of {wrong.numel()} results are wrong" if wrong.any() else ""
