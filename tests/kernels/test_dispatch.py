@@ -8,7 +8,7 @@ import torch
 
 from narrowgauge import kernels
 from narrowgauge.kernels import has_kernels
-from narrowgauge.kernels.dispatch import use_kernels
+from narrowgauge.kernels.dispatch import fastest_first, use_kernels
 
 
 def test_a_cpu_has_kernels_in_the_interpreter_only(monkeypatch):
@@ -31,6 +31,21 @@ def test_nothing_is_launched_for_no_numbers_or_wide_ones(device):
     assert use_kernels(torch.zeros(3, device=device))
     assert not use_kernels(torch.zeros(0, device=device))
     assert not use_kernels(torch.zeros(3, dtype=torch.float64, device=device))
+
+
+def test_deterministic_attention_leaves_out_what_adds_in_any_order():
+    cuda = torch.backends.cuda
+    torch.use_deterministic_algorithms(True)
+    try:
+        with fastest_first(torch.device("cuda", 0)):
+            assert cuda.flash_sdp_enabled()
+            assert cuda.math_sdp_enabled()
+            assert not cuda.cudnn_sdp_enabled()
+            assert not cuda.mem_efficient_sdp_enabled()
+        with fastest_first(torch.device("cpu")):
+            assert cuda.mem_efficient_sdp_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def names_called(function):

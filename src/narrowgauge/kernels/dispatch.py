@@ -21,6 +21,8 @@ from narrowgauge.torch_compat import cpu_multiplies_bf16
 
 Launched = TypeVar("Launched")
 
+# Of these, only flash-attention has a backward pass that repeats every bit, where torch is told to take it.
+DETERMINISTIC = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -96,8 +98,11 @@ def fastest_first(device: torch.device) -> AbstractContextManager[Any]:
 
     On a Hopper GPU (an H200, torch 2.11, 2026-11-20) cuDNN's reached 620 TFLOP/s forward and 503 forward and
     backward, flash-attention 2, which torch tries first, 316 and 277. Elsewhere torch's own order is kept. An
-    implementation that does not take a shape is passed over.
+    implementation that does not take a shape is passed over, and so are those whose gradients depend on the
+    order of threads, where torch's deterministic algorithms are asked for.
     """
+    if device.type == "cuda" and torch.are_deterministic_algorithms_enabled():
+        return sdpa_kernel(DETERMINISTIC, set_priority=True)
     if device.type == "cuda" and _is_hopper(device):
         return sdpa_kernel(CUDNN_FIRST, set_priority=True)
     return nullcontext()

@@ -249,7 +249,7 @@ ADDED = {
 def trajectory(config: Config) -> dict[str, dict[str, Any]]:
     """The resolved values that determine every loss of the run, without display and storage settings."""
     tables = tomllib.loads(to_toml(config))
-    for key in ("memory_limit", "hang_timeout", "recompute_every", "fit_micro_batch"):
+    for key in ("memory_limit", "hang_timeout", "recompute_every", "fit_micro_batch", "deterministic"):
         del tables["training"][key]
     for place in ("offload", "gather"):  # neither location nor transport changes a number
         tables["recipe"].pop(place, None)

@@ -99,6 +99,7 @@ class TrainingSection(Section):
     seed: int = Field(0, ge=0, lt=2**63, description="of weights, token order and stochastic rounding")
     device: str = Field("auto", description="auto, cpu or cuda")
     compile: bool = Field(False, description="run the model through torch.compile")
+    deterministic: bool = Field(False, description="only kernels that repeat every bit on a GPU: slower")
     recompute: bool = Field(False, description="keep only block inputs for backward, compute the rest again")
     recompute_every: int = Field(1, ge=1, description="with recompute: of every n-th block only")
     chunked_loss: bool = Field(False, description="head and loss a chunk of tokens at a time: less memory")

@@ -44,17 +44,27 @@ def choose_device(requested: str) -> torch.device:
     return device
 
 
-def use_device(device: torch.device) -> None:
+def use_device(device: torch.device, deterministic: bool = False) -> None:
     """Compute on a device: what names none (streams, memory) is there, too, and sums are taken in fp32.
 
     torch's default lets a GPU add the parts of a split product, as of a weight's gradient over many tokens,
     in 16 bits.
+
+    Args:
+        device: The device.
+        deterministic: Whether a GPU takes only kernels that repeat every bit. Torch warns, and does not fail,
+            where it has none: its list has operations of which we use what does repeat (`kthvalue`'s values).
     """
-    if device.type == "cuda":
-        if device.index is not None:
-            torch.cuda.set_device(device)
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    if device.type != "cuda":
+        return
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first asked
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def total_memory(device: torch.device) -> int:

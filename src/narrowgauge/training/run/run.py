@@ -23,6 +23,7 @@ from narrowgauge.distributed import (
     init_process_group,
     world_from,
 )
+from narrowgauge.errors import UserError
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.operating_system import require_posix
 from narrowgauge.signals import Preempted, Requests, StoppedEarly, stop_requests
@@ -123,7 +124,12 @@ def _set_up(config: Config, path: Path) -> _Setup:
     world = world_from(os.environ, torch.cuda.device_count() if device.type == "cuda" else 0)
     if device.type == "cuda" and world.size > 1:
         device = torch.device("cuda", world.device)
-    hardware.use_device(device)
+    if device.type == "cuda" and config.guard.replay_every and not config.training.deterministic:
+        raise UserError(
+            "guard.replay_every compares every bit of a step computed twice, and a GPU's attention adds in "
+            "another order each time; add --training.deterministic true, or leave it out"
+        )
+    hardware.use_device(device, config.training.deterministic)
     layout = lay_out(config, world.size, path)
     config = layout.config
     verified_backend(config.spec.recipe, device, config.recipe.backend)
