@@ -194,7 +194,7 @@ def test_the_tokenizer_goes_along(tmp_path):
         ({"use_sliding_window": True}, ["use_sliding_window = True"]),
         ({"layer_types": ["sliding_attention"]}, ["sliding window"]),
         ({"attention_bias": True}, ["attention or MLP alone"]),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantized already"]),
+        ({"quantization_config": {"quant_method": "gptq"}}, ["quantized by 'gptq'"]),
         ({"hidden_size": "64"}, ["describes no model", "64"]),
         ({"num_hidden_layers": 10**9}, ["1000000000 layers", "tensors"]),
         ({"num_hidden_layers": 2}, ["no place", "model.layers.2."]),

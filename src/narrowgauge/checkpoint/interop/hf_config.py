@@ -42,8 +42,6 @@ def config_from(values: Mapping[str, Any], where: str) -> ModelConfig:
     family = values.get("model_type")
     if family not in FAMILIES:
         raise UserError(f"{where}: {unknown('model_type', str(family), FAMILIES)}")
-    if values.get("quantization_config"):
-        raise UserError(f"{where}: its weights are quantized already; give the unquantized model")
     ours = _from_gpt2(values, where) if family == "gpt2" else _from_llama(values, str(family), where)
     for key, value in ours.items():
         if isinstance(value, bool) and key not in ("tied_head", "bias", "qkv_bias", "qk_norm"):

@@ -5,6 +5,7 @@
     tokenizer.json               the tokenizer
     tokenizer_config.json        the class that reads the tokenizer, the end of a text, the template of a chat
     chat_template.jinja          that template, where it has a file of its own
+    hf_quant_config.json         says that ModelOpt has quantized the weights, where config.json does not
     generation_config.json       the tokens that begin and end a text; settings of `generate`
 
 (Layout: transformers, `save_pretrained`.) Both directions compute the same logits: see
@@ -22,6 +23,7 @@ import torch
 
 from narrowgauge.checkpoint.interop.hf_config import config_from, to_config
 from narrowgauge.checkpoint.interop.name_map import ExternalModel, external_model, name_map, require_layers
+from narrowgauge.checkpoint.interop.quantized_weights import QuantizedFolder, require_readable
 from narrowgauge.checkpoint.interop.safetensors_reader import (
     SHARD_BYTES,
     TensorFolder,
@@ -39,6 +41,7 @@ CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+MODELOPT = "hf_quant_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 _LARGEST_TEMPLATE = 1 << 20
 # Keys of a tokenizer_config.json that name code or other files than tokenizer.json, which alone is exported.
@@ -54,7 +57,7 @@ def is_folder(path: Path) -> bool:
 
 
 def read_folder(folder: Path) -> ExternalModel:
-    """The model in a folder, its weights as float32; nothing in the files is executed.
+    """The model in a folder, its weights as float32, narrow ones decoded; nothing in the files is executed.
 
     Raises:
         UserError: the family, an option or a file is not read.
@@ -63,7 +66,8 @@ def read_folder(folder: Path) -> ExternalModel:
     config = config_from(values, str(folder / CONFIG))
     with TensorFolder(folder) as files:
         require_layers(config, len(files.file_of), folder)
-        stored = {_full_name(name, config): name for name in files.file_of if not _NO_WEIGHT.fullmatch(name)}
+        weights = _quantized(folder, values, files)
+        stored = {_full_name(name, config): name for name in weights.names if not _NO_WEIGHT.fullmatch(name)}
         pairs = name_map(config)
         needed = {name for pair in pairs for name in pair.theirs}
         if missing := sorted(needed - stored.keys()):
@@ -76,10 +80,22 @@ def read_folder(folder: Path) -> ExternalModel:
                 f"{folder} has a tensor {min(extra)!r}, for which its {CONFIG} has no place; "
                 "give a plain language model"
             )
-        tensors = {pair.ours: pair.join(lambda name: files.read(stored[name])) for pair in pairs}
+        tensors = {pair.ours: pair.join(lambda name: weights.read(stored[name])) for pair in pairs}
     tokenizer = inside(folder, TOKENIZER) if (folder / TOKENIZER).exists() else None
-    model = external_model("hf", config, tensors, folder, tokenizer, files.dtypes)
+    model = external_model("hf", config, tensors, folder, tokenizer, files.precisions)
     return replace(model, special_tokens=special_tokens_of(folder, values))
+
+
+def _quantized(folder: Path, values: Mapping[str, Any], files: TensorFolder) -> QuantizedFolder:
+    """The weights of a folder, whose configuration may say that they are quantized."""
+    quantization = values.get("quantization_config") or {}
+    where = folder / CONFIG
+    if not quantization and (folder / MODELOPT).exists():
+        where = folder / MODELOPT
+        quantization = {"quant_method": "modelopt", **read_json(inside(folder, MODELOPT))}
+    if quantization:
+        require_readable(quantization, str(where))
+    return QuantizedFolder(files, quantization)
 
 
 def special_tokens_of(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:

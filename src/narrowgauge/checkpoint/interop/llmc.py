@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from narrowgauge.checkpoint.interop.name_map import ExternalModel, external_model
-from narrowgauge.checkpoint.interop.safetensors_reader import refuse_pickle
+from narrowgauge.checkpoint.interop.safetensors_reader import PRECISIONS, refuse_pickle
 from narrowgauge.checkpoint.store.nonfinite import is_finite
 from narrowgauge.data.signatures import LlmcMagic
 from narrowgauge.errors import UserError
@@ -80,7 +80,9 @@ def read_llmc(path: Path) -> ExternalModel:
             raise _wrong(path, f"a NaN or an infinity in {name}")
         start = end
     tokenizer = path.with_name("tokenizer.json")
-    return external_model("llmc", config, tensors, path, tokenizer if tokenizer.is_file() else None, [dtype])
+    return external_model(
+        "llmc", config, tensors, path, tokenizer if tokenizer.is_file() else None, [PRECISIONS[dtype]]
+    )
 
 
 def write_llmc(

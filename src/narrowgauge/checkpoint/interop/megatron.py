@@ -93,7 +93,7 @@ def read_megatron(folder: Path) -> ExternalModel:
                 )
             tensors[ours] = _to_ours(ours, files.read(name), config)
     tokenizer = inside(folder, "tokenizer.json") if (folder / "tokenizer.json").exists() else None
-    return external_model("megatron", config, tensors, folder, tokenizer, files.dtypes)
+    return external_model("megatron", config, tensors, folder, tokenizer, files.precisions)
 
 
 def write_megatron(

@@ -53,14 +53,6 @@ class NamePair:
         return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
 
-_SHORT_NAMES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-}
-
-
 @dataclass(frozen=True)
 class ExternalModel:
     """A model of another program in our names."""
@@ -69,13 +61,13 @@ class ExternalModel:
     config: ModelConfig
     tensors: Mapping[str, torch.Tensor]  # float32; a tied head has both of its names, for one tensor
     tokenizer: Path | None = None  # the tokenizer.json that came with it
-    dtypes: frozenset[torch.dtype] = frozenset()  # in which the tensors were stored
+    precisions: frozenset[str] = frozenset()  # in which the tensors were stored
     special_tokens: Mapping[str, Any] = field(default_factory=dict)  # `huggingface.special_tokens_of`
 
     @property
     def precision(self) -> str:
         """The formats in which the tensors were stored, such as "bf16", or "bf16 and fp32"."""
-        return " and ".join(sorted(_SHORT_NAMES[dtype] for dtype in self.dtypes))
+        return " and ".join(sorted(self.precisions))
 
 
 def external_model(
@@ -84,7 +76,7 @@ def external_model(
     tensors: dict[str, torch.Tensor],
     origin: Path,
     tokenizer: Path | None = None,
-    dtypes: Iterable[torch.dtype] = (),
+    precisions: Iterable[str] = (),
 ) -> ExternalModel:
     """The record of a model, after its tensors have been compared with its configuration.
 
@@ -101,7 +93,7 @@ def external_model(
                 f"{origin}: {name} has the shape {tuple(tensors[name].shape)}, and its configuration makes "
                 f"it {tuple(shape)}; give weights and configuration of one model"
             )
-    return ExternalModel(format, config, tensors, tokenizer, frozenset(dtypes))
+    return ExternalModel(format, config, tensors, tokenizer, frozenset(precisions))
 
 
 def require_layers(config: ModelConfig, tensors: int, origin: Path) -> None:

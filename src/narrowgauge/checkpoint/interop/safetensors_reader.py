@@ -32,7 +32,7 @@ INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 << 30
 _LARGEST_JSON = 256 << 20
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
 
 
 class TensorFolder:
@@ -43,7 +43,7 @@ class TensorFolder:
         self._open = ExitStack()
         self._files: dict[str, Any] = {}
         self._in_file: dict[str, set[str]] = {}
-        self.dtypes: set[torch.dtype] = set()  # of the tensors that were read
+        self.precisions: set[str] = set()  # of the tensors that were read
         self.file_of = self._find()
 
     def __enter__(self) -> "TensorFolder":
@@ -58,20 +58,30 @@ class TensorFolder:
         Raises:
             UserError: it is missing, not a float of 16 bits or more, or not finite.
         """
-        path = self.folder / self.file_of[name]
+        tensor = self.read_stored(name)
+        if tensor.dtype not in PRECISIONS:
+            raise UserError(
+                f"tensor {name!r} in {self.folder / self.file_of[name]} is {tensor.dtype}, and only fp32, "
+                "bf16 and fp16 are read here; give the unquantized model"
+            )
+        self.precisions.add(PRECISIONS[tensor.dtype])
+        return self.require_finite(tensor, name).float()
+
+    def read_stored(self, name: str) -> torch.Tensor:
+        """A tensor as it is stored."""
         try:
             tensor: torch.Tensor = self._handle(self.file_of[name]).get_tensor(name)
         except SafetensorError as error:
-            raise _damaged(path, str(error)) from error
-        if tensor.dtype not in _DTYPES:
-            raise UserError(
-                f"tensor {name!r} in {path} is {tensor.dtype}, and only fp32, bf16 and fp16 are read; "
-                "give the unquantized model"
-            )
-        self.dtypes.add(tensor.dtype)
+            raise _damaged(self.folder / self.file_of[name], str(error)) from error
+        return tensor
+
+    def require_finite(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """The tensor of a name, if it has neither a NaN nor an infinity."""
         if not is_finite(tensor):
-            raise UserError(f"tensor {name!r} in {path} holds a NaN or an infinity; give undamaged weights")
-        return tensor.float()
+            raise UserError(
+                f"tensor {name!r} in {self.folder} holds a NaN or an infinity; give undamaged weights"
+            )
+        return tensor
 
     def _find(self) -> dict[str, str]:
         """The file of each tensor."""
