@@ -78,3 +78,11 @@ def test_a_failed_run_tells_no_loss_of_weights_that_were_never_trained(tmp_path)
 def test_a_run_that_was_stopped_says_where(make_run):
     (text,) = [s for s in summary(read_runs([make_run(status="preempted")])) if "stopped" in s]
     assert text == "It was stopped after step 200 of 200 (signal 15)."
+
+
+def test_a_run_that_has_not_come_far_enough_lacks_no_seed(make_run):
+    good, early = make_run("bf16", recipe="bf16"), make_run("fp8", recipe="fp8", status="preempted")
+    (early / "metrics.jsonl").write_text((early / "metrics.jsonl").read_text().splitlines()[0] + "\n")
+    text = " ".join(summary(read_runs([good, early])))
+    assert "Not compared with bf16 yet, for one of the two has not come far enough: fp8." in text
+    assert "seed" not in text

@@ -101,6 +101,8 @@ def _of_many(all_verdicts: Sequence[Verdict], by_validation: bool) -> list[str]:
         return [v for v in others if v.conclusion in words]
 
     to = reference.name
+    apart = of("nothing to compare")
+    early = [v for v in apart if not (v.is_done and reference.is_done)]
     proven = of("worse", "better")
     sentences = [
         f"{v.name} ends {v.conclusion} than {to}: {_gap(v)} {loss} ({_interval(v)})." for v in proven[:MOST]
@@ -115,7 +117,12 @@ def _of_many(all_verdicts: Sequence[Verdict], by_validation: bool) -> list[str]:
         ),
         (of("equal"), f"Equal to {to} in every seed:", lambda v: _count(len(v.paired), "seed")),
         (of("not finite"), "No longer finite:", lambda v: "a loss is NaN or infinite"),
-        (of("nothing to compare"), f"Not compared, for want of {to}'s seed or tokens:", lambda v: ""),
+        (early, f"Not compared with {to} yet, for one of the two has not come far enough:", lambda v: ""),
+        (
+            [v for v in apart if v not in early],
+            f"Not compared, for want of {to}'s seed or tokens:",
+            lambda v: "",
+        ),
     ]
     sentences += [f"{begin} {_names(found, what)}." for found, begin, what in told if found]
     if found := of("open"):
