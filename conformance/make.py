@@ -8,7 +8,6 @@ import math
 import struct
 import sys
 from dataclasses import fields
-from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from narrowgauge.formats import Format, format, format_names
-from narrowgauge.formats.oracle import code_of, fl, round_scalar
+from narrowgauge.formats.oracle import code_of, round_scalar
 from narrowgauge.quantization import Cast, cast, cast_names, make_cast
 from narrowgauge.quantization.oracle import delayed_scale, reference_quantize
 from narrowgauge.recipes import GEMM_PLACES, recipe, recipe_names
@@ -25,6 +24,8 @@ SIGNS_32 = [1 - 2 * (0x9E3779B9 >> i & 1) for i in range(32)]
 KEY = (0x12345678, -0x0FEDCBA9)
 DEFAULT = cast("fp32")
 Vector = dict[str, Any]
+Seen = tuple[str, np.ndarray]  # the name of an operand's vector, and the numbers that it stands for
+OF_SCALES = 0x5CA1AB1E  # into both words of a key: the random bits of scales
 
 
 def noise(shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -86,7 +87,7 @@ def inputs() -> dict[str, tuple[str, np.ndarray]]:
     }
 
 
-def bits(shape: tuple[int, ...]) -> np.ndarray:
+def bits(shape: tuple[int, ...], other: int = 0) -> np.ndarray:
     """24 random bits for each number: those that narrowgauge draws under KEY (formats/counter_rng.py)."""
 
     def mix(x: int) -> int:
@@ -94,7 +95,7 @@ def bits(shape: tuple[int, ...]) -> np.ndarray:
         x = (x ^ x >> 15) * 0xD35A2D97 % 2**32
         return x ^ x >> 15
 
-    low, high = (k % 2**32 for k in KEY)
+    low, high = (k % 2**32 ^ other for k in KEY)
     drawn = [mix(mix(i ^ low) ^ high) >> 8 for i in range(math.prod(shape))]  # i < 2^32
     return np.array(drawn).reshape(shape)
 
@@ -123,10 +124,19 @@ def described(c: Cast) -> Vector:
 
 def vector(name: str, tensor: str, c: Cast, axis: int, full: bool = False, **given: object) -> Vector:
     """One vector: what was asked for and what has to come out."""
+    return _vector(name, tensor, c, axis, full, **given)[0]
+
+
+def _vector(
+    name: str, tensor: str, c: Cast, axis: int, full: bool = False, of: Seen | None = None, **given: object
+) -> tuple[Vector, np.ndarray | None]:
+    """(a vector, the numbers that are stored); `of` is another operand whose numbers are the input."""
     dtype, x = inputs()[tensor]
     out: Vector = {"name": name, "input": tensor, "axis": axis, "cast": described(c)} | given
+    if of is not None:
+        out["of"], (dtype, x) = of[0], ("fp32", of[1])
     if not c.is_scaled:
-        return out | {"codes": hexadecimal(to(x, c.element.name), c.element)}
+        return out | {"codes": hexadecimal(to(x, c.element.name), c.element)}, None
     signs = given.get("signs", ())
     scale = given.get("encode_scale")
     amaxes = given.get("amaxes")
@@ -134,38 +144,29 @@ def vector(name: str, tensor: str, c: Cast, axis: int, full: bool = False, **giv
         assert isinstance(amaxes, list)
         scale = delayed_scale(amaxes, c)
         out["encode_scale"] = hexadecimal(np.array([scale]), format("fp32"))
-    draws = None
-    if c.rounding == "stochastic":
+    draws = scale_draws = None
+    if c.is_random:
         padded = list(x.shape)
         if c.hadamard:
             padded[axis] += -padded[axis] % c.hadamard
-        draws = bits(tuple(padded))
+        draws, scale_draws = bits(tuple(padded)), bits(tuple(padded), OF_SCALES)  # no block has two scales
         out |= {"key": list(KEY), "random": "".join(f"{d:06x}" for d in draws.ravel()) if full else None}
-    hand = reference_quantize(x, c, axis, draws, signs, scale, dtype)  # type: ignore[arg-type]
+    hand = reference_quantize(x, c, axis, draws, signs, scale, dtype, scale_draws)  # type: ignore[arg-type]
     scales = np.array(list(hand.scales.values()))
     stored = format("fp32" if c.scale == "fp32" else c.scale)
     out |= {"codes": hexadecimal(hand.values, c.element), "scales": hexadecimal(scales, stored)}
     if c.tensor_scale != "none":
-        out["tensor_scale"] = hexadecimal(np.array([hand.tensor_scale]), format("fp32"))
+        row = axis % x.ndim
+        seconds = {k[:row] + k[row + 1 :]: s for k, s in hand.tensor_scales.items()}
+        above = list(seconds.values()) if c.tensor_scale == "row" else [hand.tensor_scale]
+        out["tensor_scale"] = hexadecimal(np.array(above), format("fp32"))
     if c.compensate:
         out["rest"] = hexadecimal(hand.rest, format("fp32"))
+    if c.center:
+        out["mean"] = hexadecimal(np.array(hand.mean), format("fp32"))
     if full:
-        out["result"] = hexadecimal(_result(hand), format("fp32"))
-    return out
-
-
-def _result(hand: object) -> np.ndarray:
-    """element * scale * tensor scale, each product rounded to float32."""
-    values, scales = hand.values, hand.scales  # type: ignore[attr-defined]
-    corners, out = sorted(scales), np.zeros_like(values)
-    for i in np.ndindex(values.shape):
-        scale = scales[max(c for c in corners if all(a <= b for a, b in zip(c, i, strict=True)))]
-        if not math.isfinite(scale):
-            out[i] = math.nan
-            continue
-        product = fl(fl(Fraction(values[i]) * Fraction(scale)) * Fraction(hand.tensor_scale))  # type: ignore[attr-defined]
-        out[i] = math.copysign(float(product), values[i])
-    return out
+        out["result"] = hexadecimal(hand.dequantize(), format("fp32"))
+    return out, hand.dequantize()
 
 
 def cast_vectors() -> list[Vector]:
@@ -232,21 +233,32 @@ OPERANDS = {
 
 def recipe_vectors() -> Vector:
     """The six operands of every recipe; those that several share are there once."""
-    operands: dict[str, Vector] = {}
-    recipes = {}
+    operands: dict[str, tuple[Vector, np.ndarray | None]] = {}
+    recipes: dict[str, dict[str, str | None]] = {}
     for name in recipe_names():
-        places = {}
+        places = recipes[name] = {}
         for place in GEMM_PLACES:
             tensor, axis = OPERANDS[place]
-            c = recipe(name).casts[place]
+            c, of = recipe(name).casts[place], None
+            if c.of and not c.is_scaled:  # the numbers of another place as they are
+                places[place] = places[c.of]
+                continue
+            if c.of:
+                first, numbers = next(v for v in operands.values() if v[0]["name"] == places[c.of])
+                assert numbers is not None
+                of = first["name"], numbers
             given: Vector = {"signs": SIGNS_32} if c.signs == "random" else {}
             given |= {"amaxes": [0.5, 8.0, 3.0]} if c.history else {}
-            key = json.dumps([tensor, axis, described(c)])
+            key = json.dumps([tensor, axis, of and of[0], described(c)])
             if key not in operands:
-                operands[key] = vector(f"{tensor} {axis} {len(operands)}", tensor, c, axis, **given)
-            places[place] = operands[key]["name"]
-        recipes[name] = places
-    return {"recipes": recipes, "operands": list(operands.values())}
+                title = f"{tensor} {axis} {len(operands)}"
+                try:
+                    operands[key] = _vector(title, tensor, c, axis, of=of, **given)
+                except ValueError:  # sums of its transform depend on their order
+                    places[place] = None
+                    continue
+            places[place] = operands[key][0]["name"]
+    return {"recipes": recipes, "operands": [v for v, _ in operands.values()]}
 
 
 def main(folder: Path) -> None:

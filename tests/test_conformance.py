@@ -45,6 +45,10 @@ def codes(text):
 
 
 def tensor_of(v):
+    if "of" in v:  # the numbers that another operand stands for
+        first = VECTORS[v["of"]]
+        q = quantize_in_context(tensor_of(first), cast_of(first), first["axis"], context_of(first))
+        return q.dequantize()
     stored = INPUTS["inputs"][v["input"]]
     return numbers(stored["codes"], stored["format"]).view(stored["shape"])
 
@@ -81,7 +85,9 @@ def test_codes_and_scales(name):
     else:
         assert torch.equal(q.scale_codes.flatten(), codes(v["scales"]))
     if "tensor_scale" in v:
-        assert torch.equal(q.tensor_scale.reshape(1), numbers(v["tensor_scale"], "fp32"))
+        assert torch.equal(q.tensor_scale.flatten(), numbers(v["tensor_scale"], "fp32"))
+    if "mean" in v:
+        assert torch.equal(q.mean.flatten(), numbers(v["mean"], "fp32"))
     if "result" in v:
         assert same(q.dequantize().flatten(), numbers(v["result"], "fp32"))
 
@@ -129,10 +135,19 @@ def test_six_operands_of_every_recipe(name):
     """The numbers in the file are those of the recipe as it ships."""
     assert set(RECIPES["recipes"][name]) == set(GEMM_PLACES)
     for place, vector in RECIPES["recipes"][name].items():
+        c = recipe(name).casts[place]
+        if c.of and not c.is_scaled:
+            assert vector == RECIPES["recipes"][name][c.of]
+            continue
+        if vector is None:  # its transform of numbers in fp32 has no exact sums
+            assert c.of
+            assert c.hadamard
+            continue
         v = VECTORS[vector]
+        assert v.get("of") == (RECIPES["recipes"][name][c.of] if c.of else None)
         assert v["input"] == place.partition(".")[2]
         assert v["axis"] == (0 if place in ("dgrad.w", "wgrad.dy", "wgrad.x") else -1)
-        assert cast_of(v) == recipe(name).casts[place]
+        assert cast_of(v) == c
 
 
 def test_nothing_is_missing():

@@ -25,7 +25,7 @@ def subject(tiny):
     weights = {n: p.detach().clone() for n, p in build_model(spec, CPU).named_parameters()}
     tokens = np.random.default_rng(1).integers(0, 257, 4096, dtype=np.int32)
     batches = [training_batch(tokens, 0, first, 4, 32) for first in (0, 4, 8)]
-    return Subject(spec, weights, Position(7, 3, 10), batches, CPU)
+    return Subject(spec, weights, Position(7, 3, 10, 4), batches, CPU)
 
 
 @pytest.fixture(scope="module")

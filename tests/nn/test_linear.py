@@ -39,13 +39,22 @@ def numbers(tensor: torch.Tensor, cast: Cast, axis: int, place: str) -> torch.Te
     return stored
 
 
+def operand(r: Recipe, tensor: torch.Tensor, place: str) -> torch.Tensor:
+    """What the GEMM of a place sees: of its tensor, or of the numbers that another place saw of it."""
+    cast, axis = r.casts[place], 0 if place in ("dgrad.w", "wgrad.dy", "wgrad.x") else -1
+    if cast.of:
+        seen = operand(r, tensor, cast.of)
+        return numbers(seen.float(), cast, axis, place) if cast.is_scaled else seen
+    return numbers(tensor, cast, axis, place)
+
+
 def by_hand(r: Recipe, x_MK, w_NK, dy_MN, bias_N=None):
     """The products in float64, and for each a bound on the error of fp32 sums and of the last roundings."""
     c, half_ulp = r.casts, {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}[r.compute]
     pairs = {
-        "y": (numbers(x_MK, c["fprop.x"], -1, "fprop.x"), numbers(w_NK, c["fprop.w"], -1, "fprop.w").T),
-        "dx": (numbers(dy_MN, c["dgrad.dy"], -1, "dgrad.dy"), numbers(w_NK, c["dgrad.w"], 0, "dgrad.w")),
-        "dw": (numbers(dy_MN, c["wgrad.dy"], 0, "wgrad.dy").T, numbers(x_MK, c["wgrad.x"], 0, "wgrad.x")),
+        "y": (operand(r, x_MK, "fprop.x"), operand(r, w_NK, "fprop.w").T),
+        "dx": (operand(r, dy_MN, "dgrad.dy"), operand(r, w_NK, "dgrad.w")),
+        "dw": (operand(r, dy_MN, "wgrad.dy").T, operand(r, x_MK, "wgrad.x")),
     }
     products = {name: a @ b for name, (a, b) in pairs.items()}
     # A sum of L terms in fp32 and two tensor scales, then the rounding to the compute format, which in fp16

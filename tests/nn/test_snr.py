@@ -27,15 +27,21 @@ MEASURED = {
     "mxfp8": (28.4, 28.5, 28.6),
     "mxfp8-2d": (28.4, 28.5, 28.6),
     "bf16-fwd-mxfp8-bwd": (49.5, 28.5, 28.6),
+    "mxfp8-fwd-nvfp4-bwd": (28.4, 15.2, 15.6),
     "mxint8": (39.7, 40.0, 38.6),
     "mxfp6-e2m3": (28.0, 28.1, 28.0),
     "mxfp6-e3m2": (22.1, 22.1, 22.6),
     "mxfp4": (15.5, 15.6, 15.7),
+    "mxfp4-amd": (15.6, 15.8, 16.1),
     "nvfp4": (16.6, 15.0, 15.5),
+    "nvfp4-row": (17.1, 19.8, 20.5),
+    "nvfp4-row-fwd-mxfp8-bwd": (17.1, 19.1, 19.9),
     "nvfp4-4over6": (17.5, 15.4, 15.9),
+    "averis": (17.0, 15.3, 15.6),
     "fp4-ue5m3": (16.7, 15.0, 15.6),
     "fp4": (16.4, 24.7, 24.9),
     "quartet": (15.6, 12.6, 12.6),
+    "quartet2": (18.1, 15.7, 15.7),
 }
 BELOW, ABOVE = 0.5, 2.0  # more than ABOVE would be a place that is not narrow
 # What torchao asks of its own layers, where it asks.

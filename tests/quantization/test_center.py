@@ -19,6 +19,7 @@ TABLES = {
     "mxfp4": CENTERED | {"cast": "mxfp4"},
     "a tensor": CENTERED | {"cast": "e4m3"},
     "row scaled": CENTERED | {"tensor_scale": "row"},
+    "the mean in nvfp4": CENTERED | {"center_cast": "nvfp4"},
 }
 
 
@@ -39,6 +40,7 @@ def test_equals_the_oracle_bit_for_bit(name, axis):
         operand, scale = emulate(x, c, axis, torch.bfloat16)
         assert scale is None
         assert torch.equal(operand, q.dequantize())
+        np.testing.assert_array_equal(operand.numpy(), hand.dequantize().astype(np.float32))
     assert_as_by_hand(shifted("normal"), c, axis)
 
 
@@ -98,6 +100,8 @@ MISTAKES = {
     'fprop.w = {cast = "nvfp4", center = "tokens"}': "center = 'tokens', but a weight has no tokens",
     'fprop.x = {cast = "nvfp4", center = "rows"}': "unknown center 'rows'",
     'fprop.x = {cast = "bf16", center = "tokens"}': "center = 'tokens', but it is for narrow elements",
+    'fprop.x = {cast = "nvfp4", center_cast = "nvfp4"}': "no mean is taken away; add center = 'tokens'",
+    'fprop.x = {cast = "nvfp4", center = "tokens", center_cast = "bf16"}': "it must be a cast with scales",
     'fprop.x = {cast = "e4m3", center = "tokens", history = 4}': "outliers and histories are of the tensor",
     'm = {cast = "mxfp4", center = "tokens"}': "center in place 'm', but state has no tokens",
     'saved = "operand"\nfprop.x = {cast = "mxfp4", center = "tokens"}': "saved = 'operand', but fprop.x is",

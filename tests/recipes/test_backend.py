@@ -24,7 +24,7 @@ CPU = Device(maker="cpu")
 H200 = Device(maker="nvidia", capability=(9, 0), library=(13, 0))
 PER_TENSOR = {"fp8", "fp8-delayed", "msamp-o1", "msamp-o2", "msamp-o3", "coat"}
 PER_ROW = {"fp8-row", "fp8-row-hp"}
-BLACKWELL = {"mxfp8", "bf16-fwd-mxfp8-bwd", "nvfp4", "nvfp4-4over6"}
+BLACKWELL = {"mxfp8", "bf16-fwd-mxfp8-bwd", "nvfp4", "nvfp4-finish", "nvfp4-4over6"}
 
 
 def nvidia(major, minor, cuda=(13, 0)):

@@ -159,6 +159,8 @@ def _takes(state: QuantizedState | Tensor) -> bool:
 
 def _takes_cast(cast: Cast) -> bool:
     name = cast.element.name
+    if cast.feedback:  # the first moment waits for the weight to be rounded
+        return False
     if cast.split:
         return True
     if not cast.is_scaled:

@@ -18,6 +18,7 @@ import torch
 from narrowgauge.errors import UserError
 from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.optim.algorithm import Algorithm, Tensors, UpdateBatch
+from narrowgauge.optim.feedback import Feedback, fed_back, require_adamw
 from narrowgauge.optim.grad_norm import ModelGroup, clip_grad_norm
 from narrowgauge.optim.state_writer import NarrowParameter, Write, batches, is_random, write_all
 from narrowgauge.quantization import (
@@ -76,6 +77,7 @@ class Optimizer(torch.optim.Optimizer):
                 shard = shard_of(p)
                 size = p.numel() if shard is None else shard.shape.numel()
                 is_large = p.ndim >= 2 and size >= SMALLEST_NARROW
+                require_adamw(p, group["algorithm"])
                 self.state[p] = {"step": torch.zeros((), device=p.device)}
                 for place in self.algorithms[group["algorithm"]].moments:
                     cast = (self.recipe.state[place] if is_large else None) or FP32
@@ -104,7 +106,9 @@ class Optimizer(torch.optim.Optimizer):
         for batch, next_batch in pairwise([*batches(narrow), []]):
             for p, *_ in next_batch:
                 self._fetch(p)
-            write_all([write for item in batch for write in self._update_narrow(*item, step_of[item[0]])])
+            feedbacks: list[Feedback] = []
+            write_all([w for i in batch for w in self._update_narrow(*i, step_of[i[0]], feedbacks)])
+            write_all([write for feedback in feedbacks for write in feedback()])
 
     def _step_numbers(self, parameters: Tensors) -> dict[torch.Tensor, int]:
         """The number of the step that each parameter is about to take; waits once for the device."""
@@ -130,9 +134,17 @@ class Optimizer(torch.optim.Optimizer):
         algorithm.update(batch, group)
 
     def _update_narrow(
-        self, p: torch.Tensor, group: Mapping[str, Any], first_stream: int, number: int
+        self,
+        p: torch.Tensor,
+        group: Mapping[str, Any],
+        first_stream: int,
+        number: int,
+        feedbacks: list[Feedback],
     ) -> Iterator[Write]:
-        """Update a parameter with state that is not fp32, or on the host; yields what is to be written."""
+        """Update a parameter with state that is not fp32, or on the host; yields what is to be written.
+
+        What can be written only after the weight is added to `feedbacks`.
+        """
         s, kept = self.state[p], state_of(p)
         algorithm = self.algorithms[group["algorithm"]]
 
@@ -149,11 +161,18 @@ class Optimizer(torch.optim.Optimizer):
         w, g = w.contiguous(), g.contiguous()  # torch's fused update ignores strides
         batch = UpdateBatch([w], [g], {k: [m] for k, m in moments.items()}, [s["step"]], [shard_of(p)])
         algorithm.update(batch, group)
+
+        def write(place: str, to: QuantizedState, x: torch.Tensor) -> Write:
+            tensor = first_stream + _WRITTEN.index(place)
+            return to, x, random_stream(self.seed, number, tensor, p.device) if is_random(to) else None
+
+        if kept.weight is not None and kept.weight.cast.feedback:
+            into, weight, m, v = s["m"], kept.weight, moments.pop("m"), moments["v"]
+            feedbacks.append(lambda: [write("m", into, fed_back(m, v, w - weight.read(), group, number))])
         written = {place: (s[place], x) for place, x in moments.items()}
         for place, (to, x) in {**written, "master": (kept.master, w), "weight": (kept.weight, w)}.items():
             if to is not None:
-                tensor = first_stream + _WRITTEN.index(place)
-                yield to, x, random_stream(self.seed, number, tensor, p.device) if is_random(to) else None
+                yield write(place, to, x)
         if kept.weight is None and w is not local:
             local.copy_(w)
 

@@ -38,9 +38,13 @@ class Cast:
             in n steps, and holds it in between.
         center: "tokens" quantizes what is left after the mean over tokens, and adds that mean to the operand
             in high precision (mean-residual splitting); "" does not.
+        center_cast: The name of a cast in which that mean is rounded to nearest, as a row of its own: blocks
+            lie along its channels; "" leaves it wide.
         correct: "projection" multiplies the scales of a Hadamard group (of a block, without a transform) by
             what makes the projection of its numbers on themselves exact (MS-EDEN), before they are rounded
             by `scale_rounding`; elements are those under the nearest scale. "" does not.
+        feedback: "momentum" puts what rounding takes from a weight that has no master into the first moment
+            (ECO; `optim.feedback`); "" does not.
         of: The place whose numbers are taken in place of the tensor's, such as "fprop.w".
         block: (rows, columns) that share a scale, columns along the contraction axis; None = the full tensor.
         scale_rule: How the power of two of "e8m0" is chosen: "floor" | "ceil" | "even" | "rceil".
@@ -77,9 +81,11 @@ class Cast:
     zero_scale: str = ""
     candidates: tuple[float, ...] = ()
     choose: str = ""
+    feedback: str = ""
     of: str = ""
     refresh: int = 0
     center: str = ""
+    center_cast: str = ""
     correct: str = ""
     block: tuple[int, int] | None = None
     scale_rule: str | None = None

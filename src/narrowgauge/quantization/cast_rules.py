@@ -30,6 +30,7 @@ def require_valid(cast: Any) -> None:
         ("scale rounding", cast.scale_rounding, ROUNDINGS),
         ("center", cast.center, ("", "tokens")),
         ("correction", cast.correct, ("", "projection")),
+        ("feedback", cast.feedback, ("", "momentum")),
         ("choice", cast.choose, ("", *CHOICES)),
         ("zero scale", cast.zero_scale, ("", *ZERO_SCALES)),
         ("history algorithm", cast.history_algorithm, HISTORY_ALGORITHMS),
@@ -155,6 +156,11 @@ def _rules_of_candidates(cast: Any) -> Rules:
             "center",
             not cast.center or cast.is_scaled,
             "it is for narrow elements; leave it out",
+        ),
+        (
+            "center_cast",
+            not cast.center_cast or bool(cast.center),
+            "no mean is taken away; add center = 'tokens'",
         ),
         (
             "center",

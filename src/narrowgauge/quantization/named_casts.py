@@ -84,7 +84,7 @@ KEYS: Mapping[str, Any] = {
     **dict.fromkeys(("hadamard", "random_bits", "history", "margin", "refresh"), int),
     **dict.fromkeys(("headroom", "scale_target", "outliers", "estimator_k", "estimator_cap"), int | float),
     **dict.fromkeys(("power_of_two", "compensate", "expand", "prescale", "split"), bool),
-    **dict.fromkeys(("choose", "of", "center", "correct"), str),
+    **dict.fromkeys(("choose", "of", "center", "center_cast", "correct", "feedback"), str),
     "candidates": list | tuple,
     "block": str | int | list | tuple,
     "signs": str | list | tuple,
@@ -153,6 +153,11 @@ def _fields(table: Table, base: Cast | None = None) -> dict[str, Any]:
     for key in ("signs", "candidates"):
         if isinstance(given := fields.get(key), list):
             fields[key] = tuple(given)
+    if fields.get("center_cast") and not cast(fields["center_cast"]).is_scaled:
+        raise UserError(
+            f"cast key center_cast = {fields['center_cast']!r}, but it must be a cast with scales; leave the "
+            "key out for a mean in the precision of the tensor"
+        )
     if base is None and "scale" not in fields and fields["element"].bits <= 8:
         fields["scale"] = "fp32"
     if "scale" in fields:

@@ -17,6 +17,7 @@ from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.cast_rules import require_codes
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.hadamard import transformed
+from narrowgauge.quantization.named_casts import cast as named_cast
 from narrowgauge.quantization.named_casts import make_cast
 from narrowgauge.quantization.outliers import clamped
 from narrowgauge.quantization.scale_and_round import round_blocks, scales_of
@@ -175,16 +176,18 @@ def centered(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(the tensor that is quantized, what is to be added to its numbers), if the cast takes the mean away.
 
-    The mean over tokens is in the dtype of the tensor. It is transformed as the rest is, so that the sum of
-    both is the transformed tensor.
+    The mean over tokens is in the dtype of the tensor; `center_cast` rounds what is added again. It is
+    transformed as the rest is, so that the sum of both is the transformed tensor.
     """
     if not cast.center:
         return x, None
-    mean = context.token_mean(x)
-    rest = x.float() - mean.float()
-    return rest, transformed(
-        mean.float().expand_as(x), cast, axis, context
-    ) if cast.hadamard else mean.float()
+    mean = context.token_mean(x).float()
+    rest = x.float() - mean
+    if cast.center_cast:
+        row = QuantContext(shard=None if context.shard is None else context.shard.row())
+        mean = quantize_in_context(mean.flatten(0, -2), named_cast(cast.center_cast), -1, row).dequantize()
+        mean = mean.view([1] * (x.ndim - 1) + [-1])
+    return rest, transformed(mean.expand_as(x), cast, axis, context) if cast.hadamard else mean
 
 
 def _over(x: torch.Tensor, tensor_scale: torch.Tensor | None, axis: int) -> torch.Tensor:

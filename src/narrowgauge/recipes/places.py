@@ -65,6 +65,10 @@ def casts_from(place: str, value: Any) -> dict[str, Cast]:
         raise UserError(
             f"recipe place {place!r}: center = {cast.center!r}, but a weight has no tokens; leave the key out"
         )
+    if cast.feedback:
+        raise UserError(
+            f"recipe place {place!r}: feedback = {cast.feedback!r}, but it belongs to weight; remove the key"
+        )
     if cast.is_for_state:
         raise UserError(
             f"recipe place {place!r}: cast {cast.name!r} is for state ({', '.join(STATE_PLACES)}), not for "
@@ -127,6 +131,12 @@ def require_state(state: Mapping[str, Cast | None], where: str) -> None:
             raise UserError(
                 f"{where}: tensor_scale = 'row' in place {place!r}, but it belongs to operands of a product; "
                 'write "tensor" or "none"'
+            )
+        if cast.feedback and (place != "weight" or cast.name == "fp32" or state["master"] is not None):
+            raise UserError(
+                f"{where}: feedback = {cast.feedback!r} in place {place!r}, but it is for narrow weights "
+                'without a master, whose rounding error goes into the first moment; write master = "none", '
+                "or remove the key"
             )
         if cast.prescale and place != "grad":
             raise UserError(f"{where}: prescale in place {place!r}, but it belongs to grad; remove the key")

@@ -22,7 +22,7 @@ WIDE = ("fp32", "bf16", "fp16")
 def fitting_gather(requested: Cast, operands: Sequence[Cast], weight: Cast | None) -> Cast:
     """The requested cast if it changes no product, else one that changes none: the weight's, or fp32."""
     if weight is not None and weight.name != "fp32":
-        stored = replace(weight, rounding="nearest-even")
+        stored = replace(weight, rounding="nearest-even", feedback="")
         return next((c for c in (requested, stored) if _keeps_stored(c, weight)), make_cast("fp32"))
     return requested if _keeps_products(requested, operands) else make_cast("fp32")
 
@@ -59,7 +59,7 @@ def require_gather(cast: Cast, operands: Sequence[Cast], weight: Cast | None, wh
 def require_reduce(cast: Cast, where: str) -> None:
     """Refuse to add up gradients in numbers that cannot be added without being scaled again."""
     plain = not (cast.hadamard or cast.outliers or cast.history or cast.estimator_k or cast.split)
-    plain = plain and cast.headroom == 1 and not cast.of
+    plain = plain and cast.headroom == 1 and not cast.of and not cast.feedback
     scaled = cast.scale == "fp32" and cast.block is None and cast.element.bits == 8 and not cast.codebook
     if not plain or cast.rounding != "nearest-even" or not (scaled or cast.name in WIDE):
         raise UserError(
@@ -70,7 +70,7 @@ def require_reduce(cast: Cast, where: str) -> None:
 
 def _keeps_stored(cast: Cast, weight: Cast) -> bool:
     """Whether a weight that is stored in narrow numbers keeps them in this cast."""
-    is_same = cast == replace(weight, rounding=cast.rounding)
+    is_same = cast == replace(weight, rounding=cast.rounding, feedback=cast.feedback)
     return cast.name == "fp32" or (is_same and weight.block is None)
 
 

@@ -16,7 +16,7 @@ function here:
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -24,39 +24,14 @@ import numpy as np
 from narrowgauge.formats import format
 from narrowgauge.formats.oracle import FP32, code_of, fl, round_magnitude, round_scalar
 from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.named_casts import cast as named_cast
 from narrowgauge.quantization.oracle.candidates import error_of_block
+from narrowgauge.quantization.oracle.mean import less_mean, token_mean
 from narrowgauge.quantization.oracle.projection import corrected_scales
 from narrowgauge.quantization.oracle.scales import LARGEST, scales_of_block
+from narrowgauge.quantization.oracle.tensor import Index, ReferenceTensor
 
 TRANSFORMER_ENGINE = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-Index = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ReferenceTensor:
-    """A tensor that the oracle has quantized.
-
-    Attributes:
-        values: A float64 array, the element of each number before scales; 0 in blocks that are not finite.
-        codes: The codes of the elements, an integer array.
-        scales: The decoded scale of each block, by the index of its first number; NaN where not finite.
-        tensor_scales: The scale above that of each block (NVFP4), else 1.
-        rest: What clamping took away (zeros elsewhere).
-        mean: The mean over tokens that was taken away before.
-    """
-
-    values: np.ndarray
-    codes: np.ndarray
-    scales: dict[Index, float]
-    tensor_scales: dict[Index, float]
-    rest: np.ndarray
-    mean: np.ndarray | float = 0.0
-
-    @property
-    def tensor_scale(self) -> float:
-        """The one scale above those of all blocks."""
-        (scale,) = set(self.tensor_scales.values()) or {1.0}
-        return scale
 
 
 def reference_quantize(
@@ -91,8 +66,7 @@ def reference_quantize(
     """
     axis %= max(x.ndim, 1)
     x = x.astype(np.float64)
-    mean = token_mean(x, dtype) if cast.center else np.zeros(1)
-    x = _less(x, mean) if cast.center else x
+    x, mean = _centered(x, cast, dtype)
     if cast.hadamard:
         named = cast.signs if not isinstance(cast.signs, str) and cast.signs else signs
         x = transform(x, cast.hadamard, axis, named, dtype)
@@ -122,6 +96,16 @@ def reference_quantize(
     codes = np.vectorize(lambda v: code_of(v, cast.element), otypes=[np.int64])(values)
     rest = x - clamped if cast.outliers else np.zeros_like(x)
     return ReferenceTensor(values, codes, scales, tensor_scales, rest, mean)
+
+
+def _centered(x: np.ndarray, cast: Cast, dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    """(what is left without the mean over tokens, what is added again), if the cast takes it away."""
+    if not cast.center:
+        return x, np.zeros(1)
+    mean = token_mean(x, dtype)
+    if not cast.center_cast:
+        return less_mean(x, mean), mean
+    return less_mean(x, mean), reference_quantize(mean[None], named_cast(cast.center_cast)).dequantize()[0]
 
 
 def _quantize_block(
@@ -170,13 +154,6 @@ def _round(x: float, factor: Fraction, cast: Cast, draw: int | None) -> float:
     magnitude = float(round_magnitude(abs(scaled), cast.element, rounding, uniform))
     is_negative = math.copysign(1, x) < 0 and (magnitude != 0 or cast.element.has_negative_zero)
     return -magnitude if is_negative else magnitude
-
-
-def token_mean(x: np.ndarray, dtype: str) -> np.ndarray:
-    """The exact mean over all dimensions but the last, rounded to x's dtype."""
-    columns = [[Fraction(float(v)) for v in x[..., k].ravel()] for k in range(x.shape[-1])]
-    means = [sum(column, Fraction(0)) / len(column) for column in columns]
-    return np.array([math.copysign(float(round_magnitude(abs(m), format(dtype))), m) for m in means])
 
 
 def transform(x: np.ndarray, size: int, axis: int, signs: Sequence[int], dtype: str) -> np.ndarray:
@@ -237,8 +214,3 @@ def _without(index: Index, axis: int) -> Index:
 def _uniform(draws: np.ndarray | None, number: int) -> Fraction:
     """The random number in [0, 1) of the scale of a block."""
     return Fraction(1, 2) if draws is None else Fraction(int(draws.flat[number]), 2**24)
-
-
-def _less(x: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """Every number less the mean of its column, rounded to float32."""
-    return np.vectorize(lambda v, m: float(fl(Fraction(v) - Fraction(m))), otypes=[np.float64])(x, mean)

@@ -174,6 +174,10 @@ class TensorShard:
             return stream.from_element(first.segments[0][0] * prod(axis.size for axis in others))
         return stream.uniform_at(self.global_indices(stream.key.device))
 
+    def row(self) -> "TensorShard":
+        """The place of one row that stands for all rows, such as their mean."""
+        return TensorShard((full_axis(1), self.axes[-1]))
+
     def grid(self, cast: Cast, axis: int) -> "TensorShard":
         """The place of the local blocks in the grid of all blocks of a cast."""
         extents = [_extent(cast, dim == axis % len(self.axes)) for dim in range(len(self.axes))]
