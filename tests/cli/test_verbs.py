@@ -165,7 +165,7 @@ def test_recipes_of_another_device(narrowgauge):
     assert re.search(r"^ nvfp4 +emulated ", ended.out, re.MULTILINE)
     ended = narrowgauge("recipes", "--device", "mi250x")
     native = re.findall(r"^ (\S+) +native ", ended.out, re.MULTILINE)
-    assert native == ["fp32", "bf16", "bf16-sr", "fp16"]
+    assert native == ["fp32", "bf16", "bf16-sr", "eco", "fp16"]
     ended = narrowgauge("recipes", "fp4", "--device", "sm_89")
     assert re.search(r"^ fprop\.x, fprop\.w +fp4-row, fp4-row +emulated ", ended.out, re.MULTILINE)
     assert re.search(r"^ wgrad\.dy, wgrad\.x +e5m2, e4m3 +native ", ended.out, re.MULTILINE)

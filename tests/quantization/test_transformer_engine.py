@@ -3,7 +3,8 @@
 The digests below were taken from `NVFP4QuantizerRef` of NVIDIA/TransformerEngine at commit d0067d0da6cb
 (transformer_engine/pytorch/custom_recipes/reference_nvfp4.py), run on a CPU with the inputs that are built
 here: `_quantize_blockwise_reference` on tiles of 1x16 and 16x16, after `_apply_rht` with its 16 fixed signs
-where the name says so (there with inputs whose sums are exact, whatever their order). Left out is what is
+where the name says so (there with inputs whose sums are exact, whatever their order); "mae" and "mse" are its
+4over6 under E4M3 scales up to 256, "by row" its `row_scaled_nvfp4`. Left out is what is
 defined otherwise here: the reference drops the sign of a negative zero.
 """
 
@@ -44,6 +45,30 @@ DIGESTS = {
     ("1x16 hadamard", "one"): "e1eb26d788b63a04a5636bc9437f95a3",
     ("1x16 hadamard", "integers"): "f6ffa82183cb7479c24c10fbacac9aff",
     ("1x16 hadamard", "bf16 integers"): "6e74c8990c99ec1fcf1233faac4b767c",
+    ("1x16 mae", "bf16"): "0b2476eb6cb23adbd6977ec5869c5c4a",
+    ("1x16 mae", "fp32"): "d510612eb557ad6e624557ab07054160",
+    ("1x16 mae", "wide"): "13a90c7cd8e4235bc6145402466ddcc7",
+    ("1x16 mae", "mixed"): "057ca499c07d065c5cb449d8114d5870",
+    ("1x16 mse", "bf16"): "23ebbbbb5c2e66d95d562bfed8bdeb97",
+    ("1x16 mse", "fp32"): "08cccf5005e1fae48c60f0abdce79b0b",
+    ("1x16 mse", "wide"): "1e033a228f3ad33ef49559b5e5000446",
+    ("1x16 mse", "mixed"): "9249794d868813dbe072f5bc607ee514",
+    ("16x16 mae", "bf16"): "ab0deb93d58ad429fd23aa449660792e",
+    ("16x16 mae", "fp32"): "fd67b75c82c0a6e15bf9888afc7e866e",
+    ("16x16 mae", "wide"): "6668535a4a69c598311439b77c0e315e",
+    ("16x16 mae", "mixed"): "25e2c67dafe2c59d48235637da9318d5",
+    ("16x16 mse", "bf16"): "071cebb1896e740b2ca23aa8156ff1e5",
+    ("16x16 mse", "fp32"): "41ac564f0132d272db5b23389edb4b21",
+    ("16x16 mse", "wide"): "81ca1f9743e7ceaaf3b7a8ba047ee8bb",
+    ("16x16 mse", "mixed"): "26ec0c877985445f6e7764b1a3e71e38",
+    ("1x16 by row", "bf16"): "45fc9caa750d028de13ba43e6c7e632a",
+    ("1x16 by row", "fp32"): "d83ba8d6ffeae4b7e674017f44fc59bd",
+    ("1x16 by row", "wide"): "ed892b8b338c80a6c39442a052705aa3",
+    ("1x16 by row", "mixed"): "25ad44e7aed200894d9d9139ec80efca",
+    ("1x16 mae by row", "bf16"): "1bac68c99f46369e48167217c000aa7e",
+    ("1x16 mae by row", "fp32"): "4b6d2c028f0d7947e69fd9fc42a6453c",
+    ("1x16 mae by row", "wide"): "4acd914f137981a27ef115c3686336ea",
+    ("1x16 mae by row", "mixed"): "bc4fb9eb269ee95862334f269067669f",
 }
 
 
@@ -86,11 +111,17 @@ CASTS = {
     "1x16": "nvfp4",
     "16x16": "nvfp4-2d",
     "1x16 hadamard": {"cast": "nvfp4", "hadamard": 16},
+    "1x16 mae": {"cast": "nvfp4", "candidates": [6, 4], "choose": "mae"},
+    "1x16 mse": {"cast": "nvfp4", "candidates": [6, 4], "choose": "mse"},
+    "16x16 mae": {"cast": "nvfp4-2d", "candidates": [6, 4], "choose": "mae"},
+    "16x16 mse": {"cast": "nvfp4-2d", "candidates": [6, 4], "choose": "mse"},
+    "1x16 by row": {"cast": "nvfp4", "tensor_scale": "row"},
+    "1x16 mae by row": {"cast": "nvfp4", "tensor_scale": "row", "candidates": [6, 4], "choose": "mae"},
 }
 
 
 @pytest.mark.parametrize(("tile", "kind"), DIGESTS)
 def test_codes_and_scales(tile, kind):
     q = ng.quantize(inputs()[kind], make_cast(CASTS[tile]))
-    scales = q.scale_codes.repeat_interleave(16, 0) if tile == "16x16" else q.scale_codes
+    scales = q.scale_codes.repeat_interleave(16, 0) if tile.startswith("16x16") else q.scale_codes
     assert digest(q.packed(), scales) == DIGESTS[tile, kind]

@@ -52,7 +52,7 @@ def test_a_shipped_recipe_says_what_it_is(name):
     assert r.source
     assert r.text == (FOLDER / f"{name}.toml").read_text()
     assert set(r.casts) == set(GEMM_PLACES)
-    assert r.is_narrow == (name not in ("fp32", "bf16", "bf16-sr", "fp16"))
+    assert r.is_narrow == (name not in ("fp32", "bf16", "bf16-sr", "eco", "fp16"))
     assert not r.in_high_precision().for_layer([("up", 0)], 4).is_narrow
 
 

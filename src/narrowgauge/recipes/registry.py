@@ -44,6 +44,7 @@ _SHIPPED = (
     "fp4",
     "quartet",
     "quartet2",
+    "tetrajet2",
 )
 
 
