@@ -119,6 +119,7 @@ def described(c: Cast) -> Vector:
     """A cast by its facts; what is at its default is left out."""
     every = {f.name: getattr(c, f.name) for f in fields(c)}
     every["element"] = c.element.name
+    every["candidates"], every["elements"] = c.elements or c.candidates, ()  # as a recipe says it
     return {k: v for k, v in every.items() if v != getattr(DEFAULT, k)} | {"element": c.element.name}
 
 
@@ -154,7 +155,13 @@ def _vector(
     hand = reference_quantize(x, c, axis, draws, signs, scale, dtype, scale_draws)  # type: ignore[arg-type]
     scales = np.array(list(hand.scales.values()))
     stored = format("fp32" if c.scale == "fp32" else c.scale)
-    out |= {"codes": hexadecimal(hand.values, c.element), "scales": hexadecimal(scales, stored)}
+    codes = hexadecimal(hand.values, c.element)
+    text = hexadecimal(scales, stored)
+    if c.elements:  # the sign of a scale says which a block has
+        codes = "".join(f"{code:02x}" for code in hand.codes.ravel())
+        pairs = zip(hand.scales, bytes.fromhex(text), strict=True)
+        text = bytes(code | (corner in hand.second) << 7 for corner, code in pairs).hex()
+    out |= {"codes": codes, "scales": text}
     if c.tensor_scale != "none":
         row = axis % x.ndim
         seconds = {k[:row] + k[row + 1 :]: s for k, s in hand.tensor_scales.items()}
@@ -200,6 +207,17 @@ OPTIONS: list[tuple[str, str, Vector, Vector]] = [
     ("nvfp4-2d", "normal", {"headroom": 16 / 17}, {}),
     ("nvfp4", "wide", {"candidates": [6, 4], "choose": "mae"}, {}),
     ("nvfp4-2d", "normal", {"candidates": [6, 4], "choose": "mse"}, {}),
+    ("nvfp4", "wide", {"candidates": ["e2m1", "int4"], "choose": "mse"}, {}),
+    ("nvfp4", "wide", {"tensor_scale": "row"}, {}),
+    ("nvfp4", "normal", {"center": "tokens"}, {}),
+    ("nvfp4", "normal", {"center": "tokens", "center_cast": "nvfp4"}, {}),
+    (
+        "nvfp4",
+        "normal",
+        {"correct": "projection", "scale_rounding": "stochastic", "scale_target": 255.99},
+        {},
+    ),
+    ("nvfp4", "integers", {"correct": "projection", "hadamard": 32, "scale_target": 255.99}, {}),
     ("mxfp4", "normal", {"rounding": "half-away"}, {}),
     ("mxfp6-e2m3", "normal", {"rounding": "toward-zero"}, {}),
     ("mxfp4", "normal", {"rounding": "stochastic"}, {}),

@@ -1,8 +1,8 @@
 """Errors of random numbers as the code and the notebooks of Quartet II report them.
 
 IST-DASLab/Quartet-II @ 8776a90: `notebooks/plots.ipynb` (bits of one quantized tensor of normal numbers) and
-`notebooks/unbiasedness.ipynb` (bits of a product of two, averaged over N draws: four times the draws gain a bit
-if the numbers are right on average). Bits are half the binary logarithm of signal over noise.
+`notebooks/unbiasedness.ipynb` (bits of a product of two, averaged over N draws: four times the draws gain a
+bit if the numbers are right on average). Bits are half the binary logarithm of signal over noise.
 """
 
 import math

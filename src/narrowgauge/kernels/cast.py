@@ -74,7 +74,13 @@ def _fits_tiles(cast: Cast) -> bool:
     """
     rows, columns = cast.block or (0, 0)
     is_small = rows in (1, 2, 4, 8, 16, 32) and columns in (1, 2, 4, 8, 16, 32, 64, 128)
-    if cast.scale_rounding != "nearest-even" or cast.zero_scale or cast.candidates or cast.correct:
+    if (
+        cast.scale_rounding != "nearest-even"
+        or cast.zero_scale
+        or cast.candidates
+        or cast.elements
+        or cast.correct
+    ):
         return False
     if cast.tensor_scale == "row":
         return False

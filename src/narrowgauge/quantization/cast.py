@@ -9,7 +9,7 @@ a 0 means "the full extent". A cast without a scale is a plain conversion (bf16,
 have a name are data in `named_casts.py`, what does not fit together is in `cast_rules.py`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from narrowgauge.formats import RANDOM_BITS, Format, format
 from narrowgauge.quantization.cast_rules import ROUNDED_SCALES, require_valid
@@ -32,6 +32,8 @@ class Cast:
             (the smallest positive number); "" stands for "zero" in NVFP4, else for "one".
         candidates: Element magnitudes, such as (6, 4), that a block's largest number may be mapped to; () for
             the largest element only. Each block is quantized with all of them.
+        elements: Two element formats, such as ("e2m1", "int4"), of which each block has one: the first is
+            `element`, which scales aim at; numbers of the second are stretched to the same range. () for one.
         choose: The error by which one of them is chosen: "mae" or "mse" (mean of its absolute or squared
             errors), or "max" (its largest error); the first of equals.
         refresh: 0 takes the largest magnitude under a tensor scale from the tensor itself; n takes it once
@@ -80,6 +82,7 @@ class Cast:
     scale_rounding: str = "nearest-even"
     zero_scale: str = ""
     candidates: tuple[float, ...] = ()
+    elements: tuple[str, ...] = ()
     choose: str = ""
     feedback: str = ""
     of: str = ""
@@ -159,6 +162,17 @@ class Cast:
         return self.element.max * self.headroom
 
     @property
+    def with_second(self) -> "Cast":
+        """The cast of the blocks that have the second of `elements`."""
+        return replace(self, element=format(self.elements[1]), elements=(), choose="")
+
+    @property
+    def stretch(self) -> tuple[float, float]:
+        """What numbers of the second of `elements` are multiplied by before they are rounded, and after."""
+        first, second = (format(name).max for name in self.elements)
+        return second / first, first / second
+
+    @property
     def zero_rule(self) -> str:
         """What a scale that rounds to 0 becomes: one of `ZERO_SCALES`."""
         return self.zero_scale or ("zero" if self.is_nvfp4 else "one")
@@ -166,6 +180,8 @@ class Cast:
     @property
     def is_exact_in_bf16(self) -> bool:
         """Whether bfloat16 holds every product of an element and its block's scale."""
+        if self.elements:
+            return False
         if self.scale == "fp32":
             return self.power_of_two
         bits, scale_bits = self.element.fraction_bits + 1, format(self.scale).mantissa_bits + 1

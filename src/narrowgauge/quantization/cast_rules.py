@@ -37,7 +37,12 @@ def require_valid(cast: Any) -> None:
     ):
         if name not in known:
             raise unknown(key, str(name), filter(None, known))
-    for key, is_right, rule in (*_rules_of_scales(cast), *_rules_of_candidates(cast), *_rules(cast)):
+    for key, is_right, rule in (
+        *_rules_of_scales(cast),
+        *_rules_of_candidates(cast),
+        *_rules_of_elements(cast),
+        *_rules(cast),
+    ):
         if not is_right:
             value = getattr(cast, key)
             shown = value.name if key == "element" else value
@@ -123,7 +128,11 @@ def _rules_of_candidates(cast: Any) -> Rules:
             not candidates or bool(cast.choose),
             "a choice is missing; add choose = 'mae'",
         ),
-        ("choose", not cast.choose or bool(candidates), "there are no candidates; add candidates = [6, 4]"),
+        (
+            "choose",
+            not cast.choose or bool(candidates or cast.elements),
+            "there are no candidates; add candidates = [6, 4]",
+        ),
         (
             "candidates",
             len(candidates) != 1 and all(0 < c <= cast.element.max for c in candidates),
@@ -168,6 +177,32 @@ def _rules_of_candidates(cast: Any) -> Rules:
             "outliers and histories are of the tensor with its mean; leave one of them out",
         ),
         ("candidates", not candidates or is_fixed, "they need blocks of a fixed size, such as 16"),
+    ]
+
+
+def _rules_of_elements(cast: Any) -> Rules:
+    """The same of candidates that are element formats."""
+    names, block = cast.elements, cast.block
+    if not names:
+        return []
+    return [
+        ("choose", bool(cast.choose), "between elements a choice is missing; add choose = 'mse'"),
+        (
+            "elements",
+            len(names) == 2 and names[0] == cast.element.name,
+            f"candidates are two formats, the first the cast's own element, {cast.element.name}",
+        ),
+        (
+            "elements",
+            len({format(name).bits for name in names}) == 1,
+            "candidates have codes of the same number of bits",
+        ),
+        (
+            "elements",
+            cast.scale == "e4m3" and not cast.correct,
+            "which one a block has is the sign of its scale, so scales must be e4m3, without correct",
+        ),
+        ("elements", block is not None and block[1] != 0, "they need blocks of a fixed size, such as 16"),
     ]
 
 

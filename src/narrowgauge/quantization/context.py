@@ -49,7 +49,7 @@ class QuantContext:
 
     def drawn_for(self, x: torch.Tensor, cast: Cast) -> "QuantContext":
         """The same context, its random numbers drawn if a cast needs them more than once."""
-        is_once = not (cast.candidates or cast.correct)
+        is_once = not (cast.candidates or cast.elements or cast.correct)
         if is_once or cast.rounding != "stochastic":
             return self
         if isinstance(self.random, RandomStream | torch.Tensor):

@@ -138,7 +138,7 @@ def _check_keys(table: Table) -> None:
             raise unknown("cast key", key, [k for k in KEYS if k not in _OF_NAMES])
         is_right = isinstance(given, KEYS[key]) and isinstance(given, bool) == (KEYS[key] is bool)
         if is_right and key == "candidates":
-            is_right = all(type(c) in (int, float) for c in given)
+            is_right = all(type(c) in (int, float) for c in given) or all(type(c) is str for c in given)
         if not is_right:
             raise UserError(f"cast key {key} = {given!r}, but it must be {_WORDS.get(KEYS[key], 'a number')}")
 
@@ -150,6 +150,8 @@ def _fields(table: Table, base: Cast | None = None) -> dict[str, Any]:
         fields["element"] = format(fields["element"])
     if "block" in fields:
         fields["block"] = _block(fields["block"])
+    if (names := fields.get("candidates")) and isinstance(names[0], str):
+        fields["elements"] = tuple(format(name).name for name in fields.pop("candidates"))
     for key in ("signs", "candidates"):
         if isinstance(given := fields.get(key), list):
             fields[key] = tuple(given)

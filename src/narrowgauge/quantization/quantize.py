@@ -20,7 +20,12 @@ from narrowgauge.quantization.hadamard import transformed
 from narrowgauge.quantization.named_casts import cast as named_cast
 from narrowgauge.quantization.named_casts import make_cast
 from narrowgauge.quantization.outliers import clamped
-from narrowgauge.quantization.scale_and_round import round_blocks, scales_of
+from narrowgauge.quantization.scale_and_round import (
+    Epilogue,
+    round_blocks,
+    round_elements,
+    scales_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,8 @@ class QTensor:
         cast: The cast that the tensor was quantized with.
         blocks: The blocks that share a scale.
         mean: What was taken away before (`center`), float32, to be added to the numbers; else None.
+        second: bool, for each block whether its codes are of the second of the cast's elements, which the
+            sign bit of its scale's code says, too; None if there is one element only.
     """
 
     codes: torch.Tensor
@@ -46,24 +53,32 @@ class QTensor:
     cast: Cast
     blocks: Blocks
     mean: torch.Tensor | None = None
+    second: torch.Tensor | None = None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The numbers that are stored, computed in float32 and converted to `dtype`."""
-        values = self.blocks.split(decode(self.codes, self.cast.element))
         scale = self.blocks.align(self.scales) if self.scales.ndim else self.scales
-        numbers = self.blocks.merge(values * scale) * self.tensor_scale
+        numbers = self._numbers(scale) * self.tensor_scale
         return (numbers if self.mean is None else numbers + self.mean).to(dtype)
 
     def operand(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The operand and scale that `emulate` gives."""
-        values = self.blocks.split(decode(self.codes, self.cast.element))
         if self.cast.block is None:
-            return self.blocks.merge(values).to(dtype), self.scales
-        numbers = self.blocks.merge(values * self.blocks.align(self.scales))
+            return decode(self.codes, self.cast.element).to(dtype), self.scales
+        numbers = self._numbers(self.blocks.align(self.scales))
         if self.cast.tensor_scale == "row":
             return numbers * self.tensor_scale, None
         scale = None if self.cast.tensor_scale == "none" else self.tensor_scale
         return numbers.to(dtype if self.cast.is_exact_in_bf16 else torch.float32), scale
+
+    def _numbers(self, scale: torch.Tensor) -> torch.Tensor:
+        """Elements times the scales of their blocks."""
+        numbers = self.blocks.split(decode(self.codes, self.cast.element)) * scale
+        if self.second is not None:
+            other = decode(self.codes, self.cast.with_second.element)
+            others = self.blocks.split(other) * scale * self.cast.stretch[1]
+            numbers = torch.where(self.blocks.align(self.second), others, numbers)
+        return self.blocks.merge(numbers)
 
     def packed(self) -> torch.Tensor:
         """The element bytes as stored, without scales: two FP4 codes a byte, four FP6 codes in three."""
@@ -109,24 +124,32 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
     split = blocks.split(x)
     scales = scales_of(split, blocks, cast, axis, context)
 
-    def codes_of(values: torch.Tensor, _: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-        if values.device.type != "cpu" or torch.compiler.is_compiling() or not finite.all():
-            values = torch.where(finite, values, 0.0)
-        return encode_finite_(values, cast.element)
+    def codes_of(cast: Cast, _: float) -> Epilogue:
+        def codes(values: torch.Tensor, _: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
+            if values.device.type != "cpu" or torch.compiler.is_compiling() or not finite.all():
+                values = torch.where(finite, values, 0.0)
+            return encode_finite_(values, cast.element)
 
-    codes = round_blocks(split, blocks, scales, cast, context, codes_of, torch.uint8)
+        return codes
+
+    codes = round_elements(split, blocks, scales, cast, context, codes_of, torch.uint8)
     if cast.block is not None:
         block_scales = scales.block.reshape(blocks.grid)
     else:
         block_scales = scales.block.reshape(()) if scales.block.numel() else torch.ones((), device=x.device)
+    scale_codes = encode(block_scales, format(cast.scale)) if cast.has_scale_codes else None
+    second = None if scales.second is None else scales.second.reshape(blocks.grid)
+    if scale_codes is not None and second is not None:
+        scale_codes = scale_codes | (second.to(torch.uint8) << 7)
     return QTensor(
         codes=blocks.merge(codes).contiguous(),
         scales=block_scales,
-        scale_codes=encode(block_scales, format(cast.scale)) if cast.has_scale_codes else None,
+        scale_codes=scale_codes,
         tensor_scale=_over(x, scales.tensor, axis),
         cast=cast,
         blocks=blocks,
         mean=mean,
+        second=second,
     )
 
 
@@ -156,11 +179,11 @@ def emulate(
         values = round_blocks(split, blocks, scales, cast, context, lambda values, *_: values, dtype)
         return blocks.merge(values), scales.block.reshape(())
 
-    def stored(values: torch.Tensor, block: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        return values.mul_(block)
+    def stored(_: Cast, back: float) -> Epilogue:
+        return lambda values, block, _: values.mul_(block) if back == 1 else values.mul_(block).mul_(back)
 
     operand_dtype = dtype if cast.is_exact_in_bf16 and not adds else torch.float32
-    operand = blocks.merge(round_blocks(split, blocks, scales, cast, context, stored, operand_dtype))
+    operand = blocks.merge(round_elements(split, blocks, scales, cast, context, stored, operand_dtype))
     if not adds:
         return operand, scales.tensor
     if scales.tensor is not None:

@@ -33,6 +33,7 @@ class Scales(NamedTuple):
     tensor: torch.Tensor | None
     finite: torch.Tensor  # bool: whether the block holds finite numbers only
     divides: bool = False
+    second: torch.Tensor | None = None  # bool: whether the block has the second of the cast's elements
 
 
 # (values on the grid, block scales, finite) to the result; it may overwrite the values.
@@ -66,6 +67,10 @@ def _best(
     random: Randomness,
 ) -> Scales:
     """The scales of blocks; of several candidates those whose error is least."""
+    if cast.elements:
+        found = scales_from(amax, cast, context.scale, over, random)
+        errors = [_error(split, blocks, axis, found, over, cast, context, n) for n in (0, 1)]
+        return found._replace(second=errors[1] < errors[0])
     if not cast.candidates:
         return scales_from(amax, cast, context.scale, over, random)
     best: Scales | None = None
@@ -157,20 +162,26 @@ def _error(
     over: torch.Tensor | None,
     cast: Cast,
     context: QuantContext,
+    element: int = 0,
 ) -> torch.Tensor:
     """The error of each block under some scales, by the cast's choice, inner dimensions kept with size 1.
 
     In the order of TransformerEngine: in float32, along a row from left to right, then halves of rows.
+    `element` is the number of one of the cast's elements.
     """
 
     def stored(values: torch.Tensor, block: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         return values.mul_(block)
 
-    seen = round_blocks(split, blocks, scales, cast, context, stored, torch.float32)
+    into, back = cast.stretch if element else (1.0, 1.0)
+    rounds = cast.with_second if element else cast
+    seen = round_blocks(split, blocks, scales, rounds, context, stored, torch.float32, into)
+    seen = seen if scales.tensor is None or cast.is_nvfp4 else seen * scales.tensor
     if cast.is_nvfp4 and over is not None:
-        seen = seen * over / torch.full_like(over, cast.target * cast.element.max * cast.headroom)
-    elif scales.tensor is not None:
-        seen = seen * scales.tensor
+        seen = seen * over
+    seen = seen * back if element else seen
+    if cast.is_nvfp4 and over is not None:
+        seen = seen / torch.full_like(over, cast.target * cast.element.max * cast.headroom)
     error = seen - split.float()
     if cast.choose == "max":
         return error.abs().amax(blocks.inner, keepdim=True)
@@ -193,6 +204,29 @@ def _sum(x: torch.Tensor, dim: int, by_halves: bool) -> torch.Tensor:
     return first
 
 
+def round_elements(
+    split: torch.Tensor,
+    blocks: Blocks,
+    scales: Scales,
+    cast: Cast,
+    context: QuantContext,
+    epilogue_of: Callable[[Cast, float], Epilogue],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """`round_blocks` with the element that each block has.
+
+    Args:
+        split, blocks, scales, cast, context, dtype: As for `round_blocks`.
+        epilogue_of: The epilogue for a cast with one element, and what its numbers are multiplied by.
+    """
+    first = round_blocks(split, blocks, scales, cast, context, epilogue_of(cast, 1.0), dtype)
+    if scales.second is None:
+        return first
+    other, (into, back) = cast.with_second, cast.stretch
+    second = round_blocks(split, blocks, scales, other, context, epilogue_of(other, back), dtype, into)
+    return torch.where(scales.second, second, first)
+
+
 def round_blocks(
     split: torch.Tensor,
     blocks: Blocks,
@@ -201,8 +235,9 @@ def round_blocks(
     context: QuantContext,
     epilogue: Epilogue,
     dtype: torch.dtype,
+    stretch: float = 1.0,
 ) -> torch.Tensor:
-    """Round every element of a split tensor to the grid.
+    """Round every element of a split tensor, times `stretch`, to the grid.
 
     Returns:
         What `epilogue` makes of the rounded values, in `dtype` and the shape of `split`.
@@ -220,6 +255,8 @@ def round_blocks(
             scaled = x / encode
         else:
             scaled = x * encode if x.dtype == torch.float32 else x.float().mul_(encode)
+        if stretch != 1:
+            scaled.mul_(stretch)
         values = round_finite_(scaled, cast.element, cast.rounding, bits, cast.random_bits)
         values = epilogue(values, chunk.of(scales.block), chunk.of(scales.finite))
         if x.shape == split.shape:

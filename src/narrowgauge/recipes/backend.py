@@ -62,6 +62,7 @@ class Scheme:
             and elements <= self.elements
             and elements != {"e5m2"}
             and not (a.compensate or b.compensate or a.of or b.of or a.center or b.center)
+            and not (a.elements or b.elements)
         )
 
     def needs(self, device: Device) -> str:

@@ -36,8 +36,11 @@ def recipe_fields(
         if place == "saved":
             fields[place] = value if isinstance(value, str) and value in SAVED else cast_in(place, value)
             kept = fields[place]
-            if isinstance(kept, Cast) and (kept.center or kept.refresh or kept.of):
-                raise UserError("recipe place 'saved': center, refresh and of are for operands; remove them")
+            if isinstance(kept, Cast) and (kept.center or kept.refresh or kept.of or kept.elements):
+                raise UserError(
+                    "recipe place 'saved': center, refresh, of and a choice between elements are for "
+                    "operands; remove them"
+                )
         elif place == "offload":
             fields[place] = offload_from(value)
         elif place == "compute":
@@ -121,6 +124,11 @@ def require_state(state: Mapping[str, Cast | None], where: str) -> None:
                 f"{where}: hadamard, outliers and history in place {place!r}, but they belong to operands of "
                 "a product; remove the key"
             )
+        if cast.elements:
+            raise UserError(
+                f"{where}: candidates = {list(cast.elements)} in place {place!r}, but a choice between "
+                "elements belongs to operands; name one element"
+            )
         if cast.refresh:
             raise UserError(
                 f"{where}: refresh in place {place!r}, but it belongs to operands; remove the key"
@@ -192,6 +200,11 @@ def require_saved(saved: str | Cast, x: Cast, where: str) -> None:
         raise UserError(
             f"{where}: saved = 'operand', but fprop.x is transformed or without its outliers or mean, so its "
             "numbers are not the tensor's; save 'input', or a cast"
+        )
+    if saved == "operand" and x.elements:
+        raise UserError(
+            f"{where}: saved = 'operand', but blocks of fprop.x have one element or another, which is not "
+            "kept; save 'input', or a cast"
         )
 
 

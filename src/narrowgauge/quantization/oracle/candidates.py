@@ -15,6 +15,7 @@ def error_of_block(
     scales: tuple[Fraction, Fraction, Fraction],
     cast: Cast,
     axis: int,
+    back: Fraction = Fraction(1),
 ) -> Fraction:
     """The error of a block by the cast's choice, every operation rounded to float32.
 
@@ -24,8 +25,9 @@ def error_of_block(
         scales: The block's scale, the scale above, and the largest magnitude that the latter comes from.
         cast: The cast.
         axis: The axis along which errors are added first.
+        back: What numbers are multiplied by, if they were stretched before they were rounded.
     """
-    errors = {i: _error(elements[i], x[i], scales, cast) for i in x}
+    errors = {i: _error(elements[i], x[i], scales, cast, back) for i in x}
     if cast.choose == "max":
         return max(errors.values())
     rows: dict[Index, Fraction] = {}
@@ -37,14 +39,18 @@ def error_of_block(
     return _halved([*rows.values(), *[Fraction(0)] * (height - len(rows))])
 
 
-def _error(element: float, x: float, scales: tuple[Fraction, Fraction, Fraction], cast: Cast) -> Fraction:
+def _error(
+    element: float, x: float, scales: tuple[Fraction, Fraction, Fraction], cast: Cast, back: Fraction
+) -> Fraction:
     scale, above, over = scales
     seen = fl(Fraction(element) * scale)
     if cast.is_nvfp4:
         largest = fl(Fraction(cast.target * cast.element.max * cast.headroom))
-        seen = fl(fl(seen * over) / largest)
+        seen = fl(fl(fl(seen * over) * back) / largest)
     elif cast.tensor_scale != "none":
-        seen = fl(seen * above)
+        seen = fl(fl(seen * above) * back)
+    else:
+        seen = fl(seen * back)
     return abs(fl(seen - Fraction(x)))
 
 

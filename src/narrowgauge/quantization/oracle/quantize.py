@@ -77,6 +77,7 @@ def reference_quantize(
     amax = {c: float(np.abs(clamped[blocks[c]]).max()) for c in corners}
     finite = {c: Fraction(a) for c, a in amax.items() if math.isfinite(a)}
     values, scales, tensor_scales = np.zeros_like(x), {}, {}
+    second: set[Index] = set()
     numbers: dict[Index, list[tuple[Fraction, Fraction]]] = {}  # of each block: before rounding, and after
     first = replace(cast, scale_rounding="nearest-even") if cast.correct else cast
     uniforms = {c: _uniform(scale_draws, n) for n, c in enumerate(corners)}
@@ -87,15 +88,20 @@ def reference_quantize(
         block = {i: float(clamped[i]) for i in itertools.product(*ranges)}
         largest = finite.get(c, Fraction(0)), over
         best = _quantize_block(block, largest, first, axis, uniforms[c], draws, encode_scale, c in finite)
-        scales[c], tensor_scales[c], factor = best[1:]
+        scales[c], tensor_scales[c], factor = best[1:4]
+        second |= {c} if best[4] else set()
         for i, value in best[0].items():
             values[i] = value
         numbers[c] = [(fl(Fraction(block[i]) * factor), Fraction(v)) for i, v in best[0].items()]
     if cast.correct:
         scales |= corrected_scales(scales, numbers, uniforms, cast, axis)
     codes = np.vectorize(lambda v: code_of(v, cast.element), otypes=[np.int64])(values)
+    for c in second:
+        other = np.vectorize(lambda v: code_of(v, cast.with_second.element), otypes=[np.int64])
+        codes[blocks[c]] = other(values[blocks[c]])
     rest = x - clamped if cast.outliers else np.zeros_like(x)
-    return ReferenceTensor(values, codes, scales, tensor_scales, rest, mean)
+    back = fl(Fraction(cast.stretch[1])) if cast.elements else Fraction(1)
+    return ReferenceTensor(values, codes, scales, tensor_scales, rest, mean, frozenset(second), back)
 
 
 def _centered(x: np.ndarray, cast: Cast, dtype: str) -> tuple[np.ndarray, np.ndarray]:
@@ -117,31 +123,38 @@ def _quantize_block(
     draws: np.ndarray | None,
     encode_scale: float | None,
     is_finite: bool,
-) -> tuple[dict[Index, float], float, float, Fraction]:
-    """(elements of a block by index, its scale, the scale above, its factor), of the best candidate."""
+) -> tuple[dict[Index, float], float, float, Fraction, bool]:
+    """(elements of a block by index, its scale, the scale above, its factor, whether these are of the second
+    element) of the best candidate."""
     least: Fraction | None = None
-    best: tuple[dict[Index, float], float, float, Fraction] = ({}, math.nan, 1.0, Fraction(0))
-    for candidate in cast.candidates or (0.0,):
-        factor, scale, above = scales_of_block(*amax_and_over, cast, uniform, candidate)
+    best: tuple[dict[Index, float], float, float, Fraction, bool] = ({}, math.nan, 1.0, Fraction(0), False)
+    for number, candidate in enumerate(cast.candidates or cast.elements or (0.0,)):
+        magnitude = 0.0 if isinstance(candidate, str) else candidate
+        factor, scale, above = scales_of_block(*amax_and_over, cast, uniform, magnitude)
         if not is_finite:
-            return {}, math.nan, float(above), factor
+            return {}, math.nan, float(above), factor, False
         if encode_scale is not None:
             factor = Fraction(encode_scale)
             scale = fl(1 / factor)
+        is_second = bool(cast.elements) and number == 1
+        rounds, into, back = cast, Fraction(1), Fraction(1)
+        if is_second:
+            rounds, into, back = cast.with_second, *(fl(Fraction(s)) for s in cast.stretch)
         elements = {
-            i: _round(v, factor, cast, None if draws is None else int(draws[i])) for i, v in block.items()
+            i: _round(v, factor, rounds, None if draws is None else int(draws[i]), into)
+            for i, v in block.items()
         }
         error = Fraction(0)
-        if cast.candidates:
-            error = error_of_block(elements, block, (scale, above, amax_and_over[1]), cast, axis)
+        if cast.candidates or cast.elements:
+            error = error_of_block(elements, block, (scale, above, amax_and_over[1]), cast, axis, back)
         if least is None or error < least:
-            least, best = error, (elements, float(scale), float(above), factor)
+            least, best = error, (elements, float(scale), float(above), factor, is_second)
     return best
 
 
-def _round(x: float, factor: Fraction, cast: Cast, draw: int | None) -> float:
-    """One number times its factor, on the element grid."""
-    scaled = fl(Fraction(x) * factor)
+def _round(x: float, factor: Fraction, cast: Cast, draw: int | None, into: Fraction) -> float:
+    """One number times its factor, and what it is stretched by, on the element grid."""
+    scaled = fl(fl(Fraction(x) * factor) * into)
     rounding, uniform = cast.rounding, Fraction(1, 2)
     if rounding == "stochastic":
         assert draw is not None

@@ -23,6 +23,8 @@ class ReferenceTensor:
         tensor_scales: The scale above that of each block (NVFP4), else 1.
         rest: What clamping took away (zeros elsewhere).
         mean: The mean over tokens that was taken away before.
+        second: The blocks that have the second of the cast's elements, by the index of their first number.
+        back: What numbers of the second element are multiplied by.
     """
 
     values: np.ndarray
@@ -31,6 +33,8 @@ class ReferenceTensor:
     tensor_scales: dict[Index, float]
     rest: np.ndarray
     mean: np.ndarray | float = 0.0
+    second: frozenset[Index] = frozenset()
+    back: Fraction = Fraction(1)
 
     @property
     def tensor_scale(self) -> float:
@@ -49,7 +53,9 @@ class ReferenceTensor:
             if not math.isfinite(scale):
                 out[i] = math.nan
                 continue
-            number = fl(fl(Fraction(self.values[i]) * Fraction(scale)) * Fraction(self.tensor_scales[block]))
+            number = fl(Fraction(self.values[i]) * Fraction(scale))
+            number = fl(number * self.back) if block in self.second else number
+            number = fl(number * Fraction(self.tensor_scales[block]))
             if isinstance(self.mean, np.ndarray) and self.mean.any():
                 number = fl(number + Fraction(self.mean[i[-1]]))
             out[i] = float(number) or math.copysign(0.0, self.values[i])
