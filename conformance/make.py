@@ -164,8 +164,9 @@ def _vector(
     out |= {"codes": codes, "scales": text}
     if c.tensor_scale != "none":
         row = axis % x.ndim
-        seconds = {k[:row] + k[row + 1 :]: s for k, s in hand.tensor_scales.items()}
-        above = list(seconds.values()) if c.tensor_scale == "row" else [hand.tensor_scale]
+        columns = c.columns_above or x.shape[row]
+        seconds = {(*k[:row], k[row] // columns, *k[row + 1 :]): s for k, s in hand.tensor_scales.items()}
+        above = [s for _, s in sorted(seconds.items())] if c.is_scaled_by_row else [hand.tensor_scale]
         out["tensor_scale"] = hexadecimal(np.array(above), format("fp32"))
     if c.compensate:
         out["rest"] = hexadecimal(hand.rest, format("fp32"))

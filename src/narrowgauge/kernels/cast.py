@@ -82,7 +82,7 @@ def _fits_tiles(cast: Cast) -> bool:
         or cast.correct
     ):
         return False
-    if cast.tensor_scale == "row":
+    if cast.is_scaled_by_row:
         return False
     if cast.tensor_scale != "none":
         return is_small and cast.is_nvfp4

@@ -24,7 +24,8 @@ class Cast:
         element: The format of the elements.
         scale: "none" (plain conversion), or the format of the scales: "fp32", "bf16", "e8m0" (OCP MX),
             "e4m3", "e5m3" (UE5M3).
-        tensor_scale: "none", or a second scale in fp32: one a "tensor" (NVFP4), or one a "row" of an operand.
+        tensor_scale: "none", or a second scale in fp32: one a "tensor" (NVFP4), one a "row" of an operand, or
+            one for so many columns of a row, such as "128".
         scale_target: What the largest block scale aims at under a tensor scale; 0 stands for 448, with
             candidates for 256.
         scale_rounding: How scales in bf16, e4m3 and e5m3 are rounded: a name of `formats.ROUNDINGS`.
@@ -128,7 +129,7 @@ class Cast:
     def ignores_axis(self) -> bool:
         """Whether the numbers are the same whichever axis is contracted (no block, or a square one)."""
         is_square = self.block is None or self.block[0] == self.block[1]
-        is_square = is_square and self.tensor_scale != "row"
+        is_square = is_square and not self.is_scaled_by_row
         return is_square and not self.hadamard and not self.outliers
 
     @property
@@ -145,6 +146,16 @@ class Cast:
     def is_nvfp4(self) -> bool:
         """Whether scales follow TransformerEngine's arithmetic for NVFP4: E4M3 under a second scale."""
         return self.scale == "e4m3" and self.tensor_scale != "none"
+
+    @property
+    def is_scaled_by_row(self) -> bool:
+        """Whether there are second scales of rows, or of some columns of a row."""
+        return self.tensor_scale not in ("none", "tensor")
+
+    @property
+    def columns_above(self) -> int:
+        """The columns of a row that share a second scale; 0 for all of them."""
+        return int(self.tensor_scale) if self.tensor_scale.isdigit() else 0
 
     @property
     def has_rounded_scale(self) -> bool:

@@ -24,7 +24,7 @@ def require_valid(cast: Any) -> None:
     """Refuse a cast with an unknown name, a value out of bounds, or keys that do not fit together."""
     for key, name, known in (
         ("scale", cast.scale, SCALES),
-        ("tensor scale", cast.tensor_scale, TENSOR_SCALES),
+        ("tensor scale", "row" if cast.columns_above else cast.tensor_scale, TENSOR_SCALES),
         ("scale rule", cast.scale_rule, (*E8M0_RULES, None)),
         ("rounding", cast.rounding, ROUNDINGS),
         ("scale rounding", cast.scale_rounding, ROUNDINGS),
@@ -89,8 +89,13 @@ def _rules_of_scales(cast: Any) -> Rules:
         ),
         (
             "tensor_scale",
-            cast.tensor_scale != "row" or block is None or (block[0] == 1 and block[1] != 0),
+            not cast.is_scaled_by_row or block is None or (block[0] == 1 and block[1] != 0),
             "a row needs several blocks, and a block one row; name a block such as 16",
+        ),
+        (
+            "tensor_scale",
+            not cast.columns_above or not block or not block[1] or cast.columns_above % block[1] == 0,
+            "so many columns must be whole blocks; name a multiple of the block's columns",
         ),
         (
             "scale_target",

@@ -105,9 +105,16 @@ class QuantContext:
             return blocks.align(random) if isinstance(random, torch.Tensor) else random
         return random
 
-    def row_amax(self, amax: torch.Tensor, blocks: Blocks, axis: int) -> torch.Tensor:
-        """The largest magnitude of each row of the global tensor, from those of the local blocks."""
+    def row_amax(self, amax: torch.Tensor, blocks: Blocks, axis: int, cast: Cast) -> torch.Tensor:
+        """The largest magnitude of each row of the global tensor, from those of the local blocks.
+
+        If some columns of a row have a scale of their own, that of these columns, once for each block.
+        """
         dim = axis % len(blocks.shape)
+        if cast.columns_above:
+            if self.shard is not None:
+                self.shard.require_aligned(cast.columns_above, dim, cast, "second scales")
+            return _largest_of_groups(amax, blocks.grid_dim(dim), cast.columns_above // blocks.size[dim])
         largest = amax.amax(blocks.grid_dim(dim), keepdim=True)
         return largest if self.shard is None else all_reduce_max(largest, self.shard.axes[dim].groups)
 
@@ -142,6 +149,14 @@ class QuantContext:
     def global_elements(self, x: torch.Tensor) -> torch.Tensor:
         """All elements of the global tensor in no particular order, for what has to sort them."""
         return x if self.shard is None else self.shard.all_gather_flat(x)
+
+
+def _largest_of_groups(amax: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """The largest of each `size` entries along a dimension, in the place of every one of them."""
+    count = amax.shape[dim]
+    padded = amax.new_zeros([-count % size if d == dim else n for d, n in enumerate(amax.shape)])
+    groups = torch.cat([amax, padded], dim).unflatten(dim, (-1, size))
+    return groups.amax(dim + 1, keepdim=True).expand_as(groups).flatten(dim, dim + 1).narrow(dim, 0, count)
 
 
 DEFAULT_CONTEXT = QuantContext()

@@ -79,12 +79,13 @@ def state_cast_names() -> list[str]:
 
 # The keys of a recipe's table for a cast, and the type of each value.
 KEYS: Mapping[str, Any] = {
-    **dict.fromkeys(("cast", "element", "scale", "tensor_scale", "scale_rule", "rounding"), str),
+    **dict.fromkeys(("cast", "element", "scale", "scale_rule", "rounding"), str),
     **dict.fromkeys(("scale_rounding", "zero_scale", "history_algorithm", "codebook"), str),
     **dict.fromkeys(("hadamard", "random_bits", "history", "margin", "refresh"), int),
     **dict.fromkeys(("headroom", "scale_target", "outliers", "estimator_k", "estimator_cap"), int | float),
     **dict.fromkeys(("power_of_two", "compensate", "expand", "prescale", "split"), bool),
     **dict.fromkeys(("choose", "of", "center", "center_cast", "correct", "feedback"), str),
+    "tensor_scale": str | int,
     "candidates": list | tuple,
     "block": str | int | list | tuple,
     "signs": str | list | tuple,
@@ -94,6 +95,7 @@ _WORDS: Mapping[object, str] = {
     str: "text in quotes",
     bool: "true or false",
     list | tuple: "a list of numbers",
+    KEYS["tensor_scale"]: '"tensor", "row", "none", or a number of columns',
     KEYS["block"]: '"tensor", "row", a number of columns, or [rows, columns]',
 }
 
@@ -150,6 +152,8 @@ def _fields(table: Table, base: Cast | None = None) -> dict[str, Any]:
         fields["element"] = format(fields["element"])
     if "block" in fields:
         fields["block"] = _block(fields["block"])
+    if "tensor_scale" in fields:
+        fields["tensor_scale"] = str(fields["tensor_scale"])
     if (names := fields.get("candidates")) and isinstance(names[0], str):
         fields["elements"] = tuple(format(name).name for name in fields.pop("candidates"))
     for key in ("signs", "candidates"):

@@ -38,7 +38,7 @@ class QTensor:
             one entry a block (`x.shape` divided by the block's extents, rounded up).
         scale_codes: uint8 codes of the scales where their format has 8 bits (E8M0, E4M3, UE5M3), else None.
         tensor_scale: float32, the second-level scale of NVFP4: 0-dim, or one a row, with a 1 for the axis
-            that blocks lie along; else 1.
+            that blocks lie along, or one for some columns of a row; else 1.
         cast: The cast that the tensor was quantized with.
         blocks: The blocks that share a scale.
         mean: What was taken away before (`center`), float32, to be added to the numbers; else None.
@@ -58,7 +58,7 @@ class QTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The numbers that are stored, computed in float32 and converted to `dtype`."""
         scale = self.blocks.align(self.scales) if self.scales.ndim else self.scales
-        numbers = self._numbers(scale) * self.tensor_scale
+        numbers = self._numbers(scale) * self._above()
         return (numbers if self.mean is None else numbers + self.mean).to(dtype)
 
     def operand(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -66,10 +66,19 @@ class QTensor:
         if self.cast.block is None:
             return decode(self.codes, self.cast.element).to(dtype), self.scales
         numbers = self._numbers(self.blocks.align(self.scales))
-        if self.cast.tensor_scale == "row":
-            return numbers * self.tensor_scale, None
+        if self.cast.is_scaled_by_row:
+            return numbers * self._above(), None
         scale = None if self.cast.tensor_scale == "none" else self.tensor_scale
         return numbers.to(dtype if self.cast.is_exact_in_bf16 else torch.float32), scale
+
+    def _above(self) -> torch.Tensor:
+        """The second-level scale as it stands over the elements."""
+        columns = self.cast.columns_above
+        if not columns:
+            return self.tensor_scale
+        (axis,) = (dim for dim, size in enumerate(self.blocks.size) if size > 1)
+        spread = self.tensor_scale.repeat_interleave(columns, axis)
+        return spread.narrow(axis, 0, self.blocks.shape[axis])
 
     def _numbers(self, scale: torch.Tensor) -> torch.Tensor:
         """Elements times the scales of their blocks."""
@@ -145,7 +154,7 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
         codes=blocks.merge(codes).contiguous(),
         scales=block_scales,
         scale_codes=scale_codes,
-        tensor_scale=_over(x, scales.tensor, axis),
+        tensor_scale=_over(x, scales.tensor, blocks, cast, axis, of_groups=True),
         cast=cast,
         blocks=blocks,
         mean=mean,
@@ -174,7 +183,7 @@ def emulate(
     blocks, context = blocks_of(x.shape, cast, axis), context.drawn_for(x, cast)
     split = blocks.split(x)
     scales = scales_of(split, blocks, cast, axis, context)
-    adds = cast.compensate or cast.tensor_scale == "row" or mean is not None
+    adds = cast.compensate or cast.is_scaled_by_row or mean is not None
     if cast.block is None and not adds:
         values = round_blocks(split, blocks, scales, cast, context, lambda values, *_: values, dtype)
         return blocks.merge(values), scales.block.reshape(())
@@ -187,7 +196,7 @@ def emulate(
     if not adds:
         return operand, scales.tensor
     if scales.tensor is not None:
-        operand = operand * _over(x, scales.tensor, axis)
+        operand = operand * _over(x, scales.tensor, blocks, cast, axis)
     if mean is not None:
         operand = operand + mean
     # What was clamped away is added again; in float32, as a difference of bf16 is not exact.
@@ -213,10 +222,27 @@ def centered(
     return rest, transformed(mean.expand_as(x), cast, axis, context) if cast.hadamard else mean
 
 
-def _over(x: torch.Tensor, tensor_scale: torch.Tensor | None, axis: int) -> torch.Tensor:
-    """A second-level scale as it stands over a tensor: 0-dim, or one a row."""
+def _over(
+    x: torch.Tensor,
+    tensor_scale: torch.Tensor | None,
+    blocks: Blocks,
+    cast: Cast,
+    axis: int,
+    of_groups: bool = False,
+) -> torch.Tensor:
+    """A second-level scale as it stands over a tensor: 0-dim, one a row, or one an element.
+
+    With `of_groups` the scale of some columns of a row is there once.
+    """
     if tensor_scale is None:
         return torch.ones((), device=x.device)
     if not tensor_scale.ndim:
         return tensor_scale
-    return tensor_scale.reshape([1 if dim == axis % x.ndim else n for dim, n in enumerate(x.shape)])
+    axis %= x.ndim
+    if not cast.columns_above:
+        return tensor_scale.reshape([1 if dim == axis else n for dim, n in enumerate(x.shape)])
+    of_blocks = tensor_scale.reshape(blocks.grid)
+    if not of_groups:
+        return of_blocks.repeat_interleave(blocks.size[axis], axis).narrow(axis, 0, x.shape[axis])
+    first = torch.arange(0, of_blocks.shape[axis], cast.columns_above // blocks.size[axis], device=x.device)
+    return of_blocks.index_select(axis, first)

@@ -25,7 +25,7 @@ from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 class Scales(NamedTuple):
     """Scales of blocks, float32, inner dimensions kept with size 1.
 
-    `tensor` is None for 1, 0-dim, or one a row with all dimensions of the others.
+    `tensor` is None for 1, 0-dim, or one a row, or a block, with all dimensions of the others.
     """
 
     encode: torch.Tensor  # what an element is multiplied by before it is rounded; divided by, if `divides`
@@ -48,8 +48,8 @@ def scales_of(
     over = None
     if cast.tensor_scale != "none":
         finite = torch.where(amax.isfinite(), amax, 0.0)
-        by_row = cast.tensor_scale == "row"
-        over = context.row_amax(finite, blocks, axis) if by_row else context.tensor_amax(finite)
+        by_row = cast.is_scaled_by_row
+        over = context.row_amax(finite, blocks, axis, cast) if by_row else context.tensor_amax(finite)
     random = context.random_over_grid(blocks, cast, axis) if cast.scale_rounding == "stochastic" else None
     first = replace(cast, scale_rounding="nearest-even", correct="") if cast.correct else cast
     best = _best(split, blocks, axis, amax, over, first, context, None if cast.correct else random)

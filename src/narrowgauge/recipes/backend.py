@@ -57,7 +57,7 @@ class Scheme:
         elements = {a.element.name, b.element.name}
         return (
             a.scale == b.scale == self.scale
-            and "row" not in (a.tensor_scale, b.tensor_scale)
+            and not (a.is_scaled_by_row or b.is_scaled_by_row)
             and ((a.block, b.block) in self.blocks or (b.block, a.block) in self.blocks)
             and elements <= self.elements
             and elements != {"e5m2"}

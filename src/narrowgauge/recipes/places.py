@@ -135,10 +135,10 @@ def require_state(state: Mapping[str, Cast | None], where: str) -> None:
             )
         if cast.center:
             raise UserError(f"{where}: center in place {place!r}, but state has no tokens; remove the key")
-        if cast.tensor_scale == "row":
+        if cast.is_scaled_by_row:
             raise UserError(
-                f"{where}: tensor_scale = 'row' in place {place!r}, but it belongs to operands of a product; "
-                'write "tensor" or "none"'
+                f"{where}: tensor_scale = {cast.tensor_scale!r} in place {place!r}, but it belongs to "
+                'operands of a product; write "tensor" or "none"'
             )
         if cast.feedback and (place != "weight" or cast.name == "fp32" or state["master"] is not None):
             raise UserError(

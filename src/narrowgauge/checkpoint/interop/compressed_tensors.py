@@ -133,7 +133,7 @@ def narrow_casts(model: torch.nn.Module) -> dict[str, Cast]:
 
 def _scheme(layer: str, cast: Cast) -> CompressionScheme:
     if not cast.hadamard and not cast.outliers:
-        is_nvfp4 = cast.element.name == "e2m1" and cast.scale == "e4m3" and cast.tensor_scale != "row"
+        is_nvfp4 = cast.element.name == "e2m1" and cast.scale == "e4m3" and not cast.is_scaled_by_row
         if is_nvfp4 and cast.block in ((1, 16), (16, 16)):
             return _NVFP4_SCHEME
         if scheme := _BY_CAST.get((cast.element.name, cast.scale, cast.block)):

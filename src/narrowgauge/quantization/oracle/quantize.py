@@ -82,7 +82,7 @@ def reference_quantize(
     first = replace(cast, scale_rounding="nearest-even") if cast.correct else cast
     uniforms = {c: _uniform(scale_draws, n) for n, c in enumerate(corners)}
     for c in corners:
-        row = [f for f in finite if cast.tensor_scale == "tensor" or _without(f, axis) == _without(c, axis)]
+        row = [f for f in finite if _is_under(f, c, cast, axis)]
         over = Fraction(held) or max((finite[f] for f in row), default=Fraction(0))
         ranges = (range(p.start, min(p.stop, n)) for p, n in zip(blocks[c], x.shape, strict=True))
         block = {i: float(clamped[i]) for i in itertools.product(*ranges)}
@@ -219,9 +219,13 @@ def _extent(shape: Index, cast: Cast, axis: int) -> list[int]:
     return extent
 
 
-def _without(index: Index, axis: int) -> Index:
-    """The index of a row: that of a block without its position along the axis."""
-    return index[:axis] + index[axis + 1 :]
+def _is_under(one: Index, other: Index, cast: Cast, axis: int) -> bool:
+    """Whether two blocks have the same second scale, by the indices of their first numbers."""
+    if cast.tensor_scale == "tensor":
+        return True
+    is_same_row = one[:axis] + one[axis + 1 :] == other[:axis] + other[axis + 1 :]
+    columns = cast.columns_above
+    return is_same_row and (not columns or one[axis] // columns == other[axis] // columns)
 
 
 def _uniform(draws: np.ndarray | None, number: int) -> Fraction:

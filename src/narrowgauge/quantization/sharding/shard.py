@@ -146,10 +146,10 @@ class TensorShard:
                 raise _divided(shard_axis, f"blocks of {extent}", cast)
         return all_reduce_max(amax, groups)
 
-    def require_aligned(self, size: int, axis: int, cast: Cast) -> None:
+    def require_aligned(self, size: int, axis: int, cast: Cast, what: str = "transforms") -> None:
         """Refuse transforms of `size` elements along an axis if one of them would be divided over ranks."""
         if self.axes[axis].groups and not self.axes[axis].is_aligned_to(size):
-            raise _divided(self.axes[axis], f"transforms of {size}", cast)
+            raise _divided(self.axes[axis], f"{what} of {size}", cast)
 
     def require_full_blocks(self, cast: Cast) -> None:
         """Refuse a sharding of the last dimension that would divide blocks of a cast of state."""
