@@ -71,17 +71,15 @@ def reference_quantize(
         named = cast.signs if not isinstance(cast.signs, str) and cast.signs else signs
         x = transform(x, cast.hadamard, axis, named, dtype)
     clamped = clamp(x, cast.outliers) if cast.outliers else x
-    extent = _extent(x.shape, cast, axis)
-    corners = list(itertools.product(*(range(0, n, e) for n, e in zip(x.shape, extent, strict=True))))
-    blocks = {c: tuple(slice(i, i + e) for i, e in zip(c, extent, strict=True)) for c in corners}
-    amax = {c: float(np.abs(clamped[blocks[c]]).max()) for c in corners}
+    blocks = _blocks(x.shape, cast, axis)
+    amax = {c: float(np.abs(clamped[block]).max()) for c, block in blocks.items()}
     finite = {c: Fraction(a) for c, a in amax.items() if math.isfinite(a)}
     values, scales, tensor_scales = np.zeros_like(x), {}, {}
     second: set[Index] = set()
     numbers: dict[Index, list[tuple[Fraction, Fraction]]] = {}  # of each block: before rounding, and after
     first = replace(cast, scale_rounding="nearest-even") if cast.correct else cast
-    uniforms = {c: _uniform(scale_draws, n) for n, c in enumerate(corners)}
-    for c in corners:
+    uniforms = {c: _uniform(scale_draws, n) for n, c in enumerate(blocks)}
+    for c in blocks:
         row = [f for f in finite if _is_under(f, c, cast, axis)]
         over = Fraction(held) or max((finite[f] for f in row), default=Fraction(0))
         ranges = (range(p.start, min(p.stop, n)) for p, n in zip(blocks[c], x.shape, strict=True))
@@ -209,6 +207,13 @@ def clamp(x: np.ndarray, quantile: float) -> np.ndarray:
     ranked = np.sort(x.ravel())
     low, high = ranked[int((1 - quantile) * x.size)], ranked[min(int(quantile * x.size), x.size - 1)]
     return np.clip(x, low, high)
+
+
+def _blocks(shape: Index, cast: Cast, axis: int) -> dict[Index, tuple[slice, ...]]:
+    """The elements of each block, by the index of its first number."""
+    extent = _extent(shape, cast, axis)
+    corners = itertools.product(*(range(0, n, e) for n, e in zip(shape, extent, strict=True)))
+    return {c: tuple(slice(i, i + e) for i, e in zip(c, extent, strict=True)) for c in corners}
 
 
 def _extent(shape: Index, cast: Cast, axis: int) -> list[int]:
