@@ -65,8 +65,7 @@ def reference_quantize(
         ValueError: A transform whose sums float32 could not hold exactly, so that they would depend on order.
     """
     axis %= max(x.ndim, 1)
-    x = x.astype(np.float64)
-    x, mean = _centered(x, cast, dtype)
+    x, mean = _centered(x.astype(np.float64), cast, dtype)
     if cast.hadamard:
         named = cast.signs if not isinstance(cast.signs, str) and cast.signs else signs
         x = transform(x, cast.hadamard, axis, named, dtype)
@@ -80,8 +79,8 @@ def reference_quantize(
     first = replace(cast, scale_rounding="nearest-even") if cast.correct else cast
     uniforms = {c: _uniform(scale_draws, n) for n, c in enumerate(blocks)}
     for c in blocks:
-        row = [f for f in finite if _is_under(f, c, cast, axis)]
-        over = Fraction(held) or max((finite[f] for f in row), default=Fraction(0))
+        under = (amax for f, amax in finite.items() if _is_under(f, c, cast, axis))
+        over = Fraction(held) or max(under, default=Fraction(0))
         ranges = (range(p.start, min(p.stop, n)) for p, n in zip(blocks[c], x.shape, strict=True))
         block = {i: float(clamped[i]) for i in itertools.product(*ranges)}
         largest = finite.get(c, Fraction(0)), over
