@@ -176,16 +176,18 @@ def _error(
     into, back = cast.stretch if element else (1.0, 1.0)
     rounds = cast.with_second if element else cast
     seen = round_blocks(split, blocks, scales, rounds, context, stored, torch.float32, into)
-    seen = seen if scales.tensor is None or cast.is_nvfp4 else seen * scales.tensor
     if cast.is_nvfp4 and over is not None:
-        seen = seen * over
-    seen = seen * back if element else seen
+        seen.mul_(over)
+    elif scales.tensor is not None:
+        seen.mul_(scales.tensor)
+    if element:
+        seen.mul_(back)
     if cast.is_nvfp4 and over is not None:
-        seen = seen / torch.full_like(over, cast.target * cast.element.max * cast.headroom)
-    error = seen - split.float()
+        seen.div_(torch.full_like(over, cast.target * cast.element.max * cast.headroom))
+    error = seen.sub_(split)
     if cast.choose == "max":
-        return error.abs().amax(blocks.inner, keepdim=True)
-    error = error.abs() if cast.choose == "mae" else error * error
+        return error.abs_().amax(blocks.inner, keepdim=True)
+    error = error.abs_() if cast.choose == "mae" else error.square_()
     contracted = axis % len(blocks.size)
     for dim in sorted(range(len(blocks.size)), key=lambda d: d != contracted):
         if blocks.size[dim] > 1:
