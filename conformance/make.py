@@ -155,10 +155,9 @@ def _vector(
     hand = reference_quantize(x, c, axis, draws, signs, scale, dtype, scale_draws)  # type: ignore[arg-type]
     scales = np.array(list(hand.scales.values()))
     stored = format("fp32" if c.scale == "fp32" else c.scale)
-    codes = hexadecimal(hand.values, c.element)
+    codes = "".join(f"{code:02x}" for code in hand.codes.ravel())
     text = hexadecimal(scales, stored)
     if c.elements:  # the sign of a scale says which a block has
-        codes = "".join(f"{code:02x}" for code in hand.codes.ravel())
         pairs = zip(hand.scales, bytes.fromhex(text), strict=True)
         text = bytes(code | (corner in hand.second) << 7 for corner, code in pairs).hex()
     out |= {"codes": codes, "scales": text}
@@ -210,6 +209,7 @@ OPTIONS: list[tuple[str, str, Vector, Vector]] = [
     ("nvfp4-2d", "normal", {"candidates": [6, 4], "choose": "mse"}, {}),
     ("nvfp4", "wide", {"candidates": ["e2m1", "int4"], "choose": "mse"}, {}),
     ("nvfp4", "wide", {"tensor_scale": "row"}, {}),
+    ("nvfp4", "long", {"tensor_scale": 64}, {}),
     ("nvfp4", "normal", {"center": "tokens"}, {}),
     ("nvfp4", "normal", {"center": "tokens", "center_cast": "nvfp4"}, {}),
     (

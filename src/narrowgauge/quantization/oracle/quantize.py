@@ -21,7 +21,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from narrowgauge.formats import Format, format
+from narrowgauge.formats import format
 from narrowgauge.formats.oracle import FP32, code_of, fl, round_magnitude, round_scalar
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.named_casts import cast as named_cast
@@ -92,17 +92,22 @@ def reference_quantize(
         numbers[c] = [(fl(Fraction(block[i]) * factor), Fraction(v)) for i, v in best[0].items()]
     if cast.correct:
         scales |= corrected_scales(scales, numbers, uniforms, cast, axis)
-    codes = _codes(values, cast.element)
-    for c in second:
-        codes[blocks[c]] = _codes(values[blocks[c]], cast.with_second.element)
+    codes = _codes(values, blocks, second, cast)
     rest = x - clamped if cast.outliers else np.zeros_like(x)
     back = fl(Fraction(cast.stretch[1])) if cast.elements else Fraction(1)
     return ReferenceTensor(values, codes, scales, tensor_scales, rest, mean, frozenset(second), back)
 
 
-def _codes(values: np.ndarray, element: Format) -> np.ndarray:
-    """The codes of elements."""
-    return np.vectorize(lambda v: code_of(v, element), otypes=[np.int64])(values)
+def _codes(
+    values: np.ndarray, blocks: dict[Index, tuple[slice, ...]], second: set[Index], cast: Cast
+) -> np.ndarray:
+    """The codes of elements, in the format that their block has."""
+    codes = np.zeros(values.shape, np.int64)
+    for c, block in blocks.items():
+        element = cast.with_second.element if c in second else cast.element
+        of_block = [code_of(float(v), element) for v in values[block].ravel()]
+        codes[block] = np.array(of_block, np.int64).reshape(values[block].shape)
+    return codes
 
 
 def _centered(x: np.ndarray, cast: Cast, dtype: str) -> tuple[np.ndarray, np.ndarray]:
