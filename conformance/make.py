@@ -266,7 +266,7 @@ def recipe_vectors() -> Vector:
                 first, numbers = next(v for v in operands.values() if v[0]["name"] == places[c.of])
                 assert numbers is not None
                 of = first["name"], numbers
-            given: Vector = {"signs": SIGNS_32} if c.signs == "random" else {}
+            given: Vector = {"signs": SIGNS_32[: c.hadamard]} if c.signs == "random" else {}
             given |= {"amaxes": [0.5, 8.0, 3.0]} if c.history else {}
             key = json.dumps([tensor, axis, of and of[0], described(c)])
             if key not in operands:

@@ -152,7 +152,7 @@ def test_six_operands_of_every_recipe(name):
 
 def test_nothing_is_missing():
     assert set(RECIPES["recipes"]) == set(recipe_names())
-    assert {v["cast"].get("name", "fp32") for v in CASTS["vectors"]} == set(cast_names())
+    assert {v["cast"].get("name", "fp32") for v in CASTS["vectors"]} >= set(cast_names())
     for name in cast_names():
         kinds = {v["input"] for v in CASTS["vectors"] if v["cast"].get("name") == name}
         if cast(name).is_scaled:
