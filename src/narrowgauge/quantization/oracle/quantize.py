@@ -134,9 +134,8 @@ def _quantize_block(
     element) of the best candidate."""
     least: Fraction | None = None
     best: tuple[dict[Index, float], float, float, Fraction, bool] = ({}, math.nan, 1.0, Fraction(0), False)
-    for number, candidate in enumerate(cast.candidates or cast.elements or (0.0,)):
-        magnitude = 0.0 if isinstance(candidate, str) else candidate
-        factor, scale, above = scales_of_block(*amax_and_over, cast, uniform, magnitude)
+    for number, candidate in enumerate(cast.candidates or (0.0,) * (2 if cast.elements else 1)):
+        factor, scale, above = scales_of_block(*amax_and_over, cast, uniform, candidate)
         if not is_finite:
             return {}, math.nan, float(above), factor, False
         if encode_scale is not None:

@@ -53,10 +53,10 @@ class ReferenceTensor:
             if not math.isfinite(scale):
                 out[i] = math.nan
                 continue
-            number = fl(Fraction(self.values[i]) * Fraction(scale))
+            number = fl(Fraction(float(self.values[i])) * Fraction(scale))
             number = fl(number * self.back) if block in self.second else number
             number = fl(number * Fraction(self.tensor_scales[block]))
             if isinstance(self.mean, np.ndarray) and self.mean.any():
-                number = fl(number + Fraction(self.mean[i[-1]]))
+                number = fl(number + Fraction(float(self.mean[i[-1]])))
             out[i] = float(number) or math.copysign(0.0, self.values[i])
         return out
