@@ -125,11 +125,11 @@ def described(c: Cast) -> Vector:
 
 def vector(name: str, tensor: str, c: Cast, axis: int, full: bool = False, **given: object) -> Vector:
     """One vector: what was asked for and what has to come out."""
-    return _vector(name, tensor, c, axis, full, **given)[0]
+    return _vector(name, tensor, c, axis, full, None, **given)[0]
 
 
 def _vector(
-    name: str, tensor: str, c: Cast, axis: int, full: bool = False, of: Seen | None = None, **given: object
+    name: str, tensor: str, c: Cast, axis: int, full: bool, of: Seen | None, **given: object
 ) -> tuple[Vector, np.ndarray | None]:
     """(a vector, the numbers that are stored); `of` is another operand whose numbers are the input."""
     dtype, x = inputs()[tensor]
@@ -272,7 +272,7 @@ def recipe_vectors() -> Vector:
             if key not in operands:
                 title = f"{tensor} {axis} {len(operands)}"
                 try:
-                    operands[key] = _vector(title, tensor, c, axis, of=of, **given)
+                    operands[key] = _vector(title, tensor, c, axis, False, of, **given)
                 except ValueError:  # sums of its transform depend on their order
                     places[place] = None
                     continue
