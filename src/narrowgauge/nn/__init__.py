@@ -2,8 +2,8 @@
 
 from narrowgauge.nn.convert import convert, discard_step, recipe_tensors, set_step
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.linear_shards import LinearShards, TokenShard
 from narrowgauge.nn.observer import Gauges, Observation, Observer
+from narrowgauge.nn.sharded.linear_shards import LinearShards, TokenShard
 from narrowgauge.nn.stateful_linear import DTYPES
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.nn.transformer.attention import NarrowAttention

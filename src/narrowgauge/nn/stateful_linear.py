@@ -12,12 +12,12 @@ from typing import Any, Self
 import torch
 
 from narrowgauge.nn.amax_history import AmaxHistory, history_of
-from narrowgauge.nn.gathered_weight import WeightGather
 from narrowgauge.nn.gemm_context import LayerSpec
-from narrowgauge.nn.linear_shards import LinearShards
 from narrowgauge.nn.loop_checks import refuse_fsdp, require_own_numbers
 from narrowgauge.nn.observer import Observer
 from narrowgauge.nn.self_test import verified_backend
+from narrowgauge.nn.sharded.gathered_weight import WeightGather
+from narrowgauge.nn.sharded.linear_shards import LinearShards
 from narrowgauge.nn.step_state import Stepped, StepState, stream_ids
 from narrowgauge.nn.weight_state import bind, make_weight_state
 from narrowgauge.quantization import Cast, PreScale, like_shard, local_part

@@ -17,8 +17,8 @@ from narrowgauge.formats import RandomStream, torch_dtype
 from narrowgauge.kernels import emulate
 from narrowgauge.kernels.residual import Residual
 from narrowgauge.nn.linear_function import autocast_disabled
-from narrowgauge.nn.linear_shards import TokenShard
 from narrowgauge.nn.observer import Observation, Observer
+from narrowgauge.nn.sharded.linear_shards import TokenShard
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.quantization import Cast, QuantContext, TensorShard, full_axis
 from narrowgauge.recipes import Recipe
