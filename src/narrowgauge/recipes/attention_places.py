@@ -16,10 +16,10 @@ blocks along the axis that this product contracts. A place that a recipe does no
 `stream` is the residual: fp32 unless a recipe says otherwise.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.quantization import Cast
+from narrowgauge.quantization import Cast, make_cast
 
 ATTENTION = "attention"
 ATTENTION_PLACES = tuple(f"attention.{tensor}" for tensor in ("q", "k", "v", "p", "do", "ds"))
@@ -105,3 +105,15 @@ def require_attention(attention: Mapping[str, Cast | None], where: str) -> None:
                 f"{where}: hadamard = {sizes[0]} in {a} and {sizes[1]} in {b}, but their product stays the "
                 "same only if both are transformed alike; give both places the same size and signs"
             )
+
+
+def operands_of_attention(
+    mappings: Iterable[Mapping[str, Cast | None]], compute: str
+) -> list[tuple[str, tuple[str, str], tuple[Cast, Cast]]]:
+    """(product, its places, their casts) for each product and each mapping of casts, every one once."""
+    wide = make_cast(compute)
+    found: dict[tuple[str, tuple[str, str], tuple[Cast, Cast]], None] = {}
+    for casts in mappings:
+        for product, (a, b) in ATTENTION_PRODUCTS.items():
+            found[product, (a, b), (casts.get(a) or wide, casts.get(b) or wide)] = None
+    return sorted(found, key=lambda one: list(ATTENTION_PRODUCTS).index(one[0]))

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.recipes.attention_places import ATTENTION_PRODUCTS
+from narrowgauge.quantization import Cast
+from narrowgauge.recipes.attention_places import is_wide, operands_of_attention
 from narrowgauge.recipes.capability import Device
 from narrowgauge.recipes.places import GEMM_PLACES, GEMMS
 from narrowgauge.recipes.recipe import Recipe
@@ -203,16 +203,15 @@ def _product(gemm: str, a: Cast, b: Cast, device: Device) -> Product:
 
 
 def _products_of_attention(recipe: Recipe, device: Device) -> list[Product]:
-    """The products of attention, as the recipe has them without its rules; torch has no kernel for them."""
-    wide, products = make_cast(recipe.compute), []
-    for product, places in ATTENTION_PRODUCTS.items():
-        a, b = (recipe.attention.get(place) or wide for place in places)
+    """The products of attention in any layer at any time; torch has no kernel for those that are narrow."""
+    products, casts = [], (recipe.attention, *({**recipe.attention, **r.attention} for r in recipe.rules))
+    for product, places, (a, b) in operands_of_attention(casts, recipe.compute):
         obstacle = "a CPU has no narrow matrix units"
         if device.maker != "cpu":
             obstacle = (
                 f"attention multiplies {product} of {a.name} and {b.name}, which torch does on no device"
             )
-        is_plain = a == b == wide
+        is_plain = is_wide(a, recipe.compute) and is_wide(b, recipe.compute)
         products.append(Product(product, places, (a, b), "", "" if is_plain else obstacle))
     return products
 

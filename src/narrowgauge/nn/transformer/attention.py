@@ -5,6 +5,7 @@ replaces; else `attention_function.py` computes it.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -95,10 +96,10 @@ class NarrowAttention(Stepped, Attention):
                 f"recipe {self.recipe.name!r} narrows attention, and probabilities with dropout have no "
                 "place in a recipe; set model.attention_dropout = 0"
             )
-        keys, first_sample = self.keys, 0 if self.first_sample is None else self.first_sample
-        if keys is not None:
-            keys, first_sample = keys.to(q_BNTH.device), self.first_sample.to(q_BNTH.device)
-        context = AttentionContext(self.casts, self.shard, keys, first_sample, self.observer)
+        context = AttentionContext(self.casts, self.shard, observer=self.observer)
+        if self.keys is not None and self.first_sample is not None:
+            keys, first_sample = (t.to(q_BNTH.device) for t in (self.keys, self.first_sample))
+            context = replace(context, keys=keys, first_sample=first_sample)
         with torch.autocast(q_BNTH.device.type, enabled=False):
             return narrow_attention(q_BNTH, k_BKSH, v_BKSH, mask, context)
 

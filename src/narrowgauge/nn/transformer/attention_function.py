@@ -107,16 +107,8 @@ class _Scores:
     ) -> dict[str, Tensor | None]:
         """The largest magnitude of p or ds for each product (with the axis that it contracts), if needed."""
         is_whole = len(self.parts) == 1 and not self.context.shard.groups
-        needed = (
-            {}
-            if is_whole
-            else {
-                product: axis
-                for product, axis in uses.items()
-                if needs_largest(self.context.cast(place, product))
-            }
-        )
-        if not needed:
+        needed = {p: axis for p, axis in uses.items() if needs_largest(self.context.cast(place, p))}
+        if is_whole or not needed:
             return dict.fromkeys(uses)
         found: dict[str, list[Tensor]] = {product: [] for product in needed}
         local = AttentionContext(self.context.casts)
@@ -200,7 +192,7 @@ def _parts(Z: int, T: int, S: int, context: AttentionContext, device: torch.devi
     """The pieces in which p is computed: some whole heads each, or some rows of one."""
     limit = SCORES.get(device.type, SCORES["cuda"])
     casts = (context.casts.get("attention.p"), context.casts.get("attention.ds"))
-    along_T = [max(c.block or (1, 1)) for c in casts if c is not None] + [1]
+    along_T = [n for c in casts if c is not None for n in c.block or () if n]
     spans_T = any(c is not None and c.block is not None and 0 in c.block for c in casts)
     align = math.lcm(*along_T, *(c.hadamard for c in casts if c is not None and c.hadamard))
     is_meta = device.type == "meta"  # only the amount of memory matters: two pieces are enough
