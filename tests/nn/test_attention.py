@@ -180,7 +180,8 @@ def test_half_of_the_heads_draws_its_own_bits():
         )
         for t in TENSORS
     }
-    everything = tensors(torch.float32)
+    q, _, _, dy = tensors(torch.float32)
+    everything = [q, q.flip(2), dy.flip(3), dy]  # as many heads of keys as of queries
     whole = computed(*everything, None, AttentionContext(casts, HeadShard(), KEYS, FIRST))
     for index in range(2):
         half = [t.chunk(2, dim=1)[index] for t in everything]

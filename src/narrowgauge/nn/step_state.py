@@ -18,6 +18,7 @@ import torch
 from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream, stream_key
 from narrowgauge.nn.amax_history import AmaxHistory
+from narrowgauge.nn.observer import Observer
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe
 from narrowgauge.torch_compat import is_in_backward
 
@@ -72,6 +73,7 @@ class Stepped:
         is_random: Whether any cast of it takes random bits.
         keys: int32, a key for each random stream; None if no cast is random.
         first_sample: The index in the global batch of the first sequence of the pass.
+        observer: Sees what the layer computes with; attached for a step.
         step: The optimizer step; None before the first.
         step_is_set: Whether a loop says the step.
     """
@@ -80,6 +82,7 @@ class Stepped:
     is_random: bool
     keys: torch.Tensor | None
     first_sample: torch.Tensor | None
+    observer: Observer | None = None
     step: int | None = None
     step_is_set = False
     awaits_backward = False

@@ -129,8 +129,8 @@ def _rules(table: Mapping[str, Any], where: str) -> list[Rule]:
     rules = []
     for rule in tables:
         _check_keys(_table(rule, "rule", where), _RULE_KEYS, f"[[rule]] key of recipe {where}")
-        casts = {"casts": _casts(rule, where), "attention": _attention(rule, where)}
-        rules.append(Rule(**casts, **_clock(rule, where), **_layers(rule, where)))
+        selection = {**_clock(rule, where), **_layers(rule, where)}
+        rules.append(Rule(casts=_casts(rule, where), attention=_attention(rule, where), **selection))
     return rules
 
 

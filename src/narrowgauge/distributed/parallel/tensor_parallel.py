@@ -98,7 +98,7 @@ def _shard_block(block: Any, model: Transformer, mesh: Mesh, tokens: TokenShard 
     index = mesh.index("tensor") * mesh.size("context") + mesh.index("context")
     block.heads_share = (index, mesh.size("sequence"))
     if isinstance(block.attention, NarrowAttention):
-        block.attention.shard = HeadShard(*block.heads_share, mesh.groups("context", "tensor"))
+        block.attention.shard = HeadShard(index, mesh.size("sequence"), mesh.groups("context", "tensor"))
     if tokens is not None:
         block.to_heads = partial(all_to_all_heads, group=tokens.groups[0])
         block.to_tokens = partial(all_to_all_tokens, group=tokens.groups[0])

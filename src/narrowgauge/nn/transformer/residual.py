@@ -22,6 +22,7 @@ from narrowgauge.nn.sharded.linear_shards import TokenShard
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.quantization import Cast, QuantContext, TensorShard, full_axis
 from narrowgauge.recipes import Recipe
+from narrowgauge.torch_compat import reshaped
 
 _FIRST_STREAM = 2**37  # above the tensor ids of attention
 
@@ -89,7 +90,7 @@ class NarrowResidual(Stepped, Residual):
             if self.observer is not None:
                 with torch.no_grad():
                     self.observer.operand(Observation("stream", x_MD, seen, None, self.cast, -1, context))
-            return seen.view(x_BTD.shape)
+            return reshaped(seen, x_BTD.shape)
 
     def _context(self, x_MD: torch.Tensor, samples: int) -> QuantContext:
         """The position of the local tokens in the global tensor, and the random bits."""
