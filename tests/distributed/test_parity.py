@@ -167,7 +167,7 @@ OF_BLOCKS = {
     "recipe.attention.v": {"cast": "nvfp4", "block": 8},
     "recipe.attention.do": {"cast": "nvfp4", "rounding": "stochastic"},
     "recipe.attention.ds": {"element": "e2m1", "block": 16, "scale": "bf16", "rounding": "stochastic"},
-    "recipe.stream": {"cast": "nvfp4", "rounding": "stochastic"},
+    "recipe.stream": "nvfp4",
     "model.kv_heads": 2,
 }
 

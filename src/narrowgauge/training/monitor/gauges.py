@@ -9,9 +9,7 @@ from narrowgauge.training.step.train_state import TrainState
 
 def make_gauges(run: TrainState) -> Gauges:
     """Make the gauges for one step of a run."""
-    layers: dict[str, torch.nn.Module] = {
-        name: m for name, m in run.model.named_modules() if isinstance(m, Stepped)
-    }
+    layers = dict(filter(lambda named: isinstance(named[1], Stepped), run.model.named_modules()))
     state: dict[tuple[str, str], QuantizedState | torch.Tensor] = {}
     for p, name in run.names.items():
         if p.ndim < 2:
