@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowgauge.models.attention import attend, document_mask
+from narrowgauge.kernels.attention import attend, document_mask
 from support.shape_names import letters_of
 
 

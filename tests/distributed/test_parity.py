@@ -163,6 +163,20 @@ def test_keys_of_casts_mean_the_global_tensor(parity, layout):
     check(*parity(layout, "bf16", KEYS))
 
 
+OF_BLOCKS = {
+    "recipe.attention.v": {"cast": "nvfp4", "block": 8},
+    "recipe.attention.do": {"cast": "nvfp4", "rounding": "stochastic"},
+    "recipe.attention.ds": {"element": "e2m1", "block": 16, "scale": "bf16", "rounding": "stochastic"},
+    "recipe.stream": "nvfp4",
+    "model.kv_heads": 2,
+}
+
+
+@pytest.mark.parametrize("layout", quick(["fsdp 2", "tp 2", "cp 2", "pp 2"], "fsdp 2", "tp 2"))
+def test_attention_and_the_stream_mean_the_global_tensor(parity, layout):
+    check(*parity(layout, "fp8-attention", OF_BLOCKS))
+
+
 GPT_2 = {
     "model.positions": "learned",
     "model.norm": "layer",

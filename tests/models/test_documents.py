@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from narrowgauge.kernels.attention import document_mask
 from narrowgauge.models import IGNORED, Transformer, cross_entropy, initialize, model_config
-from narrowgauge.models.attention import document_mask
 
 LENGTHS = [7, 1, 12, 4]
 POSITION_BT = torch.cat([torch.arange(n) for n in LENGTHS])[None].expand(2, -1)

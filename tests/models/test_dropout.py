@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from narrowgauge.errors import UserError
+from narrowgauge.kernels.attention import attend, attend_with_dropout, document_mask
 from narrowgauge.models import Transformer, generate, initialize, model_config
-from narrowgauge.models.attention import attend, attend_with_dropout, document_mask
 from narrowgauge.nn import convert, set_step
 
 SMALL = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 48, "vocab_size": 67}

@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
+from narrowgauge.kernels.attention import attend
 from narrowgauge.kernels.rotary import rotary
 from narrowgauge.models import model_config
-from narrowgauge.models.attention import attend
 from narrowgauge.models.layers import Norm, rope_table
 
 

@@ -1,12 +1,14 @@
 """The recipes whose weights and gradients are ordinary fp32 parameters (others: `test_weight_state.py`), and
-whose rules wait for no schedule, which a layer by itself has not (`tests/recipes/test_rules.py`)."""
+whose rules wait for no schedule, which a layer by itself has not (`tests/recipes/test_rules.py`). Those that
+narrow attention, too, need a model that has some (`test_attention.py`)."""
 
 from narrowgauge.recipes import recipe, recipe_names
 
 
 def _is_plain(name: str) -> bool:
     state = recipe(name).state
-    return state["weight"].name == state["grad"].name == "fp32" and not follows_schedule(name)
+    is_wide = state["weight"].name == state["grad"].name == "fp32"
+    return is_wide and not follows_schedule(name) and not recipe(name).narrows_attention
 
 
 def follows_schedule(name: str) -> bool:

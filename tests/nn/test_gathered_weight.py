@@ -2,7 +2,7 @@
 
 import torch
 
-from narrowgauge.nn.gathered_weight import GatheredWeight
+from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
 from narrowgauge.quantization import cast
 
 

@@ -100,7 +100,7 @@ def test_ones_give_twos(name):
 WITHOUT_BF16 = """
 import torch
 from narrowgauge.kernels.dispatch import is_slow
-from narrowgauge.models.attention import attend
+from narrowgauge.kernels.attention import attend
 from narrowgauge.nn.gemm import Operand, multiply
 a, b = torch.randn(40, 64).bfloat16(), torch.randn(48, 64).bfloat16()
 print(is_slow(a), is_slow(a.half()), is_slow(a.float()))

@@ -115,7 +115,9 @@ def test_tied_heads_stay_tied(kind):
 PAIRS = [
     pytest.param(kind, name, marks=[] if (i + j) % 3 == 0 else [pytest.mark.slow])
     for i, kind in enumerate(MODELS)
-    for j, name in enumerate(n for n in recipe_names() if not follows_schedule(n))
+    for j, name in enumerate(
+        n for n in recipe_names() if not (follows_schedule(n) or recipe(n).narrows_attention)
+    )
 ]
 
 

@@ -308,7 +308,7 @@ def test_any_products_go_with_any_state():
         if name == "fp16":
             continue
         state = {"weight": "bf16", "master": "fp16-scaled", "grad": "mxfp8", "m": "coat", "v": "bf16"}
-        r = recipe(name).with_places(state)
+        r = recipe(name).with_places({**state, "attention": recipe(name).compute})
         torch.manual_seed(0)
         model = convert(torch.nn.Sequential(torch.nn.Linear(K, N), torch.nn.Linear(N, K)), r)
         optimizer = AdamW(model.parameters(), r, lr=1e-2)

@@ -7,6 +7,7 @@ import pytest
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import cast_names, make_cast
 from narrowgauge.recipes import (
+    ATTENTION_PLACES,
     GEMM_PLACES,
     PLACES,
     STATE_PLACES,
@@ -90,6 +91,7 @@ def test_ones_own_file(tmp_path):
     assert r.rules == (
         Rule(
             casts=dict.fromkeys(GEMM_PLACES, make_cast("fp32")),
+            attention=dict.fromkeys(ATTENTION_PLACES),
             keeps_state=True,
             modules=("lm_*",),
             last_blocks=0.25,

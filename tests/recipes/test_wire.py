@@ -12,6 +12,7 @@ GATHERED = {
     "bf16-sr": "bf16",
     "fp16": "fp16",
     "fp8": "e4m3",
+    "fp8-attention": "e4m3",
     "fp8-fnuz": "e4m3fnuz",
     "coat": "e4m3",
     "msamp-o1": "fp16-scaled",

@@ -1,6 +1,7 @@
 """Which formats cost the least under a budget? A search over the GEMMs of all linear layers.
 
-Each GEMM (fprop, dgrad, wgrad of each layer) gets one format for both of its operands. Its predicted cost is
+Each GEMM (fprop, dgrad, wgrad of each layer) gets one format for both of its operands; attention and the
+residual stream stay wide. Its predicted cost is
 the sum of the costs of the two places (`sensitivity.estimate_costs`); costs below zero count as zero, because
 a loss that falls by rounding is chance. Costs of different places are taken to add up. The budget is a share
 of FLOPs: a GEMM of a layer with K inputs and N outputs does 2 M N K of them for M tokens, all three GEMMs

@@ -5,7 +5,8 @@ Everything is wide (fp32) but one place of one layer. Its cost has no unit:
     fprop.x, fprop.w                       (loss with it narrow - loss) / loss
     dgrad.dy, dgrad.w, wgrad.dy, wgrad.x   |u(g') - u(g)|^2 / |u(g)|^2
 
-with g the gradient, g' the gradient with it narrow, and u(g) the direction of the optimizer's next step
+Places of attention and the residual stream stay wide: only linear layers have a cost here. Let g be the
+gradient, g' the gradient with a place narrow, and u(g) the direction of the optimizer's next step
 (`update`). The first says what the forward pass loses, the second how far the step moves: the two quantities
 that SNIP adds (arXiv 2602.01410). Each is a mean over the batches.
 

@@ -191,7 +191,7 @@ def _print_table(probes: list[RecipeProbe], first_line: str) -> None:
 
 _COST_NOTES = (
     "fprop: share of the loss that it adds; dgrad, wgrad: how far the optimizer's next step moves, squared",
-    "*: the four worst",
+    "attention and the residual stream stay wide; *: the four worst",
 )
 _NOTES = (
     "loss +: nats a token more than the same weights in fp32",

@@ -81,11 +81,11 @@ def _print_places(console: Console, chosen: Recipe, device: Device) -> None:
     table = Table("places", "casts", "there", "why", box=None, header_style="bold")
     gemms: list[str] = []
     for product in products_on(chosen, device):
-        places = ", ".join(place for place in chosen.casts if place.startswith(f"{product.gemm}."))
+        places = ", ".join(product.places)
         where = f"{places} (by a rule)" if product.gemm in gemms else places
         gemms.append(product.gemm)
         a, b = product.operands
-        why = product.obstacle.removeprefix(f"{product.gemm} ").partition(";")[0]
+        why = product.obstacle.removeprefix(f"{product.gemm} ").removeprefix("attention ").partition(";")[0]
         why = why or product.scheme or f"a plain product of {a.name}"
         table.add_row(where, f"{a.name}, {b.name}", "emulated" if product.obstacle else "native", why)
     console.print(table)

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.formats import RandomStream
-from narrowgauge.nn.gathered_weight import PlaceholderShard, WeightGather, sync_scales
 from narrowgauge.nn.linear import Linear
+from narrowgauge.nn.sharded.gathered_weight import PlaceholderShard, WeightGather, sync_scales
 from narrowgauge.nn.weight_state import make_weight_state
 from narrowgauge.quantization import (
     Cast,

@@ -1,4 +1,4 @@
-"""The parts of a transformer block: normalisation, rotary positions, MLP; attention is in `attention.py`.
+"""The parts of a transformer block: normalisation, rotary positions, MLP; attention is of the room `kernels`.
 
     x = x + drop(attention_out(attention(qkv(norm(x)))))
     x = x + drop(down(act(up(norm(x)))))                act = gelu, or silu(gate) * up
@@ -17,8 +17,10 @@ pairs are fused because they read the same input: one larger GEMM is faster, and
 With `qk_norm` q and k pass through a `HeadNorm` before they are turned. `drop` is dropout, in training only;
 by default there is none.
 
-Norms, activations and rotary positions are those of the room `kernels`: plain torch, and one pass each on a
-GPU. The mlp_norm also computes the first of the two sums above, so it gets the stream and the term to add.
+Norms, activations, rotary positions and attention are those of the room `kernels`: plain torch, and one pass
+each on a GPU. The mlp_norm also computes the first of the two sums above, so it gets the stream and the term
+to add. Attention and the two sums are modules (`attention`, `attention_residual`, `mlp_residual`), which may
+be replaced by others that compute with other numbers.
 
 Rotary positions (Su et al., arXiv 2104.09864): in each head the pair (x[i], x[i + H/2]) is turned by the
 angle position * theta^(-2i/H), so that q . k depends on the distance of two tokens only. This is the
@@ -35,10 +37,11 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.kernels.activation import gelu, swiglu
+from narrowgauge.kernels.attention import Attention
 from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.kernels.norm import add_norm, norm
+from narrowgauge.kernels.residual import Residual
 from narrowgauge.kernels.rotary import rotary
-from narrowgauge.models.attention import attend, attend_with_dropout
 from narrowgauge.models.config import ModelConfig
 from narrowgauge.models.kv_cache import LayerKVCache
 
@@ -144,13 +147,16 @@ class Block(nn.Module):
         self.qkv = nn.Linear(D, (N + 2 * K) * H, bias=bool(config.qkv_bias))
         self.q_norm = HeadNorm(config, compute_dtype) if config.qk_norm else None
         self.k_norm = HeadNorm(config, compute_dtype) if config.qk_norm else None
+        self.attention = Attention()
         self.attention_out = nn.Linear(N * H, D, bias=config.bias)
+        self.attention_residual = Residual()
         self.mlp_norm = StreamNorm(config, compute_dtype)
         if config.mlp == "swiglu":
             self.gate_up = nn.Linear(D, 2 * config.ffn_dim, bias=config.bias)
         else:
             self.up = nn.Linear(D, config.ffn_dim, bias=config.bias)
         self.down = nn.Linear(config.ffn_dim, D, bias=config.bias)
+        self.mlp_residual = Residual()
         self.attention_dropout = make_dropout(config.attention_dropout, 3 * number)
         self.attention_out_dropout = make_dropout(config.dropout, 3 * number + 1)
         self.down_dropout = make_dropout(config.dropout, 3 * number + 2)
@@ -163,16 +169,21 @@ class Block(nn.Module):
         *,
         cache: LayerKVCache | None = None,
     ) -> Tensor:
-        """fp32 residual stream in and out; `rope` and `mask` are those of `rotary` and `attend`, or None.
+        """Residual stream in and out, fp32; `rope` and `mask` are those of `rotary` and `Attention`, or None.
 
         With a `cache`, `x_BTD` are the tokens after those that the cache holds.
         """
         x_BTD, normed_BTD = self.attention_norm(x_BTD)
-        x_BTD, normed_BTD = self.mlp_norm(x_BTD, self._attention(normed_BTD, rope, mask, cache))
+        y_BTD = self._attention(normed_BTD, rope, mask, cache)
+        if self.attention_residual.is_plain:
+            x_BTD, normed_BTD = self.mlp_norm(x_BTD, y_BTD)
+        else:
+            x_BTD, normed_BTD = self.mlp_norm(self.attention_residual(x_BTD, y_BTD))
         y_BTD = self._mlp(normed_BTD)
         if self.down_dropout is not None:
             y_BTD = self.down_dropout(y_BTD, *self.share)
-        return x_BTD + y_BTD
+        stream_BTD: Tensor = self.mlp_residual(x_BTD, y_BTD)
+        return stream_BTD
 
     def _attention(
         self, x_BTD: Tensor, rope: Tensor | None, mask: Tensor | None, cache: LayerKVCache | None
@@ -186,10 +197,9 @@ class Block(nn.Module):
             q, k = rotary(q, rope), rotary(k, rope)
         if cache is not None:
             k, v = cache.extend(k, v)
-        if self.attention_dropout is not None and self.training and torch.is_grad_enabled():
-            y_BNTH = attend_with_dropout(q, k, v, mask, self.attention_dropout, *self.heads_share)
-        else:
-            y_BNTH = attend(q, k, v, mask)
+        drops = self.training and torch.is_grad_enabled()
+        dropout = self.attention_dropout if drops else None
+        y_BNTH = self.attention(q, k, v, mask, dropout, self.heads_share)
         y_BTD: Tensor = self.attention_out(self.to_tokens(y_BNTH.transpose(1, 2)).flatten(2))
         if self.attention_out_dropout is not None:
             y_BTD = self.attention_out_dropout(y_BTD, *self.share)

@@ -4,7 +4,9 @@
 
 It knows nothing of number formats. For the rooms that do, every product with a weight is a
 `torch.nn.Linear` under a fixed name, and may be replaced by any module that maps [B, T, in] to
-[B, T, out] and keeps `weight` (and `bias`) as its parameters.
+[B, T, out] and keeps `weight` (and `bias`) as its parameters. Attention and the sums of the residual stream
+are modules without parameters (`blocks.I.attention`, `blocks.I.attention_residual`,
+`blocks.I.mlp_residual`, `embedding_residual`), and may be replaced, too.
 
     embedding.weight  [V, D]      position_embedding.weight [max_sequence_length, D] (learned positions only)
     blocks.I.qkv  blocks.I.attention_out  blocks.I.gate_up (swiglu) or .up (gelu)  blocks.I.down
@@ -21,9 +23,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.errors import UserError
+from narrowgauge.kernels.attention import document_mask
 from narrowgauge.kernels.cross_entropy import cross_entropy
 from narrowgauge.kernels.head_loss import head_loss
-from narrowgauge.models.attention import document_mask
+from narrowgauge.kernels.residual import Residual
 from narrowgauge.models.config import ModelConfig
 from narrowgauge.models.kv_cache import KVCache
 from narrowgauge.models.layers import Block, Norm, make_dropout, rope_table
@@ -34,7 +37,8 @@ class Transformer(nn.Module):
     """A decoder-only transformer with arbitrary weights; `initialize` gives it its starting values.
 
     `compute_dtype` is the dtype that the norms emit, hence the input dtype of the linear layers, the
-    attention and the head. The residual stream, the norms and the loss are always fp32. A plain `nn.Linear`
+    attention and the head. The norms and the loss are always fp32, and so is the residual stream unless its
+    modules (`kernels.residual.Residual`) are replaced. A plain `nn.Linear`
     wants its input in the dtype of its weight, so a `compute_dtype` other than fp32 needs linears that
     cast (room `nn`), or weights in that dtype: `Transformer(config, torch.bfloat16).to(torch.bfloat16)`.
 
@@ -65,10 +69,16 @@ class Transformer(nn.Module):
         if config.positions == "learned":
             self.position_embedding = nn.Embedding(config.max_sequence_length, config.dim)
         self.blocks = nn.ModuleList(Block(config, compute_dtype, i) for i in range(config.layers))
+        self.embedding_residual = Residual()
         self.embedding_dropout = make_dropout(config.dropout, 3 * config.layers)
         self.norm = Norm(config, compute_dtype)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
         self.tie_head()
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """The dtype of the residual stream between blocks."""
+        return self.embedding_residual.dtype or torch.promote_types(torch.float32, self.compute_dtype)
 
     def tie_head(self) -> None:
         """Make the head's weight the embedding's, if the configuration ties them.
@@ -113,7 +123,10 @@ class Transformer(nn.Module):
             else:
                 weight_TD = self.position_embedding.weight[start : start + x_BT.shape[1]]
                 x_BTD = x_BTD + self.local_tokens(weight_TD[None])[0].float()
-        return x_BTD if self.embedding_dropout is None else self.embedding_dropout(x_BTD, *self.share)
+        if self.embedding_dropout is not None:
+            x_BTD = self.embedding_dropout(x_BTD, *self.share)
+        stream_BTD: Tensor = self.embedding_residual(x_BTD)
+        return stream_BTD
 
     def through_blocks(
         self,

@@ -1,18 +1,26 @@
-"""How does a layer compute under a recipe? `Linear` (three GEMMs) and `convert(model, recipe)`."""
+"""How does a layer compute under a recipe? `Linear` (three GEMMs), attention, `convert(model, recipe)`."""
 
 from narrowgauge.nn.convert import convert, discard_step, recipe_tensors, set_step
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.linear_shards import LinearShards, TokenShard
 from narrowgauge.nn.observer import Gauges, Observation, Observer
+from narrowgauge.nn.sharded.linear_shards import LinearShards, TokenShard
 from narrowgauge.nn.stateful_linear import DTYPES
+from narrowgauge.nn.step_state import Stepped
+from narrowgauge.nn.transformer.attention import NarrowAttention
+from narrowgauge.nn.transformer.piece_context import HeadShard
+from narrowgauge.nn.transformer.residual import NarrowResidual
 
 __all__ = [
     "DTYPES",
     "Gauges",
+    "HeadShard",
     "Linear",
     "LinearShards",
+    "NarrowAttention",
+    "NarrowResidual",
     "Observation",
     "Observer",
+    "Stepped",
     "TokenShard",
     "convert",
     "discard_step",

@@ -1,7 +1,12 @@
-"""Put a model under a recipe: every linear layer is replaced by one that computes as the recipe says."""
+"""Put a model under a recipe: every linear layer is replaced by one that computes as the recipe says.
+
+Where a recipe narrows attention or the residual stream, the model's modules for these are replaced, too
+(`transformer/replace.py`).
+"""
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -12,6 +17,8 @@ from narrowgauge.nn.amax_history import AmaxHistory
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.loop_checks import leave_fast_path, refuse_wrapping
 from narrowgauge.nn.self_test import verified_backend
+from narrowgauge.nn.step_state import Stepped
+from narrowgauge.nn.transformer.replace import refuse_unreachable, replace_places
 from narrowgauge.quantization import ParamState
 from narrowgauge.recipes import Recipe, matches
 from narrowgauge.recipes import recipe as recipe_named
@@ -37,8 +44,8 @@ def convert(
 
     Raises:
         UserError: The model has no linear layer, a `keep` pattern matches none, a weight is computed from
-            other tensors (`torch.nn.utils.parametrize`), or the backend is "native" and the model's device
-            lacks the formats.
+            other tensors (`torch.nn.utils.parametrize`), the backend is "native" and the model's device
+            lacks the formats, or the recipe narrows attention or the stream and the model has no such place.
     """
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
     leave_fast_path(model)
@@ -46,6 +53,7 @@ def convert(
     # A layer that the model holds twice has two names.
     layers = {name: m for name, m in model.named_modules(remove_duplicate=False) if _is_linear(m)}
     _check(model, layers, keep)
+    refuse_unreachable(model, recipe)
     recipe = recipe.in_high_precision(keep) if keep else recipe
     for device in {layer.weight.device for layer in layers.values()}:  # before anything is changed
         verified_backend(recipe, device, backend)
@@ -68,6 +76,7 @@ def convert(
             return converted[layer]
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, converted[layer])
+    replace_places(model, recipe, partial(_block_of, prefix=prefix), blocks)
     refuse_wrapping(model)
     return model
 
@@ -109,7 +118,7 @@ def set_step(
     steps: int | None = None,
     decay: int | None = None,
 ) -> None:
-    """Set the position of training in every converted layer and dropout; called before each forward pass.
+    """Set the position of training in every converted module and dropout; called before each forward pass.
 
     Random bits become those of (seed, step, tensor, element), delayed scales are renewed when a step begins,
     and rules that waited for the step hold.
@@ -125,7 +134,7 @@ def set_step(
     Raises:
         UserError: The recipe has such a rule, and its argument is None.
     """
-    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    layers = [module for module in model.modules() if isinstance(module, Stepped)]
     for layer in layers:
         if decay is None and any(rule.follows_schedule for rule in layer.recipe.rules):
             raise UserError(

@@ -15,10 +15,10 @@ import torch
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels import emulate, quantize
 from narrowgauge.nn.amax_history import HeldAmax
-from narrowgauge.nn.gathered_weight import GatheredWeight
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.native import QuantizedOperand, quantized_operand
 from narrowgauge.nn.observer import Observation, Observer
+from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
 from narrowgauge.nn.step_state import StepState
 from narrowgauge.quantization import Cast, ParamState, QuantContext, TensorShard
 

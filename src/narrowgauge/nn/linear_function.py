@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.nn.gathered_weight import GatheredWeight
 from narrowgauge.nn.gemm import multiply
 from narrowgauge.nn.gemm_context import GemmContext
 from narrowgauge.nn.observer import evenly
 from narrowgauge.nn.saved import keep_input, keep_operand
+from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
 from narrowgauge.quantization import QuantContext, estimator_slope
 
 

@@ -5,32 +5,29 @@ the step        random keys and histories of delayed scales; `begin_pass` hands 
 the device      decides which hardware computes
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Self
 
 import torch
 
-from narrowgauge.errors import UserError
-from narrowgauge.formats import stream_key
 from narrowgauge.nn.amax_history import AmaxHistory, history_of
-from narrowgauge.nn.gathered_weight import WeightGather
 from narrowgauge.nn.gemm_context import LayerSpec
-from narrowgauge.nn.linear_shards import LinearShards
 from narrowgauge.nn.loop_checks import refuse_fsdp, require_own_numbers
 from narrowgauge.nn.observer import Observer
 from narrowgauge.nn.self_test import verified_backend
-from narrowgauge.nn.step_state import StepState, stream_ids
+from narrowgauge.nn.sharded.gathered_weight import WeightGather
+from narrowgauge.nn.sharded.linear_shards import LinearShards
+from narrowgauge.nn.step_state import Stepped, StepState, stream_ids
 from narrowgauge.nn.weight_state import bind, make_weight_state
 from narrowgauge.quantization import Cast, PreScale, like_shard, local_part
 from narrowgauge.recipes import Recipe
-from narrowgauge.torch_compat import SeesFSDP, is_in_backward
+from narrowgauge.torch_compat import SeesFSDP
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_NEXT_KEY = 0x9E3779B9 - 2**32  # odd, so that 2^32 calls pass before a key comes again
 
 
-class StatefulLinear(SeesFSDP, torch.nn.Linear):
+class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
     """A linear layer's recipe, parameters and state; `Linear` computes with them.
 
     Attributes:
@@ -78,9 +75,6 @@ class StatefulLinear(SeesFSDP, torch.nn.Linear):
         self.recipe, self.index = recipe, index
         self.model_recipe, self.backend = model_recipe or recipe, backend
         self.spec = LayerSpec(dict(recipe.casts), DTYPES[recipe.compute], recipe.saved, transposed=transposed)
-        self.step: int | None = None
-        self.step_is_set = False  # by `nn.set_step`
-        self.awaits_backward = False
         self.observer: Observer | None = None
         self.shards = LinearShards()
         self.is_sharded = False
@@ -106,41 +100,9 @@ class StatefulLinear(SeesFSDP, torch.nn.Linear):
         self.reduce_prescale = PreScale(weight.device, mu=0) if self.recipe.reduce.prescale else None
         self._set_keys(0, 0, 0)
 
-    def set_position(
-        self, seed: int, step: int, first_sample: int, steps: int | None = None, decay: int | None = None
-    ) -> None:
-        """Go to optimizer step `step` of `steps`, with the first sequence of the pass at `first_sample`."""
-        if step != self.step:
-            self._end_step()
-        self.step, self.step_is_set = step, True
-        casts = _casts_at(self.recipe, step, steps, decay)
-        if casts != self.spec.casts:  # else the same object, so that compiled code stays valid
-            self.spec = replace(self.spec, casts=casts)
-        self._set_keys(seed, step, first_sample)
-
-    def position(self) -> dict[str, Any]:
-        """The position of training as numbers: what random bits and the next forward pass depend on."""
-        keys = [] if self.keys is None else self.keys.tolist()
-        return {"step": self.step, "is_set": self.step_is_set, "keys": keys}
-
-    def restore_position(self, position: Mapping[str, Any]) -> None:
-        """Go back to a `position`."""
-        self.step, self.step_is_set = position["step"], position["is_set"]
-        if self.keys is not None:
-            self.keys = torch.tensor(position["keys"], dtype=torch.int32, device=self.weight.device)
-
     def begin_pass(self) -> StepState:
         """Begin a forward pass, which counts as a step if it is a new one and no loop sets steps."""
-        is_training = torch.is_grad_enabled()
-        if is_training and not self.step_is_set and not self._is_recomputing():
-            if any(rule.is_timed for rule in self.recipe.rules):
-                raise UserError(
-                    f"a rule of recipe {self.recipe.name!r} waits for a step, and this loop does not say "
-                    "which step it is in; call narrowgauge.set_step before each forward pass"
-                )
-            self._end_step()
-            if self.keys is not None:  # a new tensor, since a backward pass may need the old one
-                self.keys = self.keys + _NEXT_KEY
+        is_training = self._begin_pass()
         first_sample = 0 if self.first_sample is None else self.first_sample
         return StepState(self.keys, first_sample, self.histories, is_training)
 
@@ -179,26 +141,16 @@ class StatefulLinear(SeesFSDP, torch.nn.Linear):
         if self.reduce_prescale is not None:
             self.reduce_prescale.discard_step()
 
-    def _set_keys(self, seed: int, step: int, first_sample: int) -> None:
-        if self.is_random:
-            words = [stream_key(seed, step, i) for i in stream_ids(self.index)]
-            keys, device = torch.tensor(words, dtype=torch.int32), self.weight.device
-            # From pinned memory, and as a constant of a kernel: neither waits for what a GPU still has to do.
-            keys = keys.pin_memory() if device.type == "cuda" else keys
-            self.keys = keys.to(device, non_blocking=True)
-            self.first_sample = torch.full((), first_sample, dtype=torch.int64, device=device)
+    def _stream_ids(self) -> list[int]:
+        return stream_ids(self.index)
 
-    def _is_recomputing(self) -> bool:
-        """Whether this is the second forward pass of an activation checkpoint, within the backward pass.
+    def _device(self) -> torch.device:
+        return self.weight.device
 
-        A checkpoint of the reentrant kind records no gradients the first time, so its second is the step.
-        """
-        if torch.compiler.is_compiling():
-            return False
-        in_backward = is_in_backward()
-        is_second = in_backward and self.awaits_backward
-        self.awaits_backward = not in_backward
-        return is_second
+    def _use_rules(self, step: int, steps: int | None, decay: int | None) -> None:
+        casts = _casts_at(self.recipe, step, steps, decay)
+        if casts != self.spec.casts:  # else the same object, so that compiled code stays valid
+            self.spec = replace(self.spec, casts=casts)
 
     def _choose_backend(self, requested: str) -> None:
         backend = verified_backend(self.model_recipe, self.weight.device, requested)

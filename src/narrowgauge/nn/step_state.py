@@ -1,17 +1,28 @@
-"""The position of training, as the GEMMs of one layer see it: histories of delayed scales, random bits.
+"""The position of training, as one layer sees it: histories of delayed scales, random bits, rules that wait.
 
-Random bits are a function of (seed, step, tensor, element). Ten tensors of a layer have a stream each step:
-the six operands, the signs of the three GEMMs' transforms, and the gradient that is stored in narrow numbers.
+Random bits are a function of (seed, step, tensor, element). Ten tensors of a linear layer have a stream each
+step: the six operands, the signs of the three GEMMs' transforms, and the gradient that is stored in narrow
+numbers.
+
+`Stepped` is what every module under a recipe has in common: the step that it is in, and the keys of its
+streams. A training loop says the step (`nn.set_step`); in one that does not, every forward pass that records
+gradients is a step.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from narrowgauge.formats import RandomStream
+from narrowgauge.errors import UserError
+from narrowgauge.formats import RandomStream, stream_key
 from narrowgauge.nn.amax_history import AmaxHistory
-from narrowgauge.recipes import GEMM_PLACES, GEMMS
+from narrowgauge.nn.observer import Observer
+from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe
+from narrowgauge.torch_compat import is_in_backward
+
+_NEXT_KEY = 0x9E3779B9 - 2**32  # odd, so that 2^32 calls pass before a key comes again
 
 
 def stream_ids(layer: int) -> list[int]:
@@ -52,3 +63,100 @@ class StepState:
     def gradient_stream(self, elements: int) -> RandomStream | None:
         """The random bits with which a gradient of so many elements is added to the stored one."""
         return None if self.keys is None else RandomStream(self.keys[-1], self.first_sample * elements)
+
+
+class Stepped:
+    """A module whose numbers depend on the step.
+
+    Attributes:
+        recipe: The recipe of this layer.
+        is_random: Whether any cast of it takes random bits.
+        keys: int32, a key for each random stream; None if no cast is random.
+        first_sample: The index in the global batch of the first sequence of the pass.
+        observer: Sees what the layer computes with; attached for a step.
+        step: The optimizer step; None before the first.
+        step_is_set: Whether a loop says the step.
+    """
+
+    recipe: Recipe
+    is_random: bool
+    keys: torch.Tensor | None
+    first_sample: torch.Tensor | None
+    observer: Observer | None = None
+    step: int | None = None
+    step_is_set = False
+    awaits_backward = False
+
+    def set_position(
+        self, seed: int, step: int, first_sample: int, steps: int | None = None, decay: int | None = None
+    ) -> None:
+        """Go to optimizer step `step` of `steps`, with the first sequence of the pass at `first_sample`."""
+        if step != self.step:
+            self._end_step()
+        self.step, self.step_is_set = step, True
+        self._use_rules(step, steps, decay)
+        self._set_keys(seed, step, first_sample)
+
+    def position(self) -> dict[str, Any]:
+        """The position of training as numbers: what random bits and the next forward pass depend on."""
+        keys = [] if self.keys is None else self.keys.tolist()
+        return {"step": self.step, "is_set": self.step_is_set, "keys": keys}
+
+    def restore_position(self, position: Mapping[str, Any]) -> None:
+        """Go back to a `position`."""
+        self.step, self.step_is_set = position["step"], position["is_set"]
+        if self.keys is not None:
+            self.keys = torch.tensor(position["keys"], dtype=torch.int32, device=self._device())
+
+    def _begin_pass(self) -> bool:
+        """Begin a forward pass, which counts as a step if it is a new one and no loop sets steps.
+
+        Returns:
+            Whether a backward pass will follow.
+        """
+        is_training = torch.is_grad_enabled()
+        if is_training and not self.step_is_set and not self._is_recomputing():
+            if any(rule.is_timed for rule in self.recipe.rules):
+                raise UserError(
+                    f"a rule of recipe {self.recipe.name!r} waits for a step, and this loop does not say "
+                    "which step it is in; call narrowgauge.set_step before each forward pass"
+                )
+            self._end_step()
+            if self.keys is not None:  # a new tensor, since a backward pass may need the old one
+                self.keys = self.keys + _NEXT_KEY
+        return is_training
+
+    def _is_recomputing(self) -> bool:
+        """Whether this is the second forward pass of an activation checkpoint, within the backward pass.
+
+        A checkpoint of the reentrant kind records no gradients the first time, so its second is the step.
+        """
+        if torch.compiler.is_compiling():
+            return False
+        in_backward = is_in_backward()
+        is_second = in_backward and self.awaits_backward
+        self.awaits_backward = not in_backward
+        return is_second
+
+    def _set_keys(self, seed: int, step: int, first_sample: int) -> None:
+        if self.is_random:
+            words = [stream_key(seed, step, i) for i in self._stream_ids()]
+            keys, device = torch.tensor(words, dtype=torch.int32), self._device()
+            # From pinned memory, and as a constant of a kernel: neither waits for what a GPU still has to do.
+            keys = keys.pin_memory() if device.type == "cuda" else keys
+            self.keys = keys.to(device, non_blocking=True)
+            self.first_sample = torch.full((), first_sample, dtype=torch.int64, device=device)
+
+    def _stream_ids(self) -> list[int]:
+        """The tensor ids of the random streams."""
+        raise NotImplementedError
+
+    def _device(self) -> torch.device:
+        """The device that the keys lie on."""
+        raise NotImplementedError
+
+    def _use_rules(self, step: int, steps: int | None, decay: int | None) -> None:
+        """Take the casts that hold in a step."""
+
+    def _end_step(self) -> None:
+        """Finish the step before a new one begins."""

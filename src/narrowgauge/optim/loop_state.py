@@ -12,7 +12,7 @@ import torch
 
 from narrowgauge.errors import UserError
 from narrowgauge.nn import recipe_tensors
-from narrowgauge.nn.linear import Linear
+from narrowgauge.nn.step_state import Stepped
 from narrowgauge.quantization import state_of, stored_tensor
 
 
@@ -72,8 +72,8 @@ def load_state_dict(
         optimizer.load_state_dict(state["optimizer"])
 
 
-def _layers(model: torch.nn.Module) -> dict[str, Linear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+def _layers(model: torch.nn.Module) -> dict[str, Stepped]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, Stepped)}
 
 
 def _stored_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

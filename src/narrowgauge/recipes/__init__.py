@@ -1,5 +1,12 @@
 """Which format is each place in? Recipes as TOML data, and which code runs them."""
 
+from narrowgauge.recipes.attention_places import (
+    ATTENTION_PLACES,
+    ATTENTION_PRODUCTS,
+    GRADIENT_PLACES,
+    is_wide,
+)
+from narrowgauge.recipes.attention_shapes import require_attention_shapes
 from narrowgauge.recipes.backend import BACKENDS, SCHEMES, Backend, Product, choose_backend, products_on
 from narrowgauge.recipes.capability import Device, device_facts, named_device
 from narrowgauge.recipes.parse import parse_recipe
@@ -17,9 +24,12 @@ from narrowgauge.recipes.registry import load_recipe, recipe, recipe_names
 from narrowgauge.recipes.rule import Rule, matches
 
 __all__ = [
+    "ATTENTION_PLACES",
+    "ATTENTION_PRODUCTS",
     "BACKENDS",
     "GEMMS",
     "GEMM_PLACES",
+    "GRADIENT_PLACES",
     "KEYS",
     "OFFLOADABLE",
     "PLACES",
@@ -33,6 +43,7 @@ __all__ = [
     "Rule",
     "choose_backend",
     "device_facts",
+    "is_wide",
     "load_recipe",
     "matches",
     "named_device",
@@ -40,4 +51,5 @@ __all__ = [
     "products_on",
     "recipe",
     "recipe_names",
+    "require_attention_shapes",
 ]

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.quantization import Cast
+from narrowgauge.recipes.attention_places import is_wide, operands_of_attention
 from narrowgauge.recipes.capability import Device
-from narrowgauge.recipes.places import GEMMS
+from narrowgauge.recipes.places import GEMM_PLACES, GEMMS
 from narrowgauge.recipes.recipe import Recipe
 
 BACKENDS = ("auto", "native", "emulated")
@@ -170,13 +171,15 @@ class Product:
     """A product of a recipe on a device.
 
     Attributes:
-        gemm: "fprop", "dgrad" or "wgrad".
+        gemm: "fprop", "dgrad" or "wgrad"; of attention a key of `ATTENTION_PRODUCTS`.
+        places: The places of its two operands.
         operands: The casts of its two operands.
         scheme: The name of the scheme that the device has for it; empty for a plain product.
         obstacle: Why the device cannot multiply these numbers, as a clause; empty if it can.
     """
 
     gemm: str
+    places: tuple[str, str]
     operands: tuple[Cast, Cast]
     scheme: str
     obstacle: str
@@ -184,16 +187,33 @@ class Product:
 
 def products_on(recipe: Recipe, device: Device) -> list[Product]:
     """Every product that a recipe has in some layer at some time, and whether a device multiplies it."""
-    return [_product(gemm, a, b, device) for gemm in GEMMS for a, b in _pairs(recipe, gemm)]
+    products = [_product(gemm, a, b, device) for gemm in GEMMS for a, b in _pairs(recipe, gemm)]
+    return products + (_products_of_attention(recipe, device) if recipe.narrows_attention else [])
 
 
 def _product(gemm: str, a: Cast, b: Cast, device: Device) -> Product:
+    first, second = (place for place in GEMM_PLACES if place.startswith(f"{gemm}."))
+    places, operands = (first, second), (a, b)
     if a == b and not a.is_scaled:
-        return Product(gemm, (a, b), "", "")
+        return Product(gemm, places, operands, "", "")
     scheme = next((s for s in SCHEMES if s.is_of(a, b) and not s.needs(device)), None)
     if scheme is not None:
-        return Product(gemm, (a, b), scheme.words, "")
-    return Product(gemm, (a, b), "", _obstacle(gemm, a, b, device))
+        return Product(gemm, places, operands, scheme.words, "")
+    return Product(gemm, places, operands, "", _obstacle(gemm, a, b, device))
+
+
+def _products_of_attention(recipe: Recipe, device: Device) -> list[Product]:
+    """The products of attention in any layer at any time; torch has no kernel for those that are narrow."""
+    products, casts = [], (recipe.attention, *({**recipe.attention, **r.attention} for r in recipe.rules))
+    for product, places, (a, b) in operands_of_attention(casts, recipe.compute):
+        obstacle = "a CPU has no narrow matrix units"
+        if device.maker != "cpu":
+            obstacle = (
+                f"attention multiplies {product} of {a.name} and {b.name}, which torch does on no device"
+            )
+        is_plain = is_wide(a, recipe.compute) and is_wide(b, recipe.compute)
+        products.append(Product(product, places, (a, b), "", "" if is_plain else obstacle))
+    return products
 
 
 def _native_schemes(recipe: Recipe, device: Device) -> tuple[str, list[str]]:

@@ -8,6 +8,7 @@ weight, grad, m, v      what state is kept in, and a wider master of the weight;
 master = "none"         tensor, the rest of linear layers
 gather = "e4m3"         weights on the wire: numbers that their products see anyway (fp32); and their
 reduce = "bf16"         gradients, rounded after every addition (fp32)
+stream = "bf16"         the residual stream (fp32)
 offload = ["m", "v"]    which of master, grad, m, v lie in the host's memory while a GPU computes
 
 [keep]                  layers that stay in `compute`, their weights and gradients in fp32
@@ -22,6 +23,9 @@ w = {cast = "mxfp4", scale_rule = "even"}
 [dgrad]
 w = "fprop.w"           the numbers that another product saw of the same tensor, as they are; rounded again:
                         w = {cast = "mxfp4", of = "fprop.w"}
+
+[attention]             the operands of attention: q, k, v, p, and the gradients do, ds
+q = "e4m3"              (`attention_places.py`); attention = "e4m3" is all six
 
 [[rule]]                other casts, in some layers or from some time on; later rules win
 modules = ["*.down"]    selected as in [keep]; nothing named = every layer
@@ -38,15 +42,24 @@ from typing import Any
 
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.quantization import Cast, is_cast_table, make_cast
-from narrowgauge.recipes.places import COMPUTE, GEMM_PLACES, GEMMS, STATE_PLACES, WIRE_PLACES, casts_from
+from narrowgauge.recipes.attention_places import ALL_WIDE, ATTENTION, STREAM, attention_casts
+from narrowgauge.recipes.places import (
+    COMPUTE,
+    GEMM_PLACES,
+    GEMMS,
+    STATE_PLACES,
+    WIRE_PLACES,
+    cast_in,
+    casts_from,
+)
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.rule import Rule
 
-_SET_OVER = ("saved", "offload", *STATE_PLACES, *WIRE_PLACES)  # over the casts of the products
-_ROOT_KEYS = ("name", "title", "source", "compute", "keep", "rule", *GEMMS, *_SET_OVER)
+_SET_OVER = ("saved", STREAM, "offload", *STATE_PLACES, *WIRE_PLACES)  # over the casts of the products
+_ROOT_KEYS = ("name", "title", "source", "compute", "keep", "rule", *GEMMS, ATTENTION, *_SET_OVER)
 _LAYER_KEYS = ("modules", "first_blocks", "last_blocks")
 _CLOCK_KEYS = ("from_step", "from_share", "from", "until_step", "until_share", "until")
-_RULE_KEYS = (*_LAYER_KEYS, *_CLOCK_KEYS, *GEMMS)
+_RULE_KEYS = (*_LAYER_KEYS, *_CLOCK_KEYS, *GEMMS, ATTENTION)
 
 
 def parse_recipe(text: str, where: str) -> Recipe:
@@ -70,6 +83,7 @@ def parse_recipe(text: str, where: str) -> Recipe:
         source=_text(table, "source", "", where),
         compute=compute,
         casts=wide | _casts(table, where),
+        attention=_attention(table, where),
         rules=(*_rules(table, where), *_kept(table, wide, where)),
         text=text,
     )
@@ -89,12 +103,23 @@ def _casts(table: Mapping[str, Any], where: str) -> dict[str, Cast]:
     return casts
 
 
+def _attention(table: Mapping[str, Any], where: str) -> dict[str, Cast]:
+    """The casts under attention of a table."""
+    value, casts = table.get(ATTENTION, {}), dict[str, Cast]()
+    if isinstance(value, str) or is_cast_table(value):
+        return attention_casts(ATTENTION, cast_in(ATTENTION, value))
+    for operand, cast in _table(value, ATTENTION, where).items():
+        place = f"{ATTENTION}.{operand}"
+        casts |= attention_casts(place, cast_in(place, cast))
+    return casts
+
+
 def _kept(table: Mapping[str, Any], wide: Mapping[str, Cast], where: str) -> list[Rule]:
     """The rule that [keep] stands for, if it names any layers."""
     keep = _table(table.get("keep", {}), "keep", where)
     _check_keys(keep, _LAYER_KEYS, f"[keep] key of recipe {where}")
     layers = _layers(keep, where)
-    return [Rule(casts=wide, keeps_state=True, **layers)] if any(layers.values()) else []
+    return [Rule(casts=wide, attention=ALL_WIDE, keeps_state=True, **layers)] if any(layers.values()) else []
 
 
 def _rules(table: Mapping[str, Any], where: str) -> list[Rule]:
@@ -104,7 +129,8 @@ def _rules(table: Mapping[str, Any], where: str) -> list[Rule]:
     rules = []
     for rule in tables:
         _check_keys(_table(rule, "rule", where), _RULE_KEYS, f"[[rule]] key of recipe {where}")
-        rules.append(Rule(casts=_casts(rule, where), **_clock(rule, where), **_layers(rule, where)))
+        selection = {**_clock(rule, where), **_layers(rule, where)}
+        rules.append(Rule(casts=_casts(rule, where), attention=_attention(rule, where), **selection))
     return rules
 
 

@@ -7,6 +7,13 @@ from typing import Any
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import torch_dtype
 from narrowgauge.quantization import Cast, make_cast
+from narrowgauge.recipes.attention_places import (
+    ATTENTION,
+    ATTENTION_PLACES,
+    STREAM,
+    attention_casts,
+    stream_cast,
+)
 
 GEMMS = ("fprop", "dgrad", "wgrad")
 GEMM_PLACES = ("fprop.x", "fprop.w", "dgrad.dy", "dgrad.w", "wgrad.dy", "wgrad.x")
@@ -18,7 +25,7 @@ STATE_PLACES = ("weight", "master", "grad", "m", "v")
 FP32 = make_cast("fp32")
 WIDE_STATE: Mapping[str, Cast | None] = dict.fromkeys(STATE_PLACES, FP32) | {"master": None}
 WIRE_PLACES = ("gather", "reduce")  # between devices: weights of linear layers, and their gradients
-PLACES = (*GEMM_PLACES, "saved", *STATE_PLACES, *WIRE_PLACES)
+PLACES = (*GEMM_PLACES, *ATTENTION_PLACES, "saved", STREAM, *STATE_PLACES, *WIRE_PLACES)
 OFFLOADABLE = ("master", "grad", "m", "v")
 KEYS = (*PLACES, "offload", "compute")  # what may be set over a recipe
 COMPUTE = ("bf16", "fp16", "fp32")
@@ -27,10 +34,13 @@ SAVED = ("input", "operand")
 
 
 def recipe_fields(
-    places: Mapping[str, Any], casts: Mapping[str, Cast], state: Mapping[str, Cast | None]
+    places: Mapping[str, Any],
+    casts: Mapping[str, Cast],
+    state: Mapping[str, Cast | None],
+    attention: Mapping[str, Cast | None],
 ) -> dict[str, Any]:
     """The fields of a recipe after a text sets some `KEYS` over its casts and state."""
-    casts, state = dict(casts), dict(state)
+    casts, state, attention = dict(casts), dict(state), dict(attention)
     fields: dict[str, Any] = {}
     for place, value in places.items():
         if place == "saved":
@@ -51,9 +61,13 @@ def recipe_fields(
             state[place] = None if place == "master" and value == "none" else cast_in(place, value)
         elif place in WIRE_PLACES:
             fields[place] = cast_in(place, value)
+        elif place == STREAM:
+            fields[place] = stream_cast(cast_in(place, value))
+        elif place.partition(".")[0] == ATTENTION:
+            attention |= attention_casts(place, cast_in(place, value))
         else:
             casts |= casts_from(place, value)
-    return fields | {"casts": casts, "state": state}
+    return fields | {"casts": casts, "state": state, "attention": attention}
 
 
 def casts_from(place: str, value: Any) -> dict[str, Cast]:
@@ -62,7 +76,7 @@ def casts_from(place: str, value: Any) -> dict[str, Cast]:
         operands = (p for p in GEMM_PLACES if p.startswith(f"{place}."))
         return {p: c for operand in operands for p, c in casts_from(operand, value).items()}
     if place not in GEMM_PLACES:
-        raise unknown("recipe place", place, (*PLACES, *GEMMS))
+        raise unknown("recipe place", place, (*PLACES, *GEMMS, ATTENTION))
     cast = cast_in(place, value)
     if cast.center and place.endswith(".w"):
         raise UserError(

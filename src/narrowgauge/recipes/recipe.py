@@ -7,9 +7,10 @@ N outputs.
     dgrad   dy_MN @ w_NK    -> dx_MK     places dgrad.dy, dgrad.w     contracts N
     wgrad   dy_MN.T @ x_MK  -> dw_NK     places wgrad.dy, wgrad.x     contracts M
 
-A recipe puts a `Cast` in each of these places and names the format of everything that is not narrow
-(`compute`). A `Rule` puts other casts into some places of some layers, or from some time on: the layers that
-are kept out are a rule, and so is a run that finishes in high precision. Later rules win.
+A recipe puts a `Cast` in each of these places and in those of attention (`attention_places.py`), and names
+the format of everything that is not narrow (`compute`). A `Rule` puts other casts into some places of some
+layers, or from some time on: the layers that are kept out are a rule, and so is a run that finishes in high
+precision. Later rules win.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from narrowgauge.quantization import Cast, make_cast
+from narrowgauge.recipes.attention_places import (
+    ALL_WIDE,
+    GRADIENT_PLACES,
+    is_wide,
+    require_attention,
+)
 from narrowgauge.recipes.places import (
     FP32,
     GEMM_PLACES,
@@ -41,6 +48,8 @@ class Recipe:
         source: The paper, specification or library that the recipe follows.
         compute: "bf16", "fp16" or "fp32": GEMM results, and everything that the recipe does not narrow.
         casts: The cast of each of the six GEMM places.
+        attention: The casts of places of attention; one that is missing, or None, is in `compute`.
+        stream: The cast of the residual stream.
         saved: What is kept of the input for the backward pass: "input" (as it came), "operand" (the numbers
             of fprop.x, in the bytes of their format), or a cast.
         state: The cast of each state place; None for a master that does not exist.
@@ -56,6 +65,8 @@ class Recipe:
     source: str
     compute: str
     casts: Mapping[str, Cast]
+    attention: Mapping[str, Cast | None] = field(default_factory=dict)
+    stream: Cast = FP32
     saved: str | Cast = "input"
     state: Mapping[str, Cast | None] = field(default_factory=lambda: dict(WIDE_STATE))
     gather: Cast = FP32
@@ -68,9 +79,11 @@ class Recipe:
         where = f"recipe {self.name!r}"
         require_products(self.casts, where)
         require_reuse(self.casts, self.saved, where)
+        require_attention(self.attention, where)
         for number, rule in enumerate(self.rules, start=1):
             require_products({**self.casts, **rule.casts}, f"{where}, rule {number}")
             require_reuse({**self.casts, **rule.casts}, self.saved, f"{where}, rule {number}")
+            require_attention({**self.attention, **rule.attention}, f"{where}, rule {number}")
         require_saved(self.saved, self.casts["fprop.x"], where)
         require_state(self.state, where)
         require_gather(self.gather, self.weight_operands, self.state["weight"], where)
@@ -88,9 +101,15 @@ class Recipe:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether any GEMM operand is narrower than `compute`."""
+        """Whether any operand of a GEMM or of attention is narrower than `compute`."""
         casts = [*self.casts.values(), *(c for rule in self.rules for c in rule.casts.values())]
-        return any(c.name != self.compute for c in casts)
+        return any(c.name != self.compute for c in casts) or self.narrows_attention
+
+    @property
+    def narrows_attention(self) -> bool:
+        """Whether any place of attention is not in `compute`, in some layer at some time."""
+        mappings = (self.attention, *(rule.attention for rule in self.rules))
+        return any(not is_wide(cast, self.compute) for casts in mappings for cast in casts.values())
 
     def for_layer(self, names: Sequence[tuple[str, int | None]], blocks: int) -> "Recipe":
         """The recipe of one layer: rules that select it are merged in, those that wait for a step remain.
@@ -100,17 +119,20 @@ class Recipe:
                 block, if it is in one.
             blocks: The number of blocks.
         """
-        casts, state, reduce = dict(self.casts), dict(self.state), self.reduce
+        casts, attention = dict(self.casts), dict(self.attention)
+        state, reduce = dict(self.state), self.reduce
         rules = [r for r in self.rules if any(r.selects(name, block, blocks) for name, block in names)]
         if any(rule.keeps_state for rule in rules):
             state |= {place: WIDE_STATE[place] for place in ("weight", "master", "grad")}
             reduce = FP32
+        for rule in rules:  # one that comes after a timed one stays, and wins over it
+            if not rule.is_timed:
+                casts |= rule.casts
+                attention |= rule.attention
         while rules and not rules[0].is_timed:
-            casts |= rules.pop(0).casts
-        for rule in rules:  # those that do not wait, but come after one that does, stay and win over it
-            casts |= {} if rule.is_timed else rule.casts
+            del rules[0]
         remaining = tuple(replace(r, modules=(), first_blocks=0, last_blocks=0) for r in rules)
-        return self._with(casts=casts, rules=remaining, state=state, reduce=reduce)
+        return self._with(casts=casts, attention=attention, rules=remaining, state=state, reduce=reduce)
 
     def _with(self, **changes: Any) -> "Recipe":
         """This recipe with other fields; unless given, `gather` becomes what still fits."""
@@ -122,16 +144,23 @@ class Recipe:
     def in_high_precision(self, modules: Sequence[str] = ()) -> "Recipe":
         """This recipe with every place of some modules (none named: all) in `compute`, at any time."""
         wide = dict.fromkeys(GEMM_PLACES, make_cast(self.compute))
-        kept = Rule(casts=wide, keeps_state=True, modules=tuple(modules))
+        kept = Rule(casts=wide, attention=ALL_WIDE, keeps_state=True, modules=tuple(modules))
         return self._with(rules=(*self.rules, kept))
 
     def with_wide_backward(self) -> "Recipe":
         """This recipe with the same forward operands, and all else of its GEMMs and gradients in fp32."""
         wide = dict.fromkeys((p for p in GEMM_PLACES if not p.startswith("fprop.")), FP32)
-        rules = tuple(replace(rule, casts={**rule.casts, **wide}) for rule in self.rules)
+        gradients = dict.fromkeys(GRADIENT_PLACES, FP32)
+        fields: dict[str, Any] = {
+            "casts": {**self.casts, **wide},
+            "attention": {**self.attention, **gradients},
+            "rules": tuple(
+                replace(rule, casts={**rule.casts, **wide}, attention={**rule.attention, **gradients})
+                for rule in self.rules
+            ),
+        }
         state = {**self.state, "grad": FP32}
-        casts = {**self.casts, **wide}
-        return self._with(compute="fp32", casts=casts, rules=rules, saved="input", state=state, reduce=FP32)
+        return self._with(compute="fp32", saved="input", state=state, reduce=FP32, **fields)
 
     def with_places(self, places: Mapping[str, Any]) -> "Recipe":
         """This recipe with other casts in some places, as `--recipe.fprop.x bf16` asks for.
@@ -140,4 +169,4 @@ class Recipe:
             UserError: Unknown place or cast, a cast that the place cannot have, or two operands of a
                 product that do not go together.
         """
-        return self._with(**recipe_fields(places, self.casts, self.state))
+        return self._with(**recipe_fields(places, self.casts, self.state, self.attention))

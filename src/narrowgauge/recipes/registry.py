@@ -21,6 +21,7 @@ _SHIPPED = (
     "fp8-row-hp",
     "fp8-block",
     "fp8-fnuz",
+    "fp8-attention",
     "msamp-o1",
     "msamp-o2",
     "msamp-o3",

@@ -1,7 +1,7 @@
 """Estimates the time of a step on a cluster at best, from what the step computes and moves.
 
     products    operations of each format / what large products of it attain; recomputed ones twice
-    attention   the same, in the wide format; the masked half is not computed
+    attention   the same, as it is computed (`attention_cost.py`)
     casts       operands made for the products, native or emulated (`cast_price.py`)
     passes      bytes that norms, activations and the loss read and write, each fused / memory bandwidth
     update      bytes of the state, read and written / memory bandwidth, or the host's link
@@ -16,7 +16,8 @@ It is a lower bound for this program. What runs reach of it was measured by othe
 
 from dataclasses import dataclass
 
-from narrowgauge.bench.work import Work, work_of_passes
+from narrowgauge.bench.work import work_of_passes
+from narrowgauge.cluster.plan.attention_cost import AttentionCost, attention_cost
 from narrowgauge.cluster.plan.cast_price import cast_seconds, scaling_seconds
 from narrowgauge.cluster.plan.cluster_spec import Cluster
 from narrowgauge.distributed import ParallelDims
@@ -50,7 +51,7 @@ class Estimate:
 
     Attributes:
         products: seconds of products, attention among them.
-        casts: seconds of making their operands, and of scaling emulated results.
+        casts: seconds of making their operands, of scaling emulated results, and of an emulated attention.
         passes: seconds of everything else that is computed.
         update: seconds of the optimizer.
         waiting: seconds of waiting for links, without the overlapping part.
@@ -59,6 +60,7 @@ class Estimate:
         tokens: tokens of a step.
         mfu: model FLOPs utilisation, of the peak in the recipe's wide format.
         formats: the formats of the linear layers' products, that of most of them first.
+        attention: the products of attention.
         backend: whether the recipe is native on the device, and why.
     """
 
@@ -72,6 +74,7 @@ class Estimate:
     tokens: int
     mfu: float
     formats: tuple[str, ...]
+    attention: AttentionCost
     backend: Backend
 
     @property
@@ -94,9 +97,9 @@ def estimate(config: Config, parallel_dims: ParallelDims, cluster: Cluster, step
     t, recipe = config.training, config.spec.recipe
     tokens = t.batch_size * config.data.sequence_length
     backend = choose_backend(recipe, cluster.facts, config.spec.backend)
-    formats, (products, casts, passes) = _computation(
-        config, parallel_dims, cluster, backend.name == "native"
-    )
+    is_native = backend.name == "native"
+    formats, attention, seconds = _computation(config, parallel_dims, cluster, is_native)
+    products, casts, passes = seconds
     volumes = tuple(_volume(*key, size, cluster) for key, size in sorted(step.sent.items()) if size >= 2**10)
     busy = products + casts + passes
     overlapped = sum(v.seconds for v in volumes if v.purpose in ("gather", "reduce"))
@@ -108,13 +111,15 @@ def estimate(config: Config, parallel_dims: ParallelDims, cluster: Cluster, step
     total = busy + waiting + bubble + update
     used = flops_per_token(config.spec.model, config.data.sequence_length) * tokens / total
     mfu = used / parallel_dims.size / cluster.peak[cluster.format_for(recipe.compute)]
-    return Estimate(products, casts, passes, update, waiting, bubble, volumes, tokens, mfu, formats, backend)
+    return Estimate(
+        products, casts, passes, update, waiting, bubble, volumes, tokens, mfu, formats, attention, backend
+    )
 
 
 def _computation(
     config: Config, parallel_dims: ParallelDims, cluster: Cluster, native: bool
-) -> tuple[tuple[str, ...], tuple[float, float, float]]:
-    """(formats of products, seconds of products, casts and passes) of one device in a step."""
+) -> tuple[tuple[str, ...], AttentionCost, tuple[float, float, float]]:
+    """(formats of products, attention, seconds of products, casts and passes) of one device in a step."""
     recipe, data = config.spec.recipe, config.data
     # A process sees the tokens of its part of a sequence; attention is of whole sequences.
     tokens = max(1, data.sequence_length // parallel_dims.context)
@@ -126,18 +131,17 @@ def _computation(
     for gemm, times in work.gemms.items():
         flops[gemm.kind] += gemm.flops * times
     products = sum(flops[kind] / cluster.speed(format) for kind, format in speeds.items())
-    products += _attention_flops(config, work) / parallel_dims.context / cluster.speed(speeds[recipe.compute])
+    attention = attention_cost(config, work)
+    products += attention.product_seconds(cluster, recipe.compute) / parallel_dims.context
     casts = 0.0
     for operand, elements in work.operands.items():
         casts += cast_seconds(operand, elements, native, cluster, recipe.compute)
     casts += scaling_seconds(work.scaled_results, cluster)
+    casts += attention.moved / parallel_dims.context / cluster.memory_bandwidth
     passes = (work.moved["norms and the rest"] + work.moved["loss"]) / cluster.memory_bandwidth
     kinds = sorted((kind for kind in flops if flops[kind]), key=lambda kind: -flops[kind])
-    return tuple(dict.fromkeys(speeds[kind] for kind in kinds)), (
-        products / devices,
-        casts / devices,
-        passes / devices,
-    )
+    formats = tuple(dict.fromkeys(speeds[kind] for kind in kinds))
+    return formats, attention, (products / devices, casts / devices, passes / devices)
 
 
 def _speeds(config: Config, cluster: Cluster) -> dict[str, str]:
@@ -150,15 +154,6 @@ def _speeds(config: Config, cluster: Cluster) -> dict[str, str]:
 
 
 _NARROW = (("fp4", 4), ("fp6", 6), ("fp8", 8))
-
-
-def _attention_flops(config: Config, work: Work) -> float:
-    """Operations of attention in a step; the convention of MFU counts the masked half, too."""
-    model, t = config.spec.model, config.training
-    T = config.data.sequence_length
-    forward = 2 * t.batch_size * T * T * model.heads * model.head_dim
-    again = work.attention_forward / work.attention_backward
-    return model.layers * forward * (again + 2)
 
 
 def _volume(purpose: str, ranks: tuple[int, ...], size: int, cluster: Cluster) -> Volume:

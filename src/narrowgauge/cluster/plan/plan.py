@@ -224,6 +224,8 @@ def as_json(plan: Plan, tokens: int = 0, asked: Price | None = None) -> dict[str
         {key: getattr(v, key) for key in ("purpose", "ranks", "inside", "between", "seconds")}
         for v in time.volumes
     ]
+    if time.attention.products:
+        table["attention"] = {"flops": time.attention.flops, "products": time.attention.products}
     currency = {"currency": price.currency, "device_hour": price.amount} if price else {}
     table["run"] = {"tokens": budget, **cost_of(plan, budget, price), **currency}
     if (e := plan.expected) is not None:

@@ -144,6 +144,13 @@ def _print_reasons(plan: Plan, time: Estimate, asked: Price | None, console: Con
             f"time is that of {' and '.join(time.formats)} products and of casts, which are "
             f"{100 * time.casts / time.seconds:.0f} % of it. Waits of the host are not priced",
         )
+    if products := time.attention.products:
+        words = ", ".join(f"{product} {casts}" for product, casts in products.items())
+        _say(
+            console,
+            f"attention: {words}; emulated in fp32, all scores: {time.attention.flops:.3g} operations and "
+            f"{human_bytes(time.attention.moved)} a step of all devices",
+        )
     if plan.expected is None:
         _say(
             console,

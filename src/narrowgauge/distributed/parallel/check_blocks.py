@@ -3,7 +3,7 @@
 Blocks are laid on the global tensors, and a rank has to hold blocks of a fixed size in full; otherwise
 `TensorShard.reduce_amax` would refuse in the middle of a step. Legend: M tokens, N outputs, K inputs.
 
-    M    over `context`; in the head over `context` x `tensor`
+    M    over `context`; in the head and in the residual stream over `context` x `tensor`
     N    over `tensor` in qkv, up and gate_up
     K    over `tensor` in attention_out and down
 
@@ -94,6 +94,8 @@ def check_blocks(
         for place in () if is_shared else WEIGHT_STATE:
             _check(of_layer.state[place], weight, f"{place} of {name}")
         _check_moments(recipe, weight, name)
+    tokens = _tokens(sequence_length, sequences, {"context": dims.context, "tensor": dims.tensor})
+    _check(recipe.stream, [tokens, _full(model.dim, "columns")], "stream")
     others = {"embedding": model.vocab_size}
     others |= {"position_embedding": model.max_sequence_length} if model.positions == "learned" else {}
     for name, rows in others.items():

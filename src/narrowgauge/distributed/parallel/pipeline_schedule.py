@@ -62,9 +62,8 @@ class Pipeline:
         """Wrap a stage for torch's schedules, with examples of its input and output."""
         stage, (B, T) = _unwrapped(module), shape
         model = self.model
-        wide = torch.promote_types(torch.float32, model.compute_dtype)  # dtype of the residual stream
         size = (B, T // model.share[1], model.config.dim)
-        stream = torch.empty(size, dtype=wide, device="meta", requires_grad=True)
+        stream = torch.empty(size, dtype=model.stream_dtype, device="meta", requires_grad=True)
         ids = torch.empty(shape, dtype=torch.int64, device="meta")
         return PipelineStage(
             module,

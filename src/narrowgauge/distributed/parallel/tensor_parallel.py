@@ -3,6 +3,7 @@
     qkv, up, gate_up         rows (heads, hidden units) over `tensor`; one segment of each fused part
     attention_out, down      columns over `tensor`; their products are summed over it
     everything else          replicated over `tensor`, whose processes have different tokens there
+    attention                heads over `tensor` x `context`: each process has all tokens of its heads
 
 Elsewhere tokens are sharded over `tensor` (sequence parallelism), and everywhere over `context`. The record
 of a parameter (`quantization.ParamState.shard`) has its position in the global tensor.
@@ -30,7 +31,14 @@ from narrowgauge.distributed.parallel.sequence_parallel import (
 )
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig, Transformer
-from narrowgauge.nn import Linear, LinearShards, TokenShard
+from narrowgauge.nn import (
+    HeadShard,
+    Linear,
+    LinearShards,
+    NarrowAttention,
+    NarrowResidual,
+    TokenShard,
+)
 from narrowgauge.quantization import ShardAxis, TensorShard, ensure_state, full_axis, state_of
 
 COLUMN_SHARDED = ("attention_out", "down")  # the layers of a block whose columns `tensor` shards
@@ -76,6 +84,9 @@ def shard_blocks(model: Transformer, mesh: Mesh) -> None:
     groups = mesh.groups("context", "tensor")
     if isinstance(model.head, Linear) and groups:
         model.head.shards = LinearShards(TokenShard(*model.share, groups))
+    for module in model.modules():
+        if isinstance(module, NarrowResidual) and groups:
+            module.tokens = TokenShard(*model.share, groups)
     for _, parameter in model.named_parameters():
         if state_of(parameter).shard is None:
             ensure_state(parameter).shard = TensorShard(tuple(full_axis(n) for n in parameter.shape))
@@ -86,6 +97,8 @@ def _shard_block(block: Any, model: Transformer, mesh: Mesh, tokens: TokenShard 
     # Heads are divided over `tensor`, and those of a process of it over `context`.
     index = mesh.index("tensor") * mesh.size("context") + mesh.index("context")
     block.heads_share = (index, mesh.size("sequence"))
+    if isinstance(block.attention, NarrowAttention):
+        block.attention.shard = HeadShard(index, mesh.size("sequence"), mesh.groups("context", "tensor"))
     if tokens is not None:
         block.to_heads = partial(all_to_all_heads, group=tokens.groups[0])
         block.to_tokens = partial(all_to_all_tokens, group=tokens.groups[0])

@@ -27,7 +27,7 @@ from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.formats import torch_dtype
 from narrowgauge.nn import Linear
-from narrowgauge.nn.gathered_weight import GatheredWeight
+from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
 from narrowgauge.nn.weight_state import make_weight_state
 from narrowgauge.quantization import (
     Cast,

@@ -49,9 +49,8 @@ class FakePipeline:
         x_BT = stage_input.micro_batches[i].batch.x_BT
         x = x_BT
         if not stage.is_first:
-            wide = torch.promote_types(torch.float32, self.model.compute_dtype)
             size = (len(x_BT), x_BT.shape[1] // self.model.share[1], self.model.config.dim)
-            x = torch.empty(size, dtype=wide, device="meta", requires_grad=True)
+            x = torch.empty(size, dtype=self.model.stream_dtype, device="meta", requires_grad=True)
         out = self.modules[chunk](x)
         self.live[chunk, i] = x, out
         if not stage.is_last:

@@ -20,14 +20,14 @@ from typing import Any
 
 from narrowgauge.formats import format, format_names
 from narrowgauge.quantization.gauges.histogram import bins_of
-from narrowgauge.recipes import GEMM_PLACES
+from narrowgauge.recipes import ATTENTION_PLACES, GEMM_PLACES
 from narrowgauge.report.page.curves import round_digits, thin
 from narrowgauge.report.read.records import as_float
 from narrowgauge.report.read.run import Run
 
 PRODUCTS = ("fprop.y", "dgrad.dx", "wgrad.dw")
 STATE = ("weight", "master", "grad", "m", "v")
-ORDER = (*GEMM_PLACES, "saved", *PRODUCTS, *STATE)
+ORDER = (*GEMM_PLACES, *ATTENTION_PLACES, "saved", "stream", *PRODUCTS, *STATE)
 SHARES = ("underflow", "zeros", "largest", "clipped", "nonfinite")
 GAUGES = ("sqnr", *SHARES, "amax", "spread", "scales", "bias", "unlike")
 LAYERS, LAYERS_OF_ALL = 100, 400  # at most, in one run and in all runs

@@ -1,15 +1,15 @@
-"""The gauges of a step: on each linear layer, and on the state of each matrix."""
+"""The gauges of a step: on each layer under a recipe, and on the state of each matrix."""
 
 import torch
 
-from narrowgauge.nn import Gauges, Linear
+from narrowgauge.nn import Gauges, Stepped
 from narrowgauge.quantization import QuantizedState, state_of
 from narrowgauge.training.step.train_state import TrainState
 
 
 def make_gauges(run: TrainState) -> Gauges:
     """Make the gauges for one step of a run."""
-    layers = {name: m for name, m in run.model.named_modules() if isinstance(m, Linear)}
+    layers = dict(filter(lambda named: isinstance(named[1], Stepped), run.model.named_modules()))
     state: dict[tuple[str, str], QuantizedState | torch.Tensor] = {}
     for p, name in run.names.items():
         if p.ndim < 2:

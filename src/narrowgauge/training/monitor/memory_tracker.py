@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from narrowgauge.nn.gathered_weight import GatheredWeight, PlaceholderShard
+from narrowgauge.nn.sharded.gathered_weight import GatheredWeight, PlaceholderShard
 from narrowgauge.torch_compat import TorchDispatchMode, local_tensor, storage_key, tree_iter
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from narrowgauge.distributed import ParallelDims, check_blocks, check_tensor_parallel, resolve_dims
 from narrowgauge.errors import UserError
+from narrowgauge.recipes import require_attention_shapes
 from narrowgauge.training.config.config import Config
 from narrowgauge.training.config.micro_batch import largest_size, what_fits
 from narrowgauge.training.config.schema import TrainingSection
@@ -69,7 +70,9 @@ def parallel_dims_of(config: Config, processes: int) -> ParallelDims:
     model, t = config.spec.model, config.training
     length = config.data.sequence_length
     check_tensor_parallel(model, length, parallel_dims)
-    check_blocks(model, config.spec.recipe, length, t.micro_batch_size, parallel_dims)
+    recipe = config.spec.recipe
+    check_blocks(model, recipe, length, t.micro_batch_size, parallel_dims)
+    require_attention_shapes(recipe, model.head_dim, length, model.dim, model.attention_dropout)
     _check_batch(config, parallel_dims)
     if parallel_dims.size > 1 and t.compile:
         raise UserError(

@@ -4,8 +4,9 @@ A skipped step is computed again from the same state, with the same micro-batche
 and every tensor is checked in the order in which it is computed:
 
     state        weights, masters, moments, the state of the recipe
-    forward      the outputs of embeddings and norms; in each linear layer `fprop.x` and `fprop.w`, each
-                 before and after its cast, and the product `fprop.y`; the loss
+    forward      the outputs of embeddings, norms and attention; in each linear layer `fprop.x` and
+                 `fprop.w`, each before and after its cast, and the product `fprop.y`; places of attention
+                 and the stream where a recipe narrows them; the loss
     backward     the gradients of the same outputs; `dgrad.dy`, `dgrad.dx`, `wgrad.dw` ...
     gradients    of each parameter, as they are accumulated, and their norms
 
@@ -24,7 +25,7 @@ from typing import Any, Self
 import torch
 
 from narrowgauge.checkpoint import is_finite
-from narrowgauge.nn import Linear, Observation
+from narrowgauge.nn import Observation, Stepped
 from narrowgauge.quantization import gradient_of
 
 _STATE = re.compile(r"(.+)\.(?:weight|bias)\.([^.]+)\..*")
@@ -84,7 +85,7 @@ class NanTracer:
 
     def __enter__(self) -> Self:
         for name, module in self.model.named_modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Stepped):
                 module.observer = _LayerTracer(name, self)
             elif not any(True for _ in module.children()):
                 self._handles.append(module.register_forward_hook(partial(self._output, name)))
@@ -96,7 +97,7 @@ class NanTracer:
         for handle in self._handles:
             handle.remove()
         for module in self.model.modules():
-            if isinstance(module, Linear):
+            if isinstance(module, Stepped):
                 module.observer = None
 
     def check(self, layer: str, place: str, what: str, tensor: torch.Tensor) -> None:
@@ -150,7 +151,7 @@ class NanTracer:
 
 @dataclass(frozen=True, slots=True)
 class _LayerTracer:
-    """The observer of one linear layer's operands and products (`nn.Observer`)."""
+    """The observer of one layer's operands and products (`nn.Observer`)."""
 
     layer: str
     tracer: NanTracer

@@ -14,7 +14,7 @@ from narrowgauge.data import Tokenizer, load_tokenizer
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
 from narrowgauge.models.sizes import name_of
-from narrowgauge.nn import Linear
+from narrowgauge.nn import Linear, NarrowAttention, NarrowResidual
 from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.monitor.hardware import choose_device, use_device
 from narrowgauge.training.run_directory import RunDirectory
@@ -66,6 +66,8 @@ class TrainedRun:
     def is_tokenwise(self) -> bool:
         """Whether every layer treats each token independently of the others (`models/generate.py`)."""
         for module in self.model.modules():
+            if isinstance(module, NarrowAttention | NarrowResidual) and not module.is_tokenwise:
+                return False
             if isinstance(module, Linear):
                 cast = module.spec.casts["fprop.x"]
                 scales_per_token = not cast.is_scaled or (

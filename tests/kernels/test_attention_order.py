@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from narrowgauge.kernels import dispatch
-from narrowgauge.models.attention import attend
+from narrowgauge.kernels.attention import attend
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
@@ -15,7 +15,7 @@ def test_any_order_gives_the_attention(kv_heads, monkeypatch):
     plain = attend(q, k, v)
     asked = []
     monkeypatch.setattr(
-        "narrowgauge.models.attention.fastest_first",
+        "narrowgauge.kernels.attention.fastest_first",
         lambda device: asked.append(device) or dispatch.sdpa_kernel(dispatch.CUDNN_FIRST, set_priority=True),
     )
     assert torch.equal(attend(q, k, v), plain)

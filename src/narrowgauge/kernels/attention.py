@@ -5,6 +5,9 @@
 With dropout on the probabilities p, no fused kernel serves: their masks come from generators of their own,
 and would change with the number of devices. Then the scores of all T x T pairs are computed and held.
 
+`Attention` is the module in which a model computes all this; another one that computes it otherwise may stand
+in its place.
+
 Legend: B sequences, T tokens, S tokens of keys (T, and more with a cache), N query heads, K key-value heads,
 H head_dim.
 """
@@ -105,3 +108,24 @@ def attend_with_dropout(
     z_BNTS = ((q_BNTH * q_BNTH.shape[3] ** -0.5) @ k_BNSH.transpose(2, 3)).masked_fill(~mask, float("-inf"))
     p_BNTS = z_BNTS.to(torch.promote_types(z_BNTS.dtype, torch.float32)).softmax(dim=-1)
     return dropout(p_BNTS, index, count).to(v_BNSH.dtype) @ v_BNSH
+
+
+class Attention(nn.Module):
+    """The attention of one layer, without parameters: its products, and the softmax between them."""
+
+    def forward(
+        self,
+        q_BNTH: Tensor,
+        k_BKSH: Tensor,
+        v_BKSH: Tensor,
+        mask: Tensor | None = None,
+        dropout: Dropout | None = None,
+        share: tuple[int, int] = (0, 1),
+    ) -> Tensor:
+        """Attention -> [B, N, T, H], as `attend`; with `dropout` as `attend_with_dropout`.
+
+        `share` = (index, count): the heads are the local one of `count` equal shares of all heads.
+        """
+        if dropout is not None:
+            return attend_with_dropout(q_BNTH, k_BKSH, v_BKSH, mask, dropout, *share)
+        return attend(q_BNTH, k_BKSH, v_BKSH, mask)

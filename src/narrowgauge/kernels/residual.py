@@ -1,0 +1,28 @@
+"""The residual stream: the sum that runs through all layers.
+
+    x_0 = embedding        x_i+1 = x_i + f_i(norm(x_i))
+
+It is fp32 here, because it is a sum over all layers, and a narrow sum would lose exactly the small late
+terms. `Residual` is the module in which a model adds to it; another one that keeps the sum in other numbers
+may stand in its place. Where nothing else is asked for, the sum before a norm is part of the norm's own pass
+(`norm.add_norm`), and the module is not called.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+class Residual(nn.Module):
+    """One point of the residual stream.
+
+    Attributes:
+        is_plain: Whether the sum is what torch makes of it, so that a norm may compute it.
+        dtype: What the stream is in after this point; None for that of the sum.
+    """
+
+    is_plain = True
+    dtype: torch.dtype | None = None
+
+    def forward(self, x_BTD: Tensor, delta_BTD: Tensor | None = None) -> Tensor:
+        """The stream after this point: `x_BTD`, or the sum of both."""
+        return x_BTD if delta_BTD is None else x_BTD + delta_BTD

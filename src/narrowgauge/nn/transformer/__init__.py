@@ -1,0 +1,1 @@
+"""How do attention and the residual stream compute under a recipe?"""

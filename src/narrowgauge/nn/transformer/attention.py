@@ -1,0 +1,120 @@
+"""Attention under a recipe: the module that `convert` puts in the place of a model's own.
+
+It has no parameters. While the recipe leaves every place of it in `compute`, it is the attention that it
+replaces; else `attention_function.py` computes it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from narrowgauge.errors import UserError
+from narrowgauge.kernels.attention import Attention
+from narrowgauge.kernels.dropout import Dropout
+from narrowgauge.nn.observer import Observer
+from narrowgauge.nn.step_state import Stepped
+from narrowgauge.nn.transformer.attention_context import AttentionContext
+from narrowgauge.nn.transformer.attention_function import narrow_attention
+from narrowgauge.nn.transformer.piece_context import HeadShard
+from narrowgauge.quantization import Cast
+from narrowgauge.recipes import ATTENTION_PRODUCTS, Recipe, is_wide
+
+# Above the tensor ids of linear layers and of the optimizer's (`optim.optimizer`), below those of dropout.
+_FIRST_STREAM = 2**36
+_STREAMS = 2 * len(ATTENTION_PRODUCTS)
+
+
+class NarrowAttention(Stepped, Attention):
+    """The attention of one layer, with its operands as a recipe says.
+
+    Attributes:
+        casts: The cast of each place in this step; one that is missing, or None, is in `compute`.
+        shard: The heads of this process.
+        observer: Sees all operands; attached for a step.
+    """
+
+    def __init__(self, recipe: Recipe, index: int) -> None:
+        """Compute as the recipe of this layer says.
+
+        Args:
+            recipe: The recipe of this layer.
+            index: The number of the attention among the model's.
+        """
+        torch.nn.Module.__init__(self)
+        self.recipe, self.index = recipe, index
+        self.casts: Mapping[str, Cast | None] = dict(recipe.attention)
+        self.shard = HeadShard()
+        self.observer: Observer | None = None
+        everything = [*recipe.attention.values(), *(c for r in recipe.rules for c in r.attention.values())]
+        self.is_random = any(cast is not None and cast.is_random for cast in everything)
+        # Plain tensors on the CPU, so that they move with nothing: a pass takes them along.
+        self.keys = self.first_sample = None
+        self._set_keys(0, 0, 0)
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether every place is in `compute` in this step."""
+        return all(is_wide(cast, self.recipe.compute) for cast in self.casts.values())
+
+    @property
+    def is_tokenwise(self) -> bool:
+        """Whether a query's result depends on its own numbers and on keys, values and nothing after it.
+
+        Then it is the same with a cache of keys and values. Blocks of q, k and p lie along a row; those of v
+        lie along the tokens, so a scale of several belongs to tokens that are still to come.
+        """
+        for place in ("attention.q", "attention.k", "attention.v", "attention.p"):
+            cast = self.casts.get(place)
+            if cast is None or not cast.is_scaled:
+                continue
+            tokens = 0 if cast.block is None else cast.block[place == "attention.v"]
+            if tokens != 1 or cast.tensor_scale == "tensor" or cast.is_random:
+                return False
+        return True
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        q_BNTH: torch.Tensor,
+        k_BKSH: torch.Tensor,
+        v_BKSH: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        dropout: Dropout | None = None,
+        share: tuple[int, int] = (0, 1),
+    ) -> torch.Tensor:
+        """Attention -> [B, N, T, H], as that of `Attention`.
+
+        Raises:
+            UserError: There is dropout of probabilities, and places are narrow.
+        """
+        self._begin_pass()
+        if self.is_wide:
+            return super().forward(q_BNTH, k_BKSH, v_BKSH, mask, dropout, share)
+        if dropout is not None:
+            raise UserError(
+                f"recipe {self.recipe.name!r} narrows attention, and probabilities with dropout have no "
+                "place in a recipe; set model.attention_dropout = 0"
+            )
+        context = AttentionContext(self.casts, self.shard, observer=self.observer)
+        if self.keys is not None and self.first_sample is not None:
+            keys, first_sample = (t.to(q_BNTH.device) for t in (self.keys, self.first_sample))
+            context = replace(context, keys=keys, first_sample=first_sample)
+        with torch.autocast(q_BNTH.device.type, enabled=False):
+            return narrow_attention(q_BNTH, k_BKSH, v_BKSH, mask, context)
+
+    def extra_repr(self) -> str:
+        """The name of the recipe."""
+        return f"recipe={self.recipe.name}"
+
+    def _stream_ids(self) -> list[int]:
+        return [_FIRST_STREAM + _STREAMS * self.index + i for i in range(_STREAMS)]
+
+    def _device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def _use_rules(self, step: int, steps: int | None, decay: int | None) -> None:
+        self.casts = dict(self.recipe.attention)
+        for rule in self.recipe.rules:
+            if rule.is_for_all and rule.holds(step, steps, decay):
+                self.casts |= rule.attention

@@ -1,0 +1,147 @@
+"""The context of one pass of attention: which cast each operand of the six products has, and its operands.
+
+    product    operands     contracts
+    q kᵀ       q, k         H
+    p v        p, v         S
+    pᵀ do      p, do        T
+    do vᵀ      do, v        H
+    ds k       ds, k        S
+    dsᵀ q      ds, q        T
+
+In the backward pass an operand is narrow only beside a narrow gradient: with `do` in a format without scales,
+its two products take p and v as they came, and the same holds for `ds` with k and q.
+
+Legend: B sequences, N query heads, K key-value heads, Z = B N matrices, T queries, S keys, H head_dim.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from narrowgauge.collectives import all_reduce_max
+from narrowgauge.formats import RandomStream, torch_dtype
+from narrowgauge.kernels import emulate as emulate_matrix
+from narrowgauge.nn.gemm import Operand
+from narrowgauge.nn.observer import Observation, Observer
+from narrowgauge.nn.transformer.piece_context import HeadShard, PieceContext, largest_of, needs_largest
+from narrowgauge.quantization import Cast, QuantContext, emulate
+from narrowgauge.recipes import ATTENTION_PRODUCTS, GRADIENT_PLACES
+
+_PRODUCTS = list(ATTENTION_PRODUCTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some matrices and some rows of a tensor [Z, rows, columns]."""
+
+    matrices: slice
+    rows: slice
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor; a dimension of size 1 is the same for all parts."""
+        x = x if x.shape[0] == 1 else x[self.matrices]
+        return x if x.shape[1] == 1 else x[:, self.rows]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionContext:
+    """All that a forward and a backward pass of attention need in addition to its tensors.
+
+    Attributes:
+        casts: The cast of each place; None, or a place that is missing, for the dtype of q.
+        shard: The heads of this process.
+        keys: int32 [12, 2], keys of the step's random streams, two a product; None if no cast is random.
+        first_sample: The index in the global batch of the first sequence.
+        observer: Sees every operand.
+    """
+
+    casts: Mapping[str, Cast | None]
+    shard: HeadShard = field(default_factory=HeadShard)
+    keys: torch.Tensor | None = None
+    first_sample: int | torch.Tensor = 0
+    observer: Observer | None = None
+
+    def cast(self, place: str, product: str) -> Cast | None:
+        """The cast of an operand of a product."""
+        gradient = next((p for p in ATTENTION_PRODUCTS[product] if p in GRADIENT_PLACES), None)
+        if gradient is not None:
+            of_gradient = self.casts.get(gradient)
+            if gradient != place and (of_gradient is None or not of_gradient.is_scaled):
+                return None
+        return self.casts.get(place)
+
+    def largest(self, x: torch.Tensor, place: str, product: str, axis: int) -> torch.Tensor | None:
+        """The largest magnitude of a tensor over the heads of all processes, if a scale needs it."""
+        cast = self.cast(place, product)
+        if cast is None or not needs_largest(cast):
+            return None
+        return self.over_processes(largest_of(x, cast, axis, QuantContext()))
+
+    def over_processes(self, largest: torch.Tensor) -> torch.Tensor:
+        """The largest of the heads of all processes."""
+        return all_reduce_max(largest, self.shard.groups)
+
+    def operand(
+        self,
+        x: torch.Tensor,
+        place: str,
+        product: str,
+        axis: int,
+        dtype: torch.dtype,
+        largest: torch.Tensor | None = None,
+        part: Part | None = None,
+        shape: tuple[int, ...] = (),
+    ) -> Operand:
+        """The operand that a product sees of a tensor [Z, rows, columns] whose `axis` it contracts, -1 or -2.
+
+        Args:
+            x: The tensor, or a part of it.
+            place: Its place.
+            product: The product.
+            axis: The axis.
+            dtype: What a place without a cast is in.
+            largest: The largest magnitude of the global tensor, if a scale needs it and x is not all of it.
+            part: Which part of the tensor x is; None for all of it.
+            shape: The shape of the local tensor, [B, heads, rows, columns]; for random bits.
+        """
+        cast = self.cast(place, product)
+        if cast is None or not cast.is_scaled:
+            seen = Operand(x.to(dtype if cast is None else torch_dtype(cast.element)))
+            if self.observer is not None and cast is not None:
+                self.observer.operand(Observation(place, x, seen.values, None, cast, axis, QuantContext()))
+            return seen
+        wide = torch.promote_types(x.dtype, torch.float32)
+        if largest is None and part is None and self.shard.groups:
+            largest = self.largest(x, place, product, axis)
+        context = PieceContext(largest=largest)
+        if cast.is_random and self.keys is not None:
+            context = self._with_bits(context, place, product, part, shape)
+        if axis == -1 and largest is None and context.random is None and _is_by_row(cast):
+            values, scale = emulate_matrix(x.flatten(0, 1), cast, -1, wide)
+            operand = Operand(values.view(*x.shape[:2], -1), scale)
+        else:
+            operand = Operand(*emulate(x, cast, axis, wide, context))
+        if self.observer is not None:
+            self.observer.operand(Observation(place, x, *operand, cast, axis, context))
+        return operand
+
+    def _with_bits(
+        self, context: PieceContext, place: str, product: str, part: Part | None, shape: tuple[int, ...]
+    ) -> PieceContext:
+        """The context with the random bits of a part of a tensor."""
+        assert self.keys is not None
+        B, heads, rows, columns = shape
+        key = self.keys[2 * _PRODUCTS.index(product) + ATTENTION_PRODUCTS[product].index(place)]
+        number_B1 = torch.arange(B, device=key.device)[:, None] + self.first_sample
+        head = torch.arange(heads, device=key.device) + self.shard.index * heads
+        matrix_Z = (number_B1 * (heads * self.shard.count) + head).flatten()
+        first = matrix_Z * (rows * columns)
+        if part is not None:
+            first = first[part.matrices] + (part.rows.start or 0) * columns
+        return replace(context, random=RandomStream(key), first=first, width=columns)
+
+
+def _is_by_row(cast: Cast) -> bool:
+    """Whether the blocks along the last axis are the same in one matrix of all rows."""
+    return cast.block is None or cast.block[0] == 1

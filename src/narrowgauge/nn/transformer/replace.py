@@ -1,0 +1,68 @@
+"""Puts attention and the residual stream of a model under a recipe.
+
+A model gives its places away by the modules that compute them: `kernels.attention.Attention`, and
+`kernels.residual.Residual`. In any other model both are functions, which nothing can take the place of.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from narrowgauge.errors import UserError
+from narrowgauge.kernels.attention import Attention
+from narrowgauge.kernels.residual import Residual
+from narrowgauge.nn.transformer.attention import NarrowAttention
+from narrowgauge.nn.transformer.residual import NarrowResidual
+from narrowgauge.recipes import Recipe
+
+
+def refuse_unreachable(model: torch.nn.Module, recipe: Recipe) -> None:
+    """Refuse a recipe that narrows what a model does not give away.
+
+    Raises:
+        UserError: It narrows attention or the stream, and the model has no such place.
+    """
+    kinds = {type(module) for module in model.modules()}
+    if recipe.narrows_attention and not any(issubclass(kind, Attention) for kind in kinds):
+        raise UserError(
+            f"recipe {recipe.name!r} narrows attention, and {type(model).__name__} computes its attention "
+            "where no recipe reaches it (only narrowgauge's own model has these places); leave it wide: "
+            f"narrowgauge.recipe({recipe.name!r}).with_places({{'attention': {recipe.compute!r}}})"
+        )
+    if recipe.stream.name != "fp32" and not any(issubclass(kind, Residual) for kind in kinds):
+        raise UserError(
+            f"recipe {recipe.name!r} keeps the residual stream in {recipe.stream.name!r}, and "
+            f"{type(model).__name__} adds to it where no recipe reaches it (only narrowgauge's own model has "
+            f"this place); take narrowgauge.recipe({recipe.name!r}).with_places({{'stream': 'fp32'}})"
+        )
+
+
+def replace_places(
+    model: torch.nn.Module, recipe: Recipe, block_of: Callable[[str], int | None], blocks: int
+) -> None:
+    """Let every attention and every point of the stream compute under a recipe, in place.
+
+    Args:
+        model: The model; what is under a recipe already changes to the new one.
+        recipe: The recipe of the model.
+        block_of: The number of the block that a module of this name is in, if it is in one.
+        blocks: The number of blocks.
+    """
+    attentions = {name: m for name, m in model.named_modules() if isinstance(m, Attention)}
+    for index, (name, attention) in enumerate(attentions.items()):
+        of_layer = recipe.for_layer([(name, block_of(name))], blocks)
+        new = NarrowAttention(of_layer, index) if of_layer.narrows_attention else Attention()
+        _put(model, name, attention, new)
+    points = {name: m for name, m in model.named_modules() if isinstance(m, Residual)}
+    for index, (name, point) in enumerate(points.items()):
+        _put(
+            model, name, point, Residual() if recipe.stream.name == "fp32" else NarrowResidual(recipe, index)
+        )
+
+
+def _put(model: torch.nn.Module, name: str, old: torch.nn.Module, new: torch.nn.Module) -> None:
+    """Put a module in the place of another one, unless both are the plain ones."""
+    if type(old) is type(new) and type(new) in (Attention, Residual):
+        return
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, new.train(old.training))

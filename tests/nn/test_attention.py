@@ -1,0 +1,217 @@
+"""Attention in narrow numbers, against loops over numbers; wide, against torch's own."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import narrowgauge as ng
+from narrowgauge.errors import UserError
+from narrowgauge.formats import RandomStream
+from narrowgauge.kernels.attention import document_mask
+from narrowgauge.nn import HeadShard
+from narrowgauge.nn.transformer import attention_function
+from narrowgauge.nn.transformer.attention_context import AttentionContext
+from narrowgauge.nn.transformer.attention_function import narrow_attention
+from narrowgauge.quantization import make_cast
+from narrowgauge.quantization.oracle import reference_quantize
+
+B, N, K, T, H = 2, 2, 1, 16, 16
+TENSORS = ("q", "k", "v", "p", "do", "ds")
+PRODUCTS = ("q kᵀ", "p v", "pᵀ do", "do vᵀ", "ds k", "dsᵀ q")
+NVFP4, SQUARE = {"cast": "nvfp4", "block": 8}, {"cast": "nvfp4", "block": [8, 8]}
+STOCHASTIC = NVFP4 | {"rounding": "stochastic"}
+RECIPES = {
+    "a scale a tensor": ["e4m3", "e4m3", "e4m3", "e4m3", "e5m2", "e5m2"],
+    "blocks along what is contracted": [{"cast": "mxfp8", "block": 8}] * 6,
+    "square blocks, a scale a row": ["fp8-row", {"cast": "mxfp4", "block": [8, 8]}, *[SQUARE] * 4],
+    "two scales, random gradients": [*[NVFP4] * 4, STOCHASTIC, STOCHASTIC],
+    "one side transformed": [
+        *[{"cast": "mxfp4", "block": 8, "hadamard": 16}] * 2,
+        "bf16",
+        "bf16",
+        "bf16",
+        "bf16",
+    ],
+    "a narrow gradient beside a wide one": [NVFP4, NVFP4, "bf16", "bf16", "bf16", NVFP4],
+}
+
+
+def casts_of(name):
+    return {f"attention.{t}": make_cast(c) for t, c in zip(TENSORS, RECIPES[name], strict=True)}
+
+
+def tensors(dtype=torch.float64):
+    g = torch.Generator().manual_seed(0)
+    sizes = [(B, N, T, H), (B, K, T, H), (B, K, T, H), (B, N, T, H)]
+    return [torch.randn(size, generator=g).bfloat16().to(dtype) for size in sizes]
+
+
+def documents():
+    return document_mask(torch.stack([torch.arange(T) % 12, torch.arange(T)]))
+
+
+def computed(q, k, v, dy, mask, context):
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    y = narrow_attention(*leaves, mask, context)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+KEYS = torch.randint(0, 2**31, (12, 2), dtype=torch.int32, generator=torch.Generator().manual_seed(5))
+FIRST = 3  # of the step's sequences
+
+
+@pytest.mark.parametrize("mask", [None, documents()], ids=["causal", "documents"])
+def test_wide_attention_is_torchs(mask):
+    q, k, v, dy = tensors()
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    y = torch.nn.functional.scaled_dot_product_attention(
+        *leaves, mask, is_causal=mask is None, enable_gqa=True
+    )
+    expected = [y, *torch.autograd.grad(y, leaves, dy)]
+    for got, of_torch in zip(computed(q, k, v, dy, mask, AttentionContext({})), expected, strict=True):
+        torch.testing.assert_close(got, of_torch, rtol=1e-14, atol=1e-14)
+
+
+class ByHand:
+    """Attention in loops: every tensor quantized by the exact oracle, every sum a sum of exact products."""
+
+    def __init__(self, casts):
+        self.casts = casts
+
+    def operand(self, x, place, product, axis):
+        """(numbers without the scale of the full tensor, that scale) of [B, heads, rows, columns]."""
+        cast = self.casts[place]
+        if "do" in product or "ds" in product:
+            gradient = "attention.do" if "do" in product else "attention.ds"
+            if place != gradient and not self.casts[gradient].is_scaled:
+                return x, 1.0
+        if not cast.is_scaled:
+            return torch.tensor(x).to(torch.bfloat16).double().numpy(), 1.0
+        draws = None
+        if cast.rounding == "stochastic":
+            pair = {
+                "q kᵀ": "qk",
+                "p v": "pv",
+                "pᵀ do": ("p", "do"),
+                "do vᵀ": ("do", "v"),
+                "ds k": ("ds", "k"),
+            }
+            side = list(pair.get(product, ("ds", "q"))).index(place.partition(".")[2])
+            stream = RandomStream(KEYS[2 * PRODUCTS.index(product) + side])
+            index = FIRST * x[0].size + np.arange(x.size).reshape(x.shape)
+            draws = (stream.uniform_at(torch.tensor(index)).double() * 2**24).long().numpy()
+        q = reference_quantize(x.astype(np.float32), cast, axis, draws)
+        if cast.block is None:
+            return q.values, next(iter(q.scales.values()))
+        numbers = np.zeros_like(q.values)
+        extent = [1] * x.ndim
+        extent[axis] = cast.block[1] or x.shape[axis]
+        extent[-1 if axis == -2 else -2] = cast.block[0]
+        for corner, scale in q.scales.items():
+            block = tuple(slice(i, i + e) for i, e in zip(corner, extent, strict=True))
+            numbers[block] = (q.values[block] * scale).astype(np.float32)
+        return numbers, q.tensor_scale
+
+    def product(self, a, b):
+        """sum over the last axis of both, [B, N, rows, columns]; heads of b are shared."""
+        (x, sx), (y, sy) = a, b
+        x, y = (np.repeat(t, N // t.shape[1], axis=1) for t in (x, y))
+        sums = np.zeros((B, N, x.shape[2], y.shape[2]))
+        for at in np.ndindex(sums.shape):
+            sums[at] = math.fsum(x[*at[:2], at[2]] * y[*at[:2], at[3]])
+        return sums * float(np.float32(sx) * np.float32(sy))
+
+    def __call__(self, q, k, v, dy, mask):
+        q, k, v, dy = (t.numpy() for t in (q, k, v, dy))
+        sees = np.tril(np.ones((T, T), bool))[None, None] if mask is None else mask.numpy()
+        turn = lambda operand: (operand[0].swapaxes(-1, -2), operand[1])  # noqa: E731
+        use = lambda x, place, product, axis: self.operand(x, f"attention.{place}", product, axis)  # noqa: E731
+        z = self.product(use(q, "q", "q kᵀ", -1), use(k, "k", "q kᵀ", -1)) * H**-0.5
+        z = np.where(sees, z, -math.inf)
+        p = np.zeros_like(z)
+        for at in np.ndindex(z.shape[:3]):
+            powers = [math.exp(s - max(z[at])) for s in z[at]]
+            p[at] = [e / math.fsum(powers) for e in powers]
+        y = self.product(use(p, "p", "p v", -1), turn(use(v, "v", "p v", -2)))
+        dv = self.product(turn(use(p, "p", "pᵀ do", -2)), turn(use(dy, "do", "pᵀ do", -2)))
+        dp = self.product(use(dy, "do", "do vᵀ", -1), use(v, "v", "do vᵀ", -1))
+        ds = np.zeros_like(p)
+        for at in np.ndindex(p.shape[:3]):
+            ds[at] = p[at] * (dp[at] - math.fsum(p[at] * dp[at]))
+        dq = self.product(use(ds, "ds", "ds k", -1), turn(use(k, "k", "ds k", -2))) * H**-0.5
+        dk = self.product(turn(use(ds, "ds", "dsᵀ q", -2)), turn(use(q, "q", "dsᵀ q", -2))) * H**-0.5
+        shared = lambda d: d.reshape(B, K, N // K, T, H).sum(2)  # noqa: E731
+        return [y, dq, shared(dk), shared(dv)]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_narrow_attention_is_that_of_loops(name):
+    casts, mask = casts_of(name), None if "scale" in name else documents()
+    q, k, v, dy = tensors()
+    # Where factors have more than a few bits, sums are not exact in float64: there the order decides.
+    exact = all(cast.is_scaled and (cast.block is None or cast.scale != "fp32") for cast in casts.values())
+    got = computed(q, k, v, dy, mask, AttentionContext(casts, keys=KEYS, first_sample=FIRST))
+    for ours, expected in zip(got, ByHand(casts)(q, k, v, dy, mask), strict=True):
+        if exact:
+            assert (ours.numpy() != expected).sum() == 0
+        else:
+            torch.testing.assert_close(ours, torch.tensor(expected), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("limit", [T * 8, T * T])  # half a head at a time, or one
+def test_pieces_change_no_number(monkeypatch, name, limit):
+    context = AttentionContext(casts_of(name), keys=KEYS, first_sample=FIRST)
+    whole = computed(*tensors(torch.bfloat16), documents(), context)
+    monkeypatch.setitem(attention_function.SCORES, "cpu", limit)
+    pieces = computed(*tensors(torch.bfloat16), documents(), context)
+    assert torch.equal(pieces[0], whole[0])
+    assert torch.equal(pieces[1], whole[1])
+    for got, expected in zip(pieces[2:], whole[2:], strict=True):  # sums over T in two parts
+        torch.testing.assert_close(got, expected, rtol=2**-7, atol=1e-6)
+
+
+def test_half_of_the_heads_draws_its_own_bits():
+    casts = {
+        f"attention.{t}": make_cast(
+            {"element": "e2m1", "block": 8, "scale": "e8m0", "rounding": "stochastic"}
+        )
+        for t in TENSORS
+    }
+    q, _, _, dy = tensors(torch.float32)
+    everything = [q, q.flip(2), dy.flip(3), dy]  # as many heads of keys as of queries
+    whole = computed(*everything, None, AttentionContext(casts, HeadShard(), KEYS, FIRST))
+    for index in range(2):
+        half = [t.chunk(2, dim=1)[index] for t in everything]
+        got = computed(*half, None, AttentionContext(casts, HeadShard(index, 2), KEYS, FIRST))
+        for ours, full in zip(got, whole, strict=True):
+            assert torch.equal(ours, full.chunk(2, dim=1)[index])
+
+
+def test_memory_is_that_of_some_rows(monkeypatch):
+    monkeypatch.setitem(attention_function.SCORES, "cpu", 64 * 32)
+    largest = 0
+
+    def watch(x, *rest, **options):
+        nonlocal largest
+        largest = max(largest, x.numel())
+        return real(x, *rest, **options)
+
+    real = torch.Tensor.softmax
+    monkeypatch.setattr(torch.Tensor, "softmax", watch)
+    q = torch.randn(1, 2, 64, 16, requires_grad=True)
+    casts = {f"attention.{t}": make_cast("mxfp8") for t in TENSORS}
+    narrow_attention(q, q, q, None, AttentionContext(casts)).sum().backward()
+    assert largest == 64 * 32
+
+
+def test_a_foreign_model_is_told_that_its_attention_is_out_of_reach():
+    encoder = torch.nn.TransformerEncoderLayer(16, 2)
+    for places, thing in (({"attention.p": "e4m3"}, "attention"), ({"stream": "bf16"}, "residual stream")):
+        recipe = ng.recipe("fp8").with_places(places)
+        with pytest.raises(UserError, match=rf"{thing}.*where no recipe reaches it.*with_places") as error:
+            ng.convert(encoder, recipe)
+        assert type(encoder.linear1) is torch.nn.Linear, error
+    ng.convert(encoder, ng.recipe("fp8").with_places({"attention.p": "bf16"}))

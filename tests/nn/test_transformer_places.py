@@ -1,0 +1,158 @@
+"""Attention and the residual stream of a model under a recipe: what is replaced, when, with which digits."""
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from narrowgauge.errors import UserError
+from narrowgauge.kernels.attention import Attention
+from narrowgauge.kernels.residual import Residual
+from narrowgauge.models import ModelConfig, Transformer, generate, initialize
+from narrowgauge.nn import Gauges, NarrowAttention, NarrowResidual, Stepped, discard_step, set_step
+from narrowgauge.quantization import make_cast
+from narrowgauge.recipes import parse_recipe, recipe, require_attention_shapes
+from narrowgauge.training.use.trained_model import TrainedRun
+
+MODEL = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 67}
+STOCHASTIC = {"cast": "mxfp4", "block": 8, "rounding": "stochastic"}
+NARROW = {"attention": STOCHASTIC, "stream": {"cast": "mxfp8", "rounding": "stochastic"}}
+
+
+def make(under, **changes):
+    model = Transformer(ModelConfig(**MODEL | {"max_sequence_length": 32} | changes), torch.bfloat16)
+    initialize(model, 0)
+    return ng.convert(model, under)
+
+
+def tokens():
+    return torch.randint(0, 67, (2, 32), generator=torch.Generator().manual_seed(0))
+
+
+def digits(model, step=1):
+    set_step(model, 0, step, 0, 10)
+    model.zero_grad()
+    loss = model.loss(tokens(), tokens().roll(-1, 1))
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_what_stays_wide_is_computed_as_before():
+    wide, narrow = recipe("fp8"), recipe("fp8").with_places(NARROW)
+    model = make(wide)
+    assert {type(m) for m in model.modules() if isinstance(m, Attention | Residual)} == {Attention, Residual}
+    before = digits(model)
+    ng.convert(model, narrow)
+    assert sum(isinstance(m, NarrowAttention) for m in model.modules()) == 2
+    assert sum(isinstance(m, NarrowResidual) for m in model.modules()) == 5
+    assert not same(digits(model), before)
+    assert same(digits(ng.convert(model, wide)), before)
+
+
+def test_recomputed_blocks_give_the_same_digits():
+    model = make(recipe("fp8").with_places(NARROW))
+    once = digits(model)
+    model.recompute = 1
+    assert same(digits(model), once)
+    assert not same(digits(model, step=2), once), "another step draws other bits"
+
+
+def test_rules_narrow_attention_in_some_blocks_or_from_some_step_on():
+    text = '[[rule]]\nmodules = ["blocks.1.attention"]\nfrom_step = 3\nattention = "e4m3"'
+    late = make(parse_recipe(text, "late"))
+    assert [type(block.attention) for block in late.blocks] == [Attention, NarrowAttention]
+    bf16 = make("bf16")
+    assert same(digits(late, 2), digits(bf16, 2))
+    assert not same(digits(late, 3), digits(bf16, 3))
+    kept = make(parse_recipe('attention = "e4m3"\n[keep]\nlast_blocks = 1', "kept"))
+    assert [type(block.attention) for block in kept.blocks] == [NarrowAttention, Attention]
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp8"])
+def test_the_stream_is_the_sum_rounded_once(name):
+    model = make(recipe("bf16").with_places({"stream": name}))
+    point, seen = model.blocks[0].attention_residual, []
+    point.register_forward_hook(lambda _, inputs, out: seen.append((*inputs, out)))
+    digits(model)
+    ((x, delta, out),) = seen
+    total = x.detach().float() + delta.detach().float()
+    cast = make_cast(name)
+    expected = ng.quantize(total, cast).dequantize() if cast.is_scaled else total.to(torch.bfloat16)
+    assert out.dtype == expected.dtype == (torch.float32 if cast.is_scaled else torch.bfloat16)
+    assert torch.equal(out, expected)
+    x = total.requires_grad_()
+    point(x).float().sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_gauges_read_the_places():
+    model = make(recipe("fp8").with_places(NARROW))
+    gauges = Gauges({n: m for n, m in model.named_modules() if isinstance(m, Stepped)}, {})
+    gauges.begin_micro_batch(is_first=True, is_last=True)
+    digits(model)
+    gauges.after_backward()
+    lines = {(line["layer"], line["place"]): line for line in gauges.lines(1)}
+    for tensor in ("q", "k", "v", "p", "do", "ds"):
+        line = lines["blocks.1.attention", f"attention.{tensor}"]
+        assert line["cast"] == make_cast(STOCHASTIC).name
+        assert 10 < line["sqnr_db"] < 30
+    assert lines["blocks.0.mlp_residual", "stream"]["sqnr_db"] > 25
+    assert lines["embedding_residual", "stream"]["cast"] == "mxfp8"
+    discard_step(model)
+
+
+def test_a_loop_that_says_no_step_draws_new_bits_each_time():
+    model = make(recipe("bf16").with_places({"attention": STOCHASTIC}))
+    losses = {model.loss(tokens(), tokens()).item() for _ in range(4)}
+    assert len(losses) == 4
+    state = ng.state_dict(model)
+    expected = model.loss(tokens(), tokens()).item()
+    ng.load_state_dict(model, None, state)
+    assert model.loss(tokens(), tokens()).item() == expected
+
+
+def test_text_with_a_cache_is_that_without_one_where_tokens_do_not_touch():
+    rows = {"cast": "mxfp8", "block": 8}
+    places = {"attention.q": rows, "attention.k": rows, "attention.p": "fp8-row", "stream": "bf16"}
+    for more, is_tokenwise in (({}, True), ({"attention.v": rows}, False), ({"stream": "e4m3"}, False)):
+        model = make(recipe("bf16").with_places({**places, **more})).eval()
+        assert TrainedRun(None, None, model, 0, None).is_tokenwise == is_tokenwise
+        if is_tokenwise:
+            with_cache, without = (generate(model, [1, 2, 3], 12, 0, cache=c) for c in (True, False))
+            assert with_cache == without
+
+
+@pytest.mark.parametrize(
+    ("places", "changes", "words"),
+    [
+        ({"attention.q": "mxfp8"}, {}, "attention.q.*blocks of 32.*model.head_dim = 8 is no multiple"),
+        ({"attention.v": "nvfp4"}, {"length": 24}, "attention.v.*blocks of 16.*data.sequence_length = 24"),
+        ({"attention.p": {"cast": "mxfp8", "block": [16, 8]}}, {"length": 24}, "blocks of 16.*= 24"),
+        ({"stream": "fp8-1x128"}, {}, "stream = 'fp8-1x128'.*model.dim = 32 is no multiple of 128"),
+        ({"attention.q": "e4m3"}, {"dropout": 0.1}, "attention_dropout = 0.1.*set model.attention_dropout"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_first_step(places, changes, words):
+    length, dropout = changes.get("length", 32), changes.get("dropout", 0.0)
+    with pytest.raises(UserError, match=words):
+        require_attention_shapes(recipe("bf16").with_places(places), 8, length, 32, dropout)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[attention]\nx = "e4m3"', "unknown recipe place 'attention.x'.*nearest"),
+        ('[attention]\nq = {cast = "e4m3", history = 3}', "attention.q.*history = 3.*leave the key out"),
+        ('[attention]\nq = {cast = "mxfp4", hadamard = 32}', "attention.q and 0 in attention.k.*alike"),
+        ('[attention]\np = {cast = "mxfp4", hadamard = 32, signs = "random"}', "fixed signs"),
+        ('[attention]\nds = "coat"', "attention.ds.*for state"),
+        ('stream = {cast = "mxfp8", hadamard = 32}', "stream.*hadamard = 32.*leave the key out"),
+        ("attention = 3", r"attention = 3, but it must be a table; write \[attention\]"),
+    ],
+)
+def test_a_mistake_in_a_file_is_told_in_a_sentence(text, words):
+    with pytest.raises(UserError, match=words):
+        parse_recipe(text, "mine.toml")
