@@ -1,7 +1,7 @@
 """Each recipe that ships, resolved: which cast every place of every layer of a model has.
 
-One file a recipe, with two models in it. Layers that are alike stand together, so that a change of a recipe is
-a change of few lines.
+One file a recipe, with two models in it. Layers that are alike stand together, so that a change of a recipe
+is a change of few lines.
 """
 
 from pathlib import Path
@@ -51,7 +51,7 @@ def names(layers: list[str]) -> list[str]:
     inside: dict[int, list[str]] = {}
     found = []
     for layer in layers:
-        prefix, _, rest = layer.partition(".")
+        rest = layer.partition(".")[2]
         number, _, name = rest.partition(".")
         if number.isdecimal():
             inside.setdefault(int(number), []).append(name)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from golden import resolved
+from golden import page, resolved
 from narrowgauge.recipes import recipe_names
 
 
@@ -15,3 +15,7 @@ def test_a_recipe_resolves_to_what_it_did(name):
 
 def test_nothing_is_kept_of_recipes_that_do_not_exist():
     assert {file.stem for file in resolved.FOLDER.iterdir()} == set(recipe_names())
+
+
+def test_the_tables_of_the_page_are_those_of_the_recipes():
+    assert page.text() == page.PAGE.read_text(encoding="utf-8"), "python tests/golden/make.py page"
