@@ -1,6 +1,7 @@
 """Recipes for other tools: what is written is what they read, and what they cannot say is refused by name."""
 
 import dataclasses
+import re
 import runpy
 import sys
 from dataclasses import replace
@@ -79,6 +80,14 @@ def test_transformer_engine_gets_a_quantizer_of_each_direction_otherwise(transfo
     assert keys["columnwise_source"] == "original"
     assert file["qfactory"](Role("grad_output"))[0] == "MXFP8Quantizer"
     assert file["qfactory"](None)[0] == "IdentityQuantizer"
+
+
+def test_megatron_finds_the_factory_that_it_names(transformer_engine, tmp_path):
+    factory = re.search(
+        r'custom_recipe_factory: "te_mxfp8_2d\.(\w+)"', write_recipe(recipe("mxfp8-2d"), "megatron")
+    )
+    name, _, keys = written("mxfp8-2d", "te", tmp_path)[factory[1]](Role("weight"))
+    assert (name, keys) == ("MXFP8Quantizer", {"with_2d_quantization": True})
 
 
 def test_numbers_that_are_used_again_are_the_source_of_the_other_direction(transformer_engine, tmp_path):

@@ -53,14 +53,8 @@ def run_recipes(options: argparse.Namespace) -> None:
     """Print the table of recipes with their backends on a device, or one recipe: its TOML, its places."""
     name = options.name
     chosen = None if name is None else _recipe(name)
-    for option in ("diff", "to"):
-        if getattr(options, option) is not None and chosen is None:
-            raise UserError(f"--{option} is about one recipe, and none is named; write its name before it")
-    if options.diff is not None:
-        _print_differences(Console(), chosen, _recipe(options.diff))
-        return
-    if options.to is not None:
-        print(write_recipe(chosen, options.to, options.blocks), end="")
+    if options.diff is not None or options.to is not None:
+        _print_beside(chosen, options)
         return
     if chosen is not None and options.device is None:
         print(chosen.text.rstrip())
@@ -81,6 +75,19 @@ def run_recipes(options: argparse.Namespace) -> None:
 
 def _recipe(name: str) -> Recipe:
     return load_recipe(name) if name.endswith(".toml") else recipe(name)
+
+
+def _print_beside(chosen: Recipe | None, options: argparse.Namespace) -> None:
+    """Print a recipe beside another one, or as another tool wants it."""
+    if chosen is None:
+        option = "to" if options.diff is None else "diff"
+        raise UserError(f"--{option} is about one recipe, and none is named; write its name before it")
+    if options.blocks is not None and options.blocks < 1:
+        raise UserError(f"--blocks {options.blocks}, but a model has at least one block; name their number")
+    if options.diff is not None:
+        _print_differences(Console(), chosen, _recipe(options.diff))
+    else:
+        print(write_recipe(chosen, options.to, options.blocks), end="")
 
 
 def _print_differences(console: Console, a: Recipe, b: Recipe) -> None:

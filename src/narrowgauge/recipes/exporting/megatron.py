@@ -56,7 +56,7 @@ def text(recipe: Recipe, blocks: int | None) -> str:
         )
     if own is not None and own.megatron:
         said = dict(own.megatron)
-    else:
+    else:  # te.needs_factory
         module = f"te_{recipe.name.replace('-', '_')}"
         said = {"fp8_quantization_recipe": "custom", "custom_recipe_factory": f"{module}.{te.FACTORY}"}
     kind = '    transformer_engine_config_type: "TEQuantizationParams"\n    training_recipe:'
@@ -95,12 +95,12 @@ def notes(recipe: Recipe) -> list[str]:
         "Give it as --te-precision-config-file. Layers are numbered from 0 in each pipeline stage: without "
         "pipelining these are the model's."
     ]
-    if own is None or not (own.megatron or "Delayed" in own.text):
+    if te.needs_factory(recipe):
         module = f"te_{recipe.name.replace('-', '_')}"
         found.append(
             f"The factory is the file of `narrowgauge recipes {recipe.name} --to te`, kept as {module}.py."
         )
-    elif own.megatron and own.megatron.get("fp8_quantization_recipe") == "tensorwise":
+    elif own and own.megatron and own.megatron.get("fp8_quantization_recipe") == "tensorwise":
         found.append(
             "On sm_90, fprop adds up with fast accumulation, which is less than fp32: Megatron has no key."
         )

@@ -78,14 +78,21 @@ def text(recipe: Recipe) -> str:
     """The Python file."""
     own = own_recipe(recipe)
     parts = ["import math\nfrom fnmatch import fnmatchcase\n\nimport torch"]
-    if own is not None:
-        names = ["DelayedScaling"] if "Delayed" in own.text else [own.text.partition("(")[0]]
-        names += [n for n in ("Format", "MMParams") if f"{n}." in own.text or f"{n}(" in own.text]
-        parts.append(f"from transformer_engine.common.recipe import {', '.join(names)}")
-        parts.append(f"\nRECIPE = {_wrapped(own.text)}\n")
-    else:
+    names = [] if own is None else [own.text.partition("(")[0]]
+    names += [n for n in ("Format", "MMParams") if own and (f"{n}." in own.text or f"{n}(" in own.text)]
+    names += [] if own else ["CustomRecipe"]
+    parts.append(f"from transformer_engine.common.recipe import {', '.join(names)}")
+    if needs_factory(recipe):
         parts.append(_factory(recipe))
+    made = _wrapped(own.text) if own else f"CustomRecipe(qfactory={FACTORY})"
+    parts.append(f"\nRECIPE = {made}\n")
     return "\n".join(parts) + "\n" + selection(recipe)
+
+
+def needs_factory(recipe: Recipe) -> bool:
+    """Whether the file has a quantizer factory: Megatron has no name for the recipe, and asks for one."""
+    own = own_recipe(recipe)
+    return own is None or not (own.megatron or "Delayed" in own.text)
 
 
 def _wrapped(call: str) -> str:
@@ -97,7 +104,7 @@ def _wrapped(call: str) -> str:
 
 
 def _factory(recipe: Recipe) -> str:
-    """The quantizer factory of six casts, and the recipe that uses it."""
+    """The quantizer factory of six casts, below what it imports."""
     cases, used = [], set()
     for tensor, row, column in TENSORS:
         first, second = quantizers_of(recipe, tensor, row, column)
@@ -116,7 +123,6 @@ def _factory(recipe: Recipe) -> str:
     imports = [f"from transformer_engine.pytorch.tensor.{_MODULES[n]} import {n}" for n in sorted(used)]
     return "\n".join(
         [
-            "from transformer_engine.common.recipe import CustomRecipe",
             *(
                 ["from transformer_engine.pytorch.constants import DType"]
                 if "DType." in "".join(cases)
@@ -128,7 +134,7 @@ def _factory(recipe: Recipe) -> str:
             '    is_linear = role is not None and role.module_type in ("linear", "grouped_linear")',
             *cases,
             "    return IdentityQuantizer()",
-            f"\n\nRECIPE = CustomRecipe(qfactory={FACTORY})\n",
+            "",
         ]
     )
 
