@@ -59,10 +59,10 @@ def cast_keys(c: Cast) -> tuple[str, dict[str, Any]]:
     return "", changed_keys(c)
 
 
-def cast_text(c: Cast | None) -> str:
+def cast_text(c: Cast | str | None) -> str:
     """The cast in a table's cell: its name, then the keys beside it; without a name, its keys."""
-    if c is None:
-        return NONE
+    if not isinstance(c, Cast):
+        return c or NONE
     name, keys = cast_keys(c)
     words = [f"{k}={v if isinstance(v, str) else toml_value(v)}" for k, v in keys.items()]
     return " ".join([name, *words] if name else words)

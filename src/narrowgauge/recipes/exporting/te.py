@@ -35,9 +35,9 @@ def of_products(recipe: Recipe, target: str) -> list[Refusal]:
 
 def _unsaid_column(place: str, c: Cast, said: list[Cast], target: str) -> list[Refusal]:
     """The same of a columnwise tensor, which may be made of the numbers of the rowwise one."""
-    if c.of and not c.is_scaled:
-        return []
-    return unsaid(place, replace(c, of="") if c.of and place != "wgrad.dy" else c, said, target)
+    if c.of and place != "wgrad.dy":  # columnwise_source is not for gradients
+        return unsaid(place, replace(c, of=""), said, target) if c.is_scaled else []
+    return unsaid(place, c, said, target)
 
 
 def _unmultiplied(recipe: Recipe) -> list[Refusal]:
