@@ -61,12 +61,12 @@ def _function(name: str) -> Callable[..., Any]:
         raise UserError(
             f"module {name!r} cannot be imported: {error}; name a module, or a .py file"
         ) from None
-    function = getattr(module, "quantize", None)
-    if not callable(function):
+    function: Callable[..., Any] | None = getattr(module, "quantize", None)
+    if function is None:
         raise UserError(
             f"module {name!r} has no function quantize(x, cast); add one that returns codes and scales"
         )
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _print(results: Sequence[Result], module: str) -> None:

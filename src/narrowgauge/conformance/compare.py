@@ -86,13 +86,15 @@ def _of_scales(vector: Vector, scales: Array) -> Difference | None:
     format = vector.cast["scale"]
     if format in WIDE_SCALES:
         return _numbers("scale", scales.astype(np.float32), values(vector.scales, format))
-    return _codes("scale", scales.astype(np.uint32), vector.scales, "")
+    return _codes("scale", scales.astype(np.uint32), vector.scales)
 
 
 def _of_codes(vector: Vector, codes: Array) -> Difference | None:
-    found = _codes("code", codes, vector.codes, "")
+    found = _codes("code", codes, vector.codes)
     if found is None:
         return None
+    if found.where[1] >= vector.x.shape[1]:  # what a transform filled up
+        return found
     x = vector.x[found.where]
     return Difference(found.what, found.where, found.share, f"{found.text}, of x = {x:.9g}")
 
@@ -104,7 +106,7 @@ def _numbers(what: str, given: Array, due: Array) -> Difference | None:
     return _first(what, wrong, lambda i: f"{given[i]:.9g}, due is {due[i]:.9g}")
 
 
-def _codes(what: str, given: Array, due: Array, _: str) -> Difference | None:
+def _codes(what: str, given: Array, due: Array) -> Difference | None:
     return _first(what, given != due, lambda i: f"{given[i]:02x}, due is {due[i]:02x}")
 
 

@@ -26,7 +26,7 @@ class Vector:
         input: The name of its tensor.
         cast: The facts of the cast, and what else is given.
         x: The numbers, float32 (rows, columns), contracted along columns.
-        codes: The bit patterns of the elements, in the shape of x.
+        codes: The bit patterns of the elements, in the shape of x; wider where a transform fills columns.
         scales: The bit patterns of the scales, (blocks of rows, blocks of columns), in the scale's format.
         tensor_scale: The bits of the second scale, or of one a row, in fp32; None without one.
     """
@@ -65,8 +65,9 @@ def _read(vector: Mapping[str, Any], stored: Mapping[str, Any]) -> Vector:
     facts = dict(vector["cast"]) | {"input": stored["format"]}
     rows, columns = facts.get("block") or (0, 0)
     is_turned = vector["axis"] == 0
-    shape = x.T.shape if is_turned else x.shape
-    codes = bits(vector["codes"], "").reshape(x.shape)
+    # A transform fills the contraction axis with zeros up to a multiple of its size.
+    codes = bits(vector["codes"], "").reshape((-1, x.shape[1]) if is_turned else (x.shape[0], -1))
+    shape = codes.T.shape if is_turned else codes.shape
     grid = (-(-shape[0] // (rows or shape[0])), -(-shape[1] // (columns or shape[1])))
     scales = bits(vector["scales"], facts["scale"])
     scales = scales.reshape(grid[::-1]).T if is_turned else scales.reshape(grid)
@@ -77,8 +78,8 @@ def _read(vector: Mapping[str, Any], stored: Mapping[str, Any]) -> Vector:
         drawn = np.array([int(text[i : i + 6], 16) for i in range(0, len(text), 6)])
         facts["random"] = drawn.reshape(x.shape[0], -1)  # wider than x where a transform fills columns
     second = bits(vector["tensor_scale"], "fp32") if "tensor_scale" in vector else None
-    turn = np.transpose if is_turned else np.asarray
-    return Vector(vector["name"], vector["input"], facts, turn(x), turn(codes), scales, second)
+    x, codes = (x.T, codes.T) if is_turned else (x, codes)
+    return Vector(vector["name"], vector["input"], facts, x, codes, scales, second)
 
 
 def bits(text: str, format: str) -> Array:

@@ -8,7 +8,7 @@ Source: TransformerEngine @ d0067d0, pytorch/tensor/{float8,float8_blockwise,mxf
 and csrc/quantizer.cpp for what NVFP4's options exclude.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -21,6 +21,7 @@ TENSORS = (
     ("weight", "fprop.w", "dgrad.w"),
     ("grad_output", "dgrad.dy", "wgrad.dy"),
 )
+ALL = tuple(tensor for tensor, _, _ in TENSORS)
 ONES_16 = [1] * 16
 
 
@@ -40,7 +41,7 @@ class Quantizer:
     family: str
     row: Cast | None
     column: Cast | None
-    tensors: tuple[str, ...] = ("input", "weight", "grad_output")
+    tensors: tuple[str, ...] = ALL
 
 
 @cache
@@ -66,7 +67,7 @@ def _fp8_quantizers() -> Iterator[Quantizer]:
                 f"Float8BlockQuantizer({dtype}, rowwise=True, columnwise=True, amax_epsilon=0.0, "
                 f"force_pow_2_scales={power_of_two}, block_scaling_dim={dim})"
             )
-            tensors = ("weight",) if dim == 2 else ("input", "weight", "grad_output")
+            tensors = ("weight",) if dim == 2 else ALL
             yield Quantizer(text=text, family="fp8 blocks", row=cast, column=cast, tensors=tensors)
 
 
@@ -81,25 +82,28 @@ def _mxfp8_quantizers() -> Iterator[Quantizer]:
 
 
 def _nvfp4_quantizers() -> Iterator[Quantizer]:
-    def quantizer(row: dict[str, object], options: str, tensors: str = "", **column: object) -> Quantizer:
-        made = make_cast({"cast": "nvfp4"} | row)
+    def quantizer(row: Mapping[str, object], options: str, tensor: str = "", **column: object) -> Quantizer:
+        made, both = ({"cast": "nvfp4", **row, **more} for more in ({}, column))
         text = f"NVFP4Quantizer(DType.kFloat4E2M1{options})"
-        both = make_cast({"cast": "nvfp4"} | row | column)
-        extra = {"tensors": (tensors,)} if tensors else {}
-        return Quantizer(text=text, family="nvfp4", row=made, column=both, **extra)  # type: ignore[arg-type]
+        tensors = (tensor,) if tensor else ALL
+        return Quantizer(
+            text=text, family="nvfp4", row=make_cast(made), column=make_cast(both), tensors=tensors
+        )
 
     yield quantizer({}, "")
     yield quantizer({"cast": "nvfp4-2d"}, ", with_2d_quantization=True", "weight")
     yield quantizer({"rounding": "stochastic"}, ", stochastic_rounding=True", "grad_output")
     for random in (True, False):
-        signs = {} if random else {"signs": ONES_16}
+        signs: dict[str, object] = {} if random else {"signs": ONES_16}
         rht = f", with_rht=True, with_post_rht_amax=True, with_random_sign_mask={random}"
         yield quantizer({}, rht, "input", hadamard=16, **signs)
         yield quantizer({}, rht, "grad_output", hadamard=16, **signs)
         rounding = {"rounding": "stochastic"}
         yield quantizer(rounding, f"{rht}, stochastic_rounding=True", "grad_output", hadamard=16, **signs)
     for choose, target, is_2d in product(("mae", "mse"), (256, 448), (False, True)):
-        keys = {"candidates": [6, 4], "choose": choose} | ({"scale_target": 448} if target == 448 else {})
+        keys: dict[str, object] = {"candidates": [6, 4], "choose": choose} | (
+            {"scale_target": 448} if target == 448 else {}
+        )
         options = (
             f', nvfp4_use_4over6=True, nvfp4_e4m3_max={target}, nvfp4_4over6_err_mode="{choose.upper()}"'
         )
