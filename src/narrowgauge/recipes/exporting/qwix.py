@@ -143,8 +143,8 @@ def notes(recipe: Recipe) -> list[str]:
     return [
         "Give rules(blocks) to qwix.QtProvider, and this to qwix.quantize_model. Inputs have to be on the "
         "left of jax.lax.dot_general, parameters on the right, as in flax's Dense and Linear.",
-        "qwix divides by amax / max, where the recipe multiplies by max / amax: scales may differ in their last "
-        "bit, and numbers beside the middle of two codes may be rounded to the other one.",
+        "qwix divides by amax / max, where the recipe multiplies by max / amax: scales may differ in their "
+        "last bit, and numbers beside the middle of two codes may be rounded to the other one.",
         "Scales are in the dtype of the tensor: in bfloat16, qwix rounds them to bfloat16. In float32 they "
         "are the recipe's.",
     ]
