@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 ARGS   ?=
 
-.PHONY: train test test-thorough test-slow faults check format bench docs notebook clean
+.PHONY: train test test-thorough test-slow faults check format bench tables docs notebook clean
 
 train: $(VENV)/.run
 	$(BIN)/narrowgauge train $(ARGS)
@@ -31,6 +31,11 @@ format: $(VENV)/.dev
 
 bench: $(VENV)/.run
 	$(BIN)/python benchmarks/emulation.py $(ARGS)
+
+# What is made from the recipes and casts that ship: after a new one, or a new key.
+tables: $(VENV)/.dev
+	$(BIN)/python tests/golden/make.py resolved page
+	$(BIN)/python conformance/make.py
 
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)

@@ -192,12 +192,37 @@ def cast_vectors() -> list[Vector]:
                 out.append(
                     vector(f"{name} {rule} {kind}", kind, make_cast({"cast": name, "scale_rule": rule}), -1)
                 )
+    for name, table in FREE.items():
+        c = make_cast(table)
+        for kind in ("normal", "wide", "tiny", "huge", "special", "not finite"):
+            out.append(vector(f"{name} {kind}", kind, c, -1, kind == "normal"))
+        out.append(vector(f"{name} normal axis 0", "normal", c, 0))
     for name, tensor, options, given in OPTIONS:
         words = " ".join(f"{k}={v}" for k, v in options.items() if k != "signs")
         out.append(vector(f"{name} {words}", tensor, make_cast({"cast": name} | options), -1, True, **given))
     return out
 
 
+# Casts that have no name, by the keys that they show.
+FREE: dict[str, Vector] = {
+    "int4-row": {"element": "int4", "block": "row"},
+    "int4-1x32-bf16": {"element": "int4", "block": 32, "scale": "bf16"},
+    "e1m2-1x32-e8m0": {"element": "e1m2", "block": 32, "scale": "e8m0"},
+    "mxfp8 32x32": {"cast": "mxfp8", "block": [32, 32]},
+    "e2m1-1x16-e5m3": {"element": "e2m1", "block": 16, "scale": "e5m3"},
+    "e2m1-1x16-e5m3 per tensor": {"element": "e2m1", "block": 16, "scale": "e5m3", "tensor_scale": "tensor"},
+    "e2m1-1x16-e4m3": {"element": "e2m1", "block": 16, "scale": "e4m3"},
+    "e2m1-1x16-e4m3 smallest": {"element": "e2m1", "block": 16, "scale": "e4m3", "zero_scale": "smallest"},
+    "e4m3-1x8-bf16": {"element": "e4m3", "block": 8, "scale": "bf16"},
+    "nvfp4 per row": {"cast": "nvfp4", "tensor_scale": "row"},
+    "nvfp4 target 256": {"cast": "nvfp4", "scale_target": 256},
+    "nvfp4 six or four": {"cast": "nvfp4", "candidates": [6, 4], "choose": "max"},
+    "e2m1-1x16-e5m3 six or four": {
+        **{"element": "e2m1", "block": 16, "scale": "e5m3", "tensor_scale": "tensor"},
+        **{"candidates": [6, 4], "choose": "mse"},
+    },
+    "nvfp4 headroom 1.0625": {"cast": "nvfp4", "headroom": 17 / 16},
+}
 MOST_RECENT = {"history": 4, "history_algorithm": "most_recent", "margin": 2}
 OPTIONS: list[tuple[str, str, Vector, Vector]] = [
     ("e4m3", "wide", {"power_of_two": True}, {}),
@@ -229,6 +254,7 @@ OPTIONS: list[tuple[str, str, Vector, Vector]] = [
     ("mxfp4", "integers", {"hadamard": 32, "signs": SIGNS_32}, {}),
     ("mxfp4", "integers", {"hadamard": 32, "signs": "random"}, {"signs": SIGNS_32}),
     ("nvfp4", "integers", {"hadamard": 16, "rounding": "stochastic"}, {}),
+    ("nvfp4", "integers", {"hadamard": 16, "correct": "projection"}, {}),
     ("fp4-row", "normal", {"outliers": 0.97}, {}),
     ("fp4-row", "normal", {"outliers": 0.97, "compensate": True}, {}),
     ("e4m3", "normal", {"history": 3}, {"amaxes": [9.0, 2.0, 1.5, 3.25]}),

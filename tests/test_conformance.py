@@ -81,7 +81,7 @@ def test_codes_and_scales(name):
     q = quantize_in_context(tensor_of(v), cast_of(v), v["axis"], context_of(v))
     assert torch.equal(q.codes.flatten(), codes(v["codes"]))
     if q.scale_codes is None:
-        assert same(q.scales.flatten(), numbers(v["scales"], "fp32"))
+        assert same(q.scales.flatten(), numbers(v["scales"], v["cast"]["scale"]).float())
     else:
         assert torch.equal(q.scale_codes.flatten(), codes(v["scales"]))
     if "tensor_scale" in v:
@@ -184,6 +184,9 @@ def test_the_oracle_makes_these_inputs_and_one_vector_of_every_cast_and_option()
     for name in cast_names():
         v = make["vector"](f"{name} normal", "normal", cast(name), -1, cast(name).is_scaled)
         assert json.loads(json.dumps(v)) == VECTORS[v["name"]]
+    for name, table in make["FREE"].items():
+        v = make["vector"](f"{name} normal", "normal", make_cast(table), -1, True)
+        assert json.loads(json.dumps(v)) == VECTORS[v["name"]]
     for name, tensor, options, more in make["OPTIONS"]:
         c = make_cast({"cast": name} | options)
         v = json.loads(json.dumps(make["vector"]("", tensor, c, -1, True, **more)))
@@ -200,7 +203,7 @@ def test_the_files_are_what_the_oracle_makes(tmp_path):
 def test_the_example_of_the_page(capsys):
     """A reader with nothing but the standard library."""
     page = (FOLDER / "README.md").read_text()
-    example = page.split("```python\n")[1].split("```")[0]
+    example = page.partition("## An example")[2].split("```python\n")[1].split("```")[0]
     done = subprocess.run(
         [sys.executable, "-c", example], cwd=FOLDER, check=True, capture_output=True, text=True
     )

@@ -29,6 +29,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "quantization": ("cast", "blocks", "scales", "sharding", "context", "quantize", "state", "gauges"),
     "kernels": ("amax_cache", "triton"),
     "recipes": (),
+    "conformance": (),
     "nn": ("native", "gemm", "gemm_context", "linear_function", "stateful_linear", "linear", "convert"),
     "optim": (),
     "models": (),

@@ -27,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
 
-from golden import cells, outputs
+from golden import cells, outputs, page, resolved
 from golden.runs import PINS, Worker, kept_file, read_kept, worker
 
 # Other arithmetic: what each variable is set to, and in what bf16 operands are multiplied (none:
@@ -90,7 +90,7 @@ def write(name: str, what: Any) -> None:
     print(file)
 
 
-PARTS = ["digits", *outputs.OUTPUTS, "bounds"]
+PARTS = ["digits", *outputs.OUTPUTS, "bounds", "resolved", "page"]
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -98,6 +98,11 @@ if __name__ == "__main__":
     asked = parser.parse_args().parts or PARTS
     if unknown := set(asked) - set(PARTS):
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
-    parts([name for name in PARTS[:-1] if name in asked])
+    if "resolved" in asked:  # follows from no digit
+        resolved.write()
+    if "page" in asked:
+        page.write()
+    if of_digits := [name for name in ("digits", *outputs.OUTPUTS) if name in asked]:
+        parts(of_digits)
     if "bounds" in asked:
         bounds()

@@ -5,8 +5,10 @@ from dataclasses import asdict
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from narrowgauge.errors import UserError
 from narrowgauge.formats import format, format_names
 from narrowgauge.models import count_parameters, model_config, model_names
 from narrowgauge.recipes import (
@@ -20,6 +22,8 @@ from narrowgauge.recipes import (
     recipe,
     recipe_names,
 )
+from narrowgauge.recipes.describe import differences
+from narrowgauge.recipes.exporting import TARGETS, write_recipe
 from narrowgauge.toml_text import toml_value
 from narrowgauge.units import human_count
 
@@ -38,12 +42,20 @@ def add_recipes_options(p: argparse.ArgumentParser) -> None:
         help="native or emulated on another device: sm_89, gfx942, rtx4090, mi250x, cpu ...; "
         "with NAME, place by place",
     )
+    p.add_argument("--diff", metavar="OTHER", help="with NAME: what differs from another recipe")
+    p.add_argument("--to", metavar="|".join(TARGETS), help="with NAME: the same for another tool")
+    p.add_argument(
+        "--blocks", metavar="N", type=int, help="with --to megatron: how many blocks the model has"
+    )
 
 
 def run_recipes(options: argparse.Namespace) -> None:
     """Print the table of recipes with their backends on a device, or one recipe: its TOML, its places."""
     name = options.name
-    chosen = None if name is None else load_recipe(name) if name.endswith(".toml") else recipe(name)
+    chosen = None if name is None else _recipe(name)
+    if options.diff is not None or options.to is not None:
+        _print_beside(chosen, options)
+        return
     if chosen is not None and options.device is None:
         print(chosen.text.rstrip())
         return
@@ -59,6 +71,35 @@ def run_recipes(options: argparse.Namespace) -> None:
         _print_recipes(console, device, "here" if options.device is None else options.device)
     else:
         _print_places(console, chosen, device)
+
+
+def _recipe(name: str) -> Recipe:
+    return load_recipe(name) if name.endswith(".toml") else recipe(name)
+
+
+def _print_beside(chosen: Recipe | None, options: argparse.Namespace) -> None:
+    """Print a recipe beside another one, or as another tool wants it."""
+    if chosen is None:
+        option = "to" if options.diff is None else "diff"
+        raise UserError(f"--{option} is about one recipe, and none is named; write its name before it")
+    if options.blocks is not None and options.blocks < 1:
+        raise UserError(f"--blocks {options.blocks}, but a model has at least one block; name their number")
+    if options.diff is not None:
+        _print_differences(Console(), chosen, _recipe(options.diff))
+    else:
+        print(write_recipe(chosen, options.to, options.blocks), end="")
+
+
+def _print_differences(console: Console, a: Recipe, b: Recipe) -> None:
+    """Print the keys in which two recipes differ, with what each says."""
+    rows = differences(a, b)
+    if not rows:
+        _say(console, f"{a.name} and {b.name} say the same of every place")
+        return
+    table = Table("where they differ", a.name, b.name, box=None, header_style="bold")
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    console.print(table)
 
 
 def _print_recipes(console: Console, device: Device, where: str) -> None:

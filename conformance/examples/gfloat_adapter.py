@@ -1,0 +1,31 @@
+"""gfloat against the vectors: `python -m narrowgauge.conformance conformance/examples/gfloat_adapter.py`.
+
+Written for gfloat 0.5.2. It has the OCP's elements, and MX scales by the OCP's rule (`floor`).
+"""
+
+import gfloat
+import numpy as np
+from gfloat import formats
+
+ELEMENTS = {
+    "e4m3": formats.format_info_ocp_e4m3,
+    "e5m2": formats.format_info_ocp_e5m2,
+    "e3m2": formats.format_info_ocp_e3m2,
+    "e2m3": formats.format_info_ocp_e2m3,
+    "e2m1": formats.format_info_ocp_e2m1,
+}
+READ = {"name", "element", "scale", "scale_rule", "block", "input"}
+
+
+def quantize(x, cast):
+    """Codes and scales as gfloat computes them."""
+    is_mx = cast["scale"] == "e8m0" and cast["scale_rule"] == "floor" and cast["block"][0] == 1
+    if set(cast) - READ or not is_mx or cast["element"] not in ELEMENTS:
+        raise NotImplementedError
+    element, width = ELEMENTS[cast["element"]], cast["block"][1]
+    wide = np.pad(x.astype(np.float64), ((0, 0), (0, -x.shape[1] % width)))
+    blocks = wide.reshape(len(x), -1, width)
+    scales = np.apply_along_axis(lambda block: gfloat.compute_scale_amax(element.emax, block), 2, blocks)
+    rounded = gfloat.round_ndarray(element, blocks / scales[..., None], sat=True)
+    codes = gfloat.encode_ndarray(element, rounded).reshape(len(x), -1)
+    return codes[:, : x.shape[1]], (np.log2(scales) + 127).astype(np.uint8)

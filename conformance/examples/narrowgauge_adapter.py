@@ -1,0 +1,19 @@
+"""narrowgauge itself: `python -m narrowgauge.conformance conformance/examples/narrowgauge_adapter.py`."""
+
+import torch
+
+import narrowgauge as ng
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+GIVEN = {"random", "signs", "amaxes", "compensate", "center"}  # what one call of ng.quantize is not given
+
+
+def quantize(x, cast):
+    """Codes, scales and the tensor scale of `ng.quantize`."""
+    if set(cast) & GIVEN or cast.get("signs") == "random" or cast.get("history"):
+        raise NotImplementedError
+    table = {key: value for key, value in cast.items() if key not in ("name", "input", "block")}
+    block = cast.get("block")
+    table["block"] = "tensor" if block is None else block if block[1] else "row"
+    q = ng.quantize(torch.from_numpy(x).to(DTYPES[cast["input"]]), table)
+    return q.codes, q.scales if q.scale_codes is None else q.scale_codes, q.tensor_scale

@@ -1,0 +1,38 @@
+"""qwix against the vectors: `python -m narrowgauge.conformance conformance/examples/qwix_adapter.py`.
+
+Written for qwix 0.1.8 (JAX). It has FP8 and MX under scales of a tensor, of rows, or of blocks of a row. Its
+scales are in the dtype of the tensor, so that all inputs are given to it in float32.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+import qwix
+
+FP8 = {
+    "e4m3": jnp.float8_e4m3fn,
+    "e5m2": jnp.float8_e5m2,
+    "e4m3fnuz": jnp.float8_e4m3fnuz,
+    "e5m2fnuz": jnp.float8_e5m2fnuz,
+}
+MX = {"e4m3": "mxfp8", "e2m1": "mxfp4"}
+READ = {"name", "element", "scale", "scale_rule", "block", "input"}
+
+
+def quantize(x, cast):
+    """Codes and scales as qwix computes them."""
+    if set(cast) - READ or cast.get("scale_rule", "rceil") != "rceil":
+        raise NotImplementedError
+    (rows, columns), width = cast.get("block") or (0, 0), x.shape[1]
+    kinds = {"fp32": FP8, "e8m0": MX}.get(cast["scale"], {})
+    if cast["element"] not in kinds or rows > 1:
+        raise NotImplementedError
+    if columns:
+        x = np.pad(x, ((0, 0), (0, -x.shape[1] % columns)))
+    how = {"channelwise_axes": [0]} if rows == 1 else {}
+    how |= {"tiled_axes": {1: columns}} if columns else {}
+    made = qwix.quantize(jnp.asarray(x), kinds[cast["element"]], **how)
+    codes = np.asarray(made.qvalue).view(np.uint8)[:, :width]
+    scales = np.asarray(made.scale, np.float32)
+    if cast["scale"] == "e8m0":
+        return codes, (scales.view(np.uint32) >> 23).astype(np.uint8)
+    return codes, scales

@@ -1,0 +1,96 @@
+"""The conformance vectors, read from their files: tensors as arrays, contracted along their columns."""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from narrowgauge.errors import UserError
+
+Array = NDArray[Any]
+# The digits of a code, and how the bits of its format are read; others are bytes.
+_WIDE = {"fp32": (8, ">u4"), "bf16": (4, ">u2"), "fp16": (4, ">u2")}
+FOLDER = Path(__file__).parents[3] / "conformance"  # of a checkout
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """One input, and what has to come out of it.
+
+    Attributes:
+        name: Its name in the file.
+        input: The name of its tensor.
+        cast: The facts of the cast, and what else is given.
+        x: The numbers, float32 (rows, columns), contracted along columns.
+        codes: The bit patterns of the elements, in the shape of x; wider where a transform fills columns.
+        scales: The bit patterns of the scales, (blocks of rows, blocks of columns), in the scale's format.
+        tensor_scale: The bits of the second scale, or of one a row, in fp32; None without one.
+    """
+
+    name: str
+    input: str
+    cast: Mapping[str, Any]
+    x: Array
+    codes: Array
+    scales: Array
+    tensor_scale: Array | None
+
+
+def read_vectors(folder: Path = FOLDER) -> Iterator[Vector]:
+    """The vectors of all casts that have scales.
+
+    Raises:
+        UserError: The folder does not hold them.
+    """
+    try:
+        inputs, casts = (
+            json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in ("inputs", "casts")
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"no conformance vectors in {folder}: {error}; name the folder `conformance` of a checkout by "
+            "--vectors"
+        ) from None
+    for vector in casts["vectors"]:
+        if "scales" in vector:
+            yield _read(vector, inputs["inputs"][vector["input"]])
+
+
+def _read(vector: Mapping[str, Any], stored: Mapping[str, Any]) -> Vector:
+    x = values(bits(stored["codes"], stored["format"]), stored["format"]).reshape(stored["shape"])
+    facts = dict(vector["cast"]) | {"input": stored["format"]}
+    rows, columns = facts.get("block") or (0, 0)
+    is_turned = vector["axis"] == 0
+    # A transform fills the contraction axis with zeros up to a multiple of its size.
+    codes = bits(vector["codes"], "").reshape((-1, x.shape[1]) if is_turned else (x.shape[0], -1))
+    shape = codes.T.shape if is_turned else codes.shape
+    grid = (-(-shape[0] // (rows or shape[0])), -(-shape[1] // (columns or shape[1])))
+    scales = bits(vector["scales"], facts["scale"])
+    scales = scales.reshape(grid[::-1]).T if is_turned else scales.reshape(grid)
+    for key in ("signs", "amaxes"):
+        facts |= {key: vector[key]} if key in vector else {}
+    if vector.get("random"):
+        text = vector["random"]
+        drawn = np.array([int(text[i : i + 6], 16) for i in range(0, len(text), 6)])
+        facts["random"] = drawn.reshape(x.shape[0], -1)  # wider than x where a transform fills columns
+    second = bits(vector["tensor_scale"], "fp32") if "tensor_scale" in vector else None
+    x, codes = (x.T, codes.T) if is_turned else (x, codes)
+    return Vector(vector["name"], vector["input"], facts, x, codes, scales, second)
+
+
+def bits(text: str, format: str) -> Array:
+    """Bit patterns from hex, most significant digit first."""
+    digits, dtype = _WIDE.get(format, (2, ">u1"))
+    assert len(text) % digits == 0
+    return np.frombuffer(bytes.fromhex(text), dtype).astype(np.uint32)
+
+
+def values(codes: Array, format: str) -> Array:
+    """The numbers of wide formats, as float32."""
+    if format == "fp16":
+        return codes.astype(np.uint16).view(np.float16).astype(np.float32)
+    return (codes << (16 if format == "bf16" else 0)).astype(np.uint32).view(np.float32)

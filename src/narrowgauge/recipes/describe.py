@@ -1,0 +1,127 @@
+"""Recipes in words: a cast as a recipe writes it, the facts of a recipe, and what differs between two.
+
+The facts are read from the fields of `Recipe` and `Cast`. A field that is new shows up by itself.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any
+
+from narrowgauge.quantization import Cast, cast, cast_names, state_cast_names
+from narrowgauge.recipes.places import GEMM_PLACES
+from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.recipes.rule import Rule
+from narrowgauge.toml_text import toml_value
+
+WORDS = ("name", "title", "source", "text")  # fields of a recipe that are no numbers
+NONE = "none"
+
+
+def default_of(owner: Any, name: str) -> Any:
+    """The default of a dataclass's field; `MISSING` without one."""
+    field = next(f for f in fields(owner) if f.name == name)
+    return field.default_factory() if field.default_factory is not MISSING else field.default
+
+
+def changed_keys(c: Cast, base: Cast | None = None) -> dict[str, Any]:
+    """The keys in which a cast differs from another (None: from the defaults), as a recipe writes them."""
+    found = {}
+    for f in fields(c):
+        value = getattr(c, f.name)
+        other = default_of(c, f.name) if base is None else getattr(base, f.name, default_of(c, f.name))
+        if f.name != "name" and value != other:
+            found[f.name] = key_value(f.name, value)
+    if base is None and found.get("scale_rule") == "rceil":
+        del found["scale_rule"]  # what E8M0 scales have if nothing is said
+    return found
+
+
+def key_value(key: str, value: Any) -> Any:
+    """The value of a cast's field as a recipe writes it."""
+    match key, value:
+        case "element", _:
+            return value.name
+        case "block", None:
+            return "tensor"
+        case "block", (1, 0):
+            return "row"
+        case "block", (1, columns):
+            return columns
+    return list(value) if isinstance(value, tuple) else value
+
+
+def cast_keys(c: Cast) -> tuple[str, dict[str, Any]]:
+    """The name that a cast begins with ("" for none), and the keys beside it."""
+    if c.of and not c.is_scaled:
+        return c.of, {}
+    if c.name in (*cast_names(), *state_cast_names()):
+        return c.name, changed_keys(c, cast(c.name))
+    return "", changed_keys(c)
+
+
+def cast_text(c: Cast | str | None) -> str:
+    """The cast in a table's cell: its name, then the keys beside it; without a name, its keys."""
+    if not isinstance(c, Cast):
+        return c or NONE
+    name, keys = cast_keys(c)
+    words = [f"{k}={v if isinstance(v, str) else toml_value(v)}" for k, v in keys.items()]
+    return " ".join([name, *words] if name else words)
+
+
+def recipe_facts(recipe: Recipe) -> dict[str, str]:
+    """What a recipe says, by key: places with their casts, what is kept wide, rules."""
+    facts: dict[str, str] = {}
+    for f in fields(recipe):
+        value = getattr(recipe, f.name)
+        if f.name == "rules":
+            facts |= _rule_facts(recipe, value)
+        elif isinstance(value, Mapping):
+            facts |= {place: cast_text(c) for place, c in value.items()}
+        elif f.name not in WORDS:
+            facts[f.name] = cast_text(value) if isinstance(value, Cast) else _plain(value)
+    return facts
+
+
+def _plain(value: Any) -> str:
+    return ", ".join(map(str, value)) or NONE if isinstance(value, tuple) else str(value)
+
+
+def is_wide_rule(rule: Rule, recipe: Recipe) -> bool:
+    """Whether a rule puts every operand into the recipe's `compute`, at any time."""
+    wide = cast(recipe.compute)
+    return not rule.is_timed and set(GEMM_PLACES) <= set(rule.casts) and set(rule.casts.values()) == {wide}
+
+
+def wide_and_other_rules(recipe: Recipe) -> tuple[list[Rule], list[Rule]]:
+    """The rules that keep layers in `compute`, and all others."""
+    wide = [rule for rule in recipe.rules if is_wide_rule(rule, recipe)]
+    return wide, [rule for rule in recipe.rules if not is_wide_rule(rule, recipe)]
+
+
+def _rule_facts(recipe: Recipe, rules: Sequence[Rule]) -> dict[str, str]:
+    facts, number = {}, 0
+    for rule in rules:
+        said = {
+            f.name: getattr(rule, f.name)
+            for f in fields(rule)
+            if f.name not in ("casts", "keeps_state") and getattr(rule, f.name) != default_of(rule, f.name)
+        }
+        where = ", ".join(f"{k} = {_plain(v)}" for k, v in said.items()) or "every layer"
+        if rule.keeps_state and is_wide_rule(rule, recipe):
+            facts["keep"] = where.replace("modules = ", "")
+            continue
+        number += 1
+        casts = ", ".join(f"{place} = {cast_text(c)}" for place, c in rule.casts.items())
+        facts[f"rule {number}"] = f"{where}: {casts}"
+    return facts
+
+
+def differences(a: Recipe, b: Recipe) -> list[tuple[str, str, str]]:
+    """(keys, what the first recipe says, what the second says): those that differ; alike ones together."""
+    first, second = recipe_facts(a), recipe_facts(b)
+    rows: dict[tuple[str, str], list[str]] = {}
+    for key in dict.fromkeys([*first, *second]):
+        said = first.get(key, NONE), second.get(key, NONE)
+        if said[0] != said[1]:
+            rows.setdefault(said, []).append(key)
+    return [(", ".join(keys), *said) for said, keys in rows.items()]

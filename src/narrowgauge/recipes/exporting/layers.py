@@ -1,0 +1,58 @@
+"""Which layers stay wide, for tools that leave this to their users: Python for the written file."""
+
+from narrowgauge.recipes.describe import wide_and_other_rules
+from narrowgauge.recipes.recipe import Recipe
+
+_KEPT = """\
+# Layers that stay in {compute}: names or patterns, compared with a layer's whole name and with its last part;
+# and blocks from both ends of the longest ModuleList, where a float is a share of them, rounded up.
+MODULES = {modules}
+FIRST_BLOCKS = {first}
+LAST_BLOCKS = {last}
+"""
+_SELECTION = '''
+
+def is_wide(name, block, blocks):
+    """Whether the layer called `name`, in block number `block` (or None) of `blocks`, stays wide."""
+
+    def count(requested):
+        return requested if isinstance(requested, int) else math.ceil(round(requested * blocks, 6))
+
+    last_part = name.rpartition(".")[2]
+    if any(fnmatchcase(name, p) or fnmatchcase(last_part, p) for p in MODULES):
+        return True
+    return block is not None and (block < count(FIRST_BLOCKS) or block >= blocks - count(LAST_BLOCKS))
+
+
+def wide_layers(model):
+    """The names of a model's modules that stay wide."""
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)}
+    longest = max(lists, key=lambda n: len(lists[n]), default=None)
+    prefix = f"{longest}." if longest else ""
+    names = set()
+    for name, _ in model.named_modules(remove_duplicate=False):
+        number = name.removeprefix(prefix).partition(".")[0]
+        is_inside = longest is not None and name.startswith(prefix) and number.isdecimal()
+        if is_wide(name, int(number) if is_inside else None, len(lists[longest]) if lists else 0):
+            names.add(name)
+    return names
+'''
+
+
+def selection(recipe: Recipe) -> str:
+    """The Python that says which layers stay wide; it needs math, fnmatchcase and torch."""
+    modules, first, last = kept(recipe)
+    said = _KEPT.format(compute=recipe.compute, modules=list(modules), first=first, last=last)
+    return said + _SELECTION
+
+
+def kept(recipe: Recipe) -> tuple[tuple[str, ...], float, float]:
+    """(patterns, first blocks, last blocks) that stay wide.
+
+    Several rules are one as far as each names other ends of the model; `other_rules` refuses the rest.
+    """
+    wide, _ = wide_and_other_rules(recipe)
+    modules = tuple(dict.fromkeys(m for rule in wide for m in rule.modules))
+    first = next((rule.first_blocks for rule in wide if rule.first_blocks), 0)
+    last = next((rule.last_blocks for rule in wide if rule.last_blocks), 0)
+    return modules, first, last

@@ -1,0 +1,149 @@
+"""What another tool cannot say of a recipe, key by key.
+
+A tool's words are tables of casts, and an operand has to be equal to one of them in every field. So a key
+that is new in recipes is refused by every tool until somebody says what the tool makes of it. The same
+holds for a recipe's fields: those that no product sees are listed here, any other must be at its default.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+from narrowgauge.errors import UserError
+from narrowgauge.quantization import Cast, make_cast
+from narrowgauge.recipes.describe import (
+    WORDS,
+    cast_text,
+    default_of,
+    key_value,
+    wide_and_other_rules,
+)
+from narrowgauge.recipes.places import GEMM_PLACES, STATE_PLACES, WIDE_STATE
+from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.toml_text import toml_value
+
+# Fields of a recipe that a target answers for, and those of which no number depends.
+_OF_PRODUCTS = ("casts", "rules", "compute", "state", "saved")
+_NO_NUMBERS = (*WORDS, "gather", "offload")
+_CLOCK = ("from_step", "from_share", "from_decay", "until_step", "until_share", "until_decay")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One thing that a target cannot say.
+
+    Attributes:
+        place: The place of the recipe, or "" for what belongs to the recipe as a whole.
+        key: The key: of the cast in that place, or of the recipe.
+        why: What the recipe says there, and what the target says.
+    """
+
+    place: str
+    key: str
+    why: str
+
+    def __str__(self) -> str:
+        where = f"{self.place}: " if self.place not in ("", self.key) else ""
+        return f"{where}{self.why}"
+
+
+class Refused(UserError):
+    """A recipe that a target cannot say."""
+
+
+def refused(recipe: Recipe, target: str, refusals: Sequence[Refusal]) -> Refused:
+    """The sentence for what a target cannot say."""
+    said: dict[str, list[str]] = {}
+    for r in refusals:  # one reason of several places stands there once
+        said.setdefault(r.why, []).append(r.place)
+    parts = []
+    for why, places in said.items():
+        named = ", ".join(dict.fromkeys(p for p in places if p and not why.startswith(f"{p} =")))
+        parts.append(f"{named}: {why}" if named else why)
+    return Refused(
+        f"recipe {recipe.name!r} cannot be written for {target}: {'; '.join(parts)}; change these keys in a "
+        "recipe of your own, or name another target"
+    )
+
+
+def outside_products(recipe: Recipe, target: str) -> list[Refusal]:
+    """What no target says: state, gradients on the wire, and every field that is not known here."""
+    found = [
+        Refusal(place, place, f"{place} = {cast_text(c)}, and {target} says nothing of state")
+        for place, c in recipe.state.items()
+        if place not in STATE_PLACES or c != WIDE_STATE[place]
+    ]
+    for place, c in recipe.casts.items():
+        if place not in GEMM_PLACES and c != make_cast(recipe.compute):
+            found.append(Refusal(place, place, f"{place} = {cast_text(c)}, and {target} says nothing of it"))
+    x, kept = recipe.casts["wgrad.x"], recipe.saved
+    if isinstance(kept, Cast) or (kept == "operand" and not _is_same_operand(recipe, x)):
+        said = cast_text(kept) if isinstance(kept, Cast) else kept
+        found.append(
+            Refusal("saved", "saved", f"saved = {said}, but {target} makes wgrad.x of the input itself")
+        )
+    for f in fields(recipe):
+        if f.name in (*_OF_PRODUCTS, *_NO_NUMBERS):
+            continue
+        value = getattr(recipe, f.name)
+        if value != default_of(recipe, f.name):
+            said = cast_text(value) if isinstance(value, Cast) else str(value)
+            found.append(Refusal(f.name, f.name, f"{f.name} = {said}, and {target} says nothing of it"))
+    return found
+
+
+def _is_same_operand(recipe: Recipe, x: Cast) -> bool:
+    """Whether wgrad.x of the numbers of fprop.x is wgrad.x of the input: the same cast, on no axis."""
+    return x.of == "fprop.x" or (x == recipe.casts["fprop.x"] and x.ignores_axis and not x.is_random)
+
+
+def other_rules(recipe: Recipe, target: str) -> list[Refusal]:
+    """Refusals of rules that do more than keep layers in `compute`."""
+    wide, other = wide_and_other_rules(recipe)
+    found = []
+    if any(rule.is_for_all for rule in wide):
+        found.append(Refusal("", "rule", "a [[rule]] that keeps every layer wide; leave the tool out"))
+    for key in ("first_blocks", "last_blocks"):
+        if sum(bool(getattr(rule, key)) for rule in wide) > 1:
+            found.append(Refusal("", key, f"two rules with {key}, where {target} has one"))
+    for rule in other:
+        clock = next((k for k in _CLOCK if getattr(rule, k)), "")
+        if clock:
+            key = clock.replace("_decay", "")
+            why = f"[[rule]] {key}, but what {target} is told holds for the whole run"
+        else:
+            key, why = "rule", f"[[rule]] with other casts, but {target} gets one set of casts for all layers"
+        found.append(Refusal("", key, why))
+    return found
+
+
+def unsaid(place: str, c: Cast, said: Iterable[Cast], target: str) -> list[Refusal]:
+    """Refusals of a cast that is not among those a target says: the keys in which the nearest differs."""
+    casts = list(said)
+    if any(c == other for other in casts):
+        return []
+    alike = [other for other in casts if other.is_scaled == c.is_scaled] or casts
+    nearest = min(alike, key=lambda other: _distance(c, other))
+    return [
+        Refusal(place, key, f"{key} = {_shown(key, c)}, where {target} has {_shown(key, nearest)}")
+        for key in _differing(c, nearest)
+    ]
+
+
+def _distance(c: Cast, other: Cast) -> tuple[bool, bool, int]:
+    """How far two casts are from each other: first by their element, then by what shares a scale."""
+    keys = _differing(c, other)
+    return "element" in keys, "block" in keys, len(keys)
+
+
+def _differing(c: Cast, other: Cast) -> list[str]:
+    """The keys that differ, without those that follow from another one."""
+    names = [f.name for f in fields(c) if f.name != "name"]
+    found = [n for n in names if getattr(c, n) != getattr(other, n, default_of(c, n))]
+    follow = {"scale": "scale_rule", "candidates": "choose", "hadamard": "signs"}
+    follow = {key: other for key, other in follow.items() if key in found}
+    return [n for n in found if n not in follow.values()] or ["name"]
+
+
+def _shown(key: str, c: Cast) -> str:
+    value = key_value(key, getattr(c, key, None))
+    return toml_value(value) if value or value is False else "none"

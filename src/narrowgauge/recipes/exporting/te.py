@@ -1,0 +1,174 @@
+"""A recipe for TransformerEngine: one of its recipe objects, or a quantizer factory for `CustomRecipe`."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from narrowgauge.quantization import Cast
+from narrowgauge.recipes.describe import wide_and_other_rules
+from narrowgauge.recipes.exporting.layers import kept, selection
+from narrowgauge.recipes.exporting.refusal import Refusal, other_rules, outside_products, unsaid
+from narrowgauge.recipes.exporting.te_quantizers import TENSORS, Quantizer, quantizers
+from narrowgauge.recipes.exporting.te_recipes import own_recipe
+from narrowgauge.recipes.places import GEMMS
+from narrowgauge.recipes.recipe import Recipe
+
+VERSION = "TransformerEngine 2.20.0.dev0 (d0067d0, 2026-08-22)"
+FACTORY = "qfactory"
+
+
+def refusals(recipe: Recipe) -> list[Refusal]:
+    """What TransformerEngine cannot say of a recipe."""
+    return [*outside_products(recipe, "te"), *other_rules(recipe, "te"), *of_products(recipe, "te")]
+
+
+def of_products(recipe: Recipe, target: str) -> list[Refusal]:
+    """The same of the six operands; `target` is the tool that hands them to TransformerEngine."""
+    if own_recipe(recipe) is not None:
+        return []
+    found: list[Refusal] = []
+    for tensor, row, column in TENSORS:
+        options = [q for q in quantizers(recipe.compute) if tensor in q.tensors]
+        found += unsaid(row, recipe.casts[row], (q.row for q in options if q.row), target)
+        found += _unsaid_column(column, recipe.casts[column], [q.column for q in options if q.column], target)
+    return found or _unmultiplied(recipe)
+
+
+def _unsaid_column(place: str, c: Cast, said: list[Cast], target: str) -> list[Refusal]:
+    """The same of a columnwise tensor, which may be made of the numbers of the rowwise one."""
+    if c.of and place != "wgrad.dy":  # columnwise_source is not for gradients
+        return unsaid(place, replace(c, of=""), said, target) if c.is_scaled else []
+    return unsaid(place, c, said, target)
+
+
+def _unmultiplied(recipe: Recipe) -> list[Refusal]:
+    """Products whose operands are of two families, or both in E5M2: no GEMM there takes them."""
+    families: dict[str, list[str]] = {gemm: [] for gemm in GEMMS}
+    for tensor, row, column in TENSORS:
+        first, second = quantizers_of(recipe, tensor, row, column)
+        families[row.split(".")[0]].append(first.family)
+        families[column.split(".")[0]].append(second.family)
+    found = []
+    for gemm, (a, b) in families.items():
+        is_fp8 = {a, b} == {"fp8 e4m3", "fp8 e5m2"}
+        if (a != b and not is_fp8) or a == b == "fp8 e5m2":
+            why = f"operands of two kinds ({a}, {b}), which te does not multiply"
+            found.append(Refusal(gemm, "element", why))
+    return found
+
+
+def quantizers_of(recipe: Recipe, tensor: str, row: str, column: str) -> tuple[Quantizer, Quantizer]:
+    """The quantizers of a tensor's two directions; the same one twice if one makes both."""
+    first, second = recipe.casts[row], recipe.casts[column]
+    of = second.of
+    options = [q for q in quantizers(recipe.compute) if tensor in q.tensors]
+    if of and not second.is_scaled:
+        return _with(options, "row", first), options[0]
+    second = replace(second, of="")
+    both = [q for q in options if q.row == first and q.column == second]
+    if both and not of:
+        return both[0], both[0]
+    return _with(options, "row", first), _with(options, "column", second)
+
+
+def _with(options: Iterable[Quantizer], direction: str, c: Cast) -> Quantizer:
+    return next(q for q in options if getattr(q, direction) == c)
+
+
+def text(recipe: Recipe) -> str:
+    """The Python file."""
+    own = own_recipe(recipe)
+    parts = ["import math\nfrom fnmatch import fnmatchcase\n\nimport torch"]
+    names = [] if own is None else [own.text.partition("(")[0]]
+    names += [n for n in ("Format", "MMParams") if own and (f"{n}." in own.text or f"{n}(" in own.text)]
+    names += [] if own else ["CustomRecipe"]
+    parts.append(f"from transformer_engine.common.recipe import {', '.join(names)}")
+    if needs_factory(recipe):
+        parts.append(_factory(recipe))
+    made = _wrapped(own.text) if own else f"CustomRecipe(qfactory={FACTORY})"
+    parts.append(f"\nRECIPE = {made}\n")
+    return "\n".join(parts) + "\n" + selection(recipe)
+
+
+def needs_factory(recipe: Recipe) -> bool:
+    """Whether the file has a quantizer factory: Megatron has no name for the recipe, and asks for one."""
+    own = own_recipe(recipe)
+    return own is None or not (own.megatron or "Delayed" in own.text)
+
+
+def _wrapped(call: str) -> str:
+    """A call with an argument a line, if it is long."""
+    if len(call) < 95:
+        return call
+    name, _, rest = call.partition("(")
+    return f"{name}(\n" + "".join(f"    {a},\n" for a in rest[:-1].split(", ")) + ")"
+
+
+def _factory(recipe: Recipe) -> str:
+    """The quantizer factory of six casts, below what it imports."""
+    cases, used = [], set()
+    for tensor, row, column in TENSORS:
+        first, second = quantizers_of(recipe, tensor, row, column)
+        made = first.text
+        of = recipe.casts[column].of
+        if first is not second or of:
+            source = "rowwise_dequantized" if of else "original"
+            made = (
+                f"HybridQuantizer(\n            rowwise_quantizer={first.text},\n            "
+                f"columnwise_quantizer={second.text},\n            "
+                f'columnwise_source="{source}",\n        )'
+            )
+        used |= {n for n in _MODULES if f"{n}(" in made}
+        cases.append(f'    if is_linear and role.tensor_type == "{tensor}":\n        return {made}')
+    used |= {"IdentityQuantizer"}
+    imports = [f"from transformer_engine.pytorch.tensor.{_MODULES[n]} import {n}" for n in sorted(used)]
+    return "\n".join(
+        [
+            *(
+                ["from transformer_engine.pytorch.constants import DType"]
+                if "DType." in "".join(cases)
+                else []
+            ),
+            *imports,
+            f"\n\ndef {FACTORY}(role):",
+            '    """The quantizer of one tensor of one layer."""',
+            '    is_linear = role is not None and role.module_type in ("linear", "grouped_linear")',
+            *cases,
+            "    return IdentityQuantizer()",
+            "",
+        ]
+    )
+
+
+_MODULES = {
+    "Float8BlockQuantizer": "float8_blockwise_tensor",
+    "Float8CurrentScalingQuantizer": "float8_tensor",
+    "HybridQuantizer": "hybrid_tensor",
+    "IdentityQuantizer": "identity_tensor",
+    "MXFP8Quantizer": "mxfp8_tensor",
+    "NVFP4Quantizer": "nvfp4_tensor",
+}
+
+
+def notes(recipe: Recipe) -> list[str]:
+    """Where TransformerEngine's numbers are not those of the recipe, and what its user has to do."""
+    found = ["Use it as te.autocast(recipe=RECIPE) around the layers that are not in wide_layers(model)."]
+    casts = list(recipe.casts.values())
+    if any(c.is_random for c in casts):
+        found.append(
+            "Stochastic rounding has the same two neighbours and other random bits: runs agree on average."
+        )
+    if any(c.of and not c.is_scaled for c in casts):
+        found.append(
+            "A tensor that is reused is rounded to the compute format first, which the recipe does not do."
+        )
+    own = own_recipe(recipe)
+    if (own is None or "Delayed" in own.text) and recipe.casts["fprop.x"].element.bits == 8:
+        found.append(
+            "On sm_90, fprop of FP8 adds up with fast accumulation (module/base.py, _2X_ACC_FPROP), which is "
+            "less than fp32."
+        )
+    if wide_and_other_rules(recipe)[0] and (kept(recipe)[1] or kept(recipe)[2]):
+        found.append(
+            "Blocks are counted in the model that wide_layers is given: under pipelining, the whole one."
+        )
+    return found

@@ -1,0 +1,184 @@
+"""A recipe for torchao: its `Float8LinearConfig`, or the configuration of its MXFP8 training.
+
+Source: torchao 0.18.0, float8/config.py (which casts an operand can have), float8/float8_linear.py (which
+operand is scaled along which axis), prototype/moe_training/{config,mxfp8_linear}.py. Its NVFP4 training
+(NVFP4TrainingConfig) is refused: block scales are at least 2^-6 there (nvfp4_training/quantize_2d_triton.py).
+"""
+
+from itertools import product
+
+from narrowgauge.quantization import Cast, make_cast
+from narrowgauge.recipes.exporting.layers import selection
+from narrowgauge.recipes.exporting.refusal import Refusal, other_rules, outside_products, unsaid
+from narrowgauge.recipes.places import GEMM_PLACES
+from narrowgauge.recipes.recipe import Recipe
+
+VERSION = "torchao 0.18.0"
+# The two products of each tensor, and the fields of Float8LinearConfig for its casts there.
+TENSORS = (
+    ("fprop.x", "cast_config_input", "wgrad.x", "cast_config_input_for_grad_weight"),
+    ("fprop.w", "cast_config_weight", "dgrad.w", "cast_config_weight_for_grad_input"),
+    ("dgrad.dy", "cast_config_grad_output", "wgrad.dy", "cast_config_grad_output_for_grad_weight"),
+)
+DTYPES = {
+    "e4m3": "torch.float8_e4m3fn",
+    "e5m2": "torch.float8_e5m2",
+    "e4m3fnuz": "torch.float8_e4m3fnuz",
+    "e5m2fnuz": "torch.float8_e5m2fnuz",
+}
+MX_MODES = {"rceil": "RCEIL", "floor": "FLOOR"}
+
+
+def _float8_casts(compute: str) -> list[Cast]:
+    made = [make_cast(compute)]
+    for element, block, power_of_two in product(DTYPES, ("tensor", "row"), (False, True)):
+        made.append(make_cast({"element": element, "block": block, "power_of_two": power_of_two}))
+    return made
+
+
+def _mx_mode(recipe: Recipe) -> str:
+    """The scale rule of a recipe that torchao's MXFP8 training says; "" if it is none."""
+    wide = make_cast(recipe.compute)
+    for rule in MX_MODES:
+        mx = make_cast({"cast": "mxfp8", "scale_rule": rule})
+        for wgrad in (mx, wide):
+            casts = dict.fromkeys(GEMM_PLACES, mx) | {"wgrad.dy": wgrad, "wgrad.x": wgrad}
+            if casts == dict(recipe.casts):
+                return rule
+    return ""
+
+
+def refusals(recipe: Recipe) -> list[Refusal]:
+    """What torchao cannot say of a recipe."""
+    found = [*outside_products(recipe, "torchao"), *other_rules(recipe, "torchao")]
+    if _mx_mode(recipe):
+        return found
+    said = _float8_casts(recipe.compute)
+    if any(c.scale == "e8m0" for c in recipe.casts.values()):
+        said += [make_cast({"cast": "mxfp8", "scale_rule": rule}) for rule in MX_MODES]
+    for place in GEMM_PLACES:
+        found += unsaid(place, recipe.casts[place], said, "torchao")
+    return found or _together(recipe)
+
+
+def _together(recipe: Recipe) -> list[Refusal]:
+    """What the casts that torchao says one by one cannot be together."""
+    casts, found = recipe.casts, []
+    if any(c.scale == "e8m0" for c in casts.values()):
+        why = "MXFP8 in some places, which torchao has in all three products, or in all but wgrad"
+        return [Refusal("", "scale", why)]
+    if len({c.power_of_two for c in casts.values() if c.is_scaled}) > 1:
+        found.append(
+            Refusal("", "power_of_two", "power_of_two in some places, which torchao has in all or none")
+        )
+    for first, _, second, _ in TENSORS:
+        a, b = casts[first], casts[second]
+        if a.is_scaled and b.is_scaled and a.element != b.element:
+            why = (
+                f"element = {b.element.name!r} beside {a.element.name!r} in {first}; torchao has one a tensor"
+            )
+            found.append(Refusal(second, "element", why))
+    for a, b in zip(GEMM_PLACES[::2], GEMM_PLACES[1::2], strict=True):
+        if casts[a].is_scaled != casts[b].is_scaled:
+            why = f"one wide operand beside a narrow one in {a}, {b}; torchao has both or none"
+            found.append(Refusal(a.split(".")[0], "element", why))
+    return found
+
+
+def text(recipe: Recipe) -> str:
+    """The Python file."""
+    rule = _mx_mode(recipe)
+    body = _mxfp8(recipe, rule) if rule else _float8(recipe)
+    head = "import math\nfrom fnmatch import fnmatchcase\n\nimport torch\n"
+    return head + body[0] + "\n" + selection(recipe) + body[1]
+
+
+def _float8(recipe: Recipe) -> tuple[str, str]:
+    imports = (
+        "from torchao.float8 import convert_to_float8_training\n"
+        "from torchao.float8.config import (\n    CastConfig,\n    Float8GemmConfig,\n"
+        "    Float8LinearConfig,\n    ScalingGranularity,\n    ScalingType,\n)\n\n"
+    )
+    lines = ["CONFIG = Float8LinearConfig("]
+    for first, name, second, name_2 in TENSORS:
+        a, b = recipe.casts[first], recipe.casts[second]
+        element = (a if a.is_scaled else b).element.name
+        for field, c in ((name, a), (name_2, b)):
+            lines += [
+                f"    # {first if field == name else second}",
+                f"    {field}={_cast_config(c, element)},",
+            ]
+    exact = "Float8GemmConfig(use_fast_accum=False)"
+    lines += [f"    gemm_config_{p}={exact}," for p in ("output", "grad_input", "grad_weight")]
+    powers = any(c.power_of_two for c in recipe.casts.values())
+    lines += [f"    round_scales_to_power_of_2={powers},", ")\n"]
+    convert = _CONVERT.format(
+        call="convert_to_float8_training(\n        model, config=config, "
+        "module_filter_fn=lambda _, name: name not in wide\n    )",
+        note="; without FP8 give it replace(CONFIG, emulate=True)",
+    )
+    return imports + "\n".join(lines), convert
+
+
+def _cast_config(c: Cast, element: str) -> str:
+    """One CastConfig; `element` is the tensor's, which torchao wants to be the same in both products."""
+    dtype = DTYPES.get(element, "torch.float8_e4m3fn")
+    if not c.is_scaled:
+        return f"CastConfig(ScalingType.DISABLED, target_dtype={dtype})"
+    granularity = "TENSORWISE" if c.block is None else "AXISWISE"
+    said = f"ScalingType.DYNAMIC, ScalingGranularity.{granularity}, {dtype}"
+    return f"CastConfig(\n        {said}\n    )"
+
+
+def _mxfp8(recipe: Recipe, rule: str) -> tuple[str, str]:
+    imports = (
+        "from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig\n"
+        "from torchao.prototype.mx_formats.config import ScaleCalculationMode\n"
+        "from torchao.quantization import quantize_\n"
+        "from torchao.quantization.quantize_.common import KernelPreference\n\n"
+    )
+    config = (
+        "CONFIG = MXFP8TrainingOpConfig(\n    kernel_preference=KernelPreference.AUTO,\n"
+        f"    out_dtype=torch.{'bfloat16' if recipe.compute == 'bf16' else 'float32'},\n"
+        f"    wgrad_with_hp={not recipe.casts['wgrad.x'].is_scaled},\n"
+        f"    scale_calculation_mode=ScaleCalculationMode.{MX_MODES[rule]},\n)\n"
+    )
+    call = (
+        "quantize_(\n        model,\n        config,\n        filter_fn=lambda module, name: "
+        "isinstance(module, torch.nn.Linear) and name not in wide,\n    )"
+    )
+    return imports + config, _CONVERT.format(call=call, note="")
+
+
+_CONVERT = '''
+
+def convert(model, config=CONFIG):
+    """Put the model's linear layers under the recipe{note}."""
+    wide = wide_layers(model)
+    {call}
+    return model
+'''
+
+
+def notes(recipe: Recipe) -> list[str]:
+    """Where torchao's numbers are not those of the recipe, and what its user has to do."""
+    found = [f"Call convert(model) on a model in torch.{_dtype(recipe)}, or under autocast to it."]
+    if _mx_mode(recipe):
+        found.append(
+            "E8M0 code 0 (2^-127) is a scale of 1 in torchao up to 0.18: blocks below 2^-118 differ."
+        )
+    else:
+        found.append(
+            "torchao scales a tensor or row whose largest magnitude is below 1e-12 as if it were 1e-12."
+        )
+    if recipe.gather.is_scaled:
+        found.append(
+            "gather: under FSDP2, set enable_fsdp_float8_all_gather=True; weights then travel in FP8, in the "
+            "same numbers."
+        )
+    return found
+
+
+def _dtype(recipe: Recipe) -> str:
+    names: dict[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+    return names[recipe.compute]

@@ -1,0 +1,53 @@
+"""`recipes`: what differs between two, and a recipe for another tool."""
+
+import pytest
+
+from narrowgauge.cli.main import main
+
+
+def said(capsys):
+    printed = capsys.readouterr()
+    return " ".join(printed.out.split()), printed.err
+
+
+def test_only_what_differs_is_shown_and_places_that_are_alike_stand_together(capsys):
+    assert main(["recipes", "fp8", "--diff", "fp8-row"]) == 0
+    out, _ = said(capsys)
+    assert "fprop.x, fprop.w, dgrad.w, wgrad.x e4m3 fp8-row power_of_two=true" in out
+    assert "dgrad.dy, wgrad.dy e5m2 fp8-row power_of_two=true" in out
+    assert "saved operand input" in out
+    assert "master" not in out
+    assert "keep" not in out
+
+
+def test_a_recipe_does_not_differ_from_itself(capsys, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('compute = "bf16"\nfprop = "e4m3"\n')
+    assert main(["recipes", str(file), "--diff", str(file)]) == 0
+    assert "say the same of every place" in said(capsys)[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["fp8", "--diff", "fp9"], "unknown recipe 'fp9'; the nearest is 'fp8'"),
+        (["fp9", "--diff", "fp8"], "unknown recipe 'fp9'; the nearest is 'fp8'"),
+        (["--diff", "fp8"], "--diff is about one recipe, and none is named"),
+        (["--to", "te"], "--to is about one recipe, and none is named"),
+        (["fp8", "--to", "torcha"], "unknown target 'torcha'; the nearest is 'torchao'"),
+        (["fp8-row", "--to", "te"], 'block = "row", where te has "tensor"'),
+        (["nvfp4", "--to", "megatron"], "say how many the model has with --blocks N"),
+    ],
+)
+def test_mistakes_are_one_sentence(words, sentence, capsys):
+    assert main(["recipes", *words]) == 2
+    out, err = said(capsys)
+    assert not out
+    assert sentence in err
+
+
+def test_a_recipe_for_another_tool_is_printed_as_a_file(capsys):
+    assert main(["recipes", "fp8-row", "--to", "torchao"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("# Recipe fp8-row of narrowgauge")
+    compile(out, "torchao.py", "exec")

@@ -1,0 +1,249 @@
+"""Recipes for other tools: what is written is what they read, and what they cannot say is refused by name."""
+
+import dataclasses
+import re
+import runpy
+import sys
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from narrowgauge.errors import UserError
+from narrowgauge.models import Transformer, model_config
+from narrowgauge.nn import Linear
+from narrowgauge.quantization import Cast, make_cast
+from narrowgauge.recipes import GEMM_PLACES, Recipe, parse_recipe, recipe, recipe_names
+from narrowgauge.recipes.exporting import TARGETS, Refused, refusals, write_recipe
+
+WRITTEN = [(r, t) for r in recipe_names() for t in TARGETS if not refusals(recipe(r), t)]
+
+
+def written(name, target, tmp_path, **modules):
+    """The names of a written file, run as Python beside modules that stand for what is not installed."""
+    file = tmp_path / f"{target}.py"
+    file.write_text(write_recipe(recipe(name), target))
+    return runpy.run_path(str(file))
+
+
+def parsed(text):
+    return parse_recipe(text, "mine")
+
+
+@pytest.fixture
+def transformer_engine(monkeypatch):
+    """TransformerEngine's names, which note what they are called with."""
+
+    class Module(ModuleType):
+        def __getattr__(self, name):
+            if name.startswith("__"):
+                raise AttributeError(name)
+            if name in ("Format", "DType"):
+                return Names(name)
+            return lambda *given, **keys: (name, given, keys)
+
+    class Names:
+        def __init__(self, name):
+            self.name = name
+
+        def __getattr__(self, member):
+            return f"{self.name}.{member}"
+
+    tensors = ("float8", "float8_blockwise", "mxfp8", "nvfp4", "hybrid", "identity")
+    names = ["", ".common", ".common.recipe", ".pytorch", ".pytorch.constants", ".pytorch.tensor"]
+    for name in (*names, *(f".pytorch.tensor.{t}_tensor" for t in tensors)):
+        monkeypatch.setitem(sys.modules, f"transformer_engine{name}", Module(f"transformer_engine{name}"))
+
+
+class Role:
+    def __init__(self, tensor_type):
+        self.module_type, self.tensor_type, self.name = "linear", tensor_type, ""
+
+
+def test_transformer_engine_gets_its_own_recipe_where_it_has_one(transformer_engine, tmp_path):
+    name, _, keys = written("fp8", "te", tmp_path)["RECIPE"]
+    assert (name, keys["fp8_format"]) == ("Float8CurrentScaling", "Format.HYBRID")
+    assert keys["fp8_gemm_fprop"] == ("MMParams", (), {"use_split_accumulator": True})
+    name, _, keys = written("nvfp4", "te", tmp_path)["RECIPE"]
+    assert name == "NVFP4BlockScaling"
+    assert not any(keys.values())  # nothing is disabled
+
+
+def test_transformer_engine_gets_a_quantizer_of_each_direction_otherwise(transformer_engine, tmp_path):
+    file = written("bf16-fwd-mxfp8-bwd", "te", tmp_path)
+    name, _, keys = file["qfactory"](Role("weight"))
+    assert name == "HybridQuantizer"
+    assert keys["rowwise_quantizer"][0] == "IdentityQuantizer"
+    assert keys["columnwise_quantizer"][:2] == ("MXFP8Quantizer", ("DType.kFloat8E4M3",))
+    assert keys["columnwise_source"] == "original"
+    assert file["qfactory"](Role("grad_output"))[0] == "MXFP8Quantizer"
+    assert file["qfactory"](None)[0] == "IdentityQuantizer"
+
+
+def test_megatron_finds_the_factory_that_it_names(transformer_engine, tmp_path):
+    factory = re.search(
+        r'custom_recipe_factory: "te_mxfp8_2d\.(\w+)"', write_recipe(recipe("mxfp8-2d"), "megatron")
+    )
+    name, _, keys = written("mxfp8-2d", "te", tmp_path)[factory[1]](Role("weight"))
+    assert (name, keys) == ("MXFP8Quantizer", {"with_2d_quantization": True})
+
+
+def test_numbers_that_are_used_again_are_the_source_of_the_other_direction(transformer_engine, tmp_path):
+    mine = parsed(
+        'fprop = "mxfp8"\ndgrad = {dy = "nvfp4", w = {cast = "nvfp4", of = "fprop.w"}}\nwgrad = "nvfp4"'
+        '\n[keep]\nmodules = ["head"]'
+    )
+    (tmp_path / "te.py").write_text(write_recipe(mine, "te"))
+    _, _, keys = runpy.run_path(str(tmp_path / "te.py"))["qfactory"](Role("weight"))
+    assert keys["columnwise_source"] == "rowwise_dequantized"
+    assert keys["columnwise_quantizer"][0] == "NVFP4Quantizer"
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-row", "fp8-row-hp"])
+def test_torchao_computes_what_the_recipe_computes(name, tmp_path):
+    """Outputs and gradients of torchao's layer and of ours, from the same operands: equal to the last bit."""
+    pytest.importorskip("torchao")
+    file = written(name, "torchao", tmp_path)
+    torch.manual_seed(0)
+    x, dy = torch.randn(64, 48), torch.randn(64, 32) / 64
+    results = []
+    for convert in (
+        lambda m: file["convert"](m, replace(file["CONFIG"], emulate=True)),
+        lambda m: ng.convert(m, parsed(recipe(name).text), backend="emulated"),
+    ):
+        torch.manual_seed(1)
+        model = torch.nn.ModuleDict(
+            {"body": torch.nn.Linear(48, 32, bias=False), "head": torch.nn.Linear(4, 4)}
+        )
+        convert(model.bfloat16())
+        a = x.bfloat16().requires_grad_()
+        y = model["body"](a)
+        y.backward(dy.bfloat16())
+        assert type(model["head"]) is torch.nn.Linear or "Float8" not in type(model["head"]).__name__
+        results.append((y, a.grad, model["body"].weight.grad))
+    for theirs, ours in zip(*results, strict=True):
+        scale = ours.float().abs().max()
+        assert (theirs.float() - ours.float()).abs().max() <= scale * 2**-8  # one rounding to bf16
+
+
+def test_the_same_layers_stay_wide(tmp_path, transformer_engine):
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = Transformer(model_config("gpt2"))
+    file = written("nvfp4", "te", tmp_path)
+    wide = file["wide_layers"](model)
+    ng.convert(model, "nvfp4")
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, Linear)}
+    kept = {n for n, m in layers.items() if set(m.recipe.casts.values()) == {make_cast("bf16")}}
+    assert wide & set(layers) == kept
+    assert any(n.startswith("blocks.11.") for n in kept)
+
+
+def test_megatron_reads_globs_of_which_the_first_wins():
+    yaml = pytest.importorskip("yaml")
+    file = yaml.safe_load(write_recipe(recipe("nvfp4"), "megatron", blocks=8))
+    patterns = [(m["pattern"], m["config"]) for m in file["matchers"].values()]
+    assert patterns == [("*layers.6.*", "wide"), ("*layers.7.*", "wide"), ("*layers.*", "narrow")]
+    assert file["configs"]["narrow"]["training_recipe"]["fp4_quantization_recipe"] == "nvfp4"
+    assert file["configs"]["wide"]["training_recipe"] == {}
+    with pytest.raises(UserError, match=r"keep.last_blocks .* --blocks N"):
+        write_recipe(recipe("nvfp4"), "megatron")
+
+
+@pytest.mark.parametrize(("name", "target"), WRITTEN)
+def test_the_header_says_which_recipe_and_which_version(name, target):
+    head = write_recipe(recipe(name), target, blocks=8).splitlines()[0]
+    assert head == f"# Recipe {name} of narrowgauge {ng.__version__}, for {TARGETS[target].version}."
+
+
+def test_something_is_written_for_each_target():
+    assert {t for _, t in WRITTEN} == set(TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "key"),
+    [
+        ("quartet", "te", r"hadamard = 32, where te has none"),
+        ("fp8-row", "te", 'block = "row", where te has "tensor"'),
+        ("fp4-ue5m3", "te", 'scale = "e5m3", where te has "e4m3"'),
+        ("fp4-ue5m3", "megatron", "refresh = 50, where megatron has none"),
+        ("msamp-o2", "torchao", "m = e4m3"),
+        ("fp8-block", "torchao", "block = 128"),
+        ("mxfp8", "qwix", 'scale = "e8m0"'),
+        ("bf16", "te", "compute = 'bf16' in all three products"),
+    ],
+)
+def test_what_a_target_cannot_say_is_refused_by_key_and_target(name, target, key):
+    with pytest.raises(Refused, match=key) as caught:
+        write_recipe(recipe(name), target)
+    assert f"recipe {name!r} cannot be written for {target}: " in str(caught.value)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("place", GEMM_PLACES)
+def test_every_key_of_a_cast_is_refused_unless_it_is_said(target, place):
+    """Each field of a cast, moved away from what the recipe has: nothing is dropped in silence."""
+    base = recipe("fp8")
+    assert not refusals(base, target)
+    moved = {int: 3, float: 0.5, bool: True, str: "another", tuple: (1, 2)}
+    for field in dataclasses.fields(Cast):
+        if field.name in ("name", "power_of_two", "element", "scale", "block", "scale_rule"):
+            continue  # of these, targets say some values
+        if field.name == "of" and target in ("te", "megatron") and place in ("dgrad.w", "wgrad.x"):
+            continue  # a HybridQuantizer's columnwise_source
+        changed = _unchecked(
+            base.casts[place], field.name, moved[type(getattr(base.casts[place], field.name))]
+        )
+        found = refusals(_unchecked(base, "casts", {**base.casts, place: changed}), target)
+        assert (place, field.name) in {(r.place, r.key) for r in found}, field.name
+
+
+def _unchecked(record, name, value):
+    """A copy of a frozen record with another value, whatever its rules say."""
+    made = object.__new__(type(record))
+    for field in dataclasses.fields(record):
+        object.__setattr__(made, field.name, value if field.name == name else getattr(record, field.name))
+    return made
+
+
+FP32 = make_cast("fp32")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_keys_that_do_not_exist_yet_are_refused(target):
+    """A new key of a cast, a new place and a new field of a recipe."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class NewCast(Cast):
+        twist: int = 0
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class NewRecipe(Recipe):
+        stream: Cast = FP32
+
+    base = recipe("fp8")
+    plain = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
+    x = {f.name: getattr(base.casts["fprop.x"], f.name) for f in dataclasses.fields(Cast)}
+    assert not refusals(NewRecipe(**plain), target)
+    found = refusals(NewRecipe(**plain, stream=make_cast("bf16")), target)
+    assert [r.key for r in found] == ["stream"]
+    found = refusals(_unchecked(base, "casts", {**base.casts, "fprop.x": NewCast(**x, twist=2)}), target)
+    assert ("fprop.x", "twist") in {(r.place, r.key) for r in found}
+    found = refusals(_unchecked(base, "casts", {**base.casts, "attention.q": make_cast("e4m3")}), target)
+    assert [r.key for r in found] == ["attention.q"]
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('fprop="e4m3"\ndgrad="e4m3"\nwgrad="e4m3"\n[[rule]]\nfrom="decay"\nfprop="bf16"', "from"),
+        ('fprop="e4m3"\ndgrad="e4m3"\nwgrad="e4m3"\n[[rule]]\nmodules=["*.down"]\nfprop="bf16"', "rule"),
+        ('fprop="e4m3"\ndgrad="e4m3"\nwgrad="e4m3"\nm="bf16"', "m"),
+        ('fprop="e4m3"\ndgrad="e4m3"\nwgrad="e4m3"\nsaved="e5m2"', "saved"),
+    ],
+)
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_no_operand_is_refused_too(text, key, target):
+    assert key in [r.key for r in refusals(parsed(text), target)]

@@ -1,0 +1,132 @@
+"""The runner of the conformance vectors: what passes, what differs and where, and the exit code."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from narrowgauge.conformance import compare, read_vectors
+from narrowgauge.conformance.__main__ import main
+
+EXAMPLES = Path(__file__).parents[1] / "conformance" / "examples"
+OURS = str(EXAMPLES / "narrowgauge_adapter.py")
+
+
+@pytest.fixture(scope="module")
+def quantize():
+    return runpy.run_path(OURS)["quantize"]
+
+
+@pytest.fixture(scope="module")
+def vectors():
+    return {v.name: v for v in read_vectors()}
+
+
+def written(tmp_path, text):
+    file = tmp_path / "mine.py"
+    file.write_text(f"import runpy\nours = runpy.run_path({OURS!r})['quantize']\n{text}")
+    return str(file)
+
+
+def test_narrowgauge_passes_all_that_it_is_asked(capsys):
+    assert main([OURS]) == 0
+    assert "vectors pass" in capsys.readouterr().out
+
+
+def test_the_first_wrong_code_is_named_with_its_number(vectors, quantize):
+    def wrong(x, cast):
+        codes, scales, second = quantize(x, cast)
+        codes[3, 7] ^= 1
+        return codes, scales, second
+
+    vector = vectors["mxfp4 normal"]
+    result = compare(wrong, vector)
+    (difference,) = result.differences
+    assert (result.verdict, difference.what, difference.where) == ("differs", "code", (3, 7))
+    assert difference.share == pytest.approx(1 / vector.x.size)
+    assert f"of x = {vector.x[3, 7]:.9g}" in difference.text
+
+
+@pytest.mark.parametrize(
+    "name", ["nvfp4 normal", "nvfp4-2d normal axis 0", "fp8-row wide", "nvfp4 per row normal"]
+)
+def test_wrong_scales_are_found_in_every_kind(name, vectors, quantize):
+    def wrong(x, cast):
+        codes, scales, second = quantize(x, cast)
+        scales[-1, -1] += 1
+        return codes, scales, second * 2
+
+    found = {d.what: d.where for d in compare(wrong, vectors[name]).differences}
+    scales = vectors[name].scales
+    assert found["scale"] == (scales.shape[0] - 1, scales.shape[1] - 1)
+    assert ("tensor scale" in found) == name.startswith("nvfp4")
+
+
+def test_what_a_library_does_not_have_is_no_failure_and_what_raises_is(vectors):
+    def absent(x, cast):
+        raise NotImplementedError
+
+    def broken(x, cast):
+        raise IndexError("beyond the block")
+
+    vector = vectors["mxfp8 normal"]
+    assert compare(absent, vector).verdict == "is not there"
+    assert compare(lambda x, cast: None, vector).verdict == "is not there"
+    assert compare(broken, vector).why == "IndexError: beyond the block"
+    assert compare(lambda x, cast: (x[:1], x[:1]), vector).verdict == "fails"
+
+
+def test_exit_codes(tmp_path, capsys):
+    differs = written(
+        tmp_path, "def quantize(x, cast):\n    c, *rest = ours(x, cast)\n    return c ^ 1, *rest\n"
+    )
+    assert main([differs, "--only", "mxfp4 *"]) == 1
+    assert "normal: code [0, 0] is" in " ".join(capsys.readouterr().out.split())
+    nothing = written(tmp_path, "def quantize(x, cast):\n    raise NotImplementedError\n")
+    assert main([nothing, "--only", "mxfp4 *"]) == 1  # nothing was shown
+    for words, said in (
+        ([str(tmp_path / "absent.py")], "cannot be imported"),
+        ([written(tmp_path, "")], "has no function quantize(x, cast)"),
+        ([OURS, "--only", "mxpf4"], "fits the name of no vector"),
+        ([OURS, "--vectors", str(tmp_path)], "no conformance vectors in"),
+    ):
+        assert main(words) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_rounding_bits_and_signs_are_handed_on(vectors):
+    seen = {}
+    for name, vector in vectors.items():
+        compare(lambda x, cast, name=name: seen.setdefault(name, cast) and None, vector)
+    random = [c for c in seen.values() if "random" in c]
+    assert random
+    assert all(c["random"].min() >= 0 and c["random"].max() < 2**24 for c in random)
+    assert any(len(c.get("signs", ())) == 32 for c in seen.values())
+
+
+@pytest.mark.parametrize(
+    ("library", "names"),
+    [
+        ("torchao", ("mxfp8 normal", "mxfp4 normal", "mxfp6-e2m3 even wide", "e4m3 normal")),
+        ("gfloat", ("mxfp8 floor normal", "mxfp4 floor wide", "mxfp6-e3m2 floor normal")),
+    ],
+)
+def test_the_example_of_another_library_runs(library, names, vectors):
+    """What differs there stands in conformance/README.md."""
+    pytest.importorskip(library)
+    quantize = runpy.run_path(str(EXAMPLES / f"{library}_adapter.py"))["quantize"]
+    assert {name: compare(quantize, vectors[name]).verdict for name in names} == dict.fromkeys(
+        names, "passes"
+    )
+
+
+def test_it_is_started_as_a_module():
+    done = subprocess.run(
+        [sys.executable, "-m", "narrowgauge.conformance", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "MODULE" in done.stdout
