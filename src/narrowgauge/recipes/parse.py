@@ -29,6 +29,7 @@ from_share = 0.9        after this share of the run's steps, or from_step = 5000
 until_share = 0.95      learning rate falls; the rule ends with until_step, until_share, until = "decay"
 fprop = "bf16"          both operands of a GEMM,
 wgrad.dy = "mxfp8"      or one
+v = "fp32"              state, too: m and v of any parameter, weight, master and grad of a linear layer
 """
 
 import tomllib
@@ -38,7 +39,15 @@ from typing import Any
 
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.quantization import Cast, is_cast_table, make_cast
-from narrowgauge.recipes.places import COMPUTE, GEMM_PLACES, GEMMS, STATE_PLACES, WIRE_PLACES, casts_from
+from narrowgauge.recipes.places import (
+    COMPUTE,
+    GEMM_PLACES,
+    GEMMS,
+    STATE_PLACES,
+    WIRE_PLACES,
+    casts_from,
+    recipe_fields,
+)
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.rule import Rule
 
@@ -46,7 +55,7 @@ _SET_OVER = ("saved", "offload", *STATE_PLACES, *WIRE_PLACES)  # over the casts 
 _ROOT_KEYS = ("name", "title", "source", "compute", "keep", "rule", *GEMMS, *_SET_OVER)
 _LAYER_KEYS = ("modules", "first_blocks", "last_blocks")
 _CLOCK_KEYS = ("from_step", "from_share", "from", "until_step", "until_share", "until")
-_RULE_KEYS = (*_LAYER_KEYS, *_CLOCK_KEYS, *GEMMS)
+_RULE_KEYS = (*_LAYER_KEYS, *_CLOCK_KEYS, *GEMMS, *STATE_PLACES)
 
 
 def parse_recipe(text: str, where: str) -> Recipe:
@@ -104,7 +113,9 @@ def _rules(table: Mapping[str, Any], where: str) -> list[Rule]:
     rules = []
     for rule in tables:
         _check_keys(_table(rule, "rule", where), _RULE_KEYS, f"[[rule]] key of recipe {where}")
-        rules.append(Rule(casts=_casts(rule, where), **_clock(rule, where), **_layers(rule, where)))
+        state = recipe_fields({p: rule[p] for p in STATE_PLACES if p in rule}, {}, {})["state"]
+        clock, layers = _clock(rule, where), _layers(rule, where)
+        rules.append(Rule(casts=_casts(rule, where), state=state, **clock, **layers))
     return rules
 
 

@@ -1,7 +1,7 @@
 """Other casts in some layers of a model, or from some time on: a `Rule`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import ceil
 
@@ -15,7 +15,8 @@ class Rule:
     A layer is selected by any of `modules`, `first_blocks` and `last_blocks`; all empty = every layer.
 
     Attributes:
-        casts: The cast of each place that the rule changes.
+        casts: The cast of each GEMM place that the rule changes.
+        state: The cast of each state place that it changes; None for no master.
         keeps_state: Whether weights, masters and gradients of the selected layers stay in fp32, on the wire
             too.
         modules: Patterns of module names, compared with the whole name and with its last component.
@@ -31,6 +32,7 @@ class Rule:
     """
 
     casts: Mapping[str, Cast]
+    state: Mapping[str, Cast | None] = field(default_factory=dict)
     keeps_state: bool = False
     modules: tuple[str, ...] = ()
     first_blocks: float = 0
