@@ -45,10 +45,18 @@ def broke_in(context: RunContext, trainer: Trainer, target: Path | None) -> Brok
     trainer.step += 1
     before: list[dict[str, Any]] = []
     if target is not None:
-        trainer.restore(target, context.coordinator.control)
+        go_back(context, trainer, target)
         with trainer.batches(context.dataset.train) as batches:
             before = _read(trainer, trainer.next_micro_batches(batches), update=True)
     return find_broken(now, before, wide_casts(trainer))
+
+
+def go_back(context: RunContext, trainer: Trainer, target: Path) -> None:
+    """Go back to a checkpoint, with what has been raised since."""
+    before = trainer.guard
+    trainer.restore(target, context.coordinator.control)
+    trainer.guard.went_back(before)
+    trainer.follow_rules()
 
 
 def first_broken(trainer: Trainer, bad: FirstBad | None) -> BrokenPlace | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.checkpoint import DamagedError, steps, verify
-from narrowgauge.training.run.raising import broke_in, make_raise, record_raises
+from narrowgauge.training.run.raising import broke_in, go_back, make_raise, record_raises
 from narrowgauge.training.run.run_context import RunContext
 from narrowgauge.training.step.guard import Guard, GuardVerdict
 from narrowgauge.training.step.trainer import Trainer
@@ -79,8 +79,7 @@ def _raise(context: RunContext, trainer: Trainer, before: Guard, step: int) -> G
     if broken is None:
         return before.skip(verdict, "no place broke")
     if target is not None:
-        trainer.restore(target, context.coordinator.control)
-        trainer.guard.went_back(before)
+        go_back(context, trainer, target)
         context.directory.keep_metrics_until(trainer.step, before.rollbacks)
     trainer.guard.raised.append(make_raise(trainer, broken, f"step {step}: {verdict.reason}"))
     trainer.follow_rules()

@@ -3,9 +3,15 @@
 A rebuilt trainer is what a resume would build. So whatever depends on the recipe (layers, sharding, hooks of
 gradients, compiled code) is right by construction, on any number of processes. State in equal casts is copied
 bit for bit; what has another cast now is rounded once, from the widest numbers that there are.
+
+A second moment that a cast has rounded to zero stays lost in a wider one: the next updates would still
+divide by almost nothing. All that is known of it is that it was at most half the smallest number under its
+scale. It gets that bound, so the update is not larger than it would have been, and v forgets it as it forgets
+gradients.
 """
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -83,9 +89,28 @@ def put_back(held: HeldState, model: torch.nn.Module, optimizer: Optimizer) -> N
             if moment.cast == old.moments[place].cast:
                 _copy(old.moments[place], moment)
             else:
-                moment.write(old.moments[place].read().to(moment.device))
+                read = bounded if place == "v" else QuantizedState.read
+                moment.write(read(old.moments[place]).to(moment.device))
 
 
 def _copy(old: QuantizedState, new: QuantizedState) -> None:
     for name, tensor in new.tensors.items():
         tensor.copy_(old.tensors[name])
+
+
+def bounded(v: QuantizedState) -> torch.Tensor:
+    """The numbers of a second moment in float32, with the bound in place of each that underflowed.
+
+    Only casts with a scale, and elements of 8 or 16 bits, round second moments to zero.
+    """
+    x, cast = v.read(), v.cast
+    if not cast.is_scaled or cast.codebook or cast.element.bits < 8:
+        return x
+    smallest = copy(v)  # the smallest number under each scale, in place of every element
+    smallest.prefetched = None
+    if "codes" in v.tensors:
+        smallest.tensors = {**v.tensors, "codes": torch.ones_like(v.tensors["codes"])}
+    else:
+        subnormal = torch.full_like(v.tensors["values"], cast.element.smallest_subnormal)
+        smallest.tensors = {**v.tensors, "values": subnormal}
+    return torch.where(x == 0, smallest.read() / 2, x)
