@@ -85,7 +85,7 @@ def output(steps: Iterable[int], factor: float, layer: str = "norm", data: str =
 
 
 def outgrow(first: int, last: int = 10**9, factor: float = 1024.0) -> None:
-    """In steps `first` to `last` the inputs of all layers in blocks are much larger, and outputs as much smaller.
+    """From step `first` to `last` inputs of layers in blocks are much larger, and outputs as much smaller.
 
     In high precision nothing changes, as the factor is a power of two. Scales that are older than the inputs
     do not fit them.
