@@ -211,9 +211,7 @@ def test_state_is_cast_again_and_the_rest_keeps_its_bits(trained, place, tmp_pat
     results = []
     for trainer in (other, again):
         with trainer.batches(corpus.train) as batches:
-            results.append(
-                [trainer.train_step(batches)[:2] for _ in range(2)]
-            )  # the second one is narrow again
+            results.append([trainer.train_step(batches)[:2] for _ in range(2)])
     assert results[0] == results[1]
     for trainer in (other, again):
         p = trainer.model.blocks[0].down.weight
