@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from narrowgauge.kernels import emulate
-from narrowgauge.nn import Linear, Observation, discard_step
+from narrowgauge.nn import Linear, Observation, recipe_tensors
 from narrowgauge.quantization import Cast, QuantizedState, gradient_of, local_tensor, shard_of, state_of
 from narrowgauge.quantization.gauges.figures import figures, gauge_operand, gauge_state
 from narrowgauge.training.step.trainer import Trainer
@@ -49,13 +49,15 @@ def read_trial(trainer: Trainer, layers: Collection[str], places: Sequence[str])
     for name, layer in observed:
         casts = {p: layer.recipe.casts[p] for p in places if p in layer.recipe.casts}
         layer.observer = TrialObserver(name, casts, lines) if casts else None
+    before = {name: tensor.clone() for name, tensor in recipe_tensors(trainer.model).items()}
     trainer.compute_step()
     for _, layer in observed:
         layer.observer = None
     for name, p in trainer.model.named_parameters():
         if (layer_name := name.removesuffix(".weight")) in layers:
             lines += _state_lines(trainer, p, layer_name, places)
-    discard_step(trainer.model)
+    for name, tensor in recipe_tensors(trainer.model).items():  # histories saw the step twice
+        tensor.copy_(before[name])
     return lines
 
 

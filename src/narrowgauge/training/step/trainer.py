@@ -171,7 +171,7 @@ class Trainer(TrainState):
         return loss, norm, lr
 
     def compute_step(self) -> None:
-        """Compute the last step again in the present state; it does not count (`nn.discard_step` follows)."""
+        """Compute the last step again in the present state; gradients and amax histories see it."""
         self.step -= 1
         self._accumulate(self.micro_batches)
         self.step += 1
