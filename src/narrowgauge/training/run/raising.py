@@ -111,7 +111,7 @@ def record_raises(context: RunContext, trainer: Trainer) -> None:
     """Bring the metrics and recipe.toml of the run to what is raised."""
     if context.coordinator.rank > 0:
         return
-    lines = context.directory.lines()
+    lines = context.directory.lines() if trainer.guard.raised else []
     known = [(e["step"], e["place"], e["layers"]) for e in lines if e.get("event") == "raise"]
     for r in trainer.guard.raised:
         if (r.from_step, r.place, list(r.layers)) not in known:
