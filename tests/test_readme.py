@@ -19,6 +19,7 @@ from support.markdown import blocks, shell_lines, titled
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 TOPICS = ("recipes", "data", "models", "gauges", "run-directory", "plan", "launch", "which-number-hurts")
+TOPICS += ("how-to/my-run-diverged",)
 PAGES = {"README.md": README} | {
     f"docs/{name}.md": (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in TOPICS
 }

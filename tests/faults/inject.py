@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from narrowgauge.nn import Linear
 from narrowgauge.training.step.trainer import Trainer
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -81,6 +82,29 @@ def output(steps: Iterable[int], factor: float, layer: str = "norm", data: str =
         return lambda: [handle.remove() for handle in handles] and None
 
     in_steps(steps, spoil)
+
+
+def outgrow(first: int, last: int = 10**9, factor: float = 1024.0) -> None:
+    """From step `first` to `last` inputs of layers in blocks are much larger, and outputs as much smaller.
+
+    In high precision nothing changes, as the factor is a power of two. Scales that are older than the inputs
+    do not fit them.
+    """
+    accumulate = Trainer._accumulate
+
+    def spoiled(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        if not first <= self.step + 1 <= last:
+            return accumulate(self, *args, **kwargs)
+        layers = [m for m in self.model.blocks.modules() if isinstance(m, Linear)]
+        handles = [m.register_forward_pre_hook(lambda m, x: (x[0] * factor, *x[1:])) for m in layers]
+        handles += [m.register_forward_hook(lambda m, x, y: y / factor) for m in layers]
+        try:
+            return accumulate(self, *args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    Trainer._accumulate = spoiled  # type: ignore[method-assign]
 
 
 def flip(steps: Iterable[int], layer: str = "blocks.0.down", what: str = "weight") -> None:
@@ -216,6 +240,7 @@ def record_points(file: str) -> None:
 KINDS = (
     gradient,
     output,
+    outgrow,
     flip,
     stop,
     signals,

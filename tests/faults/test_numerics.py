@@ -1,6 +1,8 @@
 """E. Numbers that go wrong: skipped, told, never saved; and state that keeps its bits and its window."""
 
 import math
+import random
+import secrets
 
 import pytest
 
@@ -116,6 +118,20 @@ def one_skip(runs, tmp_path, ranks, guard):
 SPIKE = {"training.steps": 60, "guard.spike_window": 16, "validation.every": 1000}
 
 
+RAISE = {
+    "recipe.name": "fp8-delayed",
+    "training.steps": 44,
+    "optimizer.lr": 0.01,
+    "checkpoint.every": 4,
+    "checkpoint.keep": 20,
+    "validation.every": 1000,
+    "gauges.every": 1000,
+    "guard.spike": "raise",
+    "guard.spike_window": 12,
+    "guard.spike_factor": 3,
+}
+
+
 def surprise(tmp_path, name):
     """In step 40 the model is very wrong about the sequences it meets there, whichever way it comes."""
     return {"kind": "output", "steps": [40], "factor": 30.0, "data": str(tmp_path / f"{name}.ids")}
@@ -155,6 +171,26 @@ def test_a_step_that_is_skipped_for_its_spike_leaves_no_trace(runs, out, ranks):
     assert set(runs.start(runs.words(changes), out, ranks, faults).wait().codes) == {75}
     before, after = (state(out / "checkpoints" / f"step-{n}", "model", "optimizer") for n in (39, 40))
     assert_same_bits(after, before)
+
+
+@case("E5", "E6")
+@RANKS
+def test_a_raise_is_the_same_after_kills_around_it(runs, tmp_path, ranks):
+    """Delayed scales that inputs outgrow in step 27: killed at random steps around it."""
+    seed = secrets.randbits(32)
+    print(f"steps from random.Random({seed})")
+    rng, words = random.Random(seed), runs.words(RAISE)
+    outgrow = {"kind": "outgrow", "first": 27}
+    runs.finish(words, tmp_path / "straight", ranks, faults=[outgrow])
+    straight, killed = (runs.look(tmp_path / name) for name in ("straight", "killed"))
+    (event,) = straight.events("raise")
+    assert event["place"] == "fprop.x"
+    for step in sorted(rng.randint(24, 38) for _ in range(4)):
+        runs.start(words, killed.path, ranks, [outgrow]).until(killed.has_step(step)).kill()
+    runs.finish(words, killed.path, ranks, faults=[outgrow])
+    assert killed.trajectory == straight.trajectory
+    assert killed.events("raise") == straight.events("raise")
+    assert (killed.path / "recipe.toml").read_text() == (straight.path / "recipe.toml").read_text()
 
 
 @case("E8")

@@ -12,7 +12,13 @@ from narrowgauge.checkpoint.store.disk_space import DiskSpace, SaveError, free_s
 from narrowgauge.checkpoint.store.lock import is_abandoned, lock_run
 from narrowgauge.checkpoint.store.manifest import DamagedError, FileEntry, Manifest, read_manifest, verify
 from narrowgauge.checkpoint.store.nonfinite import JSON, PoisonedError, is_finite
-from narrowgauge.checkpoint.store.restore import Checkpoint, choose_step, load, restore_distributed
+from narrowgauge.checkpoint.store.restore import (
+    Checkpoint,
+    choose_step,
+    load,
+    read_state,
+    restore_distributed,
+)
 from narrowgauge.checkpoint.store.save import SavePlan, plan_save, save
 from narrowgauge.checkpoint.store.slices import LocalTensor, LocalTensors, full_tensor
 
@@ -39,6 +45,7 @@ __all__ = [
     "newest_valid",
     "plan_save",
     "read_manifest",
+    "read_state",
     "require_space_for_run",
     "restore_distributed",
     "save",

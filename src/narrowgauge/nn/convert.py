@@ -5,7 +5,7 @@ Where a recipe narrows attention or the residual stream, the model's modules for
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -54,10 +54,15 @@ def convert(
     layers = {name: m for name, m in model.named_modules(remove_duplicate=False) if _is_linear(m)}
     _check(model, layers, keep)
     refuse_unreachable(model, recipe)
+    if recipe.times_state:
+        raise UserError(
+            f"a rule of recipe {recipe.name!r} changes state from a step on, which `narrowgauge train` does "
+            "and convert does not; take the rule's time or its state away"
+        )
     recipe = recipe.in_high_precision(keep) if keep else recipe
     for device in {layer.weight.device for layer in layers.values()}:  # before anything is changed
         verified_backend(recipe, device, backend)
-    prefix, blocks = _blocks(model)
+    block_of, blocks = block_numbers(model)
     names: dict[torch.nn.Module, list[str]] = {}
     for name, layer in layers.items():
         names.setdefault(layer, []).append(name)
@@ -65,7 +70,7 @@ def convert(
     shared = _shared_parameters(model)
     for name, layer in layers.items():
         if layer not in converted:
-            named_blocks = [(n, _block_of(n, prefix)) for n in names[layer]]
+            named_blocks = [(n, block_of(n)) for n in names[layer]]
             layer_recipe = recipe.for_layer(named_blocks, blocks)
             if layer.weight in shared:
                 layer_recipe = layer_recipe.with_places(WIDE_WEIGHT)
@@ -76,7 +81,7 @@ def convert(
             return converted[layer]
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, converted[layer])
-    replace_places(model, recipe, partial(_block_of, prefix=prefix), blocks)
+    replace_places(model, recipe, block_of, blocks)
     refuse_wrapping(model)
     return model
 
@@ -200,18 +205,18 @@ def _is_linear(module: torch.nn.Module) -> bool:
     )
 
 
-def _blocks(model: torch.nn.Module) -> tuple[str | None, int]:
-    """The prefix of names in the longest ModuleList (None without one), and the number of its blocks."""
+def block_numbers(model: torch.nn.Module) -> tuple[Callable[[str], int | None], int]:
+    """Blocks as rules count them, those of the longest ModuleList: the block of a name, and their number."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)}
     if not lists:
-        return None, 0
+        return lambda name: None, 0
     name, blocks = max(lists.items(), key=lambda item: len(item[1]))
-    return (f"{name}." if name else ""), len(blocks)
+    return partial(_block_of, prefix=f"{name}." if name else ""), len(blocks)
 
 
-def _block_of(name: str, prefix: str | None) -> int | None:
+def _block_of(name: str, prefix: str) -> int | None:
     """The number of the block that holds a layer."""
-    if prefix is None or not name.startswith(prefix):
+    if not name.startswith(prefix):
         return None
     number = name.removeprefix(prefix).partition(".")[0]
     return int(number) if number.isdecimal() else None

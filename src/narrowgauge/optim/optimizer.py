@@ -22,6 +22,7 @@ from narrowgauge.optim.feedback import Feedback, fed_back, require_adamw
 from narrowgauge.optim.grad_norm import ModelGroup, clip_grad_norm
 from narrowgauge.optim.state_writer import NarrowParameter, Write, batches, is_random, write_all
 from narrowgauge.quantization import (
+    Cast,
     QuantizedState,
     gradient_of,
     has_gradient,
@@ -37,6 +38,12 @@ SMALLEST_NARROW = 4096  # elements of a matrix whose moments may be narrow
 FP32 = make_cast("fp32")
 _FIRST_STREAM = 2**34  # above the tensor ids of layers (`nn.gemm_context`)
 _WRITTEN = ("m", "v", "master", "weight")  # one stream for each place
+
+
+def is_large(p: torch.Tensor) -> bool:
+    """Whether the moments of a parameter may be narrow."""
+    shard = shard_of(p)
+    return p.ndim >= 2 and (p.numel() if shard is None else shard.shape.numel()) >= SMALLEST_NARROW
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -71,17 +78,21 @@ class Optimizer(torch.optim.Optimizer):
         """
         super().__init__(params, defaults)
         self.recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
+        if any({"m", "v"} & rule.state.keys() for rule in self.recipe.rules):
+            raise UserError(
+                f"a rule of recipe {self.recipe.name!r} is about m or v of some layers, whose names an "
+                "optimizer does not know; `narrowgauge train` serves it, and in a loop of your own m and v "
+                "stand outside of rules"
+            )
         self.seed = seed
         for group in self.param_groups:
             for p in group["params"]:
-                shard = shard_of(p)
-                size = p.numel() if shard is None else shard.shape.numel()
-                is_large = p.ndim >= 2 and size >= SMALLEST_NARROW
+                shard, is_narrow = shard_of(p), is_large(p)
                 require_adamw(p, group["algorithm"])
                 self.state[p] = {"step": torch.zeros((), device=p.device)}
                 for place in self.algorithms[group["algorithm"]].moments:
-                    cast = (self.recipe.state[place] if is_large else None) or FP32
-                    on_host = is_large and place in self.recipe.offload
+                    cast = (self.recipe.state[place] if is_narrow else None) or FP32
+                    on_host = is_narrow and place in self.recipe.offload
                     state = QuantizedState(local_tensor(p).shape, cast, p.device, on_host, shard)
                     self.state[p][place] = state
 
@@ -259,6 +270,15 @@ class Optimizer(torch.optim.Optimizer):
     def moments(self, p: torch.Tensor) -> dict[str, QuantizedState]:
         """A parameter's moments, by place ("m", "v")."""
         return {place: s for place, s in self.state[p].items() if isinstance(s, QuantizedState)}
+
+    @torch.no_grad()
+    def recast(self, p: torch.Tensor, place: str, cast: Cast) -> None:
+        """Keep a moment in another cast from now on: its numbers are rounded once."""
+        old: QuantizedState = self.state[p][place]
+        new = QuantizedState(old.shape, cast, old.device, old.on_host, old.shard)
+        if p.device.type != "meta":
+            new.write(old.read())
+        self.state[p][place] = new
 
     def _tensors_of(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
         moments = {f"{place}.{k}": t for place, m in self.moments(p).items() for k, t in m.tensors.items()}

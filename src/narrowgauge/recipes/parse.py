@@ -33,6 +33,7 @@ from_share = 0.9        after this share of the run's steps, or from_step = 5000
 until_share = 0.95      learning rate falls; the rule ends with until_step, until_share, until = "decay"
 fprop = "bf16"          both operands of a GEMM,
 wgrad.dy = "mxfp8"      or one
+v = "fp32"              state, too: m and v of any parameter, weight, master and grad of a linear layer
 """
 
 import tomllib
@@ -51,6 +52,7 @@ from narrowgauge.recipes.places import (
     WIRE_PLACES,
     cast_in,
     casts_from,
+    recipe_fields,
 )
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.rule import Rule
@@ -59,7 +61,7 @@ _SET_OVER = ("saved", STREAM, "offload", *STATE_PLACES, *WIRE_PLACES)  # over th
 _ROOT_KEYS = ("name", "title", "source", "compute", "keep", "rule", *GEMMS, ATTENTION, *_SET_OVER)
 _LAYER_KEYS = ("modules", "first_blocks", "last_blocks")
 _CLOCK_KEYS = ("from_step", "from_share", "from", "until_step", "until_share", "until")
-_RULE_KEYS = (*_LAYER_KEYS, *_CLOCK_KEYS, *GEMMS, ATTENTION)
+_RULE_KEYS = (*_LAYER_KEYS, *_CLOCK_KEYS, *GEMMS, ATTENTION, *STATE_PLACES)
 
 
 def parse_recipe(text: str, where: str) -> Recipe:
@@ -129,8 +131,10 @@ def _rules(table: Mapping[str, Any], where: str) -> list[Rule]:
     rules = []
     for rule in tables:
         _check_keys(_table(rule, "rule", where), _RULE_KEYS, f"[[rule]] key of recipe {where}")
+        state = recipe_fields({p: rule[p] for p in STATE_PLACES if p in rule}, {}, {}, {})["state"]
         selection = {**_clock(rule, where), **_layers(rule, where)}
-        rules.append(Rule(casts=_casts(rule, where), attention=_attention(rule, where), **selection))
+        casts, attention = _casts(rule, where), _attention(rule, where)
+        rules.append(Rule(casts=casts, attention=attention, state=state, **selection))
     return rules
 
 

@@ -84,6 +84,7 @@ class Recipe:
             require_products({**self.casts, **rule.casts}, f"{where}, rule {number}")
             require_reuse({**self.casts, **rule.casts}, self.saved, f"{where}, rule {number}")
             require_attention({**self.attention, **rule.attention}, f"{where}, rule {number}")
+            require_state({**self.state, **rule.state}, f"{where}, rule {number}")
         require_saved(self.saved, self.casts["fprop.x"], where)
         require_state(self.state, where)
         require_gather(self.gather, self.weight_operands, self.state["weight"], where)
@@ -129,6 +130,7 @@ class Recipe:
             if not rule.is_timed:
                 casts |= rule.casts
                 attention |= rule.attention
+                state |= rule.state
         while rules and not rules[0].is_timed:
             del rules[0]
         remaining = tuple(replace(r, modules=(), first_blocks=0, last_blocks=0) for r in rules)
@@ -146,6 +148,39 @@ class Recipe:
         wide = dict.fromkeys(GEMM_PLACES, make_cast(self.compute))
         kept = Rule(casts=wide, attention=ALL_WIDE, keeps_state=True, modules=tuple(modules))
         return self._with(rules=(*self.rules, kept))
+
+    def with_rules(self, rules: Sequence[Rule]) -> "Recipe":
+        """This recipe with more rules, which win over its own."""
+        return self._with(rules=(*self.rules, *rules)) if rules else self
+
+    @property
+    def times_state(self) -> bool:
+        """Whether a rule changes what state is kept in from some time on."""
+        return any(rule.state and rule.is_timed for rule in self.rules)
+
+    def at_rest(self, step: int, steps: int | None, decay: int | None = None) -> "Recipe":
+        """This recipe with the state that an optimizer step finds, now without a clock (`Rule.holds`)."""
+        if not self.times_state:
+            return self
+        rules: list[Rule] = []
+        for rule in self.rules:
+            if not (rule.state and rule.is_timed):
+                rules.append(rule)
+                continue
+            rules += [replace(rule, state={})] if rule.casts else []
+            if rule.holds(step, steps, decay):
+                first, last = rule.first_blocks, rule.last_blocks
+                where = Rule(casts={}, modules=rule.modules, first_blocks=first, last_blocks=last)
+                rules.append(replace(where, state=rule.state))
+        return self._with(rules=tuple(rules))
+
+    def moments_of(self, name: str, block: int | None, blocks: int) -> dict[str, Cast]:
+        """What rules say of the moments ("m", "v") of a parameter of the module called `name`."""
+        found: dict[str, Cast] = {}
+        for rule in self.rules:
+            if rule.state and not rule.is_timed and rule.selects(name, block, blocks):
+                found |= {p: c for p, c in rule.state.items() if p in ("m", "v") and c is not None}
+        return found
 
     def with_wide_backward(self) -> "Recipe":
         """This recipe with the same forward operands, and all else of its GEMMs and gradients in fp32."""

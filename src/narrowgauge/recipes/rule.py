@@ -17,6 +17,7 @@ class Rule:
     Attributes:
         casts: The cast of each GEMM place that the rule changes.
         attention: The cast of each place of attention that it changes; None for `compute`.
+        state: The cast of each state place that it changes; None for no master.
         keeps_state: Whether weights, masters and gradients of the selected layers stay in fp32, on the wire
             too.
         modules: Patterns of module names, compared with the whole name and with its last component.
@@ -33,6 +34,7 @@ class Rule:
 
     casts: Mapping[str, Cast]
     attention: Mapping[str, Cast | None] = field(default_factory=dict)
+    state: Mapping[str, Cast | None] = field(default_factory=dict)
     keeps_state: bool = False
     modules: tuple[str, ...] = ()
     first_blocks: float = 0

@@ -1,7 +1,7 @@
 """A run directory: its files, and the rules for resuming in it.
 
     config.toml      the resolved configuration
-    recipe.toml      the recipe's text when the run began
+    recipe.toml      the recipe's text when the run began, and below a mark what the guard has raised since
     tokenizer.json   the tokenizer of the run's tokens
     special_tokens.json   what an imported model says of the tokens that begin and end a text
     metrics.jsonl    one object a step, and events
@@ -37,6 +37,7 @@ from narrowgauge.training.config.diff import TORCH, ConfigDiff, config_diff, req
 SPECIAL_TOKENS = "special_tokens.json"
 PROBE = "probe.json"
 SENSITIVITY = "sensitivity.json"
+RAISED = "\n# Raised by the guard; a resume takes it from the checkpoint\n"
 _MICRO_BATCH = "training.micro_batch_size"
 
 
@@ -101,6 +102,24 @@ class RunDirectory:
             write_whole(self.metrics, "".join(json.dumps(line) + "\n" for line in lines))
         if self.gauges.exists():
             os.truncate(self.gauges, bytes_until_step(self.gauges, step))
+
+    def recipe_text(self) -> str:
+        """The recipe's text when the run began; "" if there is none."""
+        file = self.path / "recipe.toml"
+        return file.read_text(encoding="utf-8").partition(RAISED)[0] if file.exists() else ""
+
+    def record_rules(self, rules: Sequence[str]) -> None:
+        """Write rules, each as TOML, under the recipe's text."""
+        file, text = self.path / "recipe.toml", self.recipe_text()
+        if rules:
+            added = "\n".join(rules)
+            try:
+                tomllib.loads(text + added)
+            except tomllib.TOMLDecodeError:  # its own rules are an array in one line
+                added = "".join(f"# {line}\n" for line in added.splitlines())
+            text += f"{RAISED}\n{added}"
+        if file.exists() and file.read_text(encoding="utf-8") != text:
+            write_whole(file, text)
 
     def set_status(self, status: str, reason: str) -> None:
         """Write the status (running, done, preempted or failed) and its reason."""
@@ -178,8 +197,7 @@ class RunDirectory:
                 "name another with --out, or mend its permissions"
             ) from None
         changes = config_diff(self.config(), config)
-        recipe_file = self.path / "recipe.toml"
-        if not recipe_file.exists() or recipe_file.read_text(encoding="utf-8") != recipe_text:
+        if self.recipe_text() != recipe_text:
             changes.setdefault("recipe.name", (config.recipe.name, config.recipe.name))
         if config.training.fit_micro_batch:  # it was chosen, and is recorded in `adopt`
             changes.pop(_MICRO_BATCH, None)

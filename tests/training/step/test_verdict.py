@@ -7,7 +7,7 @@ import random
 import pytest
 
 from narrowgauge.training import Diverged
-from narrowgauge.training.config.schema import GuardSection
+from narrowgauge.training.config.guard_section import GuardSection
 from narrowgauge.training.step.guard import Guard
 
 NAN, INF = math.nan, math.inf

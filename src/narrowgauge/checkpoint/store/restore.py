@@ -85,6 +85,23 @@ def load(path: Path) -> Checkpoint:
     return Checkpoint(opened.manifest.step, opened.manifest.run_id, tensors, opened.state)
 
 
+def read_state(path: Path, group: dist.ProcessGroup | None = None) -> Checkpoint:
+    """A published step without its tensors; all ranks of `group` together.
+
+    Raises:
+        DamagedError: its state or index does not agree with the manifest.
+    """
+
+    def unreadable(reason: str) -> UserError:
+        return DamagedError(f"{path} cannot be read: {reason}")
+
+    def read() -> Checkpoint:
+        opened = _open(Path(os.path.abspath(path)))
+        return Checkpoint(opened.manifest.step, opened.manifest.run_id, {}, opened.state)
+
+    return on_rank0(read, group, unreadable)
+
+
 def restore_distributed(
     path: Path, local_tensors: LocalTensors, group: dist.ProcessGroup | None = None
 ) -> Checkpoint:

@@ -78,10 +78,10 @@ def _together(recipe: Recipe) -> list[Refusal]:
                 f"element = {b.element.name!r} beside {a.element.name!r} in {first}; torchao has one a tensor"
             )
             found.append(Refusal(second, "element", why))
-    for a, b in zip(GEMM_PLACES[::2], GEMM_PLACES[1::2], strict=True):
-        if casts[a].is_scaled != casts[b].is_scaled:
-            why = f"one wide operand beside a narrow one in {a}, {b}; torchao has both or none"
-            found.append(Refusal(a.split(".")[0], "element", why))
+    for first, second in zip(GEMM_PLACES[::2], GEMM_PLACES[1::2], strict=True):
+        if casts[first].is_scaled != casts[second].is_scaled:
+            why = f"one wide operand beside a narrow one in {first}, {second}; torchao has both or none"
+            found.append(Refusal(first.split(".")[0], "element", why))
     return found
 
 

@@ -1,7 +1,7 @@
 """The events of a run: their names and reasons for people, and a table.
 
 On the time line an event is a mark; the table shows the same without a pointer. A change of settings that
-touches the recipe is named a precision change.
+touches the recipe is named a precision change; what the guard widened and lowered is a raise and a lower.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,6 +29,11 @@ def reason_of(event: Event) -> str:
     """The recorded reason of an event, or the changed settings; empty if neither is recorded."""
     reasons = [str(event["reason"])] if event.get("reason") else []
     reasons += [f"{key}: {old} -> {new}" for key, (old, new) in _changes(event).items()]
+    if event["event"] in ("raise", "lower"):
+        layers = event.get("layers")
+        where = ", ".join(map(str, layers[:3])) if isinstance(layers, list) else ""
+        more = f" and {len(layers) - 3} more" if isinstance(layers, list) and len(layers) > 3 else ""
+        reasons.insert(0, f"{event.get('place')}: {event.get('from')} -> {event.get('to')} in {where}{more}")
     if isinstance(event.get("from_step"), int):
         reasons.append(f"back from step {event['from_step']:,}")
     if isinstance(bad := event.get("first_bad"), Mapping):

@@ -8,7 +8,7 @@ source text of Python.
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,16 @@ from narrowgauge.data import split_sources
 from narrowgauge.distributed import ModelSpec, ParallelDims
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.models import model_config
-from narrowgauge.recipes import BACKENDS, KEYS, recipe
+from narrowgauge.recipes import BACKENDS, KEYS, Recipe, recipe
 from narrowgauge.toml_text import toml_key, toml_value
+from narrowgauge.training.config.guard_section import GuardSection
 from narrowgauge.training.config.keys import Key, keys_of
 from narrowgauge.training.config.micro_batch import largest_size, what_fits
+from narrowgauge.training.config.raising import require_raising
 from narrowgauge.training.config.schema import (
     CheckpointSection,
     DataSection,
     GaugesSection,
-    GuardSection,
     LogSection,
     ModelSection,
     OptimizerSection,
@@ -87,6 +88,12 @@ class Config(Section):
         training = self.training.model_copy(update={"micro_batch_size": size})
         return super().model_copy(update={"training": training})
 
+    def with_recipe(self, recipe: Recipe) -> "Config":
+        """The configuration of the same run under another recipe than the one that its section names."""
+        copy = super().model_copy()
+        copy.__dict__["spec"] = replace(self.spec, recipe=recipe)
+        return copy
+
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "Config":
         """A copy with other sections; its `spec` is resolved anew."""
         copy = super().model_copy(update=update, deep=deep)
@@ -130,6 +137,8 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
             f"gauges.every = {config.gauges.every} with training.compile = true: gauges cannot look into "
             "compiled code; set --gauges.every 0 or --training.compile false"
         )
+    if config.guard.spike == "raise":
+        require_raising(config.spec.recipe, config.guard, config.gauges_every())
     if config.data.sequence_length > model.max_sequence_length:
         raise UserError(
             f"data.sequence_length = {config.data.sequence_length} is longer than the model's "
@@ -254,12 +263,11 @@ def trajectory(config: Config) -> dict[str, dict[str, Any]]:
     for place in ("offload", "gather"):  # neither location nor transport changes a number
         tables["recipe"].pop(place, None)
     guard = tables["guard"]
-    is_passive = guard["spike"] in ("off", "warn")  # changes no step
-    kept = (
-        ["max_skips"]
-        if is_passive
-        else ["max_skips", "spike", "spike_factor", "spike_window", "max_rollbacks"]
-    )
+    kept = ["max_skips"]
+    if guard["spike"] not in ("off", "warn"):  # which change no step
+        kept += ["spike", "spike_factor", "spike_window", "max_rollbacks"]
+    if guard["spike"] == "raise":
+        kept += ["raise_to", "raise_steps", "raise_budget", "lower_after"]
     tables["guard"] = {key: guard[key] for key in kept}
     for name, neutral in ADDED.items():
         section, key = name.split(".")

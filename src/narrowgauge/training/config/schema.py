@@ -238,28 +238,6 @@ class CheckpointSection(Section):
     max_failures: int = Field(3, ge=1, description="saves that fail in a row before it stops")
 
 
-class GuardSection(Section):
-    """Reactions to non-finite numbers and spikes, and checks for corruption."""
-
-    max_skips: int = Field(10, ge=0, description="steps skipped in a row before it stops")
-    spike: Literal["off", "warn", "skip", "rollback"] = Field(
-        "warn", description="of a loss or gradient norm far above the last ones: off, warn, skip or rollback"
-    )
-    spike_factor: float = Field(
-        6.0, gt=0, description="deviations (loss) or times the median (norm) of a spike"
-    )
-    spike_window: int = Field(128, ge=4, description="steps that a spike is measured against")
-    max_rollbacks: int = Field(3, ge=0, description="rollbacks of a run before it stops")
-    check_every: int = Field(
-        1000,
-        ge=0,
-        description="steps between comparisons of replicas, beside those before a save; 0: only those",
-    )
-    replay_every: int = Field(
-        0, ge=0, description="steps between one computed twice, which must agree in every bit; 0: never"
-    )
-
-
 class GaugesSection(Section):
     """Readings of the quantization error at each place."""
 

@@ -24,6 +24,7 @@ from narrowgauge.training.monitor.memory import measured
 from narrowgauge.training.monitor.memory_tracker import MemoryTracker
 from narrowgauge.training.monitor.provenance import now, provenance
 from narrowgauge.training.run.init_weights import start_from_weights
+from narrowgauge.training.run.raising import lower_places, record_raises
 from narrowgauge.training.run.recovery import recover
 from narrowgauge.training.run.run_context import RunContext
 from narrowgauge.training.run.sample import sample_text
@@ -60,6 +61,7 @@ def start_or_resume(context: RunContext, changes: ConfigDiff, mesh: Mesh) -> Tra
     directory.adopt(context.config, changes, context.dataset.digest, trainer.step)
     event = "start" if checkpoint is None else "resume"
     directory.record({"event": event, "step": trainer.step, **provenance(), **context.facts})
+    record_raises(context, trainer)
     directory.set_status("running", "")
     return trainer
 
@@ -101,10 +103,11 @@ def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Req
             line["val_loss"] = _validate(context, trainer)
         directory.record(line)
         context.display.step(line)
-        if trainer.verdict.action == "rollback":
+        if trainer.verdict.action in ("rollback", "raise"):
             context.checkpointer.settle()  # the rollback target may still be pending
         if recover(context, trainer, line["loss"], line["grad_norm"]):
             return
+        lower_places(context, trainer)
         check = config.guard.check_every
         if check and trainer.step % check == 0:
             trainer.check_replicas()

@@ -3,6 +3,7 @@
     spike       {"event": "spike", "step": N, "reason": ...}             the first of several in a row
     skip        {"event": "skip", ..., "first_bad": {layer, place, ...}}  `first_bad` if not finite
     rollback    {"event": "rollback", "step": M, "from_step": N, "skipped_samples": [A, B], ...}
+    raise       {"event": "raise", "step": M + 1, "place": "v", ...}     see `raising`
 
 A rollback restores a checkpoint of step M < N, and drops the lines of later steps, as a resume does. The
 target is the newest valid checkpoint at a multiple of `checkpoint.every`, because a checkpoint made by a
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.checkpoint import DamagedError, steps, verify
+from narrowgauge.training.run.raising import broke_in, go_back, make_raise, record_raises
 from narrowgauge.training.run.run_context import RunContext
-from narrowgauge.training.step.guard import GuardVerdict
+from narrowgauge.training.step.guard import Guard, GuardVerdict
 from narrowgauge.training.step.trainer import Trainer
 
 
@@ -29,22 +31,30 @@ def recover(context: RunContext, trainer: Trainer, loss: float, norm: float) -> 
     Raises:
         Diverged: the limit of skips or rollbacks is reached.
     """
-    verdict, guard, checkpoints = trainer.verdict, trainer.guard, context.directory.checkpoints
+    verdict, guard, step = trainer.verdict, trainer.guard, trainer.step
+    if verdict.action == "raise":
+        verdict = _raise(context, trainer, guard, step)
+        if verdict.action == "raise":
+            return True
     if verdict.action == "rollback":
-        guard.require_patience(verdict, trainer.step)
-        target: Path | None = None
-        if context.coordinator.rank == 0:
-            every = trainer.config.checkpoint.every
-            target = rollback_target(checkpoints, context.run_id, trainer.step, every)
-        name = context.coordinator.broadcast(None if target is None else target.name)
-        if name is not None:
-            _roll_back(context, trainer, checkpoints / name, {"loss": loss, "grad_norm": norm})
+        guard.require_patience(verdict, step)
+        if (target := _target(context, step)) is not None:
+            _roll_back(context, trainer, guard, step, target, {"loss": loss, "grad_norm": norm})
             return True
         verdict = guard.cannot_roll_back(verdict)
     if verdict.action != "take":
         _record_verdict(context, trainer, verdict)
-        guard.require_patience(verdict, trainer.step, str(trainer.first_bad or ""))
+        guard.require_patience(verdict, step, str(trainer.first_bad or ""))
     return False
+
+
+def _target(context: RunContext, before: int) -> Path | None:
+    """The checkpoint to go back to from step `before`, the same on all ranks."""
+    checkpoints, target = context.directory.checkpoints, None
+    if context.coordinator.rank == 0:
+        target = rollback_target(checkpoints, context.run_id, before, context.config.checkpoint.every)
+    name = context.coordinator.broadcast(None if target is None else target.name)
+    return None if name is None else checkpoints / name
 
 
 def rollback_target(checkpoints: Path, run_id: str, before: int, every: int) -> Path | None:
@@ -60,11 +70,35 @@ def rollback_target(checkpoints: Path, run_id: str, before: int, every: int) -> 
     return None
 
 
-def _roll_back(context: RunContext, trainer: Trainer, path: Path, figures: dict[str, float]) -> None:
-    reason, before, spike = trainer.verdict.reason, trainer.guard, trainer.step
+def _raise(context: RunContext, trainer: Trainer, before: Guard, step: int) -> GuardVerdict:
+    """Widen the place that broke in a step; the verdict says what is left to do ("raise": nothing)."""
+    verdict, target = trainer.verdict, _target(context, step - 1)
+    broken = broke_in(context, trainer, target if verdict.is_finite else None)
+    if broken is None and verdict.is_finite:
+        return GuardVerdict("rollback", f"{verdict.reason}; no place broke")
+    if broken is None:
+        return before.skip(verdict, "no place broke")
+    if target is not None:
+        go_back(context, trainer, target)
+        context.directory.keep_metrics_until(trainer.step, before.rollbacks)
+    trainer.guard.raised.append(make_raise(trainer, broken, f"step {step}: {verdict.reason}"))
+    trainer.follow_rules()
+    record_raises(context, trainer)
+    to = trainer.guard.raised[-1].to
+    back = "" if target is None else f"; back to step {trainer.step}"
+    context.display.log(f"step {step}: {verdict.reason}; {broken}, which becomes {to}{back}")
+    return verdict if target is not None else before.cannot_roll_back(verdict)
+
+
+def _roll_back(
+    context: RunContext, trainer: Trainer, before: Guard, spike: int, path: Path, figures: dict[str, float]
+) -> None:
+    """Go back from a spike to a checkpoint; `before` is the guard as it was at the spike."""
+    reason = trainer.verdict.reason
     trainer.restore(path, context.coordinator.control)
     guard = trainer.guard
     guard.rolled_back(before)
+    trainer.follow_rules()
     context.directory.keep_metrics_until(trainer.step, guard.rollbacks)
     first = guard.samples - (spike - trainer.step) * trainer.config.training.batch_size
     event = {
@@ -77,6 +111,7 @@ def _roll_back(context: RunContext, trainer: Trainer, path: Path, figures: dict[
     skipped = {"skipped_samples": [first, guard.samples - 1]}
     context.directory.record({**event, **skipped, "rollbacks": guard.rollbacks})
     context.display.log(f"step {spike}: {reason}; back to step {trainer.step}, and on with other data")
+    record_raises(context, trainer)
 
 
 def _record_verdict(context: RunContext, trainer: Trainer, verdict: GuardVerdict) -> None:

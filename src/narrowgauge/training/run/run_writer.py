@@ -10,7 +10,7 @@ into another one is refused.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from errno import ENOENT
 from pathlib import Path
@@ -112,6 +112,9 @@ class NullRunWriter(RunWriter):
         """Do nothing: rank 0 does it."""
 
     def keep_metrics_until(self, step: int, rollbacks: int | None = None) -> None:
+        """Do nothing: rank 0 does it."""
+
+    def record_rules(self, rules: Sequence[str]) -> None:
         """Do nothing: rank 0 does it."""
 
     def set_status(self, status: str, reason: str) -> None:

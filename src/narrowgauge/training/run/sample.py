@@ -6,6 +6,7 @@ from narrowgauge.models import Transformer, generate
 from narrowgauge.training.config.config import Config
 from narrowgauge.training.run.run_context import RunContext
 from narrowgauge.training.step.build_model import build_model, load_model
+from narrowgauge.training.step.raises import in_force, raises_of
 from narrowgauge.training.step.train_state import TrainState
 
 
@@ -22,8 +23,10 @@ def sample_text(context: RunContext, run: TrainState) -> tuple[str, str]:
 
 def _full_model(context: RunContext, step: int) -> Transformer:
     """The full model of the checkpoint of a step on this process."""
-    model = build_model(context.config.spec, context.device)
-    load_model(model, context.config, load(context.directory.checkpoints / f"step-{step}"))
+    checkpoint = load(context.directory.checkpoints / f"step-{step}")
+    config = in_force(context.config, raises_of(checkpoint.state), step)
+    model = build_model(config.spec, context.device)
+    load_model(model, config, checkpoint)
     return model.eval()
 
 

@@ -1,21 +1,42 @@
 """A run's optimizer, made from its configuration: parameter groups, random bits, learning rate."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from narrowgauge.models import Transformer
+from narrowgauge.nn.convert import block_numbers
 from narrowgauge.optim import AdamW, Muon, Optimizer, learning_rate, parameter_groups
+from narrowgauge.optim.optimizer import is_large
 from narrowgauge.quantization import ensure_state
+from narrowgauge.recipes import Recipe
 from narrowgauge.training.config.config import Config
 
 
 def build_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
     """Make the configuration's optimizer of a model, before its first step."""
-    o, recipe, seed = config.optimizer, config.spec.recipe, config.training.seed
+    o, groups, seed = config.optimizer, _groups(config, model), config.training.seed
+    recipe = replace(config.spec.recipe, rules=())
+    optimizer: Optimizer
     if o.name == "muon":
-        return Muon(_groups(config, model), recipe, momentum=o.momentum, betas=o.betas, eps=o.eps, seed=seed)
-    return AdamW(_groups(config, model), recipe, betas=o.betas, eps=o.eps, seed=seed)
+        optimizer = Muon(groups, recipe, momentum=o.momentum, betas=o.betas, eps=o.eps, seed=seed)
+    else:
+        optimizer = AdamW(groups, recipe, betas=o.betas, eps=o.eps, seed=seed)
+    if any(rule.state for rule in config.spec.recipe.rules):
+        _follow_rules(optimizer, config.spec.recipe, model)
+    return optimizer
+
+
+def _follow_rules(optimizer: Optimizer, recipe: Recipe, model: torch.nn.Module) -> None:
+    """Keep moments as the recipe's rules say for the module of each parameter."""
+    block_of, blocks = block_numbers(model)
+    for name, p in model.named_parameters():
+        module = name.rpartition(".")[0]
+        casts = recipe.moments_of(module, block_of(module), blocks)
+        for place, moment in optimizer.moments(p).items():
+            if place in casts and moment.cast != casts[place] and is_large(p):
+                optimizer.recast(p, place, casts[place])
 
 
 def number_parameters(config: Config, model: torch.nn.Module) -> None:

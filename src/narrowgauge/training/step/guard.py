@@ -26,6 +26,10 @@ is full. `guard.spike` decides what follows:
     rollback    back to the newest checkpoint, and on with other data: the batches since then, with that of
                 the spike, are not used again (PaLM, arXiv 2204.02311, section 5.1, did this by hand). At most
                 `guard.max_rollbacks` times, then the run ends
+    raise       back to a checkpoint, and on with the same data, but with the place that broke in a wider cast
+                (`run/raising.py`); at most `guard.raise_budget` places. If no place broke, or the budget is
+                spent, as rollback. A step that is not finite is answered in the same way, and skipped if no
+                place broke; but while the loss is scaled (`fp16`), an overflow only lowers the scale
 
 A step that is skipped for a spike does not enter the window either. So a loss that has moved to another level
 for good ends the run by `guard.max_skips`, instead of skipping for ever.
@@ -34,11 +38,12 @@ for good ends the run by `guard.max_skips`, instead of skipping for ever.
 import math
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from statistics import median
 from typing import Any, Literal
 
-from narrowgauge.training.config.schema import GuardSection
+from narrowgauge.training.config.guard_section import GuardSection
+from narrowgauge.training.step.raises import Raise, read_raises, write_raises
 
 NORMAL = 1.4826  # standard deviations in a median distance from the median
 FLOOR = 0.01  # the least deviation, as a share of the median
@@ -52,7 +57,7 @@ class Diverged(Exception):
 class GuardVerdict:
     """The decision about a step, and its reason."""
 
-    action: Literal["take", "warn", "skip", "rollback"] = "take"
+    action: Literal["take", "warn", "skip", "rollback", "raise"] = "take"
     reason: str = ""
     is_finite: bool = True
 
@@ -74,12 +79,20 @@ class Guard:
     spikes_in_a_row: int = 0  # spikes that were only warned of, since the last step without
     rollbacks: int = 0  # of the run
     samples: int = 0  # used or skipped by the run; the next step begins there
+    raised: list[Raise] = field(default_factory=list)  # of the run, in their order
 
-    def judge(self, loss: float, norm: float) -> GuardVerdict:
-        """Decide about a step from loss and gradient norm of the global batch, and update the state."""
+    def judge(self, loss: float, norm: float, is_scaled: bool = False) -> GuardVerdict:
+        """Decide about a step from loss and gradient norm of the global batch, and update the state.
+
+        `is_scaled` says that the loss is scaled, so that a norm that is not finite lowers the scale.
+        """
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            return self._skip(GuardVerdict("skip", f"loss {loss}, gradient norm {norm}", is_finite=False))
+            raises = self.may_raise and not is_scaled
+            verdict = GuardVerdict("raise" if raises else "skip", f"loss {loss}, gradient norm {norm}", False)
+            return verdict if raises else self._skip(verdict)
         reason = "" if self.rules.spike == "off" else self._spike(loss, norm)
+        if reason and self.rules.spike == "raise":
+            return GuardVerdict("raise" if self.may_raise else "rollback", reason)
         if reason and self.rules.spike == "rollback":
             return GuardVerdict("rollback", reason)
         if reason and self.rules.spike == "skip":
@@ -91,16 +104,30 @@ class Guard:
             del window[: -self.rules.spike_window]
         return GuardVerdict("warn", reason) if self.spikes_in_a_row == 1 else GuardVerdict()
 
+    @property
+    def may_raise(self) -> bool:
+        """Whether a place may be widened."""
+        return self.rules.spike == "raise" and len(self.raised) < self.rules.raise_budget
+
     def cannot_roll_back(self, verdict: GuardVerdict) -> GuardVerdict:
         """Replace the verdict of a rollback by a skip, because there is no checkpoint to go back to."""
-        return self._skip(GuardVerdict("skip", f"{verdict.reason}; there is no checkpoint to go back to"))
+        return self.skip(verdict, "there is no checkpoint to go back to")
+
+    def skip(self, verdict: GuardVerdict, why: str) -> GuardVerdict:
+        """Replace a verdict by a skip, and say why."""
+        return self._skip(replace(verdict, action="skip", reason=f"{verdict.reason}; {why}"))
 
     def rolled_back(self, before: "Guard") -> None:
         """Continue the counts of the guard `before` the rollback in this one, restored from a checkpoint.
 
         The position in the data is also kept, so the samples between the two are not used again.
         """
-        self.skips, self.rollbacks, self.samples = before.skips, before.rollbacks + 1, before.samples
+        self.went_back(before)
+        self.rollbacks, self.samples = before.rollbacks + 1, before.samples
+
+    def went_back(self, before: "Guard") -> None:
+        """Keep the counts of the guard `before`, and what it has raised; the same samples are used again."""
+        self.skips, self.rollbacks, self.raised = before.skips, before.rollbacks, list(before.raised)
 
     def require_patience(self, verdict: GuardVerdict, step: int, cause: str = "") -> None:
         """Check the limits of the rules after a verdict on a step.
@@ -124,7 +151,9 @@ class Guard:
 
     def state(self) -> dict[str, Any]:
         """The state without the rules, for JSON."""
-        return {f.name: copy(getattr(self, f.name)) for f in fields(self) if f.name != "rules"}
+        names = [f.name for f in fields(self) if f.name not in ("rules", "raised")]
+        raised = {"raised": write_raises(self.raised)} if self.raised else {}
+        return {name: copy(getattr(self, name)) for name in names} | raised
 
     @classmethod
     def from_state(cls, rules: GuardSection, checkpoint: Mapping[str, Any], samples: int) -> "Guard":
@@ -135,6 +164,7 @@ class Guard:
         older = {"skips_in_a_row": checkpoint.get("skips_in_a_row", 0), "samples": samples}
         state = checkpoint.get("guard", older)
         names = {f.name for f in fields(cls)} - {"rules"}
+        state = {**state, "raised": read_raises(state.get("raised", ()))}
         return cls(rules, **{name: value for name, value in state.items() if name in names})
 
     def _skip(self, verdict: GuardVerdict) -> GuardVerdict:

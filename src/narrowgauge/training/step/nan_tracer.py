@@ -28,6 +28,8 @@ from narrowgauge.checkpoint import is_finite
 from narrowgauge.nn import Observation, Stepped
 from narrowgauge.quantization import gradient_of
 
+_BEFORE_CAST = "finite before it became"
+_OF_STATE = "state of the"
 _STATE = re.compile(r"(.+)\.(?:weight|bias)\.([^.]+)\..*")
 
 
@@ -50,6 +52,11 @@ class FirstBad:
     micro_batch: int | None = None
     order: int = 0
     rank: int = 0
+
+    @property
+    def is_of_cast(self) -> bool:
+        """Whether the tensor was finite before its cast, or is state that was kept in one."""
+        return self.what.startswith((_BEFORE_CAST, _OF_STATE))
 
     def __str__(self) -> str:
         if not self.place:
@@ -114,7 +121,7 @@ class NanTracer:
             for name, tensor in named.items():
                 match = _STATE.fullmatch(name)
                 layer, place = match.groups() if match else name.rpartition(".")[::2]
-                self.check(layer, place, f"state of the {group} from before the step", tensor)
+                self.check(layer, place, f"{_OF_STATE} {group} from before the step", tensor)
 
     def begin_micro_batch(self, is_first: bool, is_last: bool) -> None:
         """Check the gradients so far, and begin the next micro-batch."""
@@ -160,7 +167,7 @@ class _LayerTracer:
         """Check an operand before its cast, then after it."""
         place, cast = observation.place, observation.cast.name
         self.tracer.check(self.layer, place, "as it came to the GEMM, before any rounding", observation.x)
-        self.tracer.check(self.layer, place, f"finite before it became {cast}", observation.seen)
+        self.tracer.check(self.layer, place, f"{_BEFORE_CAST} {cast}", observation.seen)
 
     def product(self, place: str, c_MN: torch.Tensor, a_RK: torch.Tensor, b_NK: torch.Tensor) -> None:
         """Check a product."""

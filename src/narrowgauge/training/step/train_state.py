@@ -81,8 +81,8 @@ class TrainState:
         """Publish the state after `step` steps; raises the errors of `checkpoint.SavePlan.write`."""
         return self.plan_save(checkpoints, run_id, group).write()
 
-    def restore(self, path: Path, group: dist.ProcessGroup | None = None) -> None:
-        """Go back to the state in a checkpoint, of any number of processes; all of `group` together."""
+    def fill(self, path: Path, group: dist.ProcessGroup | None) -> None:
+        """Fill the state from a checkpoint that was made under the recipe of the model."""
         with torch.no_grad():
             checkpoint = restore_distributed(path, self.local_tensors(), group)
         self.engine.after_update()

@@ -1,13 +1,18 @@
 """One training step, top to bottom: micro-batches, forward, backward, the guard's verdict, the update.
 
-What a step changes, and how that goes to a checkpoint and back, is in `train_state`.
+What a step changes, and how that goes to a checkpoint and back, is in `train_state`. Where a rule changes
+what state is kept in, model and optimizer are built anew between two steps (`recast`).
 """
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from narrowgauge.checkpoint import read_state
 from narrowgauge.data import Batch, Loader, Mixture, Tokens, first_samples
 from narrowgauge.distributed import Engine, Mesh, MicroBatch, ParallelDims, parallelize
 from narrowgauge.nn import Gauges, discard_step
@@ -17,6 +22,8 @@ from narrowgauge.training.step.build_model import build_model, go_to
 from narrowgauge.training.step.build_optimizer import build_optimizer, learning_rate_of, number_parameters
 from narrowgauge.training.step.guard import Guard, GuardVerdict
 from narrowgauge.training.step.nan_tracer import COMPILED, FirstBad, NanTracer, earliest
+from narrowgauge.training.step.raises import in_force, raises_of
+from narrowgauge.training.step.recast import hold, put_back
 from narrowgauge.training.step.replica_check import require_same_replay, step_fingerprint
 from narrowgauge.training.step.train_state import TrainState
 
@@ -25,13 +32,25 @@ from narrowgauge.training.step.train_state import TrainState
 class Trainer(TrainState):
     """The state of a run, and the optimizer step that moves it."""
 
+    in_force: Config | None = None  # the configuration with the recipe that model and optimizer are under
     verdict: GuardVerdict = field(default_factory=GuardVerdict)  # on the last step
     first_bad: FirstBad | None = None  # of the last step; None if it was finite
     z_loss: float | None = None  # of the last step; None without one
+    micro_batches: Sequence[MicroBatch] = ()  # of the last step
 
     @classmethod
     def begin(cls, config: Config, device: torch.device, mesh: Mesh | None = None) -> "Trainer":
         """The state before the first step; with several processes, the local shard of it."""
+        trainer = cls._build(in_force(config, (), 0), device, mesh)
+        trainer.config = config
+        if config.spec.recipe.compute == "fp16" and device.type != "meta":
+            trainer.scaler = torch.amp.GradScaler(device.type)
+            trainer.scaler.scale(torch.zeros((), device=device))  # a stage without the loss never does
+        return trainer
+
+    @classmethod
+    def _build(cls, config: Config, device: torch.device, mesh: Mesh | None) -> "Trainer":
+        """Model, optimizer and engine under the recipe that is in force, with the numbers of the start."""
         mesh = mesh or Mesh(ParallelDims(), device)
         modules: Sequence[Callable[..., torch.Tensor]]
         if mesh.is_alone:
@@ -46,10 +65,34 @@ class Trainer(TrainState):
         engine = Engine(model, mesh, device, modules)
         trainer = cls(config, device, model, build_optimizer(config, model), engine, Guard(config.guard))
         trainer.engine.attach(trainer.optimizer)
-        if config.spec.recipe.compute == "fp16" and device.type != "meta":
-            trainer.scaler = torch.amp.GradScaler(device.type)
-            trainer.scaler.scale(torch.zeros((), device=device))  # a stage without the loss never does
+        trainer.in_force = config
         return trainer
+
+    def restore(self, path: Path, group: dist.ProcessGroup | None = None) -> None:
+        """Go back to the state in a checkpoint, of any number of processes; all of `group` together."""
+        saved = read_state(path, group)
+        self._rebuild(in_force(self.config, raises_of(saved.state), saved.step), keep=False)
+        self.fill(path, group)
+
+    def follow_rules(self) -> None:
+        """Keep state as the recipe's rules and the guard's raises say for the next step. Collective."""
+        self._rebuild(in_force(self.config, self.guard.raised, self.step), keep=True)
+
+    def _rebuild(self, config: Config, keep: bool) -> None:
+        """Build everything anew where another recipe is in force, with the same numbers if they are kept."""
+        assert self.in_force is not None
+        if config.spec.recipe == self.in_force.spec.recipe:
+            return
+        held = hold(self.model, self.optimizer) if keep else None
+        mesh, self.in_force = self.engine.mesh, config
+        del self.model, self.optimizer, self.engine
+        gc.collect()  # before others take their memory
+        built = self._build(config, self.device, mesh)
+        self.model, self.optimizer, self.engine = built.model, built.optimizer, built.engine
+        if held is not None:
+            put_back(held, self.model, self.optimizer)
+            self.engine.after_update()
+            go_to(self.model, self.config, self.step, 0)
 
     def batches(self, train: Mixture | Tokens) -> Loader:
         """The micro-batches from this step on, prepared in the background until the loader is closed."""
@@ -93,7 +136,7 @@ class Trainer(TrainState):
             Corrupted: the step was computed twice (`guard.replay_every`), and the results differ.
         """
         step, engine = self.step + 1, self.engine
-        micro_batches = self._next_micro_batches(batches)
+        micro_batches = self.next_micro_batches(batches)
         replays = bool(self.guard.rules.replay_every) and step % self.guard.rules.replay_every == 0
         if replays:
             rehearsal = step_fingerprint(self._accumulate(micro_batches), self.names)
@@ -109,7 +152,7 @@ class Trainer(TrainState):
         norm = self.optimizer.clip_grad_norm_(self.config.optimizer.clip_norm).item()
         lr, losses = learning_rate_of(self.config, step), engine.sum_over_ranks(total.flatten().tolist())
         loss, self.z_loss = (losses[1], losses[2]) if self.model.z_loss else (losses[0], None)
-        self.verdict = self.guard.judge(loss, norm)
+        self.verdict = self.guard.judge(loss, norm, is_scaled=self.scaler is not None)
         if self.verdict.takes:
             set_learning_rate(self.optimizer, lr)
             self.optimizer.step()
@@ -121,10 +164,41 @@ class Trainer(TrainState):
             discard_step(self.model)
         if self.scaler:
             self.scaler.update()
+        self.micro_batches = micro_batches
         self.step, self.guard.samples = step, self.guard.samples + self.config.training.batch_size
+        if self.verdict.action != "raise":
+            self.follow_rules()
         return loss, norm, lr
 
-    def _next_micro_batches(self, batches: Iterator[Batch]) -> list[MicroBatch]:
+    def compute_step(self) -> None:
+        """Compute the last step again in the present state; gradients and amax histories see it."""
+        self.step -= 1
+        self._accumulate(self.micro_batches)
+        self.step += 1
+
+    def read_step(self, micro_batches: Sequence[MicroBatch], gauges: Gauges, update: bool) -> None:
+        """Compute the step after `step` under gauges, for what they say; it does not count.
+
+        Args:
+            micro_batches: those of the step.
+            gauges: what reads it.
+            update: whether the update is made, so that gauges see state; then the state has to be restored.
+        """
+        self._accumulate(micro_batches, observer=gauges)
+        scaling = self.scaler.state_dict() if self.scaler else {}
+        if self.scaler:
+            self.scaler.unscale_(self.optimizer)
+            self.scaler.update()
+            self.scaler.load_state_dict(scaling)
+        gauges.after_backward()
+        if update:
+            self.optimizer.clip_grad_norm_(self.config.optimizer.clip_norm)
+            set_learning_rate(self.optimizer, learning_rate_of(self.config, self.step + 1))
+            self.optimizer.step()
+        gauges.after_step()
+        discard_step(self.model)
+
+    def next_micro_batches(self, batches: Iterator[Batch]) -> list[MicroBatch]:
         """This rank's micro-batches of the next step, weighted by their share of the targets of all ranks."""
         t, mesh = self.config.training, self.engine.mesh
         local_samples = t.batch_size // mesh.parallel_dims.data

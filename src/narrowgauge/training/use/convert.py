@@ -84,3 +84,4 @@ def _copy(a: Trainer, b: Trainer) -> None:
             if place in moments:
                 moment.write(moments[place].read())
     b.step, b.guard = a.step, a.guard
+    b.guard.raised = []  # of the other recipe

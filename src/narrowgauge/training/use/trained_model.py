@@ -19,6 +19,7 @@ from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.monitor.hardware import choose_device, use_device
 from narrowgauge.training.run_directory import RunDirectory
 from narrowgauge.training.step.build_model import build_model, load_model, newest_checkpoint
+from narrowgauge.training.step.raises import in_force, raises_of
 
 # Sequence length for an imported model, whose training length is unknown; short enough for a CPU.
 _WINDOW = 1024
@@ -104,6 +105,7 @@ def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) ->
             f"{path} has no checkpoint yet: the first is saved after checkpoint.every = "
             f"{config.checkpoint.every} steps; continue the run first"
         )
+    config = in_force(config, raises_of(checkpoint.state), checkpoint.step)
     model = build_model(config.spec, target)
     load_model(model, config, checkpoint)
     saved = directory.tokenizer if directory.tokenizer.is_file() else None

@@ -1,0 +1,72 @@
+"""What the guard may widen under `guard.spike = "raise"`, and to what.
+
+An operand of a product is widened to `guard.raise_to`, or to the recipe's `compute` format. Two places are
+widened together where they are one thing:
+
+    the same numbers     both products see one tensor in one cast, so the gauges read it once (`fprop.w`)
+    one transform        a Hadamard transform drops out of a product only if both operands have it
+
+State at rest (`weight`, `master`, `grad`, `m`, `v`) is widened to fp32: it is read, changed and written again
+in each step, and what a cast loses there is lost in all later steps.
+"""
+
+from narrowgauge.errors import UserError
+from narrowgauge.quantization import Cast, make_cast
+from narrowgauge.recipes import GEMM_PLACES, STATE_PLACES, Recipe, Rule
+from narrowgauge.recipes.places import SEEN_BEFORE, casts_from
+from narrowgauge.training.config.guard_section import GuardSection
+
+
+def require_raising(recipe: Recipe, guard: GuardSection, gauges_every: int) -> None:
+    """Refuse a guard that could not find a place, or not widen it.
+
+    Raises:
+        UserError: There are no gauges, or `guard.raise_to` is no cast, or none that is wider.
+    """
+    if not gauges_every:
+        raise UserError(
+            'guard.spike = "raise" finds the place that broke by its gauges, and this run has none; set '
+            "--gauges.every 100 (and leave training.compile off), or choose another guard.spike"
+        )
+    try:
+        to = casts_from("fprop.x", guard.raise_to or recipe.compute)["fprop.x"]
+    except UserError as error:
+        raise UserError(f"guard.raise_to: {error}") from None
+    for place, cast in recipe.casts.items():
+        if not cast.of and cast.name != recipe.compute and to.element.bits < cast.element.bits:
+            raise UserError(
+                f"guard.raise_to = {guard.raise_to!r} is narrower than {place} = {cast.name!r} of recipe "
+                f"{recipe.name!r}, and would lower it; name a wider cast, such as {recipe.compute}"
+            )
+    for place in (*GEMM_PLACES, *STATE_PLACES):
+        recipe.with_rules([rule_for(recipe, place, guard.raise_to)])
+
+
+def rule_for(
+    recipe: Recipe, place: str, to: str, layers: tuple[str, ...] = (), first: int = 0, until: int = 0
+) -> Rule:
+    """The rule that widens a place of some layers from step `first` on, before step `until` (0: for good)."""
+    casts: dict[str, Cast] = {}
+    state: dict[str, Cast | None] = {}
+    if place in STATE_PLACES:
+        state = {place: make_cast("fp32"), **({"master": None} if place == "weight" else {})}
+        if place == "master" and recipe.state["master"] is None:
+            state = {}
+    else:
+        casts = dict.fromkeys(places_with(recipe, place), make_cast(to or recipe.compute))
+    return Rule(casts=casts, state=state, modules=layers, from_step=first, until_step=until)
+
+
+def places_with(recipe: Recipe, place: str) -> tuple[str, ...]:
+    """The operands that are widened together with one of them, itself included."""
+    found, casts = {place}, recipe.casts
+    for _ in GEMM_PLACES:  # until nothing is added
+        for later, earlier in SEEN_BEFORE.items():
+            cast = casts[later]
+            is_same = cast == casts[earlier] and cast.ignores_axis and not cast.is_random
+            if (is_same or cast.of) and {later, earlier} & found:
+                found |= {later, earlier}
+        for a, b in zip(GEMM_PLACES[::2], GEMM_PLACES[1::2], strict=True):
+            if casts[a].hadamard and {a, b} & found:
+                found |= {a, b}
+    return tuple(p for p in GEMM_PLACES if p in found)
