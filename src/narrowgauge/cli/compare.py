@@ -2,16 +2,39 @@
 
 import argparse
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
-from narrowgauge.cli.parsing.options import config_values, key_names
+from narrowgauge.cli.parsing.options import config_values, key_names, positive_integer
 from narrowgauge.distributed import world_from
+from narrowgauge.errors import UserError
+from narrowgauge.models import count_parameters
 from narrowgauge.report import print_comparison, read_runs, write_report
 from narrowgauge.report.compare.compare import compare
-from narrowgauge.report.compare.gate import gate_results, parse_gate
-from narrowgauge.report.compare.grid import make_points, parse_variant, recipe_variants, take_sweep
+from narrowgauge.report.compare.gate import Gate, gate_results, parse_gate
+from narrowgauge.report.compare.grid import (
+    Point,
+    make_points,
+    parse_sweep,
+    parse_variant,
+    recipe_variants,
+    take_sweep,
+)
+from narrowgauge.report.compare.power import power_text
+from narrowgauge.report.compare.verdict import paired_gaps
+from narrowgauge.report.ladder.design import (
+    Ladder,
+    choose_arms,
+    make_ladder,
+    require_order,
+    take_arms,
+    take_experiment,
+)
+from narrowgauge.report.ladder.run import run_ladder
+from narrowgauge.training import make_config
 from narrowgauge.training.monitor.provenance import command_line
 from narrowgauge.training.run.check_data import check_vocabulary
 from narrowgauge.training.run_directory import RunDirectory
@@ -38,6 +61,21 @@ def add_options(p: argparse.ArgumentParser) -> None:
         metavar="GAP",
         help="accept a variant within this gap: nats, as 0.01, or percent, as 0.25%%; exit code 1 if not",
     )
+    p.add_argument(
+        "--rungs",
+        metavar="STEPS,...",
+        help="measure each at several lengths, each with its own fall of the learning rate, from one trunk",
+    )
+    p.add_argument("--arms", default="", metavar="A,B", help="only these arms of the file's table [arms]")
+    p.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=A,B,...",
+        help="every value of a key, as in optimizer.lr=1e-3,2e-3; may be given several times",
+    )
+    p.add_argument("--jobs", type=positive_integer, metavar="N", help="runs side by side (1)")
+    p.add_argument("--dry-run", action="store_true", help="say runs, tokens and hours, and end")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,16 +85,25 @@ def run(options: argparse.Namespace) -> int:
         The exit code: 1 if a run failed, or if there is a gate and a variant does not pass it.
     """
     gate = parse_gate(options.gate) if options.gate is not None else None
-    values, grid = take_sweep(config_values(options))
     names = key_names()
-    variants = recipe_variants(options.recipes)
+    values, grid = take_sweep(config_values(options))
+    grid |= dict(parse_sweep(text, names) for text in options.sweep)
+    values, arms = take_arms(values)
+    values, table = take_experiment(values)
+    require_order(table, arms)
+    variants = recipe_variants(options.recipes) + choose_arms(arms, options.arms)
     variants += [parse_variant(text, names) for text in options.variant]
-    points = make_points(values, variants, grid, options.seeds)
+    seeds = options.seeds or ",".join(map(str, table.get("seeds", []))) + ("," if "seeds" in table else "")
     rank = world_from(os.environ, 0).rank
+    console = Console(quiet=rank > 0)
+    if options.rungs or table or options.jobs or options.dry_run:
+        table = _overridden(table, options, values)
+        return _ladder(make_ladder(values, variants, grid, seeds, table), options, console, gate)
+    points = make_points(values, variants, grid, seeds)
     for point in points:  # before the first of them is started
         check_vocabulary(point.config)
-    console = Console(quiet=rank > 0)
     out = options.out or Path("runs") / f"compare-{points[0].config.model.name}"
+    _say_what_is_seen(points, out, console)
     paths = compare(points, out, console, rank)
     failed = [path.name for path in paths if RunDirectory(path).status() == "failed"]
     results = [] if gate is None else gate_results(read_runs(paths), gate)
@@ -74,3 +121,43 @@ def run(options: argparse.Namespace) -> int:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
     return code
+
+
+def _overridden(
+    table: Mapping[str, Any], options: argparse.Namespace, values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The table [experiment] with what the command line says; without rungs, one of all steps."""
+    given: dict[str, Any] = {}
+    if options.rungs:
+        words = options.rungs.split(",")
+        given["rungs"] = [int(word) if word.strip().isdecimal() else word for word in words]
+    elif "rungs" not in table:
+        given["rungs"] = [make_config(values).training.steps]
+    if options.jobs:
+        given["jobs"] = options.jobs
+    return {**table, **given}
+
+
+def _ladder(ladder: Ladder, options: argparse.Namespace, console: Console, gate: Gate | None) -> int:
+    """Train a ladder in this process's children; a gate has no say on several rungs."""
+    if gate is not None:
+        raise UserError("--gate judges one length of runs one after the other; leave out --rungs and --jobs")
+    if world_from(os.environ, 0).size > 1:
+        raise UserError("--rungs and --jobs start processes themselves; start compare without a launcher")
+    for chain in ladder.chains:
+        check_vocabulary(chain.trunk.config)
+    out = options.out or Path("runs") / f"ladder-{ladder.chains[0].trunk.config.model.name}"
+    run_ladder(ladder, out, console, options.dry_run)
+    return 0
+
+
+def _say_what_is_seen(points: Sequence[Point], out: Path, console: Console) -> None:
+    """Print which gap the plan will be able to show."""
+    t = points[0].config.training
+    tokens = t.steps * t.batch_size * points[0].config.data.sequence_length
+    parameters = count_parameters(points[0].config.spec.model)
+    seeds = len({point.config.training.seed for point in points})
+    there = [out / point.name for point in points if RunDirectory(out / point.name).status() == "done"]
+    gaps = paired_gaps(read_runs(there)) if there else []
+    text = power_text(seeds, tokens, parameters, gaps)
+    console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
