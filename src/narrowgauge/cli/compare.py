@@ -2,16 +2,15 @@
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from narrowgauge.cli.parsing.options import config_values, key_names, positive_integer
 from narrowgauge.distributed import world_from
 from narrowgauge.errors import UserError
-from narrowgauge.models import count_parameters
+from narrowgauge.models import count_block_weights
 from narrowgauge.report import print_comparison, read_runs, write_report
 from narrowgauge.report.compare.compare import compare
 from narrowgauge.report.compare.gate import Gate, gate_results, parse_gate
@@ -85,23 +84,14 @@ def run(options: argparse.Namespace) -> int:
         The exit code: 1 if a run failed, or if there is a gate and a variant does not pass it.
     """
     gate = parse_gate(options.gate) if options.gate is not None else None
-    names = key_names()
-    values, grid = take_sweep(config_values(options))
-    grid |= dict(parse_sweep(text, names) for text in options.sweep)
-    values, arms = take_arms(values)
-    values, table = take_experiment(values)
-    require_order(table, arms)
-    variants = recipe_variants(options.recipes) + choose_arms(arms, options.arms)
-    variants += [parse_variant(text, names) for text in options.variant]
-    seeds = options.seeds or ",".join(map(str, table.get("seeds", []))) + ("," if "seeds" in table else "")
+    plan = read_plan(options)
     rank = world_from(os.environ, 0).rank
     console = Console(quiet=rank > 0)
-    if options.rungs or table or options.jobs or options.dry_run:
-        table = _overridden(table, options, values)
-        return _ladder(make_ladder(values, variants, grid, seeds, table), options, console, gate)
-    points = make_points(values, variants, grid, seeds)
+    points = [Point(c.trunk.name, c.trunk.config) for c in plan.chains] if isinstance(plan, Ladder) else plan
     for point in points:  # before the first of them is started
         check_vocabulary(point.config)
+    if isinstance(plan, Ladder):
+        return _ladder(plan, options, console, gate)
     out = options.out or Path("runs") / f"compare-{points[0].config.model.name}"
     _say_what_is_seen(points, out, console)
     paths = compare(points, out, console, rank)
@@ -123,29 +113,38 @@ def run(options: argparse.Namespace) -> int:
     return code
 
 
-def _overridden(
-    table: Mapping[str, Any], options: argparse.Namespace, values: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The table [experiment] with what the command line says; without rungs, one of all steps."""
-    given: dict[str, Any] = {}
+def read_plan(options: argparse.Namespace) -> Ladder | list[Point]:
+    """What the options and the file ask for: a ladder, or runs that take turns.
+
+    Raises:
+        UserError: something in them is wrong.
+    """
+    names = key_names()
+    values, grid = take_sweep(config_values(options))
+    grid |= dict(parse_sweep(text, names) for text in options.sweep)
+    values, arms = take_arms(values)
+    values, table = take_experiment(values)
+    require_order(table, arms)
+    variants = recipe_variants(options.recipes) + choose_arms(arms, options.arms)
+    variants += [parse_variant(text, names) for text in options.variant]
+    seeds = options.seeds or "".join(f"{seed}," for seed in table.get("seeds", []))
+    if not (options.rungs or table or options.jobs or options.dry_run):
+        return make_points(values, variants, grid, seeds)
     if options.rungs:
         words = options.rungs.split(",")
-        given["rungs"] = [int(word) if word.strip().isdecimal() else word for word in words]
-    elif "rungs" not in table:
-        given["rungs"] = [make_config(values).training.steps]
+        table["rungs"] = [int(word) if word.strip().isdecimal() else word for word in words]
+    table.setdefault("rungs", [make_config(values).training.steps])
     if options.jobs:
-        given["jobs"] = options.jobs
-    return {**table, **given}
+        table["jobs"] = options.jobs
+    return make_ladder(values, variants, grid, seeds, table)
 
 
 def _ladder(ladder: Ladder, options: argparse.Namespace, console: Console, gate: Gate | None) -> int:
-    """Train a ladder in this process's children; a gate has no say on several rungs."""
-    if gate is not None:
-        raise UserError("--gate judges one length of runs one after the other; leave out --rungs and --jobs")
+    """Train a ladder in processes of its own, or say what it would take."""
+    if gate is not None and not options.dry_run:
+        raise UserError("--gate judges runs of one length that take turns; leave out --rungs and --jobs")
     if world_from(os.environ, 0).size > 1:
         raise UserError("--rungs and --jobs start processes themselves; start compare without a launcher")
-    for chain in ladder.chains:
-        check_vocabulary(chain.trunk.config)
     out = options.out or Path("runs") / f"ladder-{ladder.chains[0].trunk.config.model.name}"
     run_ladder(ladder, out, console, options.dry_run)
     return 0
@@ -155,7 +154,7 @@ def _say_what_is_seen(points: Sequence[Point], out: Path, console: Console) -> N
     """Print which gap the plan will be able to show."""
     t = points[0].config.training
     tokens = t.steps * t.batch_size * points[0].config.data.sequence_length
-    parameters = count_parameters(points[0].config.spec.model)
+    parameters = count_block_weights(points[0].config.spec.model)
     seeds = len({point.config.training.seed for point in points})
     there = [out / point.name for point in points if RunDirectory(out / point.name).status() == "done"]
     gaps = paired_gaps(read_runs(there)) if there else []

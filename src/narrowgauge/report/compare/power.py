@@ -67,7 +67,7 @@ def power_text(seeds: int, tokens: int, parameters: int, gaps: Sequence[Sequence
     Args:
         seeds: The number of seeds of each variant.
         tokens: Tokens of a run.
-        parameters: Parameters of the model.
+        parameters: Parameters of the model in linear layers, without the head.
         gaps: The gaps in percent of each variant, by seed, of runs that exist already.
     """
     measured = [
@@ -77,15 +77,14 @@ def power_text(seeds: int, tokens: int, parameters: int, gaps: Sequence[Sequence
         deviation, source = math.sqrt(statistics.fmean(measured)), "measured here"
     else:
         deviation, source = known_deviation(tokens / parameters), "known of such lengths"
+    ratio = tokens / parameters
     many = seeds_for_equality(deviation)
     needed = f"more than {_MOST}" if many is None else str(many)
-    length = (
-        f"{tokens / parameters:.2g} tokens a parameter, gaps of seeds deviate by {deviation:.2g} % ({source})"
-    )
     if seeds < 2:
-        seen = "one seed has no interval, so no gap will be proven"
+        seen = "one seed has no interval and proves no gap"
     else:
-        seen = (
-            f"{seeds} seeds will see gaps of {smallest_gap(seeds, deviation):.2g} % and more (8 of 10 times)"
-        )
-    return f"{length}: {seen}; 'equal within {MARGIN} %' takes {needed} seeds"
+        seen = f"{seeds} seeds see a gap of {smallest_gap(seeds, deviation):.2g} % in 8 of 10 cases"
+    return (
+        f"{ratio:.2g} tokens a parameter: {seen}, if gaps of seeds deviate by {deviation:.2g} % ({source}); "
+        f"to call two recipes equal within {MARGIN} % takes {needed} seeds"
+    )

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from narrowgauge.checkpoint import steps
+from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.report.ladder.design import Chain, RungRun
 from narrowgauge.report.read.records import read_status
 from narrowgauge.training import to_toml
-from narrowgauge.training.run_directory import EVALUATION
+from narrowgauge.training.config.diff import config_diff
+from narrowgauge.training.run_directory import EVALUATION, RunDirectory
 
 FORWARD = "bf16"  # the recipe of the second loss
 _DIVERGED = ("Diverged", "PoisonedError")  # how the reason of such a run begins
@@ -40,6 +42,24 @@ def state_of(directory: Path) -> str:
     if status == "done":
         return "done"
     return "diverged" if status == "failed" and reason.startswith(_DIVERGED) else "open"
+
+
+def require_same(chain: Chain, out: Path) -> None:
+    """Check that the runs that are there already are those of the chain.
+
+    Raises:
+        UserError: one began with other values.
+    """
+    for run in chain.runs:
+        directory = out / run.name
+        if not (directory / "config.toml").exists():
+            continue
+        if changes := config_diff(RunDirectory(directory).config(), run.config):
+            key, (old, new) = next(iter(changes.items()))
+            raise UserError(
+                f"{directory} holds a run with {key} = {old!r}, and now it is {new!r}; restore what it began "
+                "with, or name another directory with --out"
+            )
 
 
 def is_complete(chain: Chain, out: Path) -> bool:

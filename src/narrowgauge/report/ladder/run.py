@@ -7,13 +7,14 @@ from rich.console import Console
 
 from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
-from narrowgauge.models import count_parameters
+from narrowgauge.models import count_block_weights
 from narrowgauge.report.compare.power import power_text
 from narrowgauge.report.ladder.design import Ladder
 from narrowgauge.report.ladder.dry_run import arm_speeds, plan_lines, tokens_left
 from narrowgauge.report.ladder.engine import Engine, environment_of
-from narrowgauge.report.ladder.jobs import Job, is_complete, jobs_of, state_of
+from narrowgauge.report.ladder.jobs import Job, is_complete, jobs_of, require_same, state_of
 from narrowgauge.report.ladder.page import render_page
+from narrowgauge.report.ladder.probe import probe_arms, read_probe
 from narrowgauge.report.ladder.results import collect_rows, rows_text
 from narrowgauge.report.ladder.statistics import arm_results
 from narrowgauge.report.ladder.table import print_results
@@ -33,6 +34,8 @@ def run_ladder(ladder: Ladder, out: Path, console: Console, is_dry: bool = False
         UserError: the directory cannot be written.
         ComparisonFailed: a run failed, or a signal stopped the ladder; the same line continues.
     """
+    for chain in ladder.chains:
+        require_same(chain, out)
     for sentence in _sight(ladder, out):
         _say(console, sentence)
     if is_dry:
@@ -58,8 +61,9 @@ def run_ladder(ladder: Ladder, out: Path, console: Console, is_dry: bool = False
             Engine(ladder.jobs, environment_of(ladder.threads, ladder.products), show).run(chains)
         finally:
             write_results(ladder, out)
-    rows = collect_rows(ladder, out)
-    print_results(arm_results(rows), console)
+    probe_arms(ladder, out)
+    write_results(ladder, out)
+    print_results(arm_results(collect_rows(ladder, out)), console)
     _say(console, f"results: {out / 'runs.csv'}")
     _say(console, f"report: {out / 'report.html'}")
 
@@ -69,14 +73,14 @@ def write_results(ladder: Ladder, out: Path) -> None:
     rows = collect_rows(ladder, out)
     write_whole(out / "runs.csv", rows_text(rows))
     if rows:
-        parameters = count_parameters(ladder.chains[0].trunk.config.spec.model)
-        write_whole(out / "report.html", render_page(rows, parameters))
+        parameters = count_block_weights(ladder.chains[0].trunk.config.spec.model)
+        write_whole(out / "report.html", render_page(rows, parameters, read_probe(out)))
 
 
 def _sight(ladder: Ladder, out: Path) -> Sequence[str]:
     """Which gap each rung will be able to show."""
     rows = collect_rows(ladder, out)
-    parameters = count_parameters(ladder.chains[0].trunk.config.spec.model)
+    parameters = count_block_weights(ladder.chains[0].trunk.config.spec.model)
     sentences = []
     for number, run in enumerate(ladder.chains[0].runs, start=1):
         gaps = [result.gaps for result in arm_results(rows) if result.rung == number]
