@@ -8,7 +8,7 @@ from scipy import stats
 
 from narrowgauge.report.compare.power import seeds_for_equality, smallest_gap
 from narrowgauge.report.ladder.figures import ladder_svg
-from narrowgauge.report.ladder.page import render_page, results_markdown
+from narrowgauge.report.ladder.page import rate_table, render_page, results_markdown
 from narrowgauge.report.ladder.predictions import outcome, read_predictions
 from narrowgauge.report.ladder.results import COLUMNS, Row, read_rows, rows_text
 from narrowgauge.report.ladder.statistics import arm_results, extra_tokens, p_of_difference, p_of_equality
@@ -106,6 +106,13 @@ def test_predictions_are_held_wrong_open_or_not_run():
     assert [outcome(one, rows)[1] for one in predictions] == ["held", "wrong", "open", "not run", "held"]
     with pytest.raises(Exception, match="no prediction"):
         read_predictions(HEAD + "| mxfp4 | bf16 | own | 2 | about 2 | because |\n")
+
+
+def test_rates_of_a_sweep_are_a_line_for_each_arm():
+    losses = {"bf16,lr=4e-3": 3.5, "bf16,lr=0.002": 3.6, "fp8,lr=4e-3": 3.7, "fp8,lr=2e-3": math.nan}
+    head, lines = rate_table([Row(arm, 100, 1, 9, loss, loss, "done") for arm, loss in losses.items()])
+    assert head == ("arm", "0.002", "0.004", "best")
+    assert lines == [["bf16", "3.6000", "3.5000", "0.004"], ["fp8", "-", "3.7000", "0.004"]]
 
 
 def test_a_page_is_the_same_for_the_same_rows_and_names_are_escaped():

@@ -65,6 +65,21 @@ def probe_table(probe: Mapping[str, Any]) -> Table:
     return ("arm", *(title for title, _ in _PROBED.values())), lines
 
 
+def rate_table(rows: Sequence[Row]) -> Table:
+    """The losses of a sweep of the learning rate: a line for each arm, which is called NAME,lr=RATE."""
+    found: dict[str, dict[float, float]] = {}
+    for row in rows:
+        name, _, rate = row.arm.partition(",lr=")
+        if rate and math.isfinite(row.own_loss):
+            found.setdefault(name, {})[float(rate)] = row.own_loss
+    rates = sorted({rate for losses in found.values() for rate in losses})
+    lines = []
+    for name, losses in found.items():
+        texts = [f"{losses[rate]:.4f}" if rate in losses else "-" for rate in rates]
+        lines.append([name, *texts, f"{min(losses, key=losses.__getitem__):g}"])
+    return ("arm", *(f"{rate:g}" for rate in rates), "best"), lines
+
+
 def _end(value: float) -> str:
     return f"{value:+.2f}" if math.isfinite(value) else "∞"
 
@@ -87,6 +102,7 @@ def results_markdown(
     predictions: Sequence[Prediction],
     picture: str,
     probe: Mapping[str, Any] | None = None,
+    rates: Sequence[Row] = (),
 ) -> str:
     """The part of the project's page that is made from its numbers."""
     results = arm_results(rows)
@@ -98,6 +114,10 @@ def results_markdown(
         markdown(*prediction_table(predictions, rows), left=("arm", "what", "outcome")),
         "### At every rung\n\n" + markdown(*rung_table(results)),
     ]
+    if rates:
+        parts.append(
+            "### Learning rates\n\nHeld-out loss at the lowest rung.\n\n" + markdown(*rate_table(rates))
+        )
     if probe is not None:
         parts.append("### What the probe says\n\n" + markdown(*probe_table(probe)))
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
