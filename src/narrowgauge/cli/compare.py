@@ -24,14 +24,8 @@ from narrowgauge.report.compare.grid import (
 )
 from narrowgauge.report.compare.power import power_text
 from narrowgauge.report.compare.verdict import paired_gaps
-from narrowgauge.report.ladder.design import (
-    Ladder,
-    choose_arms,
-    make_ladder,
-    require_order,
-    take_arms,
-    take_experiment,
-)
+from narrowgauge.report.ladder.arms import choose_arms, require_order, take_arms, take_experiment
+from narrowgauge.report.ladder.design import Ladder, make_ladder
 from narrowgauge.report.ladder.run import run_ladder
 from narrowgauge.training import make_config
 from narrowgauge.training.monitor.provenance import command_line

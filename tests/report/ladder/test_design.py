@@ -8,13 +8,8 @@ import pytest
 
 from narrowgauge.errors import UserError
 from narrowgauge.report.compare.grid import take_sweep
-from narrowgauge.report.ladder.design import (
-    choose_arms,
-    make_ladder,
-    require_order,
-    take_arms,
-    take_experiment,
-)
+from narrowgauge.report.ladder.arms import choose_arms, require_order, take_arms, take_experiment
+from narrowgauge.report.ladder.design import make_ladder
 from narrowgauge.report.ladder.predictions import read_predictions
 
 ROOT = Path(__file__).parents[3]
@@ -87,7 +82,7 @@ def test_a_mistake_is_said_before_anything_runs(changed, message):
 
 
 def test_a_rule_that_begins_before_the_branch_is_refused(tmp_path):
-    shipped = (ROOT / "src/narrowgauge/recipes/shipped/fp8.toml").read_text(encoding="utf-8")
+    shipped = (ROOT / "src/narrowgauge/recipes/shipped/mxfp8.toml").read_text(encoding="utf-8")
     recipe = tmp_path / "late.toml"
     text = FILE.replace('[arms.fp8]\nrecipe.name = "fp8"', f'[arms.fp8]\nrecipe.name = "{recipe}"')
     for share, is_shared in ((0.3, False), (0.9, True)):

@@ -121,7 +121,7 @@ def test_a_page_is_the_same_for_the_same_rows_and_names_are_escaped():
     one, two = (results_markdown(rows, predictions, "x.svg") for _ in range(2))
     assert one == two
     assert "resolved" in one
-    assert "| far | 4 k | 5 | +30.0" in one.replace("4.00 k", "4 k")
+    assert "| far | 4.00 k | 5 | +29.97 % | +29.92 .. +30.02 % |" in one
     page = render_page(rows, 500, {"recipes": {"far": {"effective_bits": {"mean": 3.1}}}})
     assert "&lt;b&gt;" in page
     assert "<b>" not in page

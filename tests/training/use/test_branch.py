@@ -39,7 +39,7 @@ def test_a_branch_that_cannot_be_is_refused(train, tiny, tmp_path):
     with pytest.raises(UserError, match="no step left"):
         branch_run(trunk, 8, make_config(tiny(SHORT)), tmp_path / "b")
     with pytest.raises(UserError):
-        branch_run(trunk, 4, make_config(tiny(SHORT | {"model.dim": 32})), tmp_path / "c")
+        branch_run(trunk, 4, make_config(tiny(SHORT | {"model.dim": 64})), tmp_path / "c")
     assert not any((tmp_path / name).exists() for name in "abc")
 
 

@@ -53,7 +53,7 @@ def seeds_for_equality(deviation: float, margin: float = MARGIN) -> int | None:
     """The least number of seeds that find two equal recipes equal within a margin; None if over 200.
 
     >>> seeds_for_equality(0.1), seeds_for_equality(0.5)
-    (5, 36)
+    (4, 36)
     """
     for n in range(2, _MOST + 1):
         if (t_quantile(n - 1, 0.9) + t_quantile(n - 1, 0.8)) * deviation / math.sqrt(n) <= margin:

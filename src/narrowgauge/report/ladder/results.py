@@ -97,8 +97,8 @@ def read_rows(path: Path) -> list[Row]:
     for number, line in enumerate(lines[1:], start=2):
         try:
             arm, seed, rung, tokens, own, bf16, status = line
-            losses = [float(x) if x else math.nan for x in (own, bf16)]
-            rows.append(Row(arm, int(seed), int(rung), int(tokens), *losses, status))
+            own_loss, bf16_loss = (float(x) if x else math.nan for x in (own, bf16))
+            rows.append(Row(arm, int(seed), int(rung), int(tokens), own_loss, bf16_loss, status))
         except ValueError:
             raise UserError(f"{path}, line {number}: {','.join(line)!r} is no row; mend it") from None
     return rows

@@ -101,7 +101,8 @@ def _result(
     extra = [extra_tokens(row.own_loss, row.tokens, curves[row.seed]) for row, _ in pairs]
     known = [x for x in extra if math.isfinite(x)]
     tokens = rows[0].tokens
-    return ArmResult(arm, rung, tokens, gaps, bf16, *map(_interval, (gaps, bf16, known)), diverged)
+    gap, bf16_gap, more = _interval(gaps), _interval(bf16), _interval(known)
+    return ArmResult(arm, rung, tokens, gaps, bf16, gap, bf16_gap, more, diverged)
 
 
 def _interval(values: Sequence[float]) -> Interval:
