@@ -84,6 +84,7 @@ def check(words: list[str], processes: int = 1) -> list[Path]:
     if options.config and not options.config.exists():
         options.config.touch()  # a reader's own, and the page does not show it
     if verb == "compare":
+        vars(options).pop("model.weights", "")  # of a run that is not here
         plan = read_plan(options)
         if isinstance(plan, Ladder):
             points = [Point(run.name, run.config) for chain in plan.chains for run in chain.runs]

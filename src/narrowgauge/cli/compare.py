@@ -119,7 +119,8 @@ def read_plan(options: argparse.Namespace) -> Ladder | list[Point]:
     values, arms = take_arms(values)
     values, table = take_experiment(values)
     require_order(table, arms)
-    variants = recipe_variants(options.recipes) + choose_arms(arms, options.arms)
+    swept = [arm for arm in choose_arms(arms, options.arms) if not arm.keys.keys() & grid.keys()]
+    variants = recipe_variants(options.recipes) + swept  # an arm that sets a swept key has no place in it
     variants += [parse_variant(text, names) for text in options.variant]
     seeds = options.seeds or "".join(f"{seed}," for seed in table.get("seeds", []))
     if not (options.rungs or table or options.jobs or options.dry_run):
