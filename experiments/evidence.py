@@ -4,8 +4,10 @@ The same numbers give the same bytes. Nothing outside of the two marks of the pa
 """
 
 import json
+import sys
 from pathlib import Path
 
+from narrowgauge.errors import UserError
 from narrowgauge.files import write_whole
 from narrowgauge.report.ladder.figures import ladder_svg
 from narrowgauge.report.ladder.page import results_markdown
@@ -35,4 +37,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"evidence: {error}")
