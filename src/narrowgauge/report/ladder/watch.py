@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
@@ -50,9 +50,8 @@ class Watch:
     def _line(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def _table(self, jobs: Sequence[Job]) -> Table:
-        title = f"{self.done} of {self.runs} runs done, {self._left(jobs)}"
-        table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    def _table(self, jobs: Sequence[Job]) -> Group:
+        table = Table(box=None, pad_edge=False)
         for column in ("run", "step", "loss", "state"):
             table.add_column(column, justify="left" if column in ("run", "state") else "right")
         for job in jobs:
@@ -62,7 +61,7 @@ class Watch:
             else:
                 state = "trains" if job.tokens else "is evaluated"
                 table.add_row(job.name, f"{at.step}/{at.steps}", f"{at.loss:.4f}", state)
-        return table
+        return Group(f"{self.done} of {self.runs} runs done, {self._left(jobs)}", table)
 
     def _left(self, jobs: Sequence[Job]) -> str:
         """Time left at the pace since the start."""
