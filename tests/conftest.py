@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from narrowgauge.training.monitor.products import PRODUCTS
 from support.estimates import VARIABLE, keep_estimates
 from support.processes import Narrowgauge, warm
 from support.runs import Look, Values, with_keys, write_text
@@ -42,6 +43,7 @@ def _kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NARROWGAUGE_CACHE", str(cache))
         patch.setenv(VARIABLE, str(estimates))
+        patch.setenv(PRODUCTS, "onednn")  # not what a moment of this machine measures
         keep_estimates(estimates, patch)
         yield cache
 

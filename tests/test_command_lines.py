@@ -21,10 +21,12 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import narrowgauge as ng
+from narrowgauge.cli.compare import read_plan
 from narrowgauge.cli.main import _options
-from narrowgauge.cli.parsing.options import SHORT, config_values
+from narrowgauge.cli.parsing.options import config_values
 from narrowgauge.cluster.scaling.scaling import _plans, read_sizes
-from narrowgauge.report.compare.grid import make_points, parse_variant, recipe_variants, take_sweep
+from narrowgauge.report.compare.grid import Point
+from narrowgauge.report.ladder.design import Ladder
 from narrowgauge.training import default_out, lay_out, make_config
 from support.markdown import blocks, shell_lines, titled
 
@@ -81,16 +83,19 @@ def check(words: list[str], processes: int = 1) -> list[Path]:
         return [options.out] if made else []
     if options.config and not options.config.exists():
         options.config.touch()  # a reader's own, and the page does not show it
-    values = config_values(options)
-    values.get("model", {}).pop("weights", "")  # of a run that is not here
     if verb == "compare":
-        values, grid = take_sweep(values)
-        variants = recipe_variants(options.recipes) + [parse_variant(text, SHORT) for text in options.variant]
-        points = make_points(values, variants, grid, options.seeds)
+        vars(options).pop("model.weights", "")  # of a run that is not here
+        plan = read_plan(options)
+        if isinstance(plan, Ladder):
+            points = [Point(run.name, run.config) for chain in plan.chains for run in chain.runs]
+        else:
+            points = plan
         for point in points:
             lay_out(point.config, processes)
         out = options.out or Path("runs") / f"compare-{points[0].config.model.name}"
         return [out / point.name for point in points]
+    values = config_values(options)
+    values.get("model", {}).pop("weights", "")  # of a run that is not here
     config = make_config(values)
     if verb == "scaling":
         for size in read_sizes(options.procs):
@@ -103,7 +108,8 @@ def check(words: list[str], processes: int = 1) -> list[Path]:
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A checkout's configurations, where a reader would paste the lines."""
-    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    for name in ("configs", "experiments"):
+        shutil.copytree(ROOT / name, tmp_path / name)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -21,8 +21,17 @@ from types import FrameType
 
 from narrowgauge.operating_system import STOP_SIGNALS
 
+COMPARED = "NARROWGAUGE_COMPARED"  # set by `compare` for the runs that it starts side by side
+
 # Each is set by a launcher that is, or leaves behind, the parent of its processes.
-_LAUNCHED = ("TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_STEP_ID")
+_LAUNCHED = (
+    COMPARED,
+    "TORCHELASTIC_RUN_ID",
+    "OMPI_COMM_WORLD_RANK",
+    "PMI_RANK",
+    "PMIX_RANK",
+    "SLURM_STEP_ID",
+)
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 

@@ -95,6 +95,9 @@ THOROUGH: dict[str, int | tuple[str, ...]] = {
     # the README's lines prepare, train, compare and go on
     "cli/test_prepare.py::test_text_is_prepared_and_trained_on": 0,
     "cli/test_compare.py::test_a_variant_in_a_sweep_from_a_file": 0,
+    # report/ladder/ and training/use/test_branch.py prove its parts in this process
+    "cli/test_ladder.py::test_it_is_the_same_after_a_kill": 0,
+    "training/use/test_branch.py::test_a_branch_is_the_shorter_run_bit_for_bit": ("msamp-o2",),
     # test_every_difference_is_told and test_another_recipe stay
     "training/config/test_diff.py::test_the_order_of_the_data_goes_on_under_another_batch_size": 0,
     "training/config/test_diff.py::test_older_checkpoints_stay_the_runs_own": 0,

@@ -2,16 +2,32 @@
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from narrowgauge.cli.parsing.options import config_values, key_names
+from narrowgauge.cli.parsing.options import config_values, key_names, positive_integer
 from narrowgauge.distributed import world_from
+from narrowgauge.errors import UserError
+from narrowgauge.models import count_block_weights
 from narrowgauge.report import print_comparison, read_runs, write_report
 from narrowgauge.report.compare.compare import compare
-from narrowgauge.report.compare.gate import gate_results, parse_gate
-from narrowgauge.report.compare.grid import make_points, parse_variant, recipe_variants, take_sweep
+from narrowgauge.report.compare.gate import Gate, gate_results, parse_gate
+from narrowgauge.report.compare.grid import (
+    Point,
+    make_points,
+    parse_sweep,
+    parse_variant,
+    recipe_variants,
+    take_sweep,
+)
+from narrowgauge.report.compare.power import power_text
+from narrowgauge.report.compare.verdict import paired_gaps
+from narrowgauge.report.ladder.arms import choose_arms, require_order, take_arms, take_experiment
+from narrowgauge.report.ladder.design import Ladder, make_ladder
+from narrowgauge.report.ladder.run import run_ladder
+from narrowgauge.training import make_config
 from narrowgauge.training.monitor.provenance import command_line
 from narrowgauge.training.run.check_data import check_vocabulary
 from narrowgauge.training.run_directory import RunDirectory
@@ -38,6 +54,21 @@ def add_options(p: argparse.ArgumentParser) -> None:
         metavar="GAP",
         help="accept a variant within this gap: nats, as 0.01, or percent, as 0.25%%; exit code 1 if not",
     )
+    p.add_argument(
+        "--rungs",
+        metavar="STEPS,...",
+        help="measure each at several lengths, each with its own fall of the learning rate, from one trunk",
+    )
+    p.add_argument("--arms", default="", metavar="A,B", help="only these arms of the file's table [arms]")
+    p.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=A,B,...",
+        help="every value of a key, as in optimizer.lr=1e-3,2e-3; may be given several times",
+    )
+    p.add_argument("--jobs", type=positive_integer, metavar="N", help="runs side by side (1)")
+    p.add_argument("--dry-run", action="store_true", help="say runs, tokens and hours, and end")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,16 +78,16 @@ def run(options: argparse.Namespace) -> int:
         The exit code: 1 if a run failed, or if there is a gate and a variant does not pass it.
     """
     gate = parse_gate(options.gate) if options.gate is not None else None
-    values, grid = take_sweep(config_values(options))
-    names = key_names()
-    variants = recipe_variants(options.recipes)
-    variants += [parse_variant(text, names) for text in options.variant]
-    points = make_points(values, variants, grid, options.seeds)
+    plan = read_plan(options)
     rank = world_from(os.environ, 0).rank
+    console = Console(quiet=rank > 0)
+    points = [Point(c.trunk.name, c.trunk.config) for c in plan.chains] if isinstance(plan, Ladder) else plan
     for point in points:  # before the first of them is started
         check_vocabulary(point.config)
-    console = Console(quiet=rank > 0)
+    if isinstance(plan, Ladder):
+        return _ladder(plan, options, console, gate)
     out = options.out or Path("runs") / f"compare-{points[0].config.model.name}"
+    _say_what_is_seen(points, out, console)
     paths = compare(points, out, console, rank)
     failed = [path.name for path in paths if RunDirectory(path).status() == "failed"]
     results = [] if gate is None else gate_results(read_runs(paths), gate)
@@ -74,3 +105,53 @@ def run(options: argparse.Namespace) -> int:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
     return code
+
+
+def read_plan(options: argparse.Namespace) -> Ladder | list[Point]:
+    """What the options and the file ask for: a ladder, or runs that take turns.
+
+    Raises:
+        UserError: something in them is wrong.
+    """
+    names = key_names()
+    values, grid = take_sweep(config_values(options))
+    grid |= dict(parse_sweep(text, names) for text in options.sweep)
+    values, arms = take_arms(values)
+    values, table = take_experiment(values)
+    require_order(table, arms)
+    swept = [arm for arm in choose_arms(arms, options.arms) if not arm.keys.keys() & grid.keys()]
+    variants = recipe_variants(options.recipes) + swept  # an arm that sets a swept key has no place in it
+    variants += [parse_variant(text, names) for text in options.variant]
+    seeds = options.seeds or "".join(f"{seed}," for seed in table.get("seeds", []))
+    if not (options.rungs or table or options.jobs or options.dry_run):
+        return make_points(values, variants, grid, seeds)
+    if options.rungs:
+        words = options.rungs.split(",")
+        table["rungs"] = [int(word) if word.strip().isdecimal() else word for word in words]
+    table.setdefault("rungs", [make_config(values).training.steps])
+    if options.jobs:
+        table["jobs"] = options.jobs
+    return make_ladder(values, variants, grid, seeds, table)
+
+
+def _ladder(ladder: Ladder, options: argparse.Namespace, console: Console, gate: Gate | None) -> int:
+    """Train a ladder in processes of its own, or say what it would take."""
+    if gate is not None and not options.dry_run:
+        raise UserError("--gate judges runs of one length that take turns; leave out --rungs and --jobs")
+    if world_from(os.environ, 0).size > 1:
+        raise UserError("--rungs and --jobs start processes themselves; start compare without a launcher")
+    out = options.out or Path("runs") / f"ladder-{ladder.chains[0].trunk.config.model.name}"
+    run_ladder(ladder, out, console, options.dry_run)
+    return 0
+
+
+def _say_what_is_seen(points: Sequence[Point], out: Path, console: Console) -> None:
+    """Print which gap the plan will be able to show."""
+    t = points[0].config.training
+    tokens = t.steps * t.batch_size * points[0].config.data.sequence_length
+    parameters = count_block_weights(points[0].config.spec.model)
+    seeds = len({point.config.training.seed for point in points})
+    there = [out / point.name for point in points if RunDirectory(out / point.name).status() == "done"]
+    gaps = paired_gaps(read_runs(there)) if there else []
+    text = power_text(seeds, tokens, parameters, gaps)
+    console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -12,6 +12,7 @@ from narrowgauge.models import generate
 from narrowgauge.training import TrainedRun, bits_per_byte, open_run, validation_loss
 from narrowgauge.training.monitor.hardware import choose_device
 from narrowgauge.training.monitor.progress import Display
+from narrowgauge.training.run.two_losses import keep_losses, two_losses
 from narrowgauge.training.run_directory import RunDirectory
 from narrowgauge.training.use.export import TARGETS, export_run, import_model
 from narrowgauge.training.use.hellaswag import evaluate
@@ -44,6 +45,7 @@ def add_exchange_verbs(verb: Verb) -> None:
     p.add_argument("--data", metavar="SOURCE", help="val: other text than the run's")
     p.add_argument("--batches", type=int, help="val: how many batches (all)")
     p.add_argument("--sequence-length", type=int, help="val: tokens of a sequence (the run's)")
+    p.add_argument("--forward", metavar="R", help="val: under this recipe's forward pass, too")
     p.add_argument("--limit", type=int, help="other tasks: how many examples (all)")
     p.add_argument("--task-folder", type=Path, help="lm-eval: YAML files of further tasks")
     p = verb("export", _export)
@@ -116,6 +118,12 @@ def _evaluate_text(options: argparse.Namespace, trained: TrainedRun) -> None:
     with Display(Console(), 1, 1) as display:
         dataset = run_data(trained, options.data, display.stage)
     length = options.sequence_length or trained.config.data.sequence_length
+    if options.forward:
+        losses = two_losses(trained, options.forward, dataset.val, length, options.batches)
+        keep_losses(options.run, trained.step, losses)
+        text = ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items())
+        _print(f"{options.run}: step {trained.step}, validation loss by forward pass: {text}")
+        return
     windows = (trained.config.training.micro_batch_size, length, options.batches)
     separate_documents = trained.config.data.separate_documents
     loss = validation_loss(Engine.alone(trained.model), dataset.val, *windows, separate_documents)

@@ -14,8 +14,9 @@ from narrowgauge.cli.parsing.options import (
     positive_integer,
 )
 from narrowgauge.distributed import world_from
+from narrowgauge.errors import UserError
 from narrowgauge.report import print_comparison, read_run, read_runs, write_report
-from narrowgauge.training import PROFILED, Diverged, convert_run, default_out, make_config, run
+from narrowgauge.training import PROFILED, Diverged, branch_run, convert_run, default_out, make_config, run
 
 
 def add_options(p: KeyParser) -> None:
@@ -34,6 +35,11 @@ def add_options(p: KeyParser) -> None:
         const=PROFILED,
         default=0,
         help=f"record STEPS steps ({PROFILED}): a trace for Perfetto in DIR/profile, and the time by class",
+    )
+    p.add_argument(
+        "--branch",
+        metavar="RUN@STEP",
+        help="go on from a checkpoint of RUN in a directory and with a schedule of its own",
     )
     add_config_options(p)
 
@@ -56,7 +62,14 @@ def run_train(options: argparse.Namespace) -> None:
     console = Console()
     names = key_names()
     allowed = [names.get(key.strip(), key.strip()) for key in options.allow_change.split(",") if key.strip()]
+    trunk, at = _trunk(options.branch) if options.branch else (None, 0)
+    if trunk is not None and options.config is None:
+        options.config = trunk / "config.toml"
     config = make_config(config_values(options))
+    if trunk is not None:
+        options.out = options.out or default_out(config, allowed)
+        if not (options.out / "config.toml").exists():
+            branch_run(trunk, at, config, options.out)
     is_first = not world_from(os.environ, 0).rank  # the first of several processes reports for all
     try:
         path = run(config, options.out, console, allowed, options.profile)
@@ -67,6 +80,16 @@ def run_train(options: argparse.Namespace) -> None:
     if is_first:
         print_comparison([read_run(path)], console)
         _report(path, console)
+
+
+def _trunk(text: str) -> tuple[Path, int]:
+    """Run directory and step of `--branch RUN@STEP`."""
+    run, _, step = text.rpartition("@")
+    if not run or not step.isdecimal():
+        raise UserError(f"--branch {text}: write RUN@STEP, as in runs/long@256")
+    if world_from(os.environ, 0).size > 1:
+        raise UserError("--branch makes a run directory in one process; start it once without the launcher")
+    return Path(run), int(step)
 
 
 def _report(path: Path, console: Console) -> None:

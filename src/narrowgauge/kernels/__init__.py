@@ -11,6 +11,6 @@ A kernel computes what its reference does, rounding for rounding: each is launch
 
 from narrowgauge.kernels.amax_cache import attach_amax, cached_amax
 from narrowgauge.kernels.cast import emulate, quantize
-from narrowgauge.kernels.dispatch import has_kernels
+from narrowgauge.kernels.dispatch import choose_products, has_kernels
 
-__all__ = ["attach_amax", "cached_amax", "emulate", "has_kernels", "quantize"]
+__all__ = ["attach_amax", "cached_amax", "choose_products", "emulate", "has_kernels", "quantize"]

@@ -57,16 +57,25 @@ def is_slow(x: torch.Tensor) -> bool:
     """Whether torch multiplies this dtype element by element: the same product in fp32 is faster.
 
     That is so for fp16 on any CPU, and for bf16 on CPUs for which oneDNN has no bf16, which are most without
-    AVX-512: there a product in fp32 takes a third of the time, attention a quarter (docs/performance.md).
+    AVX-512: there a product in fp32 takes a third of the time, attention a quarter (docs/performance.md). A
+    run measures which is faster, and keeps its choice (`choose_products`).
     """
     if x.device.type != "cpu":
         return False
     return x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not _has_bf16_products())
 
 
+_chosen_products: list[str] = []  # the last choice of a run in this process
+
+
+def choose_products(name: str) -> None:
+    """Multiply bf16 numbers on a CPU in "bf16" or "fp32" from here on; "": as oneDNN says."""
+    _chosen_products[:] = [name] if name else []
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_bf16_products() -> bool:
-    return cpu_multiplies_bf16()
+    return _chosen_products == ["bf16"] if _chosen_products else cpu_multiplies_bf16()
 
 
 def on_its_device(launch: Callable[..., Launched]) -> Callable[..., Launched]:

@@ -2,7 +2,7 @@
 
 from narrowgauge.kernels.cross_entropy import IGNORED, cross_entropy, objective_of
 from narrowgauge.models.config import ModelConfig
-from narrowgauge.models.count import count_parameters, flops_per_token
+from narrowgauge.models.count import count_block_weights, count_parameters, flops_per_token
 from narrowgauge.models.generate import generate
 from narrowgauge.models.kv_cache import KVCache
 from narrowgauge.models.sizes import model_config, model_names
@@ -13,6 +13,7 @@ __all__ = [
     "KVCache",
     "ModelConfig",
     "Transformer",
+    "count_block_weights",
     "count_parameters",
     "cross_entropy",
     "flops_per_token",

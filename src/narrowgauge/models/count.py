@@ -17,6 +17,11 @@ def count_parameters(config: ModelConfig) -> int:
     return V * D + positions + untied_head + norms + blocks
 
 
+def count_block_weights(config: ModelConfig) -> int:
+    """The number of weights of linear layers in the blocks: without embedding, head, norms and biases."""
+    return config.layers * _block_matmul_parameters(config)
+
+
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     """Floating-point operations that training takes for one token, forward and backward.
 
@@ -29,7 +34,7 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     utilisation (PaLM, arXiv 2204.02311, appendix B): the attention is *not* halved for its causal mask, and
     recomputation does not count.
     """
-    matmul_parameters = config.layers * _block_matmul_parameters(config) + config.vocab_size * config.dim
+    matmul_parameters = count_block_weights(config) + config.vocab_size * config.dim
     attention = 12 * config.layers * config.heads * config.head_dim * sequence_length
     return 6 * matmul_parameters + attention
 

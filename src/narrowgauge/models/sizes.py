@@ -1,7 +1,8 @@
 """The named models, as data.
 
-`debug` and `gpt2-debug` are for a laptop and for tests; all their dimensions are multiples of 128, so that
-every block shape of every recipe fits. The others are the published models, by their published dimensions:
+`debug` and `gpt2-debug` are for a laptop and for tests, `ladder-1m` for many long runs on a CPU
+(`experiments/ladder.toml`); all their dimensions are multiples of 128, so that every block shape of every
+recipe fits. The others are the published models, by their published dimensions:
 
     gpt2-*        the four released sizes
     gpt3-*        the GPT scripts of MS-AMP's examples for Megatron-LM (`configs/` has all their settings)
@@ -52,6 +53,15 @@ SIZES: dict[str, dict[str, Any]] = {
         "ffn_dim": 768,
         "vocab_size": 4096,
         "max_sequence_length": 1024,
+    },
+    "ladder-1m": {
+        "dim": 128,
+        "layers": 4,
+        "heads": 4,
+        "ffn_dim": 384,
+        "vocab_size": 2048,
+        "max_sequence_length": 1024,
+        "tied_head": True,
     },
     "gpt2-debug": _GPT2 | {"dim": 256, "layers": 4, "heads": 4, "ffn_dim": 1024, "vocab_size": 4096},
     "gpt2-124m": _GPT2 | {"dim": 768, "layers": 12, "heads": 12, "ffn_dim": 3072},

@@ -14,6 +14,7 @@ from narrowgauge.training.run.run import run
 from narrowgauge.training.run.validation import bits_per_byte, validation_loss
 from narrowgauge.training.step.guard import Diverged
 from narrowgauge.training.step.replica_check import Corrupted
+from narrowgauge.training.use.branch import branch_run
 from narrowgauge.training.use.convert import convert_run
 from narrowgauge.training.use.trained_model import TrainedRun, open_run
 
@@ -29,6 +30,7 @@ __all__ = [
     "StepEstimate",
     "TrainedRun",
     "bits_per_byte",
+    "branch_run",
     "cheaper",
     "choose_device",
     "config_keys",

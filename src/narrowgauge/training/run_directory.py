@@ -7,6 +7,7 @@
     metrics.jsonl    one object a step, and events
     gauges.jsonl     one object a layer and place, for the steps at which gauges were read
     probe.json, sensitivity.json   what `narrowgauge probe` and `narrowgauge sensitivity` found last
+    evaluation.json  two losses, under the own forward pass and another (`narrowgauge eval --forward`)
     checkpoints/     published atomically
     report.html      one page
     status.json      {"status": ..., "reason": ...}
@@ -38,6 +39,7 @@ SPECIAL_TOKENS = "special_tokens.json"
 PROBE = "probe.json"
 SENSITIVITY = "sensitivity.json"
 RAISED = "\n# Raised by the guard; a resume takes it from the checkpoint\n"
+EVALUATION = "evaluation.json"
 _MICRO_BATCH = "training.micro_batch_size"
 
 

@@ -105,6 +105,20 @@ def take_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, lis
     return rest, grid
 
 
+def parse_sweep(text: str, short: Mapping[str, str]) -> tuple[str, list[Any]]:
+    """Parse `--sweep KEY=A,B,...` into the key and its values, as text.
+
+    >>> parse_sweep("lr=1e-3,2e-3", {"lr": "optimizer.lr"})
+    ('optimizer.lr', ['1e-3', '2e-3'])
+    """
+    key, _, rest = text.partition("=")
+    values = [value for value in rest.split(",") if value]
+    key = short.get(key, key)
+    if "." not in key or not values:
+        raise UserError(f"--sweep {text}: write KEY=A,B with a key such as optimizer.lr")
+    return key, values
+
+
 def make_points(
     values: Values, variants: Sequence[Variant], grid: Mapping[str, list[Any]], seeds: str
 ) -> list[Point]:

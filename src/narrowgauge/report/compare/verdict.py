@@ -73,13 +73,23 @@ def has_validation(runs: Sequence[Run]) -> bool:
     return any(run.final_validation is not None for run in runs)
 
 
-def _verdict(group: Group, reference: Group, by_validation: bool) -> Verdict:
-    has_failed = any(run.status == "failed" for run in group.runs.values())
-    gaps = {
+def paired_gaps(runs: Sequence[Run]) -> list[list[float]]:
+    """The gaps in percent of each variant but the reference, one for each seed that both have."""
+    reference, *others = groups(runs)
+    return [list(_gaps(group, reference).values()) for group in others]
+
+
+def _gaps(group: Group, reference: Group) -> dict[int, float]:
+    return {
         seed: gap.percent
         for seed, run in group.runs.items()
         if seed in reference.runs and (gap := gap_to(run, reference.runs[seed])) is not None
     }
+
+
+def _verdict(group: Group, reference: Group, by_validation: bool) -> Verdict:
+    has_failed = any(run.status == "failed" for run in group.runs.values())
+    gaps = _gaps(group, reference)
     found = (r.final_val_loss if by_validation else r.final_train_loss for r in group.runs.values())
     losses = [loss for loss in found if loss is not None]
     if has_failed and len(group.runs) > 1:  # the seeds that did not fail are the lucky ones

@@ -71,7 +71,7 @@ def _summary(path: Path) -> RunSummary:
     """The line of a directory that looks like a run."""
     try:
         config = read_config(path / CONFIG)
-        records = _last_records(path / METRICS)
+        records = last_records(path / METRICS)
         state, reason = read_status(path / STATUS)
     except (UserError, OSError) as error:
         return RunSummary(path, "broken", str(error))
@@ -96,7 +96,7 @@ def _summary(path: Path) -> RunSummary:
     )
 
 
-def _last_records(path: Path) -> list[dict[str, Any]]:
+def last_records(path: Path) -> list[dict[str, Any]]:
     """The records of steps at the end of a metrics file; lines that are torn are left out."""
     if not path.is_file():
         return []

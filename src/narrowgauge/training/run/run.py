@@ -24,6 +24,7 @@ from narrowgauge.distributed import (
     world_from,
 )
 from narrowgauge.errors import UserError
+from narrowgauge.kernels import choose_products
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.operating_system import require_posix
 from narrowgauge.signals import Preempted, Requests, StoppedEarly, stop_requests
@@ -33,6 +34,7 @@ from narrowgauge.training.monitor import hardware
 from narrowgauge.training.monitor.loggers import Loggers, require_sinks
 from narrowgauge.training.monitor.memory import Memory
 from narrowgauge.training.monitor.memory_advice import out_of_memory_message, require_memory
+from narrowgauge.training.monitor.products import products_of
 from narrowgauge.training.monitor.profiler import Profile
 from narrowgauge.training.monitor.progress import Display
 from narrowgauge.training.run.check_data import check_data, check_vocabulary
@@ -178,8 +180,19 @@ def _run(
                 dataset.tokenizer.save(directory.tokenizer)
                 copy_special_tokens(config, directory)
             run_id = coordinator.broadcast(directory.run_id(dataset.digest) if coordinator.rank == 0 else "")
+            products = _choose_products(directory, device, coordinator)
             context = RunContext(
-                config, device, dataset, directory, display, plan, coordinator, checkpointer, run_id, profile
+                config,
+                device,
+                dataset,
+                directory,
+                display,
+                plan,
+                coordinator,
+                checkpointer,
+                run_id,
+                profile,
+                products,
             )
             trainer = start_or_resume(context, changes, Mesh(setup.layout.parallel_dims, device))
             train(context, trainer, requests)
@@ -206,6 +219,15 @@ def _run(
             checkpointer.end()
         finally:
             sinks.close()
+
+
+def _choose_products(directory: RunDirectory, device: torch.device, coordinator: Coordinator) -> str:
+    """The precision of a CPU's products, the same on all ranks; "" on a GPU, whose recipe says it."""
+    name = ""
+    if device.type == "cpu":
+        name = coordinator.broadcast(products_of(directory.lines()) if coordinator.rank == 0 else "")
+    choose_products(name)
+    return name
 
 
 def _open_data(config: Config, coordinator: Coordinator, display: Display) -> Dataset:

@@ -34,6 +34,7 @@ class RunContext:
     checkpointer: Checkpointer
     run_id: str  # the id that a checkpoint must have to be resumed
     profile: Profile | None  # the profile of some steps, if requested
+    products: str = ""  # in which precision a CPU multiplies: "bf16" or "fp32"; "" on a GPU
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -48,6 +49,8 @@ class RunContext:
             "backend": backend.name,
             "backend_reason": backend.reason,
             "device": hardware.device_name(self.device),
+            **({"products": self.products} if self.products else {}),
+            "threads": torch.get_num_threads(),
             "processes": self.coordinator.size,
             "torch": torch.__version__,
             "parameters": count_parameters(model),

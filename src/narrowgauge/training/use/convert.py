@@ -35,7 +35,7 @@ def convert_run(source: Path, recipe: str, out: Path) -> int:
     """
     old = RunDirectory(source)
     before = old.config(own_recipe=True)
-    after = _with_recipe(before, recipe)
+    after = with_recipe(before, recipe)
     path, _ = newest_valid(old.checkpoints, None)
     if path is None:
         raise UserError(
@@ -65,7 +65,7 @@ def convert_run(source: Path, recipe: str, out: Path) -> int:
     return b.step
 
 
-def _with_recipe(config: Config, recipe: str) -> Config:
+def with_recipe(config: Config, recipe: str) -> Config:
     """The configuration with another recipe, and without overrides of the old recipe's places."""
     tables = config.model_dump()
     tables["recipe"] = {"name": recipe, "backend": config.recipe.backend}

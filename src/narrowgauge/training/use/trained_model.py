@@ -12,11 +12,13 @@ from narrowgauge.checkpoint.interop.external_model import is_external_model, rea
 from narrowgauge.checkpoint.interop.name_map import ExternalModel
 from narrowgauge.data import Tokenizer, load_tokenizer
 from narrowgauge.errors import UserError
+from narrowgauge.kernels import choose_products
 from narrowgauge.models import Transformer
 from narrowgauge.models.sizes import name_of
 from narrowgauge.nn import Linear, NarrowAttention, NarrowResidual
 from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.monitor.hardware import choose_device, use_device
+from narrowgauge.training.monitor.products import products_of
 from narrowgauge.training.run_directory import RunDirectory
 from narrowgauge.training.step.build_model import build_model, load_model, newest_checkpoint
 from narrowgauge.training.step.raises import in_force, raises_of
@@ -106,6 +108,8 @@ def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) ->
             f"{config.checkpoint.every} steps; continue the run first"
         )
     config = in_force(config, raises_of(checkpoint.state), checkpoint.step)
+    if target.type == "cpu" and (lines := directory.lines()):
+        choose_products(products_of(lines))
     model = build_model(config.spec, target)
     load_model(model, config, checkpoint)
     saved = directory.tokenizer if directory.tokenizer.is_file() else None

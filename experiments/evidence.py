@@ -1,0 +1,43 @@
+"""Makes the results of docs/evidence.md and its picture from docs/evidence/runs.csv: `make evidence`.
+
+The same numbers give the same bytes. Nothing outside of the two marks of the page is changed.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from narrowgauge.errors import UserError
+from narrowgauge.files import write_whole
+from narrowgauge.report.ladder.figures import ladder_svg
+from narrowgauge.report.ladder.page import results_markdown
+from narrowgauge.report.ladder.predictions import read_predictions
+from narrowgauge.report.ladder.results import read_rows
+from narrowgauge.report.ladder.statistics import arm_results
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE, ROWS, PROBE = DOCS / "evidence.md", DOCS / "evidence" / "runs.csv", DOCS / "evidence" / "probe.json"
+RATES = DOCS / "evidence" / "rates.csv"
+PICTURE = DOCS / "images" / "evidence.svg"
+BEGIN, END = (f"<!-- made by `make evidence`: {word} -->" for word in ("begin", "end"))
+PARAMETERS = 851_968  # of ladder-1m, in linear layers without the head
+
+
+def main() -> None:
+    """Write the page and the picture."""
+    rows = read_rows(ROWS)
+    probe = json.loads(PROBE.read_text(encoding="utf-8")) if PROBE.exists() else None
+    rates = read_rows(RATES) if RATES.exists() else []
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    after = rest.split(END)[1]
+    text = results_markdown(rows, read_predictions(before), f"images/{PICTURE.name}", probe, rates)
+    write_whole(PAGE, f"{before}{BEGIN}\n\n{text}\n{END}{after}")
+    write_whole(PICTURE, ladder_svg(arm_results(rows), PARAMETERS, rows[0].arm))
+    print(f"{PAGE} and {PICTURE}, from {len(rows)} rows of {ROWS}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"evidence: {error}")

@@ -1,0 +1,1 @@
+"""How does the gap of each recipe grow with the number of tokens?"""

@@ -1,0 +1,166 @@
+"""The results of a ladder for readers: Markdown for the documentation, and one HTML file beside the runs."""
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from narrowgauge.report.ladder.figures import ladder_svg
+from narrowgauge.report.ladder.predictions import Prediction, outcome
+from narrowgauge.report.ladder.results import DIVERGED, Row
+from narrowgauge.report.ladder.statistics import ArmResult, arm_results
+from narrowgauge.report.ladder.table import COLUMNS, cells, ends, markdown, percent
+
+Table = tuple[Sequence[str], list[list[str]]]  # head, lines
+PREDICTED = ("arm", "what", "predicted", "measured", "95 % interval", "outcome")
+_PROBED = {
+    "loss_increase": ("loss increase", ".4f"),
+    "gradient_cosine": ("cosine", ".3f"),
+    "effective_bits": ("effective bits", ".1f"),
+    "averaging_slope": ("averaging slope", ".2f"),
+    "noise_ratio": ("gradient / noise", ".1f"),
+}
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em}"
+    "table{border-collapse:collapse;margin:1em 0}td,th{padding:.25em .7em;text-align:right;"
+    "border-bottom:1px solid #ddd}td:first-child,th:first-child,td:last-child,th:last-child{text-align:left}"
+    "svg{width:100%;height:auto}"
+)
+
+
+def main_table(results: Sequence[ArmResult]) -> Table:
+    """The highest rung: arm, gap, interval and what belongs to it, the smallest gap first."""
+    last = max((result.rung for result in results), default=0)
+    top = [result for result in results if result.rung == last]
+    top.sort(key=lambda r: math.inf if math.isnan(r.gap.mean) else r.gap.mean)
+    return COLUMNS, [cells(result) for result in top]
+
+
+def rung_table(results: Sequence[ArmResult]) -> Table:
+    """Every arm at every rung."""
+    order = list(dict.fromkeys(result.arm for result in results))
+    return COLUMNS, [cells(r) for r in sorted(results, key=lambda r: (order.index(r.arm), r.rung))]
+
+
+def prediction_table(predictions: Sequence[Prediction], rows: Sequence[Row]) -> Table:
+    """Each prediction with its outcome."""
+    lines = []
+    for one in predictions:
+        found, word = outcome(one, rows)
+        span = f"{_end(one.low)} .. {_end(one.high)}"
+        lines.append([one.arm, one.what, span, percent(found.mean), ends(found), word])
+    return PREDICTED, lines
+
+
+def probe_table(probe: Mapping[str, Any]) -> Table:
+    """What the probe says of each arm's recipe, from the JSON that it wrote."""
+    lines = []
+    for arm, figures in probe["recipes"].items():
+        means = [(figures.get(key) or {}).get("mean") for key in _PROBED]
+        texts = [
+            "-" if mean is None else f"{mean:{form}}"
+            for mean, (_, form) in zip(means, _PROBED.values(), strict=True)
+        ]
+        lines.append([arm, *texts])
+    return ("arm", *(title for title, _ in _PROBED.values())), lines
+
+
+def rate_table(rows: Sequence[Row]) -> Table:
+    """The losses of a sweep of the learning rate: a line for each arm, which is called NAME,lr=RATE."""
+    found: dict[str, dict[float, float]] = {}
+    for row in rows:
+        name, _, rate = row.arm.partition(",lr=")
+        if rate and math.isfinite(row.own_loss):
+            found.setdefault(name, {})[float(rate)] = row.own_loss
+    rates = sorted({rate for losses in found.values() for rate in losses})
+    lines = []
+    for name, losses in found.items():
+        texts = [f"{losses[rate]:.4f}" if rate in losses else "-" for rate in rates]
+        lines.append([name, *texts, f"{min(losses, key=losses.__getitem__):g}"])
+    return ("arm", *(f"{rate:g}" for rate in rates), "best"), lines
+
+
+def _end(value: float) -> str:
+    return f"{value:+.2f}" if math.isfinite(value) else "∞"
+
+
+def facts(rows: Sequence[Row]) -> list[str]:
+    """Sentences on what was run: runs, seeds, what diverged, what is missing."""
+    arms = list(dict.fromkeys(row.arm for row in rows))
+    seeds = {arm: {row.seed for row in rows if row.arm == arm} for arm in arms}
+    most = max(len(found) for found in seeds.values())
+    sentences = [f"{len(rows)} runs of {len(arms)} arms; {arms[0]} is the reference."]
+    if fewer := [f"{arm} ({len(found)})" for arm, found in seeds.items() if len(found) < most]:
+        sentences.append(f"With fewer than {most} seeds: {', '.join(fewer)}.")
+    diverged = [f"{row.arm}, seed {row.seed}, rung {row.rung}" for row in rows if row.status == DIVERGED]
+    sentences.append(f"Diverged: {'; '.join(diverged)}." if diverged else "No run diverged.")
+    return sentences
+
+
+def results_markdown(
+    rows: Sequence[Row],
+    predictions: Sequence[Prediction],
+    picture: str,
+    probe: Mapping[str, Any] | None = None,
+    rates: Sequence[Row] = (),
+) -> str:
+    """The part of the project's page that is made from its numbers."""
+    results = arm_results(rows)
+    parts = [
+        f"![Gaps over tokens, and at the highest rung with their intervals]({picture})",
+        " ".join([*facts(rows), _control(predictions, rows)]).strip(),
+        "### At the highest rung\n\n" + markdown(*main_table(results)),
+        "### Predictions and outcomes\n\n" + _counted(predictions, rows),
+        markdown(*prediction_table(predictions, rows), left=("arm", "what", "outcome")),
+        "### At every rung\n\n" + markdown(*rung_table(results)),
+    ]
+    if rates:
+        parts.append(
+            "### Learning rates\n\nHeld-out loss at the lowest rung.\n\n" + markdown(*rate_table(rates))
+        )
+    if probe is not None:
+        parts.append("### What the probe says\n\n" + markdown(*probe_table(probe)))
+    return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def _control(predictions: Sequence[Prediction], rows: Sequence[Row]) -> str:
+    """Whether the positive control is resolved: the prediction whose reason says that it is one."""
+    for one in predictions:
+        if one.why == "the positive control":
+            found, word = outcome(one, rows)
+            if word == "not run":
+                return "The positive control is not run yet."
+            is_seen = found.low > 0 or found.high < 0
+            result = "resolved" if is_seen else "not resolved, so no verdict counts"
+            gap = f"{percent(found.mean)} ({ends(found)})"
+            return f"Positive control, {one.arm} to {one.against}: {gap}, {result}."
+    return ""
+
+
+def _counted(predictions: Sequence[Prediction], rows: Sequence[Row]) -> str:
+    words = [outcome(one, rows)[1] for one in predictions]
+    return ", ".join(f"{words.count(word)} {word}" for word in ("held", "wrong", "open", "not run")) + "."
+
+
+def render_page(rows: Sequence[Row], parameters: int, probe: Mapping[str, Any] | None = None) -> str:
+    """One HTML file: the picture, the tables, what diverged, and the probe beside them."""
+    results = arm_results(rows)
+    body = [f"<h1>Ladder</h1><p>{escape(' '.join(facts(rows)))}</p>"]
+    if results:
+        body.append(ladder_svg(results, parameters, rows[0].arm))
+        body.append("<h2>At the highest rung</h2>" + _html(main_table(results)))
+        body.append("<h2>At every rung</h2>" + _html(rung_table(results)))
+    if probe is not None:
+        body.append("<h2>What the probe says</h2>" + _html(probe_table(probe)))
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+    head += f"<title>Ladder</title><style>{_STYLE}</style>"
+    text = "\n".join(body)
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{text}</body></html>\n'
+
+
+def _html(table: Table) -> str:
+    head, lines = table
+    rows = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
+    rows += ["".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines]
+    return "<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"

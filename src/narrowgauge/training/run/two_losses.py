@@ -1,0 +1,58 @@
+"""Two losses of one set of weights: under the run's own forward pass, and under that of another recipe.
+
+A narrow forward pass can raise a loss in two ways: it adds noise while the loss is measured, and it led the
+training to worse weights. The second loss, usually under bf16, has the weights alone. Both are means over the
+same held-out batches, so their difference is paired.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+
+from narrowgauge.data import Mixture
+from narrowgauge.distributed import Engine
+from narrowgauge.files import write_whole
+from narrowgauge.models import Transformer
+from narrowgauge.training.run.validation import validation_loss
+from narrowgauge.training.run_directory import EVALUATION
+from narrowgauge.training.step.build_model import build_model
+from narrowgauge.training.use.convert import with_recipe
+from narrowgauge.training.use.trained_model import TrainedRun
+
+
+@torch.no_grad()
+def under_recipe(trained: TrainedRun, recipe: str) -> Transformer:
+    """A copy of a run's model that computes under another recipe, with the same weights read as float32."""
+    device = next(trained.model.parameters()).device
+    model = build_model(with_recipe(trained.config, recipe).spec, device)
+    weights = trained.weights()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameter.copy_(weights[name])
+    return model.eval()
+
+
+def two_losses(
+    trained: TrainedRun, recipe: str, held_out: Mixture, length: int, batches: int | None
+) -> dict[str, float]:
+    """The losses in nats a token: `own`, and one called as the recipe.
+
+    Args:
+        trained: The run.
+        recipe: The recipe of the other forward pass, such as "bf16".
+        held_out: The held-out tokens.
+        length: Tokens of a sequence.
+        batches: How many micro-batches, spread evenly over the tokens; None: all.
+    """
+    c = trained.config
+    windows = (c.training.micro_batch_size, length, batches, c.data.separate_documents)
+    own = validation_loss(Engine.alone(trained.model), held_out, *windows)
+    if trained.config.recipe.name == recipe and not trained.config.recipe.places:
+        return {"own": own, recipe: own}
+    other = validation_loss(Engine.alone(under_recipe(trained, recipe)), held_out, *windows)
+    return {"own": own, recipe: other}
+
+
+def keep_losses(run: Path, step: int, losses: dict[str, float]) -> None:
+    """Write RUN/evaluation.json."""
+    write_whole(run / EVALUATION, json.dumps({"step": step, **losses}) + "\n")

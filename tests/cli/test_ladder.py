@@ -1,0 +1,67 @@
+"""A ladder on the command line: rungs from one trunk, two at a time, and the same numbers after a kill."""
+
+import csv
+import signal
+
+import pytest
+
+ARMS = """
+[arms.bf16]
+recipe.name = "bf16"
+[arms.mxfp8-e5m2]
+recipe.name = "mxfp8"
+recipe.dgrad = { dy = "mxfp8-e5m2" }
+[experiment]
+rungs = [10, 20]
+seeds = [1]
+jobs = 2
+held_out_tokens = 64
+"""
+
+
+@pytest.fixture
+def ladder(line, tmp_path):
+    """The words of a ladder into a directory."""
+    file = tmp_path / "ladder.toml"
+    file.write_text(ARMS)
+    keys = {"model.dim": 64, "schedule.kind": "wsd", "checkpoint.every": 2, "recipe.name": "bf16"}
+
+    def words(name):
+        return ["compare", file, *line(keys)[1:], "--gauges.every", "0", "--out", tmp_path / name]
+
+    return words
+
+
+def test_it_is_the_same_after_a_kill(narrowgauge, ladder, look, tmp_path):
+    ended = narrowgauge(*ladder("whole"))
+    assert ended.code == 0, ended.err
+    assert "8 of 10 cases" not in ended.out, "one seed proves nothing"
+    rows = list(csv.DictReader((tmp_path / "whole" / "runs.csv").read_text().splitlines()))
+    assert [(row["arm"], row["rung"], row["status"]) for row in rows] == [
+        (arm, rung, "done") for arm in ("bf16", "mxfp8-e5m2") for rung in "12"
+    ]
+    assert rows[0]["own_loss"] == rows[0]["bf16_loss"]
+    assert rows[2]["own_loss"] != rows[2]["bf16_loss"]
+    last = look(tmp_path / "whole" / "mxfp8-e5m2-seed-1")
+    assert rows[3]["own_loss"] == f"{last.steps[-1]['val_loss']:.6f}"
+    assert len(look(tmp_path / "whole" / "bf16,steps=10-seed-1").events("branch")) == 1
+    assert "<svg" in (tmp_path / "whole" / "report.html").read_text()
+
+    run = look(tmp_path / "killed" / "bf16-seed-1")
+    process = narrowgauge.start(*ladder("killed"), forks=False)
+    assert process.send_when(run.has_step(4), signal.SIGKILL).code != 0
+    again = narrowgauge(*ladder("killed"))
+    assert again.code == 0, again.err
+    other = narrowgauge(*ladder("killed"), "--optimizer.lr", "0.5")
+    assert other.code == 2
+    assert "optimizer.lr = 0.002, and now it is 0.5" in other.err
+    assert (tmp_path / "killed" / "runs.csv").read_bytes() == (tmp_path / "whole" / "runs.csv").read_bytes()
+
+
+def test_a_plan_is_said_and_nothing_is_trained(narrowgauge, ladder, tmp_path):
+    ended = narrowgauge(*ladder("planned"), "--dry-run")
+    assert ended.code == 0, ended.err
+    assert "one seed has no interval" in ended.out
+    assert "2 runs, 0 done" in ended.out
+    assert "hours of 1 thread(s)" in ended.out
+    assert not (tmp_path / "planned").exists()

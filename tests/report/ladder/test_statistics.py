@@ -1,0 +1,132 @@
+"""Gaps, tests, extra tokens and outcomes against what can be computed by hand or by scipy."""
+
+import math
+import random
+
+import pytest
+from scipy import stats
+
+from narrowgauge.report.compare.power import seeds_for_equality, smallest_gap
+from narrowgauge.report.ladder.figures import ladder_svg
+from narrowgauge.report.ladder.page import rate_table, render_page, results_markdown
+from narrowgauge.report.ladder.predictions import outcome, read_predictions
+from narrowgauge.report.ladder.results import COLUMNS, Row, read_rows, rows_text
+from narrowgauge.report.ladder.statistics import arm_results, extra_tokens, p_of_difference, p_of_equality
+
+HEAD = "| arm | against | loss | rung | predicted gap | why |\n| - | - | - | - | - | - |\n"
+
+
+def rows_of(gaps, deviation=0.05, seeds=5):
+    """Rows of arms whose gap in percent at rungs 1 and 2 is given; the reference's loss falls as D^-0.1."""
+    rng, rows = random.Random(3), []
+    base = {seed: rng.gauss(0, 0.02) for seed in range(seeds)}
+    for arm, at in {"bf16": (0.0, 0.0), **gaps}.items():
+        for seed in base:
+            for rung, tokens in ((1, 1000), (2, 4000)):
+                gap = at[rung - 1] + (rng.gauss(0, deviation) if arm != "bf16" else 0.0)
+                loss = (4 + base[seed]) * tokens**-0.1 * (1 + gap / 100)
+                rows.append(Row(arm, seed, rung, tokens, loss, loss, "done"))
+    return rows
+
+
+@pytest.mark.parametrize("values", [[0.1, 0.3, 0.2, 0.25, 0.05], [-0.4, 0.1], [0.3, 0.31, 0.29]])
+def test_p_values_are_scipys(values):
+    assert p_of_difference(values) == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
+    lower = stats.ttest_1samp(values, -0.25, alternative="greater").pvalue
+    upper = stats.ttest_1samp(values, 0.25, alternative="less").pvalue
+    assert p_of_equality(values, 0.25) == pytest.approx(max(lower, upper))
+
+
+def test_the_power_is_what_simulation_says():
+    """8 of 10 experiments find the smallest gap; so many seeds find equality."""
+    rng = random.Random(0)
+    gap = smallest_gap(5, 0.1)
+    draws = [[rng.gauss(gap, 0.1) for _ in range(5)] for _ in range(2000)]
+    assert sum(p_of_difference(d) < 0.05 for d in draws) / 2000 == pytest.approx(0.8, abs=0.03)
+    n = seeds_for_equality(0.1)
+    draws = [[rng.gauss(0, 0.1) for _ in range(n)] for _ in range(2000)]
+    assert sum(p_of_equality(d, 0.25) < 0.05 for d in draws) / 2000 > 0.78
+
+
+def test_verdicts_of_arms_that_are_equal_worse_and_unknown():
+    rows = rows_of({"same": (0.0, 0.0), "worse": (1.0, 1.5), "little": (0.15, 0.15)}, deviation=0.02)
+    rows += rows_of({"noisy": (0.3, 0.3)}, deviation=1.0)[10:]
+    found = {result.arm: result.verdict for result in arm_results(rows) if result.rung == 2}
+    assert found == {
+        "same": "equal within 0.25 %",
+        "worse": "worse",
+        "little": "worse, within 0.25 %",
+        "noisy": "open",
+    }
+
+
+def test_a_run_that_diverged_is_a_verdict_and_its_seed_no_gap():
+    rows = rows_of({"fragile": (0.5, 0.5)})
+    rows[-1] = Row("fragile", 4, 2, 4000, math.nan, math.nan, "diverged")
+    last = arm_results(rows)[-1]
+    assert (last.verdict, last.diverged, len(last.gaps)) == ("diverges", 1, 4)
+
+
+def test_extra_tokens_follow_the_references_own_curve():
+    curve = [(1000, 2.0), (4000, 1.0)]
+    for tokens in (500, 1000, 2000, 4000, 8000):  # inside of the rungs, and along the line beyond them
+        loss = 2.0 * (tokens / 1000) ** -0.5
+        assert extra_tokens(loss, 4000, curve) == pytest.approx(100 * (4000 / tokens - 1))
+    assert math.isnan(extra_tokens(1.0, 4000, [(4000, 1.0)]))
+    results = arm_results(rows_of({"late": (1.0, 1.0)}, deviation=0.0))
+    assert results[-1].extra.mean == pytest.approx(100 * (1.01**10 - 1))
+
+
+def test_a_csv_comes_back_and_another_file_is_refused(tmp_path):
+    rows = rows_of({"mxfp4": (1.0, 2.0)})
+    rows.append(Row("mxfp4", 9, 1, 1000, math.nan, math.nan, "diverged"))
+    file = tmp_path / "runs.csv"
+    file.write_text(rows_text(rows))
+    assert rows_text(read_rows(file)) == file.read_text()
+    assert file.read_text().splitlines()[-1] == "mxfp4,9,1,1000,,,diverged"
+    file.write_text(",".join(COLUMNS) + "\nbf16,0,1\n")
+    with pytest.raises(Exception, match="line 2"):
+        read_rows(file)
+
+
+def test_predictions_are_held_wrong_open_or_not_run():
+    text = HEAD + "".join(
+        f"| {row} | because |\n"
+        for row in (
+            "mxfp4 | bf16 | own | 2 | +1.00 .. +3.00",
+            "mxfp4 | bf16 | own | 2 | \u22120.50 .. +0.50",
+            "mxfp4 | bf16 | bf16 | 2 - 1 | +0.98 .. +1.02",
+            "fp8 | bf16 | own | 2 | -0.1 .. +0.1",
+            "broken | bf16 | own | 2 | +5 .. +inf",
+        )
+    )
+    rows = rows_of({"mxfp4": (1.0, 2.0), "broken": (9.0, 9.0)})
+    rows[-1] = Row("broken", 4, 2, 4000, math.nan, math.nan, "diverged")
+    predictions = read_predictions(text)
+    assert [outcome(one, rows)[1] for one in predictions] == ["held", "wrong", "open", "not run", "held"]
+    with pytest.raises(Exception, match="no prediction"):
+        read_predictions(HEAD + "| mxfp4 | bf16 | own | 2 | about 2 | because |\n")
+
+
+def test_rates_of_a_sweep_are_a_line_for_each_arm():
+    losses = {"bf16,lr=4e-3": 3.5, "bf16,lr=0.002": 3.6, "fp8,lr=4e-3": 3.7, "fp8,lr=2e-3": math.nan}
+    head, lines = rate_table([Row(arm, 100, 1, 9, loss, loss, "done") for arm, loss in losses.items()])
+    assert head == ("arm", "0.002", "0.004", "best")
+    assert lines == [["bf16", "3.6000", "3.5000", "0.004"], ["fp8", "-", "3.7000", "0.004"]]
+
+
+def test_a_page_is_the_same_for_the_same_rows_and_names_are_escaped():
+    rows = rows_of({"<b>": (1.0, 2.0), "far": (20.0, 30.0)})
+    predictions = read_predictions(HEAD + "| far | bf16 | own | 2 | +1 .. +inf | the positive control |\n")
+    one, two = (results_markdown(rows, predictions, "x.svg") for _ in range(2))
+    assert one == two
+    assert "resolved" in one
+    assert "| far | 4.00 k | 5 | +29.97 % | +29.92 .. +30.02 % |" in one
+    page = render_page(rows, 500, {"recipes": {"far": {"effective_bits": {"mean": 3.1}}}})
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page
+    assert "3.1" in page
+    svg = ladder_svg(arm_results(rows), 500, "bf16")
+    assert svg == ladder_svg(arm_results(rows), 500, "bf16")
+    assert "+30.0 % →" in svg
+    assert "nan" not in svg
