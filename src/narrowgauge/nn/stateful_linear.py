@@ -17,12 +17,12 @@ from narrowgauge.nn.amax_history import AmaxHistory, history_of
 from narrowgauge.nn.gathered_weight import WeightGather
 from narrowgauge.nn.gemm_context import LayerSpec
 from narrowgauge.nn.linear_shards import LinearShards
-from narrowgauge.nn.loop_checks import refuse_fsdp, require_own_numbers
+from narrowgauge.nn.loop_checks import count_steps, refuse_fsdp, require_own_numbers
 from narrowgauge.nn.observer import Observer
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.step_state import StepState, stream_ids
 from narrowgauge.nn.weight_state import bind, make_weight_state
-from narrowgauge.quantization import Cast, PreScale, like_shard, local_part
+from narrowgauge.quantization import Cast, PreScale, has_gradient, like_shard, local_part
 from narrowgauge.recipes import Recipe
 from narrowgauge.torch_compat import SeesFSDP, is_in_backward
 
@@ -80,6 +80,9 @@ class StatefulLinear(SeesFSDP, torch.nn.Linear):
         self.spec = LayerSpec(dict(recipe.casts), DTYPES[recipe.compute], recipe.saved, transposed=transposed)
         self.step: int | None = None
         self.step_is_set = False  # by `nn.set_step`
+        self.begins_step = True  # the next pass that records gradients does
+        self.hears_optimizer = False  # one has taken a step since the layer was made
+        self.is_told = False  # by `nn.step`, which alone counts from then on
         self.awaits_backward = False
         self.observer: Observer | None = None
         self.shards = LinearShards()
@@ -95,6 +98,7 @@ class StatefulLinear(SeesFSDP, torch.nn.Linear):
         self.register_buffer("keys", None, persistent=False)
         self.register_buffer("first_sample", None, persistent=False)
         self.set_weights(weight, bias)
+        count_steps(self)
 
     def set_weights(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
         """Take these parameters and their device, with the state before the first step."""
@@ -124,13 +128,14 @@ class StatefulLinear(SeesFSDP, torch.nn.Linear):
         return {"step": self.step, "is_set": self.step_is_set, "keys": keys}
 
     def restore_position(self, position: Mapping[str, Any]) -> None:
-        """Go back to a `position`."""
+        """Go back to a `position`, between two steps."""
+        self.begins_step = True
         self.step, self.step_is_set = position["step"], position["is_set"]
         if self.keys is not None:
             self.keys = torch.tensor(position["keys"], dtype=torch.int32, device=self.weight.device)
 
     def begin_pass(self) -> StepState:
-        """Begin a forward pass, which counts as a step if it is a new one and no loop sets steps."""
+        """Begin a forward pass; where no loop sets steps, it may begin one (`_is_new_step`)."""
         is_training = torch.is_grad_enabled()
         if is_training and not self.step_is_set and not self._is_recomputing():
             if any(rule.is_timed for rule in self.recipe.rules):
@@ -138,7 +143,9 @@ class StatefulLinear(SeesFSDP, torch.nn.Linear):
                     f"a rule of recipe {self.recipe.name!r} waits for a step, and this loop does not say "
                     "which step it is in; call narrowgauge.set_step before each forward pass"
                 )
-            self._end_step()
+            if self._is_new_step():
+                self._end_step()
+            self.begins_step = False
             if self.keys is not None:  # a new tensor, since a backward pass may need the old one
                 self.keys = self.keys + _NEXT_KEY
         first_sample = 0 if self.first_sample is None else self.first_sample
@@ -162,6 +169,25 @@ class StatefulLinear(SeesFSDP, torch.nn.Linear):
         is_kept = self.model_recipe.is_narrow and not self.recipe.is_narrow
         kept = f", kept in {self.recipe.compute}" if is_kept else ""
         return f"{super().extra_repr()}, recipe={self.recipe.name}{kept}"
+
+    def step_taken(self) -> None:
+        """Count an optimizer step, and from now on only those that are told here."""
+        self.begins_step = self.hears_optimizer = self.is_told = True
+
+    def optimizer_stepped(self) -> None:
+        """Count the step of an optimizer, unless a loop says steps itself."""
+        if not self.is_told:
+            self.begins_step = self.hears_optimizer = True
+
+    def _is_new_step(self) -> bool:
+        """Whether a pass is the first since an optimizer took a step.
+
+        Before an optimizer is heard of, it is one unless the gradient of another micro-batch waits for more.
+        A loop that moves weights without an optimizer so counts each pass.
+        """
+        if self.begins_step or self.hears_optimizer:
+            return self.begins_step
+        return torch.compiler.is_compiling() or not has_gradient(self.weight)
 
     def _end_step(self) -> None:
         for history in self.histories.values():
@@ -227,6 +253,7 @@ class StatefulLinear(SeesFSDP, torch.nn.Linear):
         """Tie the parameter of a copy to the copy's state."""
         super().__setstate__(state)
         self._bind()
+        count_steps(self)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Save a plain weight under its plain name, whatever it is stored in."""
