@@ -31,7 +31,8 @@ class Model(LightningModule):
         super().__init__()
         self.net, self.recipe, self.losses = net(seed), recipe, []
 
-    def training_step(self, x, _):
+    def training_step(self, _, number):
+        x = batches()[number]  # also after a resume, which a plain list of batches begins anew
         loss = (self.net(x) - x.roll(1, 1)).square().mean()
         self.losses.append(loss.item())
         return loss
@@ -47,7 +48,7 @@ def own_loop(recipe, steps=6):
     for step in range(1, steps + 1):
         for part in range(2):
             ng.set_step(m, 0, step, 4 * part)
-            (m.training_step(batches()[2 * (step - 1) + part], 0) / 2).backward()
+            (m.training_step(None, 2 * (step - 1) + part) / 2).backward()
         torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
