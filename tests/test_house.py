@@ -51,6 +51,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "report": ("read", "compare", "page"),
     "bench": (),
     "cluster": ("plan", "launch", "doctor", "scaling"),
+    "integrations": (),
     "cli": (),
 }
 FILES = sorted(ROOT.rglob("*.py"))

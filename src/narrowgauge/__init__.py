@@ -13,7 +13,7 @@ from narrowgauge.lazy import import_on_use
 if TYPE_CHECKING:
     from narrowgauge.distributed import fully_shard, prepare_ddp
     from narrowgauge.formats import Format, format, format_names, round_to
-    from narrowgauge.nn import convert, set_step
+    from narrowgauge.nn import convert, set_step, step
     from narrowgauge.optim import AdamW, Muon, load_state_dict, parameter_groups, state_dict
     from narrowgauge.quantization import QTensor, quantize
     from narrowgauge.recipes import Recipe, load_recipe, recipe, recipe_names
@@ -40,6 +40,7 @@ __all__ = [
     "run",
     "set_step",
     "state_dict",
+    "step",
 ]
 
 __version__ = "0.1.0"
@@ -49,7 +50,7 @@ __getattr__ = import_on_use(
     {
         "distributed": ("fully_shard", "prepare_ddp"),
         "formats": ("Format", "format", "format_names", "round_to"),
-        "nn": ("convert", "set_step"),
+        "nn": ("convert", "set_step", "step"),
         "optim": ("AdamW", "Muon", "load_state_dict", "parameter_groups", "state_dict"),
         "quantization": ("QTensor", "quantize"),
         "recipes": ("Recipe", "load_recipe", "recipe", "recipe_names"),

@@ -1,6 +1,6 @@
 """How does a layer compute under a recipe? `Linear` (three GEMMs), attention, `convert(model, recipe)`."""
 
-from narrowgauge.nn.convert import convert, discard_step, recipe_tensors, set_step
+from narrowgauge.nn.convert import convert, discard_step, recipe_tensors, set_step, step
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.observer import Gauges, Observation, Observer
 from narrowgauge.nn.sharded.linear_shards import LinearShards, TokenShard
@@ -26,4 +26,5 @@ __all__ = [
     "discard_step",
     "recipe_tensors",
     "set_step",
+    "step",
 ]

@@ -158,6 +158,21 @@ def set_step(
             module.set_position(seed, step, first_sample, next(model.parameters()).device)
 
 
+def step(model: torch.nn.Module) -> None:
+    """Say that an optimizer step was taken: the next forward pass that records gradients begins another one.
+
+    A loop that calls neither this nor `set_step` is served, too: layers hear of every step of a
+    `torch.optim.Optimizer`. This says it where no such optimizer moves the weights, or where another model's
+    does between two micro-batches. From the first call on only these calls count.
+
+    Args:
+        model: A model that `convert` has changed.
+    """
+    for module in model.modules():
+        if isinstance(module, Stepped):
+            module.step_taken()
+
+
 def discard_step(model: torch.nn.Module) -> None:
     """Undo what a computed step changed in the state of recipes, if the optimizer does not take the step.
 

@@ -21,8 +21,9 @@ class Linear(StatefulLinear):
 
     It shares the parameters of the layer it is made from. All that depends on the step (random bits, delayed
     scales, rules that wait) follows `nn.set_step`, which a training loop calls. Without it, each forward call
-    that records gradients counts as a step (recomputed ones do not). There is no second derivative, because
-    rounding has none.
+    that records gradients has random bits of its own (recomputed ones have those of the first time), and
+    delayed scales are renewed once an optimizer has taken a step, or `nn.step` says so. There is no second
+    derivative, because rounding has none.
     """
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -7,18 +7,52 @@
     torch's encoder fast path    would multiply with the weights, past the recipe
 
 All but the last are refused in a sentence. That one is switched off.
+
+A loop could also count wrongly: micro-batches are no steps. `count_steps` lets layers hear of the steps that
+optimizers take.
 """
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import GradientState, ParamState, state_of
 from narrowgauge.torch_compat import active_ddp, ask_at_wrapping, parameters_of_ddp, version_of
+
+
+class CountsSteps(Protocol):
+    """A layer that no loop tells its step."""
+
+    def optimizer_stepped(self) -> None:
+        """Hear that an optimizer has taken a step."""
+
+
+_COUNTING: WeakSet[CountsSteps] = WeakSet()
+
+
+def count_steps(layer: CountsSteps) -> None:
+    """From now on, tell a layer of each step that an optimizer of torch's (or ours) takes in this process.
+
+    The optimizer may be that of another model. Its step then ends one of this layer's, too, which changes
+    nothing where the layer has seen nothing.
+    """
+    _COUNTING.add(layer)
+    _listen_to_optimizers()
+
+
+@cache
+def _listen_to_optimizers() -> None:
+    register_optimizer_step_post_hook(_tell_layers)
+
+
+def _tell_layers(*_: Any) -> None:
+    for layer in list(_COUNTING):
+        layer.optimizer_stepped()
 
 
 @cache

@@ -13,14 +13,14 @@ import torch
 
 from narrowgauge.nn.amax_history import AmaxHistory, history_of
 from narrowgauge.nn.gemm_context import LayerSpec
-from narrowgauge.nn.loop_checks import refuse_fsdp, require_own_numbers
+from narrowgauge.nn.loop_checks import count_steps, refuse_fsdp, require_own_numbers
 from narrowgauge.nn.observer import Observer
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.sharded.gathered_weight import WeightGather
 from narrowgauge.nn.sharded.linear_shards import LinearShards
 from narrowgauge.nn.step_state import Stepped, StepState, stream_ids
 from narrowgauge.nn.weight_state import bind, make_weight_state
-from narrowgauge.quantization import Cast, PreScale, like_shard, local_part
+from narrowgauge.quantization import Cast, PreScale, has_gradient, like_shard, local_part
 from narrowgauge.recipes import Recipe
 from narrowgauge.torch_compat import SeesFSDP
 
@@ -89,6 +89,7 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
         self.register_buffer("keys", None, persistent=False)
         self.register_buffer("first_sample", None, persistent=False)
         self.set_weights(weight, bias)
+        count_steps(self)
 
     def set_weights(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
         """Take these parameters and their device, with the state before the first step."""
@@ -101,7 +102,7 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
         self._set_keys(0, 0, 0)
 
     def begin_pass(self) -> StepState:
-        """Begin a forward pass, which counts as a step if it is a new one and no loop sets steps."""
+        """Begin a forward pass; where no loop sets steps, it may begin one (`_is_new_step`)."""
         is_training = self._begin_pass()
         first_sample = 0 if self.first_sample is None else self.first_sample
         return StepState(self.keys, first_sample, self.histories, is_training)
@@ -124,6 +125,10 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
         is_kept = self.model_recipe.is_narrow and not self.recipe.is_narrow
         kept = f", kept in {self.recipe.compute}" if is_kept else ""
         return f"{super().extra_repr()}, recipe={self.recipe.name}{kept}"
+
+    def _has_gradient(self) -> bool:
+        """Whether the gradient of a micro-batch waits for an optimizer."""
+        return has_gradient(self.weight)
 
     def _end_step(self) -> None:
         for history in self.histories.values():
@@ -179,6 +184,7 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
         """Tie the parameter of a copy to the copy's state."""
         super().__setstate__(state)
         self._bind()
+        count_steps(self)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """Save a plain weight under its plain name, whatever it is stored in."""

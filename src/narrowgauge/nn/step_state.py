@@ -5,8 +5,9 @@ step: the six operands, the signs of the three GEMMs' transforms, and the gradie
 numbers.
 
 `Stepped` is what every module under a recipe has in common: the step that it is in, and the keys of its
-streams. A training loop says the step (`nn.set_step`); in one that does not, every forward pass that records
-gradients is a step.
+streams. A training loop says the step (`nn.set_step`). In one that does not, every forward pass that records
+gradients has random bits of its own, and a step ends when an optimizer takes one (`loop_checks.count_steps`),
+or `nn.step` says so.
 """
 
 from collections.abc import Mapping
@@ -76,6 +77,9 @@ class Stepped:
         observer: Sees what the layer computes with; attached for a step.
         step: The optimizer step; None before the first.
         step_is_set: Whether a loop says the step.
+        begins_step: Whether the next pass that records gradients begins one.
+        hears_optimizer: Whether an optimizer has taken a step since the layer was made.
+        is_told: Whether `nn.step` was called, which alone counts from then on.
     """
 
     recipe: Recipe
@@ -85,6 +89,9 @@ class Stepped:
     observer: Observer | None = None
     step: int | None = None
     step_is_set = False
+    begins_step = True
+    hears_optimizer = False
+    is_told = False
     awaits_backward = False
 
     def set_position(
@@ -103,13 +110,14 @@ class Stepped:
         return {"step": self.step, "is_set": self.step_is_set, "keys": keys}
 
     def restore_position(self, position: Mapping[str, Any]) -> None:
-        """Go back to a `position`."""
+        """Go back to a `position`, between two steps."""
+        self.begins_step = True
         self.step, self.step_is_set = position["step"], position["is_set"]
         if self.keys is not None:
             self.keys = torch.tensor(position["keys"], dtype=torch.int32, device=self._device())
 
     def _begin_pass(self) -> bool:
-        """Begin a forward pass, which counts as a step if it is a new one and no loop sets steps.
+        """Begin a forward pass; where no loop sets steps, it may begin one (`_is_new_step`).
 
         Returns:
             Whether a backward pass will follow.
@@ -121,10 +129,35 @@ class Stepped:
                     f"a rule of recipe {self.recipe.name!r} waits for a step, and this loop does not say "
                     "which step it is in; call narrowgauge.set_step before each forward pass"
                 )
-            self._end_step()
+            if self._is_new_step():
+                self._end_step()
+            self.begins_step = False
             if self.keys is not None:  # a new tensor, since a backward pass may need the old one
                 self.keys = self.keys + _NEXT_KEY
         return is_training
+
+    def step_taken(self) -> None:
+        """Count an optimizer step, and from now on only those that are told here."""
+        self.begins_step = self.hears_optimizer = self.is_told = True
+
+    def optimizer_stepped(self) -> None:
+        """Count the step of an optimizer, unless a loop says steps itself."""
+        if not self.is_told:
+            self.begins_step = self.hears_optimizer = True
+
+    def _is_new_step(self) -> bool:
+        """Whether a pass is the first since an optimizer took a step.
+
+        Before an optimizer is heard of, it is one unless the gradient of another micro-batch waits for more.
+        A loop that moves weights without an optimizer so counts each pass.
+        """
+        if self.begins_step or self.hears_optimizer:
+            return self.begins_step
+        return torch.compiler.is_compiling() or not self._has_gradient()
+
+    def _has_gradient(self) -> bool:
+        """Whether the gradient of a micro-batch waits for an optimizer."""
+        return False
 
     def _is_recomputing(self) -> bool:
         """Whether this is the second forward pass of an activation checkpoint, within the backward pass.

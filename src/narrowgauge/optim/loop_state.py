@@ -26,13 +26,25 @@ def state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None =
     Returns:
         Tensors, not copied, and plain numbers: `torch.load(..., weights_only=True)` reads it.
     """
-    state: dict[str, Any] = {
-        "model": model.state_dict(),
+    state = {"model": model.state_dict(), **recipe_state(model)}
+    return state if optimizer is None else state | {"optimizer": optimizer.state_dict()}
+
+
+def recipe_state(model: torch.nn.Module) -> dict[str, Any]:
+    """What a trajectory needs in addition to the model's own `state_dict` and the optimizer's.
+
+    Args:
+        model: A model that `convert` has changed.
+
+    Returns:
+        Tensors, not copied, and plain numbers, in three groups: numbers of narrow weights, tensors of
+        `recipe_tensors`, positions.
+    """
+    return {
         "stored": _stored_weights(model),
         "recipe": recipe_tensors(model),
         "position": {name: layer.position() for name, layer in _layers(model).items()},
     }
-    return state if optimizer is None else state | {"optimizer": optimizer.state_dict()}
 
 
 def load_state_dict(
@@ -48,6 +60,36 @@ def load_state_dict(
     Raises:
         UserError: The state is of another model or recipe, or has no optimizer's; nothing was changed.
     """
+    _require_same(model, state)
+    if optimizer is not None and "optimizer" not in state:
+        raise UserError("the state is of a model alone; give None as the optimizer, or save with one")
+    model.load_state_dict(state["model"])
+    load_recipe_state(model, state)
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
+
+
+def load_recipe_state(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Go back to a `recipe_state`, after the model's own `load_state_dict`.
+
+    Args:
+        model: A model of the same kind, under the same recipe.
+        state: The result of `recipe_state`, or of `state_dict`.
+
+    Raises:
+        UserError: The state is of another model or recipe; nothing was changed.
+    """
+    current = _require_same(model, state)
+    with torch.no_grad():
+        for kind in ("stored", "recipe"):
+            for name, tensor in current[kind].items():
+                tensor.copy_(state[kind][name])
+    for name, layer in _layers(model).items():
+        layer.restore_position(state["position"][name])
+
+
+def _require_same(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The model's own state, by kind, which has the names of another state."""
     current: dict[str, Mapping[str, Any]] = {
         "stored": _stored_weights(model),
         "recipe": recipe_tensors(model),
@@ -59,17 +101,7 @@ def load_state_dict(
                 f"the state is of another model or recipe: {different[0]!r} is in one of the two only; "
                 "convert the model under the recipe that it was saved under"
             )
-    if optimizer is not None and "optimizer" not in state:
-        raise UserError("the state is of a model alone; give None as the optimizer, or save with one")
-    model.load_state_dict(state["model"])
-    with torch.no_grad():
-        for kind in ("stored", "recipe"):
-            for name, tensor in current[kind].items():
-                tensor.copy_(state[kind][name])
-    for name, layer in _layers(model).items():
-        layer.restore_position(state["position"][name])
-    if optimizer is not None:
-        optimizer.load_state_dict(state["optimizer"])
+    return current
 
 
 def _layers(model: torch.nn.Module) -> dict[str, Stepped]:

@@ -151,7 +151,8 @@ def _measured_step(
     """Take one optimizer step, and return its line of the metrics."""
     hardware.synchronize(context.device)
     start = time.perf_counter()
-    gauges = make_gauges(trainer) if _is_read(context, trainer.step + 1) else None
+    is_read = _is_read(context, trainer.step + 1)
+    gauges = make_gauges(trainer.model, trainer.optimizer, trainer.names) if is_read else None
     loss, norm, lr = _profiled(context, trainer, lambda: trainer.train_step(batches, after_forward, gauges))
     if gauges is not None:
         context.directory.record_gauges(gauges.lines(trainer.step))

@@ -125,6 +125,6 @@ def _record_rules(context: RunContext, trainer: Trainer) -> None:
 
 def _read(trainer: Trainer, micro_batches: Sequence[Any], update: bool) -> list[dict[str, Any]]:
     """The gauges of the step after `trainer.step`, of all processes."""
-    gauges = make_gauges(trainer)
+    gauges = make_gauges(trainer.model, trainer.optimizer, trainer.names)
     trainer.read_step(micro_batches, gauges, update)
     return [line for own in trainer.engine.gather(gauges.lines(trainer.step + 1)) for line in own]

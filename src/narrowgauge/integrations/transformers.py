@@ -1,0 +1,235 @@
+"""Hugging Face's `Trainer` and TRL's `SFTTrainer` under a recipe.
+
+    trainer = Trainer(args=..., train_dataset=..., **trainer_kwargs(model, "nvfp4", lr=3e-4))
+
+The three arguments that `trainer_kwargs` gives:
+
+    model                       converted in place; saved as a plain Hugging Face folder
+    optimizer_cls_and_kwargs    `TrainerAdamW`, which the trainer makes with its own groups of parameters.
+                                What the recipe keeps goes into `optimizer.pt` of the trainer's checkpoints
+    callbacks                   `NarrowTrainerCallback`: it says which step it is, skips steps whose gradients
+                                are not finite, and adds entries that begin with `narrowgauge/` to the log
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from narrowgauge.distributed import prepare_ddp
+from narrowgauge.errors import UserError
+from narrowgauge.nn import Gauges, convert, discard_step, set_step
+from narrowgauge.optim import AdamW, Optimizer, load_recipe_state, recipe_state
+from narrowgauge.recipes import Recipe
+from narrowgauge.training.config.guard_section import GuardSection
+from narrowgauge.training.monitor.gauges import make_gauges
+from narrowgauge.training.step.guard import Guard
+
+STATE = "narrowgauge"  # the key in the optimizer's state
+PREFIX = "narrowgauge/"  # of entries in the log
+
+
+def trainer_kwargs(
+    model: torch.nn.Module,
+    recipe: str | Recipe,
+    *,
+    keep: str | Sequence[str] = (),
+    seed: int = 0,
+    gauges_every: int = 0,
+    **optimizer: Any,
+) -> dict[str, Any]:
+    """The arguments of `Trainer` and `SFTTrainer` that put a training under a recipe.
+
+    Args:
+        model: A model whose linear layers are converted in place; adapters (PEFT) are put on afterwards.
+        recipe: A recipe, its name, or the path of its TOML file.
+        keep: Layers that stay in the recipe's `compute` format, as for `narrowgauge.convert`.
+        seed: The seed of random bits.
+        gauges_every: Read the gauges in each n-th step; 0 for never.
+        optimizer: Arguments of `narrowgauge.AdamW`: lr, betas, eps, weight_decay. The trainer's own
+            `learning_rate` and `weight_decay` are those of its own optimizers; it schedules `lr`.
+
+    Returns:
+        `model`, `optimizer_cls_and_kwargs` and `callbacks`.
+
+    Raises:
+        UserError: `narrowgauge.convert` refuses the model or the recipe.
+    """
+    model = convert(model, recipe, keep)
+    arguments = {"recipe": recipe, "seed": seed, **optimizer, "narrow_model": model}
+    return {
+        "model": model,
+        "optimizer_cls_and_kwargs": (TrainerAdamW, arguments),
+        "callbacks": [NarrowTrainerCallback(seed, gauges_every)],
+    }
+
+
+class TrainerAdamW(AdamW):
+    """`narrowgauge.AdamW` whose state dict holds what the recipe keeps in the model, too.
+
+    A trainer saves and loads the state of its optimizer in any version and under any name, after the model's
+    weights. So what moves the trajectory is in one file and needs no other.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        *,
+        narrow_model: torch.nn.Module,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(params, **arguments)
+        self.narrow_model = narrow_model
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state, and under "narrowgauge" the model's `optim.recipe_state`."""
+        return {**super().state_dict(), STATE: recipe_state(self.narrow_model)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go back to a `state_dict`, in optimizer and model.
+
+        Raises:
+            UserError: It is the state of another optimizer, model or recipe.
+        """
+        if STATE not in state_dict:
+            raise UserError(
+                "the checkpoint's optimizer is not narrowgauge's, and has no state of a recipe: resume it "
+                "with the optimizer that it was saved with, or start from its weights without resuming"
+            )
+        load_recipe_state(self.narrow_model, state_dict[STATE])
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != STATE})
+
+
+class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Tells a converted model its step, guards the update, and logs what narrow numbers did.
+
+    Attributes:
+        guard: Skips steps whose gradients are not finite.
+        entries: Entries that wait for the trainer's next log.
+    """
+
+    def __init__(self, seed: int = 0, gauges_every: int = 0) -> None:
+        """Take the seed of random bits, and read gauges in each n-th step (0: never)."""
+        self.seed, self.gauges_every = seed, gauges_every
+        self.guard = Guard(GuardSection(spike="off"))
+        self.entries: dict[str, Any] = {}
+        self.micro_batch = 0  # of the step
+        self.gauges: Gauges | None = None
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuse what would train wrongly, and let DDP sum narrow gradients.
+
+        Raises:
+            UserError: The trainer would flatten, shard or replicate the model behind the recipe's back.
+        """
+        _require_whole_model(args)
+        if args.world_size > 1:
+            prepare_ddp(kwargs["model"])
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Say which step it is, before its first micro-batch."""
+        self.micro_batch = 0
+        if self.gauges_every and (state.global_step + 1) % self.gauges_every == 0:
+            model, optimizer = kwargs["model"], _own(kwargs["optimizer"])
+            self.gauges = make_gauges(model, optimizer, {p: name for name, p in model.named_parameters()})
+        self._begin_micro_batch(args, state, kwargs["model"])
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Go on to the next micro-batch of a step."""
+        self.micro_batch += 1
+        self._begin_micro_batch(args, state, kwargs["model"])
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl:
+        """Judge the gradients, which may have been clipped; without gradients the update changes nothing.
+
+        Raises:
+            Diverged: More steps in a row were skipped than the guard has patience for.
+        """
+        optimizer = _own(kwargs["optimizer"])
+        if self.gauges is not None:
+            self.gauges.after_backward()
+        norm = optimizer.clip_grad_norm_(math.inf).item()
+        verdict = self.guard.judge(0.0, norm)
+        if not verdict.takes:
+            self.guard.require_patience(verdict, state.global_step + 1)
+            optimizer.zero_grad()
+            discard_step(kwargs["model"])
+            self.entries |= {f"{PREFIX}verdict": verdict.action, f"{PREFIX}gradient_norm": str(norm)}
+            control.should_log = True
+        return control
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Read what the update has written."""
+        if self.gauges is not None:
+            self.gauges.after_step()
+            self.entries |= _means(self.gauges.lines(state.global_step + 1))
+            self.gauges = None
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Add what was seen since the last log to the trainer's entry."""
+        if "loss" not in (logs := kwargs.get("logs") or {}):
+            return  # of an evaluation, or of the end
+        entries = self.entries | {f"{PREFIX}skips": self.guard.skips}
+        self.entries = {}
+        logs.update(entries)
+        state.log_history[-1].update(entries)
+
+    def _begin_micro_batch(
+        self, args: TrainingArguments, state: TrainerState, model: torch.nn.Module
+    ) -> None:
+        index = self.micro_batch * args.world_size + args.process_index
+        first_sample = index * args.per_device_train_batch_size
+        set_step(model, self.seed, state.global_step + 1, first_sample, state.max_steps)
+        if self.gauges is not None:
+            is_last = self.micro_batch == args.gradient_accumulation_steps - 1
+            self.gauges.begin_micro_batch(is_first=self.micro_batch == 0, is_last=is_last)
+
+
+def _own(optimizer: torch.optim.Optimizer) -> Optimizer:
+    """The optimizer inside of accelerate's."""
+    own = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(own, Optimizer):
+        raise UserError(
+            f"the trainer's optimizer is {type(own).__name__}, which keeps no state of a recipe: give the "
+            "trainer `optimizer_cls_and_kwargs` of narrowgauge.integrations.transformers.trainer_kwargs"
+        )
+    return own
+
+
+def _require_whole_model(args: TrainingArguments) -> None:
+    """Refuse strategies that leave behind, or flatten, what a recipe keeps for a weight."""
+    how = "deepspeed" if args.deepspeed else "fsdp" if args.fsdp else ""
+    if how:
+        raise UserError(
+            f"{how} takes the parameters apart, past the state that narrowgauge keeps for them: train with "
+            "DDP (torchrun) under any recipe, or in a loop of your own with narrowgauge.fully_shard"
+        )
+    if args.n_gpu > 1:
+        raise UserError(
+            f"one process would train on {args.n_gpu} GPUs by torch's DataParallel, whose replicas keep no "
+            f"state of a recipe: start it with torchrun --nproc-per-node {args.n_gpu}"
+        )
+
+
+def _means(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The mean over layers of each place's figures, by the name of the entry."""
+    values: dict[str, list[float]] = {}
+    for line in lines:
+        for figure in ("underflow", "clipped", "sqnr_db", "cosine"):
+            if line.get(figure) is not None:
+                values.setdefault(f"{PREFIX}{line['place']}/{figure}", []).append(line[figure])
+    return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}

@@ -1,0 +1,194 @@
+"""Hugging Face's Trainer under a recipe: the real package on the CPU, against loops without it."""
+
+import importlib.util
+import json
+import math
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from narrowgauge.errors import UserError
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate, which Trainer needs, is not installed")
+
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from narrowgauge.integrations.transformers import NarrowTrainerCallback, trainer_kwargs
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of others' packages
+LR = 1e-2
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads))
+
+
+def examples(count=48):
+    tokens = torch.randint(64, (count, 16), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": t, "labels": t} for t in tokens]
+
+
+class Batches:
+    """A collator that remembers the batches, in the order in which they are trained on."""
+
+    def __init__(self):
+        self.all = []
+
+    def __call__(self, rows):
+        self.all.append({key: torch.stack([row[key] for row in rows]) for key in rows[0]})
+        return dict(self.all[-1])
+
+
+def trainer_of(path, given, batches=None, **arguments):
+    arguments = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+    } | arguments
+    arguments |= {"logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    arguments = TrainingArguments(path, save_strategy=arguments.pop("save_strategy", "no"), **arguments)
+    return Trainer(args=arguments, train_dataset=examples(), data_collator=batches or Batches(), **given)
+
+
+def losses_of(trainer):
+    return {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
+
+
+def own_loop(recipe, batches, steps=6):
+    """The same training without a trainer: its batches, its decay groups, its schedule."""
+    m = ng.convert(model(), recipe)
+    decayed = [p for p in m.parameters() if p.ndim > 1]
+    others = [p for p in m.parameters() if p.ndim == 1]
+    groups = [{"params": decayed, "weight_decay": 0.0}, {"params": others, "weight_decay": 0.0}]
+    optimizer = ng.AdamW(groups, recipe, lr=LR)
+    losses, m = [], m.train()
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = LR * (steps - step) / steps
+        parts = batches[2 * step : 2 * step + 2]
+        count = sum(part["labels"][:, 1:].numel() for part in parts)
+        total = 0.0
+        for number, part in enumerate(parts):
+            ng.set_step(m, 0, step + 1, 2 * number, steps)
+            logits = m(part["input_ids"]).logits[:, :-1].float()
+            labels = part["labels"][:, 1:].reshape(-1)
+            loss = torch.nn.functional.cross_entropy(logits.reshape(-1, 64), labels, reduction="sum") / count
+            loss.backward()
+            total += loss.item()
+        torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def test_under_fp32_the_trainers_own_losses(tmp_path):
+    own = {"model": model(), "optimizers": (None, None)}
+    expected = trainer_of(tmp_path, own, learning_rate=LR, optim="adamw_torch", weight_decay=0.0)
+    mine = trainer_of(tmp_path, trainer_kwargs(model(), "fp32", lr=LR))
+    expected.train()
+    mine.train()
+    a, b = losses_of(mine), losses_of(expected)
+    assert a.keys() == b.keys()
+    for step in b:
+        assert math.isclose(a[step], b[step], rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "msamp-o3"])
+def test_as_in_a_loop_of_ones_own(recipe, tmp_path):
+    """Random bits, accumulation and clipping are those of a loop that says its steps."""
+    batches = Batches()
+    trainer = trainer_of(tmp_path, trainer_kwargs(model(), recipe, lr=LR, weight_decay=0.0), batches)
+    trainer.train()
+    torch.testing.assert_close(
+        list(losses_of(trainer).values()), own_loop(recipe, batches.all), rtol=1e-4, atol=0
+    )
+
+
+@pytest.mark.parametrize("recipe", ["fp8-delayed", "nvfp4", "msamp-o3"])
+def test_resumed_by_the_trainers_own_means_to_the_last_digit(recipe, tmp_path):
+    """Narrow weights, masters, histories and random keys are in the trainer's checkpoint."""
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    whole = trainer_of(tmp_path, trainer_kwargs(model(), recipe, lr=LR), **saving)
+    whole.train()
+    again = trainer_of(tmp_path, trainer_kwargs(model(seed=1), recipe, lr=LR), **saving)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert losses_of(again) == losses_of(whole)
+    weights = whole.model.state_dict()
+    for name, tensor in again.model.state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+def test_a_saved_model_is_a_plain_folder(tmp_path):
+    trainer = trainer_of(tmp_path, trainer_kwargs(model(), "msamp-o3", lr=LR), max_steps=2)
+    trainer.train()
+    trainer.save_model(tmp_path / "plain")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
+    assert type(plain.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    expected = trainer.model.state_dict()
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_step_without_numbers_is_skipped_and_logged(tmp_path):
+    given = trainer_kwargs(model(), "fp8-delayed", lr=LR, gauges_every=3)
+    trainer = trainer_of(tmp_path, given, max_steps=3)
+    norm, seen = given["model"].model.norm.weight, []
+
+    def poison(gradient):
+        seen.append(norm.detach().clone())
+        return gradient * (math.nan if len(seen) == 3 else 1.0)  # the first micro-batch of the second step
+
+    norm.register_hook(poison)
+    trainer.train()
+    first, second, third = (row for row in trainer.state.log_history if "loss" in row)
+    assert first["narrowgauge/skips"] == 0
+    assert second["narrowgauge/verdict"] == "skip"
+    assert "narrowgauge/verdict" not in third
+    assert third["narrowgauge/skips"] == 1
+    assert torch.equal(seen[2], seen[4])  # the weights of the second and third step
+    assert not torch.equal(seen[0], seen[2])
+    assert 0 < third["narrowgauge/fprop.x/sqnr_db"] < 60
+    json.dumps(trainer.state.log_history)
+
+
+def test_what_cannot_work_is_refused(tmp_path):
+    arguments = TrainingArguments(tmp_path, use_cpu=True, report_to=[])
+    arguments.fsdp = "full_shard"
+    with pytest.raises(UserError, match=r"DDP .* under any recipe, or .* narrowgauge\.fully_shard"):
+        NarrowTrainerCallback().on_init_end(arguments, None, None, model=None)
+    given = trainer_kwargs(model(), "nvfp4", lr=LR)
+    del given["optimizer_cls_and_kwargs"]
+    with pytest.raises(UserError, match="optimizer_cls_and_kwargs"):
+        trainer_of(tmp_path, given, max_steps=1).train()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
+def test_trls_trainer_takes_the_same_arguments(tmp_path):
+    from trl import SFTConfig, SFTTrainer
+
+    rows = [{"input_ids": e["input_ids"].tolist()} for e in examples(8)]
+    config = SFTConfig(tmp_path, max_steps=2, report_to=[], use_cpu=True, bf16=False, logging_steps=1)
+    trainer = sft(SFTTrainer, config, rows, trainer_kwargs(model(), "nvfp4", lr=LR))
+    trainer.train()
+    assert [row["narrowgauge/skips"] for row in trainer.state.log_history if "loss" in row] == [0, 0]
+
+
+def sft(trainer_class, config, rows, given):
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {f"<{i}>": i for i in range(64)}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<0>"))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="<1>", pad_token="<2>", unk_token="<0>"
+    )
+    return trainer_class(
+        args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **given
+    )
