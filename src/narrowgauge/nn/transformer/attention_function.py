@@ -35,7 +35,7 @@ from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.transformer.attention_context import AttentionContext, Part
 from narrowgauge.nn.transformer.piece_context import needs_largest
 
-SCORES = {"cpu": 2**22, "cuda": 2**25}  # elements of p that are held at a time, in float32
+SCORES = {"cpu": 2**20, "cuda": 2**25}  # elements of p that are held at a time, in float32
 
 
 class _Scores:
