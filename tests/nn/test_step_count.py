@@ -18,11 +18,11 @@ def histories(m):
 def said(steps=3, parts=2):
     """Histories of a loop that says each step."""
     m = model(RECIPE)
-    optimizer = ng.AdamW(m.parameters(), RECIPE, lr=1e-2)
+    optimizer = torch.optim.AdamW(m.parameters(), lr=1e-2)
     for step in range(1, steps + 1):
         for part in range(parts):
             ng.set_step(m, 0, step, 16 * part)
-            m(batch(parts * step + part)).square().mean().backward()
+            m(batch(parts * step + part).requires_grad_()).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return histories(m)
