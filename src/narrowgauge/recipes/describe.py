@@ -8,6 +8,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from narrowgauge.quantization import Cast, cast, cast_names, state_cast_names
+from narrowgauge.recipes.attention_places import is_wide
 from narrowgauge.recipes.places import GEMM_PLACES
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.rule import Rule
@@ -86,10 +87,15 @@ def _plain(value: Any) -> str:
     return ", ".join(map(str, value)) or NONE if isinstance(value, tuple) else str(value)
 
 
+# Fields of a rule that are told otherwise than by their name.
+_PLACES_OF_RULES = ("casts", "attention", "state", "keeps_state")
+
+
 def is_wide_rule(rule: Rule, recipe: Recipe) -> bool:
     """Whether a rule puts every operand into the recipe's `compute`, at any time."""
-    wide = cast(recipe.compute)
-    return not rule.is_timed and set(GEMM_PLACES) <= set(rule.casts) and set(rule.casts.values()) == {wide}
+    if rule.is_timed or rule.state or not all(is_wide(c, recipe.compute) for c in rule.attention.values()):
+        return False
+    return set(GEMM_PLACES) <= set(rule.casts) and set(rule.casts.values()) == {cast(recipe.compute)}
 
 
 def wide_and_other_rules(recipe: Recipe) -> tuple[list[Rule], list[Rule]]:
@@ -104,14 +110,19 @@ def _rule_facts(recipe: Recipe, rules: Sequence[Rule]) -> dict[str, str]:
         said = {
             f.name: getattr(rule, f.name)
             for f in fields(rule)
-            if f.name not in ("casts", "keeps_state") and getattr(rule, f.name) != default_of(rule, f.name)
+            if f.name not in _PLACES_OF_RULES and getattr(rule, f.name) != default_of(rule, f.name)
         }
+        clocks = {
+            k: (k.partition("_")[0], "decay") for k in ("from_decay", "until_decay") if said.pop(k, False)
+        }
+        said |= dict(clocks.values())
         where = ", ".join(f"{k} = {_plain(v)}" for k, v in said.items()) or "every layer"
         if rule.keeps_state and is_wide_rule(rule, recipe):
             facts["keep"] = where.replace("modules = ", "")
             continue
         number += 1
-        casts = ", ".join(f"{place} = {cast_text(c)}" for place, c in rule.casts.items())
+        places = {**rule.casts, **rule.attention, **rule.state}
+        casts = ", ".join(f"{place} = {cast_text(c) if c else NONE}" for place, c in places.items())
         facts[f"rule {number}"] = f"{where}: {casts}"
     return facts
 

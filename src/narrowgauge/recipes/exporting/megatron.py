@@ -89,7 +89,7 @@ def _matcher(name: str, config: str, pattern: str) -> list[str]:
 
 
 def notes(recipe: Recipe) -> list[str]:
-    """Where Megatron's numbers are not those of the recipe, and what its user has to do."""
+    """The places where the numbers of Megatron differ from the recipe, and what its user has to do."""
     own = own_recipe(recipe)
     found = [
         "Give it as --te-precision-config-file. Layers are numbered from 0 in each pipeline stage: without "

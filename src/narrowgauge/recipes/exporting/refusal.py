@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import Cast, make_cast
+from narrowgauge.recipes.attention_places import is_wide
 from narrowgauge.recipes.describe import (
     WORDS,
     cast_text,
@@ -22,7 +23,7 @@ from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.toml_text import toml_value
 
 # Fields of a recipe that a target answers for, and those of which no number depends.
-_OF_PRODUCTS = ("casts", "rules", "compute", "state", "saved")
+_OF_PRODUCTS = ("casts", "attention", "rules", "compute", "state", "saved")
 _NO_NUMBERS = (*WORDS, "gather", "offload")
 _CLOCK = ("from_step", "from_share", "from_decay", "until_step", "until_share", "until_decay")
 
@@ -75,6 +76,11 @@ def outside_products(recipe: Recipe, target: str) -> list[Refusal]:
     for place, c in recipe.casts.items():
         if place not in GEMM_PLACES and c != make_cast(recipe.compute):
             found.append(Refusal(place, place, f"{place} = {cast_text(c)}, and {target} says nothing of it"))
+    found += [
+        Refusal(place, place, f"{place} = {cast_text(c)}, and {target} says nothing of attention")
+        for place, c in recipe.attention.items()
+        if c is not None and not is_wide(c, recipe.compute)
+    ]
     x, kept = recipe.casts["wgrad.x"], recipe.saved
     if isinstance(kept, Cast) or (kept == "operand" and not _is_same_operand(recipe, x)):
         said = cast_text(kept) if isinstance(kept, Cast) else kept
