@@ -121,10 +121,13 @@ def test_the_reference_names_what_exists():
     for page, text in PAGES.items():
         for path in re.findall(r"^::: narrowgauge\.(\S+)$", text, re.MULTILINE):
             (*module, name), room = path.split("."), path.split(".")[0]
-            assert name in import_module(f"narrowgauge.{room}").__all__, f"docs/{page}: {path}"
             folder = ROOT / "src" / "narrowgauge"
+            package = folder.joinpath(*module).is_dir()
+            public = import_module(".".join(("narrowgauge", *module)) if package else f"narrowgauge.{room}")
+            assert name in public.__all__, f"docs/{page}: {path}"
             if len(module) > 1:
-                file = folder.joinpath(*module).with_suffix(".py")
+                file = folder.joinpath(*module)
+                file = file / "__init__.py" if package else file.with_suffix(".py")
                 assert f"def {name}(" in file.read_text(encoding="utf-8"), f"docs/{page}: {path}"
             else:
                 hidden = (folder / room / f"{name}.py").exists() or (folder / room / name).is_dir()

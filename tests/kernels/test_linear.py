@@ -8,7 +8,7 @@ from narrowgauge.nn import convert, set_step
 from narrowgauge.quantization import gradient_of
 from narrowgauge.recipes import recipe, recipe_names
 
-NARROW = [name for name in recipe_names() if recipe(name).is_narrow]
+NARROW = [n for n in recipe_names() if recipe(n).is_narrow and not recipe(n).narrows_attention]
 
 
 def results(name, x_BTK, dy_BTN, monkeypatch, kernels):

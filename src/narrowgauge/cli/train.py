@@ -34,12 +34,12 @@ def add_options(p: KeyParser) -> None:
         type=positive_integer,
         const=PROFILED,
         default=0,
-        help=f"record STEPS steps ({PROFILED}): a trace for Perfetto in DIR/profile, and the time by class",
+        help=f"record STEPS steps ({PROFILED}) in DIR/profile, for Perfetto and by class",
     )
     p.add_argument(
         "--branch",
         metavar="RUN@STEP",
-        help="go on from a checkpoint of RUN in a directory and with a schedule of its own",
+        help="go on from RUN's checkpoint, with another schedule",
     )
     add_config_options(p)
 

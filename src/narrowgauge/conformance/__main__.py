@@ -94,7 +94,9 @@ def _print(results: Sequence[Result], module: str) -> None:
     console.print(table)
     passed = sum(r.verdict == "passes" for r in results)
     held_by = sum(r.verdict != "is not there" for r in results)
-    console.print(f"{module}: {passed} of {held_by} vectors pass", highlight=False, markup=False)
+    console.print(
+        f"{module}: {passed} of {held_by} vectors pass", highlight=False, markup=False, soft_wrap=True
+    )
     if missing:
         console.print(f"it does not have: {', '.join(missing)}", highlight=False, markup=False)
 

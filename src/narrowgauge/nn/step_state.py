@@ -174,11 +174,13 @@ class Stepped:
     def _set_keys(self, seed: int, step: int, first_sample: int) -> None:
         if self.is_random:
             words = [stream_key(seed, step, i) for i in self._stream_ids()]
-            keys, device = torch.tensor(words, dtype=torch.int32), self._device()
-            # From pinned memory, and as a constant of a kernel: neither waits for what a GPU still has to do.
-            keys = keys.pin_memory() if device.type == "cuda" else keys
-            self.keys = keys.to(device, non_blocking=True)
-            self.first_sample = torch.full((), first_sample, dtype=torch.int64, device=device)
+            device = self._device()
+            if device.type == "cuda":  # from pinned memory: nothing waits for what a GPU still has to do
+                self.keys = torch.tensor(words, dtype=torch.int32).pin_memory().to(device, non_blocking=True)
+                self.first_sample = torch.full((), first_sample, dtype=torch.int64, device=device)
+            else:
+                self.keys = torch.tensor(words, dtype=torch.int32, device=device)
+                self.first_sample = torch.tensor(first_sample, device=device)
 
     def _stream_ids(self) -> list[int]:
         """The tensor ids of the random streams."""

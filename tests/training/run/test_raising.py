@@ -140,15 +140,6 @@ def test_what_fits_again_is_lowered_again(train, look, outgrown):
     assert open_run(ran.path, "cpu").model.blocks[0].down.spec.casts["fprop.x"].name == "e4m3"
 
 
-def test_what_does_not_fit_stays_wide(train, look, outgrown):
-    """A cast without a scale: the gauges see what it would lose at each sixth step, and it stays wide."""
-    outgrown(factor=2.0**16)
-    place = {"element": "e4m3", "scale": "none"}
-    ran = look(train("wide", RUN | {"recipe.fprop.x": place, "guard.lower_after": 6}))
-    assert "fprop.x" in [event["place"] for event in ran.events("raise")]
-    assert "fprop.x" not in [event["place"] for event in ran.events("lower")]
-
-
 def test_a_place_is_wide_for_as_long_as_is_said(train, look, outgrown):
     outgrown(last=FAULT + 1)
     ran = look(train("for a time", RUN | {"guard.raise_steps": 9}))

@@ -3,7 +3,7 @@
 import argparse
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from narrowgauge.errors import unknown
@@ -65,11 +65,19 @@ def sections_text(verb: str) -> str:
         "keys of the configuration, as --SECTION.KEY, or --KEY where one section alone has it (--lr X):",
     ]
     for section, keys in _sections().items():
-        names = ", ".join(key.partition(".")[2] for key in keys)
-        lines += _row(f"  --{section}.*", names, 18, width)
+        lines += _row(f"  --{section}.*", _listed(key.partition(".")[2] for key in keys), 18, width)
     if verb in EXAMPLES:
         lines += ["", "examples:", *(f"  {line}" for line in EXAMPLES[verb])]
     return "\n".join(lines) + "\n"
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Names with commas between; those with one beginning as it: `fprop.{x,w}`."""
+    endings: dict[str, list[str]] = {}
+    for name in names:
+        place, _, operand = name.rpartition(".")
+        endings.setdefault(place or name, []).extend([operand] if place else [])
+    return ", ".join(f"{name}.{{{','.join(last)}}}" if last else name for name, last in endings.items())
 
 
 def keys_text(topic: str) -> str:

@@ -4,6 +4,7 @@ A target is a module with three functions of a recipe: `refusals`, `text`, and `
 differ all the same, and what its user has to do). Its `VERSION` is what was read to write it.
 """
 
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -82,6 +83,4 @@ def write_recipe(recipe: Recipe, target: str, blocks: int | None = None) -> str:
 
 def _lines(text: str, width: int = 108) -> list[str]:
     """A text in lines; what follows the first is indented."""
-    import textwrap
-
     return textwrap.wrap(text, width, subsequent_indent="    ", break_long_words=False)

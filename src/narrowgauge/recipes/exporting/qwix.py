@@ -139,7 +139,7 @@ def rules(blocks, block_path="blocks/{{}}"):
 
 
 def notes(recipe: Recipe) -> list[str]:
-    """Where qwix's numbers are not those of the recipe, and what its user has to do."""
+    """The places where the numbers of qwix differ from the recipe, and what its user has to do."""
     return [
         "Give rules(blocks) to qwix.QtProvider, and this to qwix.quantize_model. Inputs have to be on the "
         "left of jax.lax.dot_general, parameters on the right, as in flax's Dense and Linear.",

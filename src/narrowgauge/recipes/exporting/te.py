@@ -150,7 +150,7 @@ _MODULES = {
 
 
 def notes(recipe: Recipe) -> list[str]:
-    """Where TransformerEngine's numbers are not those of the recipe, and what its user has to do."""
+    """The places where the numbers of TransformerEngine differ, and what its user has to do."""
     found = ["Use it as te.autocast(recipe=RECIPE) around the layers that are not in wide_layers(model)."]
     casts = list(recipe.casts.values())
     if any(c.is_random for c in casts):

@@ -161,7 +161,7 @@ def convert(model, config=CONFIG):
 
 
 def notes(recipe: Recipe) -> list[str]:
-    """Where torchao's numbers are not those of the recipe, and what its user has to do."""
+    """The places where the numbers of torchao differ, and what its user has to do."""
     found = [f"Call convert(model) on a model in torch.{_dtype(recipe)}, or under autocast to it."]
     if _mx_mode(recipe):
         found.append(

@@ -170,8 +170,9 @@ def unknown_key(name: str, keys: Iterable[str], dashes: str = "") -> UserError:
     """
     known = list(keys)
     kind = "option" if dashes else "key"
-    last = name.rpartition(".")[2]
-    if found := other_names(known).get(plain(last), []):
+    section, _, last = name.rpartition(".")
+    is_place = "." in section  # of a recipe: another place may have an operand of this name
+    if not is_place and (found := other_names(known).get(plain(last), [])):
         return UserError(f"unknown {kind} '{dashes}{name}'; it is {_or(found, dashes)}")
     if answer := _instead(last):
         return UserError(f"unknown {kind} '{dashes}{name}'; {answer}")
