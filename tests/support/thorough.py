@@ -187,7 +187,7 @@ THOROUGH: dict[str, int | tuple[str, ...]] = {
     "distributed/test_parity.py::test_overflow_is_everyones": 1,
     "distributed/test_parity.py::test_muon_makes_the_whole_momentum_orthogonal": 1,
     "distributed/test_parity.py::test_narrow_weights_that_every_process_of_a_tensor_group_has": 1,
-    "distributed/test_train.py::test_a_run_goes_on_with_other_micro_batches_on_another_number_of_processes": 0,
+    "distributed/test_train.py::test_a_run_goes_on_on_another_number_of_processes": 0,
     "distributed/test_data_parallel.py::test_ddp_of_a_prepared_model_trains_as_the_package": 2,
     "distributed/test_data_parallel.py::test_fsdp_trains_as_one_process": 3,
     "kernels/test_cast.py::test_free_keys_equal_the_reference_bit_for_bit": 4,
