@@ -131,7 +131,8 @@ class Stepped:
                 )
             if self._is_new_step():
                 self._end_step()
-            self.begins_step = False
+            if not torch.compiler.is_compiling():
+                self.begins_step = False
             if self.keys is not None:  # a new tensor, since a backward pass may need the old one
                 self.keys = self.keys + _NEXT_KEY
         return is_training
@@ -149,11 +150,14 @@ class Stepped:
         """Whether a pass is the first since an optimizer took a step.
 
         Before an optimizer is heard of, it is one unless the gradient of another micro-batch waits for more.
-        A loop that moves weights without an optimizer so counts each pass.
+        A loop that moves weights without an optimizer so counts each pass. In compiled code each pass counts,
+        too: asked for a flag that changes, it would be compiled anew.
         """
+        if torch.compiler.is_compiling():
+            return True
         if self.begins_step or self.hears_optimizer:
             return self.begins_step
-        return torch.compiler.is_compiling() or not self._has_gradient()
+        return not self._has_gradient()
 
     def _has_gradient(self) -> bool:
         """Whether the gradient of a micro-batch waits for an optimizer."""

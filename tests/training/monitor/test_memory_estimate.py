@@ -25,6 +25,7 @@ MODEL = {
     quick(
         [(recipe, kind) for recipe in recipe_names() for kind in KINDS],
         *(("fp4", "tensor"), ("fp4", "context"), ("fp8", "shard"), ("bf16", "pipeline")),
+        ("fp8-attention", "shard"),
     ),
 )
 def test_every_recipe_has_an_estimate_on_two_processes(recipe, kind):

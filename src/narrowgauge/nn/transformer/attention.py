@@ -12,6 +12,7 @@ import torch
 from narrowgauge.errors import UserError
 from narrowgauge.kernels.attention import Attention
 from narrowgauge.kernels.dropout import Dropout
+from narrowgauge.nn.linear_function import autocast_disabled
 from narrowgauge.nn.observer import Observer
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.nn.transformer.attention_context import AttentionContext
@@ -100,7 +101,7 @@ class NarrowAttention(Stepped, Attention):
         if self.keys is not None and self.first_sample is not None:
             keys, first_sample = (t.to(q_BNTH.device) for t in (self.keys, self.first_sample))
             context = replace(context, keys=keys, first_sample=first_sample)
-        with torch.autocast(q_BNTH.device.type, enabled=False):
+        with autocast_disabled(q_BNTH.device.type):
             return narrow_attention(q_BNTH, k_BKSH, v_BKSH, mask, context)
 
     def extra_repr(self) -> str:
