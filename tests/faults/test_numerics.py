@@ -183,8 +183,7 @@ def test_a_raise_is_the_same_after_kills_around_it(runs, tmp_path, ranks):
     outgrow = {"kind": "outgrow", "first": 27}
     runs.finish(words, tmp_path / "straight", ranks, faults=[outgrow])
     straight, killed = (runs.look(tmp_path / name) for name in ("straight", "killed"))
-    (event,) = straight.events("raise")
-    assert event["place"] == "fprop.x"
+    assert "fprop.x" in [event["place"] for event in straight.events("raise")]
     for step in sorted(rng.randint(24, 38) for _ in range(4)):
         runs.start(words, killed.path, ranks, [outgrow]).until(killed.has_step(step)).kill()
     runs.finish(words, killed.path, ranks, faults=[outgrow])
