@@ -5,8 +5,15 @@ import tomllib
 
 import pytest
 
-from narrowgauge.analysis import baselines, choices_of, recipe_text, require_choice, solve
-from narrowgauge.analysis.search import TOLERANCE
+from narrowgauge.analysis import (
+    baselines,
+    bits_budget,
+    choices_of,
+    flops_budget,
+    recipe_text,
+    solve,
+    time_budget,
+)
 from narrowgauge.analysis.sensitivity import Cost
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import cast
@@ -32,16 +39,36 @@ def costs_of(casts=CASTS):
 CHOICES = choices_of(CASTS, WEIGHTS, costs_of())
 
 
-@pytest.mark.parametrize("budget", [0.0, 0.25, 0.5, 0.75, 1.0])
+SPEEDS = {"mxfp4": 4.0, "mxfp8": 2.0, "bf16": 1.0}
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        *(flops_budget(CASTS, share) for share in (0.0, 0.25, 0.5, 0.75, 1.0)),
+        bits_budget(CASTS, 4.25),
+        bits_budget(CASTS, 7.0),
+        time_budget(CASTS, 0.4, SPEEDS, "any"),
+    ],
+    ids=lambda budget: budget.option,
+)
 def test_no_assignment_within_the_budget_costs_less(budget):
     found = solve(CHOICES, budget)
-    assert budget - 1e-9 <= CHOICES.share(found) <= budget + TOLERANCE + 1e-9
+    assert budget.holds(CHOICES.amount(found, budget))
     best = float("inf")
     for names in itertools.product(CASTS, repeat=len(CHOICES.shares)):
         other = dict(zip(CHOICES.shares, names, strict=True))
-        if budget - 1e-9 <= CHOICES.share(other) <= budget + TOLERANCE + 1e-9:
+        if budget.holds(CHOICES.amount(other, budget)):
             best = min(best, CHOICES.cost(other))
     assert CHOICES.cost(found) == pytest.approx(best, abs=1e-12)
+
+
+def test_amounts_are_shares_bits_and_times():
+    half = dict.fromkeys(CHOICES.shares, "bf16") | {("blocks.0.down", g): "mxfp4" for g in GEMMS}
+    share = 300 / 700
+    assert CHOICES.amount(half, flops_budget(CASTS, 0.5)) == pytest.approx(share)
+    assert CHOICES.amount(half, bits_budget(CASTS, 9)) == pytest.approx(4.25 * share + 16 * (1 - share))
+    assert CHOICES.amount(half, time_budget(CASTS, 1, SPEEDS, "any")) == pytest.approx(1 - share + share / 4)
 
 
 def test_all_gemms_of_a_layer_do_the_same_work():
@@ -51,7 +78,7 @@ def test_all_gemms_of_a_layer_do_the_same_work():
 
 @pytest.mark.parametrize("budget", [0.25, 0.75, 1.0])
 def test_the_recipe_says_what_was_assigned(budget):
-    found = solve(CHOICES, budget)
+    found = solve(CHOICES, flops_budget(CASTS, budget))
     recipe = parse_recipe(recipe_text(found, "mine", "title", "source"), "mine.toml")
     for layer in WEIGHTS:
         block = int(layer.split(".")[1]) if layer != "head" else None
@@ -65,36 +92,44 @@ def test_one_format_everywhere_needs_no_names():
     assert tomllib.loads(text)["rule"] == [{"fprop": "mxfp4", "dgrad": "mxfp4", "wgrad": "mxfp4"}]
 
 
-def test_the_baselines_keep_to_the_budget():
+@pytest.mark.parametrize(
+    "budget", [flops_budget(CASTS, 0.4), bits_budget(CASTS, 10.0)], ids=["share", "bits"]
+)
+def test_the_baselines_keep_to_the_budget(budget):
     blocks = {"blocks.0.down": 0, "blocks.1.down": 1, "head": None}
     errors = {gemm: float(i) for i, gemm in enumerate(CHOICES.shares)}
-    found = baselines(CHOICES, 0.4, errors, blocks, seed=0)
+    found = baselines(CHOICES, budget, errors, blocks, seed=0)
     assert list(found) == ["uniform", "keep-ends", "smallest-error", "random"]
-    assert CHOICES.share(found["uniform"]) == pytest.approx(1)
+    assert set(found["uniform"].values()) == {"mxfp4"}
     for name in ("keep-ends", "smallest-error", "random"):
-        assert 0.4 - 1e-9 <= CHOICES.share(found[name]) <= 0.45 + 1e-9, name
-    assert {gemm for gemm, name in found["smallest-error"].items() if name == "mxfp4"} == set(
-        list(errors)[:3]
-    )
+        amount = CHOICES.amount(found[name], budget)
+        assert budget.holds(amount), name
+        assert abs(amount - (0.4 if budget.low else 10.0)) < 3.0 * 300 / 700, name  # and use it up
+    if budget.low:
+        narrow = {gemm for gemm, name in found["smallest-error"].items() if name == "mxfp4"}
+        assert narrow == set(list(errors)[:3])
     assert all(found["keep-ends"]["head", gemm] == "bf16" for gemm in GEMMS)
 
 
 @pytest.mark.parametrize(
-    ("casts", "budget", "sentence"),
+    ("ask", "sentence"),
     [
-        (("mxfp8", "bf16"), 0.5, "none has 4 bits or fewer"),
-        (("mxfp4", "bf16"), 1.5, "must be a share from 0 to 1"),
+        (lambda: flops_budget({n: CASTS[n] for n in ("mxfp8", "bf16")}, 0.5), "none has 4 bits or fewer"),
+        (lambda: flops_budget(CASTS, 1.5), "must be a share from 0 to 1"),
+        (lambda: bits_budget(CASTS, 4.0), "everything in mxfp4 has 4.25 bits an element"),
+        (lambda: time_budget(CASTS, 0.2, SPEEDS, "h200"), "has 0.25 of the GEMM time in bf16 on h200"),
+        (lambda: bits_budget(CASTS, float("nan")), "out of reach"),
     ],
 )
-def test_what_cannot_be_is_refused(casts, budget, sentence):
+def test_what_cannot_be_is_refused(ask, sentence):
     with pytest.raises(UserError, match=sentence):
-        require_choice({n: CASTS[n] for n in casts}, budget)
+        ask()
 
 
 def test_a_budget_between_whole_gemms_is_refused():
     costs = {name: [c for c in found if c.layer == "head"] for name, found in costs_of().items()}
     with pytest.raises(UserError, match=r"the next above has 0\.667"):
-        solve(choices_of(CASTS, {"head": 100}, costs), 0.4)
+        solve(choices_of(CASTS, {"head": 100}, costs), flops_budget(CASTS, 0.4))
 
 
 def test_the_command_writes_a_recipe_that_trains(narrowgauge, line, tmp_path):
@@ -105,4 +140,10 @@ def test_the_command_writes_a_recipe_that_trains(narrowgauge, line, tmp_path):
     assert done.code == 0, done.err
     assert "of the FLOPs in 4 bits, predicted cost" in done.out
     assert load_recipe(out).name == "found"
+    bits = narrowgauge(
+        "search", run, *words[:2], *words[4:], "--effective-bits", "10", "--out", tmp_path / "b.toml"
+    )
+    assert "bits an element, predicted cost" in bits.out, bits.err
+    alone = narrowgauge("search", run, *words[:2], "--gemm-time", "0.5", "--out", out)
+    assert (alone.code, "belong together" in alone.err) == (2, True)
     assert narrowgauge(*line({"recipe.name": str(out)}), "--out", tmp_path / "narrow").code == 0

@@ -7,17 +7,22 @@ from pathlib import Path
 from rich.console import Console
 
 from narrowgauge.analysis import (
+    Budget,
     Probed,
     baselines,
+    bits_budget,
     choices_of,
     estimate_costs,
+    flops_budget,
     recipe_text,
     relative_errors,
-    require_choice,
+    require_solver,
     solve,
+    time_budget,
     update_rule,
 )
 from narrowgauge.cli.analysis import add_subject, heading, open_subject, operand_cast, progress
+from narrowgauge.cluster.plan import load_cluster
 from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.quantization import Cast
@@ -31,7 +36,12 @@ def add_options(p: argparse.ArgumentParser) -> None:
     """Add the options of the verb."""
     add_subject(p, batches=4)
     p.add_argument("--formats", required=True, metavar="A,B,C", help="casts to choose from: mxfp4,mxfp8,bf16")
-    p.add_argument("--budget", required=True, type=float, metavar="X", help="least share of FLOPs in 4 bits")
+    budget = p.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--budget", type=float, metavar="X", help="least share of the FLOPs in 4 bits")
+    budget.add_argument("--effective-bits", type=float, metavar="X", help="most bits an element, over FLOPs")
+    text = "largest share of the GEMM time in the widest format, on --cluster"
+    budget.add_argument("--gemm-time", type=float, metavar="X", help=text)
+    p.add_argument("--cluster", metavar="SPEC", help="with --gemm-time: a shipped cluster or a .toml file")
     p.add_argument("--out", required=True, type=Path, metavar="R.toml", help="the recipe's file")
     p.add_argument("--check", action="store_true", help="train it beside bf16 and four baselines")
     p.add_argument("--seeds", default="3", metavar="N|A,B,C", help="with --check: seeds of each (3)")
@@ -41,7 +51,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Search, write the recipe, and train it beside its baselines if asked."""
     casts = _casts(options.formats)
-    require_choice(casts, options.budget)
+    require_solver()
+    budget = _budget(options, casts)
     if options.out.suffix != ".toml":
         raise UserError(f"--out {options.out} is the file of a recipe, which ends in .toml; add the ending")
     with progress(Console(), "search") as show:
@@ -53,26 +64,49 @@ def run(options: argparse.Namespace) -> None:
         }
     weights = _weights(probed)
     choices = choices_of(casts, weights, costs)
-    found = solve(choices, options.budget)
-    source = f"narrowgauge search {options.run} --formats {options.formats} --budget {options.budget}"
-    share = choices.share(found)
-    title = f"{share:.0%} of the FLOPs in 4 bits, at least predicted cost"
+    found = solve(choices, budget)
+    source = f"narrowgauge search {options.run} --formats {options.formats} {budget.option}"
+    amount = f"{choices.amount(found, budget):.3f} {budget.words}"
+    title = f"{amount}, at least predicted cost"
     text = recipe_text(found, options.out.stem, title, source)
     make_directory(options.out.parent)
     write_whole(options.out, text)
     load_recipe(options.out)
     console = Console()
     console.print(f"{heading(options.run, probed)}", markup=False, highlight=False, soft_wrap=True)
-    line = f"{options.out}: {share:.3f} of the FLOPs in 4 bits, predicted cost {choices.cost(found):.3g}"
+    line = f"{options.out}: {amount}, predicted cost {choices.cost(found):.3g}"
     errors = relative_errors(probed.subject, casts[choices.narrowest])
-    others = baselines(choices, options.budget, errors, _blocks(weights), probed.subject.position.seed)
-    compared = [f"{name} {choices.cost(a):.3g} at {choices.share(a):.3f}" for name, a in others.items()]
+    others = baselines(choices, budget, errors, _blocks(weights), probed.subject.position.seed)
+    compared = [
+        f"{name} {choices.cost(a):.3g} at {choices.amount(a, budget):.3f}" for name, a in others.items()
+    ]
     console.print(f"{line}; {', '.join(compared)}", markup=False, highlight=False, soft_wrap=True)
     if options.check:
         folder = options.out.with_suffix("")
         about = f"baseline of {options.out.stem}"
         texts = {name: recipe_text(a, name, about, source) for name, a in others.items()}
         _check(options, probed, folder, {options.out.stem: text, **texts}, console)
+
+
+def _budget(options: argparse.Namespace, casts: Mapping[str, Cast]) -> Budget:
+    """The budget that was asked for.
+
+    Raises:
+        UserError: It is out of reach, or time was asked for without a cluster.
+    """
+    if (options.gemm_time is None) != (options.cluster is None):
+        raise UserError("--gemm-time and --cluster belong together, as in --gemm-time 0.5 --cluster b200")
+    if options.effective_bits is not None:
+        return bits_budget(casts, options.effective_bits)
+    if options.gemm_time is not None:
+        cluster = load_cluster(options.cluster)
+        formats = {
+            n: cluster.narrow_format(c.element.bits) if c.is_scaled else cluster.format_for(n)
+            for n, c in casts.items()
+        }
+        speeds = {name: cluster.speed(found or cluster.format_for("bf16")) for name, found in formats.items()}
+        return time_budget(casts, options.gemm_time, speeds, options.cluster)
+    return flops_budget(casts, options.budget)
 
 
 def _check(

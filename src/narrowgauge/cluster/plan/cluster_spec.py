@@ -134,12 +134,19 @@ class Cluster(BaseModel):
         """The format of products in `compute`: that, or fp32 where the device does not have it."""
         return compute if compute in self.peak else "fp32"
 
+    def narrow_format(self, bits: int) -> str:
+        """The narrowest format of products that takes elements of so many bits; empty if there is none."""
+        return next((f for f, width in _NARROW if width >= bits and f in self.peak), "")
+
     def speed(self, name: str) -> float:
         """FLOP/s of large products: measured, or the format's peak times the measured share of bf16."""
         if name in self.attainable:
             return self.attainable[name]
         base = next((n for n in ("bf16", "fp16", "fp32") if n in self.attainable and n in self.peak), None)
         return self.peak[name] * (self.attainable[base] / self.peak[base] if base else 1.0)
+
+
+_NARROW = (("fp4", 4), ("fp6", 6), ("fp8", 8))
 
 
 def cluster_names() -> list[str]:

@@ -148,12 +148,9 @@ def _speeds(config: Config, cluster: Cluster) -> dict[str, str]:
     """The format of the cluster that multiplies each kind of product of `bench.work`."""
     recipe = config.spec.recipe
     bits = max((c.element.bits for c in recipe.casts.values() if c.is_scaled), default=8)
-    narrow = next((f for f, width in _NARROW if width >= bits and f in cluster.peak), "")
+    narrow = cluster.narrow_format(bits)
     wide = {kind: cluster.format_for(kind) for kind in ("bf16", "fp16", "fp32")}
     return wide | {"fp8": narrow or wide[recipe.compute]}
-
-
-_NARROW = (("fp4", 4), ("fp6", 6), ("fp8", 8))
 
 
 def _volume(purpose: str, ranks: tuple[int, ...], size: int, cluster: Cluster) -> Volume:
