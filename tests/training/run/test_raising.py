@@ -210,6 +210,40 @@ def test_state_is_cast_again_and_the_rest_keeps_its_bits(trained, place, tmp_pat
         assert now[place].cast == config.spec.recipe.state[place]
 
 
+def test_what_would_still_be_lost_stays_wide(tiny, train, look, monkeypatch):
+    """Two places of state are raised; in E4M3 one would lose numbers that are there, the other may lose all."""
+    take = Trainer.train_step
+
+    def train_step(self, *args, **kwargs):
+        result = take(self, *args, **kwargs)
+        if self.step == 2 and not self.guard.raised:
+            for place, harmless in (("v", 0.0), ("m", 1.0)):
+                self.guard.raised.append(Raise(place, ("head",), "e4m3", "fp32", 3, harmless=harmless))
+            self.follow_rules()
+        return result
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    options = STATE | {
+        "recipe.m": "e4m3",
+        "guard.lower_after": 2,
+        "training.steps": 8,
+        "checkpoint.every": 100,
+    }
+    ran = look(train("still", options))
+    (lowered,) = ran.events("lower")
+    assert (lowered["place"], lowered["step"]) == ("m", 4)
+    rules = {
+        tuple(rule.state): rule
+        for rule in parse_recipe((ran.path / "recipe.toml").read_text(), "recipe.toml").rules
+    }
+    assert rules["v",].until_step != 5, "still wide"
+    assert rules["m",].until_step == 5
+    last = Trainer.begin(make_config(tiny(options)), CPU)
+    last.restore(ran.path / "checkpoints" / "step-8")
+    moments = last.optimizer.moments(last.model.head.weight)
+    assert {place: moments[place].cast.name for place in "mv"} == {"m": "e4m3", "v": "fp32"}
+
+
 def test_a_second_moment_that_underflowed_gets_the_bound_that_is_known_of_it(trained, tmp_path):
     config, trainer, _ = trained
     other = Trainer.begin(config, CPU)
