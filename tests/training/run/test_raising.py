@@ -244,6 +244,32 @@ def test_what_would_still_be_lost_stays_wide(tiny, train, look, monkeypatch):
     assert {place: moments[place].cast.name for place in "mv"} == {"m": "e4m3", "v": "fp32"}
 
 
+def test_what_a_checkpoint_had_lost_is_raised_from_an_older_one(train, look, monkeypatch):
+    """The norm is large in step 14, unless `v` was wide before step 12."""
+    take = Trainer.train_step
+    options = STATE | {"training.steps": 16, "checkpoint.every": 4, "guard.spike_window": 8}
+
+    def train_step(self, *args, **kwargs):
+        late = self.guard.raised and self.guard.raised[0].from_step > 12
+        weight = self.model.head.weight
+        hook = weight.register_hook(lambda g: g * 1e4) if self.step == 13 and late else None
+        result = take(self, *args, **kwargs)
+        if hook is not None:
+            hook.remove()
+        if self.step == 12 and not self.guard.raised:
+            self.guard.raised.append(Raise("v", ("head",), "e4m3", "fp32", 13))
+            self.follow_rules()
+        return result
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    ran = look(train("late", options))
+    (event,) = ran.events("raise")
+    assert (event["place"], event["step"]) == ("v", 9), "the checkpoint before the one of step 12"
+    assert not ran.events("rollback")
+    assert ran.column("step") == list(range(1, 17)), "each step once, in order"
+    assert "from_step = 9" in (ran.path / "recipe.toml").read_text()
+
+
 def test_a_second_moment_that_underflowed_gets_the_bound_that_is_known_of_it(trained, tmp_path):
     config, trainer, _ = trained
     other = Trainer.begin(config, CPU)

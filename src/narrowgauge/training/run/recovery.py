@@ -12,6 +12,7 @@ next save the rollback exists only in memory: a run killed before that resumes f
 the same spike and decides the same.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ def rollback_target(checkpoints: Path, run_id: str, before: int, every: int) -> 
 
 def _raise(context: RunContext, trainer: Trainer, before: Guard, step: int) -> GuardVerdict:
     """Widen the place that broke in a step; the verdict says what is left to do ("raise": nothing)."""
+    if _go_further_back(context, trainer, before, step):
+        return trainer.verdict
     verdict, target = trainer.verdict, _target(context, step - 1)
     broken = broke_in(context, trainer, target if verdict.is_finite else None)
     if broken is None and verdict.is_finite:
@@ -88,6 +91,31 @@ def _raise(context: RunContext, trainer: Trainer, before: Guard, step: int) -> G
     back = "" if target is None else f"; back to step {trainer.step}"
     context.display.log(f"step {step}: {verdict.reason}; {broken}, which becomes {to}{back}")
     return verdict if target is not None else before.cannot_roll_back(verdict)
+
+
+def _go_further_back(context: RunContext, trainer: Trainer, before: Guard, step: int) -> bool:
+    """Go to an older checkpoint, if state was raised and a step breaks before the next save.
+
+    What state lost before it was raised is lost in the checkpoint, too. The raise then holds from the older
+    one on. Returns False if that is not the case, or no checkpoint is older.
+    """
+    last = before.raised[-1] if before.raised else None
+    if last is None or not last.is_state or step - last.from_step >= context.config.checkpoint.every:
+        return False
+    target = _target(context, last.from_step - 1)
+    if target is None:
+        return False
+    reason = trainer.verdict.reason
+    go_back(context, trainer, target)
+    guard = trainer.guard
+    first = trainer.step + 1
+    guard.raised = [replace(r, from_step=min(r.from_step, first)) for r in guard.raised]
+    trainer.follow_rules()
+    context.directory.keep_metrics_until(trainer.step, guard.rollbacks)
+    record_raises(context, trainer)
+    words = f"{last.place} was raised too late to heal it; further back, to step {trainer.step}"
+    context.display.log(f"step {step}: {reason}; {words}")
+    return True
 
 
 def _roll_back(
