@@ -22,7 +22,7 @@ from narrowgauge.analysis import (
     update_rule,
 )
 from narrowgauge.cli.analysis import add_subject, heading, open_subject, operand_cast, progress
-from narrowgauge.cluster.plan import load_cluster
+from narrowgauge.cluster import load_cluster
 from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.quantization import Cast

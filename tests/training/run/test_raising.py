@@ -211,7 +211,7 @@ def test_state_is_cast_again_and_the_rest_keeps_its_bits(trained, place, tmp_pat
 
 
 def test_what_would_still_be_lost_stays_wide(tiny, train, look, monkeypatch):
-    """Two places of state are raised; in E4M3 one would lose numbers that are there, the other may lose all."""
+    """Two places of state are raised. In E4M3 one would lose numbers again; the other may lose all."""
     take = Trainer.train_step
 
     def train_step(self, *args, **kwargs):
