@@ -34,7 +34,7 @@ ARMS = {
     "delayed-lr-step": ["--recipe", "fp8-delayed"],
 }
 LR, LATER_LR = 2e-3, 2e-2
-# A short window, as the runs are short; and a large factor, since bf16 has norms of 10 medians here and goes on.
+# A short window, as the runs are short; a large factor, since bf16 has norms of 10 medians here and goes on.
 GUARD = ["--guard.spike_window", "16", "--guard.spike_factor", "20"]
 GUARD += ["--checkpoint.every", "10", "--checkpoint.keep", "4"]
 FIELDS = ("arm", "policy", "seed", "status", "val_loss", "bf16_loss", "survived", "events")
