@@ -167,6 +167,8 @@ THOROUGH: dict[str, int | tuple[str, ...]] = {
     "training/run/test_raising.py::test_kills_around_a_raise_leave_no_trace": 0,
     "training/run/test_raising.py::test_what_fits_again_is_lowered_again": 0,
     "training/run/test_raising.py::test_a_place_is_wide_for_as_long_as_is_said": 0,
+    "training/run/test_raising.py::test_what_would_still_be_lost_stays_wide": 0,
+    "training/run/test_raising.py::test_what_a_checkpoint_had_lost_is_raised_from_an_older_one": 0,
     "training/run/test_raising.py::test_state_is_cast_again_and_the_rest_keeps_its_bits": 2,
     "golden/test_golden.py::test_digits": 10,
     "cli/test_first_moment.py::test_a_run_that_is_asked_in_its_first_second_ends_with_75": 0,
