@@ -68,7 +68,13 @@ class Trained:
                 self.steps.append(self.trainer.train_step(batches)[:2])
         self.operands = {(o.name, place): seen for o in onlookers for place, seen in o.seen.items()}
         val = validation_loss(
-            self.trainer.engine, data.val, samples, d.sequence_length, 3, d.separate_documents
+            self.trainer.engine,
+            self.trainer.go_to_sample,
+            data.val,
+            samples,
+            d.sequence_length,
+            3,
+            d.separate_documents,
         )
         self.told = {"steps": self.steps, "val": val, "state": self.trainer.state()}
 

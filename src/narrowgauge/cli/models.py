@@ -126,7 +126,8 @@ def _evaluate_text(options: argparse.Namespace, trained: TrainedRun) -> None:
         return
     windows = (trained.config.training.micro_batch_size, length, options.batches)
     separate_documents = trained.config.data.separate_documents
-    loss = validation_loss(Engine.alone(trained.model), dataset.val, *windows, separate_documents)
+    engine = Engine.alone(trained.model)
+    loss = validation_loss(engine, trained.go_to_sample, dataset.val, *windows, separate_documents)
     bits = bits_per_byte(loss, dataset.tokenizer, dataset.val, *windows, separate_documents)
     text = f"validation loss {loss:.4f} nats per token, {bits:.4f} bits per byte"
     _print(f"{options.run}: step {trained.step}, {text}")

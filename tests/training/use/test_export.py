@@ -205,8 +205,6 @@ def test_validation_of_an_import_is_that_of_the_run(train, tmp_path, text):
     path = train(changes={"recipe.name": "fp32"})
     export_run(path, "hf", tmp_path / "out")
     val = prepare(text, "bytes").val
-    losses = [
-        validation_loss(Engine.alone(open_run(p, "cpu").model), val, 1, 32, 2)
-        for p in (path, tmp_path / "out")
-    ]
+    runs = [open_run(p, "cpu") for p in (path, tmp_path / "out")]
+    losses = [validation_loss(Engine.alone(r.model), r.go_to_sample, val, 1, 32, 2) for r in runs]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)

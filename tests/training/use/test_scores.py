@@ -40,7 +40,7 @@ def test_the_bytes_of_a_vocabulary_with_marked_spaces():
 def test_bits_per_byte_of_bytes_are_bits_per_token(train, text):
     there = open_run(train(), "cpu")
     val = prepare(text, "bytes").val
-    loss = validation_loss(Engine.alone(there.model), val, 2, 32, None)
+    loss = validation_loss(Engine.alone(there.model), there.go_to_sample, val, 2, 32, None)
     bits = bits_per_byte(loss, there.tokenizer, val, 2, 32, None)
     ends = len(val) / (len(val) - int((torch.as_tensor(np.array(val, dtype=np.int64)) == 256).sum()))
     assert bits == pytest.approx(loss / math.log(2) * ends, rel=0.02)

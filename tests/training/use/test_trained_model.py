@@ -11,22 +11,28 @@ from narrowgauge.nn import convert
 from narrowgauge.recipes import recipe_names
 from narrowgauge.training import TrainedRun, open_run, validation_loss
 
+STOCHASTIC = {"recipe.name": "mxfp4", "recipe.fprop": {"x": {"cast": "mxfp4", "rounding": "stochastic"}}}
 
-def test_the_newest_model_gives_the_recorded_loss(train, look, text):
-    trained = open_run(train(), "cpu")
+
+@pytest.mark.parametrize("changes", [{}, STOCHASTIC], ids=["fp8", "stochastic forward"])
+def test_the_newest_model_gives_the_recorded_loss(train, look, text, changes):
+    path = train(changes=changes | {"training.batch_size": 4, "training.micro_batch_size": 2})
+    trained = open_run(path, "cpu")
     assert trained.step == 6
     assert not trained.model.training
-    loss = validation_loss(Engine.alone(trained.model), prepare(text, "bytes").val, 1, 32, 2)
-    assert loss == look(train()).steps[-1]["val_loss"]
+    val = prepare(text, "bytes").val
+    loss = validation_loss(Engine.alone(trained.model), trained.go_to_sample, val, 2, 32, 2)
+    assert loss == look(path).steps[-1]["val_loss"]
 
 
 def test_the_loss_is_the_mean_over_tokens(train, text):
     # In fp8 a batch shares its scales, so that its sequences are not computed as they are alone.
-    model = open_run(train(changes={"recipe.name": "fp32"}), "cpu").model
-    val = prepare(text, "bytes").val
-    singly = validation_loss(Engine.alone(model), val, 1, 32, None)
-    assert validation_loss(Engine.alone(model), val, 2, 32, None) == pytest.approx(singly, rel=1e-5)
-    assert all(p.grad is None for p in model.parameters())
+    trained = open_run(train(changes={"recipe.name": "fp32"}), "cpu")
+    engine, val = Engine.alone(trained.model), prepare(text, "bytes").val
+    singly = validation_loss(engine, trained.go_to_sample, val, 1, 32, None)
+    together = validation_loss(engine, trained.go_to_sample, val, 2, 32, None)
+    assert together == pytest.approx(singly, rel=1e-5)
+    assert all(p.grad is None for p in trained.model.parameters())
 
 
 def test_a_recipe_file_may_be_gone(train, tmp_path):

@@ -198,6 +198,7 @@ def _validate(context: RunContext, trainer: Trainer) -> float:
     c = context.config
     return validation_loss(
         trainer.engine,
+        trainer.go_to_sample,
         context.dataset.val,
         c.training.micro_batch_size,
         c.data.sequence_length,

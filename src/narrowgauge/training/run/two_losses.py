@@ -6,6 +6,7 @@ same held-out batches, so their difference is paired.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -46,10 +47,11 @@ def two_losses(
     """
     c = trained.config
     windows = (c.training.micro_batch_size, length, batches, c.data.separate_documents)
-    own = validation_loss(Engine.alone(trained.model), held_out, *windows)
+    own = validation_loss(Engine.alone(trained.model), trained.go_to_sample, held_out, *windows)
     if trained.config.recipe.name == recipe and not trained.config.recipe.places:
         return {"own": own, recipe: own}
-    other = validation_loss(Engine.alone(under_recipe(trained, recipe)), held_out, *windows)
+    under = replace(trained, config=with_recipe(c, recipe), model=under_recipe(trained, recipe))
+    other = validation_loss(Engine.alone(under.model), under.go_to_sample, held_out, *windows)
     return {"own": own, recipe: other}
 
 

@@ -10,6 +10,7 @@ The end of a document is predicted like any other token, and counts as 0 bytes.
 
 import json
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -20,6 +21,7 @@ from narrowgauge.models import IGNORED
 
 def validation_loss(
     engine: Engine,
+    go_to_sample: Callable[[int], None],
     tokens: Mixture | Tokens,
     batch_size: int,
     sequence_length: int,
@@ -27,6 +29,9 @@ def validation_loss(
     separate_documents: bool = False,
 ) -> float:
     """Mean cross entropy in nats per token on held-out tokens.
+
+    `go_to_sample` tells the model which sequence is the first of a batch, since a forward pass that rounds
+    stochastically has bits of its own for each (`Trainer.go_to_sample`).
 
     Data-parallel ranks take turns; a rank without a batch of the last round computes the last batch again,
     because the forward pass is collective. `batches` (None: all) are spread evenly over the tokens.
@@ -39,6 +44,7 @@ def validation_loss(
         targets.append(batch.targets)
         losses.append(0.0)
         if i % count == index:
+            go_to_sample(i * batch_size)
             losses[i] = engine.evaluate(batch).item()
     if 0 < len(losses) % count <= index:
         engine.evaluate(batch)

@@ -94,6 +94,10 @@ class Trainer(TrainState):
             self.engine.after_update()
             go_to(self.model, self.config, self.step, 0)
 
+    def go_to_sample(self, first: int) -> None:
+        """Tell the model which sequence of the step is the first of the next forward pass."""
+        go_to(self.model, self.config, self.step, first)
+
     def batches(self, train: Mixture | Tokens) -> Loader:
         """The micro-batches from this step on, prepared in the background until the loader is closed."""
         t, data, mesh = self.config.training, self.config.data, self.engine.mesh

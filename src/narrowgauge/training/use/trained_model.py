@@ -20,7 +20,7 @@ from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.monitor.hardware import choose_device, use_device
 from narrowgauge.training.monitor.products import products_of
 from narrowgauge.training.run_directory import RunDirectory
-from narrowgauge.training.step.build_model import build_model, load_model, newest_checkpoint
+from narrowgauge.training.step.build_model import build_model, go_to, load_model, newest_checkpoint
 from narrowgauge.training.step.raises import in_force, raises_of
 
 # Sequence length for an imported model, whose training length is unknown; short enough for a CPU.
@@ -53,6 +53,10 @@ class TrainedRun:
                 f"{self.path} came without a tokenizer, and text needs one; name it with --tokenizer FILE"
             )
         return load_tokenizer(self.tokenizer_file)
+
+    def go_to_sample(self, first: int) -> None:
+        """Tell the model which sequence of the step is the first of the next forward pass."""
+        go_to(self.model, self.config, self.step, first)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights by parameter name as float32 on the CPU, in whatever format the recipe keeps them."""
