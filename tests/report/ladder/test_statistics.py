@@ -8,7 +8,7 @@ from scipy import stats
 
 from narrowgauge.report.compare.power import seeds_for_equality, smallest_gap
 from narrowgauge.report.ladder.figures import ladder_svg
-from narrowgauge.report.ladder.page import rate_table, render_page, results_markdown
+from narrowgauge.report.ladder.page import probe_table, rate_table, render_page, results_markdown
 from narrowgauge.report.ladder.predictions import outcome, read_predictions
 from narrowgauge.report.ladder.results import COLUMNS, Row, read_rows, rows_text
 from narrowgauge.report.ladder.statistics import arm_results, extra_tokens, p_of_difference, p_of_equality
@@ -113,6 +113,24 @@ def test_rates_of_a_sweep_are_a_line_for_each_arm():
     head, lines = rate_table([Row(arm, 100, 1, 9, loss, loss, "done") for arm, loss in losses.items()])
     assert head == ("arm", "0.002", "0.004", "best")
     assert lines == [["bf16", "3.6000", "3.5000", "0.004"], ["fp8", "-", "3.7000", "0.004"]]
+
+
+def test_the_probe_is_compared_with_the_gaps_by_rank():
+    results = arm_results(
+        rows_of({"a": (0.1, 0.1), "b": (0.5, 0.5), "c": (2.0, 2.0), "unprobed": (9.0, 9.0)})
+    )
+    figures = {"a": (0.02, 9.0), "b": (0.01, 5.0), "c": (0.03, 2.0), "not trained": (0.0, 99.0)}
+    probe = {
+        "recipes": {
+            arm: {"loss_increase": {"mean": loss}, "effective_bits": {"mean": bits}, "noise_ratio": None}
+            for arm, (loss, bits) in figures.items()
+        }
+    }
+    head, lines = probe_table(probe, results)
+    last = dict(zip(head, lines[-1], strict=True))
+    assert last["arm"] == "Spearman with the gaps at rung 2 (arms)"
+    assert (last["loss increase"], last["effective bits"]) == ("+0.50 (3)", "-1.00 (3)")
+    assert last["gradient / noise"] == "-"
 
 
 def test_a_page_is_the_same_for_the_same_rows_and_names_are_escaped():

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from narrowgauge.analysis.rank_correlation import rank_correlation
 from narrowgauge.report.ladder.figures import ladder_svg
 from narrowgauge.report.ladder.predictions import Prediction, outcome
 from narrowgauge.report.ladder.results import DIVERGED, Row
@@ -52,8 +53,12 @@ def prediction_table(predictions: Sequence[Prediction], rows: Sequence[Row]) -> 
     return PREDICTED, lines
 
 
-def probe_table(probe: Mapping[str, Any]) -> Table:
-    """What the probe says of each arm's recipe, from the JSON that it wrote."""
+def probe_table(probe: Mapping[str, Any], results: Sequence[ArmResult] = ()) -> Table:
+    """What the probe says of each arm's recipe, from the JSON that it wrote, and whether the gaps agree.
+
+    Below the arms stands, for each rung, Spearman's rank correlation of each column with the mean gaps, if
+    three arms or more have both. A good figure is near 1, or near -1 where less is worse.
+    """
     lines = []
     for arm, figures in probe["recipes"].items():
         means = [(figures.get(key) or {}).get("mean") for key in _PROBED]
@@ -62,7 +67,20 @@ def probe_table(probe: Mapping[str, Any]) -> Table:
             for mean, (_, form) in zip(means, _PROBED.values(), strict=True)
         ]
         lines.append([arm, *texts])
+    lines += [_agreement(probe, results, rung) for rung in sorted({result.rung for result in results})]
     return ("arm", *(title for title, _ in _PROBED.values())), lines
+
+
+def _agreement(probe: Mapping[str, Any], results: Sequence[ArmResult], rung: int) -> list[str]:
+    """The rank correlations of the probe's columns with the gaps at a rung."""
+    gaps = {r.arm: r.gap.mean for r in results if r.rung == rung and math.isfinite(r.gap.mean)}
+    texts = []
+    for key in _PROBED:
+        found = {arm: (probe["recipes"].get(arm, {}).get(key) or {}).get("mean") for arm in gaps}
+        pairs = [(mean, gaps[arm]) for arm, mean in found.items() if mean is not None]
+        value = rank_correlation(*zip(*pairs, strict=True)) if len(pairs) > 2 else math.nan
+        texts.append("-" if math.isnan(value) else f"{value:+.2f} ({len(pairs)})")
+    return [f"Spearman with the gaps at rung {rung} (arms)", *texts]
 
 
 def rate_table(rows: Sequence[Row]) -> Table:
@@ -119,7 +137,7 @@ def results_markdown(
             "### Learning rates\n\nHeld-out loss at the lowest rung.\n\n" + markdown(*rate_table(rates))
         )
     if probe is not None:
-        parts.append("### What the probe says\n\n" + markdown(*probe_table(probe)))
+        parts.append("### What the probe says\n\n" + markdown(*probe_table(probe, results)))
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
 
@@ -151,7 +169,7 @@ def render_page(rows: Sequence[Row], parameters: int, probe: Mapping[str, Any] |
         body.append("<h2>At the highest rung</h2>" + _html(main_table(results)))
         body.append("<h2>At every rung</h2>" + _html(rung_table(results)))
     if probe is not None:
-        body.append("<h2>What the probe says</h2>" + _html(probe_table(probe)))
+        body.append("<h2>What the probe says</h2>" + _html(probe_table(probe, results)))
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
     head += f"<title>Ladder</title><style>{_STYLE}</style>"
