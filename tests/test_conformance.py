@@ -11,7 +11,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.formats import RandomStream, decode, format
-from narrowgauge.nn.amax_history import AmaxHistory
+from narrowgauge.nn.histories import AmaxHistory
 from narrowgauge.quantization import (
     QuantContext,
     cast,

@@ -25,6 +25,7 @@ import torch
 from narrowgauge.models import Transformer
 from narrowgauge.nn import DTYPES, Linear
 from narrowgauge.quantization import Cast
+from narrowgauge.quantization import cast as named_cast
 from narrowgauge.recipes import GEMM_PLACES, Recipe
 from narrowgauge.training import Config, estimate_memory
 from narrowgauge.training.step.build_model import build_model
@@ -195,8 +196,17 @@ def _add_operands(
         if (cast.ignores_axis and (tensor, cast) in made) or cast.name == source[tensor]:
             continue
         made.add((tensor, cast))
-        count = int(passes.get(gemm, times) * elements[tensor])
-        bits = cast.element.bits if native and cast.is_scaled else 8 * DTYPES[compute].itemsize
-        work.moved["casts"] += int(count * (DTYPES[source[tensor]].itemsize + bits / 8))
         axis = 0 if place in ("dgrad.w", "wgrad.dy", "wgrad.x") else -1
-        work.operands[Operand(cast, source[tensor], axis, cast.ignores_axis)] += count
+        for part, share in _parts(cast):
+            count = int(share * passes.get(gemm, times) * elements[tensor])
+            bits = part.element.bits if native and part.is_scaled else 8 * DTYPES[compute].itemsize
+            work.moved["casts"] += int(count * (DTYPES[source[tensor]].itemsize + bits / 8))
+            work.operands[Operand(part, source[tensor], axis, part.ignores_axis)] += count
+
+
+def _parts(cast: Cast) -> list[tuple[Cast, float]]:
+    """(cast, share of the elements) of what an operand is made of; `keep_cast` alone is a second operand."""
+    if not cast.keep_cast:
+        return [(cast, 1.0)]
+    kept = named_cast(cast.keep_cast)
+    return [(cast.of_the_rest, 1 - cast.keep_channels), (kept, cast.keep_channels or 1.0)]
