@@ -88,6 +88,9 @@ def test_codes_and_scales(name):
         assert torch.equal(q.tensor_scale.flatten(), numbers(v["tensor_scale"], "fp32"))
     if "mean" in v:
         assert torch.equal(q.mean.flatten(), numbers(v["mean"], "fp32"))
+    if "kept" in v:
+        assert q.channels.nonzero().flatten().tolist() == v["channels"]
+        assert torch.equal(q.kept.flatten(), numbers(v["kept"], "fp32"))
     if "result" in v:
         assert same(q.dequantize().flatten(), numbers(v["result"], "fp32"))
 

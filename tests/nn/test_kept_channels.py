@@ -1,4 +1,4 @@
-"""The channels that a layer keeps in another cast: chosen of all it saw, in its products, and in checkpoints."""
+"""The channels that a layer keeps in another cast: how it chooses, its products, its checkpoints."""
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from narrowgauge.nn import convert, discard_step, recipe_tensors, set_step
 from narrowgauge.quantization import QuantContext, emulate, make_cast
 from narrowgauge.recipes import Device, choose_backend, parse_recipe, recipe
 from narrowgauge.recipes.exporting import refusals
+from narrowgauge.training.config.raising import places_with, rule_for
 
 K, N = 64, 32
 STOCHASTIC = 'cast = "mxfp4", hadamard = 32, rounding = "stochastic"'
@@ -171,3 +172,9 @@ def test_it_is_emulated_everywhere_and_refused_by_exporters():
         assert choose_backend(narrow, blackwell).name == backend
     with pytest.raises(UserError, match="each process would choose other channels"):
         ng.fully_shard(model())
+
+
+def test_both_operands_that_keep_channels_are_widened_together():
+    assert places_with(recipe_with(), "fprop.w") == ("fprop.x", "fprop.w", "wgrad.dy", "wgrad.x")
+    widened = rule_for(recipe_with(), "wgrad.x", "")
+    assert not any(c.keep_cast for c in recipe_with().with_rules([widened]).rules[0].casts.values())

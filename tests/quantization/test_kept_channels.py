@@ -91,7 +91,7 @@ def test_gauges_read_both_parts():
 MISTAKES = {
     'fprop.x = {cast = "nvfp4", keep_channels = 1, keep_cast = "bf16"}': "above 0 and below 1",
     'fprop.x = {cast = "nvfp4", keep_channels = -0.1, keep_cast = "bf16"}': "above 0 and below 1",
-    'fprop.x = {cast = "nvfp4", keep_channels = 0, keep_cast = "bf16"}': "keeps no channels; add keep_channels",
+    'fprop.x = {cast = "nvfp4", keep_channels = 0, keep_cast = "bf16"}': "keeps no channels; add",
     'fprop.x = {cast = "nvfp4", keep_channels = 0.1}': "their cast is missing; add keep_cast",
     'fprop.x = {cast = "bf16", keep_channels = 0.1, keep_cast = "bf16"}': "the cast itself is wide",
     'fprop.x = {cast = "mxfp8", keep_channels = 0.1, keep_cast = "e4m3"}': "wider than e4m3, such as bf16",
@@ -101,19 +101,19 @@ MISTAKES = {
     'fprop.x = {cast = "nvfp4", keep_channels = 0.1, keep_cast = "bf16", keep_steps = 4, keep_every = 3}': (
         "at least keep_steps"
     ),
-    'fprop.w = {cast = "nvfp4", keep_channels = 0.1, keep_cast = "bf16"}': "give fprop.x the same keep_channels",
-    'dgrad.w = {cast = "nvfp4", keep_channels = 0.1, keep_cast = "bf16"}': "in dgrad.w, but kept channels are",
+    'fprop.w = {cast = "nvfp4", keep_channels = 0.1, keep_cast = "bf16"}': "give fprop.x the same",
+    'dgrad.w = {cast = "nvfp4", keep_channels = 0.1, keep_cast = "bf16"}': "in dgrad.w, but kept",
     'fprop = {cast = "nvfp4", hadamard = 16, keep_channels = 0.1, keep_cast = "bf16"}': "mixes them",
     'wgrad.dy = {cast = "nvfp4", keep_cast = "bf16"}': "only one operand of wgrad has a cast for kept",
     'fprop.x = {cast = "nvfp4", keep_channels = 0.1, keep_cast = "bf16"}\nwgrad = {cast = "nvfp4", '
-    'keep_channels = 0.1, keep_cast = "bf16"}': "it only meets the channels of wgrad.x; write keep_cast alone",
+    'keep_channels = 0.1, keep_cast = "bf16"}': "it only meets the channels of wgrad.x; write",
     'saved = "operand"\nfprop.x = {cast = "nvfp4", keep_channels = 0.1, keep_cast = "bf16"}': (
         "channels of fprop.x are in two casts"
     ),
     'saved = {cast = "mxfp8", keep_channels = 0.1, keep_cast = "bf16"}': "keep_channels and a choice between",
     'm = {cast = "mxfp8", keep_channels = 0.1, keep_cast = "bf16"}': "keep_channels in place 'm', but",
-    'attention.q = {cast = "mxfp8", keep_channels = 0.1, keep_cast = "bf16"}': "keep_channels = 0.1, but atten",
-    'stream = {cast = "mxfp8", keep_channels = 0.1, keep_cast = "bf16"}': "keep_channels = 0.1, but the stream",
+    'attention.q = {cast = "mxfp8", keep_channels = 0.1, keep_cast = "bf16"}': "= 0.1, but atten",
+    'stream = {cast = "mxfp8", keep_channels = 0.1, keep_cast = "bf16"}': "= 0.1, but the stream",
     'reduce = {cast = "e4m3", keep_channels = 0.1, keep_cast = "bf16"}': "gradients are added up in",
 }
 

@@ -94,7 +94,7 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         is_complete = context.shard("wgrad.x") is None
         dtype = compute if is_complete else torch.float32
         dw_NK = multiply(dy, x, dtype)
-        if context.layer.casts["wgrad.dy"].keep_cast:
+        if context.layer.casts["wgrad.dy"].keep_cast and context.layer.casts["wgrad.x"].keep_channels:
             dw_NK = context.with_kept(dw_NK, dy_MN, x, dtype)
         if context.observer is not None:
             context.observer.product("wgrad.dw", dw_NK.T, some_x_RM, dy_MN.T)
