@@ -171,6 +171,8 @@ def _vector(
         out["rest"] = hexadecimal(hand.rest, format("fp32"))
     if c.center:
         out["mean"] = hexadecimal(np.array(hand.mean), format("fp32"))
+    if hand.kept is not None:
+        out["channels"], out["kept"] = list(hand.channels), hexadecimal(hand.kept, format("fp32"))
     if full:
         out["result"] = hexadecimal(hand.dequantize(), format("fp32"))
     return out, hand.dequantize()
@@ -237,6 +239,8 @@ OPTIONS: list[tuple[str, str, Vector, Vector]] = [
     ("nvfp4", "long", {"tensor_scale": 64}, {}),
     ("nvfp4", "normal", {"center": "tokens"}, {}),
     ("nvfp4", "normal", {"center": "tokens", "center_cast": "nvfp4"}, {}),
+    ("nvfp4", "normal", {"keep_channels": 0.1, "keep_cast": "mxfp8"}, {}),
+    ("e4m3", "wide", {"keep_channels": 0.1, "keep_cast": "bf16"}, {}),
     (
         "nvfp4",
         "normal",

@@ -11,7 +11,7 @@ import torch
 
 import narrowgauge as ng
 from narrowgauge.formats import RandomStream, decode, format
-from narrowgauge.nn.amax_history import AmaxHistory
+from narrowgauge.nn.histories import AmaxHistory
 from narrowgauge.quantization import (
     QuantContext,
     cast,
@@ -88,6 +88,9 @@ def test_codes_and_scales(name):
         assert torch.equal(q.tensor_scale.flatten(), numbers(v["tensor_scale"], "fp32"))
     if "mean" in v:
         assert torch.equal(q.mean.flatten(), numbers(v["mean"], "fp32"))
+    if "kept" in v:
+        assert q.channels.nonzero().flatten().tolist() == v["channels"]
+        assert torch.equal(q.kept.flatten(), numbers(v["kept"], "fp32"))
     if "result" in v:
         assert same(q.dequantize().flatten(), numbers(v["result"], "fp32"))
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from narrowgauge.data import open_data
 from narrowgauge.distributed import Mesh
-from narrowgauge.nn import DTYPES, Linear
+from narrowgauge.nn import DTYPES, Linear, recipe_tensors
 from narrowgauge.quantization import local_tensor, master_or_weight, shard_of, state_of
 from narrowgauge.training.config.config import make_config
 from narrowgauge.training.run.parallel_dims import parallel_dims_of
@@ -76,7 +76,9 @@ class Trained:
             3,
             d.separate_documents,
         )
-        self.told = {"steps": self.steps, "val": val, "state": self.trainer.state()}
+        kept = {n: t for n, t in recipe_tensors(self.trainer.model).items() if n.endswith(".chosen")}
+        chosen = {n: t.tolist() for n, t in kept.items()}
+        self.told = {"steps": self.steps, "val": val, "state": self.trainer.state(), "chosen": chosen}
 
     def parameters(self):
         return list(self.trainer.model.named_parameters())

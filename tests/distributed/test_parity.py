@@ -163,6 +163,27 @@ def test_keys_of_casts_mean_the_global_tensor(parity, layout):
     check(*parity(layout, "bf16", KEYS))
 
 
+# The choice is of the whole input of the first step, so it shows from the second on.
+CHANNELS = {"keep_channels": 0.1, "keep_cast": "mxfp8"}
+AGAIN = {"cast": "mxfp4", "rounding": "stochastic", "hadamard": 16}
+KEPT = {
+    "recipe.fprop.x": {"cast": "mxfp4", **CHANNELS, "keep_steps": 2, "keep_every": 3},
+    "recipe.fprop.w": {"cast": "nvfp4", **CHANNELS},
+    "recipe.wgrad.dy": {**AGAIN, "keep_cast": "mxfp8"},
+    "recipe.wgrad.x": {**AGAIN, "of": "fprop.x", **CHANNELS},
+}
+
+
+@pytest.mark.parametrize("layout", quick(["fsdp 2", "ddp 2", "tp 2", "cp 2", "pp 2"], "fsdp 2", "tp 2"))
+def test_kept_channels_are_those_of_the_global_tensor(parity, layout):
+    alone, everyone = parity(layout, "bf16", KEPT)
+    check(alone, everyone)
+    for told in everyone:
+        assert told["chosen"] == {n: t for n, t in alone["chosen"].items() if n in told["chosen"]}
+    assert {n for told in everyone for n in told["chosen"]} == set(alone["chosen"])
+    assert all(1 <= sum(chosen) <= len(chosen) / 8 for chosen in alone["chosen"].values())
+
+
 OF_BLOCKS = {
     "recipe.attention.v": {"cast": "nvfp4", "block": 8},
     "recipe.attention.do": {"cast": "nvfp4", "rounding": "stochastic"},

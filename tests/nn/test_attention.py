@@ -10,7 +10,7 @@ import narrowgauge as ng
 from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels.attention import document_mask
-from narrowgauge.nn import HeadShard
+from narrowgauge.nn import EqualShare
 from narrowgauge.nn.transformer import attention_function
 from narrowgauge.nn.transformer.attention_context import AttentionContext
 from narrowgauge.nn.transformer.attention_function import narrow_attention
@@ -182,10 +182,10 @@ def test_half_of_the_heads_draws_its_own_bits():
     }
     q, _, _, dy = tensors(torch.float32)
     everything = [q, q.flip(2), dy.flip(3), dy]  # as many heads of keys as of queries
-    whole = computed(*everything, None, AttentionContext(casts, HeadShard(), KEYS, FIRST))
+    whole = computed(*everything, None, AttentionContext(casts, EqualShare(), KEYS, FIRST))
     for index in range(2):
         half = [t.chunk(2, dim=1)[index] for t in everything]
-        got = computed(*half, None, AttentionContext(casts, HeadShard(index, 2), KEYS, FIRST))
+        got = computed(*half, None, AttentionContext(casts, EqualShare(index, 2), KEYS, FIRST))
         for ours, full in zip(got, whole, strict=True):
             assert torch.equal(ours, full.chunk(2, dim=1)[index])
 

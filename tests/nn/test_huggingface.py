@@ -16,7 +16,7 @@ from transformers import (
 from narrowgauge.nn import Linear, convert
 from narrowgauge.optim import AdamW
 from narrowgauge.recipes import recipe, recipe_names
-from nn.plain_recipes import PLAIN, follows_schedule
+from nn.plain_recipes import PLAIN, waits
 
 V, T = 67, 40
 IDS = torch.randint(V, (2, T), generator=torch.Generator().manual_seed(0))
@@ -115,9 +115,7 @@ def test_tied_heads_stay_tied(kind):
 PAIRS = [
     pytest.param(kind, name, marks=[] if (i + j) % 3 == 0 else [pytest.mark.slow])
     for i, kind in enumerate(MODELS)
-    for j, name in enumerate(
-        n for n in recipe_names() if not (follows_schedule(n) or recipe(n).narrows_attention)
-    )
+    for j, name in enumerate(n for n in recipe_names() if not (waits(n) or recipe(n).narrows_attention))
 ]
 
 

@@ -83,7 +83,7 @@ THOROUGH: dict[str, int | tuple[str, ...]] = {
     "formats/test_rounding.py::test_compiled_rounding_is_bit_identical": 0,
     "nn/test_own_loop.py::test_compiled": 0,
     "nn/test_compile.py::test_random_bits_go_on_without_compiling_anew": 0,
-    "nn/test_amax_history.py::test_steps_that_end_in_compiled_code": 0,
+    "nn/test_histories.py::test_steps_that_end_in_compiled_code": 0,
     # other formats and blocks of one choice
     "quantization/test_candidates.py::test_equals_the_oracle_bit_for_bit": 1,
     # test_time_obeys_its_ceilings plans, too

@@ -252,7 +252,7 @@ def _is_random(model: Transformer) -> bool:
 def _has_memory(recipe: Recipe) -> bool:
     """Whether what a recipe does depends on earlier steps."""
     casts = [*recipe.casts.values(), *(c for rule in recipe.rules for c in rule.casts.values())]
-    return any(cast.history or cast.refresh for cast in casts) or any(
+    return any(cast.history or cast.refresh or cast.keep_channels for cast in casts) or any(
         c.prescale for c in recipe.state.values() if c
     )
 

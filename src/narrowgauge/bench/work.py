@@ -24,7 +24,8 @@ import torch
 
 from narrowgauge.models import Transformer
 from narrowgauge.nn import DTYPES, Linear
-from narrowgauge.quantization import Cast
+from narrowgauge.quantization import Cast, kept_count
+from narrowgauge.quantization import cast as named_cast
 from narrowgauge.recipes import GEMM_PLACES, Recipe
 from narrowgauge.training import Config, estimate_memory
 from narrowgauge.training.step.build_model import build_model
@@ -149,6 +150,9 @@ def _add_products(
             pair = [cast for place, cast in casts.items() if place.startswith(gemm)]
             kind = _kind(pair, recipe.compute, native)
             work.gemms[Gemm(m, n, k, kind)] += passes
+            if gemm == "wgrad" and casts and casts["wgrad.dy"].keep_cast:
+                columns = kept_count(casts["wgrad.x"].keep_channels, K)
+                work.gemms[Gemm(N, columns, M, kind)] += passes
             if not native and any(_has_tensor_scale(cast) for cast in pair):
                 work.scaled_results += m * n * passes
         elements = {"x": M * K, "w": N * K, "dy": M * N}
@@ -168,9 +172,10 @@ def is_exact(cast: Cast) -> bool:
     """Whether an emulated operand has a dtype of 16 bits; else it, and its product, are in fp32.
 
     A scale of a block or row that is no power of two makes numbers that bf16 does not hold, and so does the
-    part that clamping took away.
+    part that clamping took away, and a tensor's scale beside channels in another cast.
     """
-    return (cast.block is None or cast.scale != "fp32" or cast.power_of_two) and not cast.compensate
+    is_apart = cast.compensate or (bool(cast.keep_channels) and _has_tensor_scale(cast))
+    return (cast.block is None or cast.scale != "fp32" or cast.power_of_two) and not is_apart
 
 
 def _has_tensor_scale(cast: Cast) -> bool:
@@ -195,8 +200,17 @@ def _add_operands(
         if (cast.ignores_axis and (tensor, cast) in made) or cast.name == source[tensor]:
             continue
         made.add((tensor, cast))
-        count = int(passes.get(gemm, times) * elements[tensor])
-        bits = cast.element.bits if native and cast.is_scaled else 8 * DTYPES[compute].itemsize
-        work.moved["casts"] += int(count * (DTYPES[source[tensor]].itemsize + bits / 8))
         axis = 0 if place in ("dgrad.w", "wgrad.dy", "wgrad.x") else -1
-        work.operands[Operand(cast, source[tensor], axis, cast.ignores_axis)] += count
+        for part, share in _parts(cast):
+            count = int(share * passes.get(gemm, times) * elements[tensor])
+            bits = part.element.bits if native and part.is_scaled else 8 * DTYPES[compute].itemsize
+            work.moved["casts"] += int(count * (DTYPES[source[tensor]].itemsize + bits / 8))
+            work.operands[Operand(part, source[tensor], axis, part.ignores_axis)] += count
+
+
+def _parts(cast: Cast) -> list[tuple[Cast, float]]:
+    """(cast, share of the elements) of what an operand is made of; `keep_cast` alone is a second operand."""
+    if not cast.keep_cast:
+        return [(cast, 1.0)]
+    kept = named_cast(cast.keep_cast)
+    return [(cast.of_the_rest, 1 - cast.keep_channels), (kept, cast.keep_channels or 1.0)]

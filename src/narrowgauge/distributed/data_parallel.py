@@ -22,7 +22,7 @@ import torch
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowgauge.collectives import Group, all_reduce_max_, broadcast_bytes
+from narrowgauge.collectives import Group, broadcast_bytes
 from narrowgauge.distributed.comm.grad_hooks import (
     all_reduce_gradient_states,
     quantize_fsdp_reduce,
@@ -30,7 +30,7 @@ from narrowgauge.distributed.comm.grad_hooks import (
 )
 from narrowgauge.distributed.fsdp import FP32, note_shards, quantized_fsdp
 from narrowgauge.errors import UserError
-from narrowgauge.nn.amax_history import AmaxHistory
+from narrowgauge.nn.histories import ChannelChoice, History, reduce_histories
 from narrowgauge.nn.linear import Linear
 from narrowgauge.quantization import GradientState, state_of, stored_tensor
 from narrowgauge.torch_compat import active_ddp, after_backward, ignore_in_ddp, tensors_in
@@ -59,7 +59,7 @@ def prepare_ddp(module: torch.nn.Module) -> torch.nn.Module:
     ignore_in_ddp(module, [*narrow, *_buffers_of_layers(module)])
     for gradient in _gradients(module).values():
         gradient.is_summed = True
-    if narrow or any(isinstance(m, AmaxHistory) for m in module.modules()):
+    if narrow or any(isinstance(m, History) for m in module.modules()):
         reduction = _Reduction()
         module.register_forward_pre_hook(reduction.before_forward)
         module.register_forward_hook(reduction.after_forward)
@@ -82,8 +82,14 @@ def fully_shard(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
 
     Raises:
         UserError: The weights of a recipe with narrow weights have no numbers yet (meta device), or are to be
-            sharded along another dimension than the first.
+            sharded along another dimension than the first; or layers keep channels, which each process would
+            choose by itself.
     """
+    if any(isinstance(m, ChannelChoice) for m in module.modules()):
+        raise UserError(
+            "keep_channels under narrowgauge.fully_shard: each process would choose other channels; train "
+            "with `narrowgauge train`, or under DistributedDataParallel with narrowgauge.prepare_ddp"
+        )
     if options.get("shard_placement_fn") is not None:
         raise UserError("narrowgauge.fully_shard shards the first dimension: leave out shard_placement_fn")
     for name, layer in _layers(module):
@@ -161,8 +167,7 @@ class _Reduction:
             all_reduce_gradient_states(list(narrow.values()), [wires[p] for p in narrow], self.group)
         for p, gradient in narrow.items():
             gradient.scale_by(torch.tensor(1 / self.group.size(), device=p.device))
-        amaxes = [m.amax for m in self.module.modules() if isinstance(m, AmaxHistory)]
-        all_reduce_max_(amaxes, self.group)
+        reduce_histories(self.module, self.group)
 
 
 def _gradients(module: torch.nn.Module) -> dict[torch.Tensor, GradientState]:

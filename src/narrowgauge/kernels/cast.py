@@ -9,9 +9,9 @@ Bytes for each element of a bf16 tensor, read and written (the reference makes a
     a scale a row, 128 x 128, or a tensor   2 more for that; none if its amax is cached (`amax_cache`)
     codes along both axes, from one read    1 more for the second
 
-The references compute tensors that several processes hold together, clamped outliers, tensors without their
-mean, blocks that fit no tile (48, 64 x 64), random bits that are not a `RandomStream`'s, tensors that are no
-matrices, and compiled code, whose compiler fuses these passes.
+The references compute tensors that several processes hold together, clamped outliers, channels that are kept
+in another cast, tensors without their mean, blocks that fit no tile (48, 64 x 64), random bits that are not a
+`RandomStream`'s, tensors that are no matrices, and compiled code, whose compiler fuses these passes.
 """
 
 import torch
@@ -51,7 +51,7 @@ def emulate(
 
 def _has_kernel(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:
     is_of_state = cast.expand or cast.codebook or cast.element.bits > 8
-    is_plain = not (cast.outliers or cast.compensate or cast.center)
+    is_plain = not (cast.outliers or cast.compensate or cast.center or cast.keep_channels)
     is_alone = context.shard is None and context.held is None
     return (
         x.ndim == 2

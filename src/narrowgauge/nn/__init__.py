@@ -3,17 +3,16 @@
 from narrowgauge.nn.convert import convert, discard_step, recipe_tensors, set_step, step
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.observer import Gauges, Observation, Observer
-from narrowgauge.nn.sharded.linear_shards import LinearShards, TokenShard
+from narrowgauge.nn.sharded.linear_shards import EqualShare, LinearShards
 from narrowgauge.nn.stateful_linear import DTYPES
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.nn.transformer.attention import NarrowAttention
-from narrowgauge.nn.transformer.piece_context import HeadShard
 from narrowgauge.nn.transformer.residual import NarrowResidual
 
 __all__ = [
     "DTYPES",
+    "EqualShare",
     "Gauges",
-    "HeadShard",
     "Linear",
     "LinearShards",
     "NarrowAttention",
@@ -21,7 +20,6 @@ __all__ = [
     "Observation",
     "Observer",
     "Stepped",
-    "TokenShard",
     "convert",
     "discard_step",
     "recipe_tensors",

@@ -13,7 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge.errors import UserError
 from narrowgauge.kernels.dropout import Dropout
-from narrowgauge.nn.amax_history import AmaxHistory
+from narrowgauge.nn.histories import History
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.loop_checks import leave_fast_path, refuse_wrapping
 from narrowgauge.nn.self_test import verified_backend
@@ -187,13 +187,14 @@ def discard_step(model: torch.nn.Module) -> None:
 def recipe_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The state of recipes that moves the trajectory, as `{"LAYER.PLACE.NAME": tensor}`.
 
-    It holds histories of delayed scales, scales of weights, masters and factors of pre-scaling. The tensors
-    are the model's own: copy into them to restore. A plain state dict does not hold them.
+    It holds histories of operands (delayed scales, kept channels), scales of weights, masters and factors of
+    pre-scaling. The tensors are the model's own: copy into them to restore. A plain state dict does not hold
+    them.
     """
-    owners: list[tuple[str, AmaxHistory | ParamState]] = []
+    owners: list[tuple[str, History | ParamState]] = []
     prescales: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
-        if isinstance(module, AmaxHistory):
+        if isinstance(module, History):
             owners.append((name, module))
         elif isinstance(module, Linear):
             if module.state_at_rest is not None:

@@ -14,13 +14,15 @@ import torch
 
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels import emulate, quantize
-from narrowgauge.nn.amax_history import HeldAmax
-from narrowgauge.nn.gemm import Operand
+from narrowgauge.nn.gemm import Operand, multiply
+from narrowgauge.nn.histories import AmaxHistory, ChannelChoice, HeldAmax
 from narrowgauge.nn.native import QuantizedOperand, quantized_operand
 from narrowgauge.nn.observer import Observation, Observer
 from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
 from narrowgauge.nn.step_state import StepState
-from narrowgauge.quantization import Cast, ParamState, QuantContext, TensorShard
+from narrowgauge.quantization import Cast, ParamState, QuantContext, TensorShard, kept_count, local_channels
+from narrowgauge.quantization import cast as named_cast
+from narrowgauge.recipes.kept_channels import CHOOSES, MEETS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,6 +130,7 @@ class GemmContext:
         cast, step, scale, held = self.layer.casts[place], self.step, None, None
         if cast.history or cast.refresh:
             history = step.histories[place]
+            assert isinstance(history, AmaxHistory)
             if isinstance(history, HeldAmax):
                 held = history.current()
             else:
@@ -135,7 +138,45 @@ class GemmContext:
             if step.is_training:
                 history.update(tensor)
         signs = step.signs(place, cast.hadamard) if cast.signs == "random" else None
-        return QuantContext(self.stream(tensor, place), signs, scale, self.shard(place), held)
+        channels = self.kept_channels(place) if cast.keep_channels else None
+        return QuantContext(self.stream(tensor, place), signs, scale, self.shard(place), held, channels)
+
+    def see_input(self, x_MK: torch.Tensor) -> None:
+        """Let the layer's choice of kept channels see its input, once a pass that a backward pass follows."""
+        choice = self.step.histories.get(CHOOSES)
+        is_wanted = self.step.is_training and self.layer.casts[CHOOSES].keep_channels
+        if is_wanted and isinstance(choice, ChannelChoice):
+            choice.update(x_MK, self.shard(CHOOSES))
+
+    def kept_channels(self, place: str) -> torch.Tensor:
+        """The channels that the layer keeps in another cast, of those that a place's tensor has."""
+        choice = self.step.histories[CHOOSES]
+        assert isinstance(choice, ChannelChoice)
+        return local_channels(choice.chosen, self.shard(place))
+
+    def with_kept(
+        self, dw_NK: torch.Tensor, dy_MN: torch.Tensor, x: Operand | QuantizedOperand, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The weight's gradient, its kept channels from operands in their cast.
+
+        There x is in that cast, too, and not transformed, so that it meets dy neither narrow nor transformed.
+
+        Args:
+            dw_NK: The product of wgrad's operands, changed in place.
+            dy_MN: The output gradient.
+            x: The operand of wgrad.x, as (K, M); a transform of the other channels may have lengthened M.
+            dtype: The dtype of products.
+        """
+        channels, cast = self.kept_channels("wgrad.x"), named_cast(self.layer.casts[MEETS].keep_cast)
+        dy = Operand(*emulate(dy_MN, cast, 0, self.layer.compute, QuantContext(shard=self.shard(MEETS))))
+        assert isinstance(x, Operand)  # such a product has no native scheme
+        shard = self.shard("wgrad.x")
+        everywhere = len(channels) if shard is None else shard.axes[-1].size
+        most = min(kept_count(self.layer.casts["wgrad.x"].keep_channels, everywhere), len(channels))
+        columns = channels.to(torch.int8).topk(most).indices  # with some that are not kept, where few are
+        kept = Operand(x.values[columns, : dy_MN.shape[0]], x.scale)
+        there = multiply(dy.transposed(), kept, dtype).to(dw_NK.dtype)
+        return dw_NK.index_copy_(1, columns, torch.where(channels[columns], there, dw_NK[:, columns]))
 
     def _elements(self, place: str, tensor: torch.Tensor) -> int:
         """The number of elements of the global tensor."""

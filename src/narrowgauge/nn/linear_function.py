@@ -11,6 +11,9 @@ operand is quantized again for the backward pass, from high precision, because i
 axis there; where they do not (one scale per tensor, square blocks), the same numbers are used twice. A recipe
 may say the same of any operand (`dgrad.w = "fprop.w"`): the numbers of the first product as they are, or
 rounded once more.
+
+Where x keeps some channels in another cast (`keep_channels`), so may w: y is the sum of a product of the kept
+channels and one of the others. Their columns of dw come from operands in that cast, dy's too (`with_kept`).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +36,7 @@ class _LinearFunction(torch.autograd.Function):
         ctx: Any, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None, context: GemmContext
     ) -> torch.Tensor:
         needs_dx, needs_dw, *_ = ctx.needs_input_grad
+        context.see_input(x_MK)
         # A gathered weight is gathered again for the backward pass, so that nothing of it is kept.
         ctx.reuses_w = context.reuses_w and not isinstance(w_NK, GatheredWeight)
         x = context.operand(x_MK, "fprop.x", -1, both=needs_dw and context.reuses_x)
@@ -88,7 +92,10 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x = context.again(x, "wgrad.x") if context.reuses_x else context.operand(x.values, "wgrad.x", 0)
         # A sum that lacks the tokens of other processes is not rounded before it is complete.
         is_complete = context.shard("wgrad.x") is None
-        dw_NK = multiply(dy, x, compute if is_complete else torch.float32)
+        dtype = compute if is_complete else torch.float32
+        dw_NK = multiply(dy, x, dtype)
+        if context.layer.casts["wgrad.dy"].keep_cast and context.layer.casts["wgrad.x"].keep_channels:
+            dw_NK = context.with_kept(dw_NK, dy_MN, x, dtype)
         if context.observer is not None:
             context.observer.product("wgrad.dw", dw_NK.T, some_x_RM, dy_MN.T)
         if w_cast.estimator_k:

@@ -11,8 +11,8 @@ from typing import Any, Self
 
 import torch
 
-from narrowgauge.nn.amax_history import AmaxHistory, history_of
 from narrowgauge.nn.gemm_context import LayerSpec
+from narrowgauge.nn.histories import History, history_of
 from narrowgauge.nn.loop_checks import count_steps, refuse_fsdp, require_own_numbers
 from narrowgauge.nn.observer import Observer
 from narrowgauge.nn.self_test import verified_backend
@@ -34,7 +34,7 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
         recipe: The recipe of this layer.
         index: The number of the layer among the model's, from which its random streams are named.
         spec: What the recipe and the device fix.
-        histories: The amax histories of the places with delayed scaling or held magnitudes.
+        histories: What places remember of earlier steps: amax histories, held magnitudes, chosen channels.
         state_at_rest: The state of the weight, if the weight or its gradient is narrow.
         shards: The sharding of the layer over processes.
         is_sharded: Whether FSDP has sharded the weight.
@@ -82,8 +82,8 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
         operands = [*recipe.casts.items(), *(item for rule in recipe.rules for item in rule.casts.items())]
         casts = [cast for _, cast in operands] + [cast for cast in recipe.state.values() if cast is not None]
         self.is_random = any(c.is_random or c.signs == "random" for c in casts)
-        histories = {place: history for place, cast in operands if (history := history_of(cast))}
-        self.histories: dict[str, AmaxHistory] = histories
+        histories = {place: history for place, cast in operands if (history := history_of(place, cast, k))}
+        self.histories: dict[str, History] = histories
         for place, history in self.histories.items():
             self.add_module(place.replace(".", "_"), history)
         self.register_buffer("keys", None, persistent=False)
@@ -163,7 +163,7 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Move to another device, and choose its backend; from the meta device, begin anew."""
-        blank = [history for history in self.histories.values() if history.amax.is_meta]
+        blank = [history for history in self.histories.values() if history.is_meta]
         is_blank = self.keys is not None and self.keys.is_meta
         super()._apply(fn, recurse)
         for history in blank:

@@ -18,7 +18,7 @@ import torch
 
 from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream, stream_key
-from narrowgauge.nn.amax_history import AmaxHistory
+from narrowgauge.nn.histories import History
 from narrowgauge.nn.observer import Observer
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe
 from narrowgauge.torch_compat import is_in_backward
@@ -40,13 +40,13 @@ class StepState:
     Attributes:
         keys: int32 [10, 2], the keys of the step's random streams (`stream_ids`); None if no cast is random.
         first_sample: The index in the global batch of the first sequence of this pass.
-        histories: The amax histories of the places with delayed scaling.
+        histories: What places remember of earlier steps.
         is_training: Whether a backward pass will follow, so that histories are updated.
     """
 
     keys: torch.Tensor | None = None
     first_sample: int | torch.Tensor = 0
-    histories: Mapping[str, AmaxHistory] = field(default_factory=dict)
+    histories: Mapping[str, History] = field(default_factory=dict)
     is_training: bool = False
 
     def operand_stream(self, place: str, elements_per_sample: int) -> RandomStream:

@@ -9,7 +9,13 @@ from narrowgauge.quantization.named_casts import (
     make_cast,
     state_cast_names,
 )
-from narrowgauge.quantization.outliers import clamp_outliers
+from narrowgauge.quantization.outliers import (
+    clamp_outliers,
+    kept_count,
+    largest_channels,
+    local_channels,
+    squared_norms,
+)
 from narrowgauge.quantization.quantize import QTensor, emulate, quantize, quantize_in_context
 from narrowgauge.quantization.rounding_gradient import estimator_slope
 from narrowgauge.quantization.sharding.shard import ShardAxis, TensorShard, full_axis
@@ -53,7 +59,10 @@ __all__ = [
     "gradient_of",
     "has_gradient",
     "is_cast_table",
+    "kept_count",
+    "largest_channels",
     "like_shard",
+    "local_channels",
     "local_part",
     "local_tensor",
     "make_cast",
@@ -62,6 +71,7 @@ __all__ = [
     "quantize",
     "quantize_in_context",
     "shard_of",
+    "squared_norms",
     "state_cast_names",
     "state_of",
     "stored_tensor",

@@ -49,6 +49,12 @@ class Cast:
         feedback: "momentum" puts what rounding takes from a weight that has no master into the first moment
             (ECO; `optim.feedback`); "" does not.
         of: The place whose numbers are taken in place of the tensor's, such as "fprop.w".
+        keep_channels: 0, or the share of channels (columns, as stored) that are held in `keep_cast`, those of
+            the largest norm; all others count as zero there, and they as zero here (`outliers`).
+        keep_cast: The name of their cast. Alone, in wgrad.dy: the cast in which the output gradient meets
+            the channels that wgrad.x keeps.
+        keep_steps: The steps whose numbers a layer's channels are chosen from.
+        keep_every: 0 chooses them once, n anew after n steps.
         block: (rows, columns) that share a scale, columns along the contraction axis; None = the full tensor.
         scale_rule: How the power of two of "e8m0" is chosen: "floor" | "ceil" | "even" | "rceil".
         rounding: A name of `formats.ROUNDINGS`.
@@ -87,6 +93,10 @@ class Cast:
     choose: str = ""
     feedback: str = ""
     of: str = ""
+    keep_channels: float = 0.0
+    keep_cast: str = ""
+    keep_steps: int = 1
+    keep_every: int = 0
     refresh: int = 0
     center: str = ""
     center_cast: str = ""
@@ -130,7 +140,7 @@ class Cast:
         """Whether the numbers are the same whichever axis is contracted (no block, or a square one)."""
         is_square = self.block is None or self.block[0] == self.block[1]
         is_square = is_square and not self.is_scaled_by_row
-        return is_square and not self.hadamard and not self.outliers
+        return is_square and not self.hadamard and not self.outliers and not self.keep_channels
 
     @property
     def has_scale_codes(self) -> bool:
@@ -178,6 +188,11 @@ class Cast:
         return replace(self, element=format(self.elements[1]), elements=(), choose="")
 
     @property
+    def of_the_rest(self) -> "Cast":
+        """The cast of the channels that are not kept in `keep_cast`."""
+        return replace(self, keep_channels=0.0, keep_cast="", keep_steps=1, keep_every=0)
+
+    @property
     def stretch(self) -> tuple[float, float]:
         """What numbers of the second of `elements` are multiplied by before they are rounded, and after."""
         first, second = (format(name).max for name in self.elements)
@@ -197,9 +212,3 @@ class Cast:
             return self.power_of_two
         bits, scale_bits = self.element.fraction_bits + 1, format(self.scale).mantissa_bits + 1
         return bits + (scale_bits if scale_bits > 1 else 0) <= 8
-
-    @property
-    def bits_per_element(self) -> float:
-        """Bits of a stored element and its share of a block's scale; scales of rows and tensors are few."""
-        elements = self.block[0] * self.block[1] if self.block else 0
-        return self.element.bits + (format(self.scale).bits / elements if elements else 0)

@@ -41,6 +41,7 @@ def require_valid(cast: Any) -> None:
         *_rules_of_scales(cast),
         *_rules_of_candidates(cast),
         *_rules_of_elements(cast),
+        *_rules_of_channels(cast),
         *_rules(cast),
     ):
         if not is_right:
@@ -208,6 +209,33 @@ def _rules_of_elements(cast: Any) -> Rules:
             "which one a block has is the sign of its scale, so scales must be e4m3, without correct",
         ),
         ("elements", block is not None and block[1] != 0, "they need blocks of a fixed size, such as 16"),
+    ]
+
+
+def _rules_of_channels(cast: Any) -> Rules:
+    """The same of channels that are kept in another cast."""
+    if not (cast.keep_channels or cast.keep_cast or cast.keep_steps != 1 or cast.keep_every):
+        return []
+    remembers = cast.history or cast.refresh or cast.outliers or cast.estimator_k
+    clock = "without keep_channels there is nothing to choose; leave it out"
+    return [
+        ("keep_channels", 0 <= cast.keep_channels < 1, "it is a share of channels, above 0 and below 1"),
+        ("keep_channels", not cast.keep_channels or cast.keep_cast, "their cast is missing; add keep_cast"),
+        ("keep_cast", cast.is_scaled, "the cast itself is wide; leave the key out"),
+        (
+            "keep_channels",
+            not (cast.keep_channels and remembers),
+            "histories, outliers and estimators are of the whole tensor; leave out history, refresh, "
+            "outliers and estimator_k",
+        ),
+        ("keep_steps", cast.keep_steps >= 1, "it is a number of steps, one or more"),
+        ("keep_steps", cast.keep_steps == 1 or cast.keep_channels, clock),
+        ("keep_every", not cast.keep_every or cast.keep_channels, clock),
+        (
+            "keep_every",
+            not cast.keep_every or cast.keep_every >= cast.keep_steps,
+            "it is a number of steps, at least keep_steps",
+        ),
     ]
 
 

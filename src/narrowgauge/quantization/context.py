@@ -4,6 +4,7 @@
     signs    the diagonal of a Hadamard transform whose signs are drawn anew in each step
     scale    an encoding scale that is known beforehand, in place of the one of the tensor at hand
     held     the largest magnitude of the tensor some steps ago, in place of its own
+    channels the channels that are kept in another cast, in place of its own choice
     shard    the position of a local tensor in a global one that several processes hold together
 
 Most tensors need none of them (`DEFAULT_CONTEXT`). Blocks, scales and random bits are laid on the global
@@ -34,6 +35,8 @@ class QuantContext:
             devices share). None takes it from the tensor.
         held: 0-dim float32, the largest magnitude of the tensor in place of its own, under a tensor scale
             that is held for some steps; 0 or None takes its own.
+        channels: bool, for each channel of the local tensor whether the cast keeps it apart; None takes
+            those of the tensor's own largest norms.
         shard: The position of the tensor in a global one. All processes that hold it quantize at one time.
     """
 
@@ -42,6 +45,7 @@ class QuantContext:
     scale: torch.Tensor | None = None
     shard: TensorShard | None = None
     held: torch.Tensor | None = None
+    channels: torch.Tensor | None = None
 
     def local(self) -> "QuantContext":
         """The same context for the local tensor by itself: other processes are not asked."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.formats import format
+from narrowgauge.formats import Format, format
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.cast_rules import ROUNDED_SCALES
 
@@ -83,6 +83,7 @@ KEYS: Mapping[str, Any] = {
     **dict.fromkeys(("scale_rounding", "zero_scale", "history_algorithm", "codebook"), str),
     **dict.fromkeys(("hadamard", "random_bits", "history", "margin", "refresh"), int),
     **dict.fromkeys(("headroom", "scale_target", "outliers", "estimator_k", "estimator_cap"), int | float),
+    **{"keep_channels": int | float, "keep_cast": str, "keep_steps": int, "keep_every": int},
     **dict.fromkeys(("power_of_two", "compensate", "expand", "prescale", "split"), bool),
     **dict.fromkeys(("choose", "of", "center", "center_cast", "correct", "feedback"), str),
     "tensor_scale": str | int,
@@ -164,6 +165,8 @@ def _fields(table: Table, base: Cast | None = None) -> dict[str, Any]:
             f"cast key center_cast = {fields['center_cast']!r}, but it must be a cast with scales; leave the "
             "key out for a mean in the precision of the tensor"
         )
+    if kept := fields.get("keep_cast"):
+        _require_wider(kept, fields["element"] if base is None else fields.get("element", base.element))
     if base is None and "scale" not in fields and fields["element"].bits <= 8:
         fields["scale"] = "fp32"
     if "scale" in fields:
@@ -171,6 +174,16 @@ def _fields(table: Table, base: Cast | None = None) -> dict[str, Any]:
         if fields["scale"] not in ROUNDED_SCALES:
             fields.setdefault("tensor_scale", "none")
     return fields
+
+
+def _require_wider(kept: str, element: Format) -> None:
+    """Refuse a cast for channels apart that is not wider than the cast of the rest."""
+    is_wider = element.bits > 8 or cast(kept).element.bits > element.bits  # a wide cast is refused as such
+    if cast(kept).is_for_state or not is_wider:
+        raise UserError(
+            f"cast key keep_cast = {kept!r}, but it must be a cast for operands that is wider than "
+            f"{element.name}, such as bf16"
+        )
 
 
 def _block(value: Any) -> tuple[int, int] | None:

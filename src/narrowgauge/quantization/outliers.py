@@ -1,16 +1,28 @@
-"""Outliers clamped before quantization, for FP4 (arXiv 2501.17116).
+"""Outliers apart from the rest: single elements (FP4, arXiv 2501.17116), or whole channels (TetraJet-v2).
 
-A few elements of an activation are much larger than the rest and cost all others their resolution. x is
-clamped to its own quantiles 1 - a and a; the small part is quantized, and what was cut off, a sparse tensor,
-is multiplied in high precision (`compensate`):
+**Elements.** A few elements of an activation are much larger than the rest and cost all others their
+resolution. x is clamped to its own quantiles 1 - a and a; the small part is quantized, and what was cut off,
+a sparse tensor, is multiplied in high precision (`compensate`):
 
     x = clamp(x) + rest            x @ w  ~  Q(clamp(x)) @ Q(w) + rest @ Q(w)
+
+**Channels.** Where outliers stay in the same few columns of an activation, these columns C are held in a
+wider cast P (`keep_channels`, arXiv 2510.27527):
+
+    x = x_C + x_R       x_C: the other columns are zeros; x_R: those of C are
+    operand             P(x_C) in the columns of C, Q(x_R) in all others
+
+Blocks and scales of either cast are those of the full tensor with its zeros, so that no process that holds
+some columns has to know the others. If x and w are split alike, y = x w^T is the sum of a product in Q and
+one in P. C is the share of columns with the largest sums of squares over all rows; of equals, the first.
 """
 
 import torch
 
+from narrowgauge.collectives import all_reduce_sum
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
+from narrowgauge.quantization.sharding.shard import TensorShard
 
 
 def clamp_outliers(x: torch.Tensor, quantile: float, context: QuantContext = DEFAULT_CONTEXT) -> torch.Tensor:
@@ -30,6 +42,53 @@ def clamp_outliers(x: torch.Tensor, quantile: float, context: QuantContext = DEF
 def clamped(x: torch.Tensor, cast: Cast, context: QuantContext) -> torch.Tensor:
     """The tensor without its outliers, if the cast clamps them."""
     return clamp_outliers(x, cast.outliers, context) if cast.outliers else x
+
+
+def squared_norms(x: torch.Tensor, shard: TensorShard | None = None) -> torch.Tensor:
+    """The sum of squares of each channel (last dimension) of the global tensor: this process's part, float64.
+
+    The order of a float64 sum over processes decides between two channels by the rarest chance only. A
+    channel that is not finite counts as nothing: it breaks its own blocks.
+    """
+    sums = x.detach().double().square().flatten(0, -2).sum(0)
+    sums = torch.where(sums.isfinite(), sums, 0.0)
+    if shard is None or not shard.axes[-1].groups:
+        return sums
+    columns = shard.axes[-1]
+    return sums.new_zeros(columns.size).index_copy(0, columns.global_indices.to(x.device), sums)
+
+
+def kept_count(share: float, channels: int) -> int:
+    """How many of so many channels are kept."""
+    return max(1, round(share * channels))
+
+
+def largest_channels(norms: torch.Tensor, share: float) -> torch.Tensor:
+    """Which channels are kept, bool, by norms of all of them; none if all are 0."""
+    order = torch.sort(norms, descending=True, stable=True).indices[: kept_count(share, len(norms))]
+    chosen = torch.zeros_like(norms, dtype=torch.bool).index_fill(0, order, True)
+    return chosen & (norms > 0)
+
+
+def kept_channels(x: torch.Tensor, cast: Cast, context: QuantContext) -> torch.Tensor:
+    """Which channels of a local tensor are kept, bool: the given ones, else those of its global tensor."""
+    if context.channels is not None:
+        return context.channels
+    shard = context.shard
+    norms = all_reduce_sum(squared_norms(x, shard), [] if shard is None else shard.groups)
+    return local_channels(largest_channels(norms, cast.keep_channels), shard)
+
+
+def local_channels(channels: torch.Tensor, shard: TensorShard | None) -> torch.Tensor:
+    """The part of a row of all channels that a local tensor has."""
+    if shard is None or not shard.axes[-1].groups:
+        return channels
+    return channels[shard.axes[-1].global_indices.to(channels.device)]
+
+
+def parted(x: torch.Tensor, channels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the tensor without the kept channels, the tensor with nothing else)."""
+    return torch.where(channels, 0.0, x), torch.where(channels, x, 0.0)
 
 
 def _ranked(x: torch.Tensor, *ranks: int) -> list[torch.Tensor]:

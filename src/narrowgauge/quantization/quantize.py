@@ -19,7 +19,7 @@ from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.hadamard import transformed
 from narrowgauge.quantization.named_casts import cast as named_cast
 from narrowgauge.quantization.named_casts import make_cast
-from narrowgauge.quantization.outliers import clamped
+from narrowgauge.quantization.outliers import clamped, kept_channels, parted
 from narrowgauge.quantization.scale_and_round import (
     Epilogue,
     round_blocks,
@@ -44,6 +44,9 @@ class QTensor:
         mean: What was taken away before (`center`), float32, to be added to the numbers; else None.
         second: bool, for each block whether its codes are of the second of the cast's elements, which the
             sign bit of its scale's code says, too; None if there is one element only.
+        channels: bool, for each channel whether it is kept in another cast (`keep_channels`); codes and
+            scales are those of the rest, with zeros there. None if all are in one.
+        kept: float32, the numbers of kept channels in their cast, zeros elsewhere; else None.
     """
 
     codes: torch.Tensor
@@ -54,12 +57,17 @@ class QTensor:
     blocks: Blocks
     mean: torch.Tensor | None = None
     second: torch.Tensor | None = None
+    channels: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The numbers that are stored, computed in float32 and converted to `dtype`."""
         scale = self.blocks.align(self.scales) if self.scales.ndim else self.scales
         numbers = self._numbers(scale) * self._above()
-        return (numbers if self.mean is None else numbers + self.mean).to(dtype)
+        numbers = numbers if self.mean is None else numbers + self.mean
+        if self.channels is not None and self.kept is not None:
+            numbers = torch.where(self.channels, self.kept, numbers)
+        return numbers.to(dtype)
 
     def operand(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The operand and scale that `emulate` gives."""
@@ -127,6 +135,10 @@ def quantize(
 def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantContext) -> QTensor:
     """`quantize` under a context: given signs, a given scale, or as the shard of a global tensor."""
     require_codes(cast)
+    if cast.keep_channels:
+        channels, rest, kept = _apart(x.detach(), cast, axis, torch.float32, context)
+        q = quantize_in_context(rest, cast.of_the_rest, axis, context)
+        return replace(q, cast=cast, channels=channels, kept=_as_long(kept, q.codes.shape))
     x, mean = centered(x.detach(), cast, axis, context)
     x = clamped(transformed(x, cast, axis, context), cast, context)
     blocks, context = blocks_of(x.shape, cast, axis), context.drawn_for(x, cast)
@@ -170,11 +182,16 @@ def emulate(
     Every product of an element and a block scale of FP8 x 2^k or FP4 x E4M3 is exact in bf16. The fp32 scale
     of a full tensor is not, so it is returned separately, to be applied to the GEMM's result. Blocks whose
     products have more bits (other fp32 scales, bf16 scales, fp32 scales of rows above) come out in float32,
-    and so does a tensor whose outliers or mean are added again.
+    and so does a tensor whose outliers or mean are added again, or some of whose channels are apart.
 
     Returns:
         The operand, in the GEMM's `dtype` where that is exact, and a 0-dim float32 scale or None for 1.
     """
+    if cast.keep_channels:
+        channels, rest, kept = _apart(x, cast, axis, dtype, context)
+        values, scale = emulate(rest, cast.of_the_rest, axis, dtype, context)
+        values = values if scale is None else values.float() * scale
+        return torch.where(channels, _as_long(kept, values.shape), values), None
     x, mean = centered(x, cast, axis, context)
     unclamped = transformed(x, cast, axis, context)
     x = clamped(unclamped, cast, context)
@@ -201,6 +218,25 @@ def emulate(
         operand = operand + mean
     # What was clamped away is added again; in float32, as a difference of bf16 is not exact.
     return (operand.add_(unclamped.float() - x.float()) if cast.compensate else operand), None
+
+
+def _apart(
+    x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype, context: QuantContext
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(which channels are kept, the tensor without them, the numbers of these alone in their cast)."""
+    channels = kept_channels(x, cast, context)
+    rest, alone = parted(x, channels)
+    plain = QuantContext(shard=context.shard)
+    kept, scale = emulate(alone, named_cast(cast.keep_cast), axis, dtype, plain)
+    return channels, rest, kept if scale is None else kept.float() * scale
+
+
+def _as_long(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The tensor with zeros where a transform has lengthened the other part."""
+    missing = [longer - n for longer, n in zip(shape, x.shape, strict=True)]
+    if not any(missing):
+        return x
+    return torch.nn.functional.pad(x, [n for extra in reversed(missing) for n in (0, extra)])
 
 
 def centered(

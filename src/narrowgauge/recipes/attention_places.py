@@ -36,6 +36,8 @@ ATTENTION_PRODUCTS: Mapping[str, tuple[str, str]] = {
 #: What a rule gives the layers that it keeps out: everything in `compute`.
 ALL_WIDE: Mapping[str, Cast | None] = dict.fromkeys(ATTENTION_PLACES, None)
 STREAM = "stream"
+# Keys of casts that only operands of linear layers have.
+OF_LAYERS = ("history", "refresh", "center", "outliers", "estimator_k", "of", "keep_channels", "keep_cast")
 
 
 def attention_casts(place: str, cast: Cast) -> dict[str, Cast]:
@@ -47,7 +49,7 @@ def attention_casts(place: str, cast: Cast) -> dict[str, Cast]:
     places = ATTENTION_PLACES if place == ATTENTION else (place,)
     if place not in (ATTENTION, *ATTENTION_PLACES):
         raise unknown("recipe place", place, (ATTENTION, *ATTENTION_PLACES))
-    for key in ("history", "refresh", "center", "outliers", "estimator_k", "of"):
+    for key in OF_LAYERS:
         _refuse(place, cast, key, "attention takes every scale from the tensor at hand, as it comes")
     if cast.signs == "random":
         raise UserError(
@@ -64,7 +66,7 @@ def stream_cast(cast: Cast) -> Cast:
     Raises:
         UserError: The stream cannot have it.
     """
-    for key in ("history", "refresh", "center", "outliers", "estimator_k", "of", "hadamard"):
+    for key in (*OF_LAYERS, "hadamard"):
         _refuse(STREAM, cast, key, "the stream is read as it is by every layer after")
     _refuse_state(STREAM, cast)
     return cast

@@ -63,7 +63,7 @@ class Scheme:
             and elements <= self.elements
             and elements != {"e5m2"}
             and not (a.compensate or b.compensate or a.of or b.of or a.center or b.center)
-            and not (a.elements or b.elements)
+            and not (a.elements or b.elements or a.keep_cast or b.keep_cast)
         )
 
     def needs(self, device: Device) -> str:

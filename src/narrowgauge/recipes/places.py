@@ -46,10 +46,12 @@ def recipe_fields(
         if place == "saved":
             fields[place] = value if isinstance(value, str) and value in SAVED else cast_in(place, value)
             kept = fields[place]
-            if isinstance(kept, Cast) and (kept.center or kept.refresh or kept.of or kept.elements):
+            if isinstance(kept, Cast) and (
+                kept.center or kept.refresh or kept.of or kept.elements or kept.keep_cast
+            ):
                 raise UserError(
-                    "recipe place 'saved': center, refresh, of and a choice between elements are for "
-                    "operands; remove them"
+                    "recipe place 'saved': center, refresh, of, keep_channels and a choice between elements "
+                    "are for operands; remove them"
                 )
         elif place == "offload":
             fields[place] = offload_from(value)
@@ -147,6 +149,11 @@ def require_state(state: Mapping[str, Cast | None], where: str) -> None:
             raise UserError(
                 f"{where}: refresh in place {place!r}, but it belongs to operands; remove the key"
             )
+        if cast.keep_cast:
+            raise UserError(
+                f"{where}: keep_channels in place {place!r}, but it belongs to operands of a product; remove "
+                "the key"
+            )
         if cast.center:
             raise UserError(f"{where}: center in place {place!r}, but state has no tokens; remove the key")
         if cast.is_scaled_by_row:
@@ -214,6 +221,11 @@ def require_saved(saved: str | Cast, x: Cast, where: str) -> None:
         raise UserError(
             f"{where}: saved = 'operand', but fprop.x is transformed or without its outliers or mean, so its "
             "numbers are not the tensor's; save 'input', or a cast"
+        )
+    if saved == "operand" and x.keep_channels:
+        raise UserError(
+            f"{where}: saved = 'operand', but channels of fprop.x are in two casts, whose codes are not "
+            "kept; save 'input', or a cast"
         )
     if saved == "operand" and x.elements:
         raise UserError(

@@ -24,6 +24,7 @@ from narrowgauge.recipes.attention_places import (
     is_wide,
     require_attention,
 )
+from narrowgauge.recipes.kept_channels import require_channels
 from narrowgauge.recipes.places import (
     FP32,
     GEMM_PLACES,
@@ -80,9 +81,14 @@ class Recipe:
         require_products(self.casts, where)
         require_reuse(self.casts, self.saved, where)
         require_attention(self.attention, where)
+        inputs = [c["fprop.x"] for c in (self.casts, *(r.casts for r in self.rules)) if "fprop.x" in c]
+        require_channels(self.casts, inputs, where)
         for number, rule in enumerate(self.rules, start=1):
             require_products({**self.casts, **rule.casts}, f"{where}, rule {number}")
             require_reuse({**self.casts, **rule.casts}, self.saved, f"{where}, rule {number}")
+            casts = {**self.casts, **rule.casts}
+            require_channels(casts, inputs, f"{where}, rule {number}")
+            require_saved(self.saved, casts["fprop.x"], f"{where}, rule {number}")
             require_attention({**self.attention, **rule.attention}, f"{where}, rule {number}")
             require_state({**self.state, **rule.state}, f"{where}, rule {number}")
         require_saved(self.saved, self.casts["fprop.x"], where)

@@ -46,6 +46,7 @@ _SHIPPED = (
     "quartet",
     "quartet2",
     "tetrajet2",
+    "tetrajet2-outliers",
 )
 
 

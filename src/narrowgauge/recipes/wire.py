@@ -59,7 +59,7 @@ def require_gather(cast: Cast, operands: Sequence[Cast], weight: Cast | None, wh
 def require_reduce(cast: Cast, where: str) -> None:
     """Refuse to add up gradients in numbers that cannot be added without being scaled again."""
     plain = not (cast.hadamard or cast.outliers or cast.history or cast.estimator_k or cast.split)
-    plain = plain and cast.headroom == 1 and not cast.of and not cast.feedback
+    plain = plain and cast.headroom == 1 and not (cast.of or cast.feedback or cast.keep_cast)
     scaled = cast.scale == "fp32" and cast.block is None and cast.element.bits == 8 and not cast.codebook
     if not plain or cast.rounding != "nearest-even" or not (scaled or cast.name in WIDE):
         raise UserError(
@@ -79,6 +79,6 @@ def _keeps_products(cast: Cast, operands: Sequence[Cast]) -> bool:
     if cast.name == "fp32":
         return True
     depends = cast.history or cast.hadamard or cast.outliers or cast.estimator_k or cast.block is not None
-    depends = depends or cast.headroom != 1
+    depends = depends or cast.headroom != 1 or bool(cast.keep_cast)
     exact = cast.rounding == "nearest-even" and (cast.scale == "fp32" or not cast.is_scaled)
     return exact and not depends and all(c == cast for c in operands)

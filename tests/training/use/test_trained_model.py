@@ -65,6 +65,7 @@ def test_the_weights_are_those_of_the_checkpoint(train):
 TOKENWISE = {"fp32", "bf16", "fp16", "bf16-sr", "eco", "fp8-row", "fp8-row-hp", "fp8-block", "quartet"}
 TOKENWISE |= {"mxfp8", "mxfp8-2d", "bf16-fwd-mxfp8-bwd", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp4", "mxint8"}
 TOKENWISE |= {"mxfp8-fwd-nvfp4-bwd", "mxfp4-amd", "nvfp4-row", "nvfp4-row-fwd-mxfp8-bwd", "tetrajet2"}
+TOKENWISE |= {"tetrajet2-outliers"}
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -18,7 +18,7 @@ from narrowgauge.distributed.mesh import ParallelDims
 from narrowgauge.distributed.parallel.tensor_parallel import COLUMN_SHARDED, row_sizes, shard_sizes
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig
-from narrowgauge.nn import TokenShard
+from narrowgauge.nn import EqualShare
 from narrowgauge.optim.optimizer import SMALLEST_NARROW
 from narrowgauge.quantization import Cast, ShardAxis, full_axis
 from narrowgauge.recipes import Recipe
@@ -123,7 +123,7 @@ def _tokens(length: int, sequences: int, degrees: dict[str, int]) -> ShardedDime
     count = prod(degrees.values())
     if count == 1:
         return _full(sequences * length, "tokens")
-    axes = (TokenShard(index, count, ()).axis(sequences, length // count) for index in range(count))
+    axes = (EqualShare(index, count, ()).axis(sequences, length // count) for index in range(count))
     return ShardedDimension("tokens", tuple(axes), degrees)
 
 

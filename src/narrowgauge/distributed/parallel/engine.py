@@ -2,7 +2,7 @@
 
 gradients over `data`      summed by DDP or FSDP2, during the backward pass
 gradients over `tensor`    summed here for replicated weights, as the ranks of `tensor` see other tokens
-amax histories             reduced here, all layers in one collective
+histories of operands      reduced here, all layers in one collective of each kind
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowgauge.collectives import all_reduce_flat, all_reduce_max_, all_reduce_values, gather_objects
+from narrowgauge.collectives import all_reduce_flat, all_reduce_values, gather_objects
 from narrowgauge.data import Batch
 from narrowgauge.distributed.comm.grad_hooks import all_reduce_gradient_states, wire_formats
 from narrowgauge.distributed.fsdp import renew_gather_scales
@@ -25,7 +25,7 @@ from narrowgauge.distributed.pipeline_stage import MicroBatch, StageInput
 from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.distributed.simulate.fake_pipeline import FakePipeline
 from narrowgauge.models import Transformer, objective_of
-from narrowgauge.nn.amax_history import AmaxHistory
+from narrowgauge.nn.histories import reduce_histories
 from narrowgauge.optim import ModelGroup, Optimizer
 from narrowgauge.quantization import local_tensor, plain_gradient, state_of
 from narrowgauge.torch_compat import overflow_flags
@@ -131,7 +131,7 @@ class Engine:
 
     @torch.no_grad()
     def finish_backward(self) -> None:
-        """Reduce the gradients and amax histories that neither DDP nor FSDP reduces."""
+        """Reduce the gradients and histories that neither DDP nor FSDP reduces."""
         if self.mesh.is_alone:
             return
         self._reduce_gradient_states()
@@ -141,9 +141,7 @@ class Engine:
         if self.mesh.first_last_group is not None and self.model.config.tied_head:
             gradient = plain_gradient(self.model.embedding.weight)
             all_reduce_flat([] if gradient is None else [local_tensor(gradient)], self.mesh.first_last_group)
-        amaxes = [m.amax for m in self.model.modules() if isinstance(m, AmaxHistory)]
-        if amaxes:
-            all_reduce_max_(amaxes, self.mesh.group("stage"))
+        reduce_histories(self.model, self.mesh.group("stage"))
 
     def _reduce_gradient_states(self) -> None:
         """Sum gradients at rest: replicated ones over `tensor`, and over `data` all that FSDP does not."""

@@ -32,12 +32,11 @@ from narrowgauge.distributed.parallel.sequence_parallel import (
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig, Transformer
 from narrowgauge.nn import (
-    HeadShard,
+    EqualShare,
     Linear,
     LinearShards,
     NarrowAttention,
     NarrowResidual,
-    TokenShard,
 )
 from narrowgauge.quantization import ShardAxis, TensorShard, ensure_state, full_axis, state_of
 
@@ -73,7 +72,7 @@ def check_tensor_parallel(model: ModelConfig, sequence_length: int, parallel_dim
 def shard_blocks(model: Transformer, mesh: Mesh) -> None:
     """Shard a converted model on the meta device over `tensor` and `context`, in place."""
     groups = mesh.groups("context")
-    tokens = TokenShard(mesh.index("context"), mesh.size("context"), groups) if groups else None
+    tokens = EqualShare(mesh.index("context"), mesh.size("context"), groups) if groups else None
     model.share = (
         mesh.index("context") * mesh.size("tensor") + mesh.index("tensor"),
         mesh.size("sequence"),
@@ -83,22 +82,22 @@ def shard_blocks(model: Transformer, mesh: Mesh) -> None:
             _shard_block(block, model, mesh, tokens)
     groups = mesh.groups("context", "tensor")
     if isinstance(model.head, Linear) and groups:
-        model.head.shards = LinearShards(TokenShard(*model.share, groups))
+        model.head.shards = LinearShards(EqualShare(*model.share, groups))
     for module in model.modules():
         if isinstance(module, NarrowResidual) and groups:
-            module.tokens = TokenShard(*model.share, groups)
+            module.tokens = EqualShare(*model.share, groups)
     for _, parameter in model.named_parameters():
         if state_of(parameter).shard is None:
             ensure_state(parameter).shard = TensorShard(tuple(full_axis(n) for n in parameter.shape))
 
 
-def _shard_block(block: Any, model: Transformer, mesh: Mesh, tokens: TokenShard | None) -> None:
+def _shard_block(block: Any, model: Transformer, mesh: Mesh, tokens: EqualShare | None) -> None:
     block.share = model.share
     # Heads are divided over `tensor`, and those of a process of it over `context`.
     index = mesh.index("tensor") * mesh.size("context") + mesh.index("context")
     block.heads_share = (index, mesh.size("sequence"))
     if isinstance(block.attention, NarrowAttention):
-        block.attention.shard = HeadShard(index, mesh.size("sequence"), mesh.groups("context", "tensor"))
+        block.attention.shard = EqualShare(index, mesh.size("sequence"), mesh.groups("context", "tensor"))
     if tokens is not None:
         block.to_heads = partial(all_to_all_heads, group=tokens.groups[0])
         block.to_tokens = partial(all_to_all_tokens, group=tokens.groups[0])
@@ -140,7 +139,7 @@ def _axis(sizes: list[int], mesh: Mesh) -> ShardAxis:
     return shard_sizes(sizes, mesh.index("tensor"), mesh.size("tensor"), mesh.groups("tensor"))
 
 
-def _shard_rows(layer: object, sizes: list[int], mesh: Mesh, tokens: TokenShard | None) -> None:
+def _shard_rows(layer: object, sizes: list[int], mesh: Mesh, tokens: EqualShare | None) -> None:
     assert isinstance(layer, Linear)
     rows = _axis(sizes, mesh)
     layer.shards = LinearShards(
@@ -152,7 +151,7 @@ def _shard_rows(layer: object, sizes: list[int], mesh: Mesh, tokens: TokenShard 
         layer.bias = _empty_parameter(TensorShard((rows,)))
 
 
-def _shard_columns(layer: object, mesh: Mesh, tokens: TokenShard | None) -> None:
+def _shard_columns(layer: object, mesh: Mesh, tokens: EqualShare | None) -> None:
     assert isinstance(layer, Linear)
     columns = _axis([layer.in_features], mesh)
     layer.shards = LinearShards(

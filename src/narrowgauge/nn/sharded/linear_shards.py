@@ -20,8 +20,8 @@ Exchange = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class TokenShard:
-    """One of `count` equal shares of each sequence's tokens.
+class EqualShare:
+    """One of `count` equal shares of what several processes hold: of each sequence's tokens, or of all heads.
 
     Attributes:
         index: the number of the share.
@@ -29,9 +29,9 @@ class TokenShard:
         groups: the process groups that hold the other shares.
     """
 
-    index: int
-    count: int
-    groups: tuple[dist.ProcessGroup, ...]
+    index: int = 0
+    count: int = 1
+    groups: tuple[dist.ProcessGroup, ...] = ()
 
     def axis(self, samples: int, local: int) -> ShardAxis:
         """The axis of the tokens of `samples` concatenated sequences; `local` of each are on this rank."""
@@ -52,7 +52,7 @@ class LinearShards:
         after: makes the layer's output, still without bias, from the result of the products.
     """
 
-    tokens: TokenShard | None = None
+    tokens: EqualShare | None = None
     inputs: ShardAxis | None = None
     outputs: ShardAxis | None = None
     before: Exchange | None = None

@@ -14,10 +14,10 @@ from narrowgauge.kernels.attention import Attention
 from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.nn.linear_function import autocast_disabled
 from narrowgauge.nn.observer import Observer
+from narrowgauge.nn.sharded.linear_shards import EqualShare
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.nn.transformer.attention_context import AttentionContext
 from narrowgauge.nn.transformer.attention_function import narrow_attention
-from narrowgauge.nn.transformer.piece_context import HeadShard
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import ATTENTION_PRODUCTS, Recipe, is_wide
 
@@ -45,7 +45,7 @@ class NarrowAttention(Stepped, Attention):
         torch.nn.Module.__init__(self)
         self.recipe, self.index = recipe, index
         self.casts: Mapping[str, Cast | None] = dict(recipe.attention)
-        self.shard = HeadShard()
+        self.shard = EqualShare()
         self.observer: Observer | None = None
         everything = [*recipe.attention.values(), *(c for r in recipe.rules for c in r.attention.values())]
         self.is_random = any(cast is not None and cast.is_random for cast in everything)

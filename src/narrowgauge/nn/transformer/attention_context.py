@@ -24,7 +24,8 @@ from narrowgauge.formats import RandomStream, torch_dtype
 from narrowgauge.kernels import emulate as emulate_matrix
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.observer import Observation, Observer
-from narrowgauge.nn.transformer.piece_context import HeadShard, PieceContext, largest_of, needs_largest
+from narrowgauge.nn.sharded.linear_shards import EqualShare
+from narrowgauge.nn.transformer.piece_context import PieceContext, largest_of, needs_largest
 from narrowgauge.quantization import Cast, QuantContext, emulate
 from narrowgauge.recipes import ATTENTION_PRODUCTS, GRADIENT_PLACES
 
@@ -57,7 +58,7 @@ class AttentionContext:
     """
 
     casts: Mapping[str, Cast | None]
-    shard: HeadShard = field(default_factory=HeadShard)
+    shard: EqualShare = field(default_factory=EqualShare)
     keys: torch.Tensor | None = None
     first_sample: int | torch.Tensor = 0
     observer: Observer | None = None

@@ -10,28 +10,12 @@ global tensor [B, all heads, rows, columns] of the step.
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from narrowgauge.formats import Randomness, RandomStream
 from narrowgauge.quantization import Cast, QuantContext
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.hadamard import transformed
 from narrowgauge.quantization.scale_and_round import block_amax
-
-
-@dataclass(frozen=True)
-class HeadShard:
-    """The heads of this process: one of `count` equal shares of all heads.
-
-    Attributes:
-        index: The number of the share.
-        count: The number of shares.
-        groups: The process groups that hold the other shares.
-    """
-
-    index: int = 0
-    count: int = 1
-    groups: tuple[dist.ProcessGroup, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,7 @@ from narrowgauge.kernels import emulate
 from narrowgauge.kernels.residual import Residual
 from narrowgauge.nn.linear_function import autocast_disabled
 from narrowgauge.nn.observer import Observation, Observer
-from narrowgauge.nn.sharded.linear_shards import TokenShard
+from narrowgauge.nn.sharded.linear_shards import EqualShare
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.quantization import Cast, QuantContext, TensorShard, full_axis
 from narrowgauge.recipes import Recipe
@@ -62,7 +62,7 @@ class NarrowResidual(Stepped, Residual):
         self.recipe, self.index, self.cast = recipe, index, recipe.stream
         dtype = None if self.cast.is_scaled else torch_dtype(self.cast.element)
         self.dtype = dtype
-        self.tokens: TokenShard | None = None
+        self.tokens: EqualShare | None = None
         self.observer: Observer | None = None
         self.is_random = self.cast.is_random
         self.keys = self.first_sample = None

@@ -25,7 +25,8 @@ With a, the largest magnitudes of the blocks:
     histogram    magnitudes before and after, in units of the scale: `histogram.py`; narrow formats only
 
 If a cast transforms a tensor (Hadamard), x is the transformed tensor. Clamped outliers belong to x. If a cast
-takes the mean over tokens away (`center`), x and y are without it.
+takes the mean over tokens away (`center`), x and y are without it. Channels that are kept in another cast
+count in nonfinite, zeros, underflow and all that is made of sums; the rest is of the other channels.
 Squares of small numbers underflow in float32, so x and y are multiplied by a power of two first, which is
 exact. `gauge` turns a tensor into one vector, without waiting for a GPU; `figures` turns the vector into the
 numbers above.
@@ -44,7 +45,7 @@ from narrowgauge.quantization.chunks import chunks
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.gauges.histogram import WIDTH, counts, histogram
 from narrowgauge.quantization.hadamard import transformed
-from narrowgauge.quantization.outliers import clamped
+from narrowgauge.quantization.outliers import clamped, kept_channels, parted
 from narrowgauge.quantization.quantize import centered
 from narrowgauge.quantization.scale_and_round import block_amax, scales_of
 from narrowgauge.quantization.state.quantized_state import QuantizedState
@@ -79,6 +80,8 @@ def gauge_operand(
     if not cast.is_scaled:
         return gauge(x, seen, blocks_of(x.shape, cast, axis), None, cast.element.max, cast.element)
     context = context.local()
+    if cast.keep_channels:
+        return _gauge_parts(x, seen, cast, axis, context)
     rest, mean = centered(x, cast, axis, context)
     seen = seen if mean is None else seen.float() - mean
     x = transformed(rest, cast, axis, context)
@@ -86,6 +89,21 @@ def gauge_operand(
     scales = scales_of(blocks.split(clamped(x, cast, context)), blocks, cast, axis, context)
     scale = scales.block if scales.tensor is None else scales.block * scales.tensor
     return gauge(x, seen, blocks, scale, cast.element.max, cast.element)
+
+
+def _gauge_parts(
+    x: torch.Tensor, seen: torch.Tensor, cast: Cast, axis: int, context: QuantContext
+) -> torch.Tensor:
+    """The vector of a tensor with kept channels: that of the others, and the sums of both."""
+    channels = kept_channels(x, cast, context)
+    (rest, alone), (seen_rest, seen_alone) = parted(x, channels), parted(seen, channels)
+    vector = gauge_operand(rest, seen_rest, cast.of_the_rest, axis, context)
+    seen_alone = seen_alone[tuple(slice(0, n) for n in x.shape)]  # less what a transform has lengthened
+    factor = vector[_HEAD.index("factor")].float()
+    sums = _sums(alone, seen_alone, None, factor, clips=False, is_same=False)
+    sums[1:3] -= x.numel()  # each part has zeros in the place of the other
+    vector[len(_HEAD) - len(_SUMS) : len(_HEAD)] += sums
+    return vector
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ from narrowgauge.formats.oracle import FP32, code_of, fl, round_magnitude, round
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.named_casts import cast as named_cast
 from narrowgauge.quantization.oracle.candidates import error_of_block
+from narrowgauge.quantization.oracle.channels import largest_channels, parted
 from narrowgauge.quantization.oracle.mean import less_mean, token_mean
 from narrowgauge.quantization.oracle.projection import corrected_scales
 from narrowgauge.quantization.oracle.scales import LARGEST, scales_of_block
@@ -44,6 +45,7 @@ def reference_quantize(
     dtype: str = "fp32",
     scale_draws: np.ndarray | None = None,
     held: float = 0.0,
+    channels: Sequence[int] | None = None,
 ) -> ReferenceTensor:
     """Quantize an array of numbers.
 
@@ -56,6 +58,7 @@ def reference_quantize(
         encode_scale: An encoding scale in place of the one of the tensor (delayed scaling).
         scale_draws: The 24 random bits of each block's scale, if scales are rounded stochastically.
         held: The largest magnitude of the tensor in place of its own, if it is held (not 0).
+        channels: The channels that are kept in another cast, in place of those with the largest norms.
         dtype: The dtype of x, to which the transform's result is rounded: "fp32" or "bf16".
 
     Returns:
@@ -64,8 +67,28 @@ def reference_quantize(
     Raises:
         ValueError: A transform whose sums float32 could not hold exactly, so that they would depend on order.
     """
-    axis %= max(x.ndim, 1)
-    x, mean = _centered(x.astype(np.float64), cast, dtype)
+    axis, x = axis % max(x.ndim, 1), x.astype(np.float64)
+    if not cast.keep_channels:
+        return _quantized(x, cast, axis, draws, signs, encode_scale, dtype, scale_draws, held)
+    apart = largest_channels(x, cast.keep_channels) if channels is None else tuple(channels)
+    rest, alone = parted(x, apart)
+    found = _quantized(rest, cast.of_the_rest, axis, draws, signs, encode_scale, dtype, scale_draws, held)
+    return _with_kept(found, alone, apart, cast, axis, dtype)
+
+
+def _quantized(
+    x: np.ndarray,
+    cast: Cast,
+    axis: int,
+    draws: np.ndarray | None,
+    signs: Sequence[int],
+    encode_scale: float | None,
+    dtype: str,
+    scale_draws: np.ndarray | None,
+    held: float,
+) -> ReferenceTensor:
+    """`reference_quantize` of float64 numbers that are all in one cast."""
+    x, mean = _centered(x, cast, dtype)
     if cast.hadamard:
         named = cast.signs if not isinstance(cast.signs, str) and cast.signs else signs
         x = transform(x, cast.hadamard, axis, named, dtype)
@@ -96,6 +119,19 @@ def reference_quantize(
     rest = x - clamped if cast.outliers else np.zeros_like(x)
     back = fl(Fraction(cast.stretch[1])) if cast.elements else Fraction(1)
     return ReferenceTensor(values, codes, scales, tensor_scales, rest, mean, frozenset(second), back)
+
+
+def _with_kept(
+    rest: ReferenceTensor, alone: np.ndarray, channels: Index, cast: Cast, axis: int, dtype: str
+) -> ReferenceTensor:
+    """What was quantized of the rest, and the channels that are kept apart in their own cast."""
+    kept_cast = named_cast(cast.keep_cast)
+    if kept_cast.is_scaled:
+        kept = reference_quantize(alone, kept_cast, axis, dtype=dtype).dequantize()
+    else:
+        kept = np.vectorize(lambda v: round_scalar(v, kept_cast.element), otypes=[np.float64])(alone)
+    missing = [(0, longer - n) for longer, n in zip(rest.values.shape, kept.shape, strict=True)]
+    return replace(rest, channels=channels, kept=np.pad(kept, missing))
 
 
 def _codes(

@@ -25,6 +25,8 @@ class ReferenceTensor:
         mean: The mean over tokens that was taken away before.
         second: The blocks that have the second of the cast's elements, by the index of their first number.
         back: What numbers of the second element are multiplied by.
+        channels: The channels that are kept in another cast.
+        kept: Their numbers in that cast, zeros elsewhere.
     """
 
     values: np.ndarray
@@ -35,6 +37,8 @@ class ReferenceTensor:
     mean: np.ndarray | float = 0.0
     second: frozenset[Index] = frozenset()
     back: Fraction = Fraction(1)
+    channels: tuple[int, ...] = ()
+    kept: np.ndarray | None = None
 
     @property
     def tensor_scale(self) -> float:
@@ -48,6 +52,9 @@ class ReferenceTensor:
         starts = [sorted({corner[dim] for corner in self.scales}) for dim in range(self.values.ndim)]
         out = np.zeros_like(self.values)
         for i in np.ndindex(self.values.shape):
+            if self.kept is not None and i[-1] in self.channels:
+                out[i] = self.kept[i]
+                continue
             block = tuple(at[bisect_right(at, k) - 1] for at, k in zip(starts, i, strict=True))
             scale = self.scales[block]
             if not math.isfinite(scale):

@@ -5,6 +5,7 @@ widened together where they are one thing:
 
     the same numbers     both products see one tensor in one cast, so the gauges read it once (`fprop.w`)
     one transform        a Hadamard transform drops out of a product only if both operands have it
+    kept channels        one product of both in their other cast (`keep_cast`)
 
 State at rest (`weight`, `master`, `grad`, `m`, `v`) is widened to fp32: it is read, changed and written again
 in each step, and what a cast loses there is lost in all later steps.
@@ -67,6 +68,6 @@ def places_with(recipe: Recipe, place: str) -> tuple[str, ...]:
             if (is_same or cast.of) and {later, earlier} & found:
                 found |= {later, earlier}
         for a, b in zip(GEMM_PLACES[::2], GEMM_PLACES[1::2], strict=True):
-            if casts[a].hadamard and {a, b} & found:
+            if (casts[a].hadamard or (casts[a].keep_cast and casts[b].keep_cast)) and {a, b} & found:
                 found |= {a, b}
     return tuple(p for p in GEMM_PLACES if p in found)

@@ -16,6 +16,7 @@ from narrowgauge.kernels import choose_products
 from narrowgauge.models import Transformer
 from narrowgauge.models.sizes import name_of
 from narrowgauge.nn import Linear, NarrowAttention, NarrowResidual
+from narrowgauge.quantization import cast as named_cast
 from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.monitor.hardware import choose_device, use_device
 from narrowgauge.training.monitor.products import products_of
@@ -77,8 +78,10 @@ class TrainedRun:
                 return False
             if isinstance(module, Linear):
                 cast = module.spec.casts["fprop.x"]
-                scales_per_token = not cast.is_scaled or (
-                    cast.tensor_scale != "tensor" and (cast.block or (0,))[0] == 1
+                parts = [cast, *([named_cast(cast.keep_cast)] if cast.keep_cast else [])]
+                scales_per_token = all(
+                    not c.is_scaled or (c.tensor_scale != "tensor" and (c.block or (0,))[0] == 1)
+                    for c in parts
                 )
                 if not scales_per_token or cast.outliers or cast.center or cast.is_random:
                     return False

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from narrowgauge.nn import Linear, convert, recipe_tensors, set_step
-from narrowgauge.nn.amax_history import AmaxHistory
+from narrowgauge.nn.histories import AmaxHistory
 from narrowgauge.quantization import make_cast
 from narrowgauge.recipes import parse_recipe, recipe
 

@@ -1,0 +1,224 @@
+"""What operands remember of earlier steps: largest magnitudes, and the channels that a layer keeps apart.
+
+**Delayed scaling**: a tensor's scale comes from the largest magnitudes it had in the last steps.
+The tensor can then be quantized in one pass, without waiting for its own maximum. As in TransformerEngine
+(recipe DelayedScaling): after a step with largest magnitude a, the history of `length` entries is shifted by
+one and a put in, and
+
+    scale = (max * 2^-margin) / amax      amax: the largest of the history, or its newest entry
+
+The scale stays as it was where that amax is 0. Before the first step it is 1. Several forward passes within a
+step (accumulation, recomputation) count as one, by their largest magnitude. A magnitude that is not finite is
+left out: its tensor is NaN anyway (`quantize`), and the guard skips the step.
+
+**Held magnitudes**: a `HeldAmax` keeps less (`refresh` = n): the largest magnitude that the tensor had in a
+step, which its tensor scale comes from in the n - 1 steps after it. In the step itself, and before any, each
+tensor has its own.
+
+**Kept channels** (`keep_channels`, TetraJet-v2): a `ChannelChoice` sums the squares of each channel of a
+layer's input over `keep_steps` steps, over all tokens of all processes. After each of these steps the
+channels with the largest sums are chosen, for every operand of the layer that keeps any. Then the choice
+stands: for good, or until `keep_every` steps have passed since the sums began. Before the first step is over,
+nothing is kept. Passes that are computed twice count twice, for all channels alike.
+
+These are the only state of operands that moves the trajectory: `tensors` is what a checkpoint has to hold.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from narrowgauge.collectives import Group, all_reduce_flat, all_reduce_max_
+from narrowgauge.formats import Format
+from narrowgauge.kernels.amax_cache import amax_of
+from narrowgauge.quantization import Cast, TensorShard, largest_channels, squared_norms
+from narrowgauge.recipes.kept_channels import CHOOSES
+
+FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+class History(torch.nn.Module):
+    """What is remembered of one tensor, in buffers that are no part of a state dict."""
+
+    def __init__(self, cast: Cast) -> None:
+        super().__init__()
+        self.cast = cast
+        self.reset("cpu")
+
+    def reset(self, device: torch.device | str) -> None:
+        """Go back to the state before the first step, on a device."""
+        raise NotImplementedError
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The state by name; the tensors themselves, no copies."""
+        raise NotImplementedError
+
+    def discard_step(self) -> None:
+        """Forget what was seen in this step: its end then changes nothing."""
+        raise NotImplementedError
+
+    def end_step(self) -> None:
+        """Take in what was seen in this step."""
+        raise NotImplementedError
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether the state has no memory yet."""
+        return any(tensor.is_meta for tensor in self.tensors().values())
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "History":
+        """Move to another device, but keep the dtypes when the model's changes."""
+        originals = self.tensors()
+        super()._apply(fn, recurse)
+        for name, tensor in self.tensors().items():
+            if tensor.dtype != originals[name].dtype:
+                setattr(self, name, originals[name].to(tensor.device))
+        return self
+
+
+class AmaxHistory(History):
+    """The largest magnitudes of one tensor."""
+
+    amax: torch.Tensor
+    entries: torch.Tensor
+    scale: torch.Tensor
+
+    def reset(self, device: torch.device | str) -> None:
+        """Go back to the state before the first step, on a device."""
+        self.register_buffer("amax", torch.zeros((), device=device), persistent=False)
+        self.register_buffer("entries", torch.zeros(self.cast.history, device=device), persistent=False)
+        self.register_buffer("scale", torch.ones((), device=device), persistent=False)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The state by name; the tensors themselves, no copies."""
+        return {"amax": self.amax, "entries": self.entries, "scale": self.scale}
+
+    @torch.no_grad()
+    def update(self, x: torch.Tensor) -> None:
+        """Include a tensor in the largest magnitude of the current step."""
+        if x.numel():
+            amax = amax_of(x)
+            torch.maximum(self.amax, torch.where(amax.isfinite(), amax, 0.0), out=self.amax)
+
+    def discard_step(self) -> None:
+        """Forget what was seen in this step: its end then changes nothing."""
+        self.amax.zero_()
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """Put the step's largest magnitude into the history, and renew the scale.
+
+        No branch depends on a tensor's value: no compiled graph could hold it, and a GPU would wait for it.
+        """
+        has_amax = self.amax > 0  # else there was no tensor, or only zeros
+        entries = torch.cat((self.entries[1:], self.amax[None]))
+        self.entries.copy_(torch.where(has_amax, entries, self.entries))
+        self.amax.zero_()
+        amax = self.entries.max() if self.cast.history_algorithm == "max" else self.entries[-1]
+        self.scale.copy_(torch.where(has_amax, _scale(amax, self.cast.element, self.cast.margin), self.scale))
+
+
+class HeldAmax(AmaxHistory):
+    """The largest magnitude of one tensor, taken once in `refresh` steps and held in between."""
+
+    held: torch.Tensor
+    age: torch.Tensor
+
+    def reset(self, device: torch.device | str) -> None:
+        """Go back to the state before the first step, on a device."""
+        for name in ("amax", "held", "age"):
+            self.register_buffer(name, torch.zeros((), device=device), persistent=False)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The state by name: the magnitude, and the number of steps since it was taken."""
+        return {"amax": self.amax, "held": self.held, "age": self.age}
+
+    def current(self) -> torch.Tensor:
+        """The magnitude that is held in this step; 0 if each tensor has its own."""
+        return torch.where(self.age == 0, 0.0, self.held)
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """Hold the step's largest magnitude, if it is the step to take it; no branch depends on a value."""
+        has_amax = self.amax > 0  # else there was no tensor, or only zeros
+        self.held.copy_(torch.where(has_amax & (self.age == 0), self.amax, self.held))
+        self.age.copy_(torch.where(has_amax, (self.age + 1) % self.cast.refresh, self.age))
+        self.amax.zero_()
+
+
+class ChannelChoice(History):
+    """The channels that a layer keeps in another cast: those of its input with the largest norms."""
+
+    squares: torch.Tensor
+    sums: torch.Tensor
+    chosen: torch.Tensor
+    age: torch.Tensor
+
+    def __init__(self, cast: Cast, channels: int) -> None:
+        """Begin without a choice; `channels` are those of the full layer, also where a process has few."""
+        self.channels = channels
+        super().__init__(cast)
+
+    def reset(self, device: torch.device | str) -> None:
+        """Go back to the state before the first step, on a device."""
+        for name in ("squares", "sums"):
+            zeros = torch.zeros(self.channels, dtype=torch.float64, device=device)
+            self.register_buffer(name, zeros, persistent=False)
+        none = torch.zeros(self.channels, dtype=torch.bool, device=device)
+        self.register_buffer("chosen", none, persistent=False)
+        self.register_buffer("age", torch.zeros((), device=device), persistent=False)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The state by name: squares of this step, their sums over steps, the choice, its age in steps."""
+        return {"squares": self.squares, "sums": self.sums, "chosen": self.chosen, "age": self.age}
+
+    @torch.no_grad()
+    def update(self, x: torch.Tensor, shard: TensorShard | None) -> None:
+        """Add a part of the layer's input to the squares of the current step."""
+        if x.numel():
+            self.squares.add_(squared_norms(x, shard))
+
+    def discard_step(self) -> None:
+        """Forget what was seen in this step: its end then changes nothing."""
+        self.squares.zero_()
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """Choose, if the step is one of those to choose from; no branch depends on a value."""
+        steps, every = self.cast.keep_steps, self.cast.keep_every
+        has_input = (self.squares > 0).any()  # else there was no step, or only zeros
+        counts = has_input & (self.age < steps)
+        sums = torch.where(self.age == 0, 0.0, self.sums) + self.squares
+        self.sums.copy_(torch.where(counts, sums, self.sums))
+        chosen = largest_channels(self.sums, self.cast.keep_channels)
+        self.chosen.copy_(torch.where(counts, chosen, self.chosen))
+        older = (self.age + 1) % every if every else (self.age + 1).clamp(max=steps)
+        self.age.copy_(torch.where(has_input, older, self.age))
+        self.squares.zero_()
+
+
+def reduce_histories(module: torch.nn.Module, group: Group) -> None:
+    """Make what the histories of a module have seen in this step that of all processes of a group."""
+    histories = [m for m in module.modules() if isinstance(m, History)]
+    all_reduce_max_([h.amax for h in histories if isinstance(h, AmaxHistory)], group)
+    all_reduce_flat([h.squares for h in histories if isinstance(h, ChannelChoice)], group)
+
+
+def history_of(place: str, cast: Cast, channels: int) -> History | None:
+    """The history that the cast of a place needs, in its first state; None if it needs none.
+
+    Args:
+        place: The place; of those that keep channels, CHOOSES chooses for all.
+        cast: The cast.
+        channels: The channels of the full layer.
+    """
+    if cast.keep_channels:
+        return ChannelChoice(cast, channels) if place == CHOOSES else None
+    if cast.refresh:
+        return HeldAmax(cast)
+    return AmaxHistory(cast) if cast.history else None
+
+
+def _scale(amax: torch.Tensor, element: Format, margin: int) -> torch.Tensor:
+    """fl(max * 2^-margin / amax), at most the largest float, for a positive amax."""
+    return (torch.full_like(amax, element.max * 2.0**-margin) / amax).clamp(max=FLOAT_MAX)
