@@ -228,11 +228,23 @@ def one_process(folder):
         "layers": layers("nvfp4"),
         "narrow": losses("nvfp4"),
         "converter": converted("nvfp4"),
+        "mxfp8": losses("mxfp8"),
+        "compiled": losses("mxfp8", compile__enable=True, compile__backend="aot_eager"),
         "in bf16": losses("nvfp4", training__mixed_precision_param="bfloat16"),
         "narrow weights": refusal("msamp-o2"),
         "only the layers": refusal("nvfp4", only_linear=True),
         "stateless needs no more": refusal("mxfp8", only_linear=True),
         "no such layer": refusal("mxfp8", keep=["w9"]),
+    }
+
+
+def two_processes():
+    """Both kinds of data parallelism, beside one process with all sequences, and what is refused."""
+    replicas = {"parallelism__data_parallel_replicate_degree": 2}
+    return {
+        "sharded": beside_own_loop("nvfp4", parts=2),
+        "replicated": beside_own_loop("fp8-delayed", **replicas),
+        "tensor parallel": refusal("mxfp8", parallelism__tensor_parallel_degree=2),
     }
 
 

@@ -1,4 +1,4 @@
-"""torchtitan's own trainer under a recipe, on a CPU (`torchtitan_on_cpu.py` says what is replaced for that)."""
+"""torchtitan's own trainer under a recipe, on a CPU (`torchtitan_on_cpu.py` says what is replaced)."""
 
 import pytest
 
@@ -32,6 +32,7 @@ def test_one_process(torchrun, tmp_path):
     blocks = {name for name in found["layers"] if name.startswith("layers.2.")}
     assert wide == blocks | {"lm_head"}
     assert found["converter"] == found["narrow"]
+    assert found["compiled"] == found["mxfp8"]
     assert found["in bf16"] == pytest.approx(found["narrow"], rel=0.02)
     assert "(fp8, mxfp8, nvfp4, coat and others)" in found["narrow weights"]
     assert is_on_page(found["only the layers"])
@@ -39,11 +40,13 @@ def test_one_process(torchrun, tmp_path):
     assert "matches no linear layer" in found["no such layer"]
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "fp8-delayed"])
-def test_two_processes_under_fsdp(torchrun, recipe):
-    """They train as one with both batches: random bits and delayed scales are those of the whole batch."""
-    for mine, alone in torchrun(2, "jobs_torchtitan.beside_own_loop", recipe=recipe):
-        assert mine == pytest.approx(alone, rel=1e-3)
+def test_two_processes(torchrun):
+    """They train as one with all sequences: random bits and delayed scales are those of the whole batch."""
+    for found in torchrun(2, "jobs_torchtitan.two_processes"):
+        for how in ("sharded", "replicated"):
+            mine, alone = found[how]
+            assert mine == pytest.approx(alone, rel=1e-3)
+        assert "set it to 1 and take data_parallel_shard_degree" in found["tensor parallel"]
 
 
 def test_the_program_of_the_page(torchrun):

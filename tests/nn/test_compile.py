@@ -13,6 +13,7 @@ import torch
 from narrowgauge.nn import Linear, convert, set_step
 from narrowgauge.recipes import recipe
 from nn.plain_recipes import PLAIN
+from support.quick import quick
 
 # Both come from torch's own tracing and compiling.
 pytestmark = [
@@ -52,7 +53,7 @@ def gradients(model, run, seed):
     return [loss.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", quick(PLAIN, "fp32", "bf16", "mxfp4", "fp8"))
 def test_a_traced_model_is_the_eager_one_bit_for_bit(name):
     eager, model = make(name), make(name)
     expected = outcomes(eager, eager)

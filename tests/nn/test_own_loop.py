@@ -184,7 +184,7 @@ def test_adapters(name):
 @row("PEFT: `get_peft_model` with LoRA", "nvfp4", "msamp-o3")
 @pytest.mark.filterwarnings("ignore")  # of PEFT's
 def test_peft(name):
-    """Adapters are wide and train, what is frozen stays; saved alone, they go onto another converted model."""
+    """Adapters are wide and train, what is frozen stays; saved alone, they go onto another model."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     config = peft.LoraConfig(target_modules=["0", "2"], r=4)
     m = model(name)

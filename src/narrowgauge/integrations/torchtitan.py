@@ -77,7 +77,7 @@ class NarrowLinear(Linear, TitanLinear):  # type: ignore[misc, unused-ignore]
         self._set_keys(0, 0, 0)
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Let torchtitan distribute the layer over data-parallel processes and pipeline stages.
+        """Let torchtitan distribute the layer over data-parallel processes.
 
         Raises:
             UserError: Blocks of numbers would be laid on parts of a tensor.
@@ -86,8 +86,8 @@ class NarrowLinear(Linear, TitanLinear):  # type: ignore[misc, unused-ignore]
             if degree > 1:
                 raise UserError(
                     f"parallelism.{name}_parallel_degree is {degree}, and a recipe's blocks would be laid on "
-                    "parts of the tensors there: set it to 1 and take data_parallel_shard_degree, "
-                    "data_parallel_replicate_degree or pipeline_parallel_degree"
+                    "parts of the tensors there: set it to 1 and take data_parallel_shard_degree or "
+                    "data_parallel_replicate_degree"
                 )
         super().parallelize(parallel_dims)
 
