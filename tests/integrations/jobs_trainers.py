@@ -66,7 +66,7 @@ def lightning(recipe, folder):
             self.losses.append(loss.item())
             return loss
 
-    kwargs = {"strategy": "ddp", "devices": dist_world()}
+    kwargs = {"strategy": "ddp", "devices": dist_world(), "use_distributed_sampler": False}
     whole, first, again = Model(recipe), Model(recipe), Model(recipe, seed=1)
     fit(whole, recipe, folder, **kwargs)
     fit(first, recipe, folder, steps=3, **kwargs).save_checkpoint(f"{folder}/three.ckpt")

@@ -46,4 +46,5 @@ def test_fabric_as_one_process_with_all_sequences(torchrun, recipe):
     found = torchrun(2, "jobs_trainers.fabric", recipe=recipe)
     losses = [loss for pair in zip(*(each["losses"] for each in found), strict=True) for loss in pair]
     assert all(each["same"] for each in found)
-    assert losses == pytest.approx(found[0]["alone"], rel=2e-3)
+    tolerance = 1e-2 if recipe == "msamp-o3" else 2e-3  # its gradients are rounded in each sum
+    assert losses == pytest.approx(found[0]["alone"], rel=tolerance)
