@@ -10,6 +10,7 @@ from support.markdown import blocks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "trainers.md").read_text(encoding="utf-8")
 NEEDED = {"transformers": ("transformers", "accelerate"), "lightning": ("lightning",), "torchao": ()}
+ELSEWHERE = {"torchtitan"}  # under torchrun, in test_torchtitan.py
 PROGRAMS = {re.findall(r"narrowgauge\.integrations\.(\w+)", text)[0]: text for text in blocks(PAGE, "python")}
 
 
@@ -27,5 +28,5 @@ def test_a_program_learns(name, tmp_path, monkeypatch):
 
 
 def test_each_program_has_at_most_thirty_lines():
-    assert PROGRAMS.keys() == NEEDED.keys()
+    assert PROGRAMS.keys() == NEEDED.keys() | ELSEWHERE
     assert all(len(text.splitlines()) <= 30 for text in PROGRAMS.values())

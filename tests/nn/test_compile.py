@@ -12,6 +12,8 @@ import torch
 
 from narrowgauge.nn import Linear, convert, set_step
 from narrowgauge.recipes import recipe
+from nn.plain_recipes import PLAIN
+from support.quick import quick
 
 # Both come from torch's own tracing and compiling.
 pytestmark = [
@@ -51,11 +53,7 @@ def gradients(model, run, seed):
     return [loss.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
 
 
-@pytest.mark.parametrize(
-    "name",
-    # The layers of fp8 and nvfp4 are traced in test_snr.py; nvfp4's model below, in four steps.
-    ["fp32", "bf16", "mxfp4", *(pytest.param(n, marks=pytest.mark.slow) for n in ("fp8", "nvfp4"))],
-)
+@pytest.mark.parametrize("name", quick(PLAIN, "fp32", "bf16", "mxfp4", "fp8"))
 def test_a_traced_model_is_the_eager_one_bit_for_bit(name):
     eager, model = make(name), make(name)
     expected = outcomes(eager, eager)

@@ -181,6 +181,40 @@ def test_adapters(name):
     assert_same({key: m.state_dict()[key.replace(".", ".base_layer.")] for key in before}, before)
 
 
+@row("PEFT: `get_peft_model` with LoRA", "nvfp4", "msamp-o3")
+@pytest.mark.filterwarnings("ignore")  # of PEFT's
+def test_peft(name):
+    """Adapters are wide and train, what is frozen stays; saved alone, they go onto another model."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    config = peft.LoraConfig(target_modules=["0", "2"], r=4)
+    m = model(name)
+    before = numbers_of(m)
+    adapted = peft.get_peft_model(m, config)
+    trained = {n: p for n, p in adapted.named_parameters() if p.requires_grad}
+    assert trained
+    assert all("lora_" in n and p.dtype == torch.float32 for n, p in trained.items())
+    assert type(adapted.base_model.model[0].base_layer) is ng.nn.Linear
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+    losses = []
+    for step in range(1, 9):
+        ng.set_step(adapted, 0, step, 0)
+        loss = adapted(batch()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.95 * losses[0]
+    other = peft.get_peft_model(model(name), config)
+    peft.set_peft_model_state_dict(other, peft.get_peft_model_state_dict(adapted))
+    if name == "fp8-delayed":  # whose scales a plain state does not hold
+        ng.load_state_dict(other, None, ng.state_dict(adapted))
+    with torch.no_grad():
+        for each in (adapted, other):
+            ng.set_step(each, 0, 9, 0)
+        assert torch.equal(adapted.eval()(batch()), other.eval()(batch()))
+    assert_same(numbers_of(adapted.unload()), before)
+
+
 @row("`GradScaler`")
 def test_a_scaled_loss(name):
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

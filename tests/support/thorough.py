@@ -40,6 +40,14 @@ THOROUGH: dict[str, int | tuple[str, ...]] = {
     "faults/test_elastic.py::test_the_state_is_the_same_bits_on_any_number_of_ranks": 0,
     "faults/test_data.py::test_a_malformed_line_is_named_or_set_aside": 0,
     "faults/test_numerics.py::test_one_bad_step_and_two_hundred_good_ones": 0,
+    # a trainer in processes of its own; the plugs' other tests, and ranks of distributed/, show its parts
+    "integrations/test_two_processes.py::test_trainer": 0,
+    "integrations/test_two_processes.py::test_trainer_with_fsdp2_is_refused": 0,
+    "integrations/test_two_processes.py::test_lightning": 0,
+    "integrations/test_two_processes.py::test_fabric_as_one_process_with_all_sequences": 0,
+    "integrations/test_torchtitan.py::test_one_process": 0,
+    "integrations/test_torchtitan.py::test_two_processes": 0,
+    "integrations/test_torchtitan.py::test_the_program_of_the_page": 0,
     # other recipes, shapes and seeds of the same code
     "quantization/test_quantize.py::test_equals_the_oracle_bit_for_bit": ("wide",),
     "nn/test_snr.py::TestCompiled::test_there_is_no_graph_break_and_nothing_changes": 0,

@@ -7,6 +7,7 @@ Where a recipe narrows attention or the residual stream, the model's modules for
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -222,12 +223,20 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 
 def block_numbers(model: torch.nn.Module) -> tuple[Callable[[str], int | None], int]:
-    """Blocks as rules count them, those of the longest ModuleList: the block of a name, and their number."""
-    lists = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)}
+    """Blocks as rules count them: the block of a name, and their number.
+
+    They are the modules of the longest ModuleList, or ModuleDict whose keys are numbers (torchtitan).
+    """
+    lists = {n: m for n, m in model.named_modules() if _is_list(m)}
     if not lists:
         return lambda name: None, 0
     name, blocks = max(lists.items(), key=lambda item: len(item[1]))
     return partial(_block_of, prefix=f"{name}." if name else ""), len(blocks)
+
+
+def _is_list(module: torch.nn.Module) -> TypeGuard[torch.nn.ModuleList | torch.nn.ModuleDict]:
+    is_numbered = isinstance(module, torch.nn.ModuleDict) and all(key.isdecimal() for key in module)
+    return is_numbered or isinstance(module, torch.nn.ModuleList)
 
 
 def _block_of(name: str, prefix: str) -> int | None:

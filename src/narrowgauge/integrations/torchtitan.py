@@ -1,0 +1,210 @@
+"""torchtitan's trainer under a recipe: overrides for its command line, a converter for its configurations.
+
+    torchtitan_train --module llama3 --config llama3_8b \\
+        --override.imports 'narrowgauge.integrations.torchtitan.narrow_linear={"recipe": "nvfp4"}' \\
+                           narrowgauge.integrations.torchtitan.narrow_optimizer
+
+`narrow_linear` takes the configuration of the whole model, since the rules of a recipe ask for names and for
+the number of a block. It builds the model once on the meta device, converts it by `narrowgauge.convert`, and
+writes what each layer got into the configuration of that layer. So torchtitan builds the layers itself, in
+its own order: meta device, sharding, checkpointing, compiler, FSDP2, then numbers.
+
+`narrow_optimizer` puts `NarrowOptimizers` in place of torchtitan's, which say the step. The model's part of a
+checkpoint has the names and the fp32 weights that torchtitan writes without a recipe.
+
+Versions: torchtitan 0.3. Weights, masters, gradients and moments are torchtitan's own, in fp32.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.quantization import QuantizationConverter
+from torchtitan.config import derive, override
+from torchtitan.models.common.linear import Linear as TitanLinear
+from torchtitan.protocols.model import BaseModel
+from torchtitan.protocols.module import Module
+
+from narrowgauge.errors import UserError
+from narrowgauge.integrations.torchtitan_optimizers import NarrowOptimizers
+from narrowgauge.nn import Linear, convert
+from narrowgauge.nn.amax_history import AmaxHistory, HeldAmax
+from narrowgauge.nn.step_state import StepState
+from narrowgauge.recipes import Recipe
+
+OPTIMIZER = "narrowgauge.integrations.torchtitan.narrow_optimizer"
+
+
+@dataclass(frozen=True)
+class LayerRecipe:
+    """What `narrowgauge.convert` gave a layer.
+
+    Attributes:
+        recipe: The recipe of the layer.
+        model_recipe: The recipe of the model.
+        index: The number of the layer, from which its random streams are named.
+    """
+
+    recipe: Recipe
+    model_recipe: Recipe
+    index: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """What torchtitan writes where it shows its configuration."""
+        return {"recipe": self.recipe.name, "is_narrow": self.recipe.is_narrow, "index": self.index}
+
+
+class NarrowLinear(Linear, TitanLinear):  # type: ignore[misc, unused-ignore]
+    """torchtitan's linear layer, under a recipe."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(TitanLinear.Config):  # type: ignore[misc, unused-ignore]
+        """Torchtitan's configuration of a linear layer, and what the recipe says of it."""
+
+        narrow: LayerRecipe
+
+    def __init__(self, config: Any) -> None:
+        plain = torch.nn.Linear(config.in_features, config.out_features, bias=config.bias)
+        narrow: LayerRecipe = config.narrow
+        super().__init__(plain, narrow.recipe, narrow.index, model_recipe=narrow.model_recipe)
+        for history in self.histories.values():
+            history.__class__ = _HeldAmax if isinstance(history, HeldAmax) else _AmaxHistory
+        self.keys = self.first_sample = None  # made with numbers; torchtitan asks how each buffer is sharded
+
+    def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
+        """Make the random keys, after the weight has numbers."""
+        self._set_keys(0, 0, 0)
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        """Let torchtitan distribute the layer over data-parallel processes.
+
+        Raises:
+            UserError: Blocks of numbers would be laid on parts of a tensor.
+        """
+        for degree, name in ((parallel_dims.tp, "tensor"), (parallel_dims.cp, "context")):
+            if degree > 1:
+                raise UserError(
+                    f"parallelism.{name}_parallel_degree is {degree}, and a recipe's blocks would be laid on "
+                    "parts of the tensors there: set it to 1 and take data_parallel_shard_degree or "
+                    "data_parallel_replicate_degree"
+                )
+        super().parallelize(parallel_dims)
+
+    def begin_pass(self) -> StepState:
+        """Begin a forward pass.
+
+        Raises:
+            UserError: The recipe asks for the step, and nothing says it.
+        """
+        if (self.is_random or self.histories) and not self.step_is_set and torch.is_grad_enabled():
+            raise UserError(
+                f"recipe {self.recipe.name!r} has random bits or delayed scales, which follow the step: add "
+                f"{OPTIMIZER} to override.imports, or take a recipe without them, such as fp8 or mxfp8"
+            )
+        return super().begin_pass()
+
+
+class _AmaxHistory(AmaxHistory, Module):  # type: ignore[misc, unused-ignore]
+    """A history that torchtitan takes for a module of its own."""
+
+
+class _HeldAmax(HeldAmax, Module):  # type: ignore[misc, unused-ignore]
+    """A held magnitude that torchtitan takes for a module of its own."""
+
+
+@override(  # type: ignore[untyped-decorator, unused-ignore]
+    target=BaseModel.Config, description="Linear layers compute under a recipe of narrowgauge's."
+)
+def narrow_linear(cfg: Any, *, recipe: str | Recipe, keep: list[str] | None = None) -> Any:
+    """The configuration of a model whose linear layers are under a recipe.
+
+    Args:
+        cfg: The configuration of a model of torchtitan's; its linear layers are replaced in place.
+        recipe: A recipe, its name, or the path of its TOML file.
+        keep: Layers that stay in the recipe's `compute` format, as for `narrowgauge.convert`.
+
+    Returns:
+        `cfg`.
+
+    Raises:
+        UserError: The recipe keeps weights or gradients in narrow numbers, a layer has a forward pass of its
+            own, or `narrowgauge.convert` refuses.
+    """
+    with torch.device("meta"):
+        model = convert(cfg.build(), recipe, keep or ())
+    places = {name: (config, *place) for name, config, *place in cfg.traverse(TitanLinear.Config)}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    is_stock = {name: name in places and type(places[name][0]) is TitanLinear.Config for name in layers}
+    for name, layer in layers.items():
+        _require_plain(layer)
+        if layer.recipe.is_narrow and not is_stock[name]:
+            raise UserError(
+                f"layer {name!r} has a forward pass of its own in torchtitan, which a recipe cannot take "
+                f'over: keep it wide with "keep": [{name!r}], or leave out what put it there'
+            )
+    for name in (name for name in layers if is_stock[name]):
+        config, parent, attribute = places[name]
+        layer = layers[name]
+        narrow = LayerRecipe(layer.recipe, layer.model_recipe, layer.index)
+        new = derive(config, NarrowLinear.Config, narrow=narrow)
+        if isinstance(parent, list):
+            parent[attribute] = new
+        else:
+            setattr(parent, attribute, new)
+    return cfg
+
+
+def _require_plain(layer: Linear) -> None:
+    """Refuse what torchtitan's FSDP and optimizers would leave behind."""
+    if layer.state_at_rest is not None:
+        raise UserError(
+            f"recipe {layer.model_recipe.name!r} keeps weights or gradients in narrow numbers, which "
+            "torchtitan's FSDP and optimizers would leave behind: take a recipe whose weights and gradients "
+            "are fp32 (fp8, mxfp8, nvfp4, coat and others), or narrowgauge.fully_shard in a loop of your own"
+        )
+
+
+class NarrowConverter(QuantizationConverter):  # type: ignore[misc, unused-ignore]
+    """`narrow_linear` for the `converters` of a configuration function, before a converter of LoRA's."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(QuantizationConverter.Config):  # type: ignore[misc, unused-ignore]
+        """The arguments of `narrow_linear`."""
+
+        recipe: str
+        keep: list[str] = field(default_factory=list)
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def convert(self, model_config: Any) -> Any:
+        """The configuration of a model whose linear layers are under the recipe."""
+        return narrow_linear(model_config, recipe=self.config.recipe, keep=self.config.keep)
+
+
+@override(  # type: ignore[untyped-decorator, unused-ignore]
+    target=OptimizersContainer.Config, description="Optimizers that tell a recipe of narrowgauge's its step."
+)
+def narrow_optimizer(
+    cfg: Any, *, seed: int = 0, total_steps: int | None = None, decay_step: int | None = None
+) -> Any:
+    """The configuration of optimizers that know the step.
+
+    Args:
+        cfg: torchtitan's configuration of optimizers.
+        seed: The seed of random bits.
+        total_steps: The steps of the run, for rules that hold after a share of it.
+        decay_step: The first step whose learning rate is below the peak, for rules that hold from then on.
+
+    Raises:
+        UserError: The optimizers are already of another class than torchtitan's own.
+    """
+    if type(cfg) is not OptimizersContainer.Config:
+        raise UserError(
+            f"the configuration's optimizers are {type(cfg).__qualname__}, which narrow_optimizer would put "
+            "aside: take torchtitan's OptimizersContainer, or leave narrow_optimizer out under a recipe "
+            "without random bits and delayed scales, such as fp8 or mxfp8"
+        )
+    arguments = {"seed": seed, "total_steps": total_steps, "decay_step": decay_step}
+    return derive(cfg, NarrowOptimizers.Config, **arguments)

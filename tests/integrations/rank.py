@@ -1,0 +1,19 @@
+"""One process of a plug's test, under torchrun: `rank.py OUT JOB ARGUMENTS` writes what the job returns.
+
+A job is a function of one of the files `jobs_*.py` beside this one, named "FILE.FUNCTION"; its arguments are
+a JSON object. The process of each rank writes OUT/RANK.json.
+"""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+if __name__ == "__main__":
+    out, job, arguments = sys.argv[1:]
+    file, _, name = job.partition(".")
+    result = getattr(importlib.import_module(f"integrations.{file}"), name)(**json.loads(arguments))
+    Path(out, f"{os.environ['RANK']}.json").write_text(json.dumps(result), encoding="utf-8")

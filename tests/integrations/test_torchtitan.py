@@ -1,0 +1,54 @@
+"""torchtitan's own trainer under a recipe, on a CPU (`torchtitan_on_cpu.py` says what is replaced)."""
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="torchtitan is not installed")
+
+from integrations.test_trainers_page import PAGE, PROGRAMS
+
+
+def close(losses, expected):
+    """Within the order of sums: torchtitan's loss takes the head's input in pieces."""
+    return losses == pytest.approx(expected, rel=1e-4)
+
+
+def is_on_page(sentence):
+    return " ".join(sentence.split()) in " ".join(PAGE.split())
+
+
+def test_one_process(torchrun, tmp_path):
+    """All in one process, since it takes ten seconds to import torchtitan."""
+    (found,) = torchrun(1, "jobs_torchtitan.one_process", folder=str(tmp_path / "out"))
+    assert found["fp32"] == found["stock"]
+    for mine, alone in found["own loops"].values():
+        assert close(mine, alone)
+    for recipe, whole in found["whole"].items():
+        assert found["begun"][recipe] + found["went on"][recipe] == whole
+        assert whole != found["stock"]
+    stock, narrow = found["keys"]
+    assert narrow == stock
+    assert set(narrow.values()) == {"torch.float32"}
+    wide = {name for name, words in found["layers"].items() if words.endswith("kept in bf16)")}
+    blocks = {name for name in found["layers"] if name.startswith("layers.2.")}
+    assert wide == blocks | {"lm_head"}
+    assert found["converter"] == found["narrow"]
+    assert found["compiled"] == found["mxfp8"]
+    assert found["in bf16"] == pytest.approx(found["narrow"], rel=0.02)
+    assert "(fp8, mxfp8, nvfp4, coat and others)" in found["narrow weights"]
+    assert is_on_page(found["only the layers"])
+    assert found["stateless needs no more"] is None
+    assert "matches no linear layer" in found["no such layer"]
+
+
+def test_two_processes(torchrun):
+    """They train as one with all sequences: random bits and delayed scales are those of the whole batch."""
+    for found in torchrun(2, "jobs_torchtitan.two_processes"):
+        for how in ("sharded", "replicated"):
+            mine, alone = found[how]
+            assert mine == pytest.approx(alone, rel=1e-3)
+        assert "set it to 1 and take data_parallel_shard_degree" in found["tensor parallel"]
+
+
+def test_the_program_of_the_page(torchrun):
+    (losses,) = torchrun(1, "jobs_torchtitan.page", program=PROGRAMS["torchtitan"])
+    assert losses[-1] < 0.9 * losses[0]

@@ -1,0 +1,50 @@
+"""The plugs under torchrun: two processes, gloo, DDP as the trainers make it."""
+
+import pytest
+
+RECIPES = ["fp8-delayed", "nvfp4", "msamp-o3"]
+
+
+def needs(*packages):
+    for package in packages:
+        pytest.importorskip(package, reason=f"{package} is not installed")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_trainer(torchrun, tmp_path, recipe):
+    """Replicas stay equal, and a training that goes on from the trainer's checkpoint has the same digits."""
+    needs("transformers", "accelerate")
+    found, other = torchrun(2, "jobs_trainers.trainer", recipe=recipe, folder=str(tmp_path / "out"))
+    assert found["same"]
+    assert other["same"]
+    assert len(found["losses"]) == 6
+    assert found["losses"]["6"] < found["losses"]["1"]
+    assert found["again"] == found["losses"]
+
+
+def test_trainer_with_fsdp2_is_refused(torchrun, tmp_path):
+    needs("transformers", "accelerate")
+    for sentence in torchrun(2, "jobs_trainers.refused_by_trainer", folder=str(tmp_path / "out")):
+        assert "train with DDP (torchrun) under any recipe" in sentence
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_lightning(torchrun, tmp_path, recipe):
+    """Accumulation, clipping, DDP: equal replicas, resumed by Lightning's own means to the last digit."""
+    needs("lightning")
+    found = torchrun(2, "jobs_trainers.lightning", recipe=recipe, folder=str(tmp_path / "out"))
+    assert found[0]["losses"] != found[1]["losses"]
+    for each in found:
+        assert each["same"]
+        assert each["again"] == each["losses"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fabric_as_one_process_with_all_sequences(torchrun, recipe):
+    """Random bits are those of a sequence's place in the whole batch."""
+    needs("lightning")
+    found = torchrun(2, "jobs_trainers.fabric", recipe=recipe)
+    losses = [loss for pair in zip(*(each["losses"] for each in found), strict=True) for loss in pair]
+    assert all(each["same"] for each in found)
+    tolerance = 1e-2 if recipe == "msamp-o3" else 2e-3  # its gradients are rounded in each sum
+    assert losses == pytest.approx(found[0]["alone"], rel=tolerance)
