@@ -151,9 +151,12 @@ def _vector(
         if c.hadamard:
             padded[axis] += -padded[axis] % c.hadamard
         draws, scale_draws = bits(tuple(padded)), bits(tuple(padded), OF_SCALES)  # no block has two scales
-        out |= {"key": list(KEY), "random": "".join(f"{d:06x}" for d in draws.ravel()) if full else None}
+        out |= {"key": list(KEY), "random": _drawn(draws) if full else None}
     hand = reference_quantize(x, c, axis, draws, signs, scale, dtype, scale_draws)  # type: ignore[arg-type]
     scales = np.array(list(hand.scales.values()))
+    if c.scale_rounding == "stochastic" and full:
+        assert scale_draws is not None
+        out["scale_random"] = _drawn(scale_draws.ravel()[: len(scales)])
     stored = format("fp32" if c.scale == "fp32" else c.scale)
     codes = "".join(f"{code:02x}" for code in hand.codes.ravel())
     text = hexadecimal(scales, stored)
@@ -176,6 +179,11 @@ def _vector(
     if full:
         out["result"] = hexadecimal(hand.dequantize(), format("fp32"))
     return out, hand.dequantize()
+
+
+def _drawn(draws: np.ndarray) -> str:
+    """Six digits for the 24 bits of each."""
+    return "".join(f"{d:06x}" for d in draws.ravel())
 
 
 def cast_vectors() -> list[Vector]:
@@ -245,6 +253,16 @@ OPTIONS: list[tuple[str, str, Vector, Vector]] = [
         "nvfp4",
         "normal",
         {"correct": "projection", "scale_rounding": "stochastic", "scale_target": 255.99},
+        {},
+    ),
+    ("nvfp4", "wide", {"candidates": [6, 4], "choose": "mse", "zero_scale": "one"}, {}),
+    (
+        "nvfp4",
+        "wide",
+        {
+            **{"correct": "projection", "scale_rounding": "stochastic", "scale_target": 255.99},
+            **{"headroom": 1.0120177103099304, "zero_scale": "one"},
+        },
         {},
     ),
     ("nvfp4", "integers", {"correct": "projection", "hadamard": 32, "scale_target": 255.99}, {}),

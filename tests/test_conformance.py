@@ -124,13 +124,15 @@ def test_delayed_scales(name):
 
 
 def test_random_bits_are_those_of_the_key():
-    random = [v for v in VECTORS.values() if v.get("random")]
-    for v in random:
-        count = len(v["random"]) // 6
-        expected = [int(v["random"][6 * i : 6 * i + 6], 16) for i in range(count)]
-        uniform = RandomStream(torch.tensor(v["key"], dtype=torch.int32)).uniform((count,))
-        assert [int(u) for u in (uniform.double() * 2**24).floor()] == expected
-    assert len(random) >= 4
+    given = [v for v in VECTORS.values() if v.get("random")]
+    streams = [(v["random"], v, RandomStream(torch.tensor(v["key"], dtype=torch.int32))) for v in given]
+    streams += [(v["scale_random"], v, s.of_scales()) for _, v, s in streams if "scale_random" in v]
+    for text, v, stream in streams:
+        expected = [int(text[i : i + 6], 16) for i in range(0, len(text), 6)]
+        uniform = stream.uniform((len(expected),))
+        assert [int(u) for u in (uniform.double() * 2**24).floor()] == expected, v["name"]
+    assert len(given) >= 4
+    assert len(streams) >= len(given) + 2
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -64,6 +64,13 @@ def test_wrong_scales_are_found_in_every_kind(name, vectors, quantize):
     assert ("tensor scale" in found) == name.startswith("nvfp4")
 
 
+def test_a_module_imports_what_lies_beside_it(tmp_path, capsys):
+    (tmp_path / "beside_mine.py").write_text(f"import runpy\nquantize = runpy.run_path({OURS!r})['quantize']")
+    (tmp_path / "mine.py").write_text("from beside_mine import quantize")
+    assert main([str(tmp_path / "mine.py"), "--only", "mxfp4 normal"]) == 0
+    assert "1 of 1 vectors pass" in capsys.readouterr().out
+
+
 def test_what_a_library_does_not_have_is_no_failure_and_what_raises_is(vectors):
     def absent(x, cast):
         raise NotImplementedError

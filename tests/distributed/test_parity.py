@@ -38,8 +38,9 @@ TWO = ("fsdp 2", "ddp 2", "tp 2", "cp 2", "pp 2")
 NARROW_SUMS = ("bf16-sr", "msamp-o1", "msamp-o2", "msamp-o3")
 WIDE_SUMS = {"recipe.grad": "fp32", "recipe.reduce": "fp32"}
 # Weights that rest in bf16 take a step whole or not at all, by chance. The last bit of a gradient decides in
-# about one element of 100,000 a step, and the less often the smaller steps are.
-BY_CHANCE = {"bf16-sr": {"optimizer.lr": 1e-7}}
+# about one element of 100,000 a step, and the less often the smaller steps are. Where a block has one of two
+# candidates, a number of bf16 that a last bit has tipped over may decide which all 16 numbers have.
+BY_CHANCE = {"bf16-sr": {"optimizer.lr": 1e-7}, "nvfp4-4over6": {"optimizer.lr": 1e-7}}
 
 
 class Parity:

@@ -7,6 +7,8 @@ from functools import partial
 
 import pytest
 
+from narrowgauge.checkpoint import steps
+from narrowgauge.recipes import recipe_names
 from support.fault_runs import WIDE
 from support.fault_table import RANKS, case
 
@@ -58,6 +60,26 @@ def test_fifty_kills_leave_no_trace(runs, tmp_path, name, ranks):
 @pytest.mark.parametrize("name", ["fp16", "fp8", "mxfp4", "quartet"])
 def test_kills_under_other_recipes_leave_no_trace(runs, tmp_path, name):
     campaign(runs, tmp_path, {"recipe.name": name}, 1, 10)
+
+
+# The second half of the steps is the schedule's fall, from which on `nvfp4-finish` has other casts.
+SHORT = {"training.steps": 12, "checkpoint.every": 3, "schedule.kind": "wsd", "schedule.decay_fraction": 0.5}
+
+
+@case("E6", "E7")
+@pytest.mark.parametrize("name", recipe_names())
+def test_kills_at_any_two_steps_of_any_recipe_leave_no_trace(runs, out, name):
+    """SIGKILL after two steps, drawn anew each time; all losses and all bytes of the state are the same."""
+    changes, drawn = WIDE | SHORT | {"recipe.name": name}, sorted(random.sample(range(1, 11), 2))
+    print(f"killed after steps {drawn}")
+    words, look, resumes = runs.words(changes), runs.look(out), 0
+    for step in drawn:
+        resumes += bool(steps(out / "checkpoints"))
+        ended = runs.start(words, out).until(look.has_step(step, resumes)).kill()
+        assert ended.codes == [-9], ended.err
+    runs.finish(words, out)
+    assert look.trajectory == runs.undisturbed(changes).trajectory
+    assert look.status["status"] == "done"
 
 
 @case("E6", "E7")

@@ -7,7 +7,7 @@
 
 x             a float32 array (rows, columns) of NumPy; a product contracts columns, and blocks lie along them
 cast          the facts of a cast, as in casts.json, with `input` (the format that x came in) and, where a
-              vector has them, `random`, `signs` and `amaxes`
+              vector has them, `random`, `scale_random`, `signs` and `amaxes`
 codes         the bit pattern of each element, an integer for each, in the shape of x (with `hadamard` = n,
               columns are filled up to a multiple of n)
 scales        of each block, row by row: integers (bit patterns) for the scales that have 8 bits, else numbers

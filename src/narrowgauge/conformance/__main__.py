@@ -53,6 +53,7 @@ def _function(name: str) -> Callable[..., Any]:
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
+            sys.path.insert(0, str(Path(name).resolve().parent))  # what it imports may lie beside it
             spec.loader.exec_module(module)
         else:
             sys.path.insert(0, "")  # a module beside the user

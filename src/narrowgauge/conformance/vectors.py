@@ -74,12 +74,17 @@ def _read(vector: Mapping[str, Any], stored: Mapping[str, Any]) -> Vector:
     for key in ("signs", "amaxes"):
         facts |= {key: vector[key]} if key in vector else {}
     if vector.get("random"):
-        text = vector["random"]
-        drawn = np.array([int(text[i : i + 6], 16) for i in range(0, len(text), 6)])
-        facts["random"] = drawn.reshape(x.shape[0], -1)  # wider than x where a transform fills columns
+        facts["random"] = _drawn(vector["random"]).reshape(x.shape[0], -1)  # as wide as a transform fills it
+    if "scale_random" in vector:
+        facts["scale_random"] = _drawn(vector["scale_random"])
     second = bits(vector["tensor_scale"], "fp32") if "tensor_scale" in vector else None
     x, codes = (x.T, codes.T) if is_turned else (x, codes)
     return Vector(vector["name"], vector["input"], facts, x, codes, scales, second)
+
+
+def _drawn(text: str) -> Array:
+    """Random bits, six digits for each 24."""
+    return np.array([int(text[i : i + 6], 16) for i in range(0, len(text), 6)])
 
 
 def bits(text: str, format: str) -> Array:

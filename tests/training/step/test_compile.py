@@ -7,8 +7,9 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
-def test_a_compiled_run_trains_and_resumes(narrowgauge, line, look, tmp_path):
-    changes = {"training.steps": 8, "checkpoint.every": 4, "recipe.name": "nvfp4"}
+@pytest.mark.parametrize("name", ["nvfp4", "fp8-attention"])
+def test_a_compiled_run_trains_and_resumes(narrowgauge, line, look, tmp_path, name):
+    changes = {"training.steps": 8, "checkpoint.every": 4, "recipe.name": name}
     eager, compiled = tmp_path / "eager", tmp_path / "compiled"
     words = line(changes | {"training.compile": True})
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
