@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from narrowgauge.errors import UserError
+from narrowgauge.formats import format
 from narrowgauge.quantization import Cast
 
 NARROW_BITS = 4
@@ -71,7 +72,7 @@ def bits_budget(casts: Mapping[str, Cast], bits: float) -> Budget:
     Raises:
         UserError: Even the narrowest of the formats has more bits.
     """
-    amounts = {name: cast.bits_per_element for name, cast in casts.items()}
+    amounts = {name: _bits(cast) for name, cast in casts.items()}
     return _at_most(f"--effective-bits {bits}", "bits an element", amounts, bits)
 
 
@@ -101,6 +102,12 @@ def require_solver() -> None:
     """
     if find_spec("scipy") is None:
         raise UserError("search needs scipy, which is not installed; pip install scipy")
+
+
+def _bits(cast: Cast) -> float:
+    """Bits of an element and its share of a block's scale; scales of rows and tensors are few."""
+    elements = cast.block[0] * cast.block[1] if cast.block else 0
+    return cast.element.bits + (format(cast.scale).bits / elements if elements else 0)
 
 
 def _at_most(option: str, words: str, amounts: Mapping[str, float], most: float) -> Budget:

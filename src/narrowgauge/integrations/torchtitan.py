@@ -29,7 +29,7 @@ from torchtitan.protocols.module import Module
 from narrowgauge.errors import UserError
 from narrowgauge.integrations.torchtitan_optimizers import NarrowOptimizers
 from narrowgauge.nn import Linear, convert
-from narrowgauge.nn.amax_history import AmaxHistory, HeldAmax
+from narrowgauge.nn.histories import AmaxHistory, ChannelChoice, HeldAmax, History
 from narrowgauge.nn.step_state import StepState
 from narrowgauge.recipes import Recipe
 
@@ -69,7 +69,7 @@ class NarrowLinear(Linear, TitanLinear):  # type: ignore[misc, unused-ignore]
         narrow: LayerRecipe = config.narrow
         super().__init__(plain, narrow.recipe, narrow.index, model_recipe=narrow.model_recipe)
         for history in self.histories.values():
-            history.__class__ = _HeldAmax if isinstance(history, HeldAmax) else _AmaxHistory
+            history.__class__ = _HISTORIES[type(history)]
         self.keys = self.first_sample = None  # made with numbers; torchtitan asks how each buffer is sharded
 
     def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
@@ -111,6 +111,17 @@ class _AmaxHistory(AmaxHistory, Module):  # type: ignore[misc, unused-ignore]
 
 class _HeldAmax(HeldAmax, Module):  # type: ignore[misc, unused-ignore]
     """A held magnitude that torchtitan takes for a module of its own."""
+
+
+class _ChannelChoice(ChannelChoice, Module):  # type: ignore[misc, unused-ignore]
+    """A choice of channels that torchtitan takes for a module of its own."""
+
+
+_HISTORIES: dict[type[History], type[History]] = {
+    AmaxHistory: _AmaxHistory,
+    HeldAmax: _HeldAmax,
+    ChannelChoice: _ChannelChoice,
+}
 
 
 @override(  # type: ignore[untyped-decorator, unused-ignore]

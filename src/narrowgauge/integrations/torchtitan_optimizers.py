@@ -16,10 +16,9 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer
 
-from narrowgauge.collectives import all_reduce_max_
 from narrowgauge.errors import UserError
 from narrowgauge.nn import Linear, recipe_tensors, set_step
-from narrowgauge.nn.amax_history import AmaxHistory
+from narrowgauge.nn.histories import reduce_histories
 
 PREFIX = "narrowgauge."  # of keys in the optimizer's part of a checkpoint
 
@@ -61,11 +60,10 @@ class NarrowOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore
         self.samples[part] = done + world * count
 
     def step(self, closure: None = None) -> None:
-        """Take a step; delayed scales follow the largest magnitudes of all processes."""
+        """Take a step; histories are those of all processes."""
         for part in self.model_parts:
-            amaxes = [module.amax for module in part.modules() if isinstance(module, AmaxHistory)]
-            for group in _groups(part) if amaxes else ():
-                all_reduce_max_(amaxes, group)
+            for group in _groups(part):
+                reduce_histories(part, group)
         super().step(closure)
         self.steps_taken += 1
         self.samples.clear()
