@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from narrowgauge.devices import imagined
 from narrowgauge.torch_compat import cpu_multiplies_bf16
 
 Launched = TypeVar("Launched")
@@ -35,13 +36,24 @@ CUDNN_FIRST = [
 def _has_triton() -> bool:
     """Whether Triton is installed, and the C compiler with which it builds the launchers of kernels."""
     compilers = (os.environ.get("CC", ""), "gcc", "clang", "cc")
-    return importlib.util.find_spec("triton") is not None and any(map(shutil.which, compilers))
+    return is_triton_installed() and any(map(shutil.which, compilers))
+
+
+@cache
+def is_triton_installed() -> bool:
+    """Whether the kernels can be imported, so that their launches can at least be told (`devices.tell`)."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton's kernels run on tensors of a device; nowhere under NARROWGAUGE_KERNELS=0."""
+    """Whether Triton's kernels run on tensors of a device; nowhere under NARROWGAUGE_KERNELS=0.
+
+    On an imagined GPU they are launched, and the launch only tells (`devices.imagine`).
+    """
     if os.environ.get("NARROWGAUGE_KERNELS") == "0":
         return False
+    if (facts := imagined(device)) is not None:
+        return facts.has_triton and is_triton_installed()
     if device.type == "cpu":
         return os.environ.get("TRITON_INTERPRET") == "1" and _has_triton()
     return device.type == "cuda" and _has_triton() and _is_for(device)

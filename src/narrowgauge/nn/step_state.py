@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from narrowgauge.devices import is_gpu
 from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream, stream_key
 from narrowgauge.nn.amax_history import AmaxHistory
@@ -179,7 +180,7 @@ class Stepped:
         if self.is_random:
             words = [stream_key(seed, step, i) for i in self._stream_ids()]
             device = self._device()
-            if device.type == "cuda":  # from pinned memory: nothing waits for what a GPU still has to do
+            if is_gpu(device):  # from pinned memory: nothing waits for what a GPU still has to do
                 self.keys = torch.tensor(words, dtype=torch.int32).pin_memory().to(device, non_blocking=True)
                 self.first_sample = torch.full((), first_sample, dtype=torch.int64, device=device)
             else:

@@ -9,6 +9,7 @@ from narrowgauge.formats import RandomStream, encode, format
 from narrowgauge.kernels.amax_cache import cached_amax
 from narrowgauge.kernels.dispatch import on_its_device
 from narrowgauge.kernels.triton.cast import LAUNCH, cast_blocks, cast_given, largest, tile_of
+from narrowgauge.kernels.triton.launch import launch
 from narrowgauge.kernels.triton.rounding import facts, facts_of_scale
 from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.quantization.blocks import Blocks, blocks_of
@@ -123,11 +124,12 @@ def _cast_given(
     out = _empty(view, axis, dtype, x)
     other = _empty(view, -1 - axis, dtype, x) if both else None
     tile = tile_of(view.x[1])
-    cast_given[_grid(view, tile)](
+    launch(
+        cast_given, _grid(view, tile),
         x, out, out if other is None else other, factor, block, *_random(x, stream),
         view.R, view.K, *view.x, *_strides(out, axis), *_strides(out if other is None else other, axis),
-        *_strides(block, axis), *_extents(blocks, axis), *view.element, TR=tile[0], TK=tile[1],
-        BY_ROW=_is_by_row(cast), **facts(cast.element), ROUNDING=cast.rounding,
+        *_strides(block, axis), *_extents(blocks, axis), *view.element, writes="out other",
+        TR=tile[0], TK=tile[1], BY_ROW=_is_by_row(cast), **facts(cast.element), ROUNDING=cast.rounding,
         RANDOM_BITS=cast.random_bits, CODES=dtype == torch.uint8, TIMES_SCALE=cast.block is not None,
         DIVIDES=scales.divides, BOTH=both, **LAUNCH,
     )  # fmt: skip
@@ -160,10 +162,12 @@ def _cast_blocks(
     if axis == 0:
         grid, strides = grid[::-1], strides[::-1]
     tile = tile_of(view.x[1], cast.block[1])
-    cast_blocks[_grid(view, tile)](
+    launch(
+        cast_blocks, _grid(view, tile),
         x, out, scales, scale_codes if has_codes else scales, scales if S is None else S,
         x if matrix is None else matrix, *_random(x, stream),
         view.R, view.K, view.K_OUT, *grid, *view.x, *_strides(out, axis), *strides, *view.element,
+        writes="out scales scale_codes",
         TR=tile[0], TK=tile[1], BR=cast.block[0], BK=cast.block[1], H=cast.hadamard,
         **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
         SCALE="rounded" if cast.has_rounded_scale else cast.scale, **facts_of_scale(cast.scale),
@@ -182,9 +186,11 @@ def _largest(
     BR, BK = cast.block if finite and cast.block else (1, 1)
     amax = torch.zeros((1, 1) if finite else blocks.grid, dtype=torch.int32, device=x.device)
     tile = tile_of(view.x[1])
-    largest[_grid(view, tile)](
+    launch(
+        largest, _grid(view, tile),
         x, amax, x if matrix is None else matrix, view.R, view.K, *view.x, *_strides(amax, axis),
-        *((2**30, 2**30) if finite else _extents(blocks, axis)), TR=tile[0], TK=tile[1], BR=BR, BK=BK,
+        *((2**30, 2**30) if finite else _extents(blocks, axis)), writes="amax",
+        TR=tile[0], TK=tile[1], BR=BR, BK=BK,
         H=0 if matrix is None else len(matrix), BY_ROW=_is_by_row(cast), FINITE=finite, **LAUNCH,
     )  # fmt: skip
     return amax.view(torch.float32)
