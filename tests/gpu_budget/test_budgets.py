@@ -13,8 +13,7 @@ from support.gpu_count import counted, whole
 pytest.importorskip("triton", reason="torch came without Triton here")
 
 BIG, SMALL, EIGHT = "qwen2.5-1.5b", "qwen2.5-0.5b", "llama3-8b"
-#: of TFLOP of products and attention, at calibrated speeds, within which a ratchet is exact
-SLACK = 1.002
+SLACK = 1.0005  # the figures below are rounded
 
 
 def ceiling(figure, today, goal):
@@ -32,11 +31,8 @@ def big(recipe, **options):
 def test_every_layer_costs_the_same_so_that_few_stand_for_all(recipe):
     two, three, five = (counted(BIG, recipe, 16, 1024, layers) for layers in (2, 3, 5))
     expected = two.plus(three.plus(two, -1), 3)
-    assert (five.launches, five.functions, five.waits) == (
-        expected.launches,
-        expected.functions,
-        expected.waits,
-    )
+    for figure in ("launches", "functions", "waits"):
+        assert getattr(five, figure) == getattr(expected, figure)
     assert five.bytes == expected.bytes
     assert five.seconds == pytest.approx(expected.seconds, rel=1e-9)
     assert five.peak_bytes == pytest.approx(expected.peak_bytes, rel=1e-3)
@@ -45,30 +41,31 @@ def test_every_layer_costs_the_same_so_that_few_stand_for_all(recipe):
 def test_fp8_at_1_5b():
     count = big("fp8")
     assert count.waits == 0
-    ceiling(count.launches, today=7908, goal=1800)
+    ceiling(count.launches, today=2196, goal=1800)
     ceiling(count.functions, today=510, goal=60)
-    ceiling(count.bytes / 1e9, today=360, goal=290)
-    ceiling(1e3 * count.seconds, today=234.5, goal=208)
-    ceiling(count.peak_bytes / 2**30, today=61.8, goal=50)
+    ceiling(count.bytes / 1e9, today=359.8, goal=290)
+    ceiling(1e3 * count.seconds, today=216.96, goal=208)
+    ceiling(count.peak_bytes / 2**30, today=61.77, goal=50)
 
 
 def test_fp8_is_worth_it_at_0_5b():
-    """The time of a micro-batch over that of bf16; the goal is a step that is 1.2 times as fast."""
+    """The device's time of a micro-batch over that of bf16; the goal is a step that is 1.2 times as fast."""
     fp8, bf16 = (whole(SMALL, recipe, 16, 1024, 24).seconds for recipe in ("fp8", "bf16"))
-    ceiling(fp8 / bf16, today=1.015, goal=1 / 1.2)
+    ceiling(fp8 / bf16, today=0.8724, goal=1 / 1.2)
 
 
 @pytest.mark.parametrize(
-    ("recipe", "today"), [("nvfp4", 1.47), ("mxfp8", 1.25), ("mxfp4", 1.25), ("quartet", 2.0), ("fp4", 5.6)]
+    ("recipe", "today"),
+    [("mxfp8", 1.25), ("mxfp4", 1.25), ("nvfp4", 1.4621), ("quartet", 1.4050), ("fp4", 5.386)],
 )
 def test_emulation_at_1_5b(recipe, today):
-    """The time of a micro-batch over that of bf16."""
+    """The device's time of a micro-batch over that of bf16."""
     ceiling(big(recipe).seconds / big("bf16").seconds, today, goal=1.25)
 
 
 def test_msamp_at_1_5b():
-    """The time of a micro-batch over that of fp8; the goal is a step at 0.9 of its speed."""
-    ceiling(big("msamp-o2").seconds / big("fp8").seconds, today=3.0, goal=1 / 0.9)
+    """The device's time of a micro-batch over that of fp8; the goal is a step at 0.9 of its speed."""
+    ceiling(big("msamp-o2").seconds / big("fp8").seconds, today=2.1877, goal=1 / 0.9)
 
 
 def test_gpt2_waits_for_nothing():
@@ -77,5 +74,6 @@ def test_gpt2_waits_for_nothing():
 
 
 def test_recomputation_at_8b():
+    """At the ceilings, in ms."""
     count = whole(EIGHT, "fp8", 2, 8192, 32, options=(("recompute", True),))
-    ceiling(1e3 * count.ceiling_seconds, today=1298, goal=1150)
+    ceiling(1e3 * count.ceiling_seconds, today=1214.3, goal=1150)

@@ -1,4 +1,4 @@
-"""Steps of whole models counted on an imagined H200, from models of few layers: the count is linear in them."""
+"""Steps of whole models counted on an imagined H200, from models of few layers: a count is linear in them."""
 
 from dataclasses import dataclass
 from functools import cache

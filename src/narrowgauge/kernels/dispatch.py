@@ -9,18 +9,15 @@ machine what a GPU would compute.
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, wraps
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from narrowgauge.devices import imagined
 from narrowgauge.torch_compat import cpu_multiplies_bf16
-
-Launched = TypeVar("Launched")
 
 # Of these, only flash-attention has a backward pass that repeats every bit, where torch is told to take it.
 DETERMINISTIC = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
@@ -88,20 +85,6 @@ def choose_products(name: str) -> None:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_bf16_products() -> bool:
     return _chosen_products == ["bf16"] if _chosen_products else cpu_multiplies_bf16()
-
-
-def on_its_device(launch: Callable[..., Launched]) -> Callable[..., Launched]:
-    """Launch on the device of the first tensor: Triton launches on torch's current device."""
-
-    @wraps(launch)
-    def launched(x: Any, *args: Any, **kwargs: Any) -> Launched:
-        first = x
-        while not isinstance(first, torch.Tensor):
-            first = first[0]
-        with torch.cuda.device_of(first):
-            return launch(x, *args, **kwargs)
-
-    return launched
 
 
 def use_kernels(x: torch.Tensor) -> bool:

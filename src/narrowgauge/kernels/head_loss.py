@@ -142,7 +142,7 @@ def _in_chunks(
     w_VD = w_VD.to(h_TD.dtype)
     T, V, rows = len(h_TD), len(w_VD), rows_of_chunk(len(h_TD), len(w_VD))
     loss_T, squares_T, dh_TD, dw_VD = _results(h_TD, w_VD, factor, z_loss)
-    logits_CV = _aligned_rows(min(rows, T), V, h_TD)
+    logits_CV = aligned_rows(min(rows, T), V, h_TD)
     # On the meta device one chunk stands for all.
     for start in range(0, min(T, rows) if is_shape_only(h_TD) else T, rows):
         chunk = slice(start, start + rows)
@@ -187,7 +187,7 @@ def _results(
     return loss_T, squares_T, dh_TD, dw_VD
 
 
-def _aligned_rows(rows: int, width: int, like: Tensor) -> Tensor:
+def aligned_rows(rows: int, width: int, like: Tensor) -> Tensor:
     """Memory of (rows, width) in which each row begins at a multiple of 128 bytes.
 
     Otherwise GEMMs and kernels would read and write single numbers for a vocabulary of 50257.

@@ -181,7 +181,9 @@ class Stepped:
             words = [stream_key(seed, step, i) for i in self._stream_ids()]
             device = self._device()
             if is_gpu(device):  # from pinned memory: nothing waits for what a GPU still has to do
-                self.keys = torch.tensor(words, dtype=torch.int32).pin_memory().to(device, non_blocking=True)
+                keys = torch.tensor(words, dtype=torch.int32)
+                keys = keys.pin_memory() if device.type == "cuda" else keys
+                self.keys = keys.to(device, non_blocking=True)
                 self.first_sample = torch.full((), first_sample, dtype=torch.int64, device=device)
             else:
                 self.keys = torch.tensor(words, dtype=torch.int32, device=device)

@@ -5,6 +5,7 @@
     scale    an encoding scale that is known beforehand, in place of the one of the tensor at hand
     held     the largest magnitude of the tensor some steps ago, in place of its own
     shard    the position of a local tensor in a global one that several processes hold together
+    limits   the quantiles that outliers are clamped to, where a kernel has found them
 
 Most tensors need none of them (`DEFAULT_CONTEXT`). Blocks, scales and random bits are laid on the global
 tensor, so that sharding never changes a number; every question of quantization about it is a method.
@@ -35,6 +36,7 @@ class QuantContext:
         held: 0-dim float32, the largest magnitude of the tensor in place of its own, under a tensor scale
             that is held for some steps; 0 or None takes its own.
         shard: The position of the tensor in a global one. All processes that hold it quantize at one time.
+        limits: The two numbers that `outliers.clamp_outliers` clamps to, 0-dim; None finds them.
     """
 
     random: Randomness = None
@@ -42,6 +44,7 @@ class QuantContext:
     scale: torch.Tensor | None = None
     shard: TensorShard | None = None
     held: torch.Tensor | None = None
+    limits: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def local(self) -> "QuantContext":
         """The same context for the local tensor by itself: other processes are not asked."""

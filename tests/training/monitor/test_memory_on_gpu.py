@@ -29,10 +29,9 @@ def test_the_account_is_what_a_gpu_holds(recipe):
     assert told == pytest.approx(count_step(values, h200).peak_bytes, rel=0.02)
 
 
-def test_native_products_keep_less_than_emulated_ones():
+def test_kernels_and_native_products_keep_less_than_plain_operations():
     with imagine(named_device("h200")):
         native = estimate_memory(config("fp8"))
-    with imagine(named_device("a100")):
-        emulated = estimate_memory(config("fp8"))
-    assert native.device["saved activations"] < 0.95 * emulated.device["saved activations"]
-    assert native.state == emulated.state
+    plain = estimate_memory(config("fp8"))
+    assert native.device["saved activations"] < 0.9 * plain.device["saved activations"]
+    assert native.state == plain.state

@@ -15,8 +15,8 @@ from narrowgauge.torch_compat import is_view_operation, operation_name, tree_ite
 
 #: Operations that launch nothing: they allocate, or look at memory in another way.
 _FREE = frozenset(
-    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "is_pinned"}
-    | {"lift_fresh_copy", "_unsafe_view", "set_", "resize_", "record_stream", "is_same_size", "_pin_memory"}
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
+    | {"lift_fresh_copy", "_unsafe_view", "set_", "resize_", "record_stream", "is_same_size"}
     | {"_local_scalar_dense"}
 )
 #: Operations that write without reading anything but numbers of the host.

@@ -4,7 +4,7 @@ Waits of the host are found where a number leaves the device, or where memory th
 A step then goes on with ones and zeros: its course does not depend on them.
 """
 
-import sys
+import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +33,6 @@ _ALLOCATION = 512  # bytes; torch's allocator rounds up to it
 #: Files that only pass an operation on: the caller is named.
 _DOORS = ("bench/count/", "devices.py", "torch_compat.py", "kernels/triton/launch.py", "kernels/dispatch.py")
 _ENGINE = "distributed/parallel/engine.py"  # which starts the backward pass
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,22 +88,16 @@ class Recorder(TorchDispatchMode):
 
     def _of_host(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
         """(whether the operation is between host and device and answered here, its result)."""
-        if func is aten._local_scalar_dense.default and args[0].is_meta:
+        name = operation_name(func)
+        if name == "_local_scalar_dense" and args[0].is_meta:
             self.wait()
             return True, 1.0 if args[0].dtype.is_floating_point else 1
-        if func is aten.is_pinned.default:
-            return True, False
-        if func is aten._pin_memory.default:
-            return True, args[0]
-        if func in (aten._to_copy.default, aten.copy_.default):
-            return self._copy(func, args, kwargs)
-        return False, None
-
-    def _copy(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[bool, Any]:
-        if func is aten._to_copy.default:
+        if name == "_to_copy":
             source, target = args[0].device, torch.device(kwargs.get("device") or args[0].device)
-        else:
+        elif name == "copy_":
             source, target = args[1].device, args[0].device
+        else:
+            return False, None
         if source.type == target.type:
             return False, None
         does_not_wait = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
@@ -112,7 +105,7 @@ class Recorder(TorchDispatchMode):
             self.wait()
         if source.type != "meta":
             return False, None
-        if func is aten.copy_.default:
+        if name == "copy_":
             return True, args[0]
         return True, torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
 
@@ -193,7 +186,7 @@ def _counted(function: type, call: Callable[[], None]) -> Iterator[None]:
 
 def _site() -> str:
     """The function of the package that asks, or the node of autograd that computes its gradient."""
-    node, frame = autograd_node(), sys._getframe(2)
+    node, frame = autograd_node(), inspect.currentframe()
     while frame is not None:
         path = frame.f_code.co_filename
         if path.startswith(_ROOT):

@@ -54,7 +54,7 @@ class Total:
 
 @dataclass(frozen=True)
 class Sink:
-    """Where time goes: one operation at one place of the program, in a micro-batch."""
+    """A place where time goes: one operation in one function of the program, in a micro-batch."""
 
     site: str
     name: str
@@ -112,7 +112,7 @@ class StepCount:
         return self.micro_batches * self.tokens / self.step_seconds(calibrated)
 
     def sinks(self) -> list[Sink]:
-        """Where a micro-batch's time goes at calibrated speeds, the largest first."""
+        """The places where a micro-batch's time goes at calibrated speeds, the largest first."""
         speeds = self._speeds(calibrated=True)
         groups: dict[tuple[str, str], list[Event]] = {}
         for event in self.micro:

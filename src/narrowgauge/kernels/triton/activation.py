@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels.dispatch import on_its_device
 from narrowgauge.kernels.triton.arithmetic import exp, magnitude, narrow, wide
 from narrowgauge.kernels.triton.launch import launch
 
@@ -102,7 +101,6 @@ def _tiles(rows: int, F: int) -> tuple[int, dict[str, Any]]:
     return triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(F, cols), tile
 
 
-@on_its_device
 def launch_swiglu(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """[..., 2F] contiguous -> [..., F], and the largest magnitude of each tile (fp32)."""
     F = gate_up.shape[-1] // 2
@@ -117,7 +115,6 @@ def launch_swiglu(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return y, largest
 
 
-@on_its_device
 def launch_swiglu_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """[..., F] and [..., 2F], both contiguous -> the gradient [..., 2F], and its largest magnitudes."""
     F = dy.shape[-1]
@@ -131,7 +128,6 @@ def launch_swiglu_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]
     return grad, largest
 
 
-@on_its_device
 def launch_gelu(x: Tensor) -> tuple[Tensor, Tensor]:
     """Contiguous -> the same shape, and the largest magnitude of each tile (fp32)."""
     y = torch.empty_like(x)
@@ -144,7 +140,6 @@ def launch_gelu(x: Tensor) -> tuple[Tensor, Tensor]:
     return y, largest
 
 
-@on_its_device
 def launch_gelu_backward(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Both contiguous -> the gradient of x, and its largest magnitudes."""
     dx = torch.empty_like(x)

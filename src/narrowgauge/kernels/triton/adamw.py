@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels.dispatch import on_its_device
 from narrowgauge.kernels.triton.arithmetic import fma, magnitude
 from narrowgauge.kernels.triton.launch import launch
 from narrowgauge.kernels.triton.quantized_state import NOTHING, cast_constants, copy_scale, read, write
@@ -103,7 +102,6 @@ def update(
 State = tuple[Tensor, Tensor | None, Cast]
 
 
-@on_its_device
 def launch_update(
     w_g_m_v: Sequence[State],
     o: State | None,

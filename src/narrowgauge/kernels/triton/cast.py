@@ -151,17 +151,35 @@ def cast_given(
     MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     TWOS: tl.constexpr, MINUS_ZERO: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr,
     CODES: tl.constexpr, TIMES_SCALE: tl.constexpr, DIVIDES: tl.constexpr, BOTH: tl.constexpr,
+    FROM_AMAX: tl.constexpr, AIM: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    """One tile under the scales of its rows, or of the block that it lies in: NaN if that is not finite."""
+    """One tile under the scales of its rows, or of the block that it lies in: NaN if that is not finite.
+
+    With FROM_AMAX `encode` holds largest magnitudes: the scale is made of them here, and the first tile of a
+    row or block writes it to `block`.
+    """
     r = tl.program_id(0) * TR + tl.arange(0, TR)
     k = tl.program_id(1) * TK + tl.arange(0, TK)
     tile = _load(x, r, k, R, K, x_R, x_K, x, TR, TK, 0)
     if BY_ROW:
-        factor = tl.load(encode + r * scale_R, mask=r < R, other=1.0)[:, None]
-        scale = tl.load(block + r * scale_R, mask=r < R, other=1.0)[:, None]
+        at = r * scale_R
+        exists = r < R
+        is_first = tl.program_id(1) == 0
     else:
-        at = tl.program_id(0) * TR // block_R * scale_R + tl.program_id(1) * TK // block_K * scale_K
-        factor, scale = tl.load(encode + at), tl.load(block + at)
+        row, column = tl.program_id(0) * TR, tl.program_id(1) * TK
+        at = row // block_R * scale_R + column // block_K * scale_K + tl.arange(0, 1)
+        exists = tl.full((1,), 1, tl.int1)
+        is_first = (row % block_R == 0) & (column % block_K == 0)
+    if FROM_AMAX:
+        amax = tl.load(encode + at, mask=exists, other=0.0)
+        finite = (amax.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITE
+        factor, scale = fp32_scale(tl.where(finite, amax, 0.0), AIM, POWER_OF_TWO)
+        scale = tl.where(finite, scale, float("nan"))
+        tl.store(block + at, scale, mask=exists & is_first)
+    else:
+        factor = tl.load(encode + at, mask=exists, other=1.0)
+        scale = tl.load(block + at, mask=exists, other=1.0)
+    factor, scale = factor[:, None], scale[:, None]
     tile = tl.where(scale == scale, tile, 0.0)
     scaled = tl.math.div_rn(tile, tl.broadcast_to(factor, tile.shape)) if DIVIDES else tile * factor
     random = _random(key, offset, r, k, element_R, element_K, ROUNDING)

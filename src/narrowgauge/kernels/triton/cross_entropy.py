@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels.dispatch import on_its_device
 from narrowgauge.kernels.triton.arithmetic import narrow, wide
 from narrowgauge.kernels.triton.launch import launch
 
@@ -92,7 +91,6 @@ def _gradients(
     tl.store(out + row * out_stride + lane, narrow(d_L, out.dtype.element_ty), mask=lane < width)
 
 
-@on_its_device
 def losses(z_TV: Tensor, y_T: Tensor, ignored: int | None) -> tuple[Tensor, Tensor]:
     """The loss of each row, fp32 [T], and the statistics of each row, fp32 [2, T].
 
@@ -123,7 +121,6 @@ def losses(z_TV: Tensor, y_T: Tensor, ignored: int | None) -> tuple[Tensor, Tens
     return loss_T, stats_2T
 
 
-@on_its_device
 def write_gradients(
     z_TV: Tensor,
     y_T: Tensor,

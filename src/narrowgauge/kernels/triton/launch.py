@@ -12,7 +12,7 @@ from narrowgauge.devices import GpuWork, tell
 def launch(
     kernel: Any, grid: Sequence[int], *args: Any, writes: str = "", updates: str = "", **options: Any
 ) -> None:
-    """Launch a kernel.
+    """Launch a kernel on the device of its tensors; Triton's own way launches on torch's current device.
 
     A tensor may stand in for one that is missing: it is then given for several arguments, and counts once.
 
@@ -26,7 +26,8 @@ def launch(
     """
     first = next(a for a in args if isinstance(a, torch.Tensor))
     if not first.is_meta:
-        kernel[tuple(grid)](*args, **options)
+        with torch.cuda.device_of(first):
+            kernel[tuple(grid)](*args, **options)
         return
     names = list(inspect.signature(kernel.fn).parameters)
     named = {n: t for n, t in zip(names, args, strict=False) if isinstance(t, torch.Tensor)}

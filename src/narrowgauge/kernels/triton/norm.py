@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels.dispatch import on_its_device
 from narrowgauge.kernels.triton.arithmetic import magnitude, narrow, wide
 from narrowgauge.kernels.triton.launch import launch
 
@@ -123,7 +122,6 @@ def _blocks(D: int) -> dict[str, Any]:
     return {"D": D, "BLOCK": block, "num_warps": max(1, min(16, block // 256))}
 
 
-@on_its_device
 def launch_forward(
     x: Tensor,
     delta: Tensor | None,
@@ -157,7 +155,6 @@ def launch_forward(
     )
 
 
-@on_its_device
 def launch_backward(
     dy: Tensor,
     dstream: Tensor | None,

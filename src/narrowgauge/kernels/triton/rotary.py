@@ -5,7 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels.dispatch import on_its_device
 from narrowgauge.kernels.triton.arithmetic import narrow, wide
 from narrowgauge.kernels.triton.launch import launch
 
@@ -58,7 +57,6 @@ def rotary_pairs(
     tl.store(to_y + half, narrow(x2 * cos + x1 * sin, dtype), inside)
 
 
-@on_its_device
 def launch_rotary(x_BNTH: Tensor, table: Tensor, is_back: bool) -> Tensor:
     """The turned heads, in the dtype of `x_BNTH` and its order of axes in memory.
 
