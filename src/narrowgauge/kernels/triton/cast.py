@@ -23,6 +23,7 @@ from narrowgauge.kernels.triton.scales import (
     e8m0_code,
     fp32_scale,
     nvfp4_scale,
+    nvfp4_tensor_scale,
     power_of_two,
     rounded_scale,
 )
@@ -73,16 +74,19 @@ def _random(key, offset, r, k, element_R, element_K, ROUNDING: tl.constexpr):
 
 @triton.jit
 def cast_blocks(
-    x, out, scales, scale_codes, S, matrix, key, offset,
+    x, out, scales, scale_codes, over, tensor_scale, matrix, key, offset,
     R, K, K_OUT, GRID_R, GRID_K, x_R, x_K, out_R, out_K, grid_R, grid_K, element_R, element_K,
     TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, H: tl.constexpr,
     MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     TWOS: tl.constexpr, MINUS_ZERO: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr,
     SCALE: tl.constexpr, S_MAX: tl.constexpr, S_EMIN: tl.constexpr, S_M: tl.constexpr, S_NAN: tl.constexpr,
     RULE: tl.constexpr, POWER_OF_TWO: tl.constexpr, AIM: tl.constexpr, INVERSE_LARGEST: tl.constexpr,
-    EMAX: tl.constexpr, FRACTION: tl.constexpr, CODES: tl.constexpr,
+    EMAX: tl.constexpr, FRACTION: tl.constexpr, CODES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """One tile: scales of its blocks, and its elements as codes or as numbers times their block's scale."""
+    """One tile: scales of its blocks, and its elements as codes or as numbers times their block's scale.
+
+    NVFP4's scale of the tensor is made here, too, from its largest magnitude `over`, mapped to LARGEST.
+    """
     r = tl.program_id(0) * TR + tl.arange(0, TR)
     k = tl.program_id(1) * TK + tl.arange(0, TK)
     tile = _load(x, r, k, R, K, x_R, x_K, matrix, TR, TK, H)
@@ -94,7 +98,9 @@ def cast_blocks(
         encode, block = power_of_two(254 - code), power_of_two(code)
         code = tl.where(finite, code, 255)
     elif SCALE == "e4m3":
-        encode, block, code = nvfp4_scale(amax, tl.load(S), INVERSE_LARGEST)
+        S, undo = nvfp4_tensor_scale(tl.load(over), LARGEST)
+        tl.store(tensor_scale, undo, mask=(tl.program_id(0) == 0) & (tl.program_id(1) == 0))
+        encode, block, code = nvfp4_scale(amax, S, INVERSE_LARGEST)
         code = tl.where(finite, code, 127)
     elif SCALE == "rounded":
         encode, block, code = rounded_scale(amax, AIM, S_MAX, S_EMIN, S_M)

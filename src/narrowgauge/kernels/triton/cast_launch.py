@@ -15,7 +15,6 @@ from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.hadamard import hadamard, transform
 from narrowgauge.quantization.scale_and_round import scales_from
-from narrowgauge.quantization.scales import nvfp4_tensor_scale
 
 Signs = torch.Tensor | tuple[int, ...]
 
@@ -172,10 +171,10 @@ def _cast_blocks(
     view = _view(x, cast, axis)
     blocks = blocks_of(view.shape, cast, axis)
     matrix = transform(cast.hadamard, signs, x) if cast.hadamard else None
-    S = tensor_scale = None
+    over = tensor_scale = None
     if cast.tensor_scale != "none":
-        amax = _largest(x, cast, view, axis, blocks, matrix)
-        S, tensor_scale = nvfp4_tensor_scale(amax.reshape(()), cast)
+        over = _largest(x, cast, view, axis, blocks, matrix)
+        tensor_scale = torch.empty((), device=x.device)
     codes = dtype == torch.uint8
     out = _empty(view, axis, dtype, x)
     scales = torch.empty(blocks.grid if codes else (), device=x.device)
@@ -187,16 +186,18 @@ def _cast_blocks(
     tile = tile_of(view.x[1], cast.block[1])
     launch(
         cast_blocks, _grid(view, tile),
-        x, out, scales, scale_codes if has_codes else scales, scales if S is None else S,
+        x, out, scales, scale_codes if has_codes else scales, scales if over is None else over,
+        scales if tensor_scale is None else tensor_scale,
         x if matrix is None else matrix, *_random(x, stream),
         view.R, view.K, view.K_OUT, *grid, *view.x, *_strides(out, axis), *strides, *view.element,
-        writes="out scales scale_codes",
+        writes="out scales scale_codes tensor_scale",
         TR=tile[0], TK=tile[1], BR=cast.block[0], BK=cast.block[1], H=cast.hadamard,
         **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
         SCALE="rounded" if cast.has_rounded_scale else cast.scale, **facts_of_scale(cast.scale),
         RULE=cast.scale_rule, POWER_OF_TWO=cast.power_of_two,
         AIM=cast.aim, INVERSE_LARGEST=1 / cast.aim,
-        EMAX=cast.element.emax, FRACTION=cast.element.fraction_bits, CODES=codes, **LAUNCH,
+        EMAX=cast.element.emax, FRACTION=cast.element.fraction_bits, CODES=codes,
+        LARGEST=cast.target * cast.element.max * cast.headroom, **LAUNCH,
     )  # fmt: skip
     return out, blocks, scales, scale_codes, tensor_scale
 
