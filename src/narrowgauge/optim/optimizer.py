@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from narrowgauge.devices import is_shape_only
 from narrowgauge.errors import UserError
 from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.optim.algorithm import Algorithm, Tensors, UpdateBatch
@@ -125,7 +124,7 @@ class Optimizer(torch.optim.Optimizer):
     def _step_numbers(self, parameters: Tensors) -> dict[torch.Tensor, int]:
         """The number of the step that each parameter is about to take; waits once for the device."""
         taken = [self.state[p]["step"] for p in parameters]
-        if not taken or is_shape_only(taken[0]):
+        if not taken or taken[0].is_meta:
             return dict.fromkeys(parameters, 1)
         counts = torch.stack([step.to(taken[0].device) for step in taken]).tolist()
         return {p: int(count) + 1 for p, count in zip(parameters, counts, strict=True)}

@@ -22,6 +22,7 @@ def print_count(count: StepCount, title: str, console: Console) -> None:
         f"speeds: {count.speeds.words}; calibrated as whole steps of others reached them\n",
         highlight=False,
     )
+    console.print("the largest sinks of a micro-batch:")
     console.print(_sinks(count))
     for place, times in count.waits:
         console.print(f"the host waits {times} times a micro-batch in {place}", highlight=False)
@@ -45,7 +46,7 @@ def _totals(count: StepCount) -> Table:
 
 
 def _sinks(count: StepCount) -> Table:
-    table = Table("the largest sinks of a micro-batch", box=None, header_style="bold")
+    table = Table("operation", box=None, header_style="bold")
     for column in ("ms", "launches", "GB"):
         table.add_column(column, justify="right")
     table.add_column("in")
