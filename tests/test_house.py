@@ -24,6 +24,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "json_lines": (),
     "toml_text": (),
     "torch_compat": (),
+    "devices": (),
     "collectives": (),
     "formats": (),
     "quantization": ("cast", "blocks", "scales", "sharding", "context", "quantize", "state", "gauges"),

@@ -35,6 +35,7 @@ __all__ = [
     "all_gather_single",
     "ask_at_wrapping",
     "attach_fsdp_extension",
+    "autograd_node",
     "base_of",
     "cpu_multiplies_bf16",
     "cuda_architectures",
@@ -46,7 +47,9 @@ __all__ = [
     "ignore_in_ddp",
     "is_in_backward",
     "is_in_place",
+    "is_view_operation",
     "local_tensor",
+    "operation_name",
     "overflow_flags",
     "parameters_of_ddp",
     "reduce_scatter_single",
@@ -278,3 +281,19 @@ def fp8_product(a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor) -> 
     The call that `scaled_mm` ends in, without what that does before.
     """
     return torch._scaled_mm(a_MK, b_KN, scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def autograd_node() -> Any:
+    """The node of autograd whose backward is running in this thread; None if none is. No public name."""
+    return torch._C._current_autograd_node()
+
+
+def is_view_operation(func: Any) -> bool:
+    """Whether an operation, as `__torch_dispatch__` gets it, only looks at memory in another way."""
+    aliases = [result.alias_info for result in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in aliases)
+
+
+def operation_name(func: Any) -> str:
+    """The name of an operation, as `__torch_dispatch__` gets it, without its namespace and overload."""
+    return str(func._schema.name).partition("::")[2]

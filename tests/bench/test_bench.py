@@ -6,12 +6,16 @@ from collections import Counter
 import pytest
 import torch
 
-from narrowgauge.bench.ceilings import Ceilings
+from narrowgauge.bench.bench import alive_at_once
+from narrowgauge.bench.ceilings import Ceilings, block_arguments
 from narrowgauge.bench.peers import peer_step
 from narrowgauge.bench.timing import Spread, speed_in_words
 from narrowgauge.bench.work import Attention, Gemm, work_of
 from narrowgauge.bench.worker import random_batches
+from narrowgauge.devices import imagine
 from narrowgauge.models import flops_per_token
+from narrowgauge.recipes import named_device
+from narrowgauge.torch_compat import scaled_mm
 from narrowgauge.training import make_config
 from narrowgauge.training.step.trainer import Trainer
 
@@ -40,6 +44,25 @@ def test_recomputed_blocks_do_their_forward_products_again(config):
     assert [w.gemms[down] for w in (once, every_other, again)] == [8, 10, 12]
     assert again.attention_forward == 2 * once.attention_forward
     assert again.attention_backward == once.attention_backward
+
+
+def test_native_products_are_counted_in_their_own_format(config):
+    """And the one that is timed for it is a product of that scheme, which torch's own checks take."""
+    kinds = {"fp8": "fp8", "mxfp8": "mxfp8", "nvfp4": "fp4"}
+    for recipe, kind in kinds.items():
+        gemms = work_of(config(recipe__name=recipe), native=True).gemms
+        assert {gemm.kind for gemm in gemms} == {"bf16", kind}, "the head is kept"
+    for kind, element in (("mxfp8", torch.float8_e4m3fn), ("fp4", torch.float4_e2m1fn_x2)):
+        with imagine(named_device("b200")):
+            given = block_arguments(Gemm(64, 128, 256, kind), torch.device("meta"))
+            assert given["mat_a"].dtype == element
+            assert scaled_mm(**given).shape == (64, 128)
+
+
+def test_on_a_gpu_each_contestant_has_the_memory_for_itself():
+    names = ["narrowgauge", "torch bf16", "torchao rowwise"]
+    assert alive_at_once(names, torch.device("cuda")) == [[name] for name in names]
+    assert alive_at_once(names, CPU) == [names]
 
 
 def test_casts_move_what_they_read_and_write(config):
@@ -73,8 +96,10 @@ def test_a_peer_does_the_same_work_as_we_do(config):
     batches = random_batches(c, CPU)
     trainer = Trainer.begin(c, CPU)
     theirs = peer_step("torch fp32", c, CPU, batches)
+    in_bf16 = peer_step("torch bf16 parameters", c, CPU, batches)
     loss, _, _ = trainer.train_step(iter(batches))
     assert theirs() == pytest.approx(loss, abs=1e-6)
+    assert in_bf16() == pytest.approx(loss, rel=2e-2)
 
 
 def test_spread_is_the_median_and_the_quartiles():

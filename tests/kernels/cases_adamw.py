@@ -15,14 +15,14 @@ KEYS = [(2 * i + 5, -2 * i - 7) for i in range(4)]
 
 
 def run(w, g, m, v, weight=None, from_m=True):
-    from narrowgauge.kernels.triton.adamw import launch  # compiled, or interpreted: whoever imports it says
+    from narrowgauge.kernels.triton.adamw import launch_update  # compiled or interpreted
 
     shape = torch.Size((512, 4096))
     states = [
         None if c is None else stored_tensors(QuantizedState(shape, make_cast(c)))
         for c in (w, g, m, v, weight)
     ]
-    launch(states[:4], states[4], FACTORS, from_m, KEYS)
+    launch_update(states[:4], states[4], FACTORS, from_m, KEYS)
 
 
 CASES = [

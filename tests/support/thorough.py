@@ -32,6 +32,9 @@ THOROUGH: dict[str, int | tuple[str, ...]] = {
     "cluster/launch/test_scripts.py::test_a_real_run_saves_at_the_time_limit_and_the_same_script_ends_it": 0,
     "bench/test_bench.py::test_the_command": 0,
     "data/preparation/test_workers.py::test_killed_it_leaves_no_process_and_the_next_makes_the_same_bytes": 0,
+    # mxfp8 is counted there, fp8 with all its figures; each of these takes ten seconds
+    "gpu_budget/test_budgets.py::test_emulation_at_1_5b": ("mxfp8-1.25",),
+    "gpu_budget/test_budgets.py::test_msamp_at_1_5b": 0,
     # the interpreter shows the numbers; registers change with a kernel only
     "kernels/test_machine_code.py::test_every_kernel_compiles_without_spilling_registers": 0,
     "kernels/test_model_with_kernels.py::test_loss_and_all_gradients": 0,

@@ -4,7 +4,7 @@ The data are random tokens, the model is the configuration's at its starting wei
 neither. Nothing is written to a run directory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,18 +87,48 @@ def bench(config: Config, peers: Sequence[str] | None, rounds: int, console: Con
     work = work_of(config, backend.name == "native")
     with console.status("") as status:
         ceilings = measure(work, device, status.update)
-        status.update("the first steps")
-        with start_workers([OURS, *names], config) as workers:
-            for worker in workers:
-                status.update(f"the first steps of {worker.name}")
-                worker.wait_until_ready()
-            status.update(f"{rounds} rounds of {', '.join(worker.name for worker in workers)}")
-            seconds = take_turns({worker.name: worker.step for worker in workers}, rounds)
-            status.update("where the time goes")
-            profiled = workers[0].profile()
+        seconds, profiled = timed(alive_at_once([OURS, *names], device), config, rounds, status.update)
     result = BenchResult(config, device_name(device), backend.name, work, ceilings, profiled, seconds)
     _print(result, console)
     return result
+
+
+def alive_at_once(names: Sequence[str], device: torch.device) -> list[list[str]]:
+    """Groups of contestants that are in memory together, and so take turns.
+
+    A GPU's memory holds a large model once: there each is alone, and a GPU is steady enough for it. On a CPU,
+    which other programs disturb, all take turns.
+    """
+    return [[name] for name in names] if device.type == "cuda" else [list(names)]
+
+
+def timed(
+    groups: Sequence[Sequence[str]], config: Config, rounds: int, say: Callable[[str], None]
+) -> tuple[dict[str, list[float]], StepTime]:
+    """The seconds of each contestant, round by round, and where our step's time goes.
+
+    Args:
+        groups: those that are in memory together; the processes of one end before those of the next begin.
+        config: the model, its recipe, its batch.
+        rounds: steps of each.
+        say: is told what begins.
+    """
+    seconds: dict[str, list[float]] = {}
+    profiled: StepTime | None = None
+    for names in groups:
+        say("the first steps")
+        with start_workers(names, config) as workers:
+            for worker in workers:
+                say(f"the first steps of {worker.name}")
+                worker.wait_until_ready()
+            say(f"{rounds} rounds of {', '.join(names)}")
+            seconds |= take_turns({worker.name: worker.step for worker in workers}, rounds)
+            for worker in workers:
+                if worker.name == OURS:
+                    say("where the time goes")
+                    profiled = worker.profile()
+    assert profiled is not None
+    return seconds, profiled
 
 
 def _print(result: BenchResult, console: Console) -> None:

@@ -7,15 +7,21 @@ Memory is measured with a copy; its bytes are the bytes read and the bytes writt
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from narrowgauge.bench.timing import best_seconds
 from narrowgauge.bench.work import Attention, Gemm, Work
+from narrowgauge.kernels import quantize
 from narrowgauge.nn import DTYPES
-from narrowgauge.torch_compat import fp8_product
+from narrowgauge.nn.native import arguments, quantized_operand
+from narrowgauge.quantization import make_cast
+from narrowgauge.torch_compat import fp8_product, scaled_mm
 
+#: The casts of the operands of products in blocks.
+IN_BLOCKS = {"mxfp8": make_cast("mxfp8"), "fp4": make_cast("nvfp4")}
 _COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}  # far more than a cache holds
 
 
@@ -68,6 +74,9 @@ def gemm_seconds(gemm: Gemm, device: torch.device) -> float:
     """The best time of a product, in seconds."""
     if gemm.kind == "fp8":
         return _fp8_seconds(gemm, device)
+    if gemm.kind in IN_BLOCKS:
+        given = block_arguments(gemm, device)
+        return best_seconds(lambda: scaled_mm(**given), device)
     dtype = DTYPES[gemm.kind]
     if device.type == "cpu" and dtype == torch.float16:
         dtype = torch.float32  # as nn.gemm computes fp16 products on a CPU
@@ -83,6 +92,15 @@ def _fp8_seconds(gemm: Gemm, device: torch.device) -> float:
     b = torch.randn(gemm.n, gemm.k, device=device).to(torch.float8_e4m3fn)
     one = torch.ones((), device=device)
     return best_seconds(lambda: fp8_product(a, b.T, one), device)
+
+
+def block_arguments(gemm: Gemm, device: torch.device) -> dict[str, Any]:
+    """The arguments of `scaled_mm` for a product in blocks, all of which exist before it is timed."""
+    operands = []
+    for rows in (gemm.m, gemm.n):
+        x_RK = torch.randn(rows, gemm.k, device=device, dtype=torch.bfloat16)
+        operands.append(quantized_operand(quantize(x_RK, IN_BLOCKS[gemm.kind])[0], -1))
+    return arguments(*operands) | {"output_dtype": torch.bfloat16}
 
 
 def attention_seconds(shape: Attention, device: torch.device) -> tuple[float, float]:

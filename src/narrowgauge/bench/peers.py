@@ -1,7 +1,8 @@
 """Peers: the same training without this project. The model uses torch.nn.Linear, the loop is written by hand.
 
     torch fp32       eager, everything in float32
-    torch bf16       eager, under autocast
+    torch bf16       eager, parameters and their state in fp32, under autocast
+    ... parameters   eager, parameters and their state in bf16: what most of others' figures are of
     ... compiled     the same through torch.compile
     torchao R        compiled, its linear layers in FP8 by torchao's recipe R, where that is installed
 
@@ -22,7 +23,8 @@ from narrowgauge.models import Transformer, initialize
 from narrowgauge.optim import parameter_groups
 from narrowgauge.training import Config
 
-TORCH = ("torch fp32", "torch bf16", "torch fp32 compiled", "torch bf16 compiled")
+_EAGER = ("torch fp32", "torch bf16", "torch bf16 parameters")
+TORCH = _EAGER + tuple(f"{name} compiled" for name in _EAGER)
 TORCHAO = ("torchao tensorwise", "torchao rowwise", "torchao rowwise_with_gw_hp")
 
 
@@ -30,7 +32,11 @@ def default_peers(device: torch.device) -> list[str]:
     """The peers of a device when none is named; on a GPU only compiled ones."""
     if device.type != "cuda":
         return ["torch fp32", "torch bf16"]
-    return ["torch bf16 compiled", *(TORCHAO if find_spec("torchao") else ())]
+    return [
+        "torch bf16 compiled",
+        "torch bf16 parameters compiled",
+        *(TORCHAO if find_spec("torchao") else ()),
+    ]
 
 
 def check_peers(names: Sequence[str], device: torch.device) -> None:
@@ -52,9 +58,10 @@ def peer_step(
     name: str, config: Config, device: torch.device, batches: Sequence[Batch]
 ) -> Callable[[], object]:
     """An optimizer step of a peer on the given micro-batches; call `check_peers` first."""
-    model = Transformer(config.spec.model)
+    in_bf16 = "parameters" in name
+    model = Transformer(config.spec.model, torch.bfloat16 if in_bf16 else torch.float32)
     initialize(model, config.training.seed)
-    model.to(device)
+    model.to(device, torch.bfloat16 if in_bf16 else None)
     if name in TORCHAO:
         _to_torchao(model, name.removeprefix("torchao "))
     objective: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _Objective(model)
@@ -63,7 +70,7 @@ def peer_step(
     o = config.optimizer
     groups = parameter_groups(model, o.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=True)
-    narrow = name.startswith("torchao") or "bf16" in name
+    narrow = not in_bf16 and (name.startswith("torchao") or "bf16" in name)
 
     def step() -> float:
         optimizer.zero_grad(set_to_none=True)

@@ -30,10 +30,16 @@ from narrowgauge.recipes import GEMM_PLACES, Recipe
 from narrowgauge.training import Config, estimate_memory
 from narrowgauge.training.step.build_model import build_model
 
+#: The kind of a native product, by the format of its scales; all others are fp8.
+_NARROW = {"e8m0": "mxfp8", "e4m3": "fp4"}
+
 
 @dataclass(frozen=True, order=True)
 class Gemm:
-    """A product (m, k) @ (k, n); `kind` is its format: fp32, bf16, fp16 or fp8 (narrow, on the hardware)."""
+    """A product (m, k) @ (k, n); `kind` is its format: fp32, bf16, fp16 or, on the hardware, a narrow one.
+
+    Narrow kinds are fp8, mxfp8 (scales of 32 in E8M0) and fp4 (scales of 16 in E4M3).
+    """
 
     m: int
     n: int
@@ -164,7 +170,7 @@ def _add_products(
 def _kind(pair: Sequence[Cast], compute: str, native: bool) -> str:
     """The format in which the product of two operands is computed."""
     if native and any(cast.is_scaled for cast in pair):
-        return "fp8"
+        return _NARROW.get(pair[0].scale, "fp8")
     return "fp32" if not all(is_exact(cast) for cast in pair) else compute
 
 

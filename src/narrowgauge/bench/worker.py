@@ -1,7 +1,8 @@
 """Workers: each contestant of a benchmark runs in a process of its own, as a user's training does.
 
 So the settings of one process (kept memory, compiled code, chosen kernels) neither help nor hurt the others.
-All workers start first and wait. Only one takes a step at a time, so that they never compete for the machine.
+Workers of a group start first and wait. Only one takes a step at a time, so that they never compete for the
+machine.
 """
 
 import signal

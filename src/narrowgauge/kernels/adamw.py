@@ -103,12 +103,12 @@ def adamw(
         keys: The key words (`formats.stream_key`) of the random bits of "w", "m", "v" and "weight", for those
             that are rounded with random bits.
     """
-    from narrowgauge.kernels.triton.adamw import launch
+    from narrowgauge.kernels.triton.adamw import launch_update
 
     other = None if weight is None else stored_tensors(weight)
     key_words = [keys.get(place, (0, 0)) for place in ("w", "m", "v", "weight")]
     w_g_m_v = [stored_tensors(s) for s in (w, g, m, v)]
-    launch(w_g_m_v, other, astuple(factors), factors.from_m, key_words)
+    launch_update(w_g_m_v, other, astuple(factors), factors.from_m, key_words)
     for state in (w, m, v, weight):
         if state is not None:  # autograd does not see what a kernel writes
             written = [state] if isinstance(state, Tensor) else state.tensors.values()

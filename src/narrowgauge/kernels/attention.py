@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.devices import GpuWork, is_shape_only, tell
 from narrowgauge.kernels.dispatch import fastest_first, is_slow
 from narrowgauge.kernels.dropout import Dropout
 
@@ -44,15 +45,15 @@ def attend(q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None =
     A CPU without products in bf16 computes it in fp32, which takes a quarter of the time and keeps operands
     that are twice as wide.
     """
-    if q_BNTH.is_meta:
-        return _MetaAttention.apply(q_BNTH, k_BKSH, v_BKSH, mask)
     if q_BNTH.dtype == torch.bfloat16 and is_slow(q_BNTH):
         return attend(q_BNTH.float(), k_BKSH.float(), v_BKSH.float(), mask).to(q_BNTH.dtype)
     groups = q_BNTH.shape[1] // k_BKSH.shape[1]
     narrow = q_BNTH.dtype in (torch.float16, torch.bfloat16)
-    native = q_BNTH.device.type == "cpu" or (narrow and mask is None)
+    native = q_BNTH.device.type == "cpu" or is_shape_only(q_BNTH) or (narrow and mask is None)
     if groups > 1 and not native:
         k_BKSH, v_BKSH = (x.repeat_interleave(groups, dim=1) for x in (k_BKSH, v_BKSH))
+    if q_BNTH.is_meta:
+        return _MetaAttention.apply(q_BNTH, k_BKSH, v_BKSH, mask)
     with fastest_first(q_BNTH.device):
         return nn.functional.scaled_dot_product_attention(
             q_BNTH,
@@ -75,11 +76,21 @@ class _MetaAttention(torch.autograd.Function):
         out_BNTH = torch.empty_like(q_BNTH)
         row_BNT = torch.empty(q_BNTH.shape[:-1], device=q_BNTH.device)
         ctx.save_for_backward(q_BNTH, k_BKSH, v_BKSH, out_BNTH, row_BNT, mask)
+        causal = mask is None and q_BNTH.shape[2] > 1
+        ctx.flops = 4.0 * q_BNTH.numel() * k_BKSH.shape[2] / (2 if causal else 1)
+        if not is_shape_only(q_BNTH):
+            written = (out_BNTH, row_BNT)
+            tell(GpuWork("attention forward", (q_BNTH, k_BKSH, v_BKSH), written, ctx.flops, "attention"))
         return out_BNTH
 
     @staticmethod
     def backward(ctx: Any, grad_BNTH: Tensor) -> tuple[Tensor | None, ...]:
-        return *(torch.empty_like(t) for t in ctx.saved_tensors[:3]), None
+        kept = ctx.saved_tensors[:5]
+        gradients = tuple(torch.empty_like(t) for t in kept[:3])
+        if not is_shape_only(grad_BNTH):
+            read = (grad_BNTH, *kept)
+            tell(GpuWork("attention backward", read, gradients, 2.5 * ctx.flops, "attention", launches=3))
+        return *gradients, None
 
 
 def attend_with_dropout(

@@ -9,10 +9,13 @@ Bytes for each element of a bf16 tensor, read and written (the reference makes a
     a scale a row, 128 x 128, or a tensor   2 more for that; none if its amax is cached (`amax_cache`)
     codes along both axes, from one read    1 more for the second
 
-The references compute tensors that several processes hold together, clamped outliers, channels that are kept
-in another cast, tensors without their mean, blocks that fit no tile (48, 64 x 64), random bits that are not a
-`RandomStream`'s, tensors that are no matrices, and compiled code, whose compiler fuses these passes.
+The references compute tensors that several processes hold together, clamped outliers (whose quantiles a
+kernel finds), channels that are kept in another cast, tensors without their mean, blocks that fit no tile
+(48, 64 x 64), random bits that are not a `RandomStream`'s, tensors that are no matrices, and compiled code,
+whose compiler fuses these passes.
 """
+
+from dataclasses import replace
 
 import torch
 
@@ -20,6 +23,7 @@ from narrowgauge.formats import RandomStream
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext, quantize_in_context
 from narrowgauge.quantization import emulate as emulate_in_torch
+from narrowgauge.quantization.outliers import quantile_ranks
 
 
 def quantize(
@@ -35,7 +39,7 @@ def quantize(
         from narrowgauge.kernels.triton.cast_launch import quantized
 
         return quantized(x, cast, axis, *_fields(cast, context), both)
-    return quantize_in_context(x, cast, axis, context), None
+    return quantize_in_context(x, cast, axis, _with_limits(x, cast, context)), None
 
 
 def emulate(
@@ -46,7 +50,22 @@ def emulate(
         from narrowgauge.kernels.triton.cast_launch import emulated
 
         return emulated(x, cast, axis, dtype, *_fields(cast, context))
-    return emulate_in_torch(x, cast, axis, dtype, context)
+    return emulate_in_torch(x, cast, axis, dtype, _with_limits(x, cast, context))
+
+
+def _with_limits(x: torch.Tensor, cast: Cast, context: QuantContext) -> QuantContext:
+    """The context with the quantiles of `x` that its outliers are clamped to, where the kernel finds them.
+
+    Torch selects among all elements of a tensor in one thread block, which takes tens of milliseconds.
+    """
+    is_whole = context.shard is None and not cast.hadamard
+    if not (cast.outliers and is_whole and x.dtype == torch.bfloat16 and use_kernels(x)):
+        return context
+    from narrowgauge.kernels.triton.rank import launch_ranked
+
+    x = x.detach()
+    flat = x if x.is_contiguous() else x.T.contiguous()  # the order of elements does not matter
+    return replace(context, limits=launch_ranked(flat, *quantile_ranks(x.numel(), cast.outliers)))
 
 
 def _has_kernel(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from narrowgauge.devices import is_shape_only
 from narrowgauge.kernels.dispatch import use_kernels
 
 #: fp32 logits held at a time (64 MiB). It fixes the order of summation, so it is no setting.
@@ -193,6 +194,6 @@ def _split(y_C: Tensor) -> tuple[Tensor, Tensor]:
 def _chunks(logits_TV: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """The chunks of all tensors at once, C tokens each; on the meta device one chunk stands for all."""
     size = max(1, CHUNK_ELEMENTS // logits_TV.shape[1])
-    if logits_TV.is_meta:
+    if is_shape_only(logits_TV):
         return iter([tuple(x[:size] for x in (logits_TV, *others))])
     return zip(*(torch.split(x, size) for x in (logits_TV, *others)), strict=True)

@@ -9,17 +9,15 @@ machine what a GPU would compute.
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, wraps
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from narrowgauge.devices import imagined
 from narrowgauge.torch_compat import cpu_multiplies_bf16
-
-Launched = TypeVar("Launched")
 
 # Of these, only flash-attention has a backward pass that repeats every bit, where torch is told to take it.
 DETERMINISTIC = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
@@ -35,13 +33,24 @@ CUDNN_FIRST = [
 def _has_triton() -> bool:
     """Whether Triton is installed, and the C compiler with which it builds the launchers of kernels."""
     compilers = (os.environ.get("CC", ""), "gcc", "clang", "cc")
-    return importlib.util.find_spec("triton") is not None and any(map(shutil.which, compilers))
+    return is_triton_installed() and any(map(shutil.which, compilers))
+
+
+@cache
+def is_triton_installed() -> bool:
+    """Whether the kernels can be imported, so that their launches can at least be told (`devices.tell`)."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton's kernels run on tensors of a device; nowhere under NARROWGAUGE_KERNELS=0."""
+    """Whether Triton's kernels run on tensors of a device; nowhere under NARROWGAUGE_KERNELS=0.
+
+    On an imagined GPU they are launched, and the launch only tells (`devices.imagine`).
+    """
     if os.environ.get("NARROWGAUGE_KERNELS") == "0":
         return False
+    if (facts := imagined(device)) is not None:
+        return facts.has_triton and is_triton_installed()
     if device.type == "cpu":
         return os.environ.get("TRITON_INTERPRET") == "1" and _has_triton()
     return device.type == "cuda" and _has_triton() and _is_for(device)
@@ -76,20 +85,6 @@ def choose_products(name: str) -> None:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _has_bf16_products() -> bool:
     return _chosen_products == ["bf16"] if _chosen_products else cpu_multiplies_bf16()
-
-
-def on_its_device(launch: Callable[..., Launched]) -> Callable[..., Launched]:
-    """Launch on the device of the first tensor: Triton launches on torch's current device."""
-
-    @wraps(launch)
-    def launched(x: Any, *args: Any, **kwargs: Any) -> Launched:
-        first = x
-        while not isinstance(first, torch.Tensor):
-            first = first[0]
-        with torch.cuda.device_of(first):
-            return launch(x, *args, **kwargs)
-
-    return launched
 
 
 def use_kernels(x: torch.Tensor) -> bool:

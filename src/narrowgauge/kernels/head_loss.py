@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from narrowgauge.devices import is_shape_only
 from narrowgauge.kernels.cross_entropy import (
     in_one_tensor,
     row_losses,
@@ -141,9 +142,9 @@ def _in_chunks(
     w_VD = w_VD.to(h_TD.dtype)
     T, V, rows = len(h_TD), len(w_VD), rows_of_chunk(len(h_TD), len(w_VD))
     loss_T, squares_T, dh_TD, dw_VD = _results(h_TD, w_VD, factor, z_loss)
-    logits_CV = _aligned_rows(min(rows, T), V, h_TD)
+    logits_CV = aligned_rows(min(rows, T), V, h_TD)
     # On the meta device one chunk stands for all.
-    for start in range(0, min(T, rows) if h_TD.is_meta else T, rows):
+    for start in range(0, min(T, rows) if is_shape_only(h_TD) else T, rows):
         chunk = slice(start, start + rows)
         h_CD, y_C = h_TD[chunk], y_T[chunk]
         z_CV = logits_CV[: len(h_CD)]
@@ -186,7 +187,7 @@ def _results(
     return loss_T, squares_T, dh_TD, dw_VD
 
 
-def _aligned_rows(rows: int, width: int, like: Tensor) -> Tensor:
+def aligned_rows(rows: int, width: int, like: Tensor) -> Tensor:
     """Memory of (rows, width) in which each row begins at a multiple of 128 bytes.
 
     Otherwise GEMMs and kernels would read and write single numbers for a vocabulary of 50257.
@@ -199,7 +200,7 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, adds: bool = False) -> None:
     """out = a @ b, or out += a @ b, with one rounding to out's dtype: that of the operands, or fp32."""
     if out.dtype == torch.float32 == a.dtype:
         torch.addmm(out, a, b, beta=int(adds), out=out)
-    elif out.is_meta:
+    elif is_shape_only(out):
         return  # a product would allocate nothing but `out`
     elif out.device.type == "cpu" and (out.dtype == torch.float32 or is_slow(a)):
         # On a CPU torch has no product of narrow operands that gives fp32.

@@ -11,8 +11,12 @@ from typing import NamedTuple
 
 import torch
 
+from narrowgauge.devices import is_gpu, is_shape_only
 from narrowgauge.kernels.dispatch import is_slow
+from narrowgauge.kernels.head_loss import aligned_rows
 from narrowgauge.nn.native import QuantizedOperand, native_product
+
+_VECTOR = 16  # bytes of the widest load
 
 
 class Operand(NamedTuple):
@@ -38,7 +42,13 @@ def scaled_mm(a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor) -> to
     if a_MK.device.type == "cpu":
         nothing = a_MK.new_zeros(())
         return torch.addmm(nothing, a_MK, b_KN, beta=0, alpha=scale.item())
-    return (torch.mm(a_MK, b_KN, out_dtype=torch.float32) * scale).to(a_MK.dtype)
+    return _scaled_on_gpu(a_MK, b_KN, scale)
+
+
+def _scaled_on_gpu(a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    wide = a_MK.dtype == torch.float32
+    product = a_MK @ b_KN if wide else torch.mm(a_MK, b_KN, out_dtype=torch.float32)
+    return (product * scale).to(a_MK.dtype)
 
 
 @scaled_mm.register_fake
@@ -63,5 +73,23 @@ def multiply(
     a_MK, b_KN = a_MK.to(wider), b_KN.to(wider)
     scales = [s for s in (a.scale, b.scale) if s is not None]
     if not scales:
-        return (a_MK.float() @ b_KN.float()).to(a_MK.dtype) if is_slow(a_MK) else a_MK @ b_KN
-    return scaled_mm(a_MK, b_KN, scales[0] * scales[1] if len(scales) == 2 else scales[0])
+        if is_slow(a_MK):
+            return (a_MK.float() @ b_KN.float()).to(a_MK.dtype)
+        return _plain_product(a_MK, b_KN)
+    scale = scales[0] * scales[1] if len(scales) == 2 else scales[0]
+    if a_MK.is_meta and not is_shape_only(a_MK):
+        return _scaled_on_gpu(a_MK, b_KN, scale)  # the kernels of the operator, for what counts them
+    return scaled_mm(a_MK, b_KN, scale)
+
+
+def _plain_product(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
+    """a @ b; on a GPU each row of the result begins at a multiple of 16 bytes.
+
+    The logits of a vocabulary of 50,257 would not. Then neither this product nor the two of its gradient,
+    which is written over them, nor the kernels of the loss could load more than a number at a time.
+    """
+    N, size = b_KN.shape[1], a_MK.element_size()
+    if N * size % _VECTOR == 0 or N < _VECTOR or not is_gpu(a_MK.device) or torch.compiler.is_compiling():
+        return a_MK @ b_KN
+    out_MN = aligned_rows(len(a_MK), N, a_MK)
+    return torch.mm(a_MK, b_KN, out=out_MN)

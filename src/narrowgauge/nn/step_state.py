@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from narrowgauge.devices import is_gpu
 from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream, stream_key
 from narrowgauge.nn.histories import History
@@ -179,8 +180,10 @@ class Stepped:
         if self.is_random:
             words = [stream_key(seed, step, i) for i in self._stream_ids()]
             device = self._device()
-            if device.type == "cuda":  # from pinned memory: nothing waits for what a GPU still has to do
-                self.keys = torch.tensor(words, dtype=torch.int32).pin_memory().to(device, non_blocking=True)
+            if is_gpu(device):  # from pinned memory: nothing waits for what a GPU still has to do
+                keys = torch.tensor(words, dtype=torch.int32)
+                keys = keys.pin_memory() if device.type == "cuda" else keys
+                self.keys = keys.to(device, non_blocking=True)
                 self.first_sample = torch.full((), first_sample, dtype=torch.int64, device=device)
             else:
                 self.keys = torch.tensor(words, dtype=torch.int32, device=device)

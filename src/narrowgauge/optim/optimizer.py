@@ -125,7 +125,7 @@ class Optimizer(torch.optim.Optimizer):
         """The number of the step that each parameter is about to take; waits once for the device."""
         taken = [self.state[p]["step"] for p in parameters]
         if not taken or taken[0].is_meta:
-            return dict.fromkeys(parameters, 0)
+            return dict.fromkeys(parameters, 1)
         counts = torch.stack([step.to(taken[0].device) for step in taken]).tolist()
         return {p: int(count) + 1 for p, count in zip(parameters, counts, strict=True)}
 

@@ -6,6 +6,7 @@
     held     the largest magnitude of the tensor some steps ago, in place of its own
     channels the channels that are kept in another cast, in place of its own choice
     shard    the position of a local tensor in a global one that several processes hold together
+    limits   the quantiles that outliers are clamped to, where a kernel has found them
 
 Most tensors need none of them (`DEFAULT_CONTEXT`). Blocks, scales and random bits are laid on the global
 tensor, so that sharding never changes a number; every question of quantization about it is a method.
@@ -38,6 +39,7 @@ class QuantContext:
         channels: bool, for each channel of the local tensor whether the cast keeps it apart; None takes
             those of the tensor's own largest norms.
         shard: The position of the tensor in a global one. All processes that hold it quantize at one time.
+        limits: The two numbers that `outliers.clamp_outliers` clamps to, 0-dim; None finds them.
     """
 
     random: Randomness = None
@@ -46,6 +48,7 @@ class QuantContext:
     shard: TensorShard | None = None
     held: torch.Tensor | None = None
     channels: torch.Tensor | None = None
+    limits: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def local(self) -> "QuantContext":
         """The same context for the local tensor by itself: other processes are not asked."""

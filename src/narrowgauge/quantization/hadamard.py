@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from narrowgauge.devices import imagined, is_shape_only
 from narrowgauge.errors import UserError
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import QuantContext
@@ -45,14 +46,14 @@ def _constant(size: int, signs: tuple[int, ...], like: torch.Tensor) -> torch.Te
 
     A tensor without storage, or one of a compiler, belongs to its context and is not kept.
     """
-    key = (size, signs, like.dtype, like.device)
+    key = (size, signs, like.dtype, like.device, imagined(like.device))
     is_plain = not torch.compiler.is_compiling() and type(like) in (torch.Tensor, torch.nn.Parameter)
     if is_plain and key in _KEPT:
         return _KEPT[key]
     rows = [[sign * h for h in row] for sign, row in zip(signs, _matrix(size), strict=True)]
     with torch.inference_mode(False):  # so that any graph may hold it
         constant = torch.tensor(rows, dtype=like.dtype, device=like.device)
-    if is_plain and type(constant) is torch.Tensor and not constant.is_meta:
+    if is_plain and type(constant) is torch.Tensor and not is_shape_only(constant):
         _KEPT[key] = constant
     return constant
 

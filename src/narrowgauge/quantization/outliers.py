@@ -31,12 +31,18 @@ def clamp_outliers(x: torch.Tensor, quantile: float, context: QuantContext = DEF
     Both are elements of the tensor, no mean of two. Those of a global tensor are found among all its
     elements, which are brought to every process that holds some.
     """
+    if context.limits is not None:
+        return x.clamp(*context.limits)
     elements = context.global_elements(x.detach())
-    n = elements.numel()
-    if n == 0:
+    if not elements.numel():
         return x
-    low, high = _ranked(elements, int((1 - quantile) * n), min(int(quantile * n), n - 1))
+    low, high = ranked(elements, *quantile_ranks(elements.numel(), quantile))
     return x.clamp(low, high)
+
+
+def quantile_ranks(n: int, quantile: float) -> tuple[int, int]:
+    """The ranks, from 0 in ascending order, of the quantiles 1 - `quantile` and `quantile` of n elements."""
+    return int((1 - quantile) * n), min(int(quantile * n), n - 1)
 
 
 def clamped(x: torch.Tensor, cast: Cast, context: QuantContext) -> torch.Tensor:
@@ -91,7 +97,7 @@ def parted(x: torch.Tensor, channels: torch.Tensor) -> tuple[torch.Tensor, torch
     return torch.where(channels, 0.0, x), torch.where(channels, x, 0.0)
 
 
-def _ranked(x: torch.Tensor, *ranks: int) -> list[torch.Tensor]:
+def ranked(x: torch.Tensor, *ranks: int) -> list[torch.Tensor]:
     """The elements of x of given ranks in ascending order (0 the smallest, NaN last): 0-dim, in x's dtype."""
     flat = x.flatten()
     if x.dtype == torch.bfloat16 and x.device.type == "cpu" and not torch.compiler.is_compiling():

@@ -1,5 +1,6 @@
 """Which format is each place in? Recipes as TOML data, and which code runs them."""
 
+from narrowgauge.devices import Device
 from narrowgauge.recipes.attention_places import (
     ATTENTION_PLACES,
     ATTENTION_PRODUCTS,
@@ -8,7 +9,7 @@ from narrowgauge.recipes.attention_places import (
 )
 from narrowgauge.recipes.attention_shapes import require_attention_shapes
 from narrowgauge.recipes.backend import BACKENDS, SCHEMES, Backend, Product, choose_backend, products_on
-from narrowgauge.recipes.capability import Device, device_facts, named_device
+from narrowgauge.recipes.capability import device_facts, named_device
 from narrowgauge.recipes.parse import parse_recipe
 from narrowgauge.recipes.places import (
     GEMM_PLACES,

@@ -12,10 +12,10 @@ only where it was built with a library of its own.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from narrowgauge.devices import Device
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes.attention_places import is_wide, operands_of_attention
-from narrowgauge.recipes.capability import Device
 from narrowgauge.recipes.places import GEMM_PLACES, GEMMS
 from narrowgauge.recipes.recipe import Recipe
 

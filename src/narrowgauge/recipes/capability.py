@@ -7,11 +7,11 @@ ask about a device that is elsewhere.
 
 import re
 import tomllib
-from dataclasses import dataclass
 from difflib import get_close_matches
 
 import torch
 
+from narrowgauge.devices import Device, imagined
 from narrowgauge.errors import UserError
 from narrowgauge.files import shipped_text
 
@@ -21,36 +21,10 @@ CUDA_ELSEWHERE = (13, 0)
 _MAKERS = re.compile(r"nvidia|geforce|amd|instinct|radeon|[\s_-]")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """The facts that decide which code runs.
-
-    Attributes:
-        maker: "cpu", "nvidia", "amd", or torch's name for another type of device.
-        capability: The compute capability of an NVIDIA GPU, such as (9, 0).
-        architecture: The architecture of an AMD GPU, such as "gfx942".
-        library: The version of the CUDA or ROCm that torch was built with, such as (12, 9).
-    """
-
-    maker: str
-    capability: tuple[int, int] = (0, 0)
-    architecture: str = ""
-    library: tuple[int, int] = (0, 0)
-
-    def __str__(self) -> str:
-        match self.maker:
-            case "nvidia":
-                return "compute capability " + ".".join(map(str, self.capability))
-            case "amd":
-                return self.architecture
-            case "cpu":
-                return "a CPU"
-            case _:
-                return self.maker
-
-
 def device_facts(device: torch.device) -> Device:
-    """The facts of a torch device."""
+    """The facts of a torch device, or of the GPU that it stands for (`devices.imagine`)."""
+    if (facts := imagined(device)) is not None:
+        return facts
     if device.type != "cuda":
         return Device(maker=device.type)
     if torch.version.hip:

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 from narrowgauge.cluster.doctor.facts import Facts, Gpu, Verdict, ok, warn
+from narrowgauge.devices import Device
 from narrowgauge.recipes import choose_backend, recipe, recipe_names
-from narrowgauge.recipes.capability import Device
 
 
 def check_recipes(facts: Facts) -> Verdict:

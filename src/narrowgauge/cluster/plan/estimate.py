@@ -146,11 +146,9 @@ def _computation(
 
 def _speeds(config: Config, cluster: Cluster) -> dict[str, str]:
     """The format of the cluster that multiplies each kind of product of `bench.work`."""
-    recipe = config.spec.recipe
-    bits = max((c.element.bits for c in recipe.casts.values() if c.is_scaled), default=8)
-    narrow = cluster.narrow_format(bits)
     wide = {kind: cluster.format_for(kind) for kind in ("bf16", "fp16", "fp32")}
-    return wide | {"fp8": narrow or wide[recipe.compute]}
+    fp8 = "fp8" if "fp8" in cluster.peak else wide[config.spec.recipe.compute]
+    return wide | {"fp8": fp8, "mxfp8": fp8, "fp4": "fp4" if "fp4" in cluster.peak else fp8}
 
 
 def _volume(purpose: str, ranks: tuple[int, ...], size: int, cluster: Cluster) -> Volume:

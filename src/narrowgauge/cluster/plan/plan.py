@@ -13,6 +13,7 @@ from narrowgauge.cluster.plan.estimate import Estimate, estimate
 from narrowgauge.cluster.plan.expect import Expectation, expectation
 from narrowgauge.cluster.plan.fewest import Fewest, fewest_devices
 from narrowgauge.cluster.plan.price import Price
+from narrowgauge.devices import Device, imagine
 from narrowgauge.distributed import ParallelDims, resolve_dims
 from narrowgauge.errors import UserError
 from narrowgauge.recipes import Backend, choose_backend, device_facts
@@ -67,6 +68,7 @@ class Plan:
         room: the memory that a step has.
         fewest: the smallest number of devices that a step fits on; None if there is none.
         backend: whether the recipe is native on the device; None if the device is not known.
+        gpu: the facts of the device, by which memory is counted; None if it is not known.
         time: the time at best; None without a cluster.
         expected: what is expected of it; None without measured runs.
         chosen: sentences about values that were chosen where the user gave none.
@@ -78,6 +80,7 @@ class Plan:
     room: Room
     fewest: Fewest | None
     backend: Backend | None
+    gpu: Device | None = None
     time: Estimate | None = None
     expected: Expectation | None = None
     cluster: Cluster | None = None
@@ -110,16 +113,19 @@ def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) 
     layout = lay_out(config, devices)
     config, parallel_dims = layout.config, layout.parallel_dims
     chosen = tuple(filter(None, (batch_choice, layout.choice)))
-    step, room = estimate_step(config, parallel_dims), _room(config, cluster)
-    if room.fits(step.memory, parallel_dims) and parallel_dims.data == 1:
-        fewest: Fewest | None = Fewest(parallel_dims, config.training.micro_batch_size, step.memory)
-    else:
-        fewest = fewest_devices(config, parallel_dims, step.memory, room.limit, room.fits)
+    room, gpu = _room(config, cluster), cluster.facts if cluster else _device_here(config)
+    with imagine(gpu):
+        step = estimate_step(config, parallel_dims)
+        if room.fits(step.memory, parallel_dims) and parallel_dims.data == 1:
+            fewest: Fewest | None = Fewest(parallel_dims, config.training.micro_batch_size, step.memory)
+        else:
+            fewest = fewest_devices(config, parallel_dims, step.memory, room.limit, room.fits)
     if cluster is None:
-        return Plan(config, parallel_dims, step, room, fewest, _backend_here(config), chosen=chosen)
+        backend = choose_backend(config.spec.recipe, gpu, config.recipe.backend) if gpu else None
+        return Plan(config, parallel_dims, step, room, fewest, backend, gpu, chosen=chosen)
     time = estimate(config, parallel_dims, cluster, step)
     expected = expectation(cluster.measured, devices, step.memory.parameters, time.format)
-    return Plan(config, parallel_dims, step, room, fewest, time.backend, time, expected, cluster, chosen)
+    return Plan(config, parallel_dims, step, room, fewest, time.backend, gpu, time, expected, cluster, chosen)
 
 
 def _room(config: Config, cluster: Cluster | None) -> Room:
@@ -136,12 +142,9 @@ def _room(config: Config, cluster: Cluster | None) -> Room:
     return Room(size, source, has_host, copies_saves)
 
 
-def _backend_here(config: Config) -> Backend | None:
-    """The backend on this machine's device; None where a memory limit stands for another one."""
-    if config.training.memory_limit:
-        return None
-    device = choose_device(config.training.device)
-    return choose_backend(config.spec.recipe, device_facts(device), config.recipe.backend)
+def _device_here(config: Config) -> Device | None:
+    """The facts of this machine's device; None where a memory limit stands for another one."""
+    return None if config.training.memory_limit else device_facts(choose_device(config.training.device))
 
 
 def _with_batch_size(config: Config, devices: int) -> tuple[Config, str]:

@@ -7,6 +7,7 @@ from narrowgauge.cluster.plan.estimate import Estimate
 from narrowgauge.cluster.plan.expect import Expectation
 from narrowgauge.cluster.plan.plan import Plan, cost_of, price_of
 from narrowgauge.cluster.plan.price import Price
+from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.training import cheaper
 from narrowgauge.units import human_bytes
@@ -71,7 +72,8 @@ def _print_options(plan: Plan, console: Console) -> None:
             f"smallest number of devices that fits: {mesh.size:,}{axes}{micro}, "
             f"{human_bytes(plan.room.needed(fewest.memory, mesh))} on each",
         )
-    options = cheaper(plan.config, plan.room.has_host, plan.parallel_dims, wider=not plan.fits)
+    with imagine(plan.gpu):
+        options = cheaper(plan.config, plan.room.has_host, plan.parallel_dims, wider=not plan.fits)
     for option, other in sorted(options, key=lambda item: item[1].peak):
         if other.peak > 0.99 * memory.peak:  # it would not be noticed
             continue

@@ -89,6 +89,8 @@ class FakeParam:
             return self.memory
         self.memory = torch.empty(self.shape, dtype=gather_dtype(cast, narrow), device="meta")
         scale = torch.empty((), device="meta") if cast.is_scaled else None
+        if narrow is None and cast.is_scaled:  # `WeightGather` keeps them for the step
+            self.codes = torch.empty(self.shard.shape, dtype=torch.uint8, device="meta")
         return GatheredWeight(self.memory, scale, cast, narrow is None)
 
     def make_full(self) -> nn.Parameter:

@@ -1,15 +1,20 @@
 """Activations by tiles: each input is read once, each output written once."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels.dispatch import on_its_device
 from narrowgauge.kernels.triton.arithmetic import exp, magnitude, narrow, wide
+from narrowgauge.kernels.triton.launch import launch
 
 #: Elements of a tile, 16 a thread in four warps: two loads of 16 bytes from bf16, for each operand.
 TILE = 2048
+
+FOUR_WARPS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+EIGHT_WARPS: dict[str, Any] = FOUR_WARPS | {"num_warps": 8}
 
 
 @triton.jit
@@ -89,14 +94,13 @@ def gelu_backward(dy_ptr, x_ptr, dx_ptr, largest_ptr, count, BLOCK: tl.constexpr
     tl.store(largest_ptr + tl.program_id(0), tl.max(magnitude(dx), 0))
 
 
-def _tiles(rows: int, F: int) -> tuple[int, dict[str, int]]:
+def _tiles(rows: int, F: int) -> tuple[int, dict[str, Any]]:
     """How many tiles, and their shape: up to 1024 columns, so that a wide row wastes little at its end."""
     cols = min(1024, triton.next_power_of_2(F))
     tile = {"ROWS": TILE // cols, "COLS": cols}
     return triton.cdiv(rows, tile["ROWS"]) * triton.cdiv(F, cols), tile
 
 
-@on_its_device
 def launch_swiglu(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """[..., 2F] contiguous -> [..., F], and the largest magnitude of each tile (fp32)."""
     F = gate_up.shape[-1] // 2
@@ -105,11 +109,12 @@ def launch_swiglu(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     tiles, tile = _tiles(rows, F)
     largest = torch.empty(tiles, device=y.device)
     bits = largest.view(torch.int32)
-    swiglu_forward[(tiles,)](gate_up, y, bits, rows, F, **tile, num_warps=4, enable_fp_fusion=False)
+    launch(
+        swiglu_forward, (tiles,), gate_up, y, bits, rows, F, writes="y_ptr largest_ptr", **tile, **FOUR_WARPS
+    )
     return y, largest
 
 
-@on_its_device
 def launch_swiglu_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """[..., F] and [..., 2F], both contiguous -> the gradient [..., 2F], and its largest magnitudes."""
     F = dy.shape[-1]
@@ -118,27 +123,29 @@ def launch_swiglu_backward(dy: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]
     tiles, tile = _tiles(rows, F)
     largest = torch.empty(tiles, device=dy.device)
     bits = largest.view(torch.int32)
-    swiglu_backward[(tiles,)](dy, gate_up, grad, bits, rows, F, **tile, num_warps=8, enable_fp_fusion=False)
+    written = "grad_ptr largest_ptr"
+    launch(swiglu_backward, (tiles,), dy, gate_up, grad, bits, rows, F, writes=written, **tile, **EIGHT_WARPS)
     return grad, largest
 
 
-@on_its_device
 def launch_gelu(x: Tensor) -> tuple[Tensor, Tensor]:
     """Contiguous -> the same shape, and the largest magnitude of each tile (fp32)."""
     y = torch.empty_like(x)
     tiles = triton.cdiv(x.numel(), TILE)
     largest = torch.empty(tiles, device=x.device)
     bits = largest.view(torch.int32)
-    gelu_forward[(tiles,)](x, y, bits, x.numel(), BLOCK=TILE, num_warps=4, enable_fp_fusion=False)
+    launch(
+        gelu_forward, (tiles,), x, y, bits, x.numel(), writes="y_ptr largest_ptr", BLOCK=TILE, **FOUR_WARPS
+    )
     return y, largest
 
 
-@on_its_device
 def launch_gelu_backward(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Both contiguous -> the gradient of x, and its largest magnitudes."""
     dx = torch.empty_like(x)
     tiles = triton.cdiv(x.numel(), TILE)
     largest = torch.empty(tiles, device=x.device)
     bits = largest.view(torch.int32)
-    gelu_backward[(tiles,)](dy, x, dx, bits, x.numel(), BLOCK=TILE, num_warps=4, enable_fp_fusion=False)
+    written = "dx_ptr largest_ptr"
+    launch(gelu_backward, (tiles,), dy, x, dx, bits, x.numel(), writes=written, BLOCK=TILE, **FOUR_WARPS)
     return dx, largest

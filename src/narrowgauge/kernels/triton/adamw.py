@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels.dispatch import on_its_device
 from narrowgauge.kernels.triton.arithmetic import fma, magnitude
+from narrowgauge.kernels.triton.launch import launch
 from narrowgauge.kernels.triton.quantized_state import NOTHING, cast_constants, copy_scale, read, write
 from narrowgauge.quantization import Cast
 
@@ -102,8 +102,7 @@ def update(
 State = tuple[Tensor, Tensor | None, Cast]
 
 
-@on_its_device
-def launch(
+def launch_update(
     w_g_m_v: Sequence[State],
     o: State | None,
     numbers: Sequence[float],
@@ -126,20 +125,25 @@ def launch(
     extras = [t if extra is None else extra for t, extra, _ in w_g_m_v]
     scaled = [cast.is_scaled for cast in (w[2], m[2], v[2])]
     needed = (scaled[0] or (o is not None and o[2].is_scaled), scaled[1], scaled[2])
-    casts = {"W": W, "G": G, "M_": M, "V": V}
+    casts: dict[str, Any] = {"W": W, "G": G, "M_": M, "V": V}
     sources, amax = list(extras), w[0]
     if any(needed):
         amax = torch.zeros(8, dtype=torch.int32, device=w[0].device)
-        largest[(triton.cdiv(n, BLOCK * TILES),)](
+        launch(
+            largest, (triton.cdiv(n, BLOCK * TILES),),
             *(t for (values, *_), extra in zip(w_g_m_v, extras, strict=True) for t in (values, extra)),
-            amax, n, *numbers, **casts, SCALES=needed, FROM_M=from_m, BLOCK=BLOCK, TILES=TILES, **LAUNCH,
+            amax, n, *numbers, writes="amax",
+            **casts, SCALES=needed, FROM_M=from_m, BLOCK=BLOCK, TILES=TILES, **LAUNCH,
         )  # fmt: skip
         before = amax.view(torch.float32)[4:]
         for i, (index, is_scaled) in enumerate(zip((0, 2, 3), scaled, strict=True)):
             sources[index] = before[i : i + 1] if is_scaled else extras[index]
     other, other_extra = (w[0], w[0]) if o is None else (o[0], o[0] if o[1] is None else o[1])
-    update[(triton.cdiv(n, BLOCK),)](
+    launch(
+        update, (triton.cdiv(n, BLOCK),),
         w[0], sources[0], extras[0], g[0], sources[1], m[0], sources[2], extras[2],
         v[0], sources[3], extras[3], other, other_extra, amax, n, *numbers,
-        *(word for key in keys for word in key), **casts, OTHER=OTHER, FROM_M=from_m, BLOCK=BLOCK, **LAUNCH,
+        *(word for key in keys for word in key),
+        writes="o o_to", updates="w w_to m m_to v v_to",
+        **casts, OTHER=OTHER, FROM_M=from_m, BLOCK=BLOCK, **LAUNCH,
     )  # fmt: skip

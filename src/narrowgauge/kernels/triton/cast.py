@@ -23,6 +23,7 @@ from narrowgauge.kernels.triton.scales import (
     e8m0_code,
     fp32_scale,
     nvfp4_scale,
+    nvfp4_tensor_scale,
     power_of_two,
     rounded_scale,
 )
@@ -73,16 +74,19 @@ def _random(key, offset, r, k, element_R, element_K, ROUNDING: tl.constexpr):
 
 @triton.jit
 def cast_blocks(
-    x, out, scales, scale_codes, S, matrix, key, offset,
+    x, out, scales, scale_codes, over, tensor_scale, matrix, key, offset,
     R, K, K_OUT, GRID_R, GRID_K, x_R, x_K, out_R, out_K, grid_R, grid_K, element_R, element_K,
     TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, H: tl.constexpr,
     MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     TWOS: tl.constexpr, MINUS_ZERO: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr,
     SCALE: tl.constexpr, S_MAX: tl.constexpr, S_EMIN: tl.constexpr, S_M: tl.constexpr, S_NAN: tl.constexpr,
     RULE: tl.constexpr, POWER_OF_TWO: tl.constexpr, AIM: tl.constexpr, INVERSE_LARGEST: tl.constexpr,
-    EMAX: tl.constexpr, FRACTION: tl.constexpr, CODES: tl.constexpr,
+    EMAX: tl.constexpr, FRACTION: tl.constexpr, CODES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """One tile: scales of its blocks, and its elements as codes or as numbers times their block's scale."""
+    """One tile: scales of its blocks, and its elements as codes or as numbers times their block's scale.
+
+    NVFP4's scale of the tensor is made here, too, from its largest magnitude `over`, mapped to LARGEST.
+    """
     r = tl.program_id(0) * TR + tl.arange(0, TR)
     k = tl.program_id(1) * TK + tl.arange(0, TK)
     tile = _load(x, r, k, R, K, x_R, x_K, matrix, TR, TK, H)
@@ -94,7 +98,9 @@ def cast_blocks(
         encode, block = power_of_two(254 - code), power_of_two(code)
         code = tl.where(finite, code, 255)
     elif SCALE == "e4m3":
-        encode, block, code = nvfp4_scale(amax, tl.load(S), INVERSE_LARGEST)
+        S, undo = nvfp4_tensor_scale(tl.load(over), LARGEST)
+        tl.store(tensor_scale, undo, mask=(tl.program_id(0) == 0) & (tl.program_id(1) == 0))
+        encode, block, code = nvfp4_scale(amax, S, INVERSE_LARGEST)
         code = tl.where(finite, code, 127)
     elif SCALE == "rounded":
         encode, block, code = rounded_scale(amax, AIM, S_MAX, S_EMIN, S_M)
@@ -151,17 +157,35 @@ def cast_given(
     MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     TWOS: tl.constexpr, MINUS_ZERO: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr,
     CODES: tl.constexpr, TIMES_SCALE: tl.constexpr, DIVIDES: tl.constexpr, BOTH: tl.constexpr,
+    FROM_AMAX: tl.constexpr, AIM: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):  # fmt: skip
-    """One tile under the scales of its rows, or of the block that it lies in: NaN if that is not finite."""
+    """One tile under the scales of its rows, or of the block that it lies in: NaN if that is not finite.
+
+    With FROM_AMAX `encode` holds largest magnitudes: the scale is made of them here, and the first tile of a
+    row or block writes it to `block`.
+    """
     r = tl.program_id(0) * TR + tl.arange(0, TR)
     k = tl.program_id(1) * TK + tl.arange(0, TK)
     tile = _load(x, r, k, R, K, x_R, x_K, x, TR, TK, 0)
     if BY_ROW:
-        factor = tl.load(encode + r * scale_R, mask=r < R, other=1.0)[:, None]
-        scale = tl.load(block + r * scale_R, mask=r < R, other=1.0)[:, None]
+        at = r * scale_R
+        exists = r < R
+        is_first = tl.program_id(1) == 0
     else:
-        at = tl.program_id(0) * TR // block_R * scale_R + tl.program_id(1) * TK // block_K * scale_K
-        factor, scale = tl.load(encode + at), tl.load(block + at)
+        row, column = tl.program_id(0) * TR, tl.program_id(1) * TK
+        at = row // block_R * scale_R + column // block_K * scale_K + tl.arange(0, 1)
+        exists = tl.full((1,), 1, tl.int1)
+        is_first = (row % block_R == 0) & (column % block_K == 0)
+    if FROM_AMAX:
+        amax = tl.load(encode + at, mask=exists, other=0.0)
+        finite = (amax.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITE
+        factor, scale = fp32_scale(tl.where(finite, amax, 0.0), AIM, POWER_OF_TWO)
+        scale = tl.where(finite, scale, float("nan"))
+        tl.store(block + at, scale, mask=exists & is_first)
+    else:
+        factor = tl.load(encode + at, mask=exists, other=1.0)
+        scale = tl.load(block + at, mask=exists, other=1.0)
+    factor, scale = factor[:, None], scale[:, None]
     tile = tl.where(scale == scale, tile, 0.0)
     scaled = tl.math.div_rn(tile, tl.broadcast_to(factor, tile.shape)) if DIVIDES else tile * factor
     random = _random(key, offset, r, k, element_R, element_K, ROUNDING)

@@ -5,16 +5,16 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from narrowgauge.devices import Device, imagined
 from narrowgauge.formats import RandomStream, encode, format
 from narrowgauge.kernels.amax_cache import cached_amax
-from narrowgauge.kernels.dispatch import on_its_device
 from narrowgauge.kernels.triton.cast import LAUNCH, cast_blocks, cast_given, largest, tile_of
+from narrowgauge.kernels.triton.launch import launch
 from narrowgauge.kernels.triton.rounding import facts, facts_of_scale
 from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.hadamard import hadamard, transform
-from narrowgauge.quantization.scale_and_round import Scales, scales_from
-from narrowgauge.quantization.scales import nvfp4_tensor_scale
+from narrowgauge.quantization.scale_and_round import scales_from
 
 Signs = torch.Tensor | tuple[int, ...]
 
@@ -52,7 +52,6 @@ def _strides(out: torch.Tensor, axis: int) -> tuple[int, int]:
 
 
 @torch.no_grad()
-@on_its_device
 def quantized(
     x: torch.Tensor,
     cast: Cast,
@@ -63,20 +62,34 @@ def quantized(
     both: bool = False,
 ) -> tuple[QTensor, torch.Tensor | None]:
     """The result of `quantization.quantize`, and with `both` the same codes along the other axis."""
-    one = torch.ones((), device=x.device)
+    one = _one(x)
     if _scale_is_known_first(cast):
-        codes, other, given, blocks = _cast_given(
+        codes, other, scales, blocks = _cast_given(
             x, cast, axis, torch.uint8, stream, signs, given_scale, both
         )
-        scales = given.block.reshape(() if cast.block is None else blocks.grid)
+        scales = scales.reshape(() if cast.block is None else blocks.grid)
         scale_codes = encode(scales, format(cast.scale)) if cast.has_scale_codes else None
         return QTensor(codes, scales, scale_codes, one, cast, blocks), other
     codes, blocks, scales, scale_codes, S = _cast_blocks(x, cast, axis, torch.uint8, stream, signs)
     return QTensor(codes, scales, scale_codes, one if S is None else S, cast, blocks), None
 
 
+_ONES: dict[tuple[torch.device, Device | None], torch.Tensor] = {}
+
+
+def _one(like: torch.Tensor) -> torch.Tensor:
+    """1 on the device of `like`, 0-dim float32, made once: nobody writes to a tensor scale of 1."""
+    key = (like.device, imagined(like.device))
+    if key in _ONES:
+        return _ONES[key]
+    with torch.inference_mode(False):  # so that any graph may hold it
+        one = torch.ones((), device=like.device)
+    if type(one) is torch.Tensor:  # one of a compiler belongs to its context
+        _ONES[key] = one
+    return one
+
+
 @torch.no_grad()
-@on_its_device
 def emulated(
     x: torch.Tensor,
     cast: Cast,
@@ -90,8 +103,8 @@ def emulated(
     is_exact = cast.block is None or cast.is_exact_in_bf16
     out_dtype = dtype if is_exact else torch.float32
     if _scale_is_known_first(cast):
-        values, _, given, _ = _cast_given(x, cast, axis, out_dtype, stream, signs, given_scale)
-        return values, given.block.reshape(()) if cast.block is None else None
+        values, _, scales, _ = _cast_given(x, cast, axis, out_dtype, stream, signs, given_scale)
+        return values, scales.reshape(()) if cast.block is None else None
     values, *_, tensor_scale = _cast_blocks(x, cast, axis, out_dtype, stream, signs)
     return values, tensor_scale
 
@@ -110,28 +123,39 @@ def _cast_given(
     signs: Signs,
     given_scale: torch.Tensor | None,
     both: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None, Scales, Blocks]:
-    """(codes or numbers, the same along the other axis, scales, blocks)."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Blocks]:
+    """(codes or numbers, the same along the other axis, scales, blocks).
+
+    Scales in fp32 are made by the kernel that casts, from largest magnitudes; others by plain operations.
+    """
     x = hadamard(x, cast.hadamard, axis, signs) if cast.hadamard else x
     view = _view(x, cast, axis)
     blocks = blocks_of(view.shape, cast, axis)
     amax = cached_amax(x) if cast.block is None else None
     if amax is None:
         amax = _largest(x, cast, view, axis, blocks)
-    scales = scales_from(amax.reshape(blocks.grid), cast, given_scale)
-    factor, block = scales.encode.contiguous(), scales.block.contiguous()
+    amax, divides = amax.reshape(blocks.grid), False
+    from_amax = given_scale is None and cast.scale == "fp32"
+    if from_amax:
+        factor, block = amax, torch.empty_like(amax)
+    else:
+        scales = scales_from(amax, cast, given_scale)
+        factor, block, divides = scales.encode.contiguous(), scales.block.contiguous(), scales.divides
     out = _empty(view, axis, dtype, x)
     other = _empty(view, -1 - axis, dtype, x) if both else None
     tile = tile_of(view.x[1])
-    cast_given[_grid(view, tile)](
+    launch(
+        cast_given, _grid(view, tile),
         x, out, out if other is None else other, factor, block, *_random(x, stream),
         view.R, view.K, *view.x, *_strides(out, axis), *_strides(out if other is None else other, axis),
-        *_strides(block, axis), *_extents(blocks, axis), *view.element, TR=tile[0], TK=tile[1],
-        BY_ROW=_is_by_row(cast), **facts(cast.element), ROUNDING=cast.rounding,
+        *_strides(block, axis), *_extents(blocks, axis), *view.element,
+        writes="out other block" if from_amax else "out other",
+        TR=tile[0], TK=tile[1], BY_ROW=_is_by_row(cast), **facts(cast.element), ROUNDING=cast.rounding,
         RANDOM_BITS=cast.random_bits, CODES=dtype == torch.uint8, TIMES_SCALE=cast.block is not None,
-        DIVIDES=scales.divides, BOTH=both, **LAUNCH,
+        DIVIDES=divides, BOTH=both, FROM_AMAX=from_amax,
+        AIM=cast.element.max * cast.headroom, POWER_OF_TWO=cast.power_of_two, **LAUNCH,
     )  # fmt: skip
-    return out, other, scales, blocks
+    return out, other, block, blocks
 
 
 def _cast_blocks(
@@ -147,10 +171,10 @@ def _cast_blocks(
     view = _view(x, cast, axis)
     blocks = blocks_of(view.shape, cast, axis)
     matrix = transform(cast.hadamard, signs, x) if cast.hadamard else None
-    S = tensor_scale = None
+    over = tensor_scale = None
     if cast.tensor_scale != "none":
-        amax = _largest(x, cast, view, axis, blocks, matrix)
-        S, tensor_scale = nvfp4_tensor_scale(amax.reshape(()), cast)
+        over = _largest(x, cast, view, axis, blocks, matrix)
+        tensor_scale = torch.empty((), device=x.device)
     codes = dtype == torch.uint8
     out = _empty(view, axis, dtype, x)
     scales = torch.empty(blocks.grid if codes else (), device=x.device)
@@ -160,16 +184,20 @@ def _cast_blocks(
     if axis == 0:
         grid, strides = grid[::-1], strides[::-1]
     tile = tile_of(view.x[1], cast.block[1])
-    cast_blocks[_grid(view, tile)](
-        x, out, scales, scale_codes if has_codes else scales, scales if S is None else S,
+    launch(
+        cast_blocks, _grid(view, tile),
+        x, out, scales, scale_codes if has_codes else scales, scales if over is None else over,
+        scales if tensor_scale is None else tensor_scale,
         x if matrix is None else matrix, *_random(x, stream),
         view.R, view.K, view.K_OUT, *grid, *view.x, *_strides(out, axis), *strides, *view.element,
+        writes="out scales scale_codes tensor_scale",
         TR=tile[0], TK=tile[1], BR=cast.block[0], BK=cast.block[1], H=cast.hadamard,
         **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
         SCALE="rounded" if cast.has_rounded_scale else cast.scale, **facts_of_scale(cast.scale),
         RULE=cast.scale_rule, POWER_OF_TWO=cast.power_of_two,
         AIM=cast.aim, INVERSE_LARGEST=1 / cast.aim,
-        EMAX=cast.element.emax, FRACTION=cast.element.fraction_bits, CODES=codes, **LAUNCH,
+        EMAX=cast.element.emax, FRACTION=cast.element.fraction_bits, CODES=codes,
+        LARGEST=cast.target * cast.element.max * cast.headroom, **LAUNCH,
     )  # fmt: skip
     return out, blocks, scales, scale_codes, tensor_scale
 
@@ -182,9 +210,11 @@ def _largest(
     BR, BK = cast.block if finite and cast.block else (1, 1)
     amax = torch.zeros((1, 1) if finite else blocks.grid, dtype=torch.int32, device=x.device)
     tile = tile_of(view.x[1])
-    largest[_grid(view, tile)](
+    launch(
+        largest, _grid(view, tile),
         x, amax, x if matrix is None else matrix, view.R, view.K, *view.x, *_strides(amax, axis),
-        *((2**30, 2**30) if finite else _extents(blocks, axis)), TR=tile[0], TK=tile[1], BR=BR, BK=BK,
+        *((2**30, 2**30) if finite else _extents(blocks, axis)), writes="amax",
+        TR=tile[0], TK=tile[1], BR=BR, BK=BK,
         H=0 if matrix is None else len(matrix), BY_ROW=_is_by_row(cast), FINITE=finite, **LAUNCH,
     )  # fmt: skip
     return amax.view(torch.float32)

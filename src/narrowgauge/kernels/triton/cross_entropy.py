@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels.dispatch import on_its_device
 from narrowgauge.kernels.triton.arithmetic import narrow, wide
+from narrowgauge.kernels.triton.launch import launch
 
 BLOCK = 4096
 WARPS = 8
@@ -91,7 +91,6 @@ def _gradients(
     tl.store(out + row * out_stride + lane, narrow(d_L, out.dtype.element_ty), mask=lane < width)
 
 
-@on_its_device
 def losses(z_TV: Tensor, y_T: Tensor, ignored: int | None) -> tuple[Tensor, Tensor]:
     """The loss of each row, fp32 [T], and the statistics of each row, fp32 [2, T].
 
@@ -103,7 +102,9 @@ def losses(z_TV: Tensor, y_T: Tensor, ignored: int | None) -> tuple[Tensor, Tens
     loss_T = torch.empty(rows, dtype=torch.float32, device=z_TV.device)
     stats_2T = torch.empty(2, rows, dtype=torch.float32, device=z_TV.device)
     if rows:
-        _losses[(rows,)](
+        launch(
+            _losses,
+            (rows,),
             z_TV,
             y_T,
             loss_T,
@@ -111,6 +112,7 @@ def losses(z_TV: Tensor, y_T: Tensor, ignored: int | None) -> tuple[Tensor, Tens
             rows,
             width,
             z_TV.stride(0),
+            writes="loss stats",
             ignored=ignored,
             BLOCK=BLOCK,
             num_warps=WARPS,
@@ -119,7 +121,6 @@ def losses(z_TV: Tensor, y_T: Tensor, ignored: int | None) -> tuple[Tensor, Tens
     return loss_T, stats_2T
 
 
-@on_its_device
 def write_gradients(
     z_TV: Tensor,
     y_T: Tensor,
@@ -137,7 +138,9 @@ def write_gradients(
     rows, width = z_TV.shape
     assert out_TV.stride(1) == 1 or width == 1
     if rows:
-        _gradients[(rows, triton.cdiv(width, BLOCK))](
+        launch(
+            _gradients,
+            (rows, triton.cdiv(width, BLOCK)),
             z_TV,
             y_T,
             stats_2T,
@@ -147,6 +150,7 @@ def write_gradients(
             width,
             z_TV.stride(0),
             out_TV.stride(0),
+            **{"updates" if out_TV is z_TV else "writes": "out"},
             ignored=ignored,
             twice_z_loss=2 * z_loss if z_loss else None,
             BLOCK=BLOCK,

@@ -7,13 +7,15 @@ which holds x, dy, the weight, the stream's gradient and one or two sums, 63 to 
 of 1536 or 4096 half of the threads that a multiprocessor can hold.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels.dispatch import on_its_device
 from narrowgauge.kernels.triton.arithmetic import magnitude, narrow, wide
+from narrowgauge.kernels.triton.launch import launch
 
 #: Programs of the backward pass, and so rows of partial sums: as many as an H100 holds at once for Llama's
 #: widths. With 16,384 tokens they write and read 0.25 bytes an element, on top of the 16 that must be moved.
@@ -115,12 +117,11 @@ def norm_backward(
         tl.store(dbias_ptr + program.to(tl.int64) * D + cols, dbias, inside)
 
 
-def _blocks(D: int) -> dict[str, int]:
+def _blocks(D: int) -> dict[str, Any]:
     block = triton.next_power_of_2(D)
     return {"D": D, "BLOCK": block, "num_warps": max(1, min(16, block // 256))}
 
 
-@on_its_device
 def launch_forward(
     x: Tensor,
     delta: Tensor | None,
@@ -135,7 +136,9 @@ def launch_forward(
 ) -> None:
     """Fill `stream` (where there is a delta), `y` and the fp32 numbers of each row; [..., D] contiguous."""
     D = len(weight_D)
-    norm_forward[(len(scale_M),)](
+    launch(
+        norm_forward,
+        (len(scale_M),),
         x,
         delta,
         weight_D,
@@ -146,12 +149,12 @@ def launch_forward(
         scale_M,
         largest_M.view(torch.int32),
         eps,
+        writes="stream_ptr y_ptr mean_ptr scale_ptr largest_ptr",
         **_blocks(D),
         enable_fp_fusion=False,
     )
 
 
-@on_its_device
 def launch_backward(
     dy: Tensor,
     dstream: Tensor | None,
@@ -173,7 +176,9 @@ def launch_backward(
     rows_per_program = triton.cdiv(M, PROGRAMS)
     programs = triton.cdiv(M, rows_per_program)
     sums_2PD = scale_M.new_empty(1 + with_bias, programs, D)
-    norm_backward[(programs,)](
+    launch(
+        norm_backward,
+        (programs,),
         dy,
         dstream,
         stream,
@@ -187,6 +192,7 @@ def launch_backward(
         None if largest_M is None else largest_M.view(torch.int32),
         M,
         rows_per_program,
+        writes="dx_ptr ddelta_ptr dweight_ptr dbias_ptr largest_ptr",
         **_blocks(D),
         enable_fp_fusion=False,
     )

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from narrowgauge.kernels.dispatch import on_its_device
 from narrowgauge.kernels.triton.arithmetic import narrow, wide
+from narrowgauge.kernels.triton.launch import launch
 
 #: Pairs of a tile, 8 a thread in four warps: a load of 16 bytes from each half in bf16.
 TILE = 1024
@@ -57,7 +57,6 @@ def rotary_pairs(
     tl.store(to_y + half, narrow(x2 * cos + x1 * sin, dtype), inside)
 
 
-@on_its_device
 def launch_rotary(x_BNTH: Tensor, table: Tensor, is_back: bool) -> Tensor:
     """The turned heads, in the dtype of `x_BNTH` and its order of axes in memory.
 
@@ -67,7 +66,9 @@ def launch_rotary(x_BNTH: Tensor, table: Tensor, is_back: bool) -> Tensor:
     y_BNTH = torch.empty_like(x_BNTH)
     half_block = triton.next_power_of_2(H // 2)
     rows_each = max(1, TILE // half_block)
-    rotary_pairs[(triton.cdiv(B * N * T, rows_each),)](
+    launch(
+        rotary_pairs,
+        (triton.cdiv(B * N * T, rows_each),),
         x_BNTH,
         table,
         y_BNTH,
@@ -80,6 +81,7 @@ def launch_rotary(x_BNTH: Tensor, table: Tensor, is_back: bool) -> Tensor:
         table.stride(1) if table.ndim == 5 else 0,
         table.stride(-2),
         table.stride(0),
+        writes="y_ptr",
         IS_BACK=is_back,
         ROWS=rows_each,
         HALF=half_block,

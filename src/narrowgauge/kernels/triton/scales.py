@@ -56,6 +56,17 @@ def power_of_two(code):
 
 
 @triton.jit
+def nvfp4_tensor_scale(over, LARGEST: tl.constexpr):
+    """(encoding scale S of a tensor, the factor that undoes it) from its largest finite magnitude."""
+    zero = over == 0
+    S = tl.minimum(tl.math.div_rn(LARGEST, tl.where(zero, 1.0, over)), FLOAT_MAX)
+    unusable = zero | (S == 0)
+    S = tl.where(unusable, 1.0, S)
+    is_exact = (unusable == 0) & (S < FLOAT_MAX)
+    return S, tl.where(is_exact, tl.math.div_rn(over, LARGEST), tl.math.div_rn(1.0, S))
+
+
+@triton.jit
 def nvfp4_scale(amax, S, INVERSE_LARGEST: tl.constexpr):
     """(encode, scale, E4M3 code of the scale) under the tensor's encoding scale S."""
     target = tl.minimum(amax * (S * INVERSE_LARGEST), 448.0)

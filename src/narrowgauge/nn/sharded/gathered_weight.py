@@ -22,9 +22,10 @@ from torch.nn.functional import pad
 
 from narrowgauge.collectives import all_reduce_amax
 from narrowgauge.formats import decode, torch_dtype
+from narrowgauge.kernels import quantize
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.native import QuantizedOperand
-from narrowgauge.quantization import Cast, QuantContext, QuantizedState, TensorShard, quantize_in_context
+from narrowgauge.quantization import Cast, QuantContext, QuantizedState, TensorShard
 from narrowgauge.quantization.scales import fp32_scale
 from narrowgauge.torch_compat import (
     attach_fsdp_extension,
@@ -181,6 +182,8 @@ class WeightGather:
         shard: the position of the shard in the full weight, and the groups that hold the other shards.
         scale: 0-dim float32 (encode, decode) of the last `sync_scales`.
         version: version counter of the shard's tensor when `scale` was computed; -1 before.
+        codes: the codes of the shard under that scale; None before the first gather after it. They are made
+            once a step, though the weight is gathered twice for each micro-batch.
     """
 
     def __init__(
@@ -189,6 +192,7 @@ class WeightGather:
         self.cast, self.parameter, self.at_rest, self.shard = cast, parameter, at_rest, shard
         self.scale: tuple[torch.Tensor, torch.Tensor] | None = None
         self.version = -1
+        self.codes: torch.Tensor | None = None
         tensor = local_tensor(parameter)
         if not isinstance(tensor, PlaceholderShard):
             attach_fsdp_extension(tensor, PlaceholderShard)
@@ -221,7 +225,9 @@ class WeightGather:
         encode, decode = self.scale
         if not shard.numel():
             return shard.to(torch.uint8), decode
-        return quantize_in_context(shard, self.cast, -1, QuantContext(scale=encode)).codes, decode
+        if self.codes is None:
+            self.codes = quantize(shard, self.cast, -1, QuantContext(scale=encode))[0].codes
+        return self.codes, decode
 
     def post_all_gather(
         self, numbers: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor | None
@@ -244,4 +250,4 @@ def sync_scales(gatherings: Sequence[WeightGather]) -> None:
         finite, cast = amax.isfinite(), gathering.cast
         encode, decode = fp32_scale(torch.where(finite, amax, 0.0), cast.element, cast.power_of_two)
         gathering.scale = encode, torch.where(finite, decode, torch.nan)
-        gathering.version = version_of(tensor)
+        gathering.version, gathering.codes = version_of(tensor), None

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from narrowgauge.devices import imagined
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.transformer.attention_context import AttentionContext, Part
 from narrowgauge.nn.transformer.piece_context import needs_largest
@@ -195,7 +196,8 @@ def _parts(Z: int, T: int, S: int, context: AttentionContext, device: torch.devi
     along_T = [n for c in casts if c is not None for n in (*(c.block or ()), c.columns_above) if n]
     spans_T = any(c is not None and c.block is not None and 0 in c.block for c in casts)
     align = math.lcm(*along_T, *(c.hadamard for c in casts if c is not None and c.hadamard))
-    is_meta = device.type == "meta"  # only the amount of memory matters: two pieces are enough
+    # Where only the amount of memory matters, two pieces are enough.
+    is_meta = device.type == "meta" and imagined(device) is None
     if spans_T or limit >= T * S or align >= T:
         heads = max(1, limit // max(T * S, 1))
         parts = [Part(slice(z, min(z + heads, Z)), slice(0, T)) for z in range(0, Z, heads)]

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
 from narrowgauge.models import count_parameters
+from narrowgauge.recipes import device_facts
 from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.monitor import hardware
 from narrowgauge.training.monitor.memory import Memory
@@ -28,7 +30,12 @@ def require_memory(config: Config, device: torch.device, parallel_dims: Parallel
     least = parameters * _least_bytes(config) / (parallel_dims.size // parallel_dims.replicate)
     if least > available:  # too large even for the estimate
         raise UserError(f"{_too_large(config, parameters, least, device)}; choose a smaller --model")
-    memory = estimate_memory(config, parallel_dims)
+    with imagine(device_facts(device)):
+        return _require_fit(config, device, parallel_dims, available)
+
+
+def _require_fit(config: Config, device: torch.device, parallel_dims: ParallelDims, available: int) -> Memory:
+    memory, parameters = estimate_memory(config, parallel_dims), count_parameters(config.spec.model)
     on_host = 0 if device.type != "cpu" else sum(memory.host.values())  # a CPU's device is its host
     if memory.state + on_host > available:
         advice = _advice(config, available, device.type != "cpu", parallel_dims)
@@ -92,7 +99,7 @@ def _cheaper_options(
     """Options with a lower expected peak; empty if memory does not suffice for the estimate."""
     if parallel_dims.size > 1:  # simulated process groups cannot coexist with real ones
         return []
-    with suppress(MemoryError, RuntimeError):
+    with suppress(MemoryError, RuntimeError), imagine(device_facts(device)):
         options = cheaper(config, has_host=device.type == "cuda")
         return sorted((o for o in options if o[1].peak < plan.peak), key=lambda o: o[1].peak)
     return []

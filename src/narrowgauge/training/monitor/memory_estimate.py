@@ -1,7 +1,8 @@
 """Estimates memory and traffic of a step by running it on torch's meta device.
 
 Meta tensors have shapes and no data, and the processes of the mesh are simulated, so there is no formula that
-could fall behind the code. Every operation works on unchunked tensors, as on a GPU.
+could fall behind the code. Every operation works on unchunked tensors, as on a GPU. Whose memory it is says
+the caller: inside of `devices.imagine` the step takes that GPU's path, with its kernels and native products.
 """
 
 from collections import Counter

@@ -1,0 +1,75 @@
+"""From counted work to seconds: the speeds of a GPU.
+
+    kernel    max(FLOPs / rate of their format, bytes / memory bandwidth, 3 us for each launch)
+    host      6 us a launch, 20 us a call of a Python autograd function (assumed: an eager step)
+    step      for each micro-batch the longer of the two, as the host runs ahead where nothing waits
+
+The rates of an H200 were measured (torch 2.11, 2026-11-20): products of a large shape, a copy, cuDNN's
+attention at 4096 tokens. Whole steps reach less. *Calibrated* rates are those at which the same count of a
+plain bf16 step comes within 20 % of what was measured of it: products at 0.888, memory at 0.85. They are no
+measurement of this program.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from narrowgauge.bench.count.operations import Cost
+
+KERNEL_FLOOR_S = 3e-6
+LAUNCH_S = 6e-6
+FUNCTION_S = 20e-6
+CALIBRATED_PRODUCTS, CALIBRATED_BYTES = 0.888, 0.85
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """The rates of a GPU, and where they come from, as words."""
+
+    words: str
+    bytes_per_s: float
+    flops_per_s: Mapping[str, float]
+
+    def seconds(self, cost: Cost) -> float:
+        """The seconds of an operation."""
+        products = cost.flops / self.flops_per_s[cost.kind] if cost.flops else 0.0
+        return max(products, cost.bytes / self.bytes_per_s, cost.launches * KERNEL_FLOOR_S)
+
+    def calibrated(self) -> "Speeds":
+        """The rates that whole steps reach, by what was measured of others."""
+        rates = {
+            kind: rate * (1.0 if kind.startswith("attention") else CALIBRATED_PRODUCTS)
+            for kind, rate in self.flops_per_s.items()
+        }
+        return Speeds(f"{self.words}, calibrated", self.bytes_per_s * CALIBRATED_BYTES, rates)
+
+    def scaled(self, words: str, memory: float, products: Mapping[str, float]) -> "Speeds":
+        """Another GPU's rates, if it reaches the same share of its data sheet.
+
+        Args:
+            words: where the figures come from.
+            memory: its memory bandwidth over this one's, by data sheet.
+            products: the same of its products, by format; attention and FP32 go with "bf16".
+        """
+        by_kind = {k: products.get(k.partition("-")[0], products["bf16"]) for k in self.flops_per_s}
+        rates = {kind: rate * by_kind[kind] for kind, rate in self.flops_per_s.items()}
+        return replace(self, words=words, bytes_per_s=self.bytes_per_s * memory, flops_per_s=rates)
+
+
+#: Attention's backward alone: what is left of 503 TFLOP/s for forward and backward, and 620 for forward.
+_ATTENTION_BACKWARD = 2.5 / (3.5 / 503e12 - 1 / 620e12)
+
+H200 = Speeds(
+    "an H200's, measured",
+    4.25e12,
+    {
+        "bf16": 777e12,
+        "fp8": 1453e12,
+        "fp8-row": 1472e12,
+        "fp8-block": 1130e12,
+        "mxfp8": 1453e12,  # an H200 has neither: as FP8
+        "fp4": 1453e12,
+        "fp32": 55e12,
+        "attention forward": 620e12,
+        "attention backward": _ATTENTION_BACKWARD,
+    },
+)

@@ -1,0 +1,125 @@
+"""The facts of a device, and a GPU that is only imagined: tensors on the meta device that take a GPU's path.
+
+Meta tensors have shapes, dtypes and strides, and no numbers. Torch's dispatcher, its autograd and its rules
+of shapes are the real ones. Inside of `imagine(facts)` the program treats them as tensors on such a GPU: the
+facts decide which recipes are native, kernels are launched, copies to it are pinned. A launch does nothing
+but tell (`tell`) what a GPU would do: so memory and work of a step can be counted on any machine, without a
+driver, a compiler or the memory.
+
+    memory    `training.monitor.memory_estimate`
+    work      `bench.count`
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """The facts that decide which code runs.
+
+    Attributes:
+        maker: "cpu", "nvidia", "amd", or torch's name for another type of device.
+        capability: The compute capability of an NVIDIA GPU, such as (9, 0).
+        architecture: The architecture of an AMD GPU, such as "gfx942".
+        library: The version of the CUDA or ROCm that torch was built with, such as (12, 9).
+    """
+
+    maker: str
+    capability: tuple[int, int] = (0, 0)
+    architecture: str = ""
+    library: tuple[int, int] = (0, 0)
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether it is a GPU of a maker whose facts decide."""
+        return self.maker in ("nvidia", "amd")
+
+    @property
+    def has_triton(self) -> bool:
+        """Whether Triton compiles for it: AMD's GPUs, and NVIDIA's from Ampere on."""
+        return self.maker == "amd" or (self.maker == "nvidia" and self.capability >= (8, 0))
+
+    def __str__(self) -> str:
+        match self.maker:
+            case "nvidia":
+                return "compute capability " + ".".join(map(str, self.capability))
+            case "amd":
+                return self.architecture
+            case "cpu":
+                return "a CPU"
+            case _:
+                return self.maker
+
+
+@dataclass(frozen=True, slots=True)
+class GpuWork:
+    """What one kernel of a GPU does, told by the code that would have launched it.
+
+    Attributes:
+        name: The kernel's name.
+        reads: The tensors that it reads; one that it reads and writes is in both.
+        writes: The tensors that it writes.
+        flops: Its operations on the matrix units.
+        kind: The rate of those: "bf16", "fp32" or "attention".
+        launches: The number of kernels.
+    """
+
+    name: str
+    reads: Sequence[torch.Tensor]
+    writes: Sequence[torch.Tensor]
+    flops: float = 0.0
+    kind: str = ""
+    launches: int = 1
+
+
+@dataclass
+class _Imagined:
+    facts: Device
+    listener: Callable[[GpuWork], None] | None = field(default=None)
+
+
+_imagined: list[_Imagined] = []  # the innermost last; one thread imagines
+
+
+@contextmanager
+def imagine(facts: Device | None, listener: Callable[[GpuWork], None] | None = None) -> Iterator[None]:
+    """Treat meta tensors as tensors on a GPU with these facts; None, or a CPU's facts: as they are.
+
+    Args:
+        facts: the facts.
+        listener: is told of each kernel.
+    """
+    if facts is None or not facts.is_gpu:
+        yield
+        return
+    _imagined.append(_Imagined(facts, listener))
+    try:
+        yield
+    finally:
+        _imagined.pop()
+
+
+def imagined(device: torch.device) -> Device | None:
+    """The facts of the GPU that a meta device stands for; None if it stands for none."""
+    return _imagined[-1].facts if _imagined and device.type == "meta" else None
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether a device is a GPU, or stands for one."""
+    return device.type == "cuda" or imagined(device) is not None
+
+
+def is_shape_only(x: torch.Tensor) -> bool:
+    """Whether a meta tensor stands for memory alone, and no GPU is imagined whose work is to be told."""
+    return x.is_meta and not _imagined
+
+
+def tell(work: GpuWork) -> None:
+    """Tell what an imagined GPU does."""
+    listener = _imagined[-1].listener
+    if listener is not None:
+        listener(work)

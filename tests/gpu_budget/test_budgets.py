@@ -1,0 +1,79 @@
+"""What a step may cost on a GPU, counted on one that is not here (an H200): nothing of it is measured.
+
+A figure that has reached its goal is held to the goal. One that has not is held to what it is today, so that
+it can only fall; the goal stands beside it. Whoever lowers a figure lowers its ceiling.
+"""
+
+import math
+
+import pytest
+
+from support.gpu_count import counted, whole
+
+pytest.importorskip("triton", reason="torch came without Triton here")
+
+BIG, SMALL, EIGHT = "qwen2.5-1.5b", "qwen2.5-0.5b", "llama3-8b"
+SLACK = 1.0005  # the figures below are rounded
+
+
+def ceiling(figure, today, goal):
+    """The figure is at most today's; a goal that is reached has to take its place."""
+    assert figure <= today * SLACK, f"{figure:.5g} is more than {today:.5g}, which it was; the goal is {goal}"
+    assert figure > goal or today == goal, f"the goal of {goal} is reached: it is the ceiling from now on"
+
+
+def big(recipe, **options):
+    kept = (lambda layers: math.ceil(0.15 * layers)) if recipe == "nvfp4" else None
+    return whole(BIG, recipe, 16, 1024, 28, kept, tuple(options.items()))
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "bf16"])
+def test_every_layer_costs_the_same_so_that_few_stand_for_all(recipe):
+    two, three, five = (counted(BIG, recipe, 16, 1024, layers) for layers in (2, 3, 5))
+    expected = two.plus(three.plus(two, -1), 3)
+    for figure in ("launches", "functions", "waits"):
+        assert getattr(five, figure) == getattr(expected, figure)
+    assert five.bytes == expected.bytes
+    assert five.seconds == pytest.approx(expected.seconds, rel=1e-9)
+    assert five.peak_bytes == pytest.approx(expected.peak_bytes, rel=1e-3)
+
+
+def test_fp8_at_1_5b():
+    count = big("fp8")
+    assert count.waits == 0
+    ceiling(count.launches, today=2196, goal=1800)
+    ceiling(count.functions, today=510, goal=60)
+    ceiling(count.bytes / 1e9, today=359.8, goal=290)
+    ceiling(1e3 * count.seconds, today=216.96, goal=208)
+    ceiling(count.peak_bytes / 2**30, today=61.77, goal=50)
+
+
+def test_fp8_is_worth_it_at_0_5b():
+    """The device's time of a micro-batch over that of bf16; the goal is a step that is 1.2 times as fast."""
+    fp8, bf16 = (whole(SMALL, recipe, 16, 1024, 24).seconds for recipe in ("fp8", "bf16"))
+    ceiling(fp8 / bf16, today=0.8724, goal=1 / 1.2)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "today"),
+    [("mxfp8", 1.25), ("mxfp4", 1.25), ("nvfp4", 1.3837), ("quartet", 1.4050), ("fp4", 5.386)],
+)
+def test_emulation_at_1_5b(recipe, today):
+    """The device's time of a micro-batch over that of bf16."""
+    ceiling(big(recipe).seconds / big("bf16").seconds, today, goal=1.25)
+
+
+def test_msamp_at_1_5b():
+    """The device's time of a micro-batch over that of fp8; the goal is a step at 0.9 of its speed."""
+    ceiling(big("msamp-o2").seconds / big("fp8").seconds, today=2.1877, goal=1 / 0.9)
+
+
+def test_gpt2_waits_for_nothing():
+    """A micro-batch that waits for nothing can be one graph."""
+    assert whole("gpt2-124m", "bf16", 16, 1024, 12).waits == 0
+
+
+def test_recomputation_at_8b():
+    """At the ceilings, in ms."""
+    count = whole(EIGHT, "fp8", 2, 8192, 32, options=(("recompute", True),))
+    ceiling(1e3 * count.ceiling_seconds, today=1214.3, goal=1150)
