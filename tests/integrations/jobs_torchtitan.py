@@ -238,19 +238,6 @@ def one_process(folder):
     }
 
 
-def two_processes():
-    """Both kinds of data parallelism, beside one process with all sequences, and what is refused.
-
-    torchtitan's default backend, `spmd_types`, asks on several processes for FSDP2 of torch's nightly builds.
-    """
-    older = {"parallelism__spmd_backend": "partial_dtensor"}
-    return {
-        "sharded": beside_own_loop("nvfp4", parts=2, **older),
-        "replicated": beside_own_loop("fp8-delayed", parallelism__data_parallel_replicate_degree=2, **older),
-        "tensor parallel": refusal("mxfp8", parallelism__tensor_parallel_degree=2, **older),
-    }
-
-
 def page(program):
     """The page's program, with files of the names that torchtitan's checkout has."""
     assets()
