@@ -238,16 +238,6 @@ def one_process(folder):
     }
 
 
-def two_processes():
-    """Both kinds of data parallelism, beside one process with all sequences, and what is refused."""
-    replicas = {"parallelism__data_parallel_replicate_degree": 2}
-    return {
-        "sharded": beside_own_loop("nvfp4", parts=2),
-        "replicated": beside_own_loop("fp8-delayed", **replicas),
-        "tensor parallel": refusal("mxfp8", parallelism__tensor_parallel_degree=2),
-    }
-
-
 def page(program):
     """The page's program, with files of the names that torchtitan's checkout has."""
     assets()

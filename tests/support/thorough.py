@@ -49,7 +49,6 @@ THOROUGH: dict[str, int | tuple[str, ...]] = {
     "integrations/test_two_processes.py::test_lightning": 0,
     "integrations/test_two_processes.py::test_fabric_as_one_process_with_all_sequences": 0,
     "integrations/test_torchtitan.py::test_one_process": 0,
-    "integrations/test_torchtitan.py::test_two_processes": 0,
     "integrations/test_torchtitan.py::test_the_program_of_the_page": 0,
     # other recipes, shapes and seeds of the same code
     "quantization/test_quantize.py::test_equals_the_oracle_bit_for_bit": ("wide",),
