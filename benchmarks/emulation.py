@@ -4,7 +4,9 @@
 
 All recipes are timed in one process, round by round in turn, and each round gives one ratio to bf16; the
 median of the ratios and their range are printed, because the absolute time of a shared machine proves
-nothing. Where `torchao` is installed its `to_mx` is timed beside ours on the same tensor.
+nothing. On a CPU the time is processor time of all threads, which other work on the machine moves least, and
+bf16 is multiplied in the precision that `train` would choose there. Where `torchao` is installed, `to_mx` is
+timed beside ours on the same tensor.
 """
 
 import argparse
@@ -18,16 +20,19 @@ from pathlib import Path
 import torch
 
 import narrowgauge as ng
+from narrowgauge.kernels import choose_products
 from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import DTYPES, set_step
+from narrowgauge.training.monitor.products import products_of
 
 
 def seconds(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    start = clock()
     action()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def step_of(recipe: str, model_name: str, batch: int, length: int, device: str) -> Callable[[], None]:
@@ -115,6 +120,9 @@ def main() -> None:
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     results = {"torch": torch.__version__, "device": device, "threads": torch.get_num_threads()}
+    if device == "cpu":
+        results["products"] = products_of([])
+        choose_products(results["products"])
     figures = results | {
         "step": benchmark_steps(options, device),
         "quantize": benchmark_quantize(options, device),

@@ -13,6 +13,7 @@ after a resume, in any order of evaluation, and on any number of devices as long
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,14 +37,49 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
     return x ^ _shift_right(x, 15)
 
 
-def _mix_(x: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
-    """`_mix` in place, with a second tensor for temporaries, because new memory slows a CPU down."""
-    for count, factor in ((16, _MIX_1), (15, _MIX_2), (15, 1)):
-        torch.bitwise_right_shift(x, count, out=spare)
-        x.bitwise_xor_(spare.bitwise_and_(2 ** (32 - count) - 1))
-        if factor != 1:
-            x.mul_(factor)
-    return x
+def _start_mix(out: torch.Tensor, first: int, key: int) -> None:
+    """Write x ^ (x >> 16), the first of `_mix`, of x = index ^ key for consecutive indices from `first` on.
+
+    Among 2^16 indices whose upper halves are the same, x >> 16 is one number, and so all of it is one xor.
+    """
+    counting, done = _counting(), 0
+    for piece in out.split(_sizes(first, out.numel())):
+        start = first + done
+        upper = (start >> 16 ^ key >> 16) & 0xFFFF
+        word = _signed(upper << 16 | (key ^ upper) & 0xFFFF)
+        torch.bitwise_xor(counting.narrow(0, start % 2**16, piece.numel()), word, out=piece)
+        done += piece.numel()
+
+
+def _sizes(first: int, count: int) -> list[int]:
+    """The lengths of the pieces of `count` indices from `first` on, cut at multiples of 2^16."""
+    bounds = [first, *range((first // 2**16 + 1) * 2**16, first + count, 2**16), first + count]
+    return [b - a for a, b in pairwise(bounds)]
+
+
+def _counting() -> torch.Tensor:
+    """0 .. 2^16 - 1, made once; a tensor without storage belongs to its context and is not kept."""
+    if _COUNTED:
+        return _COUNTED[0]
+    with torch.inference_mode(False):
+        counting = torch.arange(2**16, dtype=torch.int32, device="cpu")
+    if type(counting) is torch.Tensor:
+        _COUNTED.append(counting)
+    return counting
+
+
+_COUNTED: list[torch.Tensor] = []
+
+
+def _finish_mix_(x: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
+    """`_mix` after its first shift, in place, as new memory slows a CPU down."""
+    _xor_shifted_(x.mul_(_MIX_1), 15, spare)
+    return _xor_shifted_(x.mul_(_MIX_2), 15, spare)
+
+
+def _xor_shifted_(x: torch.Tensor, count: int, spare: torch.Tensor) -> torch.Tensor:
+    torch.bitwise_right_shift(x, count, out=spare)
+    return x.bitwise_xor_(spare.bitwise_and_(2 ** (32 - count) - 1))
 
 
 def splitmix64(x: _Word) -> _Word:
@@ -108,9 +144,12 @@ class RandomStream:
     def _bits_in_place(self, count: int, first: int) -> torch.Tensor:
         """`bits` of elements whose indices have the same upper word."""
         k0, k1 = self.key.tolist()
-        x = torch.arange(count, dtype=torch.int32).add_(_signed(first % 2**32)).bitwise_xor_(k0)
+        x = torch.empty(count, dtype=torch.int32)
         spare = torch.empty_like(x)
-        return _mix_(_mix_(x, spare).bitwise_xor_(_signed((first >> 32) * _GOLDEN % 2**32) ^ k1), spare)
+        _start_mix(x, first % 2**32, k0)
+        _finish_mix_(x, spare).bitwise_xor_(_signed((first >> 32) * _GOLDEN % 2**32) ^ k1)
+        _xor_shifted_(x, 16, spare)
+        return _finish_mix_(x, spare)
 
     def of_scales(self) -> "RandomStream":
         """Another stream of the same tensor and step, for the scales of its blocks."""

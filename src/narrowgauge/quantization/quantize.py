@@ -15,6 +15,7 @@ from narrowgauge.formats import Randomness, decode, encode, encode_finite_, form
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.cast_rules import require_codes
+from narrowgauge.quantization.chunks import chunks
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.hadamard import transformed
 from narrowgauge.quantization.named_casts import cast as named_cast
@@ -217,7 +218,11 @@ def emulate(
     if mean is not None:
         operand = operand + mean
     # What was clamped away is added again; in float32, as a difference of bf16 is not exact.
-    return (operand.add_(unclamped.float() - x.float()) if cast.compensate else operand), None
+    if cast.compensate:
+        for chunk in chunks(operand):
+            cut = chunk.of(unclamped).to(torch.float32, copy=True).sub_(chunk.of(x))
+            chunk.of(operand).add_(cut)
+    return operand, None
 
 
 def _apart(

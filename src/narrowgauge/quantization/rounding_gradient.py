@@ -14,6 +14,7 @@ import torch
 from narrowgauge.formats.rounding import exponent_bits, inverse_quantum
 from narrowgauge.quantization.blocks import blocks_of
 from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.chunks import chunks
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.scale_and_round import scales_of
 
@@ -31,9 +32,13 @@ def estimator_slope(
     """
     blocks = blocks_of(w.shape, cast, axis)
     split = blocks.split(w.detach())
-    t = split.float() * scales_of(split, blocks, cast, axis, context).encode
-    t = t.abs_().clamp_(max=cast.element.max)
-    t.mul_(inverse_quantum(exponent_bits(t, cast.element), cast.element, t.dtype))  # in units of d, exact
-    u = t.sub_(t.floor()).mul_(2).sub_(1).abs_()
-    slope = u.pow_(1 / cast.estimator_k - 1).div_(cast.estimator_k).clamp_(max=cast.estimator_cap)
+    encode = scales_of(split, blocks, cast, axis, context).encode
+    slope = torch.empty(split.shape, dtype=torch.float32, device=split.device)
+    for chunk in chunks(split):
+        t = chunk.of(split).float() * chunk.of(encode)
+        t = t.abs_().clamp_(max=cast.element.max)
+        t.mul_(inverse_quantum(exponent_bits(t, cast.element), cast.element, t.dtype))  # in units of d, exact
+        u = t.sub_(t.floor()).mul_(2).sub_(1).abs_()
+        u.pow_(1 / cast.estimator_k - 1).div_(cast.estimator_k).clamp_(max=cast.estimator_cap)
+        chunk.of(slope).copy_(u)
     return blocks.merge(slope)

@@ -16,7 +16,7 @@ import torch
 
 from narrowgauge.formats import Randomness, RandomStream, round_finite_
 from narrowgauge.quantization import scales
-from narrowgauge.quantization.blocks import Blocks
+from narrowgauge.quantization.blocks import Blocks, amax_along
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.chunks import chunks
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
@@ -280,7 +280,7 @@ def block_amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         x = split.narrow(dim, start, size)
         amax = x.abs() if x.dtype == torch.float32 else x.float().abs_()
         for inner in reversed(blocks.inner):  # one at a time, the innermost first: faster than all at once
-            amax = amax.amax(inner, keepdim=True)
+            amax = amax_along(amax, inner)
         amaxes.append(amax)
     if len(amaxes) == 1:
         return amaxes[0]
