@@ -35,7 +35,7 @@ from narrowgauge.recipes.places import (
     require_saved,
     require_state,
 )
-from narrowgauge.recipes.rule import Rule
+from narrowgauge.recipes.rule import Rule, without_moot
 from narrowgauge.recipes.wire import fitting_gather, require_gather, require_reduce
 
 
@@ -128,7 +128,8 @@ class Recipe:
         """
         casts, attention = dict(self.casts), dict(self.attention)
         state, reduce = dict(self.state), self.reduce
-        rules = [r for r in self.rules if any(r.selects(name, block, blocks) for name, block in names)]
+        selected = [r for r in self.rules if any(r.selects(name, block, blocks) for name, block in names)]
+        rules = without_moot(selected)
         if any(rule.keeps_state for rule in rules):
             state |= {place: WIDE_STATE[place] for place in ("weight", "master", "grad")}
             reduce = FP32

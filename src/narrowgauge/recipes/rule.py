@@ -1,6 +1,6 @@
 """Other casts in some layers of a model, or from some time on: a `Rule`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import ceil
@@ -96,6 +96,20 @@ class Rule:
             self.until_share and is_after(self.until_share)
         )
         return begins and (falls or not self.from_decay) and not (ends or (falls and self.until_decay))
+
+
+def without_moot(rules: Sequence[Rule]) -> list[Rule]:
+    """The rules of a layer without timed ones of which later rules without a clock leave nothing."""
+    left: list[Rule] = []
+    final: set[str] = set()  # places that such a later rule sets
+    for rule in reversed(rules):
+        places = {*rule.casts, *rule.attention, *rule.state}
+        if not rule.is_timed:
+            final |= places
+        elif places <= final and not rule.keeps_state:
+            continue
+        left.insert(0, rule)
+    return left
 
 
 def matches(name: str, pattern: str) -> bool:
