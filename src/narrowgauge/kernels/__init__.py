@@ -11,15 +11,6 @@ A kernel computes what its reference does, rounding for rounding: each is launch
 
 from narrowgauge.kernels.amax_cache import attach_amax, cached_amax
 from narrowgauge.kernels.cast import emulate, quantize
-from narrowgauge.kernels.compiled_cast import compile_casts
 from narrowgauge.kernels.dispatch import choose_products, has_kernels
 
-__all__ = [
-    "attach_amax",
-    "cached_amax",
-    "choose_products",
-    "compile_casts",
-    "emulate",
-    "has_kernels",
-    "quantize",
-]
+__all__ = ["attach_amax", "cached_amax", "choose_products", "emulate", "has_kernels", "quantize"]

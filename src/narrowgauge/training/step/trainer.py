@@ -15,7 +15,6 @@ import torch.distributed as dist
 from narrowgauge.checkpoint import read_state
 from narrowgauge.data import Batch, Loader, Mixture, Tokens, first_samples
 from narrowgauge.distributed import Engine, Mesh, MicroBatch, ParallelDims, parallelize
-from narrowgauge.kernels import compile_casts
 from narrowgauge.nn import Gauges, discard_step
 from narrowgauge.optim import set_learning_rate
 from narrowgauge.training.config.config import Config
@@ -59,8 +58,6 @@ class Trainer(TrainState):
             # The memory estimate tracks operations on the meta device, and compiled code hides them. Worse,
             # torch's compiler never compiles code afterwards that it has met under such a tracker.
             is_compiled = config.training.compile and device.type != "meta"
-            if device.type != "meta":
-                compile_casts(is_compiled)
             modules = [torch.compile(model.loss) if is_compiled else model.loss]
         else:
             model, modules = parallelize(config.spec, mesh, device)
