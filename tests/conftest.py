@@ -14,6 +14,7 @@ from hypothesis import settings
 
 from narrowgauge.training.monitor.products import PRODUCTS
 from support.estimates import VARIABLE, keep_estimates
+from support.interpreted import import_kernels
 from support.processes import Narrowgauge, warm
 from support.runs import Look, Values, with_keys, write_text
 from support.thorough import mark_thorough
@@ -23,6 +24,8 @@ pytest_plugins = ["support.fault_report", "golden.report"]
 # Nothing is asserted of the time that an example takes: another program may have the core.
 settings.register_profile("narrowgauge", deadline=None)
 settings.load_profile("narrowgauge")
+
+import_kernels()
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C; what they start would inherit it.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -100,11 +100,12 @@ def test_python_prints_what_its_comments_say(page):
 
 def test_the_configuration_is_one_and_the_recipe_another():
     (configuration,) = blocks(README, "toml")
-    recipe, attention = blocks(PAGES["docs/recipes.md"], "toml")
+    recipe, attention, channels = blocks(PAGES["docs/recipes.md"], "toml")
     config = make_config(tomllib.loads(configuration))
     assert config.spec.recipe.casts["wgrad.dy"].rounding == "stochastic"
     assert len(parse_recipe(recipe, "README.toml").rules) == 2
     assert parse_recipe(attention, "attention.toml").narrows_attention
+    assert parse_recipe(channels, "channels.toml").casts["fprop.x"].keep_channels == 0.1
 
 
 def first_column(text: str) -> list[str]:

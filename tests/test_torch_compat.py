@@ -322,6 +322,24 @@ def test_scaled_products_multiply():
     assert torch.equal(product.float(), expected)
 
 
+def test_an_operation_says_its_name_and_whether_it_only_looks():
+    aten = torch.ops.aten
+    assert compat.operation_name(aten.add.Tensor) == "add"
+    assert compat.is_view_operation(aten.view.default)
+    assert not compat.is_view_operation(aten.add.Tensor)
+    assert not compat.is_view_operation(aten.add_.Tensor)
+
+
+def test_a_backward_pass_knows_its_node():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda g: seen.append(compat.autograd_node()))
+    y.exp().sum().backward()
+    assert seen[0] is not None
+    assert compat.autograd_node() is None
+
+
 def test_every_name_is_called_here():
     source = Path(__file__).read_text(encoding="utf-8")
     assert [name for name in compat.__all__ if f"compat.{name}" not in source] == []

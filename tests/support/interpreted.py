@@ -1,0 +1,30 @@
+"""Triton's kernels, imported for its interpreter, if there is no GPU.
+
+A kernel is what it was when its module was first imported: interpreted, or compiled for a GPU. Tests of
+kernels run it, tests that count a step on an imagined GPU only tell its launch, in whatever order they come.
+So tests/conftest.py imports all kernels here, before any of them.
+"""
+
+import importlib
+import os
+import pkgutil
+from importlib.util import find_spec
+
+import torch
+
+
+def import_kernels() -> None:
+    """Import the modules of `kernels.triton` for the interpreter, if there is Triton and no GPU."""
+    if torch.cuda.is_available() or find_spec("triton") is None:
+        return
+    before = os.environ.get("TRITON_INTERPRET")
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        package = importlib.import_module("narrowgauge.kernels.triton")
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{package.__name__}.{module.name}")
+    finally:
+        if before is None:
+            del os.environ["TRITON_INTERPRET"]
+        else:
+            os.environ["TRITON_INTERPRET"] = before
