@@ -19,7 +19,7 @@ def results(name, x_BTK, dy_BTN, monkeypatch, kernels):
     convert(model, name, keep=[], backend="emulated")
     found = []
     for step in (1, 2):
-        set_step(model, 1, step, step * len(x_BTK), decay=2)
+        set_step(model, 1, step, step * len(x_BTK), steps=2, decay=2)
         x = x_BTK.clone().requires_grad_()
         y = model(x)
         y.backward(dy_BTN)

@@ -314,7 +314,7 @@ def test_any_products_go_with_any_state():
         optimizer = AdamW(model.parameters(), r, lr=1e-2)
         losses = []
         for n in range(6):
-            set_step(model, 0, n + 1, 0, decay=4)
+            set_step(model, 0, n + 1, 0, steps=6, decay=4)
             optimizer.zero_grad()
             loss = (model(batch()[0]) - batch()[0]).square().mean()
             loss.backward()

@@ -36,7 +36,9 @@ THOROUGH: dict[str, int | tuple[str, ...]] = {
     "gpu_budget/test_budgets.py::test_emulation_at_1_5b": ("mxfp8-1.25",),
     "gpu_budget/test_budgets.py::test_msamp_at_1_5b": 0,
     "training/monitor/test_memory_on_gpu.py::test_the_account_is_what_a_gpu_holds": ("fp8", "bf16"),
-    "training/use/test_trained_model.py::test_the_newest_model_gives_the_recorded_loss": ("stochastic forward",),
+    "training/use/test_trained_model.py::test_the_newest_model_gives_the_recorded_loss": (
+        "stochastic forward",
+    ),
     # the interpreter shows the numbers; registers change with a kernel only
     "kernels/test_machine_code.py::test_every_kernel_compiles_without_spilling_registers": 0,
     "kernels/test_model_with_kernels.py::test_loss_and_all_gradients": 0,

@@ -24,6 +24,7 @@ _Word = TypeVar("_Word", int, NDArray[np.uint64])
 _MASK_64 = 2**64 - 1
 _MIX_1, _MIX_2 = 0x21F0AAAD, 0xD35A2D97 - 2**32
 _GOLDEN = 0x9E3779B9 - 2**32
+_COUNTING = torch.arange(2**16, dtype=torch.int32, device="cpu")
 
 
 def _shift_right(x: torch.Tensor, count: int) -> torch.Tensor:
@@ -42,12 +43,12 @@ def _start_mix(out: torch.Tensor, first: int, key: int) -> None:
 
     Among 2^16 indices whose upper halves are the same, x >> 16 is one number, and so all of it is one xor.
     """
-    counting, done = _counting(), 0
+    done = 0
     for piece in out.split(_sizes(first, out.numel())):
         start = first + done
         upper = (start >> 16 ^ key >> 16) & 0xFFFF
         word = _signed(upper << 16 | (key ^ upper) & 0xFFFF)
-        torch.bitwise_xor(counting.narrow(0, start % 2**16, piece.numel()), word, out=piece)
+        torch.bitwise_xor(_COUNTING.narrow(0, start % 2**16, piece.numel()), word, out=piece)
         done += piece.numel()
 
 
@@ -55,20 +56,6 @@ def _sizes(first: int, count: int) -> list[int]:
     """The lengths of the pieces of `count` indices from `first` on, cut at multiples of 2^16."""
     bounds = [first, *range((first // 2**16 + 1) * 2**16, first + count, 2**16), first + count]
     return [b - a for a, b in pairwise(bounds)]
-
-
-def _counting() -> torch.Tensor:
-    """0 .. 2^16 - 1, made once; a tensor without storage belongs to its context and is not kept."""
-    if _COUNTED:
-        return _COUNTED[0]
-    with torch.inference_mode(False):
-        counting = torch.arange(2**16, dtype=torch.int32, device="cpu")
-    if type(counting) is torch.Tensor:
-        _COUNTED.append(counting)
-    return counting
-
-
-_COUNTED: list[torch.Tensor] = []
 
 
 def _finish_mix_(x: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
