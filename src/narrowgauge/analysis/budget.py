@@ -88,10 +88,15 @@ def time_budget(casts: Mapping[str, Cast], share: float, speeds: Mapping[str, fl
     Raises:
         UserError: Even the fastest of the formats takes more.
     """
-    widest = max(reversed(list(casts)), key=lambda name: casts[name].element.bits)
+    widest = widest_of(casts)
     amounts = {name: speeds[widest] / speeds[name] for name in casts}
     words = f"of the GEMM time in {widest} on {device}"
     return _at_most(f"--gemm-time {share}", words, amounts, share)
+
+
+def widest_of(casts: Mapping[str, Cast]) -> str:
+    """The name of the format with the most bits; the last of several."""
+    return max(reversed(list(casts)), key=lambda name: casts[name].element.bits)
 
 
 def require_solver() -> None:

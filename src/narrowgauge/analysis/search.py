@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from narrowgauge.analysis.budget import EPSILON, Budget
+from narrowgauge.analysis.budget import EPSILON, Budget, widest_of
 from narrowgauge.analysis.sensitivity import Cost
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import Cast
@@ -65,7 +65,7 @@ class Choices:
     @property
     def widest(self) -> str:
         """The format with the most bits; the last of several."""
-        return max(reversed(list(self.casts)), key=lambda name: self.casts[name].element.bits)
+        return widest_of(self.casts)
 
 
 def choices_of(

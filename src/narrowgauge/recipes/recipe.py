@@ -84,9 +84,9 @@ class Recipe:
         inputs = [c["fprop.x"] for c in (self.casts, *(r.casts for r in self.rules)) if "fprop.x" in c]
         require_channels(self.casts, inputs, where)
         for number, rule in enumerate(self.rules, start=1):
-            require_products({**self.casts, **rule.casts}, f"{where}, rule {number}")
-            require_reuse({**self.casts, **rule.casts}, self.saved, f"{where}, rule {number}")
             casts = {**self.casts, **rule.casts}
+            require_products(casts, f"{where}, rule {number}")
+            require_reuse(casts, self.saved, f"{where}, rule {number}")
             require_channels(casts, inputs, f"{where}, rule {number}")
             require_saved(self.saved, casts["fprop.x"], f"{where}, rule {number}")
             require_attention({**self.attention, **rule.attention}, f"{where}, rule {number}")

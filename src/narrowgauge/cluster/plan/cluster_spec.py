@@ -123,7 +123,7 @@ class Cluster(BaseModel):
     @property
     def has_kernels(self) -> bool:
         """Whether Triton's kernels run on the device (`kernels/dispatch.py`)."""
-        return self.facts.maker == "amd" or self.facts.capability >= (8, 0)
+        return self.facts.has_triton
 
     @property
     def lane_rate(self) -> float:
