@@ -21,19 +21,8 @@ _FREE = frozenset(
 )
 #: Operations that write without reading anything but numbers of the host.
 _FILLS = frozenset(
-    {
-        "fill_",
-        "zero_",
-        "zeros",
-        "ones",
-        "full",
-        "zeros_like",
-        "ones_like",
-        "full_like",
-        "new_zeros",
-        "new_ones",
-    }
-    | {"new_full", "arange", "rand", "randn", "scalar_tensor"}
+    {"fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros"}
+    | {"new_ones", "new_full", "arange", "rand", "randn", "scalar_tensor"}
 )
 #: Kernels of an operation where it is not one: torch's own implementations for CUDA, 2.13.
 _KERNELS = {
