@@ -10,6 +10,8 @@ import os
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 if __name__ == "__main__":
@@ -17,3 +19,6 @@ if __name__ == "__main__":
     file, _, name = job.partition(".")
     result = getattr(importlib.import_module(f"integrations.{file}"), name)(**json.loads(arguments))
     Path(out, f"{os.environ['RANK']}.json").write_text(json.dumps(result), encoding="utf-8")
+    if dist.is_initialized():  # a trainer leaves its groups behind; their threads must not live when Python ends
+        dist.barrier()
+        dist.destroy_process_group()
