@@ -9,6 +9,8 @@ work everywhere.
 import os
 import signal
 import sys
+import time
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -74,3 +76,29 @@ def peak_memory_held() -> int:
         return 0
     unit = 1 if sys.platform == "darwin" else 1024
     return int(_resource.getrusage(_resource.RUSAGE_SELF).ru_maxrss) * unit
+
+
+def _seconds_used() -> tuple[float, float, float]:
+    """The clock, the seconds that this process and its children computed, and those of all on our cores.
+
+    Idle time and programs of low priority, which give way, do not count. Outside of Linux nothing is known of
+    others: the last two are equal.
+    """
+    own = sum(os.times()[:4])
+    with suppress(OSError, ValueError, AttributeError):
+        cores = {f"cpu{i}" for i in os.sched_getaffinity(0)}
+        with open("/proc/stat", encoding="ascii") as f:
+            rows = [line.split() for line in f if line.partition(" ")[0] in cores]
+        # user, nice, system, idle, iowait, irq, softirq
+        ticks = sum(int(row[i]) for row in rows for i in (1, 3, 6, 7))
+        return time.monotonic(), own, ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic(), own, own
+
+
+_AT_START = _seconds_used()  # torch is imported after this, and the seconds of that are what is looked at
+
+
+def cores_of_others() -> float:
+    """The number of our cores that other programs used, on average since this module was imported."""
+    clock, own, used = (now - before for now, before in zip(_seconds_used(), _AT_START, strict=True))
+    return max(0.0, used - own) / clock if clock > 0.5 else 0.0

@@ -19,6 +19,6 @@ if __name__ == "__main__":
     file, _, name = job.partition(".")
     result = getattr(importlib.import_module(f"integrations.{file}"), name)(**json.loads(arguments))
     Path(out, f"{os.environ['RANK']}.json").write_text(json.dumps(result), encoding="utf-8")
-    if dist.is_initialized():  # a trainer leaves its groups behind; their threads must not live when Python ends
+    if dist.is_initialized():  # trainers leave it so, and its threads must not outlive Python
         dist.barrier()
         dist.destroy_process_group()

@@ -7,9 +7,8 @@ the last digit of a loss may. That is why a run keeps its choice when it is resu
 
     1. a resumed run            what its start recorded; a run from before this was recorded: as oneDNN says
     2. NARROWGAUGE_PRODUCTS     bf16, fp32, or onednn: as oneDNN says
-    3. otherwise                the faster of one product of each kind, timed once for a machine, torch and
-    number
-                                of threads, and kept in the cache
+    3. otherwise                the faster of one product of each kind, timed once for a machine and
+                                torch, and kept in the cache
 """
 
 import hashlib
@@ -49,7 +48,7 @@ def products_of(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def measured_products() -> str:
-    """The faster precision of this machine, torch and number of threads: kept, or measured now."""
+    """The faster precision of this machine and torch: kept, or measured now."""
     if not cpu_multiplies_bf16():
         return "fp32"
     cpu = torch.device("cpu")

@@ -37,6 +37,7 @@ from narrowgauge.training.monitor.memory_advice import out_of_memory_message, re
 from narrowgauge.training.monitor.products import products_of
 from narrowgauge.training.monitor.profiler import Profile
 from narrowgauge.training.monitor.progress import Display
+from narrowgauge.training.monitor.threads import threads_of
 from narrowgauge.training.run.check_data import check_data, check_vocabulary
 from narrowgauge.training.run.checkpointing import make_checkpointer
 from narrowgauge.training.run.default_out import default_out
@@ -180,7 +181,7 @@ def _run(
                 dataset.tokenizer.save(directory.tokenizer)
                 copy_special_tokens(config, directory)
             run_id = coordinator.broadcast(directory.run_id(dataset.digest) if coordinator.rank == 0 else "")
-            products = _choose_products(directory, device, coordinator)
+            products = _choose_arithmetic(directory, device, coordinator, display)
             context = RunContext(
                 config,
                 device,
@@ -221,12 +222,26 @@ def _run(
             sinks.close()
 
 
-def _choose_products(directory: RunDirectory, device: torch.device, coordinator: Coordinator) -> str:
-    """The precision of a CPU's products, the same on all ranks; "" on a GPU, whose recipe says it."""
-    name = ""
+def _choose_arithmetic(
+    directory: RunDirectory, device: torch.device, coordinator: Coordinator, display: Display
+) -> str:
+    """Set a CPU's threads and the precision of its products, equal on all ranks; returns the precision.
+
+    A GPU takes neither: its recipe says the precision, which is "" then.
+    """
+    choice: tuple[str, int, str] = ("", torch.get_num_threads(), "")
     if device.type == "cpu":
-        name = coordinator.broadcast(products_of(directory.lines()) if coordinator.rank == 0 else "")
+        if coordinator.rank == 0:
+            lines = directory.lines()
+            threads, words = threads_of(lines)
+            torch.set_num_threads(threads)  # the products are timed with them
+            choice = (products_of(lines), threads, words)
+        choice = coordinator.broadcast(choice)
+    name, threads, words = choice
+    torch.set_num_threads(threads)
     choose_products(name)
+    if words:
+        display.log(words)
     return name
 
 
