@@ -159,7 +159,7 @@ def _add_products(
             if gemm == "wgrad" and casts and casts["wgrad.dy"].keep_cast:
                 columns = kept_count(casts["wgrad.x"].keep_channels, K)
                 work.gemms[Gemm(N, columns, M, kind)] += passes
-            if not native and any(_has_tensor_scale(cast) for cast in pair):
+            if not native and any(cast.scales_result for cast in pair):
                 work.scaled_results += m * n * passes
         elements = {"x": M * K, "w": N * K, "dy": M * N}
         _add_operands(work, casts, recipe.compute, elements, {"fprop": forward}, times, native)
@@ -171,21 +171,7 @@ def _kind(pair: Sequence[Cast], compute: str, native: bool) -> str:
     """The format in which the product of two operands is computed."""
     if native and any(cast.is_scaled for cast in pair):
         return _NARROW.get(pair[0].scale, "fp8")
-    return "fp32" if not all(is_exact(cast) for cast in pair) else compute
-
-
-def is_exact(cast: Cast) -> bool:
-    """Whether an emulated operand has a dtype of 16 bits; else it, and its product, are in fp32.
-
-    A scale of a block or row that is no power of two makes numbers that bf16 does not hold, and so does the
-    part that clamping took away, and a tensor's scale beside channels in another cast.
-    """
-    is_apart = cast.compensate or (bool(cast.keep_channels) and _has_tensor_scale(cast))
-    return (cast.block is None or cast.scale != "fp32" or cast.power_of_two) and not is_apart
-
-
-def _has_tensor_scale(cast: Cast) -> bool:
-    return cast.scale == "e4m3" or (cast.scale == "fp32" and cast.block is None)
+    return "fp32" if any(cast.has_wide_operand for cast in pair) else compute
 
 
 def _add_operands(

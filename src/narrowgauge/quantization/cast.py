@@ -212,3 +212,23 @@ class Cast:
             return self.power_of_two
         bits, scale_bits = self.element.fraction_bits + 1, format(self.scale).mantissa_bits + 1
         return bits + (scale_bits if scale_bits > 1 else 0) <= 8
+
+    @property
+    def adds_to_operand(self) -> bool:
+        """Whether something is multiplied by or added to the operand once more, in float32."""
+        return self.compensate or self.is_scaled_by_row or bool(self.center)
+
+    @property
+    def scales_result(self) -> bool:
+        """Whether `emulate` gives a tensor's scale apart, to be applied to the result of the product."""
+        is_apart = self.adds_to_operand or bool(self.keep_channels)
+        return self.is_scaled and not is_apart and (self.block is None or self.tensor_scale == "tensor")
+
+    @property
+    def has_wide_operand(self) -> bool:
+        """Whether `emulate` gives an operand in float32, because bfloat16 would round it."""
+        if not self.is_scaled:
+            return self.element.bits > 16
+        if self.keep_channels and (self.block is None or self.tensor_scale == "tensor"):
+            return True
+        return self.adds_to_operand or not (self.block is None or self.is_exact_in_bf16)

@@ -201,17 +201,16 @@ def emulate(
     blocks, context = blocks_of(x.shape, cast, axis), context.drawn_for(x, cast)
     split = blocks.split(x)
     scales = scales_of(split, blocks, cast, axis, context)
-    adds = cast.compensate or cast.is_scaled_by_row or mean is not None
-    if cast.block is None and not adds:
+    if cast.block is None and not cast.adds_to_operand:
         values = round_blocks(split, blocks, scales, cast, context, lambda values, *_: values, dtype)
         return blocks.merge(values), scales.block.reshape(())
 
     def stored(_: Cast, back: float) -> Epilogue:
         return lambda values, block, _: values.mul_(block) if back == 1 else values.mul_(block).mul_(back)
 
-    operand_dtype = dtype if cast.is_exact_in_bf16 and not adds else torch.float32
+    operand_dtype = torch.float32 if cast.has_wide_operand else dtype
     operand = blocks.merge(round_elements(split, blocks, scales, cast, context, stored, operand_dtype))
-    if not adds:
+    if not cast.adds_to_operand:
         return operand, scales.tensor
     if scales.tensor is not None:
         operand = operand * _over(x, scales.tensor, blocks, cast, axis)

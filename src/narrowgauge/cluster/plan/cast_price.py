@@ -21,7 +21,7 @@ Left out: the rank that clamped outliers ask for (a sort, on one multiprocessor)
 the host, the slope of a gradient estimator, and shards of tensors that several processes quantize together.
 """
 
-from narrowgauge.bench.work import Operand, is_exact
+from narrowgauge.bench.work import Operand
 from narrowgauge.cluster.plan.cluster_spec import Cluster
 from narrowgauge.nn import DTYPES
 from narrowgauge.quantization import Cast
@@ -60,7 +60,9 @@ def cast_seconds(operand: Operand, elements: int, native: bool, cluster: Cluster
         kind = "nvfp4" if cast.scale == "e4m3" else "given" if _is_given(cast) else "block"
         return elements * _PLAIN_BYTES[kind][native] / cluster.memory_bandwidth
     reads = 2 if cast.scale == "e4m3" or (_is_given(cast) and cast.block is not None) else 1
-    written = cast.element.bits / 8 if native else DTYPES[compute if is_exact(cast) else "fp32"].itemsize
+    written = (
+        cast.element.bits / 8 if native else DTYPES["fp32" if cast.has_wide_operand else compute].itemsize
+    )
     writes = 2 if native and operand.is_shared else 1
     lanes = _LANES[_kind(cast)][native][operand.axis == 0]
     lanes += _LANES_STOCHASTIC if cast.rounding == "stochastic" else 0
