@@ -110,9 +110,11 @@ def test_predictions_are_held_wrong_open_or_not_run():
 
 def test_rates_of_a_sweep_are_a_line_for_each_arm():
     losses = {"bf16,lr=4e-3": 3.5, "bf16,lr=0.002": 3.6, "fp8,lr=4e-3": 3.7, "fp8,lr=2e-3": math.nan}
-    head, lines = rate_table([Row(arm, 100, 1, 9, loss, loss, "done") for arm, loss in losses.items()])
-    assert head == ("arm", "0.002", "0.004", "best")
-    assert lines == [["bf16", "3.6000", "3.5000", "0.004"], ["fp8", "-", "3.7000", "0.004"]]
+    rows = [Row(arm, 100, 1, 900, loss, loss, "done") for arm, loss in losses.items()]
+    head, lines = rate_table([*rows, Row("bf16,lr=2e-3", 100, 1, 450, 4.1, 4.1, "done")])
+    assert head == ("arm", "tokens", "0.002", "0.004", "best")
+    assert lines[0] == ["bf16", "900", "3.6000", "3.5000", "0.004"]
+    assert lines[1:] == [["fp8", "900", "-", "3.7000", "0.004"], ["bf16", "450", "4.1000", "-", "0.002"]]
 
 
 def test_the_probe_is_compared_with_the_gaps_by_rank():

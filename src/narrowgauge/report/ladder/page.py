@@ -11,6 +11,7 @@ from narrowgauge.report.ladder.predictions import Prediction, outcome
 from narrowgauge.report.ladder.results import DIVERGED, Row
 from narrowgauge.report.ladder.statistics import ArmResult, arm_results
 from narrowgauge.report.ladder.table import COLUMNS, cells, ends, markdown, percent
+from narrowgauge.units import human_count
 
 Table = tuple[Sequence[str], list[list[str]]]  # head, lines
 PREDICTED = ("arm", "what", "predicted", "measured", "95 % interval", "outcome")
@@ -84,18 +85,18 @@ def _agreement(probe: Mapping[str, Any], results: Sequence[ArmResult], rung: int
 
 
 def rate_table(rows: Sequence[Row]) -> Table:
-    """The losses of a sweep of the learning rate: a line for each arm, which is called NAME,lr=RATE."""
-    found: dict[str, dict[float, float]] = {}
+    """The losses of a sweep of the learning rate: a line for each arm NAME,lr=RATE and length."""
+    found: dict[tuple[str, int], dict[float, float]] = {}
     for row in rows:
         name, _, rate = row.arm.partition(",lr=")
         if rate and math.isfinite(row.own_loss):
-            found.setdefault(name, {})[float(rate)] = row.own_loss
+            found.setdefault((name, row.tokens), {})[float(rate)] = row.own_loss
     rates = sorted({rate for losses in found.values() for rate in losses})
     lines = []
-    for name, losses in found.items():
+    for (name, tokens), losses in found.items():
         texts = [f"{losses[rate]:.4f}" if rate in losses else "-" for rate in rates]
-        lines.append([name, *texts, f"{min(losses, key=losses.__getitem__):g}"])
-    return ("arm", *(f"{rate:g}" for rate in rates), "best"), lines
+        lines.append([name, human_count(tokens), *texts, f"{min(losses, key=losses.__getitem__):g}"])
+    return ("arm", "tokens", *(f"{rate:g}" for rate in rates), "best"), lines
 
 
 def _end(value: float) -> str:
@@ -134,7 +135,7 @@ def results_markdown(
     ]
     if rates:
         parts.append(
-            "### Learning rates\n\nHeld-out loss at the lowest rung.\n\n" + markdown(*rate_table(rates))
+            "### Learning rates\n\nHeld-out loss by learning rate.\n\n" + markdown(*rate_table(rates))
         )
     if probe is not None:
         parts.append("### What the probe says\n\n" + markdown(*probe_table(probe, results)))
@@ -150,7 +151,8 @@ def _control(predictions: Sequence[Prediction], rows: Sequence[Row]) -> str:
                 return "The positive control is not run yet."
             is_seen = found.low > 0 or found.high < 0
             result = "resolved" if is_seen else "not resolved, so no verdict counts"
-            gap = f"{percent(found.mean)} ({ends(found)})"
+            seeds = ends(found) if math.isfinite(found.low) else "one seed"
+            gap = f"{percent(found.mean)} ({seeds})"
             return f"Positive control, {one.arm} to {one.against}: {gap}, {result}."
     return ""
 
