@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from narrowgauge.training.monitor import threads
 from narrowgauge.training.monitor.threads import threads_of
@@ -17,7 +16,7 @@ def cores(monkeypatch):
     """A machine: its cores, those that others use, and what the user set."""
 
     def set_up(here, others=0.0, asked=None):
-        monkeypatch.setattr(torch, "get_num_threads", lambda: here)
+        monkeypatch.setattr(threads, "threads_of_torch", lambda: here)
         monkeypatch.setattr(threads, "cores_of_others", lambda: others)
         if asked is None:
             monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

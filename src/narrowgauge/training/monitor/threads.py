@@ -15,6 +15,7 @@ why a resumed run keeps its own:
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,6 +23,12 @@ import torch
 from narrowgauge.operating_system import cores_of_others
 
 _DIGITS = "so that its last digits may differ from those of a run that was never stopped"
+
+
+@cache
+def threads_of_torch() -> int:
+    """What torch takes by itself: before any run of this process has chosen another number."""
+    return torch.get_num_threads()
 
 
 def threads_of(lines: Sequence[Mapping[str, Any]]) -> tuple[int, str]:
@@ -33,7 +40,7 @@ def threads_of(lines: Sequence[Mapping[str, Any]]) -> tuple[int, str]:
     Returns:
         The number, and what a user has to know of the choice; "" where it is what torch would take.
     """
-    here = torch.get_num_threads()
+    here = threads_of_torch()
     recorded = next((int(line["threads"]) for line in reversed(lines) if "threads" in line), here)
     resumes = any(line.get("event") == "start" for line in lines)
     if resumes and (recorded > here or os.environ.get("OMP_NUM_THREADS")):
