@@ -46,7 +46,7 @@ def step_of(recipe: str, model_name: str, batch: int, length: int, device: str) 
     tokens = torch.randint(config.vocab_size, (batch, length + 1), generator=g).to(device)
 
     def step() -> None:
-        set_step(model, 0, 1, 0)
+        set_step(model, 0, 50, 0, steps=100, decay=90)  # for rules that wait for a share or the decay
         model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
         model.zero_grad(set_to_none=True)  # so that all models fit into memory side by side
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from narrowgauge.formats import random_stream
-from narrowgauge.quantization import QuantContext, cast_names, chunks, emulate, make_cast, quantize
+from narrowgauge.quantization import QuantContext, cast_names, emulate, make_cast, quantize
+from narrowgauge.quantization.passes import chunks
 
 CASTS = [make_cast(name) for name in cast_names() if make_cast(name).is_scaled]
 
@@ -27,6 +28,7 @@ WALKS = [
 
 @pytest.mark.parametrize(("c", "shape", "axis", "rounding"), WALKS)
 def test_chunks_give_the_numbers_of_the_full_tensor(c, shape, axis, rounding, monkeypatch):
+    monkeypatch.setenv("NARROWGAUGE_KERNELS", "0")  # the passes in C have no chunks
     x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).bfloat16()
     x[0].view(-1)[:1] = float("inf")
     c = make_cast({"cast": c.name, "rounding": rounding})

@@ -11,8 +11,8 @@ Bytes for each element of a bf16 tensor, read and written (the reference makes a
 
 The references compute tensors that several processes hold together, clamped outliers (whose quantiles a
 kernel finds), channels that are kept in another cast, tensors without their mean, blocks that fit no tile
-(48, 64 x 64), random bits that are not a `RandomStream`'s, tensors that are no matrices, and compiled code,
-whose compiler fuses these passes.
+(48, 64 x 64), random bits that are not a `RandomStream`'s, tensors that are no matrices, and compiled code: a
+GPU's compiler fuses these passes, for a CPU's a cast is one operator (`compiled_cast`).
 """
 
 from dataclasses import replace
@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 
 from narrowgauge.formats import RandomStream
+from narrowgauge.kernels import compiled_cast
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext, quantize_in_context
 from narrowgauge.quantization import emulate as emulate_in_torch
@@ -50,6 +51,8 @@ def emulate(
         from narrowgauge.kernels.triton.cast_launch import emulated
 
         return emulated(x, cast, axis, dtype, *_fields(cast, context))
+    if compiled_cast.is_operator(x, cast, context):
+        return compiled_cast.emulate(x, cast, axis, dtype, context)
     return emulate_in_torch(x, cast, axis, dtype, _with_limits(x, cast, context))
 
 

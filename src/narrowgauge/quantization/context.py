@@ -139,14 +139,15 @@ class QuantContext:
         largest = largest if self.shard is None else all_reduce_max(largest, self.shard.groups)
         return largest if self.held is None else torch.where(self.held > 0, self.held, largest)
 
-    def token_mean(self, x: torch.Tensor) -> torch.Tensor:
+    def token_mean(self, x: torch.Tensor, sums: torch.Tensor | None = None) -> torch.Tensor:
         """The mean over the tokens (all dimensions but the last) of the global tensor, in x's dtype.
 
         Sums are float64, so that their order over processes changes no digit but by the rarest chance. What
         is not finite is left out: it breaks its own blocks.
         """
-        tokens = list(range(x.ndim - 1))
-        sums = torch.where(x.isfinite(), x, 0.0).sum(tokens, keepdim=True, dtype=torch.float64)
+        if sums is None:
+            tokens = list(range(x.ndim - 1))
+            sums = torch.where(x.isfinite(), x, 0.0).sum(tokens, keepdim=True, dtype=torch.float64)
         count = x.numel() // max(x.shape[-1], 1)
         if self.shard is not None:
             sums = all_reduce_sum(sums, self.shard.axes[0].groups)

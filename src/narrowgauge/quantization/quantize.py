@@ -2,7 +2,8 @@
 
 `quantize` gives the codes and scales that would be stored; `emulate` gives what a GEMM on such numbers
 would see: the same numbers in a high-precision dtype, so that any device can compute with them. Both take
-their numbers from `scale_and_round.py`, so an emulated GEMM uses exactly the numbers that are stored.
+their numbers from the same passes (`block_scales.py`, `passes/rounding.py`), so an emulated GEMM uses exactly
+the numbers that are stored.
 """
 
 from collections.abc import Mapping
@@ -11,22 +12,19 @@ from typing import Any
 
 import torch
 
-from narrowgauge.formats import Randomness, decode, encode, encode_finite_, format, pack, torch_dtype
+from narrowgauge.formats import Randomness, decode, encode, format, pack, torch_dtype
+from narrowgauge.quantization.block_scales import scales_of
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.cast_rules import require_codes
-from narrowgauge.quantization.chunks import chunks
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.hadamard import transformed
 from narrowgauge.quantization.named_casts import cast as named_cast
 from narrowgauge.quantization.named_casts import make_cast
 from narrowgauge.quantization.outliers import clamped, kept_channels, parted
-from narrowgauge.quantization.scale_and_round import (
-    Epilogue,
-    round_blocks,
-    round_elements,
-    scales_of,
-)
+from narrowgauge.quantization.passes import in_c
+from narrowgauge.quantization.passes.chunks import chunks
+from narrowgauge.quantization.passes.rounding import round_blocks, round_elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +144,7 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
     split = blocks.split(x)
     scales = scales_of(split, blocks, cast, axis, context)
 
-    def codes_of(cast: Cast, _: float) -> Epilogue:
-        def codes(values: torch.Tensor, _: torch.Tensor, finite: torch.Tensor) -> torch.Tensor:
-            if values.device.type != "cpu" or torch.compiler.is_compiling() or not finite.all():
-                values = torch.where(finite, values, 0.0)
-            return encode_finite_(values, cast.element)
-
-        return codes
-
-    codes = round_elements(split, blocks, scales, cast, context, codes_of, torch.uint8)
+    codes = round_elements(split, blocks, scales, cast, context, "codes", torch.uint8)
     if cast.block is not None:
         block_scales = scales.block.reshape(blocks.grid)
     else:
@@ -202,20 +192,17 @@ def emulate(
     split = blocks.split(x)
     scales = scales_of(split, blocks, cast, axis, context)
     if cast.block is None and not cast.adds_to_operand:
-        values = round_blocks(split, blocks, scales, cast, context, lambda values, *_: values, dtype)
+        values = round_blocks(split, blocks, scales, cast, context, "values", dtype)
         return blocks.merge(values), scales.block.reshape(())
 
-    def stored(_: Cast, back: float) -> Epilogue:
-        return lambda values, block, _: values.mul_(block) if back == 1 else values.mul_(block).mul_(back)
-
     operand_dtype = torch.float32 if cast.has_wide_operand else dtype
-    operand = blocks.merge(round_elements(split, blocks, scales, cast, context, stored, operand_dtype))
+    operand = blocks.merge(round_elements(split, blocks, scales, cast, context, "stored", operand_dtype))
     if not cast.adds_to_operand:
         return operand, scales.tensor
     if scales.tensor is not None:
-        operand = operand * _over(x, scales.tensor, blocks, cast, axis)
+        operand.mul_(_over(x, scales.tensor, blocks, cast, axis))
     if mean is not None:
-        operand = operand + mean
+        operand.add_(mean)
     # What was clamped away is added again; in float32, as a difference of bf16 is not exact.
     if cast.compensate:
         for chunk in chunks(operand):
@@ -253,8 +240,8 @@ def centered(
     """
     if not cast.center:
         return x, None
-    mean = context.token_mean(x).float()
-    rest = x.float() - mean
+    mean = context.token_mean(x, in_c.token_sums(x)).float()
+    rest = x - mean  # in float32
     if cast.center_cast:
         row = QuantContext(shard=None if context.shard is None else context.shard.row())
         mean = quantize_in_context(mean.flatten(0, -2), named_cast(cast.center_cast), -1, row).dequantize()

@@ -12,11 +12,11 @@ way between two points, where rounding jumps, and is cut at a cap.
 import torch
 
 from narrowgauge.formats.rounding import exponent_bits, inverse_quantum
+from narrowgauge.quantization.block_scales import scales_of
 from narrowgauge.quantization.blocks import blocks_of
 from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.chunks import chunks
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
-from narrowgauge.quantization.scale_and_round import scales_of
+from narrowgauge.quantization.passes.chunks import chunks
 
 
 def estimator_slope(

@@ -42,7 +42,7 @@ scale to E4M3 may lower it by 1/17, so with 16/17 no element is ever clipped.
 
 With `candidates`, each magnitude c that the largest number of a block may be mapped to gives a scale that is
 larger by max / c before it is rounded: Q(fl(q * fl(max / c))) with q the quotient above, which for NVFP4 is
-fl(fl(amax / 6) * S). One is chosen by its error (`scale_and_round.py`; arXiv 2512.02010).
+fl(fl(amax / 6) * S). One is chosen by its error (`block_scales.py`; arXiv 2512.02010).
 
 `correct = "projection"` (MS-EDEN; arXiv 2601.22813) rounds a scale twice. Elements q are those under the
 nearest scale s. Then, over a Hadamard group, with t the numbers in units of their block's scale,
@@ -50,12 +50,28 @@ nearest scale s. Then, over a Hadamard group, with t the numbers in units of the
     S = fl(sum t^2 / sum t q)         1 if the sum below is 0         scale = Q(fl(s * S)) by `scale_rounding`
 """
 
+from typing import NamedTuple
+
 import torch
 
 from narrowgauge.formats import Format, Randomness, format, round_finite
 from narrowgauge.quantization.cast import Cast
 
 FLOAT_MAX = torch.finfo(torch.float32).max
+
+
+class Scales(NamedTuple):
+    """Scales of blocks, float32, inner dimensions kept with size 1.
+
+    `tensor` is None for 1, 0-dim, or one a row, or a block, with all dimensions of the others.
+    """
+
+    encode: torch.Tensor  # what an element is multiplied by before it is rounded; divided by, if `divides`
+    block: torch.Tensor  # what undoes it, without `tensor`
+    tensor: torch.Tensor | None
+    finite: torch.Tensor  # bool: whether the block holds finite numbers only
+    divides: bool = False
+    second: torch.Tensor | None = None  # bool: whether the block has the second of the cast's elements
 
 
 def _quotient(numerator: float, amax: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,9 @@ from narrowgauge.kernels.triton.cast import LAUNCH, cast_blocks, cast_given, lar
 from narrowgauge.kernels.triton.launch import launch
 from narrowgauge.kernels.triton.rounding import facts, facts_of_scale
 from narrowgauge.quantization import Cast, QTensor
+from narrowgauge.quantization.block_scales import scales_from
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.hadamard import hadamard, transform
-from narrowgauge.quantization.scale_and_round import scales_from
 
 Signs = torch.Tensor | tuple[int, ...]
 

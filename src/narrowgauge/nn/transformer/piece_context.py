@@ -15,7 +15,7 @@ from narrowgauge.formats import Randomness, RandomStream
 from narrowgauge.quantization import Cast, QuantContext
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.hadamard import transformed
-from narrowgauge.quantization.scale_and_round import block_amax
+from narrowgauge.quantization.passes.rounding import block_amax
 
 
 @dataclass(frozen=True, slots=True, eq=False)

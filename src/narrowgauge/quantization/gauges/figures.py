@@ -39,15 +39,16 @@ from typing import Any
 import torch
 
 from narrowgauge.formats import Format, decode, format
+from narrowgauge.quantization.block_scales import scales_of
 from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.cast import Cast
-from narrowgauge.quantization.chunks import chunks
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.gauges.histogram import WIDTH, counts, histogram
 from narrowgauge.quantization.hadamard import transformed
 from narrowgauge.quantization.outliers import clamped, kept_channels, parted
+from narrowgauge.quantization.passes.chunks import chunks
+from narrowgauge.quantization.passes.rounding import block_amax
 from narrowgauge.quantization.quantize import centered
-from narrowgauge.quantization.scale_and_round import block_amax, scales_of
 from narrowgauge.quantization.state.quantized_state import QuantizedState
 
 BINADES = 16

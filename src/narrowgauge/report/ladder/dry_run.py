@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -52,15 +52,25 @@ def measured_speed(config: Config, threads: int, products: str) -> float:
     return _STEPS * config.training.batch_size * config.data.sequence_length / seconds
 
 
-def arm_speeds(ladder: Ladder, out: Path) -> dict[str, float]:
-    """Tokens a second of each arm: recorded where it has begun, measured elsewhere."""
+def arm_speeds(ladder: Ladder, out: Path, say: Callable[[str], object]) -> dict[str, float]:
+    """Tokens a second of each arm: recorded where it has begun, measured elsewhere.
+
+    Args:
+        ladder: The plan.
+        out: The directory of its runs.
+        say: Called with a sentence before each measurement, as a first step that is compiled takes long.
+    """
     speeds: dict[str, float] = {}
     for chain in ladder.chains:
         if (speed := recorded_speed(chain, out)) is not None:
             speeds.setdefault(chain.arm, speed)
-    for chain in ladder.chains:
-        if chain.arm not in speeds:
-            speeds[chain.arm] = measured_speed(chain.trunk.config, ladder.threads, ladder.products)
+    unknown = {chain.arm: chain for chain in reversed(ladder.chains) if chain.arm not in speeds}
+    for number, arm in enumerate((arm for arm in ladder.arms if arm in unknown), start=1):
+        config = unknown[arm].trunk.config
+        first = "; the first is compiled, which may take minutes" if config.training.compile else ""
+        say(f"timing {arm}, {number} of {len(unknown)}: {1 + _STEPS} steps{first}")
+        torch.compiler.reset()  # else the ninth is not compiled: torch has eight variants of a function
+        speeds[arm] = measured_speed(config, ladder.threads, ladder.products)
     return speeds
 
 

@@ -39,7 +39,8 @@ def run_ladder(ladder: Ladder, out: Path, console: Console, is_dry: bool = False
     for sentence in _sight(ladder, out):
         _say(console, sentence)
     if is_dry:
-        for line in plan_lines(ladder, out, arm_speeds(ladder, out)):
+        speeds = arm_speeds(ladder, out, lambda sentence: _say(console, sentence))
+        for line in plan_lines(ladder, out, speeds):
             _say(console, line)
         return
     try:

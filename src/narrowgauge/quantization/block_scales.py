@@ -1,0 +1,131 @@
+"""The scales of all blocks of a tensor, and the choice between several.
+
+They come from the largest magnitude of each block (`scales.py`). Where a block may be mapped to several
+magnitudes (`candidates`), it is rounded with each, and keeps the scale whose error is least; with `correct`
+the scales are multiplied by what makes a projection exact. Both judge numbers by passes over all of them
+(`passes/errors.py`).
+
+A block that holds a NaN or an infinity gets the scale NaN: nothing non-finite ever comes out finite, also in
+formats that have no code for it.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from narrowgauge.formats import Randomness
+from narrowgauge.quantization import scales
+from narrowgauge.quantization.blocks import Blocks
+from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
+from narrowgauge.quantization.passes.errors import block_errors, in_order, projection_sums
+from narrowgauge.quantization.passes.rounding import block_amax
+from narrowgauge.quantization.scales import Scales
+
+
+def scales_of(
+    split: torch.Tensor, blocks: Blocks, cast: Cast, axis: int, context: QuantContext = DEFAULT_CONTEXT
+) -> Scales:
+    """The scales of a split tensor's blocks: those of the global tensor, if other processes hold some."""
+    amax = context.global_amax(block_amax(split, blocks), cast, axis)
+    over = None
+    if cast.tensor_scale != "none":
+        finite = torch.where(amax.isfinite(), amax, 0.0)
+        by_row = cast.is_scaled_by_row
+        over = context.row_amax(finite, blocks, axis, cast) if by_row else context.tensor_amax(finite)
+    random = context.random_over_grid(blocks, cast, axis) if cast.scale_rounding == "stochastic" else None
+    first = replace(cast, scale_rounding="nearest-even", correct="") if cast.correct else cast
+    best = _best(split, blocks, axis, amax, over, first, context, None if cast.correct else random)
+    return _corrected(best, split, blocks, axis, cast, context, random) if cast.correct else best
+
+
+def _best(
+    split: torch.Tensor,
+    blocks: Blocks,
+    axis: int,
+    amax: torch.Tensor,
+    over: torch.Tensor | None,
+    cast: Cast,
+    context: QuantContext,
+    random: Randomness,
+) -> Scales:
+    """The scales of blocks; of several candidates those whose error is least."""
+    if cast.elements:
+        found = scales_from(amax, cast, context.scale, over, random)
+        errors = [block_errors(split, blocks, axis, found, over, cast, context, n) for n in (0, 1)]
+        return found._replace(second=errors[1] < errors[0])
+    if not cast.candidates:
+        return scales_from(amax, cast, context.scale, over, random)
+    best: Scales | None = None
+    least: torch.Tensor | None = None
+    for candidate in cast.candidates:
+        tried = scales_from(amax, cast, context.scale, over, random, candidate)
+        error = block_errors(split, blocks, axis, tried, over, cast, context)
+        if best is None or least is None:
+            best, least = tried, error
+            continue
+        is_less = error < least
+        encode, block = (torch.where(is_less, a, b) for a, b in zip(tried[:2], best[:2], strict=True))
+        best, least = best._replace(encode=encode, block=block), torch.where(is_less, error, least)
+    assert best is not None
+    return best
+
+
+def _corrected(
+    found: Scales,
+    split: torch.Tensor,
+    blocks: Blocks,
+    axis: int,
+    cast: Cast,
+    context: QuantContext,
+    random: Randomness,
+) -> Scales:
+    """Scales times what makes the projection of each group's numbers on themselves exact, rounded again."""
+    assert cast.block is not None
+    dim = blocks.grid_dim(axis % len(blocks.size))
+    above, below = projection_sums(split, blocks, axis, found, cast, context)
+    per_group = max(cast.hadamard // cast.block[1], 1)
+    above, below = (in_order(t.unflatten(dim, (-1, per_group)), dim + 1) for t in (above, below))
+    factor = torch.where(below == 0, 1.0, above / below)
+    factor = factor.repeat_interleave(per_group, dim + 1).flatten(dim, dim + 1)
+    block, _ = scales.rounded(torch.where(found.finite, found.block, 1.0) * factor, cast, random)
+    return found._replace(block=torch.where(found.finite, block, torch.nan))
+
+
+def scales_from(
+    amax: torch.Tensor,
+    cast: Cast,
+    given: torch.Tensor | None = None,
+    over: torch.Tensor | None = None,
+    random: Randomness = None,
+    candidate: float = 0.0,
+) -> Scales:
+    """The scales of blocks whose largest magnitudes are known.
+
+    Args:
+        amax: float32, NaN or infinite where a block is not finite.
+        cast: The cast.
+        given: An encoding scale that is known beforehand.
+        over: The largest finite magnitude of the tensor, or of each row, for casts with a scale above.
+        random: The random bits of scales that are rounded stochastically, one for each block.
+        candidate: The magnitude that the largest number of a block is mapped to; 0 for the largest element.
+    """
+    finite = amax.isfinite()
+    amax = torch.where(finite, amax, 0.0)
+    tensor_scale = None
+    if given is not None:
+        encode, block = given.expand_as(amax), (1.0 / given).expand_as(amax)
+    elif cast.scale == "fp32":
+        encode, block = scales.fp32_scale(amax, cast.element, cast.power_of_two, cast.headroom)
+    elif cast.scale == "e8m0":
+        assert cast.scale_rule is not None
+        code = scales.e8m0_code(amax, cast.element, cast.scale_rule, cast.headroom)
+        encode, block = scales.e8m0_scale(code)
+    elif cast.is_nvfp4:
+        assert over is not None
+        S, tensor_scale = scales.nvfp4_tensor_scale(over, cast)
+        encode, block = scales.nvfp4_block_scale(amax, S, cast, random, candidate)
+    else:
+        encode, block, tensor_scale = scales.rounded_scale(amax, over, cast, random, candidate)
+    divides = cast.has_rounded_scale and given is None
+    return Scales(encode, torch.where(finite, block, torch.nan), tensor_scale, finite, divides)

@@ -1,0 +1,139 @@
+"""A pass of `passes.c` as a call: its record, the threads that share it, the library it is in.
+
+Threads share the units of a pass. A thread that waits sleeps, so that a busy machine loses nothing by them.
+"""
+
+import ctypes
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowgauge.formats import RANDOM_BITS, ROUNDINGS, Format, format, round_finite
+from narrowgauge.quantization.passes import build
+
+MODES = ("nearest-even", "half-away", "toward-zero", "stochastic")  # in the order of `passes.c`
+_A_THREAD = 2**17  # numbers that are worth another thread
+
+_POINTERS = ("x", "encode", "block", "above", "uniform", "out", "sums")
+SIZES = ("batch", "rows", "columns", "block_rows", "block_columns")
+_WORDS = (
+    *("x_type", "out_type", "divides", "rounding", "random_bits", "result", "choose", "contracts_columns"),
+    *("exponent_min", "exponent_quantum", "negative_zero"),
+    *("bits", "mantissa_bits", "is_signed", "twos_complement"),
+)
+_FACTORS = ("largest", "stretch", "back", "code_scale", "divisor")
+
+
+class Pass(ctypes.Structure):
+    """The struct `Pass` of `passes.c`, in its order."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in SIZES),
+        ("offset", ctypes.c_uint64),
+        ("key", ctypes.c_uint32 * 2),
+        ("exponent_inverse", ctypes.c_uint32),
+        *((name, ctypes.c_int32) for name in _WORDS),
+        *((name, ctypes.c_float) for name in _FACTORS),
+    ]
+
+
+@cache
+def _element_fields(element: Format) -> tuple[tuple[str, Any], ...]:
+    """What `formats.rounding` and `formats.codes` compute with, for float32."""
+    fields = {
+        "exponent_min": element.emin + 127 << 23,
+        "exponent_inverse": 254 + element.mantissa_bits << 23,
+        "exponent_quantum": element.mantissa_bits << 23,
+        "negative_zero": int(element.has_negative_zero),
+        "bits": element.bits,
+        "mantissa_bits": element.mantissa_bits,
+        "is_signed": int(element.signed),
+        "twos_complement": int(element.twos_complement),
+        "largest": element.max,
+        "code_scale": 2.0 ** (element.bias - 127),
+    }
+    return tuple(fields.items())
+
+
+def fields_of(element: Format) -> dict[str, Any]:
+    """The fields of a `Pass` that an element format decides."""
+    return dict(_element_fields(element))
+
+
+_pool: dict[int, ThreadPoolExecutor] = {}  # by process: threads do not live on in a fork
+
+
+def run(name: str, one: Pass) -> None:
+    """Call a pass; several threads share a large one."""
+    found = c_library()
+    assert found is not None
+    function, count = getattr(found, name), int(found.units(ctypes.byref(one)))
+    numbers = one.batch * one.rows * one.columns
+    threads = max(1, min(torch.get_num_threads(), numbers // _A_THREAD, count))
+    bounds = [count * n // threads for n in range(threads + 1)]
+    parts = [(bounds[n], bounds[n + 1]) for n in range(threads)]
+    others = [_threads().submit(function, ctypes.byref(one), *part) for part in parts[1:]]
+    failures = [function(ctypes.byref(one), *parts[0]), *(other.result() for other in others)]
+    if any(failures):
+        raise MemoryError(f"{name} of quantization found no memory for its strip of blocks")
+
+
+def _threads() -> ThreadPoolExecutor:
+    process = os.getpid()
+    if process not in _pool:
+        _pool.clear()
+        _pool[process] = ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="narrowgauge-pass")
+    return _pool[process]
+
+
+@cache
+def c_library() -> ctypes.CDLL | None:
+    """The compiled passes, made and checked where they are not in the cache; None where they cannot be."""
+    found = build.opened(build.library_path())
+    if found is not None:
+        return _declared(found)
+    with tempfile.TemporaryDirectory(prefix="narrowgauge-") as directory:
+        made = build.built(Path(directory))
+        found = None if made is None else build.opened(made)
+        if made is None or found is None or not _is_right(_declared(found)):
+            return None
+        build.keep(made)
+    return found
+
+
+def _declared(found: ctypes.CDLL) -> ctypes.CDLL:
+    found.units.argtypes, found.units.restype = (ctypes.POINTER(Pass),), ctypes.c_int64
+    for name in ("amax_pass", "round_pass", "error_pass", "projection_pass", "sum_pass"):
+        function = getattr(found, name)
+        function.argtypes = (ctypes.POINTER(Pass), ctypes.c_int64, ctypes.c_int64)
+        function.restype = ctypes.c_int
+    return found
+
+
+def _is_right(found: ctypes.CDLL) -> bool:
+    """Whether a new library rounds a few thousand numbers as torch's operations do, bit for bit."""
+    x = torch.linspace(-7.5, 7.5, 4099) * torch.linspace(0, 2, 4099) ** 8
+    random = torch.linspace(0, 1 - 2.0**-24, 4099)
+    encode, ones = torch.tensor(0.875), torch.ones(1)
+    for rounding in ROUNDINGS:
+        for name in ("e2m1", "e4m3", "int8"):
+            out = torch.empty_like(x)
+            fields = fields_of(format(name))
+            one = Pass(
+                **fields,
+                **dict(zip(SIZES, (1, 1, 4099, 1, 4099), strict=True)),
+                **{"x": x.data_ptr(), "out": out.data_ptr(), "encode": encode.data_ptr()},
+                **{"block": ones.data_ptr(), "uniform": random.data_ptr(), "stretch": 1.0, "back": 1.0},
+                **{"rounding": MODES.index(rounding), "random_bits": RANDOM_BITS},
+            )
+            found.round_pass(ctypes.byref(one), 0, int(found.units(ctypes.byref(one))))
+            expected = round_finite(x * encode, format(name), rounding, random)
+            if not torch.equal(out.view(torch.int32), expected.view(torch.int32)):
+                return False
+    return True

@@ -1,0 +1,93 @@
+"""Two passes that judge scales: the error of each block, and the sums that projection asks for.
+
+On a CPU with a C compiler they are computed in C (`in_c`), else by torch's operations.
+"""
+
+import torch
+
+from narrowgauge.quantization.blocks import Blocks
+from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.context import QuantContext
+from narrowgauge.quantization.passes import in_c
+from narrowgauge.quantization.passes.rounding import round_blocks
+from narrowgauge.quantization.scales import Scales
+
+
+def block_errors(
+    split: torch.Tensor,
+    blocks: Blocks,
+    axis: int,
+    scales: Scales,
+    over: torch.Tensor | None,
+    cast: Cast,
+    context: QuantContext,
+    element: int = 0,
+) -> torch.Tensor:
+    """The error of each block under some scales, by the cast's choice, inner dimensions kept with size 1.
+
+    In the order of TransformerEngine: in float32, along a row from left to right, then halves of rows.
+    `element` is the number of one of the cast's elements.
+    """
+    into, back = cast.stretch if element else (1.0, 1.0)
+    rounds, contracted = cast.with_second if element else cast, axis % len(blocks.size)
+    is_nvfp4 = cast.is_nvfp4 and over is not None
+    above, divisor = over if is_nvfp4 else scales.tensor, cast.target * cast.element.max * cast.headroom
+    if in_c.takes(split, blocks, rounds, is_whole=True):
+        rounding = in_c.Rounding.of(scales, rounds, context.random_over(blocks), into)
+        judged = in_c.Judged(scales.block, above, back, divisor if is_nvfp4 else 1.0, cast.choose, contracted)
+        return blocks.align(in_c.errors(split, blocks, rounding, judged))
+    seen = round_blocks(split, blocks, scales, rounds, context, "stored", torch.float32, into)
+    if above is not None:
+        seen.mul_(above)
+    if element:
+        seen.mul_(back)
+    if is_nvfp4 and over is not None:
+        seen.div_(torch.full_like(over, divisor))
+    error = seen.sub_(split)
+    if cast.choose == "max":
+        return error.abs_().amax(blocks.inner, keepdim=True)
+    error = error.abs_() if cast.choose == "mae" else error.square_()
+    for dim in sorted(range(len(blocks.size)), key=lambda d: d != contracted):
+        if blocks.size[dim] > 1:
+            error = _sum(error, blocks.grid_dim(dim) + 1, by_halves=dim != contracted)
+    return error
+
+
+def projection_sums(
+    split: torch.Tensor, blocks: Blocks, axis: int, scales: Scales, cast: Cast, context: QuantContext
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sums of t^2, of t q) of each block along the axis, one number after the other, in its split shape.
+
+    t are the numbers in units of their block's scale, q those rounded; both 0 in a block that is not finite,
+    or whose scale is 0.
+    """
+    assert cast.block is not None
+    is_seen = scales.finite & (scales.block != 0)
+    if cast.block[1] <= in_c.TILE and in_c.takes(split, blocks, cast, is_whole=True):
+        rounding = in_c.Rounding.of(scales, cast, context.random_over(blocks))
+        above, below = in_c.projections(split, blocks, rounding, is_seen)
+    else:
+        elements = round_blocks(split, blocks, scales, cast, context, "values", torch.float32)
+        numbers = split.float() / scales.encode if scales.divides else split.float() * scales.encode
+        elements, numbers = (torch.where(is_seen, t, 0.0) for t in (elements, numbers))
+        above, below = numbers * numbers, numbers * elements
+        if cast.block[1] > 1:
+            inner = blocks.grid_dim(axis % len(blocks.size)) + 1
+            above, below = (in_order(t, inner) for t in (above, below))
+    return above, below
+
+
+def in_order(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The sum along a dimension, one number after the other."""
+    return _sum(x, dim, by_halves=False)
+
+
+def _sum(x: torch.Tensor, dim: int, by_halves: bool) -> torch.Tensor:
+    """The sum along a dimension, one number after the other, or half by half as long as that goes."""
+    while by_halves and x.shape[dim] > 1 and x.shape[dim] % 2 == 0:
+        lower, upper = x.chunk(2, dim)
+        x = lower + upper
+    first, *others = x.split(1, dim)
+    for other in others:
+        first = first + other
+    return first

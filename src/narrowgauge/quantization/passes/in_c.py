@@ -1,0 +1,203 @@
+"""The passes of `passes.c`: which tensors they take, and how they are called.
+
+They take bf16 and fp32 tensors on a CPU whose blocks lie in the last two dimensions, or that are one block.
+Everything else is computed by torch's operations (`takes`): GPUs, compiled graphs, tensors that autograd
+follows, tensors without storage.
+"""
+
+import ctypes
+import os
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from narrowgauge.formats import Randomness, RandomStream
+from narrowgauge.quantization.blocks import Blocks
+from narrowgauge.quantization.cast import Cast
+from narrowgauge.quantization.passes.c_call import MODES, SIZES, Pass, c_library, fields_of, run
+from narrowgauge.quantization.scales import Scales
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
+RESULTS = ("values", "stored", "codes")  # the number on the grid, it times its block's scale, its code
+_CHOICES = ("mae", "mse", "max")
+TILE = 1024  # numbers that a thread holds at a time
+_ONE_BLOCK = 2**16  # numbers of the pieces that a block which is the full tensor is cut into
+
+
+class Rounding(NamedTuple):
+    """How elements are brought to the grid."""
+
+    encode: torch.Tensor  #: what they are multiplied by, or divided by, one a block
+    divides: bool
+    cast: Cast
+    random: Randomness
+    stretch: float
+
+    @classmethod
+    def of(cls, scales: Scales, cast: Cast, random: Randomness, stretch: float = 1.0) -> "Rounding":
+        """The rounding under some scales."""
+        return cls(scales.encode, scales.divides, cast, random, stretch)
+
+
+class Judged(NamedTuple):
+    """What the error of a block is of: `passes.errors.block_errors`."""
+
+    block: torch.Tensor  #: its scale
+    above: torch.Tensor | None  #: what stands over it
+    back: float  #: a factor of its numbers
+    divisor: float  #: what they are divided by
+    choose: str
+    contracted: int  #: the contracted dimension
+
+
+def takes(
+    split: torch.Tensor,
+    blocks: Blocks,
+    cast: Cast | None = None,
+    dtype: torch.dtype = torch.float32,
+    is_whole: bool = False,
+) -> bool:
+    """Whether a split tensor is one that C can read, and nobody but us watches.
+
+    Args:
+        split: The split tensor.
+        blocks: Its blocks.
+        cast: The cast whose elements it is rounded to, if it is.
+        dtype: The dtype of the result.
+        is_whole: Whether the numbers of a block are needed together.
+    """
+    if torch.compiler.is_compiling() or os.environ.get("NARROWGAUGE_KERNELS") == "0":
+        return False
+    is_plain = type(split) in (torch.Tensor, torch.nn.Parameter) and split.device.type == "cpu"
+    if not is_plain or split.dtype not in (torch.float32, torch.bfloat16) or not split.numel():
+        return False
+    if dtype not in _TYPES or (cast is not None and cast.element.exponent_bits == 8):
+        return False
+    is_flat = all(size == 1 for size in blocks.size[:-2]) or (_is_one(blocks) and not is_whole)
+    is_followed = split.requires_grad and torch.is_grad_enabled()
+    return is_flat and bool(blocks.size) and not is_followed and c_library() is not None
+
+
+def amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """The largest magnitude of each block, in the shape of the grid, float32."""
+    split, sizes = split.contiguous(), _sizes(split, blocks)
+    found = torch.empty(_grid(sizes), dtype=torch.float32)
+    run("amax_pass", Pass(x=split.data_ptr(), out=found.data_ptr(), x_type=_TYPES[split.dtype], **sizes))
+    return found.view(blocks.grid) if found.numel() == prod(blocks.grid) else found.amax().view(blocks.grid)
+
+
+def token_sums(x: torch.Tensor) -> torch.Tensor | None:
+    """The sum of the finite numbers of each column of a bf16 matrix, float64; None where C takes it not.
+
+    Numbers of eight bits add up in float64 without any rounding, if they lie within 33 binades of each other
+    (2^12 tokens): then the order of the sum, which is not torch's, decides no digit.
+    """
+    one = Blocks(tuple(x.shape), (1,) * x.ndim)
+    if x.ndim != 2 or x.dtype != torch.bfloat16 or not takes(x, one):
+        return None
+    x, (rows, columns) = x.contiguous(), x.shape
+    sums = torch.empty(1, columns, dtype=torch.float64)
+    sizes = dict(zip(SIZES, (1, rows, columns, rows, 1), strict=True))
+    run("sum_pass", Pass(x=x.data_ptr(), out=sums.data_ptr(), x_type=_TYPES[x.dtype], **sizes))
+    return sums
+
+
+def rounded(
+    split: torch.Tensor,
+    blocks: Blocks,
+    rounding: Rounding,
+    result: str,
+    block: torch.Tensor,
+    dtype: torch.dtype,
+    back: float,
+) -> torch.Tensor:
+    """`passes.rounding.round_blocks`; `block` is the scale of a block, for "codes" whether it is finite."""
+    split, sizes = split.contiguous(), _sizes(split, blocks)
+    out = torch.empty(split.shape, dtype=dtype)
+    of_blocks = _entries(block, blocks, sizes)
+    kept, fields = _fields(split, blocks, sizes, rounding)
+    fields |= {"block": of_blocks.data_ptr(), "out": out.data_ptr(), "out_type": _TYPES[dtype]}
+    run("round_pass", Pass(**fields | {"result": RESULTS.index(result), "back": back}, **sizes))
+    del kept  # the pass has read it
+    return out
+
+
+def errors(split: torch.Tensor, blocks: Blocks, rounding: Rounding, judged: Judged) -> torch.Tensor:
+    """The error of each block, in the shape of the grid, float32."""
+    split, sizes = split.contiguous(), _sizes(split, blocks, is_whole=True)
+    found = torch.empty(_grid(sizes), dtype=torch.float32)
+    of_blocks = _entries(judged.block, blocks, sizes)
+    above = None if judged.above is None else _entries(judged.above, blocks, sizes)
+    kept, fields = _fields(split, blocks, sizes, rounding)
+    fields |= {"block": of_blocks.data_ptr(), "above": None if above is None else above.data_ptr()}
+    fields |= {"out": found.data_ptr(), "back": judged.back, "divisor": judged.divisor}
+    fields["contracts_columns"] = int(judged.contracted == len(blocks.size) - 1)
+    run("error_pass", Pass(**fields | {"choose": _CHOICES.index(judged.choose)}, **sizes))
+    del kept
+    return found.view(blocks.grid)
+
+
+def projections(
+    split: torch.Tensor, blocks: Blocks, rounding: Rounding, seen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sums of t^2, of t q) of each block, in its split shape (`passes.errors.projection_sums`)."""
+    split, sizes = split.contiguous(), _sizes(split, blocks, is_whole=True)
+    above = torch.empty(_grid(sizes), dtype=torch.float32)
+    below, of_blocks = torch.empty_like(above), _entries(seen, blocks, sizes)
+    kept, fields = _fields(split, blocks, sizes, rounding)
+    fields |= {"block": of_blocks.data_ptr(), "out": above.data_ptr(), "sums": below.data_ptr()}
+    run("projection_pass", Pass(**fields, **sizes))
+    del kept
+    return blocks.align(above.view(blocks.grid)), blocks.align(below.view(blocks.grid))
+
+
+def _fields(
+    split: torch.Tensor, blocks: Blocks, sizes: dict[str, int], rounding: Rounding
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """(tensors that must live as long as the pass does, the fields of rounding)."""
+    encode, cast, random = _entries(rounding.encode, blocks, sizes), rounding.cast, rounding.random
+    fields = fields_of(cast.element) | {"stretch": rounding.stretch, "back": 1.0, "divisor": 1.0}
+    fields |= {"x": split.data_ptr(), "x_type": _TYPES[split.dtype], "encode": encode.data_ptr()}
+    fields |= {"divides": int(rounding.divides), "rounding": MODES.index(cast.rounding)}
+    fields["random_bits"] = cast.random_bits
+    if cast.rounding != "stochastic":
+        return [encode], fields
+    if isinstance(random, RandomStream):
+        words = [word % 2**32 for word in random.key.tolist()]
+        offset = int(random.offset) % 2**64
+        return [encode], fields | {"key": (ctypes.c_uint32 * 2)(*words), "offset": offset}
+    if not isinstance(random, torch.Tensor):
+        random = torch.rand(split.shape, generator=random)
+    uniform = random.expand(split.shape).float().contiguous()
+    return [encode, uniform], fields | {"uniform": uniform.data_ptr()}
+
+
+def _is_one(blocks: Blocks) -> bool:
+    return prod(blocks.grid) == 1
+
+
+def _sizes(split: torch.Tensor, blocks: Blocks, is_whole: bool = False) -> dict[str, int]:
+    """The sizes of a split tensor. A block that is all of it may be cut, as its pieces share a scale."""
+    shape = [g * b for g, b in zip(blocks.grid, blocks.size, strict=True)]
+    if _is_one(blocks) and not is_whole:
+        values = (1, 1, split.numel(), 1, min(split.numel(), _ONE_BLOCK))
+    else:
+        rows, of_rows = (shape[-2], blocks.size[-2]) if len(shape) > 1 else (1, 1)
+        values = (prod(shape[:-2]), rows, shape[-1], of_rows, blocks.size[-1])
+    return dict(zip(SIZES, values, strict=True))
+
+
+def _grid(sizes: dict[str, int]) -> tuple[int, int, int]:
+    rows, columns = (-(-sizes[d] // sizes[f"block_{d.removesuffix('s')}s"]) for d in ("rows", "columns"))
+    return sizes["batch"], rows, columns
+
+
+def _entries(of: torch.Tensor, blocks: Blocks, sizes: dict[str, int]) -> torch.Tensor:
+    """What stands over a split tensor, float32, with one entry a block in memory, or a piece of one."""
+    if prod(_grid(sizes)) != prod(blocks.grid):
+        return of.reshape(()).float().expand(_grid(sizes)).contiguous()
+    inner = blocks.inner
+    counts = iter(blocks.grid)
+    aligned = [1 if dim in inner else next(counts) for dim in range(len(blocks.grid) + len(inner))]
+    return of.float().expand(aligned).contiguous()

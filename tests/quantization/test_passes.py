@@ -1,0 +1,128 @@
+"""The passes in C give the bits of torch's operations: every shipped cast, both axes, numbers at edges."""
+
+import ctypes
+from dataclasses import replace
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from narrowgauge.formats import RandomStream, random_stream
+from narrowgauge.quantization import QuantContext, emulate, make_cast, quantize_in_context
+from narrowgauge.quantization.passes import build, c_call, in_c
+
+needs_c = pytest.mark.skipif(not build.compiler(), reason="there is no C compiler")
+OWN = [
+    {"cast": "nvfp4", "candidates": ["e2m1", "int4"], "choose": "mse"},
+    {"cast": "nvfp4", "candidates": [6, 4], "choose": "max", "rounding": "stochastic"},
+    {"cast": "nvfp4-2d", "candidates": [6, 4], "choose": "mae"},
+    {"element": "int4", "block": [4, 8], "scale": "e5m3", "candidates": [7, 5], "choose": "mse"},
+    {"cast": "mxint8", "rounding": "half-away"},
+    {"cast": "e5m2fnuz", "rounding": "toward-zero"},
+    {"cast": "fp8-row", "rounding": "stochastic", "random_bits": 8},
+    {"element": "e1m2", "block": 48, "scale": "bf16"},
+]
+
+
+def shipped_casts():
+    """Each cast of a shipped recipe once; which channels are kept is decided before the passes."""
+    found = {}
+    for name in ng.recipe_names():
+        recipe = ng.recipe(name)
+        tables = [recipe.casts, *(rule.casts for rule in recipe.rules)]
+        casts = [c.of_the_rest for table in tables for c in table.values() if c.is_scaled]
+        found |= {replace(c, keep_cast=""): name for c in casts if not c.is_for_state}
+    return found
+
+
+CASTS = [pytest.param(c, id=f"{name}-{n}") for n, (c, name) in enumerate(shipped_casts().items())]
+CASTS += [pytest.param(make_cast(table), id=str(table)) for table in OWN]
+
+
+def edges(shape, dtype):
+    """Numbers with blocks of zeros, huge and subnormal ones, an infinity and a NaN."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    flat = x.view(-1)
+    flat[:40], flat[50], flat[-1] = -0.0, -1e38, 1e-40
+    flat[flat.numel() // 3], flat[flat.numel() // 2] = float("inf"), float("nan")
+    return x
+
+
+def outcome(x, cast, axis):
+    # an offset at which the upper word of an element's index changes
+    stream = RandomStream(random_stream(1, 2, 3).key, 5 * 2**32 - 300)
+    signs = torch.ones(cast.hadamard) if cast.signs == "random" else None
+    context = QuantContext(stream, signs)
+    operand, scale = emulate(x, cast, axis, torch.bfloat16, context)
+    q = quantize_in_context(x, cast, axis, context)
+    return [operand, torch.ones(()) if scale is None else scale, q.codes, q.scales, q.tensor_scale]
+
+
+def bits(t):
+    """Words that are equal only for equal bits; all NaNs are one."""
+    return t.int() if not t.is_floating_point() else torch.nan_to_num(t.float(), nan=7e37).view(torch.int32)
+
+
+@needs_c
+@pytest.mark.parametrize("cast", CASTS)
+def test_c_gives_the_bits_of_torch(cast, monkeypatch):
+    calls = []
+    monkeypatch.setattr(in_c, "run", lambda name, one: (calls.append(name), c_call.run(name, one)))
+    cases = [((64, 96), torch.bfloat16), ((37, 50), torch.float32), ((3, 32, 48), torch.bfloat16)]
+    for (shape, dtype), axis in [(case, axis) for case in cases for axis in (-1, 0)]:
+        if cast.block and cast.block[0] > 1 and axis == 0 and len(shape) == 3:
+            continue
+        x = edges(shape, dtype)
+        monkeypatch.setenv("NARROWGAUGE_KERNELS", "0")
+        expected = outcome(x, cast, axis)
+        assert not calls
+        monkeypatch.delenv("NARROWGAUGE_KERNELS")
+        for a, b in zip(outcome(x, cast, axis), expected, strict=True):
+            assert a.dtype == b.dtype
+            assert torch.equal(bits(a), bits(b)), (shape, axis)
+        assert calls or len(shape) == 3
+        calls.clear()
+
+
+@needs_c
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "e4m3"])
+def test_threads_share_a_pass_and_change_nothing(name, monkeypatch):
+    x, cast = edges((96, 512), torch.bfloat16), make_cast({"cast": name, "rounding": "stochastic"})
+    alone = outcome(x, cast, -1)
+    monkeypatch.setattr(c_call, "_A_THREAD", 1000)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        together = outcome(x, cast, -1)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(alone, together, strict=True))
+
+
+@needs_c
+def test_what_autograd_follows_is_left_to_torch():
+    x = torch.randn(32, 32, requires_grad=True)
+    emulate(x, make_cast("mxfp4"), -1, torch.float32)[0].sum().backward()
+    assert x.grad is not None
+
+
+@needs_c
+def test_a_library_that_rounds_otherwise_is_not_used(tmp_path, monkeypatch):
+    """Such as one made with flags that let the compiler change numbers."""
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
+    source = build.source().replace("rintf(x)", "floorf(x)")
+    monkeypatch.setattr(build, "source", lambda: source)
+    assert c_call.c_library.__wrapped__() is None
+    assert not list(tmp_path.rglob("*.so"))
+    monkeypatch.undo()
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
+    assert isinstance(c_call.c_library.__wrapped__(), ctypes.CDLL)
+    assert len(list(tmp_path.rglob("*.so"))) == 1
+
+
+def test_without_a_compiler_torch_computes(tmp_path, monkeypatch):
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert build.compiler() == []
+    assert c_call.c_library.__wrapped__() is None
