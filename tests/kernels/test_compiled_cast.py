@@ -51,7 +51,7 @@ def test_a_graph_of_operators_gives_the_eager_numbers(name, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_a_graph_is_as_large_for_any_cast():
+def test_no_cast_is_unrolled_in_a_graph():
     """The forward graph; its size decides how long torch compiles."""
     sizes = {}
     for name in ("mxfp4", "nvfp4-4over6"):
@@ -65,4 +65,4 @@ def test_a_graph_is_as_large_for_any_cast():
         set_step(model, 1, 0, 0)
         backend = aot_autograd(fw_compiler=count)
         torch.compile(model, fullgraph=True, backend=backend)(torch.randn(32, 40, requires_grad=True))
-    assert sizes["nvfp4-4over6"] <= sizes["mxfp4"] + 8  # a scale of the tensor for each operand
+    assert max(sizes.values()) < 60  # traced, one of its four casts has as many nodes
