@@ -122,8 +122,9 @@ def work_of_passes(config: Config, native: bool) -> Work:
     # both and writes F.
     forward = 2 * 12 * D + 2 * (F + ffn_dim) + 4 * heads
     backward = 2 * 16 * D + 2 * (2 * F + ffn_dim) + 4 * heads
-    if model.experts:  # a token is copied to its experts and their results are added: 2 bytes a number
-        forward, backward = forward + 8 * D * model.experts_per_token, backward + 8 * D * model.experts_per_token
+    if model.experts:  # a token is copied to its experts, and their results are added: 2 bytes a number
+        copies = 4 * 2 * D * model.experts_per_token
+        forward, backward = forward + copies, backward + copies
     block = forward * (1 + recomputed_layers / model.layers) + backward
     work.moved["norms and the rest"] = int(times * (M * (model.layers * block + 8 * D) + 4 * V * D))
     work.moved["loss"] = times * 3 * M * V * DTYPES[recipe.compute].itemsize

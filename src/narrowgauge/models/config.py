@@ -8,8 +8,8 @@
     tied_head     True                   True up to 3B, False above
     kv_heads      = heads                < heads (grouped-query attention)
 
-Any mixture is allowed: Qwen2, for example, is Llama with `qkv_bias=True`, Qwen3 is Llama with `qk_norm=True`, and
-Mixtral is Llama with `experts=8`.
+Any mixture is allowed: Qwen2, for example, is Llama with `qkv_bias=True`, Qwen3 is Llama with `qk_norm=True`,
+and Mixtral is Llama with `experts=8`.
 The record is validated once, when it is made, so that no other file has to check again whether the dimensions
 fit together.
 """

@@ -24,7 +24,7 @@ def count_parameters(config: ModelConfig, active: bool = False) -> int:
 
 
 def count_block_weights(config: ModelConfig) -> int:
-    """The number of weights that a token meets in the linear layers of blocks: no embedding, head or norms."""
+    """The number of weights that a token meets in linear layers of blocks: no embedding, head or norms."""
     return config.layers * _block_matmul_parameters(config, active=True)
 
 
@@ -33,12 +33,12 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
 
         6 * P  +  12 * L * N * H * T
 
-    P counts the weights of matrix products: those that a token meets in the blocks and in the output head (also
-    when it is tied), not embedding look-ups, norms and biases. Each does one multiply-add in the forward pass and two
-    in the backward pass: 6 operations. Attention multiplies q with k and the scores with v, which takes
-    2 * 2 * N * H * T operations forward and three times that in all. This is the convention for model FLOPs
-    utilisation (PaLM, arXiv 2204.02311, appendix B): the attention is *not* halved for its causal mask, and
-    recomputation does not count.
+    P counts the weights of matrix products: those that a token meets in the blocks and in the output head
+    (also when it is tied), not embedding look-ups, norms and biases. Each does one multiply-add in the
+    forward pass and two in the backward pass: 6 operations. Attention multiplies q with k and the scores with
+    v, which takes 2 * 2 * N * H * T operations forward and three times that in all. This is the convention
+    for model FLOPs utilisation (PaLM, arXiv 2204.02311, appendix B): the attention is *not* halved for its
+    causal mask, and recomputation does not count.
     """
     matmul_parameters = count_block_weights(config) + config.vocab_size * config.dim
     attention = 12 * config.layers * config.heads * config.head_dim * sequence_length
@@ -49,7 +49,9 @@ def _block_matmul_parameters(config: ModelConfig, active: bool) -> int:
     """Weights of qkv, attention_out, router, up or gate_up, and down in one block."""
     D, N, K, H, F = config.dim, config.heads, config.kv_heads, config.head_dim, config.ffn_dim
     attention = D * (N + 2 * K) * H + N * H * D
-    return attention + config.experts * D + _mlps(config, active) * (3 if config.mlp == "swiglu" else 2) * D * F
+    return (
+        attention + config.experts * D + _mlps(config, active) * (3 if config.mlp == "swiglu" else 2) * D * F
+    )
 
 
 def _block_biases(config: ModelConfig, active: bool) -> int:

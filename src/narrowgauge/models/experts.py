@@ -6,9 +6,10 @@
 
 (Mixtral, arXiv 2401.04088, section 2.1; no token is dropped, and no expert has a largest number of tokens.)
 Assignments are sorted by expert, and by token within it. So each expert sees a matrix of its own tokens, and
-its two linear layers are ordinary ones: whatever replaces `torch.nn.Linear` applies to each expert alone, with
-scales, blocks, random bits, histories and gauges of its own. A sum over a token's experts is made in the order
-of their weights, in fp32, by gathers alone, so that nothing depends on the order of atomic additions.
+its two linear layers are ordinary ones: whatever replaces `torch.nn.Linear` applies to each expert alone,
+with scales, blocks, random bits, histories and gauges of its own. The sum over a token's experts is made in
+the order of their weights, in fp32, by gathers alone, so that nothing depends on the order of atomic
+additions.
 
 An expert without tokens computes one row of zeros, whose result is dropped. Its gradient is then zero and not
 missing, so that processes that share parameters all have one, and a maximum of magnitudes is not moved.

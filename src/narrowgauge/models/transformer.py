@@ -167,7 +167,8 @@ class Transformer(nn.Module):
         """Mean cross entropy of predicting `y_BT` after each prefix of `x_BT`: fp32 scalar, nats.
 
         Where gradients are recorded, it is [3] with `z_loss`, as that of `cross_entropy`, and [4] with
-        `balance_loss`, as that of `with_balance`: train on its first number. `position_BT` is as for `hidden`, `targets` as for `cross_entropy`.
+        `balance_loss`, as that of `with_balance`: train on its first number. `position_BT` is as for
+        `hidden`, `targets` as for `cross_entropy`.
         """
         return self.loss_after(self.hidden(x_BT, position_BT), y_BT, targets)
 

@@ -38,7 +38,6 @@ from narrowgauge.recipes.places import (
 from narrowgauge.recipes.rule import Rule, without_moot
 from narrowgauge.recipes.wire import fitting_gather, require_gather, require_reduce
 
-
 ROUTER = "router"  # the last component of the name of a layer that chooses experts
 
 

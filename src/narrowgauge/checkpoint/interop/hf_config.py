@@ -40,6 +40,7 @@ ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+_FLAGS = ("tied_head", "bias", "qkv_bias", "qk_norm", "norm_topk_prob")
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 
@@ -50,7 +51,7 @@ def config_from(values: Mapping[str, Any], where: str) -> ModelConfig:
         raise UserError(f"{where}: {unknown('model_type', str(family), FAMILIES)}")
     ours = _from_gpt2(values, where) if family == "gpt2" else _from_llama(values, str(family), where)
     for key, value in ours.items():
-        if isinstance(value, bool) and key not in ("tied_head", "bias", "qkv_bias", "qk_norm", "norm_topk_prob"):
+        if isinstance(value, bool) and key not in _FLAGS:
             raise UserError(f"{where}: {key} = {value}, but it must be a number; mend the file")
     try:
         return ModelConfig(**ours)
@@ -84,9 +85,9 @@ def family_of(config: ModelConfig) -> str:
     raise UserError(
         f"no family of Hugging Face's has positions = {c.positions}, norm = {c.norm}, mlp = {c.mlp}, "
         f"bias = {c.bias}, qkv_bias = {c.qkv_bias}, qk_norm = {c.qk_norm}, experts = {c.experts} and "
-        f"{c.kv_heads} of {c.heads} heads for keys; exported are GPT-2 (learned, layer, gelu, bias, as many heads for keys) and Llama, "
-        "Qwen2 or Qwen3 (rope, rms, swiglu; Qwen3 has qk_norm and no bias), the last two also with experts (Mixtral: "
-        "no qk_norm, no bias, norm_topk_prob)"
+        f"{c.kv_heads} of {c.heads} heads for keys; exported are GPT-2 (learned, layer, gelu, bias, as many "
+        "heads for keys) and Llama, Qwen2 or Qwen3 (rope, rms, swiglu; Qwen3 has qk_norm and no bias); with "
+        "experts Qwen3 and Mixtral (no qk_norm, no bias, norm_topk_prob)"
     )
 
 

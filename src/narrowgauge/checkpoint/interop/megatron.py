@@ -110,8 +110,8 @@ def write_megatron(
     """
     if config.experts:
         raise UserError(
-            f"model.experts = {config.experts}: Megatron-Core's names of experts depend on how its run groups "
-            "and shards them, and none is written here; use --to hf"
+            f"model.experts = {config.experts}: Megatron-Core's names of experts depend on how its run "
+            "groups and shards them, and none is written here; use --to hf"
         )
     if config.qk_norm and config.norm != "rms":
         raise UserError(

@@ -17,8 +17,8 @@
     norm                      transformer.ln_f                model.norm
     head                      lm_head                         lm_head            (not stored where tied)
 
-(Source: `modeling_gpt2.py`, `modeling_llama.py`, `modeling_qwen2.py`, `modeling_qwen3.py` of transformers; for
-experts the folders of the hub, one tensor an expert, which transformers 5 stacks as it reads them.)
+(Source: `modeling_gpt2.py`, `modeling_llama.py`, `modeling_qwen2.py`, `modeling_qwen3.py` of transformers;
+for experts the folders of the hub, with a tensor for each, which transformers 5 stacks as it reads them.)
 GPT-2's linear layers are `Conv1D`s there, with weights of shape (in, out). q, k and v are rows of our qkv, in
 this order, and gate and up are rows of our gate_up. The order of the two halves of a rotated head is the same
 on both sides.

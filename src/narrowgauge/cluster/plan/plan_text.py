@@ -44,8 +44,9 @@ def _print_memory(plan: Plan, console: Console) -> None:
     several = f" on {devices:,} devices ({_axes(plan.parallel_dims)})" if devices > 1 else ""
     _say(
         console,
-        f"{plan.config.model.name}, {memory.parameters:,} parameters{_active(plan)}, recipe {plan.config.recipe.name}: "
-        f"micro-batches of {t.micro_batch_size:,} x {plan.config.data.sequence_length:,} tokens{several}",
+        f"{plan.config.model.name}, {memory.parameters:,} parameters{_active(plan)}, recipe "
+        f"{plan.config.recipe.name}: micro-batches of {t.micro_batch_size:,} x "
+        f"{plan.config.data.sequence_length:,} tokens{several}",
     )
     for sentence in plan.chosen:
         _say(console, sentence)

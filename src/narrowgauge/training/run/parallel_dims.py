@@ -76,8 +76,8 @@ def parallel_dims_of(config: Config, processes: int) -> ParallelDims:
     _check_batch(config, parallel_dims)
     if model.experts and t.balance_loss and parallel_dims.stages > 1:
         raise UserError(
-            f"training.balance_loss = {t.balance_loss} with {parallel_dims.stages} pipeline stages: the loss is "
-            "computed in the last stage, and the balance of experts in all; set --training.balance_loss 0"
+            f"training.balance_loss = {t.balance_loss} with {parallel_dims.stages} pipeline stages: the loss "
+            "is computed in the last stage, and the balance of experts in all; set --training.balance_loss 0"
         )
     if parallel_dims.size > 1 and t.compile:
         raise UserError(
