@@ -114,7 +114,8 @@ class Experts(nn.Module):
 
 def experts_of(blocks: Iterable[nn.Module]) -> list[Experts]:
     """The mixtures of experts of some blocks."""
-    return [block.experts for block in blocks if isinstance(getattr(block, "experts", None), Experts)]
+    found = (getattr(block, "experts", None) for block in blocks)
+    return [experts for experts in found if isinstance(experts, Experts)]
 
 
 def with_balance(loss: Tensor, experts: Iterable[Experts], coefficient: float) -> Tensor:

@@ -76,8 +76,8 @@ def test_a_step_says_how_the_experts_share_its_tokens(tiny, corpus, z_loss):
     assert list(trainer.terms) == (["z_loss"] if z_loss else []) + ["balance_loss", "busiest_expert"]
     assert loss == pytest.approx(math.log(257), rel=0.05)
     assert {name: sum(tokens) for name, tokens in trainer.tokens.items()} == {
-        "blocks.0.experts": 128,
-        "blocks.1.experts": 128,
+        "blocks.0.experts.router": 128,
+        "blocks.1.experts.router": 128,
     }
     busiest = max(max(tokens) for tokens in trainer.tokens.values())
     assert trainer.terms["busiest_expert"] == busiest / 32

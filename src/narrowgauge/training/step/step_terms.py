@@ -3,7 +3,8 @@
 Experts compete for tokens: one that has few learns little, and then gets fewer. `busiest_expert` in the
 metrics is the number to watch: the tokens of the busiest expert of any layer, over the mean. It is 1 at best,
 and experts / experts_per_token if all tokens of a layer take the same experts. The tokens themselves stand in
-the gauges, under the place `tokens`; all are of the full step, over all micro-batches and processes.
+the gauges of the router, under the place `tokens`. All are of the full step, over all micro-batches and
+processes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +45,8 @@ def _tokens_of_experts(engine: Engine) -> dict[str, list[int]]:
     layers = [getattr(block, "experts", None) for block in engine.model.blocks]  # None: of another stage
     local = [[0] * E if x is None or x.tokens_E is None else x.tokens_E.tolist() for x in layers]
     total = engine.sum_over_ranks([float(n) for row in local for n in row])
-    return {f"blocks.{i}.experts": [int(n) for n in total[i * E : (i + 1) * E]] for i in range(len(layers))}
+    rows = (total[i * E : (i + 1) * E] for i in range(len(layers)))
+    return {f"blocks.{i}.experts.router": [int(n) for n in row] for i, row in enumerate(rows)}
 
 
 def token_lines(tokens: Mapping[str, Sequence[int]], step: int) -> Iterator[dict[str, Any]]:
