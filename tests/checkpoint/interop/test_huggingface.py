@@ -180,7 +180,7 @@ def test_training_goes_as_in_transformers(tmp_path):
                 loss = loss + 0.1 * load_balancing_loss_func(out.router_logits, 5, 2)
             loss.backward()
             optimizer.step()
-            losses.append(float(loss))
+            losses.append(loss.item())
     assert losses[:3] == pytest.approx(losses[3:], rel=1e-5)
     assert losses[2] < losses[0] - 0.1
 
