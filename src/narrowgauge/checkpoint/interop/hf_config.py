@@ -28,6 +28,8 @@ scaled rotary positions, a sliding window, layers without experts among those wi
 from collections.abc import Mapping
 from typing import Any
 
+from narrowgauge.checkpoint.interop.hf_rope import rope_from, rope_to
+from narrowgauge.checkpoint.interop.hf_values import needed, require
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.models import ModelConfig
 
@@ -104,39 +106,21 @@ def to_config(config: ModelConfig) -> dict[str, Any]:
     return values | (_to_gpt2(config) if family == "gpt2" else _to_llama(config, family))
 
 
-def _require(values: Mapping[str, Any], key: str, allowed: tuple[Any, ...], where: str) -> None:
-    """Refuse another value than one of `allowed`, the first of which is the default."""
-    if (found := values.get(key, allowed[0])) not in allowed:
-        raise UserError(
-            f"{where}: {key} = {found!r}, and only {allowed[0]!r} is computed here; give a model without it"
-        )
-
-
-def _needed(values: Mapping[str, Any], key: str, where: str) -> Any:
-    if key not in values:
-        raise UserError(f"{where} has no {key!r}, which every model of its kind has; fetch the folder again")
-    return values[key]
-
-
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
 def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    _require(values, "activation_function", _TANH_GELU, where)
-    _require(values, "scale_attn_weights", (True,), where)
-    _require(values, "scale_attn_by_inverse_layer_idx", (False,), where)
-    _require(values, "add_cross_attention", (False,), where)
-    dim = _needed(values, "n_embd", where)
+    require(values, "activation_function", _TANH_GELU, where)
+    require(values, "scale_attn_weights", (True,), where)
+    require(values, "scale_attn_by_inverse_layer_idx", (False,), where)
+    require(values, "add_cross_attention", (False,), where)
+    dim = needed(values, "n_embd", where)
     if not isinstance(dim, int):
         raise UserError(f"{where}: n_embd = {dim!r}, but it must be a whole number; mend the file")
     return {
         "dim": dim,
-        "layers": _needed(values, "n_layer", where),
-        "heads": _needed(values, "n_head", where),
+        "layers": needed(values, "n_layer", where),
+        "heads": needed(values, "n_head", where),
         "ffn_dim": values.get("n_inner") or 4 * dim,
-        "vocab_size": _needed(values, "vocab_size", where),
-        "max_sequence_length": _needed(values, "n_positions", where),
+        "vocab_size": needed(values, "vocab_size", where),
+        "max_sequence_length": needed(values, "n_positions", where),
         "norm_eps": values.get("layer_norm_epsilon", 1e-5),
         "initial_std": values.get("initializer_range", 0.02),
         "tied_head": values.get("tie_word_embeddings", True),
@@ -150,9 +134,9 @@ def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _from_llama(values: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
     is_qwen, has_head_norms = family.startswith("qwen"), family.startswith("qwen3")
     if has_head_norms:
-        _require(values, "attention_bias", (False,), where)
-    _require(values, "hidden_act", ("silu", "swish"), where)
-    _require(values, "use_sliding_window", (False,), where)
+        require(values, "attention_bias", (False,), where)
+    require(values, "hidden_act", ("silu", "swish"), where)
+    require(values, "use_sliding_window", (False,), where)
     biased = values.get("attention_bias", False) if family == "llama" else False
     if family == "llama" and values.get("mlp_bias", False) != biased:
         raise UserError(
@@ -164,13 +148,13 @@ def _from_llama(values: Mapping[str, Any], family: str, where: str) -> dict[str,
             f"{where}: layers with a sliding window, which this model does not compute; give one without"
         )
     return {
-        "dim": _needed(values, "hidden_size", where),
-        "layers": _needed(values, "num_hidden_layers", where),
-        "heads": _needed(values, "num_attention_heads", where),
+        "dim": needed(values, "hidden_size", where),
+        "layers": needed(values, "num_hidden_layers", where),
+        "heads": needed(values, "num_attention_heads", where),
         "kv_heads": values.get("num_key_value_heads") or 0,
         "head_dim": values.get("head_dim") or (128 if family == "qwen3" else 0),
-        "ffn_dim": _needed(values, "intermediate_size", where),
-        "vocab_size": _needed(values, "vocab_size", where),
+        "ffn_dim": needed(values, "intermediate_size", where),
+        "vocab_size": needed(values, "vocab_size", where),
         "max_sequence_length": values.get("max_position_embeddings", 32768 if is_qwen else 2048),
         "norm_eps": values.get("rms_norm_eps", 1e-6),
         "initial_std": values.get("initializer_range", 0.02),
@@ -178,7 +162,7 @@ def _from_llama(values: Mapping[str, Any], family: str, where: str) -> dict[str,
         "bias": biased,
         "qkv_bias": family == "qwen2" or None,
         "qk_norm": has_head_norms,
-        **_rope_from(values, where, 1_000_000.0 if family == "mixtral" else 10_000.0),
+        **rope_from(values, where, 1_000_000.0 if family == "mixtral" else 10_000.0),
         **_experts_from(values, family, where),
     }
 
@@ -188,40 +172,16 @@ def _experts_from(values: Mapping[str, Any], family: str, where: str) -> dict[st
         return {}
     is_mixtral = family == "mixtral"
     if is_mixtral:
-        _require(values, "sliding_window", (None,), where)
-    _require(values, "router_jitter_noise", (0.0,), where)
-    _require(values, "decoder_sparse_step", (1,), where)
-    _require(values, "mlp_only_layers", ([], None), where)
+        require(values, "sliding_window", (None,), where)
+    require(values, "router_jitter_noise", (0.0,), where)
+    require(values, "decoder_sparse_step", (1,), where)
+    require(values, "mlp_only_layers", ([], None), where)
     experts = values.get("num_local_experts", values.get("num_experts"))  # transformers 5 writes the former
     width = {} if is_mixtral else {"ffn_dim": values.get("moe_intermediate_size", 768)}
     return width | {
         "experts": experts or (8 if is_mixtral else 128),
         "experts_per_token": values.get("num_experts_per_tok", 2 if is_mixtral else 8),
         "norm_topk_prob": is_mixtral or values.get("norm_topk_prob", False),
-    }
-
-
-def _rope_from(values: Mapping[str, Any], where: str, theta: float) -> dict[str, Any]:
-    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping) or any(isinstance(v, Mapping) for v in scaling.values()):
-        raise UserError(
-            f"{where}: rotary positions that differ from layer to layer; give a model with one kind"
-        )
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    rope = {"rope_theta": _number(scaling.get("rope_theta", values.get("rope_theta", theta)))}
-    _require({**values, **scaling}, "partial_rotary_factor", (1.0, None), where)
-    if kind == "default":
-        return rope
-    if kind != "llama3":
-        raise UserError(
-            f"{where}: rotary positions scaled by {kind!r}, and this model knows 'default' and 'llama3'; "
-            "give a model with one of these"
-        )
-    return rope | {
-        "rope_factor": _number(_needed(scaling, "factor", where)),
-        "rope_low_freq_factor": _number(_needed(scaling, "low_freq_factor", where)),
-        "rope_high_freq_factor": _number(_needed(scaling, "high_freq_factor", where)),
-        "rope_original_positions": _needed(scaling, "original_max_position_embeddings", where),
     }
 
 
@@ -240,15 +200,6 @@ def _to_gpt2(config: ModelConfig) -> dict[str, Any]:
 
 
 def _to_llama(config: ModelConfig, family: str) -> dict[str, Any]:
-    scaling = None
-    if config.rope_factor != 1:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": config.rope_factor,
-            "low_freq_factor": config.rope_low_freq_factor,
-            "high_freq_factor": config.rope_high_freq_factor,
-            "original_max_position_embeddings": config.rope_original_positions,
-        }
     more: dict[str, Any] = {
         "llama": {"attention_bias": config.bias, "mlp_bias": config.bias},
         "mixtral": {"num_local_experts": config.experts},
@@ -277,7 +228,6 @@ def _to_llama(config: ModelConfig, family: str) -> dict[str, Any]:
             "max_position_embeddings": config.max_sequence_length,
             "rms_norm_eps": config.norm_eps,
             "hidden_act": "silu",
-            "rope_theta": config.rope_theta,
-            "rope_scaling": scaling,
+            **rope_to(config),
         }
     )
