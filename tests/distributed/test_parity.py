@@ -232,6 +232,23 @@ def test_dropout_z_loss_and_the_norm_of_heads(parity, layout):
     check(*parity(layout, "fp8-row", PARTS))
 
 
+EXPERTS = {"model.experts": 4, "model.ffn_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "changes"),
+    [
+        ("nvfp4", "fsdp 2", {}),
+        ("msamp-o2", "fsdp 2", WIDE_SUMS),
+        ("fp8-delayed", "ddp 2", {}),
+        ("mxfp8", "pp 2", {"training.balance_loss": 0.0}),
+    ],
+)
+def test_experts(parity, recipe, layout, changes):
+    """Each process has other tokens for an expert, or none, and all wait for each other."""
+    check(*parity(layout, recipe, EXPERTS | changes))
+
+
 STOCHASTIC = {"cast": "e4m3", "rounding": "stochastic"}
 
 

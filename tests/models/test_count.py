@@ -19,6 +19,8 @@ PUBLISHED = {
     "qwen2.5-3b": 3_085_938_688,
     "qwen2.5-7b": 7_615_616_512,
     "tinyllama-1.1b": 1_100_048_384,
+    "mixtral-8x7b": 46_702_792_704,
+    "qwen3-30b-a3b": 30_532_122_624,
 }
 
 
@@ -48,6 +50,7 @@ def test_count_equals_the_real_model(name):
         {"tied_head": True},
         {"head_dim": 32},
         {"qk_norm": True, "head_dim": 32},
+        {"experts": 3, "bias": True, "mlp": "gelu"},
     ],
 )
 def test_count_follows_every_choice(overrides):
@@ -57,11 +60,18 @@ def test_count_follows_every_choice(overrides):
     assert count_parameters(config) == sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["debug", "gpt2-debug"])
+def test_a_token_meets_some_of_the_experts():
+    """Of these, 12.9 and 3.3 billion are published (arXiv 2401.04088; arXiv 2505.09388, table 2)."""
+    assert count_parameters(model_config("mixtral-8x7b"), active=True) == pytest.approx(12.9e9, rel=0.005)
+    assert count_parameters(model_config("qwen3-30b-a3b"), active=True) == pytest.approx(3.3e9, rel=0.02)
+    assert count_parameters(model_config("debug"), active=True) == count_parameters(model_config("debug"))
+
+
+@pytest.mark.parametrize("name", ["debug", "gpt2-debug", "moe-debug"])
 def test_flops_equal_what_torch_counts_for_the_linear_layers(name):
-    config, (B, T) = model_config(name), (2, 128)
+    config, (B, T, V) = model_config(name), (2, 128, 4096)
     model = Transformer(config)
-    ids_BT = torch.zeros(B, T, dtype=torch.long)
+    ids_BT = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(0))  # for all experts
     with FlopCounterMode(display=False) as counter:
         model.loss(ids_BT, ids_BT).backward()
     counts = counter.get_flop_counts()["Global"]

@@ -196,6 +196,7 @@ THOROUGH: dict[str, int | tuple[str, ...]] = {
     "test_conformance.py::test_the_oracle_makes_these_inputs_and_one_vector_of_every_cast_and_option": 0,
     "golden/test_resolved.py::test_a_recipe_resolves_to_what_it_did": 8,
     "distributed/test_parity.py::test_two_processes_train_as_one": 2,
+    "distributed/test_parity.py::test_experts": 1,
     "distributed/test_parity.py::test_rows_that_cannot_be_shared_out_evenly": 1,
     "distributed/test_parity.py::test_keys_of_casts_mean_the_global_tensor": 1,
     "distributed/test_parity.py::test_attention_and_the_stream_mean_the_global_tensor": 1,

@@ -14,6 +14,7 @@ from torch import nn
 
 from narrowgauge.analysis.update import UpdateRule
 from narrowgauge.data import Batch
+from narrowgauge.errors import UserError
 from narrowgauge.models import IGNORED, Transformer
 from narrowgauge.nn import Linear
 from narrowgauge.quantization import Cast, emulate
@@ -37,7 +38,16 @@ class LinearGraph:
     """A forward pass of a model whose layers are all wide, and its gradients."""
 
     def __init__(self, model: Transformer, batch: Batch, seed: int) -> None:
-        """Compute the passes; `seed` draws the targets of the Fisher term."""
+        """Compute the passes; `seed` draws the targets of the Fisher term.
+
+        Raises:
+            UserError: The model has experts, whose layers see other tokens from pass to pass.
+        """
+        if model.config.experts:
+            raise UserError(
+                f"model.experts = {model.config.experts}: sensitivity and search weigh a layer by products "
+                "with all tokens, and an expert has some; compare recipes of this model with probe"
+            )
         self.model = model
         self.layers: dict[str, LayerTensors] = {}
         self.stream: list[torch.Tensor] = []  # before each block, and after the last one

@@ -65,7 +65,7 @@ def open_probed(
     size, length = batch_size or training.micro_batch_size, sequence_length or data.sequence_length
     taken = list(validation_batches(tokens, size, length, batches, data.separate_documents))
     weights = trained.weights()
-    spec = replace(trained.config.spec, recompute=0, z_loss=0.0)  # the cross entropy alone
+    spec = replace(trained.config.spec, recompute=0, z_loss=0.0, balance_loss=0.0)  # the cross entropy alone
     steps = training.steps
     decay = decay_start_of(trained.config)
     position = Position(training.seed, min(trained.step + 1, steps), steps, decay)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from narrowgauge.models import Transformer
+from narrowgauge.models import ModelConfig, Transformer
 from narrowgauge.nn import DTYPES, Linear
 from narrowgauge.quantization import Cast, kept_count
 from narrowgauge.quantization import cast as named_cast
@@ -114,13 +114,17 @@ def work_of_passes(config: Config, native: bool) -> Work:
     work.attention_backward = times * model.layers
     _add_products(work, network, recipe, times, M, recomputed_layers / model.layers, native)
     D, V = model.dim, model.vocab_size
-    F = (2 if model.mlp == "swiglu" else 1) * model.ffn_dim
+    ffn_dim = model.ffn_dim * (model.experts_per_token if model.experts else 1)
+    F = (2 if model.mlp == "swiglu" else 1) * ffn_dim
     heads = (model.heads + model.kv_heads) * model.head_dim if model.positions == "rope" else 0
     # A norm forward: the sum (read 4 + 2, write 4) and its output (2); backward reads and writes as much
     # and its input again. An activation forward reads F and writes ffn_dim; backward reads
     # both and writes F.
-    forward = 2 * 12 * D + 2 * (F + model.ffn_dim) + 4 * heads
-    backward = 2 * 16 * D + 2 * (2 * F + model.ffn_dim) + 4 * heads
+    forward = 2 * 12 * D + 2 * (F + ffn_dim) + 4 * heads
+    backward = 2 * 16 * D + 2 * (2 * F + ffn_dim) + 4 * heads
+    if model.experts:  # a token is copied to its experts, and their results are added: 2 bytes a number
+        copies = 4 * 2 * D * model.experts_per_token
+        forward, backward = forward + copies, backward + copies
     block = forward * (1 + recomputed_layers / model.layers) + backward
     work.moved["norms and the rest"] = int(times * (M * (model.layers * block + 8 * D) + 4 * V * D))
     work.moved["loss"] = times * 3 * M * V * DTYPES[recipe.compute].itemsize
@@ -137,7 +141,7 @@ def _add_products(
     network: Transformer,
     recipe: Recipe,
     times: int,
-    M: int,
+    tokens: int,
     recomputed_share: float,
     native: bool,
 ) -> None:
@@ -145,7 +149,7 @@ def _add_products(
     for name, layer in network.named_modules():
         if not isinstance(layer, torch.nn.Linear):
             continue
-        N, K = layer.out_features, layer.in_features
+        M, N, K = tokens_of(name, network.config, tokens), layer.out_features, layer.in_features
         casts = layer.spec.casts if isinstance(layer, Linear) else {}
         forward = times * (1 + recomputed_share) if name.startswith("blocks.") else times
         for gemm, (m, n, k), passes in (
@@ -165,6 +169,12 @@ def _add_products(
         _add_operands(work, casts, recipe.compute, elements, {"fprop": forward}, times, native)
         if not casts and recipe.compute != "fp32":
             work.moved["casts"] += times * N * K * (4 + DTYPES[recipe.compute].itemsize)
+
+
+def tokens_of(layer: str, model: ModelConfig, tokens: int) -> int:
+    """The tokens that a layer sees of so many, if all experts of a block have equally many."""
+    is_expert = ".experts." in layer and not layer.endswith(".router")
+    return -(-tokens * model.experts_per_token // model.experts) if is_expert else tokens
 
 
 def _kind(pair: Sequence[Cast], compute: str, native: bool) -> str:

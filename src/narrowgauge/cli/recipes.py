@@ -165,7 +165,8 @@ def run_models(options: argparse.Namespace) -> None:
         print(f"[model]\nname = {toml_value(options.name)}")
         for key, value in asdict(model).items():
             print(f"{key} = {toml_value(value)}")
-        print(f"# {count_parameters(model):,} parameters")
+        active = f" ({count_parameters(model, active=True):,} active)" if model.experts else ""
+        print(f"# {count_parameters(model):,} parameters{active}")
         return
     table = Table(box=None, header_style="bold")
     table.add_column("model", no_wrap=True)

@@ -3,6 +3,7 @@
 from narrowgauge.kernels.cross_entropy import IGNORED, cross_entropy, objective_of
 from narrowgauge.models.config import ModelConfig
 from narrowgauge.models.count import count_block_weights, count_parameters, flops_per_token
+from narrowgauge.models.experts import experts_of
 from narrowgauge.models.generate import generate
 from narrowgauge.models.kv_cache import KVCache
 from narrowgauge.models.sizes import model_config, model_names
@@ -16,6 +17,7 @@ __all__ = [
     "count_block_weights",
     "count_parameters",
     "cross_entropy",
+    "experts_of",
     "flops_per_token",
     "generate",
     "initialize",

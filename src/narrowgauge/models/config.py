@@ -8,7 +8,8 @@
     tied_head     True                   True up to 3B, False above
     kv_heads      = heads                < heads (grouped-query attention)
 
-Any mixture is allowed: Qwen2, for example, is Llama with `qkv_bias=True`, Qwen3 is Llama with `qk_norm=True`.
+Any mixture is allowed: Qwen2, for example, is Llama with `qkv_bias=True`, Qwen3 is Llama with `qk_norm=True`,
+and Mixtral is Llama with `experts=8`.
 The record is validated once, when it is made, so that no other file has to check again whether the dimensions
 fit together.
 """
@@ -40,7 +41,7 @@ class ModelConfig:
     heads: int  #: query heads
     kv_heads: int = 0  #: key and value heads, each shared by heads / kv_heads query heads; 0 = heads
     head_dim: int = 0  #: width of one head; 0 = dim // heads
-    ffn_dim: int  #: width inside the MLP
+    ffn_dim: int  #: width inside the MLP, or inside each expert
     vocab_size: int  #: rows of the embedding and of the output head
     max_sequence_length: int  #: the longest sequence, in tokens, that the model takes
     positions: Positions = "rope"
@@ -55,6 +56,9 @@ class ModelConfig:
     bias: bool = False  #: biases in the linear layers (never in the head) and in LayerNorm
     qkv_bias: bool | None = None  #: bias of the query, key and value projection; None = as `bias`
     qk_norm: bool = False  #: RMSNorm over each head of queries and keys, before rotary positions (Qwen3)
+    experts: int = 0  #: MLPs of a block, of which each token passes through a few; 0 = one MLP for all
+    experts_per_token: int = 2  #: experts that a token passes through
+    norm_topk_prob: bool = True  #: the weights of a token's experts sum to one
     tied_head: bool = False  #: the output head shares the embedding's weight
     dropout: float = 0.0  #: in training: of the embedding, and of what attention and MLP add to the stream
     attention_dropout: float = 0.0  #: in training: of the probabilities of attention, without a fused kernel
@@ -62,13 +66,18 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            _require_count(name, getattr(self, name), least=0 if name in ("kv_heads", "head_dim") else 1)
+            _require_count(name, getattr(self, name), least=0 if name in _MAY_BE_0 else 1)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise unknown(f"model.{name}", str(getattr(self, name)), choices)
         self._derive()
         self._require_heads_fit()
         self._require_rope_fits()
+        if 0 < self.experts < self.experts_per_token:
+            raise UserError(
+                f"model.experts_per_token = {self.experts_per_token} must be at most model.experts = "
+                f"{self.experts}; lower it"
+            )
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise UserError(
@@ -121,6 +130,7 @@ class ModelConfig:
             )
 
 
+_MAY_BE_0 = ("kv_heads", "head_dim", "experts")
 _COUNTS = tuple(f.name for f in fields(ModelConfig) if f.type is int)
 _CHOICES = {"positions": get_args(Positions), "norm": get_args(NormKind), "mlp": get_args(MlpKind)}
 

@@ -1,4 +1,4 @@
-"""The parts of a transformer block: normalisation, rotary positions, MLP; attention is of the room `kernels`.
+"""The parts of a transformer block: normalisation, rotary positions; attention is of the room `kernels`.
 
     x = x + drop(attention_out(attention(qkv(norm(x)))))
     x = x + drop(down(act(up(norm(x)))))                act = gelu, or silu(gate) * up
@@ -13,6 +13,8 @@ pairs are fused because they read the same input: one larger GEMM is faster, and
 
     qkv.weight        rows [ q: N*H | k: K*H | v: K*H ]
     gate_up.weight    rows [ gate: F | up: F ]
+
+The MLP is in `mlp.py`; with `experts` a mixture of several takes its place (`experts.py`).
 
 With `qk_norm` q and k pass through a `HeadNorm` before they are turned. `drop` is dropout, in training only;
 by default there is none.
@@ -36,14 +38,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.kernels.activation import gelu, swiglu
 from narrowgauge.kernels.attention import Attention
 from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.kernels.norm import add_norm, norm
 from narrowgauge.kernels.residual import Residual
 from narrowgauge.kernels.rotary import rotary
 from narrowgauge.models.config import ModelConfig
+from narrowgauge.models.experts import Experts
 from narrowgauge.models.kv_cache import LayerKVCache
+from narrowgauge.models.mlp import add_mlp, mlp
 
 
 class Norm(nn.Module):
@@ -140,7 +143,7 @@ class Block(nn.Module):
         """Make block `number` of a model, from 0."""
         super().__init__()
         D, N, K, H = config.dim, config.heads, config.kv_heads, config.head_dim
-        self.head_dim, self.heads_NKK, self.mlp = H, (N, K, K), config.mlp
+        self.head_dim, self.heads_NKK = H, (N, K, K)
         self.to_heads = self.to_tokens = _identity
         self.share = self.heads_share = (0, 1)
         self.attention_norm = StreamNorm(config, compute_dtype)
@@ -151,11 +154,9 @@ class Block(nn.Module):
         self.attention_out = nn.Linear(N * H, D, bias=config.bias)
         self.attention_residual = Residual()
         self.mlp_norm = StreamNorm(config, compute_dtype)
-        if config.mlp == "swiglu":
-            self.gate_up = nn.Linear(D, 2 * config.ffn_dim, bias=config.bias)
-        else:
-            self.up = nn.Linear(D, config.ffn_dim, bias=config.bias)
-        self.down = nn.Linear(config.ffn_dim, D, bias=config.bias)
+        self.experts = Experts(config) if config.experts else None
+        if self.experts is None:
+            add_mlp(self, config)
         self.mlp_residual = Residual()
         self.attention_dropout = make_dropout(config.attention_dropout, 3 * number)
         self.attention_out_dropout = make_dropout(config.dropout, 3 * number + 1)
@@ -179,7 +180,7 @@ class Block(nn.Module):
             x_BTD, normed_BTD = self.mlp_norm(x_BTD, y_BTD)
         else:
             x_BTD, normed_BTD = self.mlp_norm(self.attention_residual(x_BTD, y_BTD))
-        y_BTD = self._mlp(normed_BTD)
+        y_BTD = mlp(self, normed_BTD) if self.experts is None else self.experts(normed_BTD)
         if self.down_dropout is not None:
             y_BTD = self.down_dropout(y_BTD, *self.share)
         stream_BTD: Tensor = self.mlp_residual(x_BTD, y_BTD)
@@ -203,9 +204,4 @@ class Block(nn.Module):
         y_BTD: Tensor = self.attention_out(self.to_tokens(y_BNTH.transpose(1, 2)).flatten(2))
         if self.attention_out_dropout is not None:
             y_BTD = self.attention_out_dropout(y_BTD, *self.share)
-        return y_BTD
-
-    def _mlp(self, x_BTD: Tensor) -> Tensor:
-        hidden_BTF = swiglu(self.gate_up(x_BTD)) if self.mlp == "swiglu" else gelu(self.up(x_BTD))
-        y_BTD: Tensor = self.down(hidden_BTF)
         return y_BTD

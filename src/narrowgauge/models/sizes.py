@@ -9,6 +9,9 @@ recipe fits. The others are the published models, by their published dimensions:
     llama3-*      1B and 3B are of Llama 3.2, 8B, 70B and 405B of Llama 3.1
     qwen2.5-*     the base models
     tinyllama-1.1b
+    moe-debug     `debug` with eight experts
+    mixtral-8x7b, qwen3-30b-a3b    mixtures of experts, by the `config.json` of Mixtral-8x7B-v0.1 and
+                  Qwen3-30B-A3B-Base (arXiv 2401.04088, table 1; arXiv 2505.09388, table 2)
 
 `tests/models/test_count.py` compares the number of parameters of each with the published one.
 """
@@ -99,6 +102,13 @@ SIZES: dict[str, dict[str, Any]] = {
     | {"max_sequence_length": 131072},
     "tinyllama-1.1b": {"dim": 2048, "layers": 22, "heads": 32, "kv_heads": 4, "ffn_dim": 5632}
     | {"vocab_size": 32000, "max_sequence_length": 2048},
+    "moe-debug": {"dim": 256, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_dim": 256, "experts": 8}
+    | {"vocab_size": 4096, "max_sequence_length": 1024},
+    "mixtral-8x7b": {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn_dim": 14336}
+    | {"vocab_size": 32000, "max_sequence_length": 32768, "rope_theta": 1_000_000.0, "experts": 8},
+    "qwen3-30b-a3b": {"dim": 2048, "layers": 48, "heads": 32, "kv_heads": 4, "head_dim": 128}
+    | {"ffn_dim": 768, "experts": 128, "experts_per_token": 8, "qk_norm": True, "norm_eps": 1e-6}
+    | {"vocab_size": 151936, "max_sequence_length": 32768, "rope_theta": 1_000_000.0},
 }
 
 #: The name of a model that is none of these: a configuration gives all its dimensions.

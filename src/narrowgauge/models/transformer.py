@@ -10,6 +10,7 @@ are modules without parameters (`blocks.I.attention`, `blocks.I.attention_residu
 
     embedding.weight  [V, D]      position_embedding.weight [max_sequence_length, D] (learned positions only)
     blocks.I.qkv  blocks.I.attention_out  blocks.I.gate_up (swiglu) or .up (gelu)  blocks.I.down
+    blocks.I.experts.router  blocks.I.experts.J.gate_up (or .up)  blocks.I.experts.J.down    (experts only)
     blocks.I.attention_norm  blocks.I.mlp_norm  norm  head     (head.weight *is* embedding.weight when tied)
     blocks.I.q_norm.weight  blocks.I.k_norm.weight  [H]        (qk_norm only)
 
@@ -28,6 +29,7 @@ from narrowgauge.kernels.cross_entropy import cross_entropy
 from narrowgauge.kernels.head_loss import head_loss
 from narrowgauge.kernels.residual import Residual
 from narrowgauge.models.config import ModelConfig
+from narrowgauge.models.experts import experts_of, with_balance
 from narrowgauge.models.kv_cache import KVCache
 from narrowgauge.models.layers import Block, Norm, make_dropout, rope_table
 from narrowgauge.torch_compat import has_hooks
@@ -49,7 +51,8 @@ class Transformer(nn.Module):
     the head is a plain product: a `torch.nn.Linear`, or a module with a dtype as its `plain_product`. The
     head's forward method is then not called, so hooks and gauges see nothing of it.
 
-    Set `z_loss` to a coefficient to train on that of `kernels.cross_entropy`, too.
+    Set `z_loss` to a coefficient to train on that of `kernels.cross_entropy`, too, and `balance_loss` to that
+    of the balance of experts (`experts.py`).
 
     If several processes compute each sequence together, `share` = (index, count) names the local one of
     `count` equal shares of its tokens. Ids and positions are those of the full sequence, results (logits, the
@@ -63,7 +66,7 @@ class Transformer(nn.Module):
         self.compute_dtype = compute_dtype
         self.recompute = 0
         self.chunked_loss = False
-        self.z_loss = 0.0
+        self.z_loss = self.balance_loss = 0.0
         self.share = (0, 1)
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         if config.positions == "learned":
@@ -163,8 +166,9 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Mean cross entropy of predicting `y_BT` after each prefix of `x_BT`: fp32 scalar, nats.
 
-        With `z_loss`, and where gradients are recorded, it is [3] as that of `cross_entropy`: train on its
-        first number. `position_BT` is as for `hidden`, `targets` as for `cross_entropy`.
+        Where gradients are recorded, it is [3] with `z_loss`, as that of `cross_entropy`, and [4] with
+        `balance_loss`, as that of `with_balance`: train on its first number. `position_BT` is as for
+        `hidden`, `targets` as for `cross_entropy`.
         """
         return self.loss_after(self.hidden(x_BT, position_BT), y_BT, targets)
 
@@ -175,9 +179,19 @@ class Transformer(nn.Module):
         y_BT = self.local_tokens(y)
         z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
         if self.chunks_loss and h_BTD.dtype == self.compute_dtype:
-            return head_loss(h_BTD, self.head.weight, y_BT, targets, z_loss)
-        # The logits may be overwritten unless a hook keeps them.
-        return cross_entropy(self.head(h_BTD), y_BT, targets, not has_hooks(self.head), z_loss)
+            loss = head_loss(h_BTD, self.head.weight, y_BT, targets, z_loss)
+        else:  # the logits may be overwritten unless a hook keeps them
+            loss = cross_entropy(self.head(h_BTD), y_BT, targets, not has_hooks(self.head), z_loss)
+        if self.loss_shape == (4,) and torch.is_grad_enabled():
+            return with_balance(loss, experts_of(self.blocks), self.balance_loss)
+        return loss
+
+    @property
+    def loss_shape(self) -> tuple[int, ...]:
+        """The shape of a loss that is trained on."""
+        if self.balance_loss and self.config.experts:
+            return (4,)
+        return (3,) if self.z_loss else ()
 
     @property
     def chunks_loss(self) -> bool:

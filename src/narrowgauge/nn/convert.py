@@ -21,7 +21,7 @@ from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.nn.transformer.replace import refuse_unreachable, replace_places
 from narrowgauge.quantization import ParamState
-from narrowgauge.recipes import Recipe, matches
+from narrowgauge.recipes import ROUTER, Recipe, matches
 from narrowgauge.recipes import recipe as recipe_named
 
 WIDE_WEIGHT = {"weight": "fp32", "master": "none", "grad": "fp32", "gather": "fp32", "reduce": "fp32"}
@@ -61,6 +61,8 @@ def convert(
             "and convert does not; take the rule's time or its state away"
         )
     recipe = recipe.in_high_precision(keep) if keep else recipe
+    if any(matches(name, ROUTER) for name in layers):
+        recipe = recipe.with_wide_routers()
     for device in {layer.weight.device for layer in layers.values()}:  # before anything is changed
         verified_backend(recipe, device, backend)
     block_of, blocks = block_numbers(model)

@@ -9,6 +9,7 @@ A `GemmContext` is made for every forward pass and goes with it to the backward 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 import torch
 
@@ -42,7 +43,7 @@ class GemmContext:
 
     layer: LayerSpec
     step: StepState = field(default_factory=StepState)
-    num_samples: int = 1  #: sequences in x and dy
+    num_samples: int | Fraction = 1  #: sequences in x and dy
     shards: Mapping[str, TensorShard] = field(default_factory=dict)  #: by "x", "w", "dy"; only real shards
     weight: ParamState | None = None  #: if the weight or its gradient is narrow, and not sharded
     observer: Observer | None = None  #: sees every operand and product

@@ -4,6 +4,7 @@ It returns the dtype of its input, so that conversion changes no other part of a
 carries from step to step is in `stateful_linear.py`, its three GEMMs are in `linear_function.py`.
 """
 
+from fractions import Fraction
 from functools import partial
 
 import torch
@@ -54,10 +55,12 @@ class Linear(StatefulLinear):
     def _gemm_context(self, input: torch.Tensor, weight_NK: torch.Tensor) -> GemmContext:
         """The context of this forward pass and its backward pass."""
         samples = input.shape[0] if input.ndim > 2 else 1
+        # Some tokens of sequences, as an expert has them, have random bits as if all were there.
+        share = Fraction(len(input), self.sequence_length) if self.sequence_length else samples
         return GemmContext(
             self.spec,
             self.begin_pass(),
-            samples,
+            share,
             self.shards.tensor_shards(samples, input[..., 0].numel(), *weight_NK.shape),
             None if self.is_sharded else self.state_at_rest,
             self.observer,

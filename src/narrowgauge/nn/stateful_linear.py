@@ -37,6 +37,7 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
         histories: What places remember of earlier steps: amax histories, held magnitudes, chosen channels.
         state_at_rest: The state of the weight, if the weight or its gradient is narrow.
         shards: The sharding of the layer over processes.
+        sequence_length: The tokens of a sequence, where the input is only some of them, as (tokens, inputs).
         is_sharded: Whether FSDP has sharded the weight.
         gathering: How a sharded weight travels, if not in fp32.
         reduce_prescale: The pre-scaling factor of the gradient on the wire, if the recipe has one.
@@ -46,6 +47,7 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
     weight: torch.nn.Parameter
     keys: torch.Tensor | None
     first_sample: torch.Tensor | None
+    sequence_length: int = 0
 
     def __init__(
         self,

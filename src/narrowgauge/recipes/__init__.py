@@ -20,7 +20,7 @@ from narrowgauge.recipes.places import (
     STATE_PLACES,
     WIRE_PLACES,
 )
-from narrowgauge.recipes.recipe import Recipe
+from narrowgauge.recipes.recipe import ROUTER, Recipe
 from narrowgauge.recipes.registry import load_recipe, recipe, recipe_names
 from narrowgauge.recipes.rule import Rule, matches
 
@@ -34,6 +34,7 @@ __all__ = [
     "KEYS",
     "OFFLOADABLE",
     "PLACES",
+    "ROUTER",
     "SCHEMES",
     "STATE_PLACES",
     "WIRE_PLACES",

@@ -38,6 +38,8 @@ from narrowgauge.recipes.places import (
 from narrowgauge.recipes.rule import Rule, without_moot
 from narrowgauge.recipes.wire import fitting_gather, require_gather, require_reduce
 
+ROUTER = "router"  # the last component of the name of a layer that chooses experts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
@@ -155,6 +157,14 @@ class Recipe:
         wide = dict.fromkeys(GEMM_PLACES, make_cast(self.compute))
         kept = Rule(casts=wide, attention=ALL_WIDE, keeps_state=True, modules=tuple(modules))
         return self._with(rules=(*self.rules, kept))
+
+    def with_wide_routers(self) -> "Recipe":
+        """This recipe with routers of experts in `compute`, unless one of its rules says otherwise.
+
+        A router decides by small differences which experts a token passes through, and costs next to nothing.
+        """
+        wide = self.in_high_precision([ROUTER]).rules[-1]
+        return self if wide in self.rules else self._with(rules=(wide, *self.rules))
 
     def with_rules(self, rules: Sequence[Rule]) -> "Recipe":
         """This recipe with more rules, which win over its own."""

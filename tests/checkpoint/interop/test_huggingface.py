@@ -12,11 +12,16 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from narrowgauge.checkpoint.interop.hf_config import config_from, to_config
 from narrowgauge.checkpoint.interop.huggingface import read_folder, write_folder
@@ -65,6 +70,16 @@ def qwen2(tied=False):
     return Qwen2ForCausalLM(config)
 
 
+def mixtral():
+    return MixtralForCausalLM(MixtralConfig(**sizes(4, 2, 16), num_local_experts=5, num_experts_per_tok=2))
+
+
+def qwen3_moe(normalized=True):
+    experts = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+    config = Qwen3MoeConfig(**sizes(4, 2, 24), **experts, norm_topk_prob=normalized)
+    return Qwen3MoeForCausalLM(config)
+
+
 MODELS = {
     "gpt2": gpt2,
     "gpt2, untied, other width": lambda: gpt2(tie_word_embeddings=False, n_inner=80),
@@ -77,6 +92,9 @@ MODELS = {
     "qwen2": qwen2,
     "qwen2, tied": lambda: qwen2(tied=True),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**sizes(4, 2, 24), tie_word_embeddings=True)),
+    "mixtral": mixtral,
+    "qwen3 with experts": qwen3_moe,
+    "qwen3 with experts, weights as they are": lambda: qwen3_moe(normalized=False),
 }
 
 
@@ -123,10 +141,48 @@ def test_what_we_write_gives_transformers_the_same_logits(theirs, tmp_path):
     assert torch.equal(ours_from(read_folder(tmp_path / "ours"))(IDS), expected)
 
 
-@pytest.mark.parametrize("name", ["gpt2-124m", "gpt3-6.7b", "llama3-1b", "llama3-405b", "qwen2.5-7b"])
+NAMED = ("gpt2-124m", "gpt3-6.7b", "llama3-1b", "llama3-405b", "qwen2.5-7b", "mixtral-8x7b", "qwen3-30b-a3b")
+
+
+@pytest.mark.parametrize("name", NAMED)
 def test_a_configuration_comes_back(name):
     config = model_config(name)
     assert config_from(to_config(config), "here") == config
+
+
+@pytest.mark.parametrize(
+    "changes", [{"sliding_window": 8}, {"router_jitter_noise": 0.1}, {"mlp_only_layers": [0]}]
+)
+def test_experts_that_are_not_computed_are_refused(changes):
+    values = to_config(model_config("mixtral-8x7b")) | changes
+    with pytest.raises(UserError, match=f"here: {next(iter(changes))} = .* is computed here; give a model"):
+        config_from(values, "here")
+
+
+def test_training_goes_as_in_transformers(tmp_path):
+    """Three steps of SGD in fp32, the balance of a layer among the loss."""
+    torch.manual_seed(0)
+    config = MixtralConfig(**sizes(4, 2, 16) | {"num_hidden_layers": 1}, num_local_experts=5)
+    theirs = MixtralForCausalLM(config)
+    theirs.save_pretrained(tmp_path)
+    ours = ours_from(read_folder(tmp_path))
+    ours.balance_loss, losses = 0.1, []
+    inputs, targets = IDS[:, :-1].contiguous(), IDS[:, 1:].contiguous()
+    for model in (ours, theirs):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(3):
+            optimizer.zero_grad()
+            if model is ours:
+                loss = ours.loss(inputs, targets)[0]
+            else:
+                out = theirs(inputs, output_router_logits=True)
+                loss = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), targets.flatten())
+                loss = loss + 0.1 * load_balancing_loss_func(out.router_logits, 5, 2)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[:3] == pytest.approx(losses[3:], rel=1e-5)
+    assert losses[2] < losses[0] - 0.1
 
 
 def test_the_norm_of_heads_is_exported_as_qwen3_or_refused_by_name():
@@ -218,7 +274,13 @@ def test_what_is_not_computed_is_refused_in_a_sentence(tmp_path, changes, words)
 
 @pytest.mark.parametrize(
     "changes",
-    [{"norm": "layer"}, {"mlp": "gelu"}, {"positions": "learned"}, {"bias": True, "qkv_bias": False}],
+    [
+        {"norm": "layer"},
+        {"mlp": "gelu"},
+        {"positions": "learned"},
+        {"bias": True, "qkv_bias": False},
+        {"experts": 4, "norm_topk_prob": False},
+    ],
 )
 def test_a_mixture_that_no_family_has_is_refused(changes):
     with pytest.raises(UserError, match="no family of Hugging Face's"):

@@ -26,9 +26,11 @@ def begin(tiny, changes=None):
 
 DROPOUT = {"model.dropout": 0.1, "model.attention_dropout": 0.1, "model.qk_norm": True}
 PARTS = DROPOUT | {"training.z_loss": 0.01}
+GPT2 = {"model.name": "gpt2-debug", "model.kv_heads": 2}
+EXPERTS = {"model.experts": 4, "recipe.name": "msamp-o2", "training.recompute": True}
 
 
-@pytest.mark.parametrize("changes", [PARTS, {"model.name": "gpt2-debug", "model.kv_heads": 2}], ids=str)
+@pytest.mark.parametrize("changes", [PARTS, GPT2, EXPERTS], ids=str)
 def test_a_restored_state_goes_on_to_the_same_bits(tiny, corpus, tmp_path, changes):
     changes = {"recipe.name": "nvfp4"} | changes
     one = begin(tiny, changes)
@@ -55,13 +57,31 @@ def test_masks_do_not_depend_on_the_micro_batch_and_a_z_loss_changes_no_loss(tin
         sizes = {"training.batch_size": 4, "training.micro_batch_size": size, "training.z_loss": z_loss}
         trainer = begin(tiny, {"recipe.name": "fp32", **PARTS, **sizes})
         loss, norm, _ = trainer.train_step(trainer.batches(corpus.train))
-        taken.append((loss, norm, trainer.z_loss))
+        taken.append((loss, norm, trainer.terms.get("z_loss")))
     assert taken[0] == pytest.approx(taken[1], rel=1e-6)
     assert taken[1][0] == taken[2][0]
     assert taken[1][1] != pytest.approx(taken[2][1], rel=1e-4)
     assert taken[2][2] is None
     logarithm = (taken[1][2] / 0.01) ** 0.5  # of the sum of the exponentials of 257 small logits
     assert logarithm == pytest.approx(math.log(257), rel=0.02)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_a_step_says_how_the_experts_share_its_tokens(tiny, corpus, z_loss):
+    """Two layers, two micro-batches of 32 tokens, each token at two of four experts."""
+    changes = {"model.experts": 4, "training.z_loss": z_loss, "training.recompute": True}
+    trainer = begin(tiny, {"recipe.name": "fp8-delayed", "training.balance_loss": 0.01, **changes})
+    for _ in range(2):
+        loss, _, _ = trainer.train_step(trainer.batches(corpus.train))
+    assert list(trainer.terms) == (["z_loss"] if z_loss else []) + ["balance_loss", "busiest_expert"]
+    assert loss == pytest.approx(math.log(257), rel=0.05)
+    assert {name: sum(tokens) for name, tokens in trainer.tokens.items()} == {
+        "blocks.0.experts.router": 128,
+        "blocks.1.experts.router": 128,
+    }
+    busiest = max(max(tokens) for tokens in trainer.tokens.values())
+    assert trainer.terms["busiest_expert"] == busiest / 32
+    assert 0.02 <= trainer.terms["balance_loss"] < 0.04  # of 2 at best and 4 at worst
 
 
 def test_tied_weights_stay_tied(tiny, corpus, tmp_path):

@@ -1,6 +1,6 @@
 """Hugging Face's `config.json` and our `ModelConfig`, for the families that are both.
 
-They are GPT-2, Llama, Qwen2 and Qwen3:
+They are GPT-2, Llama, Mixtral, Qwen2, and Qwen3 with and without experts:
 
     ours                  GPT-2                Llama, Qwen2, Qwen3
     dim                   n_embd               hidden_size
@@ -14,26 +14,35 @@ They are GPT-2, Llama, Qwen2 and Qwen3:
     bias                  always               attention_bias and mlp_bias (Llama)
     qkv_bias              -                    always (Qwen2)
     qk_norm               -                    always (Qwen3)
+    experts               -                    num_local_experts (Mixtral), num_experts (Qwen3)
+    ffn_dim, with these   -                    intermediate_size (Mixtral), moe_intermediate_size (Qwen3)
+    experts_per_token     -                    num_experts_per_tok
+    norm_topk_prob        -                    always (Mixtral), norm_topk_prob (Qwen3)
     tied_head             tie_word_embeddings  tie_word_embeddings
 
 (Source: the configuration classes of Hugging Face transformers, whose defaults hold where a key is
 missing.) What our model does not compute is refused, never dropped: another activation, another kind of
-scaled rotary positions, a sliding window.
+scaled rotary positions, a sliding window, layers without experts among those with them.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+from narrowgauge.checkpoint.interop.hf_rope import rope_from, rope_to
+from narrowgauge.checkpoint.interop.hf_values import needed, require
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.models import ModelConfig
 
-FAMILIES = ("gpt2", "llama", "qwen2", "qwen3")
+FAMILIES = ("gpt2", "llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 ARCHITECTURES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
+_FLAGS = ("tied_head", "bias", "qkv_bias", "qk_norm", "norm_topk_prob")
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 
@@ -44,7 +53,7 @@ def config_from(values: Mapping[str, Any], where: str) -> ModelConfig:
         raise UserError(f"{where}: {unknown('model_type', str(family), FAMILIES)}")
     ours = _from_gpt2(values, where) if family == "gpt2" else _from_llama(values, str(family), where)
     for key, value in ours.items():
-        if isinstance(value, bool) and key not in ("tied_head", "bias", "qkv_bias", "qk_norm"):
+        if isinstance(value, bool) and key not in _FLAGS:
             raise UserError(f"{where}: {key} = {value}, but it must be a number; mend the file")
     try:
         return ModelConfig(**ours)
@@ -62,21 +71,25 @@ def family_of(config: ModelConfig) -> str:
     if (c.positions, c.norm, c.mlp, c.bias, c.qkv_bias, square, c.qk_norm) == (
         *("learned", "layer", "gelu"),
         *(True, True, True, False),
-    ):
+    ) and not c.experts:
         return "gpt2"
     if (c.positions, c.norm, c.mlp) == ("rope", "rms", "swiglu"):
         if c.qk_norm:
             if not c.bias and not c.qkv_bias:
-                return "qwen3"
+                return "qwen3_moe" if c.experts else "qwen3"
+        elif c.experts:
+            if not c.bias and not c.qkv_bias and c.norm_topk_prob:
+                return "mixtral"
         elif c.bias == c.qkv_bias:
             return "llama"
         elif c.qkv_bias:
             return "qwen2"
     raise UserError(
         f"no family of Hugging Face's has positions = {c.positions}, norm = {c.norm}, mlp = {c.mlp}, "
-        f"bias = {c.bias}, qkv_bias = {c.qkv_bias}, qk_norm = {c.qk_norm} and {c.kv_heads} of {c.heads} "
-        "heads for keys; exported are GPT-2 (learned, layer, gelu, bias, as many heads for keys) and Llama, "
-        "Qwen2 or Qwen3 (rope, rms, swiglu; Qwen3 has qk_norm and no bias)"
+        f"bias = {c.bias}, qkv_bias = {c.qkv_bias}, qk_norm = {c.qk_norm}, experts = {c.experts} and "
+        f"{c.kv_heads} of {c.heads} heads for keys; exported are GPT-2 (learned, layer, gelu, bias, as many "
+        "heads for keys) and Llama, Qwen2 or Qwen3 (rope, rms, swiglu; Qwen3 has qk_norm and no bias); with "
+        "experts Qwen3 and Mixtral (no qk_norm, no bias, norm_topk_prob)"
     )
 
 
@@ -93,39 +106,21 @@ def to_config(config: ModelConfig) -> dict[str, Any]:
     return values | (_to_gpt2(config) if family == "gpt2" else _to_llama(config, family))
 
 
-def _require(values: Mapping[str, Any], key: str, allowed: tuple[Any, ...], where: str) -> None:
-    """Refuse another value than one of `allowed`, the first of which is the default."""
-    if (found := values.get(key, allowed[0])) not in allowed:
-        raise UserError(
-            f"{where}: {key} = {found!r}, and only {allowed[0]!r} is computed here; give a model without it"
-        )
-
-
-def _needed(values: Mapping[str, Any], key: str, where: str) -> Any:
-    if key not in values:
-        raise UserError(f"{where} has no {key!r}, which every model of its kind has; fetch the folder again")
-    return values[key]
-
-
-def _number(value: Any) -> Any:
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
 def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    _require(values, "activation_function", _TANH_GELU, where)
-    _require(values, "scale_attn_weights", (True,), where)
-    _require(values, "scale_attn_by_inverse_layer_idx", (False,), where)
-    _require(values, "add_cross_attention", (False,), where)
-    dim = _needed(values, "n_embd", where)
+    require(values, "activation_function", _TANH_GELU, where)
+    require(values, "scale_attn_weights", (True,), where)
+    require(values, "scale_attn_by_inverse_layer_idx", (False,), where)
+    require(values, "add_cross_attention", (False,), where)
+    dim = needed(values, "n_embd", where)
     if not isinstance(dim, int):
         raise UserError(f"{where}: n_embd = {dim!r}, but it must be a whole number; mend the file")
     return {
         "dim": dim,
-        "layers": _needed(values, "n_layer", where),
-        "heads": _needed(values, "n_head", where),
+        "layers": needed(values, "n_layer", where),
+        "heads": needed(values, "n_head", where),
         "ffn_dim": values.get("n_inner") or 4 * dim,
-        "vocab_size": _needed(values, "vocab_size", where),
-        "max_sequence_length": _needed(values, "n_positions", where),
+        "vocab_size": needed(values, "vocab_size", where),
+        "max_sequence_length": needed(values, "n_positions", where),
         "norm_eps": values.get("layer_norm_epsilon", 1e-5),
         "initial_std": values.get("initializer_range", 0.02),
         "tied_head": values.get("tie_word_embeddings", True),
@@ -137,13 +132,13 @@ def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _from_llama(values: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
-    is_qwen = family != "llama"
-    if family == "qwen3":
-        _require(values, "attention_bias", (False,), where)
-    _require(values, "hidden_act", ("silu", "swish"), where)
-    _require(values, "use_sliding_window", (False,), where)
-    biased = False if is_qwen else values.get("attention_bias", False)
-    if not is_qwen and values.get("mlp_bias", False) != biased:
+    is_qwen, has_head_norms = family.startswith("qwen"), family.startswith("qwen3")
+    if has_head_norms:
+        require(values, "attention_bias", (False,), where)
+    require(values, "hidden_act", ("silu", "swish"), where)
+    require(values, "use_sliding_window", (False,), where)
+    biased = values.get("attention_bias", False) if family == "llama" else False
+    if family == "llama" and values.get("mlp_bias", False) != biased:
         raise UserError(
             f"{where}: biases in attention or MLP alone, and this model has them in both or in neither; "
             "give a model without them"
@@ -153,45 +148,40 @@ def _from_llama(values: Mapping[str, Any], family: str, where: str) -> dict[str,
             f"{where}: layers with a sliding window, which this model does not compute; give one without"
         )
     return {
-        "dim": _needed(values, "hidden_size", where),
-        "layers": _needed(values, "num_hidden_layers", where),
-        "heads": _needed(values, "num_attention_heads", where),
+        "dim": needed(values, "hidden_size", where),
+        "layers": needed(values, "num_hidden_layers", where),
+        "heads": needed(values, "num_attention_heads", where),
         "kv_heads": values.get("num_key_value_heads") or 0,
         "head_dim": values.get("head_dim") or (128 if family == "qwen3" else 0),
-        "ffn_dim": _needed(values, "intermediate_size", where),
-        "vocab_size": _needed(values, "vocab_size", where),
+        "ffn_dim": needed(values, "intermediate_size", where),
+        "vocab_size": needed(values, "vocab_size", where),
         "max_sequence_length": values.get("max_position_embeddings", 32768 if is_qwen else 2048),
         "norm_eps": values.get("rms_norm_eps", 1e-6),
         "initial_std": values.get("initializer_range", 0.02),
         "tied_head": values.get("tie_word_embeddings", False),
         "bias": biased,
         "qkv_bias": family == "qwen2" or None,
-        "qk_norm": family == "qwen3",
-        **_rope_from(values, where),
+        "qk_norm": has_head_norms,
+        **rope_from(values, where, 1_000_000.0 if family == "mixtral" else 10_000.0),
+        **_experts_from(values, family, where),
     }
 
 
-def _rope_from(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping) or any(isinstance(v, Mapping) for v in scaling.values()):
-        raise UserError(
-            f"{where}: rotary positions that differ from layer to layer; give a model with one kind"
-        )
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    rope = {"rope_theta": _number(scaling.get("rope_theta", values.get("rope_theta", 10_000.0)))}
-    _require({**values, **scaling}, "partial_rotary_factor", (1.0, None), where)
-    if kind == "default":
-        return rope
-    if kind != "llama3":
-        raise UserError(
-            f"{where}: rotary positions scaled by {kind!r}, and this model knows 'default' and 'llama3'; "
-            "give a model with one of these"
-        )
-    return rope | {
-        "rope_factor": _number(_needed(scaling, "factor", where)),
-        "rope_low_freq_factor": _number(_needed(scaling, "low_freq_factor", where)),
-        "rope_high_freq_factor": _number(_needed(scaling, "high_freq_factor", where)),
-        "rope_original_positions": _needed(scaling, "original_max_position_embeddings", where),
+def _experts_from(values: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
+    if family not in ("mixtral", "qwen3_moe"):
+        return {}
+    is_mixtral = family == "mixtral"
+    if is_mixtral:
+        require(values, "sliding_window", (None,), where)
+    require(values, "router_jitter_noise", (0.0,), where)
+    require(values, "decoder_sparse_step", (1,), where)
+    require(values, "mlp_only_layers", ([], None), where)
+    experts = values.get("num_local_experts", values.get("num_experts"))  # transformers 5 writes the former
+    width = {} if is_mixtral else {"ffn_dim": values.get("moe_intermediate_size", 768)}
+    return width | {
+        "experts": experts or (8 if is_mixtral else 128),
+        "experts_per_token": values.get("num_experts_per_tok", 2 if is_mixtral else 8),
+        "norm_topk_prob": is_mixtral or values.get("norm_topk_prob", False),
     }
 
 
@@ -210,20 +200,23 @@ def _to_gpt2(config: ModelConfig) -> dict[str, Any]:
 
 
 def _to_llama(config: ModelConfig, family: str) -> dict[str, Any]:
-    scaling = None
-    if config.rope_factor != 1:
-        scaling = {
-            "rope_type": "llama3",
-            "factor": config.rope_factor,
-            "low_freq_factor": config.rope_low_freq_factor,
-            "high_freq_factor": config.rope_high_freq_factor,
-            "original_max_position_embeddings": config.rope_original_positions,
-        }
-    of_llama = {"attention_bias": config.bias, "mlp_bias": config.bias}
-    biases = {"llama": of_llama, "qwen2": {}, "qwen3": {"attention_bias": False}}[family]
+    more: dict[str, Any] = {
+        "llama": {"attention_bias": config.bias, "mlp_bias": config.bias},
+        "mixtral": {"num_local_experts": config.experts},
+        "qwen2": {},
+        "qwen3": {"attention_bias": False},
+        "qwen3_moe": {
+            "attention_bias": False,
+            "num_experts": config.experts,
+            "moe_intermediate_size": config.ffn_dim,
+            "norm_topk_prob": config.norm_topk_prob,
+        },
+    }[family]
+    if config.experts:
+        more["num_experts_per_tok"] = config.experts_per_token
     dropout = {"attention_dropout": config.attention_dropout} if config.attention_dropout else {}
     return (
-        biases
+        more
         | dropout
         | {
             "hidden_size": config.dim,
@@ -235,7 +228,6 @@ def _to_llama(config: ModelConfig, family: str) -> dict[str, Any]:
             "max_position_embeddings": config.max_sequence_length,
             "rms_norm_eps": config.norm_eps,
             "hidden_act": "silu",
-            "rope_theta": config.rope_theta,
-            "rope_scaling": scaling,
+            **rope_to(config),
         }
     )

@@ -1,4 +1,4 @@
-"""Folders of Hugging Face transformers: GPT-2, Llama, Qwen2 and Qwen3, in and out.
+"""Folders of Hugging Face transformers: GPT-2, Llama, Mixtral, Qwen2 and Qwen3, in and out.
 
     config.json                  the architecture and its dimensions (`hf_config.py`)
     model*.safetensors           the weights (`safetensors_reader.py`, `name_map.py`)

@@ -187,6 +187,7 @@ def _require_gpt2(config: ModelConfig) -> None:
         "mlp = gelu": c.mlp == "gelu",
         "bias = true": c.bias and bool(c.qkv_bias),
         "qk_norm = false": not c.qk_norm,
+        "experts = 0": not c.experts,
         "tied_head = true": c.tied_head,
         "kv_heads = heads": c.kv_heads == c.heads,
         "head_dim = dim / heads": c.head_dim * c.heads == c.dim,

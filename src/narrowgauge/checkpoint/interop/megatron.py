@@ -108,6 +108,11 @@ def write_megatron(
     Raises:
         UserError: Megatron-Core has no such model.
     """
+    if config.experts:
+        raise UserError(
+            f"model.experts = {config.experts}: Megatron-Core's names of experts depend on how its run "
+            "groups and shards them, and none is written here; use --to hf"
+        )
     if config.qk_norm and config.norm != "rms":
         raise UserError(
             "model.qk_norm is an RMSNorm, and Megatron-Core normalises heads as it does everything else: "

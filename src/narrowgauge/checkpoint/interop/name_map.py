@@ -1,6 +1,6 @@
 """Our tensors under the names of other programs, and a model of another program in our names.
 
-    ours                      GPT-2 (`transformer.h.I.`)      Llama, Qwen2, Qwen3 (`model.layers.I.`)
+    ours                      GPT-2 (`transformer.h.I.`)      Llama, Mixtral, Qwen2, Qwen3 (`model.layers.I.`)
     embedding                 transformer.wte                 model.embed_tokens
     position_embedding        transformer.wpe                 -
     blocks.I.attention_norm   ln_1                            input_layernorm
@@ -11,10 +11,14 @@
     blocks.I.gate_up          -                               mlp.gate_proj, up_proj
     blocks.I.up               mlp.c_fc (transposed)           -
     blocks.I.down             mlp.c_proj (transposed)         mlp.down_proj
+    blocks.I.experts.router   -                               block_sparse_moe.gate, Qwen3: mlp.gate
+    .experts.J.gate_up        -                               .experts.J.w1, w3; Qwen3: gate_proj, up_proj
+    .experts.J.down           -                               .experts.J.w2; Qwen3: down_proj
     norm                      transformer.ln_f                model.norm
     head                      lm_head                         lm_head            (not stored where tied)
 
-(Source: `modeling_gpt2.py`, `modeling_llama.py`, `modeling_qwen2.py`, `modeling_qwen3.py` of transformers.)
+(Source: `modeling_gpt2.py`, `modeling_llama.py`, `modeling_qwen2.py`, `modeling_qwen3.py` of transformers;
+for experts the folders of the hub, with a tensor for each, which transformers 5 stacks as it reads them.)
 GPT-2's linear layers are `Conv1D`s there, with weights of shape (in, out). q, k and v are rows of our qkv, in
 this order, and gate and up are rows of our gate_up. The order of the two halves of a rotated head is the same
 on both sides.
@@ -153,7 +157,7 @@ def _gpt2(config: ModelConfig) -> _Names:
 
 
 def _llama(config: ModelConfig) -> _Names:
-    q, kv, ffn = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.ffn_dim
+    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
     names: _Names = {
         "embedding": (["model.embed_tokens"], (), False),
         "norm": (["model.norm"], (), False),
@@ -162,7 +166,6 @@ def _llama(config: ModelConfig) -> _Names:
     for i in range(config.layers):
         layer = f"model.layers.{i}."
         qkv = [f"{layer}self_attn.{x}_proj" for x in "qkv"]
-        gate_up = [f"{layer}mlp.{x}_proj" for x in ("gate", "up")]
         for norm in ("q_norm", "k_norm") if config.qk_norm else ():
             names[f"blocks.{i}.{norm}"] = ([f"{layer}self_attn.{norm}"], (), False)
         names |= {
@@ -170,7 +173,24 @@ def _llama(config: ModelConfig) -> _Names:
             f"blocks.{i}.qkv": (qkv, (q, kv, kv), False),
             f"blocks.{i}.attention_out": ([layer + "self_attn.o_proj"], (), False),
             f"blocks.{i}.mlp_norm": ([layer + "post_attention_layernorm"], (), False),
-            f"blocks.{i}.gate_up": (gate_up, (ffn, ffn), False),
-            f"blocks.{i}.down": ([layer + "mlp.down_proj"], (), False),
         }
+        names |= _mlps(config, f"blocks.{i}.", layer)
     return names
+
+
+def _mlps(config: ModelConfig, ours: str, layer: str) -> _Names:
+    """The MLP of a block, or its router and experts."""
+    gate, up, down = f"{layer}mlp.gate_proj", f"{layer}mlp.up_proj", f"{layer}mlp.down_proj"
+    if not config.experts:
+        return _mlp(ours, gate, up, down, config.ffn_dim)
+    moe = f"{layer}mlp." if config.qk_norm else f"{layer}block_sparse_moe."
+    parts = ("gate_proj", "up_proj", "down_proj") if config.qk_norm else ("w1", "w3", "w2")
+    names: _Names = {f"{ours}experts.router": ([f"{moe}gate"], (), False)}
+    for j in range(config.experts):
+        gate, up, down = (f"{moe}experts.{j}.{part}" for part in parts)
+        names |= _mlp(f"{ours}experts.{j}.", gate, up, down, config.ffn_dim)
+    return names
+
+
+def _mlp(ours: str, gate: str, up: str, down: str, ffn: int) -> _Names:
+    return {f"{ours}gate_up": ([gate, up], (ffn, ffn), False), f"{ours}down": ([down], (), False)}

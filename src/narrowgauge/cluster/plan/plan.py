@@ -16,6 +16,7 @@ from narrowgauge.cluster.plan.price import Price
 from narrowgauge.devices import Device, imagine
 from narrowgauge.distributed import ParallelDims, resolve_dims
 from narrowgauge.errors import UserError
+from narrowgauge.models import count_parameters
 from narrowgauge.recipes import Backend, choose_backend, device_facts
 from narrowgauge.training import (
     Config,
@@ -216,6 +217,8 @@ def as_json(plan: Plan, tokens: int = 0, asked: Price | None = None) -> dict[str
         "fewest_devices": plan.fewest.parallel_dims.size if plan.fewest else None,
         "backend": {"name": plan.backend.name, "reason": plan.backend.reason} if plan.backend else None,
     }
+    if plan.config.spec.model.experts:
+        table["active_parameters"] = count_parameters(plan.config.spec.model, active=True)
     if plan.chosen:
         table["chosen"] = list(plan.chosen)
     if plan.time is None:

@@ -9,6 +9,7 @@ from narrowgauge.cluster.plan.plan import Plan, cost_of, price_of
 from narrowgauge.cluster.plan.price import Price
 from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
+from narrowgauge.models import count_parameters
 from narrowgauge.training import cheaper
 from narrowgauge.units import human_bytes
 
@@ -43,8 +44,9 @@ def _print_memory(plan: Plan, console: Console) -> None:
     several = f" on {devices:,} devices ({_axes(plan.parallel_dims)})" if devices > 1 else ""
     _say(
         console,
-        f"{plan.config.model.name}, {memory.parameters:,} parameters, recipe {plan.config.recipe.name}: "
-        f"micro-batches of {t.micro_batch_size:,} x {plan.config.data.sequence_length:,} tokens{several}",
+        f"{plan.config.model.name}, {memory.parameters:,} parameters{_active(plan)}, recipe "
+        f"{plan.config.recipe.name}: micro-batches of {t.micro_batch_size:,} x "
+        f"{plan.config.data.sequence_length:,} tokens{several}",
     )
     for sentence in plan.chosen:
         _say(console, sentence)
@@ -53,6 +55,12 @@ def _print_memory(plan: Plan, console: Console) -> None:
     _say(
         console, f"{fits}: {human_bytes(plan.needed)} of {human_bytes(plan.room.limit)} ({plan.room.source})"
     )
+
+
+def _active(plan: Plan) -> str:
+    """The parameters that a token meets, where these are not all."""
+    model = plan.config.spec.model
+    return f" ({count_parameters(model, active=True):,} active)" if model.experts else ""
 
 
 def _print_options(plan: Plan, console: Console) -> None:

@@ -112,9 +112,12 @@ def _layers(
     N = {name: _over_tensor(sizes, "outputs", tensor) for name, sizes in row_sizes(model).items()}
     for name, size in zip(COLUMN_SHARDED, (model.heads * model.head_dim, model.ffn_dim), strict=True):
         N[name], K[name] = _full(D, "outputs"), _over_tensor([size], "inputs", tensor)
+    experts = [f"experts.{i}." for i in range(model.experts)] or [""]
     for block in range(model.layers):
         for name in N:
-            yield f"blocks.{block}.{name}", block, {"M": M, "N": N[name], "K": K[name]}
+            is_mlp = name not in ("qkv", "attention_out")
+            for expert in experts if is_mlp else [""]:
+                yield f"blocks.{block}.{expert}{name}", block, {"M": M, "N": N[name], "K": K[name]}
     M = _tokens(sequence_length, sequences, {"context": context, "tensor": tensor})
     yield "head", None, {"M": M, "N": _full(model.vocab_size, "outputs"), "K": _full(D, "inputs")}
 

@@ -75,9 +75,9 @@ class Engine:
             after_forward: is called with each weighted loss, after its forward pass; not in a pipeline.
 
         Returns:
-            The sum of the weighted losses, 0-dim; with a z-loss [3] (`kernels.cross_entropy`).
+            The sum of the weighted losses, in the shape of `Transformer.loss_shape`.
         """
-        total = torch.zeros((3,) if self.model.z_loss else (), device=self.device)
+        total = torch.zeros(self.model.loss_shape, device=self.device)
         if self.pipeline is not None:
             return self.pipeline.run(StageInput(micro_batches, begin, scale, total), with_backward=True)
         for i, (_, batch, weight) in enumerate(micro_batches):

@@ -61,6 +61,7 @@ class ModelSpec:
         recompute: one of how many blocks recomputes its activations in the backward pass; 0: none does.
         chunked_loss: whether head and loss are computed in chunks, without all logits in memory.
         z_loss: the coefficient of the z-loss; 0: none.
+        balance_loss: the coefficient of the balance of experts; 0: none.
     """
 
     model: ModelConfig
@@ -70,10 +71,12 @@ class ModelSpec:
     recompute: int = 0
     chunked_loss: bool = False
     z_loss: float = 0.0
+    balance_loss: float = 0.0
 
     def set_options(self, model: Transformer) -> None:
         """Give a model what is neither a dimension of it nor of its recipe."""
-        model.recompute, model.chunked_loss, model.z_loss = self.recompute, self.chunked_loss, self.z_loss
+        model.recompute, model.chunked_loss = self.recompute, self.chunked_loss
+        model.z_loss, model.balance_loss = self.z_loss, self.balance_loss
 
 
 def parallelize(spec: ModelSpec, mesh: Mesh, device: torch.device) -> tuple[Transformer, list[nn.Module]]:

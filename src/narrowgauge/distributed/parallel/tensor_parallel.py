@@ -47,10 +47,16 @@ def check_tensor_parallel(model: ModelConfig, sequence_length: int, parallel_dim
     """Refuse degrees of parallelism that the model's dimensions cannot be divided by.
 
     Raises:
-        UserError: one of them cannot, or there are fewer layers than pipeline stages; names the setting.
+        UserError: one of them cannot, experts would be sharded over `tensor` or `context`, or there are fewer
+            layers than pipeline stages; names the setting.
     """
     dims = parallel_dims
     both = dims.tensor * dims.context
+    if model.experts and both > 1:
+        raise UserError(
+            f"model.experts = {model.experts} with parallel.tensor x parallel.context = {both}: the tokens "
+            "of an expert come from full sequences on one process; use parallel.shard, replicate or pipeline"
+        )
     rules = [
         ("model.kv_heads", model.kv_heads, both, "parallel.tensor x parallel.context"),
         ("model.heads", model.heads, both, "parallel.tensor x parallel.context"),

@@ -79,6 +79,7 @@ class Config(Section):
             recompute=t.recompute_every if t.recompute else 0,
             chunked_loss=t.chunked_loss,
             z_loss=t.z_loss,
+            balance_loss=t.balance_loss,
         )
 
     def with_micro_batch_size(self, size: int) -> "Config":
@@ -252,6 +253,10 @@ ADDED = {
     "model.dropout": 0.0,
     "model.attention_dropout": 0.0,
     "training.z_loss": 0.0,
+    "model.experts": 0,
+    "model.experts_per_token": 2,
+    "model.norm_topk_prob": True,
+    "training.balance_loss": 0.01,
 }
 
 

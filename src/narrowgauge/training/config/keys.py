@@ -32,7 +32,7 @@ _OF_THE_MODEL = {
     "heads": "query heads",
     "kv_heads": "key and value heads, each shared by heads / kv_heads query heads; 0: heads",
     "head_dim": "width of one head; 0: dim / heads",
-    "ffn_dim": "width inside the MLP",
+    "ffn_dim": "width inside the MLP, or inside each expert",
     "vocab_size": "rows of the embedding and of the output head",
     "max_sequence_length": "the longest sequence, in tokens, that the model takes",
     "positions": "as in GPT-2, or as in Llama",
@@ -46,6 +46,9 @@ _OF_THE_MODEL = {
     "mlp": "as in GPT-2, or as in Llama",
     "bias": "of the linear layers and of LayerNorm",
     "qkv_bias": "of the query, key and value projection; else as bias",
+    "experts": "MLPs of a block, of which each token passes through a few; 0: one MLP for all",
+    "experts_per_token": "experts that a token passes through",
+    "norm_topk_prob": "whether the weights of a token's experts sum to one",
     "tied_head": "whether the output head shares the embedding's weight",
     "initial_std": "standard deviation of weights before training",
 }

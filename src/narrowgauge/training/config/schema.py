@@ -104,6 +104,7 @@ class TrainingSection(Section):
     recompute_every: int = Field(1, ge=1, description="with recompute: of every n-th block only")
     chunked_loss: bool = Field(False, description="head and loss a chunk of tokens at a time: less memory")
     z_loss: float = Field(0.0, ge=0, description="coefficient of the mean of logsumexp(logits)^2; 0: none")
+    balance_loss: float = Field(0.01, ge=0, description="coefficient of the balance of experts; 0: none")
     memory_limit: str = Field("", description="of the device, as 24GB or 22GiB; empty: all it has")
     hang_timeout: float = Field(600.0, ge=0, description="seconds ranks wait for a hung one; 0: for ever")
 

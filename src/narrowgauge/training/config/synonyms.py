@@ -23,7 +23,10 @@ SYNONYMS: Mapping[str, str] = {
     "model.heads": "n-head n-heads num-heads num-attention-heads",
     "model.kv_heads": "n-kv-heads num-kv-heads num-key-value-heads num-query-groups",
     "model.dim": "n-embd d-model hidden-size embedding-dim n-embed",
-    "model.ffn_dim": "d-ff intermediate-size ffn-hidden-size",
+    "model.ffn_dim": "d-ff intermediate-size ffn-hidden-size moe-intermediate-size moe-ffn-hidden-size",
+    "model.experts": "num-experts num-local-experts n-routed-experts",
+    "model.experts_per_token": "num-experts-per-tok top-k-experts moe-router-topk",
+    "training.balance_loss": "router-aux-loss-coef moe-aux-loss-coeff load-balance-coeff",
     "model.max_sequence_length": (
         "max-position-embeddings n-positions block-size max-seq-len max-seq-length context-length n-ctx"
     ),

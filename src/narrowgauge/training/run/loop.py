@@ -29,6 +29,7 @@ from narrowgauge.training.run.recovery import recover
 from narrowgauge.training.run.run_context import RunContext
 from narrowgauge.training.run.sample import sample_text
 from narrowgauge.training.run.validation import validation_loss
+from narrowgauge.training.step.step_terms import token_lines
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.units import human_bytes, parse_bytes
 
@@ -155,14 +156,15 @@ def _measured_step(
     gauges = make_gauges(trainer.model, trainer.optimizer, trainer.names) if is_read else None
     loss, norm, lr = _profiled(context, trainer, lambda: trainer.train_step(batches, after_forward, gauges))
     if gauges is not None:
-        context.directory.record_gauges(gauges.lines(trainer.step))
+        lines = token_lines(trainer.tokens, trainer.step)
+        context.directory.record_gauges([*gauges.lines(trainer.step), *lines])
     seconds = time.perf_counter() - start  # the step ended with the loss on the host
     tokens = context.config.training.batch_size * context.config.data.sequence_length
     flops, peak = context.facts["flops_per_token"] * tokens, context.facts["peak_flops"]
     return {
         "step": trainer.step,
         "loss": loss,
-        **({} if trainer.z_loss is None else {"z_loss": trainer.z_loss}),
+        **trainer.terms,
         "lr": lr,
         "grad_norm": norm,
         "tokens": trainer.step * tokens,

@@ -74,6 +74,11 @@ def parallel_dims_of(config: Config, processes: int) -> ParallelDims:
     check_blocks(model, recipe, length, t.micro_batch_size, parallel_dims)
     require_attention_shapes(recipe, model.head_dim, length, model.dim, model.attention_dropout)
     _check_batch(config, parallel_dims)
+    if model.experts and t.balance_loss and parallel_dims.stages > 1:
+        raise UserError(
+            f"training.balance_loss = {t.balance_loss} with {parallel_dims.stages} pipeline stages: the loss "
+            "is computed in the last stage, and the balance of experts in all; set --training.balance_loss 0"
+        )
     if parallel_dims.size > 1 and t.compile:
         raise UserError(
             "training.compile = true with several processes: compiled code does not know of the others; "

@@ -25,6 +25,7 @@ from narrowgauge.training.step.nan_tracer import COMPILED, FirstBad, NanTracer, 
 from narrowgauge.training.step.raises import in_force, raises_of
 from narrowgauge.training.step.recast import hold, put_back
 from narrowgauge.training.step.replica_check import require_same_replay, step_fingerprint
+from narrowgauge.training.step.step_terms import forget_tokens, step_terms
 from narrowgauge.training.step.train_state import TrainState
 
 
@@ -35,7 +36,8 @@ class Trainer(TrainState):
     in_force: Config | None = None  # the configuration with the recipe that model and optimizer are under
     verdict: GuardVerdict = field(default_factory=GuardVerdict)  # on the last step
     first_bad: FirstBad | None = None  # of the last step; None if it was finite
-    z_loss: float | None = None  # of the last step; None without one
+    terms: dict[str, float] = field(default_factory=dict)  # of the last step, beside its loss
+    tokens: dict[str, list[int]] = field(default_factory=dict)  # of each expert in it, by layer
     micro_batches: Sequence[MicroBatch] = ()  # of the last step
 
     @classmethod
@@ -134,7 +136,7 @@ class Trainer(TrainState):
 
         Returns:
             (loss, gradient norm, learning rate). The loss is the mean cross entropy over all targets of the
-            step, however they are divided into micro-batches; a z-loss is in `z_loss`.
+            step, however they are divided into micro-batches; others are in `terms`.
 
         Raises:
             Corrupted: the step was computed twice (`guard.replay_every`), and the results differ.
@@ -154,8 +156,7 @@ class Trainer(TrainState):
         if gauges is not None:
             gauges.after_backward()
         norm = self.optimizer.clip_grad_norm_(self.config.optimizer.clip_norm).item()
-        lr, losses = learning_rate_of(self.config, step), engine.sum_over_ranks(total.flatten().tolist())
-        loss, self.z_loss = (losses[1], losses[2]) if self.model.z_loss else (losses[0], None)
+        lr, (loss, self.terms, self.tokens) = learning_rate_of(self.config, step), step_terms(engine, total)
         self.verdict = self.guard.judge(loss, norm, is_scaled=self.scaler is not None)
         if self.verdict.takes:
             set_learning_rate(self.optimizer, lr)
@@ -223,6 +224,7 @@ class Trainer(TrainState):
     ) -> torch.Tensor:
         """Leave the next step's gradients on the parameters, and return its local loss (`Engine`)."""
         self.optimizer.zero_grad(set_to_none=True)
+        forget_tokens(self.engine)
 
         def begin(i: int) -> None:
             go_to(self.model, self.config, self.step + 1, micro_batches[i].first)

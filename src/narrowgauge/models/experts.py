@@ -1,0 +1,131 @@
+"""A mixture of experts: several MLPs in place of one, of which each token passes through a few.
+
+    p_ME = softmax(router(x_MD))                     over the experts, in fp32
+    w_MA, chosen_MA = the A largest of each token    w / sum(w) if `norm_topk_prob` (Mixtral, Qwen3)
+    y_MD = sum over a of  w_MA * expert[chosen_MA](x_MD)
+
+(Mixtral, arXiv 2401.04088, section 2.1; no token is dropped, and no expert has a largest number of tokens.)
+Assignments are sorted by expert, and by token within it. So each expert sees a matrix of its own tokens, and
+its two linear layers are ordinary ones: whatever replaces `torch.nn.Linear` applies to each expert alone,
+with scales, blocks, random bits, histories and gauges of its own. The sum over a token's experts is made in
+the order of their weights, in fp32, by gathers alone, so that nothing depends on the order of atomic
+additions.
+
+An expert without tokens computes one row of zeros, whose result is dropped. Its gradient is then zero and not
+missing, so that processes that share parameters all have one, and a maximum of magnitudes is not moved.
+Without gradients it computes nothing.
+
+The balance of a layer is that of Switch Transformers (arXiv 2101.03961, equations 4 to 6), for A experts a
+token, over the tokens of a micro-batch; the model's is the mean over layers:
+
+    balance = E * sum over experts e of  (assignments to e / M) * mean over tokens of p_Me
+
+It is A where all experts have equally many tokens, and more otherwise. Hugging Face's
+`load_balancing_loss_func` is the same for one layer; of several it first averages both factors over layers.
+
+Legend: B sequences, T tokens, M = B T tokens, D dim, E experts, A experts of a token, R = M A assignments.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.models.config import ModelConfig
+from narrowgauge.models.mlp import add_mlp, mlp
+from narrowgauge.torch_compat import is_in_backward
+
+
+class Expert(nn.Module):
+    """One MLP among several."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        add_mlp(self, config)
+
+    def forward(self, x_MD: Tensor) -> Tensor:
+        """Some tokens in and out."""
+        return mlp(self, x_MD)
+
+
+class Experts(nn.Module):
+    """The router, and the experts, which are modules named 0, 1, 2 ...
+
+    They are no `nn.ModuleList`, because the longest of these is what recipes count as blocks.
+
+    Attributes:
+        balance: The balance of the last forward pass that recorded gradients.
+        tokens_E: The tokens of each expert in such passes since it was None.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.count, self.per_token = config.experts, config.experts_per_token
+        self.normalizes = config.norm_topk_prob
+        self.router = nn.Linear(config.dim, config.experts, bias=False)
+        for number in range(config.experts):
+            self.add_module(str(number), Expert(config))
+        self.balance: Tensor | None = None
+        self.tokens_E: Tensor | None = None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """[B, T, D] in and out, in one dtype."""
+        B, T, D = x_BTD.shape
+        x_MD = x_BTD.flatten(0, 1)
+        p_ME = self.router(x_MD).float().softmax(dim=-1)
+        w_MA, chosen_MA = p_ME.topk(self.per_token, dim=-1)
+        if self.normalizes:
+            w_MA = w_MA / w_MA.sum(dim=-1, keepdim=True)
+        order_R = chosen_MA.flatten().argsort(stable=True)
+        tokens_E, sizes = self._tokens(chosen_MA)
+        if torch.is_grad_enabled():
+            self._observe(p_ME, tokens_E)
+        # Each token is repeated before it is gathered, so that the backward pass adds nothing by atomics.
+        x_RD = x_MD.repeat_interleave(self.per_token, 0)[order_R]
+        y_RD = torch.cat([self._expert(e, x, T) for e, x in enumerate(x_RD.split(sizes))])
+        y_MAD = y_RD[order_R.argsort()].unflatten(0, (B * T, self.per_token))
+        return (y_MAD.float() * w_MA[..., None]).sum(dim=1).to(x_BTD.dtype).view(B, T, D)
+
+    def _expert(self, number: int, x: Tensor, length: int) -> Tensor:
+        """The result of one expert for its tokens, of sequences of `length` tokens."""
+        expert = self.get_submodule(str(number))
+        for layer in expert.children():
+            layer.sequence_length = length  # type: ignore[assignment]
+        if len(x) or not torch.is_grad_enabled():
+            return expert(x) if len(x) else x
+        return expert(torch.cat([x, x.new_zeros(1, x.shape[1])]))[:0]
+
+    def _tokens(self, chosen_MA: Tensor) -> tuple[Tensor, list[int]]:
+        """The tokens of each expert, [E], twice; without numbers (meta) all have about equally many."""
+        if chosen_MA.is_meta:
+            each, more = divmod(chosen_MA.numel(), self.count)
+            return chosen_MA.new_empty(self.count), [each + (e < more) for e in range(self.count)]
+        tokens_E = chosen_MA.flatten().bincount(minlength=self.count)
+        return tokens_E, tokens_E.tolist()
+
+    def _observe(self, p_ME: Tensor, tokens_E: Tensor) -> None:
+        """Keep the balance and the numbers of tokens; a recomputation makes the same graph and keeps none."""
+        balance = self.count * (tokens_E / len(p_ME) * p_ME.mean(dim=0)).sum()
+        if not is_in_backward():
+            self.balance = balance
+            self.tokens_E = tokens_E if self.tokens_E is None else self.tokens_E + tokens_E
+
+
+def experts_of(blocks: Iterable[nn.Module]) -> list[Experts]:
+    """The mixtures of experts of some blocks."""
+    found = (getattr(block, "experts", None) for block in blocks)
+    return [experts for experts in found if isinstance(experts, Experts)]
+
+
+def with_balance(loss: Tensor, experts: Iterable[Experts], coefficient: float) -> Tensor:
+    """[4]: the objective, cross entropy, z-loss and balance term, from a loss with or without a z-loss."""
+    balances = []
+    for layer in experts:
+        assert layer.balance is not None
+        balances.append(layer.balance)
+        layer.balance = None  # its graph is the loss's now
+    term = coefficient * torch.stack(balances).mean()
+    if not loss.ndim:
+        loss = torch.stack([loss, loss.detach(), torch.zeros_like(loss.detach())])
+    return torch.cat([loss[:1] + term, loss[1:].detach(), term.detach()[None]])

@@ -1,0 +1,111 @@
+"""Experts under recipes: blocks that their tokens do not fill, random bits, and experts without tokens."""
+
+import copy
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from narrowgauge.models import Transformer, initialize, model_config
+from narrowgauge.models.experts import Experts
+from narrowgauge.nn import DTYPES, set_step
+from narrowgauge.quantization import gradient_of
+from narrowgauge.recipes import parse_recipe
+
+SIZES = {"dim": 64, "heads": 2, "ffn_dim": 64, "vocab_size": 100, "experts": 4, "layers": 1}
+
+
+def narrow_product(a_MK, b_NK):
+    """MXFP8 of both operands, their last block along K filled with zeros, and the product in fp32."""
+    missing = -a_MK.shape[1] % 32
+    a, b = (torch.nn.functional.pad(x.float(), (0, missing)) for x in (a_MK, b_NK))
+    a, b = (ng.quantize(x, "mxfp8", scale_rule="rceil").dequantize() for x in (a, b))
+    return a @ b.T
+
+
+def test_the_products_of_an_expert_are_those_of_its_tokens_filled_up_with_zeros():
+    """21 tokens of one expert: one block of 32 along the tokens of wgrad, of which 11 are zeros."""
+    torch.manual_seed(0)
+    experts = Experts(model_config("debug", **SIZES, experts_per_token=1))
+    recipe = ng.recipe("mxfp8").with_places({"compute": "fp32"})
+    ng.convert(experts, recipe)
+    with torch.no_grad():
+        experts.router.weight[1:] = -100.0
+    x = torch.rand(1, 21, 64)
+    seen = {}
+    down = experts.get_submodule("0").down
+    down.register_forward_hook(lambda _, args, y: seen.update(x=args[0], y=y))
+    y = experts(x)
+    dy = torch.randn_like(y)
+    (dx,) = torch.autograd.grad((y * dy).sum(), [seen["x"]], retain_graph=True)
+    (y * dy).sum().backward()
+    x_MK, dy_MN, w_NK = seen["x"].detach(), dy[0], down.weight.detach()
+    assert x_MK.shape == (21, 64)
+    assert torch.allclose(seen["y"], narrow_product(x_MK, w_NK), rtol=1e-5, atol=1e-5)
+    assert torch.allclose(dx, narrow_product(dy_MN, w_NK.T), rtol=1e-5, atol=1e-5)
+    assert torch.allclose(down.weight.grad, narrow_product(dy_MN.T, x_MK.T), rtol=1e-5, atol=1e-5)
+
+
+def test_the_router_stays_wide_unless_a_rule_selects_it():
+    model = ng.convert(Transformer(model_config("debug", **SIZES)), "nvfp4")
+    experts = model.blocks[0].experts
+    assert {cast.name for cast in experts.router.spec.casts.values()} == {"bf16"}
+    again = ng.convert(model, "mxfp8").blocks[0].experts
+    assert {cast.name for cast in again.router.spec.casts.values()} == {"bf16"}
+    assert again.get_submodule("3").down.spec.casts["fprop.w"].name == "mxfp8"
+    text = ng.recipe("mxfp8").text + '\n[[rule]]\nmodules = ["router"]\nfprop.x = "e4m3"\nfprop.w = "e4m3"\n'
+    ruled = ng.convert(Transformer(model_config("debug", **SIZES)), parse_recipe(text, "mine"))
+    assert ruled.blocks[0].experts.router.spec.casts["fprop.x"].name == "e4m3"
+
+
+@pytest.mark.parametrize("name", ng.recipe_names())
+def test_an_expert_without_tokens_is_left_alone_under_every_recipe(name):
+    recipe = ng.recipe(name)
+    model = Transformer(model_config("debug", **SIZES), DTYPES[recipe.compute])
+    initialize(model, 0)
+    model.mlp_norm = model.blocks[0].mlp_norm
+    model.blocks[0].mlp_norm.register_forward_hook(lambda _, __, out: (out[0], out[1].abs()))
+    with torch.no_grad():
+        model.blocks[0].experts.router.weight[3] = -10.0
+    ng.convert(model, recipe)
+    ids = torch.randint(100, (2, 21), generator=torch.Generator().manual_seed(0))
+    unused = model.blocks[0].experts.get_submodule("3")
+    before = {n: h.tensors() for n, h in unused.down.histories.items()}
+    before = {n: {k: t.clone() for k, t in of.items()} for n, of in before.items() if not n.endswith(".w")}
+    for step in (1, 2):
+        set_step(model, 0, step, 0, 100, 50)
+        loss = model.loss(ids, ids)
+    loss.backward()
+    assert model.blocks[0].experts.tokens_E.tolist()[3] == 0
+    for parameter, p in model.named_parameters():
+        gradient = gradient_of(p)
+        assert gradient is not None, parameter
+        assert gradient.isfinite().all(), parameter
+        assert gradient.any() != (".3." in parameter), parameter
+    set_step(model, 0, 3, 0, 100, 50)
+    for place, state in before.items():
+        now = unused.down.histories[place].tensors()
+        assert all(torch.equal(now[key], t) for key, t in state.items()), place
+
+
+def test_random_bits_of_two_micro_batches_are_never_the_same():
+    """An expert's matrix is as if it had all tokens: its rows begin at first_sample x tokens x width."""
+    model = Transformer(model_config("debug", **SIZES))
+    ng.convert(
+        model, ng.recipe("mxfp8").with_places({"fprop.x": {"cast": "mxfp8", "rounding": "stochastic"}})
+    )
+    expert = model.blocks[0].experts.get_submodule("0").gate_up
+    expert.sequence_length = 10
+    offsets = {}
+    for first, rows in ((0, 30), (3, 4)):
+        set_step(model, 0, 1, first)
+        context = expert._gemm_context(torch.zeros(rows, 64), expert.weight)
+        offsets[first] = context.stream(torch.zeros(rows, 64), "fprop.x").offset
+    assert offsets == {0: 0, 3: 3 * 10 * 64}
+
+
+def test_a_copy_of_a_converted_mixture_computes_the_same():
+    model = ng.convert(Transformer(model_config("debug", **SIZES)), "fp8")
+    ids = torch.arange(12)[None]
+    with torch.no_grad():
+        assert torch.equal(copy.deepcopy(model)(ids), model(ids))
