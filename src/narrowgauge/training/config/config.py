@@ -138,6 +138,11 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
             f"gauges.every = {config.gauges.every} with training.compile = true: gauges cannot look into "
             "compiled code; set --gauges.every 0 or --training.compile false"
         )
+    if t.compile and model.experts:
+        raise UserError(
+            f"model.experts = {model.experts} with training.compile = true: how many tokens an expert has is "
+            "not known when code is compiled; set --training.compile false"
+        )
     if config.guard.spike == "raise":
         require_raising(config.spec.recipe, config.guard, config.gauges_every())
     if config.data.sequence_length > model.max_sequence_length:
