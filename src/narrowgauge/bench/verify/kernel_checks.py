@@ -19,6 +19,7 @@ from narrowgauge.bench.verify.operations import (
     attention_in_fp32,
     clamped_cast,
     gelu_passes,
+    gradient_sums,
     losses,
     matrix_cast,
     norms,
@@ -103,6 +104,13 @@ def _operations() -> list[_Operation]:
                 ((4096, 4096),),
             )
             for name in _STATES
+        ),
+        _Operation(
+            "gradients added in FP8",
+            partial(gradient_sums, recipe("msamp-o2")),
+            same,
+            (71, 137),
+            ((4096, 4096),),
         ),
         _Operation(
             "attention",

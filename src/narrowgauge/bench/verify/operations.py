@@ -16,10 +16,11 @@ from narrowgauge.kernels import emulate, quantize
 from narrowgauge.kernels.activation import gelu, swiglu
 from narrowgauge.kernels.attention import attend
 from narrowgauge.kernels.cross_entropy import cross_entropy
+from narrowgauge.kernels.gradient_sum import add_gradient
 from narrowgauge.kernels.head_loss import head_loss
 from narrowgauge.kernels.norm import add_norm
 from narrowgauge.kernels.rotary import rotary
-from narrowgauge.quantization import Cast, QuantContext, QuantizedState, make_cast
+from narrowgauge.quantization import Cast, GradientState, QuantContext, QuantizedState, make_cast
 from narrowgauge.recipes import Recipe
 
 Shape = tuple[int, ...]
@@ -155,6 +156,16 @@ def adamw_update(recipe: Recipe, device: torch.device, shape: Shape) -> Found:
         if state is not None
         for name, t in state.tensors.items()
     }
+
+
+def gradient_sums(recipe: Recipe, device: torch.device, shape: Shape) -> Found:
+    """The gradients of two micro-batches, added to narrow state."""
+    cast = recipe.state["grad"]
+    assert cast is not None
+    state = GradientState(torch.Size(shape), cast, device)
+    for micro in range(2):
+        add_gradient(state, drawn(shape, micro, device), random_stream(7, 1, micro, device))
+    return dict(state.tensors)
 
 
 def _stored(x: Tensor, cast: Cast | None, device: torch.device) -> QuantizedState:

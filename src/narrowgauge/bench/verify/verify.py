@@ -24,8 +24,8 @@ from narrowgauge.bench.verify.check import AGREES, DIFFERS, NOT_HERE, Check, Fin
 from narrowgauge.bench.verify.kernel_checks import kernel_checks
 from narrowgauge.bench.verify.layer_checks import layer_checks, product_checks
 from narrowgauge.bench.verify.loss_checks import loss_checks
-from narrowgauge.bench.verify.worker import run_all
-from narrowgauge.kernels.dispatch import has_kernels, is_triton_installed
+from narrowgauge.bench.verify.worker import interpreted, run_all
+from narrowgauge.kernels.dispatch import has_kernels
 from narrowgauge.recipes import device_facts
 from narrowgauge.training.monitor.hardware import device_name
 
@@ -71,7 +71,8 @@ class Verdict:
 
 def all_checks(device: torch.device) -> list[Check]:
     """Every check, in the order in which they run."""
-    lacks = "" if _can_run_kernels(device) else _LACKS[device.type == "cpu"]
+    with interpreted(device):
+        lacks = "" if has_kernels(device) else _LACKS[device.type == "cpu"]
     is_told = lacks if device.type == "cpu" else ""  # plain torch on a CPU is what is compared with
     return [
         *product_checks(device),
@@ -82,13 +83,9 @@ def all_checks(device: torch.device) -> list[Check]:
 
 
 _LACKS = {
-    True: "on a CPU it takes Triton, whose interpreter runs the kernels: pip install triton (Linux)",
+    True: "on a CPU it takes a C compiler and Triton, whose interpreter runs kernels (pip install triton)",
     False: "it takes Triton, a C compiler and a GPU that Triton compiles for; plain operations run here",
 }
-
-
-def _can_run_kernels(device: torch.device) -> bool:
-    return is_triton_installed() if device.type == "cpu" else has_kernels(device)
 
 
 def verify(device: torch.device, console: Console) -> Verdict:

@@ -108,14 +108,14 @@ def _started(checks_of: Checks, device: torch.device) -> tuple[BaseProcess, Conn
     context = get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(checks_of, device, torch.get_num_threads(), theirs))
-    with _interpreted(device):
+    with interpreted(device):
         process.start()
     theirs.close()
     return process, ours
 
 
 @contextmanager
-def _interpreted(device: torch.device) -> Iterator[None]:
+def interpreted(device: torch.device) -> Iterator[None]:
     """The environment of a process whose kernels are interpreted, if they are to run on a CPU."""
     before = os.environ.get(_INTERPRETER)
     if device.type == "cpu":
