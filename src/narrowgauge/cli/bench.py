@@ -16,6 +16,7 @@ from narrowgauge.bench.verify import verify
 from narrowgauge.cli.ending import EXIT_DONE, EXIT_FAILED
 from narrowgauge.cli.parsing.options import config_values
 from narrowgauge.cluster.plan.cluster_spec import cluster_names, load_cluster
+from narrowgauge.cluster.plan.counted import speeds_of
 from narrowgauge.devices import Device
 from narrowgauge.errors import UserError
 from narrowgauge.files import write_whole
@@ -38,10 +39,10 @@ def add_options(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--verify",
         action="store_true",
-        help="first compare products, kernels, layers and losses with the CPU's; --rounds 0: nothing else",
+        help="compare with the CPU's numbers first; --rounds 0: only that",
     )
     p.add_argument(
-        "--json", metavar="FILE", type=Path, help="write all figures there (--verify: answer.json)"
+        "--json", metavar="FILE", type=Path, help="write all figures there (of --verify: answer.json)"
     )
 
 
@@ -99,13 +100,5 @@ def _gpu(name: str) -> tuple[Device, Speeds]:
     name = name or "h200"
     if name not in cluster_names() or name == "h200":
         return named_device(name), H200
-    here, there = load_cluster("h200"), load_cluster(name)
-    alike = {"bf16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "fp4": "fp4"}  # those of an H200: as FP8
-    products = {
-        kind: there.speed(f) / here.speed(f if f in here.peak else "fp8")
-        for kind, f in alike.items()
-        if f in there.peak
-    }
-    memory = there.memory_bandwidth / here.memory_bandwidth
-    words = f"an H200's, in the proportion of data sheets to {there.device}"
-    return there.facts, H200.scaled(words, memory, products)
+    cluster = load_cluster(name)
+    return cluster.facts, speeds_of(cluster)
