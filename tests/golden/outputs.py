@@ -164,7 +164,11 @@ def plans(worker: Worker) -> Tree:
         ),
     }
     told = commands(worker, *(("plan", *line.split(), "--json") for line in asked.values()))
-    return {name: json.loads(text) for name, text in zip(asked, told, strict=True)}
+    found: dict[str, Tree] = {name: json.loads(text) for name, text in zip(asked, told, strict=True)}
+    for plan in found.values():
+        if plan["devices"] == 1:  # counted: it moves with each kernel, and tests/gpu_budget holds them
+            plan.pop("expect", None)
+    return found
 
 
 def words(worker: Worker) -> Tree:

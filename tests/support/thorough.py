@@ -31,6 +31,9 @@ THOROUGH: dict[str, int | tuple[str, ...]] = {
     "training/monitor/test_memory_advice.py::test_a_limit_is_obeyed_before_anything_is_trained": 0,
     "cluster/launch/test_scripts.py::test_a_real_run_saves_at_the_time_limit_and_the_same_script_ends_it": 0,
     "bench/test_bench.py::test_the_command": 0,
+    # real processes; the checks themselves, the file and the page are looked at without one
+    "bench/test_verify.py::test_a_check_that_breaks_its_process_stops_no_other": 0,
+    "bench/test_verify.py::test_the_command_writes_one_file_and_one_page": 0,
     "data/preparation/test_workers.py::test_killed_it_leaves_no_process_and_the_next_makes_the_same_bytes": 0,
     # mxfp8 is counted there, fp8 with all its figures; each of these takes ten seconds
     "gpu_budget/test_budgets.py::test_emulation_at_1_5b": ("mxfp8-1.25",),

@@ -17,6 +17,7 @@ from narrowgauge.bench.peers import check_peers, default_peers
 from narrowgauge.bench.timing import Spread, speed_in_words, take_turns
 from narrowgauge.bench.work import Work, work_of
 from narrowgauge.bench.worker import OURS, start_workers
+from narrowgauge.errors import UserError
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.training import Config, choose_device
 from narrowgauge.training.monitor.hardware import device_name
@@ -34,6 +35,7 @@ class BenchResult:
     ceilings: Ceilings
     profiled: StepTime
     seconds: dict[str, list[float]]  # of a step, round by round: worker -> times
+    failed: dict[str, str]  # peers that took no step, and why
 
     def ratios(self, peer: str) -> list[float]:
         """How many times as fast our step is: the peer's time over ours, round by round."""
@@ -60,6 +62,7 @@ class BenchResult:
             "classes_ms": self.profiled.classes,
             "floor_ms": self.ceilings.floor_ms(self.work),
             "seconds": self.seconds,
+            "failed": self.failed,
             "faster_than": {name: vars(Spread.of(self.ratios(name))) for name in names},
             "in_words": {name: speed_in_words(self.ratios(name)) for name in names},
         }
@@ -87,8 +90,10 @@ def bench(config: Config, peers: Sequence[str] | None, rounds: int, console: Con
     work = work_of(config, backend.name == "native")
     with console.status("") as status:
         ceilings = measure(work, device, status.update)
-        seconds, profiled = timed(alive_at_once([OURS, *names], device), config, rounds, status.update)
-    result = BenchResult(config, device_name(device), backend.name, work, ceilings, profiled, seconds)
+        groups = alive_at_once([OURS, *names], device)
+        seconds, profiled, failed = timed(groups, config, rounds, status.update)
+    name = device_name(device)
+    result = BenchResult(config, name, backend.name, work, ceilings, profiled, seconds, failed)
     _print(result, console)
     return result
 
@@ -104,23 +109,34 @@ def alive_at_once(names: Sequence[str], device: torch.device) -> list[list[str]]
 
 def timed(
     groups: Sequence[Sequence[str]], config: Config, rounds: int, say: Callable[[str], None]
-) -> tuple[dict[str, list[float]], StepTime]:
-    """The seconds of each contestant, round by round, and where our step's time goes.
+) -> tuple[dict[str, list[float]], StepTime, dict[str, str]]:
+    """The seconds of each contestant, round by round, where our step's time goes, and which peers failed.
 
     Args:
         groups: those that are in memory together; the processes of one end before those of the next begin.
         config: the model, its recipe, its batch.
         rounds: steps of each.
         say: is told what begins.
+
+    Raises:
+        UserError: our own step cannot be taken. A peer that cannot take one, for want of memory or of a
+            compiler, is left out.
     """
     seconds: dict[str, list[float]] = {}
     profiled: StepTime | None = None
+    failed: dict[str, str] = {}
     for names in groups:
         say("the first steps")
         with start_workers(names, config) as workers:
-            for worker in workers:
+            for worker in list(workers):
                 say(f"the first steps of {worker.name}")
-                worker.wait_until_ready()
+                try:
+                    worker.wait_until_ready()
+                except UserError as error:
+                    if worker.name == OURS:
+                        raise
+                    failed[worker.name] = str(error)
+                    workers.remove(worker)
             say(f"{rounds} rounds of {', '.join(names)}")
             seconds |= take_turns({worker.name: worker.step for worker in workers}, rounds)
             for worker in workers:
@@ -128,7 +144,7 @@ def timed(
                     say("where the time goes")
                     profiled = worker.profile()
     assert profiled is not None
-    return seconds, profiled
+    return seconds, profiled, failed
 
 
 def _print(result: BenchResult, console: Console) -> None:
@@ -190,4 +206,6 @@ def _peers_table(result: BenchResult) -> Table:
         median = Spread.of(seconds).median
         ratio = "" if name == OURS else speed_in_words(result.ratios(name))
         table.add_row(name, f"{result.tokens / median:,.0f}", f"{1e3 * median:.1f}", ratio)
+    for name, why in result.failed.items():
+        table.add_row(name, "", "", why)
     return table

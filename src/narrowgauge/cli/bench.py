@@ -1,21 +1,28 @@
-"""`bench`: how fast a step is, and how fast it could be; or what it costs on a GPU that is not here."""
+"""`bench`: is it right, how fast is a step, and how fast could it be; or what it costs on a GPU elsewhere."""
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from narrowgauge.bench import bench
+from narrowgauge.bench.answer import Answer
 from narrowgauge.bench.count import H200, Speeds, count_step, print_count
+from narrowgauge.bench.peers import check_peers
+from narrowgauge.bench.verify import verify
+from narrowgauge.cli.ending import EXIT_DONE, EXIT_FAILED
 from narrowgauge.cli.parsing.options import config_values
 from narrowgauge.cluster.plan.cluster_spec import cluster_names, load_cluster
+from narrowgauge.cluster.plan.counted import speeds_of
 from narrowgauge.devices import Device
 from narrowgauge.errors import UserError
 from narrowgauge.files import write_whole
+from narrowgauge.kernels import has_kernels
 from narrowgauge.recipes import device_facts, named_device
-from narrowgauge.training import make_config
+from narrowgauge.training import Config, choose_device, make_config
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
@@ -29,22 +36,52 @@ def add_options(p: argparse.ArgumentParser) -> None:
         const="",
         help="count a step on a GPU that is not here (h200)",
     )
-    p.add_argument("--json", metavar="FILE", type=Path, help="write all figures there")
+    p.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare with the CPU's numbers first; --rounds 0: only that",
+    )
+    p.add_argument(
+        "--json", metavar="FILE", type=Path, help="write all figures there (of --verify: answer.json)"
+    )
 
 
-def run(options: argparse.Namespace) -> None:
-    """Measure or count, and print."""
+def run(options: argparse.Namespace) -> int | None:
+    """Measure, verify or count, and print; 1 if what was verified differs."""
     if options.count is not None:
+        if options.verify:
+            raise UserError("--verify and --count exclude each other: what is verified has to be here")
         _count(options)
-        return
-    if not options.rounds.isdecimal() or int(options.rounds) < 1:
+        return None
+    if not options.rounds.isdecimal() or (int(options.rounds) < 1 and not options.verify):
         raise UserError(f"--rounds {options.rounds}: it is a whole number above 0")
     peers = None
     if options.peers is not None:
         peers = [name.strip() for name in options.peers.split(",") if name.strip() not in ("", "none")]
-    result = bench(make_config(config_values(options)), peers, int(options.rounds), Console())
+    config, rounds, console = make_config(config_values(options)), int(options.rounds), Console()
+    if options.verify:
+        return _verify(config, peers, rounds, options.json or Path("answer.json"), console)
+    result = bench(config, peers, rounds, console)
     if options.json:
         write_whole(options.json, json.dumps(result.as_json(), indent=2) + "\n")
+    return None
+
+
+def _verify(config: Config, peers: list[str] | None, rounds: int, file: Path, console: Console) -> int:
+    """Verify, then measure and count; the files are written after each part."""
+    device = choose_device(config.training.device)
+    if peers is not None:
+        check_peers(peers, device)
+    answer = Answer(verify(device, console))
+    page = answer.write(file)
+    if rounds:
+        console.print()
+        answer = replace(answer, measured=bench(config, peers, rounds, console))
+        answer.write(file)
+        if device.type == "cuda" and has_kernels(device):
+            replace(answer, counted=count_step(config, *_gpu(""))).write(file)
+    console.print(f"all figures: {file}, {page}", highlight=False, markup=False, soft_wrap=True)
+    return EXIT_DONE if answer.verdict.is_right else EXIT_FAILED
 
 
 def _count(options: argparse.Namespace) -> None:
@@ -63,13 +100,5 @@ def _gpu(name: str) -> tuple[Device, Speeds]:
     name = name or "h200"
     if name not in cluster_names() or name == "h200":
         return named_device(name), H200
-    here, there = load_cluster("h200"), load_cluster(name)
-    alike = {"bf16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "fp4": "fp4"}  # those of an H200: as FP8
-    products = {
-        kind: there.speed(f) / here.speed(f if f in here.peak else "fp8")
-        for kind, f in alike.items()
-        if f in there.peak
-    }
-    memory = there.memory_bandwidth / here.memory_bandwidth
-    words = f"an H200's, in the proportion of data sheets to {there.device}"
-    return there.facts, H200.scaled(words, memory, products)
+    cluster = load_cluster(name)
+    return cluster.facts, speeds_of(cluster)

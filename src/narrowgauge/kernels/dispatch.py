@@ -9,7 +9,8 @@ machine what a GPU would compute.
 import importlib.util
 import os
 import shutil
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -54,6 +55,19 @@ def has_kernels(device: torch.device) -> bool:
     if device.type == "cpu":
         return os.environ.get("TRITON_INTERPRET") == "1" and _has_triton()
     return device.type == "cuda" and _has_triton() and _is_for(device)
+
+
+@contextmanager
+def plain_operations() -> Iterator[None]:
+    """Use no kernel: every operation is its reference, as under NARROWGAUGE_KERNELS=0."""
+    before = os.environ.get("NARROWGAUGE_KERNELS")
+    os.environ["NARROWGAUGE_KERNELS"] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop("NARROWGAUGE_KERNELS")
+        if before is not None:
+            os.environ["NARROWGAUGE_KERNELS"] = before
 
 
 @cache

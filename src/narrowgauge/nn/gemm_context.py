@@ -15,6 +15,7 @@ import torch
 
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels import emulate, quantize
+from narrowgauge.kernels.gradient_sum import add_gradient
 from narrowgauge.nn.gemm import Operand, multiply
 from narrowgauge.nn.histories import AmaxHistory, ChannelChoice, HeldAmax
 from narrowgauge.nn.native import QuantizedOperand, quantized_operand
@@ -117,7 +118,7 @@ class GemmContext:
         if self.weight is None or self.weight.gradient is None:
             return False
         stream = self.step.gradient_stream(self._elements("fprop.w", dw_NK))
-        self.weight.gradient.add((dw_NK.T if self.layer.transposed else dw_NK).float(), stream)
+        add_gradient(self.weight.gradient, dw_NK.T if self.layer.transposed else dw_NK, stream)
         return True
 
     def stream(self, tensor: torch.Tensor, place: str) -> RandomStream | None:

@@ -21,7 +21,7 @@ from narrowgauge.nn.native import native_product, quantized_operand
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, quantize_in_context
 from narrowgauge.recipes import Backend, Recipe, choose_backend, device_facts, products_on
 
-_M, _K, _N = 128, 256, 128
+TINY = (128, 256, 128)  # M, K, N
 _NEAREST = "nearest-even"
 
 
@@ -49,12 +49,18 @@ def verified_backend(recipe: Recipe, device: torch.device, requested: str = "aut
 
 
 @cache
-def product_failure(x_cast: Cast, w_cast: Cast, device: torch.device) -> str:
-    """What is wrong with the native product of two casts on a device, as a clause; "" if nothing is."""
+def product_failure(
+    x_cast: Cast, w_cast: Cast, device: torch.device, shape: tuple[int, int, int] = TINY
+) -> str:
+    """What is wrong with the native product of two casts on a device, as a clause; "" if nothing is.
+
+    `shape` has its numbers of rows M, of columns K that are summed, and of columns N.
+    """
+    M, K, N = shape
     generator = torch.Generator().manual_seed(0)
     operands, wide = [], []
-    for cast, rows in ((x_cast, _M), (w_cast, _N)):
-        x_RK = torch.randn(rows, _K, generator=generator) * torch.arange(1, _K + 1)
+    for cast, rows in ((x_cast, M), (w_cast, N)):
+        x_RK = torch.randn(rows, K, generator=generator) * torch.arange(1, K + 1)
         # A product knows nothing of how its numbers were made; random bits would be torch's own.
         plain = replace(cast, hadamard=0, signs=(), correct="", rounding=_NEAREST, scale_rounding=_NEAREST)
         q = quantize_in_context(x_RK.to(device), plain, -1, DEFAULT_CONTEXT)

@@ -6,17 +6,21 @@ from importlib import resources
 
 import pytest
 
+from narrowgauge.bench.count import count_step
 from narrowgauge.bench.work import Operand
 from narrowgauge.cluster import cluster_names, load_cluster, make_plan, tokens_of
 from narrowgauge.cluster.plan.cast_price import cast_seconds
 from narrowgauge.cluster.plan.cluster_spec import parse_cluster
+from narrowgauge.cluster.plan.counted import counted_step, speeds_of
 from narrowgauge.cluster.plan.estimate import estimate
-from narrowgauge.cluster.plan.expect import expectation
+from narrowgauge.cluster.plan.expect import counted_expectation, expectation
 from narrowgauge.cluster.plan.fewest import fewest_devices
-from narrowgauge.cluster.plan.plan import as_json, copy_of_save, cost_of
+from narrowgauge.cluster.plan.plan import Room, as_json, copy_of_save, cost_of
 from narrowgauge.cluster.plan.price import parse_price
+from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
+from narrowgauge.kernels.dispatch import is_triton_installed
 from narrowgauge.models import flops_per_token
 from narrowgauge.quantization import make_cast
 from narrowgauge.training import cheaper, estimate_memory, estimate_step, make_config
@@ -308,3 +312,47 @@ def test_what_nobody_gave_is_chosen_and_said():
     assert as_json(plan)["chosen"] == [batch, micro]
     with pytest.raises(UserError, match=r"training\.batch_size = 8 cannot be divided over .* = 16 processes"):
         make_plan(make_config({"model": SMALL, "training": {"batch_size": 8}}), 16)
+
+
+@pytest.mark.skipif(not is_triton_installed(), reason="kernels are declared by Triton")
+def test_what_is_expected_of_one_gpu_is_counted():
+    """From two and three blocks, to the launch; several devices, kept blocks and CPUs have no count."""
+    h200, card = load_cluster("h200"), load_cluster("rtx4090")
+    five = config("fp8", SMALL | {"layers": 5})
+    alone, exact = ParallelDims(), count_step(five, h200.facts)
+    found = counted_step(five, alone, h200)
+    assert found.seconds == pytest.approx(exact.step_seconds(calibrated=True), rel=1e-3)
+    assert found.micro_batch.launches == exact.micro_batch().launches
+    assert found.micro_batch.bytes == exact.micro_batch().bytes
+    assert speeds_of(card).bytes_per_s < speeds_of(h200).bytes_per_s
+    plan = make_plan(five, 1, h200)
+    told = as_json(plan)["expect"]
+    assert told["seconds"] == pytest.approx(max(found.seconds, plan.time.seconds))
+    assert told["counted"]["seconds"] == found.seconds
+    assert counted_step(config("nvfp4", SMALL | {"layers": 5}), alone, h200) is None
+    assert counted_step(five, ParallelDims(shard=2), h200) is None
+    assert counted_step(five, alone, load_cluster("frontier")) is not None
+    measured = expectation(h200.measured, 1, 10**9, "fp8")
+    assert counted_expectation(None, 1.0, measured) is measured
+    assert counted_expectation(found, 2 * found.seconds, None).share == 1, "nothing is faster than the best"
+
+
+def test_8b_in_fp8_does_not_fit_on_one_h200():
+    """Weights, gradients and moments of four bytes are 120 GiB; a step that is counted there takes 136."""
+    values = make_config(
+        {
+            "model": {"name": "llama3-8b"},
+            "data": {"sequence_length": 8192},
+            "training": {"micro_batch_size": 2, "batch_size": 64, "recompute": True},
+            "recipe": {"name": "fp8"},
+        }
+    )
+    h200, alone = load_cluster("h200"), ParallelDims()
+    room = Room(h200.memory_bytes, h200.device, has_host=True, copies_saves=False)
+    with imagine(h200.facts):
+        memory = estimate_step(values).memory
+        options = dict(cheaper(values, True, alone, wider=True))
+    assert memory.peak == pytest.approx(136 * 2**30, rel=0.01)
+    assert not room.fits(memory, alone)
+    assert room.fits(options["--recipe msamp-o3"], alone)
+    assert room.fits(options["--recipe.offload master,grad,m,v"], alone)

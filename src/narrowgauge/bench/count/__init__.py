@@ -4,5 +4,15 @@ from narrowgauge.bench.count.result import StepCount
 from narrowgauge.bench.count.speeds import H200, Speeds
 from narrowgauge.bench.count.step import count_step
 from narrowgauge.bench.count.table import print_count
+from narrowgauge.bench.count.whole import WholeCount, count_whole, has_equal_blocks
 
-__all__ = ["H200", "Speeds", "StepCount", "count_step", "print_count"]
+__all__ = [
+    "H200",
+    "Speeds",
+    "StepCount",
+    "WholeCount",
+    "count_step",
+    "count_whole",
+    "has_equal_blocks",
+    "print_count",
+]

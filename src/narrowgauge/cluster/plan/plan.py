@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.cluster.plan.cluster_spec import Cluster
+from narrowgauge.cluster.plan.counted import counted_step
 from narrowgauge.cluster.plan.estimate import Estimate, estimate
-from narrowgauge.cluster.plan.expect import Expectation, expectation
+from narrowgauge.cluster.plan.expect import Expectation, counted_expectation, expectation
 from narrowgauge.cluster.plan.fewest import Fewest, fewest_devices
 from narrowgauge.cluster.plan.price import Price
 from narrowgauge.devices import Device, imagine
@@ -71,7 +72,7 @@ class Plan:
         backend: whether the recipe is native on the device; None if the device is not known.
         gpu: the facts of the device, by which memory is counted; None if it is not known.
         time: the time at best; None without a cluster.
-        expected: what is expected of it; None without measured runs.
+        expected: what is expected of it; None without a count and without measured runs.
         chosen: sentences about values that were chosen where the user gave none.
     """
 
@@ -125,7 +126,9 @@ def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) 
         backend = choose_backend(config.spec.recipe, gpu, config.recipe.backend) if gpu else None
         return Plan(config, parallel_dims, step, room, fewest, backend, gpu, chosen=chosen)
     time = estimate(config, parallel_dims, cluster, step)
-    expected = expectation(cluster.measured, devices, step.memory.parameters, time.format)
+    measured = expectation(cluster.measured, devices, step.memory.parameters, time.format)
+    counted = counted_step(config, parallel_dims, cluster)
+    expected = counted_expectation(counted, time.seconds, measured)
     return Plan(config, parallel_dims, step, room, fewest, time.backend, gpu, time, expected, cluster, chosen)
 
 
@@ -244,4 +247,6 @@ def as_json(plan: Plan, tokens: int = 0, asked: Price | None = None) -> dict[str
             "runs": [run.model_dump() for run in e.runs],
             **cost_of(plan, budget, price, e.share),
         }
+        if e.counted is not None:
+            table["expect"]["counted"] = {"seconds": e.counted.seconds, "speeds": e.counted.words}
     return table

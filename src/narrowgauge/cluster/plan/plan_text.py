@@ -164,7 +164,7 @@ def _print_reasons(plan: Plan, time: Estimate, asked: Price | None, console: Con
     if plan.expected is None:
         _say(
             console,
-            "no column expect: the cluster's file has no measured run ([[measured]])",
+            "no column expect: nothing is counted, and the cluster's file has no measured run ([[measured]])",
         )
     else:
         _say(console, _sources(plan.expected, time))
@@ -175,7 +175,14 @@ def _print_reasons(plan: Plan, time: Estimate, asked: Price | None, console: Con
 
 
 def _sources(e: Expectation, time: Estimate) -> str:
-    """The runs that an expectation comes from, in words."""
+    """The count or the runs that an expectation comes from, in words."""
+    if (c := e.counted) is not None:
+        beside = f"; runs of others nearest to it reached {100 * e.least:.0f} to {100 * e.most:.0f} %"
+        return (
+            f"expect: {_figure(c.seconds)} s a step, {100 * e.share:.0f} % of the best, counted for this GPU "
+            f"({c.micro_batch.launches:,} launches and {c.micro_batch.bytes / 1e9:,.0f} GB a micro-batch; "
+            f"speeds: {c.words}){beside if e.runs else ''}; nothing of it was measured of this program"
+        )
     runs = ", ".join(f"{run.run} {100 * min(1.0, run.share):.0f} %" for run in e.runs)
     sources = "; ".join(dict.fromkeys(run.source for run in e.runs))
     least, most = time.seconds / e.most, time.seconds / e.least

@@ -42,6 +42,11 @@ class GradientState(QuantizedState):
         """Add float32 numbers, rounding the sum once; with random bits nothing small is lost on average."""
         add_all([self], [x], [stream])
 
+    def count_sum(self) -> None:
+        """Note that something was added."""
+        self.sums = 1 if self.is_empty else self.sums + 1
+        self.is_empty = False
+
     def read(self) -> torch.Tensor:
         """The gradient as new float32 numbers."""
         return super().read() if self.wide is None else self.wide.to(torch.float32, copy=True)
@@ -107,5 +112,4 @@ def add_all(
             g.write(x, stream, encode_scale=next(scales))
         else:
             g.write(x, stream, amax=next(amaxes) if g.shares_scale else None)
-        g.sums = 1 if g.is_empty else g.sums + 1
-        g.is_empty = False
+        g.count_sum()

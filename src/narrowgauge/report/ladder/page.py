@@ -11,6 +11,7 @@ from narrowgauge.report.ladder.predictions import Prediction, outcome
 from narrowgauge.report.ladder.results import DIVERGED, Row
 from narrowgauge.report.ladder.statistics import ArmResult, arm_results
 from narrowgauge.report.ladder.table import COLUMNS, cells, ends, markdown, percent
+from narrowgauge.report.page.plain_page import html_table, plain_page
 from narrowgauge.units import human_count
 
 Table = tuple[Sequence[str], list[list[str]]]  # head, lines
@@ -22,12 +23,6 @@ _PROBED = {
     "averaging_slope": ("averaging slope", ".2f"),
     "noise_ratio": ("gradient / noise", ".1f"),
 }
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em}"
-    "table{border-collapse:collapse;margin:1em 0}td,th{padding:.25em .7em;text-align:right;"
-    "border-bottom:1px solid #ddd}td:first-child,th:first-child,td:last-child,th:last-child{text-align:left}"
-    "svg{width:100%;height:auto}"
-)
 
 
 def main_table(results: Sequence[ArmResult]) -> Table:
@@ -168,19 +163,8 @@ def render_page(rows: Sequence[Row], parameters: int, probe: Mapping[str, Any] |
     body = [f"<h1>Ladder</h1><p>{escape(' '.join(facts(rows)))}</p>"]
     if results:
         body.append(ladder_svg(results, parameters, rows[0].arm))
-        body.append("<h2>At the highest rung</h2>" + _html(main_table(results)))
-        body.append("<h2>At every rung</h2>" + _html(rung_table(results)))
+        body.append("<h2>At the highest rung</h2>" + html_table(*main_table(results)))
+        body.append("<h2>At every rung</h2>" + html_table(*rung_table(results)))
     if probe is not None:
-        body.append("<h2>What the probe says</h2>" + _html(probe_table(probe, results)))
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
-    head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
-    head += f"<title>Ladder</title><style>{_STYLE}</style>"
-    text = "\n".join(body)
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{text}</body></html>\n'
-
-
-def _html(table: Table) -> str:
-    head, lines = table
-    rows = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
-    rows += ["".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines]
-    return "<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
+        body.append("<h2>What the probe says</h2>" + html_table(*probe_table(probe, results)))
+    return plain_page("Ladder", body)

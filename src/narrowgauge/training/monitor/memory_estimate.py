@@ -47,7 +47,7 @@ def estimate_step(config: Config, parallel_dims: ParallelDims = ALONE) -> StepEs
     if model.layers <= 4 * unit or model.layers % unit:
         return _heaviest(config, parallel_dims)
     further, parameters = (model.layers - 4 * unit) / (2 * unit), count_parameters(model)
-    few, more = (_with_layers(config, n * unit) for n in (2, 4))
+    few, more = (with_layers(config, n * unit) for n in (2, 4))
     steps = [  # extrapolated per process: with few layers another process may be the heaviest
         _extrapolate(_step(few, parallel_dims, rank), _step(more, parallel_dims, rank), further, parameters)
         for rank in _first_and_last_rank(parallel_dims)
@@ -69,7 +69,8 @@ def _first_and_last_rank(parallel_dims: ParallelDims) -> list[int]:
     )
 
 
-def _with_layers(config: Config, layers: int) -> Config:
+def with_layers(config: Config, layers: int) -> Config:
+    """The configuration with another number of blocks."""
     return config.model_copy(update={"model": config.model.model_copy(update={"layers": layers})})
 
 

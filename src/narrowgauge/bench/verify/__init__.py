@@ -1,0 +1,5 @@
+"""Does this machine compute what it should? Native products, kernels, layers and losses against the CPU's."""
+
+from narrowgauge.bench.verify.verify import Verdict, verify
+
+__all__ = ["Verdict", "verify"]

@@ -1,0 +1,135 @@
+"""A check: the same numbers in two ways, and whether they agree.
+
+same    bit for bit; any NaN is any other. For what a kernel rounds as its reference does
+near    |got - expected| <= n eps |expected| + 2^-12 max |expected|, with eps of the result's dtype. For
+        sums: two orders of a sum may round the result to neighbours (eps), n times where n results follow
+        from each other; a sum of 2^14 numbers of both signs loses in fp32 less than 2^-12 of the largest
+close   ||got - expected|| <= share ||expected||. For what is made of rounded numbers, where the last bit
+        of a sum may tip a code
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Tensors = Mapping[str, Tensor | None]
+
+AGREES, DIFFERS, NOT_HERE = "agrees", "differs", "not here"
+_OF_SUMS = 2.0**-12
+
+
+class Disagreement(Exception):
+    """Two ways to the same numbers gave others; the message is a clause."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that a machine has to compute right.
+
+    Attributes:
+        group: "products", "kernels", "layers" or "losses".
+        name: What is computed.
+        run: Computes it on a device, and says in a clause how near the two ways came.
+        do: What to do if they differ: a sentence.
+        lacks: What this machine lacks for it, as a clause; empty if it lacks nothing.
+    """
+
+    group: str
+    name: str
+    run: Callable[[torch.device], str]
+    do: str
+    lacks: str = ""
+
+    @property
+    def key(self) -> str:
+        """The name of the check among all."""
+        return f"{self.group}: {self.name}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of a check.
+
+    Attributes:
+        group: That of the check.
+        name: That of the check.
+        outcome: "agrees", "differs" or "not here".
+        found: How near the two ways came, what went wrong, or what the machine lacks: a clause.
+        do: What to do about it: a sentence; empty if nothing has to be done.
+        seconds: The time that it took.
+    """
+
+    group: str
+    name: str
+    outcome: str
+    found: str
+    do: str = ""
+    seconds: float = 0.0
+
+
+def same(got: Tensors, expected: Tensors) -> str:
+    """Require equal bits.
+
+    Raises:
+        Disagreement: an element differs.
+    """
+    for name, a, b in _pairs(got, expected):
+        is_same = a == b
+        if a.dtype.is_floating_point:
+            is_same = is_same & (a.signbit() == b.signbit()) | a.isnan() & b.isnan()
+        _require(is_same, name)
+    return "bit for bit"
+
+
+def near(got: Tensors, expected: Tensors, roundings: int = 1) -> str:
+    """Require what two orders of the same sums allow.
+
+    Raises:
+        Disagreement: an element is farther off.
+    """
+    worst = 0.0
+    for name, a, b in _pairs(got, expected):
+        eps = torch.finfo(a.dtype).eps
+        wide, exact = a.double(), b.double()
+        allowed = roundings * eps * exact.abs() + _OF_SUMS * exact.abs().max()
+        _require((wide - exact).abs() <= allowed, name)
+        worst = max(worst, float(((wide - exact).abs() / allowed.clamp_min(1e-300)).max()))
+    return f"within {worst:.0%} of what rounding allows"
+
+
+def close(got: Tensors, expected: Tensors, share: float) -> str:
+    """Require a small distance of whole tensors.
+
+    Raises:
+        Disagreement: a tensor is farther off than a share of its norm, or not finite.
+    """
+    worst = 0.0
+    for name, a, b in _pairs(got, expected):
+        off = float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-300))
+        if not off <= share:
+            raise Disagreement(f"{name} is off by {off:.2g} of its norm, and {share:g} is allowed")
+        worst = max(worst, off)
+    return f"off by {worst:.1g} of the norm, {share:g} is allowed"
+
+
+def _pairs(got: Tensors, expected: Tensors) -> list[tuple[str, Tensor, Tensor]]:
+    """(name, tensor, expected tensor) on the CPU."""
+    found = []
+    for name, b in expected.items():
+        a = got[name]
+        if (a is None) != (b is None):
+            raise Disagreement(f"{name} is missing in one of the two ways")
+        if a is None or b is None:
+            continue
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise Disagreement(f"{name} is {a.dtype} {list(a.shape)} and not {b.dtype} {list(b.shape)}")
+        found.append((name, a.detach().cpu(), b.detach().cpu()))
+    return found
+
+
+def _require(holds: Tensor, name: str) -> None:
+    wrong = int((~holds).sum())
+    if wrong:
+        raise Disagreement(f"{wrong:,} of {holds.numel():,} numbers of {name} are wrong")

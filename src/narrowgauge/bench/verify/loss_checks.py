@@ -1,0 +1,112 @@
+"""A short training under each kind of recipe: the losses of this device beside those of the CPU's plain path.
+
+The same small model learns the same few sequences by heart, with the whole step of a run: kernels, native
+products, narrow state, the update. Losses that fall alike show that nothing is lost on the way. They are not
+equal, since sums are made in another order, and what that changes grows from step to step: so there are few
+steps. Each step's loss may be off by the share `ALLOWED`; three steps with interpreted kernels were off by at
+most 0.0002. Where they differ, the same training is tried without kernels, then emulated: the advice names
+what agrees.
+"""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from narrowgauge.bench.verify.check import Check, Disagreement
+from narrowgauge.bench.worker import random_batches
+from narrowgauge.kernels.dispatch import plain_operations
+from narrowgauge.nn.self_test import verified_backend
+from narrowgauge.training import Config, make_config
+from narrowgauge.training.step.trainer import Trainer
+
+KINDS = (
+    *("fp32", "bf16", "fp16", "fp8", "fp8-delayed", "fp8-row", "fp8-block", "mxfp8", "mxfp6-e2m3", "mxfp4"),
+    *("nvfp4", "fp4", "quartet", "msamp-o1", "msamp-o2", "msamp-o3", "bf16-sr", "coat", "eco"),
+)
+INTERPRETED = ("bf16", "fp8", "nvfp4", "msamp-o2")
+ALLOWED = 0.01
+UNKNOWN = "no way to compute this recipe agrees here: use another one, and please report it with this file"
+
+
+def loss_checks(device: torch.device, lacks: str) -> list[Check]:
+    """The checks of short trainings; `lacks` says why this machine has nothing to show."""
+    names = INTERPRETED if device.type == "cpu" else KINDS
+    return [Check("losses", name, partial(_losses_agree, name), UNKNOWN, lacks) for name in names]
+
+
+def _losses_agree(name: str, device: torch.device) -> str:
+    is_small = device.type == "cpu"
+    config = _config(name, "auto", is_small)
+    with plain_operations():
+        expected = trained(_config(name, "emulated", is_small), torch.device("cpu"))
+    found = trained(config, device)
+    backend = verified_backend(config.spec.recipe, device).name
+    if (off := _distance(found, expected)) <= ALLOWED:
+        return (
+            f"{backend}: {len(found)} steps from {found[0]:.3f} to {found[-1]:.3f}, off by at most "
+            f"{off:.1g} of the loss, {ALLOWED:g} is allowed"
+        )
+    remedy = _remedy(name, device, expected)
+    raise Disagreement(f"{backend}: the loss is off by {off:.2g}, {ALLOWED:g} is allowed; {remedy}")
+
+
+def _remedy(name: str, device: torch.device, expected: Sequence[float]) -> str:
+    """Which way to compute the same recipe on the device agrees, as a clause."""
+    is_small = device.type == "cpu"
+    ways = {
+        "--backend emulated": ("emulated", False),
+        "NARROWGAUGE_KERNELS=0": ("auto", True),
+        "NARROWGAUGE_KERNELS=0 with --backend emulated": ("emulated", True),
+    }
+    for words, (backend, is_plain) in ways.items():
+        with plain_operations() if is_plain else nullcontext():
+            try:
+                found = trained(_config(name, backend, is_small), device)
+            except RuntimeError:
+                continue
+        if _distance(found, expected) <= ALLOWED:
+            return f"under {words} it agrees, so train with that"
+    return "it agrees neither without kernels nor emulated"
+
+
+def trained(config: Config, device: torch.device) -> list[float]:
+    """The losses of some steps on the same sequences."""
+    trainer, batches = Trainer.begin(config, device), random_batches(config, device)
+    return [trainer.train_step(iter(batches))[0] for _ in range(config.training.steps)]
+
+
+def _distance(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest difference of two losses of a step, as a share of the loss; NaN if one is not finite."""
+    return max(
+        (abs(a - b) / b if abs(a - b) < float("inf") else float("inf"))
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def _config(name: str, backend: str, is_small: bool) -> Config:
+    sizes: dict[str, Any] = {
+        "dim": 256,
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 2,
+        "ffn_dim": 768,
+        "vocab_size": 1024,
+    }
+    steps, length, batch, micro = 4, 128, 4, 2
+    if is_small:
+        sizes = {"dim": 64, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 128, "vocab_size": 256}
+        steps, length, batch, micro = 3, 8, 2, 1
+    training = {"steps": steps, "batch_size": batch, "micro_batch_size": micro, "seed": 1, "device": "cpu"}
+    return make_config(
+        {
+            "model": {"name": "debug"} | sizes,
+            "data": {"sequence_length": length},
+            "training": training,
+            "optimizer": {"lr": 1e-3},
+            "schedule": {"warmup_steps": 2},
+            "recipe": {"name": name, "backend": backend},
+        }
+    )

@@ -1,0 +1,180 @@
+"""The operations that have kernels, each computed once on a device at a shape, forward and backward.
+
+Numbers are drawn on the CPU from a fixed seed, so every device computes with the same. Whether kernels run is
+decided where it always is (`kernels.dispatch.use_kernels`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from narrowgauge.formats import random_stream, stream_key
+from narrowgauge.kernels import adamw as narrow_adamw
+from narrowgauge.kernels import emulate, quantize
+from narrowgauge.kernels.activation import gelu, swiglu
+from narrowgauge.kernels.attention import attend
+from narrowgauge.kernels.cross_entropy import cross_entropy
+from narrowgauge.kernels.gradient_sum import add_gradient
+from narrowgauge.kernels.head_loss import head_loss
+from narrowgauge.kernels.norm import add_norm
+from narrowgauge.kernels.rotary import rotary
+from narrowgauge.quantization import Cast, GradientState, QuantContext, QuantizedState, make_cast
+from narrowgauge.recipes import Recipe
+
+Shape = tuple[int, ...]
+Found = dict[str, Tensor | None]
+_EPS = 1e-5
+_OPTIONS = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def drawn(
+    shape: Sequence[int], seed: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    """Normal numbers."""
+    x = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
+    return x.to(dtype).to(device)
+
+
+def _passes(forward: Callable[..., Tensor], names: str, *inputs: Tensor) -> Found:
+    """The result of a forward pass, and the gradients of its inputs by a drawn gradient of the result."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    y = forward(*leaves)
+    dy = torch.ones_like(y) if y.ndim == 0 else drawn(y.shape, 9, y.device, y.dtype)
+    gradients = torch.autograd.grad(y, leaves, dy)
+    found: Found = {"the result": y.detach()}
+    return found | {f"the gradient of {name}": g for name, g in zip(names.split(), gradients, strict=True)}
+
+
+def matrix_cast(cast: Cast, axis: int, device: torch.device, shape: Shape) -> Found:
+    """Codes, scales and emulated numbers of a matrix, whose columns have many sizes."""
+    if cast.hadamard:  # of whole numbers, whose sums are exact in any order
+        x = (2 * drawn(shape, 0, device, torch.float32)).round().clamp(-8, 8).bfloat16()
+    else:
+        x = drawn(shape, 0, device) * torch.exp2(torch.arange(shape[1], device=device) % 23 - 11).bfloat16()
+    random = random_stream(1, 2, 3, device) if cast.rounding == "stochastic" else None
+    context = QuantContext(random)
+    q, _ = quantize(x, cast, axis, context)
+    numbers, factor = emulate(x, cast, axis, torch.bfloat16, context)
+    parts = {"codes": q.codes, "scales": q.scales, "scale codes": q.scale_codes}
+    return {**parts, "the tensor's scale": q.tensor_scale, "numbers": numbers, "their factor": factor}
+
+
+def clamped_cast(device: torch.device, shape: Shape) -> Found:
+    """Emulated numbers of a matrix that is clamped to its quantiles, which a kernel finds."""
+    cast = make_cast({"cast": "fp4-row", "outliers": 0.99})
+    numbers, factor = emulate(drawn(shape, 0, device), cast, -1, torch.bfloat16)
+    return {"numbers": numbers, "their factor": factor}
+
+
+def norms(kind: Literal["rms", "layer"], device: torch.device, shape: Shape) -> Found:
+    """A sum and its norm."""
+    x, delta = drawn(shape, 0, device, torch.float32), drawn(shape, 1, device)
+    weight_D, bias_D = (
+        drawn(shape[-1:], 2, device, torch.float32),
+        drawn(shape[-1:], 3, device, torch.float32),
+    )
+
+    def forward(x: Tensor, delta: Tensor, weight_D: Tensor, *bias_D: Tensor) -> Tensor:
+        return add_norm(x, delta, weight_D, bias_D[0] if bias_D else None, _EPS, kind, torch.bfloat16)[1]
+
+    biases = [bias_D] if kind == "layer" else []
+    return _passes(forward, "x delta weight" + " bias" * len(biases), x, delta, weight_D, *biases)
+
+
+def swiglu_passes(device: torch.device, shape: Shape) -> Found:
+    """SwiGLU."""
+    return _passes(swiglu, "x", drawn(shape, 0, device))
+
+
+def gelu_passes(device: torch.device, shape: Shape) -> Found:
+    """GELU."""
+    return _passes(gelu, "x", drawn(shape, 0, device))
+
+
+def rotary_passes(device: torch.device, shape: Shape) -> Found:
+    """Heads turned by their positions."""
+    T, H = shape[2:]
+    angle = torch.arange(T).unsqueeze(1) * 1e4 ** -(torch.arange(H // 2) * (2 / H))
+    table = torch.stack([angle.cos(), angle.sin()]).float().to(device)
+    x = drawn(shape, 0, device)
+    wide = _passes(lambda x: rotary(x, table), "x", x.float())  # plain torch rounds bf16 gradients twice more
+    return {"the result in bf16": rotary(x, table)} | wide
+
+
+def losses(chunked: bool, device: torch.device, shape: Shape) -> Found:
+    """The loss of T tokens from heads of D columns over a vocabulary of V, shape [T, D, V]."""
+    T, D, V = shape
+    y_T = torch.randint(V, (T,), generator=torch.Generator().manual_seed(4)).to(device)
+    if not chunked:
+        return _passes(lambda logits: cross_entropy(logits, y_T), "logits", 3 * drawn((T, V), 0, device))
+    h_TD, w_VD = drawn((T, D), 0, device), drawn((V, D), 1, device) / D**0.5
+    return _passes(lambda h, w: head_loss(h, w, y_T), "h weight", h_TD, w_VD)
+
+
+def attention(device: torch.device, shape: Shape) -> Found:
+    """Causal attention, as a model asks torch for it."""
+    return _passes(attend, "q k v", *(drawn(shape, seed, device) for seed in range(3)))
+
+
+def attention_in_fp32(device: torch.device, shape: Shape) -> Found:
+    """The same numbers, every product of them in fp32."""
+
+    def forward(*q_k_v: Tensor) -> Tensor:
+        q_BNTH, k_BNTH, v_BNTH = (x.float() for x in q_k_v)
+        scores_BNTT = q_BNTH @ k_BNTH.mT / shape[-1] ** 0.5
+        later_TT = torch.ones(scores_BNTT.shape[-2:], dtype=torch.bool, device=device).triu(1)
+        return (scores_BNTT.masked_fill(later_TT, -torch.inf).softmax(-1) @ v_BNTH).to(torch.bfloat16)
+
+    return _passes(forward, "q k v", *(drawn(shape, seed, device) for seed in range(3)))
+
+
+def adamw_update(recipe: Recipe, device: torch.device, shape: Shape) -> Found:
+    """Two updates of a parameter's narrow state; without kernels by the reference, then written."""
+    casts = recipe.state
+    drawn_w, drawn_g, drawn_m, drawn_v = (drawn(shape, seed, device, torch.float32) for seed in range(4))
+    master = casts.get("master")
+    w = _stored(0.02 * drawn_w, master or casts["weight"], device)
+    weight = _stored(0.02 * drawn_w, casts["weight"], device) if master else None
+    g, m = _stored(drawn_g, casts["grad"], device), _stored(drawn_m, casts["m"], device)
+    v = _stored(drawn_v.square(), casts["v"], device)
+    for step in (3, 4):
+        factors = narrow_adamw.Factors.of(_OPTIONS, step)
+        if narrow_adamw.takes(w, g, m, v, weight):
+            keys = {place: stream_key(7, step, i) for i, place in enumerate(("w", "m", "v", "weight"))}
+            narrow_adamw.adamw(w, g, m, v, weight, factors, keys)
+            continue
+        new = narrow_adamw.reference(w.read(), g.read(), m.read(), v.read(), factors)
+        for i, (state, x) in enumerate(zip((w, m, v, weight), (*new, new[0]), strict=True)):
+            if state is not None:
+                _write(state, x, step, i)
+    states = {"the weight": w, "m": m, "v": v, "the weight beside its master": weight}
+    return {
+        f"{place}'s {name}": t
+        for place, state in states.items()
+        if state is not None
+        for name, t in state.tensors.items()
+    }
+
+
+def gradient_sums(recipe: Recipe, device: torch.device, shape: Shape) -> Found:
+    """The gradients of two micro-batches, added to narrow state."""
+    cast = recipe.state["grad"]
+    assert cast is not None
+    state = GradientState(torch.Size(shape), cast, device)
+    for micro in range(2):
+        add_gradient(state, drawn(shape, micro, device), random_stream(7, 1, micro, device))
+    return dict(state.tensors)
+
+
+def _stored(x: Tensor, cast: Cast | None, device: torch.device) -> QuantizedState:
+    assert cast is not None
+    state = QuantizedState(x.shape, cast, device)
+    _write(state, x, 0, 9)
+    return state
+
+
+def _write(state: QuantizedState, x: Tensor, step: int, tensor: int) -> None:
+    is_random = state.cast.rounding == "stochastic"
+    state.write(x.clone(), random_stream(7, step, tensor, x.device) if is_random else None)

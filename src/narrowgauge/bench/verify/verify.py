@@ -1,0 +1,137 @@
+"""`bench --verify`: does this machine compute what it should? Products, kernels, layers and losses.
+
+    products    each scaled product that the device has, against the same numbers in float64
+    kernels     each kernel against its reference in plain torch, forward and backward
+    layers      a linear layer under each recipe against the CPU's plain path
+    losses      a short training under each kind of recipe against the CPU's plain path
+
+On a GPU all of it runs there. On a CPU kernels run in Triton's interpreter on small tensors: that proves
+their numbers, not what a GPU's compiler makes of them. What a machine cannot show is said.
+"""
+
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from narrowgauge.bench.verify.check import AGREES, DIFFERS, NOT_HERE, Check, Finding
+from narrowgauge.bench.verify.kernel_checks import kernel_checks
+from narrowgauge.bench.verify.layer_checks import layer_checks, product_checks
+from narrowgauge.bench.verify.loss_checks import loss_checks
+from narrowgauge.bench.verify.worker import interpreted, run_all
+from narrowgauge.kernels.dispatch import has_kernels
+from narrowgauge.recipes import device_facts
+from narrowgauge.training.monitor.hardware import device_name
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of all checks on a device.
+
+    Attributes:
+        device: The name of the device.
+        facts: The facts that decide which code runs there.
+        versions: The versions of what computes, by name.
+        findings: One for each check.
+    """
+
+    device: str
+    facts: str
+    versions: Mapping[str, str]
+    findings: Sequence[Finding]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing differs."""
+        return not any(f.outcome == DIFFERS for f in self.findings)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of findings by outcome."""
+        found = Counter(f.outcome for f in self.findings)
+        return {outcome: found[outcome] for outcome in (AGREES, DIFFERS, NOT_HERE)}
+
+    def sentence(self) -> str:
+        """The verdict in a line."""
+        agrees, differs, not_here = self.counts.values()
+        words = f"{agrees} of {agrees + differs} checks agree on {self.device}"
+        return words + (f"; {not_here} need{'s' * (not_here == 1)} another device" if not_here else "")
+
+    def as_json(self) -> dict[str, Any]:
+        """The verdict as JSON values."""
+        about = {"device": self.device, "facts": self.facts, "versions": dict(self.versions)}
+        return about | {"counts": self.counts, "checks": [asdict(f) for f in self.findings]}
+
+
+def all_checks(device: torch.device) -> list[Check]:
+    """Every check, in the order in which they run."""
+    with interpreted(device):
+        lacks = "" if has_kernels(device) else _LACKS[device.type == "cpu"]
+    is_told = lacks if device.type == "cpu" else ""  # plain torch on a CPU is what is compared with
+    return [
+        *product_checks(device),
+        *kernel_checks(device, lacks),
+        *layer_checks(is_told),
+        *loss_checks(device, is_told),
+    ]
+
+
+_LACKS = {
+    True: "on a CPU it takes a C compiler and Triton, whose interpreter runs kernels (pip install triton)",
+    False: "it takes Triton, a C compiler and a GPU that Triton compiles for; plain operations run here",
+}
+
+
+def verify(device: torch.device, console: Console) -> Verdict:
+    """Run every check on a device, and print what differs and what is not here.
+
+    Args:
+        device: a GPU, or the CPU.
+        console: where findings are printed, while they come.
+    """
+    total, counted = len(all_checks(device)), Counter[str]()
+    with console.status("") as status:
+
+        def say(what: Check | Finding) -> None:
+            if isinstance(what, Check):
+                counted["begun"] += 1
+                status.update(f"check {counted['begun']} of {total}, {what.group}: {what.name}")
+            elif what.outcome == DIFFERS:
+                _print(what, console)
+
+        findings = run_all(all_checks, device, say)
+    verdict = Verdict(device_name(device), str(device_facts(device)), _versions(), findings)
+    _print_summary(verdict, console)
+    return verdict
+
+
+def _print(finding: Finding, console: Console) -> None:
+    words = f"differs: {finding.group}, {finding.name}: {finding.found}\n  what to do: {finding.do}"
+    console.print(words, highlight=False, markup=False, soft_wrap=True)
+
+
+def _print_summary(verdict: Verdict, console: Console) -> None:
+    groups = dict.fromkeys(f.group for f in verdict.findings)
+    for group in groups:
+        own = [f for f in verdict.findings if f.group == group]
+        agree, asked = (sum(f.outcome in words for f in own) for words in ((AGREES,), (AGREES, DIFFERS)))
+        console.print(f"{group}: {agree} of {asked} agree", highlight=False)
+        for words in dict.fromkeys(f.found for f in own if f.outcome == NOT_HERE):
+            names = ", ".join(f.name for f in own if f.outcome == NOT_HERE and f.found == words)
+            console.print(f"  not here: {names} ({words})", highlight=False, markup=False, soft_wrap=True)
+    console.print(verdict.sentence(), style="bold", highlight=False, markup=False, soft_wrap=True)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    if torch.version.cuda or torch.version.hip:
+        found["cuda" if torch.version.cuda else "rocm"] = str(torch.version.cuda or torch.version.hip)
+    with suppress(PackageNotFoundError):
+        found["triton"] = version("triton")
+    return found

@@ -1,0 +1,140 @@
+"""A gradient in codes of a byte, plus the gradient of a micro-batch: read, added, rounded with random bits.
+
+    largest_sum    the largest magnitude of the sum, and a copy of the old scale; writes nothing else
+    add_sum        the same sum again, each element rounded once; the new scale; how many elements overflow
+    note_overflow  the largest share of elements that overflowed in this step
+
+A scale is known only after the last element, and reading 3 bytes twice is less than writing 4 and reading
+them. A program of the first takes four tiles, so that there is one atomic operation for 8192 elements.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from narrowgauge.kernels.triton.arithmetic import magnitude, wide
+from narrowgauge.kernels.triton.launch import launch
+from narrowgauge.kernels.triton.quantized_state import (
+    EMIN,
+    MAX,
+    POWER_OF_TWO,
+    RANDOM_BITS,
+    ROUNDING,
+    M,
+    cast_constants,
+    copy_scale,
+    read,
+)
+from narrowgauge.kernels.triton.rounding import code_of, to_grid, uniform
+from narrowgauge.kernels.triton.scales import FLOAT_MAX, INFINITE, fp32_scale
+from narrowgauge.quantization import Cast
+
+BLOCK, TILES = 2048, 4
+LAUNCH: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
+
+
+@triton.jit
+def _sum(g, scale, dw, at, inside, IS_EMPTY: tl.constexpr, G: tl.constexpr):
+    x = wide(tl.load(dw + at, inside, 0))
+    if not IS_EMPTY:
+        x = read(g, scale, at, inside, G) + x
+    return x
+
+
+@triton.jit
+def largest_sum(
+    g, scale, dw, found, n, IS_EMPTY: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr
+):  # fmt: skip
+    """The bits of the largest magnitude, into the int32 zero `found`; the old scale to `found + 1`."""
+    largest = tl.zeros([BLOCK], tl.int32)
+    for i in range(TILES):
+        at = (tl.program_id(0).to(tl.int64) * TILES + i) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < n
+        x = _sum(g, scale, dw, at, inside, IS_EMPTY, G)
+        largest = tl.maximum(largest, tl.where(inside, magnitude(x), 0))
+    tl.atomic_max(found, tl.max(largest, 0))
+    if tl.program_id(0) == 0:
+        copy_scale(found + 1, scale, G)
+
+
+@triton.jit
+def add_sum(
+    g, old_scale, scale, dw, found, mu, key, offset, n,
+    IS_EMPTY: tl.constexpr, PRESCALES: tl.constexpr, G: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One tile of the gradient, in place; the number of elements that overflow is added to `found + 2`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    x = _sum(g, old_scale, dw, at, inside, IS_EMPTY, G)
+    bits = tl.load(found)
+    finite = bits < INFINITE
+    amax = tl.where(finite, bits, 0).to(tl.float32, bitcast=True)
+    encode, decode = fp32_scale(amax, G[MAX], G[POWER_OF_TWO])
+    if PRESCALES:
+        power = (tl.load(mu).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        encode = tl.minimum(encode * power, FLOAT_MAX)
+        decode = tl.math.div_rn(1.0, encode)
+        beyond = (tl.abs(x) * encode > G[MAX]) & inside
+        tl.atomic_add(found + 2, tl.sum(beyond.to(tl.int32), 0))
+    if tl.program_id(0) == 0:
+        tl.store(scale, tl.where(finite, decode, float("nan")))
+    x = tl.where(finite, x, 0.0) * encode
+    random = 0.0
+    if G[ROUNDING] == "stochastic":
+        random = uniform(key, tl.load(offset) + at)
+    rounding: tl.constexpr = G[ROUNDING]  # Triton 3.6 passes on no bare string
+    k, e, sign = to_grid(x, random, G[MAX], G[EMIN], G[M], rounding, G[RANDOM_BITS])
+    tl.store(g + at, code_of(k, e, sign, G[EMIN], G[M], 8, False, True), inside)
+
+
+@triton.jit(do_not_specialize=["n"])
+def note_overflow(found, overflowed, n):
+    """The larger of `overflowed` and the share of `n` elements, in place."""
+    count = tl.load(found + 2).to(tl.float32)
+    share = tl.math.div_rn(count, n.to(tl.float32))
+    tl.store(overflowed, tl.maximum(tl.load(overflowed), share))
+
+
+def launch_sum(
+    codes: Tensor,
+    scale: Tensor,
+    cast: Cast,
+    dw: Tensor,
+    is_empty: bool,
+    stream: tuple[Tensor, Tensor] | None,
+    prescale: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Add a tensor to a gradient, in place.
+
+    Args:
+        codes: uint8, the gradient's codes.
+        scale: fp32, its scale.
+        cast: Its cast; it rounds with random bits only if it is stochastic.
+        dw: What is added, contiguous, in any float dtype up to fp32.
+        is_empty: Whether there is nothing yet to add to.
+        stream: The key words and the offset (int64, 0-dim) of the random bits.
+        prescale: The pre-scaling factor and the share of elements that overflowed, fp32.
+    """
+    n, G = codes.numel(), cast_constants(cast)
+    found = torch.zeros(4, dtype=torch.int32, device=codes.device)
+    casts: dict[str, Any] = {"IS_EMPTY": is_empty, "G": G, "BLOCK": BLOCK}
+    launch(
+        largest_sum, (triton.cdiv(n, BLOCK * TILES),), codes, scale, dw, found, n,
+        writes="found", **casts, TILES=TILES, **LAUNCH,
+    )  # fmt: skip
+    old_scale = found.view(torch.float32)[1:2]
+    key, offset = (found, found) if stream is None else stream
+    mu = old_scale if prescale is None else prescale[0]
+    launch(
+        add_sum, (triton.cdiv(n, BLOCK),), codes, old_scale, scale, dw, found, mu, key, offset, n,
+        writes="scale" + " g" * is_empty, updates="found" + " g" * (not is_empty),
+        **casts, PRESCALES=prescale is not None, **LAUNCH,
+    )  # fmt: skip
+    if prescale is not None:
+        launch(
+            note_overflow, (1,), found, prescale[1], n,
+            updates="overflowed", num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip

@@ -1,0 +1,27 @@
+"""A page of tables alone, in one HTML file: no script, nothing from a network; every text is escaped."""
+
+from collections.abc import Sequence
+from html import escape
+
+_STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em}"
+    "table{border-collapse:collapse;margin:1em 0}td,th{padding:.25em .7em;text-align:right;"
+    "border-bottom:1px solid #ddd}td:first-child,th:first-child,td:last-child,th:last-child{text-align:left}"
+    "svg{width:100%;height:auto}"
+)
+
+
+def plain_page(title: str, parts: Sequence[str]) -> str:
+    """The page as a string; `title` is text, the parts are HTML."""
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    head = f'<meta charset="utf-8"><meta http-equiv="Content-Security-Policy" content="{policy}">'
+    head += f"<title>{escape(title)}</title><style>{_STYLE}</style>"
+    text = "\n".join(parts)
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{text}</body></html>\n'
+
+
+def html_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table of texts."""
+    rows = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
+    rows += ["".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines]
+    return "<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"

@@ -1,0 +1,92 @@
+"""A gradient that is added to by the kernel has the codes, the scale and the factor of the reference."""
+
+import math
+
+import pytest
+import torch
+
+from narrowgauge.formats import RandomStream, stream_key
+from narrowgauge.kernels.gradient_sum import add_gradient
+from narrowgauge.quantization import GradientState, make_cast
+
+RANDOM = {"power_of_two": True, "rounding": "stochastic"}
+WAYS = {
+    "msamp": {"cast": "e4m3", "prescale": True} | RANDOM,
+    "without a factor": {"cast": "e4m3"} | RANDOM,
+    "e5m2 to nearest": {"cast": "e5m2", "prescale": True},
+}
+
+
+def stream(step, device, offset):
+    return RandomStream(torch.tensor(stream_key(7, step, 3), dtype=torch.int32, device=device), offset)
+
+
+def bits(state):
+    factors = {} if state.prescale is None else state.prescale.tensors
+    views = {1: torch.uint8, 4: torch.int32}
+    return {n: t.clone().view(views[t.element_size()]) for n, t in (state.tensors | factors).items()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_kernel_is_its_reference(way, dtype, device):
+    """Two steps of three micro-batches: an empty gradient, sums, and the next step's factor.
+
+    The shape fills two programs of the first launch and five of the second, none of them to the end.
+    """
+    cast, shape = make_cast(WAYS[way]), (71, 137)
+    ours, plain = (GradientState(torch.Size(shape), cast, device) for _ in range(2))
+    g = torch.Generator().manual_seed(0)
+    for step in (1, 2):
+        for micro in range(3):
+            dw = torch.randn(shape, generator=g) * 10.0**-micro
+            dw[:, ::9] *= 2.0**-14
+            dw = dw.to(dtype).to(device)
+            dw = dw if micro != 1 else dw.T.contiguous().T  # as that of a transposed layer
+            offset = 5000 * micro if micro != 2 else torch.tensor(2**32 - 3000, device=device)
+            random = stream(step, device, offset) if cast.is_random else None
+            add_gradient(ours, dw, random)
+            plain.add(dw.float(), random)
+            for name, found in bits(ours).items():
+                assert torch.equal(found, bits(plain)[name]), (step, micro, name)
+            assert (ours.sums, ours.is_empty) == (plain.sums, plain.is_empty)
+        if cast.prescale:  # a factor that makes elements overflow, so that the next step's is another
+            for state in (ours, plain):
+                state.prescale.tensors["mu"].fill_(2.5)
+        for state in (ours, plain):
+            state.is_empty = True
+    if cast.prescale:
+        ours.prescale.end_step()
+        assert ours.prescale.tensors["mu"] == 1.25, "too much overflowed"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_so(bad, device):
+    ours, plain = (GradientState(torch.Size((5, 16)), make_cast(WAYS["msamp"]), device) for _ in range(2))
+    for value in (1.0, bad, 1.0):
+        dw = torch.ones(5, 16, device=device)
+        dw[2, 3] = value
+        add_gradient(ours, dw, stream(1, device, 0))
+        plain.add(dw, stream(1, device, 0))
+    assert ours.read().isnan().all()
+    assert plain.read().isnan().all()
+    for name, t in ours.prescale.tensors.items():
+        assert torch.equal(t, plain.prescale.tensors[name]), name
+
+
+def test_zeros_stay_zeros(device):
+    ours = GradientState(torch.Size((3, 4)), make_cast(WAYS["msamp"]), device)
+    for _ in range(2):
+        add_gradient(ours, torch.zeros(3, 4, device=device), stream(1, device, 0))
+    assert not ours.read().any()
+    assert ours.sums == 2
+
+
+def test_what_it_does_not_take_goes_to_the_reference(device):
+    wide, blocks, bf16 = (
+        GradientState(torch.Size((4, 32)), make_cast(cast), device) for cast in ("e4m3", "mxfp8", "bf16")
+    )
+    wide.replace(torch.ones(4, 32, device=device))
+    for state, expected in ((wide, 2.0), (blocks, 1.0), (bf16, 1.0)):
+        add_gradient(state, torch.ones(4, 32, device=device, dtype=torch.bfloat16), None)
+        assert (state.read() == expected).all()
