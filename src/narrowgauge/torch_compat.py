@@ -144,9 +144,10 @@ def is_in_place(func: Any) -> bool:
     return func._schema.is_mutable
 
 
-def has_hooks(module: torch.nn.Module) -> bool:
-    """Whether a hook sees the output of a module's forward pass. Modules do not list hooks publicly."""
-    return bool(module._forward_hooks or module._backward_hooks)
+def has_hooks(of: torch.nn.Module | torch.Tensor) -> bool:
+    """Whether a hook sees the output of a module, or the gradient of a leaf: neither lists hooks publicly."""
+    others = getattr(of, "_forward_hooks", None) or getattr(of, "_post_accumulate_grad_hooks", None)
+    return bool(of._backward_hooks or others)
 
 
 def group_of_collective(args: Iterable[Any]) -> dist.ProcessGroup:

@@ -120,7 +120,7 @@ def test_the_residual_stream_stays_fp32():
     model = tiny("debug", torch.bfloat16).to(torch.bfloat16)
     seen = []
     for block in model.blocks:
-        block.register_forward_hook(lambda _, inputs, output: seen.extend([inputs[0].dtype, output.dtype]))
+        block.register_forward_hook(lambda _, x, output: seen.extend([x[0].dtype, output[0].dtype]))
     model(tokens(1, 8))
     assert seen == [torch.float32] * 4
 

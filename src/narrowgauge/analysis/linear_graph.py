@@ -15,6 +15,7 @@ from torch import nn
 from narrowgauge.analysis.update import UpdateRule
 from narrowgauge.data import Batch
 from narrowgauge.errors import UserError
+from narrowgauge.kernels.residual import total
 from narrowgauge.models import IGNORED, Transformer
 from narrowgauge.nn import Linear
 from narrowgauge.quantization import Cast, emulate
@@ -164,19 +165,27 @@ class LinearGraph:
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """Record the stream and the tensors of each layer during a forward pass."""
+        """Record the stream and the tensors of each layer during a forward pass.
+
+        The stream is added up at each point, so that all of it is in one tensor there.
+        """
         handles = []
 
-        def point(_: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor | None = None) -> None:
-            self.stream.append(inputs[0] if output is None else output)
+        def before(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            self.stream.append(total(*inputs[:2]))
+            return self.stream[-1], None, *inputs[2:]
+
+        def after(_: nn.Module, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> tuple[Any, ...]:
+            self.stream.append(total(*output))
+            return self.stream[-1], None
 
         def layer(name: str, module: nn.Module, inputs: tuple[Any, ...], y: torch.Tensor) -> None:
             assert isinstance(module, Linear)
             self.layers[name] = LayerTensors(module, len(self.stream) - 1, inputs[0], y)
 
         blocks = list(self.model.blocks)
-        handles += [block.register_forward_pre_hook(point) for block in blocks]
-        handles.append(blocks[-1].register_forward_hook(point))
+        handles += [block.register_forward_pre_hook(before) for block in blocks]
+        handles.append(blocks[-1].register_forward_hook(after))
         for name, module in self.model.named_modules():
             if isinstance(module, Linear):
                 handles.append(module.register_forward_hook(partial(layer, name)))

@@ -15,6 +15,7 @@ from torch import nn
 
 from narrowgauge.data import Batch
 from narrowgauge.distributed.mesh import Mesh
+from narrowgauge.kernels.residual import total
 from narrowgauge.models import Transformer, objective_of
 
 
@@ -117,17 +118,18 @@ class Stage(nn.Module):
         if self.is_first:
             x = model.embed(batch.x_BT, batch.position_BT)
         blocks = [partial(self._run_block, i, block) for block in self.blocks]
-        x = model.through_blocks(x, 0, batch.x_BT.shape[1], batch.position_BT, blocks=blocks)
+        stream = model.through_blocks(x, 0, batch.x_BT.shape[1], batch.position_BT, blocks=blocks)
         if not self.is_last:
-            return x
+            return total(*stream)
         targets = batch.targets if batch.ignores else None
-        loss = model.loss_after(model.norm(x), batch.y_BT, targets) * micro_batch.weight
+        loss = model.loss_after(model.norm(*stream), batch.y_BT, targets) * micro_batch.weight
         self.stage_input.total += loss.detach()
         return torch.stack([self.stage_input.scale(objective_of(loss))])
 
     def _run_block(
         self, i: int, block: nn.Module, *inputs: torch.Tensor | None, **options: Any
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run one block for one micro-batch; a recomputation comes after later micro-batches have begun."""
         self.stage_input.enter(i)
-        return block(*inputs, **options)
+        pair: tuple[torch.Tensor, torch.Tensor | None] = block(*inputs, **options)
+        return pair

@@ -78,6 +78,7 @@ class _Activation(torch.autograd.Function):
         }[name]
         y, amax = launch(x.contiguous())
         ctx.mark_non_differentiable(amax)
+        ctx.set_materialize_grads(False)  # else torch makes zeros for the amax
         return y, amax
 
     @staticmethod

@@ -56,6 +56,15 @@ def emulate(
     return emulate_in_torch(x, cast, axis, dtype, _with_limits(x, cast, context))
 
 
+def random_signs(key: torch.Tensor, size: int) -> torch.Tensor:
+    """The signs of a Hadamard transform of `size`, +1 or -1, from the key of a stream (int32, two words)."""
+    if use_kernels(key):
+        from narrowgauge.kernels.triton.signs import launch_signs
+
+        return launch_signs(key, size)
+    return 1 - 2 * (RandomStream(key).bits((size,)) & 1)
+
+
 def _with_limits(x: torch.Tensor, cast: Cast, context: QuantContext) -> QuantContext:
     """The context with the quantiles of `x` that its outliers are clamped to, where the kernel finds them.
 

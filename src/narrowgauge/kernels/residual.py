@@ -5,11 +5,17 @@
 It is fp32 here, because it is a sum over all layers, and a narrow sum would lose exactly the small late
 terms. `Residual` is the module in which a model adds to it; another one that keeps the sum in other numbers
 may stand in its place. Where nothing else is asked for, the sum before a norm is part of the norm's own pass
-(`norm.add_norm`), and the module is not called.
+(`norm.add_norm`), and the module is not called: what is added travels beside the stream, until a norm or
+`total` adds it.
 """
 
 import torch
 from torch import Tensor, nn
+
+
+def total(x: Tensor, delta: Tensor | None) -> Tensor:
+    """The stream, with what travels beside it added."""
+    return x if delta is None else x + delta
 
 
 class Residual(nn.Module):
@@ -25,4 +31,4 @@ class Residual(nn.Module):
 
     def forward(self, x_BTD: Tensor, delta_BTD: Tensor | None = None) -> Tensor:
         """The stream after this point: `x_BTD`, or the sum of both."""
-        return x_BTD if delta_BTD is None else x_BTD + delta_BTD
+        return total(x_BTD, delta_BTD)

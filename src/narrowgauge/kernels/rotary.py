@@ -58,7 +58,7 @@ class _Rotary(torch.autograd.Function):
         from narrowgauge.kernels.triton.rotary import launch_rotary
 
         ctx.save_for_backward(table)
-        return launch_rotary(_in_rows(x_BNTH), _in_rows(table), is_back=False)
+        return launch_rotary(in_rows(x_BNTH), in_rows(table), is_back=False)
 
     @staticmethod
     @once_differentiable
@@ -66,9 +66,9 @@ class _Rotary(torch.autograd.Function):
         from narrowgauge.kernels.triton.rotary import launch_rotary
 
         (table,) = ctx.saved_tensors
-        return launch_rotary(_in_rows(grad_BNTH), _in_rows(table), is_back=True), None
+        return launch_rotary(in_rows(grad_BNTH), in_rows(table), is_back=True), None
 
 
-def _in_rows(x: Tensor) -> Tensor:
+def in_rows(x: Tensor) -> Tensor:
     """`x`, or a copy, with its last axis contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()

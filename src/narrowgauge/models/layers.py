@@ -20,9 +20,10 @@ With `qk_norm` q and k pass through a `HeadNorm` before they are turned. `drop` 
 by default there is none.
 
 Norms, activations, rotary positions and attention are those of the room `kernels`: plain torch, and one pass
-each on a GPU. The mlp_norm also computes the first of the two sums above, so it gets the stream and the term
-to add. Attention and the two sums are modules (`attention`, `attention_residual`, `mlp_residual`), which may
-be replaced by others that compute with other numbers.
+each on a GPU. A norm also computes the sum before it, so it gets the stream and the term to add; the last
+sum of a block is that of the next block's first norm, or of the model's. Attention and the two sums are
+modules (`attention`, `attention_residual`, `mlp_residual`), which may be replaced by others that compute with
+other numbers.
 
 Rotary positions (Su et al., arXiv 2104.09864): in each head the pair (x[i], x[i + H/2]) is turned by the
 angle position * theta^(-2i/H), so that q . k depends on the distance of two tokens only. This is the
@@ -34,13 +35,17 @@ K key-value heads, H head_dim, F ffn_dim.
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.kernels.attention import Attention
+from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.kernels.dropout import Dropout
+from narrowgauge.kernels.heads import split_heads
 from narrowgauge.kernels.norm import add_norm, norm
+from narrowgauge.kernels.recompute import last_product
 from narrowgauge.kernels.residual import Residual
 from narrowgauge.kernels.rotary import rotary
 from narrowgauge.models.config import ModelConfig
@@ -59,9 +64,9 @@ class Norm(nn.Module):
         has_bias = config.norm == "layer" and config.bias
         self.bias = nn.Parameter(torch.zeros(config.dim)) if has_bias else None
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        """Normalise each token; the weight and bias may be stored in any dtype."""
-        return norm(x_BTD, self.weight, self.bias, self.eps, self.kind, self.compute_dtype)
+    def forward(self, x_BTD: Tensor, delta_BTD: Tensor | None = None) -> Tensor:
+        """Normalise each token of x + delta; the weight and bias may be stored in any dtype."""
+        return add_norm(x_BTD, delta_BTD, self.weight, self.bias, self.eps, self.kind, self.compute_dtype)[1]
 
 
 class HeadNorm(nn.Module):
@@ -165,37 +170,41 @@ class Block(nn.Module):
     def forward(
         self,
         x_BTD: Tensor,
+        delta_BTD: Tensor | None,
         rope: Tensor | None,
         mask: Tensor | None = None,
         *,
         cache: LayerKVCache | None = None,
-    ) -> Tensor:
-        """Residual stream in and out, fp32; `rope` and `mask` are those of `rotary` and `Attention`, or None.
+    ) -> tuple[Tensor, Tensor | None]:
+        """One layer of one sequence or more.
 
-        With a `cache`, `x_BTD` are the tokens after those that the cache holds.
+        Args:
+            x_BTD: The residual stream, fp32; with a `cache`, of the tokens after those that the cache holds.
+            delta_BTD: What is still to be added to it, or None.
+            rope: That of `rotary`, or None.
+            mask: That of `Attention`, or None.
+            cache: Keys and values of earlier tokens.
+
+        Returns:
+            (the stream, what is still to be added to it or None).
         """
-        x_BTD, normed_BTD = self.attention_norm(x_BTD)
+        x_BTD, normed_BTD = self.attention_norm(x_BTD, delta_BTD)
         y_BTD = self._attention(normed_BTD, rope, mask, cache)
         if self.attention_residual.is_plain:
             x_BTD, normed_BTD = self.mlp_norm(x_BTD, y_BTD)
         else:
             x_BTD, normed_BTD = self.mlp_norm(self.attention_residual(x_BTD, y_BTD))
-        y_BTD = mlp(self, normed_BTD) if self.experts is None else self.experts(normed_BTD)
+        y_BTD = self._mlp(normed_BTD)
         if self.down_dropout is not None:
             y_BTD = self.down_dropout(y_BTD, *self.share)
-        stream_BTD: Tensor = self.mlp_residual(x_BTD, y_BTD)
-        return stream_BTD
+        if self.mlp_residual.is_plain:
+            return x_BTD, y_BTD
+        return self.mlp_residual(x_BTD, y_BTD), None
 
     def _attention(
         self, x_BTD: Tensor, rope: Tensor | None, mask: Tensor | None, cache: LayerKVCache | None
     ) -> Tensor:
-        heads_BTNH = self.qkv(x_BTD).unflatten(-1, (-1, self.head_dim))
-        q, k, v = heads_BTNH.split(self.heads_NKK, dim=2)
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = (self.to_heads(h).transpose(1, 2) for h in (q, k, v))
-        if rope is not None:
-            q, k = rotary(q, rope), rotary(k, rope)
+        q, k, v = self._heads(x_BTD, rope)
         if cache is not None:
             k, v = cache.extend(k, v)
         drops = self.training and torch.is_grad_enabled()
@@ -205,3 +214,26 @@ class Block(nn.Module):
         if self.attention_out_dropout is not None:
             y_BTD = self.attention_out_dropout(y_BTD, *self.share)
         return y_BTD
+
+    def _heads(self, x_BTD: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values, turned; in one pass after the product where nothing stands between."""
+        if self.q_norm is None and self.to_heads is _identity:
+            leaves_bias = use_kernels(x_BTD) and getattr(self.qkv, "can_leave_bias", False)
+            qkv_BTC = self.qkv(x_BTD, with_bias=False) if leaves_bias else self.qkv(x_BTD)
+            bias_C = self.qkv.bias if leaves_bias else None
+            return split_heads(qkv_BTC, bias_C, rope, self.heads_NKK, self.head_dim)
+        heads_BTNH = self.qkv(x_BTD).unflatten(-1, (-1, self.head_dim))
+        q, k, v = heads_BTNH.split(self.heads_NKK, dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (self.to_heads(h).transpose(1, 2) for h in (q, k, v))
+        return (q, k, v) if rope is None else (rotary(q, rope), rotary(k, rope), v)
+
+    def _mlp(self, x_BTD: Tensor) -> Tensor:
+        if self.experts is not None:
+            y_BTD: Tensor = self.experts(x_BTD)
+            return y_BTD
+        is_last = (
+            self.down_dropout is None and self.mlp_residual.is_plain and not torch.compiler.is_compiling()
+        )
+        return mlp(self, x_BTD, last_product() if is_last else nullcontext())

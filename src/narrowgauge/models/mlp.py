@@ -1,5 +1,6 @@
 """The MLP of a block, or of one of its experts: down(act(up(x))), act = gelu, or silu(gate) * up."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,8 +19,9 @@ def add_mlp(module: nn.Module, config: ModelConfig) -> None:
     module.down = nn.Linear(F, D, bias=config.bias)
 
 
-def mlp(layers: Any, x: Tensor) -> Tensor:
-    """[..., D] in and out, by the layers that `add_mlp` gave to a module."""
+def mlp(layers: Any, x: Tensor, around_down: AbstractContextManager[None] | None = None) -> Tensor:
+    """[..., D] in and out, by the layers that `add_mlp` gave to a module; the last under a context."""
     hidden = gelu(layers.up(x)) if hasattr(layers, "up") else swiglu(layers.gate_up(x))
-    y: Tensor = layers.down(hidden)
+    with around_down or nullcontext():
+        y: Tensor = layers.down(hidden)
     return y

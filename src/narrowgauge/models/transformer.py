@@ -18,6 +18,7 @@ Legend: B sequences, T tokens, D dim, V vocabulary.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +28,16 @@ from narrowgauge.errors import UserError
 from narrowgauge.kernels.attention import document_mask
 from narrowgauge.kernels.cross_entropy import cross_entropy
 from narrowgauge.kernels.head_loss import head_loss
-from narrowgauge.kernels.residual import Residual
+from narrowgauge.kernels.recompute import contexts
+from narrowgauge.kernels.residual import Residual, total
 from narrowgauge.models.config import ModelConfig
 from narrowgauge.models.experts import experts_of, with_balance
 from narrowgauge.models.kv_cache import KVCache
 from narrowgauge.models.layers import Block, Norm, make_dropout, rope_table
 from narrowgauge.torch_compat import has_hooks
+
+# A block, or what stands for one: (stream, what is to be added to it, rope, mask) to the first two.
+BlockCall = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class Transformer(nn.Module):
@@ -45,7 +50,8 @@ class Transformer(nn.Module):
     cast (room `nn`), or weights in that dtype: `Transformer(config, torch.bfloat16).to(torch.bfloat16)`.
 
     Set `recompute` to n to trade time for memory: every n-th block keeps only its input for the backward pass
-    and runs its forward again. The gradients stay the same bit for bit.
+    and runs its forward again, but for what `kernels.recompute` spares. The gradients stay the same bit for
+    bit.
 
     Set `chunked_loss` to compute the head and the loss together, some tokens at a time (`head_loss`), where
     the head is a plain product: a `torch.nn.Linear`, or a module with a dtype as its `plain_product`. The
@@ -113,8 +119,7 @@ class Transformer(nn.Module):
                 f"{self.config.max_sequence_length}; shorten it or raise model.max_sequence_length"
             )
         x_BTD = self.embed(x_BT, position_BT, start)
-        x_BTD = self.through_blocks(x_BTD, start, end, position_BT, cache)
-        h_BTD: Tensor = self.norm(x_BTD)
+        h_BTD: Tensor = self.norm(*self.through_blocks(x_BTD, start, end, position_BT, cache))
         return h_BTD
 
     def embed(self, x_BT: Tensor, position_BT: Tensor | None = None, start: int = 0) -> Tensor:
@@ -138,23 +143,37 @@ class Transformer(nn.Module):
         end: int,
         position_BT: Tensor | None = None,
         cache: KVCache | None = None,
-        blocks: Iterable[Callable[..., Tensor]] | None = None,
-    ) -> Tensor:
-        """The residual stream of tokens `start` to `end` after some blocks, or all."""
+        blocks: Iterable[BlockCall] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The residual stream of tokens `start` to `end` after some blocks, or all.
+
+        Returns:
+            (the stream, what is still to be added to it or None), as the norm takes them.
+        """
         mask = None if position_BT is None else document_mask(position_BT)
         rope = None
         if self.config.positions == "rope":
             rope = rope_table(self.config, end, x_BTD.device)[:, start:]
             if position_BT is not None:
                 rope = rope[:, position_BT][:, :, None]  # [2, B, 1, T, H/2]
-        selected: Iterable[Callable[..., Tensor]] = self.blocks if blocks is None else blocks
+        selected: Iterable[BlockCall] = self.blocks if blocks is None else blocks
+        delta_BTD: Tensor | None = None
         for number, block in enumerate(selected):
             if self.recompute and number % self.recompute == 0 and cache is None:
-                # Random bits are a function of the step, so there is no generator state to keep.
-                x_BTD = checkpoint(block, x_BTD, rope, mask, use_reentrant=False, preserve_rng_state=False)
+                # The sum is kept, not its two terms. Random bits are a function of the step, so there is no
+                # generator state to keep.
+                x_BTD = total(x_BTD, delta_BTD)
+                options: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": contexts}
+                x_BTD, delta_BTD = checkpoint(
+                    *(block, x_BTD, None, rope, mask),
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                    **options,
+                )
             else:
-                x_BTD = block(x_BTD, rope, mask, cache=None if cache is None else cache.layers[number])
-        return x_BTD
+                of_block = None if cache is None else cache.layers[number]
+                x_BTD, delta_BTD = block(x_BTD, delta_BTD, rope, mask, cache=of_block)
+        return x_BTD, delta_BTD
 
     def forward(self, x_BT: Tensor, position_BT: Tensor | None = None) -> Tensor:
         """Token ids (int64) -> logits [B, T, V], in the dtype of the head's result."""

@@ -14,6 +14,7 @@ import torch
 from narrowgauge.devices import is_gpu, is_shape_only
 from narrowgauge.kernels.dispatch import is_slow
 from narrowgauge.kernels.head_loss import aligned_rows
+from narrowgauge.kernels.product_scale import scaled_and_rounded
 from narrowgauge.nn.native import QuantizedOperand, native_product
 
 _VECTOR = 16  # bytes of the widest load
@@ -46,9 +47,9 @@ def scaled_mm(a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor) -> to
 
 
 def _scaled_on_gpu(a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    wide = a_MK.dtype == torch.float32
-    product = a_MK @ b_KN if wide else torch.mm(a_MK, b_KN, out_dtype=torch.float32)
-    return (product * scale).to(a_MK.dtype)
+    if a_MK.dtype == torch.float32:
+        return (a_MK @ b_KN) * scale
+    return scaled_and_rounded(torch.mm(a_MK, b_KN, out_dtype=torch.float32), scale, a_MK.dtype)
 
 
 @scaled_mm.register_fake

@@ -22,6 +22,7 @@ from narrowgauge.nn.native import QuantizedOperand, quantized_operand
 from narrowgauge.nn.observer import Observation, Observer
 from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
 from narrowgauge.nn.step_state import StepState
+from narrowgauge.nn.weight_state import Accumulation
 from narrowgauge.quantization import Cast, ParamState, QuantContext, TensorShard, kept_count, local_channels
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.recipes.kept_channels import CHOOSES, MEETS
@@ -48,6 +49,7 @@ class GemmContext:
     shards: Mapping[str, TensorShard] = field(default_factory=dict)  #: by "x", "w", "dy"; only real shards
     weight: ParamState | None = None  #: if the weight or its gradient is narrow, and not sharded
     observer: Observer | None = None  #: sees every operand and product
+    accumulation: Accumulation | None = None  #: between the micro-batches of a step
 
     def shard(self, place: str) -> TensorShard | None:
         """The shard that the tensor of a place is; None if this process holds all of it."""
@@ -103,6 +105,18 @@ class GemmContext:
             self.observer.operand(Observation(place, tensor, *operand, cast, axis, context))
         return operand if axis == -1 else operand.transposed()
 
+    def weight_operand(
+        self, w_NK: torch.Tensor, place: str, axis: int, both: bool = False
+    ) -> Operand | QuantizedOperand:
+        """`operand` of the weight whose parameter is `w_NK`; its codes are made once a step where that is
+        allowed, and where they are the same in each micro-batch."""
+        cast, kept = self.layer.casts[place], self.accumulation
+        is_same = not (cast.is_random or cast.signs == "random" or cast.history or cast.refresh)
+        is_codes = self.layer.native and cast.is_scaled and not isinstance(w_NK, GatheredWeight)
+        if kept is None or not kept.keeps_codes or not is_same or not is_codes or self.observer is not None:
+            return self.operand(self.numbers_of(w_NK), place, axis, both)
+        return kept.once((place, axis, both), lambda: self.operand(self.numbers_of(w_NK), place, axis, both))
+
     def numbers_of(self, w_NK: torch.Tensor) -> torch.Tensor:
         """The numbers of a weight whose parameter is `w_NK`, in whatever dtype holds them."""
         if isinstance(w_NK, GatheredWeight):
@@ -114,9 +128,9 @@ class GemmContext:
         return w.T if self.layer.transposed else w
 
     def add_gradient(self, dw_NK: torch.Tensor) -> bool:
-        """Add to a narrow gradient; False if the weight has none, so that autograd adds."""
+        """Add to a narrow gradient, or to one that waits; False if autograd has to add."""
         if self.weight is None or self.weight.gradient is None:
-            return False
+            return self.accumulation is not None and self.accumulation.add(dw_NK, self.layer.transposed)
         stream = self.step.gradient_stream(self._elements("fprop.w", dw_NK))
         add_gradient(self.weight.gradient, dw_NK.T if self.layer.transposed else dw_NK, stream)
         return True

@@ -4,15 +4,20 @@ It returns the dtype of its input, so that conversion changes no other part of a
 carries from step to step is in `stateful_linear.py`, its three GEMMs are in `linear_function.py`.
 """
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from functools import partial
 
 import torch
 
+from narrowgauge.devices import is_gpu
 from narrowgauge.nn.gemm_context import GemmContext
 from narrowgauge.nn.linear_function import autocast_disabled, linear_function
 from narrowgauge.nn.loop_checks import require_own_numbers, require_sum
 from narrowgauge.nn.stateful_linear import StatefulLinear
+from narrowgauge.nn.weight_state import Accumulation
 from narrowgauge.quantization import GradientState
 from narrowgauge.torch_compat import reshaped
 
@@ -27,16 +32,19 @@ class Linear(StatefulLinear):
     derivative, because rounding has none.
     """
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(..., K) to (..., N), in the dtype of the input."""
+    can_leave_bias = True  # a kernel behind this layer may add its bias (`kernels.heads`)
+
+    def forward(self, input: torch.Tensor, with_bias: bool = True) -> torch.Tensor:
+        """(..., K) to (..., N), in the dtype of the input; the bias is added unless another adds it."""
         if self.shards.before is not None:
             input = self.shards.before(input)
         weight = self.weight.T if self.spec.transposed else self.weight
         context = self._gemm_context(input, weight)
         if context.weight is not None:
             require_own_numbers(self.weight, context.weight)
+        bias: torch.Tensor | None = self.bias if with_bias else None
         if not input.numel():  # no tokens, no numbers to narrow: zeros, and gradients of zero
-            bias = None if self.bias is None else self.bias.to(input.dtype)
+            bias = None if bias is None else bias.to(input.dtype)
             weight = weight if context.weight is None else context.numbers_of(weight).detach()
             return torch.nn.functional.linear(input, weight.to(input.dtype), bias)
         compute = linear_function
@@ -45,12 +53,12 @@ class Linear(StatefulLinear):
         is_sum = self.shards.after is not None  # then the bias is added to the sum over processes
         with autocast_disabled(input.device.type):
             x_MK = input.reshape(-1, self.in_features)
-            y_MN = compute(x_MK, weight, None if is_sum else self.bias, context)
+            y_MN = compute(x_MK, weight, None if is_sum else bias, context)
         y = reshaped(y_MN, (*input.shape[:-1], self.out_features))
         if self.shards.after is None:
             return y
         y = self.shards.after(y)
-        return y if self.bias is None else (y + self.bias).to(y.dtype)
+        return y if bias is None else (y + bias).to(y.dtype)
 
     def _gemm_context(self, input: torch.Tensor, weight_NK: torch.Tensor) -> GemmContext:
         """The context of this forward pass and its backward pass."""
@@ -64,7 +72,31 @@ class Linear(StatefulLinear):
             self.shards.tensor_shards(samples, input[..., 0].numel(), *weight_NK.shape),
             None if self.is_sharded else self.state_at_rest,
             self.observer,
+            None if torch.compiler.is_compiling() else self.accumulation,
         )
+
+
+@contextmanager
+def accumulating(model: torch.nn.Module, keeps_codes: bool) -> Iterator[None]:
+    """The micro-batches of one step, whose weights do not change and whose gradients only `backward` sums.
+
+    A layer then adds the gradient of its weight to the one that waits, in one pass. On a CPU a weight that
+    modules share is left to autograd, which adds up its gradients in another order.
+
+    Args:
+        model: The model.
+        keeps_codes: Whether layers keep the codes of their weights from one micro-batch to the next.
+    """
+    layers = [m for m in model.modules() if isinstance(m, Linear)]
+    uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+    try:
+        for layer in layers:
+            is_added = uses[id(layer.weight)] == 1 or is_gpu(layer.weight.device)
+            layer.accumulation = Accumulation(layer.weight if is_added else None, keeps_codes)
+        yield
+    finally:
+        for layer in layers:
+            layer.accumulation = None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from narrowgauge.kernels.recompute import is_discarding, is_unread
 from narrowgauge.nn.gemm import multiply
 from narrowgauge.nn.gemm_context import GemmContext
 from narrowgauge.nn.observer import evenly
@@ -36,12 +37,17 @@ class _LinearFunction(torch.autograd.Function):
         ctx: Any, x_MK: torch.Tensor, w_NK: torch.Tensor, bias_N: torch.Tensor | None, context: GemmContext
     ) -> torch.Tensor:
         needs_dx, needs_dw, *_ = ctx.needs_input_grad
+        ctx.dtypes = x_MK.dtype, w_NK.dtype, None if bias_N is None else bias_N.dtype
         context.see_input(x_MK)
         # A gathered weight is gathered again for the backward pass, so that nothing of it is kept.
         ctx.reuses_w = context.reuses_w and not isinstance(w_NK, GatheredWeight)
-        x = context.operand(x_MK, "fprop.x", -1, both=needs_dw and context.reuses_x)
-        w = context.operand(context.numbers_of(w_NK), "fprop.w", -1, both=needs_dx and ctx.reuses_w)
-        y_MN = multiply(x, w, context.layer.compute, fast=True)
+        is_kept = not is_discarding()
+        x = context.operand(x_MK, "fprop.x", -1, both=needs_dw and context.reuses_x and is_kept)
+        w = context.weight_operand(w_NK, "fprop.w", -1, both=needs_dx and ctx.reuses_w and is_kept)
+        if is_unread() and context.observer is None:
+            y_MN, bias_N = x_MK.new_empty(len(x_MK), len(w_NK)), None
+        else:
+            y_MN = multiply(x, w, context.layer.compute, fast=True)
         some_x_RM = None
         if context.observer is not None:
             some_x_RM = evenly(x_MK.T).clone()
@@ -54,7 +60,6 @@ class _LinearFunction(torch.autograd.Function):
         needs_w = not ctx.reuses_w or has_slope or context.observer is not None
         ctx.save_for_backward(w_NK if needs_w else None, *kept_w, *kept_x, some_x_RM)
         ctx.context = context
-        ctx.dtypes = x_MK.dtype, w_NK.dtype, None if bias_N is None else bias_N.dtype
         return y_MN.to(x_MK.dtype)
 
     @staticmethod
@@ -77,9 +82,9 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if ctx.reuses_w:
             w = context.again(ctx.restore_w(*kept[:3]), "dgrad.w")
         elif context.layer.casts["dgrad.w"].of:
-            w = context.again(context.operand(context.numbers_of(w_NK), "fprop.w", -1), "dgrad.w")
+            w = context.again(context.weight_operand(w_NK, "fprop.w", -1), "dgrad.w")
         else:
-            w = context.operand(context.numbers_of(w_NK), "dgrad.w", 0)
+            w = context.weight_operand(w_NK, "dgrad.w", 0)
         dx_MK = multiply(dy, w, compute).to(x_dtype)
         if context.observer is not None:
             context.observer.product("dgrad.dx", dx_MK, dy_MN, context.numbers_of(w_NK).T)

@@ -19,7 +19,7 @@ from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.sharded.gathered_weight import WeightGather
 from narrowgauge.nn.sharded.linear_shards import LinearShards
 from narrowgauge.nn.step_state import Stepped, StepState, stream_ids
-from narrowgauge.nn.weight_state import bind, make_weight_state
+from narrowgauge.nn.weight_state import Accumulation, bind, make_weight_state
 from narrowgauge.quantization import Cast, PreScale, has_gradient, like_shard, local_part
 from narrowgauge.recipes import Recipe
 from narrowgauge.torch_compat import SeesFSDP
@@ -42,12 +42,14 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
         gathering: How a sharded weight travels, if not in fp32.
         reduce_prescale: The pre-scaling factor of the gradient on the wire, if the recipe has one.
         observer: Sees all operands and products; attached for a step.
+        accumulation: What is the same in all micro-batches of a step; attached for a step (`accumulating`).
     """
 
     weight: torch.nn.Parameter
     keys: torch.Tensor | None
     first_sample: torch.Tensor | None
     sequence_length: int = 0
+    accumulation: Accumulation | None = None
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ import torch
 from narrowgauge.devices import is_gpu
 from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream, stream_key
+from narrowgauge.kernels.cast import random_signs
 from narrowgauge.nn.histories import History
 from narrowgauge.nn.observer import Observer
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe
@@ -60,7 +61,7 @@ class StepState:
         """The signs of the transform of a GEMM, the same for both of its operands."""
         assert self.keys is not None
         gemm = GEMMS.index(place.partition(".")[0])
-        return 1 - 2 * (RandomStream(self.keys[len(GEMM_PLACES) + gemm]).bits((size,)) & 1)
+        return random_signs(self.keys[len(GEMM_PLACES) + gemm], size)
 
     def gradient_stream(self, elements: int) -> RandomStream | None:
         """The random bits with which a gradient of so many elements is added to the stored one."""

@@ -5,9 +5,14 @@ memory is the first tensor of the narrow weight. The three tensors are in the pa
 (`quantization.ParamState`), where the optimizer finds them, and the layer holds the same record: torch copies
 a parameter without its attributes, and FSDP2 puts other parameters in its place. Master and gradient may be
 in the host's memory (`offload`).
+
+While the micro-batches of one step follow each other, weights do not change and gradients are only summed.
+`Accumulation` is what a layer makes of that; the numbers are the same as without it.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
@@ -23,7 +28,45 @@ from narrowgauge.quantization import (
     state_of,
 )
 from narrowgauge.quantization.state.parameter_state import NarrowGradParameter, attach_state
-from narrowgauge.torch_compat import version_of
+from narrowgauge.torch_compat import has_hooks, version_of
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Accumulation:
+    """What a layer may do between the first and the last micro-batch of a step.
+
+    Attributes:
+        parameter: The weight to whose waiting gradient a backward pass adds; None leaves it to autograd.
+        keeps_codes: Whether the codes of the weight are kept from one micro-batch to the next.
+        kept: The operands that were kept.
+    """
+
+    parameter: torch.nn.Parameter | None
+    keeps_codes: bool
+    kept: dict[Any, Any] = field(default_factory=dict)
+
+    def add(self, dw: torch.Tensor, transposed: bool) -> bool:
+        """Add to the gradient that waits, in one pass; False leaves it to autograd.
+
+        It reads `dw` as the product wrote it and widens each element, exactly, before the sum. Autograd adds
+        where no gradient waits yet, where a hook sees it, and where the sum is in a narrower dtype.
+        """
+        waiting = None if self.parameter is None else self.parameter.grad
+        if self.parameter is None or waiting is None or has_hooks(self.parameter):
+            return False
+        if torch.promote_types(waiting.dtype, dw.dtype) != waiting.dtype:
+            return False
+        waiting.add_(dw.T if transposed else dw)
+        return True
+
+    def once(self, key: object, make: Callable[[], T]) -> T:
+        """What `make` returns, from the first call with this key on."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        made: T = self.kept[key]
+        return made
 
 
 def make_weight_state(

@@ -26,6 +26,7 @@ from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.distributed.simulate.fake_pipeline import FakePipeline
 from narrowgauge.models import Transformer, objective_of
 from narrowgauge.nn.histories import reduce_histories
+from narrowgauge.nn.linear import accumulating
 from narrowgauge.optim import ModelGroup, Optimizer
 from narrowgauge.quantization import local_tensor, plain_gradient, state_of
 from narrowgauge.torch_compat import overflow_flags
@@ -80,16 +81,28 @@ class Engine:
         total = torch.zeros(self.model.loss_shape, device=self.device)
         if self.pipeline is not None:
             return self.pipeline.run(StageInput(micro_batches, begin, scale, total), with_backward=True)
-        for i, (_, batch, weight) in enumerate(micro_batches):
-            begin(i)
-            with self._gradient_sync(is_last=i == len(micro_batches) - 1):
-                loss = self._loss(batch) * weight
-                objective = objective_of(loss)
-                if after_forward is not None:
-                    after_forward(objective.detach())
-                scale(objective).backward()
-            total += loss.detach()
+        with self._same_weights(len(micro_batches)):
+            for i, (_, batch, weight) in enumerate(micro_batches):
+                begin(i)
+                with self._gradient_sync(is_last=i == len(micro_batches) - 1):
+                    loss = self._loss(batch) * weight
+                    objective = objective_of(loss)
+                    if after_forward is not None:
+                        after_forward(objective.detach())
+                    scale(objective).backward()
+                total += loss.detach()
         return total
+
+    def _same_weights(self, micro_batches: int) -> AbstractContextManager[None]:
+        """Let layers add up gradients and keep codes, where this process has the model by itself.
+
+        Codes of weights are kept where a step has several micro-batches and no activations are recomputed:
+        who recomputes is short of memory. Codes take 2 bytes a weight, of which one is kept for the backward
+        pass anyway.
+        """
+        if not self.mesh.is_alone:
+            return nullcontext()
+        return accumulating(self.model, keeps_codes=micro_batches > 1 and not self.model.recompute)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:

@@ -38,7 +38,7 @@ from narrowgauge.quantization import (
     make_cast,
     state_of,
 )
-from narrowgauge.torch_compat import is_in_backward
+from narrowgauge.torch_compat import is_in_backward, tensors_in
 
 
 class Buffers:
@@ -156,9 +156,10 @@ class FakeFSDPUnit:
             assert param.full is not None
             param.assign(param.full)
 
-    def _after_forward(self, module: nn.Module, inputs: Any, out: torch.Tensor) -> None:
-        if out.requires_grad:
-            out.register_hook(self.gather)
+    def _after_forward(self, module: nn.Module, inputs: Any, out: Any) -> None:
+        for tensor in tensors_in(out):
+            if tensor.requires_grad:
+                tensor.register_hook(self.gather)
         if self.reshard_after_forward and not is_in_backward():
             self.reshard()
 

@@ -54,10 +54,15 @@ def uniform(key, index):
 @triton.jit
 def uniform_of(key_0, key_1, index):
     """`uniform` of key words that are loaded already, int32."""
+    return (bits_of(key_0, key_1, index) >> 8).to(tl.float32) * (1.0 / 16777216.0)
+
+
+@triton.jit
+def bits_of(key_0, key_1, index):
+    """32 random bits of the elements `index` (int64), uint32."""
     k0, k1 = key_0.to(tl.uint32, bitcast=True), key_1.to(tl.uint32, bitcast=True)
     high = (index >> 32).to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32)
-    bits = _mix(_mix((index & 0xFFFFFFFF).to(tl.uint32) ^ k0) ^ high ^ k1)
-    return (bits >> 8).to(tl.float32) * (1.0 / 16777216.0)
+    return _mix(_mix((index & 0xFFFFFFFF).to(tl.uint32) ^ k0) ^ high ^ k1)
 
 
 @triton.jit

@@ -1,0 +1,103 @@
+"""The heads of attention from what the qkv product wrote: bias, rotary positions and the split in one pass.
+
+    qkv        rows of C = (N + 2K) H numbers: [ q: N*H | k: K*H | v: K*H ]
+    forward    z = qkv + bias, rounded;  q, k = turned(z) (`rotary`), rounded;  v = z
+    backward   dqkv = [ turned back(dq) | turned back(dk) | dv ], rounded once;  dbias = its sum over tokens
+
+The three heads lie in one tensor in the order of `qkv`, token by token, which is how attention reads them. So
+nothing is put side by side in the backward pass, and only that tensor is kept for it. The numbers are those
+of `reference`, rounding for rounding; the gradient of q and k is rounded once (`rotary`).
+
+Bytes an element of qkv, in a 2-byte dtype, where a third of the heads or less are values:
+
+    forward    separate   bias 2+2, turned heads 2+2                              8
+               fused      2+2                                                     4
+    backward   separate   turned heads 2+2, side by side 2+2, sum 2, amax 2      12
+               fused      2+2, and the partial sums of the bias                   4
+
+The kernel attaches max |dqkv| (`amax_cache`).
+
+Legend: B sequences, T tokens, N query heads, K key-value heads, H head_dim, C numbers of qkv.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from narrowgauge.kernels.amax_cache import attach_amax
+from narrowgauge.kernels.dispatch import use_kernels
+from narrowgauge.kernels.rotary import in_rows
+from narrowgauge.kernels.rotary import reference as turned
+
+Heads = tuple[Tensor, Tensor, Tensor]
+
+
+def split_heads(
+    qkv_BTC: Tensor, bias_C: Tensor | None, table: Tensor | None, heads_NKK: Sequence[int], head_dim: int
+) -> Heads:
+    """The heads of queries, keys and values.
+
+    Args:
+        qkv_BTC: What the product wrote, without its bias.
+        bias_C: The bias in any float dtype, or None.
+        table: Cosines and sines of `rotary`, or None: no positions.
+        heads_NKK: The numbers of query, key and value heads.
+        head_dim: H.
+
+    Returns:
+        q [B, N, T, H], k and v [B, K, T, H], in the dtype of `qkv_BTC`.
+    """
+    if use_kernels(qkv_BTC) and not (bias_C is None and table is None):
+        heads: Heads = _SplitHeads.apply(qkv_BTC, bias_C, table, tuple(heads_NKK), head_dim)
+        return heads
+    return reference(qkv_BTC, bias_C, table, heads_NKK, head_dim)
+
+
+def reference(
+    qkv_BTC: Tensor, bias_C: Tensor | None, table: Tensor | None, heads_NKK: Sequence[int], head_dim: int
+) -> Heads:
+    """`split_heads` in plain torch."""
+    if bias_C is not None:
+        qkv_BTC = qkv_BTC + bias_C.to(qkv_BTC.dtype)
+    heads_BTNH = qkv_BTC.unflatten(-1, (-1, head_dim)).split(list(heads_NKK), dim=2)
+    q, k, v = (h.transpose(1, 2) for h in heads_BTNH)
+    return (q, k, v) if table is None else (turned(q, table), turned(k, table), v)
+
+
+class _SplitHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        qkv_BTC: Tensor,
+        bias_C: Tensor | None,
+        table: Tensor | None,
+        heads_NKK: tuple[int, ...],
+        head_dim: int,
+    ) -> Heads:
+        from narrowgauge.kernels.triton.heads import launch_split
+
+        ctx.save_for_backward(table)
+        ctx.bias_dtype = None if bias_C is None else bias_C.dtype
+        bias_C = None if bias_C is None else bias_C.contiguous()
+        rows = None if table is None else in_rows(table)
+        out_BTC = launch_split(qkv_BTC.contiguous(), bias_C, rows, heads_NKK, head_dim)
+        heads_BTNH = out_BTC.unflatten(-1, (-1, head_dim)).split(list(heads_NKK), dim=2)
+        q, k, v = (h.transpose(1, 2) for h in heads_BTNH)
+        return q, k, v
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        from narrowgauge.kernels.triton.heads import launch_split_backward
+
+        (table,) = ctx.saved_tensors
+        has_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[1]
+        table = None if table is None else in_rows(table)
+        dqkv_BTC, dbias_C, amax = launch_split_backward(
+            in_rows(dq), in_rows(dk), in_rows(dv), table, has_bias
+        )
+        attach_amax(dqkv_BTC, amax)
+        return dqkv_BTC, None if dbias_C is None else dbias_C.to(ctx.bias_dtype), None, None, None

@@ -1,0 +1,157 @@
+"""Heads by tiles: some tokens of one head, in two halves, so that a tile also has sums over its tokens."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from narrowgauge.kernels.triton.arithmetic import magnitude, narrow, wide
+from narrowgauge.kernels.triton.launch import launch
+
+#: Pairs of a tile, 16 a thread in four warps: two loads of 16 bytes from each half in bf16.
+TILE = 2048
+LAUNCH: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+
+
+@triton.jit
+def _angles(table_ptr, b, t, pair, inside, table_b, table_t, sines):
+    """Cosines and sines of the pairs of some tokens."""
+    at = table_ptr + (b * table_b + t * table_t)[:, None] + pair
+    return tl.load(at, inside, 0), tl.load(at + sines, inside, 0)
+
+
+@triton.jit
+def _with_bias(x, bias_at, inside, dtype: tl.constexpr):
+    """x + bias, both in `dtype` and the sum rounded to it; as fp32."""
+    bias = wide(narrow(wide(tl.load(bias_at, inside, 0)), dtype))
+    return wide(narrow(x + bias, dtype))
+
+
+@triton.jit
+def split_forward(
+    x_ptr, bias_ptr, table_ptr, out_ptr, M, T, heads, turned, half, table_b, table_t, sines,
+    ROWS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Some tokens of one head: the bias added, and turned if it is one of the first `turned` heads."""
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1)
+    pair = tl.arange(0, HALF)[None, :]
+    inside = (token < M)[:, None] & (pair < half)
+    dtype = out_ptr.dtype.element_ty
+    at = (token * heads + head)[:, None] * (2 * half) + pair
+    x1 = wide(tl.load(x_ptr + at, inside, 0))
+    x2 = wide(tl.load(x_ptr + at + half, inside, 0))
+    if bias_ptr is not None:
+        of_head = bias_ptr + head * (2 * half) + pair
+        x1 = _with_bias(x1, of_head, pair < half, dtype)
+        x2 = _with_bias(x2, of_head + half, pair < half, dtype)
+    if table_ptr is not None:
+        is_turned = head < turned
+        cos, sin = _angles(
+            table_ptr, token // T, token % T, pair, inside & is_turned, table_b, table_t, sines
+        )
+        y1 = tl.where(is_turned, x1 * cos - x2 * sin, x1)
+        x2 = tl.where(is_turned, x2 * cos + x1 * sin, x2)
+        x1 = y1
+    tl.store(out_ptr + at, narrow(x1, dtype), inside)
+    tl.store(out_ptr + at + half, narrow(x2, dtype), inside)
+
+
+@triton.jit
+def _load_halves(x_ptr, b, n, t, pair, half, xb, xn, xt, inside):
+    at = x_ptr + (b * xb + n * xn + t * xt)[:, None] + pair
+    return wide(tl.load(at, inside, 0)), wide(tl.load(at + half, inside, 0))
+
+
+@triton.jit
+def split_backward(
+    dq_ptr, dk_ptr, dv_ptr, table_ptr, dx_ptr, dbias_ptr, largest_ptr, M, T, N, K, half,
+    qb, qn, qt, kb, kn, kt, vb, vn, vt, table_b, table_t, sines,
+    ROWS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Some tokens of one head: the gradient turned back, its sum over these tokens, its largest magnitude."""
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    head = tl.program_id(1)
+    b, t = token // T, token % T
+    pair = tl.arange(0, HALF)[None, :]
+    inside = (token < M)[:, None] & (pair < half)
+    is_q, is_turned = head < N, head < N + K
+    is_k = is_turned & (head >= N)
+    q1, q2 = _load_halves(dq_ptr, b, head, t, pair, half, qb, qn, qt, inside & is_q)
+    k1, k2 = _load_halves(dk_ptr, b, head - N, t, pair, half, kb, kn, kt, inside & is_k)
+    v1, v2 = _load_halves(dv_ptr, b, head - N - K, t, pair, half, vb, vn, vt, inside & (head >= N + K))
+    x1 = tl.where(is_q, q1, tl.where(is_k, k1, v1))
+    x2 = tl.where(is_q, q2, tl.where(is_k, k2, v2))
+    if table_ptr is not None:
+        cos, sin = _angles(table_ptr, b, t, pair, inside & is_turned, table_b, table_t, sines)
+        y1 = tl.where(is_turned, x1 * cos + x2 * sin, x1)
+        x2 = tl.where(is_turned, x2 * cos - x1 * sin, x2)
+        x1 = y1
+    dtype = dx_ptr.dtype.element_ty
+    x1, x2 = narrow(x1, dtype), narrow(x2, dtype)
+    heads = N + 2 * K
+    at = (token * heads + head)[:, None] * (2 * half) + pair
+    tl.store(dx_ptr + at, x1, inside)
+    tl.store(dx_ptr + at + half, x2, inside)
+    if dbias_ptr is not None:
+        column = tl.arange(0, HALF)
+        to = dbias_ptr + (tl.program_id(0).to(tl.int64) * heads + head) * (2 * half) + column
+        tl.store(to, tl.sum(wide(x1), 0), column < half)
+        tl.store(to + half, tl.sum(wide(x2), 0), column < half)
+    largest = tl.maximum(magnitude(x1), magnitude(x2))
+    tl.store(largest_ptr + tl.program_id(0) * heads + head, tl.max(tl.max(largest, 1), 0))
+
+
+def _tiles(tokens: int, head_dim: int) -> tuple[int, dict[str, Any]]:
+    """How many tiles the tokens of a head make, and their shape."""
+    half = triton.next_power_of_2(head_dim // 2)
+    rows = max(1, TILE // half)
+    return triton.cdiv(tokens, rows), {"ROWS": rows, "HALF": half}
+
+
+def _strides(table: Tensor | None) -> tuple[int, int, int]:
+    """The table's strides of sequences and tokens, and the distance from cosines to sines."""
+    if table is None:
+        return 0, 0, 0
+    return table.stride(1) if table.ndim == 5 else 0, table.stride(-2), table.stride(0)
+
+
+def launch_split(
+    qkv_BTC: Tensor, bias_C: Tensor | None, table: Tensor | None, heads_NKK: Sequence[int], head_dim: int
+) -> Tensor:
+    """The heads side by side as in `qkv_BTC`, which is contiguous; so are the bias and the table's rows."""
+    B, T, _ = qkv_BTC.shape
+    out_BTC = torch.empty_like(qkv_BTC)
+    tiles, tile = _tiles(B * T, head_dim)
+    N, K, _ = heads_NKK
+    launch(
+        split_forward, (tiles, sum(heads_NKK)), qkv_BTC, bias_C, table, out_BTC,
+        B * T, T, sum(heads_NKK), N + K, head_dim // 2, *_strides(table), writes="out_ptr", **tile, **LAUNCH,
+    )  # fmt: skip
+    return out_BTC
+
+
+def launch_split_backward(
+    dq_BNTH: Tensor, dk_BKTH: Tensor, dv_BKTH: Tensor, table: Tensor | None, has_bias: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """The gradient [B, T, C], that of the bias in fp32 or None, and the largest magnitude of each tile.
+
+    The last axes are contiguous.
+    """
+    B, N, T, H = dq_BNTH.shape
+    K = dk_BKTH.shape[1]
+    heads = N + 2 * K
+    dqkv_BTC = torch.empty(B, T, heads * H, dtype=dq_BNTH.dtype, device=dq_BNTH.device)
+    tiles, tile = _tiles(B * T, H)
+    largest = torch.empty(tiles, heads, device=dq_BNTH.device)
+    sums_PC = torch.empty(tiles, heads * H, device=dq_BNTH.device) if has_bias else None
+    launch(
+        split_backward, (tiles, heads), dq_BNTH, dk_BKTH, dv_BKTH, table, dqkv_BTC, sums_PC,
+        largest.view(torch.int32), B * T, T, N, K, H // 2,
+        *dq_BNTH.stride()[:3], *dk_BKTH.stride()[:3], *dv_BKTH.stride()[:3], *_strides(table),
+        writes="dx_ptr dbias_ptr largest_ptr", **tile, **LAUNCH,
+    )  # fmt: skip
+    return dqkv_BTC, None if sums_PC is None else sums_PC.sum(0), largest

@@ -1,0 +1,103 @@
+"""Between the micro-batches of a step: gradients added in one pass, codes made once, the same numbers."""
+
+import pytest
+import torch
+
+from narrowgauge.bench.count import count_step
+from narrowgauge.models import Transformer, initialize, model_config
+from narrowgauge.nn import convert
+from narrowgauge.nn import linear_function as products
+from narrowgauge.nn.linear import accumulating
+from narrowgauge.recipes import named_device
+from narrowgauge.training import make_config
+
+SIZES = {"dim": 64, "layers": 2, "ffn_dim": 96, "vocab_size": 64, "max_sequence_length": 32}
+
+
+def model_under(recipe, name="debug", **sizes):
+    model = Transformer(model_config(name, **(SIZES | sizes)), torch.bfloat16)
+    initialize(model, 0)
+    return convert(model, recipe)
+
+
+def tokens(i):
+    return torch.randint(64, (2, 2, 16), generator=torch.Generator().manual_seed(i))
+
+
+def summed(model, is_one_step=True):
+    """The gradients of three micro-batches."""
+    model.zero_grad()
+    with accumulating(model, keeps_codes=is_one_step):
+        if not is_one_step:  # as a loop of one's own, which says nothing
+            for module in model.modules():
+                module.__dict__.pop("accumulation", None)
+        for i in range(3):
+            model.loss(*tokens(i)).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "mxfp8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_sums_of_gradients_are_those_of_autograd_bit_for_bit(recipe, tied):
+    model = model_under(recipe, tied_head=tied)
+    ours, theirs = summed(model), summed(model, is_one_step=False)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_gradient_is_added_without_autograd_unless_a_hook_sees_it():
+    model, seen = model_under("fp8"), []
+    watched, other = model.blocks[0].down.weight, model.blocks[1].down.weight
+    watched.register_hook(lambda g: seen.append(g.dtype))
+    with accumulating(model, keeps_codes=False):
+        for i in range(3):
+            model.loss(*tokens(i)).backward()
+            given = model.blocks[1].down.accumulation.parameter
+    assert seen == [torch.float32] * 3
+    assert given is other
+    assert model.blocks[1].down.accumulation is None, "only as long as the weights are the same"
+
+
+def test_a_frozen_weight_gets_no_gradient():
+    model = model_under("fp8")
+    model.blocks[0].down.weight.requires_grad_(False)
+    with accumulating(model, keeps_codes=False):
+        for i in range(2):
+            model.loss(*tokens(i)).backward()
+    assert model.blocks[0].down.weight.grad is None
+
+
+def casts(**training):
+    """Casts of a layer in a micro-batch on an H200."""
+    sizes = {"name": "debug", "dim": 128, "heads": 2, "kv_heads": 1, "ffn_dim": 256, "vocab_size": 512}
+
+    def of(layers):
+        config = make_config(
+            {
+                "model": sizes | {"layers": layers},
+                "data": {"sequence_length": 64},
+                "training": {"batch_size": 8, "micro_batch_size": 2} | training,
+                "recipe": {"name": "fp8"},
+            }
+        )
+        return [event.name for event in count_step(config, named_device("h200")).micro]
+
+    pytest.importorskip("triton", reason="torch came without Triton here")
+    return of(3).count("triton cast_given") - of(2).count("triton cast_given")
+
+
+def test_codes_of_weights_are_made_once_a_step_where_memory_is_not_short():
+    """Four products: x and dy of each in each micro-batch; recomputing, x and w twice, and dy."""
+    assert casts() == 8
+    assert casts(recompute=True) == 20
+
+
+def test_a_recomputed_block_multiplies_its_last_product_once(monkeypatch):
+    model, made = model_under("fp8"), []
+    kept = summed(model)
+    multiply = products.multiply
+    monkeypatch.setattr(products, "multiply", lambda *a, **k: made.append(1) or multiply(*a, **k))
+    model.recompute = True
+    again = summed(model)
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+    # A block: four products forward, three of them again, eight backward; the head: one and two.
+    assert len(made) == 3 * (2 * 15 + 3)
