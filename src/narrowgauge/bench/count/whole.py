@@ -1,6 +1,7 @@
 """The count of a step of many equal blocks, from two steps of few: a count is linear in them."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from narrowgauge.bench.count.result import Total
 from narrowgauge.bench.count.speeds import H200, Speeds
@@ -49,19 +50,19 @@ def count_whole(config: Config, facts: Device, speeds: Speeds = H200) -> WholeCo
     unit = config.training.recompute_every if config.training.recompute else 1
     layers = config.spec.model.layers
     few = count_step(with_layers(config, min(layers, 2 * unit)), facts, speeds)
-    parts = few.micro_batch(calibrated=True), few.of_update(calibrated=True)
+    micro_batch, update = few.micro_batch(calibrated=True), few.of_update(calibrated=True)
     if layers > 2 * unit:
         more = count_step(with_layers(config, 3 * unit), facts, speeds)
         further = (layers - 2 * unit) / unit
-        others = more.micro_batch(calibrated=True), more.of_update(calibrated=True)
-        parts = tuple(_extended(a, b, further) for a, b in zip(parts, others, strict=True))
-    return WholeCount(*parts, few.micro_batches, few.speeds.words)
+        micro_batch = _extended(micro_batch, more.micro_batch(calibrated=True), further)
+        update = _extended(update, more.of_update(calibrated=True), further)
+    return WholeCount(micro_batch, update, few.micro_batches, few.speeds.words)
 
 
 def _extended(few: Total, more: Total, further: float) -> Total:
-    """`few`, and so many times what `more` has besides."""
-    return Total(*(type(a)(a + further * (b - a)) for a, b in zip(_values(few), _values(more), strict=True)))
-
-
-def _values(total: Total) -> list[float]:
-    return [getattr(total, field.name) for field in fields(total)]
+    """`few`, and so many times what `more` has besides; counts stay whole numbers."""
+    values: dict[str, Any] = {}
+    for field in fields(Total):
+        a, b = getattr(few, field.name), getattr(more, field.name)
+        values[field.name] = type(a)(a + further * (b - a))
+    return Total(**values)
