@@ -200,7 +200,7 @@ def _to_gpt2(config: ModelConfig) -> dict[str, Any]:
 
 
 def _to_llama(config: ModelConfig, family: str) -> dict[str, Any]:
-    more: dict[str, Any] = {
+    by_family: dict[str, dict[str, Any]] = {
         "llama": {"attention_bias": config.bias, "mlp_bias": config.bias},
         "mixtral": {"num_local_experts": config.experts},
         "qwen2": {},
@@ -211,7 +211,8 @@ def _to_llama(config: ModelConfig, family: str) -> dict[str, Any]:
             "moe_intermediate_size": config.ffn_dim,
             "norm_topk_prob": config.norm_topk_prob,
         },
-    }[family]
+    }
+    more = by_family[family]
     if config.experts:
         more["num_experts_per_tok"] = config.experts_per_token
     dropout = {"attention_dropout": config.attention_dropout} if config.attention_dropout else {}
