@@ -21,7 +21,7 @@ from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.hadamard import transformed
 from narrowgauge.quantization.named_casts import cast as named_cast
 from narrowgauge.quantization.named_casts import make_cast
-from narrowgauge.quantization.outliers import clamped, kept_channels, parted
+from narrowgauge.quantization.outliers import clamped, joined, kept_channels, parted
 from narrowgauge.quantization.passes import in_c
 from narrowgauge.quantization.passes.chunks import chunks
 from narrowgauge.quantization.passes.rounding import round_blocks, round_elements
@@ -181,8 +181,8 @@ def emulate(
     if cast.keep_channels:
         channels, rest, kept = _apart(x, cast, axis, dtype, context)
         values, scale = emulate(rest, cast.of_the_rest, axis, dtype, context)
-        values = values if scale is None else values.float() * scale
-        return torch.where(channels, _as_long(kept, values.shape), values), None
+        values = values if scale is None else values.float().mul_(scale)
+        return joined(values, _as_long(kept, values.shape), channels), None
     x, mean = centered(x, cast, axis, context)
     unclamped = transformed(x, cast, axis, context)
     x = clamped(unclamped, cast, context)
