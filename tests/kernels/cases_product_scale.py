@@ -3,7 +3,7 @@
 import torch
 
 from narrowgauge.kernels.triton.product_scale import launch_scaled
-from narrowgauge.kernels.triton.signs import launch_signs
+from narrowgauge.kernels.triton.rounding import launch_signs
 
 CASES = [
     lambda: launch_scaled(torch.ones(64, 1536), torch.ones(()), torch.bfloat16),

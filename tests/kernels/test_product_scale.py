@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from narrowgauge.formats import RandomStream, random_stream
-from narrowgauge.kernels.cast import random_signs
-from narrowgauge.kernels.product_scale import scaled_and_rounded
+from narrowgauge.kernels.cast import random_signs, scaled_and_rounded
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -36,7 +36,7 @@ THOROUGH: dict[str, int | tuple[str, ...]] = {
     "bench/test_verify.py::test_the_command_writes_one_file_and_one_page": 0,
     "data/preparation/test_workers.py::test_killed_it_leaves_no_process_and_the_next_makes_the_same_bytes": 0,
     # nn/test_compile.py compares fp8 and mxfp4, whose casts are operators there, too
-    "kernels/test_compiled_cast.py::test_a_graph_of_operators_gives_the_eager_numbers": 0,
+    "kernels/test_cast_operator.py::test_a_graph_of_operators_gives_the_eager_numbers": 0,
     # mxfp8 is counted there, fp8 with all its figures; each of these takes ten seconds
     "gpu_budget/test_budgets.py::test_emulation_at_1_5b": ("mxfp8-1.25",),
     "gpu_budget/test_budgets.py::test_msamp_at_1_5b": 0,

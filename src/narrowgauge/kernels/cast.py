@@ -12,19 +12,26 @@ Bytes for each element of a bf16 tensor, read and written (the reference makes a
 The references compute tensors that several processes hold together, clamped outliers (whose quantiles a
 kernel finds), channels that are kept in another cast, tensors without their mean, blocks that fit no tile
 (48, 64 x 64), random bits that are not a `RandomStream`'s, tensors that are no matrices, and compiled code: a
-GPU's compiler fuses these passes, for a CPU's a cast is one operator (`compiled_cast`).
+GPU's compiler fuses these passes.
+
+In a graph that torch compiles for a CPU a cast is one operator. Traced, it is some sixty operations, six
+times in every layer, and the compiler takes minutes for them. The operator calls what runs without a
+compiler, the passes in C (`quantization.passes`), so a compiled model has the casts of one that is not, bit
+for bit. Traced are still the casts of tensors that several processes hold together, those that keep channels
+in another cast, and all where there is no C.
 """
 
+import os
 from dataclasses import replace
 
 import torch
 
 from narrowgauge.formats import RandomStream
-from narrowgauge.kernels import compiled_cast
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext, quantize_in_context
 from narrowgauge.quantization import emulate as emulate_in_torch
 from narrowgauge.quantization.outliers import quantile_ranks
+from narrowgauge.quantization.passes.c_call import c_library
 
 
 def quantize(
@@ -51,15 +58,15 @@ def emulate(
         from narrowgauge.kernels.triton.cast_launch import emulated
 
         return emulated(x, cast, axis, dtype, *_fields(cast, context))
-    if compiled_cast.is_operator(x, cast, context):
-        return compiled_cast.emulate(x, cast, axis, dtype, context)
+    if _is_operator(x, cast, context):
+        return _emulate_as_operator(x, cast, axis, dtype, context)
     return emulate_in_torch(x, cast, axis, dtype, _with_limits(x, cast, context))
 
 
 def random_signs(key: torch.Tensor, size: int) -> torch.Tensor:
     """The signs of a Hadamard transform of `size`, +1 or -1, from the key of a stream (int32, two words)."""
     if use_kernels(key):
-        from narrowgauge.kernels.triton.signs import launch_signs
+        from narrowgauge.kernels.triton.rounding import launch_signs
 
         return launch_signs(key, size)
     return 1 - 2 * (RandomStream(key).bits((size,)) & 1)
@@ -126,3 +133,86 @@ def _fields(
     """(random stream, signs of the transform, given scale)."""
     stream = context.random if isinstance(context.random, RandomStream) else None
     return stream, context.signs_of(cast) if cast.hadamard else (), context.scale
+
+
+def scaled_and_rounded(product: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """product * scale, rounded once to `dtype`; the product is contiguous fp32, the scale 0-dim fp32.
+
+    A product of emulated operands has its tensor scales apart (`nn.gemm`). They belong to the accumulator,
+    which torch's product on a GPU writes in fp32. Bytes an element, for a 2-byte result: 4 + 4 and 4 + 2 in
+    plain torch, 4 + 2 in one pass.
+    """
+    if use_kernels(product):
+        from narrowgauge.kernels.triton.product_scale import launch_scaled
+
+        return launch_scaled(product, scale, dtype)
+    return (product * scale).to(dtype)
+
+
+_casts: dict[str, Cast] = {}  # those that graphs of this process name
+
+
+def _is_operator(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:
+    """Whether a cast is traced as an operator."""
+    is_drawn = isinstance(context.random, RandomStream) or not cast.is_random
+    is_alone = context.shard is None and context.limits is None and not cast.keep_channels
+    is_traced = torch.compiler.is_compiling() and x.device.type == "cpu"
+    return is_traced and is_alone and is_drawn and cast.is_scaled and _has_c()
+
+
+def _emulate_as_operator(
+    x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype, context: QuantContext
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`quantization.emulate` as an operator of the graph that is traced."""
+    key = offset = None
+    if cast.is_random and isinstance(context.random, RandomStream):
+        key, offset = context.random.key, context.random.offset
+        offset = offset if isinstance(offset, torch.Tensor) else torch.tensor(offset)
+    name = _name_of(cast)
+    values, scale = _operator(x, name, axis, dtype, key, offset, context.signs, context.scale, context.held)
+    return values, scale if scale.ndim == 0 else None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_c() -> bool:
+    return os.environ.get("NARROWGAUGE_KERNELS") != "0" and c_library() is not None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _name_of(cast: Cast) -> str:
+    """All that a cast is, so that a graph from the compiler's cache on disk means the same cast."""
+    name = repr(cast)
+    _casts[name] = cast
+    return name
+
+
+@torch.library.custom_op("narrowgauge::emulate", mutates_args=())
+def _operator(
+    x: torch.Tensor,
+    cast: str,
+    axis: int,
+    dtype: torch.dtype,
+    key: torch.Tensor | None,
+    offset: torch.Tensor | None,
+    signs: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    held: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operand and its scale; one of shape (0,) stands for None."""
+    random = None if key is None or offset is None else RandomStream(key, offset)
+    context = QuantContext(random, signs, scale, held=held)
+    with torch.no_grad():
+        values, of_tensor = emulate_in_torch(x, _casts[cast], axis, dtype, context)
+    assert (of_tensor is not None) == _casts[cast].scales_result, cast
+    return values.contiguous(), torch.zeros(0) if of_tensor is None else of_tensor
+
+
+@_operator.register_fake
+def _(
+    x: torch.Tensor, cast: str, axis: int, dtype: torch.dtype, *_: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    c, shape = _casts[cast], list(x.shape)
+    if c.hadamard:
+        shape[axis] = (shape[axis] + c.hadamard - 1) // c.hadamard * c.hadamard
+    operand = x.new_empty(shape, dtype=torch.float32 if c.has_wide_operand else dtype)
+    return operand, x.new_empty(() if c.scales_result else (0,), dtype=torch.float32)

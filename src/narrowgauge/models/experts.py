@@ -85,7 +85,9 @@ class Experts(nn.Module):
         x_RD = x_MD.repeat_interleave(self.per_token, 0)[order_R]
         y_RD = torch.cat([self._expert(e, x, T) for e, x in enumerate(x_RD.split(sizes))])
         y_MAD = y_RD[order_R.argsort()].unflatten(0, (B * T, self.per_token))
-        return (y_MAD.float() * w_MA[..., None]).sum(dim=1).to(x_BTD.dtype).view(B, T, D)
+        weighted_MAD = y_MAD.float() * w_MA[..., None]
+        # The sum is no view: FSDP hangs its hooks on what a block returns.
+        return weighted_MAD.view(B, T, self.per_token, D).sum(dim=2).to(x_BTD.dtype)
 
     def _expert(self, number: int, x: Tensor, length: int) -> Tensor:
         """The result of one expert for its tokens, of sequences of `length` tokens."""

@@ -352,7 +352,7 @@ def test_8b_in_fp8_does_not_fit_on_one_h200():
     with imagine(h200.facts):
         memory = estimate_step(values).memory
         options = dict(cheaper(values, True, alone, wider=True))
-    assert memory.peak == pytest.approx(136 * 2**30, rel=0.01)
+    assert memory.peak == pytest.approx(134 * 2**30, rel=0.01)
     assert not room.fits(memory, alone)
     assert room.fits(options["--recipe msamp-o3"], alone)
     assert room.fits(options["--recipe.offload master,grad,m,v"], alone)

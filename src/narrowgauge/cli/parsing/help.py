@@ -15,7 +15,6 @@ COLUMN = 34  # where the second column begins
 #: Lines that a reader may try; a test reads each as the command does.
 EXAMPLES: Mapping[str, Sequence[str]] = {
     "train": (
-        "narrowgauge train",
         "narrowgauge train my.toml --steps 2000 --lr 1e-3 --out runs/mine",
         "narrowgauge train --model gpt2-124m --data my-texts/ --recipe nvfp4 --seq-len 1024",
         "narrowgauge train --recipe mxfp4 --recipe.fprop.x '{cast = \"fp4-row\", outliers = 0.99}'",

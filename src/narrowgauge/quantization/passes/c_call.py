@@ -70,7 +70,9 @@ _pool: dict[int, ThreadPoolExecutor] = {}  # by process: threads do not live on 
 
 
 def run(name: str, one: Pass) -> None:
-    """Call a pass; several threads share a large one."""
+    """Call a pass, unless its tensor has no storage; several threads share a large one."""
+    if not one.x:
+        return
     found = c_library()
     assert found is not None
     function, count = getattr(found, name), int(found.units(ctypes.byref(one)))

@@ -2,7 +2,7 @@
 
 They take bf16 and fp32 tensors on a CPU whose blocks lie in the last two dimensions, or that are one block.
 Everything else is computed by torch's operations (`takes`): GPUs, compiled graphs, tensors that autograd
-follows, tensors without storage.
+follows. For tensors without numbers, by which memory is estimated, results are made and no pass is called.
 """
 
 import ctypes
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from narrowgauge.devices import is_shape_only
 from narrowgauge.formats import Randomness, RandomStream
 from narrowgauge.quantization.blocks import Blocks
 from narrowgauge.quantization.cast import Cast
@@ -69,7 +70,8 @@ def takes(
     """
     if torch.compiler.is_compiling() or os.environ.get("NARROWGAUGE_KERNELS") == "0":
         return False
-    is_plain = type(split) in (torch.Tensor, torch.nn.Parameter) and split.device.type == "cpu"
+    is_here = split.device.type == "cpu" or is_shape_only(split)
+    is_plain = type(split) in (torch.Tensor, torch.nn.Parameter) and is_here
     if not is_plain or split.dtype not in (torch.float32, torch.bfloat16) or not split.numel():
         return False
     if dtype not in _TYPES or (cast is not None and cast.element.exponent_bits == 8):
@@ -82,7 +84,7 @@ def takes(
 def amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     """The largest magnitude of each block, in the shape of the grid, float32."""
     split, sizes = split.contiguous(), _sizes(split, blocks)
-    found = torch.empty(_grid(sizes), dtype=torch.float32)
+    found = torch.empty(_grid(sizes), dtype=torch.float32, device=split.device)
     run("amax_pass", Pass(x=split.data_ptr(), out=found.data_ptr(), x_type=_TYPES[split.dtype], **sizes))
     return found.view(blocks.grid) if found.numel() == prod(blocks.grid) else found.amax().view(blocks.grid)
 
@@ -97,7 +99,7 @@ def token_sums(x: torch.Tensor) -> torch.Tensor | None:
     if x.ndim != 2 or x.dtype != torch.bfloat16 or not takes(x, one):
         return None
     x, (rows, columns) = x.contiguous(), x.shape
-    sums = torch.empty(1, columns, dtype=torch.float64)
+    sums = torch.empty(1, columns, dtype=torch.float64, device=x.device)
     sizes = dict(zip(SIZES, (1, rows, columns, rows, 1), strict=True))
     run("sum_pass", Pass(x=x.data_ptr(), out=sums.data_ptr(), x_type=_TYPES[x.dtype], **sizes))
     return sums
@@ -114,7 +116,7 @@ def rounded(
 ) -> torch.Tensor:
     """`passes.rounding.round_blocks`; `block` is the scale of a block, for "codes" whether it is finite."""
     split, sizes = split.contiguous(), _sizes(split, blocks)
-    out = torch.empty(split.shape, dtype=dtype)
+    out = torch.empty(split.shape, dtype=dtype, device=split.device)
     of_blocks = _entries(block, blocks, sizes)
     kept, fields = _fields(split, blocks, sizes, rounding)
     fields |= {"block": of_blocks.data_ptr(), "out": out.data_ptr(), "out_type": _TYPES[dtype]}
@@ -126,7 +128,7 @@ def rounded(
 def errors(split: torch.Tensor, blocks: Blocks, rounding: Rounding, judged: Judged) -> torch.Tensor:
     """The error of each block, in the shape of the grid, float32."""
     split, sizes = split.contiguous(), _sizes(split, blocks, is_whole=True)
-    found = torch.empty(_grid(sizes), dtype=torch.float32)
+    found = torch.empty(_grid(sizes), dtype=torch.float32, device=split.device)
     of_blocks = _entries(judged.block, blocks, sizes)
     above = None if judged.above is None else _entries(judged.above, blocks, sizes)
     kept, fields = _fields(split, blocks, sizes, rounding)
@@ -143,7 +145,7 @@ def projections(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(sums of t^2, of t q) of each block, in its split shape (`passes.errors.projection_sums`)."""
     split, sizes = split.contiguous(), _sizes(split, blocks, is_whole=True)
-    above = torch.empty(_grid(sizes), dtype=torch.float32)
+    above = torch.empty(_grid(sizes), dtype=torch.float32, device=split.device)
     below, of_blocks = torch.empty_like(above), _entries(seen, blocks, sizes)
     kept, fields = _fields(split, blocks, sizes, rounding)
     fields |= {"block": of_blocks.data_ptr(), "out": above.data_ptr(), "sums": below.data_ptr()}
@@ -161,7 +163,7 @@ def _fields(
     fields |= {"x": split.data_ptr(), "x_type": _TYPES[split.dtype], "encode": encode.data_ptr()}
     fields |= {"divides": int(rounding.divides), "rounding": MODES.index(cast.rounding)}
     fields["random_bits"] = cast.random_bits
-    if cast.rounding != "stochastic":
+    if cast.rounding != "stochastic" or split.is_meta:
         return [encode], fields
     if isinstance(random, RandomStream):
         words = [word % 2**32 for word in random.key.tolist()]

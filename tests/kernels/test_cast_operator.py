@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
 
-from narrowgauge.kernels import compiled_cast
+from narrowgauge.kernels import cast
 from narrowgauge.nn import convert, set_step
 from narrowgauge.quantization.passes import build
 from support.quick import quick
@@ -43,11 +43,11 @@ def outcomes(model, run):
 
 @pytest.mark.parametrize("name", quick(FORMS, "nvfp4"))
 def test_a_graph_of_operators_gives_the_eager_numbers(name, monkeypatch):
-    monkeypatch.setattr(compiled_cast, "_casts", {})
+    monkeypatch.setattr(cast, "_casts", {})
     eager, model = make(name), make(name)
     expected = outcomes(eager, eager)
     got = outcomes(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
-    assert compiled_cast._casts  # the operator was traced
+    assert cast._casts  # the operator was traced
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
