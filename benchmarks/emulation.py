@@ -5,8 +5,8 @@
 All recipes are timed in one process, round by round in turn, and each round gives one ratio to bf16; the
 median of the ratios and their range are printed, because the absolute time of a shared machine proves
 nothing. On a CPU the time is processor time of all threads, which other work on the machine moves least, and
-bf16 is multiplied in the precision that `train` would choose there. Where `torchao` is installed, `to_mx` is
-timed beside ours on the same tensor.
+bf16 is multiplied in the precision that `train` would choose there; freed memory is kept, as `train` does.
+Where `torchao` is installed, `to_mx` is timed beside ours on the same tensor.
 """
 
 import argparse
@@ -23,6 +23,7 @@ import narrowgauge as ng
 from narrowgauge.kernels import choose_products
 from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import DTYPES, set_step
+from narrowgauge.training.monitor.hardware import memory_kept
 from narrowgauge.training.monitor.products import products_of
 
 
@@ -123,10 +124,11 @@ def main() -> None:
     if device == "cpu":
         results["products"] = products_of([])
         choose_products(results["products"])
-    figures = results | {
-        "step": benchmark_steps(options, device),
-        "quantize": benchmark_quantize(options, device),
-    }
+    with memory_kept(torch.device(device)):
+        figures = results | {
+            "step": benchmark_steps(options, device),
+            "quantize": benchmark_quantize(options, device),
+        }
     if options.out:
         options.out.write_text(json.dumps(figures, indent=2) + "\n")
 
