@@ -70,7 +70,7 @@ def takes(
     """
     if torch.compiler.is_compiling() or os.environ.get("NARROWGAUGE_KERNELS") == "0":
         return False
-    is_here = split.device.type == "cpu" or is_shape_only(split)
+    is_here = split.device.type == "cpu" or _stands_for_cpu(split)
     is_plain = type(split) in (torch.Tensor, torch.nn.Parameter) and is_here
     if not is_plain or split.dtype not in (torch.float32, torch.bfloat16) or not split.numel():
         return False
@@ -158,6 +158,15 @@ def projections(
     return blocks.align(above.view(blocks.grid)), blocks.align(below.view(blocks.grid))
 
 
+def _stands_for_cpu(split: torch.Tensor) -> bool:
+    """Whether a tensor without numbers stands for one on a CPU, of one process.
+
+    Where several processes are simulated, a shard stands for the tensor that they hold together, and torch
+    draws the bits of those.
+    """
+    return is_shape_only(split) and not torch.distributed.is_initialized()
+
+
 def _run(split: torch.Tensor, name: str, one: Pass) -> None:
     """Call a pass, unless its tensor has no numbers; the address of a part of one is not zero."""
     if not split.is_meta:
@@ -173,14 +182,16 @@ def _fields(
     fields |= {"x": split.data_ptr(), "x_type": _TYPES[split.dtype], "encode": encode.data_ptr()}
     fields |= {"divides": int(rounding.divides), "rounding": MODES.index(cast.rounding)}
     fields["random_bits"] = cast.random_bits
-    if cast.rounding != "stochastic" or split.is_meta:
+    if cast.rounding != "stochastic":
         return [encode], fields
+    if split.is_meta and isinstance(random, RandomStream):
+        return [encode], fields  # its key has no numbers
     if isinstance(random, RandomStream):
         words = [word % 2**32 for word in random.key.tolist()]
         offset = int(random.offset) % 2**64
         return [encode], fields | {"key": (ctypes.c_uint32 * 2)(*words), "offset": offset}
     if not isinstance(random, torch.Tensor):
-        random = torch.rand(split.shape, generator=random)
+        random = torch.rand(split.shape, generator=random, device=split.device)
     uniform = random.expand(split.shape).float().contiguous()
     return [encode, uniform], fields | {"uniform": uniform.data_ptr()}
 
