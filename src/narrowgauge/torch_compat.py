@@ -298,8 +298,3 @@ def is_view_operation(func: Any) -> bool:
 def operation_name(func: Any) -> str:
     """The name of an operation, as `__torch_dispatch__` gets it, without its namespace and overload."""
     return str(func._schema.name).partition("::")[2]
-
-
-def is_view(x: torch.Tensor) -> bool:
-    """Whether a tensor is a view of another one; under a compiler, which knows its views itself, none is."""
-    return not torch.compiler.is_compiling() and bool(x._is_view())
