@@ -42,7 +42,7 @@ def test_they_are_torchs_bit_for_bit(device, dtype, N, K, H, positions):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("positions", ["none", "rows", "documents"])
 def test_gradients_are_turned_back_and_rounded_once(device, dtype, positions):
-    """Of the bias: the sum of what was rounded, with its largest magnitude attached to that."""
+    """The gradient of the bias: the sum of what was rounded, with its largest magnitude attached to that."""
     N, K, H = 4, 2, 10
     qkv_BTC, bias_C, table = given(device, N, K, H, dtype, positions)
     heads = split_heads(qkv_BTC, bias_C, table, (N, K, K), H)

@@ -61,7 +61,7 @@ def test_count_follows_every_choice(overrides):
 
 
 def test_a_token_meets_some_of_the_experts():
-    """Of these, 12.9 and 3.3 billion are published (arXiv 2401.04088; arXiv 2505.09388, table 2)."""
+    """Active parameters: 12.9 and 3.3 billion are published (arXiv 2401.04088; arXiv 2505.09388, table 2)."""
     assert count_parameters(model_config("mixtral-8x7b"), active=True) == pytest.approx(12.9e9, rel=0.005)
     assert count_parameters(model_config("qwen3-30b-a3b"), active=True) == pytest.approx(3.3e9, rel=0.02)
     assert count_parameters(model_config("debug"), active=True) == count_parameters(model_config("debug"))

@@ -52,7 +52,6 @@ from narrowgauge.models.config import ModelConfig
 from narrowgauge.models.experts import Experts
 from narrowgauge.models.kv_cache import LayerKVCache
 from narrowgauge.models.mlp import add_mlp, mlp
-from narrowgauge.torch_compat import base_of
 
 
 class Norm(nn.Module):
@@ -198,9 +197,7 @@ class Block(nn.Module):
         y_BTD = self._mlp(normed_BTD)
         if self.down_dropout is not None:
             y_BTD = self.down_dropout(y_BTD, *self.share)
-        # FSDP hangs hooks on what a block returns, which a view may lose (a compiler makes its own views).
-        is_own = torch.compiler.is_compiling() or base_of(y_BTD) is None
-        if self.mlp_residual.is_plain and is_own:
+        if self.mlp_residual.is_plain:
             return x_BTD, y_BTD
         return self.mlp_residual(x_BTD, y_BTD), None
 

@@ -58,7 +58,7 @@ class Linear(StatefulLinear):
         if self.shards.after is None:
             return y
         y = self.shards.after(y)
-        return y if bias is None else (y + bias).to(y.dtype)
+        return reshaped(y, y.shape) if bias is None else (y + bias).to(y.dtype)
 
     def _gemm_context(self, input: torch.Tensor, weight_NK: torch.Tensor) -> GemmContext:
         """The context of this forward pass and its backward pass."""
