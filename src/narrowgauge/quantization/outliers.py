@@ -94,7 +94,7 @@ def local_channels(channels: torch.Tensor, shard: TensorShard | None) -> torch.T
 
 def parted(x: torch.Tensor, channels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(the tensor without the kept channels, the tensor with nothing else)."""
-    if not _may_pick(x):
+    if not may_pick(x):
         return torch.where(channels, 0.0, x), torch.where(channels, x, 0.0)
     columns = channels.nonzero().flatten()
     alone = torch.zeros_like(x).index_copy_(-1, columns, x.index_select(-1, columns))
@@ -103,13 +103,13 @@ def parted(x: torch.Tensor, channels: torch.Tensor) -> tuple[torch.Tensor, torch
 
 def joined(rest: torch.Tensor, kept: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
     """Both parts as one tensor, in the wider dtype of the two; `rest` may be overwritten."""
-    if not _may_pick(rest):
+    if not may_pick(rest):
         return torch.where(channels, kept, rest)
     wider, columns = torch.promote_types(rest.dtype, kept.dtype), channels.nonzero().flatten()
     return rest.to(wider).index_copy_(-1, columns, kept.index_select(-1, columns).to(wider))
 
 
-def _may_pick(x: torch.Tensor) -> bool:
+def may_pick(x: torch.Tensor) -> bool:
     """Whether columns may be picked by number: a GPU's host would wait for them, and a graph has none."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling() and not x.requires_grad
 

@@ -21,7 +21,7 @@ from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.hadamard import transformed
 from narrowgauge.quantization.named_casts import cast as named_cast
 from narrowgauge.quantization.named_casts import make_cast
-from narrowgauge.quantization.outliers import clamped, joined, kept_channels, parted
+from narrowgauge.quantization.outliers import clamped, joined, kept_channels, may_pick, parted
 from narrowgauge.quantization.passes import in_c
 from narrowgauge.quantization.passes.chunks import chunks
 from narrowgauge.quantization.passes.rounding import round_blocks, round_elements
@@ -62,7 +62,7 @@ class QTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The numbers that are stored, computed in float32 and converted to `dtype`."""
         scale = self.blocks.align(self.scales) if self.scales.ndim else self.scales
-        numbers = self._numbers(scale) * self._above()
+        numbers = self._times_above(self._numbers(scale))
         numbers = numbers if self.mean is None else numbers + self.mean
         if self.channels is not None and self.kept is not None:
             numbers = torch.where(self.channels, self.kept, numbers)
@@ -74,18 +74,15 @@ class QTensor:
             return decode(self.codes, self.cast.element).to(dtype), self.scales
         numbers = self._numbers(self.blocks.align(self.scales))
         if self.cast.is_scaled_by_row:
-            return numbers * self._above(), None
+            return self._times_above(numbers), None
         scale = None if self.cast.tensor_scale == "none" else self.tensor_scale
         return numbers.to(dtype if self.cast.is_exact_in_bf16 else torch.float32), scale
 
-    def _above(self) -> torch.Tensor:
-        """The second-level scale as it stands over the elements."""
+    def _times_above(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Numbers times their second-level scale, in place."""
         columns = self.cast.columns_above
-        if not columns:
-            return self.tensor_scale
-        (axis,) = (dim for dim, size in enumerate(self.blocks.size) if size > 1)
-        spread = self.tensor_scale.repeat_interleave(columns, axis)
-        return spread.narrow(axis, 0, self.blocks.shape[axis])
+        axis = [size > 1 for size in self.blocks.size].index(True) if columns else 0
+        return _times_above(numbers, self.tensor_scale, columns, axis)
 
     def _numbers(self, scale: torch.Tensor) -> torch.Tensor:
         """Elements times the scales of their blocks."""
@@ -157,7 +154,7 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
         codes=blocks.merge(codes).contiguous(),
         scales=block_scales,
         scale_codes=scale_codes,
-        tensor_scale=_over(x, scales.tensor, blocks, cast, axis, of_groups=True),
+        tensor_scale=_above(x, scales.tensor, blocks, cast, axis),
         cast=cast,
         blocks=blocks,
         mean=mean,
@@ -200,7 +197,7 @@ def emulate(
     if not cast.adds_to_operand:
         return operand, scales.tensor
     if scales.tensor is not None:
-        operand.mul_(_over(x, scales.tensor, blocks, cast, axis))
+        _times_above(operand, _above(x, scales.tensor, blocks, cast, axis), cast.columns_above, axis)
     if mean is not None:
         operand.add_(mean)
     # What was clamped away is added again; in float32, as a difference of bf16 is not exact.
@@ -215,11 +212,20 @@ def _apart(
     x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype, context: QuantContext
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(which channels are kept, the tensor without them, the numbers of these alone in their cast)."""
-    channels = kept_channels(x, cast, context)
-    rest, alone = parted(x, channels)
+    channels, keep = kept_channels(x, cast, context), named_cast(cast.keep_cast)
     plain = QuantContext(shard=context.shard)
-    kept, scale = emulate(alone, named_cast(cast.keep_cast), axis, dtype, plain)
-    return channels, rest, kept if scale is None else kept.float() * scale
+    is_by_column = context.shard is None and keep.block is not None
+    if may_pick(x) and is_by_column and blocks_of(x.shape, keep, axis).size[-1] == 1:
+        columns = channels.nonzero().flatten()  # no block has numbers of two
+        rest, alone = x.clone().index_fill_(-1, columns, 0.0), x.index_select(-1, columns)
+    else:
+        columns = None
+        rest, alone = parted(x, channels)
+    kept, scale = emulate(alone, keep, axis, dtype, plain)
+    kept = kept if scale is None else kept.float() * scale
+    if columns is not None:
+        kept = kept.new_zeros(x.shape).index_copy_(-1, columns, kept)
+    return channels, rest, kept
 
 
 def _as_long(x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -249,18 +255,10 @@ def centered(
     return rest, transformed(mean.expand_as(x), cast, axis, context) if cast.hadamard else mean
 
 
-def _over(
-    x: torch.Tensor,
-    tensor_scale: torch.Tensor | None,
-    blocks: Blocks,
-    cast: Cast,
-    axis: int,
-    of_groups: bool = False,
+def _above(
+    x: torch.Tensor, tensor_scale: torch.Tensor | None, blocks: Blocks, cast: Cast, axis: int
 ) -> torch.Tensor:
-    """A second-level scale as it stands over a tensor: 0-dim, one a row, or one an element.
-
-    With `of_groups` the scale of some columns of a row is there once.
-    """
+    """A second-level scale: 0-dim, one a row, or one for some columns of a row."""
     if tensor_scale is None:
         return torch.ones((), device=x.device)
     if not tensor_scale.ndim:
@@ -269,7 +267,18 @@ def _over(
     if not cast.columns_above:
         return tensor_scale.reshape([1 if dim == axis else n for dim, n in enumerate(x.shape)])
     of_blocks = tensor_scale.reshape(blocks.grid)
-    if not of_groups:
-        return of_blocks.repeat_interleave(blocks.size[axis], axis).narrow(axis, 0, x.shape[axis])
     first = torch.arange(0, of_blocks.shape[axis], cast.columns_above // blocks.size[axis], device=x.device)
     return of_blocks.index_select(axis, first)
+
+
+def _times_above(numbers: torch.Tensor, above: torch.Tensor, columns: int, axis: int) -> torch.Tensor:
+    """Numbers times their second-level scale, in place; `columns` along `axis` share one, if not 0."""
+    if not columns:
+        return numbers.mul_(above)
+    axis %= numbers.ndim
+    whole, rest = divmod(numbers.shape[axis], columns)
+    groups = numbers.narrow(axis, 0, whole * columns).unflatten(axis, (whole, columns))
+    groups.mul_(above.narrow(axis, 0, whole).unsqueeze(axis + 1))
+    if rest:
+        numbers.narrow(axis, whole * columns, rest).mul_(above.narrow(axis, whole, 1))
+    return numbers
