@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -13,7 +14,15 @@ from narrowgauge.errors import UserError
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate, which Trainer needs, is not installed")
 
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from narrowgauge.integrations.transformers import NarrowTrainerCallback, trainer_kwargs
 
@@ -122,6 +131,30 @@ def test_resumed_by_the_trainers_own_means_to_the_last_digit(recipe, tmp_path):
     weights = whole.model.state_dict()
     for name, tensor in again.model.state_dict().items():
         assert torch.equal(tensor, weights[name]), name
+
+
+def mixture():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=4))
+
+
+def test_a_mixture_whose_trainer_does_not_read_its_experts_back_is_not_resumed_wrongly(tmp_path):
+    trainer = trainer_of(
+        tmp_path, trainer_kwargs(mixture(), "nvfp4", lr=LR), save_strategy="steps", save_steps=3
+    )
+    trainer.train()
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    again = trainer_of(tmp_path, trainer_kwargs(mixture(), "nvfp4", lr=LR))
+    with pytest.raises(
+        UserError, match="the trainer has not read them back; make the model with from_pretrained"
+    ):
+        again.train(resume_from_checkpoint=True)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-3")
+    again = trainer_of(tmp_path, trainer_kwargs(read, "nvfp4", lr=LR))
+    again.train(resume_from_checkpoint=True)
+    assert losses_of(again) == losses_of(trainer)
 
 
 def test_a_saved_model_is_a_plain_folder(tmp_path):

@@ -28,6 +28,7 @@ from narrowgauge.training.monitor.gauges import make_gauges
 from narrowgauge.training.step.guard import Guard
 
 STATE = "narrowgauge"  # the key in the optimizer's state
+WEIGHTS = "weights"  # in it, the sums of `_bit_sums`
 PREFIX = "narrowgauge/"  # of entries in the log
 
 
@@ -84,14 +85,16 @@ class TrainerAdamW(AdamW):
         self.narrow_model = narrow_model
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, and under "narrowgauge" the model's `optim.recipe_state`."""
-        return {**super().state_dict(), STATE: recipe_state(self.narrow_model)}
+        """The optimizer's state, and under "narrowgauge" the model's `recipe_state` and sums of its bits."""
+        state = {**recipe_state(self.narrow_model), WEIGHTS: _bit_sums(self.narrow_model)}
+        return {**super().state_dict(), STATE: state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go back to a `state_dict`, in optimizer and model.
 
         Raises:
-            UserError: It is the state of another optimizer, model or recipe.
+            UserError: It is the state of another optimizer, model or recipe, or the trainer has not given the
+                model the weights that belong to it.
         """
         if STATE not in state_dict:
             raise UserError(
@@ -99,6 +102,7 @@ class TrainerAdamW(AdamW):
                 "with the optimizer that it was saved with, or start from its weights without resuming"
             )
         load_recipe_state(self.narrow_model, state_dict[STATE])
+        _require_weights(self.narrow_model, state_dict[STATE].get(WEIGHTS, {}))
         super().load_state_dict({key: value for key, value in state_dict.items() if key != STATE})
 
 
@@ -197,6 +201,31 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
         if self.gauges is not None:
             is_last = self.micro_batch == args.gradient_accumulation_steps - 1
             self.gauges.begin_micro_batch(is_first=self.micro_batch == 0, is_last=is_last)
+
+
+def _bit_sums(model: torch.nn.Module) -> dict[str, int]:
+    """The sum of the bits of each parameter, read as integers: other weights have another one."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = {name: p.detach().view(integers[p.element_size()]).sum() for name, p in model.named_parameters()}
+    return {name: int(total) for name, total in sums.items()}
+
+
+def _require_weights(model: torch.nn.Module, saved: Mapping[str, int]) -> None:
+    """Refuse to go on with weights that a trainer has not read back.
+
+    transformers 5 writes the experts of Mixtral under the names of older releases, and its `Trainer` passes
+    over them when it resumes, with a warning only.
+
+    Raises:
+        UserError: A parameter is not the one that was saved.
+    """
+    found = _bit_sums(model)
+    if others := [name for name, total in saved.items() if found.get(name, total) != total]:
+        raise UserError(
+            f"{len(others)} parameters, such as {others[0]!r}, are not those that the checkpoint was saved "
+            "with: the trainer has not read them back; make the model with from_pretrained(CHECKPOINT), and "
+            "resume then"
+        )
 
 
 def _own(optimizer: torch.optim.Optimizer) -> Optimizer:

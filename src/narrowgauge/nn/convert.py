@@ -5,7 +5,7 @@ Where a recipe narrows attention or the residual stream, the model's modules for
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TypeGuard
 
@@ -20,6 +20,13 @@ from narrowgauge.nn.loop_checks import leave_fast_path, refuse_wrapping
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.nn.transformer.replace import refuse_unreachable, replace_places
+from narrowgauge.nn.transformer.stacked_experts import (
+    ExpertLinear,
+    StackedExperts,
+    is_stacked,
+    require_plain_state,
+    warn_of_stacked,
+)
 from narrowgauge.quantization import ParamState
 from narrowgauge.recipes import ROUTER, Recipe, matches
 from narrowgauge.recipes import recipe as recipe_named
@@ -33,7 +40,8 @@ def convert(
     """Make the Linears of any module compute under a recipe; parameters stay the same objects.
 
     Args:
-        model: Any module with `torch.nn.Linear`s, or Hugging Face `Conv1D`s (GPT-2); changed in place.
+        model: Any module with `torch.nn.Linear`s, or Hugging Face `Conv1D`s (GPT-2); changed in place. The
+            experts of transformers' mixtures, stacked in one parameter, are converted, too.
         recipe: A recipe, its name, or the path of its TOML file.
         keep: Names or patterns of layers that stay in the recipe's `compute` format, in addition to those
             that the recipe keeps. A pattern is compared with the full name and with its last component.
@@ -46,14 +54,19 @@ def convert(
     Raises:
         UserError: The model has no linear layer, a `keep` pattern matches none, a weight is computed from
             other tensors (`torch.nn.utils.parametrize`), the backend is "native" and the model's device
-            lacks the formats, or the recipe narrows attention or the stream and the model has no such place.
+            lacks the formats, or the recipe narrows attention or the stream and the model has no such place;
+            or the recipe keeps weights in casts and those of experts are stacked.
     """
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
     leave_fast_path(model)
     keep = (keep,) if isinstance(keep, str) else keep
     # A layer that the model holds twice has two names.
     layers = {name: m for name, m in model.named_modules(remove_duplicate=False) if _is_linear(m)}
-    _check(model, layers, keep)
+    stacks = {name: StackedExperts.of(m) for name, m in model.named_modules() if is_stacked(m)}
+    in_stacks = [
+        f"{name}.{number}.{layer}" for name, m in stacks.items() for number, layer in m.layer_names()
+    ]
+    _check(model, layers, keep, in_stacks)
     refuse_unreachable(model, recipe)
     if recipe.times_state:
         raise UserError(
@@ -63,8 +76,29 @@ def convert(
     recipe = recipe.in_high_precision(keep) if keep else recipe
     if any(matches(name, ROUTER) for name in layers):
         recipe = recipe.with_wide_routers()
+    for name in stacks:
+        require_plain_state(recipe, name)
     for device in {layer.weight.device for layer in layers.values()}:  # before anything is changed
         verified_backend(recipe, device, backend)
+    converted = _replace(model, layers, recipe, backend)
+    if "" in converted:
+        return converted[""]
+    block_of, blocks = block_numbers(model)
+    first = len(set(converted.values()))
+    for name, stack in stacks.items():
+        stack.use(recipe, name, block_of(name), blocks, first, backend)
+        first += len(list(stack.layer_names()))
+        _put(model, name, stack)
+    replace_places(model, recipe, block_of, blocks)
+    refuse_wrapping(model)
+    warn_of_stacked(model)
+    return model
+
+
+def _replace(
+    model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], recipe: Recipe, backend: str
+) -> dict[str, Linear]:
+    """Put each layer under its recipe, in place; the layers by name, with the model itself as ""."""
     block_of, blocks = block_numbers(model)
     names: dict[torch.nn.Module, list[str]] = {}
     for name, layer in layers.items():
@@ -80,16 +114,20 @@ def convert(
             is_transposed = _is_transposed(layer)
             converted[layer] = Linear(layer, layer_recipe, len(converted), is_transposed, recipe, backend)
             converted[layer].train(layer.training)
-        if not name:
-            return converted[layer]
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, converted[layer])
-    replace_places(model, recipe, block_of, blocks)
-    refuse_wrapping(model)
-    return model
+        if name:
+            _put(model, name, converted[layer])
+    return {name: converted[layer] for name, layer in layers.items()}
 
 
-def _check(model: torch.nn.Module, layers: dict[str, torch.nn.Module], keep: Sequence[str]) -> None:
+def _put(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
+    """Put a module in the place of the one with that name."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def _check(
+    model: torch.nn.Module, layers: dict[str, torch.nn.Module], keep: Sequence[str], in_stacks: Sequence[str]
+) -> None:
     """Refuse what `convert` cannot do, before anything is changed."""
     if not layers:
         raise UserError(
@@ -98,7 +136,7 @@ def _check(model: torch.nn.Module, layers: dict[str, torch.nn.Module], keep: Seq
         )
     example = next(reversed(layers))
     for pattern in keep:
-        if not any(matches(name, pattern) for name in layers):
+        if not any(matches(name, pattern) for name in (*layers, *in_stacks)):
             raise UserError(
                 f"keep={pattern!r} matches no linear layer; use a whole name such as {example!r}, its last "
                 f"component {example.rpartition('.')[2]!r}, or a pattern such as '*'"
@@ -219,9 +257,8 @@ def _is_transposed(layer: torch.nn.Module) -> bool:
 
 def _is_linear(module: torch.nn.Module) -> bool:
     # The last is for MultiheadAttention, which reads the weight of its output layer and never calls it.
-    return _is_conv1d(module) or (
-        isinstance(module, torch.nn.Linear) and not isinstance(module, NonDynamicallyQuantizableLinear)
-    )
+    is_other = isinstance(module, NonDynamicallyQuantizableLinear | ExpertLinear)
+    return _is_conv1d(module) or (isinstance(module, torch.nn.Linear) and not is_other)
 
 
 def block_numbers(model: torch.nn.Module) -> tuple[Callable[[str], int | None], int]:

@@ -20,7 +20,7 @@ from narrowgauge.nn.sharded.gathered_weight import WeightGather
 from narrowgauge.nn.sharded.linear_shards import LinearShards
 from narrowgauge.nn.step_state import Stepped, StepState, stream_ids
 from narrowgauge.nn.weight_state import Accumulation, bind, make_weight_state
-from narrowgauge.quantization import Cast, PreScale, has_gradient, like_shard, local_part
+from narrowgauge.quantization import Cast, ParamState, PreScale, has_gradient, like_shard, local_part
 from narrowgauge.recipes import Recipe
 from narrowgauge.torch_compat import SeesFSDP
 
@@ -46,6 +46,7 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
     """
 
     weight: torch.nn.Parameter
+    state_at_rest: ParamState | None = None
     keys: torch.Tensor | None
     first_sample: torch.Tensor | None
     sequence_length: int = 0
@@ -97,13 +98,17 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
 
     def set_weights(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
         """Take these parameters and their device, with the state before the first step."""
-        self.weight, self.bias = weight, bias  # type: ignore[assignment]
+        self._take(weight, bias)
         self._choose_backend(self.backend)
         for history in self.histories.values():
-            history.reset(weight.device)
-        self.state_at_rest = make_weight_state(self.weight, self.recipe.state, self.recipe.offload)
-        self.reduce_prescale = PreScale(weight.device, mu=0) if self.recipe.reduce.prescale else None
+            history.reset(self._device())
+        self.reduce_prescale = PreScale(self._device(), mu=0) if self.recipe.reduce.prescale else None
         self._set_keys(0, 0, 0)
+
+    def _take(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
+        """Take these parameters, and keep what the recipe says of them."""
+        self.weight, self.bias = weight, bias  # type: ignore[assignment]
+        self.state_at_rest = make_weight_state(self.weight, self.recipe.state, self.recipe.offload)
 
     def begin_pass(self) -> StepState:
         """Begin a forward pass; where no loop sets steps, it may begin one (`_is_new_step`)."""
@@ -162,7 +167,7 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
             self.spec = replace(self.spec, casts=casts)
 
     def _choose_backend(self, requested: str) -> None:
-        backend = verified_backend(self.model_recipe, self.weight.device, requested)
+        backend = verified_backend(self.model_recipe, self._device(), requested)
         self.spec = replace(self.spec, native=backend.name == "native")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -171,12 +176,12 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
         is_blank = self.keys is not None and self.keys.is_meta
         super()._apply(fn, recurse)
         for history in blank:
-            history.reset(self.weight.device)
+            history.reset(self._device())
         if is_blank:
             self._set_keys(0, 0, 0)
         self._bind()
         if self.reduce_prescale is not None:
-            self.reduce_prescale.move(self.weight.device)
+            self.reduce_prescale.move(self._device())
         self._choose_backend("emulated" if self.backend == "emulated" else "auto")
         return self
 

@@ -1,0 +1,243 @@
+"""Experts whose weights are stacked in one parameter of three dimensions, as transformers has them from 5 on.
+
+Mixtral, Qwen3-MoE, gpt-oss and others hold the weights of all experts of a layer as `gate_up_proj` [E, N, K]
+(gpt-oss: [E, K, N]) and `down_proj`, and call the module with the chosen experts of each token and their
+weights. No layer of it is a `torch.nn.Linear`. `StackedExperts` takes its place, with the same parameters
+under the same names. Each expert becomes two layers, `3.gate_up_proj` and `3.down_proj`, which multiply with
+slices of the parameters: they have places, scales, histories, random bits and gauges of their own.
+
+Tokens are sorted by expert, and results are added up in the order of a token's experts, in fp32. An expert
+without tokens computes nothing.
+
+Legend: M tokens, K inputs, A experts of a token, R = M A assignments.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from narrowgauge.errors import UserError
+from narrowgauge.nn.linear import Linear
+from narrowgauge.quantization import has_gradient
+from narrowgauge.recipes import Recipe
+
+GATE = "_apply_gate"  #: the method of transformers' experts that makes one half of a layer's result of both
+
+
+class StackedExperts(torch.nn.Module):
+    """Takes the place of a module that holds the weights of several experts in one parameter each.
+
+    Attributes:
+        num_experts: The number of experts.
+        matrices: The names of the parameters with the weights of the first and of the second layer.
+        is_transposed: Whether each weight is stored as (inputs, outputs).
+        slices: The weights of all experts by the name of their parameter, during a forward pass.
+    """
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        """Take over the parameters.
+
+        Args:
+            experts: Such a module (`is_stacked`).
+        """
+        super().__init__()
+        self.num_experts: int = experts.num_experts  # type: ignore[assignment]
+        self.is_transposed = bool(experts.is_transposed)
+        self.has_gate = bool(experts.has_gate)
+        self.matrices = ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")
+        for name, parameter in experts.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        self.post_expert_norm: Any = experts.post_expert_norm if experts.has_post_expert_norm else None
+        self._source: tuple[Any] = (
+            experts,
+        )  # knows the activation; in a tuple, so that it is no part of the model
+        self.slices: dict[str, tuple[torch.Tensor, ...]] = {}
+        self.train(experts.training)
+
+    @classmethod
+    def of(cls, experts: torch.nn.Module) -> "StackedExperts":
+        """The experts to put in the place of others, which may be such already."""
+        return experts if isinstance(experts, cls) else cls(experts)
+
+    def layer_names(self) -> Iterator[tuple[int, str]]:
+        """(expert, parameter) of each layer, in the order of their random streams."""
+        return ((number, name) for number in range(self.num_experts) for name in self.matrices)
+
+    def use(
+        self, recipe: Recipe, name: str, block: int | None, blocks: int, first: int, backend: str
+    ) -> None:
+        """Make the layers of all experts, or make them anew.
+
+        Args:
+            recipe: The recipe of the model.
+            name: The name of this module in it.
+            block: The number of the block that it is in, if it is in one.
+            blocks: The number of blocks.
+            first: The number of its first layer among the model's.
+            backend: The requested backend.
+        """
+        experts = [torch.nn.Module() for _ in range(self.num_experts)]
+        for index, (number, layer) in enumerate(self.layer_names(), first):
+            of_layer = recipe.for_layer([(f"{name}.{number}.{layer}", block)], blocks)
+            experts[number].add_module(
+                layer, ExpertLinear(self, number, layer, of_layer, index, recipe, backend)
+            )
+        for number, expert in enumerate(experts):
+            self.add_module(str(number), expert.train(self.training))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The weighted sum of each token's experts, [M, K], in the dtype of the input.
+
+        Args:
+            hidden_states: [M, K].
+            top_k_index: [M, A], the experts of each token; another number than 0 to E - 1 is an expert that
+                is not here and gives zeros.
+            top_k_weights: [M, A].
+        """
+        M, A = top_k_index.shape
+        order_R = top_k_index.flatten().argsort(stable=True)
+        sizes = top_k_index.flatten().bincount(minlength=self.num_experts).tolist()
+        x_RK = hidden_states.repeat_interleave(A, 0)[order_R]
+        names = [name for name, _ in self.named_parameters(recurse=False)]
+        self.slices = {name: getattr(self, name).unbind(0) for name in names}
+        try:
+            found = [self._expert(number, x) for number, x in enumerate(x_RK.split(sizes)) if len(x)]
+        finally:
+            self.slices = {}
+        y_RK = torch.cat(found)[order_R.argsort()]
+        weighted_RK = y_RK.float() * top_k_weights.reshape(-1, 1).float()
+        return weighted_RK.view(M, A, -1).sum(dim=1).to(hidden_states.dtype)
+
+    def _expert(self, number: int, x: torch.Tensor) -> torch.Tensor:
+        """The result of one expert for its tokens."""
+        if number >= self.num_experts:
+            return torch.zeros_like(x)
+        expert, first, last = self.get_submodule(str(number)), *self.matrices
+        (source,) = self._source
+        hidden = expert.get_submodule(first)(x)
+        hidden = getattr(source, GATE)(hidden) if self.has_gate else source.act_fn(hidden)
+        y: torch.Tensor = expert.get_submodule(last)(hidden)
+        return y if self.post_expert_norm is None else self.post_expert_norm(y)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "StackedExperts":
+        """Move the parameters before the layers, which ask them for their device."""
+        super()._apply(fn, recurse=False)
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        return self
+
+
+class ExpertLinear(Linear):
+    """A layer of one expert, whose weight and bias are slices of stacked parameters."""
+
+    def __init__(
+        self,
+        stack: StackedExperts,
+        number: int,
+        name: str,
+        recipe: Recipe,
+        index: int,
+        model_recipe: Recipe,
+        backend: str,
+    ) -> None:
+        """Make the layer.
+
+        Args:
+            stack: The module that holds the parameters.
+            number: The number of the expert.
+            name: The name of the parameter with its weight; `NAME_bias` is the one with its bias.
+            recipe: The recipe of this layer.
+            index: The number of the layer among the model's.
+            model_recipe: The recipe of the model.
+            backend: The requested backend.
+        """
+        self._stack, self.number, self.name = (stack,), number, name  # in a tuple, so that it is no child
+        shape = stack.get_parameter(name).shape[1:]
+        template = SimpleNamespace(weight=torch.nn.Parameter(torch.empty(shape, device="meta")), bias=None)
+        super().__init__(template, recipe, index, stack.is_transposed, model_recipe, backend)  # type: ignore[arg-type]
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """The slice of this expert."""
+        return self._slice(self.name)
+
+    @property
+    def bias(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The slice of this expert; None without a bias."""
+        (stack,) = self._stack
+        return (
+            self._slice(f"{self.name}_bias")
+            if f"{self.name}_bias" in dict(stack.named_parameters(recurse=False))
+            else None
+        )
+
+    def _slice(self, name: str) -> torch.Tensor:
+        (stack,) = self._stack
+        return stack.slices[name][self.number] if stack.slices else stack.get_parameter(name)[self.number]
+
+    def _take(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
+        """Take nothing: the parameters are the stack's."""
+
+    def _has_gradient(self) -> bool:
+        (stack,) = self._stack
+        return has_gradient(stack.get_parameter(self.name))
+
+    def _device(self) -> torch.device:
+        (stack,) = self._stack
+        return stack.get_parameter(self.name).device
+
+
+def is_stacked(module: torch.nn.Module) -> bool:
+    """Whether a module holds experts in the way of transformers (which is never imported)."""
+    if isinstance(module, StackedExperts):
+        return True
+    has_facts = all(
+        hasattr(module, fact) for fact in ("num_experts", "has_gate", "is_transposed", "has_post_expert_norm")
+    )
+    down = getattr(module, "down_proj", None)
+    return has_facts and isinstance(down, torch.nn.Parameter) and down.ndim == 3
+
+
+def require_plain_state(recipe: Recipe, name: str) -> None:
+    """Refuse a recipe whose weights, masters or gradients would have to rest in casts, stacked as they are.
+
+    Raises:
+        UserError: It has such state, or one of its rules has.
+    """
+    states = (recipe.state, *(rule.state for rule in recipe.rules))
+    casts = [state.get(place) for state in states for place in ("weight", "master", "grad")]
+    if any(cast is not None and cast.name != "fp32" for cast in casts):
+        raise UserError(
+            f"recipe {recipe.name!r} keeps weights or gradients in casts, and the weights of {name} are "
+            "stacked in one parameter for all experts; take a recipe whose weights and gradients are fp32: "
+            "fp8, mxfp8, nvfp4, coat and others"
+        )
+
+
+def warn_of_stacked(model: torch.nn.Module) -> None:
+    """Say which weights stay as they are because they are stacked in a way that is not known here.
+
+    A parameter of three dimensions that no module of torch's own holds is taken for stacked matrices, unless
+    the first has one entry, as positions of an image have.
+    """
+    found = {
+        f"{name}.{key}".lstrip("."): p.numel()
+        for name, module in model.named_modules()
+        if not isinstance(module, StackedExperts) and not type(module).__module__.startswith("torch.nn.")
+        for key, p in module.named_parameters(recurse=False)
+        if p.ndim == 3 and p.shape[0] > 1
+    }
+    if found:
+        share = sum(found.values()) / sum(p.numel() for p in model.parameters())
+        warnings.warn(
+            f"{share:.0%} of the parameters of {type(model).__name__} are stacked matrices that no recipe "
+            f"reaches, such as {next(iter(found))!r}: they compute in their own dtype. Experts are reached "
+            "where they are torch.nn.Linear, or as transformers 5 holds them",
+            stacklevel=3,
+        )
