@@ -100,7 +100,9 @@ def verify(device: torch.device, console: Console) -> Verdict:
 
         def say(what: Check | Finding) -> None:
             if isinstance(what, Check):
-                counted["begun"] += 1
+                if not console.is_terminal and not counted[what.group]:
+                    console.print(f"{what.group} ...", highlight=False)
+                counted.update(["begun", what.group])
                 status.update(f"check {counted['begun']} of {total}, {what.group}: {what.name}")
             elif what.outcome == DIFFERS:
                 _print(what, console)
