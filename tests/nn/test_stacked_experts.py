@@ -163,8 +163,20 @@ class Grouped(torch.nn.Module):
         self.w1 = torch.nn.Parameter(torch.ones(4, 8, 8))
 
 
-def test_stacked_matrices_that_nobody_knows_are_named():
-    with pytest.warns(
-        UserWarning, match=r"88% of the parameters .* such as 'w1': they compute in their own dtype"
-    ):
-        convert(Grouped(), "mxfp8")
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (Grouped(), "88% of the parameters of Grouped are in matrices that no recipe reaches, such as 'w1'"),
+        (torch.nn.TransformerEncoderLayer(16, 2, 32), "46% .* such as 'self_attn.in_proj_weight'"),
+        (torch.nn.Sequential(torch.nn.LSTM(8, 8), torch.nn.Linear(8, 8)), "such as '0.weight_ih_l0'"),
+    ],
+)
+def test_matrices_that_no_recipe_reaches_are_named(model, words):
+    with pytest.warns(UserWarning, match=words):
+        convert(model, "mxfp8")
+
+
+def test_positions_and_convolutions_are_no_matrices_of_a_recipe():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 2), torch.nn.Embedding(9, 8), torch.nn.Linear(8, 8))
+    model.positions = torch.nn.Parameter(torch.ones(1, 4, 8))
+    convert(model, "mxfp8")  # a warning is an error here

@@ -25,8 +25,8 @@ from narrowgauge.nn.transformer.stacked_experts import (
     StackedExperts,
     is_stacked,
     require_plain_state,
-    warn_of_stacked,
 )
+from narrowgauge.nn.transformer.unreached import warn_of_unreached
 from narrowgauge.quantization import ParamState
 from narrowgauge.recipes import ROUTER, Recipe, matches
 from narrowgauge.recipes import recipe as recipe_named
@@ -56,6 +56,9 @@ def convert(
             other tensors (`torch.nn.utils.parametrize`), the backend is "native" and the model's device
             lacks the formats, or the recipe narrows attention or the stream and the model has no such place;
             or the recipe keeps weights in casts and those of experts are stacked.
+
+    Warns:
+        UserWarning: Some matrices are reached by no recipe, such as those of `torch.nn.MultiheadAttention`.
     """
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
     leave_fast_path(model)
@@ -91,7 +94,7 @@ def convert(
         _put(model, name, stack)
     replace_places(model, recipe, block_of, blocks)
     refuse_wrapping(model)
-    warn_of_stacked(model)
+    warn_of_unreached(model)
     return model
 
 

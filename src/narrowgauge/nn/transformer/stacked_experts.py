@@ -12,7 +12,6 @@ without tokens computes nothing.
 Legend: M tokens, K inputs, A experts of a token, R = M A assignments.
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -217,27 +216,4 @@ def require_plain_state(recipe: Recipe, name: str) -> None:
             f"recipe {recipe.name!r} keeps weights or gradients in casts, and the weights of {name} are "
             "stacked in one parameter for all experts; take a recipe whose weights and gradients are fp32: "
             "fp8, mxfp8, nvfp4, coat and others"
-        )
-
-
-def warn_of_stacked(model: torch.nn.Module) -> None:
-    """Say which weights stay as they are because they are stacked in a way that is not known here.
-
-    A parameter of three dimensions that no module of torch's own holds is taken for stacked matrices, unless
-    the first has one entry, as positions of an image have.
-    """
-    found = {
-        f"{name}.{key}".lstrip("."): p.numel()
-        for name, module in model.named_modules()
-        if not isinstance(module, StackedExperts) and not type(module).__module__.startswith("torch.nn.")
-        for key, p in module.named_parameters(recurse=False)
-        if p.ndim == 3 and p.shape[0] > 1
-    }
-    if found:
-        share = sum(found.values()) / sum(p.numel() for p in model.parameters())
-        warnings.warn(
-            f"{share:.0%} of the parameters of {type(model).__name__} are stacked matrices that no recipe "
-            f"reaches, such as {next(iter(found))!r}: they compute in their own dtype. Experts are reached "
-            "where they are torch.nn.Linear, or as transformers 5 holds them",
-            stacklevel=3,
         )
