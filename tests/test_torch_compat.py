@@ -160,6 +160,9 @@ def test_hooks_of_a_module_are_seen(register):
     assert compat.has_hooks(layer)
     handle.remove()
     assert not compat.has_hooks(layer)
+    layer.register_forward_pre_hook(lambda *_: None)
+    assert not compat.has_hooks(layer)
+    assert compat.has_hooks(layer, before=True)
 
 
 def test_ddp_ignores_what_it_is_told_to(four_fake_ranks):

@@ -144,10 +144,10 @@ def is_in_place(func: Any) -> bool:
     return func._schema.is_mutable
 
 
-def has_hooks(of: torch.nn.Module | torch.Tensor) -> bool:
-    """Whether a hook sees the output of a module, or the gradient of a leaf: neither lists hooks publicly."""
-    others = getattr(of, "_forward_hooks", None) or getattr(of, "_post_accumulate_grad_hooks", None)
-    return bool(of._backward_hooks or others)
+def has_hooks(of: torch.nn.Module | torch.Tensor, before: bool = False) -> bool:
+    """Whether a hook (none is listed publicly) sees a module's output, or its input; or a leaf's gradient."""
+    kinds = ("forward", "backward", "post_accumulate_grad") + ("forward_pre", "backward_pre") * before
+    return any(getattr(of, f"_{kind}_hooks", None) for kind in kinds)
 
 
 def group_of_collective(args: Iterable[Any]) -> dist.ProcessGroup:

@@ -44,6 +44,15 @@ def test_recomputed_blocks_do_their_forward_products_again(config):
     assert [w.gemms[down] for w in (once, every_other, again)] == [8, 10, 12]
     assert again.attention_forward == 2 * once.attention_forward
     assert again.attention_backward == once.attention_backward
+    part = work_of(config(training__recompute="selective"), native=False)
+    assert part.attention_forward == once.attention_forward
+    assert part.gemms[down] == 12
+    assert sum(once.gemms.values()) < sum(part.gemms.values()) < sum(again.gemms.values())
+    assert (
+        once.moved["norms and the rest"]
+        < part.moved["norms and the rest"]
+        < again.moved["norms and the rest"]
+    )
 
 
 def test_native_products_are_counted_in_their_own_format(config):

@@ -157,9 +157,11 @@ def test_bench_counts_for_any_gpu(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "counted, not measured" in printed
     assert "the largest sinks of a micro-batch" in printed
+    assert "what is alive at the peak" in printed
     found = json.loads(file.read_text(encoding="utf-8"))
     assert found["backend"] == "native"
     assert found["gpu"] == "compute capability 8.9"
+    assert sum(held["bytes"] for held in found["held_at_peak"]) == found["peak_bytes"]
     slow, fast = found["micro_batch"]["calibrated"], found["micro_batch"]["at_speeds"]
     assert slow["launches"] == fast["launches"] == sum(sink["launches"] for sink in found["sinks"])
     assert slow["seconds"] >= fast["seconds"] > 0

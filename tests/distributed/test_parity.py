@@ -252,10 +252,13 @@ def test_experts(parity, recipe, layout, changes):
 STOCHASTIC = {"cast": "e4m3", "rounding": "stochastic"}
 
 
-@pytest.mark.parametrize("layout", [(2, {"pipeline": 2}), (2, {"pipeline": 2, "chunks": 2})])
-def test_recomputed_stages_draw_the_same_random_bits(parity, layout):
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [((2, {"pipeline": 2}), "selective"), ((2, {"pipeline": 2, "chunks": 2}), True), ("fsdp 2", "selective")],
+)
+def test_recomputed_stages_draw_the_same_random_bits(parity, layout, recompute):
     """Later micro-batches have been begun by then; the chunks of a process take turns, too."""
-    changes = {"model.layers": 4, "training.recompute": True, "recipe.fprop.x": STOCHASTIC, **DROPOUT}
+    changes = {"model.layers": 4, "training.recompute": recompute, "recipe.fprop.x": STOCHASTIC, **DROPOUT}
     check(*parity(layout, "fp8", changes))
 
 

@@ -42,16 +42,28 @@ def test_fp8_at_1_5b():
     count = big("fp8")
     assert count.waits == 0
     ceiling(count.launches, today=1800, goal=1800)
-    ceiling(count.functions, today=454, goal=60)
-    ceiling(count.bytes / 1e9, today=317.2, goal=290)
+    ceiling(count.functions, today=342, goal=60)
+    ceiling(count.bytes / 1e9, today=312.9, goal=290)
     ceiling(1e3 * count.seconds, today=208, goal=208)
-    ceiling(count.peak_bytes / 2**30, today=60.59, goal=50)
+    ceiling(count.peak_bytes / 2**30, today=54.23, goal=50)
+
+
+def test_memory_of_fp8_at_1_5b_with_options_that_change_no_number():
+    """At most 50 GiB for 3 % of the time, at most 36 GiB for 12 %: GiB, and seconds over those without."""
+    chunked, selective = (big("fp8", chunked_loss=True, **o) for o in ({}, {"recompute": "selective"}))
+    seconds = big("fp8").seconds
+    ceiling(selective.peak_bytes / 2**30, today=36, goal=36)
+    ceiling(selective.seconds / seconds, today=1.12, goal=1.12)
+    two_blocks = selective.plus(chunked, -1), 2 / 28  # with recompute_every = 14
+    few = chunked.plus(*two_blocks)
+    ceiling(few.peak_bytes / 2**30, today=50, goal=50)
+    ceiling(few.seconds / seconds, today=1.03, goal=1.03)
 
 
 def test_fp8_is_worth_it_at_0_5b():
     """The device's time of a micro-batch over that of bf16; the goal is a step that is 1.2 times as fast."""
     fp8, bf16 = (whole(SMALL, recipe, 16, 1024, 24).seconds for recipe in ("fp8", "bf16"))
-    ceiling(fp8 / bf16, today=0.8491, goal=1 / 1.2)
+    ceiling(fp8 / bf16, today=0.8418, goal=1 / 1.2)
 
 
 @pytest.mark.parametrize(

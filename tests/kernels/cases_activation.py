@@ -2,12 +2,21 @@
 
 import torch
 
+from narrowgauge.formats import format
 from narrowgauge.kernels.triton import activation
 
 
 def swiglu(F, dtype):
     gate_up = torch.ones(2, 2 * F, dtype=dtype)
     activation.launch_swiglu_backward(activation.launch_swiglu(gate_up)[0], gate_up)
+
+
+def codes(F):
+    gate_up, amax = torch.ones(64, 2 * F, dtype=torch.bfloat16), torch.ones(())
+    activation.launch_swiglu_backward(gate_up[:, :F].contiguous(), gate_up, writes_gradient=False)
+    activation.launch_swiglu_backward_codes(
+        gate_up[:, :F].contiguous(), gate_up, amax, amax, format("e5m2"), format("e4m3")
+    )
 
 
 def gelu(F, dtype):
@@ -19,6 +28,7 @@ CASES = [
     lambda: swiglu(8960, torch.bfloat16),
     lambda: swiglu(4864, torch.float16),
     lambda: swiglu(96, torch.float32),
+    lambda: codes(8960),
     lambda: gelu(3072, torch.bfloat16),
     lambda: gelu(3072, torch.float32),
 ]

@@ -17,7 +17,10 @@ def case(D, kind, narrow, add=True):
         x, delta, weight_D, bias_D, x if add else None, x.to(narrow), mean_M, scale_M, largest_M, 1e-5
     )
     ddelta, largest_M = (delta, largest_M) if add else (None, None)
-    norm.launch_backward(x.to(narrow), x, x, weight_D, mean_M, scale_M, x, ddelta, largest_M, kind == "layer")
+    for kept in (None, delta):
+        norm.launch_backward(
+            x.to(narrow), x, x, kept, weight_D, mean_M, scale_M, x, ddelta, largest_M, kind == "layer"
+        )
 
 
 CASES = [

@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from narrowgauge.kernels.activation import gelu, gelu_reference, swiglu, swiglu_reference
+from narrowgauge.kernels import quantize
+from narrowgauge.kernels.activation import (
+    gelu,
+    gelu_reference,
+    swiglu,
+    swiglu_and_amax,
+    swiglu_gradient_codes,
+    swiglu_reference,
+)
 from narrowgauge.kernels.amax_cache import cached_amax
+from narrowgauge.quantization import make_cast
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*encountered in:RuntimeWarning"
@@ -89,6 +98,35 @@ def test_swiglu_tells_nan_and_infinity(device):
     assert cached_amax(swiglu(gate_up)) == torch.inf
     gate_up[1, 4] = NAN
     assert cached_amax(swiglu(gate_up)).isnan()
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "bad"),
+    [
+        ((70, 3), ("e5m2", "e4m3"), None),
+        ((9, 66), ("e4m3fnuz", "e5m2fnuz"), None),
+        ((3, 8), ("e5m2", "e4m3"), torch.inf),
+        ((3, 8), ("e5m2", "e4m3"), NAN),
+    ],
+)
+def test_codes_of_the_gradient_are_those_that_a_cast_makes_of_it(device, shape, names, bad):
+    rows, F = shape
+    gate_up = normal(rows, 2 * F, dtype=torch.bfloat16).to(device)
+    dy = normal(*shape, seed=1, dtype=torch.bfloat16).to(device)
+    if bad is not None:
+        dy[1, 2] = bad
+    y, grad = swiglu_and_gradient(gate_up, dy)
+    _, y_amax = swiglu_and_amax(gate_up)
+    grad_cast, y_cast = map(make_cast, names)
+    found = swiglu_gradient_codes(dy, gate_up, y_amax, grad_cast.element, y_cast.element)
+    q, other = quantize(grad, grad_cast, -1, both=True)
+    assert torch.equal(found.grad_M2F, q.codes)
+    assert torch.equal(found.grad_2FM, other.T)
+    assert same_bits(found.grad_scale, q.scales)
+    q, _ = quantize(y, y_cast, 0)
+    assert torch.equal(found.y_FM, q.codes.T)
+    assert same_bits(found.y_scale, q.scales)
+    assert found.y_FM.is_contiguous()
 
 
 def gelu_in_double(x):

@@ -110,6 +110,24 @@ def test_gradients_are_those_of_double_precision(device, kind, delta_dtype, monk
         assert torch.equal(cached_amax(got[1]), got[1].float().abs().max())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)])
+def test_terms_that_are_kept_give_the_gradients_of_their_sum_bit_for_bit(device, kind, dtypes):
+    """A sum in bf16 is as short as a term, and is kept."""
+    x, delta = (normal(5, 24, seed=s, dtype=d).to(device) for s, d in enumerate(dtypes))
+    weight_D, bias_D = normal(24, seed=2).to(device), normal(24, seed=3).to(device)
+    dstream, dy = normal(5, 24, seed=4).to(device), normal(5, 24, seed=5, dtype=torch.bfloat16).to(device)
+    found = []
+    for keeps_terms in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (x, delta, weight_D)]
+        bias = bias_D if kind == "layer" else None
+        stream, y = add_norm(*leaves, bias, 1e-5, kind, torch.bfloat16, keeps_terms)
+        kept = [t for t in stream.grad_fn.saved_tensors if t is not None and t.shape == x.shape]
+        assert len(kept) == (2 if keeps_terms and dtypes[0] == torch.float32 else 1)
+        found.append(torch.autograd.grad([stream, y], leaves, [dstream.to(stream.dtype), dy]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_without_the_stream_used_and_without_its_norm_used(device):
     x, weight_D = normal(3, 8).to(device).requires_grad_(), torch.ones(8, device=device, requires_grad=True)
     y = norm(x, weight_D, None, 1e-5, "rms", torch.float32)
@@ -157,7 +175,7 @@ def test_every_element_is_written(device):
     stream, dx, y, ddelta = poisoned
     mean_M, scale_M, forth_M, back_M = torch.full((4, M), NAN, device=device)
     on_gpu.launch_forward(x, x, weight_D, weight_D, stream, y, mean_M, scale_M, forth_M, 1e-5)
-    sums = on_gpu.launch_backward(y, x, stream, weight_D, mean_M, scale_M, dx, ddelta, back_M, True)
+    sums = on_gpu.launch_backward(y, x, stream, None, weight_D, mean_M, scale_M, dx, ddelta, back_M, True)
     for t in (*poisoned, mean_M, scale_M, forth_M, back_M, *sums):
         assert t.isfinite().all()
 

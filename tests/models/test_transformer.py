@@ -61,6 +61,12 @@ def test_recomputed_gradients_are_the_same_bit_for_bit(name):
     with torch.no_grad():
         model.loss(x_BT, y_BT)
     assert len(calls) == 3, "without gradients there is nothing to run again"
+    model.selective, of_mlp, of_attention = True, [], []
+    model.blocks[0].down.register_forward_pre_hook(lambda *_: of_mlp.append(1))
+    model.blocks[0].qkv.register_forward_pre_hook(lambda *_: of_attention.append(1))
+    in_part = gradients(model, x_BT, y_BT)
+    assert (len(calls), len(of_mlp), len(of_attention)) == (4, 2, 1), "the MLP alone runs again"
+    assert all(torch.equal(kept[key], in_part[key]) for key in kept)
 
 
 @pytest.mark.parametrize("name", NAMES)

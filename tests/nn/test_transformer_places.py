@@ -57,6 +57,8 @@ def test_recomputed_blocks_give_the_same_digits():
     once = digits(model)
     model.recompute = 1
     assert same(digits(model), once)
+    model.selective = True
+    assert same(digits(model), once)
     assert not same(digits(model, step=2), once), "another step draws other bits"
 
 

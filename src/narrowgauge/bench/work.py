@@ -110,9 +110,12 @@ def work_of_passes(config: Config, native: bool) -> Work:
     times, M = t.batch_size // B, B * T  # micro-batches of a step, tokens of one
     network = build_model(config.spec, torch.device("meta"))
     recomputed_layers = _recomputed_blocks(config, model.layers)
-    work.attention_forward = times * (model.layers + recomputed_layers)
+    of_attention = 0 if config.spec.selective else recomputed_layers
+    work.attention_forward = times * (model.layers + of_attention)
     work.attention_backward = times * model.layers
-    _add_products(work, network, recipe, times, M, recomputed_layers / model.layers, native)
+    share = recomputed_layers / model.layers
+    shares = dict.fromkeys(_recomputed_products(network, config.spec.selective), share)
+    _add_products(work, network, recipe, times, M, shares, native)
     D, V = model.dim, model.vocab_size
     ffn_dim = model.ffn_dim * (model.experts_per_token if model.experts else 1)
     F = (2 if model.mlp == "swiglu" else 1) * ffn_dim
@@ -125,7 +128,8 @@ def work_of_passes(config: Config, native: bool) -> Work:
     if model.experts:  # a token is copied to its experts, and their results are added: 2 bytes a number
         copies = 4 * 2 * D * model.experts_per_token
         forward, backward = forward + copies, backward + copies
-    block = forward * (1 + recomputed_layers / model.layers) + backward
+    again = 12 * D + 2 * (F + ffn_dim) if config.spec.selective else forward
+    block = forward + again * share + backward
     work.moved["norms and the rest"] = int(times * (M * (model.layers * block + 8 * D) + 4 * V * D))
     work.moved["loss"] = times * 3 * M * V * DTYPES[recipe.compute].itemsize
     return work
@@ -136,13 +140,20 @@ def _recomputed_blocks(config: Config, layers: int) -> int:
     return -(-layers // every) if every else 0
 
 
+def _recomputed_products(network: Transformer, selective: bool) -> list[str]:
+    """The names of the linear layers whose products are computed again, in a block that is recomputed."""
+    names = [name for name, layer in network.named_modules() if isinstance(layer, torch.nn.Linear)]
+    of_attention = ("qkv", "attention_out")
+    return [n for n in names if n.startswith("blocks.") and not (selective and n.endswith(of_attention))]
+
+
 def _add_products(
     work: Work,
     network: Transformer,
     recipe: Recipe,
     times: int,
     tokens: int,
-    recomputed_share: float,
+    recomputed_shares: Mapping[str, float],
     native: bool,
 ) -> None:
     """The three products of each linear layer, and the casts of their operands."""
@@ -151,7 +162,7 @@ def _add_products(
             continue
         M, N, K = tokens_of(name, network.config, tokens), layer.out_features, layer.in_features
         casts = layer.spec.casts if isinstance(layer, Linear) else {}
-        forward = times * (1 + recomputed_share) if name.startswith("blocks.") else times
+        forward = times * (1 + recomputed_shares.get(name, 0.0))
         for gemm, (m, n, k), passes in (
             ("fprop", (M, N, K), round(forward)),
             ("dgrad", (M, K, N), times),

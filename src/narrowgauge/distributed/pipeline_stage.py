@@ -131,5 +131,12 @@ class Stage(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run one block for one micro-batch; a recomputation comes after later micro-batches have begun."""
         self.stage_input.enter(i)
+        if (recomputed := options.get("recomputed")) is not None:  # a part of the block
+            options["recomputed"] = lambda function, *of: recomputed(partial(self._again, i, function), *of)
         pair: tuple[torch.Tensor, torch.Tensor | None] = block(*inputs, **options)
         return pair
+
+    def _again(self, i: int, function: Callable[..., Any], *inputs: Any) -> Any:
+        """A part of a block for one micro-batch, as `_run_block`."""
+        self.stage_input.enter(i)
+        return function(*inputs)

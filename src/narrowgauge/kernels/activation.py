@@ -22,19 +22,33 @@ Bytes an element of [.., F], in a 2-byte dtype:
                        fused    dy 2, gate, up 4; their gradients 4                         10
     gelu               torch's own are one pass each, 4 and 6; the kernel's as well
 
+    before FP8 products, whose operands are codes of one byte along both axes:
+               separate   y is cast, 2+1+1; the gradient is made, 10, and cast, (2+1+1) * 2   22
+               fused      y is cast along one axis, 2+1; the gradient's largest magnitude 6;
+                          dy, gate, up 6, codes of the gradient 4, of y along the other 1     20
+
 For the backward pass SwiGLU keeps gate and up only, not silu(gate): 4 bytes an element, not 6. The kernels
 attach the largest magnitude of what they write (`amax_cache`): of y, for the product that reads it, and of
 the gradient.
+
+In front of a product in FP8 y need not be kept for the product's backward pass either: it is a function of
+gate and up, which the kernel of the gradient reads anyway. `swiglu_gradient_codes` writes its codes then, and
+those of the gradient, which itself is never in memory. The codes are those that `kernels.quantize` would make
+of what `swiglu` and its gradient write.
 """
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.kernels.amax_cache import attach_amax
+from narrowgauge.formats import Format
+from narrowgauge.kernels.amax_cache import attach_amax, cached_amax
 from narrowgauge.kernels.dispatch import use_kernels
+
+if TYPE_CHECKING:
+    from narrowgauge.kernels.triton.activation import SwigluCodes
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -44,6 +58,36 @@ def swiglu(gate_up: Tensor) -> Tensor:
     y, amax = _Activation.apply(gate_up, "swiglu")
     attach_amax(y, amax)
     return y
+
+
+def swiglu_and_amax(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """`swiglu` by its kernel, without a gradient, and max |y| (0-dim fp32), which is attached as well."""
+    from narrowgauge.kernels.triton import activation as kernels
+
+    y, largest = kernels.launch_swiglu(gate_up.contiguous())
+    attach_amax(y, largest)
+    amax = cached_amax(y)
+    assert amax is not None
+    return y, amax
+
+
+def swiglu_gradient_codes(
+    dy_MF: Tensor, gate_up_M2F: Tensor, y_amax: Tensor, grad: Format, y: Format
+) -> "SwigluCodes":
+    """Codes of SwiGLU's gradient along both axes and of its result along the tokens, by kernels.
+
+    Args:
+        dy_MF: The gradient of y; M tokens.
+        gate_up_M2F: What SwiGLU read.
+        y_amax: The largest magnitude of y, 0-dim fp32.
+        grad: The format of the gradient's elements, under one scale: FP8.
+        y: That of y's elements.
+    """
+    from narrowgauge.kernels.triton import activation as kernels
+
+    dy_MF, gate_up_M2F = dy_MF.contiguous(), gate_up_M2F.contiguous()
+    _, largest = kernels.launch_swiglu_backward(dy_MF, gate_up_M2F, writes_gradient=False)
+    return kernels.launch_swiglu_backward_codes(dy_MF, gate_up_M2F, largest.amax(), y_amax, grad, y)
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -143,7 +143,7 @@ def scaled_and_rounded(product: torch.Tensor, scale: torch.Tensor, dtype: torch.
     plain torch, 4 + 2 in one pass.
     """
     if use_kernels(product):
-        from narrowgauge.kernels.triton.product_scale import launch_scaled
+        from narrowgauge.kernels.triton.product import launch_scaled
 
         return launch_scaled(product, scale, dtype)
     return (product * scale).to(dtype)

@@ -20,6 +20,9 @@ Bytes an element, for an fp32 stream and 2-byte deltas and outputs:
                         weight, sum 4+4+4, rounding for delta 4+2           44
                fused    dy 2, s 4, ds 4; dx 4, ddelta 2                     16   and the partial sums
 
+For the backward pass s is kept, 4 bytes an element. Where x is kept anyway, because an earlier norm reads it
+again, x and delta do as well, and s is summed once more: 2 bytes are kept, and 2 more are read.
+
 The sums over tokens are partial sums of each program, added up by a second launch in an order that depends on
 the shape alone. The kernel also attaches max |y|, and max |ddelta| (`amax_cache`).
 
@@ -47,6 +50,7 @@ def add_norm(
     eps: float,
     kind: Literal["rms", "layer"],
     out_dtype: torch.dtype,
+    keeps_terms: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Add to the residual stream, and normalise the sum.
 
@@ -58,6 +62,8 @@ def add_norm(
         eps: Added to the variance.
         kind: "rms" or "layer".
         out_dtype: The dtype of the norm.
+        keeps_terms: Whether a kernel keeps x and delta for the backward pass, not their sum, where delta is
+            narrower than an fp32 sum.
 
     Returns:
         s = x + delta in torch's dtype for that sum (x itself without a delta), and its norm y. Where kernels
@@ -66,7 +72,7 @@ def add_norm(
     if not use_kernels(x) or x.shape[-1] > WIDEST or torch.float64 in (weight_D.dtype, out_dtype):
         s = x if delta is None else x + delta
         return s, reference(s, weight_D, bias_D, eps, kind, out_dtype)
-    s, y, largest_M = _AddNorm.apply(x, delta, weight_D, bias_D, eps, kind, out_dtype)
+    s, y, largest_M = _AddNorm.apply(x, delta, weight_D, bias_D, eps, kind, out_dtype, keeps_terms)
     attach_amax(y, largest_M)
     return s, y
 
@@ -107,6 +113,7 @@ class _AddNorm(torch.autograd.Function):
         eps: float,
         kind: str,
         out_dtype: torch.dtype,
+        keeps_terms: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         from narrowgauge.kernels.triton import norm as on_gpu
 
@@ -124,7 +131,11 @@ class _AddNorm(torch.autograd.Function):
         )
         if stream is None:
             stream = x
-        ctx.save_for_backward(stream, weight_D, mean_M, scale_M)
+        is_shorter = delta is not None and delta.element_size() < stream.element_size()
+        if keeps_terms and is_shorter and x.dtype == stream.dtype == torch.float32:
+            ctx.save_for_backward(x, delta, weight_D, mean_M, scale_M)
+        else:
+            ctx.save_for_backward(stream, None, weight_D, mean_M, scale_M)
         ctx.dtypes = x.dtype, None if delta is None else delta.dtype, None if bias_D is None else bias_D.dtype
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(largest_M)
@@ -136,7 +147,7 @@ class _AddNorm(torch.autograd.Function):
         from narrowgauge.kernels.triton import norm as on_gpu
 
         x_dtype, delta_dtype, bias_dtype = ctx.dtypes
-        stream, weight_D, mean_M, scale_M = ctx.saved_tensors
+        stream, delta, weight_D, mean_M, scale_M = ctx.saved_tensors
         stream = stream.contiguous()
         dy = torch.zeros_like(stream) if dy is None else dy.contiguous()
         dstream = None if dstream is None else dstream.contiguous()
@@ -148,9 +159,10 @@ class _AddNorm(torch.autograd.Function):
             ddelta, largest_M = torch.empty_like(dx, dtype=delta_dtype), torch.empty_like(scale_M)
         narrow = None if largest_M is None else ddelta
         dweight_D, *dbias_D = on_gpu.launch_backward(
-            dy, dstream, stream, weight_D, mean_M, scale_M, dx, narrow, largest_M, bias_dtype is not None
+            *(dy, dstream, stream, delta, weight_D, mean_M, scale_M),
+            *(dx, narrow, largest_M, bias_dtype is not None),
         )
         if ddelta is not None and largest_M is not None:
             attach_amax(ddelta, largest_M)
         dbias = dbias_D[0].to(bias_dtype) if dbias_D else None
-        return dx, ddelta, dweight_D.to(weight_D.dtype), dbias, None, None, None
+        return dx, ddelta, dweight_D.to(weight_D.dtype), dbias, None, None, None, None

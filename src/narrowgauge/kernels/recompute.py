@@ -6,12 +6,15 @@ pass again, for the tensors that the operations of the block keep. So nobody rea
     of the first pass     what an operation would make for its backward pass only (`is_discarding`)
     of the second pass    the last product of the block, which is the block's output (`is_unread`)
 
+And a small result of the first pass that the second would have to compute again from large tensors, such as a
+largest magnitude, is kept between the two (`once`).
+
 Gradients stay the same bit for bit. A pass that is recomputed runs in a thread of autograd, so what is said
 here holds for a thread. Compiled code asks nothing of this: its compiler decides.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -22,6 +25,8 @@ class _Pass(threading.local):
 
     number = 0
     is_last_product = False
+    kept: Sequence[torch.Tensor] = ()  # by the first pass of the checkpoint that is under way
+    read = 0  # of these, by the second
 
 
 _pass = _Pass()
@@ -29,16 +34,32 @@ _pass = _Pass()
 
 def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The contexts of the first and of the second pass of one checkpoint, for its `context_fn`."""
-    return _within(1), _within(2)
+    kept: list[torch.Tensor] = []
+    return _within(1, kept), _within(2, kept)
 
 
 @contextmanager
-def _within(number: int) -> Iterator[None]:
-    before, _pass.number = _pass.number, number
+def _within(number: int, kept: list[torch.Tensor]) -> Iterator[None]:
+    before = _pass.number, _pass.kept, _pass.read
+    _pass.number, _pass.kept, _pass.read = number, kept, 0
     try:
         yield
     finally:
-        _pass.number = before
+        _pass.number, _pass.kept, _pass.read = before
+
+
+def once(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The small tensor that `make` returns; in a second pass the one that it returned in the first.
+
+    Both passes of a checkpoint ask for the same tensors in the same order.
+    """
+    if _pass.number == 2:
+        _pass.read += 1
+        return _pass.kept[_pass.read - 1]
+    made = make()
+    if isinstance(_pass.kept, list) and _pass.number == 1:
+        _pass.kept.append(made)
+    return made
 
 
 @contextmanager

@@ -36,6 +36,7 @@ K key-value heads, H head_dim, F ffn_dim.
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,13 +90,20 @@ class StreamNorm(Norm):
     """A norm within the residual stream: adds to the stream first, and returns the stream and its norm.
 
     One pass writes both, and one pass adds the gradients of both in the backward pass.
+
+    Attributes:
+        keeps_terms: Whether it keeps x and what is added for the backward pass, and not the sum; that saves
+            memory where something else keeps x.
     """
+
+    keeps_terms = False
 
     def forward(  # type: ignore[override]
         self, x_BTD: Tensor, delta_BTD: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """(x + delta, its norm)."""
-        return add_norm(x_BTD, delta_BTD, self.weight, self.bias, self.eps, self.kind, self.compute_dtype)
+        options = self.eps, self.kind, self.compute_dtype, self.keeps_terms
+        return add_norm(x_BTD, delta_BTD, self.weight, self.bias, *options)
 
 
 def rope_table(config: ModelConfig, length: int, device: torch.device) -> Tensor:
@@ -159,6 +167,7 @@ class Block(nn.Module):
         self.attention_out = nn.Linear(N * H, D, bias=config.bias)
         self.attention_residual = Residual()
         self.mlp_norm = StreamNorm(config, compute_dtype)
+        self.mlp_norm.keeps_terms = True  # attention's norm keeps the stream that it adds to
         self.experts = Experts(config) if config.experts else None
         if self.experts is None:
             add_mlp(self, config)
@@ -175,6 +184,7 @@ class Block(nn.Module):
         mask: Tensor | None = None,
         *,
         cache: LayerKVCache | None = None,
+        recomputed: Callable[..., Any] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """One layer of one sequence or more.
 
@@ -184,12 +194,21 @@ class Block(nn.Module):
             rope: That of `rotary`, or None.
             mask: That of `Attention`, or None.
             cache: Keys and values of earlier tokens.
+            recomputed: Calls a function with its inputs, and keeps nothing else for the backward pass; None
+                calls it as it is. The MLP is called through it, with the norm and the sum before it.
 
         Returns:
             (the stream, what is still to be added to it or None).
         """
         x_BTD, normed_BTD = self.attention_norm(x_BTD, delta_BTD)
         y_BTD = self._attention(normed_BTD, rope, mask, cache)
+        if recomputed is None:
+            return self._after_attention(x_BTD, y_BTD)
+        pair: tuple[Tensor, Tensor | None] = recomputed(self._after_attention, x_BTD, y_BTD)
+        return pair
+
+    def _after_attention(self, x_BTD: Tensor, y_BTD: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The rest of the layer, from the stream and what attention adds to it."""
         if self.attention_residual.is_plain:
             x_BTD, normed_BTD = self.mlp_norm(x_BTD, y_BTD)
         else:
@@ -236,4 +255,4 @@ class Block(nn.Module):
         is_last = (
             self.down_dropout is None and self.mlp_residual.is_plain and not torch.compiler.is_compiling()
         )
-        return mlp(self, x_BTD, last_product() if is_last else nullcontext())
+        return mlp(self, x_BTD, last_product if is_last else nullcontext)

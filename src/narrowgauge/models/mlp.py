@@ -1,5 +1,6 @@
 """The MLP of a block, or of one of its experts: down(act(up(x))), act = gelu, or silu(gate) * up."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -7,6 +8,8 @@ from torch import Tensor, nn
 
 from narrowgauge.kernels.activation import gelu, swiglu
 from narrowgauge.models.config import ModelConfig
+
+Context = Callable[[], AbstractContextManager[None]]
 
 
 def add_mlp(module: nn.Module, config: ModelConfig) -> None:
@@ -19,9 +22,17 @@ def add_mlp(module: nn.Module, config: ModelConfig) -> None:
     module.down = nn.Linear(F, D, bias=config.bias)
 
 
-def mlp(layers: Any, x: Tensor, around_down: AbstractContextManager[None] | None = None) -> Tensor:
-    """[..., D] in and out, by the layers that `add_mlp` gave to a module; the last under a context."""
-    hidden = gelu(layers.up(x)) if hasattr(layers, "up") else swiglu(layers.gate_up(x))
-    with around_down or nullcontext():
-        y: Tensor = layers.down(hidden)
+def mlp(layers: Any, x: Tensor, around_down: Context = nullcontext) -> Tensor:
+    """[..., D] in and out, by the layers that `add_mlp` gave to a module; the last within a context.
+
+    A layer that stands in the place of `down` may compute all of it (`after_swiglu`).
+    """
+    y: Tensor | None = None
+    if hasattr(layers, "gate_up") and hasattr(layers.down, "after_swiglu"):
+        with around_down():
+            y = layers.down.after_swiglu(layers.gate_up, x)
+    if y is None:
+        hidden = gelu(layers.up(x)) if hasattr(layers, "up") else swiglu(layers.gate_up(x))
+        with around_down():
+            y = layers.down(hidden)
     return y

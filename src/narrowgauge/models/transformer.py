@@ -51,7 +51,7 @@ class Transformer(nn.Module):
 
     Set `recompute` to n to trade time for memory: every n-th block keeps only its input for the backward pass
     and runs its forward again, but for what `kernels.recompute` spares. The gradients stay the same bit for
-    bit.
+    bit. With `selective` it runs its MLP again, and keeps what attention is made of.
 
     Set `chunked_loss` to compute the head and the loss together, some tokens at a time (`head_loss`), where
     the head is a plain product: a `torch.nn.Linear`, or a module with a dtype as its `plain_product`. The
@@ -70,7 +70,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.compute_dtype = compute_dtype
-        self.recompute = 0
+        self.recompute, self.selective = 0, False
         self.chunked_loss = False
         self.z_loss = self.balance_loss = 0.0
         self.share = (0, 1)
@@ -159,17 +159,12 @@ class Transformer(nn.Module):
         selected: Iterable[BlockCall] = self.blocks if blocks is None else blocks
         delta_BTD: Tensor | None = None
         for number, block in enumerate(selected):
-            if self.recompute and number % self.recompute == 0 and cache is None:
-                # The sum is kept, not its two terms. Random bits are a function of the step, so there is no
-                # generator state to keep.
-                x_BTD = total(x_BTD, delta_BTD)
-                options: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": contexts}
-                x_BTD, delta_BTD = checkpoint(
-                    *(block, x_BTD, None, rope, mask),
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                    **options,
-                )
+            recomputes = self.recompute and number % self.recompute == 0 and cache is None
+            if recomputes and self.selective:
+                x_BTD, delta_BTD = block(x_BTD, delta_BTD, rope, mask, recomputed=_recomputed)
+            elif recomputes:
+                x_BTD = total(x_BTD, delta_BTD)  # the sum is kept, not its two terms
+                x_BTD, delta_BTD = _recomputed(block, x_BTD, None, rope, mask)
             else:
                 of_block = None if cache is None else cache.layers[number]
                 x_BTD, delta_BTD = block(x_BTD, delta_BTD, rope, mask, cache=of_block)
@@ -221,6 +216,13 @@ class Transformer(nn.Module):
         """The entries of x [B, T, ...] that belong to the local tokens."""
         index, count = self.share
         return x.chunk(count, 1)[index] if count > 1 else x
+
+
+def _recomputed(function: Callable[..., Any], *inputs: Any) -> Any:
+    """The results of a function of which only the inputs are kept: the backward pass calls it again."""
+    options: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": contexts}
+    # Random bits are a function of the step, so there is no generator state to keep.
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False, **options)
 
 
 def _plain_product(head: nn.Module) -> torch.dtype | None:

@@ -109,13 +109,13 @@ class GemmContext:
         self, w_NK: torch.Tensor, place: str, axis: int, both: bool = False
     ) -> Operand | QuantizedOperand:
         """`operand` of the weight whose parameter is `w_NK`; its codes are made once a step where that is
-        allowed, and where they are the same in each micro-batch."""
+        allowed, and where they are the same in each micro-batch. They are then kept along one axis only."""
         cast, kept = self.layer.casts[place], self.accumulation
         is_same = not (cast.is_random or cast.signs == "random" or cast.history or cast.refresh)
         is_codes = self.layer.native and cast.is_scaled and not isinstance(w_NK, GatheredWeight)
         if kept is None or not kept.keeps_codes or not is_same or not is_codes or self.observer is not None:
             return self.operand(self.numbers_of(w_NK), place, axis, both)
-        return kept.once((place, axis, both), lambda: self.operand(self.numbers_of(w_NK), place, axis, both))
+        return kept.once((place, axis), lambda: self.operand(self.numbers_of(w_NK), place, axis))
 
     def numbers_of(self, w_NK: torch.Tensor) -> torch.Tensor:
         """The numbers of a weight whose parameter is `w_NK`, in whatever dtype holds them."""

@@ -13,13 +13,15 @@ from functools import partial
 import torch
 
 from narrowgauge.devices import is_gpu
+from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.nn.gemm_context import GemmContext
-from narrowgauge.nn.linear_function import autocast_disabled, linear_function
+from narrowgauge.nn.linear_function import autocast_disabled, is_fp8, linear_function, swiglu_mlp
 from narrowgauge.nn.loop_checks import require_own_numbers, require_sum
+from narrowgauge.nn.sharded.linear_shards import LinearShards
 from narrowgauge.nn.stateful_linear import StatefulLinear
 from narrowgauge.nn.weight_state import Accumulation
 from narrowgauge.quantization import GradientState
-from narrowgauge.torch_compat import reshaped
+from narrowgauge.torch_compat import has_hooks, reshaped
 
 
 class Linear(StatefulLinear):
@@ -59,6 +61,36 @@ class Linear(StatefulLinear):
             return y
         y = self.shards.after(y)
         return reshaped(y, y.shape) if bias is None else (y + bias).to(y.dtype)
+
+    def after_swiglu(self, gate_up: torch.nn.Module, input: torch.Tensor) -> torch.Tensor | None:
+        """This layer of SwiGLU of another layer's result, all in one function: (..., K) to (..., N).
+
+        The numbers are those of the three one after the other; less is kept for the backward pass. None where
+        they have to be called: without kernels or gradients, with biases, hooks, shards or a gauge, and under
+        all but FP8 with one scale a tensor.
+        """
+        if not (isinstance(gate_up, Linear) and gate_up._is_alone(input) and self._is_alone(input)):
+            return None
+        layers = gate_up, self
+        contexts = tuple(layer._gemm_context(input, layer.weight) for layer in layers)
+        for layer, context in zip(layers, contexts, strict=True):
+            if context.weight is not None:
+                require_own_numbers(layer.weight, context.weight)
+                if context.weight.gradient is not None:
+                    require_sum(layer.weight, context.weight.gradient)
+        with autocast_disabled(input.device.type):
+            x_MK = input.reshape(-1, gate_up.in_features)
+            y_MN = swiglu_mlp(x_MK, gate_up.weight, self.weight, contexts)
+        return reshaped(y_MN, (*input.shape[:-1], self.out_features))
+
+    def _is_alone(self, input: torch.Tensor) -> bool:
+        """Whether this layer may be a part of a larger function."""
+        is_trained = torch.is_grad_enabled() and input.requires_grad and self.weight.requires_grad
+        is_whole = self.shards == LinearShards() and not self.is_sharded and not self.sequence_length
+        bias: torch.Tensor | None = self.bias
+        is_plain = bias is None and not self.spec.transposed and not has_hooks(self, before=True)
+        is_native = use_kernels(input) and input.dtype == self.spec.compute and is_fp8(self.spec)
+        return is_trained and is_whole and is_plain and is_native and self.observer is None
 
     def _gemm_context(self, input: torch.Tensor, weight_NK: torch.Tensor) -> GemmContext:
         """The context of this forward pass and its backward pass."""

@@ -14,6 +14,10 @@ rounded once more.
 
 Where x keeps some channels in another cast (`keep_channels`), so may w: y is the sum of a product of the kept
 channels and one of the others. Their columns of dw come from operands in that cast, dy's too (`with_kept`).
+
+Two layers with SwiGLU between them are one function where both multiply FP8 codes under one scale a tensor on
+a GPU (`is_fp8`). The input of the second layer is then not kept: the backward pass makes its codes again, in
+the pass in which it makes those of SwiGLU's gradient (`kernels.activation`).
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -22,13 +26,18 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.kernels.recompute import is_discarding, is_unread
+from narrowgauge.kernels.activation import swiglu_and_amax, swiglu_gradient_codes
+from narrowgauge.kernels.recompute import is_discarding, is_unread, once
 from narrowgauge.nn.gemm import multiply
-from narrowgauge.nn.gemm_context import GemmContext
+from narrowgauge.nn.gemm_context import GemmContext, LayerSpec
+from narrowgauge.nn.native import QuantizedOperand
 from narrowgauge.nn.observer import evenly
 from narrowgauge.nn.saved import keep_input, keep_operand
 from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
 from narrowgauge.quantization import QuantContext, estimator_slope
+from narrowgauge.quantization import cast as named_cast
+
+_FP8 = [named_cast(name) for name in ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")]
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -112,6 +121,76 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return dx_MK, dw_NK, dbias_N, None
 
 
+class _SwigluMlp(torch.autograd.Function):
+    """down(swiglu(gate_up(x))); legend: M tokens, D inputs and outputs, F numbers between, G = 2F."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_MD: torch.Tensor,
+        w_GD: torch.Tensor,
+        v_DF: torch.Tensor,
+        contexts: tuple[GemmContext, ...],
+    ) -> torch.Tensor:
+        first, second = contexts
+        compute, is_kept = first.layer.compute, not is_discarding()
+        x = first.operand(x_MD, "fprop.x", -1, both=is_kept)
+        w = first.weight_operand(w_GD, "fprop.w", -1, both=is_kept)
+        v = second.weight_operand(v_DF, "fprop.w", -1, both=is_kept)
+        gate_up_MG = multiply(x, w, compute, fast=True)
+        if is_unread():
+            amax, z_MD = once(lambda: swiglu_and_amax(gate_up_MG)[1]), x_MD.new_empty(len(x_MD), len(v_DF))
+        else:
+            y_MF, amax = swiglu_and_amax(gate_up_MG)
+            amax = once(lambda: amax)
+            z_MD = multiply(second.operand(y_MF, "fprop.x", -1), v, compute, fast=True)
+        kept: list[torch.Tensor | None] = []
+        for name, operand in {"x": x, "w": w, "v": v}.items():
+            tensors, restore = keep_operand(operand)
+            kept += tensors
+            setattr(ctx, f"restore_{name}", restore)
+        ctx.save_for_backward(gate_up_MG, amax, *kept)
+        ctx.contexts, ctx.dtypes = contexts, (w_GD.dtype, v_DF.dtype)
+        return z_MD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dz_MD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with autocast_disabled(dz_MD.device.type):
+            return _mlp_backward(ctx, dz_MD)
+
+
+def _mlp_backward(ctx: Any, dz_MD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    gate_up_MG, amax, *kept = ctx.saved_tensors
+    first, second = ctx.contexts
+    compute, cast, y_cast = first.layer.compute, first.layer.casts["dgrad.dy"], second.layer.casts["wgrad.x"]
+    x, w, v = (
+        restore(*kept[i : i + 3]).transposed()
+        for restore, i in ((ctx.restore_x, 0), (ctx.restore_w, 3), (ctx.restore_v, 6))
+    )
+    dz = second.operand(dz_MD, "dgrad.dy", -1, both=True)
+    dy_MF = multiply(dz, v, compute)
+    codes = swiglu_gradient_codes(dy_MF, gate_up_MG, amax, cast.element, y_cast.element)
+    del dy_MF
+    y = QuantizedOperand(codes.y_FM, codes.y_scale, dz.tensor_scale, y_cast)
+    dv = multiply(dz.transposed(), y, compute)
+    dv_DF = None if second.add_gradient(dv) else dv.to(ctx.dtypes[1])
+    del dv
+    dg = QuantizedOperand(codes.grad_M2F, codes.grad_scale, dz.tensor_scale, cast, codes.grad_2FM)
+    dx_MD = multiply(dg, w, compute)
+    dw = multiply(dg.transposed(), x, compute)
+    dw_GD = None if first.add_gradient(dw) else dw.to(ctx.dtypes[0])
+    return dx_MD, dw_GD, dv_DF, None
+
+
+def is_fp8(layer: LayerSpec) -> bool:
+    """Whether all operands are codes in FP8 under one scale a tensor, each the same in both its products."""
+    casts = layer.casts
+    pairs = (("fprop.x", "wgrad.x"), ("fprop.w", "dgrad.w"), ("dgrad.dy", "wgrad.dy"))
+    is_alike = all(casts[a] == casts[b] and casts[a] in _FP8 for a, b in pairs)
+    return is_alike and layer.native and isinstance(layer.saved, str)
+
+
 def autocast_disabled(device: str) -> AbstractContextManager[Any]:
     """A context without autocast, because the recipe decides the dtypes (the meta device has no autocast)."""
     return nullcontext() if device == "meta" else torch.autocast(device, enabled=False)
@@ -119,3 +198,6 @@ def autocast_disabled(device: str) -> AbstractContextManager[Any]:
 
 #: (x_MK, w_NK, bias_N or None, context) to y_MN, in the dtype of x.
 linear_function = _LinearFunction.apply
+
+#: (x_MD, the first layer's weight, the second layer's, both contexts) to z_MD, all in one compute dtype.
+swiglu_mlp = _SwigluMlp.apply

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from narrowgauge.formats import pack, torch_dtype
+from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.torch_compat import ScalingType, SwizzleType, scaled_mm
 
@@ -120,8 +121,19 @@ def _pad(x: torch.Tensor, missing: tuple[int, ...]) -> torch.Tensor:
 
 
 def _elements(x: QuantizedOperand) -> torch.Tensor:
-    codes = pack(x.codes.contiguous(), x.cast.element)
+    codes = pack(along_contraction(x.codes), x.cast.element)
     return codes.view(torch_dtype(x.cast.element) or torch.float4_e2m1fn_x2)
+
+
+def along_contraction(codes: torch.Tensor) -> torch.Tensor:
+    """Codes (rows, contraction), each row contiguous: as they are, or a copy."""
+    if codes.is_contiguous():
+        return codes
+    if codes.T.is_contiguous() and use_kernels(codes):  # torch's own copy reads single bytes, rows apart
+        from narrowgauge.kernels.triton.product import launch_transposed
+
+        return launch_transposed(codes.T)
+    return codes.contiguous()
 
 
 def _scales(

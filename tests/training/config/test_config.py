@@ -128,6 +128,17 @@ def test_names_are_resolved_once(tmp_path):
     assert make_config(values).spec.recipe.casts["fprop.x"].name == "bf16"
 
 
+def test_recomputation_is_true_false_or_selective():
+    def config(value):
+        return make_config({"training": {"recompute": value, "recompute_every": 2}})
+
+    specs = [config(value).spec for value in (False, "true", True, "selective")]
+    assert [(s.recompute, s.selective) for s in specs] == [(0, False), (2, False), (2, False), (2, True)]
+    assert make_config(tomllib.loads(to_toml(config("selective")))).training.recompute == "selective"
+    with pytest.raises(UserError, match=r"recompute = 'selektive': input should be true, false or selective"):
+        config("selektive")
+
+
 def test_a_copy_with_other_sections_is_resolved_anew():
     config = make_config({"model": {"name": "debug"}})
     layers = config.spec.model.layers

@@ -38,6 +38,8 @@ def test_what_is_cheaper(tiny):
     ]
     together = found[" ".join(list(found)[:4])]
     assert together.peak == min(m.peak for m in found.values()) < peak
+    whole, part = (found[f"--training.recompute {kind}"].peak for kind in ("true", "selective"))
+    assert whole < part < peak
 
 
 def test_a_model_larger_than_the_machine_is_refused(tiny, monkeypatch):

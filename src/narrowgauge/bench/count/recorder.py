@@ -55,7 +55,9 @@ class Recorder(TorchDispatchMode):
         self.waits: Counter[tuple[str, str]] = Counter()  # (phase, place)
         self.functions: Counter[str] = Counter()  # calls of Python autograd functions by phase
         self.alive = self.peak = 0
-        self._sizes: dict[int, int] = {}
+        self.held: Counter[tuple[str, str]] = Counter()  # live bytes by (place, operation) that made them
+        self._held_at_peak: Counter[tuple[str, str]] | None = None  # None: memory has only grown since
+        self._known: dict[int, tuple[int, tuple[str, str]]] = {}  # by storage: bytes, who made it
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -64,7 +66,7 @@ class Recorder(TorchDispatchMode):
         known, out = self._of_host(func, args, kwargs)
         if not known:
             out = func(*args, **kwargs)
-        self._see(out)
+        self._see(out, operation_name(func))
         if self.phase:
             cost = cost_of(func, args, kwargs, out)
             if cost is not None:
@@ -109,21 +111,36 @@ class Recorder(TorchDispatchMode):
             return True, args[0]
         return True, torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
 
-    def _see(self, tree: Any) -> None:
+    def _see(self, tree: Any, name: str) -> None:
         """Count the memory of new tensors until their storage is freed."""
         for t in tree_iter(tree):
             if not isinstance(t, torch.Tensor) or not t.is_meta:
                 continue
             storage = t.untyped_storage()
             key = storage_key(storage)
-            if key not in self._sizes:
+            if key not in self._known:
                 weakref.finalize(storage, self._forget, key)
-                self._sizes[key] = -(-storage.nbytes() // _ALLOCATION) * _ALLOCATION
-                self.alive += self._sizes[key]
-                self.peak = max(self.peak, self.alive)
+                size, maker = -(-storage.nbytes() // _ALLOCATION) * _ALLOCATION, (_site(), name)
+                self._known[key] = size, maker
+                self.alive += size
+                self.held[maker] += size
+                if self.alive > self.peak:
+                    self.peak, self._held_at_peak = self.alive, None
 
     def _forget(self, key: int) -> None:
-        self.alive -= self._sizes.pop(key)
+        if self._held_at_peak is None and self.alive == self.peak:
+            self._held_at_peak = self.held.copy()
+        size, maker = self._known.pop(key)
+        self.alive -= size
+        self.held[maker] -= size
+
+    def begin_peak(self) -> None:
+        """Look for the peak from here on."""
+        self.peak, self._held_at_peak = self.alive, None
+
+    def held_at_peak(self) -> Mapping[tuple[str, str], int]:
+        """The bytes that were alive at the peak, by (place, operation) that made them."""
+        return self.held if self._held_at_peak is None else self._held_at_peak
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -1,6 +1,6 @@
 """The count of a step: totals of a micro-batch and of the update, and the largest sinks."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +64,15 @@ class Sink:
 
 
 @dataclass(frozen=True)
+class Held:
+    """Memory that is alive at the peak: made by one operation in one function of the program."""
+
+    site: str
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True)
 class StepCount:
     """What a step costs on an imagined GPU.
 
@@ -78,6 +87,7 @@ class StepCount:
         waits: (place, times) at which the host waits in a micro-batch.
         update_waits: the number of waits in the update.
         peak_bytes: the most bytes that are alive.
+        held: those bytes by (place, operation) that made them.
         speeds: the speeds that seconds are told by.
     """
 
@@ -91,6 +101,7 @@ class StepCount:
     waits: Sequence[tuple[str, int]]
     update_waits: int
     peak_bytes: int
+    held: Mapping[tuple[str, str], int]
     speeds: Speeds
 
     def micro_batch(self, calibrated: bool = False) -> Total:
@@ -121,6 +132,11 @@ class StepCount:
         found = [Sink(*key, t.launches, t.bytes, t.seconds) for key, t in totals.items()]
         return sorted(found, key=lambda sink: -sink.seconds)
 
+    def largest_held(self) -> list[Held]:
+        """What is alive at the peak, the largest first."""
+        found = [Held(*maker, size) for maker, size in self.held.items() if size]
+        return sorted(found, key=lambda held: -held.bytes)
+
     def _speeds(self, calibrated: bool) -> Speeds:
         return self.speeds.calibrated() if calibrated else self.speeds
 
@@ -134,6 +150,7 @@ class StepCount:
             "tokens": self.tokens,
             "micro_batches": self.micro_batches,
             "peak_bytes": self.peak_bytes,
+            "held_at_peak": [vars(held) for held in self.largest_held()],
             "micro_batch": {name: self.micro_batch(c).as_json() for name, c in at.items()},
             "update": {name: self.of_update(c).as_json() for name, c in at.items()},
             "step_seconds": {name: self.step_seconds(c) for name, c in at.items()},

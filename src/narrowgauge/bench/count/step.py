@@ -77,7 +77,7 @@ def count_step(config: Config, facts: Device, speeds: Speeds = H200) -> StepCoun
         x_BT = torch.empty(t.micro_batch_size, length, dtype=torch.int64, device=meta)
         position_BT = x_BT if config.data.separate_documents else None
         batches = [Batch(x_BT, x_BT, x_BT.numel(), position_BT)] * _MICRO_BATCHES
-        recorder.peak = recorder.alive
+        recorder.begin_peak()
         trainer.train_step(iter(batches), gauges=cast(Gauges, _Phases(recorder)))
     return StepCount(
         str(facts),
@@ -90,5 +90,6 @@ def count_step(config: Config, facts: Device, speeds: Speeds = H200) -> StepCoun
         [(place, n) for (phase, place), n in recorder.waits.most_common() if phase == _COUNTED],
         sum(n for (phase, _), n in recorder.waits.items() if phase == _UPDATE),
         recorder.peak,
+        recorder.held_at_peak(),
         speeds,
     )

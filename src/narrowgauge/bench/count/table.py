@@ -9,7 +9,7 @@ _SINKS = 10
 
 
 def print_count(count: StepCount, title: str, console: Console) -> None:
-    """Print totals, the ten largest sinks, and the waits."""
+    """Print totals, the ten largest sinks, what is alive at the peak, and the waits."""
     console.print(
         f"{title} ({count.backend}), {count.tokens} tokens, {count.gpu}: counted, not measured\n",
         soft_wrap=True,
@@ -24,6 +24,8 @@ def print_count(count: StepCount, title: str, console: Console) -> None:
     )
     console.print("the largest sinks of a micro-batch:")
     console.print(_sinks(count))
+    console.print("\nwhat is alive at the peak:")
+    console.print(_held(count))
     for place, times in count.waits:
         console.print(f"the host waits {times} times a micro-batch in {place}", highlight=False)
 
@@ -53,4 +55,16 @@ def _sinks(count: StepCount) -> Table:
     for sink in count.sinks()[:_SINKS]:
         gb, ms = sink.bytes / 1e9, 1e3 * sink.seconds
         table.add_row(sink.name, f"{ms:.2f}", f"{sink.launches:,}", f"{gb:.2f}", sink.site)
+    return table
+
+
+def _held(count: StepCount) -> Table:
+    table = Table("GiB", box=None, header_style="bold")
+    table.add_column("made by")
+    table.add_column("in")
+    held = count.largest_held()
+    for part in held[:_SINKS]:
+        table.add_row(f"{part.bytes / 2**30:.2f}", part.name, part.site)
+    if rest := sum(part.bytes for part in held[_SINKS:]):
+        table.add_row(f"{rest / 2**30:.2f}", "the others", "")
     return table

@@ -32,7 +32,7 @@ def add_config_options(p: KeyParser) -> None:
         text = str(keys[name]).replace("%", "%%")
         p.add_argument(f"--{short}", dest=name, metavar=keys[name].takes, help=text)
     for name, key in keys.items():
-        is_switch = key.takes == "true|false"
+        is_switch = key.takes.startswith("true|false")
         p.add_argument(
             f"--{name}",
             dest=name,

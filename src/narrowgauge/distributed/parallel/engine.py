@@ -96,13 +96,14 @@ class Engine:
     def _same_weights(self, micro_batches: int) -> AbstractContextManager[None]:
         """Let layers add up gradients and keep codes, where this process has the model by itself.
 
-        Codes of weights are kept where a step has several micro-batches and no activations are recomputed:
-        who recomputes is short of memory. Codes take 2 bytes a weight, of which one is kept for the backward
-        pass anyway.
+        Codes of weights are kept where a step has several micro-batches and no block is recomputed whole: who
+        does that is short of memory. Codes take a byte a weight, which is kept for the backward pass anyway;
+        there they are copied to lie along the other axis.
         """
         if not self.mesh.is_alone:
             return nullcontext()
-        return accumulating(self.model, keeps_codes=micro_batches > 1 and not self.model.recompute)
+        has_memory = self.model.selective or not self.model.recompute
+        return accumulating(self.model, keeps_codes=micro_batches > 1 and has_memory)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:

@@ -59,6 +59,7 @@ class ModelSpec:
         seed: the seed of the starting weights.
         backend: whether narrow GEMMs run natively: "auto", "native" or "emulated".
         recompute: one of how many blocks recomputes its activations in the backward pass; 0: none does.
+        selective: whether those recompute their MLP alone.
         chunked_loss: whether head and loss are computed in chunks, without all logits in memory.
         z_loss: the coefficient of the z-loss; 0: none.
         balance_loss: the coefficient of the balance of experts; 0: none.
@@ -69,13 +70,15 @@ class ModelSpec:
     seed: int
     backend: str = "auto"
     recompute: int = 0
+    selective: bool = False
     chunked_loss: bool = False
     z_loss: float = 0.0
     balance_loss: float = 0.0
 
     def set_options(self, model: Transformer) -> None:
         """Give a model what is neither a dimension of it nor of its recipe."""
-        model.recompute, model.chunked_loss = self.recompute, self.chunked_loss
+        model.recompute, model.selective = self.recompute, self.selective
+        model.chunked_loss = self.chunked_loss
         model.z_loss, model.balance_loss = self.z_loss, self.balance_loss
 
 

@@ -68,6 +68,7 @@ def norm_backward(
     dy_ptr,
     dstream_ptr,
     stream_ptr,
+    delta_ptr,
     weight_ptr,
     mean_ptr,
     scale_ptr,
@@ -81,7 +82,10 @@ def norm_backward(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Some rows, one after the other: the gradients of x and delta, partial sums for weight and bias."""
+    """Some rows, one after the other: the gradients of x and delta, partial sums for weight and bias.
+
+    With `delta_ptr` the stream is made again, as the fp32 sum of the two.
+    """
     program = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     inside = cols < D
@@ -94,6 +98,8 @@ def norm_backward(
         at = row * D + cols
         dy = wide(tl.load(dy_ptr + at, inside, 0))
         x = wide(tl.load(stream_ptr + at, inside, 0))
+        if delta_ptr is not None:
+            x += wide(tl.load(delta_ptr + at, inside, 0))
         scale = tl.load(scale_ptr + row)
         if mean_ptr is not None:
             x = tl.where(inside, x - tl.load(mean_ptr + row), 0.0)
@@ -159,6 +165,7 @@ def launch_backward(
     dy: Tensor,
     dstream: Tensor | None,
     stream: Tensor,
+    delta: Tensor | None,
     weight_D: Tensor,
     mean_M: Tensor | None,
     scale_M: Tensor,
@@ -168,6 +175,8 @@ def launch_backward(
     with_bias: bool,
 ) -> list[Tensor]:
     """Fill `dx`, and `ddelta` with its `largest_M`; [..., D] contiguous.
+
+    With a `delta` the normalised stream is `stream` + `delta`, in fp32.
 
     Returns:
         The fp32 gradient of the weight, and that of the bias if `with_bias`.
@@ -182,6 +191,7 @@ def launch_backward(
         dy,
         dstream,
         stream,
+        delta,
         weight_D,
         mean_M,
         scale_M,

@@ -77,6 +77,7 @@ class Config(Section):
             seed=t.seed,
             backend=self.recipe.backend,
             recompute=t.recompute_every if t.recompute else 0,
+            selective=t.recompute == "selective",
             chunked_loss=t.chunked_loss,
             z_loss=t.z_loss,
             balance_loss=t.balance_loss,
@@ -231,6 +232,8 @@ def _user_error(error: ValidationError) -> UserError:
         if len(first["loc"]) == 1:
             return unknown("section", where, Config.model_fields)
         return unknown_key(where, config_keys())
+    if where == "training.recompute":  # of each type that it may have, pydantic says something else
+        first |= {"type": "literal_error", "msg": "input should be true, false or selective"}
     rule = _RULES.get(first["type"]) or first["msg"][0].lower() + first["msg"][1:]
     section = where.partition(".")[0]
     return UserError(f"{where} = {first['input']!r}: {rule}; see 'narrowgauge train --help {section}'")

@@ -108,7 +108,7 @@ def _takes(kind: Any) -> str:
     """What a value of this type looks like on the command line."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
-        return _takes(next(part for part in inside if part is not NoneType))
+        return "|".join(_takes(part) for part in inside if part is not NoneType)
     if origin is Annotated:
         return _takes(inside[0])
     if origin is Literal:

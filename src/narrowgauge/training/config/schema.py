@@ -100,7 +100,9 @@ class TrainingSection(Section):
     device: str = Field("auto", description="auto, cpu or cuda")
     compile: bool = Field(False, description="run the model through torch.compile")
     deterministic: bool = Field(False, description="only kernels that repeat every bit on a GPU: slower")
-    recompute: bool = Field(False, description="keep only block inputs for backward, compute the rest again")
+    recompute: bool | Literal["selective"] = Field(
+        False, description="keep only block inputs for backward, compute the rest again; selective: the MLP"
+    )
     recompute_every: int = Field(1, ge=1, description="with recompute: of every n-th block only")
     chunked_loss: bool = Field(False, description="head and loss a chunk of tokens at a time: less memory")
     z_loss: float = Field(0.0, ge=0, description="coefficient of the mean of logsumexp(logits)^2; 0: none")

@@ -129,7 +129,7 @@ def cheaper(
     changes = []
     if config.training.micro_batch_size > 1:
         changes.append(_Change("--training.micro_batch_size 1", {"training": {"micro_batch_size": 1}}))
-    if not config.training.recompute:
+    if config.training.recompute is not True:
         changes.append(_Change("--training.recompute true", {"training": {"recompute": True}}))
     if not config.training.chunked_loss:
         changes.append(_Change("--training.chunked_loss true", {"training": {"chunked_loss": True}}))
@@ -143,6 +143,8 @@ def cheaper(
             for section, values in change.values.items():
                 together.values[section] = together.values.get(section, {}) | values
         changes.append(together)
+    if not config.training.recompute:
+        changes.append(_Change("--training.recompute selective", {"training": {"recompute": "selective"}}))
     if wider:
         changes += _wider(config, parallel_dims)
     return [

@@ -1,10 +1,11 @@
-"""A product's scale and rounding, and the signs of a transform: those of plain operations, bit for bit."""
+"""Around a product: scale, rounding, codes along the other axis, signs of a transform, all bit for bit."""
 
 import pytest
 import torch
 
 from narrowgauge.formats import RandomStream, random_stream
 from narrowgauge.kernels.cast import random_signs, scaled_and_rounded
+from narrowgauge.nn.native import along_contraction
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -24,3 +25,13 @@ def test_signs_are_those_of_the_stream(device, size):
         key = random_stream(3, 7, tensor, device).key
         expected = 1 - 2 * (RandomStream(key).bits((size,)) & 1)
         assert torch.equal(random_signs(key, size).float(), expected.float())
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (70, 131), (1, 5), (3, 1)])
+def test_codes_along_the_other_axis_are_the_same_codes(device, shape):
+    codes = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    found = along_contraction(codes.to(device).T)
+    assert found.is_contiguous()
+    assert torch.equal(found.cpu(), codes.T)
+    strided = codes.to(device)[:, ::2]
+    assert torch.equal(along_contraction(strided).cpu(), codes[:, ::2])

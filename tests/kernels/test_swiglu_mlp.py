@@ -1,0 +1,101 @@
+"""An MLP in one function is the three functions one after the other, bit for bit: loss and all gradients."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from narrowgauge.kernels.recompute import contexts, once
+from narrowgauge.models import Transformer, initialize, model_config
+from narrowgauge.nn import Linear, convert, linear
+from narrowgauge.nn.linear import accumulating
+from narrowgauge.recipes import recipe
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*encountered in:RuntimeWarning"
+)  # numpy's, of the interpreter
+TINY = {"dim": 32, "layers": 1, "heads": 2, "ffn_dim": 32, "vocab_size": 31, "max_sequence_length": 16}
+HAS_PRODUCTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+needs_products = pytest.mark.skipif(not HAS_PRODUCTS, reason="torch before 2.13 has no CPU kernel")
+
+
+def native(name, device):
+    """A model whose products are native: torch has those with a scale a tensor on a CPU, too."""
+    model = Transformer(model_config("debug", **TINY), torch.bfloat16)
+    initialize(model, 0)
+    convert(model.to(device), recipe(name))
+    for module in model.modules():
+        if isinstance(module, Linear) and module is not model.head:
+            module.spec = replace(module.spec, native=True)
+    return model
+
+
+def trained(model, recompute=0):
+    """The loss of a micro-batch, and the gradients, added to those that wait."""
+    device = model.head.weight.device
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 2.0**-8)
+    model.recompute, model.selective = recompute, True
+    ids_2BT = torch.randint(31, (2, 1, 5), generator=torch.Generator().manual_seed(0)).to(device)
+    with accumulating(model, keeps_codes=True):
+        loss = model.loss(*ids_2BT)
+        loss.backward()
+    return loss.item(), [p.grad for p in model.parameters()]
+
+
+@needs_products
+def test_one_function_gives_the_digits_of_three(device, monkeypatch):
+    """Where it is recomputed, SwiGLU runs in the first pass only: in the second nobody reads its result."""
+    from narrowgauge.kernels.triton import activation
+
+    model, functions, passes = native("fp8", device), [], []
+    function, launch = linear.swiglu_mlp, activation.launch_swiglu
+    monkeypatch.setattr(linear, "swiglu_mlp", lambda *a: functions.append(1) or function(*a))
+    monkeypatch.setattr(activation, "launch_swiglu", lambda x: passes.append(1) or launch(x))
+    found, again = trained(model), trained(model, recompute=1)
+    assert (len(functions), len(passes)) == (1 + 2, 1 + 1)
+    monkeypatch.setattr(Linear, "after_swiglu", lambda *_: None)
+    separate = trained(model)
+    for other in (found, again):
+        assert other[0] == separate[0]
+        assert all(torch.equal(g, h) for g, h in zip(other[1], separate[1], strict=True))
+
+
+@needs_products
+def test_where_it_may_not_all_three_are_called(device):
+    model = native("fp8", device)
+    gate_up, down = model.blocks[0].gate_up, model.blocks[0].down
+    x = torch.ones(1, 2, 32, dtype=torch.bfloat16, device=device, requires_grad=True)
+
+    def is_one():
+        return down.after_swiglu(gate_up, x) is not None
+
+    assert is_one()
+    assert down.after_swiglu(torch.nn.Linear(32, 64), x) is None
+    assert down.after_swiglu(gate_up, x.float()) is None
+    assert down.after_swiglu(gate_up, x.detach()) is None
+    with torch.no_grad():
+        assert not is_one()
+    hook = gate_up.register_forward_hook(lambda *_: None)
+    assert not is_one()
+    hook.remove()
+    down.weight.requires_grad_(False)
+    assert not is_one()
+    down.weight.requires_grad_(True)
+    narrow, down.spec = down.spec, replace(down.spec, native=False)
+    assert not is_one()
+    down.spec = narrow
+    down.observer = object()
+    assert not is_one()
+    down.observer = None
+    assert is_one()
+
+
+def test_a_small_result_is_kept_between_two_passes():
+    made = iter(range(9))
+    assert [once(lambda: next(made)) for _ in range(2)] == [0, 1], "outside of a checkpoint each is made"
+    first, second = contexts()
+    with first:
+        assert [once(lambda: next(made)) for _ in range(2)] == [2, 3]
+    with second:
+        assert [once(lambda: next(made)) for _ in range(2)] == [2, 3]
