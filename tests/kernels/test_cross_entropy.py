@@ -72,6 +72,20 @@ def test_where_numbers_are_exact_every_bit_is_the_references(on_gpu, device, dty
     assert torch.equal(out_TV, expected_TV)
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 1e-3])
+@pytest.mark.parametrize("ignored", [None, IGNORED])
+def test_one_launch_gives_the_bits_of_two(on_gpu, device, z_loss, ignored):
+    z_TV, y_T = drawn(3, 4096 + 19, torch.bfloat16, device)
+    if ignored is not None:
+        y_T[1] = ignored
+    factor, two_TV = torch.tensor(0.7, device=device), z_TV.clone()
+    loss_T, stats_2T = on_gpu.losses(z_TV, y_T, ignored)
+    on_gpu.write_gradients(two_TV, y_T, stats_2T, factor, ignored, two_TV, z_loss)
+    together = on_gpu.losses(z_TV, y_T, ignored, factor, z_loss)
+    for one, two in zip((z_TV, *together), (two_TV, loss_T, stats_2T), strict=True):
+        assert torch.equal(one, two)
+
+
 def test_rows_may_lie_apart_and_gradients_over_logits(on_gpu, device):
     z_TV, y_T = drawn(4, 300, torch.bfloat16, device)
     apart_TV = torch.full((4, 320), float("nan"), dtype=torch.bfloat16, device=device)[:, :300]

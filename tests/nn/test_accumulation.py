@@ -57,6 +57,17 @@ def test_a_gradient_is_added_without_autograd_unless_a_hook_sees_it():
     assert model.blocks[1].down.accumulation is None, "only as long as the weights are the same"
 
 
+def test_the_gradient_of_a_chunked_head_is_added_times_what_comes_back():
+    model = model_under("fp8")
+    weight, dw = model.head.weight, torch.randn_like(model.head.weight)
+    with accumulating(model, keeps_codes=False):
+        assert not model.head.accumulation.add(dw, False, torch.tensor(0.25)), "none waits"
+        weight.grad = torch.ones_like(weight)
+        assert model.head.accumulation.add(dw, False, torch.tensor(0.25))
+        assert not model.head.add_gradient(dw, torch.tensor(0.25)), "a CPU leaves it to autograd"
+    assert torch.equal(weight.grad, 1 + dw * 0.25)
+
+
 def test_a_frozen_weight_gets_no_gradient():
     model = model_under("fp8")
     model.blocks[0].down.weight.requires_grad_(False)

@@ -133,6 +133,25 @@ def row_losses(z_TV: Tensor, y_T: Tensor, ignores: bool) -> tuple[Tensor, Tensor
     return loss_T, None
 
 
+def row_losses_and_gradients(
+    z_TV: Tensor, y_T: Tensor, factor: Tensor, ignores: bool, z_loss: float
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of each token, and `row_squares` with a z-loss; the gradients are written over the logits.
+
+    They are those of `write_gradients`. A kernel does all in one launch, and reads the logits once.
+    """
+    if use_kernels(z_TV):
+        from narrowgauge.kernels.triton import cross_entropy as on_gpu
+
+        loss_T, stats_2T = on_gpu.losses(z_TV, y_T, IGNORED if ignores else None, factor, z_loss)
+        torch.autograd.graph.increment_version(z_TV)  # autograd does not see what a kernel writes
+        return loss_T, row_squares(z_TV, y_T, stats_2T, ignores) if z_loss else None
+    loss_T, _ = row_losses(z_TV, y_T, ignores)
+    squares_T = row_squares(z_TV, y_T, None, ignores) if z_loss else None
+    write_gradients(z_TV, y_T, None, factor, ignores, z_TV, z_loss)
+    return loss_T, squares_T
+
+
 def row_squares(z_TV: Tensor, y_T: Tensor, stats_2T: Tensor | None, ignores: bool) -> Tensor:
     """The square of the logarithm of each token's sum of exponentials, fp32 [T]; 0 for an IGNORED token.
 

@@ -35,6 +35,7 @@ C = 4096, two thirds for 1024. The size fixes the order of the sum, so it is no 
 Legend: T tokens, C tokens of one chunk, D dim, V vocabulary.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,11 +46,13 @@ from narrowgauge.devices import is_shape_only
 from narrowgauge.kernels.cross_entropy import (
     in_one_tensor,
     row_losses,
+    row_losses_and_gradients,
     row_squares,
     with_z_loss,
-    write_gradients,
 )
 from narrowgauge.kernels.dispatch import is_slow
+
+Add = Callable[[Tensor, Tensor], bool]
 
 #: Logits held at a time (1 GiB in bf16).
 CHUNK_ELEMENTS = 2**29
@@ -66,7 +69,9 @@ class _HeadLoss(torch.autograd.Function):
         targets: int | None,
         has_gradients: bool,
         z_loss: float,
+        add: Add | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx.add = add
         ctx.ignores, ctx.dtypes, ctx.z_loss = targets is not None, (h_TD.dtype, w_VD.dtype), z_loss
         ctx.count = len(y_T) if targets is None else max(targets, 1)
         ctx.is_late = h_TD.dtype == torch.float16
@@ -92,11 +97,22 @@ class _HeadLoss(torch.autograd.Function):
             factor = grad / ctx.count
             _, _, dh_TD, dw_VD = _losses_and_gradients(h_TD, w_VD, y_T, ctx.ignores, factor, ctx.z_loss)
         else:
-            dh_TD, dw_VD = (saved.mul_(grad) for saved in ctx.saved_tensors)
-        return dh_TD.to(h_dtype), dw_VD.to(w_dtype), None, None, None, None
+            dh_TD, dw_VD = ctx.saved_tensors
+            dh_TD = dh_TD.mul_(grad)
+            if ctx.add is not None and ctx.add(dw_VD, grad):
+                return dh_TD.to(h_dtype), None, None, None, None, None, None
+            dw_VD = dw_VD.mul_(grad)
+        return dh_TD.to(h_dtype), dw_VD.to(w_dtype), None, None, None, None, None
 
 
-def head_loss(h: Tensor, w_VD: Tensor, y: Tensor, targets: int | None = None, z_loss: float = 0.0) -> Tensor:
+def head_loss(
+    h: Tensor,
+    w_VD: Tensor,
+    y: Tensor,
+    targets: int | None = None,
+    z_loss: float = 0.0,
+    add: Add | None = None,
+) -> Tensor:
     """Mean cross entropy (nats per token) of the logits h @ w.T, as an fp32 scalar.
 
     With a `z_loss` it is fp32 [3], as that of `cross_entropy`.
@@ -110,9 +126,11 @@ def head_loss(h: Tensor, w_VD: Tensor, y: Tensor, targets: int | None = None, z_
         y: [...], token ids, as for `cross_entropy`.
         targets: As for `cross_entropy`.
         z_loss: As for `cross_entropy`.
+        add: Adds the gradient of the weight, fp32, times a 0-dim tensor, to the one that waits; False if it
+            is left to autograd.
     """
     has_gradients = torch.is_grad_enabled() and (h.requires_grad or w_VD.requires_grad)
-    loss = _HeadLoss.apply(h.flatten(0, -2), w_VD, y.flatten(), targets, has_gradients, z_loss)
+    loss = _HeadLoss.apply(h.flatten(0, -2), w_VD, y.flatten(), targets, has_gradients, z_loss, add)
     return in_one_tensor(*loss) if z_loss else loss
 
 
@@ -149,14 +167,16 @@ def _in_chunks(
         h_CD, y_C = h_TD[chunk], y_T[chunk]
         z_CV = logits_CV[: len(h_CD)]
         _multiply(h_CD, w_VD.T, z_CV)
-        loss_C, stats_2C = row_losses(z_CV, y_C, ignores)
-        loss_T[chunk] = loss_C
-        if z_loss:
-            squares_T[chunk] = row_squares(z_CV, y_C, stats_2C, ignores)
-        if factor is not None:
-            write_gradients(z_CV, y_C, stats_2C, factor, ignores, z_CV, z_loss)
+        if factor is None:
+            loss_C, stats_2C = row_losses(z_CV, y_C, ignores)
+            squares_C = row_squares(z_CV, y_C, stats_2C, ignores) if z_loss else None
+        else:
+            loss_C, squares_C = row_losses_and_gradients(z_CV, y_C, factor, ignores, z_loss)
             _multiply(z_CV, w_VD, dh_TD[chunk])
             _multiply(z_CV.T, h_CD, dw_VD, adds=start > 0)
+        loss_T[chunk] = loss_C
+        if squares_C is not None:
+            squares_T[chunk] = squares_C
     if factor is not None and not T:
         dw_VD.zero_()
     return loss_T, squares_T, dh_TD, dw_VD

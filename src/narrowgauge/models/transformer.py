@@ -193,7 +193,8 @@ class Transformer(nn.Module):
         y_BT = self.local_tokens(y)
         z_loss = self.z_loss if torch.is_grad_enabled() else 0.0
         if self.chunks_loss and h_BTD.dtype == self.compute_dtype:
-            loss = head_loss(h_BTD, self.head.weight, y_BT, targets, z_loss)
+            add = getattr(self.head, "add_gradient", None)
+            loss = head_loss(h_BTD, self.head.weight, y_BT, targets, z_loss, add)
         else:  # the logits may be overwritten unless a hook keeps them
             loss = cross_entropy(self.head(h_BTD), y_BT, targets, not has_hooks(self.head), z_loss)
         if self.loss_shape == (4,) and torch.is_grad_enabled():

@@ -69,7 +69,9 @@ class Linear(StatefulLinear):
         they have to be called: without kernels or gradients, with biases, hooks, shards or a gauge, and under
         all but FP8 with one scale a tensor.
         """
-        if not (isinstance(gate_up, Linear) and gate_up._is_alone(input) and self._is_alone(input)):
+        if not use_kernels(input) or not isinstance(gate_up, Linear):
+            return None
+        if not (gate_up._is_alone(input) and self._is_alone(input)):
             return None
         layers = gate_up, self
         contexts = tuple(layer._gemm_context(input, layer.weight) for layer in layers)
@@ -83,13 +85,18 @@ class Linear(StatefulLinear):
             y_MN = swiglu_mlp(x_MK, gate_up.weight, self.weight, contexts)
         return reshaped(y_MN, (*input.shape[:-1], self.out_features))
 
+    def add_gradient(self, dw_NK: torch.Tensor, factor: torch.Tensor) -> bool:
+        """Add dw * factor (0-dim) to the gradient that waits, if this layer may, on a GPU; else False."""
+        waits = self.accumulation is not None and is_gpu(self.weight.device)
+        return waits and self.accumulation is not None and self.accumulation.add(dw_NK, False, factor)
+
     def _is_alone(self, input: torch.Tensor) -> bool:
         """Whether this layer may be a part of a larger function."""
         is_trained = torch.is_grad_enabled() and input.requires_grad and self.weight.requires_grad
         is_whole = self.shards == LinearShards() and not self.is_sharded and not self.sequence_length
         bias: torch.Tensor | None = self.bias
         is_plain = bias is None and not self.spec.transposed and not has_hooks(self, before=True)
-        is_native = use_kernels(input) and input.dtype == self.spec.compute and is_fp8(self.spec)
+        is_native = input.dtype == self.spec.compute and is_fp8(self.spec)
         return is_trained and is_whole and is_plain and is_native and self.observer is None
 
     def _gemm_context(self, input: torch.Tensor, weight_NK: torch.Tensor) -> GemmContext:

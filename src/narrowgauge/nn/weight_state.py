@@ -47,8 +47,8 @@ class Accumulation:
     keeps_codes: bool
     kept: dict[Any, Any] = field(default_factory=dict)
 
-    def add(self, dw: torch.Tensor, transposed: bool) -> bool:
-        """Add to the gradient that waits, in one pass; False leaves it to autograd.
+    def add(self, dw: torch.Tensor, transposed: bool, factor: torch.Tensor | None = None) -> bool:
+        """Add to the gradient that waits, in one pass; False leaves it to autograd. `factor` is 0-dim.
 
         It reads `dw` as the product wrote it and widens each element, exactly, before the sum. Autograd adds
         where no gradient waits yet, where a hook sees it, and where the sum is in a narrower dtype.
@@ -58,7 +58,11 @@ class Accumulation:
             return False
         if torch.promote_types(waiting.dtype, dw.dtype) != waiting.dtype:
             return False
-        waiting.add_(dw.T if transposed else dw)
+        dw = dw.T if transposed else dw
+        if factor is None:
+            waiting.add_(dw)
+        else:
+            waiting.addcmul_(dw, factor)
         return True
 
     def once(self, key: object, make: Callable[[], T]) -> T:

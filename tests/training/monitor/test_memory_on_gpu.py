@@ -10,20 +10,23 @@ from narrowgauge.training import estimate_memory, make_config
 pytest.importorskip("triton", reason="torch came without Triton here")
 
 
-def config(recipe):
+def config(recipe, **training):
     return make_config(
         {
             "model": {"name": "debug", "dim": 256, "heads": 4, "kv_heads": 2, "ffn_dim": 1024, "layers": 6},
             "data": {"sequence_length": 512},
-            "training": {"batch_size": 24, "micro_batch_size": 8},
+            "training": {"batch_size": 24, "micro_batch_size": 8} | training,
             "recipe": {"name": recipe},
         }
     )
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "bf16", "nvfp4", "msamp-o2"])
-def test_the_account_is_what_a_gpu_holds(recipe):
-    h200, values = named_device("h200"), config(recipe)
+@pytest.mark.parametrize(
+    ("recipe", "recompute"),
+    [("fp8", False), ("bf16", False), ("nvfp4", False), ("msamp-o2", False), ("fp8", "selective")],
+)
+def test_the_account_is_what_a_gpu_holds(recipe, recompute):
+    h200, values = named_device("h200"), config(recipe, recompute=recompute)
     with imagine(h200):
         told = estimate_memory(values).peak
     assert told == pytest.approx(count_step(values, h200).peak_bytes, rel=0.02)

@@ -32,7 +32,36 @@ def _at_least_finite(top):
 
 
 @triton.jit
-def _losses(z, y, loss, stats, rows, width, stride, ignored: tl.constexpr, BLOCK: tl.constexpr):
+def _gradient(
+    x_L, lane, top, total, target, width, factor, ignored: tl.constexpr, twice_z_loss: tl.constexpr
+):
+    """The gradients of some logits of a row, times `factor`; NaN without a target."""
+    p_L = tl.math.div_rn(tl.exp(x_L - top), total)
+    if twice_z_loss is not None:
+        p_L = p_L * (1.0 + twice_z_loss * (top + tl.log(total)))
+    d_L = tl.where(lane == target, p_L - 1.0, p_L) * factor
+    in_vocabulary = (target >= 0) & (target < width)
+    d_L = tl.where(in_vocabulary, d_L, float("nan"))
+    if ignored is not None:
+        d_L = tl.where(target == ignored, 0.0, d_L)
+    return d_L
+
+
+@triton.jit
+def _losses(
+    z,
+    y,
+    factor,
+    loss,
+    stats,
+    rows,
+    width,
+    stride,
+    ignored: tl.constexpr,
+    twice_z_loss: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The loss of a row; with a `factor` also its gradients, over the logits."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     z += row * stride
@@ -59,6 +88,13 @@ def _losses(z, y, loss, stats, rows, width, stride, ignored: tl.constexpr, BLOCK
     if ignored is not None:
         result = tl.where(target == ignored, 0.0, result)
     tl.store(loss + row, result)
+    if factor is not None:
+        times = tl.load(factor)
+        for start in range(0, width, BLOCK):
+            at = start + lane
+            x_L = wide(tl.load(z + at, mask=at < width, other=float("-inf")))
+            d_L = _gradient(x_L, at, top, total, target, width, times, ignored, twice_z_loss)
+            tl.store(z + at, narrow(d_L, z.dtype.element_ty), mask=at < width)
 
 
 @triton.jit
@@ -80,23 +116,22 @@ def _gradients(
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x_L = wide(tl.load(z + row * stride + lane, mask=lane < width, other=float("-inf")))
     top, total, target = tl.load(stats + row), tl.load(stats + rows + row), tl.load(y + row)
-    p_L = tl.math.div_rn(tl.exp(x_L - top), total)
-    if twice_z_loss is not None:
-        p_L = p_L * (1.0 + twice_z_loss * (top + tl.log(total)))
-    d_L = tl.where(lane == target, p_L - 1.0, p_L) * tl.load(factor)
-    in_vocabulary = (target >= 0) & (target < width)
-    d_L = tl.where(in_vocabulary, d_L, float("nan"))
-    if ignored is not None:
-        d_L = tl.where(target == ignored, 0.0, d_L)
+    d_L = _gradient(x_L, lane, top, total, target, width, tl.load(factor), ignored, twice_z_loss)
     tl.store(out + row * out_stride + lane, narrow(d_L, out.dtype.element_ty), mask=lane < width)
 
 
-def losses(z_TV: Tensor, y_T: Tensor, ignored: int | None) -> tuple[Tensor, Tensor]:
+def losses(
+    z_TV: Tensor, y_T: Tensor, ignored: int | None, factor: Tensor | None = None, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """The loss of each row, fp32 [T], and the statistics of each row, fp32 [2, T].
 
     The statistics are the largest logit and the sum of exponentials relative to it. Rows need not be adjacent
     (`stride`). An id outside the vocabulary that is not `ignored` gives NaN.
+
+    With a `factor` the gradients that `write_gradients` gives are written over `z_TV`, whose rows are
+    contiguous: they are read a second time by the program that has just read them, so most come from a cache.
     """
+    assert factor is None or z_TV.stride(1) == 1
     z_TV, y_T = _rows_of(z_TV), y_T.contiguous()
     rows, width = z_TV.shape
     loss_T = torch.empty(rows, dtype=torch.float32, device=z_TV.device)
@@ -107,13 +142,16 @@ def losses(z_TV: Tensor, y_T: Tensor, ignored: int | None) -> tuple[Tensor, Tens
             (rows,),
             z_TV,
             y_T,
+            factor,
             loss_T,
             stats_2T,
             rows,
             width,
             z_TV.stride(0),
             writes="loss stats",
+            updates="" if factor is None else "z",
             ignored=ignored,
+            twice_z_loss=2 * z_loss if z_loss else None,
             BLOCK=BLOCK,
             num_warps=WARPS,
             enable_fp_fusion=False,
