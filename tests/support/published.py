@@ -12,7 +12,9 @@ The settings are those of a program, the same in all of its rows, and nothing in
 from dataclasses import dataclass, field
 from typing import Any
 
+from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
+from narrowgauge.recipes import named_device
 from narrowgauge.training import estimate_step, make_config
 
 GB, GIB = 10**9, 2**30
@@ -57,6 +59,7 @@ class Row:
     batch: int = 0
     recompute_every: int = 0
     most: bool = False
+    gpu: str = ""  # whose path is counted, with its kernels; else plain operations
 
     def expected(self) -> float:
         """What this program would take, in the row's unit."""
@@ -67,7 +70,8 @@ class Row:
             training |= {"recompute": True, "recompute_every": self.recompute_every}
         values = {"model": self.model, "recipe": self.recipe, "training": training}
         config = make_config(values | {"data": {"sequence_length": self.tokens}})
-        return estimate_step(config, parallel_dims).memory.peak / self.unit
+        with imagine(named_device(self.gpu) if self.gpu else None):
+            return estimate_step(config, parallel_dims).memory.peak / self.unit
 
 
 def fp8_lm(size: str, precision: str) -> Row:
@@ -90,7 +94,8 @@ LLMQ = {"name": "bf16-sr", "m": "bf16", "v": "bf16"}
 
 def llmq(name: str, gib: float, size: str, batch: int, every: int, offload: str = "", most=True) -> Row:
     recipe = LLMQ | ({"offload": offload} if offload else {})
-    return Row(f"llmq {name}", gib, GIB, {"name": f"qwen2.5-{size}"}, 1024, batch, recipe, {}, 0, every, most)
+    model = {"name": f"qwen2.5-{size}"}
+    return Row(f"llmq {name}", gib, GIB, model, 1024, batch, recipe, {}, 0, every, most, "rtx4090")
 
 
 WIDE = [
