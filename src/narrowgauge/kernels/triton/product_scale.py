@@ -1,4 +1,4 @@
-"""A product's scale and its rounding, by tiles of any matrix."""
+"""A product's scale, or those of its rows and columns, and its rounding, by tiles of any matrix."""
 
 import torch
 import triton
@@ -33,6 +33,49 @@ def launch_scaled(product: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         product.numel(),
         writes="out_ptr",
         BLOCK=TILE,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+@triton.jit
+def scale_rows_and_round(
+    product_ptr, rest_ptr, row_ptr, column_ptr, out_ptr, N, row_stride, column_stride,
+    HAS_REST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(product * row + rest) * column."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at, inside = row * N + n, n < N
+    value = tl.load(product_ptr + at, inside, 0) * tl.load(row_ptr + row * row_stride)
+    if HAS_REST:
+        value += tl.load(rest_ptr + at, inside, 0)
+    value = value * tl.load(column_ptr + n * column_stride, inside, 0)
+    tl.store(out_ptr + at, narrow(value, out_ptr.dtype.element_ty), inside)
+
+
+def launch_scaled_rows(
+    product: Tensor, rest: Tensor | None, rows: Tensor, columns: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """(product * rows + rest) * columns in `dtype`; both are contiguous (M, N), scales 1-dim or 0-dim."""
+    out = torch.empty_like(product, dtype=dtype)
+    M, N = product.shape
+    block = min(TILE // 2, triton.next_power_of_2(N))
+    launch(
+        scale_rows_and_round,
+        (M, triton.cdiv(N, block)),
+        product,
+        product if rest is None else rest,
+        rows,
+        columns,
+        out,
+        N,
+        rows.stride(0) if rows.ndim else 0,
+        columns.stride(0) if columns.ndim else 0,
+        writes="out_ptr",
+        HAS_REST=rest is not None,
+        BLOCK=block,
         num_warps=4,
         enable_fp_fusion=False,
     )
