@@ -7,6 +7,7 @@ from narrowgauge.kernels.triton.rounding import launch_signs
 
 CASES = [
     lambda: launch_scaled(torch.ones(64, 1536), torch.ones(()), torch.bfloat16),
+    lambda: launch_scaled(torch.ones(64, 1536), torch.ones(()), torch.bfloat16, torch.ones(())),
     lambda: launch_scaled_rows(
         torch.ones(64, 1536), torch.ones(64, 1536), torch.ones(64), torch.ones(1536), torch.bfloat16
     ),

@@ -6,7 +6,7 @@ Bytes for each element of a bf16 tensor, read and written (the reference makes a
 
     blocks (MX, FP8 1x128, 16x16 ...)       2 + 1 for codes, 2 + 2 for numbers (4 where their scale is fp32)
     NVFP4                                   2 more: its tensor scale needs the largest magnitude first
-    a scale a row, 128 x 128, or a tensor   2 more for that; none if its amax is cached (`amax_cache`)
+    a scale a row, 128 x 128, or a tensor   2 more for that; none if the tensor's is cached (`amax_cache`)
     codes along both axes, from one read    1 more for the second
 
 The references compute tensors that several processes hold together, clamped outliers (whose quantiles a
@@ -164,8 +164,10 @@ def _fields(
     return stream, context.signs_of(cast) if cast.hadamard else (), context.scale
 
 
-def scaled_and_rounded(product: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """product * scale, rounded once to `dtype`; the product is contiguous fp32, the scale 0-dim fp32.
+def scaled_and_rounded(
+    product: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, other: torch.Tensor | None = None
+) -> torch.Tensor:
+    """product * (scale * other), rounded once to `dtype`; contiguous fp32, and 0-dim fp32 scales.
 
     A product of emulated operands has its tensor scales apart (`nn.gemm`). They belong to the accumulator,
     which torch's product on a GPU writes in fp32. Bytes an element, for a 2-byte result: 4 + 4 and 4 + 2 in
@@ -174,8 +176,8 @@ def scaled_and_rounded(product: torch.Tensor, scale: torch.Tensor, dtype: torch.
     if use_kernels(product):
         from narrowgauge.kernels.triton.product_scale import launch_scaled
 
-        return launch_scaled(product, scale, dtype)
-    return (product * scale).to(dtype)
+        return launch_scaled(product, scale, dtype, other)
+    return (product * (scale if other is None else scale * other)).to(dtype)
 
 
 def scaled_rows_and_rounded(

@@ -70,24 +70,31 @@ AnyOperand = Operand | RowOperand | QuantizedOperand
 
 
 @torch.library.custom_op("narrowgauge::scaled_mm", mutates_args=())
-def scaled_mm(a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """(a @ b) * scale with one rounding to a's dtype; `scale` is a 0-dim float32 tensor."""
+def scaled_mm(
+    a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor, other: torch.Tensor | None = None
+) -> torch.Tensor:
+    """(a @ b) * (scale * other) with one rounding to a's dtype; scales are 0-dim float32 tensors."""
+    if not (a_MK.device.type == "cpu" or a_MK.dtype == torch.float32):
+        return _scaled_on_gpu(a_MK, b_KN, scale, other)
+    scale = scale if other is None else scale * other
     if a_MK.dtype == torch.float32 or is_slow(a_MK):
         return ((a_MK.float() @ b_KN.float()) * scale).to(a_MK.dtype)
-    if a_MK.device.type == "cpu":
-        nothing = a_MK.new_zeros(())
-        return torch.addmm(nothing, a_MK, b_KN, beta=0, alpha=scale.item())
-    return _scaled_on_gpu(a_MK, b_KN, scale)
+    nothing = a_MK.new_zeros(())
+    return torch.addmm(nothing, a_MK, b_KN, beta=0, alpha=scale.item())
 
 
-def _scaled_on_gpu(a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _scaled_on_gpu(
+    a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor, other: torch.Tensor | None
+) -> torch.Tensor:
     if a_MK.dtype == torch.float32:
-        return (a_MK @ b_KN) * scale
-    return scaled_and_rounded(_summed_in_fp32(a_MK, b_KN), scale, a_MK.dtype)
+        return (a_MK @ b_KN) * (scale if other is None else scale * other)
+    return scaled_and_rounded(_summed_in_fp32(a_MK, b_KN), scale, a_MK.dtype, other)
 
 
 @scaled_mm.register_fake
-def _(a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _(
+    a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor, other: torch.Tensor | None = None
+) -> torch.Tensor:
     return a_MK.new_empty(a_MK.shape[0], b_KN.shape[1])
 
 
@@ -115,10 +122,10 @@ def multiply(a: AnyOperand, b: AnyOperand, dtype: torch.dtype, fast: bool = Fals
         if is_slow(a_MK):
             return (a_MK.float() @ b_KN.float()).to(a_MK.dtype)
         return _plain_product(a_MK, b_KN)
-    scale = scales[0] * scales[1] if len(scales) == 2 else scales[0]
+    scale, other = scales if len(scales) == 2 else (scales[0], None)
     if a_MK.is_meta and not is_shape_only(a_MK):
-        return _scaled_on_gpu(a_MK, b_KN, scale)  # the kernels of the operator, for what counts them
-    return scaled_mm(a_MK, b_KN, scale)
+        return _scaled_on_gpu(a_MK, b_KN, scale, other)  # the kernels of the operator, for what counts them
+    return scaled_mm(a_MK, b_KN, scale, other)
 
 
 def _are_bf16(a: Operand | RowOperand, b: Operand | RowOperand) -> bool:

@@ -126,16 +126,11 @@ def cast_blocks(
 
 
 @triton.jit
-def largest(
+def _find_largest(
     x, amax, matrix, R, K, x_R, x_K, amax_R, amax_K, block_R, block_K,
     TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, H: tl.constexpr,
     BY_ROW: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
-    """The bits of the largest magnitude of each row or block that a tile lies in, into int32 zeros.
-
-    FINITE leaves out small blocks (BR x BK) that are not finite. A maximum is the same in any order, so it
-    may be atomic.
-    """
     r = tl.program_id(0) * TR + tl.arange(0, TR)
     k = tl.program_id(1) * TK + tl.arange(0, TK)
     tile = _load(x, r, k, R, K, x_R, x_K, matrix, TR, TK, H)
@@ -147,6 +142,33 @@ def largest(
     else:
         at = tl.program_id(0) * TR // block_R * amax_R + tl.program_id(1) * TK // block_K * amax_K
         tl.atomic_max(amax + at, tl.max(tl.max(bits, 1), 0))
+
+
+@triton.jit
+def largest(
+    x, amax, matrix, told, R, K, x_R, x_K, amax_R, amax_K, block_R, block_K,
+    TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, H: tl.constexpr,
+    BY_ROW: tl.constexpr, FINITE: tl.constexpr, IS_TOLD: tl.constexpr,
+):  # fmt: skip
+    """The bits of the largest magnitude of each row or block that a tile lies in, into int32 zeros.
+
+    FINITE leaves out small blocks (BR x BK) that are not finite. A maximum is the same in any order, so it
+    may be atomic. With IS_TOLD the largest of all is known; nothing is read where it is finite.
+    """
+    if IS_TOLD:
+        known = tl.load(told).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        if known >= INFINITE:
+            _find_largest(
+                x, amax, matrix, R, K, x_R, x_K, amax_R, amax_K, block_R, block_K,
+                TR, TK, BR, BK, H, BY_ROW, FINITE,
+            )  # fmt: skip
+        elif tl.program_id(0) + tl.program_id(1) == 0:
+            tl.store(amax, known)
+    else:
+        _find_largest(
+            x, amax, matrix, R, K, x_R, x_K, amax_R, amax_K, block_R, block_K,
+            TR, TK, BR, BK, H, BY_ROW, FINITE,
+        )  # fmt: skip
 
 
 @triton.jit

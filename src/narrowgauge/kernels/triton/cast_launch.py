@@ -205,15 +205,21 @@ def _cast_blocks(
 def _largest(
     x: torch.Tensor, cast: Cast, view: _View, axis: int, blocks: Blocks, matrix: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The largest magnitude of each block, float32 in their grid; for NVFP4 that of all finite blocks."""
+    """The largest magnitude of each block, float32 in their grid; for NVFP4 that of all finite blocks.
+
+    For NVFP4 the largest that a kernel handed on is taken, without a reading, if it is finite.
+    """
     finite = cast.tensor_scale != "none"
+    told = cached_amax(x) if finite and matrix is None else None
     BR, BK = cast.block if finite and cast.block else (1, 1)
     amax = torch.zeros((1, 1) if finite else blocks.grid, dtype=torch.int32, device=x.device)
     tile = tile_of(view.x[1])
     launch(
         largest, _grid(view, tile),
-        x, amax, x if matrix is None else matrix, view.R, view.K, *view.x, *_strides(amax, axis),
+        x, amax, x if matrix is None else matrix, x if told is None else told,
+        view.R, view.K, *view.x, *_strides(amax, axis),
         *((2**30, 2**30) if finite else _extents(blocks, axis)), writes="amax",
+        seldom="" if told is None else "x", IS_TOLD=told is not None,
         TR=tile[0], TK=tile[1], BR=BR, BK=BK,
         H=0 if matrix is None else len(matrix), BY_ROW=_is_by_row(cast), FINITE=finite, **LAUNCH,
     )  # fmt: skip

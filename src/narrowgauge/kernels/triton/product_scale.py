@@ -13,25 +13,32 @@ TILE = 2048
 
 
 @triton.jit
-def scale_and_round(product_ptr, scale_ptr, out_ptr, count, BLOCK: tl.constexpr):
-    """product * scale."""
+def scale_and_round(
+    product_ptr, scale_ptr, other_ptr, out_ptr, count, HAS_OTHER: tl.constexpr, BLOCK: tl.constexpr
+):
+    """product * (scale * other)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    scaled = tl.load(product_ptr + at, inside, 0) * tl.load(scale_ptr)
+    scale = tl.load(scale_ptr)
+    if HAS_OTHER:
+        scale = scale * tl.load(other_ptr)
+    scaled = tl.load(product_ptr + at, inside, 0) * scale
     tl.store(out_ptr + at, narrow(scaled, out_ptr.dtype.element_ty), inside)
 
 
-def launch_scaled(product: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """product * scale in `dtype`, in the shape of `product`, which is contiguous."""
+def launch_scaled(product: Tensor, scale: Tensor, dtype: torch.dtype, other: Tensor | None = None) -> Tensor:
+    """product * (scale * other) in `dtype`, in the shape of `product`, which is contiguous."""
     out = torch.empty_like(product, dtype=dtype)
     launch(
         scale_and_round,
         (triton.cdiv(product.numel(), TILE),),
         product,
         scale,
+        scale if other is None else other,
         out,
         product.numel(),
         writes="out_ptr",
+        HAS_OTHER=other is not None,
         BLOCK=TILE,
         num_warps=4,
         enable_fp_fusion=False,
