@@ -8,11 +8,12 @@ import math
 
 import pytest
 
+from narrowgauge.bench.count.speeds import FUNCTION_S, LAUNCH_S
 from support.gpu_count import counted, whole
 
 pytest.importorskip("triton", reason="torch came without Triton here")
 
-BIG, SMALL, EIGHT = "qwen2.5-1.5b", "qwen2.5-0.5b", "llama3-8b"
+BIG, SMALL, EIGHT, GPT2 = "qwen2.5-1.5b", "qwen2.5-0.5b", "llama3-8b", "gpt2-124m"
 SLACK = 1.0005  # the figures below are rounded
 
 
@@ -42,7 +43,7 @@ def test_fp8_at_1_5b():
     count = big("fp8")
     assert count.waits == 0
     ceiling(count.launches, today=1800, goal=1800)
-    ceiling(count.functions, today=454, goal=60)
+    assert count.functions <= 454
     ceiling(count.bytes / 1e9, today=317.2, goal=290)
     ceiling(1e3 * count.seconds, today=208, goal=208)
     ceiling(count.peak_bytes / 2**30, today=60.59, goal=50)
@@ -68,9 +69,15 @@ def test_msamp_at_1_5b():
     ceiling(big("msamp-o2").seconds / big("fp8").seconds, today=1 / 0.9, goal=1 / 0.9)
 
 
-def test_gpt2_waits_for_nothing():
-    """A micro-batch that waits for nothing can be one graph."""
-    assert whole("gpt2-124m", "bf16", 16, 1024, 12).waits == 0
+@pytest.mark.parametrize(
+    ("model", "recipe", "layers"), [(BIG, "fp8", 28), (SMALL, "fp8", 24), (GPT2, "bf16", 12)]
+)
+def test_the_host_runs_ahead(model, recipe, layers):
+    """It waits for nothing, and by the assumed cost of its calls it needs less than half of the device's
+    time."""
+    count = whole(model, recipe, 16, 1024, layers)
+    assert count.waits == 0
+    assert count.launches * LAUNCH_S + count.functions * FUNCTION_S < 0.5 * count.seconds
 
 
 def test_recomputation_at_8b():

@@ -49,5 +49,6 @@ def launch(
             f"triton {kernel.fn.__name__}",
             [t for key, t in tensors.items() if key not in written or key in updated],
             [t for key, t in tensors.items() if key in written],
+            numbers=[a for a in args if not isinstance(a, torch.Tensor)] + sorted(options.items()),
         )
     )
