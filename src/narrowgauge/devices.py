@@ -13,6 +13,7 @@ driver, a compiler or the memory.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -66,6 +67,7 @@ class GpuWork:
         flops: Its operations on the matrix units.
         kind: The rate of those: "bf16", "fp32" or "attention".
         launches: The number of kernels.
+        numbers: What its launch passes by value: constants, and numbers of the host.
     """
 
     name: str
@@ -74,6 +76,7 @@ class GpuWork:
     flops: float = 0.0
     kind: str = ""
     launches: int = 1
+    numbers: Sequence[Any] = ()
 
 
 @dataclass

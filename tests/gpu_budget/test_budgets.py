@@ -8,11 +8,12 @@ import math
 
 import pytest
 
+from narrowgauge.bench.count.speeds import FUNCTION_S, LAUNCH_S
 from support.gpu_count import counted, whole
 
 pytest.importorskip("triton", reason="torch came without Triton here")
 
-BIG, SMALL, EIGHT = "qwen2.5-1.5b", "qwen2.5-0.5b", "llama3-8b"
+BIG, SMALL, EIGHT, GPT2 = "qwen2.5-1.5b", "qwen2.5-0.5b", "llama3-8b", "gpt2-124m"
 SLACK = 1.0005  # the figures below are rounded
 
 
@@ -42,7 +43,7 @@ def test_fp8_at_1_5b():
     count = big("fp8")
     assert count.waits == 0
     ceiling(count.launches, today=1800, goal=1800)
-    ceiling(count.functions, today=342, goal=60)
+    assert count.functions <= 342
     ceiling(count.bytes / 1e9, today=312.9, goal=290)
     ceiling(1e3 * count.seconds, today=208, goal=208)
     ceiling(count.peak_bytes / 2**30, today=54.23, goal=50)
@@ -69,7 +70,7 @@ def test_fp8_is_worth_it_at_0_5b():
 
 @pytest.mark.parametrize(
     ("recipe", "today"),
-    [("mxfp8", 1.25), ("mxfp4", 1.25), ("nvfp4", 1.2739), ("quartet", 1.25), ("fp4", 5.3340)],
+    [("mxfp8", 1.25), ("mxfp4", 1.25), ("nvfp4", 1.25), ("quartet", 1.25), ("fp4", 1.5482)],
 )
 def test_emulation_at_1_5b(recipe, today):
     """The device's time of a micro-batch over that of bf16."""
@@ -81,9 +82,15 @@ def test_msamp_at_1_5b():
     ceiling(big("msamp-o2").seconds / big("fp8").seconds, today=1 / 0.9, goal=1 / 0.9)
 
 
-def test_gpt2_waits_for_nothing():
-    """A micro-batch that waits for nothing can be one graph."""
-    assert whole("gpt2-124m", "bf16", 16, 1024, 12).waits == 0
+@pytest.mark.parametrize(
+    ("model", "recipe", "layers"), [(BIG, "fp8", 28), (SMALL, "fp8", 24), (GPT2, "bf16", 12)]
+)
+def test_the_host_runs_ahead(model, recipe, layers):
+    """It waits for nothing, and by the assumed cost of its calls it needs less than half of the device's
+    time."""
+    count = whole(model, recipe, 16, 1024, layers)
+    assert count.waits == 0
+    assert count.launches * LAUNCH_S + count.functions * FUNCTION_S < 0.5 * count.seconds
 
 
 def test_recomputation_at_8b():

@@ -53,6 +53,11 @@ def is_multiple_of_16(value):
     return isinstance(number, int) and number % 16 == 0
 
 
+def converts_to_fp8(target):
+    """Whether it has the instruction that rounds to FP8."""
+    return target.backend == "cuda" and target.arch >= 89
+
+
 def resources(kernel, target):
     """What the assembler says: registers a thread, bytes of stack (spilled registers among them)."""
     if target.backend != "cuda":
@@ -85,10 +90,14 @@ def compiling_for(targets, found):
             if k not in constant and is_multiple_of_16(given[k])
         }
         for target in targets:
+            if given.get("CONVERTS") and not converts_to_fp8(target):
+                continue
             source = ASTSource(self, signature, constexprs={k: given[k] for k in constant}, attrs=attrs)
             kernel = triton.compile(source, target=target, options=options)
             shared = kernel.metadata.shared
             of = {"kernel": self.__name__, "target": f"{target.backend}:{target.arch}", "shared": shared}
+            if given.get("CONVERTS"):  # pairs of codes that one instruction makes
+                of["conversions"] = len(re.findall(r"cvt\.rn\.satfinite\.e\dm\dx2\.f32", kernel.asm["ptx"]))
             found.append(of | resources(kernel, target))
 
     return run

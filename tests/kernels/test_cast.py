@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.formats import random_stream
-from narrowgauge.kernels import emulate, quantize
+from narrowgauge.formats import random_stream, torch_dtype
+from narrowgauge.kernels import attach_amax, emulate, quantize
 from narrowgauge.quantization import DEFAULT_CONTEXT, QuantContext, cast_names, make_cast, quantize_in_context
 from narrowgauge.quantization import cast as cast_named
 from narrowgauge.quantization import emulate as emulate_in_torch
@@ -178,6 +178,31 @@ def test_a_transform_of_small_integers_is_exact(name, size, axis, device):
     ours, plain = ours.dequantize(), quantize_in_context(x, cast, axis, context).dequantize()
     assert ours.shape == plain.shape
     assert (ours != plain).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("scale", [1.0, 0.37, 3.1e-3, 2.0**-7])
+def test_every_bf16_number_has_the_code_of_a_saturating_conversion(name, scale, device):
+    """A GPU's own instruction may make these codes (`rounding.to_fp8`): nearest even, saturating."""
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = torch.where(bits.isfinite(), bits, 0.0).reshape(256, 256).to(device)
+    cast, scale = cast_named(name), torch.tensor(scale, device=device)
+    codes = quantize(x, cast, -1, QuantContext(scale=scale))[0].codes
+    expected = (x.float() * scale).clamp(-cast.element.max, cast.element.max)
+    assert torch.equal(codes, expected.to(torch_dtype(cast.element)).view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d"])
+def test_a_largest_that_was_told_is_taken_if_it_is_finite(name, device):
+    """A tensor that is not finite is read for the largest of its finite blocks."""
+    for kind in ("bf16", "not finite", "zeros"):
+        x = inputs(device)[kind]
+        attach_amax(x, x.float().abs().amax(1))
+        for axis in (-1, 0):
+            assert_same_tensors(x, cast_named(name), axis, dtypes=(torch.bfloat16,))
+    x = inputs(device)["bf16"]
+    attach_amax(x, x.float().abs().max() * 2)  # shows that it is taken
+    assert quantize(x, cast_named(name))[0].tensor_scale == 2 * quantize_in_torch(x, name).tensor_scale
 
 
 def test_random_signs_have_to_be_given(device):

@@ -33,10 +33,17 @@ def test_the_same_numbers_with_kernels_and_without(name, device, monkeypatch):
     x = torch.randn(2, 24, 48, generator=g).bfloat16().to(device)
     dy = torch.randn(2, 24, 32, generator=g).bfloat16().to(device)
     ours, plain = (results(name, x, dy, monkeypatch, kernels) for kernels in (True, False))
-    has_transform = any(cast.hadamard for cast in recipe(name).casts.values())
+    casts = recipe(name).casts
+    has_transform = any(cast.hadamard for cast in casts.values())
+    is_in_parts = casts["fprop.x"].block == (1, 0)  # whose product is a sum of two, each in fp32
     for i, (a, b) in enumerate(zip(ours, plain, strict=True)):
         if has_transform:  # sums without an order, in its matrix product, may tip a code
             assert (a - b).float().norm() <= 0.02 * b.float().norm(), i
+        elif is_in_parts and i % 3 == 0:  # y, rounded once to bf16: where two sums differ, by one unit
+            assert ((a - b).float().abs() <= 2.0**-7 * b.float().abs()).all()
+            assert (a != b).float().mean() < 0.02
+        elif casts["fprop.w"].estimator_k and i % 3 == 2:  # dw, times a power that the interpreter computes
+            torch.testing.assert_close(a, b, rtol=3e-6, atol=0)
         else:
             assert torch.equal(a, b), i
 

@@ -17,6 +17,9 @@ def test_it_is_the_scaled_product_rounded_once(device, dtype, scale):
     got = scaled_and_rounded(x, scale, dtype)
     torch.testing.assert_close(got, (x * scale).to(dtype), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(got.signbit()[~got.isnan()], (x * scale).signbit()[~got.isnan()])
+    other = torch.tensor(1.7, device=device)
+    both = scaled_and_rounded(x, scale, dtype, other)
+    torch.testing.assert_close(both, (x * (scale * other)).to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("size", [16, 32, 128])

@@ -6,7 +6,7 @@ Bytes for each element of a bf16 tensor, read and written (the reference makes a
 
     blocks (MX, FP8 1x128, 16x16 ...)       2 + 1 for codes, 2 + 2 for numbers (4 where their scale is fp32)
     NVFP4                                   2 more: its tensor scale needs the largest magnitude first
-    a scale a row, 128 x 128, or a tensor   2 more for that; none if its amax is cached (`amax_cache`)
+    a scale a row, 128 x 128, or a tensor   2 more for that; none if the tensor's is cached (`amax_cache`)
     codes along both axes, from one read    1 more for the second
 
 The references compute tensors that several processes hold together, clamped outliers (whose quantiles a
@@ -63,6 +63,31 @@ def emulate(
     return emulate_in_torch(x, cast, axis, dtype, _with_limits(x, cast, context))
 
 
+@torch.no_grad()
+def emulate_rows(
+    x: torch.Tensor, cast: Cast, context: QuantContext = DEFAULT_CONTEXT
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
+    """`emulate` of a matrix along its rows, in parts: x ~ values * scale + rest.
+
+    All that a product multiplies is then in bf16; `emulate` would widen it to float32. The rest, which was
+    cut off, is exact up to twice the limit; beyond, it is rounded to bf16, as x once was.
+
+    Returns:
+        Values in bf16, scales in float32, one a row, and in bf16 the rest (None where nothing is added
+        again); None where no kernel computes them.
+    """
+    is_by_row = cast.is_scaled and cast.scale == "fp32" and cast.block == (1, 0) and not cast.power_of_two
+    is_plain = not (cast.center or cast.keep_channels or cast.hadamard or cast.is_random or cast.candidates)
+    is_own = context.shard is None and context.scale is None and context.held is None
+    has_rows = x.ndim == 2 and x.stride(1) == 1 and (x.dtype == torch.bfloat16 or not cast.outliers)
+    if not (is_by_row and is_plain and is_own and has_rows and cast.element.bits <= 8 and use_kernels(x)):
+        return None
+    from narrowgauge.kernels.triton.remedies import launch_rows
+
+    limits = _limits(x, cast.outliers) if cast.outliers else None
+    return launch_rows(x, cast, limits, bool(cast.outliers) and cast.compensate)
+
+
 def random_signs(key: torch.Tensor, size: int) -> torch.Tensor:
     """The signs of a Hadamard transform of `size`, +1 or -1, from the key of a stream (int32, two words)."""
     if use_kernels(key):
@@ -80,11 +105,15 @@ def _with_limits(x: torch.Tensor, cast: Cast, context: QuantContext) -> QuantCon
     is_whole = context.shard is None and not cast.hadamard
     if not (cast.outliers and is_whole and x.dtype == torch.bfloat16 and use_kernels(x)):
         return context
-    from narrowgauge.kernels.triton.rank import launch_ranked
+    return replace(context, limits=_limits(x.detach(), cast.outliers))
 
-    x = x.detach()
+
+def _limits(x: torch.Tensor, quantile: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The quantiles 1 - `quantile` and `quantile` of a bf16 matrix, by a kernel."""
+    from narrowgauge.kernels.triton.remedies import launch_ranked
+
     flat = x if x.is_contiguous() else x.T.contiguous()  # the order of elements does not matter
-    return replace(context, limits=launch_ranked(flat, *quantile_ranks(x.numel(), cast.outliers)))
+    return launch_ranked(flat, *quantile_ranks(x.numel(), quantile))
 
 
 def _has_kernel(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:
@@ -135,8 +164,10 @@ def _fields(
     return stream, context.signs_of(cast) if cast.hadamard else (), context.scale
 
 
-def scaled_and_rounded(product: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """product * scale, rounded once to `dtype`; the product is contiguous fp32, the scale 0-dim fp32.
+def scaled_and_rounded(
+    product: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, other: torch.Tensor | None = None
+) -> torch.Tensor:
+    """product * (scale * other), rounded once to `dtype`; contiguous fp32, and 0-dim fp32 scales.
 
     A product of emulated operands has its tensor scales apart (`nn.gemm`). They belong to the accumulator,
     which torch's product on a GPU writes in fp32. Bytes an element, for a 2-byte result: 4 + 4 and 4 + 2 in
@@ -145,8 +176,30 @@ def scaled_and_rounded(product: torch.Tensor, scale: torch.Tensor, dtype: torch.
     if use_kernels(product):
         from narrowgauge.kernels.triton.product import launch_scaled
 
-        return launch_scaled(product, scale, dtype)
-    return (product * scale).to(dtype)
+        return launch_scaled(product, scale, dtype, other)
+    return (product * (scale if other is None else scale * other)).to(dtype)
+
+
+def scaled_rows_and_rounded(
+    product: torch.Tensor,
+    rest: torch.Tensor | None,
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """(product * rows + rest) * columns, computed in fp32 and rounded once to `dtype`.
+
+    Args:
+        product, rest: Contiguous fp32 (M, N).
+        rows, columns: fp32 scales of the rows and the columns, or one of all of them, 0-dim.
+        dtype: The dtype of the result.
+    """
+    if use_kernels(product):
+        from narrowgauge.kernels.triton.product import launch_scaled_rows
+
+        return launch_scaled_rows(product, rest, rows, columns, dtype)
+    product = product * (rows.unsqueeze(1) if rows.ndim else rows)
+    return ((product if rest is None else product + rest) * columns).to(dtype)
 
 
 _casts: dict[str, Cast] = {}  # those that graphs of this process name

@@ -70,10 +70,22 @@ def plain_operations() -> Iterator[None]:
             os.environ["NARROWGAUGE_KERNELS"] = before
 
 
-@cache
 def _is_for(device: torch.device) -> bool:
     """Whether Triton compiles for a GPU: AMD's, and NVIDIA's from Ampere on."""
-    return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0)
+    return bool(torch.version.hip) or _capability(device) >= (8, 0)
+
+
+def converts_to_fp8(device: torch.device) -> bool:
+    """Whether a GPU rounds to E4M3 and E5M2 by an instruction of its own: NVIDIA's from Ada and Hopper on."""
+    if (facts := imagined(device)) is not None:
+        return facts.maker == "nvidia" and facts.capability >= (8, 9)
+    return device.type == "cuda" and _capability(device) >= (8, 9)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """The compute capability of an NVIDIA GPU; (0, 0) of another."""
+    return (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
 
 
 def is_slow(x: torch.Tensor) -> bool:
@@ -126,6 +138,5 @@ def fastest_first(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-@cache
 def _is_hopper(device: torch.device) -> bool:
-    return not torch.version.hip and torch.cuda.get_device_capability(device)[0] == 9
+    return _capability(device)[0] == 9

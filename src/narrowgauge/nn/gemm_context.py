@@ -15,8 +15,9 @@ import torch
 
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels import emulate, quantize
+from narrowgauge.kernels.cast import emulate_rows
 from narrowgauge.kernels.gradient_sum import add_gradient
-from narrowgauge.nn.gemm import Operand, multiply
+from narrowgauge.nn.gemm import AnyOperand, Operand, RowOperand, multiply
 from narrowgauge.nn.histories import AmaxHistory, ChannelChoice, HeldAmax
 from narrowgauge.nn.native import QuantizedOperand, quantized_operand
 from narrowgauge.nn.observer import Observation, Observer
@@ -71,7 +72,7 @@ class GemmContext:
         """Whether dgrad sees the weight's operand of the forward pass, or something made from it."""
         return self.shared("fprop.w", "dgrad.w") or bool(self.layer.casts["dgrad.w"].of)
 
-    def again(self, operand: Operand | QuantizedOperand, place: str) -> Operand | QuantizedOperand:
+    def again(self, operand: AnyOperand, place: str) -> AnyOperand:
         """The operand of a place that takes the numbers of another one, contracted along the other axis.
 
         Args:
@@ -80,12 +81,10 @@ class GemmContext:
         """
         if not self.layer.casts[place].is_scaled or not self.layer.casts[place].of:
             return operand.transposed()
-        assert isinstance(operand, Operand)  # such a product has no native scheme
+        assert not isinstance(operand, QuantizedOperand)  # such a product has no native scheme
         return self.operand(operand.numbers(), place, 0)
 
-    def operand(
-        self, tensor: torch.Tensor, place: str, axis: int, both: bool = False
-    ) -> Operand | QuantizedOperand:
+    def operand(self, tensor: torch.Tensor, place: str, axis: int, both: bool = False) -> AnyOperand:
         """The operand that the GEMM of `place` sees of a matrix whose `axis` (-1 or 0) it contracts.
 
         With `both` the same numbers are contracted along the other axis, too.
@@ -100,14 +99,19 @@ class GemmContext:
                 observed = Observation(place, tensor, q.dequantize(), None, cast, axis, context)
                 self.observer.operand(observed)
             return quantized_operand(q, axis, other_codes)
+        has_rows = place in ("fprop.x", "fprop.w") and self.layer.compute == torch.bfloat16  # both operands
+        parts = emulate_rows(tensor, cast, context) if has_rows else None
+        if parts is not None:
+            rows = RowOperand(*parts)
+            if self.observer is not None:
+                self.observer.operand(Observation(place, tensor, rows.numbers(), None, cast, axis, context))
+            return rows
         operand = Operand(*emulate(tensor, cast, axis, self.layer.compute, context))
         if self.observer is not None:
             self.observer.operand(Observation(place, tensor, *operand, cast, axis, context))
         return operand if axis == -1 else operand.transposed()
 
-    def weight_operand(
-        self, w_NK: torch.Tensor, place: str, axis: int, both: bool = False
-    ) -> Operand | QuantizedOperand:
+    def weight_operand(self, w_NK: torch.Tensor, place: str, axis: int, both: bool = False) -> AnyOperand:
         """`operand` of the weight whose parameter is `w_NK`; its codes are made once a step where that is
         allowed, and where they are the same in each micro-batch. They are then kept along one axis only."""
         cast, kept = self.layer.casts[place], self.accumulation
@@ -171,7 +175,7 @@ class GemmContext:
         return local_channels(choice.chosen, self.shard(place))
 
     def with_kept(
-        self, dw_NK: torch.Tensor, dy_MN: torch.Tensor, x: Operand | QuantizedOperand, dtype: torch.dtype
+        self, dw_NK: torch.Tensor, dy_MN: torch.Tensor, x: AnyOperand, dtype: torch.dtype
     ) -> torch.Tensor:
         """The weight's gradient, its kept channels from operands in their cast.
 

@@ -27,6 +27,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from narrowgauge.kernels.activation import swiglu_and_amax, swiglu_gradient_codes
+from narrowgauge.kernels.gradient_sum import through_rounding
 from narrowgauge.kernels.recompute import is_discarding, is_unread, once
 from narrowgauge.nn.gemm import multiply
 from narrowgauge.nn.gemm_context import GemmContext, LayerSpec
@@ -34,7 +35,7 @@ from narrowgauge.nn.native import QuantizedOperand
 from narrowgauge.nn.observer import evenly
 from narrowgauge.nn.saved import keep_input, keep_operand
 from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
-from narrowgauge.quantization import QuantContext, estimator_slope
+from narrowgauge.quantization import QuantContext
 from narrowgauge.quantization import cast as named_cast
 
 _FP8 = [named_cast(name) for name in ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")]
@@ -114,7 +115,7 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             context.observer.product("wgrad.dw", dw_NK.T, some_x_RM, dy_MN.T)
         if w_cast.estimator_k:
             w_context = QuantContext(shard=context.shard("fprop.w"))
-            dw_NK = dw_NK * estimator_slope(context.numbers_of(w_NK), w_cast, -1, w_context)
+            dw_NK = through_rounding(dw_NK, context.numbers_of(w_NK), w_cast, w_context)
         dw_NK = None if context.add_gradient(dw_NK) else dw_NK.to(w_dtype)
     if bias_dtype is not None and needs_dbias:
         dbias_N = dy_MN.sum(0, dtype=torch.float32).to(bias_dtype)

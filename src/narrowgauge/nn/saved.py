@@ -13,7 +13,7 @@ import torch
 
 from narrowgauge.formats import decode, encode, pack, unpack
 from narrowgauge.kernels import emulate, quantize
-from narrowgauge.nn.gemm import Operand
+from narrowgauge.nn.gemm import AnyOperand, Operand, RowOperand
 from narrowgauge.nn.gemm_context import GemmContext
 from narrowgauge.nn.native import QuantizedOperand
 from narrowgauge.nn.observer import Observation
@@ -21,12 +21,10 @@ from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContex
 
 Tensors = tuple[torch.Tensor | None, ...]
 # The three tensors that were kept, to the operand.
-Restore = Callable[..., Operand | QuantizedOperand]
+Restore = Callable[..., AnyOperand]
 
 
-def keep_input(
-    x_MK: torch.Tensor, operand: Operand | QuantizedOperand, context: GemmContext
-) -> tuple[Tensors, Restore]:
+def keep_input(x_MK: torch.Tensor, operand: AnyOperand, context: GemmContext) -> tuple[Tensors, Restore]:
     """Keep a layer's input; `operand` is what fprop saw of it."""
     saved, fprop = context.layer.saved, context.layer.casts["fprop.x"]
     if context.reuses_x:
@@ -51,8 +49,10 @@ def keep_input(
     return _keep_quantized(q, x_MK.dtype)
 
 
-def keep_operand(operand: Operand | QuantizedOperand) -> tuple[Tensors, Restore]:
+def keep_operand(operand: AnyOperand) -> tuple[Tensors, Restore]:
     """Keep an operand in the tensors that it has."""
+    if isinstance(operand, RowOperand):
+        return tuple(operand), RowOperand
     if isinstance(operand, QuantizedOperand):
         cast = operand.cast
         codes = operand.codes if operand.other is None else operand.other.T  # the backward pass wants these

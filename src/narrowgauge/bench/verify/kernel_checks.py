@@ -23,6 +23,7 @@ from narrowgauge.bench.verify.operations import (
     losses,
     matrix_cast,
     norms,
+    product_with_outliers_apart,
     rotary_passes,
     swiglu_passes,
 )
@@ -86,6 +87,9 @@ def _operations() -> list[_Operation]:
     return [
         *casts,
         _Operation("cast without outliers", clamped_cast, same, (40, 72), ((4096, 8960),)),
+        _Operation(
+            "FP4's product with outliers apart", product_with_outliers_apart, near, (40, 72), ((4096, 8960),)
+        ),
         _Operation("RMSNorm", partial(norms, "rms"), near, rows, wide),
         _Operation("LayerNorm", partial(norms, "layer"), near, rows, ((16384, 768),)),
         _Operation("SwiGLU", swiglu_passes, thrice, (24, 200), ((4096, 17920),)),

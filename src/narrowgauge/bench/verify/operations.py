@@ -5,6 +5,7 @@ decided where it always is (`kernels.dispatch.use_kernels`).
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -15,11 +16,13 @@ from narrowgauge.kernels import adamw as narrow_adamw
 from narrowgauge.kernels import emulate, quantize
 from narrowgauge.kernels.activation import gelu, swiglu
 from narrowgauge.kernels.attention import attend
+from narrowgauge.kernels.cast import emulate_rows
 from narrowgauge.kernels.cross_entropy import cross_entropy
-from narrowgauge.kernels.gradient_sum import add_gradient
+from narrowgauge.kernels.gradient_sum import add_gradient, through_rounding
 from narrowgauge.kernels.head_loss import head_loss
 from narrowgauge.kernels.norm import add_norm
 from narrowgauge.kernels.rotary import rotary
+from narrowgauge.nn.gemm import Operand, RowOperand, multiply
 from narrowgauge.quantization import Cast, GradientState, QuantContext, QuantizedState, make_cast
 from narrowgauge.recipes import Recipe
 
@@ -66,6 +69,21 @@ def clamped_cast(device: torch.device, shape: Shape) -> Found:
     cast = make_cast({"cast": "fp4-row", "outliers": 0.99})
     numbers, factor = emulate(drawn(shape, 0, device), cast, -1, torch.bfloat16)
     return {"numbers": numbers, "their factor": factor}
+
+
+def product_with_outliers_apart(device: torch.device, shape: Shape) -> Found:
+    """FP4's forward product, and the gradient of its weight through the slope of rounding."""
+    x, w = drawn(shape, 0, device), drawn((96, shape[1]), 1, device)
+    casts = make_cast({"cast": "fp4-row", "outliers": 0.99, "compensate": True}), make_cast("fp4-row")
+
+    def operand(numbers: Tensor, cast: Cast) -> Operand | RowOperand:
+        parts = emulate_rows(numbers, cast)
+        return Operand(*emulate(numbers, cast, -1, torch.bfloat16)) if parts is None else RowOperand(*parts)
+
+    y = multiply(operand(x, casts[0]), operand(w, casts[1]), torch.bfloat16)
+    slope = replace(casts[1], estimator_k=5)
+    through = through_rounding(drawn(w.shape, 2, device), w, slope, QuantContext())
+    return {"the product": y.bfloat16(), "the gradient of w": through}
 
 
 def norms(kind: Literal["rms", "layer"], device: torch.device, shape: Shape) -> Found:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from narrowgauge.kernels.triton.arithmetic import dot, narrow, wide
-from narrowgauge.kernels.triton.rounding import code_of, to_grid, uniform, value_of
+from narrowgauge.kernels.triton.rounding import code_of, to_fp8, to_grid, uniform, value_of
 from narrowgauge.kernels.triton.scales import (
     INFINITE,
     e8m0_code,
@@ -73,6 +73,25 @@ def _random(key, offset, r, k, element_R, element_K, ROUNDING: tl.constexpr):
 
 
 @triton.jit
+def _rounded(
+    scaled, random, MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
+    TWOS: tl.constexpr, MINUS_ZERO: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr,
+    CODES: tl.constexpr, CONVERTS: tl.constexpr,
+):  # fmt: skip
+    """Elements in units of their scale, rounded: their codes, or their numbers as float32."""
+    if CONVERTS:
+        value = to_fp8(scaled, MAX, M)
+        value = value.to(tl.uint8, bitcast=True) if CODES else value.to(tl.float32)
+    else:
+        n, e, sign = to_grid(scaled, random, MAX, EMIN, M, ROUNDING, RANDOM_BITS)
+        if CODES:
+            value = code_of(n, e, sign, EMIN, M, BITS, TWOS, MINUS_ZERO)
+        else:
+            value = value_of(n, e, sign, M, MINUS_ZERO)
+    return value
+
+
+@triton.jit
 def cast_blocks(
     x, out, scales, scale_codes, over, tensor_scale, matrix, key, offset,
     R, K, K_OUT, GRID_R, GRID_K, x_R, x_K, out_R, out_K, grid_R, grid_K, element_R, element_K,
@@ -82,6 +101,7 @@ def cast_blocks(
     SCALE: tl.constexpr, S_MAX: tl.constexpr, S_EMIN: tl.constexpr, S_M: tl.constexpr, S_NAN: tl.constexpr,
     RULE: tl.constexpr, POWER_OF_TWO: tl.constexpr, AIM: tl.constexpr, INVERSE_LARGEST: tl.constexpr,
     EMAX: tl.constexpr, FRACTION: tl.constexpr, CODES: tl.constexpr, LARGEST: tl.constexpr,
+    CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """One tile: scales of its blocks, and its elements as codes or as numbers times their block's scale.
 
@@ -112,30 +132,27 @@ def cast_blocks(
     encode = _over_blocks(encode, TR, TK, BR, BK)
     scaled = tl.math.div_rn(tile, encode) if SCALE == "rounded" else tile * encode
     random = _random(key, offset, r, k, element_R, element_K, ROUNDING)
-    n, e, sign = to_grid(scaled, random, MAX, EMIN, M, ROUNDING, RANDOM_BITS)
+    value = _rounded(
+        scaled, random, MAX, EMIN, M, BITS, TWOS, MINUS_ZERO, ROUNDING, RANDOM_BITS, CODES, CONVERTS
+    )
     if CODES:
-        _store(out, code_of(n, e, sign, EMIN, M, BITS, TWOS, MINUS_ZERO), r, k, R, K_OUT, out_R, out_K)
+        _store(out, value, r, k, R, K_OUT, out_R, out_K)
         i = tl.program_id(0) * (TR // BR) + tl.arange(0, TR // BR)
         j = tl.program_id(1) * (TK // BK) + tl.arange(0, TK // BK)
         _store(scales, block, i, j, GRID_R, GRID_K, grid_R, grid_K)
         if S_NAN:
             _store(scale_codes, code, i, j, GRID_R, GRID_K, grid_R, grid_K)
     else:
-        value = value_of(n, e, sign, M, MINUS_ZERO) * _over_blocks(block, TR, TK, BR, BK)
+        value = value * _over_blocks(block, TR, TK, BR, BK)
         _store(out, value, r, k, R, K_OUT, out_R, out_K)
 
 
 @triton.jit
-def largest(
+def _find_largest(
     x, amax, matrix, R, K, x_R, x_K, amax_R, amax_K, block_R, block_K,
     TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, H: tl.constexpr,
-    BY_ROW: tl.constexpr, FINITE: tl.constexpr,
+    BY_ROW: tl.constexpr, IS_ONE: tl.constexpr, FINITE: tl.constexpr,
 ):  # fmt: skip
-    """The bits of the largest magnitude of each row or block that a tile lies in, into int32 zeros.
-
-    FINITE leaves out small blocks (BR x BK) that are not finite. A maximum is the same in any order, so it
-    may be atomic.
-    """
     r = tl.program_id(0) * TR + tl.arange(0, TR)
     k = tl.program_id(1) * TK + tl.arange(0, TK)
     tile = _load(x, r, k, R, K, x_R, x_K, matrix, TR, TK, H)
@@ -144,20 +161,49 @@ def largest(
         bits = tl.where(bits < INFINITE, bits, 0)
     if BY_ROW:
         tl.atomic_max(amax + r * amax_R, tl.max(bits, 1), mask=r < R)
+    elif IS_ONE:
+        tl.atomic_max(amax, tl.max(tl.max(bits, 1), 0))
     else:
         at = tl.program_id(0) * TR // block_R * amax_R + tl.program_id(1) * TK // block_K * amax_K
         tl.atomic_max(amax + at, tl.max(tl.max(bits, 1), 0))
 
 
 @triton.jit
+def largest(
+    x, amax, matrix, told, R, K, x_R, x_K, amax_R, amax_K, block_R, block_K,
+    TR: tl.constexpr, TK: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, H: tl.constexpr,
+    BY_ROW: tl.constexpr, IS_ONE: tl.constexpr, FINITE: tl.constexpr, IS_TOLD: tl.constexpr,
+):  # fmt: skip
+    """The bits of the largest magnitude of each row or block that a tile lies in, into int32 zeros.
+
+    FINITE leaves out small blocks (BR x BK) that are not finite. A maximum is the same in any order, so it
+    may be atomic. With IS_TOLD the largest of all is known; nothing is read where it is finite.
+    """
+    if IS_TOLD:
+        known = tl.load(told).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        if known >= INFINITE:
+            _find_largest(
+                x, amax, matrix, R, K, x_R, x_K, amax_R, amax_K, block_R, block_K,
+                TR, TK, BR, BK, H, BY_ROW, IS_ONE, FINITE,
+            )  # fmt: skip
+        elif tl.program_id(0) + tl.program_id(1) == 0:
+            tl.store(amax, known)
+    else:
+        _find_largest(
+            x, amax, matrix, R, K, x_R, x_K, amax_R, amax_K, block_R, block_K,
+            TR, TK, BR, BK, H, BY_ROW, IS_ONE, FINITE,
+        )  # fmt: skip
+
+
+@triton.jit
 def cast_given(
     x, out, other, encode, block, key, offset,
     R, K, x_R, x_K, out_R, out_K, other_R, other_K, scale_R, scale_K, block_R, block_K, element_R, element_K,
-    TR: tl.constexpr, TK: tl.constexpr, BY_ROW: tl.constexpr,
+    TR: tl.constexpr, TK: tl.constexpr, BY_ROW: tl.constexpr, IS_ONE: tl.constexpr,
     MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, BITS: tl.constexpr,
     TWOS: tl.constexpr, MINUS_ZERO: tl.constexpr, ROUNDING: tl.constexpr, RANDOM_BITS: tl.constexpr,
     CODES: tl.constexpr, TIMES_SCALE: tl.constexpr, DIVIDES: tl.constexpr, BOTH: tl.constexpr,
-    FROM_AMAX: tl.constexpr, AIM: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    FROM_AMAX: tl.constexpr, AIM: tl.constexpr, POWER_OF_TWO: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """One tile under the scales of its rows, or of the block that it lies in: NaN if that is not finite.
 
@@ -171,6 +217,10 @@ def cast_given(
         at = r * scale_R
         exists = r < R
         is_first = tl.program_id(1) == 0
+    elif IS_ONE:
+        at = tl.arange(0, 1)
+        exists = tl.full((1,), 1, tl.int1)
+        is_first = tl.program_id(0) + tl.program_id(1) == 0
     else:
         row, column = tl.program_id(0) * TR, tl.program_id(1) * TK
         at = row // block_R * scale_R + column // block_K * scale_K + tl.arange(0, 1)
@@ -189,13 +239,11 @@ def cast_given(
     tile = tl.where(scale == scale, tile, 0.0)
     scaled = tl.math.div_rn(tile, tl.broadcast_to(factor, tile.shape)) if DIVIDES else tile * factor
     random = _random(key, offset, r, k, element_R, element_K, ROUNDING)
-    n, e, sign = to_grid(scaled, random, MAX, EMIN, M, ROUNDING, RANDOM_BITS)
-    if CODES:
-        value = code_of(n, e, sign, EMIN, M, BITS, TWOS, MINUS_ZERO)
-    else:
-        value = value_of(n, e, sign, M, MINUS_ZERO)
-        if TIMES_SCALE:
-            value = value * scale
+    value = _rounded(
+        scaled, random, MAX, EMIN, M, BITS, TWOS, MINUS_ZERO, ROUNDING, RANDOM_BITS, CODES, CONVERTS
+    )
+    if TIMES_SCALE and not CODES:
+        value = value * scale
     _store(out, value, r, k, R, K, out_R, out_K)
     if BOTH:
         _store(other, value, r, k, R, K, other_R, other_K)

@@ -10,7 +10,7 @@ from narrowgauge.formats import RandomStream, encode, format
 from narrowgauge.kernels.amax_cache import cached_amax
 from narrowgauge.kernels.triton.cast import LAUNCH, cast_blocks, cast_given, largest, tile_of
 from narrowgauge.kernels.triton.launch import launch
-from narrowgauge.kernels.triton.rounding import facts, facts_of_scale
+from narrowgauge.kernels.triton.rounding import facts, facts_of_scale, is_converted
 from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.quantization.block_scales import scales_from
 from narrowgauge.quantization.blocks import Blocks, blocks_of
@@ -150,10 +150,11 @@ def _cast_given(
         view.R, view.K, *view.x, *_strides(out, axis), *_strides(out if other is None else other, axis),
         *_strides(block, axis), *_extents(blocks, axis), *view.element,
         writes="out other block" if from_amax else "out other",
-        TR=tile[0], TK=tile[1], BY_ROW=_is_by_row(cast), **facts(cast.element), ROUNDING=cast.rounding,
-        RANDOM_BITS=cast.random_bits, CODES=dtype == torch.uint8, TIMES_SCALE=cast.block is not None,
-        DIVIDES=divides, BOTH=both, FROM_AMAX=from_amax,
-        AIM=cast.element.max * cast.headroom, POWER_OF_TWO=cast.power_of_two, **LAUNCH,
+        TR=tile[0], TK=tile[1], BY_ROW=_is_by_row(cast), IS_ONE=block.numel() == 1,
+        **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
+        CODES=dtype == torch.uint8, TIMES_SCALE=cast.block is not None, DIVIDES=divides, BOTH=both,
+        FROM_AMAX=from_amax, AIM=cast.aim, POWER_OF_TWO=cast.power_of_two,
+        CONVERTS=is_converted(cast, x.device), **LAUNCH,
     )  # fmt: skip
     return out, other, block, blocks
 
@@ -197,7 +198,7 @@ def _cast_blocks(
         RULE=cast.scale_rule, POWER_OF_TWO=cast.power_of_two,
         AIM=cast.aim, INVERSE_LARGEST=1 / cast.aim,
         EMAX=cast.element.emax, FRACTION=cast.element.fraction_bits, CODES=codes,
-        LARGEST=cast.target * cast.element.max * cast.headroom, **LAUNCH,
+        LARGEST=cast.target * cast.aim, CONVERTS=is_converted(cast, x.device), **LAUNCH,
     )  # fmt: skip
     return out, blocks, scales, scale_codes, tensor_scale
 
@@ -205,17 +206,23 @@ def _cast_blocks(
 def _largest(
     x: torch.Tensor, cast: Cast, view: _View, axis: int, blocks: Blocks, matrix: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The largest magnitude of each block, float32 in their grid; for NVFP4 that of all finite blocks."""
+    """The largest magnitude of each block, float32 in their grid; for NVFP4 that of all finite blocks.
+
+    For NVFP4 the largest that a kernel handed on is taken, without a reading, if it is finite.
+    """
     finite = cast.tensor_scale != "none"
+    told = cached_amax(x) if finite and matrix is None else None
     BR, BK = cast.block if finite and cast.block else (1, 1)
     amax = torch.zeros((1, 1) if finite else blocks.grid, dtype=torch.int32, device=x.device)
     tile = tile_of(view.x[1])
     launch(
         largest, _grid(view, tile),
-        x, amax, x if matrix is None else matrix, view.R, view.K, *view.x, *_strides(amax, axis),
+        x, amax, x if matrix is None else matrix, x if told is None else told,
+        view.R, view.K, *view.x, *_strides(amax, axis),
         *((2**30, 2**30) if finite else _extents(blocks, axis)), writes="amax",
-        TR=tile[0], TK=tile[1], BR=BR, BK=BK,
-        H=0 if matrix is None else len(matrix), BY_ROW=_is_by_row(cast), FINITE=finite, **LAUNCH,
+        seldom="" if told is None else "x", IS_TOLD=told is not None,
+        TR=tile[0], TK=tile[1], BR=BR, BK=BK, H=0 if matrix is None else len(matrix),
+        BY_ROW=_is_by_row(cast), IS_ONE=amax.numel() == 1, FINITE=finite, **LAUNCH,
     )  # fmt: skip
     return amax.view(torch.float32)
 

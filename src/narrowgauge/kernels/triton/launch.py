@@ -10,7 +10,13 @@ from narrowgauge.devices import GpuWork, tell
 
 
 def launch(
-    kernel: Any, grid: Sequence[int], *args: Any, writes: str = "", updates: str = "", **options: Any
+    kernel: Any,
+    grid: Sequence[int],
+    *args: Any,
+    writes: str = "",
+    updates: str = "",
+    seldom: str = "",
+    **options: Any,
 ) -> None:
     """Launch a kernel on the device of its tensors; Triton's own way launches on torch's current device.
 
@@ -22,6 +28,7 @@ def launch(
         args: Its arguments up to its constants.
         writes: The names of the arguments that it writes, separated by blanks; it reads the others.
         updates: The names of those that it reads and writes.
+        seldom: The names of those that it reads only if a number is not finite.
         options: Constants, and the options of a launch.
     """
     first = next(a for a in args if isinstance(a, torch.Tensor))
@@ -35,11 +42,13 @@ def launch(
         assert t.is_meta, f"kernel {names}: {name} is on {t.device}, which a GPU cannot read"
     updated = {id(named[n]) for n in updates.split() if n in named}
     written = {id(named[n]) for n in writes.split() if n in named} | updated
-    tensors = {id(t): t for t in named.values()}
+    skipped = {id(named[n]) for n in seldom.split()}
+    tensors = {id(t): t for t in named.values() if id(t) not in skipped}
     tell(
         GpuWork(
             f"triton {kernel.fn.__name__}",
             [t for key, t in tensors.items() if key not in written or key in updated],
             [t for key, t in tensors.items() if key in written],
+            numbers=[a for a in args if not isinstance(a, torch.Tensor)] + sorted(options.items()),
         )
     )

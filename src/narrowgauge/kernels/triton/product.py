@@ -1,4 +1,4 @@
-"""What stands around a product: scale and rounding of an emulated one, codes for a native one.
+"""What stands around a product: scales and rounding of an emulated one, codes for a native one.
 
 A native product reads both operands along the contraction. Codes that lie along the other axis are copied by
 square tiles, 64 bytes next to each other in both directions: one byte read and one written an element.
@@ -18,26 +18,76 @@ SIDE = 64
 
 
 @triton.jit
-def scale_and_round(product_ptr, scale_ptr, out_ptr, count, BLOCK: tl.constexpr):
-    """product * scale."""
+def scale_and_round(
+    product_ptr, scale_ptr, other_ptr, out_ptr, count, HAS_OTHER: tl.constexpr, BLOCK: tl.constexpr
+):
+    """product * (scale * other)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    scaled = tl.load(product_ptr + at, inside, 0) * tl.load(scale_ptr)
+    scale = tl.load(scale_ptr)
+    if HAS_OTHER:
+        scale = scale * tl.load(other_ptr)
+    scaled = tl.load(product_ptr + at, inside, 0) * scale
     tl.store(out_ptr + at, narrow(scaled, out_ptr.dtype.element_ty), inside)
 
 
-def launch_scaled(product: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """product * scale in `dtype`, in the shape of `product`, which is contiguous."""
+def launch_scaled(product: Tensor, scale: Tensor, dtype: torch.dtype, other: Tensor | None = None) -> Tensor:
+    """product * (scale * other) in `dtype`, in the shape of `product`, which is contiguous."""
     out = torch.empty_like(product, dtype=dtype)
     launch(
         scale_and_round,
         (triton.cdiv(product.numel(), TILE),),
         product,
         scale,
+        scale if other is None else other,
         out,
         product.numel(),
         writes="out_ptr",
+        HAS_OTHER=other is not None,
         BLOCK=TILE,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+@triton.jit
+def scale_rows_and_round(
+    product_ptr, rest_ptr, row_ptr, column_ptr, out_ptr, N, row_stride, column_stride,
+    HAS_REST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(product * row + rest) * column."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at, inside = row * N + n, n < N
+    value = tl.load(product_ptr + at, inside, 0) * tl.load(row_ptr + row * row_stride)
+    if HAS_REST:
+        value += tl.load(rest_ptr + at, inside, 0)
+    value = value * tl.load(column_ptr + n * column_stride, inside, 0)
+    tl.store(out_ptr + at, narrow(value, out_ptr.dtype.element_ty), inside)
+
+
+def launch_scaled_rows(
+    product: Tensor, rest: Tensor | None, rows: Tensor, columns: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """(product * rows + rest) * columns in `dtype`; both are contiguous (M, N), scales 1-dim or 0-dim."""
+    out = torch.empty_like(product, dtype=dtype)
+    M, N = product.shape
+    block = min(TILE // 2, triton.next_power_of_2(N))
+    launch(
+        scale_rows_and_round,
+        (M, triton.cdiv(N, block)),
+        product,
+        product if rest is None else rest,
+        rows,
+        columns,
+        out,
+        N,
+        rows.stride(0) if rows.ndim else 0,
+        columns.stride(0) if columns.ndim else 0,
+        writes="out_ptr",
+        HAS_REST=rest is not None,
+        BLOCK=block,
         num_warps=4,
         enable_fp_fusion=False,
     )

@@ -21,8 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.formats import Format, format
+from narrowgauge.kernels.dispatch import converts_to_fp8
 from narrowgauge.kernels.triton.arithmetic import narrow
 from narrowgauge.kernels.triton.launch import launch
+from narrowgauge.quantization import Cast
 
 
 def facts(fmt: Format) -> dict[str, Any]:
@@ -42,6 +44,12 @@ def facts_of_scale(name: str) -> dict[str, Any]:
     fmt = format(name)
     nan_code = fmt.nan_code if fmt.bits == 8 else 0
     return {"S_MAX": fmt.max, "S_EMIN": fmt.emin, "S_M": fmt.mantissa_bits, "S_NAN": nan_code}
+
+
+def is_converted(cast: Cast, device: torch.device) -> bool:
+    """Whether elements of a cast are rounded by a GPU's own instruction (`to_fp8`)."""
+    is_nearest = cast.rounding == "nearest-even"
+    return cast.element.name in ("e4m3", "e5m2") and is_nearest and converts_to_fp8(device)
 
 
 @triton.jit
@@ -131,6 +139,18 @@ def code_of(
             minus = minus & (k != 0)
         code = ((e >> 23) - (EMIN + 127) << M) + k | tl.where(minus, 1 << (BITS - 1), 0)
     return code.to(tl.uint8)
+
+
+@triton.jit
+def to_fp8(x, MAX: tl.constexpr, M: tl.constexpr):
+    """The FP8 numbers nearest to finite float32 numbers, ties to even, by the GPU's own instruction.
+
+    `cvt.rn.satfinite.e4m3x2.f32` and `.e5m2x2.f32` (PTX ISA, cvt) round as `to_grid` does by "nearest-even":
+    subnormals, carries and the sign of zero alike, and what is larger than MAX becomes MAX. One instruction
+    makes two codes, where `to_grid` and `code_of` take forty for each.
+    """
+    x = tl.minimum(tl.maximum(x, -MAX), MAX)  # Triton promises no saturation
+    return x.to(tl.float8e4nv if M == 3 else tl.float8e5)
 
 
 @triton.jit

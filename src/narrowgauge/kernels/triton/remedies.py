@@ -1,0 +1,230 @@
+"""The remedies of FP4 (arXiv 2501.17116): quantiles, rows with their outliers apart, the slope of rounding.
+
+**Elements of given ranks** of a bf16 tensor take two passes over it, each a histogram of one byte. The bits
+of a number, turned so that they are ordered as numbers are, are its key. The first pass counts the keys by
+their high byte, `choose` finds the byte in which each rank lies, the second pass counts the low bytes of the
+keys that have that high byte. NaN has the largest key. Counts are sums of integers, so that the order of the
+programs does not matter.
+
+**A row** is one program's. It reads the row for its largest magnitude, and again, from a cache, to round it
+or to find the slope of rounding at each element (`quantization.rounding_gradient`). What was cut off comes
+out in bf16. It is a difference of two bf16 numbers, which is exact in bf16 up to twice the limit (Sterbenz);
+a larger element keeps its eight bits.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from narrowgauge.kernels.triton.arithmetic import INTERPRETED, magnitude, narrow, wide
+from narrowgauge.kernels.triton.launch import launch
+from narrowgauge.kernels.triton.rounding import facts, to_grid, value_of
+from narrowgauge.kernels.triton.scales import INFINITE, fp32_scale
+from narrowgauge.quantization import Cast
+
+BLOCK, TILES = 4096, 8
+COLUMNS = 1024  # that a program takes of its row at once
+BINS = tl.constexpr(256)
+
+
+@triton.jit
+def _keys(x, at, inside):
+    """Keys 0 .. 0xFFFF in the order of the numbers; 0xFFFF for NaN and outside."""
+    bits = tl.load(x + at, inside, 0).to(tl.int32) & 0xFFFF
+    key = tl.where(bits >= 0x8000, 0xFFFF - bits, bits + 0x8000)
+    return tl.where(((bits & 0x7FFF) > 0x7F80) | (inside == 0), 0xFFFF, key)
+
+
+@triton.jit
+def _count(counts, byte, counted):
+    """Add the histogram of the bytes that are counted; the others are taken for 255 and subtracted."""
+    bins = tl.arange(0, BINS)
+    found = tl.histogram(tl.where(counted, byte, 255), BINS)
+    found -= tl.where(bins == 255, tl.sum(1 - counted.to(tl.int32), 0), 0)
+    tl.atomic_add(counts + bins, found, mask=found != 0)
+
+
+@triton.jit
+def count_bytes(x, counts, state, n, IS_HIGH: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr):
+    """The histogram of high bytes, or of the low bytes under each of the two high ones in `state`."""
+    for i in range(TILES):
+        at = (tl.program_id(0).to(tl.int64) * TILES + i) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < n
+        key = _keys(x, at, inside)
+        if IS_HIGH:
+            _count(counts, key >> 8, inside)
+        else:
+            _count(counts + BINS, key & 255, inside & (key >> 8 == tl.load(state)))
+            _count(counts + 2 * BINS, key & 255, inside & (key >> 8 == tl.load(state + 1)))
+
+
+@triton.jit
+def choose(counts, state, found, low, high, IS_HIGH: tl.constexpr):
+    """The bin of each rank: to `state` with the rank within it, or with that the number to `found`."""
+    bins = tl.arange(0, BINS)
+    for j in tl.static_range(2):
+        if IS_HIGH:
+            count = tl.load(counts + bins)
+            rank = high if j else low
+        else:
+            count = tl.load(counts + (j + 1) * BINS + bins)
+            rank = tl.load(state + 2 + j)
+        is_below = tl.cumsum(count, 0) <= rank
+        chosen = tl.sum(is_below.to(tl.int32), 0)
+        if IS_HIGH:
+            tl.store(state + j, chosen)
+            tl.store(state + 2 + j, rank - tl.sum(tl.where(is_below, count, 0), 0))
+        else:
+            key = tl.load(state + j) * 256 + chosen
+            bits = tl.where(key >= 0x8000, key - 0x8000, 0xFFFF - key)
+            tl.store(found + j, tl.where(bits == 0x8000, 0, bits).to(tl.int16))  # -0 is +0
+
+
+def launch_ranked(x: Tensor, low: int, high: int) -> tuple[Tensor, Tensor]:
+    """The elements of two ranks (from 0, ascending) of contiguous bf16 numbers: 0-dim each."""
+    n = x.numel()
+    counts = torch.zeros(3 * 256 + 4, dtype=torch.int32, device=x.device)
+    counts, state = counts[: 3 * 256], counts[3 * 256 :]
+    found = torch.empty(2, dtype=torch.int16, device=x.device)
+    bits, grid = x.view(torch.int16), (triton.cdiv(n, BLOCK * TILES),)
+    options: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
+    for is_high in (True, False):
+        launch(
+            count_bytes, grid, bits, counts, state, n,
+            updates="counts", IS_HIGH=is_high, BLOCK=BLOCK, TILES=TILES, **options,
+        )  # fmt: skip
+        launch(
+            choose, (1,), counts, state, found, low, high,
+            updates="state", writes="found", IS_HIGH=is_high, num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    numbers = found.view(torch.bfloat16)
+    return numbers[0], numbers[1]
+
+
+@triton.jit
+def _row(x, k, K, low, high, CLAMPS: tl.constexpr):
+    """(some of a row as float32, the same clamped); zeros beyond its end."""
+    whole = wide(tl.load(x + k, k < K, 0.0))
+    if not CLAMPS:
+        return whole, whole
+    clamped = tl.where(whole < low, low, whole)  # NaN stays
+    clamped = tl.where(clamped > high, high, clamped)
+    return whole, tl.where(k < K, clamped, 0.0)
+
+
+@triton.jit
+def _row_scale(
+    x, K, low, high, TK: tl.constexpr, CLAMPS: tl.constexpr, AIM: tl.constexpr, POWER_OF_TWO: tl.constexpr
+):
+    """(encode, decode, whether all is finite) of a row, one number each."""
+    bits = tl.zeros((TK,), tl.int32)
+    for start in range(0, K, TK):
+        bits = tl.maximum(bits, magnitude(_row(x, start + tl.arange(0, TK), K, low, high, CLAMPS)[1]))
+    largest = tl.max(bits, 0) + tl.zeros((1,), tl.int32)
+    if CLAMPS:  # limits that are NaN make all of it that
+        largest = tl.where(low == low, tl.where(high == high, largest, INFINITE), INFINITE)
+    finite = largest < INFINITE
+    amax = tl.where(finite, largest, 0).to(tl.float32, bitcast=True)
+    encode, decode = fp32_scale(amax, AIM, POWER_OF_TWO)
+    return encode, decode, finite
+
+
+@triton.jit
+def cast_rows(
+    x, low, high, out, rest, scales, K, x_R,
+    TK: tl.constexpr, CLAMPS: tl.constexpr, CUTS: tl.constexpr, AIM: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, MINUS_ZERO: tl.constexpr, ROUNDING: tl.constexpr,
+):  # fmt: skip
+    """The elements of a row in units of its scale, and with CUTS what the limits cut off."""
+    row = tl.program_id(0).to(tl.int64)
+    x, out, rest = x + row * x_R, out + row * K, rest + row * K
+    low, high = wide(tl.load(low)), wide(tl.load(high))
+    encode, decode, finite = _row_scale(x, K, low, high, TK, CLAMPS, AIM, POWER_OF_TWO)
+    tl.store(scales + row + tl.arange(0, 1), tl.where(finite, decode, float("nan")))
+    for start in range(0, K, TK):
+        k = start + tl.arange(0, TK)
+        whole, clamped = _row(x, k, K, low, high, CLAMPS)
+        scaled = tl.where(finite, clamped, 0.0) * encode
+        n, e, sign = to_grid(scaled, 0.0, MAX, EMIN, M, ROUNDING, 24)
+        tl.store(out + k, narrow(value_of(n, e, sign, M, MINUS_ZERO), out.dtype.element_ty), k < K)
+        if CUTS:
+            tl.store(rest + k, narrow(whole - clamped, rest.dtype.element_ty), k < K)
+
+
+@triton.jit
+def _power(x, exponent: tl.constexpr):
+    if INTERPRETED:
+        return tl.exp(tl.log(x) * exponent)
+    else:
+        return libdevice.pow(x, tl.full(x.shape, exponent, tl.float32))
+
+
+@triton.jit
+def slope_of_rows(
+    w, dw, out, K, w_R,
+    TK: tl.constexpr, AIM: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, ESTIMATOR_K: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """dw times the slope of rounding at each element of a row of weights."""
+    row = tl.program_id(0).to(tl.int64)
+    w, dw, out = w + row * w_R, dw + row * K, out + row * K
+    encode, _, finite = _row_scale(w, K, 0.0, 0.0, TK, False, AIM, POWER_OF_TWO)
+    for start in range(0, K, TK):
+        k = start + tl.arange(0, TK)
+        t = tl.minimum(tl.abs(wide(tl.load(w + k, k < K, 0.0)) * encode), MAX)
+        e = tl.maximum(t.to(tl.int32, bitcast=True) & 0x7F800000, (EMIN + 127) << 23)
+        t = t * (0x7F000000 - e + (M << 23)).to(tl.float32, bitcast=True)  # in units of d, exact
+        u = tl.abs((t - tl.floor(t)) * 2.0 - 1.0)
+        slope = tl.math.div_rn(_power(u, 1 / ESTIMATOR_K - 1), tl.full(u.shape, ESTIMATOR_K, tl.float32))
+        slope = tl.where(finite, tl.minimum(slope, CAP), float("nan"))
+        tl.store(out + k, wide(tl.load(dw + k, k < K, 0.0)) * slope, k < K)
+
+
+def _row_options(x: Tensor, cast: Cast) -> dict[str, Any]:
+    element = facts(cast.element)
+    return {
+        "TK": min(COLUMNS, triton.next_power_of_2(x.shape[1])),
+        "AIM": cast.aim,
+        "POWER_OF_TWO": cast.power_of_two,
+        **{key: element[key] for key in ("MAX", "EMIN", "M")},
+        "num_warps": 4,
+        "enable_fp_fusion": False,
+    }
+
+
+def launch_rows(
+    x: Tensor, cast: Cast, limits: tuple[Tensor, Tensor] | None, cuts: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(elements in units of their row's scale, bf16; scales, fp32, one a row; what was cut off, bf16).
+
+    Args:
+        x: A matrix whose rows are contiguous.
+        cast: A cast with fp32 scales of rows that rounds to nearest.
+        limits: What elements are clamped to, 0-dim bf16; None clamps nothing.
+        cuts: Whether what was cut off is wanted.
+    """
+    R, K = x.shape
+    out = torch.empty((R, K), dtype=torch.bfloat16, device=x.device)
+    rest = torch.empty_like(out) if cuts else None
+    scales = torch.empty(R, device=x.device)
+    low, high = (x, x) if limits is None else limits
+    launch(
+        cast_rows, (R,), x, low, high, out, out if rest is None else rest, scales, K, x.stride(0),
+        writes="out rest scales", CLAMPS=limits is not None, CUTS=cuts, ROUNDING=cast.rounding,
+        MINUS_ZERO=cast.element.has_negative_zero, **_row_options(x, cast),
+    )  # fmt: skip
+    return out, scales, rest
+
+
+def launch_slope(w: Tensor, dw: Tensor, cast: Cast) -> Tensor:
+    """dw times the slope of rounding w, fp32; both are contiguous along rows, dw throughout."""
+    out = torch.empty(w.shape, device=w.device)
+    launch(
+        slope_of_rows, (len(w),), w, dw, out, w.shape[1], w.stride(0),
+        writes="out", ESTIMATOR_K=cast.estimator_k, CAP=cast.estimator_cap, **_row_options(w, cast),
+    )  # fmt: skip
+    return out

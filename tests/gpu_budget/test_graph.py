@@ -1,0 +1,117 @@
+"""A micro-batch can be one CUDA graph: the next one asks the GPU for the same, of the same memory, and waits
+for nothing.
+
+A graph replays kernels with the arguments that they had: addresses and numbers. So between the first and the
+last micro-batch of a step, two that follow each other have to ask for the same kernels, in the same order,
+with the same shapes, strides and numbers. Memory that existed before has to be the same memory; what a graph
+allocates itself lies at the same addresses in each replay.
+"""
+
+import itertools
+import weakref
+
+import pytest
+import torch
+
+from narrowgauge.bench.count.recorder import Recorder
+from narrowgauge.data import Batch
+from narrowgauge.devices import imagine
+from narrowgauge.recipes import named_device
+from narrowgauge.torch_compat import operation_name, storage_key, tree_iter
+from narrowgauge.training import make_config
+from narrowgauge.training.step.trainer import Trainer
+
+pytest.importorskip("triton", reason="torch came without Triton here")
+
+MICRO_BATCHES, TOKENS = 4, 64
+
+
+class Journal(Recorder):
+    """All that is asked of the GPU, by micro-batch; it stands where gauges would read the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.numbers, self.counter, self.first, self.begun = {}, {}, itertools.count(), 0, 0
+
+    def begin_micro_batch(self, is_first, is_last):
+        self.phase, self.first = f"micro-batch {self.begun}", next(self.counter)
+        self.begun += 1
+
+    def after_backward(self):
+        self.phase = ""
+
+    after_step = after_backward
+
+    def told(self, work):
+        super().told(work)
+        self.note(work.name, [*work.reads, *work.writes], work.numbers)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        values = list(tree_iter((args, kwargs or {}, out)))
+        tensors = [v for v in values if isinstance(v, torch.Tensor)]
+        self.note(operation_name(func), tensors, [v for v in values if not isinstance(v, torch.Tensor)])
+        return out
+
+    def note(self, name, tensors, numbers):
+        where = [(self.memory(t), t.shape, t.stride(), t.storage_offset(), t.dtype) for t in tensors]
+        self.asked.setdefault(self.phase, []).append((name, where, repr(numbers)))
+
+    def memory(self, t):
+        """Which memory: of what existed before this micro-batch, or of its own."""
+        storage = t.untyped_storage()
+        key = storage_key(storage)
+        if key not in self.numbers:
+            self.numbers[key] = next(self.counter)
+            weakref.finalize(storage, self.numbers.pop, key)
+        number = self.numbers[key]
+        return ("its own", number - self.first) if number > self.first else ("from before", number)
+
+
+def journal_of(recipe):
+    config = make_config(
+        {
+            "model": {"name": "debug", "layers": 2},
+            "data": {"sequence_length": TOKENS},
+            "training": {"batch_size": MICRO_BATCHES * 2, "micro_batch_size": 2},
+            "recipe": {"name": recipe},
+        }
+    )
+    journal, meta = Journal(), torch.device("meta")
+    with imagine(named_device("h200"), journal.told), journal.watching():
+        trainer = Trainer.begin(config, meta)
+        x_BT = torch.empty(2, TOKENS, dtype=torch.int64, device=meta)
+        batches = [Batch(x_BT, x_BT, x_BT.numel(), None)] * MICRO_BATCHES
+        trainer.train_step(iter(batches), gauges=journal)
+    return journal
+
+
+def middle(journal):
+    """What the two micro-batches between the first and the last of the step asked for."""
+    phases = ("micro-batch 1", "micro-batch 2")
+    assert not any(times for (phase, _), times in journal.waits.items() if phase in phases)
+    one, two = (journal.asked[phase] for phase in phases)
+    assert len(one) > 100
+    return one, two
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8", "fp8-delayed", "mxfp8", "fp4"])
+def test_a_micro_batch_asks_for_what_the_one_before_it_asked(recipe):
+    one, two = middle(journal_of(recipe))
+    for a, b in zip(one, two, strict=True):
+        assert a == b
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "msamp-o2"])
+def test_under_random_bits_only_these_differ(recipe):
+    """The keys of a micro-batch and the number of its first sample are in memory of their own, as several
+    micro-batches may be under way. The number is written by value, once for each layer."""
+    memory, numbers = set(), set()
+    for (name, where, by_value), (name_2, where_2, by_value_2) in zip(
+        *middle(journal_of(recipe)), strict=True
+    ):
+        assert (name, [w[1:] for w in where]) == (name_2, [w[1:] for w in where_2])
+        numbers |= {name} if by_value != by_value_2 else set()
+        memory |= {w[-1] for w, w_2 in zip(where, where_2, strict=True) if w[0] != w_2[0]}
+    assert memory == {torch.int32, torch.int64}
+    assert numbers == {"full"}

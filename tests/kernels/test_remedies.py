@@ -1,0 +1,142 @@
+"""The remedies of FP4 in kernels: quantiles of any numbers, rows in parts, slopes of rounding."""
+
+import pytest
+import torch
+
+from narrowgauge.kernels import emulate
+from narrowgauge.kernels.cast import emulate_rows, scaled_rows_and_rounded
+from narrowgauge.kernels.gradient_sum import through_rounding
+from narrowgauge.nn.gemm import Operand, RowOperand, multiply
+from narrowgauge.quantization import QuantContext, estimator_slope, make_cast
+from narrowgauge.quantization import emulate as emulate_in_torch
+from narrowgauge.quantization.outliers import quantile_ranks, ranked
+
+
+def launch_ranked(*args):
+    """The kernel is imported where its interpreter is asked for."""
+    from narrowgauge.kernels.triton import remedies
+
+    return remedies.launch_ranked(*args)
+
+
+def normal(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+
+def special(n):
+    words = torch.tensor([0x0000, 0x8000, 0x7F80, 0xFF80, 0x0001, 0x8001, 0x7F7F, 0xFF7F], dtype=torch.int32)
+    return words.repeat(n)[:n].to(torch.int16).view(torch.bfloat16)
+
+
+@pytest.mark.parametrize("numbers", [normal(37, 301), special(1001), torch.full((5, 3), -2.0).bfloat16()])
+def test_ranks_are_those_of_a_selection(device, numbers):
+    n = numbers.numel()
+    for low, high in ((0, n - 1), (n // 100, n - 1 - n // 100), (n // 2, n // 2)):
+        found = launch_ranked(numbers.to(device), low, high)
+        expected = ranked(numbers.float().to(device), low, high)
+        assert [f.item() for f in found] == [e.item() for e in expected]
+        assert not any(torch.signbit(f) and f == 0 for f in found)
+
+
+def test_nan_is_the_largest(device):
+    numbers = normal(500)
+    numbers[7], numbers[9] = torch.nan, -torch.nan
+    low, high = launch_ranked(numbers.to(device), 497, 498)
+    assert low.item() == numbers.nan_to_num(-9).max().item()
+    assert high.isnan()
+
+
+def test_a_cast_clamps_as_without_the_kernel(device):
+    x = normal(64, 96).to(device)
+    clamping = make_cast({"cast": "fp4-row", "outliers": 0.99})
+    for axis in (-1, 0):
+        ours, scale = emulate(x, clamping, axis, torch.bfloat16)
+        theirs, expected = emulate_in_torch(x, clamping, axis, torch.bfloat16)
+        assert torch.equal(ours, theirs)
+        assert scale is expected is None
+
+
+APART = {"cast": "fp4-row", "outliers": 0.99, "compensate": True}
+
+
+def outlying(rows, columns):
+    """Normal numbers, of which some in each row are up to thirty times as large."""
+    x = normal(rows, columns)
+    x[:, ::40] *= torch.linspace(1, 30, rows).bfloat16()[:, None]
+    return x
+
+
+@pytest.mark.parametrize(
+    "cast", [APART, APART | {"compensate": False}, {"cast": "fp4-row"}, {"cast": "fp8-row"}]
+)
+def test_rows_in_parts_are_the_numbers_of_the_reference(device, cast):
+    """The rest of an element beyond twice the limit is rounded to bf16; all else is equal, bit for bit."""
+    cast = make_cast(cast)
+    for x in (outlying(37, 1301), outlying(37, 1301)[:, 8:200], special(24 * 96).view(24, 96), normal(3, 1)):
+        x = x.to(device)
+        values, scale, rest = emulate_rows(x, cast)
+        expected, none = emulate_in_torch(x, cast, -1, torch.bfloat16)
+        assert none is None
+        numbers = values.float() * scale[:, None]
+        if rest is None:
+            torch.testing.assert_close(numbers, expected.float(), rtol=0, atol=0, equal_nan=True)
+            continue
+        clamped, _ = emulate_in_torch(x, make_cast(APART | {"compensate": False}), -1, torch.bfloat16)
+        torch.testing.assert_close(numbers, clamped.float(), rtol=0, atol=0, equal_nan=True)
+        low, high = ranked(x.float(), *quantile_ranks(x.numel(), 0.99))
+        cut = x.float() - x.float().clamp(low, high)
+        assert (rest.float() == cut.bfloat16().float())[~cut.isnan()].all()
+        near = x.float().abs() <= 2 * torch.where(x < 0, -low, high)
+        assert (rest.float() == cut)[near & ~cut.isnan()].all()
+
+
+def test_rows_that_have_no_kernel_are_left_to_the_reference(device):
+    x = normal(32, 64).to(device)
+    for cast in ({"cast": "mxfp4"}, {"cast": "fp4-row", "rounding": "stochastic"}, {"cast": "e4m3"}):
+        assert emulate_rows(x, make_cast(cast)) is None
+    assert emulate_rows(x.T, make_cast({"cast": "fp4-row"})) is None
+    assert emulate_rows(x.float(), make_cast(APART)) is None
+
+
+def test_a_product_in_parts_is_that_of_the_numbers_rounded_once(device):
+    x, w = (
+        RowOperand(*emulate_rows(outlying(33, 160).to(device), make_cast(APART))),
+        normal(50, 160).to(device),
+    )
+    w_rows = RowOperand(*emulate_rows(w, make_cast({"cast": "fp4-row"})))
+    for other in (w_rows, Operand(w), Operand(w, torch.tensor(0.37, device=device))):
+        numbers = other.numbers().double()
+        exact = x.numbers().double() @ numbers.T
+        got = multiply(x, other, torch.bfloat16)
+        slack = 160 * 2.0**-23 * (x.numbers().double().abs() @ numbers.abs().T)
+        half_ulp = torch.exp2(exact.abs().log2().floor() - 8)
+        assert got.dtype == torch.bfloat16
+        assert ((got.double() - exact).abs() <= half_ulp + slack).all()
+    exact = w.double() @ x.numbers().double().T  # a rest on the other side: in fp32
+    assert (multiply(Operand(w), x, torch.bfloat16).double() - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
+@pytest.mark.parametrize("has_rest", [True, False])
+def test_scales_of_rows_and_columns_are_applied_as_by_torch(device, has_rest, monkeypatch):
+    g = torch.Generator().manual_seed(0)
+    product, rest, rows, columns = (
+        torch.randn(s, generator=g).to(device) for s in ((37, 1100),) * 2 + (37, 1100)
+    )
+    args = product, rest if has_rest else None
+    for r, c in ((rows, columns), (rows, columns[0]), (rows[0], columns)):
+        ours = scaled_rows_and_rounded(*args, r, c, torch.bfloat16)
+        monkeypatch.setenv("NARROWGAUGE_KERNELS", "0")
+        assert torch.equal(ours, scaled_rows_and_rounded(*args, r, c, torch.bfloat16))
+        monkeypatch.delenv("NARROWGAUGE_KERNELS")
+
+
+def test_the_slope_of_rounding_is_that_of_the_reference(device):
+    cast = make_cast({"cast": "fp4-row", "estimator_k": 5, "estimator_cap": 3})
+    w = torch.randn(19, 1100, generator=torch.Generator().manual_seed(1)).to(device)
+    w[3, 5], w[4] = torch.inf, 0.0
+    dw = normal(19, 1100).to(device)
+    ours = through_rounding(dw, w, cast, QuantContext())
+    expected = dw * estimator_slope(w, cast, -1)
+    finite = torch.arange(19) != 3
+    torch.testing.assert_close(ours[finite], expected[finite], rtol=3e-6, atol=0)
+    assert not ours[3].isfinite().any()
