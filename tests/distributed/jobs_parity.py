@@ -3,6 +3,8 @@
 The process that trains alone leaves its numbers in a file; each rank then looks up those of its own pieces.
 """
 
+import re
+
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
@@ -118,6 +120,9 @@ def together(path, **how):
         apart[f"{name} {kind}"] = [float(t.double().square().sum()) for t in (ours - expected, expected)]
     t, data = trained.config.training, trained.mesh.parallel_dims.data
     first = trained.mesh.data_index * t.batch_size // (data * t.micro_batch_size)
+    if (expert := trained.mesh.parallel_dims.expert) > 1:
+        first //= expert
+        trained.operands = dict(of_pooled_experts(trained.operands, theirs, data // expert))
     unlike = {}
     for (name, place), seen in trained.operands.items():
         for i, (ours, part) in enumerate(seen, start=first):
@@ -126,6 +131,14 @@ def together(path, **how):
             if count := int((ours != expected).sum()):
                 unlike[f"{name} {place}"] = unlike.get(f"{name} {place}", 0) + count
     return trained.told | {"apart": apart, "unlike": unlike, "seen": len(trained.operands)}
+
+
+def of_pooled_experts(operands, theirs, groups):
+    """The operands of experts, if one process had in a micro-batch what the processes of a group have."""
+    for (name, place), seen in operands.items():
+        alike = f"{name} {place} {groups * len(seen)}" not in theirs
+        if alike and re.search(r"\.experts\.\d+\.", name):
+            yield (name, place), seen
 
 
 def taken(whole, part):

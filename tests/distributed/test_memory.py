@@ -23,6 +23,7 @@ def text(tmp_path_factory):
         ("msamp-o3", {"shard": 2}),
         pytest.param("bf16", {"shard": 2, "zero": 1}, marks=pytest.mark.slow),
         pytest.param("bf16", {"replicate": 2}, marks=pytest.mark.slow),
+        ("bf16", {"shard": 2, "expert": 2}),
         ("bf16", {"tensor": 2}),
         ("bf16", {"context": 2}),
         pytest.param("fp4", {"context": 2}, marks=pytest.mark.slow),
@@ -37,6 +38,8 @@ def test_two_ranks_take_what_is_expected(ranks, text, recipe, parallel):
         "recipe": {"name": recipe},
         "parallel": parallel,
     }
+    if "expert" in parallel:  # each token goes to both, as the estimate takes them to be shared out evenly
+        values["model"] |= {"experts": 2, "experts_per_token": 2}
     (found, sent), _ = ranks(2, "jobs_memory.account", values=values)
     config = make_config(values)
     step = estimate_step(config, resolve_dims(ParallelDims(**config.parallel.model_dump()), 2))

@@ -32,6 +32,12 @@ LAYOUTS = {
     "pp 2 x ddp 2": (4, {"pipeline": 2, "replicate": 2}),
     "pp 2 x tp 2": (4, {"pipeline": 2, "tensor": 2}),
 }
+EXPERT_LAYOUTS = {
+    "ep 2": (2, {"shard": 2, "expert": 2}),
+    "ep 2 x fsdp 2": (4, {"shard": 4, "expert": 2}),
+    "ep 2 x ddp 2": (4, {"replicate": 2, "shard": 2, "expert": 2}),
+    "pp 2 x ep 2": (4, {"pipeline": 2, "shard": 2, "expert": 2}),
+}
 TWO = ("fsdp 2", "ddp 2", "tp 2", "cp 2", "pp 2")
 # Gradients of these are themselves narrow where they rest and travel: each sum is rounded, so it depends on
 # how many there are. With wide sums they are as exact as the others.
@@ -50,11 +56,16 @@ class Parity:
         self.ranks, self.base, self.directory = ranks, base, directory
         self.case, self.alone = "", {}
 
-    def __call__(self, layout, recipe, changes=(), steps=3, **how):
-        """(what one process tells, what each of several does), under a recipe with changes."""
+    def __call__(self, layout, recipe, changes=(), steps=3, alone=1, **how):
+        """(what one process tells, what each of several does), under a recipe with changes.
+
+        One process has micro-batches of `alone` sequences, the others of one.
+        """
         world, parallel = LAYOUTS[layout] if isinstance(layout, str) else layout
         values = self.base({"recipe.name": recipe, **dict(changes)})
         how |= {"values": values, "steps": steps, "path": str(self.directory / "alone.safetensors")}
+        if alone > 1:
+            how["values"] = values | {"training": values["training"] | {"micro_batch_size": alone}}
         if self.case != (case := json.dumps(how, sort_keys=True)):
             self.case, (self.alone,) = case, self.ranks(1, "jobs_parity.alone", **how)
         how["values"] = values | {"parallel": parallel}
@@ -115,13 +126,18 @@ def differences(alone, everyone):
     return found
 
 
-def check(alone, everyone, bound=1e-5, tensors=1e-3):
+def check(alone, everyone, bound=1e-5, tensors=1e-3, val=None):
     """Bit-equal operands in the first step; then losses, norms, and what became of weights and moments."""
     unlike = [each["unlike"] for each in everyone]
     assert not any(unlike), unlike
     assert all(each["seen"] for each in everyone)
+    return check_sums(alone, everyone, bound, tensors, val)
+
+
+def check_sums(alone, everyone, bound=1e-5, tensors=1e-3, val=None):
+    """Losses, norms, and what became of weights and moments."""
     found = differences(alone, everyone)
-    bounds = {"loss": bound, "norm": bound, "val": bound, "moved": tensors, "m": tensors, "v": tensors}
+    bounds = {"loss": bound, "norm": bound, "val": val or bound, "moved": tensors, "m": tensors, "v": tensors}
     assert {kind: d for kind, d in found.items() if d > bounds[kind]} == {}
     return found
 
@@ -247,6 +263,42 @@ EXPERTS = {"model.experts": 4, "model.ffn_dim": 32}
 def test_experts(parity, recipe, layout, changes):
     """Each process has other tokens for an expert, or none, and all wait for each other."""
     check(*parity(layout, recipe, EXPERTS | changes))
+
+
+# What a layer sees of a token depends on that token, and in wgrad on others of its sequence: the micro-batch
+# does not matter, but for an expert. Its tokens come from two sequences, so blocks along them mix these.
+ROWS = {
+    "recipe.dgrad.dy": {"cast": "mxfp8", "rounding": "stochastic"},
+    "recipe.wgrad.dy": {"cast": "mxfp4", "rounding": "stochastic", "hadamard": 32},
+    "recipe.wgrad.x": {"cast": "mxfp4", "hadamard": 32},
+    "training.balance_loss": 0.0,
+}
+
+
+EXPERT_PAIRS = [
+    ("mxfp8", "ep 2"),
+    ("fp8-delayed", "ep 2"),
+    ("msamp-o2", "ep 2"),
+    ("mxfp8", "ep 2 x fsdp 2"),
+    ("fp8-delayed", "ep 2 x ddp 2"),
+]
+GPT_2_MLP = {"model.mlp": "gelu", "model.bias": True, "training.recompute": True}
+OTHER_TEXT = 0.01  # one process validates on batches of two sequences, the others on batches of one
+
+
+@pytest.mark.parametrize(("recipe", "layout"), EXPERT_PAIRS)
+def test_experts_on_different_processes(parity, recipe, layout):
+    """Two processes send each other the tokens that one alone has in a micro-batch of two sequences."""
+    changes = {"training.batch_size": 2 if layout == "ep 2" else 4} | (WIDE_SUMS if "msamp" in recipe else {})
+    check(*parity(EXPERT_LAYOUTS[layout], recipe, EXPERTS | ROWS | changes, alone=2), val=OTHER_TEXT)
+
+
+@pytest.mark.parametrize("layout", ["ep 2", "pp 2 x ep 2"])
+def test_wide_experts_on_different_processes(parity, layout):
+    """Where nothing is narrow, it does not matter which tokens an expert computes together."""
+    changes = {"training.balance_loss": 0.0} if "pp" in layout else {}
+    world, parallel = EXPERT_LAYOUTS[layout]
+    check_sums(*parity((world, parallel | {"zero": 1}), "bf16", EXPERTS | GPT_2_MLP | changes))
 
 
 STOCHASTIC = {"cast": "e4m3", "rounding": "stochastic"}

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from narrowgauge.distributed.mesh import Mesh, ParallelDims, resolve_dims
     from narrowgauge.distributed.parallel.check_blocks import check_blocks
     from narrowgauge.distributed.parallel.engine import Engine
+    from narrowgauge.distributed.parallel.expert_parallel import check_expert_parallel
     from narrowgauge.distributed.parallel.parallelize import ModelSpec, parallelize
     from narrowgauge.distributed.parallel.tensor_parallel import check_tensor_parallel
     from narrowgauge.distributed.pipeline_stage import MicroBatch
@@ -40,6 +41,7 @@ __all__ = [
     "StoppedByPeer",
     "World",
     "check_blocks",
+    "check_expert_parallel",
     "check_tensor_parallel",
     "fake_mesh",
     "full_weights",
@@ -62,6 +64,7 @@ __getattr__ = import_on_use(
         "mesh": ("Mesh", "ParallelDims", "resolve_dims"),
         "parallel.check_blocks": ("check_blocks",),
         "parallel.engine": ("Engine",),
+        "parallel.expert_parallel": ("check_expert_parallel",),
         "parallel.parallelize": ("ModelSpec", "parallelize"),
         "parallel.tensor_parallel": ("check_tensor_parallel",),
         "pipeline_stage": ("MicroBatch",),

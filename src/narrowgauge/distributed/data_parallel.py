@@ -167,7 +167,7 @@ class _Reduction:
             all_reduce_gradient_states(list(narrow.values()), [wires[p] for p in narrow], self.group)
         for p, gradient in narrow.items():
             gradient.scale_by(torch.tensor(1 / self.group.size(), device=p.device))
-        reduce_histories(self.module, self.group)
+        reduce_histories(self.module.modules(), self.group)
 
 
 def _gradients(module: torch.nn.Module) -> dict[torch.Tensor, GradientState]:

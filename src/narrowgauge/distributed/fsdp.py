@@ -118,10 +118,10 @@ def note_shards(module: torch.nn.Module) -> None:
             ensure_state(p).shard = _shard_and_rows(shard, p)[0]
 
 
-def fsdp_shard(shard: TensorShard, mesh: Mesh) -> TensorShard:
-    """The shard that FSDP leaves to this rank of a tensor of which all ranks of `fsdp` hold `shard`."""
+def fsdp_shard(shard: TensorShard, mesh: Mesh, axis: str) -> TensorShard:
+    """The shard that FSDP leaves to this rank of a tensor of which all ranks of an axis hold `shard`."""
     first, *others = shard.axes
-    return TensorShard((first.chunk(mesh.index("fsdp"), mesh.size("fsdp"), mesh.group("fsdp")), *others))
+    return TensorShard((first.chunk(mesh.index(axis), mesh.size(axis), mesh.group(axis)), *others))
 
 
 def _shard_and_rows(shard: TensorShard, parameter: DTensor) -> tuple[TensorShard, slice]:

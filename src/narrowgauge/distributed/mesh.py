@@ -10,6 +10,10 @@ Neighbours in `tensor` are neighbours in rank, so that the ranks that communicat
 `replicate` x `shard` are the data-parallel ranks: they have different sequences. `context` and `tensor` share
 their sequences.
 
+With experts over ranks, `shard` is two axes: `expert` neighbours hold different experts of each layer and
+send each other their tokens, and the `expert_shard` ranks with the same experts shard these (FSDP2). All
+other weights are sharded over both.
+
 ZeRO's stages (arXiv 1910.02054) of the axis `shard`:
 
     0   nothing is sharded: the same as `replicate`
@@ -18,7 +22,7 @@ ZeRO's stages (arXiv 1910.02054) of the axis `shard`:
     3   weights, too: gathered for a layer's forward and backward pass only
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -29,11 +33,14 @@ from narrowgauge.errors import UserError
 from narrowgauge.torch_compat import flatten_mesh
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")
+MESH_AXES = ("pipeline", "replicate", "expert_shard", "expert", "context", "tensor")
 COMBINED_AXES = {
-    "fsdp": ("shard", "context"),  # ranks over which FSDP shards
-    "data": ("replicate", "shard", "context"),  # ranks that each have a gradient of the same weights
+    "shard": ("expert_shard", "expert"),
+    "fsdp": ("expert_shard", "expert", "context"),  # ranks over which FSDP shards
+    "data": ("replicate", "expert_shard", "expert", "context"),  # each has a gradient of the same weights
+    "expert_data": ("replicate", "expert_shard"),  # ranks that each have a gradient of the same experts
     "sequence": ("context", "tensor"),  # ranks that compute a sequence together
-    "stage": ("replicate", "shard", "context", "tensor"),  # ranks that have the same layers
+    "stage": ("replicate", "expert_shard", "expert", "context", "tensor"),  # ranks that have the same layers
 }
 HSDP_AXES = ("pipeline", "replicate", "fsdp", "tensor")  # of the mesh with replicas of FSDP's shards
 
@@ -46,6 +53,7 @@ class ParallelDims:
         pipeline: processes on the axis of this name; the same for `replicate`, `shard`, `context`, `tensor`.
         zero: the ZeRO stage of `shard`.
         chunks: pipeline stages of each process.
+        expert: processes of `shard` over which the experts of a layer are divided.
     """
 
     pipeline: int = 1
@@ -55,6 +63,12 @@ class ParallelDims:
     tensor: int = 1
     zero: int = 3
     chunks: int = 1
+    expert: int = 1
+
+    @property
+    def expert_shard(self) -> int:
+        """Number of processes of `shard` that have the same experts."""
+        return self.shard // self.expert
 
     @property
     def stages(self) -> int:
@@ -68,8 +82,9 @@ class ParallelDims:
 
     @property
     def text(self) -> str:
-        """The axes with several processes, as in "replicate 64 x shard 8"; "" for one process."""
-        return " x ".join(f"{name} {n}" for name in AXES if (n := getattr(self, name)) > 1)
+        """The axes with several processes, as in "replicate 64 x shard 8, expert 4"; "" for one process."""
+        text = " x ".join(f"{name} {n}" for name in AXES if (n := getattr(self, name)) > 1)
+        return f"{text}, expert {self.expert}" if self.expert > 1 else text
 
     @property
     def data(self) -> int:
@@ -90,8 +105,7 @@ def resolve_dims(parallel_dims: ParallelDims, processes: int) -> ParallelDims:
     """
     others = prod(getattr(parallel_dims, name) for name in AXES if name != "shard")
     shard = parallel_dims.shard or max(1, processes // others)
-    values = {name: getattr(parallel_dims, name) for name in (*AXES, "zero", "chunks")}
-    resolved = ParallelDims(**values | {"shard": shard})
+    resolved = replace(parallel_dims, shard=shard)
     if resolved.size != processes:
         product = " x ".join(f"{name} {getattr(resolved, name)}" for name in AXES)
         raise UserError(
@@ -118,9 +132,9 @@ class Mesh:
         self.parallel_dims = parallel_dims
         self._meshes: dict[str, DeviceMesh] = {}
         if parallel_dims.size > 1:
-            sizes = tuple(getattr(parallel_dims, name) for name in AXES)
-            mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-            self._meshes = {name: mesh[name] for name in AXES}
+            sizes = tuple(getattr(parallel_dims, name) for name in MESH_AXES)
+            mesh = init_device_mesh(device.type, sizes, mesh_dim_names=MESH_AXES)
+            self._meshes = {name: mesh[name] for name in MESH_AXES}
             self._meshes |= {name: flatten_mesh(mesh[axes], name) for name, axes in COMBINED_AXES.items()}
             if parallel_dims.pipeline > 1:
                 self._make_first_last_groups(mesh)
@@ -128,6 +142,7 @@ class Mesh:
                 sizes = tuple(self.size(name) for name in HSDP_AXES)
                 hsdp_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=HSDP_AXES)
                 self._meshes["hsdp"] = hsdp_mesh["replicate", "fsdp"]
+                self._meshes["expert_hsdp"] = mesh["replicate", "expert_shard"]
 
     def _make_first_last_groups(self, mesh: DeviceMesh) -> None:
         """Groups of the first and the last rank of each pipeline, which share a tied embedding."""
@@ -162,6 +177,11 @@ class Mesh:
     def fsdp_mesh(self) -> DeviceMesh:
         """The sub-mesh that FSDP works on: of one dimension, or of two with replicas (HSDP)."""
         return self._meshes.get("hsdp", self._meshes["fsdp"])
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """The same for experts that lie on different processes."""
+        return self._meshes.get("expert_hsdp", self._meshes["expert_shard"])
 
     @property
     def data_index(self) -> int:

@@ -63,7 +63,7 @@ class NarrowOptimizers(OptimizersContainer):  # type: ignore[misc, unused-ignore
         """Take a step; histories are those of all processes."""
         for part in self.model_parts:
             for group in _groups(part):
-                reduce_histories(part, group)
+                reduce_histories(part.modules(), group)
         super().step(closure)
         self.steps_taken += 1
         self.samples.clear()

@@ -3,7 +3,7 @@
 from narrowgauge.kernels.cross_entropy import IGNORED, cross_entropy, objective_of
 from narrowgauge.models.config import ModelConfig
 from narrowgauge.models.count import count_block_weights, count_parameters, flops_per_token
-from narrowgauge.models.experts import experts_of
+from narrowgauge.models.experts import Expert, experts_of
 from narrowgauge.models.generate import generate
 from narrowgauge.models.kv_cache import KVCache
 from narrowgauge.models.sizes import model_config, model_names
@@ -11,6 +11,7 @@ from narrowgauge.models.transformer import Transformer, initialize, starting_val
 
 __all__ = [
     "IGNORED",
+    "Expert",
     "KVCache",
     "ModelConfig",
     "Transformer",

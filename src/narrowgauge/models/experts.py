@@ -26,7 +26,8 @@ It is A where all experts have equally many tokens, and more otherwise. Hugging 
 Legend: B sequences, T tokens, M = B T tokens, D dim, E experts, A experts of a token, R = M A assignments.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -48,12 +49,22 @@ class Expert(nn.Module):
         return mlp(self, x_MD)
 
 
+def all_local(
+    x_RD: Tensor, tokens_E: Tensor, sizes: Sequence[int], compute: Callable[[Sequence[Tensor]], list[Tensor]]
+) -> Tensor:
+    """What the experts make of assignments sorted by expert, where this process has all experts."""
+    return torch.cat(compute(x_RD.split(list(sizes))))
+
+
 class Experts(nn.Module):
     """The router, and the experts, which are modules named 0, 1, 2 ...
 
-    They are no `nn.ModuleList`, because the longest of these is what recipes count as blocks.
+    They are no `nn.ModuleList`, because the longest of these is what recipes count as blocks. Where experts
+    are divided over processes, an `nn.Identity` stands for an expert of another process.
 
     Attributes:
+        local: The numbers of the experts that this process has.
+        exchange: Brings tokens to their experts and back, as `all_local` does on one process.
         balance: The balance of the last forward pass that recorded gradients.
         tokens_E: The tokens of each expert in such passes since it was None.
     """
@@ -65,8 +76,15 @@ class Experts(nn.Module):
         self.router = nn.Linear(config.dim, config.experts, bias=False)
         for number in range(config.experts):
             self.add_module(str(number), Expert(config))
+        self.local = range(config.experts)
+        self.exchange: Callable[..., Tensor] = all_local
         self.balance: Tensor | None = None
         self.tokens_E: Tensor | None = None
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether other processes have other experts."""
+        return len(self.local) < self.count
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x_BTD: Tensor) -> Tensor:
@@ -83,18 +101,22 @@ class Experts(nn.Module):
             self._observe(p_ME, tokens_E)
         # Each token is repeated before it is gathered, so that the backward pass adds nothing by atomics.
         x_RD = x_MD.repeat_interleave(self.per_token, 0)[order_R]
-        y_RD = torch.cat([self._expert(e, x, T) for e, x in enumerate(x_RD.split(sizes))])
+        y_RD = self.exchange(x_RD, tokens_E, sizes, partial(self._compute, T))
         y_MAD = y_RD[order_R.argsort()].unflatten(0, (B * T, self.per_token))
         weighted_MAD = y_MAD.float() * w_MA[..., None]
         # The sum is no view: FSDP hangs its hooks on what a block returns.
         return weighted_MAD.view(B, T, self.per_token, D).sum(dim=2).to(x_BTD.dtype)
 
+    def _compute(self, length: int, tokens: Sequence[Tensor]) -> list[Tensor]:
+        """The results of the local experts for their tokens, of sequences of `length` tokens."""
+        return [self._expert(e, x, length) for e, x in zip(self.local, tokens, strict=True)]
+
     def _expert(self, number: int, x: Tensor, length: int) -> Tensor:
-        """The result of one expert for its tokens, of sequences of `length` tokens."""
         expert = self.get_submodule(str(number))
         for layer in expert.children():
             layer.sequence_length = length  # type: ignore[assignment]
-        if len(x) or not torch.is_grad_enabled():
+        waits = torch.is_grad_enabled() or self.is_divided  # for weights that other processes send, too
+        if len(x) or not waits:
             return expert(x) if len(x) else x
         return expert(torch.cat([x, x.new_zeros(1, x.shape[1])]))[:0]
 

@@ -3,7 +3,7 @@
 from narrowgauge.nn.convert import convert, discard_step, recipe_tensors, set_step, step
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.observer import Gauges, Observation, Observer
-from narrowgauge.nn.sharded.linear_shards import EqualShare, LinearShards
+from narrowgauge.nn.sharded.linear_shards import EqualShare, LinearShards, PooledSequences
 from narrowgauge.nn.stateful_linear import DTYPES
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.nn.transformer.attention import NarrowAttention
@@ -19,6 +19,7 @@ __all__ = [
     "NarrowResidual",
     "Observation",
     "Observer",
+    "PooledSequences",
     "Stepped",
     "convert",
     "discard_step",

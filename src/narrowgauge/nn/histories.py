@@ -24,7 +24,7 @@ nothing is kept. Passes that are computed twice count twice, for all channels al
 These are the only state of operands that moves the trajectory: `tensors` is what a checkpoint has to hold.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -197,9 +197,9 @@ class ChannelChoice(History):
         self.squares.zero_()
 
 
-def reduce_histories(module: torch.nn.Module, group: Group) -> None:
-    """Make what the histories of a module have seen in this step that of all processes of a group."""
-    histories = [m for m in module.modules() if isinstance(m, History)]
+def reduce_histories(modules: Iterable[torch.nn.Module], group: Group) -> None:
+    """Make what histories, those among the modules, have seen in this step that of all of a group."""
+    histories = [m for m in modules if isinstance(m, History)]
     all_reduce_max_([h.amax for h in histories if isinstance(h, AmaxHistory)], group)
     all_reduce_flat([h.squares for h in histories if isinstance(h, ChannelChoice)], group)
 

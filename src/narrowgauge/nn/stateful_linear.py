@@ -110,6 +110,13 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
         self.weight, self.bias = weight, bias  # type: ignore[assignment]
         self.state_at_rest = make_weight_state(self.weight, self.recipe.state, self.recipe.offload)
 
+    def set_position(
+        self, seed: int, step: int, first_sample: int, steps: int | None = None, decay: int | None = None
+    ) -> None:
+        """As `Stepped.set_position`; the pass may have more sequences than this process."""
+        pool = self.shards.pool
+        super().set_position(seed, step, pool.first(first_sample) if pool else first_sample, steps, decay)
+
     def begin_pass(self) -> StepState:
         """Begin a forward pass; where no loop sets steps, it may begin one (`_is_new_step`)."""
         is_training = self._begin_pass()

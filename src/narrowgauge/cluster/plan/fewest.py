@@ -41,7 +41,7 @@ def fewest_devices(
     shards = [n for n in range(1, batch + 1) if batch % n == 0 and batch // n >= parallel_dims.pipeline]
     # No estimate is possible of replicated weights (DDP) in the stages of a pipeline.
     has_replicas = parallel_dims.pipeline > 1 and parallel_dims.context > 1
-    shards = [n for n in shards if n >= max(least, 1 + has_replicas)]
+    shards = [n for n in shards if n >= max(least, 1 + has_replicas) and n % parallel_dims.expert == 0]
 
     def of(shard: int) -> Fewest:
         share = batch // shard // parallel_dims.pipeline

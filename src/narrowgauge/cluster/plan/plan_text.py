@@ -8,7 +8,6 @@ from narrowgauge.cluster.plan.expect import Expectation
 from narrowgauge.cluster.plan.plan import Plan, cost_of, price_of
 from narrowgauge.cluster.plan.price import Price
 from narrowgauge.devices import imagine
-from narrowgauge.distributed import ParallelDims
 from narrowgauge.models import count_parameters
 from narrowgauge.training import cheaper
 from narrowgauge.units import human_bytes
@@ -41,7 +40,7 @@ def _print_memory(plan: Plan, console: Console) -> None:
     total = sum(memory.host.values()) + plan.copy
     table.add_row("together", "", human_bytes(memory.peak), human_bytes(total) if total else "", style="bold")
     devices = plan.parallel_dims.size
-    several = f" on {devices:,} devices ({_axes(plan.parallel_dims)})" if devices > 1 else ""
+    several = f" on {devices:,} devices ({plan.parallel_dims.text})" if devices > 1 else ""
     _say(
         console,
         f"{plan.config.model.name}, {memory.parameters:,} parameters{_active(plan)}, recipe "
@@ -73,7 +72,7 @@ def _print_options(plan: Plan, console: Console) -> None:
         )
     elif plan.parallel_dims.data > 1 or not plan.fits:
         mesh, size = fewest.parallel_dims, fewest.micro_batch_size
-        axes = f" ({_axes(mesh)})" if mesh.size > 1 else ""
+        axes = f" ({mesh.text})" if mesh.text else ""
         micro = f", in micro-batches of {size:,}" if size != plan.config.training.micro_batch_size else ""
         _say(
             console,
@@ -87,11 +86,6 @@ def _print_options(plan: Plan, console: Console) -> None:
             continue
         note = "" if other.peak <= plan.room.limit else ", which does not fit either"
         _say(console, f"with {option}: {human_bytes(other.peak)}{note}")
-
-
-def _axes(parallel_dims: ParallelDims) -> str:
-    names = ("pipeline", "replicate", "shard", "context", "tensor")
-    return " x ".join(f"{name} {n}" for name in names if (n := getattr(parallel_dims, name)) > 1)
 
 
 def _print_traffic(time: Estimate, console: Console) -> None:

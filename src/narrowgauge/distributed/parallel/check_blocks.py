@@ -64,12 +64,14 @@ class ShardedDimension:
                 "or another cast in that place"
             )
 
-    def under_fsdp(self, dims: ParallelDims) -> "ShardedDimension":
-        """The dimension as FSDP shards it further."""
+    def under_fsdp(self, dims: ParallelDims, of_expert: bool = False) -> "ShardedDimension":
+        """The dimension as FSDP shards it further, of an expert over processes that have the same one."""
         if not dims.is_sharded:
             return self
         degrees = {"shard": dims.shard, "context": dims.context}
-        ranks = dims.shard * dims.context
+        if of_expert and dims.expert > 1:
+            degrees = {"shard / parallel.expert": dims.expert_shard}
+        ranks = prod(degrees.values())
         shards = tuple(axis.chunk(rank, ranks) for axis in self.shards for rank in range(ranks))
         return ShardedDimension(self.what, shards, {**self.degrees, **degrees})
 
@@ -89,7 +91,7 @@ def check_blocks(
         of_layer = recipe.for_layer([(name, block)], model.layers)
         for place, cast in _operands(of_layer):
             _check(cast, [dimensions[d] for d in DIMENSIONS[place]], f"{place} of {name}")
-        weight = [dimensions["N"].under_fsdp(dims), dimensions["K"]]
+        weight = [dimensions["N"].under_fsdp(dims, ".experts." in name), dimensions["K"]]
         is_shared = block is None and model.tied_head  # a tied head has the wide state of the embedding
         for place in () if is_shared else WEIGHT_STATE:
             _check(of_layer.state[place], weight, f"{place} of {name}")

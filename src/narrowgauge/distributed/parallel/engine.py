@@ -20,6 +20,7 @@ from narrowgauge.data import Batch
 from narrowgauge.distributed.comm.grad_hooks import all_reduce_gradient_states, wire_formats
 from narrowgauge.distributed.fsdp import renew_gather_scales
 from narrowgauge.distributed.mesh import Mesh, ParallelDims
+from narrowgauge.distributed.parallel.expert_parallel import local_experts
 from narrowgauge.distributed.parallel.pipeline_schedule import Pipeline
 from narrowgauge.distributed.pipeline_stage import MicroBatch, StageInput
 from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
@@ -155,7 +156,7 @@ class Engine:
         if self.mesh.first_last_group is not None and self.model.config.tied_head:
             gradient = plain_gradient(self.model.embedding.weight)
             all_reduce_flat([] if gradient is None else [local_tensor(gradient)], self.mesh.first_last_group)
-        reduce_histories(self.model, self.mesh.group("stage"))
+        self._reduce_histories()
 
     def _reduce_gradient_states(self) -> None:
         """Sum gradients at rest: replicated ones over `tensor`, and over `data` all that FSDP does not."""
@@ -166,6 +167,13 @@ class Engine:
                 group = self.mesh.group(axis)
                 reduced = [p for p in narrow if axis == "data" or group not in _groups(p)]
                 all_reduce_gradient_states([narrow[p] for p in reduced], [wires[p] for p in reduced], group)
+
+    def _reduce_histories(self) -> None:
+        """Reduce those of experts over the processes that have them, all others over all of the stage."""
+        experts = dict.fromkeys(local_experts(self.model).modules())
+        reduce_histories((m for m in self.model.modules() if m not in experts), self.mesh.group("stage"))
+        if experts and self.mesh.size("expert_data") > 1:
+            reduce_histories(experts, self.mesh.group("expert_data"))
 
     def after_update(self) -> None:
         """Compute new scales for the gathers, once the weights have changed."""

@@ -2,7 +2,8 @@
 
     1. the full model without numbers (meta device), under its recipe: its layers are numbered
     2. the layers of other pipeline stages are removed; the others are sharded over `tensor` and `context`
-    3. parameter after parameter is drawn, sharded, and given to its layer; a block that has all of them is
+    3. each process keeps its own experts of a layer, if they are divided over `expert`
+    4. parameter after parameter is drawn, sharded, and given to its layer; a block that has all of them is
        sharded over `shard` (FSDP2) at once: no process ever holds more than one full block, the embedding and
        its shards
 
@@ -11,6 +12,7 @@ The values are those with which one process alone would start.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 import torch.distributed as dist
@@ -22,11 +24,12 @@ from narrowgauge.collectives import comm_tag
 from narrowgauge.distributed.comm.grad_hooks import quantize_fsdp_reduce, quantized_comm_hook, wire_formats
 from narrowgauge.distributed.fsdp import fsdp_shard, quantized_fsdp
 from narrowgauge.distributed.mesh import Mesh
+from narrowgauge.distributed.parallel.expert_parallel import divide_experts, local_experts
 from narrowgauge.distributed.parallel.tensor_parallel import shard_blocks
 from narrowgauge.distributed.pipeline_stage import Stage, keep_stages, stages_of
 from narrowgauge.distributed.simulate.fake_fsdp import fake_fully_shard
 from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
-from narrowgauge.models import ModelConfig, Transformer, starting_values
+from narrowgauge.models import Expert, ModelConfig, Transformer, starting_values
 from narrowgauge.nn import DTYPES, Linear, convert
 from narrowgauge.quantization import TensorShard, ensure_state, state_of
 from narrowgauge.recipes import Recipe
@@ -63,6 +66,7 @@ class ModelSpec:
         chunked_loss: whether head and loss are computed in chunks, without all logits in memory.
         z_loss: the coefficient of the z-loss; 0: none.
         balance_loss: the coefficient of the balance of experts; 0: none.
+        batch_size: sequences of a step, by which processes number the tokens that they send each other.
     """
 
     model: ModelConfig
@@ -74,6 +78,7 @@ class ModelSpec:
     chunked_loss: bool = False
     z_loss: float = 0.0
     balance_loss: float = 0.0
+    batch_size: int = 1
 
     def set_options(self, model: Transformer) -> None:
         """Give a model what is neither a dimension of it nor of its recipe."""
@@ -97,6 +102,7 @@ def parallelize(spec: ModelSpec, mesh: Mesh, device: torch.device) -> tuple[Tran
     convert(model, spec.recipe, backend="emulated" if spec.backend == "emulated" else "auto")
     keep_stages(model, mesh)
     shard_blocks(model, mesh)
+    divide_experts(model, mesh, spec.batch_size)
     shards = {name: _shard(p) for name, p in model.named_parameters()}
     _fill(model, spec, shapes, mesh, device)
     modules: list[nn.Module] = [Objective(model)]
@@ -105,15 +111,19 @@ def parallelize(spec: ModelSpec, mesh: Mesh, device: torch.device) -> tuple[Tran
     if mesh.parallel_dims.is_sharded:
         for module in modules:
             _apply_fsdp(module, mesh)
+        experts = dict.fromkeys(local_experts(model).parameters())
         for name, p in model.named_parameters():
             if state_of(p).shard is None:  # `quantized_fsdp` has set that of linear layers
-                ensure_state(p).shard = fsdp_shard(shards[name], mesh)
+                axis = "expert_shard" if p in experts else "fsdp"
+                ensure_state(p).shard = fsdp_shard(shards[name], mesh, axis)
         for module in modules:
             quantize_fsdp_reduce(module)
     elif mesh.size("data") > 1:
         modules = [_apply_ddp(module, mesh) for module in modules]
     if mesh.first_last_group is not None and spec.model.tied_head:
-        ensure_state(model.embedding.weight).holders = 2
+        ensure_state(model.embedding.weight).holders = Fraction(2)
+    for p in local_experts(model).parameters():
+        ensure_state(p).holders = Fraction(1, mesh.size("expert"))
     return model, modules
 
 
@@ -134,6 +144,8 @@ def _fill(
         if block.startswith("blocks.") and not any(other.startswith(f"{block}.") for other in missing):
             _bind_layers(model.get_submodule(block))
             if mesh.parallel_dims.is_sharded:
+                for expert in local_experts(model.get_submodule(block)):
+                    _apply_fsdp(expert, mesh)
                 _apply_fsdp(model.get_submodule(block), mesh)
     if model.head is not None:
         model.tie_head()
@@ -168,15 +180,20 @@ def _bind_layers(block: nn.Module) -> None:
 
 
 def _apply_fsdp(module: nn.Module, mesh: Mesh) -> None:
-    """Shard a module's parameters over `shard` and `context`; sums of gradients are not divided."""
+    """Shard a module's parameters over `shard` and `context`, those of an expert over `expert_shard`.
+
+    Sums of gradients are not divided.
+    """
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     is_root = isinstance(module, Objective | Stage)  # the backward pass begins with a root's own parameters
     reshard = mesh.parallel_dims.zero == 3 and not is_root
+    is_expert = isinstance(module, Expert)
     if isinstance(mesh, FakeMesh):
-        fake_fully_shard(module, mesh, reshard)
+        fake_fully_shard(module, mesh, reshard, "expert_shard" if is_expert else "fsdp")
         return
+    ranks = mesh.expert_mesh if is_expert else mesh.fsdp_mesh
     with quantized_fsdp(module):
-        fully_shard(module, mesh=mesh.fsdp_mesh, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(module, mesh=ranks, mp_policy=policy, reshard_after_forward=reshard)
     assert isinstance(module, FSDPModule)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)

@@ -59,12 +59,14 @@ class FakeParam:
         full: the full parameter; its memory is freed between passes.
     """
 
-    def __init__(self, full: nn.Parameter, owners: Sequence[tuple[nn.Module, str]], mesh: FakeMesh) -> None:
-        """Replace the full parameter by its shard."""
+    def __init__(
+        self, full: nn.Parameter, owners: Sequence[tuple[nn.Module, str]], mesh: FakeMesh, axis: str
+    ) -> None:
+        """Replace the full parameter by its shard, of the ranks of an axis."""
         self.owners, self.layer, self.shape = owners, owners[0][0], full.shape
         unsharded = state_of(full).shard or TensorShard(tuple(full_axis(n) for n in full.shape))
-        local_shard = fsdp_shard(unsharded, mesh)
-        self.rows = -(-self.shape[0] // mesh.size("fsdp"))
+        local_shard = fsdp_shard(unsharded, mesh, axis)
+        self.rows = -(-self.shape[0] // mesh.size(axis))
         self.shard = nn.Parameter(torch.empty(local_shard.local_shape, device="meta"), full.requires_grad)
         state = ensure_state(self.shard)
         state.shard, state.gathered_shape = local_shard, self.shape
@@ -127,12 +129,13 @@ class FakeFSDPUnit:
     """A module whose parameters are gathered, and whose gradients are summed, in one collective."""
 
     def __init__(
-        self, module: nn.Module, mesh: FakeMesh, reshard_after_forward: bool, buffers: Buffers
+        self, module: nn.Module, mesh: FakeMesh, reshard_after_forward: bool, buffers: Buffers, axis: str
     ) -> None:
-        """Shard the module's parameters, but for those of units inside it."""
+        """Shard the module's parameters over the ranks of an axis, but for those of units inside it."""
         self.mesh, self.reshard_after_forward, self.buffers = mesh, reshard_after_forward, buffers
+        self.axis = axis
         self.is_gathered, self.gradients, self.passes = False, 0, 0
-        self.params = [FakeParam(p, owners, mesh) for p, owners in _unit_parameters(module).items()]
+        self.params = [FakeParam(p, owners, mesh, axis) for p, owners in _unit_parameters(module).items()]
         self.wires: dict[torch.Tensor, WireFormat] = wire_formats(module)
         module.fake_fsdp_unit = self  # type: ignore[assignment]
         module.register_forward_pre_hook(self.gather)
@@ -147,10 +150,11 @@ class FakeFSDPUnit:
         for param in self.params:
             if param.full is None:
                 param.make_full().register_post_accumulate_grad_hook(self._after_gradient)
-        with comm_tag("gather"):
-            nbytes = sum(p.sent_numel * p.memory.element_size() for p in self.params)
-            sent = torch.empty(nbytes, dtype=torch.uint8, device="meta")
-            self.buffers.gathered = all_gather_rows(sent, self.mesh.group("fsdp"))
+        if self.mesh.size(self.axis) > 1:  # a process alone copies its shards, which are whole
+            with comm_tag("gather"):
+                nbytes = sum(p.sent_numel * p.memory.element_size() for p in self.params)
+                sent = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+                self.buffers.gathered = all_gather_rows(sent, self.mesh.group(self.axis))
         for param in self.params:
             param.resize(is_gathered=True)
             assert param.full is not None
@@ -186,7 +190,7 @@ class FakeFSDPUnit:
 
     @torch.no_grad()
     def _reduce(self) -> None:
-        ranks, group = self.mesh.size("fsdp"), self.mesh.group("fsdp")
+        ranks, group = self.mesh.size(self.axis), self.mesh.group(self.axis)
         widths = [p.sent_numel for p in self.params]
         flat_RS = torch.empty(ranks, sum(widths), device="meta")
         self.buffers.summed = flat_RS
@@ -194,7 +198,7 @@ class FakeFSDPUnit:
             assert param.full is not None
             param.full.grad = None
         wires = [self.wires.get(p.shard, WIDE) for p in self.params]
-        total = reduce_scatter(flat_RS, widths, wires, group)
+        total = reduce_scatter(flat_RS, widths, wires, group) if ranks > 1 else flat_RS[0].clone()
         if self.mesh.parallel_dims.replicate > 1:
             with comm_tag("reduce"):
                 dist.all_reduce(total, group=self.mesh.group("replicate"))
@@ -226,10 +230,10 @@ def _unit_parameters(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Modu
     return owners
 
 
-def fake_fully_shard(module: nn.Module, mesh: FakeMesh, reshard_after_forward: bool) -> None:
-    """Shard a module on the meta device, as `fully_shard` would."""
+def fake_fully_shard(module: nn.Module, mesh: FakeMesh, reshard_after_forward: bool, axis: str) -> None:
+    """Shard a module on the meta device over the ranks of an axis, as `fully_shard` would."""
     buffers = mesh.__dict__.setdefault("buffers", Buffers())
-    FakeFSDPUnit(module, mesh, reshard_after_forward, buffers)
+    FakeFSDPUnit(module, mesh, reshard_after_forward, buffers, axis)
 
 
 def full_weights(model: nn.Module, mesh: Mesh) -> int:

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from narrowgauge.distributed.mesh import AXES, COMBINED_AXES, Mesh, ParallelDims
+from narrowgauge.distributed.mesh import COMBINED_AXES, MESH_AXES, Mesh, ParallelDims
 from narrowgauge.errors import UserError
 from narrowgauge.torch_compat import register_fake_backend
 
@@ -26,9 +26,10 @@ class FakeMesh(Mesh):
         """Make the groups of this rank, and no others."""
         super().__init__(ParallelDims(), device)
         self.parallel_dims, self.rank = parallel_dims, rank
-        self._mesh = torch.arange(parallel_dims.size).view([getattr(parallel_dims, name) for name in AXES])
+        sizes = [getattr(parallel_dims, name) for name in MESH_AXES]
+        self._mesh = torch.arange(parallel_dims.size).view(sizes)
         self._coordinates = torch.nonzero(self._mesh == rank)[0].tolist()
-        self._ranks = {name: self._members((name,)) for name in AXES}
+        self._ranks = {name: self._members((name,)) for name in MESH_AXES}
         self._ranks |= {name: self._members(axes) for name, axes in COMBINED_AXES.items()}
         self._groups: dict[str, dist.ProcessGroup] = {}
         if parallel_dims.pipeline > 1:
@@ -38,7 +39,7 @@ class FakeMesh(Mesh):
 
     def _members(self, axes: tuple[str, ...]) -> list[int]:
         index = tuple(
-            slice(None) if name in axes else at for name, at in zip(AXES, self._coordinates, strict=True)
+            slice(None) if name in axes else at for name, at in zip(MESH_AXES, self._coordinates, strict=True)
         )
         return self._mesh[index].flatten().tolist()
 

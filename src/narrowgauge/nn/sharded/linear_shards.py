@@ -41,10 +41,29 @@ class EqualShare:
 
 
 @dataclass(frozen=True)
+class PooledSequences:
+    """The sequences of `count` processes, some of whose tokens this one computes together (experts).
+
+    Together they have the sequences of a step from `begin` on; of these, this process has those from `own`
+    on. Their n-th micro-batches are one, and follow each other: so their random bits are those of one process
+    with micro-batches of `count` times as many sequences.
+    """
+
+    begin: int
+    own: int
+    count: int
+
+    def first(self, first_sample: int) -> int:
+        """The first sequence of the micro-batch of all, from the first of that of this process."""
+        return self.begin + self.count * (first_sample - self.own)
+
+
+@dataclass(frozen=True)
 class LinearShards:
     """The sharding of one layer; None for a dimension that is not sharded.
 
     Attributes:
+        pool: the sequences whose tokens the layer computes, if not those of this process.
         tokens: the shard of the tokens.
         inputs: the shard of the weight's columns.
         outputs: the shard of the weight's rows.
@@ -57,6 +76,7 @@ class LinearShards:
     outputs: ShardAxis | None = None
     before: Exchange | None = None
     after: Exchange | None = None
+    pool: PooledSequences | None = None
 
     def tensor_shards(self, samples: int, m: int, n: int, k: int) -> dict[str, TensorShard]:
         """The shards of x (M, K), w (N, K) and dy (M, N), M tokens of `samples` sequences; without those

@@ -23,7 +23,7 @@ class GradientState(QuantizedState):
 
     Attributes:
         is_empty: Whether nothing has been added since it was dropped.
-        sums: The number of additions, if it is not empty.
+        sums: The number of additions since it was dropped.
         wide: The gradient in float32, in place of the narrow numbers, once `parameter.grad` has been read.
         is_summed: Whether somebody sums it over replicas, which DistributedDataParallel does not.
     """
@@ -67,8 +67,7 @@ class GradientState(QuantizedState):
     def replace(self, wide: torch.Tensor | None) -> None:
         """Take another gradient, or none, in place of this one."""
         self.wide, self.is_empty = wide, wide is None
-        if wide is not None:
-            self.sums = 1
+        self.sums = 0 if wide is None else 1
 
     def discard_step(self) -> None:
         """Undo the changes of this step to the pre-scaling factor."""

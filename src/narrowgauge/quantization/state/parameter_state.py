@@ -18,6 +18,7 @@ somebody who attaches one again:
 """
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ class ParamState:
         index: The number of the parameter among those of the full model, on which the random bits of its
             state depend; -1 if it is not numbered.
         shard: The shard of the full model's parameter in this process; None for all of it.
-        holders: The number of pipeline stages that have it: 2 for an embedding that is tied to the head.
+        holders: How many have it, over the processes of a pipeline stage: 2 for an embedding that is tied to
+            the head, in another stage; 1 / n for an expert, where n processes have different ones.
         gathered_shape: The shape that FSDP2 gathers it to, in a simulated step (a DTensor has this shape).
         weight: The weight in the numbers of a cast; None: the parameter itself is the weight.
         master: A wider copy that the optimizer updates; None: it updates the weight.
@@ -50,7 +52,7 @@ class ParamState:
 
     index: int = -1
     shard: TensorShard | None = None
-    holders: int = 1
+    holders: Fraction = Fraction(1)
     gathered_shape: torch.Size | None = None
     weight: QuantizedState | None = None
     master: QuantizedState | None = None

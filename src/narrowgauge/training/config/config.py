@@ -81,6 +81,7 @@ class Config(Section):
             chunked_loss=t.chunked_loss,
             z_loss=t.z_loss,
             balance_loss=t.balance_loss,
+            batch_size=t.batch_size,
         )
 
     def with_micro_batch_size(self, size: int) -> "Config":

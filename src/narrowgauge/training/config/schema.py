@@ -218,6 +218,7 @@ class ParallelSection(Section):
     zero: int = Field(
         3, ge=0, le=3, description="what shard cuts: 1 moments, 2 gradients, 3 weights, 0 nothing"
     )
+    expert: int = Field(1, ge=1, description="of shard's processes, so many have different experts")
 
 
 class ValidationSection(Section):

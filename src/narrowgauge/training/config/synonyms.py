@@ -59,6 +59,7 @@ SYNONYMS: Mapping[str, str] = {
     "parallel.pipeline": "pp pp-size pipeline-parallel pipeline-parallel-size pipeline-model-parallel-size",
     "parallel.context": "cp cp-size context-parallel context-parallel-size",
     "parallel.zero": "zero-stage",
+    "parallel.expert": "ep ep-size expert-parallel expert-parallel-size expert-model-parallel-size",
     "validation.every": "eval-every eval-interval eval-steps val-every val-interval eval-freq",
     "validation.batches": "eval-iters eval-batches val-batches",
     "checkpoint.every": "save-every save-interval save-steps ckpt-every ckpt-interval checkpoint-interval",

@@ -3,7 +3,13 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from narrowgauge.distributed import ParallelDims, check_blocks, check_tensor_parallel, resolve_dims
+from narrowgauge.distributed import (
+    ParallelDims,
+    check_blocks,
+    check_expert_parallel,
+    check_tensor_parallel,
+    resolve_dims,
+)
 from narrowgauge.errors import UserError
 from narrowgauge.recipes import require_attention_shapes
 from narrowgauge.training.config.config import Config
@@ -70,6 +76,7 @@ def parallel_dims_of(config: Config, processes: int) -> ParallelDims:
     model, t = config.spec.model, config.training
     length = config.data.sequence_length
     check_tensor_parallel(model, length, parallel_dims)
+    check_expert_parallel(model, parallel_dims)
     recipe = config.spec.recipe
     check_blocks(model, recipe, length, t.micro_batch_size, parallel_dims)
     require_attention_shapes(recipe, model.head_dim, length, model.dim, model.attention_dropout)
