@@ -14,6 +14,8 @@ OF_TWO_PROCESSES = {  # in distributed/test_data_parallel.py
     "`ng.fully_shard` on the meta device, then `to_empty`",
 }
 RESUME = "`ng.state_dict`, `ng.load_state_dict`: resume"  # optim/test_loop_state.py
+#: In nn/test_stacked_experts.py.
+MIXTURES = "mixtures of experts of transformers 5 (Mixtral, Qwen3-MoE, gpt-oss and others)"
 
 
 def test_the_program_of_one_process_trains_and_resumes(tmp_path, monkeypatch):
@@ -29,4 +31,4 @@ def test_each_row_is_a_test():
     assert test_own_loop_state
     table = PAGE[PAGE.index("| | products") :]
     rows = re.findall(r"^\| (.+?) \|", table, re.MULTILINE)[1:]
-    assert sorted(rows) == sorted(ROWS | OF_TWO_PROCESSES | {RESUME})
+    assert sorted(rows) == sorted(ROWS | OF_TWO_PROCESSES | {RESUME, MIXTURES})
