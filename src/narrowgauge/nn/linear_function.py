@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from narrowgauge.kernels.activation import swiglu_and_amax, swiglu_gradient_codes
 from narrowgauge.kernels.gradient_sum import through_rounding
 from narrowgauge.kernels.recompute import is_discarding, is_unread, once
-from narrowgauge.nn.gemm import multiply
+from narrowgauge.nn.gemm import RowOperand, multiply
 from narrowgauge.nn.gemm_context import GemmContext, LayerSpec
 from narrowgauge.nn.native import QuantizedOperand
 from narrowgauge.nn.observer import evenly
@@ -57,7 +57,9 @@ class _LinearFunction(torch.autograd.Function):
         if is_unread() and context.observer is None:
             y_MN, bias_N = x_MK.new_empty(len(x_MK), len(w_NK)), None
         else:
-            y_MN = multiply(x, w, context.layer.compute, fast=True)
+            # A bias is added before the sum is rounded, where that is in fp32.
+            is_wide = bias_N is not None and isinstance(x, RowOperand)
+            y_MN = multiply(x, w, torch.float32 if is_wide else context.layer.compute, fast=True)
         some_x_RM = None
         if context.observer is not None:
             some_x_RM = evenly(x_MK.T).clone()
