@@ -295,7 +295,7 @@ def test_experts_on_different_processes(parity, recipe, layout):
 
 @pytest.mark.parametrize("layout", ["ep 2", "pp 2 x ep 2"])
 def test_wide_experts_on_different_processes(parity, layout):
-    """Where nothing is narrow, it does not matter which tokens an expert computes together."""
+    """An expert that is not narrow computes the same whichever tokens it has together."""
     changes = {"training.balance_loss": 0.0} if "pp" in layout else {}
     world, parallel = EXPERT_LAYOUTS[layout]
     check_sums(*parity((world, parallel | {"zero": 1}), "bf16", EXPERTS | GPT_2_MLP | changes))

@@ -45,7 +45,7 @@ def trained(model, recompute=0):
 
 @needs_products
 def test_one_function_gives_the_digits_of_three(device, monkeypatch):
-    """Where it is recomputed, SwiGLU runs in the first pass only: in the second nobody reads its result."""
+    """SwiGLU runs in the first pass only where it is recomputed: in the second nobody reads its result."""
     from narrowgauge.kernels.triton import activation
 
     model, functions, passes = native("fp8", device), [], []

@@ -19,7 +19,7 @@ from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.loop_checks import leave_fast_path, refuse_wrapping
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.step_state import Stepped
-from narrowgauge.nn.transformer.replace import refuse_unreachable, replace_places
+from narrowgauge.nn.transformer.replace import put, refuse_unreachable, replace_places
 from narrowgauge.nn.transformer.stacked_experts import (
     ExpertLinear,
     StackedExperts,
@@ -91,7 +91,7 @@ def convert(
     for name, stack in stacks.items():
         stack.use(recipe, name, block_of(name), blocks, first, backend)
         first += len(list(stack.layer_names()))
-        _put(model, name, stack)
+        put(model, name, stack)
     replace_places(model, recipe, block_of, blocks)
     refuse_wrapping(model)
     warn_of_unreached(model)
@@ -118,14 +118,8 @@ def _replace(
             converted[layer] = Linear(layer, layer_recipe, len(converted), is_transposed, recipe, backend)
             converted[layer].train(layer.training)
         if name:
-            _put(model, name, converted[layer])
+            put(model, name, converted[layer])
     return {name: converted[layer] for name, layer in layers.items()}
-
-
-def _put(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
-    """Put a module in the place of the one with that name."""
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
 
 
 def _check(

@@ -52,17 +52,22 @@ def replace_places(
     for index, (name, attention) in enumerate(attentions.items()):
         of_layer = recipe.for_layer([(name, block_of(name))], blocks)
         new = NarrowAttention(of_layer, index) if of_layer.narrows_attention else Attention()
-        _put(model, name, attention, new)
+        _put_unless_plain(model, name, attention, new)
     points = {name: m for name, m in model.named_modules() if isinstance(m, Residual)}
     for index, (name, point) in enumerate(points.items()):
-        _put(
+        _put_unless_plain(
             model, name, point, Residual() if recipe.stream.name == "fp32" else NarrowResidual(recipe, index)
         )
 
 
-def _put(model: torch.nn.Module, name: str, old: torch.nn.Module, new: torch.nn.Module) -> None:
+def _put_unless_plain(model: torch.nn.Module, name: str, old: torch.nn.Module, new: torch.nn.Module) -> None:
     """Put a module in the place of another one, unless both are the plain ones."""
     if type(old) is type(new) and type(new) in (Attention, Residual):
         return
+    put(model, name, new.train(old.training))
+
+
+def put(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
+    """Put a module in the place of the one with that name."""
     parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, new.train(old.training))
+    setattr(model.get_submodule(parent), child, module)

@@ -10,8 +10,7 @@ and two equal recipes are found equal within a margin m (two one-sided tests at 
     (t[0.9] + t[0.8]) s / sqrt(n) <= m      10 % are lost on each side
 
 s is not known before the runs. It is taken from pairs of runs that were trained: with less than one token for
-each parameter the curves are still steep, and the luck of the warm-up is most of the gap. Before the runs of
-docs/evidence.md 0.1 was taken for lengths from one token on; it was four to seven times as much.
+each parameter the curves are still steep, and the luck of the warm-up is most of the gap.
 """
 
 import math
