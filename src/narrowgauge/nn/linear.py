@@ -87,8 +87,8 @@ class Linear(StatefulLinear):
 
     def add_gradient(self, dw_NK: torch.Tensor, factor: torch.Tensor) -> bool:
         """Add dw * factor (0-dim) to the gradient that waits, if this layer may, on a GPU; else False."""
-        waits = self.accumulation is not None and is_gpu(self.weight.device)
-        return waits and self.accumulation is not None and self.accumulation.add(dw_NK, False, factor)
+        waiting = self.accumulation if is_gpu(self.weight.device) else None
+        return waiting is not None and waiting.add(dw_NK, False, factor)
 
     def _is_alone(self, input: torch.Tensor) -> bool:
         """Whether this layer may be a part of a larger function."""
