@@ -3,7 +3,7 @@
     comm_tag                              names the purpose of collectives, for those who count bytes
     all_gather_rows, reduce_scatter_rows  one tensor a rank -> all of them, or each rank's row of the sum
     all_reduce_flat                       sums of many tensors in one collective
-    all_reduce_amax, all_reduce_max       largest magnitudes, under which ranks scale alike
+    all_reduce_max                        largest magnitudes, under which ranks scale alike
     all_reduce_values                     sums or maxima of Python numbers
     gather_objects, broadcast_object      small Python objects
 
@@ -79,15 +79,6 @@ def local_amax(x: torch.Tensor) -> torch.Tensor:
         return x.new_zeros(())
     low, high = torch.aminmax(x)
     return torch.maximum(-low, high).abs_()
-
-
-def all_reduce_amax(tensors: Sequence[torch.Tensor], groups: Sequence[Group]) -> torch.Tensor:
-    """The largest magnitude of each of n tensors over all ranks of the groups, (n,) float32.
-
-    One collective a group. Infinite where the tensor of any rank is not finite; without groups, what is not
-    finite stays as it is.
-    """
-    return all_reduce_max(torch.stack([local_amax(t) for t in tensors]).float(), groups)
 
 
 def all_reduce_max(amax: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:

@@ -71,6 +71,22 @@ def test_amounts_are_shares_bits_and_times():
     assert CHOICES.amount(half, time_budget(CASTS, 1, SPEEDS, "any")) == pytest.approx(1 - share + share / 4)
 
 
+def test_what_is_kept_stays_wide_and_the_rest_is_the_best():
+    kept, budget = choices_of(CASTS, WEIGHTS, costs_of(), keep=("head", "*.none")), flops_budget(CASTS, 0.57)
+    found = solve(kept, budget)
+    errors = dict.fromkeys(kept.shares, 0.1)
+    others = baselines(kept, budget, errors, {"blocks.0.down": 0, "blocks.1.down": 1, "head": None}, 0)
+    for assignment in (found, *others.values()):
+        assert {assignment["head", gemm] for gemm in GEMMS} == {"bf16"}
+    free = [gemm for gemm in kept.shares if gemm not in kept.kept]
+    wide = dict.fromkeys(kept.kept, "bf16")
+    tried = (wide | dict(zip(free, n, strict=True)) for n in itertools.product(CASTS, repeat=len(free)))
+    best = min(kept.cost(other) for other in tried if budget.holds(kept.amount(other, budget)))
+    assert kept.cost(found) == pytest.approx(best)
+    with pytest.raises(UserError, match=r"--budget 0.9: the most that can be reached is 0\.857 of the FLOPs"):
+        solve(kept, flops_budget(CASTS, 0.9))
+
+
 def test_all_gemms_of_a_layer_do_the_same_work():
     assert sum(CHOICES.shares.values()) == pytest.approx(1)
     assert CHOICES.shares["head", "wgrad"] == CHOICES.shares["head", "fprop"] == pytest.approx(100 / 2100)
@@ -147,3 +163,18 @@ def test_the_command_writes_a_recipe_that_trains(narrowgauge, line, tmp_path):
     alone = narrowgauge("search", run, *words[:2], "--gemm-time", "0.5", "--out", out)
     assert (alone.code, "belong together" in alone.err) == (2, True)
     assert narrowgauge(*line({"recipe.name": str(out)}), "--out", tmp_path / "narrow").code == 0
+
+
+def test_a_check_compares_the_answer_with_bf16_and_with_each_baseline(narrowgauge, line, tmp_path):
+    run, out = tmp_path / "run", tmp_path / "mine.toml"
+    assert narrowgauge(*line({"recipe.name": "bf16"}), "--out", run).code == 0
+    words = ("--formats", "mxfp4,bf16", "--budget", "0.5", "--check", "--seeds", "1", "--steps", "2")
+    done = narrowgauge("search", run, *words, "--out", out)
+    assert done.code == 0, done.err
+    others = ("uniform", "keep-ends", "smallest-error", "random")
+    trained = {path.parent.name for path in (tmp_path / "mine").glob("*/status.json")}
+    assert trained == {"bf16", "mine", *others}
+    to_bf16, beside = " ".join(done.out.split()).split("The answer of the search beside its baselines: ")
+    assert "validation loss to bf16: " in to_bf16
+    assert "validation loss to mine: " in beside
+    assert all(f"{name} (" in beside for name in others)

@@ -6,14 +6,15 @@ import torch
 import torch.distributed as dist
 
 from narrowgauge.collectives import (
-    all_reduce_amax,
     all_reduce_flat,
+    all_reduce_max,
     all_reduce_max_,
     all_reduce_values,
     broadcast_object,
     gather_objects,
 )
 from narrowgauge.distributed.comm.byte_counter import CommCounter
+from narrowgauge.kernels.cast import amaxes_of
 
 
 def tensors_of(rank):
@@ -25,17 +26,17 @@ def tensors_of(rank):
 def amaxes():
     rank, world = dist.get_rank(), dist.get_world_size()
     with CommCounter() as counter:
-        each = all_reduce_amax(tensors_of(rank), [dist.group.WORLD])
+        each = all_reduce_max(amaxes_of(tensors_of(rank)), [dist.group.WORLD])
     everyone = [tensors_of(r) for r in range(world)]
     expected = [torch.cat([t[i].flatten() for t in everyone]).abs().amax() for i in range(2)]
     poison = [math.nan, math.inf, -math.inf]
     bad = [torch.tensor([1.0, value if rank == world - 1 else 2.0]) for value in poison]
-    alone = all_reduce_amax([torch.tensor([math.nan, 1]), torch.tensor([-math.inf])], [])
+    alone = all_reduce_max(amaxes_of([torch.tensor([math.nan, 1]), torch.tensor([-math.inf])]), [])
     return {
         "calls": dict(counter.calls),
         "each": each.tolist(),
         "expected": torch.stack(expected).tolist(),
-        "infinite": all_reduce_amax(bad, [dist.group.WORLD]).tolist(),
+        "infinite": all_reduce_max(amaxes_of(bad), [dist.group.WORLD]).tolist(),
         "alone": [str(x) for x in alone.tolist()],
     }
 

@@ -104,12 +104,14 @@ def test_every_16_bit_input_rounds_as_ml_dtypes_does_but_saturates(name, source)
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_every_code_decodes_as_in_ml_dtypes_and_encodes_back(name):
+def test_every_code_decodes_as_in_ml_dtypes_and_encodes_back(name, monkeypatch):
     fmt = ng.format(name)
     codes = np.arange(2**fmt.bits, dtype=np.uint8)
     expected = codes.view(ML_DTYPES[name]).astype(np.float32)
     values = decode(torch.from_numpy(codes), fmt)
     np.testing.assert_array_equal(values.numpy(), expected)
+    monkeypatch.setattr("narrowgauge.formats.codes.is_gpu", lambda _: True)  # torch's conversion, as there
+    np.testing.assert_array_equal(decode(torch.from_numpy(codes), fmt).numpy(), expected)
     number = ~np.isnan(expected)
     assert number.sum() == finite_codes(fmt) + 2 * fmt.has_infinity
     np.testing.assert_array_equal(encode(values, fmt).numpy()[number], codes[number])

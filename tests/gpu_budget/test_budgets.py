@@ -4,8 +4,6 @@ A figure that has reached its goal is held to the goal. One that has not is held
 it can only fall; the goal stands beside it. Whoever lowers a figure lowers its ceiling.
 """
 
-import math
-
 import pytest
 
 from narrowgauge.bench.count.speeds import FUNCTION_S, LAUNCH_S
@@ -24,8 +22,7 @@ def ceiling(figure, today, goal):
 
 
 def big(recipe, **options):
-    kept = (lambda layers: math.ceil(0.15 * layers)) if recipe == "nvfp4" else None
-    return whole(BIG, recipe, 16, 1024, 28, kept, tuple(options.items()))
+    return whole(BIG, recipe, 16, 1024, 28, options=tuple(options.items()))
 
 
 @pytest.mark.parametrize("recipe", ["fp8", "bf16"])
@@ -44,9 +41,9 @@ def test_fp8_at_1_5b():
     assert count.waits == 0
     ceiling(count.launches, today=1800, goal=1800)
     assert count.functions <= 342
-    ceiling(count.bytes / 1e9, today=312.9, goal=290)
+    ceiling(count.bytes / 1e9, today=312.6, goal=290)
     ceiling(1e3 * count.seconds, today=208, goal=208)
-    ceiling(count.peak_bytes / 2**30, today=54.23, goal=50)
+    ceiling(count.peak_bytes / 2**30, today=53.94, goal=50)
 
 
 def test_memory_of_fp8_at_1_5b_with_options_that_change_no_number():
@@ -65,12 +62,12 @@ def test_memory_of_fp8_at_1_5b_with_options_that_change_no_number():
 def test_fp8_is_worth_it_at_0_5b():
     """The device's time of a micro-batch over that of bf16; the goal is a step that is 1.2 times as fast."""
     fp8, bf16 = (whole(SMALL, recipe, 16, 1024, 24).seconds for recipe in ("fp8", "bf16"))
-    ceiling(fp8 / bf16, today=0.8418, goal=1 / 1.2)
+    ceiling(fp8 / bf16, today=1 / 1.2, goal=1 / 1.2)
 
 
 @pytest.mark.parametrize(
     ("recipe", "today"),
-    [("mxfp8", 1.25), ("mxfp4", 1.25), ("nvfp4", 1.25), ("quartet", 1.25), ("fp4", 1.5482)],
+    [("mxfp8", 1.25), ("mxfp4", 1.25), ("nvfp4", 1.25), ("quartet", 1.25), ("fp4", 1.5437)],
 )
 def test_emulation_at_1_5b(recipe, today):
     """The device's time of a micro-batch over that of bf16."""

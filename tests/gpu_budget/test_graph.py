@@ -68,7 +68,7 @@ class Journal(Recorder):
         return ("its own", number - self.first) if number > self.first else ("from before", number)
 
 
-def journal_of(recipe):
+def journal_of(recipe, steps=1):
     config = make_config(
         {
             "model": {"name": "debug", "layers": 2},
@@ -82,7 +82,8 @@ def journal_of(recipe):
         trainer = Trainer.begin(config, meta)
         x_BT = torch.empty(2, TOKENS, dtype=torch.int64, device=meta)
         batches = [Batch(x_BT, x_BT, x_BT.numel(), None)] * MICRO_BATCHES
-        trainer.train_step(iter(batches), gauges=journal)
+        for _ in range(steps):
+            trainer.train_step(iter(batches), gauges=journal)
     return journal
 
 
@@ -115,3 +116,19 @@ def test_under_random_bits_only_these_differ(recipe):
         memory |= {w[-1] for w, w_2 in zip(where, where_2, strict=True) if w[0] != w_2[0]}
     assert memory == {torch.int32, torch.int64}
     assert numbers == {"full"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kept"), [("fp8-delayed", set()), ("fp8", {torch.float8_e4m3fn, torch.uint8})]
+)
+def test_from_step_to_step_only_these_are_new_memory(recipe, kept):
+    """Gradients, codes that are kept, and the sum of the losses: a graph of one step would need these where
+    they were. All else is the same, numbers that are passed by value among it."""
+    journal, renewed = journal_of(recipe, steps=2), set()
+    one, two = (journal.asked[f"micro-batch {n}"] for n in (2, 2 + MICRO_BATCHES))
+    for (name, where, numbers), (name_2, where_2, numbers_2) in zip(one, two, strict=True):
+        assert (name, [w[1:] for w in where], numbers) == (name_2, [w[1:] for w in where_2], numbers_2)
+        renewed |= {(name, w[-1]) for w, w_2 in zip(where, where_2, strict=True) if w[0] != w_2[0]}
+    assert ("add_", torch.float32) in renewed
+    others = {dtype for name, dtype in renewed if name != "add_"}
+    assert others == (kept | {torch.float32} if kept else set())

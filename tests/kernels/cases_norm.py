@@ -12,14 +12,14 @@ def case(D, kind, narrow, add=True):
     weight_D = torch.ones(D)
     bias_D = torch.ones(D) if kind == "layer" else None
     mean_M = torch.empty(M) if kind == "layer" else None
-    scale_M, largest_M = torch.empty(M), torch.empty(M)
+    scale_M, amax = torch.empty(M), torch.empty(4)[0]
     norm.launch_forward(
-        x, delta, weight_D, bias_D, x if add else None, x.to(narrow), mean_M, scale_M, largest_M, 1e-5
+        x, delta, weight_D, bias_D, x if add else None, x.to(narrow), mean_M, scale_M, amax, 1e-5
     )
-    ddelta, largest_M = (delta, largest_M) if add else (None, None)
+    ddelta, amax = (delta, amax) if add else (None, None)
     for kept in (None, delta):
         norm.launch_backward(
-            x.to(narrow), x, x, kept, weight_D, mean_M, scale_M, x, ddelta, largest_M, kind == "layer"
+            x.to(narrow), x, x, kept, weight_D, mean_M, scale_M, x, ddelta, amax, kind == "layer"
         )
 
 

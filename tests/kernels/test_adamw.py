@@ -18,6 +18,7 @@ from narrowgauge.kernels.adamw import Factors, adamw, fma, reference, takes
 from narrowgauge.optim.adamw import adamw_update
 from narrowgauge.optim.algorithm import UpdateBatch
 from narrowgauge.quantization import QuantizedState, make_cast, state_of
+from narrowgauge.quantization.state import quantized_state
 from narrowgauge.recipes import recipe
 
 pytestmark = pytest.mark.filterwarnings(
@@ -189,13 +190,30 @@ def test_what_it_takes_and_what_it_does_not(device):
         assert takes(at_rest(cast), None), cast
     for cast in ("coat", "dynamic8", "fp8-1x128", "mxfp8", {"cast": "fp16", "rounding": "stochastic"}):
         assert not takes(at_rest("fp32"), at_rest(cast)), cast
-    assert not takes(at_rest("fp32", on_host=True))
+    assert takes(at_rest("fp32", on_host=True)), "a copy of it"
     assert not takes(torch.zeros(4, 8, device=device).T)
     assert not takes(torch.zeros(0, device=device))
     assert not takes(torch.zeros(4, dtype=torch.float64, device=device))
     shown = at_rest("bf16")
     shown.gauge = lambda x, state: None
     assert not takes(shown)
+
+
+def test_state_in_the_memory_of_the_host_is_updated_in_copies(device, monkeypatch):
+    """As on a GPU, whose memory is another one."""
+    here, there = (states("msamp-o3", (8, 48), device) for _ in range(2))
+    w, _, m, v, _ = there
+    for state in (w, m, v):
+        state.on_host = True
+        state.move(torch.device(device))
+    addresses = [t.data_ptr() for state in there for t in state.tensors.values()]
+    monkeypatch.setattr(quantized_state, "is_gpu", lambda _: True)
+    copies = w.on_device()["values"]
+    assert copies.data_ptr() != w.tensors["values"].data_ptr()
+    for ways in (here, there):
+        updated_by_kernel(*ways, Factors.of(OPTIONS, STEP))
+    assert_same(here, there)
+    assert [t.data_ptr() for state in there for t in state.tensors.values()] == addresses
 
 
 def test_a_write_is_one_that_autograd_knows_of(device):

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from narrowgauge.kernels.amax_cache import amax_of, attach_amax, cached_amax
+from narrowgauge.kernels.amax_cache import (
+    _NUMBERS,
+    amax_of,
+    attach_amax,
+    begin_amaxes,
+    cached_amax,
+    new_amax,
+)
 
 
 def test_it_is_told_until_the_tensor_is_written_to():
@@ -18,16 +25,24 @@ def test_it_is_told_until_the_tensor_is_written_to():
     assert cached_amax(x) is None
 
 
-def test_the_largest_of_parts_is_made_one_when_asked_for_and_a_nan_is_kept():
-    x = torch.ones(4)
-    attach_amax(x, torch.tensor([[1.0, 5.0], [2.0, 0.5]]))
-    told = cached_amax(x)
-    assert (told.ndim, told.item()) == (0, 5)
-    assert cached_amax(x) is told
-    attach_amax(x, torch.tensor([1.0, torch.nan]))
-    assert cached_amax(x).isnan()
-    attach_amax(x, torch.tensor([1.0, torch.inf]))
-    assert cached_amax(x) == torch.inf
+@pytest.mark.parametrize("begins", [False, True])
+def test_every_tensor_has_a_number_of_its_own_that_begins_as_zero(begins):
+    """Beyond those that one launch makes, too, and whatever was written to the others."""
+    cpu, taken = torch.device("cpu"), []
+    for i in range(_NUMBERS + 7):
+        if begins and i % 100 == 0:
+            begin_amaxes()
+        amax = new_amax(cpu)
+        assert (amax.ndim, amax.item(), amax.data_ptr() % 16) == (0, 0.0, 0)
+        taken.append(amax.fill_(i))
+    assert [int(amax) for amax in taken] == list(range(_NUMBERS + 7))
+
+
+def test_a_number_that_was_made_in_inference_is_one_for_training():
+    begin_amaxes()
+    with torch.inference_mode():
+        new_amax(torch.device("cpu"))
+    assert not new_amax(torch.device("cpu")).is_inference()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -8,10 +8,12 @@ import torch
 from narrowgauge.errors import UserError
 from narrowgauge.formats import random_stream, torch_dtype
 from narrowgauge.kernels import attach_amax, emulate, quantize
+from narrowgauge.kernels.cast import amaxes_of, codes_under
 from narrowgauge.quantization import DEFAULT_CONTEXT, QuantContext, cast_names, make_cast, quantize_in_context
 from narrowgauge.quantization import cast as cast_named
 from narrowgauge.quantization import emulate as emulate_in_torch
 from narrowgauge.quantization import quantize as quantize_in_torch
+from narrowgauge.quantization.scales import fp32_scale
 from support.quick import quick
 
 SCALED = [n for n in cast_names() if cast_named(n).is_scaled]
@@ -162,6 +164,31 @@ def test_a_delayed_scale_is_taken_and_saturates(axis, device):
             assert_same_tensors(x, cast, axis, context, (torch.bfloat16,))
 
 
+def test_of_many_tensors_each_is_read_once(device):
+    x = inputs(device)["normal"]
+    bad = x.clone()
+    bad[1, 2], bad[3, 4] = torch.inf, torch.nan
+    tensors = [x, bad, x[:0], x[0] * 9, x.T, -x.bfloat16(), torch.zeros(3, 3, device=device)]
+    expected = torch.stack([t.float().abs().amax() if t.numel() else x.new_zeros(()) for t in tensors])
+    assert torch.equal(amaxes_of(tensors).nan_to_num(-1), expected.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_under_a_scale_that_is_known_codes_are_those_of_the_reference(name, device):
+    """A shard's, whose largest magnitude may be another process's; NaN for all where any is not finite."""
+    cast = cast_named(name)
+    for kind, x in inputs(device).items():
+        if kind == "not finite":
+            continue
+        x = x.float()
+        for amax in (x.abs().max(), 3 * x.abs().max()):
+            encode, decode = fp32_scale(amax, cast.element)
+            expected = quantize_in_context(x, cast, -1, QuantContext(scale=encode))
+            assert torch.equal(codes_under(x, cast, encode, decode), expected.codes), kind
+    codes = codes_under(inputs(device)["normal"].float(), cast, encode, torch.full_like(decode, torch.nan))
+    assert not codes.any(), "zeros times a scale of NaN are NaN"
+
+
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("size", [16, 32])
@@ -197,7 +224,7 @@ def test_a_largest_that_was_told_is_taken_if_it_is_finite(name, device):
     """A tensor that is not finite is read for the largest of its finite blocks."""
     for kind in ("bf16", "not finite", "zeros"):
         x = inputs(device)[kind]
-        attach_amax(x, x.float().abs().amax(1))
+        attach_amax(x, x.float().abs().amax())
         for axis in (-1, 0):
             assert_same_tensors(x, cast_named(name), axis, dtypes=(torch.bfloat16,))
     x = inputs(device)["bf16"]

@@ -8,6 +8,7 @@ import torch
 from narrowgauge.formats import RandomStream, stream_key
 from narrowgauge.kernels.gradient_sum import add_gradient
 from narrowgauge.quantization import GradientState, make_cast
+from narrowgauge.quantization.state import quantized_state
 
 RANDOM = {"power_of_two": True, "rounding": "stochastic"}
 WAYS = {
@@ -58,6 +59,20 @@ def test_the_kernel_is_its_reference(way, dtype, device):
     if cast.prescale:
         ours.prescale.end_step()
         assert ours.prescale.tensors["mu"] == 1.25, "too much overflowed"
+
+
+def test_in_the_memory_of_the_host_it_is_added_to_in_a_copy(device, monkeypatch):
+    """As on a GPU, whose memory is another one."""
+    cast = make_cast(WAYS["msamp"])
+    here, there = (GradientState(torch.Size((5, 16)), cast, device, on_host) for on_host in (False, True))
+    addresses = [t.data_ptr() for t in there.tensors.values()]
+    monkeypatch.setattr(quantized_state, "is_gpu", lambda _: True)
+    for micro in range(2):
+        dw = torch.randn(5, 16, generator=torch.Generator().manual_seed(micro)).to(device)
+        for gradient in (here, there):
+            add_gradient(gradient, dw, stream(1, device, micro))
+        assert all(torch.equal(found, bits(there)[name].to(device)) for name, found in bits(here).items())
+    assert [t.data_ptr() for t in there.tensors.values()] == addresses
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

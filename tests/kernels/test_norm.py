@@ -9,7 +9,7 @@ ulp, eps / 2 of the number.
 import pytest
 import torch
 
-from narrowgauge.kernels.amax_cache import cached_amax
+from narrowgauge.kernels.amax_cache import cached_amax, new_amax
 from narrowgauge.kernels.norm import add_norm, norm, reference
 
 FEW = 2.0**-18
@@ -173,11 +173,13 @@ def test_every_element_is_written(device):
         torch.full((M, D), NAN, device=device, dtype=d) for d in [torch.float32] * 2 + [torch.bfloat16] * 2
     ]
     stream, dx, y, ddelta = poisoned
-    mean_M, scale_M, forth_M, back_M = torch.full((4, M), NAN, device=device)
-    on_gpu.launch_forward(x, x, weight_D, weight_D, stream, y, mean_M, scale_M, forth_M, 1e-5)
-    sums = on_gpu.launch_backward(y, x, stream, None, weight_D, mean_M, scale_M, dx, ddelta, back_M, True)
-    for t in (*poisoned, mean_M, scale_M, forth_M, back_M, *sums):
+    mean_M, scale_M = torch.full((2, M), NAN, device=device)
+    forth, back = new_amax(device), new_amax(device)
+    on_gpu.launch_forward(x, x, weight_D, weight_D, stream, y, mean_M, scale_M, forth, 1e-5)
+    sums = on_gpu.launch_backward(y, x, stream, None, weight_D, mean_M, scale_M, dx, ddelta, back, True)
+    for t in (*poisoned, mean_M, scale_M, *sums):
         assert t.isfinite().all()
+    assert (forth, back) == (y.abs().max(), ddelta.abs().max())
 
 
 def test_what_is_not_contiguous(device):

@@ -7,8 +7,11 @@ import torch
 
 from narrowgauge.kernels.recompute import contexts, once
 from narrowgauge.models import Transformer, initialize, model_config
+from narrowgauge.models.mlp import mlp
 from narrowgauge.nn import Linear, convert, linear
 from narrowgauge.nn.linear import accumulating
+from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
+from narrowgauge.quantization import quantize
 from narrowgauge.recipes import recipe
 
 pytestmark = pytest.mark.filterwarnings(
@@ -59,6 +62,26 @@ def test_one_function_gives_the_digits_of_three(device, monkeypatch):
     for other in (found, again):
         assert other[0] == separate[0]
         assert all(torch.equal(g, h) for g, h in zip(other[1], separate[1], strict=True))
+
+
+def trained_mlp(device, is_gathered):
+    """The result of the MLP and the gradients of its input and weights, which may be gathered by FSDP."""
+    block = native("fp8", device).blocks[0]
+    for layer in (block.gate_up, block.down) if is_gathered else ():
+        q, layer.is_sharded = quantize(layer.weight.detach(), layer.recipe.gather), True
+        layer.weight = torch.nn.Parameter(GatheredWeight(q.codes, q.scales, q.cast, True))
+    x = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = x.to(device).requires_grad_()
+    y = mlp(block, x)
+    (y * y.detach()).sum().backward()
+    return y, x.grad, block.gate_up.weight.grad, block.down.weight.grad
+
+
+@needs_products
+def test_gathered_weights_are_read_again_in_the_backward_pass(device):
+    """The digits are those of whole weights, whose codes are kept."""
+    whole, found = trained_mlp(device, False), trained_mlp(device, True)
+    assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
 
 
 @needs_products

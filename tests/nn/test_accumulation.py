@@ -104,6 +104,31 @@ def test_codes_of_weights_are_made_once_a_step_where_memory_is_not_short():
     assert casts(recompute="selective") == 8
 
 
+@pytest.mark.parametrize("retains", [False, True])
+def test_the_operand_of_the_weight_is_freed_before_the_gradient_of_the_weight_is_made(monkeypatch, retains):
+    """In a graph that is retained it is needed once more, and the second backward pass gives the same."""
+    layer = convert(torch.nn.Sequential(torch.nn.Linear(32, 48, bias=False)), "bf16")
+    x, kept, multiply = torch.randn(8, 32, dtype=torch.bfloat16, requires_grad=True), [], products.multiply
+    y = layer(x)
+    node = y.grad_fn
+    while "LinearFunction" not in node.name():
+        ((node, _),) = node.next_functions
+
+    def is_kept():
+        try:
+            return bool(node.saved_tensors)
+        except RuntimeError:  # they have already been freed
+            return False
+
+    monkeypatch.setattr(products, "multiply", lambda *a, **k: kept.append(is_kept()) or multiply(*a, **k))
+    y.sum().backward(retain_graph=retains)
+    assert kept == [True, retains], "for the gradient of x, and of the weight"
+    if retains:
+        first = x.grad.clone()
+        y.sum().backward()
+        assert torch.equal(x.grad, 2 * first)
+
+
 def test_a_recomputed_block_multiplies_its_last_product_once(monkeypatch):
     model, made = model_under("fp8"), []
     kept = summed(model)

@@ -3,6 +3,7 @@
 Legend: M tokens, K inputs, N outputs.
 """
 
+import inspect
 import weakref
 
 import pytest
@@ -291,3 +292,10 @@ def test_what_is_not_finite_never_comes_out_finite(name, poison):
     if whole_tensor:  # one scale, so that one element takes all with it
         spoiled = [in_x["y"], in_x["dw"], in_dy["dx"], in_dy["dw"], in_w["y"], in_w["dx"]]
         assert not any(t.any() for t in spoiled)
+
+
+def test_forward_takes_by_place_what_torch_takes():
+    """torchtitan passes on the arguments that a layer declares by place, and no others."""
+    declared = inspect.signature(Linear.forward).parameters.values()
+    torchs = inspect.signature(torch.nn.Linear.forward).parameters
+    assert [p.name for p in declared if p.kind is not p.KEYWORD_ONLY] == list(torchs)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 
-from narrowgauge.bench.count import count_step
+from narrowgauge.bench.count import count_step, count_whole
 from narrowgauge.recipes import named_device
 from narrowgauge.training import make_config
 
@@ -20,16 +20,27 @@ class Count:
     ceiling_seconds: float
     peak_bytes: float
 
+    @classmethod
+    def of(cls, micro, at_ceilings, peak_bytes):
+        return cls(
+            micro.launches,
+            micro.functions,
+            micro.waits,
+            micro.bytes,
+            micro.seconds,
+            at_ceilings.seconds,
+            peak_bytes,
+        )
+
     def plus(self, other: "Count", times: float) -> "Count":
         """The sum with a multiple of another count."""
         return Count(*(getattr(self, f) + times * getattr(other, f) for f in self.__dataclass_fields__))
 
 
-@cache
-def counted(model, recipe, micro_batch, length, layers, options=()):
-    """The count with this number of layers, at the real width; tokens of a step are 524,288."""
+def config_of(model, recipe, micro_batch, length, layers, options=()):
+    """A configuration at the real width; tokens of a step are 524,288."""
     training = {"batch_size": 524288 // length, "micro_batch_size": micro_batch}
-    config = make_config(
+    return make_config(
         {
             "model": {"name": model, "layers": layers},
             "data": {"sequence_length": length},
@@ -37,30 +48,17 @@ def counted(model, recipe, micro_batch, length, layers, options=()):
             "recipe": {"name": recipe},
         }
     )
-    step = count_step(config, named_device("h200"))
-    at_ceilings, micro = step.micro_batch(), step.micro_batch(calibrated=True)
-    return Count(
-        micro.launches,
-        micro.functions,
-        micro.waits,
-        micro.bytes,
-        micro.seconds,
-        at_ceilings.seconds,
-        step.peak_bytes,
-    )
 
 
-def whole(model, recipe, micro_batch, length, layers, kept=None, options=()):
-    """The count of the model with all its layers, from one with few.
+@cache
+def counted(*model, options=()):
+    """The count of all layers, one by one."""
+    step = count_step(config_of(*model, options), named_device("h200"))
+    return Count.of(step.micro_batch(calibrated=True), step.micro_batch(), step.peak_bytes)
 
-    `kept(layers)` is how many of the layers a recipe keeps wide, the last ones; then both kinds are counted.
-    """
 
-    def of(n):
-        return counted(model, recipe, micro_batch, length, n, options)
-
-    if kept is None:
-        return of(2).plus(of(3).plus(of(2), -1), layers - 2)
-    # 5 and 6 layers keep one, 7 keep two
-    narrow, wide = of(6).plus(of(5), -1), of(7).plus(of(6), -1)
-    return of(6).plus(narrow, layers - kept(layers) - 5).plus(wide, kept(layers) - 1)
+@cache
+def whole(*model, options=()):
+    """The count of all layers, from models of few."""
+    step = count_whole(config_of(*model, options), named_device("h200"))
+    return Count.of(step.micro_batch, step.at_ceilings, step.peak_bytes)

@@ -38,6 +38,7 @@ THOROUGH: dict[str, int | tuple[str, ...]] = {
     # the first clamps and compensates, which the others do in part
     "kernels/test_remedies.py::test_rows_in_parts_are_the_numbers_of_the_reference": ("cast0",),
     "gpu_budget/test_graph.py::test_a_micro_batch_asks_for_what_the_one_before_it_asked": ("bf16", "fp8"),
+    "gpu_budget/test_graph.py::test_from_step_to_step_only_these_are_new_memory": ("fp8-kept1",),
     "nn/test_stacked_experts.py::test_each_expert_computes_as_a_linear_layer_of_its_slice": ("mxfp4",),
     # gpu_budget/ counts native products of a real step
     "bench/test_bench.py::test_native_products_are_counted_in_their_own_format": 0,
@@ -235,6 +236,7 @@ THOROUGH: dict[str, int | tuple[str, ...]] = {
     "training/step/test_nan_tracer.py::test_a_bad_step_is_as_if_it_had_never_been": 1,
     "bench/test_bench.py::test_casts_move_what_they_read_and_write": 0,
     "analysis/test_probe.py::test_exact_arithmetic_has_no_error": 0,
+    "analysis/test_search.py::test_a_check_compares_the_answer_with_bf16_and_with_each_baseline": 0,
     "analysis/test_search.py::test_the_command_writes_a_recipe_that_trains": 0,
     "training/use/test_export.py::test_what_a_model_says_of_its_special_tokens_survives": 0,
     "nn/test_weight_state.py::test_any_products_go_with_any_state": 0,

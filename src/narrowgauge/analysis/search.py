@@ -7,6 +7,9 @@ a loss that falls by rounding is chance. Costs of different places are taken to 
 K inputs and N outputs does 2 M N K FLOPs for M tokens, all three GEMMs alike. `budget.py` says what an
 amount[f] is: 1 for the formats of at most 4 bits and 0 for others, or bits, or time.
 
+Layers may be kept: all their GEMMs have the widest format, here and in the baselines. The command keeps the
+head, as all shipped recipes do, because a prediction from single steps is wrong about it (docs/results.md).
+
     minimize    sum over i, f of cost[i, f] x[i, f]
     subject to  sum over f of x[i, f] = 1 for each GEMM i,    x in {0, 1}
                 low <= sum over i, f of share[i] amount[f] x[i, f] <= high
@@ -29,7 +32,7 @@ from narrowgauge.analysis.budget import EPSILON, Budget, widest_of
 from narrowgauge.analysis.sensitivity import Cost
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import Cast
-from narrowgauge.recipes import GEMM_PLACES, GEMMS
+from narrowgauge.recipes import GEMM_PLACES, GEMMS, matches
 
 Gemm = tuple[str, str]  # layer, and "fprop", "dgrad" or "wgrad"
 Assignment = Mapping[Gemm, str]  # the name of a cast
@@ -43,11 +46,13 @@ class Choices:
         casts: The formats by name; the last one is the widest.
         shares: The share of all FLOPs that each GEMM does.
         costs: The predicted cost of each GEMM in each format, at least 0.
+        kept: The GEMMs that stay in the widest format.
     """
 
     casts: Mapping[str, Cast]
     shares: Mapping[Gemm, float]
     costs: Mapping[Gemm, Mapping[str, float]]
+    kept: frozenset[Gemm] = frozenset()
 
     def amount(self, assignment: Assignment, budget: Budget) -> float:
         """What an assignment uses of a budget."""
@@ -69,7 +74,10 @@ class Choices:
 
 
 def choices_of(
-    casts: Mapping[str, Cast], weights: Mapping[str, int], costs: Mapping[str, Sequence[Cost]]
+    casts: Mapping[str, Cast],
+    weights: Mapping[str, int],
+    costs: Mapping[str, Sequence[Cost]],
+    keep: Sequence[str] = (),
 ) -> Choices:
     """The choices from the costs of places.
 
@@ -77,6 +85,7 @@ def choices_of(
         casts: The formats by name.
         weights: The number of elements of each layer's weight, in the order of the model.
         costs: The cost of each place by the name of the format, from `estimate_costs`.
+        keep: Patterns of the names of layers that stay in the widest format (`recipes.matches`).
     """
     total = 3 * sum(weights.values())
     gemms = [(layer, gemm) for layer in weights for gemm in GEMMS]
@@ -91,6 +100,7 @@ def choices_of(
             }
             for layer, gemm in gemms
         },
+        frozenset(g for g in gemms if any(matches(g[0], pattern) for pattern in keep)),
     )
 
 
@@ -107,7 +117,12 @@ def solve(choices: Choices, budget: Budget) -> Assignment:
             share * budget.amounts[name] for share in choices.shares.values() for name in choices.casts
         ]
         above = _milp(choices, amounts, budget, max(budget.amounts.values()))
-        assert above is not None  # everything in the format of the largest amount
+        if above is None:
+            most = choices.amount(_uniform(choices), budget)
+            raise UserError(
+                f"{budget.option}: the most that can be reached is {most:.3f} {budget.words}; "
+                "ask for less, or keep fewer layers (--keep)"
+            )
         reached = choices.amount(dict(zip(choices.shares, above, strict=True)), budget)
         raise UserError(
             f"{budget.option}: no choice of whole GEMMs has {budget.low:.2f} to {budget.high:.2f} "
@@ -124,6 +139,7 @@ def _milp(choices: Choices, costs: Sequence[float], budget: Budget, high: float)
     from scipy.optimize import Bounds, LinearConstraint, milp  # an extra (`require_solver`)
 
     count, names = len(choices.shares), list(choices.casts)
+    allowed = [float(g not in choices.kept or n == choices.widest) for g in choices.shares for n in names]
     one_each = np.kron(np.eye(count), np.ones(len(names)))
     each = np.array([budget.amounts[name] for name in names])
     amounts = np.kron(np.array(list(choices.shares.values())), each)
@@ -134,7 +150,7 @@ def _milp(choices: Choices, costs: Sequence[float], budget: Budget, high: float)
             LinearConstraint(amounts, budget.low - EPSILON, high + EPSILON),
         ],
         integrality=np.ones(len(costs)),
-        bounds=Bounds(0, 1),
+        bounds=Bounds(0, allowed),
         options={"mip_rel_gap": 0.0},
     )
     if found.x is None:
@@ -158,7 +174,7 @@ def baselines(
         blocks: The number of each layer's block; None for a layer outside of the blocks.
         seed: The seed of `random`.
     """
-    gemms = list(choices.shares)
+    gemms = [gemm for gemm in choices.shares if gemm not in choices.kept]
     last = max((b for b in blocks.values() if b is not None), default=0)
 
     def from_the_middle(gemm: Gemm) -> float:
@@ -171,8 +187,13 @@ def baselines(
         "smallest-error": sorted(gemms, key=lambda g: errors[g]),
         "random": shuffled,
     }
-    uniform: dict[str, Assignment] = {"uniform": dict.fromkeys(gemms, choices.narrowest)}
+    uniform: dict[str, Assignment] = {"uniform": _uniform(choices)}
     return uniform | {name: _narrowed(choices, order, budget) for name, order in orders.items()}
+
+
+def _uniform(choices: Choices) -> Assignment:
+    """The narrowest format for all GEMMs that are not kept."""
+    return {g: choices.widest if g in choices.kept else choices.narrowest for g in choices.shares}
 
 
 def _narrowed(choices: Choices, order: Sequence[Gemm], budget: Budget) -> Assignment:

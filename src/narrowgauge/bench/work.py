@@ -17,18 +17,18 @@ Legend: M tokens, N outputs, K inputs, D dim, F ffn_dim, V vocabulary, H head_di
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from narrowgauge.models import ModelConfig, Transformer
+from narrowgauge.bench.linear_layers import is_of_expert, linear_layers, tokens_of
+from narrowgauge.distributed import ModelSpec
 from narrowgauge.nn import DTYPES, Linear
 from narrowgauge.quantization import Cast, kept_count
 from narrowgauge.quantization import cast as named_cast
-from narrowgauge.recipes import GEMM_PLACES, Recipe
+from narrowgauge.recipes import GEMM_PLACES
 from narrowgauge.training import Config, estimate_memory
-from narrowgauge.training.step.build_model import build_model
 
 #: The kind of a native product, by the format of its scales; all others are fp8.
 _NARROW = {"e8m0": "mxfp8", "e4m3": "fp4"}
@@ -101,21 +101,28 @@ def work_of(config: Config, native: bool) -> Work:
     return work
 
 
-def work_of_passes(config: Config, native: bool) -> Work:
-    """The work of a step's forward and backward passes, without the optimizer's."""
+def work_of_passes(config: Config, native: bool, expert_ranks: int = 1) -> Work:
+    """The work of a step's forward and backward passes, without the optimizer's.
+
+    Args:
+        config: the configuration; the work is that of its whole batch.
+        native: whether the hardware multiplies its narrow formats.
+        expert_ranks: the processes that the experts of a block are divided over. Each computes a micro-batch
+            at the same time, and all of them together make the operands of an expert's weights once.
+    """
     model, recipe, t = config.spec.model, config.spec.recipe, config.training
     B, T = t.micro_batch_size, config.data.sequence_length
     attention = Attention(B, model.heads, model.kv_heads, T, model.head_dim, recipe.compute)
     work = Work(attention)
     times, M = t.batch_size // B, B * T  # micro-batches of a step, tokens of one
-    network = build_model(config.spec, torch.device("meta"))
+    layers = linear_layers(config.spec)
     recomputed_layers = _recomputed_blocks(config, model.layers)
     of_attention = 0 if config.spec.selective else recomputed_layers
     work.attention_forward = times * (model.layers + of_attention)
     work.attention_backward = times * model.layers
     share = recomputed_layers / model.layers
-    shares = dict.fromkeys(_recomputed_products(network, config.spec.selective), share)
-    _add_products(work, network, recipe, times, M, shares, native)
+    shares = {name: share for name, _ in layers if _is_recomputed(name, config.spec.selective)}
+    _add_products(work, layers, config.spec, times, M, shares, native, expert_ranks)
     D, V = model.dim, model.vocab_size
     ffn_dim = model.ffn_dim * (model.experts_per_token if model.experts else 1)
     F = (2 if model.mlp == "swiglu" else 1) * ffn_dim
@@ -140,27 +147,26 @@ def _recomputed_blocks(config: Config, layers: int) -> int:
     return -(-layers // every) if every else 0
 
 
-def _recomputed_products(network: Transformer, selective: bool) -> list[str]:
-    """The names of the linear layers whose products are computed again, in a block that is recomputed."""
-    names = [name for name, layer in network.named_modules() if isinstance(layer, torch.nn.Linear)]
-    of_attention = ("qkv", "attention_out")
-    return [n for n in names if n.startswith("blocks.") and not (selective and n.endswith(of_attention))]
+def _is_recomputed(layer: str, selective: bool) -> bool:
+    """Whether the products of a linear layer are computed again, in a block that is recomputed."""
+    is_kept = selective and layer.endswith(("qkv", "attention_out"))
+    return layer.startswith("blocks.") and not is_kept
 
 
 def _add_products(
     work: Work,
-    network: Transformer,
-    recipe: Recipe,
+    layers: Iterable[tuple[str, torch.nn.Linear]],
+    spec: ModelSpec,
     times: int,
     tokens: int,
     recomputed_shares: Mapping[str, float],
     native: bool,
+    expert_ranks: int,
 ) -> None:
     """The three products of each linear layer, and the casts of their operands."""
-    for name, layer in network.named_modules():
-        if not isinstance(layer, torch.nn.Linear):
-            continue
-        M, N, K = tokens_of(name, network.config, tokens), layer.out_features, layer.in_features
+    recipe = spec.recipe
+    for name, layer in layers:
+        M, N, K = tokens_of(name, spec.model, tokens), layer.out_features, layer.in_features
         casts = layer.spec.casts if isinstance(layer, Linear) else {}
         forward = times * (1 + recomputed_shares.get(name, 0.0))
         for gemm, (m, n, k), passes in (
@@ -176,16 +182,10 @@ def _add_products(
                 work.gemms[Gemm(N, columns, M, kind)] += passes
             if not native and any(cast.scales_result for cast in pair):
                 work.scaled_results += m * n * passes
-        elements = {"x": M * K, "w": N * K, "dy": M * N}
+        elements = {"x": M * K, "w": N * K / (expert_ranks if is_of_expert(name) else 1), "dy": M * N}
         _add_operands(work, casts, recipe.compute, elements, {"fprop": forward}, times, native)
         if not casts and recipe.compute != "fp32":
             work.moved["casts"] += times * N * K * (4 + DTYPES[recipe.compute].itemsize)
-
-
-def tokens_of(layer: str, model: ModelConfig, tokens: int) -> int:
-    """The tokens that a layer sees of so many, if all experts of a block have equally many."""
-    is_expert = ".experts." in layer and not layer.endswith(".router")
-    return -(-tokens * model.experts_per_token // model.experts) if is_expert else tokens
 
 
 def _kind(pair: Sequence[Cast], compute: str, native: bool) -> str:
@@ -199,7 +199,7 @@ def _add_operands(
     work: Work,
     casts: Mapping[str, Cast],
     compute: str,
-    elements: Mapping[str, int],
+    elements: Mapping[str, float],
     passes: Mapping[str, float],
     times: int,
     native: bool,

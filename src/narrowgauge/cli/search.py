@@ -30,6 +30,10 @@ from narrowgauge.recipes import load_recipe
 from narrowgauge.report import print_comparison, read_runs, write_report
 from narrowgauge.report.compare.compare import compare
 from narrowgauge.report.compare.grid import RECIPE, Variant, make_points
+from narrowgauge.report.compare.groups import groups
+from narrowgauge.report.compare.sentence import summary
+
+HEADS = "head,lm_head"  # ours, and that of most models of transformers
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
@@ -42,6 +46,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
     text = "largest share of the GEMM time in the widest format, on --cluster"
     budget.add_argument("--gemm-time", type=float, metavar="X", help=text)
     p.add_argument("--cluster", metavar="SPEC", help="with --gemm-time: a shipped cluster or a .toml file")
+    text = f"layers that stay in the widest format, '' for none ({HEADS})"
+    p.add_argument("--keep", default=HEADS, metavar="A,B", help=text)
     p.add_argument("--out", required=True, type=Path, metavar="R.toml", help="the recipe's file")
     p.add_argument("--check", action="store_true", help="train it beside bf16 and four baselines")
     p.add_argument("--seeds", default="3", metavar="N|A,B,C", help="with --check: seeds of each (3)")
@@ -63,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
             for name, cast in casts.items()
         }
     weights = _weights(probed)
-    choices = choices_of(casts, weights, costs)
+    choices = choices_of(casts, weights, costs, [p.strip() for p in options.keep.split(",") if p.strip()])
     found = solve(choices, budget)
     source = f"narrowgauge search {options.run} --formats {options.formats} {budget.option}"
     amount = f"{choices.amount(found, budget):.3f} {budget.words}"
@@ -112,7 +118,10 @@ def _budget(options: argparse.Namespace, casts: Mapping[str, Cast]) -> Budget:
 def _check(
     options: argparse.Namespace, probed: Probed, folder: Path, recipes: Mapping[str, str], console: Console
 ) -> None:
-    """Train bf16 and the recipes, paired by seed, in a folder of their own; print the verdicts."""
+    """Train bf16 and the recipes, paired by seed, in a folder of their own; print the verdicts.
+
+    Each is compared with bf16, then each baseline with the answer of the search, the first of the recipes.
+    """
     make_directory(folder)
     variants = [Variant("bf16", {RECIPE: "bf16"})]
     for name, text in recipes.items():
@@ -125,7 +134,16 @@ def _check(
         values["training"]["steps"] = options.steps
     paths = compare(make_points(values, variants, {}, options.seeds), folder, console)
     report = write_report(paths, folder / "report.html")
-    print_comparison(read_runs(paths), console)
+    runs = read_runs(paths)
+    print_comparison(runs, console)
+    _, found, *others = (list(group.runs.values()) for group in groups(runs))
+    beside = " ".join(summary([*found, *(run for other in others for run in other)]))
+    console.print(
+        f"\nThe answer of the search beside its baselines: {beside}",
+        style="bold",
+        markup=False,
+        highlight=False,
+    )
     console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
 
 

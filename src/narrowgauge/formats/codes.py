@@ -14,8 +14,10 @@ import math
 
 import torch
 
+from narrowgauge.devices import is_gpu
 from narrowgauge.formats.format import Format, Specials
 from narrowgauge.formats.rounding import CHUNK, in_chunks
+from narrowgauge.formats.table import torch_dtype
 
 _BIAS, _MANTISSA = 127, 23  # of float32
 
@@ -65,6 +67,8 @@ def _encode_(v: torch.Tensor, fmt: Format) -> torch.Tensor:
 
 def decode(codes: torch.Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The numbers of uint8 codes of a format of 8 bits or fewer, in float32 or a dtype that holds them."""
+    if is_gpu(codes.device) and fmt.bits == 8 and (of_torch := torch_dtype(fmt)) is not None:
+        return codes.view(of_torch).to(torch.float32).to(dtype)  # torch's conversion, exact in this direction
     if not in_chunks(codes):
         return _decode(codes, fmt).to(dtype)
     values = torch.empty(codes.shape, dtype=dtype)

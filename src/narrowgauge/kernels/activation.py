@@ -44,7 +44,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from narrowgauge.formats import Format
-from narrowgauge.kernels.amax_cache import attach_amax, cached_amax
+from narrowgauge.kernels.amax_cache import attach_amax
 from narrowgauge.kernels.dispatch import use_kernels
 
 if TYPE_CHECKING:
@@ -64,10 +64,8 @@ def swiglu_and_amax(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     """`swiglu` by its kernel, without a gradient, and max |y| (0-dim fp32), which is attached as well."""
     from narrowgauge.kernels.triton import activation as kernels
 
-    y, largest = kernels.launch_swiglu(gate_up.contiguous())
-    attach_amax(y, largest)
-    amax = cached_amax(y)
-    assert amax is not None
+    y, amax = kernels.launch_swiglu(gate_up.contiguous())
+    attach_amax(y, amax)
     return y, amax
 
 
@@ -86,8 +84,8 @@ def swiglu_gradient_codes(
     from narrowgauge.kernels.triton import activation as kernels
 
     dy_MF, gate_up_M2F = dy_MF.contiguous(), gate_up_M2F.contiguous()
-    _, largest = kernels.launch_swiglu_backward(dy_MF, gate_up_M2F, writes_gradient=False)
-    return kernels.launch_swiglu_backward_codes(dy_MF, gate_up_M2F, largest.amax(), y_amax, grad, y)
+    _, amax = kernels.launch_swiglu_backward(dy_MF, gate_up_M2F, writes_gradient=False)
+    return kernels.launch_swiglu_backward_codes(dy_MF, gate_up_M2F, amax, y_amax, grad, y)
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels.dispatch import use_kernels
+from narrowgauge.kernels.dispatch import has_kernels, use_kernels
 from narrowgauge.quantization import Cast, QuantizedState, make_cast
 
 _PLAIN = {
@@ -76,8 +76,8 @@ def takes(*states: QuantizedState | Tensor | None) -> bool:
     """Whether the kernel can update state that is stored in this way (None: there is none).
 
     It takes plain fp32, fp16, bf16 (also rounded with random bits), bf16-split, fp16 and FP8 codes under one
-    scale; no shards, and nothing on the host. A gauge needs float32 numbers in memory, so the kernel does not
-    take state that is gauged.
+    scale, and copies of what lies in the host's memory; no shards. A gauge needs float32 numbers in memory,
+    so the kernel does not take state that is gauged.
     """
     return all(state is None or _takes(state) for state in states)
 
@@ -109,10 +109,13 @@ def adamw(
     key_words = [keys.get(place, (0, 0)) for place in ("w", "m", "v", "weight")]
     w_g_m_v = [stored_tensors(s) for s in (w, g, m, v)]
     launch_update(w_g_m_v, other, astuple(factors), factors.from_m, key_words)
-    for state in (w, m, v, weight):
-        if state is not None:  # autograd does not see what a kernel writes
-            written = [state] if isinstance(state, Tensor) else state.tensors.values()
+    stored_w, _, stored_m, stored_v = w_g_m_v
+    for state, stored in ((w, stored_w), (m, stored_m), (v, stored_v), (weight, other)):
+        if state is not None and stored is not None:  # autograd does not see what a kernel writes
+            written = [t for t in stored[:2] if t is not None]
             torch.autograd.graph.increment_version(written)
+            if not isinstance(state, Tensor):
+                state.keep(written)
 
 
 def reference(w: Tensor, g: Tensor, m: Tensor, v: Tensor, factors: Factors) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,7 +148,7 @@ def stored_tensors(state: QuantizedState | Tensor) -> tuple[Tensor, Tensor | Non
     """(numbers, scale or further bits, cast) of a state."""
     if isinstance(state, Tensor):
         return state, None, _PLAIN[state.dtype]
-    values, *extra = state.tensors.values()
+    values, *extra = state.on_device().values()
     return values, extra[0] if extra else None, state.cast
 
 
@@ -153,8 +156,9 @@ def _takes(state: QuantizedState | Tensor) -> bool:
     if isinstance(state, Tensor):
         return use_kernels(state) and state.dtype in _PLAIN and state.is_contiguous()
     values = next(iter(state.tensors.values()))
-    is_local = not state.on_host and (state.shard is None or state.shard.is_full) and use_kernels(values)
-    return is_local and state.gauge is None and _takes_cast(state.cast)
+    is_whole = state.shard is None or state.shard.is_full
+    is_there = has_kernels(state.device) and values.numel() > 0 if state.is_apart else use_kernels(values)
+    return is_whole and is_there and state.gauge is None and _takes_cast(state.cast)
 
 
 def _takes_cast(cast: Cast) -> bool:

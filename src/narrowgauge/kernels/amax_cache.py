@@ -1,20 +1,55 @@
 """The largest magnitude of a tensor, handed on by the kernel that wrote it.
 
 A product in FP8 needs max |x| of its operand before it can round it, and would have to read all of it once
-more. The kernel that wrote the operand had every number in its registers: it keeps the largest of each tile
-that it wrote, a few thousand numbers in all, and attaches them to the tensor. They are reduced to one number
-only when somebody asks for it, without waiting for a device.
+more. The kernel that wrote the operand had every number in its registers: each of its programs raises one
+number in memory to the largest that it wrote, and that number is attached to the tensor. A maximum is the
+same in any order, so the raises may be atomic.
+
+Such a number begins as zero (`new_amax`). One launch makes zeros for many tensors, as it would take longer
+than the work of one.
 
 The amax is kept together with the tensor's version, and is no longer valid after any write in place. A view
 of the full tensor (`x.flatten(0, 1)`) finds what is attached to the tensor.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from narrowgauge.devices import imagined
 from narrowgauge.torch_compat import base_of, version_of
 
 _ATTRIBUTE = "_largest_magnitude"
+
+_NUMBERS = 1024  # that one launch makes; Qwen2.5-1.5B takes 230 in a micro-batch
+_APART = 4  # each begins at a multiple of 16 bytes: Triton compiles other code for other addresses
+
+_zeros: dict[Any, Iterator[Tensor]] = {}  # those that nobody has taken yet, by device and stream
+
+
+def new_amax(device: torch.device) -> Tensor:
+    """Zero, 0-dim fp32, which the programs of a kernel raise to the largest magnitude that they write.
+
+    Its bits as int32 have the order of magnitudes, with NaN above infinity.
+    """
+    stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
+    key = device, imagined(device), stream
+    amax = next(_zeros.get(key, iter(())), None)
+    if amax is None:
+        with torch.inference_mode(False):  # so that any graph may hold it
+            zeros = torch.zeros(_NUMBERS * _APART, device=device)
+        numbers = map(zeros.__getitem__, range(0, len(zeros), _APART))
+        amax = next(numbers)
+        if type(zeros) is Tensor:  # those of a compiler belong to its context
+            _zeros[key] = numbers
+    return amax
+
+
+def begin_amaxes() -> None:
+    """Take the numbers of `new_amax` from new memory: every micro-batch then launches the same."""
+    _zeros.clear()
 
 
 def attach_amax(tensor: Tensor, amax: Tensor) -> None:
@@ -24,8 +59,7 @@ def attach_amax(tensor: Tensor, amax: Tensor) -> None:
 
     Args:
         tensor: The tensor.
-        amax: fp32 with max |tensor| = max(amax): 0-dim, or the largest of each tile in any shape. A NaN says
-            that the tensor has one.
+        amax: Max |tensor|, 0-dim fp32. A NaN says that the tensor has one.
     """
     if not tensor.is_inference():
         setattr(tensor, _ATTRIBUTE, (amax, version_of(tensor)))
@@ -38,14 +72,9 @@ def cached_amax(tensor: Tensor) -> Tensor | None:
     owner, base = tensor, base_of(tensor)
     if base is not None and not hasattr(tensor, _ATTRIBUTE) and _is_full_view(tensor, base):
         owner = base
+    amax: Tensor | None
     amax, version = getattr(owner, _ATTRIBUTE, (None, None))
-    if amax is None or version != version_of(tensor):
-        return None
-    if amax.ndim:
-        with torch.no_grad():
-            amax = amax.amax()
-        attach_amax(owner, amax)
-    return amax
+    return amax if version == version_of(tensor) else None
 
 
 def amax_of(tensor: Tensor) -> Tensor:

@@ -22,10 +22,12 @@ in another cast, and all where there is no C.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+from narrowgauge.collectives import local_amax
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext, quantize_in_context
@@ -48,6 +50,30 @@ def quantize(
 
         return quantized(x, cast, axis, *_fields(cast, context), both)
     return quantize_in_context(x, cast, axis, _with_limits(x, cast, context)), None
+
+
+def amaxes_of(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Max |x| of each of n tensors on one device, (n,) fp32; NaN if an element is, 0 if there is none.
+
+    A kernel reads each tensor once, in one launch.
+    """
+    if any(map(use_kernels, tensors)):
+        from narrowgauge.kernels.triton.cast_launch import launch_amaxes
+
+        return launch_amaxes(tensors)
+    return torch.stack([local_amax(x) for x in tensors]).float()
+
+
+def codes_under(x: torch.Tensor, cast: Cast, encode: torch.Tensor, decode: torch.Tensor) -> torch.Tensor:
+    """The uint8 codes of a matrix under one scale that is known, 0-dim fp32 (encode, decode): read once.
+
+    Where decode is NaN, codes stand for nothing.
+    """
+    if _has_kernel(x, cast, DEFAULT_CONTEXT) and cast.block is None and not cast.is_random:
+        from narrowgauge.kernels.triton.cast_launch import launch_codes
+
+        return launch_codes(x, cast, encode, decode)
+    return quantize_in_context(x, cast, -1, QuantContext(scale=encode)).codes
 
 
 def emulate(

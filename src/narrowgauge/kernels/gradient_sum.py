@@ -45,10 +45,11 @@ def add_gradient(gradient: GradientState, dw: Tensor, stream: RandomStream | Non
         cast = replace(cast, rounding="nearest-even", scale_rounding="nearest-even")
     if prescale is not None and gradient.is_empty:
         prescale.begin_step()
-    codes, scale = gradient.tensors["codes"], gradient.tensors["scales"]
+    codes, scale = gradient.on_device().values()
     factors = None if prescale is None else (prescale.tensors["mu"], prescale.tensors["overflowed"])
     launch_sum(codes, scale, cast, dw.contiguous(), gradient.is_empty, _words(stream, codes.device), factors)
     torch.autograd.graph.increment_version([codes, scale])  # autograd does not see what a kernel writes
+    gradient.keep([codes, scale])
     gradient.count_sum()
 
 

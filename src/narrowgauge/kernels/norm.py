@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.kernels.amax_cache import attach_amax
+from narrowgauge.kernels.amax_cache import attach_amax, new_amax
 from narrowgauge.kernels.dispatch import use_kernels
 
 #: The widest row that the registers of one program hold in the backward pass.
@@ -72,8 +72,8 @@ def add_norm(
     if not use_kernels(x) or x.shape[-1] > WIDEST or torch.float64 in (weight_D.dtype, out_dtype):
         s = x if delta is None else x + delta
         return s, reference(s, weight_D, bias_D, eps, kind, out_dtype)
-    s, y, largest_M = _AddNorm.apply(x, delta, weight_D, bias_D, eps, kind, out_dtype, keeps_terms)
-    attach_amax(y, largest_M)
+    s, y, amax = _AddNorm.apply(x, delta, weight_D, bias_D, eps, kind, out_dtype, keeps_terms)
+    attach_amax(y, amax)
     return s, y
 
 
@@ -124,11 +124,9 @@ class _AddNorm(torch.autograd.Function):
         weight_D, bias_D = weight_D.contiguous(), None if bias_D is None else bias_D.contiguous()
         y = torch.empty(x.shape, dtype=out_dtype, device=x.device)
         scale_M = torch.empty(x.shape[:-1].numel(), dtype=torch.float32, device=x.device)
-        largest_M = torch.empty_like(scale_M)
+        amax = new_amax(x.device)
         mean_M = torch.empty_like(scale_M) if kind == "layer" else None
-        on_gpu.launch_forward(
-            x.contiguous(), delta, weight_D, bias_D, stream, y, mean_M, scale_M, largest_M, eps
-        )
+        on_gpu.launch_forward(x.contiguous(), delta, weight_D, bias_D, stream, y, mean_M, scale_M, amax, eps)
         if stream is None:
             stream = x
         is_shorter = delta is not None and delta.element_size() < stream.element_size()
@@ -138,8 +136,8 @@ class _AddNorm(torch.autograd.Function):
             ctx.save_for_backward(stream, None, weight_D, mean_M, scale_M)
         ctx.dtypes = x.dtype, None if delta is None else delta.dtype, None if bias_D is None else bias_D.dtype
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(largest_M)
-        return stream, y, largest_M
+        ctx.mark_non_differentiable(amax)
+        return stream, y, amax
 
     @staticmethod
     @once_differentiable
@@ -152,17 +150,17 @@ class _AddNorm(torch.autograd.Function):
         dy = torch.zeros_like(stream) if dy is None else dy.contiguous()
         dstream = None if dstream is None else dstream.contiguous()
         dx = torch.empty_like(stream, dtype=x_dtype)
-        ddelta = largest_M = None
+        ddelta = amax = None
         if delta_dtype == x_dtype:
             ddelta = dx
         elif delta_dtype is not None:
-            ddelta, largest_M = torch.empty_like(dx, dtype=delta_dtype), torch.empty_like(scale_M)
-        narrow = None if largest_M is None else ddelta
+            ddelta, amax = torch.empty_like(dx, dtype=delta_dtype), new_amax(dx.device)
+        narrow = None if amax is None else ddelta
         dweight_D, *dbias_D = on_gpu.launch_backward(
             *(dy, dstream, stream, delta, weight_D, mean_M, scale_M),
-            *(dx, narrow, largest_M, bias_dtype is not None),
+            *(dx, narrow, amax, bias_dtype is not None),
         )
-        if ddelta is not None and largest_M is not None:
-            attach_amax(ddelta, largest_M)
+        if ddelta is not None and amax is not None:
+            attach_amax(ddelta, amax)
         dbias = dbias_D[0].to(bias_dtype) if dbias_D else None
         return dx, ddelta, dweight_D.to(weight_D.dtype), dbias, None, None, None, None

@@ -28,6 +28,9 @@ from narrowgauge.quantization import Cast, ParamState, QuantContext, TensorShard
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.recipes.kept_channels import CHOOSES, MEETS
 
+#: Elements; to copy the codes of such a weight to the other axis takes little more than the launch itself.
+_SMALL_WEIGHT = 10**7
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSpec:
@@ -113,13 +116,15 @@ class GemmContext:
 
     def weight_operand(self, w_NK: torch.Tensor, place: str, axis: int, both: bool = False) -> AnyOperand:
         """`operand` of the weight whose parameter is `w_NK`; its codes are made once a step where that is
-        allowed, and where they are the same in each micro-batch. They are then kept along one axis only."""
+        allowed, and where they are the same in each micro-batch. They are then kept along one axis only,
+        except those of a small one where memory is not short."""
         cast, kept = self.layer.casts[place], self.accumulation
         is_same = not (cast.is_random or cast.signs == "random" or cast.history or cast.refresh)
         is_codes = self.layer.native and cast.is_scaled and not isinstance(w_NK, GatheredWeight)
         if kept is None or not kept.keeps_codes or not is_same or not is_codes or self.observer is not None:
             return self.operand(self.numbers_of(w_NK), place, axis, both)
-        return kept.once((place, axis), lambda: self.operand(self.numbers_of(w_NK), place, axis))
+        both = both and kept.keeps_both and w_NK.numel() <= _SMALL_WEIGHT
+        return kept.once((place, axis), lambda: self.operand(self.numbers_of(w_NK), place, axis, both))
 
     def numbers_of(self, w_NK: torch.Tensor) -> torch.Tensor:
         """The numbers of a weight whose parameter is `w_NK`, in whatever dtype holds them."""

@@ -17,6 +17,7 @@ from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.nn.gemm_context import GemmContext
 from narrowgauge.nn.linear_function import autocast_disabled, is_fp8, linear_function, swiglu_mlp
 from narrowgauge.nn.loop_checks import require_own_numbers, require_sum
+from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
 from narrowgauge.nn.sharded.linear_shards import LinearShards
 from narrowgauge.nn.stateful_linear import StatefulLinear
 from narrowgauge.nn.weight_state import Accumulation
@@ -36,7 +37,7 @@ class Linear(StatefulLinear):
 
     can_leave_bias = True  # a kernel behind this layer may add its bias (`kernels.heads`)
 
-    def forward(self, input: torch.Tensor, with_bias: bool = True) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, *, with_bias: bool = True) -> torch.Tensor:
         """(..., K) to (..., N), in the dtype of the input; the bias is added unless another adds it."""
         if self.shards.before is not None:
             input = self.shards.before(input)
@@ -66,8 +67,8 @@ class Linear(StatefulLinear):
         """This layer of SwiGLU of another layer's result, all in one function: (..., K) to (..., N).
 
         The numbers are those of the three one after the other; less is kept for the backward pass. None where
-        they have to be called: without kernels or gradients, with biases, hooks, shards or a gauge, and under
-        all but FP8 with one scale a tensor.
+        they have to be called: without kernels or gradients, with biases, hooks, a gauge or a share of the
+        products, and under all but FP8 with one scale a tensor. Weights may be gathered (FSDP).
         """
         if not use_kernels(input) or not isinstance(gate_up, Linear):
             return None
@@ -93,7 +94,8 @@ class Linear(StatefulLinear):
     def _is_alone(self, input: torch.Tensor) -> bool:
         """Whether this layer may be a part of a larger function."""
         is_trained = torch.is_grad_enabled() and input.requires_grad and self.weight.requires_grad
-        is_whole = self.shards == LinearShards() and not self.is_sharded and not self.sequence_length
+        is_gathered = not self.is_sharded or isinstance(self.weight, GatheredWeight)
+        is_whole = self.shards == LinearShards() and is_gathered and not self.sequence_length
         bias: torch.Tensor | None = self.bias
         is_plain = bias is None and not self.spec.transposed and not has_hooks(self, before=True)
         is_native = input.dtype == self.spec.compute and is_fp8(self.spec)
@@ -116,7 +118,7 @@ class Linear(StatefulLinear):
 
 
 @contextmanager
-def accumulating(model: torch.nn.Module, keeps_codes: bool) -> Iterator[None]:
+def accumulating(model: torch.nn.Module, keeps_codes: bool, keeps_both: bool = False) -> Iterator[None]:
     """The micro-batches of one step, whose weights do not change and whose gradients only `backward` sums.
 
     A layer then adds the gradient of its weight to the one that waits, in one pass. On a CPU a weight that
@@ -125,13 +127,14 @@ def accumulating(model: torch.nn.Module, keeps_codes: bool) -> Iterator[None]:
     Args:
         model: The model.
         keeps_codes: Whether layers keep the codes of their weights from one micro-batch to the next.
+        keeps_both: Whether they keep those of small weights along both axes.
     """
     layers = [m for m in model.modules() if isinstance(m, Linear)]
     uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     try:
         for layer in layers:
             is_added = uses[id(layer.weight)] == 1 or is_gpu(layer.weight.device)
-            layer.accumulation = Accumulation(layer.weight if is_added else None, keeps_codes)
+            layer.accumulation = Accumulation(layer.weight if is_added else None, keeps_codes, keeps_both)
         yield
     finally:
         for layer in layers:

@@ -83,6 +83,8 @@ class _LinearFunction(torch.autograd.Function):
 
 def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     w_NK, *kept, some_x_RM = ctx.saved_tensors
+    kept_w, kept_x = kept[:3], kept[3:]
+    del kept
     context: GemmContext = ctx.context
     compute, w_cast = context.layer.compute, context.layer.casts["fprop.w"]
     x_dtype, w_dtype, bias_dtype = ctx.dtypes
@@ -92,12 +94,15 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     if needs_dx:
         dy = context.operand(dy_MN, "dgrad.dy", -1, both=shares_dy)
         if ctx.reuses_w:
-            w = context.again(ctx.restore_w(*kept[:3]), "dgrad.w")
+            w = context.again(ctx.restore_w(*kept_w), "dgrad.w")
         elif context.layer.casts["dgrad.w"].of:
             w = context.again(context.weight_operand(w_NK, "fprop.w", -1), "dgrad.w")
         else:
             w = context.weight_operand(w_NK, "dgrad.w", 0)
         dx_MK = multiply(dy, w, compute).to(x_dtype)
+        del w, kept_w  # the gradient of the weight may take its memory, unless the graph is retained
+        if not torch.compiler.is_compiling():
+            ctx.maybe_clear_saved_tensors()
         if context.observer is not None:
             context.observer.product("dgrad.dx", dx_MK, dy_MN, context.numbers_of(w_NK).T)
     if needs_dw:
@@ -105,7 +110,7 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             dy = context.again(dy or context.operand(dy_MN, "dgrad.dy", -1), "wgrad.dy")
         else:
             dy = dy.transposed() if shares_dy and dy is not None else context.operand(dy_MN, "wgrad.dy", 0)
-        x = ctx.restore_x(*kept[3:])
+        x = ctx.restore_x(*kept_x)
         x = context.again(x, "wgrad.x") if context.reuses_x else context.operand(x.values, "wgrad.x", 0)
         # A sum that lacks the tokens of other processes is not rounded before it is complete.
         is_complete = context.shard("wgrad.x") is None
@@ -148,8 +153,9 @@ class _SwigluMlp(torch.autograd.Function):
             amax = once(lambda: amax)
             z_MD = multiply(second.operand(y_MF, "fprop.x", -1), v, compute, fast=True)
         kept: list[torch.Tensor | None] = []
-        for name, operand in {"x": x, "w": w, "v": v}.items():
-            tensors, restore = keep_operand(operand)
+        for name, operand, weight in (("x", x, None), ("w", w, w_GD), ("v", v, v_DF)):
+            is_gathered = isinstance(weight, GatheredWeight)  # again for the backward pass
+            tensors, restore = ((weight, None, None), None) if is_gathered else keep_operand(operand)
             kept += tensors
             setattr(ctx, f"restore_{name}", restore)
         ctx.save_for_backward(gate_up_MG, amax, *kept)
@@ -168,8 +174,12 @@ def _mlp_backward(ctx: Any, dz_MD: torch.Tensor) -> tuple[torch.Tensor | None, .
     first, second = ctx.contexts
     compute, cast, y_cast = first.layer.compute, first.layer.casts["dgrad.dy"], second.layer.casts["wgrad.x"]
     x, w, v = (
-        restore(*kept[i : i + 3]).transposed()
-        for restore, i in ((ctx.restore_x, 0), (ctx.restore_w, 3), (ctx.restore_v, 6))
+        context.operand(kept[i], "dgrad.w", 0) if restore is None else restore(*kept[i : i + 3]).transposed()
+        for context, restore, i in (
+            (first, ctx.restore_x, 0),
+            (first, ctx.restore_w, 3),
+            (second, ctx.restore_v, 6),
+        )
     )
     dz = second.operand(dz_MD, "dgrad.dy", -1, both=True)
     dy_MF = multiply(dz, v, compute)

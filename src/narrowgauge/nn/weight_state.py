@@ -40,11 +40,13 @@ class Accumulation:
     Attributes:
         parameter: The weight to whose waiting gradient a backward pass adds; None leaves it to autograd.
         keeps_codes: Whether the codes of the weight are kept from one micro-batch to the next.
+        keeps_both: Whether those of a small weight are kept along both axes.
         kept: The operands that were kept.
     """
 
     parameter: torch.nn.Parameter | None
     keeps_codes: bool
+    keeps_both: bool = False
     kept: dict[Any, Any] = field(default_factory=dict)
 
     def add(self, dw: torch.Tensor, transposed: bool, factor: torch.Tensor | None = None) -> bool:

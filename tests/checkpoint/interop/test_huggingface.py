@@ -74,8 +74,8 @@ def mixtral():
     return MixtralForCausalLM(MixtralConfig(**sizes(4, 2, 16), num_local_experts=5, num_experts_per_tok=2))
 
 
-def qwen3_moe(normalized=True):
-    experts = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+def qwen3_moe(normalized=True, width=40):
+    experts = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": width}
     config = Qwen3MoeConfig(**sizes(4, 2, 24), **experts, norm_topk_prob=normalized)
     return Qwen3MoeForCausalLM(config)
 

@@ -7,6 +7,7 @@ from importlib import resources
 import pytest
 
 from narrowgauge.bench.count import count_step
+from narrowgauge.bench.count.whole import parts_of
 from narrowgauge.bench.work import Operand
 from narrowgauge.cluster import cluster_names, load_cluster, make_plan, tokens_of
 from narrowgauge.cluster.plan.cast_price import cast_seconds
@@ -316,7 +317,7 @@ def test_what_nobody_gave_is_chosen_and_said():
 
 @pytest.mark.skipif(not is_triton_installed(), reason="kernels are declared by Triton")
 def test_what_is_expected_of_one_gpu_is_counted():
-    """From two and three blocks, to the launch; several devices, kept blocks and CPUs have no count."""
+    """From few blocks of each kind, to the launch; several devices and CPUs have no count."""
     h200, card = load_cluster("h200"), load_cluster("rtx4090")
     five = config("fp8", SMALL | {"layers": 5})
     alone, exact = ParallelDims(), count_step(five, h200.facts)
@@ -329,12 +330,43 @@ def test_what_is_expected_of_one_gpu_is_counted():
     told = as_json(plan)["expect"]
     assert told["seconds"] == pytest.approx(max(found.seconds, plan.time.seconds))
     assert told["counted"]["seconds"] == found.seconds
-    assert counted_step(config("nvfp4", SMALL | {"layers": 5}), alone, h200) is None
+    kept = config("nvfp4", SMALL | {"layers": 15})  # 3 of 15 blocks stay wide, 1 of 2, 1 of 3, 2 of 7
+    wide, few = count_step(kept, h200.facts), counted_step(kept, alone, h200)
+    assert (few.micro_batch.launches, few.micro_batch.bytes) == (
+        wide.micro_batch().launches,
+        wide.micro_batch().bytes,
+    )
+    assert [n for n, _ in parts_of(kept)] == [2, 3, 7]
     assert counted_step(five, ParallelDims(shard=2), h200) is None
     assert counted_step(five, alone, load_cluster("frontier")) is not None
     measured = expectation(h200.measured, 1, 10**9, "fp8")
     assert counted_expectation(None, 1.0, measured) is measured
     assert counted_expectation(found, 2 * found.seconds, None).share == 1, "nothing is faster than the best"
+    assert counted_expectation(found, found.seconds, None, found.seconds).share == 0.5, "the host's link"
+
+
+def test_gradients_on_the_host_travel_in_each_micro_batch():
+    card, alone = load_cluster("rtx4090"), ParallelDims()
+
+    def copies(offload, batch_size=4):
+        values = {"recipe": {"name": "msamp-o3", "offload": offload}}
+        one = make_config(values | {"training": {"micro_batch_size": 1, "batch_size": batch_size}})
+        with imagine(card.facts):
+            step = estimate_step(one)
+        host = step.memory.host
+        return (
+            estimate(one, alone, card, step).copies * card.host / 2,
+            sum(host.values()),
+            host.get("gradients", 0),
+        )
+
+    assert copies("")[0] == 0
+    moved, once, gradients = copies("m,v")
+    assert moved == pytest.approx(once)
+    assert gradients == 0
+    moved, once, gradients = copies("grad,m")
+    assert moved == pytest.approx(once + 4 * gradients)
+    assert gradients > 0
 
 
 def test_8b_in_fp8_does_not_fit_on_one_h200():

@@ -4,7 +4,7 @@ from narrowgauge.bench.count.result import StepCount
 from narrowgauge.bench.count.speeds import H200, Speeds
 from narrowgauge.bench.count.step import count_step
 from narrowgauge.bench.count.table import print_count
-from narrowgauge.bench.count.whole import WholeCount, count_whole, has_equal_blocks
+from narrowgauge.bench.count.whole import WholeCount, count_whole
 
 __all__ = [
     "H200",
@@ -13,6 +13,5 @@ __all__ = [
     "WholeCount",
     "count_step",
     "count_whole",
-    "has_equal_blocks",
     "print_count",
 ]

@@ -19,6 +19,10 @@ _FREE = frozenset(
     | {"lift_fresh_copy", "_unsafe_view", "set_", "resize_", "record_stream", "is_same_size"}
     | {"_local_scalar_dense"}
 )
+#: Collectives: the network's work, not the device's.
+_COLLECTIVES = frozenset(
+    {"_allgather_base_", "allgather_", "_reduce_scatter_base_", "allreduce_", "broadcast_", "barrier"}
+)
 #: Operations that write without reading anything but numbers of the host.
 _FILLS = frozenset(
     {"fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros"}
@@ -54,7 +58,7 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any)
     name = operation_name(func)
     results = _on_gpu(out)
     inputs = _on_gpu((args, {k: v for k, v in kwargs.items() if k != "out"}))
-    if name in _FREE or not (results or inputs) or is_view_operation(func):
+    if name in _FREE | _COLLECTIVES or not (results or inputs) or is_view_operation(func):
         return None
     if name in _PRODUCTS:
         return _product(name, args, inputs, results)
@@ -62,15 +66,25 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any)
         elements = [t.numel() for t in args[0]]
         launches = -(-len(elements) // _UPDATED_TENSORS) + sum(n // _UPDATED_ELEMENTS for n in elements)
         return Cost(28 * sum(elements), launches=max(1, launches))  # w, m, v read and written, g read
-    return Cost(_moved(name, inputs, results), launches=_KERNELS.get(name, 1))
+    return Cost(_moved(name, args, kwargs, inputs, results), launches=_KERNELS.get(name, 1))
 
 
-def _moved(name: str, inputs: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> int:
+def _moved(
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    inputs: Sequence[torch.Tensor],
+    results: Sequence[torch.Tensor],
+) -> int:
     """Bytes read and written."""
     if name in _FILLS:
         return sum(map(shown_bytes, results))
     if name == "copy_":
         return shown_bytes(inputs[-1]) + shown_bytes(results[0])
+    if name == "all_gather_copy_in":  # FSDP2: shards into the buffer that is sent
+        return 2 * sum(map(shown_bytes, _on_gpu(args[0])))
+    if name in ("split_with_sizes_copy", "chunk_cat"):  # FSDP2: out of what was gathered, into what is summed
+        return sum(map(shown_bytes, _on_gpu((args[0], kwargs["out"]))))
     if name == "embedding":
         return 2 * shown_bytes(results[0])
     if name == "embedding_dense_backward":

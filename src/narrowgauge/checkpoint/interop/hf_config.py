@@ -49,6 +49,12 @@ _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 def config_from(values: Mapping[str, Any], where: str) -> ModelConfig:
     """Our configuration of a `config.json`; `where` begins the sentence of each refusal."""
     family = values.get("model_type")
+    if family == "gpt_oss":
+        raise UserError(
+            f"{where}: gpt_oss has attention sinks and biases of experts, which this model does not compute; "
+            "open it in transformers with quantization_config=Mxfp4Config(dequantize=True) and train it "
+            "through narrowgauge.convert"
+        )
     if family not in FAMILIES:
         raise UserError(f"{where}: {unknown('model_type', str(family), FAMILIES)}")
     ours = _from_gpt2(values, where) if family == "gpt2" else _from_llama(values, str(family), where)

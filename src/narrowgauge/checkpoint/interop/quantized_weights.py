@@ -12,6 +12,7 @@ A linear layer LAYER has no LAYER.weight of 16 bits or more then, but codes and 
     ModelOpt, FP8               weight e4m3, weight_scale (1)                             q * s
       NVFP4                     weight (N, K/2), weight_scale e4m3 (N, K/16),
                                   weight_scale_2 (1)                                      q * (s * scale_2)
+    gpt-oss, MXFP4                experts in stacks (`expert_stacks.py`)                  q * 2^(s - 127)
 
 q has the values of its format, N rows and K columns. Everything is computed in float32, where only the
 products with an fp32 scale are rounded, once. Scales of activations and of a KV cache are no weights, and are
@@ -26,11 +27,12 @@ from typing import Any
 
 import torch
 
+from narrowgauge.checkpoint.interop.expert_stacks import BLOCKS, SCALES, stacked_weights
 from narrowgauge.checkpoint.interop.safetensors_reader import TensorFolder
 from narrowgauge.errors import UserError
 from narrowgauge.formats import decode, format, unpack
 
-METHODS = ("fp8", "compressed-tensors", "modelopt")
+METHODS = ("fp8", "compressed-tensors", "modelopt", "mxfp4")
 _NO_WEIGHT = ("input_scale", "input_global_scale", "weight_shape", "k_scale", "v_scale", "activation_scale")
 _BESIDE = ("weight_packed", "weight_scale", "weight_scale_inv", "weight_scale_2", "weight_global_scale")
 
@@ -55,7 +57,8 @@ class QuantizedFolder:
     def __init__(self, files: TensorFolder, quantization: Mapping[str, Any]) -> None:
         self.files = files
         self.block = _block_of(quantization)
-        self.names = list(self._names())
+        self.stacked = stacked_weights(files)
+        self.names = [*self._names(), *self.stacked]
 
     def read(self, name: str) -> torch.Tensor:
         """A tensor as float32.
@@ -63,31 +66,36 @@ class QuantizedFolder:
         Raises:
             UserError: it is damaged, of an unknown layout, or not finite.
         """
-        layer = name.removesuffix(".weight")
-        beside = {
-            part: self.files.read_stored(f"{layer}.{part}")
-            for part in _BESIDE
-            if f"{layer}.{part}" in self.files.file_of
-        }
-        if not name.endswith(".weight") or not beside:
+        parts = self._parts(name)
+        if not parts:
             return self.files.read(name)
-        if "weight_packed" not in beside:
-            beside["weight"] = self.files.read_stored(name)
         try:
-            weight, precision = dequantize(beside, self.block)
+            weight, precision = dequantize(parts, self.block)
         except (ValueError, RuntimeError) as error:
             raise UserError(
-                f"the weights of {layer!r} in {self.files.folder} are in no layout that is read: {error}; "
-                "give the unquantized model"
+                f"the weights of {name.removesuffix('.weight')!r} in {self.files.folder} are in no layout "
+                f"that is read: {error}; give the unquantized model"
             ) from None
         self.files.precisions.add(precision)
         return self.files.require_finite(weight, name)
 
+    def _parts(self, name: str) -> dict[str, torch.Tensor]:
+        """The tensors that make up a narrow weight; none if it is not narrow."""
+        if name in self.stacked:
+            return self.stacked[name].read(self.files)
+        layer = name.removesuffix(".weight")
+        found = {part: f"{layer}.{part}" for part in _BESIDE if f"{layer}.{part}" in self.files.file_of}
+        if not name.endswith(".weight") or not found:
+            return {}
+        if "weight_packed" not in found:
+            found["weight"] = name
+        return {part: self.files.read_stored(stored) for part, stored in found.items()}
+
     def _names(self) -> Iterable[str]:
-        seen = set()
+        seen, stacks = set(), {weight.stack for weight in self.stacked.values()}
         for stored in self.files.file_of:
             layer, _, last = stored.rpartition(".")
-            if last in _NO_WEIGHT:
+            if last in _NO_WEIGHT or stored.removesuffix(BLOCKS).removesuffix(SCALES) in stacks:
                 continue
             name = f"{layer}.weight" if last in _BESIDE else stored
             if name not in seen:

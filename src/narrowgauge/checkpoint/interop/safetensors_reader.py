@@ -67,13 +67,18 @@ class TensorFolder:
         self.precisions.add(PRECISIONS[tensor.dtype])
         return self.require_finite(tensor, name).float()
 
-    def read_stored(self, name: str) -> torch.Tensor:
-        """A tensor as it is stored."""
+    def read_stored(self, name: str, at: tuple[int | slice, ...] = ()) -> torch.Tensor:
+        """A tensor as it is stored, or the part of it at an index, read alone."""
+        file = self._handle(self.file_of[name])
         try:
-            tensor: torch.Tensor = self._handle(self.file_of[name]).get_tensor(name)
+            tensor: torch.Tensor = file.get_slice(name)[at] if at else file.get_tensor(name)
         except SafetensorError as error:
             raise _damaged(self.folder / self.file_of[name], str(error)) from error
         return tensor
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        return tuple(self._handle(self.file_of[name]).get_slice(name).get_shape())
 
     def require_finite(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """The tensor of a name, if it has neither a NaN nor an infinity."""

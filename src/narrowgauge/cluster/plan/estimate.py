@@ -4,7 +4,8 @@
     attention   the same, as it is computed (`attention_cost.py`)
     casts       operands made for the products, native or emulated (`cast_price.py`)
     passes      bytes that norms, activations and the loss read and write, each fused / memory bandwidth
-    update      bytes of the state, read and written / memory bandwidth, or the host's link
+    update      bytes of the state, read and written / memory bandwidth
+    copies      state in the host's memory, read and written / the host's link; gradients for each micro-batch
     links       bytes sent in a ring of processes / the slower of the links that the ring passes
 
 What is computed and moved is counted as for `bench` (`bench/work.py`). Communication of weights and gradients
@@ -54,6 +55,7 @@ class Estimate:
         casts: seconds of making their operands, of scaling emulated results, and of an emulated attention.
         passes: seconds of everything else that is computed.
         update: seconds of the optimizer.
+        copies: seconds of copying state between the host's memory and the device's.
         waiting: seconds of waiting for links, without the overlapping part.
         bubble: seconds of waiting in a pipeline.
         volumes: what a device sends.
@@ -68,6 +70,7 @@ class Estimate:
     casts: float
     passes: float
     update: float
+    copies: float
     waiting: float
     bubble: float
     volumes: tuple[Volume, ...]
@@ -85,7 +88,9 @@ class Estimate:
     @property
     def seconds(self) -> float:
         """Seconds of a step."""
-        return self.products + self.casts + self.passes + self.update + self.waiting + self.bubble
+        return (
+            self.products + self.casts + self.passes + self.update + self.copies + self.waiting + self.bubble
+        )
 
 
 def estimate(config: Config, parallel_dims: ParallelDims, cluster: Cluster, step: StepEstimate) -> Estimate:
@@ -107,12 +112,27 @@ def estimate(config: Config, parallel_dims: ParallelDims, cluster: Cluster, step
     micro_batches = t.batch_size // (parallel_dims.data * t.micro_batch_size)
     bubble = busy * (parallel_dims.pipeline - 1) / (micro_batches * parallel_dims.chunks)
     state = sum(step.memory.device[name] for name in ("weights", "master", "gradients", "m", "v"))
-    update = 2 * state / cluster.memory_bandwidth + 2 * sum(step.memory.host.values()) / cluster.host
-    total = busy + waiting + bubble + update
+    update = 2 * state / cluster.memory_bandwidth
+    host = step.memory.host
+    copied = sum(host.values()) + micro_batches * host.get("gradients", 0)
+    copies = 2 * copied / cluster.host
+    total = busy + waiting + bubble + update + copies
     used = flops_per_token(config.spec.model, config.data.sequence_length) * tokens / total
     mfu = used / parallel_dims.size / cluster.peak[cluster.format_for(recipe.compute)]
     return Estimate(
-        products, casts, passes, update, waiting, bubble, volumes, tokens, mfu, formats, attention, backend
+        products,
+        casts,
+        passes,
+        update,
+        copies,
+        waiting,
+        bubble,
+        volumes,
+        tokens,
+        mfu,
+        formats,
+        attention,
+        backend,
     )
 
 
@@ -124,7 +144,7 @@ def _computation(
     # A process sees the tokens of its part of a sequence; attention is of whole sequences.
     tokens = max(1, data.sequence_length // parallel_dims.context)
     part = config.model_copy(update={"data": data.model_copy(update={"sequence_length": tokens})})
-    work = work_of_passes(part, native)
+    work = work_of_passes(part, native, parallel_dims.expert)
     devices = parallel_dims.size // parallel_dims.context
     speeds = _speeds(config, cluster)
     flops = dict.fromkeys(speeds, 0)

@@ -66,7 +66,7 @@ def expectation(
 
 
 def counted_expectation(
-    counted: WholeCount | None, at_best: float, measured: Expectation | None
+    counted: WholeCount | None, at_best: float, measured: Expectation | None, copies: float = 0.0
 ) -> Expectation | None:
     """The share that a count gives, beside the measured runs; these alone if nothing is counted.
 
@@ -74,10 +74,11 @@ def counted_expectation(
         counted: the count of a step.
         at_best: the seconds of the same step at best, than which nothing is expected to be faster.
         measured: what measured runs reached.
+        copies: the seconds of copies between the host's memory and the device's, which no count has.
     """
     if counted is None:
         return measured
-    share = min(1.0, at_best / counted.seconds)
+    share = min(1.0, at_best / (counted.seconds + copies))
     if measured is None:
         return Expectation(share, share, share, (), counted)
     return replace(measured, share=share, counted=counted)

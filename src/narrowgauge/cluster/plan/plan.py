@@ -128,7 +128,7 @@ def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) 
     time = estimate(config, parallel_dims, cluster, step)
     measured = expectation(cluster.measured, devices, step.memory.parameters, time.format)
     counted = counted_step(config, parallel_dims, cluster)
-    expected = counted_expectation(counted, time.seconds, measured)
+    expected = counted_expectation(counted, time.seconds, measured, time.copies)
     return Plan(config, parallel_dims, step, room, fewest, time.backend, gpu, time, expected, cluster, chosen)
 
 
@@ -207,7 +207,19 @@ def cost_of(plan: Plan, tokens: int, price: Price | None, share: float = 1.0) ->
     return {"days": days, "device-hours": hours, "price": hours * price.amount if price else 0.0}
 
 
-_STEP = ("products", "casts", "passes", "update", "waiting", "bubble", "seconds", "mfu", "tokens", "format")
+_STEP = (
+    "products",
+    "casts",
+    "passes",
+    "update",
+    "copies",
+    "waiting",
+    "bubble",
+    "seconds",
+    "mfu",
+    "tokens",
+    "format",
+)
 
 
 def as_json(plan: Plan, tokens: int = 0, asked: Price | None = None) -> dict[str, Any]:

@@ -113,6 +113,7 @@ def _print_time(plan: Plan, time: Estimate, tokens: int, price: Price | None, co
         f"casts{mark}": time.casts,
         "passes over memory": time.passes,
         "update": time.update,
+        "copies from and to the host": time.copies,
         "waiting for links": time.waiting,
         "pipeline": time.bubble,
     }.items():
@@ -173,7 +174,8 @@ def _sources(e: Expectation, time: Estimate) -> str:
     if (c := e.counted) is not None:
         beside = f"; runs of others nearest to it reached {100 * e.least:.0f} to {100 * e.most:.0f} %"
         return (
-            f"expect: {_figure(c.seconds)} s a step, {100 * e.share:.0f} % of the best, counted for this GPU "
+            f"expect: {_figure(c.seconds + time.copies)} s a step, {100 * e.share:.0f} % of the best, "
+            f"counted for this GPU{', beside the copies' if time.copies else ''} "
             f"({c.micro_batch.launches:,} launches and {c.micro_batch.bytes / 1e9:,.0f} GB a micro-batch; "
             f"speeds: {c.words}){beside if e.runs else ''}; nothing of it was measured of this program"
         )

@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from narrowgauge.collectives import Group, all_reduce_amax, all_reduce_max, comm_tag
+from narrowgauge.collectives import Group, all_reduce_max, comm_tag
 from narrowgauge.formats import encode_finite_, round_finite_, torch_dtype
+from narrowgauge.kernels.cast import amaxes_of
 from narrowgauge.quantization import Cast, PreScale
 from narrowgauge.quantization.scales import FLOAT_MAX, fp32_scale
 from narrowgauge.quantization.state.prescale import applied
@@ -60,7 +61,7 @@ def shared_scales(
     scales: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(wires)
     if not scaled:
         return scales
-    amaxes = all_reduce_amax([tensors[i] for i in scaled], [group])
+    amaxes = all_reduce_max(amaxes_of([tensors[i] for i in scaled]), [group])
     for further, which in _further_groups([wires[i] for i in scaled], group):
         amaxes[which] = all_reduce_max(amaxes[which], [further])
     for i, amax in zip(scaled, amaxes, strict=True):

@@ -25,6 +25,7 @@ from narrowgauge.distributed.parallel.pipeline_schedule import Pipeline
 from narrowgauge.distributed.pipeline_stage import MicroBatch, StageInput
 from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.distributed.simulate.fake_pipeline import FakePipeline
+from narrowgauge.kernels.amax_cache import begin_amaxes
 from narrowgauge.models import Transformer, objective_of
 from narrowgauge.nn.histories import reduce_histories
 from narrowgauge.nn.linear import accumulating
@@ -85,6 +86,7 @@ class Engine:
         with self._same_weights(len(micro_batches)):
             for i, (_, batch, weight) in enumerate(micro_batches):
                 begin(i)
+                begin_amaxes()
                 with self._gradient_sync(is_last=i == len(micro_batches) - 1):
                     loss = self._loss(batch) * weight
                     objective = objective_of(loss)
@@ -99,12 +101,14 @@ class Engine:
 
         Codes of weights are kept where a step has several micro-batches and no block is recomputed whole: who
         does that is short of memory. Codes take a byte a weight, which is kept for the backward pass anyway;
-        there they are copied to lie along the other axis.
+        there they are copied to lie along the other axis. Without an option that saves memory, those of small
+        weights are kept along both.
         """
         if not self.mesh.is_alone:
             return nullcontext()
         has_memory = self.model.selective or not self.model.recompute
-        return accumulating(self.model, keeps_codes=micro_batches > 1 and has_memory)
+        saves_none = not (self.model.recompute or self.model.chunked_loss)
+        return accumulating(self.model, micro_batches > 1 and has_memory, keeps_both=saves_none)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:

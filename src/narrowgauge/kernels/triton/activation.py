@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.formats import Format
+from narrowgauge.kernels.amax_cache import new_amax
 from narrowgauge.kernels.triton.arithmetic import exp, magnitude, narrow, wide
 from narrowgauge.kernels.triton.launch import launch
 from narrowgauge.kernels.triton.rounding import code_of, to_grid
@@ -34,7 +35,7 @@ def tile_of(rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def swiglu_forward(gate_up_ptr, y_ptr, largest_ptr, rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
+def swiglu_forward(gate_up_ptr, y_ptr, amax_ptr, rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
     """silu(gate) * up; 0 beyond the edges."""
     row, col, inside = tile_of(rows, F, ROWS, COLS)
     at = row * 2 * F + col
@@ -43,7 +44,7 @@ def swiglu_forward(gate_up_ptr, y_ptr, largest_ptr, rows, F, ROWS: tl.constexpr,
     silu = narrow(tl.math.div_rn(gate, 1 + exp(-gate)), y_ptr.dtype.element_ty)
     y = narrow(wide(silu) * up, y_ptr.dtype.element_ty)
     tl.store(y_ptr + row * F + col, y, inside)
-    tl.store(largest_ptr + tl.program_id(0), tl.max(tl.max(magnitude(y), 1), 0))
+    tl.atomic_max(amax_ptr, tl.max(tl.max(magnitude(y), 1), 0), sem="relaxed")
 
 
 @triton.jit
@@ -58,10 +59,8 @@ def _swiglu_gradients(dy, gate, up, dtype: tl.constexpr):
 
 
 @triton.jit
-def swiglu_backward(
-    dy_ptr, gate_up_ptr, grad_ptr, largest_ptr, rows, F, ROWS: tl.constexpr, COLS: tl.constexpr
-):
-    """The gradients of gate and up, side by side; without `grad_ptr` their largest magnitudes alone."""
+def swiglu_backward(dy_ptr, gate_up_ptr, grad_ptr, amax_ptr, rows, F, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The gradients of gate and up, side by side; without `grad_ptr` their largest magnitude alone."""
     row, col, inside = tile_of(rows, F, ROWS, COLS)
     at = row * 2 * F + col
     dy = wide(tl.load(dy_ptr + row * F + col, inside, 0))
@@ -72,7 +71,7 @@ def swiglu_backward(
         tl.store(grad_ptr + at, dgate, inside)
         tl.store(grad_ptr + at + F, dup, inside)
     largest = tl.maximum(magnitude(dgate), magnitude(dup))
-    tl.store(largest_ptr + tl.program_id(0), tl.max(tl.max(largest, 1), 0))
+    tl.atomic_max(amax_ptr, tl.max(tl.max(largest, 1), 0), sem="relaxed")
 
 
 @triton.jit
@@ -134,18 +133,18 @@ def _turns(x):
 
 
 @triton.jit
-def gelu_forward(x_ptr, y_ptr, largest_ptr, count, BLOCK: tl.constexpr):
+def gelu_forward(x_ptr, y_ptr, amax_ptr, count, BLOCK: tl.constexpr):
     """x * sigmoid(2u)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     x = wide(tl.load(x_ptr + at, inside, 0))
     y = narrow(tl.math.div_rn(x, _turns(x)), y_ptr.dtype.element_ty)
     tl.store(y_ptr + at, y, inside)
-    tl.store(largest_ptr + tl.program_id(0), tl.max(magnitude(y), 0))
+    tl.atomic_max(amax_ptr, tl.max(magnitude(y), 0), sem="relaxed")
 
 
 @triton.jit
-def gelu_backward(dy_ptr, x_ptr, dx_ptr, largest_ptr, count, BLOCK: tl.constexpr):
+def gelu_backward(dy_ptr, x_ptr, dx_ptr, amax_ptr, count, BLOCK: tl.constexpr):
     """dy * (s + x s (1 - s) 2u'), s = sigmoid(2u)."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
@@ -155,7 +154,7 @@ def gelu_backward(dy_ptr, x_ptr, dx_ptr, largest_ptr, count, BLOCK: tl.constexpr
     slope = 1.5957691216057308 * (1 + 0.134145 * (x * x))
     dx = narrow(dy * (sigmoid + x * sigmoid * (1 - sigmoid) * slope), dx_ptr.dtype.element_ty)
     tl.store(dx_ptr + at, dx, inside)
-    tl.store(largest_ptr + tl.program_id(0), tl.max(magnitude(dx), 0))
+    tl.atomic_max(amax_ptr, tl.max(magnitude(dx), 0), sem="relaxed")
 
 
 def _tiles(rows: int, F: int) -> tuple[int, dict[str, Any]]:
@@ -166,32 +165,35 @@ def _tiles(rows: int, F: int) -> tuple[int, dict[str, Any]]:
 
 
 def launch_swiglu(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., 2F] contiguous -> [..., F], and the largest magnitude of each tile (fp32)."""
+    """[..., 2F] contiguous -> [..., F], and its largest magnitude (0-dim fp32)."""
     F = gate_up.shape[-1] // 2
     y = torch.empty(*gate_up.shape[:-1], F, dtype=gate_up.dtype, device=gate_up.device)
     rows = y.numel() // F
     tiles, tile = _tiles(rows, F)
-    largest = torch.empty(tiles, device=y.device)
-    bits = largest.view(torch.int32)
+    amax = new_amax(y.device)
+    bits = amax.view(torch.int32)
     launch(
-        swiglu_forward, (tiles,), gate_up, y, bits, rows, F, writes="y_ptr largest_ptr", **tile, **FOUR_WARPS
-    )
-    return y, largest
+        swiglu_forward, (tiles,), gate_up, y, bits, rows, F,
+        writes="y_ptr", updates="amax_ptr", **tile, **FOUR_WARPS,
+    )  # fmt: skip
+    return y, amax
 
 
 def launch_swiglu_backward(
     dy: Tensor, gate_up: Tensor, writes_gradient: bool = True
 ) -> tuple[Tensor | None, Tensor]:
-    """[..., F] and [..., 2F], both contiguous -> the gradient [..., 2F] or None, its largest magnitudes."""
+    """[..., F] and [..., 2F], both contiguous -> the gradient [..., 2F] or None, its largest magnitude."""
     F = dy.shape[-1]
     grad = torch.empty_like(gate_up) if writes_gradient else None
     rows = dy.numel() // F
     tiles, tile = _tiles(rows, F)
-    largest = torch.empty(tiles, device=dy.device)
-    bits = largest.view(torch.int32)
-    written = "grad_ptr largest_ptr"
-    launch(swiglu_backward, (tiles,), dy, gate_up, grad, bits, rows, F, writes=written, **tile, **EIGHT_WARPS)
-    return grad, largest
+    amax = new_amax(dy.device)
+    bits = amax.view(torch.int32)
+    launch(
+        swiglu_backward, (tiles,), dy, gate_up, grad, bits, rows, F,
+        writes="grad_ptr", updates="amax_ptr", **tile, **EIGHT_WARPS,
+    )  # fmt: skip
+    return grad, amax
 
 
 class SwigluCodes(NamedTuple):
@@ -235,23 +237,26 @@ def _facts(fmt: Format, of: str) -> dict[str, Any]:
 
 
 def launch_gelu(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Contiguous -> the same shape, and the largest magnitude of each tile (fp32)."""
+    """Contiguous -> the same shape, and its largest magnitude (0-dim fp32)."""
     y = torch.empty_like(x)
     tiles = triton.cdiv(x.numel(), TILE)
-    largest = torch.empty(tiles, device=x.device)
-    bits = largest.view(torch.int32)
+    amax = new_amax(x.device)
+    bits = amax.view(torch.int32)
     launch(
-        gelu_forward, (tiles,), x, y, bits, x.numel(), writes="y_ptr largest_ptr", BLOCK=TILE, **FOUR_WARPS
-    )
-    return y, largest
+        gelu_forward, (tiles,), x, y, bits, x.numel(),
+        writes="y_ptr", updates="amax_ptr", BLOCK=TILE, **FOUR_WARPS,
+    )  # fmt: skip
+    return y, amax
 
 
 def launch_gelu_backward(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Both contiguous -> the gradient of x, and its largest magnitudes."""
+    """Both contiguous -> the gradient of x, and its largest magnitude."""
     dx = torch.empty_like(x)
     tiles = triton.cdiv(x.numel(), TILE)
-    largest = torch.empty(tiles, device=x.device)
-    bits = largest.view(torch.int32)
-    written = "dx_ptr largest_ptr"
-    launch(gelu_backward, (tiles,), dy, x, dx, bits, x.numel(), writes=written, BLOCK=TILE, **FOUR_WARPS)
-    return dx, largest
+    amax = new_amax(x.device)
+    bits = amax.view(torch.int32)
+    launch(
+        gelu_backward, (tiles,), dy, x, dx, bits, x.numel(),
+        writes="dx_ptr", updates="amax_ptr", BLOCK=TILE, **FOUR_WARPS,
+    )  # fmt: skip
+    return dx, amax

@@ -1,5 +1,7 @@
 """The launches of a cast's kernels: grids, tiles, memory for results."""
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -7,7 +9,7 @@ import triton
 
 from narrowgauge.devices import Device, imagined
 from narrowgauge.formats import RandomStream, encode, format
-from narrowgauge.kernels.amax_cache import cached_amax
+from narrowgauge.kernels.amax_cache import cached_amax, new_amax
 from narrowgauge.kernels.triton.cast import LAUNCH, cast_blocks, cast_given, largest, tile_of
 from narrowgauge.kernels.triton.launch import launch
 from narrowgauge.kernels.triton.rounding import facts, facts_of_scale, is_converted
@@ -72,6 +74,30 @@ def quantized(
         return QTensor(codes, scales, scale_codes, one, cast, blocks), other
     codes, blocks, scales, scale_codes, S = _cast_blocks(x, cast, axis, torch.uint8, stream, signs)
     return QTensor(codes, scales, scale_codes, one if S is None else S, cast, blocks), None
+
+
+@torch.no_grad()
+def launch_codes(x: torch.Tensor, cast: Cast, encode: torch.Tensor, decode: torch.Tensor) -> torch.Tensor:
+    """The uint8 codes of a matrix under one scale, 0-dim fp32 (encode, decode); 0 where decode is NaN."""
+    view = _view(x, cast, -1)
+    scales = encode.view(1, 1), decode.view(1, 1)
+    return _launch_given(x, cast, -1, view, blocks_of(view.shape, cast, -1), torch.uint8, None, *scales)[0]
+
+
+@torch.no_grad()
+def launch_amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The largest magnitude of each of n tensors, (n,) float32."""
+    amaxes = torch.zeros(len(tensors), dtype=torch.int32, device=tensors[0].device)
+    for x, amax in zip(tensors, amaxes.split(1), strict=True):
+        if x.numel():
+            x = x if x.ndim == 2 else x.reshape(-1, x.shape[-1] if x.ndim else 1)
+            tile = tile_of(x.stride(1))
+            launch(
+                largest, (triton.cdiv(x.shape[0], tile[0]), triton.cdiv(x.shape[1], tile[1])),
+                x, amax, x, x, *x.shape, *x.stride(), 0, 0, 1, 1, updates="amax", IS_TOLD=False,
+                TR=tile[0], TK=tile[1], BR=1, BK=1, H=0, BY_ROW=False, IS_ONE=True, FINITE=False, **LAUNCH,
+            )  # fmt: skip
+    return amaxes.view(torch.float32)
 
 
 _ONES: dict[tuple[torch.device, Device | None], torch.Tensor] = {}
@@ -141,6 +167,27 @@ def _cast_given(
     else:
         scales = scales_from(amax, cast, given_scale)
         factor, block, divides = scales.encode.contiguous(), scales.block.contiguous(), scales.divides
+    out, other = _launch_given(
+        x, cast, axis, view, blocks, dtype, stream, factor, block, divides, from_amax, both
+    )
+    return out, other, block, blocks
+
+
+def _launch_given(
+    x: torch.Tensor,
+    cast: Cast,
+    axis: int,
+    view: _View,
+    blocks: Blocks,
+    dtype: torch.dtype,
+    stream: RandomStream | None,
+    factor: torch.Tensor,
+    block: torch.Tensor,
+    divides: bool = False,
+    from_amax: bool = False,
+    both: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(codes or numbers, the same along the other axis) under factors, or those of largest magnitudes."""
     out = _empty(view, axis, dtype, x)
     other = _empty(view, -1 - axis, dtype, x) if both else None
     tile = tile_of(view.x[1])
@@ -156,7 +203,7 @@ def _cast_given(
         FROM_AMAX=from_amax, AIM=cast.aim, POWER_OF_TWO=cast.power_of_two,
         CONVERTS=is_converted(cast, x.device), **LAUNCH,
     )  # fmt: skip
-    return out, other, block, blocks
+    return out, other
 
 
 def _cast_blocks(
@@ -213,13 +260,16 @@ def _largest(
     finite = cast.tensor_scale != "none"
     told = cached_amax(x) if finite and matrix is None else None
     BR, BK = cast.block if finite and cast.block else (1, 1)
-    amax = torch.zeros((1, 1) if finite else blocks.grid, dtype=torch.int32, device=x.device)
+    if finite or prod(blocks.grid) == 1:
+        amax = new_amax(x.device).view(torch.int32).reshape(1, 1)
+    else:
+        amax = torch.zeros(blocks.grid, dtype=torch.int32, device=x.device)
     tile = tile_of(view.x[1])
     launch(
         largest, _grid(view, tile),
         x, amax, x if matrix is None else matrix, x if told is None else told,
         view.R, view.K, *view.x, *_strides(amax, axis),
-        *((2**30, 2**30) if finite else _extents(blocks, axis)), writes="amax",
+        *((2**30, 2**30) if finite else _extents(blocks, axis)), updates="amax",
         seldom="" if told is None else "x", IS_TOLD=told is not None,
         TR=tile[0], TK=tile[1], BR=BR, BK=BK, H=0 if matrix is None else len(matrix),
         BY_ROW=_is_by_row(cast), IS_ONE=amax.numel() == 1, FINITE=finite, **LAUNCH,

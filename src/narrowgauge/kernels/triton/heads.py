@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from narrowgauge.kernels.amax_cache import new_amax
 from narrowgauge.kernels.triton.arithmetic import magnitude, narrow, wide
 from narrowgauge.kernels.triton.launch import launch
 
@@ -68,7 +69,7 @@ def _load_halves(x_ptr, b, n, t, pair, half, xb, xn, xt, inside):
 
 @triton.jit
 def split_backward(
-    dq_ptr, dk_ptr, dv_ptr, table_ptr, dx_ptr, dbias_ptr, largest_ptr, M, T, N, K, half,
+    dq_ptr, dk_ptr, dv_ptr, table_ptr, dx_ptr, dbias_ptr, amax_ptr, M, T, N, K, half,
     qb, qn, qt, kb, kn, kt, vb, vn, vt, table_b, table_t, sines,
     ROWS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
@@ -102,7 +103,7 @@ def split_backward(
         tl.store(to, tl.sum(wide(x1), 0), column < half)
         tl.store(to + half, tl.sum(wide(x2), 0), column < half)
     largest = tl.maximum(magnitude(x1), magnitude(x2))
-    tl.store(largest_ptr + tl.program_id(0) * heads + head, tl.max(tl.max(largest, 1), 0))
+    tl.atomic_max(amax_ptr, tl.max(tl.max(largest, 1), 0), sem="relaxed")
 
 
 def _tiles(tokens: int, head_dim: int) -> tuple[int, dict[str, Any]]:
@@ -137,7 +138,7 @@ def launch_split(
 def launch_split_backward(
     dq_BNTH: Tensor, dk_BKTH: Tensor, dv_BKTH: Tensor, table: Tensor | None, has_bias: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """The gradient [B, T, C], that of the bias in fp32 or None, and the largest magnitude of each tile.
+    """The gradient [B, T, C], that of the bias in fp32 or None, and its largest magnitude.
 
     The last axes are contiguous.
     """
@@ -146,12 +147,12 @@ def launch_split_backward(
     heads = N + 2 * K
     dqkv_BTC = torch.empty(B, T, heads * H, dtype=dq_BNTH.dtype, device=dq_BNTH.device)
     tiles, tile = _tiles(B * T, H)
-    largest = torch.empty(tiles, heads, device=dq_BNTH.device)
+    amax = new_amax(dq_BNTH.device)
     sums_PC = torch.empty(tiles, heads * H, device=dq_BNTH.device) if has_bias else None
     launch(
         split_backward, (tiles, heads), dq_BNTH, dk_BKTH, dv_BKTH, table, dqkv_BTC, sums_PC,
-        largest.view(torch.int32), B * T, T, N, K, H // 2,
+        amax.view(torch.int32), B * T, T, N, K, H // 2,
         *dq_BNTH.stride()[:3], *dk_BKTH.stride()[:3], *dv_BKTH.stride()[:3], *_strides(table),
-        writes="dx_ptr dbias_ptr largest_ptr", **tile, **LAUNCH,
+        writes="dx_ptr dbias_ptr", updates="amax_ptr", **tile, **LAUNCH,
     )  # fmt: skip
-    return dqkv_BTC, None if sums_PC is None else sums_PC.sum(0), largest
+    return dqkv_BTC, None if sums_PC is None else sums_PC.sum(0), amax

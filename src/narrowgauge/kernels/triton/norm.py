@@ -33,7 +33,7 @@ def norm_forward(
     y_ptr,
     mean_ptr,
     scale_ptr,
-    largest_ptr,
+    amax_ptr,
     eps,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -60,7 +60,7 @@ def norm_forward(
         y += wide(tl.load(bias_ptr + cols, inside, 0))
     y = narrow(y, y_ptr.dtype.element_ty)
     tl.store(y_ptr + at, y, inside)
-    tl.store(largest_ptr + row, tl.max(tl.where(inside, magnitude(y), 0), 0))
+    tl.atomic_max(amax_ptr, tl.max(tl.where(inside, magnitude(y), 0), 0), sem="relaxed")
 
 
 @triton.jit
@@ -76,7 +76,7 @@ def norm_backward(
     ddelta_ptr,
     dweight_ptr,
     dbias_ptr,
-    largest_ptr,
+    amax_ptr,
     rows,
     rows_per_program,
     D: tl.constexpr,
@@ -92,6 +92,7 @@ def norm_backward(
     weight = wide(tl.load(weight_ptr + cols, inside, 0))
     dweight = tl.zeros([BLOCK], tl.float32)
     dbias = tl.zeros([BLOCK], tl.float32)
+    amax = 0
     first = program.to(tl.int64) * rows_per_program
     for i in range(0, tl.minimum(rows_per_program, rows - first)):
         row = first + i
@@ -117,7 +118,9 @@ def norm_backward(
         if ddelta_ptr is not None:
             ddelta = narrow(dx, ddelta_ptr.dtype.element_ty)
             tl.store(ddelta_ptr + at, ddelta, inside)
-            tl.store(largest_ptr + row, tl.max(tl.where(inside, magnitude(ddelta), 0), 0))
+            amax = tl.maximum(amax, tl.max(tl.where(inside, magnitude(ddelta), 0), 0))
+    if ddelta_ptr is not None:
+        tl.atomic_max(amax_ptr, amax, sem="relaxed")
     tl.store(dweight_ptr + program.to(tl.int64) * D + cols, dweight, inside)
     if dbias_ptr is not None:
         tl.store(dbias_ptr + program.to(tl.int64) * D + cols, dbias, inside)
@@ -137,10 +140,13 @@ def launch_forward(
     y: Tensor,
     mean_M: Tensor | None,
     scale_M: Tensor,
-    largest_M: Tensor,
+    amax: Tensor,
     eps: float,
 ) -> None:
-    """Fill `stream` (where there is a delta), `y` and the fp32 numbers of each row; [..., D] contiguous."""
+    """Fill `stream` (where there is a delta), `y` and the fp32 numbers of each row; [..., D] contiguous.
+
+    `amax` is raised to max |y|.
+    """
     D = len(weight_D)
     launch(
         norm_forward,
@@ -153,9 +159,10 @@ def launch_forward(
         y,
         mean_M,
         scale_M,
-        largest_M.view(torch.int32),
+        amax.view(torch.int32),
         eps,
-        writes="stream_ptr y_ptr mean_ptr scale_ptr largest_ptr",
+        writes="stream_ptr y_ptr mean_ptr scale_ptr",
+        updates="amax_ptr",
         **_blocks(D),
         enable_fp_fusion=False,
     )
@@ -171,10 +178,10 @@ def launch_backward(
     scale_M: Tensor,
     dx: Tensor,
     ddelta: Tensor | None,
-    largest_M: Tensor | None,
+    amax: Tensor | None,
     with_bias: bool,
 ) -> list[Tensor]:
-    """Fill `dx`, and `ddelta` with its `largest_M`; [..., D] contiguous.
+    """Fill `dx` and `ddelta`, and raise `amax` to max |ddelta|; [..., D] contiguous.
 
     With a `delta` the normalised stream is `stream` + `delta`, in fp32.
 
@@ -199,10 +206,11 @@ def launch_backward(
         ddelta,
         sums_2PD[0],
         sums_2PD[1] if with_bias else None,
-        None if largest_M is None else largest_M.view(torch.int32),
+        None if amax is None else amax.view(torch.int32),
         M,
         rows_per_program,
-        writes="dx_ptr ddelta_ptr dweight_ptr dbias_ptr largest_ptr",
+        writes="dx_ptr ddelta_ptr dweight_ptr dbias_ptr",
+        updates="amax_ptr",
         **_blocks(D),
         enable_fp_fusion=False,
     )

@@ -20,12 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from narrowgauge.collectives import all_reduce_amax
+from narrowgauge.collectives import all_reduce_max
 from narrowgauge.formats import decode, torch_dtype
-from narrowgauge.kernels import quantize
+from narrowgauge.kernels.cast import amaxes_of, codes_under
 from narrowgauge.nn.gemm import Operand
 from narrowgauge.nn.native import QuantizedOperand
-from narrowgauge.quantization import Cast, QuantContext, QuantizedState, TensorShard
+from narrowgauge.quantization import Cast, QuantizedState, TensorShard
 from narrowgauge.quantization.scales import fp32_scale
 from narrowgauge.torch_compat import (
     attach_fsdp_extension,
@@ -63,6 +63,7 @@ class GatheredWeight(torch.Tensor):
     scale: torch.Tensor | None
     cast: Cast
     is_operand: bool
+    one: torch.Tensor | None = None  # made once
 
     __torch_function__ = disabled_torch_function
 
@@ -90,7 +91,8 @@ class GatheredWeight(torch.Tensor):
         if self.scale is None:
             return Operand(self.numbers)
         if native:
-            return QuantizedOperand(self.numbers, self.scale, torch.ones_like(self.scale), self.cast)
+            self.one = torch.ones_like(self.scale) if self.one is None else self.one
+            return QuantizedOperand(self.numbers, self.scale, self.one, self.cast)
         return Operand(decode(self.numbers, self.cast.element, dtype), self.scale)
 
     @classmethod
@@ -226,7 +228,7 @@ class WeightGather:
         if not shard.numel():
             return shard.to(torch.uint8), decode
         if self.codes is None:
-            self.codes = quantize(shard, self.cast, -1, QuantContext(scale=encode))[0].codes
+            self.codes = codes_under(shard, self.cast, encode, decode)
         return self.codes, decode
 
     def post_all_gather(
@@ -243,11 +245,19 @@ class WeightGather:
 
 @torch.no_grad()
 def sync_scales(gatherings: Sequence[WeightGather]) -> None:
-    """Compute the scales of weights that the same processes shard, in one all-reduce."""
+    """Compute the scales of weights that the same processes shard, in one all-reduce.
+
+    Those of all weights that travel in one cast are computed together: a launch for each of a dozen
+    operations would cost more than what it computes.
+    """
     tensors = [local_tensor(g.parameter) for g in gatherings]
-    amaxes = all_reduce_amax(tensors, gatherings[0].shard.groups)
-    for gathering, tensor, amax in zip(gatherings, tensors, amaxes, strict=True):
-        finite, cast = amax.isfinite(), gathering.cast
-        encode, decode = fp32_scale(torch.where(finite, amax, 0.0), cast.element, cast.power_of_two)
-        gathering.scale = encode, torch.where(finite, decode, torch.nan)
-        gathering.version, gathering.codes = version_of(tensor), None
+    amaxes = all_reduce_max(amaxes_of(tensors), gatherings[0].shard.groups)
+    finite = amaxes.isfinite()
+    amaxes = torch.where(finite, amaxes, 0.0)
+    for cast in dict.fromkeys(g.cast for g in gatherings):
+        encode, decode = fp32_scale(amaxes, cast.element, cast.power_of_two)
+        decode = torch.where(finite, decode, torch.nan)
+        for gathering, tensor, *scale in zip(gatherings, tensors, encode, decode, strict=True):
+            if gathering.cast == cast:
+                gathering.scale = scale[0], scale[1]
+                gathering.version, gathering.codes = version_of(tensor), None

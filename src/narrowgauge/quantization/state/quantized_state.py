@@ -13,15 +13,17 @@ cast:
 Reading is exact; writing rounds, once. A NaN or an infinity makes its scaling block NaN, as anywhere.
 
 State may be kept in the host's memory while a GPU computes with it: reading copies it to the GPU, writing
-copies the result back. The numbers are the same in both memories.
+copies the result back. A kernel that changes it in place is given copies (`on_device`), which are then put
+back (`keep`). The numbers are the same in both memories.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
 
 import torch
 
+from narrowgauge.devices import is_gpu
 from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream, decode, format, round_to, torch_dtype, unpack
 from narrowgauge.quantization.blocks import Blocks, blocks_of
@@ -71,7 +73,7 @@ class QuantizedState:
         self.shape, self.cast, self.shard = torch.Size(shape), cast, shard
         self.device, self.on_host = torch.device(device), on_host
         self.gauge: Callable[[torch.Tensor, QuantizedState], None] | None = None
-        self.prefetched: tuple[dict[str, torch.Tensor], torch.cuda.Event] | None = None
+        self.prefetched: tuple[dict[str, torch.Tensor], torch.cuda.Event | None] | None = None
         self.tensors = self._blank() if self.device.type == "meta" else self._zeros()
         self.move(self.device)
 
@@ -95,7 +97,7 @@ class QuantizedState:
 
     def read(self) -> torch.Tensor:
         """The stored numbers as float32, contiguous; for fp32 on its device the stored tensor itself."""
-        t, cast = self._on_device(), self.cast
+        t, cast = self.on_device(), self.cast
         if cast.split:
             return _join(t["values"], t["rest"])
         if not cast.is_scaled:
@@ -151,24 +153,45 @@ class QuantizedState:
 
     def fetch(self) -> None:
         """Start copying from the host to the GPU, in parallel with other work, for the next `read`."""
-        if not self.on_host or self.device.type != "cuda":
+        if not self.is_apart:
+            return
+        if self.device.type == "meta":
+            self.prefetched = self._copies(), None
             return
         stream = _copies(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))  # a copy back has then ended
         with torch.cuda.stream(stream):
-            copies = {n: t.to(self.device, non_blocking=True) for n, t in self.tensors.items()}
+            copies = self._copies()
         self.prefetched = copies, stream.record_event()
 
-    def _on_device(self) -> dict[str, torch.Tensor]:
-        """The stored tensors on the device that computes with them."""
+    @property
+    def is_apart(self) -> bool:
+        """Whether the numbers lie in another memory than that of the device which computes with them."""
+        return self.on_host and is_gpu(self.device)
+
+    def on_device(self) -> dict[str, torch.Tensor]:
+        """The stored tensors on the device that computes with them; copies, if they lie apart."""
+        if not self.is_apart:
+            return self.tensors
         if self.prefetched is None:
-            return {n: t.to(self.device, non_blocking=True) for n, t in self.tensors.items()}
+            return self._copies()
         (copies, event), self.prefetched = self.prefetched, None
+        if event is None:
+            return copies
         now = torch.cuda.current_stream(self.device)
         now.wait_event(event)
         for tensor in copies.values():
             tensor.record_stream(now)
         return copies
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keep what was changed in place in the tensors of `on_device`, in their order."""
+        if self.is_apart:
+            for to, changed in zip(self.tensors.values(), tensors, strict=True):
+                to.copy_(changed, non_blocking=True)
+
+    def _copies(self) -> dict[str, torch.Tensor]:
+        return {n: t.to(self.device, non_blocking=True, copy=True) for n, t in self.tensors.items()}
 
     def scale_by(self, factor: torch.Tensor) -> None:
         """Multiply by a 0-dim factor: float32 scales if there are any, which leaves the codes as they are."""

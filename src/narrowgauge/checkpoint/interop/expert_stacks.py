@@ -1,0 +1,75 @@
+"""Experts as gpt-oss stores them: the weights of all experts of a layer in one stack of MXFP4 blocks.
+
+    P_blocks   (E, N, K/32, 16) uint8    two E2M1 codes a byte, the even column low
+    P_scales   (E, N, K/32) E8M0         w = q * 2^(s - 127)
+
+P is `LAYER.experts.gate_up_proj` or `.down_proj`. In `gate_up_proj` the rows of the gate come first and those
+of the second half after them, as transformers 5 stacks the experts of Mixtral and Qwen3. (gpt-oss itself has
+them in turn; it is no model of ours.) Each number has 2 bits of mantissa and a power of two, so float32 holds
+it exactly. The code 255 of a scale is NaN, as the specification says (OCP MX 1.0, section 5.4.1), and a
+folder that has it is refused.
+
+(Source: `integrations/mxfp4.py` of Hugging Face transformers, `convert_moe_packed_tensors`.)
+
+Legend: E experts, N outputs, K inputs.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from narrowgauge.checkpoint.interop.safetensors_reader import TensorFolder
+from narrowgauge.errors import UserError
+
+BLOCKS, SCALES = _PARTS = "_blocks", "_scales"
+_BYTES = 16  # of a block's codes
+#: The layers of an expert in each matrix, where it is `block_sparse_moe.experts` (Mixtral) and elsewhere.
+_LAYERS: dict[str, dict[bool, tuple[str, ...]]] = {
+    "gate_up_proj": {True: ("w1", "w3"), False: ("gate_proj", "up_proj")},
+    "down_proj": {True: ("w2",), False: ("down_proj",)},
+}
+
+
+@dataclass(frozen=True)
+class StackedWeight:
+    """The place of one weight in a stack: an expert, and rows of its matrix."""
+
+    stack: str
+    expert: int
+    rows: slice
+
+    def read(self, files: TensorFolder) -> dict[str, torch.Tensor]:
+        """Codes and scales, under the names that compressed-tensors gives a layer with the same bytes."""
+        blocks, scales = (files.read_stored(self.stack + part, (self.expert, self.rows)) for part in _PARTS)
+        return {"weight_packed": blocks.flatten(-2), "weight_scale": scales}
+
+
+def stacked_weights(files: TensorFolder) -> Mapping[str, StackedWeight]:
+    """The weights of all experts that lie in stacks, by the names of a folder that has a tensor for each.
+
+    Raises:
+        UserError: a stack has no scales, or another layout.
+    """
+    stacks = (name.removesuffix(BLOCKS) for name in files.file_of if name.endswith(BLOCKS))
+    return {name: weight for stack in stacks for name, weight in _weights_of(stack, files)}
+
+
+def _weights_of(stack: str, files: TensorFolder) -> Iterator[tuple[str, StackedWeight]]:
+    experts, _, matrix = stack.rpartition(".")
+    if matrix not in _LAYERS:
+        return
+    shape = files.shape(stack + BLOCKS)
+    scales = files.shape(stack + SCALES) if stack + SCALES in files.file_of else None
+    layers = _LAYERS[matrix]["block_sparse_moe." in experts]
+    if len(shape) != 4 or 0 in shape or shape[3] != _BYTES or shape[1] % len(layers) or scales != shape[:3]:
+        raise UserError(
+            f"the experts {stack!r} in {files.folder} have blocks of shape {shape} and scales of shape "
+            f"{scales}, and (experts, outputs, inputs / 32, 16) and (experts, outputs, inputs / 32) are "
+            "read; give the unquantized model"
+        )
+    count, rows = shape[0], shape[1] // len(layers)
+    for expert in range(count):
+        for i, layer in enumerate(layers):
+            place = StackedWeight(stack, expert, slice(i * rows, (i + 1) * rows))
+            yield f"{experts}.{expert}.{layer}.weight", place
