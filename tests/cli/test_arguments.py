@@ -75,6 +75,19 @@ def test_another_name_that_is_no_key_is_answered(words, says):
         assert word in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("line", "near"),
+    [
+        ("search runs/x --formats mxfp4 --budgte 0.6 --out m.toml", "--budget"),
+        ("search runs/x --formats mxfp4 --budget 0.6 --outt=m.toml", "--out"),
+        ("prepare texts --ot corpus", "--out"),
+    ],
+)
+def test_a_misspelt_option_is_named_and_not_the_one_that_seems_to_be_missing(line, near):
+    with pytest.raises(UserError, match=f"unknown option '--.*'; the nearest is '{near}'"):
+        main._options(line.split())
+
+
 def test_synonyms_are_of_keys_that_there_are_and_say_one_thing_each():
     names = other_names([*config_keys(), "out"])
     assert set(SYNONYMS) <= {*config_keys(), "out"}

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from narrowgauge.cli.ending import to_the_end
-from narrowgauge.cli.parsing.parser import Parser, check_verb, command_parser, described, unknown_argument
+from narrowgauge.cli.parsing.parser import Parser, check_verb, command_parser, described
 from narrowgauge.cli.parsing.verbs import VERBS, WITHOUT_POSIX
 from narrowgauge.cluster.doctor.collect_software import folder_of
 from narrowgauge.cluster.doctor.facts import LIMITS, dotted, release
@@ -51,7 +51,7 @@ def _without_torch(words: list[str]) -> int | None:
             verb(name, lambda options: None)
     options, rest = parser.parse_known_args(words)
     if rest:
-        raise unknown_argument(rest[0], options.parser)
+        raise options.parser.unknown_argument(rest[0])
     code: int | None = options.action(options)
     return code
 

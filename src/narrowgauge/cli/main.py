@@ -22,7 +22,7 @@ from narrowgauge.cli import (
 from narrowgauge.cli.ending import EXIT_FAILED, end, end_for_all, to_the_end, with_notes
 from narrowgauge.cli.models import add_exchange_verbs
 from narrowgauge.cli.parsing import completion
-from narrowgauge.cli.parsing.key_parser import KeyParser, unknown_argument
+from narrowgauge.cli.parsing.key_parser import KeyParser
 from narrowgauge.cli.parsing.options import add_config_options, config_values
 from narrowgauge.cli.parsing.parser import Parser, check_verb, command_parser
 from narrowgauge.cluster import WorldFailed
@@ -62,7 +62,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     check_verb(arguments)
     options, rest = _parser().parse_known_args(arguments)
     if rest:
-        raise unknown_argument(rest[0], options.parser)
+        raise options.parser.unknown_argument(rest[0])
     return options
 
 

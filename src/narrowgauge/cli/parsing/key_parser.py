@@ -56,22 +56,22 @@ class KeyParser(Parser):
         text = super().format_help()
         return text + sections_text(self.prog.split()[-1]) if self.names else text
 
-
-def unknown_argument(argument: str, parser: KeyParser) -> UserError:
-    """The error for an argument that no option of `parser` takes; it names the nearest option."""
-    if argument.endswith(("}", ",")) or argument.startswith("{"):
-        return UserError(
-            f"{argument!r} is a piece of a table that the shell has cut at its blanks; put the table in "
-            "single quotes, as in --recipe.fprop.x '{cast = \"fp4-row\", outliers = 0.99}'"
-        )
-    name = argument.split("=")[0]
-    if not argument.startswith("-"):
-        if parser.names:
+    def unknown_argument(self, argument: str) -> UserError:
+        """The error for an argument that no option takes; it names the nearest option."""
+        if argument.endswith(("}", ",")) or argument.startswith("{"):
             return UserError(
-                f"unknown argument {argument!r}; one configuration file may be given; options begin with --"
+                f"{argument!r} is a piece of a table that the shell has cut at its blanks; put the table in "
+                "single quotes, as in --recipe.fprop.x '{cast = \"fp4-row\", outliers = 0.99}'"
             )
-        return unknown("argument", name, parser._option_string_actions)
-    if "." in name and parser.names:
-        return unknown_key(name.lstrip("-"), parser.names, "--")
-    others = (f"--{other}" for other in other_names(parser.names) if len(other) > 3)  # --dy is near to much
-    return unknown("option", name, [*parser._option_string_actions, *others])
+        name = argument.split("=")[0]
+        if not argument.startswith("-"):
+            if self.names:
+                return UserError(
+                    f"unknown argument {argument!r}; one configuration file may be given; options begin "
+                    "with --"
+                )
+            return unknown("argument", name, self._option_string_actions)
+        if "." in name and self.names:
+            return unknown_key(name.lstrip("-"), self.names, "--")
+        others = (f"--{other}" for other in other_names(self.names) if len(other) > 3)  # --dy is near to much
+        return unknown("option", name, [*self._option_string_actions, *others])

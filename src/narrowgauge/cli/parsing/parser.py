@@ -2,8 +2,9 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
-from typing import NoReturn, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, NoReturn, TypeVar
 
 import narrowgauge
 from narrowgauge.cli.parsing.verbs import VERBS
@@ -15,9 +16,30 @@ Action = Callable[[argparse.Namespace], int | None]
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one sentence and name the nearest option."""
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse the words, and keep them: an option that seems to be missing may be one of them, misspelt."""
+        self._words = args or ()
+        return super().parse_known_args(args, namespace)
+
     def error(self, message: str) -> NoReturn:
         """Raise the mistake as a `UserError`."""
+        if "required" in message:
+            words = takewhile(lambda word: word != "--", self._words)
+            options = (word for word in words if word.startswith("--"))
+            if misspelt := [
+                word for word in options if word.split("=")[0] not in self._option_string_actions
+            ]:
+                raise self.unknown_argument(misspelt[0])
         raise UserError(f"{message}; see '{self.prog} --help'")
+
+    def unknown_argument(self, argument: str) -> UserError:
+        """The error for an argument that no option takes; it names the nearest option."""
+        kind = "option" if argument.startswith("-") else "argument"
+        return unknown(kind, argument.split("=")[0], self._option_string_actions)
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Flush the output, then end as argparse does."""
@@ -26,12 +48,6 @@ class Parser(argparse.ArgumentParser):
 
 
 P = TypeVar("P", bound=Parser)
-
-
-def unknown_argument(argument: str, parser: argparse.ArgumentParser) -> UserError:
-    """The error for an argument that no option of `parser` takes; it names the nearest option."""
-    known = [option for action in parser._actions for option in action.option_strings]
-    return unknown("option" if argument.startswith("-") else "argument", argument.split("=")[0], known)
 
 
 def command_parser(parser_of_verb: type[P]) -> tuple[Parser, Callable[[str, Action], P], Mapping[str, P]]:
