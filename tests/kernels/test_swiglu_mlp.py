@@ -11,7 +11,7 @@ from narrowgauge.models.mlp import mlp
 from narrowgauge.nn import Linear, convert, linear
 from narrowgauge.nn.linear import accumulating
 from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
-from narrowgauge.quantization import quantize
+from narrowgauge.quantization import QuantizedState, make_cast, quantize
 from narrowgauge.recipes import recipe
 
 pytestmark = pytest.mark.filterwarnings(
@@ -70,6 +70,10 @@ def trained_mlp(device, is_gathered):
     for layer in (block.gate_up, block.down) if is_gathered else ():
         q, layer.is_sharded = quantize(layer.weight.detach(), layer.recipe.gather), True
         layer.weight = torch.nn.Parameter(GatheredWeight(q.codes, q.scales, q.cast, True))
+    return trained_block(block, device)
+
+
+def trained_block(block, device):
     x = torch.randn(1, 3, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     x = x.to(device).requires_grad_()
     y = mlp(block, x)
@@ -82,6 +86,25 @@ def test_gathered_weights_are_read_again_in_the_backward_pass(device):
     """The digits are those of whole weights, whose codes are kept."""
     whole, found = trained_mlp(device, False), trained_mlp(device, True)
     assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+
+
+@needs_products
+@pytest.mark.parametrize("name", ["fp16-scaled", "bf16", "e4m3"])
+def test_weights_that_are_narrow_at_rest_are_quantized_in_both_passes(name, device, monkeypatch):
+    """Products take no such numbers as they travel; e4m3 might be another scale's."""
+
+    def trained():
+        block = native("fp8", device).blocks[0]
+        for layer in (block.gate_up, block.down):
+            at_rest, layer.is_sharded = QuantizedState(layer.weight.shape, make_cast(name), device), True
+            at_rest.write(layer.weight.detach().float())
+            numbers, scale = [*at_rest.tensors.values(), None][:2]
+            layer.weight = torch.nn.Parameter(GatheredWeight(numbers, scale, at_rest.cast, False))
+        return trained_block(block, device)
+
+    as_one = trained()
+    monkeypatch.setattr(Linear, "after_swiglu", lambda *_: None)
+    assert all(torch.equal(a, b) for a, b in zip(as_one, trained(), strict=True))
 
 
 @needs_products

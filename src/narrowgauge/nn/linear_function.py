@@ -173,12 +173,12 @@ def _mlp_backward(ctx: Any, dz_MD: torch.Tensor) -> tuple[torch.Tensor | None, .
     gate_up_MG, amax, *kept = ctx.saved_tensors
     first, second = ctx.contexts
     compute, cast, y_cast = first.layer.compute, first.layer.casts["dgrad.dy"], second.layer.casts["wgrad.x"]
-    x, w, v = (
-        context.operand(kept[i], "dgrad.w", 0) if restore is None else restore(*kept[i : i + 3]).transposed()
-        for context, restore, i in (
-            (first, ctx.restore_x, 0),
-            (first, ctx.restore_w, 3),
-            (second, ctx.restore_v, 6),
+    x = ctx.restore_x(*kept[:3]).transposed()
+    w, v = (
+        restore(*operand).transposed() if restore else context.weight_operand(operand[0], "dgrad.w", 0)
+        for context, restore, operand in (
+            (first, ctx.restore_w, kept[3:6]),
+            (second, ctx.restore_v, kept[6:]),
         )
     )
     dz = second.operand(dz_MD, "dgrad.dy", -1, both=True)
