@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from narrowgauge.kernels import amax_cache
+from narrowgauge.kernels.activation import swiglu_and_amax
 from narrowgauge.kernels.amax_cache import (
     _NUMBERS,
     amax_of,
@@ -43,6 +45,31 @@ def test_a_number_that_was_made_in_inference_is_one_for_training():
     with torch.inference_mode():
         new_amax(torch.device("cpu"))
     assert not new_amax(torch.device("cpu")).is_inference()
+
+
+def test_what_a_graph_records_begins_as_zero_in_each_replay(monkeypatch):
+    """It makes each zero itself, and shares none with what is launched before it and after it."""
+    cpu = torch.device("cpu")
+    before = new_amax(cpu)
+    monkeypatch.setattr(amax_cache, "_is_recorded", lambda _: True)
+    recorded = [new_amax(cpu) for _ in range(2)]
+    monkeypatch.undo()
+    one, two, *others = (t.untyped_storage().data_ptr() for t in (*recorded, before, new_amax(cpu)))
+    assert one != two
+    assert others[0] == others[1] not in (one, two)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_replay_finds_the_largest_of_what_it_reads():
+    x, stream, graph = torch.full((1, 64), 8.0, device="cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        swiglu_and_amax(x)  # the kernel is compiled
+    with torch.cuda.graph(graph, stream=stream):
+        y, amax = swiglu_and_amax(x)
+    for number in (8.0, 1.0, 2.0):
+        x.fill_(number)
+        graph.replay()
+        assert amax == y.max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

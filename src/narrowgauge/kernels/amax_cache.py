@@ -32,14 +32,17 @@ _zeros: dict[Any, Iterator[Tensor]] = {}  # those that nobody has taken yet, by 
 def new_amax(device: torch.device) -> Tensor:
     """Zero, 0-dim fp32, which the programs of a kernel raise to the largest magnitude that they write.
 
-    Its bits as int32 have the order of magnitudes, with NaN above infinity.
+    Its bits as int32 have the order of magnitudes, with NaN above infinity. A CUDA graph makes each of
+    its zeros itself: one that was made before is zero in the first replay only.
     """
+    if _is_recorded(device):
+        return torch.zeros((), dtype=torch.float32, device=device)
     stream = torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
     key = device, imagined(device), stream
     amax = next(_zeros.get(key, iter(())), None)
     if amax is None:
         with torch.inference_mode(False):  # so that any graph may hold it
-            zeros = torch.zeros(_NUMBERS * _APART, device=device)
+            zeros = torch.zeros(_NUMBERS * _APART, dtype=torch.float32, device=device)
         numbers = map(zeros.__getitem__, range(0, len(zeros), _APART))
         amax = next(numbers)
         if type(zeros) is Tensor:  # those of a compiler belong to its context
@@ -50,6 +53,11 @@ def new_amax(device: torch.device) -> Tensor:
 def begin_amaxes() -> None:
     """Take the numbers of `new_amax` from new memory: every micro-batch then launches the same."""
     _zeros.clear()
+
+
+def _is_recorded(device: torch.device) -> bool:
+    """Whether a CUDA graph records what is launched on a device."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def attach_amax(tensor: Tensor, amax: Tensor) -> None:
