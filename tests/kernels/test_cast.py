@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from narrowgauge.devices import imagine
 from narrowgauge.errors import UserError
 from narrowgauge.formats import random_stream, torch_dtype
 from narrowgauge.kernels import attach_amax, emulate, quantize
@@ -14,6 +15,7 @@ from narrowgauge.quantization import cast as cast_named
 from narrowgauge.quantization import emulate as emulate_in_torch
 from narrowgauge.quantization import quantize as quantize_in_torch
 from narrowgauge.quantization.scales import fp32_scale
+from narrowgauge.recipes import named_device
 from support.quick import quick
 
 SCALED = [n for n in cast_names() if cast_named(n).is_scaled]
@@ -171,6 +173,15 @@ def test_of_many_tensors_each_is_read_once(device):
     tensors = [x, bad, x[:0], x[0] * 9, x.T, -x.bfloat16(), torch.zeros(3, 3, device=device)]
     expected = torch.stack([t.float().abs().amax() if t.numel() else x.new_zeros(()) for t in tensors])
     assert torch.equal(amaxes_of(tensors).nan_to_num(-1), expected.nan_to_num(-1))
+
+
+@pytest.mark.parametrize("shape", [(8, 17_000_000), (17_000_000, 8), (10**8,)])
+def test_a_long_tensor_is_read_by_a_grid_that_a_gpu_takes(shape):
+    """Such is a gradient that travels in FP8, a row for each process."""
+    told = []
+    with imagine(named_device("h200"), told.append):
+        amaxes_of([torch.empty(shape, device="meta")])
+    assert len(told) == 1
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e5m2"])

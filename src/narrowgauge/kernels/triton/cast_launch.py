@@ -1,7 +1,6 @@
 """The launches of a cast's kernels: grids, tiles, memory for results."""
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -91,6 +90,7 @@ def launch_amaxes(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     for x, amax in zip(tensors, amaxes.split(1), strict=True):
         if x.numel():
             x = x if x.ndim == 2 else x.reshape(-1, x.shape[-1] if x.ndim else 1)
+            x = x if len(x) >= x.shape[1] else x.T  # the first axis of a grid is the one that may be long
             tile = tile_of(x.stride(1))
             launch(
                 largest, (triton.cdiv(x.shape[0], tile[0]), triton.cdiv(x.shape[1], tile[1])),
@@ -260,7 +260,7 @@ def _largest(
     finite = cast.tensor_scale != "none"
     told = cached_amax(x) if finite and matrix is None else None
     BR, BK = cast.block if finite and cast.block else (1, 1)
-    if finite or prod(blocks.grid) == 1:
+    if finite or max(blocks.grid) == 1:
         amax = new_amax(x.device).view(torch.int32).reshape(1, 1)
     else:
         amax = torch.zeros(blocks.grid, dtype=torch.int32, device=x.device)

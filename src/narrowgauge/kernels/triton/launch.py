@@ -8,6 +8,8 @@ import torch
 
 from narrowgauge.devices import GpuWork, tell
 
+_SECOND = 2**16  # CUDA's grids have fewer programs than this along their second axis, and their third
+
 
 def launch(
     kernel: Any,
@@ -31,6 +33,7 @@ def launch(
         seldom: The names of those that it reads only if a number is not finite.
         options: Constants, and the options of a launch.
     """
+    assert all(n < _SECOND for n in grid[1:]), f"a GPU takes no grid of {tuple(grid)} programs"
     first = next(a for a in args if isinstance(a, torch.Tensor))
     if not first.is_meta:
         with torch.cuda.device_of(first):
