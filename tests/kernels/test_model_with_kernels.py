@@ -12,6 +12,7 @@ import torch
 from narrowgauge.kernels import dispatch as where
 from narrowgauge.kernels.amax_cache import cached_amax
 from narrowgauge.models import Transformer, generate, initialize, model_config
+from narrowgauge.nn import convert
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*encountered in:RuntimeWarning"
@@ -141,3 +142,17 @@ def test_every_product_but_that_of_attention_is_told_its_input(device, name):
             assert amax is None
         else:
             assert torch.equal(amax, x.detach().float().abs().max()), n
+
+
+def test_a_hook_on_a_product_sees_its_bias_added(device):
+    """Though without one a kernel behind the product adds it."""
+    model, seen = convert(model_of("gpt2", torch.bfloat16, device), "bf16"), []
+    qkv = model.blocks[0].qkv
+    handle = qkv.register_forward_hook(lambda _, x, y: seen.append((x[0], y)))
+    loss, gradients = loss_and_gradients(model)
+    handle.remove()
+    (x_BTD, y_BTC), *_ = seen
+    assert torch.equal(y_BTC, qkv(x_BTD))
+    again, its_gradients = loss_and_gradients(model)
+    assert loss == pytest.approx(again, rel=NEAR[torch.bfloat16])
+    assert gradients.keys() == its_gradients.keys()

@@ -53,6 +53,7 @@ from narrowgauge.models.config import ModelConfig
 from narrowgauge.models.experts import Experts
 from narrowgauge.models.kv_cache import LayerKVCache
 from narrowgauge.models.mlp import add_mlp, mlp
+from narrowgauge.torch_compat import has_hooks
 
 
 class Norm(nn.Module):
@@ -235,9 +236,13 @@ class Block(nn.Module):
         return y_BTD
 
     def _heads(self, x_BTD: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, turned; in one pass after the product where nothing stands between."""
+        """Queries, keys and values, turned; in one pass after the product where nothing stands between.
+
+        A hook on the product sees its bias added.
+        """
         if self.q_norm is None and self.to_heads is _identity:
-            leaves_bias = use_kernels(x_BTD) and getattr(self.qkv, "can_leave_bias", False)
+            can_leave = getattr(self.qkv, "can_leave_bias", False) and not has_hooks(self.qkv)
+            leaves_bias = can_leave and use_kernels(x_BTD)
             qkv_BTC = self.qkv(x_BTD, with_bias=False) if leaves_bias else self.qkv(x_BTD)
             bias_C = self.qkv.bias if leaves_bias else None
             return split_heads(qkv_BTC, bias_C, rope, self.heads_NKK, self.head_dim)
