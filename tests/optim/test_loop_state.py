@@ -9,6 +9,7 @@ from torch import nn
 import narrowgauge as ng
 from narrowgauge.errors import UserError
 from narrowgauge.nn import recipe_tensors
+from narrowgauge.quantization import state_of
 from narrowgauge.recipes import recipe, recipe_names
 from support.quick import quick
 
@@ -74,3 +75,22 @@ def test_a_state_without_an_optimizers_is_refused():
     with pytest.raises(UserError, match="a model alone; give None as the optimizer"):
         ng.load_state_dict(m, optimizer, ng.state_dict(m))
     ng.load_state_dict(m, None, ng.state_dict(m))
+
+
+def test_it_waits_for_the_copies_to_the_host_that_it_holds(monkeypatch):
+    """As a step leaves them under way on a GPU."""
+    m, optimizer = make("msamp-o3")
+    master, moment = state_of(m[0].weight).master, optimizer.state[m[0].weight]["m"]
+    waits = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    for state in (master, moment):
+        state.on_host, state.device = True, torch.device("cuda", int(state is moment))
+    for take, devices in (
+        (lambda: ng.state_dict(m, optimizer), [0, 1]),
+        (lambda: recipe_tensors(m), [0]),
+        (optimizer.state_dict, [1]),
+        (lambda: optimizer.tensors({p: n for n, p in m.named_parameters()}), [1]),
+    ):
+        waits.clear()
+        take()
+        assert [device.index for device in waits] == devices

@@ -9,7 +9,8 @@ import torch
 import narrowgauge as ng
 from narrowgauge.errors import UserError
 from narrowgauge.formats import random_stream
-from narrowgauge.quantization import QuantizedState, cast_names, make_cast, state_cast_names
+from narrowgauge.quantization import GradientState, QuantizedState, cast_names, make_cast, state_cast_names
+from narrowgauge.quantization.state import quantized_state
 from narrowgauge.quantization.state.codebook import code_values, to_codes
 
 ROWS, COLUMNS = 48, 384
@@ -254,3 +255,35 @@ class TestCodebook:
             ng.recipe("fp8").with_places({"fprop.x": "dynamic8"})
         with pytest.raises(UserError, match="'dynamic8' has no codes of a byte: it is for state"):
             ng.quantize(numbers(), "dynamic8")
+
+
+def test_copies_from_the_host_are_read_only_as_long_as_nobody_writes_there(monkeypatch):
+    """A checkpoint that is loaded writes to the stored tensors themselves."""
+    monkeypatch.setattr(quantized_state, "is_gpu", lambda _: True)
+    state = QuantizedState(torch.Size((4,)), make_cast("fp32"), on_host=True)
+    changes = {
+        2: lambda: state.write(torch.full((4,), 2.0)),
+        6: lambda: state.scale_by(torch.tensor(3.0)),
+        5: lambda: state.tensors["values"].fill_(5),
+        7: lambda: state.keep([torch.full((4,), 7.0)]),
+    }
+    for number, change in changes.items():
+        state.fetch()
+        change()
+        assert state.read().tolist() == [number] * 4
+    state.fetch()
+    assert state.read() is not state.tensors["values"]
+
+
+def test_a_wide_gradient_is_not_fetched_from_the_host(monkeypatch):
+    """Its copies would be found by the next step, which sums gradients of its own."""
+    monkeypatch.setattr(quantized_state, "is_gpu", lambda _: True)
+    gradient = GradientState(torch.Size((4,)), make_cast("fp16"), on_host=True)
+    gradient.add(torch.ones(4), None)
+    assert gradient.widen().tolist() == [1] * 4
+    gradient.fetch()
+    assert gradient.prefetched is None
+    gradient.replace(None)
+    for number in (2.0, 4.0):
+        gradient.add(torch.full((4,), number), None)
+    assert gradient.read().tolist() == [6] * 4

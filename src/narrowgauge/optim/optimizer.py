@@ -218,8 +218,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
         """The state as `{"NAME.m.values": tensor, ...}`, without copies; `names` are those of parameters."""
-        if torch.cuda.is_available():  # copies to the host have to be complete
-            torch.cuda.synchronize()
         return {f"{names[p]}.{key}": t for p in self.parameters() for key, t in self._tensors_of(p).items()}
 
     def restore(self, names: Mapping[torch.Tensor, str], saved: Mapping[str, torch.Tensor]) -> None:
@@ -281,5 +279,7 @@ class Optimizer(torch.optim.Optimizer):
         self.state[p][place] = new
 
     def _tensors_of(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        for m in self.moments(p).values():
+            m.wait()
         moments = {f"{place}.{k}": t for place, m in self.moments(p).items() for k, t in m.tensors.items()}
         return {"step": self.state[p]["step"]} | moments

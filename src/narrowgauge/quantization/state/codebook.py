@@ -14,6 +14,8 @@ from functools import cache
 
 import torch
 
+from narrowgauge.quantization.blocks import Blocks
+
 DECADES = 7
 
 
@@ -41,6 +43,15 @@ def _borders(name: str) -> torch.Tensor:
 def to_codes(x: torch.Tensor, name: str) -> torch.Tensor:
     """The uint8 codes of the numbers nearest to a float32 tensor in [-1, 1]."""
     return torch.bucketize(x, _borders(name).to(x.device), out_int32=True).to(torch.uint8)
+
+
+def encoded(x: torch.Tensor, name: str, blocks: Blocks) -> dict[str, torch.Tensor]:
+    """The "codes" of a float32 tensor, and the "scales" that its blocks were divided by."""
+    split = blocks.split(x)
+    largest = split.abs().amax(blocks.inner, keepdim=True)
+    divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
+    codes = blocks.merge(to_codes(split / divisor, name)).contiguous()
+    return {"codes": codes, "scales": torch.where(largest.isfinite(), divisor, torch.nan).view(blocks.grid)}
 
 
 def from_codes(codes: torch.Tensor, name: str) -> torch.Tensor:

@@ -42,6 +42,11 @@ class GradientState(QuantizedState):
         """Add float32 numbers, rounding the sum once; with random bits nothing small is lost on average."""
         add_all([self], [x], [stream])
 
+    def fetch(self) -> None:
+        """Start copying from the host what the next `read` reads there: nothing once it is wide."""
+        if self.wide is None:
+            super().fetch()
+
     def count_sum(self) -> None:
         """Note that something was added."""
         self.sums = 1 if self.is_empty else self.sums + 1

@@ -72,6 +72,8 @@ class ParamState:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that a checkpoint holds next to the parameter: `{"weight.scales": tensor, ...}`."""
+        for state in self.by_place().values():
+            state.wait()
         prescale = self.gradient.prescale if self.gradient else None
         places = {
             "weight": list(self.weight.tensors.items())[1:] if self.weight else [],  # after the parameter

@@ -14,12 +14,14 @@ Reading is exact; writing rounds, once. A NaN or an infinity makes its scaling b
 
 State may be kept in the host's memory while a GPU computes with it: reading copies it to the GPU, writing
 copies the result back. A kernel that changes it in place is given copies (`on_device`), which are then put
-back (`keep`). The numbers are the same in both memories.
+back (`keep`). The numbers are the same in both memories. Copies to the host are under way when the call that
+made them returns; who reads or writes the stored tensors there waits first (`wait`).
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -31,10 +33,19 @@ from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import QuantContext
 from narrowgauge.quantization.quantize import QTensor, emulate, quantize_in_context
 from narrowgauge.quantization.sharding.shard import TensorShard
-from narrowgauge.quantization.state.codebook import from_codes, to_codes
+from narrowgauge.quantization.state.codebook import encoded, from_codes
 from narrowgauge.quantization.state.range_expansion import RangeExpansion, contract, expand, range_expansion
+from narrowgauge.torch_compat import version_of
 
 _BLANK: dict[tuple[torch.Size, Cast], dict[str, tuple[torch.Size, torch.dtype]]] = {}
+
+
+class _Prefetched(NamedTuple):
+    """Copies from the host, the event after which they are there, and the versions of what was copied."""
+
+    copies: dict[str, torch.Tensor]
+    event: torch.cuda.Event | None
+    versions: list[int]
 
 
 class QuantizedState:
@@ -73,7 +84,7 @@ class QuantizedState:
         self.shape, self.cast, self.shard = torch.Size(shape), cast, shard
         self.device, self.on_host = torch.device(device), on_host
         self.gauge: Callable[[torch.Tensor, QuantizedState], None] | None = None
-        self.prefetched: tuple[dict[str, torch.Tensor], torch.cuda.Event | None] | None = None
+        self.prefetched: _Prefetched | None = None
         self.tensors = self._blank() if self.device.type == "meta" else self._zeros()
         self.move(self.device)
 
@@ -155,14 +166,14 @@ class QuantizedState:
         """Start copying from the host to the GPU, in parallel with other work, for the next `read`."""
         if not self.is_apart:
             return
-        if self.device.type == "meta":
-            self.prefetched = self._copies(), None
+        if self.device.type != "cuda":
+            self.prefetched = _Prefetched(self._copies(), None, self._versions())
             return
         stream = _copies(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))  # a copy back has then ended
         with torch.cuda.stream(stream):
             copies = self._copies()
-        self.prefetched = copies, stream.record_event()
+        self.prefetched = _Prefetched(copies, stream.record_event(), self._versions())
 
     @property
     def is_apart(self) -> bool:
@@ -173,22 +184,29 @@ class QuantizedState:
         """The stored tensors on the device that computes with them; copies, if they lie apart."""
         if not self.is_apart:
             return self.tensors
-        if self.prefetched is None:
+        fetched, self.prefetched = self.prefetched, None
+        if fetched is None or fetched.versions != self._versions():  # they were written since
             return self._copies()
-        (copies, event), self.prefetched = self.prefetched, None
-        if event is None:
-            return copies
-        now = torch.cuda.current_stream(self.device)
-        now.wait_event(event)
-        for tensor in copies.values():
-            tensor.record_stream(now)
-        return copies
+        if fetched.event is not None:
+            now = torch.cuda.current_stream(self.device)
+            now.wait_event(fetched.event)
+            for tensor in fetched.copies.values():
+                tensor.record_stream(now)
+        return fetched.copies
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
         """Keep what was changed in place in the tensors of `on_device`, in their order."""
         if self.is_apart:
             for to, changed in zip(self.tensors.values(), tensors, strict=True):
                 to.copy_(changed, non_blocking=True)
+
+    def wait(self) -> None:
+        """Wait for the copies to the host, before the host itself reads or writes the stored tensors."""
+        if self.is_apart and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _versions(self) -> list[int]:
+        return [version_of(t) for t in self.tensors.values()]
 
     def _copies(self) -> dict[str, torch.Tensor]:
         return {n: t.to(self.device, non_blocking=True, copy=True) for n, t in self.tensors.items()}
@@ -227,7 +245,7 @@ class QuantizedState:
         if shard is not None and (cast.codebook or cast.expand):
             shard.require_full_blocks(cast)
         if cast.codebook:
-            return _encode_by_codebook(x, cast.codebook, blocks)
+            return encoded(x, cast.codebook, blocks)
         if cast.expand:
             split = blocks.split(x)
             e = range_expansion(split.abs(), blocks.inner, cast.element)
@@ -246,15 +264,6 @@ class QuantizedState:
 def _copies(device: torch.device) -> torch.cuda.Stream:
     """The CUDA stream of copies from the host."""
     return torch.cuda.Stream(device)
-
-
-def _encode_by_codebook(x: torch.Tensor, codebook: str, blocks: Blocks) -> dict[str, torch.Tensor]:
-    """Codes into a table, and the divisor of each block."""
-    split = blocks.split(x)
-    largest = split.abs().amax(blocks.inner, keepdim=True)
-    divisor = torch.where(largest.isfinite() & (largest > 0), largest, 1.0)
-    codes = blocks.merge(to_codes(split / divisor, codebook)).contiguous()
-    return {"codes": codes, "scales": torch.where(largest.isfinite(), divisor, torch.nan).view(blocks.grid)}
 
 
 def _split(x: torch.Tensor) -> dict[str, torch.Tensor]:
