@@ -200,6 +200,19 @@ def test_under_a_scale_that_is_known_codes_are_those_of_the_reference(name, devi
     assert not codes.any(), "zeros times a scale of NaN are NaN"
 
 
+@pytest.mark.parametrize("name", ["e4m3", "fp8-row", "fp8-1x128", "mxfp8", "nvfp4"])
+def test_scales_are_fp32_whatever_the_default_dtype_is(name, device):
+    x, cast = inputs(device)["bf16"], cast_named(name)
+    expected, _ = quantize(x, cast)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found, _ = quantize(x, cast)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert same(found.scales, expected.scales)
+    assert same(found.codes, expected.codes)
+
+
 @pytest.mark.parametrize("axis", [-1, 0])
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("size", [16, 32])

@@ -27,7 +27,7 @@ def train(m, optimizer, steps, says_step):
     for step in steps:
         if says_step:
             ng.set_step(m, 7, step, 0, STEPS)
-        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(32, 64, generator=torch.Generator().manual_seed(step), dtype=torch.float32)
         m(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -94,3 +94,22 @@ def test_it_waits_for_the_copies_to_the_host_that_it_holds(monkeypatch):
         waits.clear()
         take()
         assert [device.index for device in waits] == devices
+
+
+@pytest.mark.parametrize("name", ["fp8-delayed", "msamp-o3", "nvfp4", "coat"])
+def test_the_default_dtype_of_the_process_changes_nothing(name):
+    """In bf16 a count of steps would end at 256, and scales would lose 16 bits."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        m, optimizer = make(name)
+        torch.set_default_dtype(dtype)
+        try:
+            ng.convert(m, name)  # its state is made here
+            optimizer = ng.AdamW(m.parameters(), name, lr=1e-2, seed=3)
+            train(m, optimizer, range(1, 3), True)
+            tensors = {**recipe_tensors(m), **optimizer.tensors({p: n for n, p in m.named_parameters()})}
+            found.append({key: tensor.clone() for key, tensor in tensors.items()})
+        finally:
+            torch.set_default_dtype(torch.float32)
+    one, other = found
+    assert all(t.dtype == other[key].dtype and torch.equal(t, other[key]) for key, t in one.items())

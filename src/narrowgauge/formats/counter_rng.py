@@ -168,7 +168,7 @@ def uniform_for(x: torch.Tensor, source: Randomness) -> torch.Tensor:
         return source.uniform(x.shape)
     if isinstance(source, torch.Tensor):
         return source
-    return torch.rand(x.shape, generator=source, device=x.device)
+    return torch.rand(x.shape, dtype=torch.float32, generator=source, device=x.device)
 
 
 def _uniform(bits: torch.Tensor) -> torch.Tensor:

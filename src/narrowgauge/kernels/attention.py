@@ -74,7 +74,7 @@ class _MetaAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_BNTH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, mask: Tensor | None) -> Tensor:
         out_BNTH = torch.empty_like(q_BNTH)
-        row_BNT = torch.empty(q_BNTH.shape[:-1], device=q_BNTH.device)
+        row_BNT = torch.empty(q_BNTH.shape[:-1], dtype=torch.float32, device=q_BNTH.device)
         ctx.save_for_backward(q_BNTH, k_BKSH, v_BKSH, out_BNTH, row_BNT, mask)
         causal = mask is None and q_BNTH.shape[2] > 1
         ctx.flops = 4.0 * q_BNTH.numel() * k_BKSH.shape[2] / (2 if causal else 1)

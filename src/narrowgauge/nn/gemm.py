@@ -137,7 +137,10 @@ def _are_bf16(a: Operand | RowOperand, b: Operand | RowOperand) -> bool:
 def _product_by_rows(a: Operand | RowOperand, b: Operand | RowOperand, dtype: torch.dtype) -> torch.Tensor:
     rest = a.rest if isinstance(a, RowOperand) else None
     b_KN = b.values.T
-    a_scale, b_scale = (torch.ones((), device=b_KN.device) if x.scale is None else x.scale for x in (a, b))
+    a_scale, b_scale = (
+        torch.ones((), dtype=torch.float32, device=b_KN.device) if x.scale is None else x.scale
+        for x in (a, b)
+    )
     return scaled_rows_and_rounded(
         _summed_in_fp32(a.values, b_KN),
         None if rest is None else _summed_in_fp32(rest, b_KN),

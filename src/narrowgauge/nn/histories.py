@@ -85,9 +85,11 @@ class AmaxHistory(History):
 
     def reset(self, device: torch.device | str) -> None:
         """Go back to the state before the first step, on a device."""
-        self.register_buffer("amax", torch.zeros((), device=device), persistent=False)
-        self.register_buffer("entries", torch.zeros(self.cast.history, device=device), persistent=False)
-        self.register_buffer("scale", torch.ones((), device=device), persistent=False)
+        self.register_buffer("amax", torch.zeros((), dtype=torch.float32, device=device), persistent=False)
+        self.register_buffer(
+            "entries", torch.zeros(self.cast.history, dtype=torch.float32, device=device), persistent=False
+        )
+        self.register_buffer("scale", torch.ones((), dtype=torch.float32, device=device), persistent=False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The state by name; the tensors themselves, no copies."""
@@ -127,7 +129,7 @@ class HeldAmax(AmaxHistory):
     def reset(self, device: torch.device | str) -> None:
         """Go back to the state before the first step, on a device."""
         for name in ("amax", "held", "age"):
-            self.register_buffer(name, torch.zeros((), device=device), persistent=False)
+            self.register_buffer(name, torch.zeros((), dtype=torch.float32, device=device), persistent=False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The state by name: the magnitude, and the number of steps since it was taken."""
@@ -166,7 +168,7 @@ class ChannelChoice(History):
             self.register_buffer(name, zeros, persistent=False)
         none = torch.zeros(self.channels, dtype=torch.bool, device=device)
         self.register_buffer("chosen", none, persistent=False)
-        self.register_buffer("age", torch.zeros((), device=device), persistent=False)
+        self.register_buffer("age", torch.zeros((), dtype=torch.float32, device=device), persistent=False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The state by name: squares of this step, their sums over steps, the choice, its age in steps."""

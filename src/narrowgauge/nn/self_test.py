@@ -60,7 +60,7 @@ def product_failure(
     generator = torch.Generator().manual_seed(0)
     operands, wide = [], []
     for cast, rows in ((x_cast, M), (w_cast, N)):
-        x_RK = torch.randn(rows, K, generator=generator) * torch.arange(1, K + 1)
+        x_RK = torch.randn(rows, K, dtype=torch.float32, generator=generator) * torch.arange(1, K + 1)
         # A product knows nothing of how its numbers were made; random bits would be torch's own.
         plain = replace(cast, hadamard=0, signs=(), correct="", rounding=_NEAREST, scale_rounding=_NEAREST)
         q = quantize_in_context(x_RK.to(device), plain, -1, DEFAULT_CONTEXT)

@@ -26,7 +26,7 @@ def clip_grad_norm(
     wide = torch.float64
     norms = {p: torch.linalg.vector_norm(g, norm_type, dtype=wide) for p, g in gradients if g is not None}
     if not norms and model_group is None:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     total = _global_norm(norms, norm_type, model_group).float()
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for p in parameters:

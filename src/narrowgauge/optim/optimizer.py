@@ -89,7 +89,7 @@ class Optimizer(torch.optim.Optimizer):
             for p in group["params"]:
                 shard, is_narrow = shard_of(p), is_large(p)
                 require_adamw(p, group["algorithm"])
-                self.state[p] = {"step": torch.zeros((), device=p.device)}
+                self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
                 for place in self.algorithms[group["algorithm"]].moments:
                     cast = (self.recipe.state[place] if is_narrow else None) or FP32
                     on_host = is_narrow and place in self.recipe.offload

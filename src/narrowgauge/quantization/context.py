@@ -61,7 +61,9 @@ class QuantContext:
             return self
         if isinstance(self.random, RandomStream | torch.Tensor):
             return self
-        return replace(self, random=torch.rand(x.shape, generator=self.random, device=x.device))
+        return replace(
+            self, random=torch.rand(x.shape, dtype=torch.float32, generator=self.random, device=x.device)
+        )
 
     def signs_of(self, cast: Cast) -> torch.Tensor | tuple[int, ...]:
         """The signs of a cast's transform; () stands for those that belong to its size.

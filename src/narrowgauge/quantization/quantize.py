@@ -145,7 +145,11 @@ def quantize_in_context(x: torch.Tensor, cast: Cast, axis: int, context: QuantCo
     if cast.block is not None:
         block_scales = scales.block.reshape(blocks.grid)
     else:
-        block_scales = scales.block.reshape(()) if scales.block.numel() else torch.ones((), device=x.device)
+        block_scales = (
+            scales.block.reshape(())
+            if scales.block.numel()
+            else torch.ones((), dtype=torch.float32, device=x.device)
+        )
     scale_codes = encode(block_scales, format(cast.scale)) if cast.has_scale_codes else None
     second = None if scales.second is None else scales.second.reshape(blocks.grid)
     if scale_codes is not None and second is not None:
@@ -260,7 +264,7 @@ def _above(
 ) -> torch.Tensor:
     """A second-level scale: 0-dim, one a row, or one for some columns of a row."""
     if tensor_scale is None:
-        return torch.ones((), device=x.device)
+        return torch.ones((), dtype=torch.float32, device=x.device)
     if not tensor_scale.ndim:
         return tensor_scale
     axis %= x.ndim

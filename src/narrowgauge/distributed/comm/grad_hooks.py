@@ -148,7 +148,7 @@ def all_reduce_gradient_states(
 
 def _values(gradient: GradientState) -> torch.Tensor:
     if gradient.is_empty:
-        return torch.zeros(gradient.shape, device=gradient.device)
+        return torch.zeros(gradient.shape, dtype=torch.float32, device=gradient.device)
     return gradient.read().clone()
 
 

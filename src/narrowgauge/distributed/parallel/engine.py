@@ -80,7 +80,7 @@ class Engine:
         Returns:
             The sum of the weighted losses, in the shape of `Transformer.loss_shape`.
         """
-        total = torch.zeros(self.model.loss_shape, device=self.device)
+        total = torch.zeros(self.model.loss_shape, dtype=torch.float32, device=self.device)
         if self.pipeline is not None:
             return self.pipeline.run(StageInput(micro_batches, begin, scale, total), with_backward=True)
         with self._same_weights(len(micro_batches)):
@@ -115,7 +115,7 @@ class Engine:
         """This process's term of the mean loss of a batch; the mean is the sum over `sequence` and stages."""
         if self.pipeline is not None:
             micro_batches = [MicroBatch(0, batch, 1.0)]
-            zero = torch.zeros((), device=self.device)
+            zero = torch.zeros((), dtype=torch.float32, device=self.device)
             stage_input = StageInput(micro_batches, lambda i: None, lambda loss: loss, zero)
             loss = self.pipeline.run(stage_input, with_backward=False)
         else:

@@ -215,7 +215,7 @@ def launch_swiglu_backward_codes(
         torch.empty(shape, dtype=torch.uint8, device=dy_MF.device)
         for shape in ((rows, 2 * F), (2 * F, rows), (F, rows))
     )
-    grad_scale, y_scale = (torch.empty((), device=dy_MF.device) for _ in range(2))
+    grad_scale, y_scale = (torch.empty((), dtype=torch.float32, device=dy_MF.device) for _ in range(2))
     tiles = triton.cdiv(rows, SQUARE["ROWS"]) * triton.cdiv(F, SQUARE["COLS"])
     launch(
         swiglu_backward_codes, (tiles,),

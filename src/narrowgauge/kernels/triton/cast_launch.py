@@ -109,7 +109,7 @@ def _one(like: torch.Tensor) -> torch.Tensor:
     if key in _ONES:
         return _ONES[key]
     with torch.inference_mode(False):  # so that any graph may hold it
-        one = torch.ones((), device=like.device)
+        one = torch.ones((), dtype=torch.float32, device=like.device)
     if type(one) is torch.Tensor:  # one of a compiler belongs to its context
         _ONES[key] = one
     return one
@@ -222,10 +222,10 @@ def _cast_blocks(
     over = tensor_scale = None
     if cast.tensor_scale != "none":
         over = _largest(x, cast, view, axis, blocks, matrix)
-        tensor_scale = torch.empty((), device=x.device)
+        tensor_scale = torch.empty((), dtype=torch.float32, device=x.device)
     codes = dtype == torch.uint8
     out = _empty(view, axis, dtype, x)
-    scales = torch.empty(blocks.grid if codes else (), device=x.device)
+    scales = torch.empty(blocks.grid if codes else (), dtype=torch.float32, device=x.device)
     has_codes = codes and cast.has_scale_codes
     scale_codes = torch.empty(blocks.grid, dtype=torch.uint8, device=x.device) if has_codes else None
     grid, strides = blocks.grid, scales.stride() if codes else (0, 0)

@@ -148,7 +148,7 @@ def launch_split_backward(
     dqkv_BTC = torch.empty(B, T, heads * H, dtype=dq_BNTH.dtype, device=dq_BNTH.device)
     tiles, tile = _tiles(B * T, H)
     amax = new_amax(dq_BNTH.device)
-    sums_PC = torch.empty(tiles, heads * H, device=dq_BNTH.device) if has_bias else None
+    sums_PC = torch.empty(tiles, heads * H, dtype=torch.float32, device=dq_BNTH.device) if has_bias else None
     launch(
         split_backward, (tiles, heads), dq_BNTH, dk_BKTH, dv_BKTH, table, dqkv_BTC, sums_PC,
         amax.view(torch.int32), B * T, T, N, K, H // 2,

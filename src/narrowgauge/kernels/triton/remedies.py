@@ -210,7 +210,7 @@ def launch_rows(
     R, K = x.shape
     out = torch.empty((R, K), dtype=torch.bfloat16, device=x.device)
     rest = torch.empty_like(out) if cuts else None
-    scales = torch.empty(R, device=x.device)
+    scales = torch.empty(R, dtype=torch.float32, device=x.device)
     low, high = (x, x) if limits is None else limits
     launch(
         cast_rows, (R,), x, low, high, out, out if rest is None else rest, scales, K, x.stride(0),
@@ -222,7 +222,7 @@ def launch_rows(
 
 def launch_slope(w: Tensor, dw: Tensor, cast: Cast) -> Tensor:
     """dw times the slope of rounding w, fp32; both are contiguous along rows, dw throughout."""
-    out = torch.empty(w.shape, device=w.device)
+    out = torch.empty(w.shape, dtype=torch.float32, device=w.device)
     launch(
         slope_of_rows, (len(w),), w, dw, out, w.shape[1], w.stride(0),
         writes="out", ESTIMATOR_K=cast.estimator_k, CAP=cast.estimator_cap, **_row_options(w, cast),

@@ -120,7 +120,7 @@ def _is_right(found: ctypes.CDLL) -> bool:
     """Whether a new library rounds a few thousand numbers as torch's operations do, bit for bit."""
     x = torch.linspace(-7.5, 7.5, 4099) * torch.linspace(0, 2, 4099) ** 8
     random = torch.linspace(0, 1 - 2.0**-24, 4099)
-    encode, ones = torch.tensor(0.875), torch.ones(1)
+    encode, ones = torch.tensor(0.875, dtype=torch.float32), torch.ones(1, dtype=torch.float32)
     for rounding in ROUNDINGS:
         for name in ("e2m1", "e4m3", "int8"):
             out = torch.empty_like(x)

@@ -191,7 +191,7 @@ def _fields(
         offset = int(random.offset) % 2**64
         return [encode], fields | {"key": (ctypes.c_uint32 * 2)(*words), "offset": offset}
     if not isinstance(random, torch.Tensor):
-        random = torch.rand(split.shape, generator=random, device=split.device)
+        random = torch.rand(split.shape, dtype=torch.float32, generator=random, device=split.device)
     uniform = random.expand(split.shape).float().contiguous()
     return [encode, uniform], fields | {"uniform": uniform.data_ptr()}
 

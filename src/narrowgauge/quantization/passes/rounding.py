@@ -108,7 +108,7 @@ def block_amax(split: torch.Tensor, blocks: Blocks) -> torch.Tensor:
     if not blocks.inner:
         return split.float().abs()
     if split.numel() == 0:
-        return blocks.align(torch.zeros(blocks.grid, device=split.device))
+        return blocks.align(torch.zeros(blocks.grid, dtype=torch.float32, device=split.device))
     if in_c.takes(split, blocks):
         return blocks.align(in_c.amax(split, blocks))
     amaxes, dim = [], 0

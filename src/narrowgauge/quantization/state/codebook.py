@@ -28,7 +28,7 @@ def code_values(name: str) -> tuple[float, ...]:
         parts = 2**e if signed else 2 ** (e + 1)
         middles = [0.1 + 0.9 * (i + 0.5) / parts for i in range(parts)]
         numbers += [10.0 ** (e - DECADES + 1) * m * s for m in middles for s in ((1, -1) if signed else (1,))]
-    return tuple(torch.tensor(sorted(numbers)).tolist())
+    return tuple(torch.tensor(sorted(numbers), dtype=torch.float32).tolist())
 
 
 @cache
@@ -37,7 +37,11 @@ def _borders(name: str) -> torch.Tensor:
     values = torch.tensor(code_values(name), dtype=torch.float64)
     middle = (values[:-1] + values[1:]) / 2
     border = middle.float()
-    return torch.where(border.double() > middle, torch.nextafter(border, torch.tensor(-torch.inf)), border)
+    return torch.where(
+        border.double() > middle,
+        torch.nextafter(border, torch.tensor(-torch.inf, dtype=torch.float32)),
+        border,
+    )
 
 
 def to_codes(x: torch.Tensor, name: str) -> torch.Tensor:
@@ -56,4 +60,4 @@ def encoded(x: torch.Tensor, name: str, blocks: Blocks) -> dict[str, torch.Tenso
 
 def from_codes(codes: torch.Tensor, name: str) -> torch.Tensor:
     """The float32 numbers of codes."""
-    return torch.tensor(code_values(name), device=codes.device)[codes.int()]
+    return torch.tensor(code_values(name), dtype=torch.float32, device=codes.device)[codes.int()]

@@ -49,8 +49,11 @@ class PreScale:
     def __init__(self, device: torch.device | str = "cpu", mu: float = 1.0) -> None:
         """A factor of `mu`; of 0 where it is not known yet what it begins with (`begin`)."""
         self.mu = mu
-        overflowed = torch.full((), UNUSED, device=device)
-        self.tensors = {"mu": torch.full((), float(mu), device=device), "overflowed": overflowed}
+        overflowed = torch.full((), UNUSED, dtype=torch.float32, device=device)
+        self.tensors = {
+            "mu": torch.full((), float(mu), dtype=torch.float32, device=device),
+            "overflowed": overflowed,
+        }
         self._before: dict[str, torch.Tensor] = {}  # this step
 
     def begin_step(self) -> None:

@@ -89,7 +89,9 @@ class QuantizedState:
         self.move(self.device)
 
     def _zeros(self) -> dict[str, torch.Tensor]:
-        return self._encoded(torch.zeros(self.shape, device=self.device), shard=self.shard)
+        return self._encoded(
+            torch.zeros(self.shape, dtype=torch.float32, device=self.device), shard=self.shard
+        )
 
     def _blank(self) -> dict[str, torch.Tensor]:
         """`_zeros` on the meta device: real zeros are encoded once for each shape and cast."""
@@ -120,7 +122,7 @@ class QuantizedState:
         if cast.codebook:
             values = blocks.split(from_codes(codes, cast.codebook))
             return blocks.merge(values * blocks.align(t["scales"])).contiguous()
-        tensor_scale = t.get("tensor_scale", torch.ones((), device=codes.device))
+        tensor_scale = t.get("tensor_scale", torch.ones((), dtype=torch.float32, device=codes.device))
         scales = decode(t["scales"], format(cast.scale)) if cast.has_scale_codes else t["scales"].float()
         x = QTensor(codes, scales, None, tensor_scale, cast, blocks).dequantize()
         if cast.expand:
