@@ -1,14 +1,14 @@
 """Which formats cost the least under a budget? A search over the GEMMs of all linear layers.
 
 Each GEMM (fprop, dgrad, wgrad of each layer) gets one format for both of its operands; attention and the
-residual stream stay wide. Its predicted cost is
-the sum of the costs of the two places (`sensitivity.estimate_costs`); costs below zero count as zero, because
-a loss that falls by rounding is chance. Costs of different places are taken to add up. A GEMM of a layer with
-K inputs and N outputs does 2 M N K FLOPs for M tokens, all three GEMMs alike. `budget.py` says what an
-amount[f] is: 1 for the formats of at most 4 bits and 0 for others, or bits, or time.
+residual stream stay wide. Its predicted cost is the sum of the costs of the two places
+(`sensitivity.estimate_costs`); costs below zero count as zero, because a loss that falls by rounding is
+chance. Costs of different places are taken to add up. A GEMM of a layer with K inputs and N outputs does
+2 M N K FLOPs for M tokens, all three GEMMs alike. `budget.py` says what an amount[f] is: 1 for the formats of
+at most 4 bits and 0 for others, or bits, or time.
 
 Layers may be kept: all their GEMMs have the widest format, here and in the baselines. The command keeps the
-head, as all shipped recipes do, because a prediction from single steps is wrong about it (docs/results.md).
+head, as the shipped narrow recipes do: a prediction from single steps was wrong about it (docs/results.md).
 
     minimize    sum over i, f of cost[i, f] x[i, f]
     subject to  sum over f of x[i, f] = 1 for each GEMM i,    x in {0, 1}
@@ -17,9 +17,10 @@ head, as all shipped recipes do, because a prediction from single steps is wrong
 This is a multiple-choice knapsack, and `scipy.optimize.milp` solves it exactly (HiGHS). SNIP (arXiv
 2602.01410) has the same form; ModelOpt's `auto_quantize` relaxes it to a linear programme.
 
-The baselines are what a reviewer asks for: `uniform` (the narrowest format everywhere), `keep-ends` (whole
-blocks stay wide, the head first, then the last and the first block by turns), `smallest-error` (the GEMMs
-with the smallest relative quantization error of their operands are narrow), and `random`.
+The baselines are what a reviewer asks for: `uniform` (the narrowest format for all that is not kept),
+`keep-ends` (whole blocks stay wide, the head first, then the last and the first block by turns),
+`smallest-error` (the GEMMs with the smallest relative quantization error of their operands are narrow), and
+`random`.
 """
 
 import random
@@ -36,6 +37,7 @@ from narrowgauge.recipes import GEMM_PLACES, GEMMS, matches
 
 Gemm = tuple[str, str]  # layer, and "fprop", "dgrad" or "wgrad"
 Assignment = Mapping[Gemm, str]  # the name of a cast
+BASELINES = ("uniform", "keep-ends", "smallest-error", "random")
 
 
 @dataclass(frozen=True, slots=True)
