@@ -146,8 +146,16 @@ def test_what_cannot_be_is_refused(ask, sentence):
 
 def test_a_budget_between_whole_gemms_is_refused():
     costs = {name: [c for c in found if c.layer == "head"] for name, found in costs_of().items()}
-    with pytest.raises(UserError, match=r"the next above has 0\.667"):
-        solve(choices_of(CASTS, {"head": 100}, costs), flops_budget(CASTS, 0.4))
+    one = choices_of(CASTS, {"head": 100}, costs)
+    with pytest.raises(UserError, match=r"the next above has 0\.666, so take that"):
+        solve(one, flops_budget(CASTS, 0.4))
+    assert one.amount(solve(one, flops_budget(CASTS, 0.666)), flops_budget(CASTS, 0.666)) == pytest.approx(
+        2 / 3
+    )
+    kept = choices_of(CASTS, WEIGHTS, costs_of(), keep=("*.down",))  # its head has 1 / 7 of the FLOPs
+    with pytest.raises(UserError, match=r"the next above has 14\.322, so take that"):
+        solve(kept, bits_budget(CASTS, 14.0))
+    assert solve(kept, bits_budget(CASTS, 14.322))["head", "fprop"] == "mxfp4"
 
 
 def test_the_command_writes_a_recipe_that_trains(narrowgauge, line, tmp_path):

@@ -24,8 +24,9 @@ The baselines are what a reviewer asks for: `uniform` (the narrowest format for 
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil, floor
 
 import numpy as np
 
@@ -120,17 +121,23 @@ def solve(choices: Choices, budget: Budget) -> Assignment:
         ]
         above = _milp(choices, amounts, budget, max(budget.amounts.values()))
         if above is None:
-            most = choices.amount(_uniform(choices), budget)
+            most = _told(choices.amount(_uniform(choices), budget), floor)
             raise UserError(
-                f"{budget.option}: the most that can be reached is {most:.3f} {budget.words}; "
+                f"{budget.option}: the most that can be reached is {most} {budget.words}; "
                 "ask for less, or keep fewer layers (--keep)"
             )
-        reached = choices.amount(dict(zip(choices.shares, above, strict=True)), budget)
+        amount = choices.amount(dict(zip(choices.shares, above, strict=True)), budget)
+        reached = _told(amount, floor if budget.low else ceil)
         raise UserError(
             f"{budget.option}: no choice of whole GEMMs has {budget.low:.2f} to {budget.high:.2f} "
-            f"{budget.words}; the next above has {reached:.3f}, so take that"
+            f"{budget.words}; the next above has {reached}, so take that"
         )
     return dict(zip(choices.shares, chosen, strict=True))
+
+
+def _told(amount: float, rounded: Callable[[float], int]) -> str:
+    """An amount in three digits, rounded to the side on which a budget of that number can be met."""
+    return f"{rounded(round(1000 * amount, 6)) / 1000:.3f}"
 
 
 def _milp(choices: Choices, costs: Sequence[float], budget: Budget, high: float) -> list[str] | None:
