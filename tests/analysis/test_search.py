@@ -1,11 +1,13 @@
 """The search against all assignments of a small problem, and its recipe against what was assigned."""
 
 import itertools
+import json
 import tomllib
 
 import pytest
 
 from narrowgauge.analysis import (
+    BASELINES,
     baselines,
     bits_budget,
     choices_of,
@@ -115,7 +117,7 @@ def test_the_baselines_keep_to_the_budget(budget):
     blocks = {"blocks.0.down": 0, "blocks.1.down": 1, "head": None}
     errors = {gemm: float(i) for i, gemm in enumerate(CHOICES.shares)}
     found = baselines(CHOICES, budget, errors, blocks, seed=0)
-    assert list(found) == ["uniform", "keep-ends", "smallest-error", "random"]
+    assert tuple(found) == BASELINES
     assert set(found["uniform"].values()) == {"mxfp4"}
     for name in ("keep-ends", "smallest-error", "random"):
         amount = CHOICES.amount(found[name], budget)
@@ -144,8 +146,16 @@ def test_what_cannot_be_is_refused(ask, sentence):
 
 def test_a_budget_between_whole_gemms_is_refused():
     costs = {name: [c for c in found if c.layer == "head"] for name, found in costs_of().items()}
-    with pytest.raises(UserError, match=r"the next above has 0\.667"):
-        solve(choices_of(CASTS, {"head": 100}, costs), flops_budget(CASTS, 0.4))
+    one = choices_of(CASTS, {"head": 100}, costs)
+    with pytest.raises(UserError, match=r"the next above has 0\.666, so take that"):
+        solve(one, flops_budget(CASTS, 0.4))
+    assert one.amount(solve(one, flops_budget(CASTS, 0.666)), flops_budget(CASTS, 0.666)) == pytest.approx(
+        2 / 3
+    )
+    kept = choices_of(CASTS, WEIGHTS, costs_of(), keep=("*.down",))  # its head has 1 / 7 of the FLOPs
+    with pytest.raises(UserError, match=r"the next above has 14\.322, so take that"):
+        solve(kept, bits_budget(CASTS, 14.0))
+    assert solve(kept, bits_budget(CASTS, 14.322))["head", "fprop"] == "mxfp4"
 
 
 def test_the_command_writes_a_recipe_that_trains(narrowgauge, line, tmp_path):
@@ -160,6 +170,18 @@ def test_the_command_writes_a_recipe_that_trains(narrowgauge, line, tmp_path):
         "search", run, *words[:2], *words[4:], "--effective-bits", "10", "--out", tmp_path / "b.toml"
     )
     assert "bits an element, predicted cost" in bits.out, bits.err
+    told = narrowgauge("search", run, *words, "--keep", "head,blocks.0.qkv", "--out", out, "--json")
+    answer = json.loads(told.out)
+    assert answer["kept"] == ["blocks.0.qkv", "head"]
+    assert 0.5 <= answer["amount"] <= 0.55
+    assert tuple(answer["baselines"]) == BASELINES
+    missed = narrowgauge("search", run, *words, "--keep", "lm_head", "--out", out)
+    assert (missed.code, "--keep lm_head: no layer has this name; take one of qkv, " in missed.err) == (
+        2,
+        True,
+    )
+    taken = narrowgauge("search", run, *words, "--check", "--out", tmp_path / "uniform.toml")
+    assert (taken.code, "--check trains another recipe of this name" in taken.err) == (2, True)
     alone = narrowgauge("search", run, *words[:2], "--gemm-time", "0.5", "--out", out)
     assert (alone.code, "belong together" in alone.err) == (2, True)
     assert narrowgauge(*line({"recipe.name": str(out)}), "--out", tmp_path / "narrow").code == 0

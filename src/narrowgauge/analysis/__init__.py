@@ -4,7 +4,7 @@ from narrowgauge.analysis.budget import Budget, bits_budget, flops_budget, requi
 from narrowgauge.analysis.probe import RecipeProbe, probe, probe_json
 from narrowgauge.analysis.probe_run import Probed, open_probed, update_rule
 from narrowgauge.analysis.recipe_text import recipe_text
-from narrowgauge.analysis.search import baselines, choices_of, solve
+from narrowgauge.analysis.search import BASELINES, Assignment, Choices, baselines, choices_of, solve
 from narrowgauge.analysis.sensitivity import (
     Cost,
     estimate_costs,
@@ -15,7 +15,10 @@ from narrowgauge.analysis.sensitivity import (
 )
 
 __all__ = [
+    "BASELINES",
+    "Assignment",
     "Budget",
+    "Choices",
     "Cost",
     "Probed",
     "RecipeProbe",

@@ -1,14 +1,14 @@
 """Which formats cost the least under a budget? A search over the GEMMs of all linear layers.
 
 Each GEMM (fprop, dgrad, wgrad of each layer) gets one format for both of its operands; attention and the
-residual stream stay wide. Its predicted cost is
-the sum of the costs of the two places (`sensitivity.estimate_costs`); costs below zero count as zero, because
-a loss that falls by rounding is chance. Costs of different places are taken to add up. A GEMM of a layer with
-K inputs and N outputs does 2 M N K FLOPs for M tokens, all three GEMMs alike. `budget.py` says what an
-amount[f] is: 1 for the formats of at most 4 bits and 0 for others, or bits, or time.
+residual stream stay wide. Its predicted cost is the sum of the costs of the two places
+(`sensitivity.estimate_costs`); costs below zero count as zero, because a loss that falls by rounding is
+chance. Costs of different places are taken to add up. A GEMM of a layer with K inputs and N outputs does
+2 M N K FLOPs for M tokens, all three GEMMs alike. `budget.py` says what an amount[f] is: 1 for the formats of
+at most 4 bits and 0 for others, or bits, or time.
 
 Layers may be kept: all their GEMMs have the widest format, here and in the baselines. The command keeps the
-head, as all shipped recipes do, because a prediction from single steps is wrong about it (docs/results.md).
+head, as the shipped narrow recipes do: a prediction from single steps was wrong about it (docs/results.md).
 
     minimize    sum over i, f of cost[i, f] x[i, f]
     subject to  sum over f of x[i, f] = 1 for each GEMM i,    x in {0, 1}
@@ -17,14 +17,16 @@ head, as all shipped recipes do, because a prediction from single steps is wrong
 This is a multiple-choice knapsack, and `scipy.optimize.milp` solves it exactly (HiGHS). SNIP (arXiv
 2602.01410) has the same form; ModelOpt's `auto_quantize` relaxes it to a linear programme.
 
-The baselines are what a reviewer asks for: `uniform` (the narrowest format everywhere), `keep-ends` (whole
-blocks stay wide, the head first, then the last and the first block by turns), `smallest-error` (the GEMMs
-with the smallest relative quantization error of their operands are narrow), and `random`.
+The baselines are what a reviewer asks for: `uniform` (the narrowest format for all that is not kept),
+`keep-ends` (whole blocks stay wide, the head first, then the last and the first block by turns),
+`smallest-error` (the GEMMs with the smallest relative quantization error of their operands are narrow), and
+`random`.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil, floor
 
 import numpy as np
 
@@ -36,6 +38,7 @@ from narrowgauge.recipes import GEMM_PLACES, GEMMS, matches
 
 Gemm = tuple[str, str]  # layer, and "fprop", "dgrad" or "wgrad"
 Assignment = Mapping[Gemm, str]  # the name of a cast
+BASELINES = ("uniform", "keep-ends", "smallest-error", "random")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +121,23 @@ def solve(choices: Choices, budget: Budget) -> Assignment:
         ]
         above = _milp(choices, amounts, budget, max(budget.amounts.values()))
         if above is None:
-            most = choices.amount(_uniform(choices), budget)
+            most = _told(choices.amount(_uniform(choices), budget), floor)
             raise UserError(
-                f"{budget.option}: the most that can be reached is {most:.3f} {budget.words}; "
+                f"{budget.option}: the most that can be reached is {most} {budget.words}; "
                 "ask for less, or keep fewer layers (--keep)"
             )
-        reached = choices.amount(dict(zip(choices.shares, above, strict=True)), budget)
+        amount = choices.amount(dict(zip(choices.shares, above, strict=True)), budget)
+        reached = _told(amount, floor if budget.low else ceil)
         raise UserError(
             f"{budget.option}: no choice of whole GEMMs has {budget.low:.2f} to {budget.high:.2f} "
-            f"{budget.words}; the next above has {reached:.3f}, so take that"
+            f"{budget.words}; the next above has {reached}, so take that"
         )
     return dict(zip(choices.shares, chosen, strict=True))
+
+
+def _told(amount: float, rounded: Callable[[float], int]) -> str:
+    """An amount in three digits, rounded to the side on which a budget of that number can be met."""
+    return f"{rounded(round(1000 * amount, 6)) / 1000:.3f}"
 
 
 def _milp(choices: Choices, costs: Sequence[float], budget: Budget, high: float) -> list[str] | None:

@@ -78,7 +78,7 @@ def _verify(config: Config, peers: list[str] | None, rounds: int, file: Path, co
         console.print()
         answer = replace(answer, measured=bench(config, peers, rounds, console))
         answer.write(file)
-        if device.type == "cuda" and has_kernels(device):
+        if device.type == "cuda" and has_kernels(device) and not config.training.compile:
             replace(answer, counted=count_step(config, *_gpu(""))).write(file)
     console.print(f"all figures: {file}, {page}", highlight=False, markup=False, soft_wrap=True)
     return EXIT_DONE if answer.verdict.is_right else EXIT_FAILED

@@ -1,13 +1,18 @@
 """`search`: the recipe of least predicted cost under a budget."""
 
 import argparse
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from narrowgauge.analysis import (
+    BASELINES,
+    Assignment,
     Budget,
+    Choices,
     Probed,
     baselines,
     bits_budget,
@@ -26,14 +31,14 @@ from narrowgauge.cluster import load_cluster
 from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.quantization import Cast
-from narrowgauge.recipes import load_recipe
+from narrowgauge.recipes import load_recipe, matches
 from narrowgauge.report import print_comparison, read_runs, write_report
 from narrowgauge.report.compare.compare import compare
 from narrowgauge.report.compare.grid import RECIPE, Variant, make_points
 from narrowgauge.report.compare.groups import groups
 from narrowgauge.report.compare.sentence import summary
 
-HEADS = "head,lm_head"  # ours, and that of most models of transformers
+HEAD, WIDE = "head", "bf16"
 
 
 def add_options(p: argparse.ArgumentParser) -> None:
@@ -46,8 +51,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
     text = "largest share of the GEMM time in the widest format, on --cluster"
     budget.add_argument("--gemm-time", type=float, metavar="X", help=text)
     p.add_argument("--cluster", metavar="SPEC", help="with --gemm-time: a shipped cluster or a .toml file")
-    text = f"layers that stay in the widest format, '' for none ({HEADS})"
-    p.add_argument("--keep", default=HEADS, metavar="A,B", help=text)
+    text = f"layers that stay in the widest format, '' for none ({HEAD})"
+    p.add_argument("--keep", default=HEAD, metavar="A,B", help=text)
     p.add_argument("--out", required=True, type=Path, metavar="R.toml", help="the recipe's file")
     p.add_argument("--check", action="store_true", help="train it beside bf16 and four baselines")
     p.add_argument("--seeds", default="3", metavar="N|A,B,C", help="with --check: seeds of each (3)")
@@ -59,9 +64,9 @@ def run(options: argparse.Namespace) -> None:
     casts = _casts(options.formats)
     require_solver()
     budget = _budget(options, casts)
-    if options.out.suffix != ".toml":
-        raise UserError(f"--out {options.out} is the file of a recipe, which ends in .toml; add the ending")
-    with progress(Console(), "search") as show:
+    _require_name(options)
+    console = Console(stderr=options.json)
+    with progress(console, "search") as show:
         probed = open_subject(options)
         rule = update_rule(probed.trained)
         costs = {
@@ -69,29 +74,75 @@ def run(options: argparse.Namespace) -> None:
             for name, cast in casts.items()
         }
     weights = _weights(probed)
-    choices = choices_of(casts, weights, costs, [p.strip() for p in options.keep.split(",") if p.strip()])
+    choices = choices_of(casts, weights, costs, _kept(options.keep, list(weights)))
     found = solve(choices, budget)
     source = f"narrowgauge search {options.run} --formats {options.formats} {budget.option}"
-    amount = f"{choices.amount(found, budget):.3f} {budget.words}"
-    title = f"{amount}, at least predicted cost"
+    title = f"{choices.amount(found, budget):.3f} {budget.words}, at least predicted cost"
     text = recipe_text(found, options.out.stem, title, source)
     make_directory(options.out.parent)
     write_whole(options.out, text)
     load_recipe(options.out)
-    console = Console()
-    console.print(f"{heading(options.run, probed)}", markup=False, highlight=False, soft_wrap=True)
-    line = f"{options.out}: {amount}, predicted cost {choices.cost(found):.3g}"
     errors = relative_errors(probed.subject, casts[choices.narrowest])
     others = baselines(choices, budget, errors, _blocks(weights), probed.subject.position.seed)
-    compared = [
-        f"{name} {choices.cost(a):.3g} at {choices.amount(a, budget):.3f}" for name, a in others.items()
-    ]
-    console.print(f"{line}; {', '.join(compared)}", markup=False, highlight=False, soft_wrap=True)
+    answer = {
+        "recipe": str(options.out),
+        "budget": budget.option,
+        "unit": budget.words,
+        "kept": list(dict.fromkeys(layer for layer, _ in choices.shares if (layer, "fprop") in choices.kept)),
+        **_figures(choices, found, budget),
+        "baselines": {name: _figures(choices, other, budget) for name, other in others.items()},
+    }
+    console.print(heading(options.run, probed), markup=False, highlight=False, soft_wrap=True)
+    console.print(_words(answer), markup=False, highlight=False, soft_wrap=True)
     if options.check:
-        folder = options.out.with_suffix("")
         about = f"baseline of {options.out.stem}"
-        texts = {name: recipe_text(a, name, about, source) for name, a in others.items()}
-        _check(options, probed, folder, {options.out.stem: text, **texts}, console)
+        texts = {name: recipe_text(other, name, about, source) for name, other in others.items()}
+        _check(options, probed, {options.out.stem: text, **texts}, console)
+    if options.json:
+        print(json.dumps(answer, indent=1))
+
+
+def _figures(choices: Choices, assignment: Assignment, budget: Budget) -> dict[str, float]:
+    """What an assignment uses of the budget, and its predicted cost."""
+    return {"amount": choices.amount(assignment, budget), "predicted_cost": choices.cost(assignment)}
+
+
+def _words(answer: Mapping[str, Any]) -> str:
+    """The answer and its baselines in a line."""
+    compared = [
+        f"{name} {other['predicted_cost']:.3g} at {other['amount']:.3f}"
+        for name, other in answer["baselines"].items()
+    ]
+    amount = f"{answer['recipe']}: {answer['amount']:.3f} {answer['unit']}"
+    return f"{amount}, predicted cost {answer['predicted_cost']:.3g}; {', '.join(compared)}"
+
+
+def _require_name(options: argparse.Namespace) -> None:
+    """Check --out, before anything is measured.
+
+    Raises:
+        UserError: It is no recipe's file, or has the name of a recipe that --check trains beside it.
+    """
+    if options.out.suffix != ".toml":
+        raise UserError(f"--out {options.out} is the file of a recipe, which ends in .toml; add the ending")
+    if options.check and options.out.stem in (WIDE, *BASELINES):
+        raise UserError(f"--out {options.out}: --check trains another recipe of this name; take another")
+
+
+def _kept(text: str, layers: Sequence[str]) -> list[str]:
+    """The patterns of --keep.
+
+    Raises:
+        UserError: One fits no layer.
+    """
+    patterns = [pattern.strip() for pattern in text.split(",") if pattern.strip()]
+    for pattern in patterns:
+        if not any(matches(layer, pattern) for layer in layers):
+            names = ", ".join(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
+            raise UserError(
+                f"--keep {pattern}: no layer has this name; take one of {names}, or one such as {layers[0]}"
+            )
+    return patterns
 
 
 def _budget(options: argparse.Namespace, casts: Mapping[str, Cast]) -> Budget:
@@ -115,15 +166,14 @@ def _budget(options: argparse.Namespace, casts: Mapping[str, Cast]) -> Budget:
     return flops_budget(casts, options.budget)
 
 
-def _check(
-    options: argparse.Namespace, probed: Probed, folder: Path, recipes: Mapping[str, str], console: Console
-) -> None:
-    """Train bf16 and the recipes, paired by seed, in a folder of their own; print the verdicts.
+def _check(options: argparse.Namespace, probed: Probed, recipes: Mapping[str, str], console: Console) -> None:
+    """Train bf16 and the recipes, paired by seed, in the folder named after --out; print the verdicts.
 
     Each is compared with bf16, then each baseline with the answer of the search, the first of the recipes.
     """
+    folder = options.out.with_suffix("")
     make_directory(folder)
-    variants = [Variant("bf16", {RECIPE: "bf16"})]
+    variants = [Variant(WIDE, {RECIPE: WIDE})]
     for name, text in recipes.items():
         path = folder / f"{name}.recipe.toml"
         write_whole(path, text)

@@ -129,3 +129,11 @@ def test_other_stacks_are_refused_in_a_sentence(tmp_path, change, words):
     save_file(tensors | changed, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=words):
         read_external_model(tmp_path)
+
+
+def test_a_wide_stack_beside_the_blocks_is_not_left_out_in_silence(tmp_path):
+    packed(tmp_path, qwen3_moe(width=64))
+    stack = {"model.layers.0.mlp.experts.down_proj": torch.ones(4, 64, 32)}
+    save_file(load_file(tmp_path / "model.safetensors") | stack, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"tensor 'model.layers.0.mlp.experts.down_proj', for which"):
+        read_external_model(tmp_path)

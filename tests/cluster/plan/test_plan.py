@@ -7,7 +7,6 @@ from importlib import resources
 import pytest
 
 from narrowgauge.bench.count import count_step
-from narrowgauge.bench.count.whole import parts_of
 from narrowgauge.bench.work import Operand
 from narrowgauge.cluster import cluster_names, load_cluster, make_plan, tokens_of
 from narrowgauge.cluster.plan.cast_price import cast_seconds
@@ -25,6 +24,7 @@ from narrowgauge.kernels.dispatch import is_triton_installed
 from narrowgauge.models import flops_per_token
 from narrowgauge.quantization import make_cast
 from narrowgauge.training import cheaper, estimate_memory, estimate_step, make_config
+from narrowgauge.training.monitor.few_blocks import few_blocks
 from narrowgauge.training.monitor.memory_estimate import _heaviest
 
 SMALL = {"name": "debug", "dim": 128, "ffn_dim": 256, "vocab_size": 256}
@@ -336,8 +336,12 @@ def test_what_is_expected_of_one_gpu_is_counted():
         wide.micro_batch().launches,
         wide.micro_batch().bytes,
     )
-    assert [n for n, _ in parts_of(kept)] == [2, 3, 7]
+    assert [n for n, _ in few_blocks(kept)] == [2, 3, 7]
     assert counted_step(five, ParallelDims(shard=2), h200) is None
+    compiled = config("fp8", SMALL | {"layers": 5}, compile=True)
+    assert counted_step(compiled, alone, h200) is None
+    with pytest.raises(UserError, match="a compiled step is not counted"):
+        count_step(compiled, h200.facts)
     assert counted_step(five, alone, load_cluster("frontier")) is not None
     measured = expectation(h200.measured, 1, 10**9, "fp8")
     assert counted_expectation(None, 1.0, measured) is measured

@@ -56,11 +56,16 @@ def count_step(config: Config, facts: Device, speeds: Speeds = H200) -> StepCoun
         The count. State that is kept in the host's memory is not moved in it.
 
     Raises:
-        UserError: it is no GPU, its kernels cannot be imported here, or the recipe asks for native products
-            that it does not have.
+        UserError: it is no GPU, its kernels cannot be imported here, the recipe asks for native products that
+            it does not have, or the step is compiled.
     """
     if not facts.is_gpu:
         raise UserError(f"a step is counted for a GPU, not for {facts}; name one, such as h200")
+    if config.training.compile:
+        raise UserError(
+            "a compiled step is not counted, because torch's compiler makes kernels of its own; leave "
+            "training.compile out"
+        )
     if facts.has_triton and not is_triton_installed():
         raise UserError(
             "a step is counted with its kernels, which Triton declares, and Triton is not installed here; "

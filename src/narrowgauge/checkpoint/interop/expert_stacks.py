@@ -22,7 +22,7 @@ import torch
 from narrowgauge.checkpoint.interop.safetensors_reader import TensorFolder
 from narrowgauge.errors import UserError
 
-BLOCKS, SCALES = _PARTS = "_blocks", "_scales"
+BLOCKS, SCALES = PARTS = "_blocks", "_scales"
 _BYTES = 16  # of a block's codes
 #: The layers of an expert in each matrix, where it is `block_sparse_moe.experts` (Mixtral) and elsewhere.
 _LAYERS: dict[str, dict[bool, tuple[str, ...]]] = {
@@ -41,7 +41,7 @@ class StackedWeight:
 
     def read(self, files: TensorFolder) -> dict[str, torch.Tensor]:
         """Codes and scales, under the names that compressed-tensors gives a layer with the same bytes."""
-        blocks, scales = (files.read_stored(self.stack + part, (self.expert, self.rows)) for part in _PARTS)
+        blocks, scales = (files.read_stored(self.stack + part, (self.expert, self.rows)) for part in PARTS)
         return {"weight_packed": blocks.flatten(-2), "weight_scale": scales}
 
 

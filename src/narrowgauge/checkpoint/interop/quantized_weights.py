@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from narrowgauge.checkpoint.interop.expert_stacks import BLOCKS, SCALES, stacked_weights
+from narrowgauge.checkpoint.interop.expert_stacks import PARTS, stacked_weights
 from narrowgauge.checkpoint.interop.safetensors_reader import TensorFolder
 from narrowgauge.errors import UserError
 from narrowgauge.formats import decode, format, unpack
@@ -92,10 +92,10 @@ class QuantizedFolder:
         return {part: self.files.read_stored(stored) for part, stored in found.items()}
 
     def _names(self) -> Iterable[str]:
-        seen, stacks = set(), {weight.stack for weight in self.stacked.values()}
+        seen, stacks = set(), {weight.stack + part for weight in self.stacked.values() for part in PARTS}
         for stored in self.files.file_of:
             layer, _, last = stored.rpartition(".")
-            if last in _NO_WEIGHT or stored.removesuffix(BLOCKS).removesuffix(SCALES) in stacks:
+            if last in _NO_WEIGHT or stored in stacks:
                 continue
             name = f"{layer}.weight" if last in _BESIDE else stored
             if name not in seen:

@@ -1,8 +1,8 @@
 """A step counted for the device of a cluster (`bench.count`): what this program's own path costs there.
 
 It is counted where it can be: on one GPU that Triton compiles for, where Triton is installed here to declare
-the kernels. The speeds are an H200's, measured, and those of another GPU in the proportion of the two data
-sheets.
+the kernels, and where torch does not compile the step, for which it makes kernels of its own. The speeds are
+an H200's, measured, and those of another GPU in the proportion of the two data sheets.
 """
 
 from narrowgauge.bench.count import H200, Speeds, WholeCount, count_whole
@@ -17,7 +17,7 @@ _KINDS = {"bf16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "fp4": "fp4"}  # those o
 def counted_step(config: Config, parallel_dims: ParallelDims, cluster: Cluster) -> WholeCount | None:
     """The count of a step; None where it cannot be counted."""
     is_known = cluster.facts.is_gpu and cluster.facts.has_triton and "bf16" in cluster.peak
-    if parallel_dims.size > 1 or not (is_known and is_triton_installed()):
+    if parallel_dims.size > 1 or config.training.compile or not (is_known and is_triton_installed()):
         return None
     return count_whole(config, cluster.facts, speeds_of(cluster))
 

@@ -174,8 +174,8 @@ def _sources(e: Expectation, time: Estimate) -> str:
     if (c := e.counted) is not None:
         beside = f"; runs of others nearest to it reached {100 * e.least:.0f} to {100 * e.most:.0f} %"
         return (
-            f"expect: {_figure(c.seconds + time.copies)} s a step, {100 * e.share:.0f} % of the best, "
-            f"counted for this GPU{', beside the copies' if time.copies else ''} "
+            f"expect: {_figure(time.seconds / e.share)} s a step, {100 * e.share:.0f} % of the best: counted "
+            f"for this GPU{', and the copies from and to the host' if time.copies else ''} "
             f"({c.micro_batch.launches:,} launches and {c.micro_batch.bytes / 1e9:,.0f} GB a micro-batch; "
             f"speeds: {c.words}){beside if e.runs else ''}; nothing of it was measured of this program"
         )

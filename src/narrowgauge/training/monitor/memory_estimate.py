@@ -6,7 +6,7 @@ the caller: inside of `devices.imagine` the step takes that GPU's path, with its
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from narrowgauge.data import Batch
 from narrowgauge.distributed import CommCounter, MicroBatch, ParallelDims, fake_mesh
 from narrowgauge.models import count_parameters
 from narrowgauge.training.config.config import Config
+from narrowgauge.training.monitor.few_blocks import few_blocks, has_equal_blocks, with_layers
 from narrowgauge.training.monitor.memory import Memory, measured
 from narrowgauge.training.monitor.memory_tracker import MemoryTracker
 from narrowgauge.training.step.build_model import go_to
@@ -40,19 +41,32 @@ def estimate_memory(config: Config, parallel_dims: ParallelDims = ALONE) -> Memo
 def estimate_step(config: Config, parallel_dims: ParallelDims = ALONE) -> StepEstimate:
     """The expected step of the process that needs most: in a pipeline the first or the last, else any.
 
-    A model of many equal blocks is estimated twice with a few blocks, and extrapolated linearly.
+    A model of many blocks is estimated by models of few, and extrapolated linearly.
     """
-    model, t = config.spec.model, config.training
-    unit = parallel_dims.stages * (t.recompute_every if t.recompute else 1)
-    if model.layers <= 4 * unit or model.layers % unit:
+    parts = _parts(config, parallel_dims)
+    if len(parts) == 1:
         return _heaviest(config, parallel_dims)
-    further, parameters = (model.layers - 4 * unit) / (2 * unit), count_parameters(model)
-    few, more = (with_layers(config, n * unit) for n in (2, 4))
+    parameters = count_parameters(config.spec.model)
     steps = [  # extrapolated per process: with few layers another process may be the heaviest
-        _extrapolate(_step(few, parallel_dims, rank), _step(more, parallel_dims, rank), further, parameters)
+        _sum([(_step(with_layers(config, n), parallel_dims, rank), w) for n, w in parts], parameters)
         for rank in _first_and_last_rank(parallel_dims)
     ]
     return max(steps, key=lambda step: step.memory.peak)
+
+
+def _parts(config: Config, parallel_dims: ParallelDims) -> list[tuple[int, float]]:
+    """Numbers of blocks, and how often a model of so many counts.
+
+    Blocks that the recipe does not treat alike lie on some stages of a pipeline and not on others: all count.
+    """
+    layers, t = config.spec.model.layers, config.training
+    unit = parallel_dims.stages * (t.recompute_every if t.recompute else 1)
+    if layers <= 4 * unit or layers % unit:
+        return [(layers, 1.0)]
+    if not has_equal_blocks(config):
+        return few_blocks(config) if parallel_dims.pipeline == 1 else [(layers, 1.0)]
+    further = (layers - 4 * unit) / (2 * unit)
+    return [(2 * unit, -further), (4 * unit, 1 + further)]
 
 
 def _heaviest(config: Config, parallel_dims: ParallelDims) -> StepEstimate:
@@ -69,22 +83,17 @@ def _first_and_last_rank(parallel_dims: ParallelDims) -> list[int]:
     )
 
 
-def with_layers(config: Config, layers: int) -> Config:
-    """The configuration with another number of blocks."""
-    return config.model_copy(update={"model": config.model.model_copy(update={"layers": layers})})
+def _sum(parts: Sequence[tuple[StepEstimate, float]], parameters: int) -> StepEstimate:
+    """The sum of steps, each as often as its weight says, of what the last one has."""
 
+    def summed(tables: Sequence[Mapping[Any, int]]) -> dict[Any, int]:
+        weighted = [(table, weight) for table, (_, weight) in zip(tables, parts, strict=True)]
+        sizes = {key: sum(weight * table.get(key, 0) for table, weight in weighted) for key in tables[-1]}
+        return {key: max(0, round(size)) for key, size in sizes.items()}
 
-def _extrapolate(few: StepEstimate, more: StepEstimate, further: float, parameters: int) -> StepEstimate:
-    """Linear extrapolation: `more`, plus `further` times the difference from `few`."""
-
-    def extrapolated(a: Mapping[Any, int], b: Mapping[Any, int]) -> dict[Any, int]:
-        return {key: max(0, round(size + further * (size - a.get(key, 0)))) for key, size in b.items()}
-
-    old, new = few.memory, more.memory
-    return StepEstimate(
-        Memory(extrapolated(old.device, new.device), extrapolated(old.host, new.host), parameters),
-        extrapolated(few.sent, more.sent),
-    )
+    steps = [step for step, _ in parts]
+    device, host = summed([s.memory.device for s in steps]), summed([s.memory.host for s in steps])
+    return StepEstimate(Memory(device, host, parameters), summed([s.sent for s in steps]))
 
 
 def _step(config: Config, parallel_dims: ParallelDims, rank: int) -> StepEstimate:
