@@ -214,7 +214,7 @@ def test_the_micro_batch_of_a_run_is_kept_where_it_fits(tmp_path):
     def go_on(processes, **training):
         found = lay_out(make_config({"training": training}), processes, directory.path)
         changes = directory.claim(found.config)
-        directory.adopt(found.config, changes, "digest", step=3)
+        directory.adopt(found.config, changes, "digest", 3, directory.run_id("digest"))
         return directory.config().training.micro_batch_size, found.choice
 
     assert go_on(1) == (8, "")

@@ -59,7 +59,7 @@ def start_or_resume(context: RunContext, changes: ConfigDiff, mesh: Mesh) -> Tra
         directory.keep_metrics_until(trainer.step, trainer.guard.rollbacks)
     plan = trainer.plan_save(directory.checkpoints, context.run_id, coordinator.control)
     require_space_for_run(directory.checkpoints, plan.space, plan.keep)
-    directory.adopt(context.config, changes, context.dataset.digest, trainer.step)
+    directory.adopt(context.config, changes, context.dataset.digest, trainer.step, context.run_id)
     event = "start" if checkpoint is None else "resume"
     directory.record({"event": event, "step": trainer.step, **provenance(), **context.facts})
     record_raises(context, trainer)
