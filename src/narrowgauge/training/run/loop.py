@@ -18,6 +18,7 @@ from narrowgauge.data import Loader
 from narrowgauge.distributed import START, Mesh
 from narrowgauge.signals import Preempted, Requests
 from narrowgauge.training.config.diff import ConfigDiff
+from narrowgauge.training.config.micro_batch import held_out_sequences
 from narrowgauge.training.monitor import hardware
 from narrowgauge.training.monitor.gauges import make_gauges
 from narrowgauge.training.monitor.memory import measured
@@ -204,8 +205,9 @@ def _validate(context: RunContext, trainer: Trainer) -> float:
         context.dataset.val,
         c.training.micro_batch_size,
         c.data.sequence_length,
-        c.validation.batches,
+        None,
         c.data.separate_documents,
+        held_out_sequences(c.training, c.validation.batches),
     )
 
 
