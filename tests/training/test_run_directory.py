@@ -165,3 +165,15 @@ def test_a_line_is_one_json_object(directory):
     directory.path.mkdir(parents=True)
     directory.record({"event": "done", "sample": "two\nlines"})
     assert json.loads(directory.metrics.read_text()) == {"event": "done", "sample": "two\nlines"}
+
+
+def test_checkpoints_stay_its_own_where_the_text_changed_before_the_first(directory, tiny):
+    """A run that was killed before its first save begins anew, with another corpus that was let through."""
+    config = make_config(tiny())
+    directory.claim(config)
+    directory.record({"event": "start", "step": 0, "corpus": "a" * 64})
+    run_id = directory.run_id("b" * 64)  # that checkpoints get from now on
+    directory.keep_metrics_until(-1)
+    directory.adopt(config, {}, "b" * 64, 0, run_id)
+    directory.record({"event": "start", "step": 0, "corpus": "b" * 64})
+    assert directory.run_id("b" * 64) == run_id

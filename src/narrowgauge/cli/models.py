@@ -120,7 +120,8 @@ def _evaluate_text(options: argparse.Namespace, trained: TrainedRun) -> None:
     length = options.sequence_length or trained.config.data.sequence_length
     if options.forward:
         losses = two_losses(trained, options.forward, dataset.val, length, options.batches)
-        keep_losses(options.run, trained.step, losses)
+        asked = {"data": options.data, "sequence_length": length, "batches": options.batches}
+        keep_losses(options.run, trained.step, losses, asked)
         text = ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items())
         _print(f"{options.run}: step {trained.step}, validation loss by forward pass: {text}")
         return

@@ -209,17 +209,21 @@ class RunDirectory:
         require_allowed(self.path, changes, allowed)
         return changes
 
-    def adopt(self, config: Config, changes: ConfigDiff, digest: str, step: int) -> None:
-        """Record and apply the changes that `claim` and `check_corpus` allowed, from `step` on."""
+    def adopt(self, config: Config, changes: ConfigDiff, digest: str, step: int, run_id: str) -> None:
+        """Record and apply the changes that `claim` and `check_corpus` allowed, from `step` on.
+
+        `run_id` is that of the checkpoints, and stays so: also where the text was changed before the first of
+        them, and the line with the digest of the old one has been dropped.
+        """
         recorded = self.corpus_digest()
         changes = {**changes, **({"corpus": (recorded, digest)} if recorded not in ("", digest) else {})}
         before, size = self.micro_batch_size(), config.training.micro_batch_size
         if size != before:
             changes[_MICRO_BATCH] = before, size
+        if changes or self.run_id(digest) != run_id:
+            write_whole(self.path / "identity.json", json.dumps({"run_id": run_id}) + "\n")
         if not changes:
             return
-        if not (identity := self.path / "identity.json").exists():
-            write_whole(identity, json.dumps({"run_id": self.run_id(digest)}) + "\n")
         self.record({"event": "change", "step": step, "changes": {k: list(v) for k, v in changes.items()}})
         write_whole(self.path / "recipe.toml", config.spec.recipe.text)
         write_whole(self.path / "config.toml", to_toml(config))

@@ -8,7 +8,15 @@ import statistics
 import pytest
 from rich.console import Console
 
-from narrowgauge.report import print_comparison, read_runs, render_report, table_notes, table_rows, verdicts
+from narrowgauge.report import (
+    print_comparison,
+    read_runs,
+    render_report,
+    summary,
+    table_notes,
+    table_rows,
+    verdicts,
+)
 from narrowgauge.report.compare.groups import groups, references
 from narrowgauge.t_interval import half_width, t_quantile
 
@@ -124,6 +132,19 @@ def test_a_failed_seed_leaves_no_mean_of_those_that_were_lucky(seeded):
     (paths[3] / "status.json").write_text('{"status": "failed", "reason": "Diverged: it went up"}')
     found = verdicts(read_runs(paths))[1]
     assert (found.conclusion, found.gap, found.loss) == ("failed", None, None)
+
+
+def test_a_failed_seed_of_the_reference_leaves_no_mean_either(seeded):
+    paths = [*seeded("bf16", [4.0, 5.0, 3.0]), *seeded("fp8", [4.04, 5.05, 3.03])]
+    (paths[0] / "status.json").write_text('{"status": "failed", "reason": "Diverged: it went up"}')
+    runs = read_runs(paths)
+    found = verdicts(runs)[1]
+    assert (found.conclusion, found.gap) == ("nothing to compare", None)
+    assert found.loss == pytest.approx(4.04)
+    text = " ".join(summary(runs))
+    assert "ends worse" not in text
+    assert "Not compared with bf16, of which a run failed: fp8." in text
+    assert not any("no equal tokens" in note for note in table_notes(runs))
 
 
 def test_the_page_and_the_terminal_show_the_same_verdicts(seeded):

@@ -1,5 +1,6 @@
 """What a ladder consists of: one trunk for all rungs, arms and seeds in their order, mistakes said first."""
 
+import json
 import math
 import tomllib
 from pathlib import Path
@@ -10,7 +11,9 @@ from narrowgauge.errors import UserError
 from narrowgauge.report.compare.grid import take_sweep
 from narrowgauge.report.ladder.arms import choose_arms, require_order, take_arms, take_experiment
 from narrowgauge.report.ladder.design import make_ladder
+from narrowgauge.report.ladder.jobs import jobs_of
 from narrowgauge.report.ladder.predictions import read_predictions
+from narrowgauge.report.ladder.results import collect_rows
 
 ROOT = Path(__file__).parents[3]
 FILE = """
@@ -62,6 +65,33 @@ def test_rungs_leave_the_trunk_where_their_rate_begins_to_fall():
     assert [run.tokens_to_train for run in chain.runs] == [4 * 8 * 256, 40 * 8 * 256]
     casts = ladder_of(FILE).chains[1].trunk.config.spec.recipe.casts
     assert casts["dgrad.dy"].rounding == "stochastic"
+
+
+@pytest.mark.parametrize(
+    ("changes", "counts"),
+    [
+        ({}, True),
+        ({"data": "other.txt"}, False),
+        ({"batches": 4}, False),
+        ({"batches": None}, False),
+        ({"sequence_length": 16}, False),
+        ({"step": 20}, False),
+        ({"bf16": None}, False),
+    ],
+)
+def test_losses_that_somebody_measured_otherwise_are_no_result(tmp_path, changes, counts):
+    """`narrowgauge eval RUN --forward R` writes the same file, on whatever text it was told."""
+    ladder = ladder_of(FILE, rungs=[40])
+    run = ladder.chains[0].trunk
+    (tmp_path / run.name / "checkpoints").mkdir(parents=True)
+    (tmp_path / run.name / "status.json").write_text('{"status": "done", "reason": ""}')
+    length, batches = run.config.data.sequence_length, run.config.validation.batches
+    asked = {"data": None, "sequence_length": length, "batches": batches}
+    found = {"step": 40, "own": 3.0, "bf16": 2.5, **asked, **changes}
+    (tmp_path / run.name / "evaluation.json").write_text(json.dumps(found))
+    assert [row.own_loss for row in collect_rows(ladder, tmp_path)] == [3.0] * counts
+    measures = [job.command[3] for job in jobs_of(ladder.chains[0], tmp_path)]
+    assert measures == ["eval"] * (not counts)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,17 @@ def test_a_chain_keeps_its_order_and_chains_share_the_places(tmp_path):
     assert sorted(seen) == sorted(notes)
 
 
+def test_a_signal_that_leaves_work_is_no_end_even_if_all_that_ran_has_ended_well(tmp_path):
+    """A run in its last step, or an evaluation, ends with 0 when it is asked to stop."""
+    first, second = job(tmp_path, "first"), job(tmp_path, "second")
+    asked = Engine(1, {}, lambda jobs, ended: signal.raise_signal(signal.SIGTERM) if ended else None)
+    with pytest.raises(ComparisonFailed, match="'second' ended with exit code 75"):
+        asked.run([iter([first, second])])
+    assert (tmp_path / "notes").read_text().split() == ["first"]
+    last = Engine(1, {}, lambda jobs, ended: signal.raise_signal(signal.SIGTERM) if ended else None)
+    last.run([iter([first])])  # nothing is left
+
+
 def test_a_failure_ends_its_chain_and_a_divergence_does_not(tmp_path):
     for name, reason in (("diverged", "Diverged: 11 steps"), ("full", "SaveError: no room")):
         (tmp_path / name).mkdir()

@@ -1,9 +1,12 @@
 """What a grid of processes cannot do is refused by name, before any data is read."""
 
 import pytest
+import torch
 
+from narrowgauge.data import validation_batches
 from narrowgauge.errors import UserError
 from narrowgauge.training.config.config import load_values, make_config
+from narrowgauge.training.config.micro_batch import held_out_sequences
 from narrowgauge.training.run.parallel_dims import lay_out, parallel_dims_of
 from narrowgauge.training.run_directory import RunDirectory
 
@@ -214,7 +217,7 @@ def test_the_micro_batch_of_a_run_is_kept_where_it_fits(tmp_path):
     def go_on(processes, **training):
         found = lay_out(make_config({"training": training}), processes, directory.path)
         changes = directory.claim(found.config)
-        directory.adopt(found.config, changes, "digest", step=3)
+        directory.adopt(found.config, changes, "digest", 3, directory.run_id("digest"))
         return directory.config().training.micro_batch_size, found.choice
 
     assert go_on(1) == (8, "")
@@ -257,3 +260,17 @@ def test_the_command_says_it_once(narrowgauge, line, tmp_path):
     (sentence,) = [text for e in ended for text in e.err.splitlines()]
     assert "wgrad.dy of blocks.0.qkv: cast 'mxfp8' has blocks of 32, and dividing 32 tokens" in sentence
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_a_validation_is_of_the_same_text_however_a_step_is_divided(processes):
+    """Where a micro-batch is chosen for several processes, a validation has more of them."""
+    values = {"training": {"batch_size": 16}, "validation": {"batches": 3}}
+    found = lay_out(make_config(values), processes).config
+    sequences = held_out_sequences(found.training, found.validation.batches)
+    assert sequences == 3 * 8
+    size, tokens = found.training.micro_batch_size, torch.arange(1000).numpy()
+    held_out = [batch.x_BT[:, 0] for batch in validation_batches(tokens, size, 10, sequences=sequences)]
+    assert torch.equal(torch.cat(held_out), torch.arange(24) * 99 // 24 * 10)
+    given = {**values, "training": {"batch_size": 16, "micro_batch_size": 4}}
+    assert held_out_sequences(lay_out(make_config(given), processes).config.training, 3) == 3 * 4

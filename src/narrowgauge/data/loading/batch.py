@@ -103,10 +103,12 @@ def validation_batches(
     sequence_length: int,
     limit: int | None = None,
     separate_documents: bool = False,
+    sequences: int | None = None,
 ) -> Iterator[Batch]:
     """The same batches every time, on the CPU, at most `limit` of them (None: all).
 
-    If there are more windows than that, those taken are spread evenly over the held-out tokens of all
+    `sequences` limits them by their sequences instead, which do not depend on the size of a batch. If there
+    are more windows than that, those taken are spread evenly over the held-out tokens of all
     streams. The last batch may have fewer sequences, so weigh losses by `targets`.
 
     Raises:
@@ -115,7 +117,9 @@ def validation_batches(
     mixture = as_mixture(tokens)
     end_S = np.cumsum(_windows(mixture, sequence_length, "held-out"))
     windows = int(end_S[-1])
-    taken = windows if limit is None else min(windows, limit * batch_size)
+    if sequences is None and limit is not None:
+        sequences = limit * batch_size
+    taken = windows if sequences is None else min(windows, sequences)
     window_N = np.arange(taken, dtype=np.int64) * windows // taken
     stream_N = np.searchsorted(end_S, window_N, side="right")
     window_N -= np.append(0, end_S)[stream_N]

@@ -70,9 +70,9 @@ def _gap_notes(runs: Sequence[Run]) -> list[str]:
 
 
 def _unpaired_note(v: Verdict, reference: Verdict) -> str:
-    """The seeds of a variant that have no partner; "" if all have one."""
+    """The seeds of a variant that have no partner; "" if all have one, or a run failed, which is said."""
     unpaired = sorted(set(v.seeds) - set(v.paired))
-    if not unpaired or v.has_failed:
+    if not unpaired or v.has_failed or reference.has_failed:
         return ""
     listed, one = ", ".join(map(str, unpaired)), len(unpaired) == 1
     return (

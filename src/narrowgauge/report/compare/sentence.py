@@ -102,7 +102,11 @@ def _of_many(all_verdicts: Sequence[Verdict], by_validation: bool) -> list[str]:
 
     to = reference.name
     apart = of("nothing to compare")
-    early = [v for v in apart if not (v.is_done and reference.is_done)]
+    early = [v for v in apart if not (v.is_done and (reference.is_done or reference.has_failed))]
+    late = [v for v in apart if v not in early]
+    why = f"Not compared with {to}, of which a run failed:"
+    if not reference.has_failed:
+        why = f"Not compared, for want of {to}'s seed or tokens:"
     proven = of("worse", "better")
     sentences = [
         f"{v.name} ends {v.conclusion} than {to}: {_gap(v)} {loss} ({_interval(v)})." for v in proven[:MOST]
@@ -118,11 +122,7 @@ def _of_many(all_verdicts: Sequence[Verdict], by_validation: bool) -> list[str]:
         (of("equal"), f"Equal to {to} in every seed:", lambda v: _count(len(v.paired), "seed")),
         (of("not finite"), "No longer finite:", lambda v: "a loss is NaN or infinite"),
         (early, f"Not compared with {to} yet, for one of the two has not come far enough:", lambda v: ""),
-        (
-            [v for v in apart if v not in early],
-            f"Not compared, for want of {to}'s seed or tokens:",
-            lambda v: "",
-        ),
+        (late, why, lambda v: ""),
     ]
     sentences += [f"{begin} {_names(found, what)}." for found, begin, what in told if found]
     if found := of("open"):

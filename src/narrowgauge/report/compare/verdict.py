@@ -38,7 +38,7 @@ class Verdict:
     memory_bytes: float | None
     memory: float | None
     arithmetic: str
-    is_done: bool  # all runs are done, so the verdict is final
+    is_done: bool  # all runs are done, and the reference's have ended, so the verdict is final
     has_failed: bool  # a run has failed: it is no chance that decides
 
     @property
@@ -88,12 +88,15 @@ def _gaps(group: Group, reference: Group) -> dict[int, float]:
 
 
 def _verdict(group: Group, reference: Group, by_validation: bool) -> Verdict:
-    has_failed = any(run.status == "failed" for run in group.runs.values())
+    has_failed = _has_failed(group)
     gaps = _gaps(group, reference)
     found = (r.final_val_loss if by_validation else r.final_train_loss for r in group.runs.values())
     losses = [loss for loss in found if loss is not None]
     if has_failed and len(group.runs) > 1:  # the seeds that did not fail are the lucky ones
         gaps, losses = {}, []
+    elif len(reference.runs) > 1 and _has_failed(reference):  # likewise, and the others are of earlier tokens
+        gaps = {}
+    partners = [reference.runs[seed] for seed in gaps]
     speed, memory = group.mean(_speed), group.mean(_memory)
     backends = dict.fromkeys(run.backend for run in group.runs.values() if run.backend)
     return Verdict(
@@ -112,9 +115,14 @@ def _verdict(group: Group, reference: Group, by_validation: bool) -> Verdict:
         memory_bytes=memory,
         memory=_ratio(memory, reference.mean(_memory)),
         arithmetic=" and ".join(backends),
-        is_done=all(run.status == "done" for run in group.runs.values()),
+        is_done=all(run.status == "done" for run in group.runs.values())
+        and all(run.status in ("done", "failed") for run in partners),
         has_failed=has_failed,
     )
+
+
+def _has_failed(group: Group) -> bool:
+    return any(run.status == "failed" for run in group.runs.values())
 
 
 def _speed(run: Run) -> float | None:

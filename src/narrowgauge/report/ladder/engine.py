@@ -81,6 +81,9 @@ class Engine:
                     _close(place)
         for name, code in self.failed.items():
             raise ComparisonFailed(name, code)
+        left = [place.jobs for place in places] + waiting if self.stop else []
+        for job in (job for jobs in left for job in jobs):  # those that ran have ended well all the same
+            raise ComparisonFailed(job.name, _STOPPED)
 
     def _fill(self, places: Sequence[Place], waiting: list[Iterator[Job]]) -> None:
         """Start a job in every free place, as long as there are any."""

@@ -7,6 +7,7 @@ A run that has diverged is a result. Nothing else is remembered: the next comman
 directories, so a ladder goes on after any kill.
 """
 
+import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -64,12 +65,30 @@ def require_same(chain: Chain, out: Path) -> None:
 
 def is_complete(chain: Chain, out: Path) -> bool:
     """Whether nothing is left to do."""
-    return all(_is_measured(out / run.name) for run in chain.runs)
+    return all(_is_measured(run, out / run.name) for run in chain.runs)
 
 
-def _is_measured(directory: Path) -> bool:
+def _is_measured(run: RungRun, directory: Path) -> bool:
     state = state_of(directory)
-    return state == "diverged" or (state == "done" and (directory / EVALUATION).exists())
+    return state == "diverged" or (state == "done" and losses_of(run, directory) is not None)
+
+
+def losses_of(run: RungRun, directory: Path) -> tuple[float, float] | None:
+    """Both losses of a run, from its evaluation.json; None if there are none.
+
+    Losses that were measured otherwise by hand, on other text or another number of batches, do not count.
+    """
+    config = run.config
+    wanted = {"data": None, "batches": config.validation.batches}
+    wanted["sequence_length"] = config.data.sequence_length
+    try:
+        found = json.loads((directory / EVALUATION).read_text(encoding="utf-8"))
+        is_other = any(found.get(key, value) != value for key, value in wanted.items())
+        if is_other or found["step"] != config.training.steps:
+            return None
+        return float(found["own"]), float(found[FORWARD])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def jobs_of(chain: Chain, out: Path) -> Iterator[Job]:
@@ -82,7 +101,7 @@ def jobs_of(chain: Chain, out: Path) -> Iterator[Job]:
         directory = out / run.name
         if state_of(directory) == "open":
             yield Job(run.name, tuple(_train(run, chain, out)), directory, run.tokens_to_train)
-        if not _is_measured(directory):
+        if not _is_measured(run, directory):
             yield Job(run.name, tuple(_evaluate(run, directory)), directory, 0)
     for run in chain.runs:
         _remove_checkpoints(out / run.name, run.config.training.steps)

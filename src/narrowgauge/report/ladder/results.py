@@ -8,7 +8,6 @@ have no row.
 """
 
 import csv
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,8 +16,7 @@ from pathlib import Path
 
 from narrowgauge.errors import UserError
 from narrowgauge.report.ladder.design import Ladder, RungRun
-from narrowgauge.report.ladder.jobs import FORWARD, state_of
-from narrowgauge.training.run_directory import EVALUATION
+from narrowgauge.report.ladder.jobs import losses_of, state_of
 
 COLUMNS = ("arm", "seed", "rung", "tokens", "own_loss", "bf16_loss", "status")
 DONE, DIVERGED = "done", "diverged"
@@ -58,14 +56,9 @@ def _losses(directory: Path, run: RungRun) -> tuple[float, float] | None:
     state = state_of(directory)
     if state == "diverged":
         return math.nan, math.nan
-    try:
-        found = json.loads((directory / EVALUATION).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    if state != "done" or (losses := losses_of(run, directory)) is None:
         return None
-    if state != "done" or found.get("step") != run.config.training.steps:
-        return None
-    own, other = float(found["own"]), float(found[FORWARD])
-    return (own, other) if math.isfinite(own) and math.isfinite(other) else (math.nan, math.nan)
+    return losses if all(map(math.isfinite, losses)) else (math.nan, math.nan)
 
 
 def rows_text(rows: Sequence[Row]) -> str:

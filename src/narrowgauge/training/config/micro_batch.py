@@ -38,6 +38,19 @@ def largest_size(batch_size: int, dims: ParallelDims, most: int) -> int:
     return max((size for size in fitting_sizes(batch_size, dims) if size <= most), default=most)
 
 
+def held_out_sequences(training: TrainingSection, batches: int) -> int:
+    """Sequences of a validation of so many micro-batches: those of one process.
+
+    A micro-batch that was chosen smaller for several processes takes none away, so that a validation is of
+    the same text on any number of them, also after a resume.
+    """
+    size = training.micro_batch_size
+    if training.fit_micro_batch:
+        most = TrainingSection.model_fields["micro_batch_size"].default
+        size = largest_size(training.batch_size, ParallelDims(), most)
+    return batches * size
+
+
 def next_batch_size(training: TrainingSection, dims: ParallelDims) -> int:
     """The least batch that fits and is no smaller; with this micro-batch where it was given."""
     unit = dims.data * dims.pipeline * (1 if training.fit_micro_batch else training.micro_batch_size)

@@ -18,6 +18,7 @@ from narrowgauge.data import Loader
 from narrowgauge.distributed import START, Mesh
 from narrowgauge.signals import Preempted, Requests
 from narrowgauge.training.config.diff import ConfigDiff
+from narrowgauge.training.config.micro_batch import held_out_sequences
 from narrowgauge.training.monitor import hardware
 from narrowgauge.training.monitor.gauges import make_gauges
 from narrowgauge.training.monitor.memory import measured
@@ -59,7 +60,7 @@ def start_or_resume(context: RunContext, changes: ConfigDiff, mesh: Mesh) -> Tra
         directory.keep_metrics_until(trainer.step, trainer.guard.rollbacks)
     plan = trainer.plan_save(directory.checkpoints, context.run_id, coordinator.control)
     require_space_for_run(directory.checkpoints, plan.space, plan.keep)
-    directory.adopt(context.config, changes, context.dataset.digest, trainer.step)
+    directory.adopt(context.config, changes, context.dataset.digest, trainer.step, context.run_id)
     event = "start" if checkpoint is None else "resume"
     directory.record({"event": event, "step": trainer.step, **provenance(), **context.facts})
     record_raises(context, trainer)
@@ -204,8 +205,9 @@ def _validate(context: RunContext, trainer: Trainer) -> float:
         context.dataset.val,
         c.training.micro_batch_size,
         c.data.sequence_length,
-        c.validation.batches,
+        None,
         c.data.separate_documents,
+        held_out_sequences(c.training, c.validation.batches),
     )
 
 

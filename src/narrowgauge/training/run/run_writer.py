@@ -120,7 +120,7 @@ class NullRunWriter(RunWriter):
     def set_status(self, status: str, reason: str) -> None:
         """Do nothing: rank 0 does it."""
 
-    def adopt(self, config: Config, changes: ConfigDiff, digest: str, step: int) -> None:
+    def adopt(self, config: Config, changes: ConfigDiff, digest: str, step: int, run_id: str) -> None:
         """Do nothing: rank 0 does it."""
 
 

@@ -6,8 +6,10 @@ same held-out batches, so their difference is paired.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,6 +57,7 @@ def two_losses(
     return {"own": own, recipe: other}
 
 
-def keep_losses(run: Path, step: int, losses: dict[str, float]) -> None:
-    """Write RUN/evaluation.json."""
-    write_whole(run / EVALUATION, json.dumps({"step": step, **losses}) + "\n")
+def keep_losses(run: Path, step: int, losses: Mapping[str, float], asked: Mapping[str, Any]) -> None:
+    """Write RUN/evaluation.json, with what was asked for; a model of another program stays as it is."""
+    if (run / "config.toml").is_file():
+        write_whole(run / EVALUATION, json.dumps({"step": step, **losses, **asked}) + "\n")

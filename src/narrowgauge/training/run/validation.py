@@ -27,6 +27,7 @@ def validation_loss(
     sequence_length: int,
     batches: int | None,
     separate_documents: bool = False,
+    sequences: int | None = None,
 ) -> float:
     """Mean cross entropy in nats per token on held-out tokens.
 
@@ -34,13 +35,13 @@ def validation_loss(
     stochastically has bits of its own for each (`Trainer.go_to_sample`).
 
     Data-parallel ranks take turns; a rank without a batch of the last round computes the last batch again,
-    because the forward pass is collective. `batches` (None: all) are spread evenly over the tokens.
+    because the forward pass is collective. `batches` (None: all), or so many `sequences`, are spread evenly
+    over the tokens.
     """
     index, count = engine.mesh.data_index, engine.mesh.parallel_dims.data
     targets, losses = [], []
-    for i, batch in enumerate(
-        validation_batches(tokens, batch_size, sequence_length, batches, separate_documents)
-    ):
+    held_out = validation_batches(tokens, batch_size, sequence_length, batches, separate_documents, sequences)
+    for i, batch in enumerate(held_out):
         targets.append(batch.targets)
         losses.append(0.0)
         if i % count == index:
