@@ -1,4 +1,4 @@
-"""What loops do with any optimizer of torch's: groups added later, closures, copies, states of other groups."""
+"""What loops do with any optimizer: groups added later, closures, copies, states of other groups."""
 
 import copy
 

@@ -10,7 +10,6 @@ so. Random bits of stochastic rounding are a function of (seed, step, tensor, el
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import deepcopy
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -22,7 +21,7 @@ from narrowgauge.optim.algorithm import Algorithm, Tensors, UpdateBatch
 from narrowgauge.optim.feedback import Feedback, fed_back, require_adamw
 from narrowgauge.optim.grad_norm import ModelGroup, clip_grad_norm
 from narrowgauge.optim.groups import require_served
-from narrowgauge.optim.saved_state import require_same_groups, require_same_tensors
+from narrowgauge.optim.saved_state import SavedOptimizer
 from narrowgauge.optim.state_writer import NarrowParameter, Write, batches, is_random, write_all
 from narrowgauge.quantization import (
     Cast,
@@ -49,7 +48,7 @@ def is_large(p: torch.Tensor) -> bool:
     return p.ndim >= 2 and (p.numel() if shard is None else shard.shape.numel()) >= SMALLEST_NARROW
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(SavedOptimizer):
     """Moves parameters by the algorithm of their group, with state kept as a recipe says.
 
     If several processes hold a parameter together, each updates its shard (`ParamState.shard`).
@@ -242,57 +241,6 @@ class Optimizer(torch.optim.Optimizer):
         """
         return clip_grad_norm(self.parameters(), max_norm, norm_type, self.model_group)
 
-    def tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
-        """The state as `{"NAME.m.values": tensor, ...}`, without copies; `names` are those of parameters."""
-        return {f"{names[p]}.{key}": t for p in self.parameters() for key, t in self._tensors_of(p).items()}
-
-    def restore(self, names: Mapping[torch.Tensor, str], saved: Mapping[str, torch.Tensor]) -> None:
-        """Copy saved state back, bit for bit.
-
-        Args:
-            names: The name of each parameter, as for `tensors`.
-            saved: The tensors of `tensors`, saved by an optimizer of the same model under the same recipe.
-
-        Raises:
-            UserError: It is the state of another model or of another recipe; the first difference is named.
-        """
-        current = self.tensors(names)
-        require_same_tensors(current, saved)
-        for key, tensor in saved.items():
-            current[key].copy_(tensor)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state by the position of the parameter, and the groups: tensors and numbers only."""
-        positions = {p: i for i, p in enumerate(self.parameters())}
-        state = {i: self._tensors_of(p) for p, i in positions.items()}
-        groups = [{**g, "params": [positions[p] for p in g["params"]]} for g in self.param_groups]
-        return {"state": state, "param_groups": groups}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a `state_dict` back, every tensor in its own dtype (torch's method would cast them).
-
-        Raises:
-            UserError: It is the state of another model, recipe or division into groups; nothing was changed.
-        """
-        require_same_groups(self.param_groups, state_dict["param_groups"])
-        names = {p: str(i) for i, p in enumerate(self.parameters())}
-        saved = {f"{i}.{k}": t for i, state in state_dict["state"].items() for k, t in state.items()}
-        self.restore(names, saved)
-        for group, options in zip(self.param_groups, deepcopy(state_dict["param_groups"]), strict=True):
-            group.update({key: value for key, value in options.items() if key != "params"})
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What a copy takes along: what torch's optimizers have, the recipe and the seed."""
-        return super().__getstate__() | {"recipe": self.recipe, "seed": self.seed}
-
-    def parameters(self) -> Tensors:
-        """All parameters, in the order of the groups."""
-        return [p for group in self.param_groups for p in group["params"]]
-
-    def moments(self, p: torch.Tensor) -> dict[str, QuantizedState]:
-        """A parameter's moments, by place ("m", "v")."""
-        return {place: s for place, s in self.state[p].items() if isinstance(s, QuantizedState)}
-
     @torch.no_grad()
     def recast(self, p: torch.Tensor, place: str, cast: Cast) -> None:
         """Keep a moment in another cast from now on: its numbers are rounded once."""
@@ -301,9 +249,3 @@ class Optimizer(torch.optim.Optimizer):
         if p.device.type != "meta":
             new.write(old.read())
         self.state[p][place] = new
-
-    def _tensors_of(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
-        for m in self.moments(p).values():
-            m.wait()
-        moments = {f"{place}.{k}": t for place, m in self.moments(p).items() for k, t in m.tensors.items()}
-        return {"step": self.state[p]["step"]} | moments
