@@ -248,3 +248,42 @@ def test_converting_again_takes_the_new_recipe(second):
     assert torch.equal(model(IDS), fresh(IDS))
     for p, q in zip(model.parameters(), fresh.parameters(), strict=True):
         assert torch.equal(p.grad, q.grad)
+
+
+def test_hooks_of_a_layer_are_called_after_conversion_and_can_be_removed():
+    m, seen = torch.nn.Sequential(torch.nn.Linear(8, 8)), []
+    handle = m[0].register_forward_hook(lambda *_: seen.append("forward"))
+    m[0].register_full_backward_hook(lambda *_: seen.append("backward"))
+    convert(convert(m, "fp8"), "bf16")(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    assert seen == ["forward", "backward"]
+    handle.remove()
+    m(torch.ones(2, 8))
+    assert seen == ["forward", "backward"]
+
+
+class WithAdapter(torch.nn.Linear):
+    """A layer that computes more than its weight says."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.adapter = torch.nn.Parameter(torch.zeros(8, 8))
+
+
+class Doubled(torch.nn.Linear):
+    """A layer with a forward pass of its own."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_a_layer_that_is_more_than_its_weight_is_refused_or_named():
+    for layer, words in (
+        (WithAdapter(), "has 'adapter' of its own"),
+        (torch.nn.LazyLinear(8), "has no numbers yet"),
+    ):
+        m = torch.nn.Sequential(torch.nn.Linear(8, 8), layer)
+        with pytest.raises(UserError, match=f"layer '1' is a .* that {words}"):
+            convert(m, "fp8")
+        assert type(m[0]) is torch.nn.Linear
+    with pytest.warns(UserWarning, match="layer '0' is a Doubled with a forward pass of its own"):
+        convert(torch.nn.Sequential(Doubled(8, 8)), "fp8")

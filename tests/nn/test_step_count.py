@@ -1,5 +1,7 @@
 """Steps of a loop that does not say them: accumulation, evaluation and recomputation begin none."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch import nn
@@ -75,3 +77,45 @@ def test_other_models_optimizers_do_not_count_where_steps_are_said():
     ng.step(m)
     m(batch(9))
     assert m[0].histories["fprop.x"].entries.count_nonzero() == 1
+
+
+def through_two_passes(m, optimizer, steps, reentrant=None):
+    """Train with losses of two forward passes each."""
+    for step in steps:
+        a, b = (
+            m(x) if reentrant is None else checkpoint(m, x, use_reentrant=reentrant)
+            for x in (scale * batch(step).requires_grad_() for scale in (1, 5))
+        )
+        (a - b).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_loss_of_two_passes_is_resumed_to_the_same_histories():
+    m = model(RECIPE)
+    optimizer = torch.optim.SGD(m.parameters(), lr=1e-2)
+    through_two_passes(m, optimizer, range(3))
+    saved = deepcopy(ng.state_dict(m, optimizer))
+    through_two_passes(m, optimizer, range(3, 5))
+    again = model(RECIPE)  # it has heard of no step
+    its_optimizer = torch.optim.SGD(again.parameters(), lr=1e-2)
+    ng.load_state_dict(again, its_optimizer, saved)
+    through_two_passes(again, its_optimizer, range(3, 5))
+    assert_same(histories(again), histories(m))
+
+
+def test_recomputing_two_passes_of_a_loss_counts_neither():
+    plain, recomputed = model("nvfp4"), model("nvfp4")
+    for m, reentrant in ((plain, None), (recomputed, False)):
+        through_two_passes(m, torch.optim.SGD(m.parameters(), lr=1e-2), range(3), reentrant)
+    assert_same(recomputed.state_dict(), plain.state_dict())
+
+
+def test_a_loop_that_no_longer_sets_steps_may_say_them():
+    m = model(RECIPE)
+    ng.set_step(m, 0, 1, 0)
+    m(batch()).square().mean().backward()
+    for number in range(2, 4):
+        ng.step(m)
+        m(batch(number)).square().mean().backward()
+    assert m[0].histories["fprop.x"].entries.count_nonzero() == 2

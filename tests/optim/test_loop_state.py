@@ -113,3 +113,10 @@ def test_the_default_dtype_of_the_process_changes_nothing(name):
             torch.set_default_dtype(torch.float32)
     one, other = found
     assert all(t.dtype == other[key].dtype and torch.equal(t, other[key]) for key, t in one.items())
+
+
+@pytest.mark.parametrize("names", [("fp8", "nvfp4"), ("nvfp4", "fp8")])
+def test_a_state_with_other_random_streams_is_refused(names):
+    saved, into = (make(name)[0] for name in names)
+    with pytest.raises(UserError, match=r"'0' is a layer of \d+ random streams there, and a layer of"):
+        ng.load_state_dict(into, None, ng.state_dict(saved))

@@ -16,7 +16,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.nn.histories import History
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.loop_checks import leave_fast_path, refuse_wrapping
+from narrowgauge.nn.loop_checks import leave_fast_path, refuse_wrapping, require_plain
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.nn.transformer.replace import put, refuse_unreachable, replace_places
@@ -53,12 +53,14 @@ def convert(
 
     Raises:
         UserError: The model has no linear layer, a `keep` pattern matches none, a weight is computed from
-            other tensors (`torch.nn.utils.parametrize`), the backend is "native" and the model's device
-            lacks the formats, or the recipe narrows attention or the stream and the model has no such place;
-            or the recipe keeps weights in casts and those of experts are stacked.
+            other tensors (`torch.nn.utils.parametrize`), a layer has tensors beside weight and bias, the
+            backend is "native" and the model's device lacks the formats, or the recipe narrows attention or
+            the stream and the model has no such place; or the recipe keeps weights in casts and those of
+            experts are stacked.
 
     Warns:
-        UserWarning: Some matrices are reached by no recipe, such as those of `torch.nn.MultiheadAttention`.
+        UserWarning: Some matrices are reached by no recipe, such as those of `torch.nn.MultiheadAttention`;
+            or a layer loses a forward pass of its own.
     """
     recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
     leave_fast_path(model)
@@ -144,6 +146,8 @@ def _check(
                 f"the weight of {name or 'the model'} is no parameter but computed from others, which a "
                 "recipe cannot see; take the parametrization off first (torch.nn.utils.parametrize)"
             )
+        if isinstance(layer, torch.nn.Linear) and not isinstance(layer, Linear):
+            require_plain(name, layer)
 
 
 def _shared_parameters(model: torch.nn.Module) -> set[torch.nn.Parameter]:

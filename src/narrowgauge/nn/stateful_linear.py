@@ -13,7 +13,7 @@ import torch
 
 from narrowgauge.nn.gemm_context import LayerSpec
 from narrowgauge.nn.histories import History, history_of
-from narrowgauge.nn.loop_checks import count_steps, refuse_fsdp, require_own_numbers
+from narrowgauge.nn.loop_checks import count_steps, refuse_fsdp, require_own_numbers, share_hooks
 from narrowgauge.nn.observer import Observer
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.sharded.gathered_weight import WeightGather
@@ -61,7 +61,7 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
         model_recipe: Recipe | None = None,
         backend: str = "auto",
     ) -> None:
-        """Take over the weight and bias of a layer.
+        """Take over the weight and bias of a layer, and its hooks.
 
         Args:
             layer: A `torch.nn.Linear`, a `Linear`, or a Hugging Face `Conv1D`.
@@ -72,6 +72,7 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
             backend: The requested backend.
         """
         torch.nn.Module.__init__(self)
+        share_hooks(layer, self)
         weight, bias = layer.weight, layer.bias
         assert isinstance(weight, torch.nn.Parameter)
         assert bias is None or isinstance(bias, torch.nn.Parameter)

@@ -82,6 +82,7 @@ class Stepped:
         begins_step: Whether the next pass that records gradients begins one.
         hears_optimizer: Whether an optimizer has taken a step since the layer was made.
         is_told: Whether `nn.step` was called, which alone counts from then on.
+        awaits_backward: The passes of this step that the backward pass may compute again.
     """
 
     recipe: Recipe
@@ -94,7 +95,7 @@ class Stepped:
     begins_step = True
     hears_optimizer = False
     is_told = False
-    awaits_backward = False
+    awaits_backward = 0
 
     def set_position(
         self, seed: int, step: int, first_sample: int, steps: int | None = None, decay: int | None = None
@@ -109,12 +110,16 @@ class Stepped:
     def position(self) -> dict[str, Any]:
         """The position of training as numbers: what random bits and the next forward pass depend on."""
         keys = [] if self.keys is None else self.keys.tolist()
-        return {"step": self.step, "is_set": self.step_is_set, "keys": keys}
+        hears = {"hears_optimizer": self.hears_optimizer, "is_told": self.is_told}
+        return {"step": self.step, "is_set": self.step_is_set, "keys": keys, **hears}
 
     def restore_position(self, position: Mapping[str, Any]) -> None:
         """Go back to a `position`, between two steps."""
         self.begins_step = True
         self.step, self.step_is_set = position["step"], position["is_set"]
+        # A state of an older version does not have these.
+        self.hears_optimizer = position.get("hears_optimizer", self.hears_optimizer)
+        self.is_told = position.get("is_told", self.is_told)
         if self.keys is not None:
             self.keys = torch.tensor(position["keys"], dtype=torch.int32, device=self._device())
 
@@ -134,14 +139,17 @@ class Stepped:
             if self._is_new_step():
                 self._end_step()
             if not torch.compiler.is_compiling():
+                if self.begins_step:  # passes of earlier steps were computed again by now, or never are
+                    self.awaits_backward = min(self.awaits_backward, 1)
                 self.begins_step = False
             if self.keys is not None:  # a new tensor, since a backward pass may need the old one
                 self.keys = self.keys + _NEXT_KEY
         return is_training
 
     def step_taken(self) -> None:
-        """Count an optimizer step, and from now on only those that are told here."""
+        """Count an optimizer step, and from now on only those that are told here, until a step is set."""
         self.begins_step = self.hears_optimizer = self.is_told = True
+        self.step_is_set = False
 
     def optimizer_stepped(self) -> None:
         """Count the step of an optimizer, unless a loop says steps itself."""
@@ -173,8 +181,8 @@ class Stepped:
         if torch.compiler.is_compiling():
             return False
         in_backward = is_in_backward()
-        is_second = in_backward and self.awaits_backward
-        self.awaits_backward = not in_backward
+        is_second = in_backward and self.awaits_backward > 0
+        self.awaits_backward = max(0, self.awaits_backward + (-1 if in_backward else 1))
         return is_second
 
     def _set_keys(self, seed: int, step: int, first_sample: int) -> None:

@@ -9,6 +9,7 @@ import torch
 from narrowgauge.errors import UserError, unknown
 
 OPTIONS = ("weight_decay", "lr_factor")
+_UNSERVED = ("amsgrad", "maximize")  # of torch's AdamW; they would change the update
 # A row of one of these belongs to a token or a position.
 _WIDE = ("embedding", "position_embedding", "head", "lm_head", "wte", "wpe", "embed_tokens")
 
@@ -61,3 +62,17 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of every group: `lr` times the group's factor."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_factor", 1.0)
+
+
+def require_served(group: Mapping[str, Any]) -> None:
+    """Refuse options of torch's AdamW that change the update and that no algorithm of this package has.
+
+    Raises:
+        UserError: A group has one.
+    """
+    for option in _UNSERVED:
+        if group.get(option):
+            raise UserError(
+                f"a parameter group has {option} = {group[option]!r}, which narrowgauge's optimizers do not "
+                "do: leave it out, or take torch.optim.AdamW under a recipe whose weights are fp32"
+            )

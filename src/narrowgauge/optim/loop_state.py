@@ -101,7 +101,22 @@ def _require_same(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str,
                 f"the state is of another model or recipe: {different[0]!r} is in one of the two only; "
                 "convert the model under the recipe that it was saved under"
             )
+        for name, own in existing.items():
+            ours, theirs = (_form(x) for x in (own, state[kind][name]))
+            if ours != theirs:
+                raise UserError(
+                    f"the state is of another model or recipe: {name!r} is {theirs} there, and {ours} here; "
+                    "convert the model under the recipe that it was saved under"
+                )
     return current
+
+
+def _form(x: torch.Tensor | Stepped | Mapping[str, Any]) -> str:
+    """What two states of one recipe have in common: dtype and shape, or the number of random streams."""
+    if isinstance(x, torch.Tensor):
+        return f"{x.dtype} {tuple(x.shape)}"
+    position = x.position() if isinstance(x, Stepped) else x
+    return f"a layer of {len(position['keys'])} random streams"
 
 
 def _layers(model: torch.nn.Module) -> dict[str, Stepped]:

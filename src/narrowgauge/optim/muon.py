@@ -86,22 +86,21 @@ class Muon(Optimizer):
         """
         options: dict[str, Any] = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps}
         options |= {"weight_decay": weight_decay, "algorithm": "adamw"}
-        super().__init__(_with_algorithms(params), recipe, options, seed)
+        super().__init__(params, recipe, options, seed)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; one without an `algorithm` becomes two, of its matrices and of its other tensors."""
+        if "algorithm" in param_group:
+            super().add_param_group(param_group)
+            return
+        params = param_group["params"]
+        members = [params] if isinstance(params, torch.Tensor) else list(params)
+        for algorithm, is_matrix in (("muon", True), ("adamw", False)):
+            some = [p for p in members if (_tensor_of(p).ndim == 2) == is_matrix]
+            if some:
+                super().add_param_group(param_group | {"params": some, "algorithm": algorithm})
 
 
-def _with_algorithms(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """The groups, each with its algorithm named."""
-    listed = list(params)
-    groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
-    named: list[dict[str, Any]] = []
-    for group in groups:
-        if "algorithm" in group:
-            named.append(group)
-            continue
-        parameters = list(group["params"])
-        for algorithm, members in (
-            ("muon", [p for p in parameters if p.ndim == 2]),
-            ("adamw", [p for p in parameters if p.ndim != 2]),
-        ):
-            named += [{**group, "params": members, "algorithm": algorithm}] if members else []
-    return named
+def _tensor_of(p: torch.Tensor | tuple[str, torch.Tensor]) -> torch.Tensor:
+    """A parameter, which torch takes with its name, too."""
+    return p[1] if isinstance(p, tuple) else p

@@ -9,7 +9,7 @@ The numbers of a tensor's state depend on the tensor: moments are narrow for mat
 so. Random bits of stochastic rounding are a function of (seed, step, tensor, element).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -20,6 +20,8 @@ from narrowgauge.formats import random_stream, stream_key
 from narrowgauge.optim.algorithm import Algorithm, Tensors, UpdateBatch
 from narrowgauge.optim.feedback import Feedback, fed_back, require_adamw
 from narrowgauge.optim.grad_norm import ModelGroup, clip_grad_norm
+from narrowgauge.optim.groups import require_served
+from narrowgauge.optim.saved_state import SavedOptimizer
 from narrowgauge.optim.state_writer import NarrowParameter, Write, batches, is_random, write_all
 from narrowgauge.quantization import (
     Cast,
@@ -46,7 +48,7 @@ def is_large(p: torch.Tensor) -> bool:
     return p.ndim >= 2 and (p.numel() if shard is None else shard.shape.numel()) >= SMALLEST_NARROW
 
 
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(SavedOptimizer):
     """Moves parameters by the algorithm of their group, with state kept as a recipe says.
 
     If several processes hold a parameter together, each updates its shard (`ParamState.shard`).
@@ -76,7 +78,6 @@ class Optimizer(torch.optim.Optimizer):
             defaults: Options of groups that do not name them; "algorithm" is one of them.
             seed: The seed of stochastic rounding.
         """
-        super().__init__(params, defaults)
         self.recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
         if any({"m", "v"} & rule.state.keys() for rule in self.recipe.rules):
             raise UserError(
@@ -85,21 +86,44 @@ class Optimizer(torch.optim.Optimizer):
                 "stand outside of rules"
             )
         self.seed = seed
-        for group in self.param_groups:
-            for p in group["params"]:
-                shard, is_narrow = shard_of(p), is_large(p)
-                require_adamw(p, group["algorithm"])
-                self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
-                for place in self.algorithms[group["algorithm"]].moments:
-                    cast = (self.recipe.state[place] if is_narrow else None) or FP32
-                    on_host = is_narrow and place in self.recipe.offload
-                    state = QuantizedState(local_tensor(p).shape, cast, p.device, on_host, shard)
-                    self.state[p][place] = state
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as for any optimizer of torch; its state is zeros.
+
+        Args:
+            param_group: Tensors under "params", and options. Where it has an `lr_factor` and no `lr`, its
+                learning rate is the optimizer's times the factor.
+
+        Raises:
+            UserError: An option asks for what no algorithm of this package does.
+        """
+        require_served(param_group)
+        if "lr_factor" in param_group and "lr" not in param_group:
+            param_group = param_group | {"lr": self.defaults["lr"] * param_group["lr_factor"]}
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for p in group["params"]:
+            shard, is_narrow = shard_of(p), is_large(p)
+            require_adamw(p, group["algorithm"])
+            self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
+            for place in self.algorithms[group["algorithm"]].moments:
+                cast = (self.recipe.state[place] if is_narrow else None) or FP32
+                on_host = is_narrow and place in self.recipe.offload
+                state = QuantizedState(local_tensor(p).shape, cast, p.device, on_host, shard)
+                self.state[p][place] = state
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient."""
-        assert closure is None
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: Computes the gradients first, as for any optimizer of torch; its result is returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         narrow: list[NarrowParameter] = []
         position = 0
         for group in self.param_groups:
@@ -120,6 +144,7 @@ class Optimizer(torch.optim.Optimizer):
             feedbacks: list[Feedback] = []
             write_all([w for i in batch for w in self._update_narrow(*i, step_of[i[0]], feedbacks)])
             write_all([write for feedback in feedbacks for write in feedback()])
+        return loss
 
     def _step_numbers(self, parameters: Tensors) -> dict[torch.Tensor, int]:
         """The number of the step that each parameter is about to take; waits once for the device."""
@@ -216,59 +241,6 @@ class Optimizer(torch.optim.Optimizer):
         """
         return clip_grad_norm(self.parameters(), max_norm, norm_type, self.model_group)
 
-    def tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
-        """The state as `{"NAME.m.values": tensor, ...}`, without copies; `names` are those of parameters."""
-        return {f"{names[p]}.{key}": t for p in self.parameters() for key, t in self._tensors_of(p).items()}
-
-    def restore(self, names: Mapping[torch.Tensor, str], saved: Mapping[str, torch.Tensor]) -> None:
-        """Copy saved state back, bit for bit.
-
-        Args:
-            names: The name of each parameter, as for `tensors`.
-            saved: The tensors of `tensors`, saved by an optimizer of the same model under the same recipe.
-
-        Raises:
-            UserError: It is the state of another model or of another recipe; the first difference is named.
-        """
-        current = self.tensors(names)
-        if unknown := sorted(saved.keys() - current.keys()) or sorted(current.keys() - saved.keys()):
-            owner = "the checkpoint" if unknown[0] in saved else "this optimizer"
-            raise UserError(
-                f"the checkpoint's optimizer is another's: only {owner} has {unknown[0]!r}; "
-                "use the run's own configuration, or `narrowgauge convert` to go on under another recipe"
-            )
-        for key, tensor in saved.items():
-            if tensor.dtype != current[key].dtype or tensor.shape != current[key].shape:
-                saved_as, kept_as = (f"{t.dtype} {tuple(t.shape)}" for t in (tensor, current[key]))
-                raise UserError(
-                    f"the checkpoint's optimizer state {key!r} is {saved_as}, and this recipe keeps it as "
-                    f"{kept_as}; use the run's own recipe, or `narrowgauge convert` to go on under another"
-                )
-        for key, tensor in saved.items():
-            current[key].copy_(tensor)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state by the position of the parameter, and the groups: tensors and numbers only."""
-        state = {i: self._tensors_of(p) for i, p in enumerate(self.parameters())}
-        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
-        return {"state": state, "param_groups": groups}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy a `state_dict` back, every tensor in its own dtype (torch's method would cast them)."""
-        names = {p: str(i) for i, p in enumerate(self.parameters())}
-        saved = {f"{i}.{k}": t for i, state in state_dict["state"].items() for k, t in state.items()}
-        self.restore(names, saved)
-        for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(options)
-
-    def parameters(self) -> Tensors:
-        """All parameters, in the order of the groups."""
-        return [p for group in self.param_groups for p in group["params"]]
-
-    def moments(self, p: torch.Tensor) -> dict[str, QuantizedState]:
-        """A parameter's moments, by place ("m", "v")."""
-        return {place: s for place, s in self.state[p].items() if isinstance(s, QuantizedState)}
-
     @torch.no_grad()
     def recast(self, p: torch.Tensor, place: str, cast: Cast) -> None:
         """Keep a moment in another cast from now on: its numbers are rounded once."""
@@ -277,9 +249,3 @@ class Optimizer(torch.optim.Optimizer):
         if p.device.type != "meta":
             new.write(old.read())
         self.state[p][place] = new
-
-    def _tensors_of(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
-        for m in self.moments(p).values():
-            m.wait()
-        moments = {f"{place}.{k}": t for place, m in self.moments(p).items() for k, t in m.tensors.items()}
-        return {"step": self.state[p]["step"]} | moments

@@ -1,0 +1,120 @@
+"""The state of an optimizer, saved and restored bit for bit.
+
+Whether a saved state is that of this optimizer is asked before anything is copied.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from narrowgauge.errors import UserError
+from narrowgauge.quantization import QuantizedState
+from narrowgauge.recipes import Recipe
+
+
+class SavedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose moments are kept in casts, as far as it is saved and restored.
+
+    Attributes:
+        recipe: The recipe with the casts of the moments.
+        seed: The seed of stochastic rounding.
+    """
+
+    recipe: Recipe
+    seed: int
+
+    def tensors(self, names: Mapping[torch.Tensor, str]) -> dict[str, torch.Tensor]:
+        """The state as `{"NAME.m.values": tensor, ...}`, without copies; `names` are those of parameters."""
+        return {f"{names[p]}.{key}": t for p in self.parameters() for key, t in self._tensors_of(p).items()}
+
+    def restore(self, names: Mapping[torch.Tensor, str], saved: Mapping[str, torch.Tensor]) -> None:
+        """Copy saved state back, bit for bit.
+
+        Args:
+            names: The name of each parameter, as for `tensors`.
+            saved: The tensors of `tensors`, saved by an optimizer of the same model under the same recipe.
+
+        Raises:
+            UserError: It is the state of another model or of another recipe; the first difference is named.
+        """
+        current = self.tensors(names)
+        require_same_tensors(current, saved)
+        for key, tensor in saved.items():
+            current[key].copy_(tensor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state by the position of the parameter, and the groups: tensors and numbers only."""
+        positions = {p: i for i, p in enumerate(self.parameters())}
+        state = {i: self._tensors_of(p) for p, i in positions.items()}
+        groups = [{**g, "params": [positions[p] for p in g["params"]]} for g in self.param_groups]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a `state_dict` back, every tensor in its own dtype (torch's method would cast them).
+
+        Raises:
+            UserError: It is the state of another model, recipe or division into groups; nothing was changed.
+        """
+        require_same_groups(self.param_groups, state_dict["param_groups"])
+        names = {p: str(i) for i, p in enumerate(self.parameters())}
+        saved = {f"{i}.{k}": t for i, state in state_dict["state"].items() for k, t in state.items()}
+        self.restore(names, saved)
+        for group, options in zip(self.param_groups, deepcopy(state_dict["param_groups"]), strict=True):
+            group.update({key: value for key, value in options.items() if key != "params"})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy takes along: what torch's optimizers have, the recipe and the seed."""
+        return super().__getstate__() | {"recipe": self.recipe, "seed": self.seed}
+
+    def parameters(self) -> list[torch.Tensor]:
+        """All parameters, in the order of the groups."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    def moments(self, p: torch.Tensor) -> dict[str, QuantizedState]:
+        """A parameter's moments, by place ("m", "v")."""
+        return {place: s for place, s in self.state[p].items() if isinstance(s, QuantizedState)}
+
+    def _tensors_of(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        for m in self.moments(p).values():
+            m.wait()
+        moments = {f"{place}.{k}": t for place, m in self.moments(p).items() for k, t in m.tensors.items()}
+        return {"step": self.state[p]["step"]} | moments
+
+
+def require_same_tensors(current: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
+    """Refuse tensors of other names, shapes or dtypes.
+
+    Raises:
+        UserError: It is the state of another model or of another recipe; the first difference is named.
+    """
+    if unknown := sorted(saved.keys() - current.keys()) or sorted(current.keys() - saved.keys()):
+        owner = "the checkpoint" if unknown[0] in saved else "this optimizer"
+        raise UserError(
+            f"the checkpoint's optimizer is another's: only {owner} has {unknown[0]!r}; "
+            "use the run's own configuration, or `narrowgauge convert` to go on under another recipe"
+        )
+    for key, tensor in saved.items():
+        if tensor.dtype != current[key].dtype or tensor.shape != current[key].shape:
+            saved_as, kept_as = (f"{t.dtype} {tuple(t.shape)}" for t in (tensor, current[key]))
+            raise UserError(
+                f"the checkpoint's optimizer state {key!r} is {saved_as}, and this recipe keeps it as "
+                f"{kept_as}; use the run's own recipe, or `narrowgauge convert` to go on under another"
+            )
+
+
+def require_same_groups(current: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse the options of parameters that are divided into groups in another way.
+
+    Raises:
+        UserError: A group has another number of parameters, or there is another number of groups.
+    """
+    sizes = [len(group["params"]) for group in current]
+    # An older state does not say how many parameters its groups have.
+    saved_sizes = [len(g["params"]) if "params" in g else n for g, n in zip(saved, sizes, strict=False)]
+    if len(saved) != len(current) or saved_sizes != sizes:
+        raise UserError(
+            f"the saved optimizer has {len(saved)} groups of {saved_sizes} parameters, and this one has "
+            f"{len(current)} of {sizes}: make the optimizer with the groups that it was saved with"
+        )
