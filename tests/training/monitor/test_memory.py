@@ -5,6 +5,7 @@ import torch
 
 from narrowgauge.data import prepare
 from narrowgauge.errors import UserError
+from narrowgauge.kernels import choose_products
 from narrowgauge.quantization import state_of
 from narrowgauge.recipes import recipe, recipe_names
 from narrowgauge.training import make_config
@@ -19,6 +20,14 @@ from support.quick import quick
 
 CPU = torch.device("cpu")
 WIDE = {"model.dim": 128, "model.ffn_dim": 256}  # matrices large enough for narrow moments
+
+
+@pytest.fixture(autouse=True)
+def products():
+    """One arithmetic on every CPU: attention keeps operands twice as wide where products are in fp32."""
+    choose_products("bf16")
+    yield
+    choose_products("")
 
 
 def step(tiny, text, changes):
