@@ -31,10 +31,10 @@ class Axis:
         share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
 
-    def ticks(self) -> list[float]:
-        """Round numbers between the ends."""
+    def ticks(self, most: int = 9) -> list[float]:
+        """Round numbers between the ends, at most so many where a step of 2 allows it."""
         width = self.high - self.low
-        step = next(s for s in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0) if width / s <= 9 or s == 2)
+        step = next(s for s in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0) if width / s <= most or s == 2)
         first = math.ceil(self.low / step - 1e-9)
         return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
@@ -116,7 +116,7 @@ def _forest(
     bottom = height - 54
     parts = [_text(begin - _NAMES, 24, f"Gap at the highest rung (grey: within {MARGIN} %)", weight="bold")]
     parts.append(_band(x(-MARGIN), _TOP - 8, x(MARGIN) - x(-MARGIN), bottom - _TOP + 8))
-    for tick in x.ticks():
+    for tick in x.ticks(most=6):  # beside each other, labels take more room
         parts.append(_line(x(tick), _TOP - 8, x(tick), bottom, "#777" if tick == 0 else "#e4e4e4"))
         parts.append(_text(x(tick), bottom + 18, f"{tick:+.1f}" if tick else reference, anchor="middle"))
     parts.append(_text((x.start + x.end) / 2, bottom + 38, "gap, %", anchor="middle"))
