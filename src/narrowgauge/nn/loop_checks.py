@@ -161,13 +161,6 @@ def leave_fast_path(model: torch.nn.Module) -> None:
             module.use_nested_tensor = False
 
 
-def share_hooks(of: torch.nn.Module, to: torch.nn.Module) -> None:
-    """Let the hooks of a module's forward and backward pass be called by another one; their handles hold."""
-    for name, hooks in vars(of).items():
-        if "hook" in name and ("forward" in name or "backward" in name):
-            to.__dict__[name] = hooks
-
-
 def require_plain(name: str, layer: torch.nn.Linear) -> None:
     """Refuse a kind of `torch.nn.Linear` that is more than its weight and its bias.
 

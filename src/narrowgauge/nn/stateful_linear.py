@@ -13,7 +13,7 @@ import torch
 
 from narrowgauge.nn.gemm_context import LayerSpec
 from narrowgauge.nn.histories import History, history_of
-from narrowgauge.nn.loop_checks import count_steps, refuse_fsdp, require_own_numbers, share_hooks
+from narrowgauge.nn.loop_checks import count_steps, refuse_fsdp, require_own_numbers
 from narrowgauge.nn.observer import Observer
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.sharded.gathered_weight import WeightGather
@@ -72,7 +72,7 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
             backend: The requested backend.
         """
         torch.nn.Module.__init__(self)
-        share_hooks(layer, self)
+        _share_hooks(layer, self)
         weight, bias = layer.weight, layer.bias
         assert isinstance(weight, torch.nn.Parameter)
         assert bias is None or isinstance(bias, torch.nn.Parameter)
@@ -234,3 +234,10 @@ def _casts_at(recipe: Recipe, step: int, steps: int | None, decay: int | None) -
         if rule.is_for_all and rule.holds(step, steps, decay):
             casts |= rule.casts
     return casts
+
+
+def _share_hooks(of: torch.nn.Module, to: torch.nn.Module) -> None:
+    """Let the hooks of a module's forward and backward pass be called by another one; their handles hold."""
+    for name, hooks in vars(of).items():
+        if "hook" in name and ("forward" in name or "backward" in name):
+            to.__dict__[name] = hooks
