@@ -54,8 +54,8 @@ def is_multiple_of_16(value):
 
 
 def converts_to_fp8(target):
-    """Whether it has the instruction that rounds to FP8."""
-    return target.backend == "cuda" and target.arch >= 89
+    """Whether casts let it round to FP8."""
+    return target.backend == "cuda" and target.arch >= 90
 
 
 def resources(kernel, target):

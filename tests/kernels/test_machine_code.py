@@ -43,5 +43,6 @@ def test_every_kernel_compiles_without_spilling_registers(target, tmp_path):
         assert kernel["spills"] == 0, kernel
         assert kernel["shared"] <= TARGETS[target], kernel
     converting = [kernel["conversions"] for kernel in found if "conversions" in kernel]
-    assert bool(converting) == (target in ("cuda:89", "cuda:90", "cuda:100"))
-    assert all(pairs == 4 for pairs in converting)  # of the 8 elements of a thread
+    assert bool(converting) == (target in ("cuda:90", "cuda:100"))
+    # All 8 elements of a thread, and directly: by way of float16 0.4 % of codes would be others.
+    assert all(pairs == 4 for pairs in converting)
