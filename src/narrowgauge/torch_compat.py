@@ -194,10 +194,7 @@ def parameters_of_ddp(ddp: DistributedDataParallel) -> Sequence[torch.nn.Paramet
 
 
 def tensors_in(output: Any) -> Sequence[torch.Tensor]:
-    """The tensors in an output of a module, as DDP finds them: in tuples, lists, dicts and dataclasses.
-
-    There is no public name.
-    """
+    """The tensors in an output of a module, as DDP finds them: in tuples, lists, dicts and dataclasses."""
     return list(_find_tensors(output))
 
 
