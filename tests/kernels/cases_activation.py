@@ -1,5 +1,7 @@
 """What is compiled of the activations: widths of Qwen 2.5 and GPT-2."""
 
+from unittest.mock import patch
+
 import torch
 
 from narrowgauge.formats import format
@@ -22,6 +24,12 @@ def codes(F):
     swiglu_codes.launch_swiglu_backward_codes(dy, gate_up, torch.zeros(()), scales, *formats, delayed)
 
 
+def converted(F):
+    """As on a GPU that rounds to FP8 by an instruction of its own."""
+    with patch.object(swiglu_codes, "is_converted", lambda *_: True):
+        codes(F)
+
+
 def gelu(F, dtype):
     x = torch.ones(2, F, dtype=dtype)
     activation.launch_gelu_backward(activation.launch_gelu(x)[0], x)
@@ -32,6 +40,7 @@ CASES = [
     lambda: swiglu(4864, torch.float16),
     lambda: swiglu(96, torch.float32),
     lambda: codes(8960),
+    lambda: converted(8960),
     lambda: gelu(3072, torch.bfloat16),
     lambda: gelu(3072, torch.float32),
 ]

@@ -106,7 +106,10 @@ def compiling_for(targets, found):
             shared = kernel.metadata.shared
             of = {"kernel": self.__name__, "target": f"{target.backend}:{target.arch}", "shared": shared}
             if given.get("CONVERTS"):
-                of["elements"] = given["TR"] * given["TK"] // options["num_warps"] // 32  # of a thread
+                rows, columns = (
+                    given[n] if n in given else given[m] for n, m in (("TR", "ROWS"), ("TK", "COLS"))
+                )
+                of["elements"] = rows * columns // options["num_warps"] // 32  # of a thread
                 of["instructions"] = instructions_of(kernel)
                 # pairs of codes that one instruction makes
                 of["conversions"] = len(re.findall(r"cvt\.rn\.satfinite\.e\dm\dx2\.f32", kernel.asm["ptx"]))

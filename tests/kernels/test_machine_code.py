@@ -24,6 +24,10 @@ TARGETS = {
 }
 
 
+#: Of an element of some kernels: codes, and instructions at most. A cast, along either axis, may take 36: the
+#: memory of an H100 takes the time of some 29 for the 4 bytes of its element.
+CODES = {"swiglu_codes": (1, 52), "swiglu_backward_codes": (3, 114)}
+
 #: A commit waits for this; each takes some twenty seconds.
 FIRST = ("cuda:90",)
 
@@ -46,6 +50,6 @@ def test_every_kernel_compiles_without_spilling_registers(target, tmp_path):
     assert bool(converting) == (target in ("cuda:90", "cuda:100"))
     for kernel in converting:
         # All elements of a thread, and directly: by way of float16 0.4 % of codes would be others.
-        assert 2 * kernel["conversions"] == kernel["elements"], kernel
-        # Along either axis. An H100's memory takes the time of some 29 for the 4 bytes of an element.
-        assert kernel["instructions"] <= 36 * kernel["elements"], kernel
+        codes, most = CODES.get(kernel["kernel"], (1, 36))
+        assert 2 * kernel["conversions"] == codes * kernel["elements"], kernel
+        assert kernel["instructions"] <= most * kernel["elements"], kernel

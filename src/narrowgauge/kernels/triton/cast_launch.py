@@ -201,7 +201,7 @@ def _launch_given(
         **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
         CODES=dtype == torch.uint8, TIMES_SCALE=cast.block is not None, DIVIDES=divides, BOTH=both,
         FROM_AMAX=from_amax, AIM=cast.aim, POWER_OF_TWO=cast.power_of_two,
-        CONVERTS=is_converted(cast, x.device), **LAUNCH,
+        CONVERTS=is_converted(cast.element, cast.rounding, x.device), **LAUNCH,
     )  # fmt: skip
     return out, other
 
@@ -242,10 +242,10 @@ def _cast_blocks(
         TR=tile[0], TK=tile[1], BR=cast.block[0], BK=cast.block[1], H=cast.hadamard,
         **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
         SCALE="rounded" if cast.has_rounded_scale else cast.scale, **facts_of_scale(cast.scale),
-        RULE=cast.scale_rule, POWER_OF_TWO=cast.power_of_two,
-        AIM=cast.aim, INVERSE_LARGEST=1 / cast.aim,
+        RULE=cast.scale_rule, POWER_OF_TWO=cast.power_of_two, AIM=cast.aim, INVERSE_LARGEST=1 / cast.aim,
         EMAX=cast.element.emax, FRACTION=cast.element.fraction_bits, CODES=codes,
-        LARGEST=cast.target * cast.aim, CONVERTS=is_converted(cast, x.device), **LAUNCH,
+        LARGEST=cast.target * cast.aim,
+        CONVERTS=is_converted(cast.element, cast.rounding, x.device), **LAUNCH,
     )  # fmt: skip
     return out, blocks, scales, scale_codes, tensor_scale
 

@@ -24,7 +24,6 @@ from narrowgauge.formats import Format, format
 from narrowgauge.kernels.dispatch import converts_to_fp8
 from narrowgauge.kernels.triton.arithmetic import narrow
 from narrowgauge.kernels.triton.launch import launch
-from narrowgauge.quantization import Cast
 
 
 def facts(fmt: Format) -> dict[str, Any]:
@@ -46,10 +45,10 @@ def facts_of_scale(name: str) -> dict[str, Any]:
     return {"S_MAX": fmt.max, "S_EMIN": fmt.emin, "S_M": fmt.mantissa_bits, "S_NAN": nan_code}
 
 
-def is_converted(cast: Cast, device: torch.device) -> bool:
-    """Whether elements of a cast are rounded by a GPU's own instruction (`to_fp8`)."""
-    is_nearest = cast.rounding == "nearest-even"
-    return cast.element.name in ("e4m3", "e5m2") and is_nearest and converts_to_fp8(device)
+def is_converted(element: Format, rounding: str, device: torch.device) -> bool:
+    """Whether elements are rounded by a GPU's own instruction (`to_fp8`)."""
+    is_nearest = rounding == "nearest-even"
+    return element.name in ("e4m3", "e5m2") and is_nearest and converts_to_fp8(device)
 
 
 @triton.jit

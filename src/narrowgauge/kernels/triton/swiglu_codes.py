@@ -18,7 +18,6 @@ from narrowgauge.kernels.amax_cache import DelayedScale, new_amax
 from narrowgauge.kernels.triton.activation import (
     EIGHT_WARPS,
     FOUR_WARPS,
-    SIXTEEN_WARPS,
     swiglu_gradients,
     swiglu_of,
     tile_of,
@@ -26,7 +25,7 @@ from narrowgauge.kernels.triton.activation import (
 )
 from narrowgauge.kernels.triton.arithmetic import magnitude, wide
 from narrowgauge.kernels.triton.launch import launch
-from narrowgauge.kernels.triton.rounding import code_of, to_grid
+from narrowgauge.kernels.triton.rounding import code_of, is_converted, to_fp8, to_grid
 from narrowgauge.kernels.triton.scales import INFINITE, fp32_scale
 
 #: Rows and columns of a tile that is written along both axes: 64 bytes of codes next to each other in each.
@@ -43,11 +42,18 @@ def _scale_of(amax_ptr, MAX: tl.constexpr):
 
 
 @triton.jit
-def _codes(x, factor, scale, MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, ZERO: tl.constexpr):
+def _codes(
+    x, factor, scale, MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, ZERO: tl.constexpr,
+    CONVERTS: tl.constexpr,
+):  # fmt: skip
     """FP8 codes of numbers under a scale, rounded to nearest even; those of zeros under a scale of NaN."""
     x = tl.where((scale == scale)[:, None], wide(x), 0.0) * factor[:, None]
-    k, e, sign = to_grid(x, 0.0, MAX, EMIN, M, "nearest-even", 24)
-    return code_of(k, e, sign, EMIN, M, 8, False, ZERO)
+    if CONVERTS:
+        code = to_fp8(x, MAX, M).to(tl.uint8, bitcast=True)
+    else:
+        k, e, sign = to_grid(x, 0.0, MAX, EMIN, M, "nearest-even", 24)
+        code = code_of(k, e, sign, EMIN, M, 8, False, ZERO)
+    return code
 
 
 @triton.jit
@@ -60,13 +66,13 @@ def _store_both(x, out_ptr, other_ptr, row, col, inside, rows, columns):
 @triton.jit
 def swiglu_codes(
     gate_up_ptr, encode_ptr, codes_ptr, amax_ptr, rows, F, ROWS: tl.constexpr, COLS: tl.constexpr,
-    MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, ZERO: tl.constexpr,
+    MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, ZERO: tl.constexpr, CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """FP8 codes of silu(gate) * up under a scale that is known."""
     row, col, inside = tile_of(rows, F, ROWS, COLS)
     y = swiglu_of(gate_up_ptr, row, col, inside, F, gate_up_ptr.dtype.element_ty)
     factor = tl.load(encode_ptr + tl.arange(0, 1))
-    tl.store(codes_ptr + row * F + col, _codes(y, factor, factor, MAX, EMIN, M, ZERO), inside)
+    tl.store(codes_ptr + row * F + col, _codes(y, factor, factor, MAX, EMIN, M, ZERO, CONVERTS), inside)
     tl.atomic_max(amax_ptr, tl.max(tl.max(magnitude(y), 1), 0), sem="relaxed")
 
 
@@ -88,6 +94,7 @@ def swiglu_backward_codes(
     grad_scale_ptr, y_scale_ptr, rows, F, ROWS: tl.constexpr, COLS: tl.constexpr,
     MAX: tl.constexpr, EMIN: tl.constexpr, M: tl.constexpr, ZERO: tl.constexpr,
     Y_MAX: tl.constexpr, Y_EMIN: tl.constexpr, Y_M: tl.constexpr, Y_ZERO: tl.constexpr,
+    CONVERTS: tl.constexpr,
 ):  # fmt: skip
     """FP8 codes of the gradients of gate and up, side by side, along both axes; of y along its columns.
 
@@ -113,11 +120,11 @@ def swiglu_backward_codes(
         y_scale = tl.load(y_told_ptr + 1 + tl.arange(0, 1))
         largest = tl.maximum(magnitude(dgate), magnitude(dup))
         tl.atomic_max(grad_amax_ptr, tl.max(tl.max(largest, 1), 0), sem="relaxed")
-    code = _codes(dgate, factor, scale, MAX, EMIN, M, ZERO)
+    code = _codes(dgate, factor, scale, MAX, EMIN, M, ZERO, CONVERTS)
     _store_both(code, grad_ptr, grad_other_ptr, row, col, inside, rows, 2 * F)
-    code = _codes(dup, factor, scale, MAX, EMIN, M, ZERO)
+    code = _codes(dup, factor, scale, MAX, EMIN, M, ZERO, CONVERTS)
     _store_both(code, grad_ptr, grad_other_ptr, row, col + F, inside, rows, 2 * F)
-    code = _codes(y, y_factor, y_scale, Y_MAX, Y_EMIN, Y_M, Y_ZERO)
+    code = _codes(y, y_factor, y_scale, Y_MAX, Y_EMIN, Y_M, Y_ZERO, CONVERTS)
     tl.store(y_other_ptr + col.to(tl.int64) * rows + row, code, inside)
 
 
@@ -139,7 +146,8 @@ def launch_swiglu_codes(gate_up_M2F: Tensor, y: Format, delayed: DelayedScale) -
     tiles, tile = tiling(rows, F)
     launch(
         swiglu_codes, (tiles,), gate_up_M2F, delayed.encode, codes_MF, amax.view(torch.int32), rows, F,
-        writes="codes_ptr", updates="amax_ptr", **tile, **_facts(y, ""), **EIGHT_WARPS,
+        writes="codes_ptr", updates="amax_ptr", **tile, **_facts(y, ""),
+        CONVERTS=_converts(codes_MF.device, y), **FOUR_WARPS,
     )  # fmt: skip
     return codes_MF, _launch_scale(amax, delayed)
 
@@ -183,10 +191,16 @@ def launch_swiglu_backward_codes(
         grad_M2F, grad_2FM, y_FM, scales[0], scales[1], rows, F,
         writes="grad_ptr grad_other_ptr y_other_ptr" + " grad_scale_ptr y_scale_ptr" * (delayed is None),
         updates="" if delayed is None else "grad_amax_ptr",
-        **SQUARE, **_facts(grad, ""), **_facts(y, "Y_"), **SIXTEEN_WARPS,
+        **SQUARE, **_facts(grad, ""), **_facts(y, "Y_"),
+        CONVERTS=_converts(dy_MF.device, grad, y), **EIGHT_WARPS,
     )  # fmt: skip
     grad_scale = scales[0] if delayed is None else _launch_scale(grad_amax, delayed)[1]
     return SwigluCodes(grad_M2F, grad_2FM, grad_scale, y_FM, scales[1])
+
+
+def _converts(device: torch.device, *formats: Format) -> bool:
+    """Whether a GPU's own instruction rounds to all of these formats."""
+    return all(is_converted(f, "nearest-even", device) for f in formats)
 
 
 def _facts(fmt: Format, of: str) -> dict[str, Any]:
