@@ -16,6 +16,7 @@ import torch
 from narrowgauge.data import Mixture
 from narrowgauge.distributed import Engine
 from narrowgauge.files import write_whole
+from narrowgauge.json_lines import strict_json
 from narrowgauge.models import Transformer
 from narrowgauge.training.run.validation import validation_loss
 from narrowgauge.training.run_directory import EVALUATION
@@ -58,6 +59,9 @@ def two_losses(
 
 
 def keep_losses(run: Path, step: int, losses: Mapping[str, float], asked: Mapping[str, Any]) -> None:
-    """Write RUN/evaluation.json, with what was asked for; a model of another program stays as it is."""
+    """Write RUN/evaluation.json, with what was asked for; a model of another program stays as it is.
+
+    A loss that is not finite is null there.
+    """
     if (run / "config.toml").is_file():
-        write_whole(run / EVALUATION, json.dumps({"step": step, **losses, **asked}) + "\n")
+        write_whole(run / EVALUATION, json.dumps(strict_json({"step": step, **losses, **asked})) + "\n")
