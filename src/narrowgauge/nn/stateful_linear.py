@@ -153,6 +153,9 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
         if self.reduce_prescale is not None:
             self.reduce_prescale.end_step()
 
+    def _follows_step(self) -> bool:
+        return super()._follows_step() or bool(self.histories) or self.reduce_prescale is not None
+
     def discard_step(self) -> None:
         """Undo what the passes of this step have left behind; see `nn.discard_step`."""
         for history in self.histories.values():

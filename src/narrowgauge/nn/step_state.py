@@ -21,6 +21,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream, stream_key
 from narrowgauge.kernels.cast import random_signs
 from narrowgauge.nn.histories import History
+from narrowgauge.nn.loop_checks import MOST_UNSAID, warn_of_still_step
 from narrowgauge.nn.observer import Observer
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe
 from narrowgauge.torch_compat import is_in_backward
@@ -83,6 +84,7 @@ class Stepped:
         hears_optimizer: Whether an optimizer has taken a step since the layer was made.
         is_told: Whether `nn.step` was called, which alone counts from then on.
         awaits_backward: The passes of this step that the backward pass may compute again.
+        unsaid: The optimizer steps, each after a pass, since a loop that says steps has said one.
     """
 
     recipe: Recipe
@@ -96,6 +98,7 @@ class Stepped:
     hears_optimizer = False
     is_told = False
     awaits_backward = 0
+    unsaid = 0
 
     def set_position(
         self, seed: int, step: int, first_sample: int, steps: int | None = None, decay: int | None = None
@@ -103,7 +106,7 @@ class Stepped:
         """Go to optimizer step `step` of `steps`, with the first sequence of the pass at `first_sample`."""
         if step != self.step:
             self._end_step()
-        self.step, self.step_is_set = step, True
+        self.step, self.step_is_set, self.unsaid = step, True, 0
         self._use_rules(step, steps, decay)
         self._set_keys(seed, step, first_sample)
 
@@ -144,6 +147,8 @@ class Stepped:
                 self.begins_step = False
             if self.keys is not None:  # a new tensor, since a backward pass may need the old one
                 self.keys = self.keys + _NEXT_KEY
+        elif is_training and not torch.compiler.is_compiling():
+            self.begins_step = False
         return is_training
 
     def step_taken(self) -> None:
@@ -152,9 +157,22 @@ class Stepped:
         self.step_is_set = False
 
     def optimizer_stepped(self) -> None:
-        """Count the step of an optimizer, unless a loop says steps itself."""
-        if not self.is_told:
-            self.begins_step = self.hears_optimizer = True
+        """Count the step of an optimizer, unless a loop says steps itself.
+
+        Warns:
+            UserWarning: The loop did say them, and has stopped.
+        """
+        if self.is_told:
+            return
+        if self.step_is_set and not self.begins_step and self._follows_step():
+            self.unsaid += 1
+            if self.unsaid == MOST_UNSAID:
+                warn_of_still_step(self.step, self.unsaid)
+        self.begins_step = self.hears_optimizer = True
+
+    def _follows_step(self) -> bool:
+        """Whether anything here depends on the step."""
+        return self.is_random or any(rule.is_timed for rule in self.recipe.rules)
 
     def _is_new_step(self) -> bool:
         """Whether a pass is the first since an optimizer took a step.
