@@ -72,7 +72,7 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
             backend: The requested backend.
         """
         torch.nn.Module.__init__(self)
-        _share_hooks(layer, self)
+        share_hooks(layer, self)
         weight, bias = layer.weight, layer.bias
         assert isinstance(weight, torch.nn.Parameter)
         assert bias is None or isinstance(bias, torch.nn.Parameter)
@@ -239,7 +239,7 @@ def _casts_at(recipe: Recipe, step: int, steps: int | None, decay: int | None) -
     return casts
 
 
-def _share_hooks(of: torch.nn.Module, to: torch.nn.Module) -> None:
+def share_hooks(of: torch.nn.Module, to: torch.nn.Module) -> None:
     """Let the hooks of a module's forward and backward pass be called by another one; their handles hold."""
     for name, hooks in vars(of).items():
         if "hook" in name and ("forward" in name or "backward" in name):
