@@ -79,6 +79,7 @@ class Stepped:
         first_sample: The index in the global batch of the first sequence of the pass.
         observer: Sees what the layer computes with; attached for a step.
         step: The optimizer step; None before the first.
+        length: The steps of the run and the first one of its decay, as far as a loop says them.
         step_is_set: Whether a loop says the step.
         begins_step: Whether the next pass that records gradients begins one.
         hears_optimizer: Whether an optimizer has taken a step since the layer was made.
@@ -93,6 +94,7 @@ class Stepped:
     first_sample: torch.Tensor | None
     observer: Observer | None = None
     step: int | None = None
+    length: tuple[int | None, int | None] = (None, None)
     step_is_set = False
     begins_step = True
     hears_optimizer = False
@@ -107,6 +109,7 @@ class Stepped:
         if step != self.step:
             self._end_step()
         self.step, self.step_is_set, self.unsaid = step, True, 0
+        self.length = steps, decay
         self._use_rules(step, steps, decay)
         self._set_keys(seed, step, first_sample)
 
@@ -114,7 +117,8 @@ class Stepped:
         """The position of training as numbers: what random bits and the next forward pass depend on."""
         keys = [] if self.keys is None else self.keys.tolist()
         hears = {"hears_optimizer": self.hears_optimizer, "is_told": self.is_told}
-        return {"step": self.step, "is_set": self.step_is_set, "keys": keys, **hears}
+        at = {"step": self.step, "length": list(self.length), "is_set": self.step_is_set}
+        return {**at, "keys": keys, **hears}
 
     def restore_position(self, position: Mapping[str, Any]) -> None:
         """Go back to a `position`, between two steps."""
@@ -123,6 +127,9 @@ class Stepped:
         # A state of an older version does not have these.
         self.hears_optimizer = position.get("hears_optimizer", self.hears_optimizer)
         self.is_told = position.get("is_told", self.is_told)
+        steps, decay = self.length = tuple(position.get("length", self.length))
+        if self.step is not None:
+            self._use_rules(self.step, steps, decay)
         if self.keys is not None:
             self.keys = torch.tensor(position["keys"], dtype=torch.int32, device=self._device())
 
