@@ -130,6 +130,13 @@ def test_a_write_raises_the_version_of_a_tensor_and_its_views():
     assert compat.base_of(x) is None
 
 
+def test_many_tensors_are_copied_in_place():
+    to = [torch.zeros(2), torch.zeros(())]
+    before = list(to)
+    compat.copy_each(to, [torch.arange(2.0), torch.tensor(3)])
+    assert [t.tolist() for t in before] == [[0, 1], 3]
+
+
 def test_a_storage_has_one_key_for_all_its_views():
     x, y = torch.zeros(4), torch.zeros(4)
     key = compat.storage_key(x.untyped_storage())

@@ -3,8 +3,7 @@
 The rest of the package imports them from here (`test_house.py` checks it), so a new version of torch can
 break only this file. `test_torch_compat.py` tests the meaning of each with the installed torch.
 
-All are known in torch 2.13, which CI has; `pyproject.toml` allows 2.11 and later. Where a name is known to
-differ between versions, its comment says so.
+CI has torch 2.13; `pyproject.toml` allows 2.11 and later. Comments say where a name is known to differ.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,6 +36,7 @@ __all__ = [
     "attach_fsdp_extension",
     "autograd_node",
     "base_of",
+    "copy_each",
     "cpu_multiplies_bf16",
     "cuda_architectures",
     "disabled_torch_function",
@@ -75,8 +75,11 @@ reduce_scatter_single: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
-# `__torch_function__` of a tensor subclass that only wants `__torch_dispatch__`. The public way,
-# `torch.Tensor.__torch_function__`, wraps every result in the subclass. torchao uses this name, too.
+# Copies into many tensors, on a GPU by few launches: (to, from), two lists.
+copy_each: Callable[..., Any] = torch._foreach_copy_
+
+# `__torch_function__` of a tensor subclass that only wants `__torch_dispatch__`; the public one wraps every
+# result in the subclass.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
@@ -104,8 +107,7 @@ def local_tensor(x: torch.Tensor) -> torch.Tensor:
 def reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """A tensor in another shape, as a tensor of its own and no view, in the same memory.
 
-    `torch.nn.Linear` ends in the same operation, which has no public name. FSDP2 warns of modules that return
-    views.
+    `torch.nn.Linear` ends in the same operation. FSDP2 warns of modules that return views.
     """
     return torch.ops.aten._unsafe_view(x, shape)
 
@@ -192,10 +194,7 @@ def parameters_of_ddp(ddp: DistributedDataParallel) -> Sequence[torch.nn.Paramet
 
 
 def tensors_in(output: Any) -> Sequence[torch.Tensor]:
-    """The tensors in an output of a module, as DDP finds them: in tuples, lists, dicts and dataclasses.
-
-    There is no public name.
-    """
+    """The tensors in an output of a module, as DDP finds them: in tuples, lists, dicts and dataclasses."""
     return list(_find_tensors(output))
 
 

@@ -3,7 +3,8 @@
 import torch
 
 from narrowgauge.formats import format
-from narrowgauge.kernels.triton import activation
+from narrowgauge.kernels.amax_cache import DelayedScale
+from narrowgauge.kernels.triton import activation, swiglu_codes
 
 
 def swiglu(F, dtype):
@@ -14,9 +15,11 @@ def swiglu(F, dtype):
 def codes(F):
     gate_up, amax = torch.ones(64, 2 * F, dtype=torch.bfloat16), torch.ones(())
     activation.launch_swiglu_backward(gate_up[:, :F].contiguous(), gate_up, writes_gradient=False)
-    activation.launch_swiglu_backward_codes(
-        gate_up[:, :F].contiguous(), gate_up, amax, amax, format("e5m2"), format("e4m3")
-    )
+    dy, formats = gate_up[:, :F].contiguous(), (format("e5m2"), format("e4m3"))
+    swiglu_codes.launch_swiglu_backward_codes(dy, gate_up, amax, amax, *formats)
+    delayed = DelayedScale(amax, torch.ones(()))
+    _, scales = swiglu_codes.launch_swiglu_codes(gate_up, formats[1], delayed)
+    swiglu_codes.launch_swiglu_backward_codes(dy, gate_up, torch.zeros(()), scales, *formats, delayed)
 
 
 def gelu(F, dtype):

@@ -6,6 +6,7 @@ from unittest.mock import patch
 import torch
 
 from narrowgauge.formats import random_stream
+from narrowgauge.kernels.amax_cache import DelayedScale
 from narrowgauge.kernels.triton import cast_launch
 from narrowgauge.kernels.triton.cast_launch import emulated, quantized
 from narrowgauge.quantization import cast, make_cast
@@ -15,8 +16,9 @@ def run(name, axis, **changes):
     x = torch.empty(4096, 4096, dtype=torch.bfloat16)
     c = make_cast({"cast": name} | changes) if changes else cast(name)
     random = random_stream(0, 0, 0) if c.rounding == "stochastic" else None
-    quantized(x, c, axis, random, (), None)
-    emulated(x, c, axis, torch.bfloat16, random, (), None)
+    delayed = DelayedScale(*(torch.ones(()) if c.history else None for _ in range(2)))
+    quantized(x, c, axis, random, (), delayed)
+    emulated(x, c, axis, torch.bfloat16, random, (), delayed)
 
 
 def converted(name, axis):
@@ -33,6 +35,7 @@ CASES = [
 CASES += [
     partial(run, "nvfp4", 0, rounding="stochastic", hadamard=16),
     partial(run, "mxfp4", -1, rounding="stochastic", hadamard=32),
+    partial(run, "e4m3", -1, history=4),
 ]
 CASES += [
     partial(converted, name, axis)

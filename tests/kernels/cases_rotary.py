@@ -2,7 +2,7 @@
 
 import torch
 
-from narrowgauge.kernels.triton.rotary import launch_rotary
+from narrowgauge.kernels.triton.heads import launch_rotary
 
 
 def case(N, H, dtype):

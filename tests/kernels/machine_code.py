@@ -54,8 +54,8 @@ def is_multiple_of_16(value):
 
 
 def converts_to_fp8(target):
-    """Whether it has the instruction that rounds to FP8."""
-    return target.backend == "cuda" and target.arch >= 89
+    """Whether casts let it round to FP8."""
+    return target.backend == "cuda" and target.arch >= 90
 
 
 def resources(kernel, target):
@@ -71,6 +71,15 @@ def resources(kernel, target):
         "registers": int(re.search(r"REG:(\d+)", told)[1]),
         "spills": int(re.search(r"STACK:(\d+)", told)[1]),
     }
+
+
+def instructions_of(kernel):
+    """The instructions of a thread; a cast has no loop, so each runs once."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        told = subprocess.run([CUOBJDUMP, "-sass", file.name], capture_output=True, text=True, check=True)
+    return len(re.findall(r"/\*[0-9a-f]{4,5}\*/ ", told.stdout))
 
 
 def compiling_for(targets, found):
@@ -96,7 +105,10 @@ def compiling_for(targets, found):
             kernel = triton.compile(source, target=target, options=options)
             shared = kernel.metadata.shared
             of = {"kernel": self.__name__, "target": f"{target.backend}:{target.arch}", "shared": shared}
-            if given.get("CONVERTS"):  # pairs of codes that one instruction makes
+            if given.get("CONVERTS"):
+                of["elements"] = given["TR"] * given["TK"] // options["num_warps"] // 32  # of a thread
+                of["instructions"] = instructions_of(kernel)
+                # pairs of codes that one instruction makes
                 of["conversions"] = len(re.findall(r"cvt\.rn\.satfinite\.e\dm\dx2\.f32", kernel.asm["ptx"]))
             found.append(of | resources(kernel, target))
 

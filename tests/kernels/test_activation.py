@@ -14,11 +14,12 @@ from narrowgauge.kernels.activation import (
     gelu_reference,
     swiglu,
     swiglu_and_amax,
+    swiglu_codes,
     swiglu_gradient_codes,
     swiglu_reference,
 )
-from narrowgauge.kernels.amax_cache import cached_amax
-from narrowgauge.quantization import make_cast
+from narrowgauge.kernels.amax_cache import DelayedScale, cached_amax
+from narrowgauge.quantization import QuantContext, make_cast
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*encountered in:RuntimeWarning"
@@ -127,6 +128,45 @@ def test_codes_of_the_gradient_are_those_that_a_cast_makes_of_it(device, shape, 
     assert torch.equal(found.y_FM, q.codes.T)
     assert same_bits(found.y_scale, q.scales)
     assert found.y_FM.is_contiguous()
+
+
+@pytest.mark.parametrize("bad", [None, torch.inf, NAN])
+@pytest.mark.parametrize("shape", [(70, 3), (9, 66)])
+def test_codes_under_scales_of_earlier_steps_are_those_that_a_cast_makes(device, shape, bad):
+    """Where a tensor is not finite, its scale is NaN, its codes are of no matter, and nothing was seen."""
+    rows, F = shape
+    gate_up = normal(rows, 2 * F, dtype=torch.bfloat16).to(device)
+    dy = normal(*shape, seed=1, dtype=torch.bfloat16).to(device)
+    if bad is not None:
+        dy[1, 2] = gate_up[1, 1] = bad
+    y, grad = swiglu_and_gradient(gate_up, dy)
+    y_cast, grad_cast = (make_cast({"cast": name, "history": 4}) for name in ("e4m3", "e5m2"))
+
+    def delayed(encode):
+        encode, seen = torch.tensor(encode, device=device), torch.tensor(0.5, device=device)
+        return DelayedScale(encode, seen), QuantContext(scale=encode, seen=seen.clone())
+
+    of_y, y_context = delayed(140.0)
+    codes_MF, scales_2 = swiglu_codes(gate_up, y_cast.element, of_y)
+    q, _ = quantize(y, y_cast, -1, y_context)
+    assert same_bits(scales_2[1], q.scales)
+    assert torch.equal(scales_2[0], of_y.encode)
+    assert torch.equal(of_y.seen, y_context.seen)
+    of_grad, grad_context = delayed(12.0)
+    found = swiglu_gradient_codes(dy, gate_up, scales_2, grad_cast.element, y_cast.element, of_grad)
+    q_grad, other = quantize(grad, grad_cast, -1, grad_context, both=True)
+    assert same_bits(found.grad_scale, q_grad.scales)
+    assert same_bits(found.y_scale, q.scales)
+    assert torch.equal(of_grad.seen, grad_context.seen)
+    if bad is not None:
+        assert of_grad.seen == of_y.seen == 0.5
+        assert scales_2[1].isnan()
+        assert found.grad_scale.isnan()
+        return
+    assert torch.equal(codes_MF, q.codes)
+    assert torch.equal(found.grad_M2F, q_grad.codes)
+    assert torch.equal(found.grad_2FM, other.T)
+    assert torch.equal(found.y_FM, q.codes.T)
 
 
 def gelu_in_double(x):

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from narrowgauge import kernels
+from narrowgauge.devices import imagine
 from narrowgauge.kernels import has_kernels
-from narrowgauge.kernels.dispatch import fastest_first, use_kernels
+from narrowgauge.kernels.dispatch import converts_to_fp8, fastest_first, use_kernels
+from narrowgauge.recipes import named_device
 
 
 def test_a_cpu_has_kernels_in_the_interpreter_only(monkeypatch):
@@ -25,6 +27,19 @@ def test_a_cpu_has_kernels_in_the_interpreter_only(monkeypatch):
 def test_gpus_before_ampere_keep_to_plain_operations(capability, has, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert has_kernels(torch.device("cuda", 40 + capability[0])) is has
+
+
+@pytest.mark.parametrize(
+    ("gpu", "converts"),
+    [("rtx4090", False), ("h100", True), ("b200", True), ("sm_120", True), ("mi300x", False)],
+)
+def test_triton_rounds_to_fp8_directly_from_hopper_on(gpu, converts):
+    """For Ada it goes by way of float16, toward zero: this number would become 1, and is nearest to 1.125."""
+    with imagine(named_device(gpu), lambda _: None):
+        assert converts_to_fp8(torch.device("meta")) == converts
+    number = torch.tensor(1.0625 + 2.0**-13)
+    by_way, direct = (x.to(torch.float8_e4m3fn).float() for x in (torch.tensor(1.0625).half(), number))
+    assert (by_way, direct) == (1, 1.125)
 
 
 def test_nothing_is_launched_for_no_numbers_or_wide_ones(device):

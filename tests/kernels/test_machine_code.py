@@ -42,6 +42,10 @@ def test_every_kernel_compiles_without_spilling_registers(target, tmp_path):
     for kernel in found:
         assert kernel["spills"] == 0, kernel
         assert kernel["shared"] <= TARGETS[target], kernel
-    converting = [kernel["conversions"] for kernel in found if "conversions" in kernel]
-    assert bool(converting) == (target in ("cuda:89", "cuda:90", "cuda:100"))
-    assert all(pairs == 4 for pairs in converting)  # of the 8 elements of a thread
+    converting = [kernel for kernel in found if "conversions" in kernel]
+    assert bool(converting) == (target in ("cuda:90", "cuda:100"))
+    for kernel in converting:
+        # All elements of a thread, and directly: by way of float16 0.4 % of codes would be others.
+        assert 2 * kernel["conversions"] == kernel["elements"], kernel
+        # Along either axis. An H100's memory takes the time of some 29 for the 4 bytes of an element.
+        assert kernel["instructions"] <= 36 * kernel["elements"], kernel

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from narrowgauge.formats import RandomStream, random_stream
-from narrowgauge.kernels.cast import random_signs, scaled_and_rounded
+from narrowgauge.kernels.cast import random_signs
+from narrowgauge.kernels.product import scaled_and_rounded
 from narrowgauge.nn.native import along_contraction
 
 

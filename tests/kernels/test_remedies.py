@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from narrowgauge.kernels import emulate
-from narrowgauge.kernels.cast import emulate_rows, scaled_rows_and_rounded
+from narrowgauge.kernels.cast import emulate_rows
 from narrowgauge.kernels.gradient_sum import through_rounding
+from narrowgauge.kernels.product import scaled_rows_and_rounded
 from narrowgauge.nn.gemm import Operand, RowOperand, multiply
 from narrowgauge.quantization import QuantContext, estimator_slope, make_cast
 from narrowgauge.quantization import emulate as emulate_in_torch

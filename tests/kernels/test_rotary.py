@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from narrowgauge.kernels.rotary import reference, rotary
+from narrowgauge.kernels.heads import rotary
+from narrowgauge.kernels.heads import rotary_reference as reference
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -66,7 +67,7 @@ def test_bad_numbers_stay_in_their_pair(device):
 
 
 def test_every_element_is_written(device, monkeypatch):
-    from narrowgauge.kernels.triton.rotary import launch_rotary
+    from narrowgauge.kernels.triton.heads import launch_rotary
 
     make = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda x: make(x).fill_(torch.nan))

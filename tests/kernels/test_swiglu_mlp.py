@@ -8,7 +8,7 @@ import torch
 from narrowgauge.kernels.recompute import contexts, once
 from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.models.mlp import mlp
-from narrowgauge.nn import Linear, convert, linear
+from narrowgauge.nn import Linear, convert, linear, recipe_tensors, set_step
 from narrowgauge.nn.linear import accumulating
 from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
 from narrowgauge.quantization import QuantizedState, make_cast, quantize
@@ -62,6 +62,43 @@ def test_one_function_gives_the_digits_of_three(device, monkeypatch):
     for other in (found, again):
         assert other[0] == separate[0]
         assert all(torch.equal(g, h) for g, h in zip(other[1], separate[1], strict=True))
+
+
+def steps_under_delayed_scales(device, recompute):
+    """Losses and gradients of three steps of two micro-batches, and what the histories hold after them."""
+    model = native("fp8-delayed", device)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 2.0**-8)
+    model.recompute, model.selective, losses = recompute, True, []
+    for number in (1, 2, 3):
+        set_step(model, 0, number, 0)
+        with accumulating(model, keeps_codes=not recompute):
+            for i in range(2):
+                g = torch.Generator().manual_seed(10 * number + i)
+                loss = model.loss(*torch.randint(31, (2, 1, 5), generator=g).to(device))
+                loss.backward()
+                losses.append(loss.item())
+        with torch.no_grad():
+            for p in model.parameters():
+                p += number * p.grad  # so that tensors outgrow the scales of earlier steps
+    return losses, [p.grad for p in model.parameters()], list(recipe_tensors(model).values())
+
+
+@needs_products
+def test_one_function_gives_the_digits_of_three_under_delayed_scales(device, monkeypatch):
+    functions, function = [], linear.swiglu_mlp
+    monkeypatch.setattr(linear, "swiglu_mlp", lambda *a: functions.append(1) or function(*a))
+    found = steps_under_delayed_scales(device, 0)
+    assert len(functions) == 6
+    again = steps_under_delayed_scales(device, 1)
+    assert len(functions) == 6 + 12
+    monkeypatch.setattr(Linear, "after_swiglu", lambda *_: None)
+    losses, gradients, histories = steps_under_delayed_scales(device, 0)
+    assert len(set(losses)) == 6
+    for other in (found, again):
+        assert other[0] == losses
+        assert all(torch.equal(g, h) for g, h in zip(other[1], gradients, strict=True))
+        assert all(torch.equal(g, h) for g, h in zip(other[2], histories, strict=True))
 
 
 def trained_mlp(device, is_gathered):
@@ -128,9 +165,11 @@ def test_where_it_may_not_all_three_are_called(device):
     down.weight.requires_grad_(False)
     assert not is_one()
     down.weight.requires_grad_(True)
-    narrow, down.spec = down.spec, replace(down.spec, native=False)
-    assert not is_one()
-    down.spec = narrow
+    delayed = {p: replace(c, history=4) for p, c in down.spec.casts.items()}
+    for other in (replace(down.spec, native=False), replace(down.spec, casts=delayed)):
+        narrow, down.spec = down.spec, other
+        assert not is_one()
+        down.spec = narrow
     down.observer = object()
     assert not is_one()
     down.observer = None

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from narrowgauge.kernels.attention import attend
-from narrowgauge.kernels.rotary import rotary
+from narrowgauge.kernels.heads import rotary
 from narrowgauge.models import model_config
 from narrowgauge.models.layers import Norm, rope_table
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from narrowgauge.nn import Linear, convert, recipe_tensors, set_step
-from narrowgauge.nn.histories import AmaxHistory
+from narrowgauge.nn.histories import AmaxHistory, end_steps
 from narrowgauge.quantization import make_cast
 from narrowgauge.recipes import parse_recipe, recipe
 
@@ -53,6 +53,24 @@ def test_what_says_nothing_leaves_the_scale(bad):
 
 def test_a_tiny_magnitude_meets_the_largest_float():
     assert feed(history(4), [1e-44]) == [torch.finfo(torch.float32).max]
+
+
+def test_steps_of_many_histories_end_as_each_by_itself():
+    """Of several kinds, and with magnitudes of which some say nothing."""
+    kinds = [{}, {"margin": 1}, {"history_algorithm": "most_recent"}, {"cast": "e5m2"}]
+    g = torch.Generator().manual_seed(0)
+    together, alone = ([history(3, **kinds[i % 4]) for i in range(12)] for _ in range(2))
+    for _ in range(5):
+        for i, pair in enumerate(zip(together, alone, strict=True)):
+            x = torch.randn(4, generator=g) * (i % 5)
+            for h in pair:
+                h.update(x)
+        end_steps(together)
+        for h in alone:
+            h.end_step()
+        for one, other in zip(together, alone, strict=True):
+            assert all(torch.equal(t, other.tensors()[name]) for name, t in one.tensors().items())
+    assert len({h.scale.item() for h in together}) > 8
 
 
 def make():

@@ -26,6 +26,7 @@ Bytes an element of [.., F], in a 2-byte dtype:
                separate   y is cast, 2+1+1; the gradient is made, 10, and cast, (2+1+1) * 2   22
                fused      y is cast along one axis, 2+1; the gradient's largest magnitude 6;
                           dy, gate, up 6, codes of the gradient 4, of y along the other 1     20
+               and with scales of earlier steps, so that y is not written (2 less forward)    12
 
 For the backward pass SwiGLU keeps gate and up only, not silu(gate): 4 bytes an element, not 6. The kernels
 attach the largest magnitude of what they write (`amax_cache`): of y, for the product that reads it, and of
@@ -34,7 +35,9 @@ the gradient.
 In front of a product in FP8 y need not be kept for the product's backward pass either: it is a function of
 gate and up, which the kernel of the gradient reads anyway. `swiglu_gradient_codes` writes its codes then, and
 those of the gradient, which itself is never in memory. The codes are those that `kernels.quantize` would make
-of what `swiglu` and its gradient write.
+of what `swiglu` and its gradient write. Under delayed scaling `swiglu_codes` writes those of y forward, too,
+and the pass that finds the gradient's largest magnitude is not needed; where a tensor is not finite its codes
+stand for nothing, as their scale is NaN.
 """
 
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,11 +47,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from narrowgauge.formats import Format
-from narrowgauge.kernels.amax_cache import attach_amax
+from narrowgauge.kernels.amax_cache import DelayedScale, attach_amax, new_amax
 from narrowgauge.kernels.dispatch import use_kernels
 
 if TYPE_CHECKING:
-    from narrowgauge.kernels.triton.activation import SwigluCodes
+    from narrowgauge.kernels.triton.swiglu_codes import SwigluCodes
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -69,23 +72,49 @@ def swiglu_and_amax(gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return y, amax
 
 
+def swiglu_codes(gate_up_M2F: Tensor, y: Format, delayed: DelayedScale) -> tuple[Tensor, Tensor]:
+    """FP8 codes of `swiglu`, by its kernel, under a scale that is known: y itself is never in memory.
+
+    Args:
+        gate_up_M2F: The input, M tokens.
+        y: The format of the result's elements.
+        delayed: The scale.
+
+    Returns:
+        uint8 [M, F], and fp32 (2,): the encoding scale, and its inverse or, where y is not finite, NaN.
+    """
+    from narrowgauge.kernels.triton.swiglu_codes import launch_swiglu_codes
+
+    return launch_swiglu_codes(gate_up_M2F.contiguous(), y, delayed)
+
+
 def swiglu_gradient_codes(
-    dy_MF: Tensor, gate_up_M2F: Tensor, y_amax: Tensor, grad: Format, y: Format
+    dy_MF: Tensor,
+    gate_up_M2F: Tensor,
+    y_told: Tensor,
+    grad: Format,
+    y: Format,
+    delayed: DelayedScale | None = None,
 ) -> "SwigluCodes":
     """Codes of SwiGLU's gradient along both axes and of its result along the tokens, by kernels.
 
     Args:
         dy_MF: The gradient of y; M tokens.
         gate_up_M2F: What SwiGLU read.
-        y_amax: The largest magnitude of y, 0-dim fp32.
+        y_told: The largest magnitude of y, 0-dim fp32; with `delayed` both scales of `swiglu_codes`.
         grad: The format of the gradient's elements, under one scale: FP8.
         y: That of y's elements.
+        delayed: The gradient's scale, if it is known; else a first pass finds its largest magnitude.
     """
     from narrowgauge.kernels.triton import activation as kernels
+    from narrowgauge.kernels.triton.swiglu_codes import launch_swiglu_backward_codes
 
     dy_MF, gate_up_M2F = dy_MF.contiguous(), gate_up_M2F.contiguous()
-    _, amax = kernels.launch_swiglu_backward(dy_MF, gate_up_M2F, writes_gradient=False)
-    return kernels.launch_swiglu_backward_codes(dy_MF, gate_up_M2F, amax, y_amax, grad, y)
+    if delayed is None:
+        _, amax = kernels.launch_swiglu_backward(dy_MF, gate_up_M2F, writes_gradient=False)
+    else:
+        amax = new_amax(dy_MF.device)
+    return launch_swiglu_backward_codes(dy_MF, gate_up_M2F, amax, y_told, grad, y, delayed)
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ of the full tensor (`x.flatten(0, 1)`) finds what is attached to the tensor.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -95,6 +95,25 @@ def amax_of(tensor: Tensor) -> Tensor:
         low, high = tensor.aminmax()  # nothing as large as the tensor is written, as by `abs`
         amax = torch.maximum(low.abs(), high.abs()).float()
     return amax
+
+
+class DelayedScale(NamedTuple):
+    """A scale of earlier steps (delayed scaling), and what a tensor tells later ones.
+
+    Attributes:
+        encode: The factor of the tensor before rounding, 0-dim fp32; None takes it from the tensor itself.
+        seen: 0-dim fp32, raised to the tensor's largest magnitude if that is finite; None raises nothing.
+    """
+
+    encode: Tensor | None
+    seen: Tensor | None
+
+
+def raise_amax(seen: Tensor, tensor: Tensor) -> None:
+    """Raise `seen`, 0-dim fp32, to max |tensor|, if that is finite and the tensor has an element."""
+    if tensor.numel():
+        amax = amax_of(tensor)
+        torch.maximum(seen, torch.where(amax.isfinite(), amax, 0.0), out=seen)
 
 
 def _is_full_view(view: Tensor, base: Tensor) -> bool:

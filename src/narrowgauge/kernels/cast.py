@@ -29,6 +29,7 @@ import torch
 
 from narrowgauge.collectives import local_amax
 from narrowgauge.formats import RandomStream
+from narrowgauge.kernels.amax_cache import DelayedScale, raise_amax
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext, quantize_in_context
 from narrowgauge.quantization import emulate as emulate_in_torch
@@ -45,6 +46,7 @@ def quantize(
         The quantized tensor and, with `both`, the same codes next to each other along the other axis, where
         a kernel writes both (None elsewhere; only casts whose numbers do not depend on the axis have them).
     """
+    context = _seen(x, cast, context)
     if _has_kernel(x, cast, context):
         from narrowgauge.kernels.triton.cast_launch import quantized
 
@@ -80,6 +82,7 @@ def emulate(
     x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype, context: QuantContext = DEFAULT_CONTEXT
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`quantization.emulate` of a matrix; `axis` is -1 or 0."""
+    context = _seen(x, cast, context)
     if _has_kernel(x, cast, context):
         from narrowgauge.kernels.triton.cast_launch import emulated
 
@@ -182,50 +185,22 @@ def _fits_tiles(cast: Cast) -> bool:
     return is_small or columns == 0 or rows % 128 == columns % 128 == 0
 
 
+def _seen(x: torch.Tensor, cast: Cast, context: QuantContext) -> QuantContext:
+    """The context without `seen`, which is raised; with it, where the kernel of the cast raises it."""
+    if context.seen is None:
+        return context
+    if context.scale is not None and not cast.hadamard and _has_kernel(x, cast, context):
+        return context
+    raise_amax(context.seen, x)
+    return replace(context, seen=None)
+
+
 def _fields(
     cast: Cast, context: QuantContext
-) -> tuple[RandomStream | None, torch.Tensor | tuple[int, ...], torch.Tensor | None]:
-    """(random stream, signs of the transform, given scale)."""
+) -> tuple[RandomStream | None, torch.Tensor | tuple[int, ...], DelayedScale]:
+    """(random stream, signs of the transform, the scale that is given)."""
     stream = context.random if isinstance(context.random, RandomStream) else None
-    return stream, context.signs_of(cast) if cast.hadamard else (), context.scale
-
-
-def scaled_and_rounded(
-    product: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, other: torch.Tensor | None = None
-) -> torch.Tensor:
-    """product * (scale * other), rounded once to `dtype`; contiguous fp32, and 0-dim fp32 scales.
-
-    A product of emulated operands has its tensor scales apart (`nn.gemm`). They belong to the accumulator,
-    which torch's product on a GPU writes in fp32. Bytes an element, for a 2-byte result: 4 + 4 and 4 + 2 in
-    plain torch, 4 + 2 in one pass.
-    """
-    if use_kernels(product):
-        from narrowgauge.kernels.triton.product import launch_scaled
-
-        return launch_scaled(product, scale, dtype, other)
-    return (product * (scale if other is None else scale * other)).to(dtype)
-
-
-def scaled_rows_and_rounded(
-    product: torch.Tensor,
-    rest: torch.Tensor | None,
-    rows: torch.Tensor,
-    columns: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """(product * rows + rest) * columns, computed in fp32 and rounded once to `dtype`.
-
-    Args:
-        product, rest: Contiguous fp32 (M, N).
-        rows, columns: fp32 scales of the rows and the columns, or one of all of them, 0-dim.
-        dtype: The dtype of the result.
-    """
-    if use_kernels(product):
-        from narrowgauge.kernels.triton.product import launch_scaled_rows
-
-        return launch_scaled_rows(product, rest, rows, columns, dtype)
-    product = product * (rows.unsqueeze(1) if rows.ndim else rows)
-    return ((product if rest is None else product + rest) * columns).to(dtype)
+    return stream, context.signs_of(cast) if cast.hadamard else (), DelayedScale(context.scale, context.seen)
 
 
 _casts: dict[str, Cast] = {}  # those that graphs of this process name

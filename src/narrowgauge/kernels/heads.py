@@ -1,19 +1,36 @@
-"""The heads of attention from what the qkv product wrote: bias, rotary positions and the split in one pass.
+"""The heads of attention: rotary positions, and bias, positions and the split of what the qkv product wrote.
+
+**Rotary positions** (Su et al., arXiv 2104.09864) turn a pair (x[i], x[i + H/2]) of a head by an angle:
+
+    y[i]       = x[i] * cos - x[i + H/2] * sin
+    y[i + H/2] = x[i + H/2] * cos + x[i] * sin          fp32, rounded once to the dtype of x
+
+Backward it is turned back by the same angle, in fp32 and rounded once; torch's own derivative of the lines
+above rounds each product to the dtype of x and then their sum, as the products' operands were of that dtype.
+
+**The split** is one pass with them:
 
     qkv        rows of C = (N + 2K) H numbers: [ q: N*H | k: K*H | v: K*H ]
-    forward    z = qkv + bias, rounded;  q, k = turned(z) (`rotary`), rounded;  v = z
+    forward    z = qkv + bias, rounded;  q, k = turned(z), rounded;  v = z
     backward   dqkv = [ turned back(dq) | turned back(dk) | dv ], rounded once;  dbias = its sum over tokens
 
 The three heads lie in one tensor in the order of `qkv`, token by token, which is how attention reads them. So
 nothing is put side by side in the backward pass, and only that tensor is kept for it. The numbers are those
-of `reference`, rounding for rounding; the gradient of q and k is rounded once (`rotary`).
+of `reference`, rounding for rounding; the gradient of q and k is rounded once. Heads that are turned by
+themselves (`rotary`) are read in place, and written in the same order of axes.
 
-Bytes an element of qkv, in a 2-byte dtype, where a third of the heads or less are values:
+Bytes an element, in a 2-byte dtype, where a third of the heads of qkv or less are values:
 
-    forward    separate   bias 2+2, turned heads 2+2                              8
-               fused      2+2                                                     4
-    backward   separate   turned heads 2+2, side by side 2+2, sum 2, amax 2      12
-               fused      2+2, and the partial sums of the bias                   4
+    turned   forward    separate   four products 2+4 and two sums 8+4 (of halves), side by side 4+4,
+                                   rounding 4+2                                                       38
+                        fused      2+2, the angles from the cache                                      4
+             backward   separate   widening 2+4, a sign 4+4, four products 4+4 with their rounding
+                                   4+2 and two sums 4+2 (of halves), side by side 2+2                 48
+                        fused      2+2                                                                 4
+    split    forward    separate   bias 2+2, turned heads 2+2                                          8
+                        fused      2+2                                                                 4
+             backward   separate   turned heads 2+2, side by side 2+2, sum 2, amax 2                  12
+                        fused      2+2, and the partial sums of the bias                               4
 
 The kernel attaches max |dqkv| (`amax_cache`).
 
@@ -29,10 +46,31 @@ from torch.autograd.function import once_differentiable
 
 from narrowgauge.kernels.amax_cache import attach_amax
 from narrowgauge.kernels.dispatch import use_kernels
-from narrowgauge.kernels.rotary import in_rows
-from narrowgauge.kernels.rotary import reference as turned
 
 Heads = tuple[Tensor, Tensor, Tensor]
+
+
+def rotary(x_BNTH: Tensor, table: Tensor) -> Tensor:
+    """Turn each pair of each head by the angle of its position.
+
+    Args:
+        x_BNTH: The heads.
+        table: Cosines and sines, fp32: [2, T, H/2], or [2, B, 1, T, H/2] where each sequence has its own.
+
+    Returns:
+        The turned heads, in the dtype of `x_BNTH`.
+    """
+    if use_kernels(x_BNTH):
+        turned: Tensor = _Rotary.apply(x_BNTH, table)
+        return turned
+    return rotary_reference(x_BNTH, table)
+
+
+def rotary_reference(x_BNTH: Tensor, table: Tensor) -> Tensor:
+    """`rotary` in plain torch."""
+    cos, sin = table.unbind()
+    a, b = x_BNTH.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x_BNTH.dtype)
 
 
 def split_heads(
@@ -64,7 +102,7 @@ def reference(
         qkv_BTC = qkv_BTC + bias_C.to(qkv_BTC.dtype)
     heads_BTNH = qkv_BTC.unflatten(-1, (-1, head_dim)).split(list(heads_NKK), dim=2)
     q, k, v = (h.transpose(1, 2) for h in heads_BTNH)
-    return (q, k, v) if table is None else (turned(q, table), turned(k, table), v)
+    return (q, k, v) if table is None else (rotary_reference(q, table), rotary_reference(k, table), v)
 
 
 class _SplitHeads(torch.autograd.Function):
@@ -101,3 +139,25 @@ class _SplitHeads(torch.autograd.Function):
         )
         attach_amax(dqkv_BTC, amax)
         return dqkv_BTC, None if dbias_C is None else dbias_C.to(ctx.bias_dtype), None, None, None
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BNTH: Tensor, table: Tensor) -> Tensor:
+        from narrowgauge.kernels.triton.heads import launch_rotary
+
+        ctx.save_for_backward(table)
+        return launch_rotary(in_rows(x_BNTH), in_rows(table), is_back=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BNTH: Tensor) -> tuple[Tensor, None]:
+        from narrowgauge.kernels.triton.heads import launch_rotary
+
+        (table,) = ctx.saved_tensors
+        return launch_rotary(in_rows(grad_BNTH), in_rows(table), is_back=True), None
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """`x`, or a copy, with its last axis contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()

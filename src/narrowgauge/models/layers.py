@@ -44,11 +44,10 @@ from torch import Tensor, nn
 from narrowgauge.kernels.attention import Attention
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.kernels.dropout import Dropout
-from narrowgauge.kernels.heads import split_heads
+from narrowgauge.kernels.heads import rotary, split_heads
 from narrowgauge.kernels.norm import add_norm, norm
 from narrowgauge.kernels.recompute import last_product
 from narrowgauge.kernels.residual import Residual
-from narrowgauge.kernels.rotary import rotary
 from narrowgauge.models.config import ModelConfig
 from narrowgauge.models.experts import Experts
 from narrowgauge.models.kv_cache import LayerKVCache

@@ -14,7 +14,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge.errors import UserError
 from narrowgauge.kernels.dropout import Dropout
-from narrowgauge.nn.histories import History
+from narrowgauge.nn.histories import History, end_steps
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.loop_checks import leave_fast_path, refuse_wrapping, require_plain
 from narrowgauge.nn.self_test import verified_backend
@@ -193,8 +193,9 @@ def set_step(
                 f"a rule of recipe {layer.recipe.name!r} holds from a share of the steps on, and their "
                 "number is not known; give set_step the argument `steps`"
             )
+    end_steps(h for layer in layers if layer.step != step for h in layer.histories.values())
     for layer in layers:
-        layer.set_position(seed, step, first_sample, steps, decay)
+        layer.set_position(seed, step, first_sample, steps, decay, is_ended=True)
     for module in model.modules():
         if isinstance(module, Dropout):
             module.set_position(seed, step, first_sample, next(model.parameters()).device)

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 
 from narrowgauge.devices import is_gpu, is_shape_only
-from narrowgauge.kernels.cast import scaled_and_rounded, scaled_rows_and_rounded
 from narrowgauge.kernels.dispatch import is_slow
 from narrowgauge.kernels.head_loss import aligned_rows
+from narrowgauge.kernels.product import scaled_and_rounded, scaled_rows_and_rounded
 from narrowgauge.nn.native import QuantizedOperand, native_product
 
 _VECTOR = 16  # bytes of the widest load

@@ -15,6 +15,7 @@ import torch
 
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels import emulate, quantize
+from narrowgauge.kernels.amax_cache import DelayedScale
 from narrowgauge.kernels.cast import emulate_rows
 from narrowgauge.kernels.gradient_sum import add_gradient
 from narrowgauge.nn.gemm import AnyOperand, Operand, RowOperand, multiply
@@ -119,12 +120,13 @@ class GemmContext:
         allowed, and where they are the same in each micro-batch. They are then kept along one axis only,
         except those of a small one where memory is not short."""
         cast, kept = self.layer.casts[place], self.accumulation
-        is_same = not (cast.is_random or cast.signs == "random" or cast.history or cast.refresh)
+        is_same = not (cast.is_random or cast.signs == "random" or cast.refresh)
         is_codes = self.layer.native and cast.is_scaled and not isinstance(w_NK, GatheredWeight)
         if kept is None or not kept.keeps_codes or not is_same or not is_codes or self.observer is not None:
             return self.operand(self.numbers_of(w_NK), place, axis, both)
         both = both and kept.keeps_both and w_NK.numel() <= _SMALL_WEIGHT
-        return kept.once((place, axis), lambda: self.operand(self.numbers_of(w_NK), place, axis, both))
+        key = place, axis, self.step.is_training  # a history sees the weight in the first training pass
+        return kept.once(key, lambda: self.operand(self.numbers_of(w_NK), place, axis, both))
 
     def numbers_of(self, w_NK: torch.Tensor) -> torch.Tensor:
         """The numbers of a weight whose parameter is `w_NK`, in whatever dtype holds them."""
@@ -151,20 +153,29 @@ class GemmContext:
         return self.step.operand_stream(place, self._elements(place, tensor) // self.num_samples)
 
     def quant_context(self, tensor: torch.Tensor, place: str) -> QuantContext:
-        """The context of a place's cast; a history is updated with the tensor (again does no harm)."""
-        cast, step, scale, held = self.layer.casts[place], self.step, None, None
-        if cast.history or cast.refresh:
+        """The context of a place's cast; the cast updates a history with the tensor (again does no harm)."""
+        cast, step, held = self.layer.casts[place], self.step, None
+        scale, seen = self.delayed_scale(place)
+        if cast.refresh:
             history = step.histories[place]
-            assert isinstance(history, AmaxHistory)
-            if isinstance(history, HeldAmax):
-                held = history.current()
-            else:
-                scale = history.scale
-            if step.is_training:
-                history.update(tensor)
+            assert isinstance(history, HeldAmax)
+            held = history.current()
         signs = step.signs(place, cast.hadamard) if cast.signs == "random" else None
         channels = self.kept_channels(place) if cast.keep_channels else None
-        return QuantContext(self.stream(tensor, place), signs, scale, self.shard(place), held, channels)
+        return QuantContext(self.stream(tensor, place), signs, scale, self.shard(place), held, seen, channels)
+
+    def delayed_scale(self, place: str) -> DelayedScale:
+        """The scale that a place's history gives, and its largest magnitude, which a training pass raises.
+
+        A held magnitude gives no scale.
+        """
+        cast = self.layer.casts[place]
+        if not (cast.history or cast.refresh):
+            return DelayedScale(None, None)
+        history = self.step.histories[place]
+        assert isinstance(history, AmaxHistory)
+        scale = history.scale if cast.history else None
+        return DelayedScale(scale, history.amax if self.step.is_training else None)
 
     def see_input(self, x_MK: torch.Tensor) -> None:
         """Let the layer's choice of kept channels see its input, once a pass that a backward pass follows."""

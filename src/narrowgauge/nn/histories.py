@@ -30,9 +30,10 @@ import torch
 
 from narrowgauge.collectives import Group, all_reduce_flat, all_reduce_max_
 from narrowgauge.formats import Format
-from narrowgauge.kernels.amax_cache import amax_of
+from narrowgauge.kernels.amax_cache import raise_amax
 from narrowgauge.quantization import Cast, TensorShard, largest_channels, squared_norms
 from narrowgauge.recipes.kept_channels import CHOOSES
+from narrowgauge.torch_compat import copy_each
 
 FLOAT_MAX = torch.finfo(torch.float32).max
 
@@ -98,9 +99,7 @@ class AmaxHistory(History):
     @torch.no_grad()
     def update(self, x: torch.Tensor) -> None:
         """Include a tensor in the largest magnitude of the current step."""
-        if x.numel():
-            amax = amax_of(x)
-            torch.maximum(self.amax, torch.where(amax.isfinite(), amax, 0.0), out=self.amax)
+        raise_amax(self.amax, x)
 
     def discard_step(self) -> None:
         """Forget what was seen in this step: its end then changes nothing."""
@@ -197,6 +196,30 @@ class ChannelChoice(History):
         older = (self.age + 1) % every if every else (self.age + 1).clamp(max=steps)
         self.age.copy_(torch.where(has_input, older, self.age))
         self.squares.zero_()
+
+
+@torch.no_grad()
+def end_steps(histories: Iterable[History]) -> None:
+    """`end_step` of each; those of one kind together, as each operation is a launch on a GPU."""
+    alike: dict[tuple[object, ...], list[AmaxHistory]] = {}
+    for history in histories:
+        if type(history) is AmaxHistory:
+            cast = history.cast
+            kind = (history.amax.device, cast.history, cast.history_algorithm, cast.element.max, cast.margin)
+            alike.setdefault(kind, []).append(history)
+        else:
+            history.end_step()
+    for group in alike.values():
+        cast, amaxes = group[0].cast, [h.amax for h in group]
+        amax_N, before_NL = torch.stack(amaxes), torch.stack([h.entries for h in group])
+        has_amax_N = amax_N > 0
+        entries_NL = torch.cat((before_NL[:, 1:], amax_N[:, None]), 1)
+        entries_NL = torch.where(has_amax_N[:, None], entries_NL, before_NL)
+        largest_N = entries_NL.amax(1) if cast.history_algorithm == "max" else entries_NL[:, -1]
+        scale_N = _scale(largest_N, cast.element, cast.margin)
+        scale_N = torch.where(has_amax_N, scale_N, torch.stack([h.scale for h in group]))
+        copy_each([h.entries for h in group], list(entries_NL))
+        copy_each([*(h.scale for h in group), *amaxes], [*scale_N, *torch.zeros_like(amax_N)])
 
 
 def reduce_histories(modules: Iterable[torch.nn.Module], group: Group) -> None:

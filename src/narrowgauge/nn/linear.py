@@ -15,7 +15,7 @@ import torch
 from narrowgauge.devices import is_gpu
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.nn.gemm_context import GemmContext
-from narrowgauge.nn.linear_function import autocast_disabled, is_fp8, linear_function, swiglu_mlp
+from narrowgauge.nn.linear_function import autocast_disabled, fp8_scaling, linear_function, swiglu_mlp
 from narrowgauge.nn.loop_checks import require_own_numbers, require_sum
 from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
 from narrowgauge.nn.sharded.linear_shards import LinearShards
@@ -74,6 +74,8 @@ class Linear(StatefulLinear):
             return None
         if not (gate_up._is_alone(input) and self._is_alone(input)):
             return None
+        if fp8_scaling(gate_up.spec) != fp8_scaling(self.spec):
+            return None
         layers = gate_up, self
         contexts = tuple(layer._gemm_context(input, layer.weight) for layer in layers)
         for layer, context in zip(layers, contexts, strict=True):
@@ -98,7 +100,7 @@ class Linear(StatefulLinear):
         is_whole = self.shards == LinearShards() and is_gathered and not self.sequence_length
         bias: torch.Tensor | None = self.bias
         is_plain = bias is None and not self.spec.transposed and not has_hooks(self, before=True)
-        is_native = input.dtype == self.spec.compute and is_fp8(self.spec)
+        is_native = input.dtype == self.spec.compute and bool(fp8_scaling(self.spec))
         return is_trained and is_whole and is_plain and is_native and self.observer is None
 
     def _gemm_context(self, input: torch.Tensor, weight_NK: torch.Tensor) -> GemmContext:

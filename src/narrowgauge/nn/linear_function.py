@@ -16,17 +16,19 @@ Where x keeps some channels in another cast (`keep_channels`), so may w: y is th
 channels and one of the others. Their columns of dw come from operands in that cast, dy's too (`with_kept`).
 
 Two layers with SwiGLU between them are one function where both multiply FP8 codes under one scale a tensor on
-a GPU (`is_fp8`). The input of the second layer is then not kept: the backward pass makes its codes again, in
-the pass in which it makes those of SwiGLU's gradient (`kernels.activation`).
+a GPU (`fp8_scaling`). The input of the second layer is then not kept: the backward pass makes its codes
+again, in the pass in which it makes those of SwiGLU's gradient (`kernels.activation`).
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from dataclasses import replace
+from functools import cache
+from typing import Any, Literal
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.kernels.activation import swiglu_and_amax, swiglu_gradient_codes
+from narrowgauge.kernels.activation import swiglu_and_amax, swiglu_codes, swiglu_gradient_codes
 from narrowgauge.kernels.gradient_sum import through_rounding
 from narrowgauge.kernels.recompute import is_discarding, is_unread, once
 from narrowgauge.nn.gemm import RowOperand, multiply
@@ -35,10 +37,10 @@ from narrowgauge.nn.native import QuantizedOperand
 from narrowgauge.nn.observer import evenly
 from narrowgauge.nn.saved import keep_input, keep_operand
 from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
-from narrowgauge.quantization import QuantContext
+from narrowgauge.quantization import Cast, QuantContext
 from narrowgauge.quantization import cast as named_cast
 
-_FP8 = [named_cast(name) for name in ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")]
+_FP8 = ("e4m3", "e5m2", "e4m3fnuz", "e5m2fnuz")
 
 
 class _LinearFunction(torch.autograd.Function):
@@ -147,18 +149,18 @@ class _SwigluMlp(torch.autograd.Function):
         v = second.weight_operand(v_DF, "fprop.w", -1, both=is_kept)
         gate_up_MG = multiply(x, w, compute, fast=True)
         if is_unread():
-            amax, z_MD = once(lambda: swiglu_and_amax(gate_up_MG)[1]), x_MD.new_empty(len(x_MD), len(v_DF))
+            y_told, z_MD = once(lambda: _swiglu(gate_up_MG, second)[1]), x_MD.new_empty(len(x_MD), len(v_DF))
         else:
-            y_MF, amax = swiglu_and_amax(gate_up_MG)
-            amax = once(lambda: amax)
-            z_MD = multiply(second.operand(y_MF, "fprop.x", -1), v, compute, fast=True)
+            y, y_told = _swiglu(gate_up_MG, second)
+            y_told = once(lambda: y_told)
+            z_MD = multiply(y, v, compute, fast=True)
         kept: list[torch.Tensor | None] = []
         for name, operand, weight in (("x", x, None), ("w", w, w_GD), ("v", v, v_DF)):
             is_gathered = isinstance(weight, GatheredWeight)  # again for the backward pass
             tensors, restore = ((weight, None, None), None) if is_gathered else keep_operand(operand)
             kept += tensors
             setattr(ctx, f"restore_{name}", restore)
-        ctx.save_for_backward(gate_up_MG, amax, *kept)
+        ctx.save_for_backward(gate_up_MG, y_told, *kept)
         ctx.contexts, ctx.dtypes = contexts, (w_GD.dtype, v_DF.dtype)
         return z_MD
 
@@ -170,7 +172,7 @@ class _SwigluMlp(torch.autograd.Function):
 
 
 def _mlp_backward(ctx: Any, dz_MD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    gate_up_MG, amax, *kept = ctx.saved_tensors
+    gate_up_MG, y_told, *kept = ctx.saved_tensors
     first, second = ctx.contexts
     compute, cast, y_cast = first.layer.compute, first.layer.casts["dgrad.dy"], second.layer.casts["wgrad.x"]
     x = ctx.restore_x(*kept[:3]).transposed()
@@ -183,7 +185,8 @@ def _mlp_backward(ctx: Any, dz_MD: torch.Tensor) -> tuple[torch.Tensor | None, .
     )
     dz = second.operand(dz_MD, "dgrad.dy", -1, both=True)
     dy_MF = multiply(dz, v, compute)
-    codes = swiglu_gradient_codes(dy_MF, gate_up_MG, amax, cast.element, y_cast.element)
+    delayed = first.delayed_scale("dgrad.dy") if cast.history else None
+    codes = swiglu_gradient_codes(dy_MF, gate_up_MG, y_told, cast.element, y_cast.element, delayed)
     del dy_MF
     y = QuantizedOperand(codes.y_FM, codes.y_scale, dz.tensor_scale, y_cast)
     dv = multiply(dz.transposed(), y, compute)
@@ -196,12 +199,35 @@ def _mlp_backward(ctx: Any, dz_MD: torch.Tensor) -> tuple[torch.Tensor | None, .
     return dx_MD, dw_GD, dv_DF, None
 
 
-def is_fp8(layer: LayerSpec) -> bool:
-    """Whether all operands are codes in FP8 under one scale a tensor, each the same in both its products."""
+def _swiglu(gate_up_MG: torch.Tensor, context: GemmContext) -> tuple[QuantizedOperand, torch.Tensor]:
+    """SwiGLU's result as an operand of the second layer, and what a backward pass is told of it: its largest
+    magnitude, or under delayed scaling its scales."""
+    cast = context.layer.casts["fprop.x"]
+    if cast.history:
+        codes, scales = swiglu_codes(gate_up_MG, cast.element, context.delayed_scale("fprop.x"))
+        return QuantizedOperand(codes, scales[1], torch.ones_like(scales[1]), cast), scales
+    y_MF, amax = swiglu_and_amax(gate_up_MG)
+    y = context.operand(y_MF, "fprop.x", -1)
+    assert isinstance(y, QuantizedOperand)
+    return y, amax
+
+
+def fp8_scaling(layer: LayerSpec) -> Literal["", "current", "delayed"]:
+    """The kind of scales, where all operands are codes in FP8 under one scale a tensor, each the same in both
+    its products, and all of one kind; else an empty string."""
     casts = layer.casts
     pairs = (("fprop.x", "wgrad.x"), ("fprop.w", "dgrad.w"), ("dgrad.dy", "wgrad.dy"))
-    is_alike = all(casts[a] == casts[b] and casts[a] in _FP8 for a, b in pairs)
-    return is_alike and layer.native and isinstance(layer.saved, str)
+    is_alike = all(casts[a] == casts[b] and _is_fp8(casts[a]) for a, b in pairs)
+    kinds = {bool(casts[a].history) for a, _ in pairs}
+    if not (is_alike and len(kinds) == 1 and layer.native and isinstance(layer.saved, str)):
+        return ""
+    return "delayed" if kinds.pop() else "current"
+
+
+@cache
+def _is_fp8(cast: Cast) -> bool:
+    """Whether a cast is FP8 under one scale a tensor, whichever step that is of."""
+    return replace(cast, history=0, margin=0, history_algorithm="max") in map(named_cast, _FP8)
 
 
 def autocast_disabled(device: str) -> AbstractContextManager[Any]:

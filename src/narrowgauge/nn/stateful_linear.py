@@ -111,12 +111,11 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
         self.weight, self.bias = weight, bias  # type: ignore[assignment]
         self.state_at_rest = make_weight_state(self.weight, self.recipe.state, self.recipe.offload)
 
-    def set_position(
-        self, seed: int, step: int, first_sample: int, steps: int | None = None, decay: int | None = None
-    ) -> None:
+    def set_position(self, seed: int, step: int, first_sample: int, *schedule: Any, **options: Any) -> None:
         """As `Stepped.set_position`; the pass may have more sequences than this process."""
         pool = self.shards.pool
-        super().set_position(seed, step, pool.first(first_sample) if pool else first_sample, steps, decay)
+        first_sample = pool.first(first_sample) if pool else first_sample
+        super().set_position(seed, step, first_sample, *schedule, **options)
 
     def begin_pass(self) -> StepState:
         """Begin a forward pass; where no loop sets steps, it may begin one (`_is_new_step`)."""
@@ -147,14 +146,14 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
         """Whether the gradient of a micro-batch waits for an optimizer."""
         return has_gradient(self.weight)
 
-    def _end_step(self) -> None:
-        for history in self.histories.values():
+    def _end_step(self, is_ended: bool = False) -> None:
+        for history in () if is_ended else self.histories.values():
             history.end_step()
         if self.reduce_prescale is not None:
             self.reduce_prescale.end_step()
 
     def _follows_step(self) -> bool:
-        return super()._follows_step() or bool(self.histories) or self.reduce_prescale is not None
+        return super()._follows_step() or self.reduce_prescale is not None
 
     def discard_step(self) -> None:
         """Undo what the passes of this step have left behind; see `nn.discard_step`."""

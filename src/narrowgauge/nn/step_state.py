@@ -12,6 +12,7 @@ or `nn.step` says so.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ class Stepped:
         is_random: Whether any cast of it takes random bits.
         keys: int32, a key for each random stream; None if no cast is random.
         first_sample: The index in the global batch of the first sequence of the pass.
+        histories: What places remember of earlier steps; a module without operands has none.
         observer: Sees what the layer computes with; attached for a step.
         step: The optimizer step; None before the first.
         length: The steps of the run and the first one of its decay, as far as a loop says them.
@@ -92,6 +94,7 @@ class Stepped:
     is_random: bool
     keys: torch.Tensor | None
     first_sample: torch.Tensor | None
+    histories: Mapping[str, History] = MappingProxyType({})
     observer: Observer | None = None
     step: int | None = None
     length: tuple[int | None, int | None] = (None, None)
@@ -103,11 +106,20 @@ class Stepped:
     unsaid = 0
 
     def set_position(
-        self, seed: int, step: int, first_sample: int, steps: int | None = None, decay: int | None = None
+        self,
+        seed: int,
+        step: int,
+        first_sample: int,
+        steps: int | None = None,
+        decay: int | None = None,
+        is_ended: bool = False,
     ) -> None:
-        """Go to optimizer step `step` of `steps`, with the first sequence of the pass at `first_sample`."""
+        """Go to optimizer step `step` of `steps`, with the first sequence of the pass at `first_sample`.
+
+        With `is_ended` the histories have ended the step before already.
+        """
         if step != self.step:
-            self._end_step()
+            self._end_step(is_ended)
         self.step, self.step_is_set, self.unsaid = step, True, 0
         self.length = steps, decay
         self._use_rules(step, steps, decay)
@@ -179,7 +191,8 @@ class Stepped:
 
     def _follows_step(self) -> bool:
         """Whether anything here depends on the step."""
-        return self.is_random or any(rule.is_timed for rule in self.recipe.rules)
+        has_memory = self.is_random or bool(self.histories)
+        return has_memory or any(rule.is_timed for rule in self.recipe.rules)
 
     def _is_new_step(self) -> bool:
         """Whether a pass is the first since an optimizer took a step.
@@ -234,5 +247,5 @@ class Stepped:
     def _use_rules(self, step: int, steps: int | None, decay: int | None) -> None:
         """Take the casts that hold in a step."""
 
-    def _end_step(self) -> None:
-        """Finish the step before a new one begins."""
+    def _end_step(self, is_ended: bool = False) -> None:
+        """Finish the step before a new one begins; with `is_ended` all but the histories."""

@@ -4,6 +4,7 @@
     signs    the diagonal of a Hadamard transform whose signs are drawn anew in each step
     scale    an encoding scale that is known beforehand, in place of the one of the tensor at hand
     held     the largest magnitude of the tensor some steps ago, in place of its own
+    seen     a largest magnitude of several tensors, which that of the tensor raises
     channels the channels that are kept in another cast, in place of its own choice
     shard    the position of a local tensor in a global one that several processes hold together
     limits   the quantiles that outliers are clamped to, where a kernel has found them
@@ -36,6 +37,8 @@ class QuantContext:
             devices share). None takes it from the tensor.
         held: 0-dim float32, the largest magnitude of the tensor in place of its own, under a tensor scale
             that is held for some steps; 0 or None takes its own.
+        seen: 0-dim float32, which `kernels.quantize` and `kernels.emulate` raise to the largest magnitude of
+            the tensor, if that is finite; or None.
         channels: bool, for each channel of the local tensor whether the cast keeps it apart; None takes
             those of the tensor's own largest norms.
         shard: The position of the tensor in a global one. All processes that hold it quantize at one time.
@@ -47,6 +50,7 @@ class QuantContext:
     scale: torch.Tensor | None = None
     shard: TensorShard | None = None
     held: torch.Tensor | None = None
+    seen: torch.Tensor | None = None
     channels: torch.Tensor | None = None
     limits: tuple[torch.Tensor, torch.Tensor] | None = None
 

@@ -20,8 +20,8 @@ from narrowgauge.kernels.cast import emulate_rows
 from narrowgauge.kernels.cross_entropy import cross_entropy
 from narrowgauge.kernels.gradient_sum import add_gradient, through_rounding
 from narrowgauge.kernels.head_loss import head_loss
+from narrowgauge.kernels.heads import rotary
 from narrowgauge.kernels.norm import add_norm
-from narrowgauge.kernels.rotary import rotary
 from narrowgauge.nn.gemm import Operand, RowOperand, multiply
 from narrowgauge.quantization import Cast, GradientState, QuantContext, QuantizedState, make_cast
 from narrowgauge.recipes import Recipe

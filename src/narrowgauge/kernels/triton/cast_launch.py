@@ -8,7 +8,7 @@ import triton
 
 from narrowgauge.devices import Device, imagined
 from narrowgauge.formats import RandomStream, encode, format
-from narrowgauge.kernels.amax_cache import cached_amax, new_amax
+from narrowgauge.kernels.amax_cache import DelayedScale, cached_amax, new_amax
 from narrowgauge.kernels.triton.cast import LAUNCH, cast_blocks, cast_given, largest, tile_of
 from narrowgauge.kernels.triton.launch import launch
 from narrowgauge.kernels.triton.rounding import facts, facts_of_scale, is_converted
@@ -59,15 +59,13 @@ def quantized(
     axis: int,
     stream: RandomStream | None,
     signs: Signs,
-    given_scale: torch.Tensor | None,
+    delayed: DelayedScale,
     both: bool = False,
 ) -> tuple[QTensor, torch.Tensor | None]:
     """The result of `quantization.quantize`, and with `both` the same codes along the other axis."""
     one = _one(x)
     if _scale_is_known_first(cast):
-        codes, other, scales, blocks = _cast_given(
-            x, cast, axis, torch.uint8, stream, signs, given_scale, both
-        )
+        codes, other, scales, blocks = _cast_given(x, cast, axis, torch.uint8, stream, signs, delayed, both)
         scales = scales.reshape(() if cast.block is None else blocks.grid)
         scale_codes = encode(scales, format(cast.scale)) if cast.has_scale_codes else None
         return QTensor(codes, scales, scale_codes, one, cast, blocks), other
@@ -123,13 +121,13 @@ def emulated(
     dtype: torch.dtype,
     stream: RandomStream | None,
     signs: Signs,
-    given_scale: torch.Tensor | None,
+    delayed: DelayedScale,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The result of `quantization.emulate`."""
     is_exact = cast.block is None or cast.is_exact_in_bf16
     out_dtype = dtype if is_exact else torch.float32
     if _scale_is_known_first(cast):
-        values, _, scales, _ = _cast_given(x, cast, axis, out_dtype, stream, signs, given_scale)
+        values, _, scales, _ = _cast_given(x, cast, axis, out_dtype, stream, signs, delayed)
         return values, scales.reshape(()) if cast.block is None else None
     values, *_, tensor_scale = _cast_blocks(x, cast, axis, out_dtype, stream, signs)
     return values, tensor_scale
@@ -147,7 +145,7 @@ def _cast_given(
     dtype: torch.dtype,
     stream: RandomStream | None,
     signs: Signs,
-    given_scale: torch.Tensor | None,
+    delayed: DelayedScale,
     both: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Blocks]:
     """(codes or numbers, the same along the other axis, scales, blocks).
@@ -157,19 +155,19 @@ def _cast_given(
     x = hadamard(x, cast.hadamard, axis, signs) if cast.hadamard else x
     view = _view(x, cast, axis)
     blocks = blocks_of(view.shape, cast, axis)
-    amax = cached_amax(x) if cast.block is None else None
-    if amax is None:
-        amax = _largest(x, cast, view, axis, blocks)
-    amax, divides = amax.reshape(blocks.grid), False
-    from_amax = given_scale is None and cast.scale == "fp32"
+    known = cached_amax(x) if cast.block is None else None
+    amax = (_largest(x, cast, view, axis, blocks) if known is None else known).reshape(blocks.grid)
+    (scale, seen), told, divides = delayed, None, False
+    from_amax = scale is None and cast.scale == "fp32"
     if from_amax:
         factor, block = amax, torch.empty_like(amax)
+    elif scale is not None and cast.block is None:
+        factor, block, told = scale, torch.empty_like(amax), amax
     else:
-        scales = scales_from(amax, cast, given_scale)
+        scales = scales_from(amax, cast, scale)
         factor, block, divides = scales.encode.contiguous(), scales.block.contiguous(), scales.divides
-    out, other = _launch_given(
-        x, cast, axis, view, blocks, dtype, stream, factor, block, divides, from_amax, both
-    )
+    ways = divides, from_amax, both, told, seen if told is None or seen is None else seen.view(torch.int32)
+    out, other = _launch_given(x, cast, axis, view, blocks, dtype, stream, factor, block, *ways)
     return out, other, block, blocks
 
 
@@ -186,6 +184,8 @@ def _launch_given(
     divides: bool = False,
     from_amax: bool = False,
     both: bool = False,
+    told: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(codes or numbers, the same along the other axis) under factors, or those of largest magnitudes."""
     out = _empty(view, axis, dtype, x)
@@ -193,10 +193,10 @@ def _launch_given(
     tile = tile_of(view.x[1])
     launch(
         cast_given, _grid(view, tile),
-        x, out, out if other is None else other, factor, block, *_random(x, stream),
+        x, out, out if other is None else other, factor, block, told, seen, *_random(x, stream),
         view.R, view.K, *view.x, *_strides(out, axis), *_strides(out if other is None else other, axis),
         *_strides(block, axis), *_extents(blocks, axis), *view.element,
-        writes="out other block" if from_amax else "out other",
+        writes="out other" if told is None and not from_amax else "out other block", updates="seen",
         TR=tile[0], TK=tile[1], BY_ROW=_is_by_row(cast), IS_ONE=block.numel() == 1,
         **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
         CODES=dtype == torch.uint8, TIMES_SCALE=cast.block is not None, DIVIDES=divides, BOTH=both,
