@@ -1,6 +1,7 @@
 """JSON-lines files that a run appends to while it may be killed at any moment, and their reading."""
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping
 from errno import ENOSPC
@@ -8,6 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import UserError
+
+
+def strict_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values for a JSON file that any program reads: None for a number that is not finite.
+
+    >>> strict_json({"loss": float("nan"), "step": 3})
+    {'loss': None, 'step': 3}
+    """
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

@@ -1,6 +1,7 @@
 """Costs of single places: the estimate against the measurement, and both against what is known."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from narrowgauge.analysis import (
     update_rule,
     worst,
 )
+from narrowgauge.analysis.sensitivity import Cost
 from narrowgauge.analysis.update import Moments, UpdateRule
 from narrowgauge.quantization import cast
 from narrowgauge.recipes import GEMM_PLACES, recipe
@@ -83,6 +85,18 @@ def test_the_command_names_the_four_worst(narrowgauge, trained, costs):
     shown = narrowgauge("sensitivity", trained, "--to", "mxfp4", "--batches", 2, "--batch-size", 4)
     assert f"worst: {', '.join(found['worst'])}" in shown.out
     assert shown.out.count("*") == 5  # four in the map, one in the note
+
+
+def test_what_is_not_finite_is_null_in_json(narrowgauge, trained):
+    """Nothing is lost in fp32, and equal costs have no rank."""
+    words = ("sensitivity", trained, "--to", "fp32", "--batches", 1, "--batch-size", 2, "--exact")
+    done = narrowgauge(*words, "--json")
+    assert done.code == 0, done.err
+    for text in (done.out, (trained / "sensitivity.json").read_text()):
+        assert json.loads(text, parse_constant=pytest.fail)["rank_correlation"] is None
+    assert "measured: none, all are equal" in narrowgauge(*words).out
+    costs = [Cost("a", "fprop.x", math.nan), Cost("a", "fprop.w", 1.0)]
+    assert [line["cost"] for line in sensitivity_json(costs, None)["layers"]] == [None, 1.0]
 
 
 def test_a_cast_of_state_is_refused(narrowgauge, trained):

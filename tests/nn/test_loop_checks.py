@@ -170,6 +170,37 @@ def test_torchs_encoder_computes_under_the_recipe_in_evaluation_too(name):
         torch.testing.assert_close(encoder.eval()(x), expected, rtol=1e-5, atol=1e-5)
 
 
+def steps(m, count):
+    """Optimizer steps of two micro-batches each, which say no step."""
+    optimizer = torch.optim.SGD(m.parameters(), lr=1e-3)
+    for seed in range(count):
+        backward(m, seed)
+        backward(m, seed + count)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8-delayed"])
+def test_a_loop_that_stops_saying_the_step_is_warned(name):
+    m = model(name)
+    ng.set_step(m, 0, 1, 0)
+    steps(m, 9)
+    ng.set_step(m, 0, 2, 0)
+    steps(m, 9)  # several updates in one step, as adversarial training makes them
+    with pytest.warns(UserWarning, match=r"10 optimizer steps .* said step 2, .* call narrowgauge\.set_step"):
+        steps(m, 1)
+    steps(m, 20)  # said once
+
+
+def test_no_loop_is_warned_that_says_steps_or_never_did_or_needs_none():
+    ng.set_step(deterministic := model("mxfp8"), 0, 1, 0)
+    ng.set_step(told := model("fp8-delayed"), 0, 1, 0)
+    ng.set_step(evaluated := model("fp8-delayed"), 0, 1, 0)
+    ng.step(told)
+    for m in (deterministic, told, model("fp8-delayed")):
+        steps(m, 12)
+    assert evaluated[0].unsaid == 0, "no pass of its own"
+
+
 TIMED = """
 name = "later"
 [fprop]

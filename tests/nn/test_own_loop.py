@@ -243,6 +243,22 @@ def test_compiled(name):
     assert_same(train(m, name, compiled, (1, 2)), train(eager, name, numbers=(1, 2)))
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("says_step", "ended"), [(True, 2), (False, 5)])
+def test_compiled_each_pass_is_a_step_unless_the_loop_says_the_step(says_step, ended):
+    torch._dynamo.reset()
+    layer = ng.convert(nn.Sequential(nn.Linear(32, 32)), "fp8-delayed")
+    compiled, optimizer = torch.compile(layer, backend="aot_eager"), torch.optim.SGD(layer.parameters())
+    for step in range(1, 4):
+        for part in range(2):
+            if says_step:
+                ng.set_step(layer, 0, step, 16 * part)
+            compiled(batch(2 * step + part)).square().mean().backward()
+        optimizer.step()
+    assert layer[0].histories["fprop.x"].entries.count_nonzero() == ended, "the last has not ended"
+
+
 @row("`torch.export` for inference", "fp8-delayed", "msamp-o3")
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`-wrapped function")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -139,6 +139,34 @@ def test_it_trains(recipe):
     assert any(t.count_nonzero() for t in seen.values()) == (recipe == "fp8-delayed")
 
 
+@pytest.mark.parametrize("recipe", ["mxfp4", "fp8-delayed"])
+def test_without_tokens_there_are_zeros_and_gradients_of_zero(model, recipe):
+    """A process may have none, where a batch is divided."""
+    experts = first_experts(convert(model, recipe))
+    x = torch.zeros(0, D, requires_grad=True)
+    y = experts(x, torch.zeros(0, 2, dtype=torch.int64), torch.zeros(0, 2))
+    assert y.shape == (0, D)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in experts.parameters())
+
+
+def test_hooks_of_experts_and_their_layers_are_called_after_conversion(model):
+    seen = []
+    experts = first_experts(model)
+    handle = experts.register_forward_hook(lambda *_: seen.append("experts"))
+    experts = first_experts(convert(model, "mxfp8"))
+    layer = experts.get_submodule("1.down_proj")
+    layer.register_forward_hook(lambda *_: seen.append("layer"))
+    convert(model, "mxfp4")
+    x, chosen = torch.ones(3, D), torch.ones(3, 1, dtype=torch.int64)
+    experts(x, chosen, torch.ones(3, 1))
+    assert seen == ["layer", "experts"]
+    handle.remove()
+    experts(x, chosen, torch.ones(3, 1))
+    assert seen == ["layer", "experts", "layer"]
+
+
 def test_recomputed_experts_see_the_same_random_bits():
     plain, recomputed = convert(mixtral(), "nvfp4").train(), convert(mixtral(), "nvfp4").train()
     old_name = recomputed.gradient_checkpointing_enable  # of older releases

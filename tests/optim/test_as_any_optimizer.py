@@ -58,6 +58,13 @@ def test_an_option_that_nothing_serves_is_refused(option):
         ng.AdamW([{"params": model_of("fp8").parameters(), option: True}])
 
 
+@pytest.mark.parametrize("lr", [1e-3, torch.tensor(1e-3)])
+@pytest.mark.parametrize("cls", [ng.AdamW, ng.Muon])
+def test_a_learning_rate_in_the_place_where_torch_has_it_is_refused(cls, lr):
+    with pytest.raises(UserError, match=rf"is no recipe; .* {cls.__name__}\(params, recipe=.*, lr="):
+        cls(model_of("fp8").parameters(), lr)
+
+
 def test_a_closure_computes_the_gradients():
     a, b = model_of("fp8"), model_of("fp8")
     x, optimizer = torch.ones(4, 64), ng.AdamW(a.parameters(), lr=1e-2)

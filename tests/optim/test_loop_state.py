@@ -115,6 +115,24 @@ def test_the_default_dtype_of_the_process_changes_nothing(name):
     assert all(t.dtype == other[key].dtype and torch.equal(t, other[key]) for key, t in one.items())
 
 
+@pytest.mark.parametrize("when", ["from_step = 3", "from_share = 0.3"])
+def test_a_model_that_was_loaded_evaluates_in_the_casts_of_its_step(when, tmp_path):
+    (tmp_path / "later.toml").write_text(
+        f'name = "later"\nfprop = "mxfp4"\n[[rule]]\n{when}\nfprop = "bf16"\n'
+    )
+    later = ng.load_recipe(tmp_path / "later.toml")
+    m, optimizer = make(later)
+    train(m, optimizer, range(1, 5), True)
+    again, its_optimizer = make(later)
+    ng.load_state_dict(again, its_optimizer, through_a_file(ng.state_dict(m, optimizer)))
+    with torch.no_grad():
+        assert torch.equal(again(torch.eye(64)), m(torch.eye(64)))
+    old = ng.state_dict(m, optimizer)  # of a version that kept less
+    for position in old["position"].values():
+        del position["length"]
+    ng.load_state_dict(again, its_optimizer, old)
+
+
 @pytest.mark.parametrize("names", [("fp8", "nvfp4"), ("nvfp4", "fp8")])
 def test_a_state_with_other_random_streams_is_refused(names):
     saved, into = (make(name)[0] for name in names)

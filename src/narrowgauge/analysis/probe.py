@@ -25,7 +25,7 @@ Delayed scales see the first batch twice before anything is measured, since a ne
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -49,6 +49,7 @@ from narrowgauge.analysis.gradient import (
 from narrowgauge.data import Batch
 from narrowgauge.distributed import ModelSpec
 from narrowgauge.errors import UserError
+from narrowgauge.json_lines import strict_json
 from narrowgauge.models import Transformer
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes import recipe as recipe_named
@@ -152,7 +153,7 @@ def probe_json(probes: Sequence[RecipeProbe], **facts: Any) -> dict[str, Any]:
     """The probes as JSON values, after some facts about the subject; None for what is not finite."""
     recipes = {
         p.recipe: {name: value.as_json() for name, value in p.figures.items()}
-        | {"layers": [_finite(layer) for layer in p.layers]}
+        | {"layers": [strict_json(asdict(layer)) for layer in p.layers]}
         for p in probes
     }
     return {**facts, "recipes": recipes}
@@ -255,11 +256,6 @@ def _has_memory(recipe: Recipe) -> bool:
     return any(cast.history or cast.refresh or cast.keep_channels for cast in casts) or any(
         c.prescale for c in recipe.state.values() if c
     )
-
-
-def _finite(layer: LayerFigures) -> dict[str, Any]:
-    values = {f.name: getattr(layer, f.name) for f in fields(LayerFigures)}
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def _silent(name: str, done: int, total: int) -> None:

@@ -40,6 +40,7 @@ from narrowgauge.analysis.linear_graph import LinearGraph
 from narrowgauge.analysis.probe import Subject
 from narrowgauge.analysis.rank_correlation import rank_correlation
 from narrowgauge.analysis.update import UpdateRule
+from narrowgauge.json_lines import strict_json
 from narrowgauge.nn import convert
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import GEMM_PLACES, Recipe, Rule
@@ -133,15 +134,16 @@ def sensitivity_json(estimated: Sequence[Cost], exact: Sequence[Cost] | None, **
     """The costs as JSON values, after some facts: the measured ones where there are any.
 
     With both, each layer and place has its "estimate" beside it, and "rank_correlation" compares the two.
+    None stands for what is not finite, and for the correlation where all costs are equal.
     """
     layers = [{"layer": c.layer, "place": c.place, "cost": c.cost} for c in exact or estimated]
     found = {**facts, "layers": layers, "worst": [cost.name for cost in worst(exact or estimated)]}
-    if exact is None:
-        return found
-    for line, cost in zip(layers, estimated, strict=True):
-        line["estimate"] = cost.cost
-    orders = ([cost.cost for cost in costs] for costs in (estimated, exact))
-    return found | {"rank_correlation": rank_correlation(*orders)}
+    if exact is not None:
+        for line, cost in zip(layers, estimated, strict=True):
+            line["estimate"] = cost.cost
+        orders = ([cost.cost for cost in costs] for costs in (estimated, exact))
+        found["rank_correlation"] = rank_correlation(*orders)
+    return strict_json(found | {"layers": [strict_json(line) for line in layers]})
 
 
 def _alone(layer: str, place: str, cast: Cast) -> Recipe:

@@ -112,9 +112,9 @@ def run_sensitivity(options: argparse.Namespace) -> None:
         console.print(line, style="dim", markup=False, highlight=False)
     console.print(f"worst: {', '.join(found['worst'])}", markup=False, highlight=False, soft_wrap=True)
     if exact is not None:
-        console.print(
-            f"rank correlation of estimated and measured: {found['rank_correlation']:.3f}", highlight=False
-        )
+        correlation = found["rank_correlation"]
+        words = "none, all are equal" if correlation is None else f"{correlation:.3f}"
+        console.print(f"rank correlation of estimated and measured: {words}", highlight=False)
 
 
 def operand_cast(name: str) -> Cast:

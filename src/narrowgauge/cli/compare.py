@@ -17,7 +17,7 @@ from narrowgauge.report.compare.gate import Gate, gate_results, parse_gate
 from narrowgauge.report.compare.grid import (
     Point,
     make_points,
-    parse_sweep,
+    parse_sweeps,
     parse_variant,
     recipe_variants,
     take_sweep,
@@ -115,7 +115,7 @@ def read_plan(options: argparse.Namespace) -> Ladder | list[Point]:
     """
     names = key_names()
     values, grid = take_sweep(config_values(options))
-    grid |= dict(parse_sweep(text, names) for text in options.sweep)
+    grid |= parse_sweeps(options.sweep, names)
     values, arms = take_arms(values)
     values, table = take_experiment(values)
     require_order(table, arms)

@@ -10,6 +10,7 @@ from narrowgauge.distributed import Engine
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.models import generate
 from narrowgauge.training import TrainedRun, bits_per_byte, open_run, validation_loss
+from narrowgauge.training.config.micro_batch import held_out_sequences
 from narrowgauge.training.monitor.hardware import choose_device
 from narrowgauge.training.monitor.progress import Display
 from narrowgauge.training.run.two_losses import keep_losses, two_losses
@@ -125,11 +126,15 @@ def _evaluate_text(options: argparse.Namespace, trained: TrainedRun) -> None:
         text = ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items())
         _print(f"{options.run}: step {trained.step}, validation loss by forward pass: {text}")
         return
-    windows = (trained.config.training.micro_batch_size, length, options.batches)
-    separate_documents = trained.config.data.separate_documents
-    engine = Engine.alone(trained.model)
-    loss = validation_loss(engine, trained.go_to_sample, dataset.val, *windows, separate_documents)
-    bits = bits_per_byte(loss, dataset.tokenizer, dataset.val, *windows, separate_documents)
+    size, separate_documents = (
+        trained.config.training.micro_batch_size,
+        trained.config.data.separate_documents,
+    )
+    sequences = options.batches and held_out_sequences(trained.config.training, options.batches)
+    engine, val = Engine.alone(trained.model), dataset.val
+    windows = (size, length, None, separate_documents, sequences)
+    loss = validation_loss(engine, trained.go_to_sample, val, *windows)
+    bits = bits_per_byte(loss, dataset.tokenizer, val, size, length, sequences, separate_documents)
     text = f"validation loss {loss:.4f} nats per token, {bits:.4f} bits per byte"
     _print(f"{options.run}: step {trained.step}, {text}")
 

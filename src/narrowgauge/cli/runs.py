@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from narrowgauge.errors import UserError
+from narrowgauge.json_lines import strict_json
 from narrowgauge.report import RunSummary, list_runs
 
 FOLDER = Path("runs")
@@ -60,5 +61,4 @@ def _loss(loss: float) -> str:
 
 
 def _as_json(summary: RunSummary) -> dict[str, object]:
-    values = asdict(summary) | {"path": str(summary.path)}
-    return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+    return strict_json(asdict(summary) | {"path": str(summary.path)})

@@ -17,6 +17,8 @@ from narrowgauge.distributed import world_from
 from narrowgauge.errors import UserError
 from narrowgauge.report import print_comparison, read_run, read_runs, write_report
 from narrowgauge.training import PROFILED, Diverged, branch_run, convert_run, default_out, make_config, run
+from narrowgauge.training.run_directory import RunDirectory
+from narrowgauge.training.use.convert import left_out
 
 
 def add_options(p: KeyParser) -> None:
@@ -102,6 +104,8 @@ def run_convert(options: argparse.Namespace) -> None:
     """Write a new run directory with the state under another recipe."""
     step = convert_run(options.run, options.recipe, options.out)
     print(f"{options.out}: the state of {options.run} after step {step}, under recipe {options.recipe}")
+    if left := left_out(RunDirectory(options.run).config(own_recipe=True)):
+        print(f"left out: {', '.join(left)}, set over the old recipe; a recipe file that has them keeps them")
     print(f"to go on: narrowgauge train {options.out}/config.toml --out {options.out}")
 
 

@@ -9,7 +9,8 @@
 All but the last are refused in a sentence. That one is switched off.
 
 A loop could also count wrongly: micro-batches are no steps. `count_steps` lets layers hear of the steps that
-optimizers take.
+optimizers take. A loop that has said a step (`set_step`) and says no other while optimizers take theirs is
+warned.
 """
 
 import warnings
@@ -33,6 +34,9 @@ class CountsSteps(Protocol):
         """Hear that an optimizer has taken a step."""
 
 
+#: Optimizer steps in what a loop calls one step. Adversarial training takes some, a loop that forgot more.
+MOST_UNSAID = 10
+
 _COUNTING: WeakSet[CountsSteps] = WeakSet()
 
 
@@ -54,6 +58,16 @@ def _listen_to_optimizers() -> None:
 def _tell_layers(*_: Any) -> None:
     for layer in list(_COUNTING):
         layer.optimizer_stepped()
+
+
+def warn_of_still_step(step: int | None, taken: int) -> None:
+    """Warn of a loop that has said a step, and then took some without saying another."""
+    warnings.warn(
+        f"{taken} optimizer steps were taken since narrowgauge.set_step said step {step}, and random bits, "
+        "delayed scales and rules stay those of that step: call narrowgauge.set_step before each forward "
+        "pass, or narrowgauge.step after each update",
+        stacklevel=2,
+    )
 
 
 @cache

@@ -72,7 +72,7 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
             backend: The requested backend.
         """
         torch.nn.Module.__init__(self)
-        _share_hooks(layer, self)
+        share_hooks(layer, self)
         weight, bias = layer.weight, layer.bias
         assert isinstance(weight, torch.nn.Parameter)
         assert bias is None or isinstance(bias, torch.nn.Parameter)
@@ -151,6 +151,9 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
             history.end_step()
         if self.reduce_prescale is not None:
             self.reduce_prescale.end_step()
+
+    def _follows_step(self) -> bool:
+        return super()._follows_step() or self.reduce_prescale is not None
 
     def discard_step(self) -> None:
         """Undo what the passes of this step have left behind; see `nn.discard_step`."""
@@ -235,7 +238,7 @@ def _casts_at(recipe: Recipe, step: int, steps: int | None, decay: int | None) -
     return casts
 
 
-def _share_hooks(of: torch.nn.Module, to: torch.nn.Module) -> None:
+def share_hooks(of: torch.nn.Module, to: torch.nn.Module) -> None:
     """Let the hooks of a module's forward and backward pass be called by another one; their handles hold."""
     for name, hooks in vars(of).items():
         if "hook" in name and ("forward" in name or "backward" in name):

@@ -22,6 +22,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream, stream_key
 from narrowgauge.kernels.cast import random_signs
 from narrowgauge.nn.histories import History
+from narrowgauge.nn.loop_checks import MOST_UNSAID, warn_of_still_step
 from narrowgauge.nn.observer import Observer
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe
 from narrowgauge.torch_compat import is_in_backward
@@ -80,11 +81,13 @@ class Stepped:
         histories: What places remember of earlier steps; a module without operands has none.
         observer: Sees what the layer computes with; attached for a step.
         step: The optimizer step; None before the first.
+        length: The steps of the run and the first one of its decay, as far as a loop says them.
         step_is_set: Whether a loop says the step.
         begins_step: Whether the next pass that records gradients begins one.
         hears_optimizer: Whether an optimizer has taken a step since the layer was made.
         is_told: Whether `nn.step` was called, which alone counts from then on.
         awaits_backward: The passes of this step that the backward pass may compute again.
+        unsaid: The optimizer steps, each after a pass, since a loop that says steps has said one.
     """
 
     recipe: Recipe
@@ -94,11 +97,13 @@ class Stepped:
     histories: Mapping[str, History] = MappingProxyType({})
     observer: Observer | None = None
     step: int | None = None
+    length: tuple[int | None, int | None] = (None, None)
     step_is_set = False
     begins_step = True
     hears_optimizer = False
     is_told = False
     awaits_backward = 0
+    unsaid = 0
 
     def set_position(
         self,
@@ -115,7 +120,8 @@ class Stepped:
         """
         if step != self.step:
             self._end_step(is_ended)
-        self.step, self.step_is_set = step, True
+        self.step, self.step_is_set, self.unsaid = step, True, 0
+        self.length = steps, decay
         self._use_rules(step, steps, decay)
         self._set_keys(seed, step, first_sample)
 
@@ -123,7 +129,8 @@ class Stepped:
         """The position of training as numbers: what random bits and the next forward pass depend on."""
         keys = [] if self.keys is None else self.keys.tolist()
         hears = {"hears_optimizer": self.hears_optimizer, "is_told": self.is_told}
-        return {"step": self.step, "is_set": self.step_is_set, "keys": keys, **hears}
+        at = {"step": self.step, "length": list(self.length), "is_set": self.step_is_set}
+        return {**at, "keys": keys, **hears}
 
     def restore_position(self, position: Mapping[str, Any]) -> None:
         """Go back to a `position`, between two steps."""
@@ -132,6 +139,9 @@ class Stepped:
         # A state of an older version does not have these.
         self.hears_optimizer = position.get("hears_optimizer", self.hears_optimizer)
         self.is_told = position.get("is_told", self.is_told)
+        steps, decay = self.length = tuple(position.get("length", self.length))
+        if self.step is not None:
+            self._use_rules(self.step, steps, decay)
         if self.keys is not None:
             self.keys = torch.tensor(position["keys"], dtype=torch.int32, device=self._device())
 
@@ -156,6 +166,8 @@ class Stepped:
                 self.begins_step = False
             if self.keys is not None:  # a new tensor, since a backward pass may need the old one
                 self.keys = self.keys + _NEXT_KEY
+        elif is_training and not torch.compiler.is_compiling():
+            self.begins_step = False
         return is_training
 
     def step_taken(self) -> None:
@@ -164,9 +176,23 @@ class Stepped:
         self.step_is_set = False
 
     def optimizer_stepped(self) -> None:
-        """Count the step of an optimizer, unless a loop says steps itself."""
-        if not self.is_told:
-            self.begins_step = self.hears_optimizer = True
+        """Count the step of an optimizer, unless a loop says steps itself.
+
+        Warns:
+            UserWarning: The loop did say them, and has stopped.
+        """
+        if self.is_told:
+            return
+        if self.step_is_set and not self.begins_step and self._follows_step():
+            self.unsaid += 1
+            if self.unsaid == MOST_UNSAID:
+                warn_of_still_step(self.step, self.unsaid)
+        self.begins_step = self.hears_optimizer = True
+
+    def _follows_step(self) -> bool:
+        """Whether anything here depends on the step."""
+        has_memory = self.is_random or bool(self.histories)
+        return has_memory or any(rule.is_timed for rule in self.recipe.rules)
 
     def _is_new_step(self) -> bool:
         """Whether a pass is the first since an optimizer took a step.

@@ -77,8 +77,16 @@ class Optimizer(SavedOptimizer):
             recipe: The recipe with the casts of the moments, and the places that the host's memory keeps.
             defaults: Options of groups that do not name them; "algorithm" is one of them.
             seed: The seed of stochastic rounding.
+
+        Raises:
+            UserError: `recipe` is none, or has a rule about `m` or `v` of some layers.
         """
         self.recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
+        if not isinstance(self.recipe, Recipe):  # torch's optimizers take the learning rate in this place
+            raise UserError(
+                f"recipe = {recipe!r} is no recipe; after the parameters comes the recipe, and the learning "
+                f"rate has its name: {type(self).__name__}(params, recipe='msamp-o2', lr=1e-3)"
+            )
         if any({"m", "v"} & rule.state.keys() for rule in self.recipe.rules):
             raise UserError(
                 f"a rule of recipe {self.recipe.name!r} is about m or v of some layers, whose names an "

@@ -9,6 +9,7 @@ from narrowgauge.report.compare.grid import (
     Variant,
     make_points,
     parse_seeds,
+    parse_sweeps,
     parse_variant,
     recipe_variants,
     take_sweep,
@@ -62,6 +63,12 @@ def test_a_grid_holds_for_each_variant_and_may_hold_the_seeds():
     assert names(grid={"optimizer.lr": [0.1, 0.2]}) == ["fp8,lr=0.1", "fp8,lr=0.2"]
 
 
+def test_seeds_of_a_sweep_are_those_of_the_option():
+    swept = parse_sweeps(["seed=0,1"], {"seed": "training.seed"})
+    assert names("bf16,fp8", swept) == names("bf16,fp8", seeds="0,1")
+    assert names("bf16,fp8", {"training.seed": [0, 1]}) == names("bf16,fp8", seeds="0,1")
+
+
 def test_a_variant_sets_any_keys():
     variant = parse_variant("hp:recipe=fp8,optimizer.betas=0.9,0.95,recipe.wgrad.x=bf16", SHORT)
     assert variant == Variant(
@@ -87,9 +94,12 @@ def test_seeds_that_are_none(text):
         (lambda: names("bf16", {"optimizer.rl": [1, 2]}), "optimizer.lr"),
         (lambda: names("bf16", {"optimizer.lr": [1, "x"]}), "optimizer.lr = 'x'"),
         (lambda: names("bf16,fp8", seeds="600"), "has 1200 runs"),
+        (lambda: names("bf16", {"training.seed": ["0", "00"]}), "names a seed twice"),
+        (lambda: parse_sweeps(["lr=1,2", "optimizer.lr=3"], {"lr": "optimizer.lr"}), "is swept twice"),
         (lambda: take_sweep({"sweep": {"optimizer": {"lr": 0.1}}}), "a list of values"),
         (lambda: take_sweep({"sweep": {"optimizer": {"lr": []}}}), "a list of values"),
         (lambda: parse_variant("hp:fp8", SHORT), "'fp8' is no KEY=VALUE"),
+        (lambda: parse_variant("hp:recipe=fp8,recipe.name=bf16", SHORT), "recipe.name has two values"),
         (lambda: make_points({}, [Variant("a/b", {}), Variant("c", {})], {}, ""), "names a directory"),
         (
             lambda: make_points({}, [Variant("a", {"training.seed": "1"}), Variant("c", {})], {}, ""),

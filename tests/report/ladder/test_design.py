@@ -14,6 +14,7 @@ from narrowgauge.report.ladder.design import make_ladder
 from narrowgauge.report.ladder.jobs import jobs_of
 from narrowgauge.report.ladder.predictions import read_predictions
 from narrowgauge.report.ladder.results import collect_rows
+from narrowgauge.training.run.two_losses import keep_losses
 
 ROOT = Path(__file__).parents[3]
 FILE = """
@@ -76,7 +77,7 @@ def test_rungs_leave_the_trunk_where_their_rate_begins_to_fall():
         ({"batches": None}, False),
         ({"sequence_length": 16}, False),
         ({"step": 20}, False),
-        ({"bf16": None}, False),
+        ({"bf16": "none"}, False),
     ],
 )
 def test_losses_that_somebody_measured_otherwise_are_no_result(tmp_path, changes, counts):
@@ -92,6 +93,21 @@ def test_losses_that_somebody_measured_otherwise_are_no_result(tmp_path, changes
     assert [row.own_loss for row in collect_rows(ladder, tmp_path)] == [3.0] * counts
     measures = [job.command[3] for job in jobs_of(ladder.chains[0], tmp_path)]
     assert measures == ["eval"] * (not counts)
+
+
+def test_a_loss_that_is_not_finite_is_a_result_and_null_in_json(tmp_path):
+    ladder = ladder_of(FILE, rungs=[40])
+    run = ladder.chains[0].trunk
+    directory = tmp_path / run.name
+    (directory / "checkpoints").mkdir(parents=True)
+    (directory / "status.json").write_text('{"status": "done", "reason": ""}')
+    (directory / "config.toml").touch()
+    asked = {"sequence_length": run.config.data.sequence_length, "batches": run.config.validation.batches}
+    keep_losses(directory, 40, {"own": math.nan, "bf16": 2.5}, {"data": None, **asked})
+    json.loads((directory / "evaluation.json").read_text(), parse_constant=pytest.fail)
+    (row,) = collect_rows(ladder, tmp_path)
+    assert row.status == "diverged"
+    assert not list(jobs_of(ladder.chains[0], tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,17 @@ def test_the_order_of_the_data_goes_on_under_another_batch_size(train, again, lo
     assert states == [6 * 2 + 4, 6 * 2 + 8]
 
 
+def test_tokens_are_those_that_were_seen(train, again, look):
+    path = interrupted(train())
+    values = {"training.batch_size": 4, "data.sequence_length": 16, "training.steps": 8}
+    again(values, ["training.batch_size", "data.sequence_length", "training.steps"])
+    interrupted(path)
+    again(values | {"training.batch_size": 2, "training.steps": 9}, ["training.batch_size", "training.steps"])
+    seen = [2 * 32 * step for step in range(1, 7)]
+    seen += [seen[-1] + 4 * 16, seen[-1] + 2 * 4 * 16, seen[-1] + 2 * 4 * 16 + 2 * 16]
+    assert look(path).column("tokens") == seen
+
+
 def test_what_cannot_be_restored_changes_nothing(train, again):
     path = interrupted(train())
     before = (path / "config.toml").read_text()

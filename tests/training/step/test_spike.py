@@ -71,6 +71,7 @@ def test_a_rollback_goes_on_with_other_data(train, spiky, look):
     assert back[0]["step"] == (spike - 1) // 4 * 4, "the newest checkpoint before it"
     assert back[0]["skipped_samples"] == [2 * back[0]["step"], 2 * spike - 1]
     assert [event["rollbacks"] for event in back] == list(range(1, len(back) + 1))
+    assert run.column("tokens") == [2 * 32 * step for step in run.column("step")]
     assert run.column("step") == list(range(1, 61)), "each step once, in order"
     state = load(run.path / "checkpoints" / "step-60").state["guard"]
     skipped = sum(last - first + 1 for first, last in (event["skipped_samples"] for event in back))

@@ -109,3 +109,29 @@ def test_a_checkpoint_of_other_formats_is_refused_with_both_named(train, tiny):
     there = newest_valid(RunDirectory(path).checkpoints, None)[0]
     with pytest.raises(UserError, match=r"keeps .blocks.* as torch.float16, .* as torch.float8_e4m3fn"):
         trainer.restore(there)
+
+
+def test_state_that_a_rule_has_changed_by_then_is_written_as_it_is_kept_then(train, look, tmp_path):
+    before = train("before", WIDE | {"recipe.name": "bf16", "training.steps": 4})
+    recipe = tmp_path / "later.toml"
+    recipe.write_text('m = "e4m3"\nv = "e4m3"\n[[rule]]\nfrom_step = 3\nm = "fp32"\nv = "fp32"\n')
+    after = tmp_path / "after"
+    convert_run(before, str(recipe), after)
+    a, b = session_of(before), session_of(after)
+    for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True):
+        for place, moment in b.optimizer.moments(q).items():
+            torch.testing.assert_close(moment.read(), a.optimizer.moments(p)[place].read(), rtol=0, atol=0)
+
+
+def test_where_state_lies_is_kept_and_what_is_left_out_is_said(narrowgauge, train, tmp_path):
+    places = {
+        "recipe.name": "bf16",
+        "recipe.offload": "m,v",
+        "recipe.gather": "fp32",
+        "recipe.wgrad.x": "e4m3",
+    }
+    before, after = train("before", WIDE | {"training.steps": 4} | places), tmp_path / "after"
+    done = narrowgauge("convert", before, "--recipe", "mxfp8", "--out", after)
+    assert done.code == 0, done.err
+    assert "left out: recipe.gather, recipe.wgrad.x, set over the old recipe" in done.out
+    assert RunDirectory(after).config().spec.recipe.offload == ("m", "v")

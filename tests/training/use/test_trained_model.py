@@ -10,6 +10,7 @@ from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import convert
 from narrowgauge.recipes import recipe_names
 from narrowgauge.training import TrainedRun, open_run, validation_loss
+from support.runs import write_text
 
 STOCHASTIC = {"recipe.name": "mxfp4", "recipe.fprop": {"x": {"cast": "mxfp4", "rounding": "stochastic"}}}
 
@@ -23,6 +24,17 @@ def test_the_newest_model_gives_the_recorded_loss(train, look, text, changes):
     val = prepare(text, "bytes").val
     loss = validation_loss(Engine.alone(trained.model), trained.go_to_sample, val, 2, 32, 2)
     assert loss == look(path).steps[-1]["val_loss"]
+
+
+def test_eval_takes_the_text_of_the_runs_validation(narrowgauge, train, look, tmp_path):
+    """A run on several processes may have smaller micro-batches, and its validation as many sequences."""
+    changes = {"data.source": write_text(tmp_path / "more", 120), "recipe.name": "fp32"}
+    changes |= {"training.batch_size": 8, "training.micro_batch_size": 2, "training.fit_micro_batch": True}
+    path = train(changes=changes | {"validation.batches": 1, "training.steps": 2})
+    loss = look(path).steps[-1]["val_loss"]
+    assert f"validation loss {loss:.4f} nats" in narrowgauge("eval", path, "--batches", 1).out
+    forward = narrowgauge("eval", path, "--batches", 1, "--forward", "bf16").out
+    assert f"own {loss:.6f}" in forward
 
 
 def test_the_loss_is_the_mean_over_tokens(train, text):

@@ -7,7 +7,7 @@ under the same names. Each expert becomes two layers, `3.gate_up_proj` and `3.do
 slices of the parameters: they have places, scales, histories, random bits and gauges of their own.
 
 Tokens are sorted by expert, and results are added up in the order of a token's experts, in fp32. An expert
-without tokens computes nothing.
+without tokens computes nothing, but where there are none at all: then one does, for gradients of zero.
 
 Legend: M tokens, K inputs, A experts of a token, R = M A assignments.
 """
@@ -20,6 +20,7 @@ import torch
 
 from narrowgauge.errors import UserError
 from narrowgauge.nn.linear import Linear
+from narrowgauge.nn.stateful_linear import share_hooks
 from narrowgauge.quantization import has_gradient
 from narrowgauge.recipes import Recipe
 
@@ -37,12 +38,13 @@ class StackedExperts(torch.nn.Module):
     """
 
     def __init__(self, experts: torch.nn.Module) -> None:
-        """Take over the parameters.
+        """Take over the parameters and the hooks.
 
         Args:
             experts: Such a module (`is_stacked`).
         """
         super().__init__()
+        share_hooks(experts, self)
         self.num_experts: int = experts.num_experts  # type: ignore[assignment]
         self.is_transposed = bool(experts.is_transposed)
         self.has_gate = bool(experts.has_gate)
@@ -68,7 +70,7 @@ class StackedExperts(torch.nn.Module):
     def use(
         self, recipe: Recipe, name: str, block: int | None, blocks: int, first: int, backend: str
     ) -> None:
-        """Make the layers of all experts, or make them anew.
+        """Make the layers of all experts, or make them anew with the hooks that they have.
 
         Args:
             recipe: The recipe of the model.
@@ -79,11 +81,13 @@ class StackedExperts(torch.nn.Module):
             backend: The requested backend.
         """
         experts = [torch.nn.Module() for _ in range(self.num_experts)]
+        there = dict(self.named_modules())
         for index, (number, layer) in enumerate(self.layer_names(), first):
             of_layer = recipe.for_layer([(f"{name}.{number}.{layer}", block)], blocks)
-            experts[number].add_module(
-                layer, ExpertLinear(self, number, layer, of_layer, index, recipe, backend)
-            )
+            new = ExpertLinear(self, number, layer, of_layer, index, recipe, backend)
+            if (old := there.get(f"{number}.{layer}")) is not None:
+                share_hooks(old, new)
+            experts[number].add_module(layer, new)
         for number, expert in enumerate(experts):
             self.add_module(str(number), expert.train(self.training))
 
@@ -107,11 +111,12 @@ class StackedExperts(torch.nn.Module):
         self.slices = {name: getattr(self, name).unbind(0) for name in names}
         try:
             found = [self._expert(number, x) for number, x in enumerate(x_RK.split(sizes)) if len(x)]
+            found = found or [self._expert(0, x_RK)]
         finally:
             self.slices = {}
         y_RK = torch.cat(found)[order_R.argsort()]
         weighted_RK = y_RK.float() * top_k_weights.reshape(-1, 1).float()
-        return weighted_RK.view(M, A, -1).sum(dim=1).to(hidden_states.dtype)
+        return weighted_RK.view(M, A, y_RK.shape[-1]).sum(dim=1).to(hidden_states.dtype)
 
     def _expert(self, number: int, x: torch.Tensor) -> torch.Tensor:
         """The result of one expert for its tokens."""

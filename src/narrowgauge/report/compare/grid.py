@@ -67,6 +67,8 @@ def parse_variant(text: str, short: Mapping[str, str]) -> Variant:
                 f"--variant {text}: {pair!r} is no KEY=VALUE; write NAME:KEY=VALUE,KEY=VALUE with keys such "
                 "as recipe.wgrad.x or optimizer.lr"
             )
+        if key in keys:
+            raise UserError(f"--variant {text}: {key} has two values; leave one of them out")
         keys[key] = value
     return Variant(name, keys)
 
@@ -105,18 +107,26 @@ def take_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, lis
     return rest, grid
 
 
-def parse_sweep(text: str, short: Mapping[str, str]) -> tuple[str, list[Any]]:
-    """Parse `--sweep KEY=A,B,...` into the key and its values, as text.
+def parse_sweeps(texts: Sequence[str], short: Mapping[str, str]) -> dict[str, list[Any]]:
+    """Parse every `--sweep KEY=A,B,...` into {"section.key": [values]}, the values as text.
 
-    >>> parse_sweep("lr=1e-3,2e-3", {"lr": "optimizer.lr"})
-    ('optimizer.lr', ['1e-3', '2e-3'])
+    >>> parse_sweeps(["lr=1e-3,2e-3"], {"lr": "optimizer.lr"})
+    {'optimizer.lr': ['1e-3', '2e-3']}
+
+    Raises:
+        UserError: a text is no KEY=A,B, or two texts have the same key.
     """
-    key, _, rest = text.partition("=")
-    values = [value for value in rest.split(",") if value]
-    key = short.get(key, key)
-    if "." not in key or not values:
-        raise UserError(f"--sweep {text}: write KEY=A,B with a key such as optimizer.lr")
-    return key, values
+    grid: dict[str, list[Any]] = {}
+    for text in texts:
+        key, _, rest = text.partition("=")
+        values = [value for value in rest.split(",") if value]
+        key = short.get(key, key)
+        if "." not in key or not values:
+            raise UserError(f"--sweep {text}: write KEY=A,B with a key such as optimizer.lr")
+        if key in grid:
+            raise UserError(f"--sweep {text}: {key} is swept twice; write all its values in one --sweep")
+        grid[key] = values
+    return grid
 
 
 def make_points(
@@ -127,7 +137,7 @@ def make_points(
     Args:
         values: the shared values.
         variants: the variants; if empty, the shared values are the only one, named after their recipe.
-        grid: the sweep, from `take_sweep`; `training.seed` in it means the same as `seeds`.
+        grid: the sweep, from `take_sweep` and `parse_sweeps`; `training.seed` in it is the same as `seeds`.
         seeds: the text of `--seeds`; "" for the seed of the configuration alone.
 
     Returns:
@@ -140,7 +150,9 @@ def make_points(
     base_seed = base.training.seed
     if SEED in grid and seeds:
         raise UserError(f"--seeds {seeds} and [sweep] {SEED} both say which seeds; leave one of them out")
-    chosen = parse_seeds(seeds, base_seed) if seeds else tuple(grid.get(SEED, [base_seed]))
+    # The seeds of a sweep take the way of --seeds: as numbers, for the text "0" is not the seed 0.
+    text = seeds or "".join(f"{seed}," for seed in grid.get(SEED, [base_seed]))
+    chosen = parse_seeds(text, base_seed)
     axes = {key: choices for key, choices in grid.items() if key != SEED}
     combinations = [dict(zip(axes, chosen_values, strict=True)) for chosen_values in product(*axes.values())]
     variants = variants or [Variant("" if RECIPE in axes else Path(base.recipe.name).stem, {})]

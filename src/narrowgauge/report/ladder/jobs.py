@@ -8,6 +8,7 @@ directories, so a ladder goes on after any kill.
 """
 
 import json
+import math
 import shutil
 import sys
 from collections.abc import Iterator
@@ -86,7 +87,8 @@ def losses_of(run: RungRun, directory: Path) -> tuple[float, float] | None:
         is_other = any(found.get(key, value) != value for key, value in wanted.items())
         if is_other or found["step"] != config.training.steps:
             return None
-        return float(found["own"]), float(found[FORWARD])
+        own, other = (math.nan if found[key] is None else float(found[key]) for key in ("own", FORWARD))
+        return own, other
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 

@@ -17,6 +17,7 @@ from narrowgauge.checkpoint import choose_step, require_space_for_run
 from narrowgauge.data import Loader
 from narrowgauge.distributed import START, Mesh
 from narrowgauge.signals import Preempted, Requests
+from narrowgauge.training.config.config import Config
 from narrowgauge.training.config.diff import ConfigDiff
 from narrowgauge.training.config.micro_batch import held_out_sequences
 from narrowgauge.training.monitor import hardware
@@ -90,12 +91,13 @@ def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Req
     """Run steps to the end, or until a rollback, after which the batches change."""
     config, directory, steps = context.config, context.directory, context.config.training.steps
     last_save = time.monotonic()
+    tokens = _tokens_seen(context, trainer)
     requests.save_first()
     while trainer.step < steps:
         context.coordinator.progress(f"step {trainer.step + 1}", 1.0 if is_warm else START)
         take_step = _measured_step if is_warm else _first_step
-        line = take_step(context, trainer, batches)
-        is_warm = True
+        line = take_step(context, trainer, batches, tokens)
+        is_warm, tokens = True, line["tokens"]
         is_last = trainer.step == steps
         # Read once: a signal may come at any moment, and the stop below must follow the save it requests.
         is_late = time.monotonic() - last_save > 60 * config.checkpoint.every_minutes
@@ -121,13 +123,25 @@ def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Req
             raise Preempted(f"{asked} after step {trainer.step}; the same line continues")
 
 
-def _first_step(context: RunContext, trainer: Trainer, batches: Loader) -> dict[str, Any]:
+def _tokens_seen(context: RunContext, trainer: Trainer) -> int:
+    """The tokens of the steps done, from their lines: a step may have had others (`--allow-change`)."""
+    lines = context.directory.lines() if context.coordinator.rank == 0 else []  # it records for all
+    counted = [line for line in lines if "tokens" in line]
+    step, tokens = (counted[-1]["step"], counted[-1]["tokens"]) if counted else (0, 0)
+    return int(tokens) + (trainer.step - step) * _tokens_of_a_step(context.config)
+
+
+def _tokens_of_a_step(config: Config) -> int:
+    return config.training.batch_size * config.data.sequence_length
+
+
+def _first_step(context: RunContext, trainer: Trainer, batches: Loader, seen: int) -> dict[str, Any]:
     """Take the first step of this process, and record its memory next to the estimate."""
     is_hidden = context.config.training.compile and context.device.type != "cuda"  # compiled operations
     if context.plan is None or is_hidden:
-        return _measured_step(context, trainer, batches)
+        return _measured_step(context, trainer, batches, seen)
     with MemoryTracker(context.device) as tracker:
-        line = _measured_step(context, trainer, batches, tracker.after_forward)
+        line = _measured_step(context, trainer, batches, seen, tracker.after_forward)
     memory, plan = measured(trainer, tracker), context.plan
     facts = {"parameters": memory.parameters, **memory.as_json(), "expected": plan.as_json()}
     context.directory.record({"event": "memory", "step": trainer.step, **facts})
@@ -148,9 +162,10 @@ def _measured_step(
     context: RunContext,
     trainer: Trainer,
     batches: Loader,
+    seen: int,
     after_forward: Callable[[torch.Tensor], None] | None = None,
 ) -> dict[str, Any]:
-    """Take one optimizer step, and return its line of the metrics."""
+    """Take one optimizer step after `seen` tokens, and return its line of the metrics."""
     hardware.synchronize(context.device)
     start = time.perf_counter()
     is_read = _is_read(context, trainer.step + 1)
@@ -160,7 +175,7 @@ def _measured_step(
         lines = token_lines(trainer.tokens, trainer.step)
         context.directory.record_gauges([*gauges.lines(trainer.step), *lines])
     seconds = time.perf_counter() - start  # the step ended with the loss on the host
-    tokens = context.config.training.batch_size * context.config.data.sequence_length
+    tokens = _tokens_of_a_step(context.config)
     flops, peak = context.facts["flops_per_token"] * tokens, context.facts["peak_flops"]
     return {
         "step": trainer.step,
@@ -168,7 +183,7 @@ def _measured_step(
         **trainer.terms,
         "lr": lr,
         "grad_norm": norm,
-        "tokens": trainer.step * tokens,
+        "tokens": seen + tokens,
         "tokens_per_s": tokens / seconds,
         "step_ms": 1000 * seconds,
         "mfu": flops / seconds / peak / context.coordinator.size if peak else None,

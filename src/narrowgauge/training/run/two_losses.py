@@ -16,7 +16,9 @@ import torch
 from narrowgauge.data import Mixture
 from narrowgauge.distributed import Engine
 from narrowgauge.files import write_whole
+from narrowgauge.json_lines import strict_json
 from narrowgauge.models import Transformer
+from narrowgauge.training.config.micro_batch import held_out_sequences
 from narrowgauge.training.run.validation import validation_loss
 from narrowgauge.training.run_directory import EVALUATION
 from narrowgauge.training.step.build_model import build_model
@@ -45,10 +47,11 @@ def two_losses(
         recipe: The recipe of the other forward pass, such as "bf16".
         held_out: The held-out tokens.
         length: Tokens of a sequence.
-        batches: How many micro-batches, spread evenly over the tokens; None: all.
+        batches: How many micro-batches (`held_out_sequences`), spread evenly over the tokens; None: all.
     """
     c = trained.config
-    windows = (c.training.micro_batch_size, length, batches, c.data.separate_documents)
+    sequences = None if batches is None else held_out_sequences(c.training, batches)
+    windows = (c.training.micro_batch_size, length, None, c.data.separate_documents, sequences)
     own = validation_loss(Engine.alone(trained.model), trained.go_to_sample, held_out, *windows)
     if trained.config.recipe.name == recipe and not trained.config.recipe.places:
         return {"own": own, recipe: own}
@@ -58,6 +61,9 @@ def two_losses(
 
 
 def keep_losses(run: Path, step: int, losses: Mapping[str, float], asked: Mapping[str, Any]) -> None:
-    """Write RUN/evaluation.json, with what was asked for; a model of another program stays as it is."""
+    """Write RUN/evaluation.json, with what was asked for; a model of another program stays as it is.
+
+    A loss that is not finite is null there.
+    """
     if (run / "config.toml").is_file():
-        write_whole(run / EVALUATION, json.dumps({"step": step, **losses, **asked}) + "\n")
+        write_whole(run / EVALUATION, json.dumps(strict_json({"step": step, **losses, **asked})) + "\n")

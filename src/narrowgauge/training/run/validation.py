@@ -61,13 +61,14 @@ def bits_per_byte(
     tokens: Mixture | Tokens,
     batch_size: int,
     sequence_length: int,
-    batches: int | None,
+    sequences: int | None,
     separate_documents: bool = False,
 ) -> float:
-    """Convert the `validation_loss` of the same batches to bits per byte of text; NaN without text."""
+    """Convert the `validation_loss` of the same sequences to bits per byte of text; NaN without text."""
     lengths = token_bytes(tokenizer)
     count = text = 0
-    for batch in validation_batches(tokens, batch_size, sequence_length, batches, separate_documents):
+    held_out = validation_batches(tokens, batch_size, sequence_length, None, separate_documents, sequences)
+    for batch in held_out:
         y_N = batch.y_BT[batch.y_BT != IGNORED].long()
         text += int(lengths[y_N].sum())
         count += y_N.numel()

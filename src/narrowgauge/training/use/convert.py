@@ -1,8 +1,9 @@
 """Converts the newest state of a run to another recipe: a new run directory that continues the run.
 
 Weights (or their masters, if there are any) and moments are read as float32 and written in the new casts,
-rounded once. Step counts, the position in the data and the step of the random streams are copied; histories
-of delayed scales start empty. The new directory is created atomically.
+rounded once; the casts are those that the new recipe has by that step. Step counts, the position in the data
+and the step of the random streams are copied; histories of delayed scales start empty. What a configuration
+sets over the old recipe is left out, except `offload`. The new directory is created atomically.
 """
 
 from pathlib import Path
@@ -16,6 +17,8 @@ from narrowgauge.quantization import master_or_weight, write_weight
 from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.run_directory import RunDirectory, is_settled, run_id_of
 from narrowgauge.training.step.trainer import Trainer
+
+OFFLOAD = "offload"  # the one key over a recipe that says where numbers lie, and not which
 
 
 def convert_run(source: Path, recipe: str, out: Path) -> int:
@@ -49,6 +52,8 @@ def convert_run(source: Path, recipe: str, out: Path) -> int:
     digest = old.corpus_digest()
     a, b = (Trainer.begin(config, torch.device("cpu")) for config in (before, after))
     a.restore(path)
+    b.step = a.step
+    b.follow_rules()  # a rule may keep state in other casts by now
     _copy(a, b)
     with staged_directory(out) as folder:
         new = RunDirectory(folder)
@@ -66,10 +71,16 @@ def convert_run(source: Path, recipe: str, out: Path) -> int:
 
 
 def with_recipe(config: Config, recipe: str) -> Config:
-    """The configuration with another recipe, and without overrides of the old recipe's places."""
+    """The configuration with another recipe, and of what is set over the old one only where state lies."""
     tables = config.model_dump()
-    tables["recipe"] = {"name": recipe, "backend": config.recipe.backend}
+    kept = {key: value for key, value in config.recipe.places.items() if key == OFFLOAD}
+    tables["recipe"] = {"name": recipe, "backend": config.recipe.backend, **kept}
     return make_config(tables)
+
+
+def left_out(config: Config) -> list[str]:
+    """The keys that a configuration sets over its recipe and that `with_recipe` leaves out."""
+    return [f"recipe.{key}" for key in config.recipe.places if key != OFFLOAD]
 
 
 @torch.no_grad()
@@ -83,5 +94,5 @@ def _copy(a: Trainer, b: Trainer) -> None:
         for place, moment in b.optimizer.moments(p).items():
             if place in moments:
                 moment.write(moments[place].read())
-    b.step, b.guard = a.step, a.guard
+    b.guard = a.guard
     b.guard.raised = []  # of the other recipe
