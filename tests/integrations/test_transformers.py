@@ -108,6 +108,24 @@ def test_under_fp32_the_trainers_own_losses(tmp_path):
         assert math.isclose(a[step], b[step], rel_tol=1e-5)
 
 
+def test_the_optimizers_arguments_are_those_given_and_else_the_trainers(tmp_path):
+    """The trainer writes its own weight decay into the groups that it makes: another was passed over."""
+    arguments = {"learning_rate": 2e-5, "adam_beta2": 0.95, "adam_epsilon": 1e-6, "weight_decay": 0.1}
+
+    def groups_of(**optimizer):
+        trainer = trainer_of(tmp_path, trainer_kwargs(model(), "mxfp8", **optimizer), **arguments)
+        keys = ("lr", "betas", "eps", "weight_decay")
+        return [tuple(group[key] for key in keys) for group in trainer.create_optimizer().param_groups]
+
+    own = (2e-5, (0.9, 0.95), 1e-6)
+    assert groups_of() == [(*own, 0.1), (*own, 0.0)]
+    given = {"lr": LR, "betas": (0.8, 0.9), "eps": 1e-5}
+    expected = tuple(given.values())
+    assert groups_of(**given, weight_decay=0.1) == [(*expected, 0.1), (*expected, 0.0)]
+    with pytest.raises(UserError, match=r"weight_decay = 0.01 .* TrainingArguments, 0.1; give it there"):
+        groups_of(weight_decay=0.01)
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "msamp-o3"])
 def test_as_in_a_loop_of_ones_own(recipe, tmp_path):
     """Random bits, accumulation and clipping are those of a loop that says its steps."""

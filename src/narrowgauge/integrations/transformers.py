@@ -49,8 +49,9 @@ def trainer_kwargs(
         keep: Layers that stay in the recipe's `compute` format, as for `narrowgauge.convert`.
         seed: The seed of random bits.
         gauges_every: Read the gauges in each n-th step; 0 for never.
-        optimizer: Arguments of `narrowgauge.AdamW`: lr, betas, eps, weight_decay. The trainer's own
-            `learning_rate` and `weight_decay` are those of its own optimizers; it schedules `lr`.
+        optimizer: Arguments of `narrowgauge.AdamW`: lr, betas, eps. What is not given is that of
+            `TrainingArguments`. So is `weight_decay` always, which the trainer writes into the groups of
+            parameters that it makes.
 
     Returns:
         `model`, `optimizer_cls_and_kwargs` and `callbacks`.
@@ -63,7 +64,7 @@ def trainer_kwargs(
     return {
         "model": model,
         "optimizer_cls_and_kwargs": (TrainerAdamW, arguments),
-        "callbacks": [NarrowTrainerCallback(seed, gauges_every)],
+        "callbacks": [NarrowTrainerCallback(seed, gauges_every, arguments)],
     }
 
 
@@ -114,9 +115,12 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
         entries: Entries that wait for the trainer's next log.
     """
 
-    def __init__(self, seed: int = 0, gauges_every: int = 0) -> None:
-        """Take the seed of random bits, and read gauges in each n-th step (0: never)."""
-        self.seed, self.gauges_every = seed, gauges_every
+    def __init__(self, seed: int = 0, gauges_every: int = 0, optimizer: dict[str, Any] | None = None) -> None:
+        """Take the seed of random bits, and read gauges in each n-th step (0: never).
+
+        `optimizer` are the arguments of `TrainerAdamW`, which the trainer's own complete in place.
+        """
+        self.seed, self.gauges_every, self.optimizer = seed, gauges_every, optimizer
         self.guard = Guard(GuardSection(spike="off"))
         self.entries: dict[str, Any] = {}
         self.micro_batch = 0  # of the step
@@ -128,9 +132,12 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
         """Refuse what would train wrongly, and let DDP sum narrow gradients.
 
         Raises:
-            UserError: The trainer would flatten, shard or replicate the model behind the recipe's back.
+            UserError: The trainer would flatten, shard or replicate the model behind the recipe's back, or
+                pass over an argument of the optimizer.
         """
         _require_whole_model(args)
+        if self.optimizer is not None:
+            _complete(self.optimizer, args)
         if args.world_size > 1:
             prepare_ddp(kwargs["model"])
 
@@ -251,6 +258,22 @@ def _require_whole_model(args: TrainingArguments) -> None:
         raise UserError(
             f"one process would train on {args.n_gpu} GPUs by torch's DataParallel, whose replicas keep no "
             f"state of a recipe: start it with torchrun --nproc-per-node {args.n_gpu}"
+        )
+
+
+def _complete(optimizer: dict[str, Any], args: TrainingArguments) -> None:
+    """Take the arguments that were not given from the trainer's.
+
+    Raises:
+        UserError: A weight decay was given which is not that of the trainer.
+    """
+    optimizer.setdefault("lr", args.learning_rate)
+    optimizer.setdefault("betas", (args.adam_beta1, args.adam_beta2))
+    optimizer.setdefault("eps", args.adam_epsilon)
+    if (given := optimizer.get("weight_decay", args.weight_decay)) != args.weight_decay:
+        raise UserError(
+            f"weight_decay = {given} was given to trainer_kwargs, and the trainer gives its groups of "
+            f"parameters that of TrainingArguments, {args.weight_decay}; give it there"
         )
 
 
