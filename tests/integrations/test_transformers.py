@@ -151,6 +151,18 @@ def test_resumed_by_the_trainers_own_means_to_the_last_digit(recipe, tmp_path):
         assert torch.equal(tensor, weights[name]), name
 
 
+def test_a_rule_that_waits_for_the_decay_is_told_its_step(tmp_path):
+    """`nvfp4-finish` computes the forward pass in bf16 from the decay on: the same digits until then."""
+    plain = trainer_of(tmp_path, trainer_kwargs(model(), "nvfp4", lr=LR))
+    finish = trainer_of(tmp_path, trainer_kwargs(model(), "nvfp4-finish", lr=LR, decay_step=4))
+    plain.train()
+    finish.train()
+    a, b = losses_of(plain), losses_of(finish)
+    assert [step for step in a if a[step] != b[step]] == [4, 5, 6]
+    with pytest.raises(UserError, match="waits for the decay"):
+        trainer_of(tmp_path, trainer_kwargs(model(), "nvfp4-finish", lr=LR)).train()
+
+
 def mixture():
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}

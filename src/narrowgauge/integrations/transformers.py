@@ -39,6 +39,7 @@ def trainer_kwargs(
     keep: str | Sequence[str] = (),
     seed: int = 0,
     gauges_every: int = 0,
+    decay_step: int | None = None,
     **optimizer: Any,
 ) -> dict[str, Any]:
     """The arguments of `Trainer` and `SFTTrainer` that put a training under a recipe.
@@ -49,6 +50,7 @@ def trainer_kwargs(
         keep: Layers that stay in the recipe's `compute` format, as for `narrowgauge.convert`.
         seed: The seed of random bits.
         gauges_every: Read the gauges in each n-th step; 0 for never.
+        decay_step: The first step whose learning rate is below the peak, for rules that hold from then on.
         optimizer: Arguments of `narrowgauge.AdamW`: lr, betas, eps. What is not given is that of
             `TrainingArguments`. So is `weight_decay` always, which the trainer writes into the groups of
             parameters that it makes.
@@ -64,7 +66,7 @@ def trainer_kwargs(
     return {
         "model": model,
         "optimizer_cls_and_kwargs": (TrainerAdamW, arguments),
-        "callbacks": [NarrowTrainerCallback(seed, gauges_every, arguments)],
+        "callbacks": [NarrowTrainerCallback(seed, gauges_every, arguments, decay_step)],
     }
 
 
@@ -115,12 +117,20 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
         entries: Entries that wait for the trainer's next log.
     """
 
-    def __init__(self, seed: int = 0, gauges_every: int = 0, optimizer: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        gauges_every: int = 0,
+        optimizer: dict[str, Any] | None = None,
+        decay_step: int | None = None,
+    ) -> None:
         """Take the seed of random bits, and read gauges in each n-th step (0: never).
 
-        `optimizer` are the arguments of `TrainerAdamW`, which the trainer's own complete in place.
+        `optimizer` are the arguments of `TrainerAdamW`, which the trainer's own complete in place;
+        `decay_step` is that of `trainer_kwargs`.
         """
-        self.seed, self.gauges_every, self.optimizer = seed, gauges_every, optimizer
+        self.seed, self.gauges_every = seed, gauges_every
+        self.optimizer, self.decay_step = optimizer, decay_step
         self.guard = Guard(GuardSection(spike="off"))
         self.entries: dict[str, Any] = {}
         self.micro_batch = 0  # of the step
@@ -204,7 +214,7 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
     ) -> None:
         index = self.micro_batch * args.world_size + args.process_index
         first_sample = index * args.per_device_train_batch_size
-        set_step(model, self.seed, state.global_step + 1, first_sample, state.max_steps)
+        set_step(model, self.seed, state.global_step + 1, first_sample, state.max_steps, self.decay_step)
         if self.gauges is not None:
             is_last = self.micro_batch == args.gradient_accumulation_steps - 1
             self.gauges.begin_micro_batch(is_first=self.micro_batch == 0, is_last=is_last)
