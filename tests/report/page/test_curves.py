@@ -51,7 +51,7 @@ def test_the_band_hides_no_spike_and_the_mean_is_a_mean(losses, repeats):
 
 @pytest.mark.parametrize(("steps", "batch"), [(3_000, 100), (50_017, 100), (9_000, 700)])
 def test_two_runs_of_one_curve_have_no_gap_however_far_each_has_come(steps, batch):
-    """Means over unequal spans of a falling loss differ: one at work seemed 5 % better than one at its end."""
+    """Means over unequal spans of a falling loss differ: one at work seemed 5 % better than one done."""
 
     def falling(steps, batch):
         return run_of([3 + 7 * math.exp(-batch * i / 50_000) for i in range(1, steps + 1)], batch)
