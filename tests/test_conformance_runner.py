@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from narrowgauge.conformance import compare, read_vectors
@@ -47,6 +48,17 @@ def test_the_first_wrong_code_is_named_with_its_number(vectors, quantize):
     assert (result.verdict, difference.what, difference.where) == ("differs", "code", (3, 7))
     assert difference.share == pytest.approx(1 / vector.x.size)
     assert f"of x = {vector.x[3, 7]:.9g}" in difference.text
+
+
+def test_a_code_is_the_whole_number_that_was_returned(vectors, quantize):
+    """No cut at the decimal point or at 32 bits makes a wrong code a right one."""
+    vector = vectors["mxfp8 normal"]
+    codes, scales, second = map(np.asarray, quantize(vector.x, vector.cast))
+    for index, wrong in ((0, codes + 0.4), (0, codes.astype(np.int64) + 2**32), (1, scales + 0.5)):
+        returned = [codes, scales, second]
+        returned[index] = wrong
+        assert compare(lambda x, cast, r=returned: tuple(r), vector).verdict in ("fails", "differs")
+    assert compare(lambda x, cast: (codes.astype(np.float64), scales, second), vector).verdict == "passes"
 
 
 @pytest.mark.parametrize(

@@ -55,12 +55,12 @@ def own_loop(recipe, steps=6):
     return m.losses
 
 
-def fit(m, recipe, path, steps=6, ckpt=None, **more):
+def fit(m, recipe, path, steps=6, ckpt=None, decay_step=None, **more):
     trainer = Trainer(
         max_steps=steps,
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
-        plugins=[NarrowPrecision(recipe)],
+        plugins=[NarrowPrecision(recipe, decay_step=decay_step)],
         default_root_dir=path,
         enable_checkpointing=False,
         **QUIET,
@@ -75,6 +75,14 @@ def test_as_in_a_loop_of_ones_own(recipe, tmp_path):
     m = Model(recipe)
     fit(m, recipe, tmp_path)
     assert m.losses == own_loop(recipe)
+
+
+def test_a_rule_that_waits_for_the_decay_is_told_its_step(tmp_path):
+    plain, finish = Model("nvfp4"), Model("nvfp4-finish")
+    fit(plain, "nvfp4", tmp_path)
+    fit(finish, "nvfp4-finish", tmp_path, decay_step=4)
+    assert plain.losses[:6] == finish.losses[:6]  # two micro-batches a step
+    assert plain.losses[6] != finish.losses[6]
 
 
 def test_under_fp32_lightnings_own_losses(tmp_path):

@@ -108,6 +108,24 @@ def test_under_fp32_the_trainers_own_losses(tmp_path):
         assert math.isclose(a[step], b[step], rel_tol=1e-5)
 
 
+def test_the_optimizers_arguments_are_those_given_and_else_the_trainers(tmp_path):
+    """The trainer writes its own weight decay into the groups that it makes: another was passed over."""
+    arguments = {"learning_rate": 2e-5, "adam_beta2": 0.95, "adam_epsilon": 1e-6, "weight_decay": 0.1}
+
+    def groups_of(**optimizer):
+        trainer = trainer_of(tmp_path, trainer_kwargs(model(), "mxfp8", **optimizer), **arguments)
+        keys = ("lr", "betas", "eps", "weight_decay")
+        return [tuple(group[key] for key in keys) for group in trainer.create_optimizer().param_groups]
+
+    own = (2e-5, (0.9, 0.95), 1e-6)
+    assert groups_of() == [(*own, 0.1), (*own, 0.0)]
+    given = {"lr": LR, "betas": (0.8, 0.9), "eps": 1e-5}
+    expected = tuple(given.values())
+    assert groups_of(**given, weight_decay=0.1) == [(*expected, 0.1), (*expected, 0.0)]
+    with pytest.raises(UserError, match=r"weight_decay = 0.01 .* TrainingArguments, 0.1; give it there"):
+        groups_of(weight_decay=0.01)
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "msamp-o3"])
 def test_as_in_a_loop_of_ones_own(recipe, tmp_path):
     """Random bits, accumulation and clipping are those of a loop that says its steps."""
@@ -131,6 +149,18 @@ def test_resumed_by_the_trainers_own_means_to_the_last_digit(recipe, tmp_path):
     weights = whole.model.state_dict()
     for name, tensor in again.model.state_dict().items():
         assert torch.equal(tensor, weights[name]), name
+
+
+def test_a_rule_that_waits_for_the_decay_is_told_its_step(tmp_path):
+    """`nvfp4-finish` computes the forward pass in bf16 from the decay on: the same digits until then."""
+    plain = trainer_of(tmp_path, trainer_kwargs(model(), "nvfp4", lr=LR))
+    finish = trainer_of(tmp_path, trainer_kwargs(model(), "nvfp4-finish", lr=LR, decay_step=4))
+    plain.train()
+    finish.train()
+    a, b = losses_of(plain), losses_of(finish)
+    assert [step for step in a if a[step] != b[step]] == [4, 5, 6]
+    with pytest.raises(UserError, match="waits for the decay"):
+        trainer_of(tmp_path, trainer_kwargs(model(), "nvfp4-finish", lr=LR)).train()
 
 
 def mixture():

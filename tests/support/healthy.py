@@ -35,5 +35,5 @@ CPU_ONLY = Facts(
     hub=Hub(outcome="reached"),
     data=None,
     tokenizer=None,
-    compiler=Compiler(cxx="/usr/bin/g++", version="g++ 13.2.0"),
+    compiler=Compiler(cc="/usr/bin/gcc", cxx="/usr/bin/g++", version="g++ 13.2.0"),
 )

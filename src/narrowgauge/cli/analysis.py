@@ -218,7 +218,7 @@ def _findings(probes: list[RecipeProbe]) -> Iterator[str]:
 def _cell(value: Interval, digits: str, exact: str) -> str:
     """A mean and half its interval; `exact` is the word for infinity."""
     if not math.isfinite(value.mean):
-        return exact if value.mean > 0 else "not finite"
+        return (exact if value.mean > 0 else "") or "not finite"
     half = "" if math.isnan(value.low) else f"±{value.high - value.mean:{digits.removeprefix('+')}}"
     return f"{value.mean:{digits}}{half}"
 

@@ -64,10 +64,14 @@ def compare(quantize: Callable[..., Any], vector: Vector) -> Result:
         return Result(
             vector, "fails", why=f"codes {codes.shape}, scales {scales.shape}, but {expected} are due"
         )
+    is_wide = vector.cast["scale"] in WIDE_SCALES
+    for name, part in (("codes", codes), *(() if is_wide else (("scales", scales),))):
+        if part.dtype.kind == "f" and not (part == np.floor(part)).all():
+            return Result(vector, "fails", why=f"{name} are bit patterns, and some are no whole numbers")
     found = [
         _second(vector, returned[2] if len(returned) == 3 else None),
         _of_scales(vector, scales.reshape(vector.scales.shape)),
-        _of_codes(vector, codes.reshape(vector.codes.shape).astype(np.uint32)),
+        _of_codes(vector, codes.reshape(vector.codes.shape).astype(np.int64)),
     ]
     differences = tuple(d for d in found if d is not None)
     return Result(vector, "differs" if differences else "passes", differences)
@@ -86,7 +90,7 @@ def _of_scales(vector: Vector, scales: Array) -> Difference | None:
     format = vector.cast["scale"]
     if format in WIDE_SCALES:
         return _numbers("scale", scales.astype(np.float32), values(vector.scales, format))
-    return _codes("scale", scales.astype(np.uint32), vector.scales)
+    return _codes("scale", scales.astype(np.int64), vector.scales)
 
 
 def _of_codes(vector: Vector, codes: Array) -> Difference | None:

@@ -29,6 +29,7 @@ class NarrowgaugeBlock(BaseModel):
         keep: Layers that stay in the recipe's `compute` format.
         seed: The seed of random bits.
         gauges_every: Read the gauges in each n-th step; 0 for never.
+        decay_step: The first step whose learning rate is below the peak, for rules that hold from then on.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -37,6 +38,7 @@ class NarrowgaugeBlock(BaseModel):
     keep: list[str] = []
     seed: int = 0
     gauges_every: int = 0
+    decay_step: int | None = None
 
 
 class NarrowgaugeArgs(BaseModel):
@@ -80,7 +82,7 @@ class NarrowgaugePlugin(BasePlugin):  # type: ignore[misc, unused-ignore]
             "narrow_model": trainer.model,
         }
         trainer.optimizer_cls_and_kwargs = (TrainerAdamW, arguments)
-        callback = NarrowTrainerCallback(block.seed, block.gauges_every)
+        callback = NarrowTrainerCallback(block.seed, block.gauges_every, decay_step=block.decay_step)
         callback.on_init_end(
             args, trainer.state, trainer.control, model=trainer.model
         )  # it comes too late for it

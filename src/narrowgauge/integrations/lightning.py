@@ -44,6 +44,7 @@ class NarrowPrecision(Precision):  # type: ignore[misc, unused-ignore]
         keep: str | Sequence[str] = (),
         seed: int = 0,
         steps: int | None = None,
+        decay_step: int | None = None,
     ) -> None:
         """Take a recipe.
 
@@ -52,8 +53,10 @@ class NarrowPrecision(Precision):  # type: ignore[misc, unused-ignore]
             keep: Layers that stay in the recipe's `compute` format, as for `narrowgauge.convert`.
             seed: The seed of random bits.
             steps: The steps of the full run, for rules that hold after a share of it.
+            decay_step: The first step whose learning rate is below the peak, for rules that wait for it.
         """
-        self.recipe, self.keep, self.seed, self.steps = recipe, keep, seed, steps
+        self.recipe, self.keep, self.seed = recipe, keep, seed
+        self.steps, self.decay_step = steps, decay_step
         self.step, self.first_sample = 1, 0
         self.samples = 0  # of the next forward pass
         self.model: torch.nn.Module | None = None
@@ -86,7 +89,7 @@ class NarrowPrecision(Precision):  # type: ignore[misc, unused-ignore]
         if torch.is_grad_enabled() and self.model is not None:
             rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
             first_sample = self.first_sample + rank * self.samples
-            set_step(self.model, self.seed, self.step, first_sample, self.steps)
+            set_step(self.model, self.seed, self.step, first_sample, self.steps, self.decay_step)
             self.first_sample += world * self.samples
         yield
 

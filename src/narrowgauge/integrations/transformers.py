@@ -39,6 +39,7 @@ def trainer_kwargs(
     keep: str | Sequence[str] = (),
     seed: int = 0,
     gauges_every: int = 0,
+    decay_step: int | None = None,
     **optimizer: Any,
 ) -> dict[str, Any]:
     """The arguments of `Trainer` and `SFTTrainer` that put a training under a recipe.
@@ -49,8 +50,10 @@ def trainer_kwargs(
         keep: Layers that stay in the recipe's `compute` format, as for `narrowgauge.convert`.
         seed: The seed of random bits.
         gauges_every: Read the gauges in each n-th step; 0 for never.
-        optimizer: Arguments of `narrowgauge.AdamW`: lr, betas, eps, weight_decay. The trainer's own
-            `learning_rate` and `weight_decay` are those of its own optimizers; it schedules `lr`.
+        decay_step: The first step whose learning rate is below the peak, for rules that hold from then on.
+        optimizer: Arguments of `narrowgauge.AdamW`: lr, betas, eps. What is not given is that of
+            `TrainingArguments`. So is `weight_decay` always, which the trainer writes into the groups of
+            parameters that it makes.
 
     Returns:
         `model`, `optimizer_cls_and_kwargs` and `callbacks`.
@@ -63,7 +66,7 @@ def trainer_kwargs(
     return {
         "model": model,
         "optimizer_cls_and_kwargs": (TrainerAdamW, arguments),
-        "callbacks": [NarrowTrainerCallback(seed, gauges_every)],
+        "callbacks": [NarrowTrainerCallback(seed, gauges_every, arguments, decay_step)],
     }
 
 
@@ -114,9 +117,20 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
         entries: Entries that wait for the trainer's next log.
     """
 
-    def __init__(self, seed: int = 0, gauges_every: int = 0) -> None:
-        """Take the seed of random bits, and read gauges in each n-th step (0: never)."""
+    def __init__(
+        self,
+        seed: int = 0,
+        gauges_every: int = 0,
+        optimizer: dict[str, Any] | None = None,
+        decay_step: int | None = None,
+    ) -> None:
+        """Take the seed of random bits, and read gauges in each n-th step (0: never).
+
+        `optimizer` are the arguments of `TrainerAdamW`, which the trainer's own complete in place;
+        `decay_step` is that of `trainer_kwargs`.
+        """
         self.seed, self.gauges_every = seed, gauges_every
+        self.optimizer, self.decay_step = optimizer, decay_step
         self.guard = Guard(GuardSection(spike="off"))
         self.entries: dict[str, Any] = {}
         self.micro_batch = 0  # of the step
@@ -128,9 +142,12 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
         """Refuse what would train wrongly, and let DDP sum narrow gradients.
 
         Raises:
-            UserError: The trainer would flatten, shard or replicate the model behind the recipe's back.
+            UserError: The trainer would flatten, shard or replicate the model behind the recipe's back, or
+                pass over an argument of the optimizer.
         """
         _require_whole_model(args)
+        if self.optimizer is not None:
+            _complete(self.optimizer, args)
         if args.world_size > 1:
             prepare_ddp(kwargs["model"])
 
@@ -197,7 +214,7 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
     ) -> None:
         index = self.micro_batch * args.world_size + args.process_index
         first_sample = index * args.per_device_train_batch_size
-        set_step(model, self.seed, state.global_step + 1, first_sample, state.max_steps)
+        set_step(model, self.seed, state.global_step + 1, first_sample, state.max_steps, self.decay_step)
         if self.gauges is not None:
             is_last = self.micro_batch == args.gradient_accumulation_steps - 1
             self.gauges.begin_micro_batch(is_first=self.micro_batch == 0, is_last=is_last)
@@ -251,6 +268,22 @@ def _require_whole_model(args: TrainingArguments) -> None:
         raise UserError(
             f"one process would train on {args.n_gpu} GPUs by torch's DataParallel, whose replicas keep no "
             f"state of a recipe: start it with torchrun --nproc-per-node {args.n_gpu}"
+        )
+
+
+def _complete(optimizer: dict[str, Any], args: TrainingArguments) -> None:
+    """Take the arguments that were not given from the trainer's.
+
+    Raises:
+        UserError: A weight decay was given which is not that of the trainer.
+    """
+    optimizer.setdefault("lr", args.learning_rate)
+    optimizer.setdefault("betas", (args.adam_beta1, args.adam_beta2))
+    optimizer.setdefault("eps", args.adam_epsilon)
+    if (given := optimizer.get("weight_decay", args.weight_decay)) != args.weight_decay:
+        raise UserError(
+            f"weight_decay = {given} was given to trainer_kwargs, and the trainer gives its groups of "
+            f"parameters that of TrainingArguments, {args.weight_decay}; give it there"
         )
 
 

@@ -173,3 +173,8 @@ def test_cores():
     assert (bound.status, "--cpus-per-task" in bound.fix) == ("WARN", True)
     many = verdict("cores", ONE_NODE, cores=64, machine_cores=64, threads=64)
     assert (many.status, "OMP_NUM_THREADS=8" in many.fix) == ("WARN", True)
+    alone = verdict(
+        "cores", "", cores=4, machine_cores=64, threads=16
+    )  # a container with a share of the cores
+    assert alone.found == "4 of 64; 1 process of OMP_NUM_THREADS=16"
+    assert (alone.status, "OMP_NUM_THREADS=4:" in alone.fix) == ("WARN", True)

@@ -31,7 +31,7 @@ ROCM = replace(
     backends=("gloo", "nccl"),
     nccl=(2, 26, 6),
 )
-CXX = Compiler(cxx="/usr/bin/g++", version="g++ (Ubuntu 13.2.0) 13.2.0", triton="3.5.0")
+CXX = Compiler(cc="/usr/bin/gcc", cxx="/usr/bin/g++", version="g++ (Ubuntu 13.2.0) 13.2.0", triton="3.5.0")
 
 
 def node(gpu: Gpu, number: int, connected: bool = True) -> tuple[Gpu, ...]:
@@ -404,7 +404,8 @@ def test_what_is_not_there_is_not_judged():
         ({"disk": {"inodes": 10**6, "inodes_free": 10**4}}, {"disk": "WARN"}, "1.0% of the inodes"),
         ({"disk": {"speed": 9e6, "kind": "nfs4"}}, {"disk": "WARN"}, "(nfs4)"),
         ({"disk": {"error": "Read-only file system"}}, {"disk": "WARN"}, "--out"),
-        ({"compiler": Compiler()}, {"compiler": "WARN"}, "install g++"),
+        ({"compiler": Compiler(cc="/usr/bin/gcc")}, {"compiler": "WARN"}, "install g++"),
+        ({"compiler": Compiler()}, {"compiler": "WARN"}, "casts on a CPU take 2 to 4 times as long"),
         (
             {"data": Given(name="a,hf:b", found="both"), "hub": {"outcome": "no name"}},
             {"network": "MISS"},
@@ -430,6 +431,20 @@ def test_the_host(parts, wrong, words):
 def test_where_there_is_no_dev_shm():
     facts = changed(CPU_ONLY, system={"name": "macOS", "shared_memory": None})
     assert not_ok(facts) == {"system": "WARN"}
+
+
+def test_the_fixes_of_a_mac_are_those_of_a_mac():
+    facts = changed(CPU_ONLY, system={"name": "macOS", "shared_memory": None})
+    late = check(changed(facts, hub={"ahead": 4000.0}))["clock"]
+    assert late.fix == "sudo sntp -sS time.apple.com"
+    clang = check(changed(facts, compiler={"error": "clang++: error: unsupported option '-fopenmp'"}))
+    assert "brew install libomp" in clang["compiler"].fix
+
+
+def test_kernels_on_a_gpu_need_a_c_compiler():
+    without = replace(CXX, cc="")
+    assert not_ok(changed(EIGHT_H100, compiler=without)) == {"compiler": "WARN"}
+    assert "kernels on a GPU need it" in check(changed(EIGHT_H100, compiler=without))["compiler"].fix
 
 
 def test_triton_is_missed_on_a_gpu_only():

@@ -25,7 +25,8 @@ if os.environ.get("WANTED"):
     asked = []
     for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(n, lambda n, frame: asked.append(signal.Signals(n).name))
-place = {k: os.environ.get(k) for k in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "NCCL_DEBUG")}
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "NCCL_DEBUG", "OMP_NUM_THREADS")
+place = {k: os.environ.get(k) for k in names}
 place["words"], place["folder"] = sys.argv[1:], os.getcwd()
 rank = place["RANK"] or "0"
 if os.environ.get("MEET"):
@@ -125,6 +126,18 @@ def told(tmp_path, rank: int = 0) -> dict:
         assert time.monotonic() < end
         time.sleep(0.02)
     return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize(("processes", "threads"), [("1", None), ("2", "1")])
+def test_a_process_alone_on_its_node_keeps_its_threads(
+    write, start, tmp_path, monkeypatch, processes, threads
+):
+    """As under torchrun, which sets one thread where several processes share the cores."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    process = start(write("--torchrun", "--gpus-per-node", processes), OMP_NUM_THREADS="")
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert (told(tmp_path)["OMP_NUM_THREADS"] or None) == threads
 
 
 def test_torchrun_starts_two_processes_that_meet(write, start, tmp_path):

@@ -57,6 +57,16 @@ def test_a_run_that_diverged_fails(judge):
     assert (word, reason) == ("fail", "fp8-0 failed: 11 steps in a row")
 
 
+def test_a_reference_without_a_finite_loss_fails_nobody(tmp_path):
+    paths = [
+        write_run(tmp_path / name, name, 0, loss)
+        for name, loss in (("bf16", float("nan")), ("fp8", 4.0), ("mxfp4", float("nan")))
+    ]
+    fp8, mxfp4 = gate_results(read_runs(paths), parse_gate("1%"))
+    assert (fp8.word, fp8.reason) == ("open", "a loss of bf16 is not finite")
+    assert (mxfp4.word, mxfp4.reason) == ("fail", "a loss is not finite")
+
+
 def test_a_gate_is_a_number_of_nats_or_percent():
     assert parse_gate("0.01") == Gate(0.01, in_percent=False)
     assert parse_gate("0.25%") == Gate(0.25, in_percent=True)

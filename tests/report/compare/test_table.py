@@ -101,7 +101,7 @@ def test_the_gap_is_taken_where_both_have_seen_equal_tokens(tmp_path):
     first = write_losses(tmp_path / "first", [5.0, 4.0, 3.0, 2.0], "val_loss")
     behind = write_losses(tmp_path / "behind", [5.0, 4.4], "val_loss")
     elsewhere = write_losses(tmp_path / "elsewhere", [5.0, 4.4], "val_loss", every=73)
-    gap = gap_to(behind, first)
+    gap = gap_to(behind, first, by_validation=True)
     assert (gap.percent, gap.tokens, gap.final) == (pytest.approx(10.0), 200, False)
     assert rows_of([first, behind, elsewhere])[1]["gap"] == "+10.00 % at 200"
     assert rows_of([first, behind, elsewhere])[2]["gap"] == "-"
@@ -110,7 +110,7 @@ def test_the_gap_is_taken_where_both_have_seen_equal_tokens(tmp_path):
 def test_without_validation_the_gap_is_of_mean_train_losses(tmp_path):
     first = write_losses(tmp_path / "first", [100.0] * 5 + [2.0] * 10)
     other = write_losses(tmp_path / "other", [50.0] * 5 + [1.0] * 5 + [2.0] * 5)
-    assert gap_to(other, first).percent == pytest.approx(-25.0)
+    assert gap_to(other, first, by_validation=False).percent == pytest.approx(-25.0)
     assert any("train loss in percent" in note for note in table_notes([first, other]))
 
 

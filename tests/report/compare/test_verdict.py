@@ -127,6 +127,52 @@ def test_runs_of_other_settings_are_other_variants(seeded, make_run):
     assert again == ["runs/fp8", "fp8-long", "again/fp8"]
 
 
+def until(path, step):
+    """Cut the record of a run off after a step, as of one that is at work."""
+    lines = (path / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["step"] <= step]
+    (path / "metrics.jsonl").write_text("".join(kept))
+    (path / "status.json").write_text('{"status": "running", "reason": ""}')
+
+
+def test_a_pair_that_is_not_validated_yet_lends_no_train_gap_to_the_mean(seeded, make_run):
+    paths = [*seeded("bf16", [4.0, 5.0]), *seeded("fp8", [4.04, 9.0])]
+    for path in (paths[1], paths[3]):
+        until(path, 1)  # validated every two steps
+    runs = read_runs(paths)
+    found = verdicts(runs)[1]
+    assert (found.gap, found.paired, found.half_width) == (pytest.approx(1.0), (0,), None)
+    assert "fp8: seed 1 has no equal tokens in bf16, and is left out." in table_notes(runs)
+
+
+def test_a_reference_without_validation_is_compared_by_its_train_loss_and_this_is_said(make_run):
+    bare, other = make_run("bf16", recipe="bf16"), make_run("fp8", worse=0.4)
+    lines = [json.loads(line) for line in (bare / "metrics.jsonl").read_text().splitlines()]
+    kept = [{k: v for k, v in line.items() if k != "val_loss"} for line in lines]
+    (bare / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    runs = read_runs([bare, other])
+    assert any(note.startswith("Gap: train loss in percent") for note in table_notes(runs))
+    assert "The gaps in train loss to bf16: fp8" in " ".join(summary(runs))
+
+
+def test_a_reference_that_is_no_longer_finite_is_not_held_against_the_others(seeded):
+    runs = read_runs(seeded("bf16", [math.nan]) + seeded("fp8", [4.0]) + seeded("mxfp4", [math.nan]))
+    text = " ".join(summary(runs))
+    assert "Not compared, for a loss of bf16 is NaN or infinite: fp8." in text
+    assert "No longer finite: mxfp4 (a loss is NaN or infinite)." in text
+
+
+def test_what_does_not_compare_is_said(make_run):
+    short, long = make_run("short", steps=100), make_run("long", steps=200)
+    notes = " ".join(table_notes(read_runs([short, long])))
+    assert "a gap compares only where both had the same learning rates until then" in notes
+    assert "planned for 100, 200 steps" in notes
+    make_run.append(short, '{"event": "resume", "step": 100, "corpus": "a1"}\n')
+    make_run.append(long, '{"event": "resume", "step": 200, "corpus": "b2"}\n')
+    notes = " ".join(table_notes(read_runs([short, long])))
+    assert "their losses are of other tokens, and no gap counts" in notes
+
+
 def test_a_failed_seed_leaves_no_mean_of_those_that_were_lucky(seeded):
     paths = seeded("bf16", [4.0, 5.0]) + seeded("fp8", [4.04, 5.05])
     (paths[3] / "status.json").write_text('{"status": "failed", "reason": "Diverged: it went up"}')

@@ -135,6 +135,27 @@ def test_the_probe_is_compared_with_the_gaps_by_rank():
     assert last["gradient / noise"] == "-"
 
 
+def test_a_gap_by_the_bf16_forward_pass_is_one_of_both_arms():
+    """The same weights, of which one arm was measured with 10 % of noise on top."""
+    rows = [Row("nvfp4", s, 2, 900, 4.4, 4.0, "done") for s in range(3)]
+    rows += [Row("finish", s, 2, 900, 4.0, 4.0, "done") for s in range(3)]
+    (prediction,) = read_predictions(
+        HEAD + "| finish | nvfp4 | bf16 | 2 | -0.10 .. +0.10 | the same weights |\n"
+    )
+    found, word = outcome(prediction, rows)
+    assert (found.mean, word) == (0.0, "held")
+    assert arm_results(rows)[0].bf16_gap.mean == 0.0
+
+
+def test_the_reference_of_a_ladder_at_work_is_that_of_its_plan():
+    """Its runs may end later than those of other arms, which then stand in the first rows."""
+    rows = [row for row in rows_of({"fp8": (0.1, 0.1), "mxfp4": (1.0, 1.0)}) if row.arm != "bf16"]
+    assert arm_results(rows, "bf16") == []
+    page = render_page(rows, 500, reference="bf16")
+    assert "bf16 is the reference, and none of its runs is finished yet." in page
+    assert "<table>" not in page
+
+
 def test_a_page_is_the_same_for_the_same_rows_and_names_are_escaped():
     rows = rows_of({"<b>": (1.0, 2.0), "far": (20.0, 30.0)})
     predictions = read_predictions(HEAD + "| far | bf16 | own | 2 | +1 .. +inf | the positive control |\n")
@@ -149,4 +170,5 @@ def test_a_page_is_the_same_for_the_same_rows_and_names_are_escaped():
     svg = ladder_svg(arm_results(rows), 500, "bf16")
     assert svg == ladder_svg(arm_results(rows), 500, "bf16")
     assert "+30.0 % →" in svg
+    assert "← -20.0 %" in ladder_svg(arm_results(rows_of({"low": (-20.0, -20.0)}, 0.001)), 500, "bf16")
     assert "nan" not in svg

@@ -1,10 +1,13 @@
 """The probe and the costs of a run on its page."""
 
 import json
+import math
 
 import pytest
 
+from narrowgauge.cli.analysis import _cell as cli_cell
 from narrowgauge.report import read_run, render_report
+from narrowgauge.t_interval import Interval
 
 
 @pytest.fixture
@@ -51,6 +54,20 @@ def test_both_are_shown(run):
     assert '<td class="number cost-0">3.0e-07</td>' in html
     assert '<td class="number cost-0">-1.0e-06</td>' in html
     assert "Worst: head.fprop.x." in html
+
+
+def test_what_is_not_finite_is_not_shown_as_if_it_had_not_been_measured(run):
+    none = {"mean": None, "low": None, "high": None}
+    one = {"mean": 1.0, "low": 1.0, "high": 1.0}
+    lost = dict.fromkeys(("loss_increase", "gradient_cosine", "effective_bits"), none)
+    exact = {"loss_increase": one, "gradient_cosine": one, "effective_bits": none, "noise_ratio": none}
+    cells = run(probe={"step": 1, "recipes": {"lost": lost}}).partition('scope="row">lost')[2]
+    assert cells.partition("</tr>")[0].count("not finite") == 3
+    cells = run(probe={"step": 1, "recipes": {"exact": exact}}).partition('scope="row">exact')[2]
+    assert "not finite" not in cells.partition("</tr>")[0]
+    assert ">exact</td>" in cells
+    assert ">no noise</td>" in cells
+    assert cli_cell(Interval(math.inf, math.nan, math.nan), ".4f", "") == "not finite"
 
 
 def test_nothing_is_shown_of_what_is_not_there_or_damaged(run):

@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,9 +12,9 @@ from narrowgauge.report import Run, Step, read_run
 from narrowgauge.report.page.curves import POINTS_PER_RUN, page_data
 
 
-def run_of(losses):
+def run_of(losses, batch=100):
     steps = [
-        Step(i, 100 * i, 0.5 * i, loss, 1e-3, 1.0, 200.0, math.nan, math.nan)
+        Step(i, batch * i, 0.5 * i, loss, 1e-3, 1.0, 200.0, math.nan, math.nan)
         for i, loss in enumerate(losses, 1)
     ]
     return Run("run", None, {}, steps, [], [], "done", "")
@@ -39,13 +40,40 @@ def test_the_band_hides_no_spike_and_the_mean_is_a_mean(losses, repeats):
     curve, finite = data["curves"]["loss"], [loss for loss in losses if math.isfinite(loss)]
     assert len(curve["mean"]) <= POINTS_PER_RUN
     assert len(curve["mean"]) == len(data["x"]["step"])
-    assert data["x"]["step"][-1] == len(run.steps), "the last step is always there"
+    assert data["end"]["step"] == len(run.steps), "the axis reaches the last step"
     if finite:
         top = max(v for v in curve.get("greatest", curve["mean"]) if v is not None)
         bottom = min(v for v in curve.get("least", curve["mean"]) if v is not None)
         assert top == pytest.approx(max(finite), rel=1e-5)
         assert bottom == pytest.approx(min(finite), rel=1e-5)
     json.dumps(data, allow_nan=False)
+
+
+@pytest.mark.parametrize(("steps", "batch"), [(3_000, 100), (50_017, 100), (9_000, 700)])
+def test_two_runs_of_one_curve_have_no_gap_however_far_each_has_come(steps, batch):
+    """Means over unequal spans of a falling loss differ: one at work seemed 5 % better than one done."""
+
+    def falling(steps, batch):
+        return run_of([3 + 7 * math.exp(-batch * i / 50_000) for i in range(1, steps + 1)], batch)
+
+    done, working = page_data([falling(100_000, 100), falling(steps, batch)])["runs"]
+    (at, tokens), (own, reference) = (
+        [run["x"]["tokens"] for run in (working, done)],
+        [run["curves"]["loss"]["mean"] for run in (working, done)],
+    )
+    gaps = [
+        100 * (loss / np.interp(t, tokens, reference) - 1)
+        for t, loss in zip(at, own, strict=True)
+        if tokens[0] <= t <= tokens[-1]
+    ]
+    assert len(gaps) > 20
+    assert max(map(abs, gaps)) < 0.05
+
+
+def test_seeds_that_have_not_come_as_far_have_points_at_the_same_tokens():
+    done, working = page_data([run_of([3.0] * 5000), run_of([3.0] * 3000)])["runs"]
+    assert set(working["x"]["tokens"][:-1]) < set(done["x"]["tokens"])
+    assert len(working["x"]["tokens"]) > 500
 
 
 def test_a_hole_in_the_loss_is_a_hole_in_the_curve_and_an_event():

@@ -82,11 +82,11 @@ def _clock(facts: Facts) -> Verdict:
     if system.now < system.installed - 86400:  # a day: wheels carry local times
         return miss(
             "before the day this package was installed",
-            "set the clock (timedatectl set-ntp true): certificates and 'newest' depend on it",
+            f"set the clock ({_set_clock(system.name)}): certificates and 'newest' depend on it",
         )
     ahead = facts.hub.ahead
     if ahead is not None and abs(ahead) > LIMITS["clock"]["machine"]:
-        return warn(f"{_off(ahead)} the hub's", "timedatectl set-ntp true")
+        return warn(f"{_off(ahead)} the hub's", _set_clock(system.name))
     for disk in (facts.disk, facts.cache):
         if disk.skew is not None and abs(disk.skew) > LIMITS["clock"]["file_server"]:
             return warn(
@@ -102,6 +102,10 @@ def _clock(facts: Facts) -> Verdict:
             )
         return ok(f"plausible{agrees}; not known to the kernel to be synchronized")
     return ok(f"plausible{agrees}" + (", synchronized" if system.synchronized else ""))
+
+
+def _set_clock(system: str) -> str:
+    return "sudo sntp -sS time.apple.com" if system == "macOS" else "timedatectl set-ntp true"
 
 
 def _off(ahead: float) -> str:
@@ -134,6 +138,12 @@ def _disk(disk: Disk, elsewhere: str) -> Verdict:
 def _compiler(facts: Facts) -> Verdict:
     compiler, gpus = facts.compiler, facts.hardware.gpus
     triton = f", Triton {compiler.triton}" if compiler.triton else ""
+    if not compiler.cc:
+        why = "kernels on a GPU need it" if gpus else "casts on a CPU take 2 to 4 times as long without it"
+        return warn(
+            f"{compiler.version or compiler.error or 'no C compiler'}{triton}",
+            f"install gcc and g++, or clang, or name them in CC and CXX: {why}; training.compile needs both",
+        )
     if not compiler.cxx:
         return warn(
             f"{compiler.error or 'no C++ compiler'}{triton}",
@@ -141,17 +151,20 @@ def _compiler(facts: Facts) -> Verdict:
         )
     found = f"{compiler.version or compiler.cxx}{triton}"
     if compiler.error:
-        return warn(f"{found}: {compiler.error}", _fix_of_compiler(compiler))
+        return warn(f"{found}: {compiler.error}", _fix_of_compiler(compiler, facts.system.name))
     if gpus and not compiler.triton:
-        return warn(f"{found}, no Triton", "pip install triton: training.compile needs it on a GPU")
+        return warn(
+            f"{found}, no Triton", "pip install triton: kernels and training.compile need it on a GPU"
+        )
     return ok(found)
 
 
-def _fix_of_compiler(compiler: Compiler) -> str:
+def _fix_of_compiler(compiler: Compiler, system: str) -> str:
     if "Python.h" in compiler.error:
         return "install Python's headers (python3-dev or python3-devel): training.compile needs them"
     if re.search(r"openmp|omp\.h|lg?omp", compiler.error):
-        return "install OpenMP for this compiler (libomp-dev, or take g++): training.compile needs it"
+        how = "brew install libomp" if system == "macOS" else "libomp-dev, or take g++"
+        return f"install OpenMP for this compiler ({how}): training.compile needs it"
     return "fix the compiler, or name another in CXX: training.compile needs one"
 
 

@@ -72,9 +72,10 @@ def _cores(facts: Facts, local: int) -> Verdict:
             "ask the launcher for more (srun --cpus-per-task 8, mpirun --bind-to none)",
         )
     threads = system.threads
-    if threads and threads * local > system.machine_cores:
+    enough = max(1, min(system.cores, system.machine_cores // local))
+    if threads and threads > enough:
         return warn(
-            f"{found}; {local} processes of OMP_NUM_THREADS={threads}",
-            f"OMP_NUM_THREADS={max(1, system.machine_cores // local)}: more threads than cores take turns",
+            f"{found}; {local} process{'es' * (local > 1)} of OMP_NUM_THREADS={threads}",
+            f"OMP_NUM_THREADS={enough}: more threads than cores take turns",
         )
     return ok(f"{found}" + (f", OMP_NUM_THREADS={threads}" if threads else ""))

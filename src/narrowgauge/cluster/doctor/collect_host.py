@@ -142,7 +142,8 @@ def _kind(place: Path) -> str:
 
 
 def collect_compiler() -> Compiler:
-    """The C++ compiler that torch.compile would take, tried on a small program, and Triton."""
+    """The compilers of C and, tried on a small program, of the C++ that torch.compile writes; and Triton."""
+    cc = next(filter(None, map(shutil.which, [_c_named(), "gcc", "clang", "cc"])), "")
     try:
         triton = version("triton")
     except PackageNotFoundError:
@@ -152,9 +153,14 @@ def collect_compiler() -> Compiler:
         if cxx := shutil.which(name):
             break
     else:
-        return Compiler(error=f"CXX={named}, which is no program" if named else "", triton=triton)
+        return Compiler(cc=cc, error=f"CXX={named}, which is no program" if named else "", triton=triton)
     first = (answer_of([cxx, "--version"], _COMPILER_SECONDS).out.splitlines() or [""])[0]
-    return Compiler(cxx=cxx, version=first, error=_compile(cxx), triton=triton)
+    return Compiler(cc=cc, cxx=cxx, version=first, error=_compile(cxx), triton=triton)
+
+
+def _c_named() -> str:
+    """The program in $CC, which may have options behind it; "" if there is none."""
+    return (os.environ.get("CC", "").split() or [""])[0]
 
 
 def _compile(cxx: str) -> str:

@@ -115,6 +115,7 @@ class Given:
 class Compiler:
     """The compilers of code at run time."""
 
+    cc: str = ""  # the C compiler's path
     cxx: str = ""  # the C++ compiler's path
     version: str = ""  # its first line
     error: str = ""  # what went wrong with a small program that uses Python's headers and OpenMP

@@ -41,6 +41,10 @@ def torchrun_script(job: Job, site: Site) -> str:
         f'"$PYTHON" -m torch.distributed.run --nproc-per-node {job.per_node} "${{where[@]}}" \\',
         f"  -m -- {command(job)} &",
     ]
+    several = [
+        "# torchrun would set this to 1 with a warning: the processes share the cores.",
+        'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"',
+    ]
     return script(
         [
             "#!/usr/bin/env bash",
@@ -48,8 +52,7 @@ def torchrun_script(job: Job, site: Site) -> str:
         ],
         setup(job, site),
         [
-            "# torchrun would set this to 1 with a warning: the processes share the cores.",
-            'export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"',
+            *(several if job.per_node > 1 else ()),  # a process alone on its node takes all cores
             "# How long processes that were told to stop may take to save; torchrun's default is 30 s.",
             f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={GRACE_SECONDS}",
         ],

@@ -24,12 +24,13 @@ class Gap:
     final: bool
 
 
-def gap_to(run: Run, first: Run) -> Gap | None:
+def gap_to(run: Run, first: Run, by_validation: bool) -> Gap | None:
     """The gap of `run` to `first` at the last equal number of tokens; None if no number is equal.
 
-    It compares validation losses if `first` has any, else means of the last 10 train losses at equal tokens.
+    It compares validation losses, or means of the last 10 train losses at equal tokens. All pairs of a
+    comparison take the same kind.
     """
-    if first.final_validation is not None:
+    if by_validation:
         window, losses, reference = 1, _val_by_tokens(run), _val_by_tokens(first)
     else:
         window, losses, reference = FINAL_STEPS, _train_by_tokens(run), _train_by_tokens(first)

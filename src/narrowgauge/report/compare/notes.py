@@ -63,10 +63,30 @@ def _gap_notes(runs: Sequence[Run]) -> list[str]:
     if len(tokens) == 1:
         notes.append(f"Each run saw {human_count(*tokens)} tokens.")
     else:
-        notes.append(
-            "The runs saw different numbers of tokens: their final losses do not compare, the gaps do."
-        )
-    return notes
+        notes.append(_unequal_note(runs))
+    return [*notes, *_other_text_note(runs)]
+
+
+def _unequal_note(runs: Sequence[Run]) -> str:
+    """What compares of runs that saw different numbers of tokens."""
+    note = "The runs saw different numbers of tokens: their final losses do not compare, "
+    planned = sorted({run.planned_steps for run in runs if run.planned_steps is not None})
+    if len(planned) < 2:
+        return f"{note}the gaps do."
+    listed = ", ".join(f"{steps:,}" for steps in planned)
+    return (
+        f"{note}and a gap compares only where both had the same learning rates until then: the runs were "
+        f"planned for {listed} steps."
+    )
+
+
+def _other_text_note(runs: Sequence[Run]) -> list[str]:
+    """A note if the runs have recorded different corpora: the digest is that of text and tokenizer."""
+    if len({str(run.facts["corpus"]) for run in runs if run.facts.get("corpus")}) < 2:
+        return []
+    return [
+        "The runs differ in their text or tokenizer: their losses are of other tokens, and no gap counts."
+    ]
 
 
 def _unpaired_note(v: Verdict, reference: Verdict) -> str:

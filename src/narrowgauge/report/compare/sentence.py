@@ -107,6 +107,8 @@ def _of_many(all_verdicts: Sequence[Verdict], by_validation: bool) -> list[str]:
     why = f"Not compared with {to}, of which a run failed:"
     if not reference.has_failed:
         why = f"Not compared, for want of {to}'s seed or tokens:"
+    waiting = [v for v in of("not finite") if v.loss is not None and math.isfinite(v.loss)]
+    broken = [v for v in of("not finite") if v not in waiting]
     proven = of("worse", "better")
     sentences = [
         f"{v.name} ends {v.conclusion} than {to}: {_gap(v)} {loss} ({_interval(v)})." for v in proven[:MOST]
@@ -120,7 +122,8 @@ def _of_many(all_verdicts: Sequence[Verdict], by_validation: bool) -> list[str]:
             lambda v: f"{_gap(v)}, {_interval(v)}",
         ),
         (of("equal"), f"Equal to {to} in every seed:", lambda v: _count(len(v.paired), "seed")),
-        (of("not finite"), "No longer finite:", lambda v: "a loss is NaN or infinite"),
+        (broken, "No longer finite:", lambda v: "a loss is NaN or infinite"),
+        (waiting, f"Not compared, for a loss of {to} is NaN or infinite:", lambda v: ""),
         (early, f"Not compared with {to} yet, for one of the two has not come far enough:", lambda v: ""),
         (late, why, lambda v: ""),
     ]

@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from narrowgauge.report.compare.gap import gap_to
+from narrowgauge.report.compare.gap import Gap, gap_to
 from narrowgauge.report.compare.groups import Group, groups
 from narrowgauge.report.read.run import Run
 from narrowgauge.t_interval import half_width
@@ -69,28 +69,44 @@ def verdicts(runs: Sequence[Run]) -> list[Verdict]:
 
 
 def has_validation(runs: Sequence[Run]) -> bool:
-    """Whether the runs are compared by their validation losses, and not by their train losses."""
-    return any(run.final_validation is not None for run in runs)
+    """Whether the runs are compared by their validation losses, and not by their train losses.
+
+    The reference decides for all: a pair whose run has not been validated yet waits.
+    """
+    return any(run.final_validation is not None for run in groups(runs)[0].runs.values())
 
 
 def paired_gaps(runs: Sequence[Run]) -> list[list[float]]:
     """The gaps in percent of each variant but the reference, one for each seed that both have."""
     reference, *others = groups(runs)
-    return [list(_gaps(group, reference).values()) for group in others]
+    return [[gap.percent for gap in gaps_of(group, reference).values()] for group in others]
 
 
-def _gaps(group: Group, reference: Group) -> dict[int, float]:
+def gaps_of(group: Group, reference: Group) -> dict[int, Gap]:
+    """The gap of each seed that both variants have, with losses at equal tokens."""
+    by_validation = has_validation(list(reference.runs.values()))
     return {
-        seed: gap.percent
+        seed: gap
         for seed, run in group.runs.items()
-        if seed in reference.runs and (gap := gap_to(run, reference.runs[seed])) is not None
+        if seed in reference.runs and (gap := gap_to(run, reference.runs[seed], by_validation)) is not None
     }
+
+
+def is_finite(group: Group, by_validation: bool) -> bool:
+    """Whether no last loss of a variant is NaN or infinite."""
+    losses = (final_loss(run, by_validation) for run in group.runs.values())
+    return all(loss is None or math.isfinite(loss) for loss in losses)
+
+
+def final_loss(run: Run, by_validation: bool) -> float | None:
+    """The last loss of the kind by which runs are compared."""
+    return run.final_val_loss if by_validation else run.final_train_loss
 
 
 def _verdict(group: Group, reference: Group, by_validation: bool) -> Verdict:
     has_failed = _has_failed(group)
-    gaps = _gaps(group, reference)
-    found = (r.final_val_loss if by_validation else r.final_train_loss for r in group.runs.values())
+    gaps = {seed: gap.percent for seed, gap in gaps_of(group, reference).items()}
+    found = (final_loss(run, by_validation) for run in group.runs.values())
     losses = [loss for loss in found if loss is not None]
     if has_failed and len(group.runs) > 1:  # the seeds that did not fail are the lucky ones
         gaps, losses = {}, []

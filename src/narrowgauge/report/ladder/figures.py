@@ -129,7 +129,11 @@ def _forest(
         if math.isfinite(result.gap.low) and abs(result.gap.mean) <= _LARGEST:
             parts.append(_line(x(result.gap.low), cy, x(result.gap.high), cy, color, 2))
         if abs(result.gap.mean) > _LARGEST:
-            parts.append(_text(x.end, cy + 4, f"{result.gap.mean:+.1f} % →", anchor="end", color=color))
+            beyond = f"{result.gap.mean:+.1f} %"
+            if result.gap.mean > 0:
+                parts.append(_text(x.end, cy + 4, f"{beyond} →", anchor="end", color=color))
+            else:
+                parts.append(_text(x.start, cy + 4, f"← {beyond}", color=color))
         else:
             px = x(result.gap.mean)
             parts.append(f'<circle cx="{px:.1f}" cy="{cy:.1f}" r="3.5" fill="{color}"/>')

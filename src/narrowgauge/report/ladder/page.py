@@ -98,12 +98,14 @@ def _end(value: float) -> str:
     return f"{value:+.2f}" if math.isfinite(value) else "∞"
 
 
-def facts(rows: Sequence[Row]) -> list[str]:
+def facts(rows: Sequence[Row], reference: str = "") -> list[str]:
     """Sentences on what was run: runs, seeds, what diverged, what is missing."""
+    reference = reference or rows[0].arm
     arms = list(dict.fromkeys(row.arm for row in rows))
     seeds = {arm: {row.seed for row in rows if row.arm == arm} for arm in arms}
     most = max(len(found) for found in seeds.values())
-    sentences = [f"{len(rows)} runs of {len(arms)} arms; {arms[0]} is the reference."]
+    waits = "" if reference in arms else ", and none of its runs is finished yet"
+    sentences = [f"{len(rows)} runs of {len(arms)} arms; {reference} is the reference{waits}."]
     if fewer := [f"{arm} ({len(found)})" for arm, found in seeds.items() if len(found) < most]:
         sentences.append(f"With fewer than {most} seeds: {', '.join(fewer)}.")
     diverged = [f"{row.arm}, seed {row.seed}, rung {row.rung}" for row in rows if row.status == DIVERGED]
@@ -157,12 +159,18 @@ def _counted(predictions: Sequence[Prediction], rows: Sequence[Row]) -> str:
     return ", ".join(f"{words.count(word)} {word}" for word in ("held", "wrong", "open", "not run")) + "."
 
 
-def render_page(rows: Sequence[Row], parameters: int, probe: Mapping[str, Any] | None = None) -> str:
-    """One HTML file: the picture, the tables, what diverged, and the probe beside them."""
-    results = arm_results(rows)
-    body = [f"<h1>Ladder</h1><p>{escape(' '.join(facts(rows)))}</p>"]
+def render_page(
+    rows: Sequence[Row], parameters: int, probe: Mapping[str, Any] | None = None, reference: str = ""
+) -> str:
+    """One HTML file: the picture, the tables, what diverged, and the probe beside them.
+
+    `reference` is the arm that the others are compared with; "": that of the first row.
+    """
+    reference = reference or rows[0].arm
+    results = arm_results(rows, reference)
+    body = [f"<h1>Ladder</h1><p>{escape(' '.join(facts(rows, reference)))}</p>"]
     if results:
-        body.append(ladder_svg(results, parameters, rows[0].arm))
+        body.append(ladder_svg(results, parameters, reference))
         body.append("<h2>At the highest rung</h2>" + html_table(*main_table(results)))
         body.append("<h2>At every rung</h2>" + html_table(*rung_table(results)))
     if probe is not None:

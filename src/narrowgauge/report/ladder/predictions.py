@@ -4,9 +4,9 @@ They are the rows of a Markdown table:
 
     | arm | against | loss | rung | predicted gap | why |
 
-The gap of `arm` to `against` is taken for each seed, by the loss `own` or `bf16`, at a rung; 3 - 1 is the gap
-at rung 3 minus that at rung 1. The predicted gap is a range of the mean in percent, +0.30 .. +1.60. The
-prediction is held if the 95 % interval of the mean lies inside of the range, wrong if outside, else open.
+The gap of `arm` to `against` is taken for each seed, by the loss `own` or `bf16` of both, at a rung; 3 - 1 is
+the gap at rung 3 minus that at rung 1. The predicted gap is a range of the mean in percent, +0.30 .. +1.60.
+The prediction is held if the 95 % interval of the mean lies inside of the range, wrong if outside, else open.
 Minus signs may be those of print.
 """
 
@@ -97,7 +97,7 @@ def gaps_of(prediction: Prediction, rows: Sequence[Row]) -> list[float]:
         base = by_key.get((prediction.against, seed, rung))
         if arm is None or base is None:
             return math.nan
-        return gap_percent(arm.loss(prediction.loss), base.own_loss)
+        return gap_percent(arm.loss(prediction.loss), base.loss(prediction.loss))
 
     seeds = sorted({row.seed for row in rows})
     gaps = [

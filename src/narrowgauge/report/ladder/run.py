@@ -64,7 +64,7 @@ def run_ladder(ladder: Ladder, out: Path, console: Console, is_dry: bool = False
             write_results(ladder, out)
     probe_arms(ladder, out)
     write_results(ladder, out)
-    print_results(arm_results(collect_rows(ladder, out)), console)
+    print_results(arm_results(collect_rows(ladder, out), ladder.arms[0]), console)
     _say(console, f"results: {out / 'runs.csv'}")
     _say(console, f"report: {out / 'report.html'}")
 
@@ -75,7 +75,7 @@ def write_results(ladder: Ladder, out: Path) -> None:
     write_whole(out / "runs.csv", rows_text(rows))
     if rows:
         parameters = count_block_weights(ladder.chains[0].trunk.config.spec.model)
-        write_whole(out / "report.html", render_page(rows, parameters, read_probe(out)))
+        write_whole(out / "report.html", render_page(rows, parameters, read_probe(out), ladder.arms[0]))
 
 
 def _sight(ladder: Ladder, out: Path) -> Sequence[str]:
@@ -83,8 +83,9 @@ def _sight(ladder: Ladder, out: Path) -> Sequence[str]:
     rows = collect_rows(ladder, out)
     parameters = count_block_weights(ladder.chains[0].trunk.config.spec.model)
     sentences = []
+    results = arm_results(rows, ladder.arms[0])
     for number, run in enumerate(ladder.chains[0].runs, start=1):
-        gaps = [result.gaps for result in arm_results(rows) if result.rung == number]
+        gaps = [result.gaps for result in results if result.rung == number]
         text = power_text(len(ladder.seeds), run.tokens, parameters, gaps)
         sentences.append(f"rung {number}: {text}")
     return sentences

@@ -31,7 +31,7 @@ class ArmResult:
 
     Attributes:
         gaps: By the own forward pass, of the seeds that both arms have.
-        bf16_gaps: By the bf16 forward pass of the same weights.
+        bf16_gaps: By the bf16 forward pass of the same weights, of both arms.
         gap: Mean and interval of `gaps`; NaN without any.
         extra: Mean and interval of the extra tokens in percent; NaN with a single rung.
         diverged: How many seeds diverged.
@@ -68,12 +68,12 @@ class ArmResult:
         return f"equal within {MARGIN} %" if is_equal else "open"
 
 
-def arm_results(rows: Sequence[Row]) -> list[ArmResult]:
-    """The results of all arms but the reference, which is the first row's, by rung and arm."""
+def arm_results(rows: Sequence[Row], reference: str = "") -> list[ArmResult]:
+    """The results of all arms but the reference ("": the arm of the first row), by rung and arm."""
     if not rows:
         return []
     by_key = {(row.arm, row.seed, row.rung): row for row in rows}
-    reference = rows[0].arm
+    reference = reference or rows[0].arm
     arms = [arm for arm in dict.fromkeys(row.arm for row in rows) if arm != reference]
     results = []
     for rung in sorted({row.rung for row in rows}):
@@ -96,7 +96,7 @@ def _result(
     if not pairs and not diverged:
         return None
     gaps = tuple(gap_percent(row.own_loss, base.own_loss) for row, base in pairs)
-    bf16 = tuple(gap_percent(row.bf16_loss, base.own_loss) for row, base in pairs)
+    bf16 = tuple(gap_percent(row.bf16_loss, base.bf16_loss) for row, base in pairs)
     curves = {row.seed: _curve(by_key, reference, row.seed) for row, _ in pairs}
     extra = [extra_tokens(row.own_loss, row.tokens, curves[row.seed]) for row, _ in pairs]
     known = [x for x in extra if math.isfinite(x)]

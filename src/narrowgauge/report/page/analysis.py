@@ -7,15 +7,15 @@ from html import escape
 from narrowgauge.report.read.analysis import Costs, Probe
 from narrowgauge.report.read.run import Run
 
-_FIGURES = {
-    "loss_increase": ("loss increase, nats", ".5f"),
-    "gradient_cosine": ("gradient cosine", ".5f"),
-    "gradient_bias": ("gradient bias", "+.5f"),
-    "effective_bits": ("effective bits", ".2f"),
-    "averaging_slope": ("averaging slope", ".2f"),
-    "noise_ratio": ("gradient / noise", ".2f"),
+_Figure = tuple[float | None, float | None, float | None]
+_FIGURES = {  # title, form, and the word for an infinite one
+    "loss_increase": ("loss increase, nats", ".5f", ""),
+    "gradient_cosine": ("gradient cosine", ".5f", ""),
+    "gradient_bias": ("gradient bias", "+.5f", ""),
+    "effective_bits": ("effective bits", ".2f", "exact"),
+    "averaging_slope": ("averaging slope", ".2f", ""),
+    "noise_ratio": ("gradient / noise", ".2f", "no noise"),
 }
-_NOTHING = (None, None, None)
 _SHADES = 6  # steps from the smallest cost to the largest, on a logarithmic scale
 
 
@@ -34,11 +34,13 @@ def analysis(runs: Sequence[Run]) -> str:
 
 
 def _probe(probe: Probe) -> str:
-    head = "".join(f'<th scope="col" class="number">{title}</th>' for title, _ in _FIGURES.values())
+    head = "".join(f'<th scope="col" class="number">{title}</th>' for title, *_ in _FIGURES.values())
     body = ""
     for recipe, figures in probe.figures.items():
+        is_broken = figures.get("gradient_cosine", (0.0,))[0] is None
         cells = (
-            _figure(figures.get(key, (None, None, None)), digits) for key, (_, digits) in _FIGURES.items()
+            _figure(figures.get(key), digits, "" if is_broken else infinite)
+            for key, (_, digits, infinite) in _FIGURES.items()
         )
         row = "".join(f'<td class="number">{cell}</td>' for cell in cells)
         body += f'<tr><th scope="row">{escape(recipe)}</th>{row}</tr>'
@@ -49,10 +51,13 @@ def _probe(probe: Probe) -> str:
     )
 
 
-def _figure(values: tuple[float | None, float | None, float | None], digits: str) -> str:
+def _figure(values: _Figure | None, digits: str, infinite: str) -> str:
+    """A mean and half its interval; `infinite` is said of a mean that is not finite, if that is no fault."""
+    if values is None:
+        return "-"
     mean, _, high = values
     if mean is None:
-        return "-"
+        return infinite or "not finite"
     half = "" if high is None else f" &#177; {high - mean:{digits.removeprefix('+')}}"
     return f"{mean:{digits}}{half}"
 

@@ -1,8 +1,10 @@
 """The curves of the page, reduced to the resolution of a screen.
 
 A run of 100,000 steps has more points than a screen has columns. Its steps are grouped into buckets of equal
-size; each keeps the mean, the least and the greatest value, so the line on the page is a mean and the band
-around it hides no spike. A short run keeps every step and has no band.
+numbers of tokens; each keeps the mean, the least and the greatest value, so the line on the page is a mean
+and the band around it hides no spike. The mean lies in the middle of its bucket, and all runs of a page have
+the same buckets: a gap between means of unequal spans would show how steep the loss is, and not how the runs
+differ. Where every run is short, every step is kept and there is no band.
 
 Non-finite values never reach the page: a bucket counts only its finite values, and one without any is
 `null`, a gap in the curve. An event marks the steps whose loss was not finite.
@@ -11,6 +13,7 @@ Non-finite values never reach the page: a bucket counts only its finite values, 
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, TypeVar
 
 from narrowgauge.report.compare.groups import groups, references
@@ -33,7 +36,8 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
     all_groups = groups(runs)
     partners = references(all_groups)
     number = {id(run): i for i, run in enumerate(runs)}
-    data = [_run_data(run, points, events) for run in runs]
+    width = max(_width(run.steps, points) for run in runs)
+    data = [_run_data(run, width, points, events) for run in runs]
     for variant, group in enumerate(all_groups):
         for run in group.runs.values():
             partner = partners.get(id(run))
@@ -42,14 +46,15 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
     return {"runs": data, "variants": [group.name for group in all_groups]}
 
 
-def _run_data(run: Run, points: int, events: int) -> dict[str, Any]:
-    buckets = _buckets(run.steps, points)
+def _run_data(run: Run, width: int, points: int, events: int) -> dict[str, Any]:
+    buckets = _buckets(run.steps, width)
     clock = _Clock(run.steps)
     measured = thin(run.validation if run.final_validation is not None else [], points)
     return {
         "name": run.name,
         "emulated": run.backend == "emulated",
-        "x": _positions([bucket[-1] for bucket in buckets]),
+        "x": _positions(buckets),
+        "end": {axis: (places or [0])[-1] for axis, places in _positions([run.steps[-1:]]).items()},
         "curves": {name: _curve(buckets, name) for name in METRICS},
         "validation": {
             "x": {
@@ -63,26 +68,45 @@ def _run_data(run: Run, points: int, events: int) -> dict[str, Any]:
     }
 
 
-def _buckets(steps: Sequence[Step], points: int) -> list[Sequence[Step]]:
-    """The steps in at most `points` buckets of equal length (the last may be shorter)."""
-    size = math.ceil(len(steps) / points) or 1
-    return [steps[start : start + size] for start in range(0, len(steps), size)]
+def _width(steps: Sequence[Step], points: int) -> int:
+    """The tokens of a bucket, of which a run has at most `points`; 0 if it can keep every step."""
+    if len(steps) <= points:
+        return 0
+    size = math.ceil(len(steps) / (points - 1))  # a run that began in the middle has a part of a bucket more
+    return size * max(1, round(_place(steps[-1]) / max(1, steps[-1].step)))
 
 
-def _positions(steps: Sequence[Step]) -> dict[str, list[float | None]]:
-    """Coordinates of the steps on each of the three selectable axes."""
+def _buckets(steps: Sequence[Step], width: int) -> list[Sequence[Step]]:
+    """The steps in buckets of `width` tokens, which begin at multiples of it; one step each for 0."""
+    if not width:
+        return [steps[i : i + 1] for i in range(len(steps))]
+    return [list(bucket) for _, bucket in groupby(steps, lambda step: -(-_place(step) // width))]
+
+
+def _place(step: Step) -> int:
+    """The tokens of a step; its number where no tokens were recorded."""
+    return step.tokens or step.step
+
+
+def _positions(buckets: Sequence[Sequence[Step]]) -> dict[str, list[float | None]]:
+    """The middles of the buckets on each of the three selectable axes."""
+    ends = [(bucket[0], bucket[-1]) for bucket in buckets if bucket]
     return {
-        "step": [step.step for step in steps],
-        "tokens": [step.tokens for step in steps],
-        "seconds": [round_digits(step.seconds) for step in steps],
+        "step": [_middle(a.step, b.step) for a, b in ends],
+        "tokens": [_middle(a.tokens, b.tokens) for a, b in ends],
+        "seconds": [round_digits((a.seconds + b.seconds) / 2) for a, b in ends],
     }
+
+
+def _middle(first: int, last: int) -> float:
+    return (first + last) / 2 if (first + last) % 2 else (first + last) // 2
 
 
 def _curve(buckets: Sequence[Sequence[Step]], name: str) -> Curve:
     """Mean of each bucket; also least and greatest if buckets hold more than one step."""
     finite = [[v for step in bucket if math.isfinite(v := getattr(step, name))] for bucket in buckets]
     curve: Curve = {"mean": [round_digits(math.fsum(v) / len(v)) if v else None for v in finite]}
-    if buckets and len(buckets[0]) > 1 and name != "lr":
+    if name != "lr" and any(len(bucket) > 1 for bucket in buckets):
         curve["least"] = [round_digits(min(v)) if v else None for v in finite]
         curve["greatest"] = [round_digits(max(v)) if v else None for v in finite]
     return curve

@@ -13,7 +13,7 @@ const shownRuns = () => RUNS.map((run, number) => ({ run, number })).filter(({ r
 
 /** The span of the chosen axis over all runs (hidden ones too, so that nothing jumps), and its words. */
 function currentView() {
-  const places = RUNS.flatMap((run) => [...run.x[control.axis].slice(-1), ...run.validation.x[control.axis].slice(-1)]);
+  const places = RUNS.flatMap((run) => [run.end[control.axis], ...run.validation.x[control.axis].slice(-1)]);
   const high = Math.max(...places, 0) || 1, axis = AXES[control.axis];
   const low = (high * control.from) / 100;
   const width = 0.0005 * control.smooth ** 2; // the slider is fine where smoothing is slight: 0 to 20 %
