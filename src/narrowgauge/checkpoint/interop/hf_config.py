@@ -43,6 +43,7 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 _FLAGS = ("tied_head", "bias", "qkv_bias", "qk_norm", "norm_topk_prob")
+_POSITIONS = {"llama": 2048, "mixtral": 131072}  # where a key is missing; 32768 in the families of Qwen
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 
@@ -138,7 +139,7 @@ def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _from_llama(values: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
-    is_qwen, has_head_norms = family.startswith("qwen"), family.startswith("qwen3")
+    has_head_norms = family.startswith("qwen3")
     if has_head_norms:
         require(values, "attention_bias", (False,), where)
     require(values, "hidden_act", ("silu", "swish"), where)
@@ -161,8 +162,8 @@ def _from_llama(values: Mapping[str, Any], family: str, where: str) -> dict[str,
         "head_dim": values.get("head_dim") or (128 if family == "qwen3" else 0),
         "ffn_dim": needed(values, "intermediate_size", where),
         "vocab_size": needed(values, "vocab_size", where),
-        "max_sequence_length": values.get("max_position_embeddings", 32768 if is_qwen else 2048),
-        "norm_eps": values.get("rms_norm_eps", 1e-6),
+        "max_sequence_length": values.get("max_position_embeddings", _POSITIONS.get(family, 32768)),
+        "norm_eps": values.get("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6),
         "initial_std": values.get("initializer_range", 0.02),
         "tied_head": values.get("tie_word_embeddings", False),
         "bias": biased,
