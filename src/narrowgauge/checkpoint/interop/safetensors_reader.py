@@ -141,6 +141,9 @@ def write_tensors(
     """Write tensors as one file, or as several of about `shard_bytes` with an index.
 
     Floating tensors are converted to `dtype`, a file at a time; None keeps each as it is.
+
+    Raises:
+        UserError: a weight is beyond the largest number of `dtype`.
     """
     shards: list[list[tuple[str, torch.Tensor]]] = [[]]
     sizes, total = [0], 0
@@ -156,6 +159,8 @@ def write_tensors(
     for number, shard in enumerate(shards, start=1):
         file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         converted = {name: t.to(dtype or t.dtype) for name, t in shard}
+        if beyond := [name for name, t in converted.items() if not is_finite(t)]:
+            raise UserError(f"{beyond[0]!r} has numbers that {dtype} cannot hold; choose another --dtype")
         write_safetensors(folder / file, converted, metadata={"format": "pt"})
         weight_map |= {name: file for name, _ in shard}
     if len(shards) > 1:
