@@ -92,8 +92,8 @@ def layout_of(path: Path) -> str | None:
     if _is_wider(head):
         raise unfit(
             path,
-            "every second number of it is next to 0, as in ids of 4 or 8 bytes, and ids without a header have 2 "
-            "(numpy.uint16)",
+            "every second number of it is next to 0, as in ids of 4 or 8 bytes, and ids without a header "
+            "are numpy.uint16",
         )
     return BARE
 
