@@ -45,6 +45,8 @@ def require_readable(quantization: Mapping[str, Any], where: str) -> None:
     Raises:
         UserError: its `quant_method` is none of `METHODS`, or they are weights of a rotated model.
     """
+    if not isinstance(quantization, Mapping):
+        raise UserError(f"{where}: quantization_config = {quantization!r} is no table; mend the file")
     method = str(quantization.get("quant_method", ""))
     if method not in METHODS:
         raise UserError(
