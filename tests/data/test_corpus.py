@@ -72,3 +72,13 @@ def test_a_manifest_of_another_kind_is_refused(source, tmp_path, change):
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(UserError, match=r"has layout 3|is damaged: it does not state just layout, version"):
         open_corpus(directory)
+
+
+def test_the_manifest_of_another_program_is_no_damage(tmp_path):
+    """The advice was to delete the folder that was named with --out."""
+    (tmp_path / "manifest.json").write_text('{"name": "an app"}')
+    (tmp_path / "a.txt").write_text("text " * 5000)
+    with pytest.raises(UserError) as caught:
+        prepare(str(tmp_path / "a.txt"), "bytes", tmp_path)
+    path = tmp_path / "manifest.json"
+    assert str(caught.value) == f"{path} is not of a prepared corpus; name another directory"

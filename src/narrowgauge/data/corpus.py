@@ -156,13 +156,15 @@ def read_manifest(directory: Path) -> CorpusManifest:
         ) from None
     except ValueError as error:
         raise damaged(path, f"it is not JSON ({error})") from None
-    if isinstance(facts, dict) and type(layout := facts.get("layout")) is int and layout != LAYOUT_VERSION:
+    if not isinstance(facts, dict) or "layout" not in facts:
+        raise UserError(f"{path} is not of a prepared corpus; name another directory")
+    if type(layout := facts.get("layout")) is int and layout != LAYOUT_VERSION:
         raise UserError(
             f"the corpus in {directory} has layout {layout}, and this narrowgauge reads layout "
             f"{LAYOUT_VERSION}; delete the directory and prepare it again"
         )
     types = {field.name: get_origin(field.type) or field.type for field in fields(CorpusManifest)}
-    if not isinstance(facts, dict) or {name: type(value) for name, value in facts.items()} != types:
+    if {name: type(value) for name, value in facts.items()} != types:
         raise damaged(path, f"it does not state just {', '.join(types)}")
     for part in (facts["train"], facts["val"]):
         if not part or not all(_is_file(entry) for entry in part):

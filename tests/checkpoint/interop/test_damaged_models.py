@@ -191,3 +191,11 @@ def test_what_is_nothing(tmp_path, folder):
     refused(folder, "neither model.safetensors nor")
     (folder / "config.json").write_text("[1]")
     refused(folder, folder / "config.json", "not one JSON object")
+
+
+def test_weights_that_a_dtype_cannot_hold_are_not_written(tmp_path, model):
+    """Half precision ends at 65504: they became infinite in the exported file."""
+    weights = dict(model.state_dict())
+    weights["norm.weight"] = torch.full((64,), 1e5)
+    with pytest.raises(UserError, match=r"'model\.norm\.weight' has numbers that torch\.float16 cannot hold"):
+        write_folder(tmp_path, model.config, weights, None, torch.float16)

@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from narrowgauge.checkpoint.interop.megatron import read_megatron, write_megatron
 from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
@@ -71,3 +71,25 @@ def test_damage_is_refused(tmp_path):
         settings.write_text(change)
         with pytest.raises(UserError, match=words):
             read_megatron(tmp_path)
+
+
+def test_a_tensor_without_a_place_is_refused(tmp_path):
+    """It was left out without a word: a model that was trained with more than its settings say."""
+    model = Transformer(model_config("debug", **LLAMA))
+    write_megatron(tmp_path, model.config, model.state_dict(), torch.float32, SHARD_BYTES)
+    tensors = load_file(tmp_path / "model.safetensors")
+    layer = "decoder.layers.0.self_attention.linear_qkv"
+    save_file(tensors | {f"{layer}._extra_state": torch.ones(1)}, tmp_path / "model.safetensors")
+    read_megatron(tmp_path)
+    save_file(tensors | {f"{layer}.bias": torch.ones(128)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        UserError, match=rf"a tensor '{layer}\.bias', for which its megatron\.toml has no place"
+    ):
+        read_megatron(tmp_path)
+
+
+def test_rotary_positions_that_megatron_does_not_have_are_refused(tmp_path):
+    """`--use-rope-scaling` takes a factor alone: other turns and another context would be lost."""
+    model = Transformer(model_config("debug", **LLAMA, rope_factor=8.0, rope_original_positions=2048))
+    with pytest.raises(UserError, match=r"\(1\.0, 4\.0, 2048\), and .* has \(1\.0, 4\.0, 8192\) fixed"):
+        write_megatron(tmp_path, model.config, model.state_dict(), torch.float32, SHARD_BYTES)

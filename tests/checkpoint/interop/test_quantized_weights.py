@@ -136,3 +136,17 @@ def test_a_block_size_that_is_none_is_not_used(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert read_external_model(tmp_path).precision == "fp32 and fp8"
     assert load_file(tmp_path / "model.safetensors").keys() == tensors.keys()
+
+
+def test_weights_of_a_rotated_model_are_refused_unless_the_rotation_is_in_them(tmp_path):
+    """They were read as they lie there, without the rotation of their inputs."""
+    _, config = written(tmp_path, trained("fp8"))
+    for location in ("weight_input", "input"):
+        applied = [{"targets": ["Linear"], "location": location}]
+        transform = {"config_groups": {"R1": {"type": "hadamard", "apply": applied}}}
+        config["quantization_config"]["transform_config"] = transform
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if location == "weight_input":
+            read_external_model(tmp_path)
+    with pytest.raises(UserError, match="transform_config turns what is computed at 'input'"):
+        read_external_model(tmp_path)

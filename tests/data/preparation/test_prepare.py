@@ -1,6 +1,7 @@
 """Preparation: the same bytes always, whole or not at all, and nothing foreign or damaged is used."""
 
 import os
+import resource
 import shutil
 import time
 from itertools import pairwise
@@ -9,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from narrowgauge.data import documents, open_corpus, prepare, train_bpe
+from narrowgauge.data import Options, documents, open_corpus, prepare, train_bpe
+from narrowgauge.data.preparation.document_filter import SeenTexts
 from narrowgauge.errors import UserError
 from narrowgauge.files import cache_directory
 
@@ -203,3 +205,27 @@ def test_the_standard_library_is_prepared_and_found_again_quickly():
     assert made - start < 40
     open_corpus(corpus.directory)
     assert time.perf_counter() - made < 2
+
+
+def test_a_prepared_corpus_refuses_options_it_was_not_made_with(tmp_path):
+    """They were taken and did nothing: `prepare CORPUS --layout llmc --dedup` left out no duplicate."""
+    (tmp_path / "a.txt").write_text("some words in a row\n\n" * 3000)
+    made = Options(val_fraction=0.2, dedup=True)
+    corpus = prepare(str(tmp_path / "a.txt"), "bytes", tmp_path / "corpus", options=made)
+    for options in (None, Options(), made):
+        assert prepare(str(tmp_path / "corpus"), options=options).digest == corpus.digest
+    for options, said in ((Options(val_fraction=0.5), "0.2"), (Options(text_key="body"), "text")):
+        with pytest.raises(UserError, match=rf"was prepared with \w+ = {said}, and .* is asked for; leave"):
+            prepare(str(tmp_path / "corpus"), options=options)
+
+
+def test_a_full_disk_under_the_digests_of_duplicates_is_an_error_of_the_system(tmp_path, monkeypatch):
+    """sqlite has errors of its own, and one of them was a traceback."""
+    monkeypatch.setattr("narrowgauge.data.preparation.document_filter._CACHE_KIB", 64)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, before[1]))  # as if the disk ended there
+    try:
+        with SeenTexts(tmp_path / "seen") as seen, pytest.raises(OSError, match="the digests of --dedup: "):
+            list(map(seen.add, (number.to_bytes(16, "big") for number in range(1 << 17))))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

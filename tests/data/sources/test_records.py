@@ -53,6 +53,26 @@ def test_streams_end_to_end_are_one_file(tmp_path, suffix):
     assert texts(written(tmp_path / f"a.{suffix}", data)) == TEXTS
 
 
+def test_a_window_of_two_gigabytes_is_read(tmp_path):
+    """`zstd --long=31`, as crawls of Reddit are distributed; such a file was called damaged."""
+    options = zstandard.ZstdCompressionParameters.from_level(3, window_log=31)
+    packer = zstandard.ZstdCompressor(compression_params=options).compressobj()
+    assert texts(written(tmp_path / "a.jsonl.zst", packer.compress(LINES) + packer.flush())) == TEXTS
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+def test_a_byte_that_is_not_utf8_costs_its_piece_of_a_text_and_not_the_rest(tmp_path, mark):
+    """The rest of the file was lost as one record, so that a tolerance of 1 % could take most of a text."""
+    paragraphs = ["caf\u00e9 " * 900 + "\n\n" for _ in range(1000)]
+    data = bytearray(mark + "".join(paragraphs).encode())
+    bad = len(mark) + 500 * len(paragraphs[0].encode()) + 7
+    data[bad] = 0xE9
+    path = written(tmp_path / "a.txt", bytes(data))
+    assert f"{path} is not UTF-8: byte {bad} is 0xe9; convert it" in refusal(path)
+    facts = prepare(str(path), "bytes", tmp_path / "out", options=Options(tolerance=0.01)).manifest
+    assert (facts.rejected, facts.train_documents + facts.val_documents) == (1, 999)
+
+
 def test_the_key_can_be_chosen_and_blank_lines_a_mark_and_blank_texts_are_nothing(tmp_path):
     data = b'\xef\xbb\xbf{"body": "a"}\r\n\n  \n{"body": " \\n"}\n{"body": "b"}'
     assert texts(written(tmp_path / "a.jsonl", data), "body") == ["a", "b"]

@@ -92,6 +92,24 @@ def test_what_is_nearly_a_token_file_is_refused_for_what_it_is(tmp_path, content
         layout_of(tmp_path / "x.bin")
 
 
+@pytest.mark.parametrize("dtype", ["<i4", "<u4", "<i8"])
+@pytest.mark.parametrize("ids", [IDS, IDS + 60_000, np.where(IDS % 9, IDS, -100)], ids=["", "many", "marked"])
+def test_wider_ids_without_a_header_are_refused(tmp_path, dtype, ids):
+    """numpy's own dtype of ids is int64; read as uint16, every second token was 0."""
+    if dtype == "<u4" and ids.min() < 0:
+        pytest.skip("unsigned")
+    ids.astype(dtype).tofile(tmp_path / "train.bin")
+    with pytest.raises(UserError, match="every second number of it is next to 0, as in ids of 4 or 8 bytes"):
+        layout_of(tmp_path / "train.bin")
+
+
+@pytest.mark.parametrize("count", [2, 65, 500])
+def test_few_or_small_ids_are_not_taken_for_wider_ones(tmp_path, count):
+    """As nanoGPT's single characters are; 2: ids that are all next to 0."""
+    RNG.integers(0, count, 4000).astype("<u2").tofile(tmp_path / "train.bin")
+    assert layout_of(tmp_path / "train.bin") == "bare uint16"
+
+
 @pytest.mark.parametrize(
     ("name", "damage", "words"),
     [

@@ -168,6 +168,22 @@ def test_a_change_of_the_tokens_is_a_change_of_the_digest():
     assert open_data("x.bin").digest != before
 
 
+def test_other_tokens_under_the_old_time_are_noticed():
+    """rsync, tar and cp -p set the time of the file they copy; the digest was that of the old tokens."""
+    write("x.bin")
+    before, was = open_data("x.bin").digest, os.stat("x.bin")
+    ids = np.fromfile("x.bin", "<u2")
+    ids[513] = 60_000
+    ids.tofile("x.bin")
+    os.utime("x.bin", ns=(was.st_atime_ns, was.st_mtime_ns))
+    with pytest.raises(UserError, match="token 1 has id 60000, and the vocabulary ends at 50256"):
+        open_data("x.bin")
+    ids[513] = 7
+    ids.tofile("x.bin")
+    os.utime("x.bin", ns=(was.st_atime_ns, was.st_mtime_ns))
+    assert open_data("x.bin").digest != before
+
+
 def test_mixed_and_useless_sources_are_refused():
     write("m/a.bin")
     Path("m/b.bin").write_bytes(text_like(5000).astype("<u2").tobytes())

@@ -43,6 +43,8 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 _FLAGS = ("tied_head", "bias", "qkv_bias", "qk_norm", "norm_topk_prob")
+_POSITIONS = {"llama": 2048, "mixtral": 131072}  # where a key is missing; 32768 in the families of Qwen
+_BEYOND = 2**31
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 
 
@@ -61,6 +63,8 @@ def config_from(values: Mapping[str, Any], where: str) -> ModelConfig:
     for key, value in ours.items():
         if isinstance(value, bool) and key not in _FLAGS:
             raise UserError(f"{where}: {key} = {value}, but it must be a number; mend the file")
+        if type(value) is int and value >= _BEYOND:
+            raise UserError(f"{where}: {key} = {value} is beyond any model; mend the file")
     try:
         return ModelConfig(**ours)
     except (UserError, TypeError) as error:
@@ -138,7 +142,7 @@ def _from_gpt2(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _from_llama(values: Mapping[str, Any], family: str, where: str) -> dict[str, Any]:
-    is_qwen, has_head_norms = family.startswith("qwen"), family.startswith("qwen3")
+    has_head_norms = family.startswith("qwen3")
     if has_head_norms:
         require(values, "attention_bias", (False,), where)
     require(values, "hidden_act", ("silu", "swish"), where)
@@ -149,9 +153,11 @@ def _from_llama(values: Mapping[str, Any], family: str, where: str) -> dict[str,
             f"{where}: biases in attention or MLP alone, and this model has them in both or in neither; "
             "give a model without them"
         )
-    if "sliding_attention" in (values.get("layer_types") or []):
+    types = values.get("layer_types") or []
+    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
         raise UserError(
-            f"{where}: layers with a sliding window, which this model does not compute; give one without"
+            f"{where}: layer_types with a sliding window, or another attention than full_attention, which is "
+            "not computed here; give a model without"
         )
     return {
         "dim": needed(values, "hidden_size", where),
@@ -161,8 +167,8 @@ def _from_llama(values: Mapping[str, Any], family: str, where: str) -> dict[str,
         "head_dim": values.get("head_dim") or (128 if family == "qwen3" else 0),
         "ffn_dim": needed(values, "intermediate_size", where),
         "vocab_size": needed(values, "vocab_size", where),
-        "max_sequence_length": values.get("max_position_embeddings", 32768 if is_qwen else 2048),
-        "norm_eps": values.get("rms_norm_eps", 1e-6),
+        "max_sequence_length": values.get("max_position_embeddings", _POSITIONS.get(family, 32768)),
+        "norm_eps": values.get("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6),
         "initial_std": values.get("initializer_range", 0.02),
         "tied_head": values.get("tie_word_embeddings", False),
         "bias": biased,

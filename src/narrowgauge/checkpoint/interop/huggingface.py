@@ -42,8 +42,10 @@ TOKENIZER = "tokenizer.json"
 GENERATION = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 MODELOPT = "hf_quant_config.json"
+ADAPTER = "adapter_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 _LARGEST_TEMPLATE = 1 << 20
+_HEAD = "lm_head.weight"
 # Keys of a tokenizer_config.json that name code or other files than tokenizer.json, which alone is exported.
 _NOT_KEPT = ("auto_map", "tokenizer_class", "tokenizer_file", "name_or_path")
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -62,6 +64,7 @@ def read_folder(folder: Path) -> ExternalModel:
     Raises:
         UserError: the family, an option or a file is not read.
     """
+    _refuse_adapter(folder)
     values = read_json(inside(folder, CONFIG))
     config = config_from(values, str(folder / CONFIG))
     with TensorFolder(folder) as files:
@@ -74,16 +77,36 @@ def read_folder(folder: Path) -> ExternalModel:
             raise UserError(
                 f"{folder} has no tensor {missing[0]!r}, which its {CONFIG} asks for; fetch it again"
             )
-        extra = stored.keys() - needed - ({"lm_head.weight"} if config.tied_head else set())
+        extra = stored.keys() - needed - ({_HEAD} if config.tied_head else set())
         if extra:
             raise UserError(
                 f"{folder} has a tensor {min(extra)!r}, for which its {CONFIG} has no place; "
                 "give a plain language model"
             )
         tensors = {pair.ours: pair.join(lambda name: weights.read(stored[name])) for pair in pairs}
+        if config.tied_head and _HEAD in stored:
+            _require_tied(folder, weights.read(stored[_HEAD]), tensors["embedding.weight"])
     tokenizer = inside(folder, TOKENIZER) if (folder / TOKENIZER).exists() else None
     model = external_model("hf", config, tensors, folder, tokenizer, files.precisions)
     return replace(model, special_tokens=special_tokens_of(folder, values))
+
+
+def _require_tied(folder: Path, head: torch.Tensor, embedding: torch.Tensor) -> None:
+    """Refuse a head of its own where the configuration ties it; transformers 5 would not tie it either."""
+    if not torch.equal(head, embedding):
+        raise UserError(
+            f"{folder} has a {_HEAD!r} that differs from its embedding, and its {CONFIG} says that they are "
+            'one; write "tie_word_embeddings": false there if the head is to be used, or delete the tensor'
+        )
+
+
+def _refuse_adapter(folder: Path) -> None:
+    """Refuse an adapter beside the weights: transformers would add it to them."""
+    if (folder / ADAPTER).exists():
+        raise UserError(
+            f"{folder} has an {ADAPTER}, and weights of an adapter (PEFT, LoRA) are not read here; merge it "
+            "with merge_and_unload() and save that, or move the adapter's files out to have the weights alone"
+        )
 
 
 def _quantized(folder: Path, values: Mapping[str, Any], files: TensorFolder) -> QuantizedFolder:

@@ -52,6 +52,7 @@ from narrowgauge.models import ModelConfig
 
 SETTINGS = "megatron.toml"
 _PAD_TO = 128
+_ROPE_SCALING = (1.0, 4.0, 8192)  # Llama 3.1's, in `RotaryEmbedding._apply_scaling`
 _NAMES = {
     "embedding": "embedding.word_embeddings",
     "position_embedding": "embedding.position_embeddings",
@@ -86,11 +87,18 @@ def read_megatron(folder: Path) -> ExternalModel:
     tensors = {}
     with TensorFolder(folder) as files:
         require_layers(config, len(files.file_of), folder)
-        for ours in stored_names(config):
-            if (name := _their_name(ours)) not in files.file_of:
-                raise UserError(
-                    f"{folder} has no tensor {name!r}, which its {SETTINGS} asks for; make it again"
-                )
+        names = {_their_name(ours): ours for ours in stored_names(config)}
+        if missing := sorted(names.keys() - files.file_of):
+            raise UserError(
+                f"{folder} has no tensor {missing[0]!r}, which its {SETTINGS} asks for; make it again"
+            )
+        stored = {name for name in files.file_of if not name.endswith("._extra_state")}  # of FP8 layers
+        if extra := sorted(stored - names.keys()):
+            raise UserError(
+                f"{folder} has a tensor {extra[0]!r}, for which its {SETTINGS} has no place; give weights "
+                "and settings of one model"
+            )
+        for name, ours in names.items():
             tensors[ours] = _to_ours(ours, files.read(name), config)
     tokenizer = inside(folder, "tokenizer.json") if (folder / "tokenizer.json").exists() else None
     return external_model("megatron", config, tensors, folder, tokenizer, files.precisions)
@@ -108,6 +116,18 @@ def write_megatron(
     Raises:
         UserError: Megatron-Core has no such model.
     """
+    _require_megatrons(config)
+    named = [(_their_name(ours), _to_theirs(ours, tensors[ours], config)) for ours in stored_names(config)]
+    write_tensors(folder, named, dtype, shard_bytes)
+    lines = []
+    for section, table in (("arguments", arguments(config)), ("model", asdict(config))):
+        # Numbers, booleans and plain strings are alike in TOML and JSON.
+        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items()), ""]
+    (folder / SETTINGS).write_text("\n".join(lines), encoding="utf-8")
+
+
+def _require_megatrons(config: ModelConfig) -> None:
+    """Refuse a model that Megatron-Core does not have."""
     if config.experts:
         raise UserError(
             f"model.experts = {config.experts}: Megatron-Core's names of experts depend on how its run "
@@ -118,13 +138,12 @@ def write_megatron(
             "model.qk_norm is an RMSNorm, and Megatron-Core normalises heads as it does everything else: "
             f"with model.norm = {config.norm} it has no such model; use --to hf"
         )
-    named = [(_their_name(ours), _to_theirs(ours, tensors[ours], config)) for ours in stored_names(config)]
-    write_tensors(folder, named, dtype, shard_bytes)
-    lines = []
-    for section, table in (("arguments", arguments(config)), ("model", asdict(config))):
-        # Numbers, booleans and plain strings are alike in TOML and JSON.
-        lines += [f"[{section}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items()), ""]
-    (folder / SETTINGS).write_text("\n".join(lines), encoding="utf-8")
+    scaling = (config.rope_low_freq_factor, config.rope_high_freq_factor, config.rope_original_positions)
+    if config.positions == "rope" and config.rope_factor != 1 and scaling != _ROPE_SCALING:
+        raise UserError(
+            "model.rope_low_freq_factor, rope_high_freq_factor and rope_original_positions are "
+            f"{scaling}, and Megatron-Core's --use-rope-scaling has {_ROPE_SCALING} fixed; use --to hf"
+        )
 
 
 def arguments(config: ModelConfig) -> dict[str, Any]:

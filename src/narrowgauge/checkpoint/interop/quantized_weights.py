@@ -22,6 +22,8 @@ left out.
 NVIDIA/Model-Optimizer 0.47, `modelopt/torch/quantization/qtensor/nvfp4_tensor.py`.)
 """
 
+import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -41,13 +43,22 @@ def require_readable(quantization: Mapping[str, Any], where: str) -> None:
     """Refuse a `quantization_config` that names another way to quantize.
 
     Raises:
-        UserError: its `quant_method` is none of `METHODS`.
+        UserError: its `quant_method` is none of `METHODS`, or they are weights of a rotated model.
     """
+    if not isinstance(quantization, Mapping):
+        raise UserError(f"{where}: quantization_config = {quantization!r} is no table; mend the file")
     method = str(quantization.get("quant_method", ""))
     if method not in METHODS:
         raise UserError(
             f"{where}: its weights are quantized by {method!r}, and only {', '.join(METHODS)} are read; "
             "give the unquantized model"
+        )
+    places = re.findall(r'"location": "(\w+)"', json.dumps(quantization.get("transform_config")))
+    online = sorted(set(places) - {"weight_input", "weight_output"})  # these are in the weights already
+    if online:
+        raise UserError(
+            f"{where}: its transform_config turns what is computed at {online[0]!r}, so its weights are of a "
+            "rotated model (QuIP, SpinQuant), which is not read here; give the unquantized model"
         )
 
 

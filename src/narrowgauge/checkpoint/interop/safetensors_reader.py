@@ -5,6 +5,7 @@
     model.safetensors.index.json           {"metadata": {"total_size": bytes},
                                             "weight_map": {tensor: file, ...}}
 
+A folder that was saved in parts and then in one file has both: the one file is the newer, and is read.
 (Layout: Hugging Face `transformers`, `save_pretrained`.) Files of other programs are not trusted. File names
 in an index are plain names of files in the folder itself. The reader of safetensors refuses tensors that
 overlap, leave gaps or reach beyond the file. A pickle is recognised by its content and never opened:
@@ -89,7 +90,9 @@ class TensorFolder:
         return tensor
 
     def _find(self) -> dict[str, str]:
-        """The file of each tensor."""
+        """The file of each tensor; one file of all goes before an index, as in transformers."""
+        if (self.folder / SINGLE_FILE).exists():
+            return dict.fromkeys(self._names(SINGLE_FILE), SINGLE_FILE)
         if (self.folder / INDEX).exists():
             listed = read_json(inside(self.folder, INDEX)).get("weight_map")
             if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
@@ -102,8 +105,6 @@ class TensorFolder:
                         self.folder / file, f"it has no tensor {name!r}, which {INDEX} says it has"
                     )
             return dict(listed)
-        if (self.folder / SINGLE_FILE).exists():
-            return dict.fromkeys(self._names(SINGLE_FILE), SINGLE_FILE)
         refuse_pickles(self.folder)
         raise UserError(
             f"{self.folder} has neither {SINGLE_FILE} nor {INDEX}, and other files of weights are not read; "
@@ -140,6 +141,9 @@ def write_tensors(
     """Write tensors as one file, or as several of about `shard_bytes` with an index.
 
     Floating tensors are converted to `dtype`, a file at a time; None keeps each as it is.
+
+    Raises:
+        UserError: a weight is beyond the largest number of `dtype`.
     """
     shards: list[list[tuple[str, torch.Tensor]]] = [[]]
     sizes, total = [0], 0
@@ -155,6 +159,8 @@ def write_tensors(
     for number, shard in enumerate(shards, start=1):
         file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         converted = {name: t.to(dtype or t.dtype) for name, t in shard}
+        if beyond := [name for name, t in converted.items() if not is_finite(t)]:
+            raise UserError(f"{beyond[0]!r} has numbers that {dtype} cannot hold; choose another --dtype")
         write_safetensors(folder / file, converted, metadata={"format": "pt"})
         weight_map |= {name: file for name, _ in shard}
     if len(shards) > 1:

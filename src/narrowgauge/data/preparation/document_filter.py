@@ -29,6 +29,7 @@ REJECTED_FILE = "rejected.jsonl"
 TRAIN, VAL = "train", "val"
 
 _ENOUGH_RECORDS = 1000  # after which the share of rejected records is checked while reading
+_CACHE_KIB = 1 << 16  # of the digests of texts in memory
 _B = -(-(2**64) // 10)
 
 
@@ -48,8 +49,8 @@ class SeenTexts:
 
     def __init__(self, path: Path) -> None:
         self._database = sqlite3.connect(path, isolation_level=None)
-        for line in ("PRAGMA journal_mode = OFF", "PRAGMA synchronous = OFF", "PRAGMA cache_size = -65536"):
-            self._database.execute(line)
+        for pragma in ("journal_mode = OFF", "synchronous = OFF", f"cache_size = -{_CACHE_KIB}"):
+            self._database.execute(f"PRAGMA {pragma}")
         self._database.execute("CREATE TABLE seen (content BLOB PRIMARY KEY) WITHOUT ROWID")
         self._database.execute("BEGIN")
 
@@ -62,8 +63,15 @@ class SeenTexts:
         self._database.close()
 
     def add(self, content: bytes) -> bool:
-        """Add a text, and return whether it is new."""
-        return self._database.execute("INSERT OR IGNORE INTO seen VALUES (?)", (content,)).rowcount == 1
+        """Add a text, and return whether it is new.
+
+        Raises:
+            OSError: the disk is full or may not be written.
+        """
+        try:
+            return self._database.execute("INSERT OR IGNORE INTO seen VALUES (?)", (content,)).rowcount == 1
+        except sqlite3.Error as error:
+            raise OSError(f"the digests of --dedup: {error}") from error
 
 
 @dataclass(frozen=True)

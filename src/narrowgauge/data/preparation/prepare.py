@@ -49,7 +49,8 @@ def prepare(
     """Make a corpus, or open it if it was made before.
 
     Args:
-        source: See `data.sources`; a prepared corpus is opened as it is.
+        source: See `data.sources`; a prepared corpus is opened as it is, and refuses options it was not made
+            with.
         tokenizer: Name of the tokenizer; None = `DEFAULT_TOKENIZER`.
         directory: Directory of the corpus; None = one in the cache.
         progress: Called as bytes are read, trained on and encoded.
@@ -64,7 +65,7 @@ def prepare(
     if is_corpus(path):
         if directory:
             raise UserError(f"{source!r} is prepared already; train on it as it is, with --data {source}")
-        return _open_prepared(path, tokenizer)
+        return _open_prepared(path, tokenizer, options or Options())
     options, name = options or Options(), tokenizer or DEFAULT_TOKENIZER
     if workers is not None and workers < 1:
         raise UserError(f"--workers {workers} must be at least 1")
@@ -103,10 +104,16 @@ def _build(target: Path, build: Callable[[Path], CorpusBuilder]) -> None:
         ) from error
 
 
-def _open_prepared(directory: Path, tokenizer: str | None) -> Corpus:
-    """The corpus in a directory; another tokenizer than its own is refused."""
+def _open_prepared(directory: Path, tokenizer: str | None, options: Options) -> Corpus:
+    """The corpus in a directory; another tokenizer than its own is refused, and so are other options."""
     corpus = open_corpus(directory)
     manifest = corpus.manifest
+    for name, value in asdict(options).items():
+        if value not in (asdict(Options())[name], manifest.options.get(name)):
+            raise UserError(
+                f"{directory} was prepared with {name} = {manifest.options.get(name)}, and {name} = {value} "
+                "is asked for; leave the option out, or prepare the text again"
+            )
     known = (manifest.tokenizer_identity, f"sha256:{manifest.tokenizer_sha256}")
     if tokenizer is None or tokenizer_identity(tokenizer) in known:
         return corpus

@@ -11,7 +11,8 @@ the source itself: not on the file system, the locale, the day or the number of 
 | .jsonl             | each line: an object with the text under a key                                  |
 | .parquet           | each row: the text in a column                                                  |
 | .xml               | each article of a MediaWiki dump (`pages-articles`), its wikitext made prose    |
-| a directory        | each file below it of a type above, text files uncut; hidden ones are left out  |
+| a directory        | each file below it of a type above, text files uncut; hidden ones are left out, |
+|                    | links are followed, and no folder is read twice                                 |
 | a glob             | each file of a type above that it matches; `**` goes through folders            |
 | `hf:NAME`          | each row of a data set of the Hugging Face hub                                  |
 
@@ -65,7 +66,8 @@ def open_source(name: str, text_key: str = "text") -> Source:
         files = find_files(name)
     except OSError as error:
         raise UserError(
-            f"cannot look into {name!r}: {error.strerror}; give a source that can be read"
+            f"cannot look into {str(error.filename or name)!r}: {error.strerror}; give a source that can be "
+            "read"
         ) from None
     return Source(name, files, lambda: _chunks(files, text_key))
 

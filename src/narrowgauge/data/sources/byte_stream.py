@@ -21,6 +21,7 @@ from narrowgauge.errors import UserError
 COMPRESSED = (".gz", ".bz2", ".zst")
 _READ = 1 << 18
 _READ_ZST = 1 << 13  # zstd decompresses a block at once, to up to 32 thousand times its size
+_MOST_WINDOW = 1 << 31  # bytes of memory for `zstd --long=31`, as large crawls are compressed
 
 
 class TruncatedError(Exception):
@@ -52,7 +53,7 @@ class ByteStream:
             UserError: the file cannot be read.
             TruncatedError: the compressed data are damaged or incomplete.
         """
-        suffix = self.path.suffix
+        suffix = self.path.suffix.lower()
         raw = self.raw(_READ_ZST if suffix == ".zst" else _READ)
         return self._decompressed(_decoder(suffix), raw) if suffix in COMPRESSED else raw
 
@@ -131,7 +132,7 @@ def _zstd() -> Callable[[], _Decoder]:
 
     class Zstd:
         def __init__(self) -> None:
-            self._inner: Any = zstandard.ZstdDecompressor().decompressobj()
+            self._inner: Any = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW).decompressobj()
 
         eof = property(lambda self: self._inner.eof)
         unused_data = property(lambda self: self._inner.unused_data)

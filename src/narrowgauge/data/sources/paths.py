@@ -4,7 +4,7 @@ import glob
 import os
 import re
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -29,12 +29,13 @@ _STDLIB_WITHOUT_FILES = re.compile(r"_sysconfigdata.*|sitecustomize\.py|_distuti
 
 def file_type(path: Path) -> str | None:
     """How the file is read, by the end of its name; None for a file that is not read."""
-    if path.suffix == ".parquet":
+    suffix = path.suffix.lower()  # as on old discs and in Windows: BOOK.TXT
+    if suffix == ".parquet":
         return TABLE
-    if path.suffix in COMPRESSED:
-        inner = Path(path.stem).suffix
+    if suffix in COMPRESSED:
+        inner = Path(path.stem).suffix.lower()
         return LINES if inner == ".json" else _KINDS.get(inner)  # C4 calls its lines .json.gz
-    return _KINDS.get(path.suffix)
+    return _KINDS.get(suffix)
 
 
 def standard_library() -> tuple[Input, ...]:
@@ -52,7 +53,8 @@ def find_files(source: str) -> tuple[Input, ...]:
     """The files of a path, a directory or a glob, sorted by name; at least one, each of a type that is read.
 
     Raises:
-        UserError: the source does not exist or leads to no such file.
+        UserError: the source does not exist, leads to no such file, or to a link that leads nowhere.
+        OSError: a folder cannot be read.
     """
     path = Path(os.path.expanduser(source))  # unchanged if there is no such user
     if path.is_file():
@@ -60,12 +62,13 @@ def find_files(source: str) -> tuple[Input, ...]:
             raise UserError(f"cannot read {source!r}: a source ends in {READABLE}; rename or convert it")
         return (Input(path.name, path),)
     if path.is_dir():
-        root, paths = path, path.rglob("*")
+        root, paths = path, _below(path)
     elif path.exists():
         raise UserError(f"data source {source!r} is neither a file nor a directory; give one that is")
     elif glob.has_magic(source):
         root = _fixed_part(path)
-        paths = (Path(match) for match in glob.iglob(str(path), recursive=True))
+        # Two `**` match a file in several ways.
+        paths = map(Path, set(glob.iglob(str(path), recursive=True)))
     else:
         raise _missing(source, path)
     files = tuple(file for file in _sorted(root, paths) if _is_wanted(file))
@@ -81,9 +84,36 @@ def _sorted(root: Path, paths: Iterable[Path]) -> list[Input]:
     return sorted(named, key=lambda file: file.name)
 
 
+def _below(root: Path) -> Iterator[Path]:
+    """The files below a folder, hidden folders left out.
+
+    A link to a folder is followed, unless that folder is read anyway: so no file is read twice, and a link to
+    a folder above ends.
+    """
+    folders, seen = [root], set[str]()
+    while folders:
+        links = list[Path]()
+        for folder, names, files in os.walk(folders.pop(0), onerror=_raise):
+            if (real := os.path.realpath(folder)) in seen:
+                names.clear()
+                continue
+            seen.add(real)
+            names[:] = [name for name in names if not name.startswith(".")]
+            links += [link for name in names if (link := Path(folder, name)).is_symlink()]
+            yield from (Path(folder, name) for name in files)
+        folders += sorted(links)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
 def _is_wanted(file: Input) -> bool:
-    hidden = any(part.startswith(".") for part in file.name.split("/"))
-    return not hidden and file_type(file.path) is not None and file.path.is_file()
+    if file_type(file.path) is None or any(part.startswith(".") for part in file.name.split("/")):
+        return False
+    if file.path.is_symlink() and not file.path.exists():
+        raise UserError(f"{file.path} is a link that leads nowhere; mend it, or remove it")
+    return file.path.is_file()
 
 
 def _fixed_part(pattern: Path) -> Path:

@@ -5,6 +5,7 @@ otherwise be one document. The concatenated pieces are the file again.
 """
 
 import codecs
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ MOST_UNCUT = 64 << 20  # bytes: a longer file is cut, even if it is one of many
 PIECE_ENOUGH = 4096  # characters after which a blank line ends the piece,
 _PIECE_LONG = 12288  # after which any line does,
 _PIECE_MOST = 16384  # and the most of one line
+_ESCAPED = re.compile("[\udc80-\udcff]")
 _CONVERT = "convert it to UTF-8 or leave it out"
 
 
@@ -51,18 +53,24 @@ class TextFiles:
 
 @dataclass(frozen=True)
 class TextPieces:
-    """Pieces of a file, each of them a document, numbered from `first`."""
+    """Pieces of a file, each of them a document, numbered from `first`, which begins at byte `position`."""
 
     file: Input
     texts: tuple[str, ...]
     first: int
+    position: int
     size: int
 
     def records(self) -> Iterator[Document | Rejected]:
         """A document for each piece; pieces of white space are left out."""
-        for number, text in enumerate(self.texts, self.first):
-            where = f"{self.file.path}, piece {number},"
-            yield from document(where, f"{self.file.name}#{number}", text)
+        for i, text in enumerate(self.texts):
+            number = self.first + i
+            if not text.isascii() and (bad := _ESCAPED.search(text)):
+                before = self.position + _size([*self.texts[:i], text[: bad.start()]])
+                yield _not_utf8(self.file, before, ord(bad[0]) - 0xDC00)
+            else:
+                where = f"{self.file.path}, piece {number},"
+                yield from document(where, f"{self.file.name}#{number}", text)
 
 
 def text_files(files: Sequence[Input], skip: bool = False) -> Iterator[Chunk]:
@@ -84,44 +92,51 @@ def text_files(files: Sequence[Input], skip: bool = False) -> Iterator[Chunk]:
 
 
 def text_pieces(file: Input) -> Iterator[Chunk]:
-    """A file, read in blocks and cut between paragraphs if possible, otherwise between lines."""
+    """A file, read in blocks and cut between paragraphs if possible, otherwise between lines.
+
+    A byte that is not UTF-8 costs its piece, and not what follows.
+    """
     stream, reported, number = ByteStream(file.path), 0, 0
-    texts, size = list[str](), 0
+    decoded = _Decoded(stream)
+    texts, size, before = list[str](), 0, 0  # `before`: bytes of the pieces before these
+    damage = None
     try:
-        for text in cut_text(_decoded(file, stream)):
+        for text in cut_text(decoded):
             texts.append(text)
             size += len(text)
             if size >= CHUNK_BYTES:
-                yield TextPieces(file, tuple(texts), number, stream.consumed - reported)
-                number, reported = number + len(texts), stream.consumed
+                at = decoded.mark + before
+                yield TextPieces(file, tuple(texts), number, at, stream.consumed - reported)
+                number, reported, before = number + len(texts), stream.consumed, before + _size(texts)
                 texts, size = [], 0
-    except _Undecodable as bad:
-        yield TextPieces(file, tuple(texts), number, 0)
-        yield Refusal(_not_utf8(file, bad.position, bad.byte), stream.consumed - reported)
-    except TruncatedError as damage:
-        yield TextPieces(file, tuple(texts), number, 0)
-        yield Refusal(Rejected(str(file.path), str(damage)), stream.consumed - reported)
-    else:
-        yield TextPieces(file, tuple(texts), number, stream.consumed - reported)
+    except TruncatedError as error:
+        damage = Refusal(Rejected(str(file.path), str(error)))
+    yield TextPieces(file, tuple(texts), number, decoded.mark + before, stream.consumed - reported)
+    if damage:
+        yield damage
 
 
-class _Undecodable(Exception):
-    def __init__(self, position: int, byte: int) -> None:
-        self.position, self.byte = position, byte
+class _Decoded:
+    """The text of a stream in blocks; a byte that is not UTF-8 becomes U+DC00 + byte, which no text has."""
 
+    def __init__(self, stream: ByteStream) -> None:
+        self.stream, self.mark = stream, 0  # bytes of the byte order mark, which is dropped
 
-def _decoded(file: Input, stream: ByteStream) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    start, first = 0, True
-    for block, last in _and_last(stream):
-        buffered = len(decoder.getstate()[0])
-        try:
+    def __iter__(self) -> Iterator[str]:
+        decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
+        first = True
+        for block, last in _and_last(self.stream):
             text = decoder.decode(block, last)
-        except UnicodeDecodeError as error:
-            raise _Undecodable(start - buffered + error.start, error.object[error.start]) from None
-        start += len(block)
-        yield text.removeprefix("\ufeff") if first else text
-        first = first and not text
+            if first and text.startswith("\ufeff"):
+                self.mark, text = len(codecs.BOM_UTF8), text[1:]
+                first = False
+            first = first and not text
+            yield text
+
+
+def _size(texts: Iterable[str]) -> int:
+    """The bytes that texts were decoded from."""
+    return sum(len(text.encode("utf-8", "surrogateescape")) for text in texts)
 
 
 def _and_last(blocks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:

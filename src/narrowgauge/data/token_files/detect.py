@@ -7,6 +7,8 @@
 | llmq           | `BIN.TOK\\n`                | stands behind             | not stated in full      |
 | bare (nanoGPT) | a token: uint16, no header | stands behind             | not stated              |
 
+Ids of 4 or 8 bytes without a header are refused, for read as uint16 every second one of them is next to 0.
+
 modded-nanogpt's files are llm.c's. A file is bare if it has an even number of bytes, is none of the others,
 no text, of no format that is recognised by its first bytes (compressed, parquet, pickled ...), and if its
 numbers repeat as those of a text do: fewer than half of them are different.
@@ -45,6 +47,7 @@ _NOT_TOKENS += (b"\xff\xfe", b"\xfe\xff")
 _PRINTABLE = bytes([9, 10, 13, *range(32, 127)])
 _SAMPLE_BYTES = 1 << 16
 _FEW = 4096  # too few bytes to judge by repetition
+_UPPER, _PAIRS = 32, 16  # upper halves of ids below 2 million; too few numbers to judge by these
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +89,12 @@ def layout_of(path: Path) -> str | None:
     if size >= HEADER_BYTES and not any(head[12:HEADER_BYTES]):
         version, count = struct.unpack("<2i", head[4:12])
         raise unfit(path, f"its header is unknown (magic {magic}, version {version}, {count} tokens)")
+    if _is_wider(head):
+        raise unfit(
+            path,
+            "every second number of it is next to 0, as in ids of 4 or 8 bytes, and ids without a header "
+            "are numpy.uint16",
+        )
     return BARE
 
 
@@ -136,3 +145,11 @@ def _repeats(head: bytes) -> bool:
         return True
     numbers: NDArray[Any] = np.frombuffer(head[: len(head) // 2 * 2], "<u2")
     return len(np.unique(numbers)) < len(numbers) / 2
+
+
+def _is_wider(head: bytes) -> bool:
+    """Whether the numbers are the halves of int32, or the quarters of int64: numpy's own dtype of ids."""
+    numbers: NDArray[Any] = np.frombuffer(head[: len(head) // 4 * 4], "<u2")
+    low, high = numbers[0::2], numbers[1::2]
+    upper = (high < _UPPER) | (high == 0xFFFF)  # of ids, or of a negative mark such as -100
+    return len(high) >= _PAIRS and bool(upper.all()) and bool((low >= _UPPER).any())

@@ -1,8 +1,9 @@
 """Statistics of token files, computed once and cached.
 
 To compute its digest, and its smallest and largest id, all of a file is read. That is seconds for gigabytes,
-so the result is cached. An entry is valid as long as path, size and time of change are the same, and is
-computed again in any doubt; a cache that cannot be written only costs time.
+so the result is cached. An entry is valid as long as path, inode, size and both times of change are the same
+(rsync, tar and cp -p keep one of them), and is computed again in any doubt; a cache that cannot be written
+only costs time.
 """
 
 import contextlib
@@ -55,5 +56,8 @@ def token_statistics(file: OpenFile, report: Progress) -> TokenStatistics:
 
 
 def _name(files: tuple[Path, ...]) -> str:
-    stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    stats = []
+    for path in files:
+        s = path.stat()
+        stats.append((str(path.resolve()), s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns))
     return hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:32]

@@ -14,7 +14,7 @@ The first two decode to exactly the text they encoded. All are saved as a `token
 programs read too: `bytes` is a byte-level BPE without merges, and is recognised by that.
 
 The end of a document is one id that no text can produce: where a text happens to contain the characters
-`<|endoftext|>`, they are encoded like any other characters.
+`<|endoftext|>`, they are encoded like any other characters (`text_guard.py`).
 """
 
 import hashlib
@@ -29,6 +29,7 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trai
 from tokenizers import Tokenizer as Library
 
 from narrowgauge.data.tokenization.formats import byte_characters, read_library
+from narrowgauge.data.tokenization.text_guard import TextGuard
 from narrowgauge.errors import UserError
 from narrowgauge.files import write_whole
 
@@ -59,15 +60,10 @@ class Tokenizer:
         """The ids of `text`, without the end of a document.
 
         Raises:
-            UserError: the text has a lone surrogate, or a word without an id.
+            UserError: the text has a lone surrogate, or a word or character without an id.
         """
         utf8 = _utf8(text)
-        if self.is_bytes:
-            return list(utf8)
-        try:
-            return list(self.library.encode(text, add_special_tokens=False).ids)
-        except Exception as error:  # the library raises nothing narrower for a word that it has no id for
-            raise _cannot_encode(error) from None
+        return list(utf8) if self.is_bytes else self._guard.checked(text, self._ids(text), self._ids)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text, on all cores."""
@@ -76,9 +72,20 @@ class Tokenizer:
             return [list(utf8) for utf8 in utf8s]
         try:
             encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # as in `encode`
+        except Exception as error:  # as in `_ids`
             raise _cannot_encode(error) from None
-        return [encoding.ids for encoding in encodings]
+        pairs = zip(texts, encodings, strict=True)
+        return [self._guard.checked(text, encoding.ids, self._ids) for text, encoding in pairs]
+
+    @cached_property
+    def _guard(self) -> TextGuard:
+        return TextGuard(self.library)
+
+    def _ids(self, text: str) -> list[int]:
+        try:
+            return list(self.library.encode(text, add_special_tokens=False).ids)
+        except Exception as error:  # the library raises nothing narrower for a word that it has no id for
+            raise _cannot_encode(error) from None
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; never raises.

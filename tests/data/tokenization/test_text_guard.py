@@ -1,0 +1,93 @@
+"""What tokenizers of others do to a text without a word: it is undone, or refused."""
+
+import pytest
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+
+from narrowgauge.data import ids_tokenizer, load_tokenizer, prepare
+from narrowgauge.data.preparation.encode import _encoder
+from narrowgauge.errors import UserError
+
+LETTERS = [*"abcdefghijklmnopqrstuvwxyz <>/", "\u2581"]
+
+
+def loaded(tmp_path, model, cutter=None, special=("</s>", "<s>"), **parts):
+    library = Library(model)
+    if cutter is not None:
+        library.pre_tokenizer = cutter
+    for name, part in parts.items():
+        setattr(library, name, part)
+    library.add_special_tokens(list(special))
+    library.save(str(tmp_path / "tokenizer.json"))
+    return load_tokenizer(tmp_path / "tokenizer.json")
+
+
+def unigram():
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("<s>", 0.0)]
+    return models.Unigram(pieces + [(letter, -3.0) for letter in LETTERS], unk_id=0)
+
+
+def merged():
+    """A BPE that has learnt the name of its own end from HTML."""
+    words = ["<unk>", "</s>", "<s>", *LETTERS, "</", "</s", "<s"]
+    merges = [("<", "/"), ("</", "s"), ("</s", ">"), ("<", "s"), ("<s", ">")]
+    return models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=merges, unk_token="<unk>")
+
+
+@pytest.mark.parametrize("model", [unigram, merged])
+def test_the_names_of_control_tokens_in_a_text_are_text(tmp_path, model):
+    tokenizer = loaded(tmp_path, model(), special=("</s>", "<s>", "<unk>"))
+    text = "a<s>struck</s>out</s>"
+    ids = tokenizer.encode(text)
+    assert not {1, 2} & set(ids)
+    assert "".join(tokenizer.library.id_to_token(i) for i in ids) == text
+    assert tokenizer.encode_batch(["b", text]) == [tokenizer.encode("b"), ids]
+    assert [list(row) for row in _encoder(tokenizer)([text])] == [ids]
+    assert tokenizer.encode("a\u6f22") == [*tokenizer.encode("a"), 0], "what is unknown is text"
+
+
+def test_a_name_that_only_a_normalizer_makes_is_refused(tmp_path):
+    tokenizer = loaded(tmp_path, unigram(), normalizer=normalizers.NFKC())
+    with pytest.raises(UserError, match="a part of the text as its control token '</s>'; remove it"):
+        tokenizer.encode("a\uff1c/s\uff1e")
+
+
+def test_ids_as_text_may_name_the_end_of_a_document():
+    assert ids_tokenizer(100, 99).encode("3 <|endoftext|> 4") == [3, 99, 4]
+
+
+def learnt(cutter):
+    """A BPE that knows the characters of one sentence, and has no token for others."""
+    library = Library(models.BPE())
+    library.pre_tokenizer = cutter
+    trainer = trainers.BpeTrainer(vocab_size=60, show_progress=False)
+    library.train_from_iterator(["the quick brown fox"] * 9, trainer)
+    return library.model
+
+
+@pytest.mark.parametrize(
+    "cutter", [pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.Whitespace()], ids=repr
+)
+def test_a_character_that_would_be_left_out_is_refused(tmp_path, cutter):
+    tokenizer = loaded(tmp_path, learnt(cutter), cutter)
+    assert tokenizer.encode("the fox")
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
+        with pytest.raises(UserError, match="no token for '\u00ef' and none for what it does not know"):
+            encode("the t\u00efe fox")
+    (tmp_path / "a.txt").write_text("the fox " * 5000 + "t\u00efe")
+    with pytest.raises(UserError, match="no token for '\u00ef'"):
+        prepare(str(tmp_path / "a.txt"), str(tmp_path / "tokenizer.json"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_with_a_token_for_what_it_does_not_know_keeps_it(tmp_path):
+    cutter = pre_tokenizers.Whitespace()
+    model = models.BPE(vocab={"<unk>": 0, "a": 1}, merges=[], unk_token="<unk>")
+    assert loaded(tmp_path, model, cutter).encode("a\u00efa") == [1, 0, 1]
+
+
+def test_what_a_tokenizer_removes_by_its_own_rule_is_not_missed(tmp_path):
+    cutter = pre_tokenizers.Split("-", "removed")
+    model = models.BPE(vocab={"a": 0, "b": 1}, merges=[])
+    tokenizer = loaded(tmp_path, model, cutter, normalizer=normalizers.Lowercase(), decoder=decoders.Fuse())
+    assert tokenizer.encode("A-b") == [0, 1]
