@@ -133,7 +133,7 @@ def test_codes_of_the_gradient_are_those_that_a_cast_makes_of_it(device, shape, 
 @pytest.mark.parametrize("bad", [None, torch.inf, NAN])
 @pytest.mark.parametrize("shape", [(70, 3), (9, 66)])
 def test_codes_under_scales_of_earlier_steps_are_those_that_a_cast_makes(device, shape, bad):
-    """Where a tensor is not finite, its scale is NaN, its codes are of no matter, and nothing was seen."""
+    """A tensor that is not finite has a scale of NaN; its codes are of no matter, and nothing was seen."""
     rows, F = shape
     gate_up = normal(rows, 2 * F, dtype=torch.bfloat16).to(device)
     dy = normal(*shape, seed=1, dtype=torch.bfloat16).to(device)

@@ -56,7 +56,7 @@ def test_a_tiny_magnitude_meets_the_largest_float():
 
 
 def test_steps_of_many_histories_end_as_each_by_itself():
-    """Of several kinds, and with magnitudes of which some say nothing."""
+    """The histories are of four kinds, and some magnitudes say nothing."""
     kinds = [{}, {"margin": 1}, {"history_algorithm": "most_recent"}, {"cast": "e5m2"}]
     g = torch.Generator().manual_seed(0)
     together, alone = ([history(3, **kinds[i % 4]) for i in range(12)] for _ in range(2))

@@ -111,12 +111,10 @@ class AmaxHistory(History):
 
         No branch depends on a tensor's value: no compiled graph could hold it, and a GPU would wait for it.
         """
-        has_amax = self.amax > 0  # else there was no tensor, or only zeros
-        entries = torch.cat((self.entries[1:], self.amax[None]))
-        self.entries.copy_(torch.where(has_amax, entries, self.entries))
+        entries, scale = _renewed(self.cast, self.amax, self.entries, self.scale)
+        self.entries.copy_(entries)
+        self.scale.copy_(scale)
         self.amax.zero_()
-        amax = self.entries.max() if self.cast.history_algorithm == "max" else self.entries[-1]
-        self.scale.copy_(torch.where(has_amax, _scale(amax, self.cast.element, self.cast.margin), self.scale))
 
 
 class HeldAmax(AmaxHistory):
@@ -210,16 +208,11 @@ def end_steps(histories: Iterable[History]) -> None:
         else:
             history.end_step()
     for group in alike.values():
-        cast, amaxes = group[0].cast, [h.amax for h in group]
-        amax_N, before_NL = torch.stack(amaxes), torch.stack([h.entries for h in group])
-        has_amax_N = amax_N > 0
-        entries_NL = torch.cat((before_NL[:, 1:], amax_N[:, None]), 1)
-        entries_NL = torch.where(has_amax_N[:, None], entries_NL, before_NL)
-        largest_N = entries_NL.amax(1) if cast.history_algorithm == "max" else entries_NL[:, -1]
-        scale_N = _scale(largest_N, cast.element, cast.margin)
-        scale_N = torch.where(has_amax_N, scale_N, torch.stack([h.scale for h in group]))
-        copy_each([h.entries for h in group], list(entries_NL))
-        copy_each([*(h.scale for h in group), *amaxes], [*scale_N, *torch.zeros_like(amax_N)])
+        entries, scales, amaxes = ([getattr(h, name) for h in group] for name in ("entries", "scale", "amax"))
+        amax_N = torch.stack(amaxes)
+        entries_NL, scale_N = _renewed(group[0].cast, amax_N, torch.stack(entries), torch.stack(scales))
+        copy_each(entries, list(entries_NL))
+        copy_each([*scales, *amaxes], [*scale_N, *torch.zeros_like(amax_N)])
 
 
 def reduce_histories(modules: Iterable[torch.nn.Module], group: Group) -> None:
@@ -242,6 +235,17 @@ def history_of(place: str, cast: Cast, channels: int) -> History | None:
     if cast.refresh:
         return HeldAmax(cast)
     return AmaxHistory(cast) if cast.history else None
+
+
+def _renewed(
+    cast: Cast, amax: torch.Tensor, entries: torch.Tensor, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The entries (..., length) and the scales (...) after a step, of one history or of many alike."""
+    has_amax = amax > 0  # else there was no tensor, or only zeros
+    shifted = torch.cat((entries[..., 1:], amax[..., None]), -1)
+    entries = torch.where(has_amax[..., None], shifted, entries)
+    largest = entries.amax(-1) if cast.history_algorithm == "max" else entries[..., -1]
+    return entries, torch.where(has_amax, _scale(largest, cast.element, cast.margin), scale)
 
 
 def _scale(amax: torch.Tensor, element: Format, margin: int) -> torch.Tensor:
