@@ -10,7 +10,7 @@ from pathlib import Path
 from narrowgauge.errors import UserError
 from narrowgauge.files import write_whole
 from narrowgauge.report.ladder.figures import ladder_svg
-from narrowgauge.report.ladder.page import results_markdown
+from narrowgauge.report.ladder.page import asked_arms, results_markdown
 from narrowgauge.report.ladder.predictions import read_predictions
 from narrowgauge.report.ladder.results import read_rows
 from narrowgauge.report.ladder.statistics import arm_results
@@ -30,9 +30,11 @@ def main() -> None:
     rates = read_rows(RATES) if RATES.exists() else []
     before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     after = rest.split(END)[1]
-    text = results_markdown(rows, read_predictions(before), f"images/{PICTURE.name}", probe, rates)
+    predictions = read_predictions(before)
+    text = results_markdown(rows, predictions, f"images/{PICTURE.name}", probe, rates)
     write_whole(PAGE, f"{before}{BEGIN}\n\n{text}\n{END}{after}")
-    write_whole(PICTURE, ladder_svg(arm_results(rows), PARAMETERS, rows[0].arm))
+    results = arm_results(rows, family=asked_arms(predictions, rows))
+    write_whole(PICTURE, ladder_svg(results, PARAMETERS, rows[0].arm))
     print(f"{PAGE} and {PICTURE}, from {len(rows)} rows of {ROWS}")
 
 

@@ -50,7 +50,9 @@ def test_every_page_is_in_the_navigation():
 @pytest.mark.parametrize("page", PAGES)
 def test_links_between_pages_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", PAGES[page]):
-        assert (DOCS / page).parent.joinpath(target).exists(), target
+        file = (DOCS / page).parent.joinpath(target).resolve()
+        assert file.exists(), target
+        assert file.is_relative_to(DOCS), f"{target} is no page of the site: write the path in `code`"
 
 
 #: What pages name and a checkout does not hold: files of a user, of a run, of the examples of CONTRIBUTING.

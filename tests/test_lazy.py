@@ -1,6 +1,8 @@
 """Packages that import on use: what they state for type checkers is what they hand on."""
 
 import ast
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -19,24 +21,42 @@ def test_there_are_some():
 
 
 @pytest.mark.parametrize("path", PACKAGES, ids=lambda path: path.parent.name)
-def test_type_checkers_the_table_and_all_name_the_same(path):
+def test_a_package_hands_on_the_names_that_it_states_for_type_checkers(path):
     package = ".".join(("narrowgauge", *path.parent.relative_to(ROOT).parts))
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    (typed,) = (node for node in tree.body if isinstance(node, ast.If))
-    (call,) = (
-        n for n in ast.walk(tree) if isinstance(n, ast.Call) and "import_on_use" in ast.unparse(n.func)
-    )
-    table = ast.literal_eval(call.args[1])
-    stated = {
-        (node.module, alias.name)
-        for node in typed.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert stated == {(f"{package}.{module}", name) for module, names in table.items() for name in names}
+    (typed,) = (n for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.If))
+    stated = [(node.module, alias) for node in typed.body for alias in node.names]
     handed_on = import_module(package)
-    assert sorted(handed_on.__all__) == sorted(name for _, name in stated)
-    for module, name in stated:
-        assert getattr(handed_on, name) is getattr(import_module(module), name), name
+    assert sorted(handed_on.__all__) == sorted(alias.name for _, alias in stated)
+    for module, alias in stated:
+        assert alias.asname == alias.name, "type checkers hand on what is renamed to itself"
+        assert getattr(handed_on, alias.name) is getattr(import_module(module), alias.name), alias.name
+    assert {*handed_on.__all__, "__name__"} <= set(dir(handed_on))
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
         handed_on.nothing  # noqa: B018
+
+
+SNIPPET = """
+import narrowgauge as ng
+from narrowgauge import nosuch
+reveal_type(ng.recipe("fp8"))
+reveal_type(ng.quantize)
+ng.nosuch
+ng.format("e4m3").nosuch
+"""
+
+
+def test_a_type_checker_knows_every_name_and_no_other(tmp_path):
+    (tmp_path / "snippet.py").write_text(SNIPPET, encoding="utf-8")
+    options = ("--strict", "--no-error-summary", "--hide-error-context", "--cache-dir", tmp_path / "cache")
+    command = [sys.executable, "-m", "mypy", *map(str, options), "snippet.py"]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    lines = [line.removeprefix("snippet.py:") for line in found.stdout.splitlines()]
+    quantize = lines.pop(2)
+    assert quantize.startswith('5: note: Revealed type is "def (x: torch._tensor.Tensor, cast: str | ')
+    assert quantize.endswith('-> narrowgauge.quantization.quantize.QTensor"')
+    assert lines == [
+        '3: error: Module "narrowgauge" has no attribute "nosuch"  [attr-defined]',
+        '4: note: Revealed type is "narrowgauge.recipes.recipe.Recipe"',
+        '6: error: Module has no attribute "nosuch"  [attr-defined]',
+        '7: error: "Format" has no attribute "nosuch"  [attr-defined]',
+    ], found.stderr

@@ -7,6 +7,8 @@ and run this file alone there, before anything else:
     /tmp/torch-2.11/bin/python -m pytest tests/test_torch_compat.py
 """
 
+import shutil
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -350,6 +352,31 @@ def test_a_backward_pass_knows_its_node():
     assert compat.autograd_node() is None
 
 
+def test_a_copy_without_hooks_has_parameters_of_its_own():
+    layer, seen = torch.nn.Linear(2, 1, bias=False), []
+    layer.register_forward_hook(lambda *_: seen.append(1))
+    before = layer.weight.clone()
+    copied = compat.without_hooks(layer, {"weight": torch.ones(1, 2)})
+    assert type(copied).forward(copied, torch.ones(1, 2)).item() == 2
+    assert torch.equal(layer.weight, before)
+    assert not seen
+
+
 def test_every_name_is_called_here():
     source = Path(__file__).read_text(encoding="utf-8")
     assert [name for name in compat.__all__ if f"compat.{name}" not in source] == []
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor's CPU code needs g++")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_as_eager_keeps_a_rounding_and_asks_it_of_nothing_else():
+    assert "emulate_precision_casts" in import_module("torch._inductor").list_options()
+    x, y = torch.linspace(1, 2, 99, dtype=torch.bfloat16), torch.linspace(0, 1, 99, dtype=torch.bfloat16)
+
+    def twice_rounded(x, y):
+        return (x + y) * y
+
+    torch._dynamo.reset()
+    assert torch.equal(compat.compiled_as_eager(twice_rounded)(x, y), twice_rounded(x, y))
+    torch._dynamo.reset()
+    assert not torch.equal(torch.compile(twice_rounded)(x, y), twice_rounded(x, y))

@@ -11,53 +11,29 @@ from typing import TYPE_CHECKING
 from narrowgauge.lazy import import_on_use
 
 if TYPE_CHECKING:
-    from narrowgauge.distributed import fully_shard, prepare_ddp
-    from narrowgauge.formats import Format, format, format_names, round_to
-    from narrowgauge.nn import convert, set_step, step
-    from narrowgauge.optim import AdamW, Muon, load_state_dict, parameter_groups, state_dict
-    from narrowgauge.quantization import QTensor, quantize
-    from narrowgauge.recipes import Recipe, load_recipe, recipe, recipe_names
-    from narrowgauge.training import run
-
-__all__ = [
-    "AdamW",
-    "Format",
-    "Muon",
-    "QTensor",
-    "Recipe",
-    "convert",
-    "format",
-    "format_names",
-    "fully_shard",
-    "load_recipe",
-    "load_state_dict",
-    "parameter_groups",
-    "prepare_ddp",
-    "quantize",
-    "recipe",
-    "recipe_names",
-    "round_to",
-    "run",
-    "set_step",
-    "state_dict",
-    "step",
-]
+    from narrowgauge.distributed import fully_shard as fully_shard
+    from narrowgauge.distributed import prepare_ddp as prepare_ddp
+    from narrowgauge.formats import Format as Format
+    from narrowgauge.formats import format as format
+    from narrowgauge.formats import format_names as format_names
+    from narrowgauge.formats import round_to as round_to
+    from narrowgauge.nn import convert as convert
+    from narrowgauge.nn import kept_layers as kept_layers
+    from narrowgauge.nn import set_step as set_step
+    from narrowgauge.nn import step as step
+    from narrowgauge.optim import AdamW as AdamW
+    from narrowgauge.optim import Muon as Muon
+    from narrowgauge.optim import load_state_dict as load_state_dict
+    from narrowgauge.optim import parameter_groups as parameter_groups
+    from narrowgauge.optim import state_dict as state_dict
+    from narrowgauge.quantization import QTensor as QTensor
+    from narrowgauge.quantization import quantize as quantize
+    from narrowgauge.recipes import Recipe as Recipe
+    from narrowgauge.recipes import load_recipe as load_recipe
+    from narrowgauge.recipes import recipe as recipe
+    from narrowgauge.recipes import recipe_names as recipe_names
+    from narrowgauge.training import run as run
+else:
+    __all__, __getattr__, __dir__ = import_on_use(__name__)
 
 __version__ = "0.1.0"
-
-__getattr__ = import_on_use(
-    __name__,
-    {
-        "distributed": ("fully_shard", "prepare_ddp"),
-        "formats": ("Format", "format", "format_names", "round_to"),
-        "nn": ("convert", "set_step", "step"),
-        "optim": ("AdamW", "Muon", "load_state_dict", "parameter_groups", "state_dict"),
-        "quantization": ("QTensor", "quantize"),
-        "recipes": ("Recipe", "load_recipe", "recipe", "recipe_names"),
-        "training": ("run",),
-    },
-)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -27,12 +27,14 @@ class Device:
         capability: The compute capability of an NVIDIA GPU, such as (9, 0).
         architecture: The architecture of an AMD GPU, such as "gfx942".
         library: The version of the CUDA or ROCm that torch was built with, such as (12, 9).
+        compiles: Whether its machine has Triton and a C compiler; a GPU elsewhere is taken to have them.
     """
 
     maker: str
     capability: tuple[int, int] = (0, 0)
     architecture: str = ""
     library: tuple[int, int] = (0, 0)
+    compiles: bool = True
 
     @property
     def is_gpu(self) -> bool:
@@ -41,8 +43,9 @@ class Device:
 
     @property
     def has_triton(self) -> bool:
-        """Whether Triton compiles for it: AMD's GPUs, and NVIDIA's from Ampere on."""
-        return self.maker == "amd" or (self.maker == "nvidia" and self.capability >= (8, 0))
+        """Whether kernels run on it. Triton compiles for AMD's GPUs, and for NVIDIA's from Ampere on."""
+        is_known = self.maker == "amd" or (self.maker == "nvidia" and self.capability >= (8, 0))
+        return is_known and self.compiles
 
     def __str__(self) -> str:
         match self.maker:
@@ -67,6 +70,7 @@ class GpuWork:
         flops: Its operations on the matrix units.
         kind: The rate of those: "bf16", "fp32" or "attention".
         launches: The number of kernels.
+        lanes: Its instructions, of fp32 lanes; 0 where they were not counted, as memory is slower.
         numbers: What its launch passes by value: constants, and numbers of the host.
     """
 
@@ -76,6 +80,7 @@ class GpuWork:
     flops: float = 0.0
     kind: str = ""
     launches: int = 1
+    lanes: float = 0.0
     numbers: Sequence[Any] = ()
 
 

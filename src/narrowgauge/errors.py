@@ -26,8 +26,20 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:
     "unknown recipe 'mxpf4'; the nearest is 'mxfp4' (known: mxfp4, bf16)"
     """
     names = list(known)
-    lowered = {n.lower(): n for n in names}
-    nearest = get_close_matches(name.lower(), list(lowered), n=1, cutoff=0.5)
-    hint = f"; the nearest is {lowered[nearest[0]]!r}" if nearest else ""
+    near = nearest(name, names)
+    hint = f"; the nearest is {near!r}" if near else ""
     listed = f" (known: {', '.join(names)})" if len(names) <= 40 else ""
     return UserError(f"unknown {kind} {name!r}{hint}{listed}")
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The name that looks most like another one, or None where none looks like it.
+
+    Capitals make no difference, nor do the dashes before an option, which all options share.
+
+    >>> nearest("--Stepz", ["--steps", "--seed"]), nearest("--dry-run", ["--decay-fraction"])
+    ('--steps', None)
+    """
+    bare = {n.lstrip("-").lower(): n for n in known}
+    close = get_close_matches(name.lstrip("-").lower(), list(bare), n=1)
+    return bare[close[0]] if close else None

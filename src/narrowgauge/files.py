@@ -28,7 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from errno import EEXIST, ELOOP, ENOTEMPTY
+from errno import EACCES, EEXIST, ELOOP, ENOENT, ENOTDIR, ENOTEMPTY, EPERM, EROFS
 from importlib import resources
 from io import BufferedReader
 from pathlib import Path
@@ -39,6 +39,7 @@ from narrowgauge.operating_system import O_DIRECTORY, O_NOFOLLOW, O_NONBLOCK
 
 CRASH_AT = "NARROWGAUGE_CRASH_AT"
 _ABANDONED_S = 3600.0  # a staging directory without a write for an hour belongs to a process that is gone
+_REFUSED = (ENOENT, ENOTDIR, EACCES, EPERM, EROFS)  # a place where a user can make nothing
 _BLOCK = 1 << 20  # bytes that are hashed at a time
 
 
@@ -112,16 +113,21 @@ def staged_directory(path: Path, keep_existing: bool = False) -> Iterator[Path]:
             vanishes. Without it, whatever is at `path` is refused, before the block and after it.
 
     Raises:
-        UserError: something is at `path` already.
-        OSError: the disk is full or may not be written.
+        UserError: something is at `path` already, or nothing can be written there.
+        OSError: the disk is full; with `keep_existing`, also that nothing can be written there.
     """
     path = Path(os.path.abspath(path))
     if not keep_existing:
         _refuse_existing(path)
-    make_directory(path.parent)
-    _remove_abandoned(path)
     staging = _staging(path)
-    staging.mkdir()
+    try:
+        make_directory(path.parent)
+        _remove_abandoned(path)
+        staging.mkdir()
+    except OSError as error:
+        if keep_existing or error.errno not in _REFUSED:
+            raise
+        raise UserError(f"{path} cannot be written: {error.strerror}; name another with --out") from None
     try:
         yield staging
         _sync_tree(staging)

@@ -2,33 +2,43 @@
 
 torch takes seconds to import, and on a broken machine it does not import at all. The command has to answer
 before that: to signals, to a typo, and with the doctor. So a package on the way there imports no module for
-the names that it hands on. It states them twice, under `TYPE_CHECKING` for type checkers and readers, and in
-the table that this module takes; a test keeps both equal.
+the names that it hands on. It states them once, as imports for type checkers:
+
+    if TYPE_CHECKING:
+        from package.module import name as name
+    else:
+        __all__, __getattr__, __dir__ = import_on_use(__name__)
+
+Type checkers do not see the `__getattr__`, so that a name that is not stated is an error to them as well.
 """
 
+import ast
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 
-def import_on_use(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package.
+def import_on_use(package: str) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """The `__all__`, `__getattr__` and `__dir__` of a package that is being imported, `__name__`.
 
-    Args:
-        package: The name of the package, `__name__`.
-        modules: The names that the package hands on, by the module below it that defines them.
-
-    Returns:
-        A function of a name, which imports its module and gives its value; the package keeps the value.
+    The second imports the module of a name and gives its value; the package keeps the value.
     """
-    home = {name: module for module, names in modules.items() for name in names}
+    homes = _stated(package)
 
     def value_of(name: str) -> Any:
-        if name not in home:
+        if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{package}.{home[name]}"), name)
+        value = getattr(import_module(homes[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 
-    return value_of
+    return sorted(homes), value_of, lambda: sorted({*vars(sys.modules[package]), *homes})
+
+
+def _stated(package: str) -> dict[str, str]:
+    """The module of each name that a package's source imports under TYPE_CHECKING."""
+    spec: Any = sys.modules[package].__spec__
+    blocks = [node for node in ast.parse(spec.loader.get_source(package)).body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}

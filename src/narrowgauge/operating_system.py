@@ -8,6 +8,7 @@ work everywhere.
 
 import os
 import signal
+import stat
 import sys
 import time
 from contextlib import suppress
@@ -59,6 +60,19 @@ def require_posix(what: str) -> None:
             "survives a kill; use WSL 2 (Windows Subsystem for Linux). Here, the library (ng.convert, "
             "ng.quantize), doctor, recipes and formats work"
         )
+
+
+def user_id() -> int:
+    """The number of the user who runs this process; 0 where users have none."""
+    return os.geteuid() if IS_POSIX else 0
+
+
+def is_private(status: os.stat_result) -> bool:
+    """Whether a file or directory is this user's and no other user can write to it.
+
+    Where modes do not say (Windows), a user's folders are taken for private.
+    """
+    return not IS_POSIX or (status.st_uid == user_id() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def limits_of(name: str) -> tuple[int | None, int | None]:

@@ -21,7 +21,7 @@ from types import FrameType
 
 from narrowgauge.operating_system import STOP_SIGNALS
 
-COMPARED = "NARROWGAUGE_COMPARED"  # set by `compare` for the runs that it starts side by side
+COMPARED = "NARROWGAUGE_COMPARED"  # set by `compare` for the runs that it starts
 
 # Each is set by a launcher that is, or leaves behind, the parent of its processes.
 _LAUNCHED = (
@@ -103,6 +103,11 @@ def heed_no_more() -> None:
     handler = signal.getsignal(signal.SIGTERM)
     if isinstance(handler, Requests):
         handler.save_first()
+
+
+def is_compared() -> bool:
+    """Whether this process is a run of a comparison, which shows its results itself."""
+    return bool(os.environ.get(COMPARED))
 
 
 def die_with_launcher(environ: Mapping[str, str]) -> None:

@@ -6,7 +6,7 @@ break only this file. `test_torch_compat.py` tests the meaning of each with the 
 CI has torch 2.13; `pyproject.toml` allows 2.11 and later. Comments say where a name is known to differ.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from types import MethodType
 from typing import Any, Protocol, TypeVar
@@ -36,6 +36,7 @@ __all__ = [
     "attach_fsdp_extension",
     "autograd_node",
     "base_of",
+    "compiled_as_eager",
     "copy_each",
     "cpu_multiplies_bf16",
     "cuda_architectures",
@@ -62,6 +63,7 @@ __all__ = [
     "tree_leaves",
     "tree_map_only",
     "version_of",
+    "without_hooks",
     "wrapper_subclass",
 ]
 
@@ -110,6 +112,18 @@ def reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     `torch.nn.Linear` ends in the same operation. FSDP2 warns of modules that return views.
     """
     return torch.ops.aten._unsafe_view(x, shape)
+
+
+def compiled_as_eager(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.compile` that keeps the roundings of code that is not compiled.
+
+    By itself torch's compiler drops a rounding to bf16 that is read again at once (`x.bfloat16().float()`),
+    and on a GPU it divides approximately. Options of one call leave what else a process compiles as it is.
+    Their names are those of `torch._inductor.config`; one that this torch does not have is left out.
+    """
+    known = import_module("torch._inductor").list_options()
+    wanted = ("emulate_precision_casts", "eager_numerics.division_rounding")
+    return torch.compile(function, options={name: True for name in wanted if name in known})
 
 
 def version_of(x: torch.Tensor) -> int:
@@ -297,3 +311,14 @@ def is_view_operation(func: Any) -> bool:
 def operation_name(func: Any) -> str:
     """The name of an operation, as `__torch_dispatch__` gets it, without its namespace and overload."""
     return str(func._schema.name).partition("::")[2]
+
+
+def without_hooks(module: torch.nn.Module, parameters: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """A shallow copy of a module with other parameters; its class's forward method runs no hooks on it.
+
+    nn.Module keeps parameters in the private dictionary `_parameters`, which a copy would share.
+    """
+    copied = module.__new__(type(module))
+    own = {name: torch.nn.Parameter(p, requires_grad=False) for name, p in parameters.items()}
+    copied.__dict__ = {**vars(module), "_parameters": {**module._parameters, **own}}
+    return copied

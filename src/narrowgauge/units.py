@@ -64,15 +64,19 @@ def human_duration(seconds: float) -> str:
 
 
 def parse_bytes(size: str) -> int:
-    """The bytes of a size such as 24GB (10^9), 22GiB (2^30) or 500MB; 0 for "".
+    """The bytes of a size such as 24GB (10^9), 22GiB (2^30), 500MB or 4096B; 0 for "".
 
     Raises:
         UserError: the text is not a size.
     """
     if not size:
         return 0
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", size.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", size.strip(), re.IGNORECASE)
     if not match:
         raise UserError(f"memory size {size!r}: it must be a number and a unit, such as 24GB or 22GiB")
     number, unit, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+    if number == size.strip():
+        raise UserError(
+            f"memory size {size!r} has no unit; write {number}GB (10^9 bytes) or {number}GiB (2^30)"
+        )
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index((unit or " ").upper()))

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from narrowgauge.analysis import probe, probe_json
 from narrowgauge.analysis.gradient import Position, loss_and_gradient
 from narrowgauge.analysis.probe import Subject
 from narrowgauge.data import training_batch
-from narrowgauge.recipes import recipe, recipe_names
+from narrowgauge.errors import UserError
+from narrowgauge.recipes import parse_recipe, recipe, recipe_names
 from narrowgauge.training import make_config
 from narrowgauge.training.step.build_model import build_model
 
@@ -21,7 +23,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def subject(tiny):
     """The weights of a tiny model at its start, on three batches of random tokens."""
-    spec = make_config(tiny({"recipe.name": "fp32"})).spec
+    spec = make_config(tiny({"recipe.name": "fp32", "model.initial_std": 0.02})).spec
     weights = {n: p.detach().clone() for n, p in build_model(spec, CPU).named_parameters()}
     tokens = np.random.default_rng(1).integers(0, 257, 4096, dtype=np.int32)
     batches = [training_batch(tokens, 0, first, 4, 32) for first in (0, 4, 8)]
@@ -58,6 +60,41 @@ def test_stochastic_rounding_is_unbiased_and_nearest_is_all_bias(probed):
     assert 1 < probed["quartet"].figures["noise_ratio"].mean < 1000
 
 
+def test_rounding_the_forward_numbers_at_random_is_unbiased_too(subject):
+    """Both recipes round the numbers of the forward pass once more, and their mean is these numbers."""
+    fair = [recipe("quartet2"), recipe("tetrajet2")]
+    biased = [replace(with_nearest_gradients(r), name=f"{r.name}-nearest") for r in fair]
+    slopes = {p.recipe: p.figures["averaging_slope"] for p in probe(subject, fair + biased, draws=16)}
+    for r in fair:
+        assert slopes[r.name].low <= 0.5 <= slopes[r.name].high, r.name
+        assert slopes[r.name].low > 0.45
+        assert slopes[f"{r.name}-nearest"].high < 0.4
+
+
+def with_nearest_gradients(r):
+    """The recipe with output gradients rounded to nearest, and without transforms, which dither them."""
+    again = {"cast": "nvfp4", "rounding": "stochastic"}
+    places = {"dgrad.w": {**again, "of": "fprop.w"}, "wgrad.x": {**again, "of": "fprop.x"}}
+    return r.with_places({"dgrad.dy": "nvfp4", "wgrad.dy": "nvfp4", **places})
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_the_reference_reads_the_forward_numbers_where_the_recipe_does(name):
+    """What the backward pass takes from the forward pass stays; what it rounds anew is not rounded."""
+    r = recipe(name)
+    exact = r.with_wide_backward()
+    assert exact.casts["dgrad.dy"].name == exact.casts["wgrad.dy"].name == "fp32"
+    for place, source in (("dgrad.w", "fprop.w"), ("wgrad.x", "fprop.x")):
+        takes = r.casts[place].of or r.casts[place] == r.casts[source]
+        is_blocked = (
+            r.casts[source].block is not None and r.casts[source].block[0] != r.casts[source].block[1]
+        )
+        if r.casts[place].of or (takes and not is_blocked):
+            assert exact.casts[place].of == source
+        elif r.saved != "operand":
+            assert exact.casts[place].name == "fp32"
+
+
 def test_the_layers_that_a_recipe_keeps_are_hurt_least(probed):
     errors = {layer.parameter: layer.relative_error for layer in probed["nvfp4"].layers}
     assert errors["head.weight"] < 0.01 < errors["blocks.0.qkv.weight"]
@@ -69,6 +106,11 @@ def test_the_reference_sees_the_same_forward_pass(name, subject):
     models = [subject.model(v) for v in (r.with_places({"compute": "fp32"}), r.with_wide_backward())]
     narrow, reference = (loss_and_gradient(m, subject.batches[0], subject.position)[0] for m in models)
     assert narrow.hex() == reference.hex()
+
+
+def test_a_recipe_with_a_misspelt_layer_is_refused(subject):
+    with pytest.raises(UserError, match=r"modules = \['haed'\] matches no layer .* nearest name is 'head'"):
+        probe(subject, [recipe("mxfp4"), parse_recipe('[keep]\nmodules = ["haed"]', "mine.toml")])
 
 
 def test_the_same_numbers_every_time(subject, probed):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import tomllib
 
 import pytest
@@ -12,6 +13,7 @@ from narrowgauge.analysis import (
     bits_budget,
     choices_of,
     flops_budget,
+    pace,
     recipe_text,
     solve,
     time_budget,
@@ -63,6 +65,21 @@ def test_no_assignment_within_the_budget_costs_less(budget):
         if budget.holds(CHOICES.amount(other, budget)):
             best = min(best, CHOICES.cost(other))
     assert CHOICES.cost(found) == pytest.approx(best, abs=1e-12)
+
+
+def test_lost_progress_costs_what_it_is_worth():
+    """A share of the steps' progress times the pace of the run, beside nats as they are."""
+    costs = {"mxfp4": [Cost("head", place, 0.25) for place in GEMM_PLACES]}
+    found = choices_of({"mxfp4": CASTS["mxfp4"]}, {"head": 100}, costs, pace=0.8).costs
+    assert found["head", "fprop"]["mxfp4"] == pytest.approx(0.5)
+    assert found["head", "dgrad"]["mxfp4"] == found["head", "wgrad"]["mxfp4"] == pytest.approx(0.4)
+
+
+def test_the_pace_is_that_of_the_last_doubling():
+    slow = {n: 9 - 2 * math.log(n) if n < 50 else 1 - 0.3 * math.log(n) for n in range(1, 101)}
+    assert pace(slow | {99: math.nan}) == pytest.approx(0.3)
+    assert pace({1: 5.0, 2: 6.0}) == 0  # it no longer falls
+    assert pace({7: 5.0}) is pace({}) is None
 
 
 def test_amounts_are_shares_bits_and_times():
@@ -175,6 +192,7 @@ def test_the_command_writes_a_recipe_that_trains(narrowgauge, line, tmp_path):
     assert answer["kept"] == ["blocks.0.qkv", "head"]
     assert 0.5 <= answer["amount"] <= 0.55
     assert tuple(answer["baselines"]) == BASELINES
+    assert answer["loss_per_doubling"] >= 0
     missed = narrowgauge("search", run, *words, "--keep", "lm_head", "--out", out)
     assert (missed.code, "--keep lm_head: no layer has this name; take one of qkv, " in missed.err) == (
         2,
@@ -200,3 +218,14 @@ def test_a_check_compares_the_answer_with_bf16_and_with_each_baseline(narrowgaug
     assert "validation loss to bf16: " in to_bf16
     assert "validation loss to mine: " in beside
     assert all(f"{name} (" in beside for name in others)
+
+
+def test_without_losses_lost_progress_has_no_price(narrowgauge, line, text, tmp_path):
+    """A model of another program says nothing of its training, so its user has to."""
+    run, model, out = tmp_path / "run", tmp_path / "model", tmp_path / "m.toml"
+    assert narrowgauge(*line({"recipe.name": "bf16"}), "--out", run).code == 0
+    assert narrowgauge("export", run, "--to", "hf", "--out", model).code == 0
+    words = ("search", model, "--formats", "mxfp4,bf16", "--budget", "0.5", "--batches", 1, "--out", out)
+    refused = narrowgauge(*words, "--batch-size", 2, "--sequence-length", 32, "--data", text)
+    assert refused.code == 2
+    assert "give the nats that twice the steps would remove, as in --loss-per-doubling 0.1" in refused.err

@@ -18,8 +18,6 @@ from narrowgauge.torch_compat import TorchDispatchMode, operation_name
 from narrowgauge.training import make_config
 from narrowgauge.training.step.build_model import build_model
 
-pytest.importorskip("triton", reason="torch came without Triton here")
-
 META = torch.device("meta")
 
 

@@ -278,3 +278,31 @@ def test_the_same_line_finds_a_run_under_an_older_name(tmp_path, monkeypatch, na
     other = narrowgauge(*words, "--seed", "1", folder=tmp_path)
     assert other.code == 0, other.err
     assert len(list((tmp_path / "runs").iterdir())) == 2, "another line has a directory of its own"
+
+
+def test_a_group_of_places_takes_one_cast(tmp_path):
+    """`wgrad` is both of its operands, in a file and on the line; the line goes over the file."""
+    file = tmp_path / "mine.toml"
+    file.write_text('[recipe]\nname = "mxfp4"\n"wgrad.x" = "mxfp8"\nwgrad = "bf16"\n')
+
+    def casts(*words):
+        options = main._options(["train", str(file), *words])
+        return {
+            place: cast.name for place, cast in make_config(config_values(options)).spec.recipe.casts.items()
+        }
+
+    assert casts()["wgrad.dy"] == "bf16"
+    assert casts()["wgrad.x"] == "mxfp8", "a place of its own goes over its group"
+    assert casts()["fprop.x"] == "mxfp4"
+    lined = casts("--recipe.wgrad", "e5m2")
+    assert (lined["wgrad.dy"], lined["wgrad.x"]) == ("e5m2", "e5m2")
+    assert casts("--fprop", "e4m3", "--recipe.fprop.w", "bf16")["fprop.w"] == "bf16"
+    attention = make_config({"recipe": {"attention": "mxfp8"}}).spec.recipe.attention
+    assert {cast and cast.name for cast in attention.values()} == {"mxfp8"}
+
+
+def test_a_file_of_a_windows_editor_is_read(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_bytes(b"\xef\xbb\xbf[training]\r\nsteps = 3\r\n")
+    options = main._options(["train", str(file)])
+    assert make_config(config_values(options)).training.steps == 3

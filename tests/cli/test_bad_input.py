@@ -12,6 +12,46 @@ DEEP = "no/such/dir"
 LINES = {
     "verb": (["trian"], ["unknown verb 'trian'", "'train'"]),
     "no verb but a word": ([""], ["unknown verb ''"]),
+    "verb: help": (["help"], ["unknown verb 'help'", "narrowgauge --help"]),
+    "verb: another program's": (["pretrain"], ["unknown verb 'pretrain'", "narrowgauge train"]),
+    "verb: a name near none": (["version"], ["unknown verb 'version'", "narrowgauge --version"]),
+    "no verb but an option": (["--recipe", "fp8"], ["'--recipe'", "narrowgauge train --recipe"]),
+    "no verb but --dry-run": (["--dry-run"], ["'--dry-run'", "a verb comes first"]),
+    "a trial run": (["train", "--dry-run"], ["no option --dry-run", "narrowgauge plan"]),
+    "a key of a cast": (
+        ["train", "--recipe.rounding", "stochastic"],
+        ["'--recipe.rounding'", "key of a cast", "--recipe.fprop.x '{{cast ="],
+    ),
+    "a key of a cast alone": (["train", "--rounding", "stochastic"], ["--rounding", "key of a cast"]),
+    "a key of a recipe file": (["train", "--recipe.keep", "head"], ["'--recipe.keep'", "recipe file"]),
+    "an option near none": (["sample", "{run}", "--prompt", "x", "--checkpoint", "7"], ["'--checkpoint'"]),
+    "one dash": (["train", "-steps", "3"], ["unknown option '-steps'", "'--steps'"]),
+    "one dash: help": (["train", "-help"], ["unknown option '-help'", "'--help'"]),
+    "one letter": (["train", "-s", "3"], ["unknown option '-s'", "narrowgauge train --help"]),
+    "one name more": (["recipes", "fp8", "bf16"], ["unknown argument 'bf16'", "NAME", "recipes --help"]),
+    "a name for none": (["doctor", "here"], ["unknown argument 'here'", "takes none", "doctor --help"]),
+    "a word for a file": (["train", "help"], ["no configuration file help", "name a .toml file"]),
+    "a whole number": (
+        ["prepare", "{text}", "--out", "{dir}/new", "--workers", "all"],
+        ["--workers", "'all' is not a whole number"],
+    ),
+    "a number": (["sample", "{run}", "--prompt", "x", "--top-p", "much"], ["'much' is not a number"]),
+    "an empty name": (["train", "--out", ""], ["--out", "the name is empty"]),
+    "an empty file name": (["train", ""], ["CONFIG.toml", "the name is empty"]),
+    "export: nowhere": (
+        ["export", "{run}", "--to", "hf", "--out", "/proc/none"],
+        ["/proc/none", "cannot be written", "--out"],
+    ),
+    "convert: nowhere": (
+        ["convert", "{run}", "--recipe", "bf16", "--out", "/proc/none"],
+        ["/proc/none", "cannot be written", "--out"],
+    ),
+    "formats: a family": (["formats", "fp8"], ["unknown format 'fp8'", "e4m3 and e5m2"]),
+    "formats: torch's name": (["formats", "float8_e4m3fn"], ["'float8_e4m3fn'", "the nearest is 'e4m3'"]),
+    "allowed: key": (
+        ["train", "{run}/config.toml", "--out", "{run}", "--steps", "9", "--allow-change", "step"],
+        ["--allow-change", "unknown key 'step'", "'training.steps'"],
+    ),
     "option": (["train", "--stepz", "3"], ["unknown option '--stepz'", "'--steps'"]),
     "option of another verb": (["eval", "{run}", "--prompt", "x"], ["unknown option '--prompt'"]),
     "key": (["train", "--optimizer.learning_rate", "1"], ["unknown option '--optimizer.learning_rate'"]),
@@ -74,6 +114,10 @@ FILES = {
     "brief/b.txt": b"steam\n",
     "tokenizer.json": b"{}",
     "recipe.toml": b"[fprop]\nx = {cast = 'mxfp4', hadamard = 'many'}\n",
+    "empty.toml": b"",
+    "rounding.toml": b"fprop = 'mxfp4'\nrounding = 'stochastic'\n",
+    "json.toml": b'{"fprop": "mxfp4"}',
+    "no-quotes.toml": b"compute = 'bf16'\nfprop = mxfp4\n",
 }
 
 # Keys over those of the tiny run.
@@ -82,6 +126,29 @@ KEYS = {
     "recipe": ({"recipe.name": "mxpf4"}, ["unknown recipe 'mxpf4'", "'mxfp4'"]),
     "recipe file": ({"recipe.name": "{dir}/none.toml"}, ["{dir}/none.toml", "cannot be read"]),
     "recipe value": ({"recipe.name": "{dir}/recipe.toml"}, ["fprop.x", "hadamard = 'many'"]),
+    "recipe file: empty": ({"recipe.name": "{dir}/empty.toml"}, ["{dir}/empty.toml", "is empty"]),
+    "recipe file: a key of a cast": (
+        {"recipe.name": "{dir}/rounding.toml"},
+        ["'rounding'", "key of a cast", "fprop.x = {{cast ="],
+    ),
+    "recipe file: a configuration": ({"recipe.name": "{dir}/good.toml"}, ["'training'", "configuration"]),
+    "recipe file: JSON": ({"recipe.name": "{dir}/json.toml"}, ["{dir}/json.toml", "it is JSON"]),
+    "recipe file: no quotes": (
+        {"recipe.name": "{dir}/no-quotes.toml"},
+        ["{dir}/no-quotes.toml", "fprop = mxfp4", "in quotes"],
+    ),
+    "recipe: a directory": ({"recipe.name": "{dir}"}, ["{dir}", "is a directory", ".toml"]),
+    "recipe: two": ({"recipe.name": "fp8,bf16"}, ["'fp8,bf16'", "one recipe", "narrowgauge compare"]),
+    "recipe: a cast": ({"recipe.name": "e4m3"}, ["unknown recipe 'e4m3'", "a cast", "--recipe.fprop.x e4m3"]),
+    "recipe: its own file": ({"recipe.name": "{dir}/good"}, ["'{dir}/good'", "{dir}/good.toml"]),
+    "a group": ({"recipe.wgrad": "mxpf4"}, ["'wgrad.dy'", "unknown cast 'mxpf4'", "'mxfp4'"]),
+    "model file": ({"model.name": "{dir}/good.toml"}, ["{dir}/good.toml", "configuration file"]),
+    "a GPU by another name": ({"training.device": "gpu"}, ["unknown device 'gpu'", "is 'cuda'"]),
+    "processes": (
+        {"parallel.tensor": 2},
+        ["tensor 2", "torchrun --standalone --nproc-per-node 2 -m narrowgauge train"],
+    ),
+    "source: a run": ({"data.source": "{run}"}, ["{run}", "is a run directory"]),
     "backend": ({"recipe.backend": "native"}, ["'fp8'", "--backend emulated"]),
     "device": ({"training.device": "cuda:99"}, ["cuda:99"]),
     "steps": ({"training.steps": 0}, ["training.steps = '0'", "greater than or equal to 1"]),
@@ -121,7 +188,26 @@ TOML = {
     "key": ("[training]\nstep = 3", ["unknown key 'training.step'", "'training.steps'"]),
     "place": ("[recipe]\nfprop = {q = 'bf16'}", ["unknown key 'recipe.fprop.q'"]),
     "a grid": ("[sweep]\n'training.seed' = [1, 2]", ["section 'sweep' is a grid", "`narrowgauge compare`"]),
-    "outside a section": ("steps = 3", ["unknown section 'steps'"]),
+    "outside a section": ("steps = 3", ["steps = 3", "outside", "[training]"]),
+    "outside: a synonym": ("learning_rate = 1e-3", ["learning_rate = 0.001", "[optimizer]", "lr"]),
+    "outside: of several": ("every = 3", ["every = 3", "[validation]", "[checkpoint]"]),
+    "outside: unknown": ("stepz = 3", ["unknown key 'stepz'", "'steps'", "[training]"]),
+    "a recipe": ("name = 'mine'\nfprop = 'mxfp4'", ["is a recipe", "--recipe"]),
+    "a section that is text": ("recipe = 'mxfp4'", ["recipe = 'mxfp4'", "[recipe]", 'name = "mxfp4"']),
+    "a group": ("[recipe]\nwgrad = 'mxpf4'", ["'wgrad.dy'", "unknown cast 'mxpf4'"]),
+    "a key of a cast in no place": (
+        "[recipe]\nrounding = 'stochastic'",
+        ["recipe.rounding", "key of a cast"],
+    ),
+    "a key of a recipe file": ("[recipe]\nkeep = ['head']", ["recipe.keep", "recipe file"]),
+    "true for a number": ("[training]\nbatch_size = true", ["training.batch_size = True", "number"]),
+    "JSON": ('{"training": {"steps": 3}}', ["it is JSON", "[training]"]),
+    "YAML": ("training:\n  steps: 3", ["line 1", "'training:'", "it is YAML"]),
+    "no quotes": ("[recipe]\nname = mxfp4", ["line 2", "'name = mxfp4'", "in quotes"]),
+    "commas in a number": ("[training]\nsteps = 1,000", ["line 2", "'steps = 1,000'", "1_000"]),
+    "Python's None": ("[log]\nprompt = None", ["line 2", "leave the key out"]),
+    "twice": ("[training]\nsteps = 1\nsteps = 2\n", ["line 3", "'steps = 2'"]),
+    "capitals": ("[Training]\nsteps = 3", ["unknown section 'Training'", "'training'"]),
     "a section that is a number": ("training = 3", ["training = 3", "[training]"]),
     "a section that is a list": ("[[training]]\nsteps = 3", ["training = [{'steps': 3}]", "[training]"]),
     "text for a number": ("[data]\nsequence_length = 'long'", ["data.sequence_length = 'long'", "integer"]),
@@ -191,7 +277,7 @@ def test_a_place_that_is_taken(narrowgauge, refused, line, tmp_path, make, says)
 def test_a_place_that_cannot_be_written(narrowgauge, refused, line, tmp_path):
     (tmp_path / "file").touch()
     for out in (tmp_path / "file" / "run", "/proc/run"):
-        refused(narrowgauge(*line(), "--out", out), out)
+        refused(narrowgauge(*line(), "--out", out), out, "cannot be made")
 
 
 def test_a_run_of_another_configuration(narrowgauge, refused, line, tmp_path):

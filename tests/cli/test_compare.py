@@ -52,10 +52,19 @@ def test_a_comparison_and_the_same_line_again(narrowgauge, compare, look, tmp_pa
     assert ">mxfp8<" in page
     for name in runs:
         assert tomllib.loads((both / name / "config.toml").read_text())["recipe"]["wgrad.x"] == "bf16"
+    threads = [
+        tomllib.loads((both / name / "config.toml").read_text())["training"]["threads"] for name in runs
+    ]
+    assert threads == [runs["bf16"].lines[0]["threads"]] * 2, "the last digits follow from it"
     assert runs["bf16"].lines[1]["val_loss"] != runs["mxfp8"].lines[1]["val_loss"], "other numbers"
 
     metrics = [(run.path / "metrics.jsonl").read_bytes() for run in runs.values()]
-    again = narrowgauge(*words)
+    assert "sample, from" not in ended.out, "it is in each run's directory"
+    assert all(run.events("done")[0]["sample"] for run in runs.values())
+    assert ended.out.count("report: ") == ended.out.count("arithmetic ") == 1, "the runs leave theirs out"
+
+    at = words.index("bf16,mxfp8")
+    again = narrowgauge(*words[:at], "bf16,", "mxfp8", *words[at + 1 :])  # as a shell cuts "bf16, mxfp8"
     assert again.code == 0, again.err
     assert again.out.count("is done; to train again") == 2
     assert again.out[again.out.rindex("\nrun  ") :] == table
@@ -164,6 +173,8 @@ def test_seeds_that_come_later_find_the_runs_that_are_there(narrowgauge, compare
     runs = look(both / "bf16"), look(both / "bf16-seed-1")
     configs = [tomllib.loads((run.path / "config.toml").read_text()) for run in runs]
     assert [config["training"].pop("seed") for config in configs] == [0, 1]
+    begun = runs[0].lines[0]["threads"]
+    assert [config["training"].pop("threads") for config in configs] == [0, begun], "as the run that is there"
     assert configs[0] == configs[1]
     losses = [run.steps[-1]["val_loss"] for run in runs]
     assert losses[0] != losses[1]

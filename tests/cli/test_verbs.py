@@ -179,7 +179,7 @@ def test_plan_says_what_fits_and_what_would_help(narrowgauge, line, tmp_path):
     words = ["plan", *line({"training.micro_batch_size": 2})[1:]]
     ended = narrowgauge(*words)
     assert ended.code == 0, ended.err
-    for name in ("weights", "gradients", "saved activations", "workspace", "together"):
+    for name in ("weights", "gradients", "saved activations", "together"):
         assert re.search(rf"^ *{name} ", ended.out, re.MULTILINE), name
     assert re.search(r"^fits: ", ended.out, re.MULTILINE)
     tight = narrowgauge(*words, "--memory-limit", "10KB")

@@ -16,7 +16,7 @@ from narrowgauge.distributed import Engine, Mesh, MicroBatch, ModelSpec, Paralle
 from narrowgauge.distributed.parallel.parallelize import Objective
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, model_config, starting_values
-from narrowgauge.nn import recipe_tensors
+from narrowgauge.nn import Linear, recipe_tensors
 
 CPU = torch.device("cpu")
 STEPS, SAMPLES = 3, 2
@@ -136,6 +136,43 @@ def ddp_with_eyes(recipe):
 def batch(number, rank=None):
     rank = dist.get_rank() if rank is None else rank
     return torch.randn(8, 32, generator=torch.Generator().manual_seed(1000 * rank + number))
+
+
+def bits_of_ranks(recipe, wrapper, says_samples=False):
+    """Gradients of each rank alone, all with the same samples and weights, in a loop that says no step.
+
+    They can differ by their random bits only. Returns whether each gradient is the same on all ranks.
+    """
+    model = net(recipe)
+    if wrapper == "ddp":
+        trained = DistributedDataParallel(ng.prepare_ddp(model))
+        quiet = trained.no_sync
+    else:
+        trained, quiet = cut(model, ng.fully_shard), nullcontext
+    if says_samples:  # a loop that says all ranks have the same samples gets the same bits
+        ng.set_step(model, 0, 1, 0)
+    seen = {}
+    for name, layer in model.named_modules():
+        if isinstance(layer, Linear):
+            layer.observer = Operands(seen, name)
+    with quiet():
+        trained(batch(0, rank=0)).square().mean().backward()
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, {place: t.tolist() for place, t in seen.items()})
+    return {place: all(other[place] == found[0][place] for other in found) for place in found[0]}
+
+
+class Operands:
+    """Keeps the numbers of each operand."""
+
+    def __init__(self, seen, name):
+        self.seen, self.name = seen, name
+
+    def operand(self, observed):
+        self.seen[f"{self.name}.{observed.place}"] = observed.seen.float()
+
+    def product(self, *_):
+        """Nothing."""
 
 
 def plain_ddp(recipe):

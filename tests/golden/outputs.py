@@ -166,8 +166,9 @@ def plans(worker: Worker) -> Tree:
     told = commands(worker, *(("plan", *line.split(), "--json") for line in asked.values()))
     found: dict[str, Tree] = {name: json.loads(text) for name, text in zip(asked, told, strict=True)}
     for plan in found.values():
-        if plan["devices"] == 1:  # counted: it moves with each kernel, and tests/gpu_budget holds them
-            plan.pop("expect", None)
+        # Time is counted, and moves with each kernel: tests/gpu_budget and tests/cluster/plan hold it.
+        for counted in ("step", "run", "expect"):
+            plan.pop(counted, None)
     return found
 
 

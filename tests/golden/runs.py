@@ -32,9 +32,11 @@ PINS = {
     "PYTHONHASHSEED": "0",
 }
 
-# Two blocks of 128 in `ffn_dim`, one in `dim`, two and a bit in the vocabulary.
+# Two blocks of 128 in `ffn_dim`, one in `dim`, two and a bit in the vocabulary. The initial weights are
+# given, so that no digit follows from the rule of a named size.
 TINY: Values = {
-    "model": {"dim": 128, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 256, "vocab_size": 257},
+    "model": {"dim": 128, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 256, "vocab_size": 257}
+    | {"initial_std": 0.02},
     "data": {"tokenizer": "bytes", "sequence_length": 64},
     "training": {"steps": 8, "batch_size": 2, "micro_batch_size": 2, "device": "cpu", "hang_timeout": 60},
     "schedule": {"warmup_steps": 2},

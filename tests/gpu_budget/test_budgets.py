@@ -9,8 +9,6 @@ import pytest
 from narrowgauge.bench.count.speeds import FUNCTION_S, LAUNCH_S
 from support.gpu_count import counted, whole
 
-pytest.importorskip("triton", reason="torch came without Triton here")
-
 BIG, SMALL, EIGHT, GPT2 = "qwen2.5-1.5b", "qwen2.5-0.5b", "llama3-8b", "gpt2-124m"
 SLACK = 1.0005  # the figures below are rounded
 

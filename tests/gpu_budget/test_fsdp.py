@@ -2,12 +2,8 @@
 
 from collections import Counter
 
-import pytest
-
 from narrowgauge.models import model_config
 from support.fsdp_count import FIRST, NEXT, SCALES, events_of, seconds_of
-
-pytest.importorskip("triton", reason="torch came without Triton here")
 
 MODEL, LAYERS, WORLD = "qwen2.5-1.5b", 28, 8
 

@@ -21,8 +21,6 @@ from narrowgauge.torch_compat import operation_name, storage_key, tree_iter
 from narrowgauge.training import make_config
 from narrowgauge.training.step.trainer import Trainer
 
-pytest.importorskip("triton", reason="torch came without Triton here")
-
 MICRO_BATCHES, TOKENS = 4, 64
 
 

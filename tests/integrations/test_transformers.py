@@ -21,6 +21,7 @@ from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -59,7 +60,7 @@ def trainer_of(path, given, batches=None, **arguments):
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
     } | arguments
-    arguments |= {"logging_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    arguments = {"logging_steps": 1, "report_to": []} | arguments | {"use_cpu": True, "disable_tqdm": True}
     arguments = TrainingArguments(path, save_strategy=arguments.pop("save_strategy", "no"), **arguments)
     return Trainer(args=arguments, train_dataset=examples(), data_collator=batches or Batches(), **given)
 
@@ -218,6 +219,53 @@ def test_a_step_without_numbers_is_skipped_and_logged(tmp_path):
     assert not torch.equal(seen[0], seen[2])
     assert 0 < third["narrowgauge/fprop.x/sqnr_db"] < 60
     json.dumps(trainer.state.log_history)
+
+
+class Reporter(TrainerCallback):
+    """Keeps what it is given of each log at the time it is given it, as the trainer's reporters do."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        self.rows.append({"step": state.global_step, **logs})
+
+
+GAUGE = "narrowgauge/fprop.w/sqnr_db"
+
+
+def test_gauges_reach_reporters_that_the_trainer_calls_first(tmp_path):
+    given = trainer_kwargs(model(), "mxfp8", lr=LR, gauges_every=2)
+    first, last = Reporter(), Reporter()
+    given["callbacks"] = [first, *given["callbacks"], last]
+    trainer = trainer_of(tmp_path, given, max_steps=4)
+    trainer.train()
+    trainer.train()  # once more, with the same list
+    assert [row["step"] for row in first.rows if GAUGE in row] == [2, 4] * 2
+    assert all(0 < row[GAUGE] < 60 for row in first.rows if GAUGE in row)
+    assert [row["narrowgauge/skips"] for row in first.rows if "loss" in row] == [0] * 8
+    assert first.rows == last.rows
+    assert trainer.state.log_history == first.rows[-5:]
+
+
+def test_a_reading_of_gauges_after_the_last_log_is_reported_at_the_end(tmp_path):
+    given = trainer_kwargs(model(), "mxfp8", lr=LR, gauges_every=2)
+    reporter = Reporter()
+    given["callbacks"] = [reporter, *given["callbacks"]]
+    trainer_of(tmp_path, given, max_steps=4, logging_steps=100).train()
+    assert [(row["step"], "train_loss" in row, GAUGE in row) for row in reporter.rows] == [(4, True, True)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
+def test_tensorboard_has_the_gauges(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "events"))
+    given = trainer_kwargs(model(), "mxfp8", lr=LR, gauges_every=2)
+    trainer_of(tmp_path, given, max_steps=4, report_to=["tensorboard"]).train()
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    assert [scalar.step for scalar in events.Scalars(f"train/{GAUGE}")] == [2, 4]
+    assert [scalar.value for scalar in events.Scalars("train/narrowgauge/skips")] == [0.0] * 5
 
 
 def test_what_cannot_work_is_refused(tmp_path):

@@ -67,7 +67,7 @@ def without(monkeypatch):
 
     def call(function, *args):
         with monkeypatch.context() as m:
-            m.setattr(where, "_has_triton", lambda: False)
+            m.setattr(where, "can_compile", lambda: False)
             return function(*args)
 
     return call

@@ -4,7 +4,14 @@ import torch
 from narrowgauge.errors import UserError
 from narrowgauge.models import KVCache, Transformer, generate, initialize, model_config
 
-TINY = {"dim": 64, "layers": 2, "ffn_dim": 96, "vocab_size": 61, "max_sequence_length": 32}
+TINY = {
+    "dim": 64,
+    "layers": 2,
+    "ffn_dim": 96,
+    "vocab_size": 61,
+    "max_sequence_length": 32,
+    "initial_std": 0.02,
+}
 
 
 @pytest.fixture(params=["debug", "gpt2-debug"])

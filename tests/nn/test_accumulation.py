@@ -92,7 +92,6 @@ def casts(**training):
         )
         return [event.name for event in count_step(config, named_device("h200")).micro]
 
-    pytest.importorskip("triton", reason="torch came without Triton here")
     return of(3).count("triton cast_given") - of(2).count("triton cast_given")
 
 

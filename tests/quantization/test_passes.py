@@ -1,11 +1,15 @@
 """The passes in C give the bits of torch's operations: every shipped cast, both axes, numbers at edges."""
 
+import os
+import stat
+import subprocess
 from dataclasses import replace
 
 import pytest
 import torch
 
 import narrowgauge as ng
+from narrowgauge import operating_system
 from narrowgauge.formats import RandomStream, random_stream
 from narrowgauge.quantization import QuantContext, emulate, make_cast, quantize_in_context
 from narrowgauge.quantization.passes import build, c_call, in_c
@@ -113,6 +117,96 @@ def test_a_library_that_rounds_otherwise_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "source", lambda: source)
     assert c_call.c_library.__wrapped__() is None
     assert not list(tmp_path.rglob("*.so"))
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """A cache with a library that leaves a mark when it is loaded, as an attacker would plant it."""
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
+    mark, code, library = tmp_path / "loaded", tmp_path / "planted.c", tmp_path / "planted.so"
+    code.write_text(
+        f'#include <fcntl.h>\n__attribute__((constructor)) void f(void) {{ creat("{mark}", 0600); }}'
+    )
+    subprocess.run([*build.compiler(), "-shared", "-fPIC", str(code), "-o", str(library)], check=True)
+    assert c_call.c_library.__wrapped__() is not None
+    (there,) = (tmp_path / "cache").rglob("*.so")
+    there.write_bytes(library.read_bytes())
+    return there, mark
+
+
+def named_as_its_content(there):
+    """The file under the name that a whole library of these bytes has."""
+    build.keep(there.read_bytes())
+    there.unlink()
+    (named,) = there.parent.glob("*.so")
+    return named
+
+
+def rounds_as_torch():
+    return c_call._is_right(c_call.c_library.__wrapped__())
+
+
+@needs_c
+def test_a_cached_library_with_other_bytes_is_not_loaded(planted):
+    there, mark = planted
+    assert rounds_as_torch()
+    assert not mark.exists()
+    there.write_bytes(b"cut off")
+    assert rounds_as_torch()
+
+
+@needs_c
+@pytest.mark.parametrize("what", ["mode", "link", "owner"])
+def test_a_cached_library_that_others_could_write_is_not_loaded(planted, what, monkeypatch):
+    there, mark = planted
+    named = named_as_its_content(there)
+    if what == "mode":
+        named.chmod(0o660)
+    elif what == "link":
+        named.symlink_to(named.rename(named.parent / "elsewhere"))
+    else:
+        real, own = operating_system.is_private, stat.S_ISREG
+        monkeypatch.setattr(build, "is_private", lambda s: not own(s.st_mode) and real(s))
+    assert rounds_as_torch()
+    assert not mark.exists()
+
+
+@needs_c
+@pytest.mark.parametrize("what", ["mode", "link", "owner", "file"])
+def test_a_folder_that_others_could_write_is_not_used(planted, what, monkeypatch):
+    """The sentence names it, and each process compiles for itself."""
+    there, mark = planted
+    folder = named_as_its_content(there).parent
+    if what == "mode":
+        folder.chmod(0o775)
+    elif what == "link":
+        folder.symlink_to(folder.rename(folder.parent / "elsewhere"))
+    elif what == "owner":  # the next user's folder, made by this one
+        folder = folder.rename(folder.with_name("passes-12345"))
+        monkeypatch.setattr(operating_system.os, "geteuid", lambda: 12345)
+    else:
+        folder.rename(folder.parent / "elsewhere")
+        folder.write_text("")
+    before = sorted(folder.parent.rglob("*"))
+    with pytest.warns(UserWarning, match=rf"{folder} is no directory that only this user can write to"):
+        assert rounds_as_torch()
+    assert not mark.exists()
+    assert sorted(folder.parent.rglob("*")) == before
+
+
+@needs_c
+def test_a_cached_library_is_loaded_again(planted):
+    """Else the tests above would show nothing; and under a umask that lets a group write."""
+    there, mark = planted
+    mask = os.umask(0o002)
+    try:
+        there.parent.rename(there.parent.with_name("old"))
+        build.keep((there.parent.with_name("old") / there.name).read_bytes())
+    finally:
+        os.umask(mask)
+    with pytest.raises(AttributeError, match="units"):  # the planted library has no passes
+        c_call.c_library.__wrapped__()
+    assert mark.exists()
 
 
 def test_without_a_compiler_torch_computes(tmp_path, monkeypatch):

@@ -232,3 +232,16 @@ def test_mistakes_are_answered_in_a_sentence():
         ng.quantize(torch.ones(2, 32), "mxfp4", axis=2)
     with pytest.raises(UserError, match="unknown cast key 'roundin'; the nearest is 'rounding'"):
         make_cast({"cast": "nvfp4", "roundin": "stochastic"})
+
+
+def test_a_quantized_tensor_shows_its_shape_scales_and_cast_and_no_codes():
+    assert repr(ng.quantize(torch.ones(64, 32), "nvfp4")) == (
+        "QTensor(shape=(64, 32), dtype=torch.uint8, device=cpu, scales of shape (64, 2), "
+        "tensor_scale=0.000372024, cast=Cast('nvfp4', element=e2m1, scale='e4m3', tensor_scale='tensor', "
+        "block=(1, 16)))"
+    )
+    rows = repr(ng.quantize(torch.ones(64, 32), {"cast": "nvfp4", "tensor_scale": "row"}))
+    assert "tensor_scale=a tensor of shape (64, 1)" in rows
+    assert "tensor_scale=a tensor of shape ()" in repr(
+        ng.quantize(torch.ones(64, 32, device="meta"), "mxfp4")
+    )

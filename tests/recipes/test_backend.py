@@ -1,11 +1,14 @@
 """Which code runs a recipe: by the facts of a device, always said, and refused in a sentence."""
 
+import tomllib
 from collections import Counter
 
 import pytest
 import torch
 
+from narrowgauge.cluster.doctor.torch_setup.builds import BUILDS
 from narrowgauge.errors import UserError
+from narrowgauge.files import shipped_text
 from narrowgauge.recipes import (
     BACKENDS,
     SCHEMES,
@@ -24,7 +27,7 @@ CPU = Device(maker="cpu")
 H200 = Device(maker="nvidia", capability=(9, 0), library=(13, 0))
 PER_TENSOR = {"fp8", "fp8-delayed", "msamp-o1", "msamp-o2", "msamp-o3", "coat"}
 PER_ROW = {"fp8-row", "fp8-row-hp"}
-BLACKWELL = {"mxfp8", "bf16-fwd-mxfp8-bwd", "nvfp4", "nvfp4-finish", "nvfp4-4over6"}
+BLACKWELL = {"mxfp8", "bf16-fwd-mxfp8-bwd", "nvfp4", "nvfp4-finish", "nvfp4-4over6", "fp4-all"}
 
 
 def nvidia(major, minor, cuda=(13, 0)):
@@ -213,3 +216,32 @@ def test_each_product_of_a_recipe_has_its_own_verdict():
     assert verdicts[("fprop", "fp4-row")]
     assert not any(verdicts[key] for key in (("dgrad", "e5m2"), ("wgrad", "e5m2"), ("fprop", "bf16")))
     assert choose_backend(recipe("fp4"), named_device("rtx4090")).name == "emulated"
+
+
+@pytest.mark.parametrize("name", ["p100", "v100", "t4", "rtx2080ti", "mi50"])
+def test_bf16_is_emulated_where_no_matrix_unit_has_it(name):
+    """Matrix units for bf16 came with Ampere and CDNA; before, fp16 is what trains fast."""
+    device = named_device(name)
+    backend = choose_backend(recipe("bf16"), device)
+    assert backend.name == "emulated"
+    assert backend.reason.endswith("the same numbers in fp32 GEMMs; recipe fp16 is native")
+    assert choose_backend(recipe("fp16"), device).name == "native"
+    narrow = choose_backend(recipe("fp8"), device)
+    assert narrow.reason.endswith("the same numbers in bf16 GEMMs, which are fp32 GEMMs here")
+    assert {product.obstacle for product in products_on(recipe("bf16"), device)} != {""}
+    with pytest.raises(UserError, match=r"bf16 takes .*use --backend emulated .*computed in fp32"):
+        choose_backend(recipe("bf16"), device, "native")
+
+
+@pytest.mark.parametrize("name", ["a100", "rtx3090", "mi100", "mi250x", "cpu"])
+def test_bf16_is_native_elsewhere(name):
+    assert choose_backend(recipe("bf16"), named_device(name)).reason == "torch multiplies bf16 itself"
+
+
+def test_a_device_elsewhere_has_a_cuda_that_torch_is_built_for():
+    """CUDA 13 has no code for what came before Turing."""
+    assert {named_device("v100").library, named_device("p100").library} == {(12, 6)}
+    for capability in tomllib.loads(shipped_text("recipes", "devices"))["nvidia"]:
+        device = named_device(capability)
+        (build,) = (build for build in BUILDS if build.cuda == device.library)
+        assert build.capability[0] <= device.capability <= build.capability[1]

@@ -107,7 +107,7 @@ def test_ones_own_file(tmp_path):
 
 def test_a_file_without_a_name_is_called_like_the_file(tmp_path):
     path = tmp_path / "paper.toml"
-    path.write_text("")
+    path.write_text("compute = 'bf16'")
     r = load_recipe(path)
     assert (r.name, r.compute) == ("paper", "bf16")
     assert set(r.casts.values()) == {make_cast("bf16")}
@@ -272,3 +272,22 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "latin.toml").write_bytes('name = "f\xfcr"'.encode("latin-1"))
     with pytest.raises(UserError, match=r"latin\.toml cannot be read: .*utf-8"):
         load_recipe(tmp_path / "latin.toml")
+
+
+def test_a_recipe_shows_its_name_title_and_operands_in_two_lines():
+    shown = repr(recipe("nvfp4"))
+    assert shown.startswith("<Recipe 'nvfp4': NVFP4: E4M3 scales of 16 under a tensor scale")
+    assert shown.endswith(
+        "\n fprop(x=nvfp4, w=nvfp4-2d), dgrad(dy=nvfp4, w=nvfp4-2d), wgrad(dy=nvfp4, x=nvfp4), "
+        "compute=bf16, 1 rule>"
+    )
+    assert "dgrad(dy=e2m1-1x16-e4m3-per-128, w=fprop.w)" in repr(recipe("tetrajet2"))
+    for name in recipe_names():
+        assert len(repr(recipe(name))) < 400, name
+        assert repr(recipe(name)).count("\n") == 1, name
+
+
+def test_a_cast_shows_the_keys_that_it_has():
+    w = recipe("fp4").casts["fprop.w"]
+    assert repr(w) == "Cast('fp4-row', element=e2m1, scale='fp32', block=(1, 0), estimator_k=5)"
+    assert repr(make_cast("bf16")) == "Cast('bf16', element=bf16)"

@@ -10,7 +10,7 @@ run's beginning is kept.
 import hashlib
 import os
 import pickle
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,8 @@ def kind_of_step(config: Any, parallel_dims: tuple[Any, ...]) -> str:
     steps = config.training.steps if config.spec.recipe.rules else None
     data = config.data.model_dump(include={"sequence_length", "separate_documents"})
     spec = replace(config.spec, seed=0)
-    seen = (spec, training, steps, data, config.optimizer, config.parallel, parallel_dims)
+    recipe = [getattr(spec.recipe, f.name) for f in fields(spec.recipe)]  # a recipe's own repr is short
+    seen = (spec, recipe, training, steps, data, config.optimizer, config.parallel, parallel_dims)
     return hashlib.sha256(repr(seen).encode()).hexdigest()
 
 

@@ -5,13 +5,15 @@ Nothing in the settings is fitted. Tokens/s are those of one device. The machine
 tests/, writes them anew after a change of the estimate.
 """
 
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.cluster import load_cluster
 from narrowgauge.cluster.plan.estimate import Estimate, estimate
+from narrowgauge.devices import imagine
 from narrowgauge.models import count_parameters
 from narrowgauge.training import Config, estimate_step, make_config, parallel_dims_of
 
@@ -29,6 +31,9 @@ SOURCES = {
     "llmq": "github.com/IST-DASLab/llmq, README",
     "LLaMA-Factory": "github.com/IST-DASLab/llmq, README",
 }
+
+
+_TIMES: dict[str, Estimate] = {}
 
 
 @dataclass(frozen=True)
@@ -74,11 +79,16 @@ class Speed:
         """Parameters of the model."""
         return count_parameters(self.config.spec.model)
 
-    @cached_property
+    @property
     def time(self) -> Estimate:
-        """What `plan` says of it."""
-        mesh = parallel_dims_of(self.config, self.devices)
-        return estimate(self.config, mesh, load_cluster(self.cluster), estimate_step(self.config, mesh))
+        """What `plan` says of its settings; those of several programs can be the same."""
+        settings = repr(replace(self, name="", tokens_per_s=0.0))
+        if settings not in _TIMES:
+            mesh, cluster = parallel_dims_of(self.config, self.devices), load_cluster(self.cluster)
+            with imagine(cluster.facts):
+                step = estimate_step(self.config, mesh)
+            _TIMES[settings] = estimate(self.config, mesh, cluster, step)
+        return _TIMES[settings]
 
     @property
     def at_best(self) -> float:
@@ -175,10 +185,10 @@ def of_machine(name: str) -> list[Speed]:
 
 
 def main() -> None:
-    """Write the [[measured]] tables of all machines anew."""
+    """Write the [[measured]] tables of all machines anew, or of those that are named."""
     folder = Path(__file__).parents[2] / "src/narrowgauge/cluster/plan/machines"
     for file in sorted(folder.glob("*.toml")):
-        if rows := of_machine(file.stem):
+        if (rows := of_machine(file.stem)) and file.stem in (sys.argv[1:] or [file.stem]):
             figures = file.read_text(encoding="utf-8").partition(HEAD)[0].rstrip("\n")
             file.write_text(f"{figures}\n{tables(rows)}", encoding="utf-8")
 

@@ -3,6 +3,7 @@
 The mathematics is in `sensitivity`. Legend: M tokens, N outputs, K inputs of a layer.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.analysis.update import UpdateRule
+from narrowgauge.analysis.update import StepMetric, lost, progress, turned
 from narrowgauge.data import Batch
-from narrowgauge.errors import UserError
 from narrowgauge.kernels.residual import total
 from narrowgauge.models import IGNORED, Transformer
 from narrowgauge.nn import Linear
@@ -25,30 +25,20 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(eq=False)
 class LayerTensors:
-    """The tensors of one layer in one pass: input, output, and the output's two gradients."""
+    """The tensors of one layer in one pass: input, output, and the output's gradient."""
 
     layer: Linear
     before: int  #: the number of the point of the residual stream before its block
     x: torch.Tensor
     y: torch.Tensor
-    g_MN: torch.Tensor = field(init=False)  #: of the loss
-    fisher_MN: torch.Tensor = field(init=False)  #: of the loss on targets that the model draws
+    g_MN: torch.Tensor = field(init=False)
 
 
 class LinearGraph:
-    """A forward pass of a model whose layers are all wide, and its gradients."""
+    """A forward pass of a model whose layers are all wide, and its gradient."""
 
-    def __init__(self, model: Transformer, batch: Batch, seed: int) -> None:
-        """Compute the passes; `seed` draws the targets of the Fisher term.
-
-        Raises:
-            UserError: The model has experts, whose layers see other tokens from pass to pass.
-        """
-        if model.config.experts:
-            raise UserError(
-                f"model.experts = {model.config.experts}: sensitivity and search weigh a layer by products "
-                "with all tokens, and an expert has some; compare recipes of this model with probe"
-            )
+    def __init__(self, model: Transformer, batch: Batch) -> None:
+        """Compute both passes."""
         self.model = model
         self.layers: dict[str, LayerTensors] = {}
         self.stream: list[torch.Tensor] = []  # before each block, and after the last one
@@ -57,45 +47,36 @@ class LinearGraph:
             logits = model(batch.x_BT, batch.position_BT).float().flatten(0, 1)
         target_M = batch.y_BT.flatten()
         loss = nn.functional.cross_entropy(logits, target_M, ignore_index=IGNORED)
-        self.loss = loss.item()
-        self.tokens = int((target_M != IGNORED).sum())
         self.parameters = dict(model.named_parameters())
         outputs = [layer.y for layer in self.layers.values()]
         wanted = [*outputs, *self.stream, *self.parameters.values()]
         found = torch.autograd.grad(loss, wanted, retain_graph=True)
-        drawn_M = _drawn(logits.detach(), seed).where(target_M != IGNORED, IGNORED)
-        fisher = nn.functional.cross_entropy(logits, drawn_M, ignore_index=IGNORED)
-        of_fisher = torch.autograd.grad(fisher, outputs, retain_graph=True)
-        for layer, g, f in zip(self.layers.values(), found, of_fisher, strict=False):
-            layer.g_MN, layer.fisher_MN = g.flatten(0, -2), f.flatten(0, -2)
+        for layer, g in zip(self.layers.values(), found, strict=False):
+            layer.g_MN = g.flatten(0, -2)
         self.stream_gradient = found[len(outputs) : len(outputs) + len(self.stream)]
         self.gradient = dict(zip(self.parameters, found[len(outputs) + len(self.stream) :], strict=True))
 
-    def costs(self, cast: Cast, rule: UpdateRule) -> dict[tuple[str, str], float]:
-        """The cost of each layer and place, narrowed alone to a cast."""
-        moves = {n: rule.direction(n, g).double().square().sum().item() for n, g in self.gradient.items()}
-        size = sum(moves.values())
-        costs = {}
+    def shares(self, cast: Cast, metric: StepMetric) -> dict[tuple[str, str], float]:
+        """The share of a step's progress that each layer's places of the backward pass take, one by one."""
+        factors = metric.factors(self.gradient)
+        gained = progress(factors, self.gradient)
+        size = math.fsum(gained.values())
+        shares = {}
         for name, tensors in self.layers.items():
             x_MK, g_MN = tensors.x.detach().flatten(0, -2), tensors.g_MN
             w_NK = tensors.layer.weight.detach()
-            for place, d_MN in (
-                ("fprop.x", _error(x_MK, cast, -1) @ w_NK.T),
-                ("fprop.w", x_MK @ _error(w_NK, cast, -1).T),
-            ):
-                costs[name, place] = self._loss_increase(tensors, d_MN) / self.loss
             for place, d_MK in (
                 ("dgrad.dy", _error(g_MN, cast, -1) @ w_NK),
                 ("dgrad.w", g_MN @ _error(w_NK, cast, 0)),
             ):
-                costs[name, place] = self._upstream(tensors, d_MK, rule) / size
+                shares[name, place] = self._upstream(tensors, d_MK, factors, gained) / size
             for place, d_NK in (
                 ("wgrad.dy", _error(g_MN, cast, 0).T @ x_MK),
                 ("wgrad.x", g_MN.T @ _error(x_MK, cast, 0)),
             ):
                 weight = f"{name}.weight" if f"{name}.weight" in self.gradient else self._tied(tensors)
-                costs[name, place] = rule.moved(weight, self.gradient[weight], d_NK) / size
-        return costs
+                shares[name, place] = lost(factors, self.gradient, {weight: d_NK}) / size
+        return shares
 
     def relative_errors(self, cast: Cast) -> dict[tuple[str, str], float]:
         """|e|^2 / |x|^2 of both operands of each GEMM together, by layer and GEMM."""
@@ -114,34 +95,25 @@ class LinearGraph:
                 )
         return errors
 
-    def _loss_increase(self, tensors: LayerTensors, d_MN: torch.Tensor) -> float:
-        """The loss that an error of a layer's output adds, to second order."""
-        first = (tensors.g_MN * d_MN).double().sum().item()
-        along_M = (tensors.fisher_MN * d_MN).double().sum(1) * self.tokens  # of the sum over tokens
-        return first + along_M.square().sum().item() / (2 * self.tokens)
-
-    def _upstream(self, tensors: LayerTensors, d_MK: torch.Tensor, rule: UpdateRule) -> float:
-        """How far the step moves if the gradient of a layer's input has an error."""
+    def _upstream(
+        self, tensors: LayerTensors, d_MK: torch.Tensor, factors: Tensors, gained: Mapping[str, float]
+    ) -> float:
+        """The progress that all parameters lose, if the gradient of a layer's input has an error."""
         point = tensors.before
         local = list(self._local_parameters(tensors))
         inputs = [self.stream[point], *(self.parameters[n] for n in local)]
-        errors: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+        found: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
             tensors.x, inputs, d_MK.view_as(tensors.x), retain_graph=True, allow_unused=True
         )
-        total = 0.0
-        for name, error in zip(local, errors[1:], strict=True):
-            if error is not None:
-                total += rule.moved(name, self.gradient[name], error)
-        if errors[0] is None:
+        error, *errors = found
+        of_local = {n: e for n, e in zip(local, errors, strict=True) if e is not None}
+        total = lost(factors, self.gradient, of_local)
+        if error is None:
             return total
-        share = errors[0].double().square().sum() / self.stream_gradient[point].double().square().sum()
-        for name in self._parameters_before(point):
-            g = self.gradient[name]
-            noise = torch.randn(g.shape, generator=torch.Generator().manual_seed(0)).to(g.device)
-            # By rows, because the rows of an embedding whose tokens do not occur have neither.
-            rms = g.square().mean(-1, keepdim=True).sqrt()
-            total += rule.moved(name, g, noise * rms * share.sqrt().float())
-        return total
+        g, e = self.stream_gradient[point].double(), error.double()
+        gg = g.square().sum().item()
+        share = turned(gg, (g * e).sum().item(), e.square().sum().item()) / gg if gg else 0.0
+        return total + share * math.fsum(gained[name] for name in self._parameters_before(point))
 
     def _local_parameters(self, tensors: LayerTensors) -> Iterator[str]:
         """Parameters of the layer's block, or of what follows the last block."""
@@ -200,10 +172,3 @@ def _error(x: torch.Tensor, cast: Cast, axis: int) -> torch.Tensor:
     """Q(x) - x for a matrix whose `axis` a product contracts."""
     numbers, scale = emulate(x, cast, axis, torch.float32)
     return (numbers if scale is None else numbers * scale) - x
-
-
-def _drawn(logits_MV: torch.Tensor, seed: int) -> torch.Tensor:
-    """One target for each token, drawn from the model's own predictions; on the CPU's generator."""
-    generator = torch.Generator().manual_seed(seed)
-    drawn_M1 = torch.multinomial(logits_MV.softmax(1).cpu(), 1, generator=generator)
-    return drawn_M1[:, 0].to(logits_MV.device)

@@ -4,7 +4,8 @@ For each batch of held-out text, with f the loss of the weights in fp32, and for
 
     loss_increase      loss under the recipe - f, in nats
     g                  the recipe's gradient, for each of several draws of random bits
-    r                  the reference: the gradient of the same narrow forward pass, computed back in fp32
+    r                  the reference: the gradient of the same narrow forward pass and of the recipe's own
+                       backward pass without its roundings, in fp32
     gradient_cosine    g.r / (|g| |r|)
     gradient_bias      mean of g.r / r.r over the draws, less 1: below 0, steps are too short along r
     effective_bits     -log2(|g - r|^2 / |r|^2) / 2: an error of half the gradient is one bit, a quarter two
@@ -14,10 +15,14 @@ For each batch of held-out text, with f the loss of the weights in fp32, and for
                        3, further training gains nothing ("FP4 All the Way", arXiv 2505.19115)
 
 The reference keeps what the forward pass did, because that is what the model computes, and asks what the
-backward pass adds. For both gradients all products are kept in fp32, so that the two forward passes agree in
-every bit and the casts of the recipe are the only difference; the loss is that of the recipe as it trains.
-Each figure is a mean over the batches with its Student interval. A recipe without random
-bits has no noise: its slope is 0 and its noise ratio is infinite.
+backward pass adds. It reads the numbers of the forward pass where the recipe's backward pass reads them
+(`of`, one scale a tensor, square blocks), and the weights and inputs themselves where the recipe rounds these
+anew. So a recipe that rounds either at random has the reference as its mean (`Recipe.with_wide_backward`).
+
+For both gradients all products are kept in fp32, so that the two forward passes agree in every bit and the
+roundings of the backward pass are the only difference; the loss is that of the recipe as it trains. Each
+figure is a mean over the batches with its Student interval. A recipe without random bits has no noise: its
+slope is 0 and its noise ratio is infinite.
 
 Everything is a pure function of weights, batches and seed; draws differ in the seed of the random bits only.
 Delayed scales see the first batch twice before anything is measured, since a new history holds nothing.
@@ -54,6 +59,7 @@ from narrowgauge.models import Transformer
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes import recipe as recipe_named
 from narrowgauge.t_interval import Interval, interval
+from narrowgauge.training.config.outline import require_layers
 
 LOSS_SCALE = 2.0**16  # where `torch.amp.GradScaler` begins
 USEFUL = math.sqrt(3)  # the smallest useful noise ratio
@@ -134,9 +140,11 @@ def probe(
         One object for each recipe.
 
     Raises:
-        UserError: There are fewer than two batches.
+        UserError: There are fewer than two batches, or a rule of a recipe matches no layer.
     """
     assert draws >= 1
+    for recipe in recipes:
+        require_layers(recipe, subject.spec.model)
     if len(subject.batches) < 2:
         size, length = subject.batches[0].x_BT.shape
         raise UserError(

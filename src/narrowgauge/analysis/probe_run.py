@@ -7,7 +7,7 @@ import torch
 
 from narrowgauge.analysis.gradient import Position, linear_layers
 from narrowgauge.analysis.probe import Subject
-from narrowgauge.analysis.update import Moments, UpdateRule
+from narrowgauge.analysis.update import SecondMoment, StepMetric
 from narrowgauge.checkpoint import load, newest_valid
 from narrowgauge.checkpoint.interop.external_model import is_external_model
 from narrowgauge.data import validation_batches
@@ -73,19 +73,19 @@ def open_probed(
     return Probed(Subject(spec, weights, position, taken, target), trained, trained.config.spec.recipe)
 
 
-def update_rule(trained: TrainedRun) -> UpdateRule:
-    """The next step of a run's optimizer; plain descent where there is no AdamW state to go on from."""
-    config = trained.config
+def step_metric(trained: TrainedRun) -> StepMetric:
+    """How the optimizer of a run weighs a gradient; by the size of the weights where AdamW left no state."""
+    config, weights = trained.config, trained.weights()
     checkpoint = None
     if not is_external_model(trained.path):
         checkpoint, _ = newest_valid(RunDirectory(trained.path).checkpoints, None)
     if checkpoint is None or config.optimizer.name != "adamw" or "optimizer" not in load(checkpoint).tensors:
-        return UpdateRule({})
+        return StepMetric(weights)
     trainer = Trainer.begin(config, torch.device("cpu"))
     trainer.restore(checkpoint)
     device = next(trained.model.parameters()).device
     moments = {}
     for name, p in trainer.model.named_parameters():
-        m, v = (trainer.optimizer.moments(p)[place].read().to(device) for place in ("m", "v"))
-        moments[name] = Moments(m, v, int(trainer.optimizer.state[p]["step"]))
-    return UpdateRule(moments, config.optimizer.betas, config.optimizer.eps)
+        v = trainer.optimizer.moments(p)["v"].read().to(device)
+        moments[name] = SecondMoment(v, int(trainer.optimizer.state[p]["step"]))
+    return StepMetric(weights, moments, config.optimizer.betas[1], config.optimizer.eps)

@@ -1,11 +1,12 @@
 """Which formats cost the least under a budget? A search over the GEMMs of all linear layers.
 
 Each GEMM (fprop, dgrad, wgrad of each layer) gets one format for both of its operands; attention and the
-residual stream stay wide. Its predicted cost is the sum of the costs of the two places
-(`sensitivity.estimate_costs`); costs below zero count as zero, because a loss that falls by rounding is
-chance. Costs of different places are taken to add up. A GEMM of a layer with K inputs and N outputs does
-2 M N K FLOPs for M tokens, all three GEMMs alike. `budget.py` says what an amount[f] is: 1 for the formats of
-at most 4 bits and 0 for others, or bits, or time.
+residual stream stay wide. Its predicted cost is the sum of the costs of the two places (`sensitivity`) in
+nats: a place of the forward pass costs what it adds to the loss, one of the backward pass the share of the
+steps' progress that it takes, times the loss that this progress is worth (`pace`). Costs below zero count as
+zero, because a loss that falls by rounding is chance. Costs of different places are taken to add up. A GEMM
+of a layer with K inputs and N outputs does 2 M N K FLOPs for M tokens, all three GEMMs alike. `budget.py`
+says what an amount[f] is: 1 for the formats of at most 4 bits and 0 for others, or bits, or time.
 
 Layers may be kept: all their GEMMs have the widest format, here and in the baselines. The command keeps the
 head, as the shipped narrow recipes do: a prediction from single steps was wrong about it (docs/results.md).
@@ -31,7 +32,7 @@ from math import ceil, floor
 import numpy as np
 
 from narrowgauge.analysis.budget import EPSILON, Budget, widest_of
-from narrowgauge.analysis.sensitivity import Cost
+from narrowgauge.analysis.sensitivity import NATS, Cost
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import GEMM_PLACES, GEMMS, matches
@@ -48,7 +49,7 @@ class Choices:
     Attributes:
         casts: The formats by name; the last one is the widest.
         shares: The share of all FLOPs that each GEMM does.
-        costs: The predicted cost of each GEMM in each format, at least 0.
+        costs: The predicted cost of each GEMM in each format in nats, at least 0.
         kept: The GEMMs that stay in the widest format.
     """
 
@@ -62,7 +63,7 @@ class Choices:
         return sum(self.shares[gemm] * budget.amounts[cast] for gemm, cast in assignment.items())
 
     def cost(self, assignment: Assignment) -> float:
-        """The predicted cost of an assignment."""
+        """The predicted cost of an assignment in nats."""
         return sum(self.costs[gemm][cast] for gemm, cast in assignment.items())
 
     @property
@@ -81,18 +82,23 @@ def choices_of(
     weights: Mapping[str, int],
     costs: Mapping[str, Sequence[Cost]],
     keep: Sequence[str] = (),
+    pace: float = 1.0,
 ) -> Choices:
     """The choices from the costs of places.
 
     Args:
         casts: The formats by name.
         weights: The number of elements of each layer's weight, in the order of the model.
-        costs: The cost of each place by the name of the format, from `estimate_costs`.
+        costs: The cost of each place by the name of the format, from `forward_costs` and `backward_costs`.
         keep: Patterns of the names of layers that stay in the widest format (`recipes.matches`).
+        pace: The nats that a share of 1 of the steps' progress is worth.
     """
     total = 3 * sum(weights.values())
     gemms = [(layer, gemm) for layer in weights for gemm in GEMMS]
-    by_place = {name: {(c.layer, c.place): max(c.cost, 0.0) for c in found} for name, found in costs.items()}
+    by_place = {
+        name: {(c.layer, c.place): max(c.cost, 0.0) * (1 if c.unit == NATS else pace) for c in found}
+        for name, found in costs.items()
+    }
     return Choices(
         casts,
         {(layer, gemm): weights[layer] / total for layer, gemm in gemms},

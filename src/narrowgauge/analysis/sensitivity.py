@@ -1,36 +1,30 @@
 """What does narrowing each layer and place alone cost?
 
-Everything is wide (fp32) but one place of one layer. Its cost has no unit:
+Everything is wide (fp32) but one place of one layer. The two passes lose different things, so there are two
+lists, each with its unit:
 
-    fprop.x, fprop.w                       (loss with it narrow - loss) / loss
-    dgrad.dy, dgrad.w, wgrad.dy, wgrad.x   |u(g') - u(g)|^2 / |u(g)|^2
+    fprop.x, fprop.w                       nats: the loss with it narrow - the loss
+    dgrad.dy, dgrad.w, wgrad.dy, wgrad.x   share: of what a step removes from the loss, the part it loses
 
-Places of attention and the residual stream stay wide: only linear layers have a cost here. Let g be the
-gradient, g' the gradient with a place narrow, and u(g) the direction of the optimizer's next step
-(`update`). The first says what the forward pass loses, the second how far the step moves: the two quantities
-that SNIP adds (arXiv 2602.01410). Each is a mean over the batches.
+The share is a squared sine: how far the narrow place turns the gradient, in the optimizer's metric
+(`update`). Places of attention and the residual stream stay wide: only linear layers
+have a cost here. Each cost is a mean over the batches with its Student interval.
 
-`exact_costs` measures this, with one pass for each layer and place. `estimate_costs` predicts all of them
-from one forward pass and two backward passes of the wide model, and some passes through single blocks.
-Legend: M tokens, N outputs, K inputs; Q(x) the narrow numbers of x, e its error Q(x) - x.
+`forward_costs` measures, with one forward pass for each layer, place and batch. An estimate to second order
+was right for small errors and several times off for the layer that is worth finding, whose error is large.
 
-**Forward places** change the output of the layer by d_MN, say e_MK @ w_NK.T. To second order in d the loss
-changes by
-
-    sum over tokens of G.d  +  1/2 sum over tokens of (F.d)^2,
-
-with G the gradient of the loss with respect to the output. The second term takes the Fisher matrix for the
-Hessian, as ModelOpt's `auto_quantize` does: F is the gradient for targets that are drawn from the model's own
-predictions, and errors of different tokens are taken as independent.
+`backward_costs` predicts all shares of a batch from one forward and one backward pass of the wide model, and
+some passes through single blocks; `exact_backward_costs` measures them, with two passes for each. Legend: M
+tokens, N outputs, K inputs; e the error Q(x) - x of an operand.
 
 **wgrad places** change the gradient of the layer's weight only, by e_MN.T @ x_MK or dy_MN.T @ e_MK: exact.
 
 **dgrad places** change the gradient of the layer's input by d_MK, which goes on to all parameters before it.
-d is passed through the layer's own block exactly. At the block's input it is a share s = |d|^2 / |gradient|^2
-of the gradient of the residual stream, and each parameter of the blocks before is taken to have the share s
-of error in its gradient too, in a random direction.
+d is passed through the layer's own block exactly. At the block's input it turns the gradient of the residual
+stream by an angle, and the gradient of each parameter of the blocks before is taken to turn by the same one.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,111 +33,202 @@ from narrowgauge.analysis.gradient import linear_layers, loss_and_gradient, loss
 from narrowgauge.analysis.linear_graph import LinearGraph
 from narrowgauge.analysis.probe import Subject
 from narrowgauge.analysis.rank_correlation import rank_correlation
-from narrowgauge.analysis.update import UpdateRule
+from narrowgauge.analysis.update import StepMetric, lost, progress
+from narrowgauge.errors import UserError
 from narrowgauge.json_lines import strict_json
+from narrowgauge.models import Transformer
 from narrowgauge.nn import convert
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import GEMM_PLACES, Recipe, Rule
 from narrowgauge.recipes import recipe as recipe_named
+from narrowgauge.t_interval import interval
 
 Progress = Callable[[str, int, int], None]
 Key = tuple[str, str]
+NATS, SHARE = "nats", "share"  # of the loss; of a step's progress
+_FORWARD = tuple(place for place in GEMM_PLACES if place.startswith("fprop."))
+_BACKWARD = tuple(place for place in GEMM_PLACES if place not in _FORWARD)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of one place of one layer, narrowed alone; it has no unit (see the module's text)."""
+    """The cost of one place of one layer, narrowed alone: a mean over batches, and its 95 % interval."""
 
     layer: str
     place: str
     cost: float
+    low: float = math.nan
+    high: float = math.nan
 
     @property
     def name(self) -> str:
         """LAYER.PLACE"""
         return f"{self.layer}.{self.place}"
 
+    @property
+    def unit(self) -> str:
+        """`NATS` or `SHARE`."""
+        return NATS if self.place in _FORWARD else SHARE
 
-def estimate_costs(
-    subject: Subject, cast: Cast, rule: UpdateRule, progress: Progress | None = None
-) -> list[Cost]:
-    """Predict the cost of every layer and place.
+
+def forward_costs(subject: Subject, cast: Cast, show: Progress | None = None) -> list[Cost]:
+    """Measure what each layer and place of the forward pass adds to the loss, narrowed alone to a cast.
 
     Args:
         subject: The model and the batches.
         cast: The cast that each place is narrowed to.
-        rule: The optimizer's next step.
-        progress: Called with "estimate", the batches done and their number.
+        show: Called with "forward", the places done and their number.
 
     Returns:
         One cost for each layer and place, layers in the order of the model.
+
+    Raises:
+        UserError: The model has experts.
     """
-    model = subject.model(recipe_named("fp32"))
-    totals: dict[Key, float] = {}
-    for number, batch in enumerate(subject.batches):
-        if progress is not None:
-            progress("estimate", number, len(subject.batches))
-        graph = LinearGraph(model, batch, subject.position.seed + number)
-        for key, cost in graph.costs(cast, rule).items():
-            totals[key] = totals.get(key, 0.0) + cost / len(subject.batches)
-    if progress is not None:
-        progress("estimate", len(subject.batches), len(subject.batches))
-    return [Cost(layer, place, cost) for (layer, place), cost in totals.items()]
+    model = _wide_model(subject)
+    wide = [loss_of(model, batch, subject.position) for batch in subject.batches]
 
-
-def exact_costs(
-    subject: Subject, cast: Cast, rule: UpdateRule, progress: Progress | None = None
-) -> list[Cost]:
-    """Measure the cost of every layer and place, each alone; the arguments are those of `estimate_costs`."""
-    model = subject.model(recipe_named("fp32"))
-    keys = [(name, place) for name in linear_layers(model) for place in GEMM_PLACES]
-    wide = [loss_and_gradient(model, batch, subject.position) for batch in subject.batches]
-    directions = [{n: rule.direction(n, g) for n, g in gradient.items()} for _, gradient in wide]
-    sizes = [sum(u.double().square().sum().item() for u in d.values()) for d in directions]
-    costs = []
-    for number, (layer, place) in enumerate(keys):
-        if progress is not None:
-            progress("exact", number, len(keys))
+    def cost(layer: str, place: str) -> list[float]:
         convert(model, _alone(layer, place, cast))
-        total = 0.0
-        for batch, (loss, gradient), size in zip(subject.batches, wide, sizes, strict=True):
-            if place.startswith("fprop."):
-                total += (loss_of(model, batch, subject.position) - loss) / loss
-            else:
-                _, changed = loss_and_gradient(model, batch, subject.position)
-                moved = (rule.moved(n, g, changed[n] - g) for n, g in gradient.items())
-                total += sum(moved) / size
-        costs.append(Cost(layer, place, total / len(subject.batches)))
-    if progress is not None:
-        progress("exact", len(keys), len(keys))
-    return costs
+        return [
+            loss_of(model, batch, subject.position) - loss
+            for batch, loss in zip(subject.batches, wide, strict=True)
+        ]
+
+    return _each("forward", model, _FORWARD, cost, show)
+
+
+def backward_costs(
+    subject: Subject, cast: Cast, metric: StepMetric, show: Progress | None = None
+) -> list[Cost]:
+    """Estimate the share of a step's progress that each layer and place of the backward pass takes.
+
+    Args:
+        subject: The model and the batches.
+        cast: The cast that each place is narrowed to.
+        metric: How the optimizer weighs a gradient.
+        show: Called with "backward", the batches done and their number.
+
+    Returns:
+        One cost for each layer and place, layers in the order of the model.
+
+    Raises:
+        UserError: The model has experts.
+    """
+    model = _wide_model(subject)
+    found: dict[Key, list[float]] = {}
+    for number, batch in enumerate(subject.batches):
+        if show is not None:
+            show("backward", number, len(subject.batches))
+        for key, share in LinearGraph(model, batch).shares(cast, metric).items():
+            found.setdefault(key, []).append(share)
+    if show is not None:
+        show("backward", len(subject.batches), len(subject.batches))
+    return [_cost(key, shares) for key, shares in found.items()]
+
+
+def exact_backward_costs(
+    subject: Subject, cast: Cast, metric: StepMetric, show: Progress | None = None
+) -> list[Cost]:
+    """Measure what `backward_costs` estimates, each place with passes of its own."""
+    model = _wide_model(subject)
+    wide = [loss_and_gradient(model, batch, subject.position)[1] for batch in subject.batches]
+
+    def cost(layer: str, place: str) -> list[float]:
+        convert(model, _alone(layer, place, cast))
+        shares = []
+        for batch, gradient in zip(subject.batches, wide, strict=True):
+            _, changed = loss_and_gradient(model, batch, subject.position)
+            factors = metric.factors(gradient)
+            error = {name: changed[name] - g for name, g in gradient.items()}
+            gained = math.fsum(progress(factors, gradient).values())
+            shares.append(lost(factors, gradient, error) / gained)
+        return shares
+
+    return _each("exact", model, _BACKWARD, cost, show)
 
 
 def relative_errors(subject: Subject, cast: Cast) -> dict[Key, float]:
     """The relative squared quantization error of each GEMM's operands in a cast, on the first batch."""
-    model = subject.model(recipe_named("fp32"))
-    return LinearGraph(model, subject.batches[0], subject.position.seed).relative_errors(cast)
+    return LinearGraph(_wide_model(subject), subject.batches[0]).relative_errors(cast)
 
 
 def worst(costs: Sequence[Cost], count: int = 4) -> list[Cost]:
-    """The places that cost most, the worst first."""
+    """The places that cost most, the worst first; costs of one unit."""
     return sorted(costs, key=lambda cost: -cost.cost)[:count]
 
 
-def sensitivity_json(estimated: Sequence[Cost], exact: Sequence[Cost] | None, **facts: Any) -> dict[str, Any]:
-    """The costs as JSON values, after some facts: the measured ones where there are any.
+def sensitivity_json(
+    forward: Sequence[Cost], backward: Sequence[Cost], exact: Sequence[Cost] | None, **facts: Any
+) -> dict[str, Any]:
+    """The costs as JSON values, after some facts; the measured ones of the backward pass where there are any.
 
-    With both, each layer and place has its "estimate" beside it, and "rank_correlation" compares the two.
+    "worst" names places of the forward pass, "worst_backward" those of the backward pass. With measured costs
+    each place of the backward pass has its "estimate" beside it, and "rank_correlation" compares the two.
     None stands for what is not finite, and for the correlation where all costs are equal.
     """
-    layers = [{"layer": c.layer, "place": c.place, "cost": c.cost} for c in exact or estimated]
-    found = {**facts, "layers": layers, "worst": [cost.name for cost in worst(exact or estimated)]}
+    measured = exact or backward
+    estimates = {cost.name: cost.cost for cost in backward} if exact is not None else {}
+    layers = []
+    for c in in_order(forward, measured):
+        line = {"layer": c.layer, "place": c.place, "cost": c.cost, "low": c.low, "high": c.high}
+        line |= {"unit": c.unit} | ({"estimate": estimates[c.name]} if c.name in estimates else {})
+        layers.append(strict_json(line))
+    found = {
+        **facts,
+        "layers": layers,
+        "worst": [cost.name for cost in worst(forward)],
+        "worst_backward": [cost.name for cost in worst(measured)],
+    }
     if exact is not None:
-        for line, cost in zip(layers, estimated, strict=True):
-            line["estimate"] = cost.cost
-        orders = ([cost.cost for cost in costs] for costs in (estimated, exact))
-        found["rank_correlation"] = rank_correlation(*orders)
-    return strict_json(found | {"layers": [strict_json(line) for line in layers]})
+        found["rank_correlation"] = rank_correlation(*([c.cost for c in cs] for cs in (backward, exact)))
+    return strict_json(found)
+
+
+def in_order(forward: Sequence[Cost], backward: Sequence[Cost]) -> list[Cost]:
+    """Both lists in the order of the model's layers and of the places."""
+    by_key = {(c.layer, c.place): c for c in (*forward, *backward)}
+    layers = dict.fromkeys(c.layer for c in forward)
+    return [by_key[layer, place] for layer in layers for place in GEMM_PLACES]
+
+
+def _wide_model(subject: Subject) -> Transformer:
+    """The model with everything in fp32.
+
+    Raises:
+        UserError: It has experts, whose layers see other tokens from pass to pass.
+    """
+    experts = subject.spec.model.experts
+    if experts:
+        raise UserError(
+            f"model.experts = {experts}: sensitivity and search weigh a layer by products with all tokens, "
+            "and an expert has some; compare recipes of this model with probe"
+        )
+    return subject.model(recipe_named("fp32"))
+
+
+def _each(
+    task: str,
+    model: Transformer,
+    places: Sequence[str],
+    cost: Callable[[str, str], list[float]],
+    show: Progress | None,
+) -> list[Cost]:
+    """The cost of each layer and place from its values on each batch."""
+    keys = [(name, place) for name in linear_layers(model) for place in places]
+    costs = []
+    for number, key in enumerate(keys):
+        if show is not None:
+            show(task, number, len(keys))
+        costs.append(_cost(key, cost(*key)))
+    if show is not None:
+        show(task, len(keys), len(keys))
+    return costs
+
+
+def _cost(key: Key, values: Sequence[float]) -> Cost:
+    found = interval(values)
+    return Cost(*key, found.mean, found.low, found.high)
 
 
 def _alone(layer: str, place: str, cast: Cast) -> Recipe:

@@ -1,50 +1,94 @@
-"""How far an optimizer's step moves when a gradient changes.
+"""How much of a step's progress an error of the gradient takes.
 
-AdamW divides each element of the gradient by the root of its second moment, so an error counts where the
-gradient is small as much as where it is large, and a gradient's norm says nothing of it. For a gradient g,
-with the moments m and v of the checkpoint and t steps done, the direction of the next step is
+A step moves a tensor of weights by -a P g: g is its gradient, P a positive factor for each element, a the
+length of the step. Where the curvature of the loss is in proportion to 1 / P, which is what a step by P
+assumes, a step along P g' removes at its best length
 
-    u(g) = m' / (sqrt(v') + eps),    m' = (beta1 m + (1 - beta1) g) / (1 - beta1^(t+1)),
-                                     v' = (beta2 v + (1 - beta2) g^2) / (1 - beta2^(t+1))
+    (g.Pg')^2 / (2 c g'.Pg')
 
-The learning rate and the weight decay do not depend on g, and are left out. Where there are no such moments
-(a model of another program, Muon), u(g) = g.
+from the loss, with the same c for every g'. So the gradient g' = g + e in place of g loses the share
+
+    1 - (g.Pg')^2 / (g.Pg g'.Pg')
+
+of a tensor's progress: the squared sine of the angle by which the step turns. A gradient that is only too
+short costs nothing, because the optimizer sets the length: Adam divides by the size of the gradients it gets.
+The share of the whole step is the mean over the tensors, each with the weight g.Pg. It has no unit, and
+depends on no learning rate. P is that of the optimizer that trained the model, or one that depends on the
+model alone:
+
+    AdamW     1 / (sqrt(v') + eps),  v' = (beta2 v + (1 - beta2) g^2) / (1 - beta2^(t+1)),
+              with v of the checkpoint after t steps
+    others    rms(w) / rms(g) of each row: an update in proportion to the weights, as Adafactor's
+
+The second serves a model of another program, and Muon. With it the share stays the same where rows of a
+tensor are multiplied by a number and the next tensor is divided by it, which leaves the model's function as
+it is. With P = 1 it does not.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+Tensors = Mapping[str, torch.Tensor]
+
 
 @dataclass(frozen=True, slots=True)
-class Moments:
-    """The optimizer's state of one parameter: m and v in float32, and the steps done."""
+class SecondMoment:
+    """AdamW's v of one parameter in float32, and the steps done."""
 
-    m: torch.Tensor
     v: torch.Tensor
     steps: int
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateRule:
-    """The direction in which AdamW moves the parameters; plain descent for those without moments."""
+class StepMetric:
+    """The factors P by which an optimizer weighs the elements of a gradient.
 
-    moments: Mapping[str, Moments]
-    betas: tuple[float, float] = (0.9, 0.95)
+    Attributes:
+        weights: Each parameter's weights, by name.
+        moments: AdamW's second moments; rows of parameters without one are weighed by their size.
+        beta2: AdamW's second beta.
+        eps: AdamW's eps.
+    """
+
+    weights: Tensors
+    moments: Mapping[str, SecondMoment] = field(default_factory=dict)
+    beta2: float = 0.95
     eps: float = 1e-8
 
-    def direction(self, name: str, g: torch.Tensor) -> torch.Tensor:
-        """u(g) of a parameter; the shape is that of g, float32."""
+    def factors(self, gradient: Tensors) -> dict[str, torch.Tensor]:
+        """P of each parameter at a gradient, in shapes that multiply its own."""
+        return {name: self._factor(name, g) for name, g in gradient.items()}
+
+    def _factor(self, name: str, g: torch.Tensor) -> torch.Tensor:
         state = self.moments.get(name)
         if state is None:
-            return g
-        beta1, beta2 = self.betas
-        m = (beta1 * state.m + (1 - beta1) * g) / (1 - beta1 ** (state.steps + 1))
-        v = (beta2 * state.v + (1 - beta2) * g.square()) / (1 - beta2 ** (state.steps + 1))
-        return m / (v.sqrt() + self.eps)
+            size, weight = (t.square().mean(-1, keepdim=True).sqrt() for t in (g, self.weights[name]))
+            return (weight.to(g.device) / size).where(size > 0, torch.zeros_like(size))
+        v = self.beta2 * state.v + (1 - self.beta2) * g.square()
+        return 1 / ((v / (1 - self.beta2 ** (state.steps + 1))).sqrt() + self.eps)
 
-    def moved(self, name: str, g: torch.Tensor, error: torch.Tensor) -> float:
-        """|u(g + error) - u(g)|^2 of a parameter, added in float64."""
-        difference = self.direction(name, g + error) - self.direction(name, g)
-        return difference.double().square().sum().item()
+
+def progress(factors: Tensors, gradient: Tensors) -> dict[str, float]:
+    """g.Pg of each tensor, added in float64."""
+    return {name: _product(factors[name], g, g) for name, g in gradient.items()}
+
+
+def lost(factors: Tensors, gradient: Tensors, errors: Tensors) -> float:
+    """The part of the sum of `progress` that is lost where the gradients of some tensors have errors."""
+    total = 0.0
+    for name, e in errors.items():
+        p, g = factors[name], gradient[name]
+        total += turned(_product(p, g, g), _product(p, g, e), _product(p, e, e))
+    return total
+
+
+def turned(gg: float, ge: float, ee: float) -> float:
+    """g.Pg times the squared sine of the angle of g and g + e, from the products g.Pg, g.Pe and e.Pe."""
+    narrow = gg + 2 * ge + ee
+    return max(0.0, gg * ee - ge * ge) / narrow if narrow > 0 else gg
+
+
+def _product(p: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
+    return (p * a).double().mul_(b).sum().item()

@@ -3,7 +3,7 @@
 import argparse
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,15 @@ from narrowgauge.analysis import (
     Cost,
     Probed,
     RecipeProbe,
-    estimate_costs,
-    exact_costs,
+    backward_costs,
+    exact_backward_costs,
+    forward_costs,
+    in_order,
     open_probed,
     probe,
     probe_json,
     sensitivity_json,
-    update_rule,
-    worst,
+    step_metric,
 )
 from narrowgauge.analysis.probe import USEFUL, Progress
 from narrowgauge.cli.parsing.options import positive_integer
@@ -58,7 +59,9 @@ def add_sensitivity_options(p: argparse.ArgumentParser) -> None:
     """Add the options of `sensitivity`."""
     add_subject(p, batches=4)
     p.add_argument("--to", required=True, metavar="CAST", help="the cast of a narrow place, such as mxfp4")
-    p.add_argument("--exact", action="store_true", help="measure each place with passes of its own, too")
+    p.add_argument(
+        "--exact", action="store_true", help="measure backward places, too, each with passes of its own"
+    )
 
 
 def add_subject(p: argparse.ArgumentParser, batches: int) -> None:
@@ -89,14 +92,15 @@ def run_probe(options: argparse.Namespace) -> None:
 
 
 def run_sensitivity(options: argparse.Namespace) -> None:
-    """Estimate the cost of each layer and place, measure it if asked, print the map or JSON, and keep it."""
+    """Find the cost of each layer and place, print the map or JSON, and keep it."""
     cast = operand_cast(options.to)
     with progress(Console(stderr=options.json), "sensitivity") as show:
         probed = open_subject(options)
-        rule = update_rule(probed.trained)
-        estimated = estimate_costs(probed.subject, cast, rule, show)
-        exact = exact_costs(probed.subject, cast, rule, show) if options.exact else None
-    found = sensitivity_json(estimated, exact, **_facts(probed), to=cast.name)
+        metric = step_metric(probed.trained)
+        forward = forward_costs(probed.subject, cast, show)
+        backward = backward_costs(probed.subject, cast, metric, show)
+        exact = exact_backward_costs(probed.subject, cast, metric, show) if options.exact else None
+    found = sensitivity_json(forward, backward, exact, **_facts(probed), to=cast.name)
     _keep(options.run, SENSITIVITY, found)
     if options.json:
         print(json.dumps(found, indent=1))
@@ -105,12 +109,11 @@ def run_sensitivity(options: argparse.Namespace) -> None:
     console.print(
         f"{heading(options.run, probed)}, one place in {cast.name}", highlight=False, soft_wrap=True
     )
-    for title, costs in (("estimated", estimated), ("measured", exact)):
-        if costs is not None:
-            console.print(_map(costs, title))
+    console.print(_map(in_order(forward, exact or backward), {*found["worst"], *found["worst_backward"]}))
     for line in _COST_NOTES:
         console.print(line, style="dim", markup=False, highlight=False)
-    console.print(f"worst: {', '.join(found['worst'])}", markup=False, highlight=False, soft_wrap=True)
+    for key, words in (("worst", "worst"), ("worst_backward", "worst backward")):
+        console.print(f"{words}: {', '.join(found[key])}", markup=False, highlight=False, soft_wrap=True)
     if exact is not None:
         correlation = found["rank_correlation"]
         words = "none, all are equal" if correlation is None else f"{correlation:.3f}"
@@ -161,11 +164,10 @@ def _keep(run: Path, name: str, found: dict[str, Any]) -> None:
         write_whole(run / name, json.dumps(found, indent=1) + "\n")
 
 
-def _map(costs: Sequence[Cost], title: str) -> Table:
-    """A table of layers x places; the four worst are marked."""
-    marked = {cost.name for cost in worst(costs)}
+def _map(costs: Sequence[Cost], marked: Collection[str]) -> Table:
+    """A table of layers x places; the worst are marked."""
     table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column(title, no_wrap=True)
+    table.add_column("layer", no_wrap=True)
     for place in GEMM_PLACES:
         table.add_column(place)
     by_name = {cost.name: cost.cost for cost in costs}
@@ -190,12 +192,12 @@ def _print_table(probes: list[RecipeProbe], first_line: str) -> None:
 
 
 _COST_NOTES = (
-    "fprop: share of the loss that it adds; dgrad, wgrad: how far the optimizer's next step moves, squared",
-    "attention and the residual stream stay wide; *: the four worst",
+    "fprop: nats added to the loss; dgrad, wgrad: share lost of what an optimizer step removes from the loss",
+    "attention and the residual stream stay wide; *: the four worst of each kind",
 )
 _NOTES = (
     "loss +: nats a token more than the same weights in fp32",
-    "cosine, bias, bits: of the gradient, against that of the same forward pass with a backward pass in fp32",
+    "cosine, bias, bits: of the gradient, against a backward pass of the same numbers that rounds nothing",
     "slope: bits gained when draws are averaged; 0.5 is unbiased, 0 is nothing but bias",
     "g/noise: norm of that gradient over the noise of the random bits; ±: 95 % interval over the batches",
 )

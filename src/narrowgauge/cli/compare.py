@@ -23,6 +23,7 @@ from narrowgauge.report.compare.grid import (
     take_sweep,
 )
 from narrowgauge.report.compare.power import power_text
+from narrowgauge.report.compare.rule import is_control
 from narrowgauge.report.compare.verdict import paired_gaps
 from narrowgauge.report.ladder.arms import choose_arms, require_order, take_arms, take_experiment
 from narrowgauge.report.ladder.design import Ladder, make_ladder
@@ -150,8 +151,10 @@ def _say_what_is_seen(points: Sequence[Point], out: Path, console: Console) -> N
     t = points[0].config.training
     tokens = t.steps * t.batch_size * points[0].config.data.sequence_length
     parameters = count_block_weights(points[0].config.spec.model)
-    seeds = len({point.config.training.seed for point in points})
+    seeds = {point.config.training.seed for point in points}
+    names = list(dict.fromkeys(p.name.removesuffix(f"-seed-{p.config.training.seed}") for p in points))
+    arms = [name for name in names[1:] if not is_control(name, names[0])]
     there = [out / point.name for point in points if RunDirectory(out / point.name).status() == "done"]
-    gaps = paired_gaps(read_runs(there)) if there else []
-    text = power_text(seeds, tokens, parameters, gaps)
+    gaps = paired_gaps(read_runs(there)) if there else {}
+    text = power_text(len(seeds), len(arms), tokens, parameters, gaps)
     console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -49,7 +49,7 @@ def run_plan(options: argparse.Namespace) -> None:
     if options.json:
         print(json.dumps(plan_as_json(plan, tokens, price), indent=2))
     else:
-        print_plan(plan, Console(), tokens, price)
+        print_plan(plan, Console(), tokens, price, options.command_line)
 
 
 def _number(option: str, text: str, kind: type[int] | type[float]) -> float:

@@ -63,6 +63,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     options, rest = _parser().parse_known_args(arguments)
     if rest:
         raise options.parser.unknown_argument(rest[0])
+    options.command_line = arguments
     return options
 
 

@@ -110,7 +110,7 @@ def _print_recipes(console: Console, device: Device, where: str) -> None:
         r = recipe(name)
         backend = choose_backend(r, device)
         table.add_row(name, backend.name, r.title)
-        if r.is_narrow:
+        if r.is_narrow or backend.name == "emulated":
             reasons.setdefault(f"{backend.name}: {backend.reason}", []).append(name)
     console.print(table)
     for reason, names in reasons.items():

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,19 @@ from narrowgauge.analysis import (
     Budget,
     Choices,
     Probed,
+    backward_costs,
     baselines,
     bits_budget,
     choices_of,
-    estimate_costs,
     flops_budget,
+    forward_costs,
+    pace,
     recipe_text,
     relative_errors,
     require_solver,
     solve,
+    step_metric,
     time_budget,
-    update_rule,
 )
 from narrowgauge.cli.analysis import add_subject, heading, open_subject, operand_cast, progress
 from narrowgauge.cluster import load_cluster
@@ -32,11 +35,12 @@ from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import load_recipe, matches
-from narrowgauge.report import print_comparison, read_runs, write_report
+from narrowgauge.report import print_comparison, read_run, read_runs, write_report
 from narrowgauge.report.compare.compare import compare
 from narrowgauge.report.compare.grid import RECIPE, Variant, make_points
 from narrowgauge.report.compare.groups import groups
 from narrowgauge.report.compare.sentence import summary
+from narrowgauge.training.run_directory import RunDirectory
 
 HEAD, WIDE = "head", "bf16"
 
@@ -51,6 +55,8 @@ def add_options(p: argparse.ArgumentParser) -> None:
     text = "largest share of the GEMM time in the widest format, on --cluster"
     budget.add_argument("--gemm-time", type=float, metavar="X", help=text)
     p.add_argument("--cluster", metavar="SPEC", help="with --gemm-time: a shipped cluster or a .toml file")
+    text = "nats that twice the steps would remove from the loss (the run's own)"
+    p.add_argument("--loss-per-doubling", type=float, metavar="NATS", help=text)
     text = f"layers that stay in the widest format, '' for none ({HEAD})"
     p.add_argument("--keep", default=HEAD, metavar="A,B", help=text)
     p.add_argument("--out", required=True, type=Path, metavar="R.toml", help="the recipe's file")
@@ -68,15 +74,23 @@ def run(options: argparse.Namespace) -> None:
     console = Console(stderr=options.json)
     with progress(console, "search") as show:
         probed = open_subject(options)
-        rule = update_rule(probed.trained)
+        per_e_fold = _pace(options)
+        metric = step_metric(probed.trained)
         costs = {
-            name: estimate_costs(probed.subject, cast, rule, lambda _, *n, name=name: show(name, *n))
+            name: [
+                *forward_costs(probed.subject, cast, lambda _, *n, name=name: show(f"{name} forward", *n)),
+                *backward_costs(
+                    probed.subject, cast, metric, lambda _, *n, name=name: show(f"{name} backward", *n)
+                ),
+            ]
             for name, cast in casts.items()
         }
     weights = _weights(probed)
-    choices = choices_of(casts, weights, costs, _kept(options.keep, list(weights)))
+    choices = choices_of(casts, weights, costs, _kept(options.keep, list(weights)), per_e_fold)
     found = solve(choices, budget)
-    source = f"narrowgauge search {options.run} --formats {options.formats} {budget.option}"
+    given = options.loss_per_doubling
+    weight = "" if given is None else f" --loss-per-doubling {given}"
+    source = f"narrowgauge search {options.run} --formats {options.formats} {budget.option}{weight}"
     title = f"{choices.amount(found, budget):.3f} {budget.words}, at least predicted cost"
     text = recipe_text(found, options.out.stem, title, source)
     make_directory(options.out.parent)
@@ -88,6 +102,7 @@ def run(options: argparse.Namespace) -> None:
         "recipe": str(options.out),
         "budget": budget.option,
         "unit": budget.words,
+        "loss_per_doubling": per_e_fold * math.log(2),
         "kept": list(dict.fromkeys(layer for layer, _ in choices.shares if (layer, "fprop") in choices.kept)),
         **_figures(choices, found, budget),
         "baselines": {name: _figures(choices, other, budget) for name, other in others.items()},
@@ -114,7 +129,9 @@ def _words(answer: Mapping[str, Any]) -> str:
         for name, other in answer["baselines"].items()
     ]
     amount = f"{answer['recipe']}: {answer['amount']:.3f} {answer['unit']}"
-    return f"{amount}, predicted cost {answer['predicted_cost']:.3g}; {', '.join(compared)}"
+    cost = f"predicted cost {answer['predicted_cost']:.3g} nats"
+    doubling = f"a doubling of the steps removes {answer['loss_per_doubling']:.3g} nats"
+    return f"{amount}, {cost}; {', '.join(compared)}; {doubling}"
 
 
 def _require_name(options: argparse.Namespace) -> None:
@@ -127,6 +144,26 @@ def _require_name(options: argparse.Namespace) -> None:
         raise UserError(f"--out {options.out} is the file of a recipe, which ends in .toml; add the ending")
     if options.check and options.out.stem in (WIDE, *BASELINES):
         raise UserError(f"--out {options.out}: --check trains another recipe of this name; take another")
+
+
+def _pace(options: argparse.Namespace) -> float:
+    """The nats that the model's training removes while its steps grow by a factor of e.
+
+    Raises:
+        UserError: A model of another program has no losses of its training, and the option is missing.
+    """
+    if options.loss_per_doubling is not None:
+        if not 0 <= options.loss_per_doubling < math.inf:
+            raise UserError(f"--loss-per-doubling {options.loss_per_doubling} must be nats of 0 or more")
+        return float(options.loss_per_doubling) / math.log(2)
+    run = read_run(options.run) if RunDirectory(options.run).metrics.is_file() else None
+    found = pace({step.step: step.loss for step in run.steps}) if run else None
+    if found is None:
+        raise UserError(
+            f"{options.run} has no losses of its training, by which search weighs lost progress of steps "
+            "against loss; give the nats that twice the steps would remove, as in --loss-per-doubling 0.1"
+        )
+    return found
 
 
 def _kept(text: str, layers: Sequence[str]) -> list[str]:

@@ -16,6 +16,7 @@ from narrowgauge.cli.parsing.options import (
 from narrowgauge.distributed import world_from
 from narrowgauge.errors import UserError
 from narrowgauge.report import print_comparison, read_run, read_runs, write_report
+from narrowgauge.signals import is_compared
 from narrowgauge.training import PROFILED, Diverged, branch_run, convert_run, default_out, make_config, run
 from narrowgauge.training.run_directory import RunDirectory
 from narrowgauge.training.use.convert import left_out
@@ -80,7 +81,8 @@ def run_train(options: argparse.Namespace) -> None:
             _report(options.out or default_out(config, allowed), console)
         raise
     if is_first:
-        print_comparison([read_run(path)], console)
+        if not is_compared():
+            print_comparison([read_run(path)], console)
         _report(path, console)
 
 
@@ -95,9 +97,10 @@ def _trunk(text: str) -> tuple[Path, int]:
 
 
 def _report(path: Path, console: Console) -> None:
-    """Write the page of a run, and say where it is."""
+    """Write the page of a run, and print where it is, unless `compare` shows the run."""
     report = write_report([path], path / "report.html")
-    console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
+    if not is_compared():
+        console.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
 
 
 def run_convert(options: argparse.Namespace) -> None:

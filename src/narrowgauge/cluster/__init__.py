@@ -8,57 +8,26 @@ from typing import TYPE_CHECKING
 from narrowgauge.lazy import import_on_use
 
 if TYPE_CHECKING:
-    from narrowgauge.cluster.launch.job_script import MARK, Job
-    from narrowgauge.cluster.launch.site import Site, load_site, site_names
-    from narrowgauge.cluster.launch.slurm import slurm_script
-    from narrowgauge.cluster.launch.torchrun import torchrun_script
-    from narrowgauge.cluster.plan.cluster_spec import Cluster, cluster_names, load_cluster
-    from narrowgauge.cluster.plan.plan import Plan, make_plan, tokens_of
-    from narrowgauge.cluster.plan.plan_text import print_plan
-    from narrowgauge.cluster.plan.price import Price, parse_price
-    from narrowgauge.cluster.scaling.local_launch import WorldFailed
-    from narrowgauge.cluster.scaling.scaling import Scaling, read_sizes
-    from narrowgauge.cluster.scaling.table import print_scaling
-    from narrowgauge.cluster.scaling.worker import measure
-
-__all__ = [
-    "MARK",
-    "Cluster",
-    "Job",
-    "Plan",
-    "Price",
-    "Scaling",
-    "Site",
-    "WorldFailed",
-    "cluster_names",
-    "load_cluster",
-    "load_site",
-    "make_plan",
-    "measure",
-    "parse_price",
-    "print_plan",
-    "print_scaling",
-    "read_sizes",
-    "site_names",
-    "slurm_script",
-    "tokens_of",
-    "torchrun_script",
-]
-
-__getattr__ = import_on_use(
-    __name__,
-    {
-        "launch.job_script": ("MARK", "Job"),
-        "launch.site": ("Site", "load_site", "site_names"),
-        "launch.slurm": ("slurm_script",),
-        "launch.torchrun": ("torchrun_script",),
-        "plan.cluster_spec": ("Cluster", "cluster_names", "load_cluster"),
-        "plan.plan": ("Plan", "make_plan", "tokens_of"),
-        "plan.plan_text": ("print_plan",),
-        "plan.price": ("Price", "parse_price"),
-        "scaling.local_launch": ("WorldFailed",),
-        "scaling.scaling": ("Scaling", "read_sizes"),
-        "scaling.table": ("print_scaling",),
-        "scaling.worker": ("measure",),
-    },
-)
+    from narrowgauge.cluster.launch.job_script import MARK as MARK
+    from narrowgauge.cluster.launch.job_script import Job as Job
+    from narrowgauge.cluster.launch.site import Site as Site
+    from narrowgauge.cluster.launch.site import load_site as load_site
+    from narrowgauge.cluster.launch.site import site_names as site_names
+    from narrowgauge.cluster.launch.slurm import slurm_script as slurm_script
+    from narrowgauge.cluster.launch.torchrun import torchrun_script as torchrun_script
+    from narrowgauge.cluster.plan.cluster_spec import Cluster as Cluster
+    from narrowgauge.cluster.plan.cluster_spec import cluster_names as cluster_names
+    from narrowgauge.cluster.plan.cluster_spec import load_cluster as load_cluster
+    from narrowgauge.cluster.plan.plan import Plan as Plan
+    from narrowgauge.cluster.plan.plan import make_plan as make_plan
+    from narrowgauge.cluster.plan.plan import tokens_of as tokens_of
+    from narrowgauge.cluster.plan.plan_text import print_plan as print_plan
+    from narrowgauge.cluster.plan.price import Price as Price
+    from narrowgauge.cluster.plan.price import parse_price as parse_price
+    from narrowgauge.cluster.scaling.local_launch import WorldFailed as WorldFailed
+    from narrowgauge.cluster.scaling.scaling import Scaling as Scaling
+    from narrowgauge.cluster.scaling.scaling import read_sizes as read_sizes
+    from narrowgauge.cluster.scaling.table import print_scaling as print_scaling
+    from narrowgauge.cluster.scaling.worker import measure as measure
+else:
+    __all__, __getattr__, __dir__ = import_on_use(__name__)

@@ -9,69 +9,34 @@ from typing import TYPE_CHECKING
 from narrowgauge.lazy import import_on_use
 
 if TYPE_CHECKING:
-    from narrowgauge.distributed.comm.byte_counter import CommCounter
-    from narrowgauge.distributed.data_parallel import fully_shard, prepare_ddp
-    from narrowgauge.distributed.launch.launcher_env import NotStartedBySrun, reports_for_all
-    from narrowgauge.distributed.launch.world import World, world_from
-    from narrowgauge.distributed.mesh import Mesh, ParallelDims, resolve_dims
-    from narrowgauge.distributed.parallel.check_blocks import check_blocks
-    from narrowgauge.distributed.parallel.engine import Engine
-    from narrowgauge.distributed.parallel.expert_parallel import check_expert_parallel
-    from narrowgauge.distributed.parallel.parallelize import ModelSpec, parallelize
-    from narrowgauge.distributed.parallel.tensor_parallel import check_tensor_parallel
-    from narrowgauge.distributed.pipeline_stage import MicroBatch
-    from narrowgauge.distributed.process_group.coordinator import START, Coordinator, init_process_group
-    from narrowgauge.distributed.process_group.failure import StoppedByPeer
-    from narrowgauge.distributed.process_group.rendezvous import NEVER, RENDEZVOUS
-    from narrowgauge.distributed.simulate.fake_fsdp import full_weights
-    from narrowgauge.distributed.simulate.fake_mesh import fake_mesh
-
-__all__ = [
-    "NEVER",
-    "RENDEZVOUS",
-    "START",
-    "CommCounter",
-    "Coordinator",
-    "Engine",
-    "Mesh",
-    "MicroBatch",
-    "ModelSpec",
-    "NotStartedBySrun",
-    "ParallelDims",
-    "StoppedByPeer",
-    "World",
-    "check_blocks",
-    "check_expert_parallel",
-    "check_tensor_parallel",
-    "fake_mesh",
-    "full_weights",
-    "fully_shard",
-    "init_process_group",
-    "parallelize",
-    "prepare_ddp",
-    "reports_for_all",
-    "resolve_dims",
-    "world_from",
-]
-
-__getattr__ = import_on_use(
-    __name__,
-    {
-        "comm.byte_counter": ("CommCounter",),
-        "data_parallel": ("fully_shard", "prepare_ddp"),
-        "launch.launcher_env": ("NotStartedBySrun", "reports_for_all"),
-        "launch.world": ("World", "world_from"),
-        "mesh": ("Mesh", "ParallelDims", "resolve_dims"),
-        "parallel.check_blocks": ("check_blocks",),
-        "parallel.engine": ("Engine",),
-        "parallel.expert_parallel": ("check_expert_parallel",),
-        "parallel.parallelize": ("ModelSpec", "parallelize"),
-        "parallel.tensor_parallel": ("check_tensor_parallel",),
-        "pipeline_stage": ("MicroBatch",),
-        "process_group.coordinator": ("START", "Coordinator", "init_process_group"),
-        "process_group.failure": ("StoppedByPeer",),
-        "process_group.rendezvous": ("NEVER", "RENDEZVOUS"),
-        "simulate.fake_fsdp": ("full_weights",),
-        "simulate.fake_mesh": ("fake_mesh",),
-    },
-)
+    from narrowgauge.distributed.comm.byte_counter import CommCounter as CommCounter
+    from narrowgauge.distributed.data_parallel import fully_shard as fully_shard
+    from narrowgauge.distributed.data_parallel import prepare_ddp as prepare_ddp
+    from narrowgauge.distributed.launch.launcher_env import NotStartedBySrun as NotStartedBySrun
+    from narrowgauge.distributed.launch.launcher_env import reports_for_all as reports_for_all
+    from narrowgauge.distributed.launch.world import World as World
+    from narrowgauge.distributed.launch.world import world_from as world_from
+    from narrowgauge.distributed.mesh import Mesh as Mesh
+    from narrowgauge.distributed.mesh import ParallelDims as ParallelDims
+    from narrowgauge.distributed.mesh import resolve_dims as resolve_dims
+    from narrowgauge.distributed.parallel.check_blocks import check_blocks as check_blocks
+    from narrowgauge.distributed.parallel.engine import Engine as Engine
+    from narrowgauge.distributed.parallel.expert_parallel import (
+        check_expert_parallel as check_expert_parallel,
+    )
+    from narrowgauge.distributed.parallel.parallelize import ModelSpec as ModelSpec
+    from narrowgauge.distributed.parallel.parallelize import parallelize as parallelize
+    from narrowgauge.distributed.parallel.tensor_parallel import (
+        check_tensor_parallel as check_tensor_parallel,
+    )
+    from narrowgauge.distributed.pipeline_stage import MicroBatch as MicroBatch
+    from narrowgauge.distributed.process_group.coordinator import START as START
+    from narrowgauge.distributed.process_group.coordinator import Coordinator as Coordinator
+    from narrowgauge.distributed.process_group.coordinator import init_process_group as init_process_group
+    from narrowgauge.distributed.process_group.failure import StoppedByPeer as StoppedByPeer
+    from narrowgauge.distributed.process_group.rendezvous import NEVER as NEVER
+    from narrowgauge.distributed.process_group.rendezvous import RENDEZVOUS as RENDEZVOUS
+    from narrowgauge.distributed.simulate.fake_fsdp import full_weights as full_weights
+    from narrowgauge.distributed.simulate.fake_mesh import fake_mesh as fake_mesh
+else:
+    __all__, __getattr__, __dir__ = import_on_use(__name__)

@@ -19,10 +19,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowgauge.collectives import Group, broadcast_bytes
+from narrowgauge.collectives import Group, broadcast_bytes, rank_in
 from narrowgauge.distributed.comm.grad_hooks import (
     all_reduce_gradient_states,
     quantize_fsdp_reduce,
@@ -32,6 +33,7 @@ from narrowgauge.distributed.fsdp import FP32, note_shards, quantized_fsdp
 from narrowgauge.errors import UserError
 from narrowgauge.nn.histories import ChannelChoice, History, reduce_histories
 from narrowgauge.nn.linear import Linear
+from narrowgauge.nn.step_state import Stepped
 from narrowgauge.quantization import GradientState, state_of, stored_tensor
 from narrowgauge.torch_compat import active_ddp, after_backward, ignore_in_ddp, tensors_in
 
@@ -44,8 +46,9 @@ def prepare_ddp(module: torch.nn.Module) -> torch.nn.Module:
 
     Returns:
         The module. Its replicas stay equal to the last bit under every recipe: process 0's weights are sent
-        to all before the first forward pass, gradients are averaged. A step's random bits are those of its
-        samples if each process gives `set_step` the index of its own first sample.
+        to all before the first forward pass, gradients are averaged. Each process draws random bits of its
+        own. They are those of a step's samples if each process gives `set_step` the index of its own first
+        sample.
 
     Raises:
         UserError: No parameter would be left for DDP, which then refuses to wrap the module.
@@ -59,7 +62,7 @@ def prepare_ddp(module: torch.nn.Module) -> torch.nn.Module:
     ignore_in_ddp(module, [*narrow, *_buffers_of_layers(module)])
     for gradient in _gradients(module).values():
         gradient.is_summed = True
-    if narrow or any(isinstance(m, History) for m in module.modules()):
+    if narrow or any(isinstance(m, History) or _is_random(m) for m in module.modules()):
         reduction = _Reduction()
         module.register_forward_pre_hook(reduction.before_forward)
         module.register_forward_hook(reduction.after_forward)
@@ -103,13 +106,14 @@ def fully_shard(module: torch.nn.Module, **options: Any) -> torch.nn.Module:
     with quantized_fsdp(module, only_narrow=True):
         torch_fully_shard(module, **options)
     note_shards(module)
+    _train_beside(module, _rank_in_mesh(options.get("mesh")))
     if any(layer.recipe.state["grad"] != FP32 for _, layer in _layers(module)):
         quantize_fsdp_reduce(module)
     return module
 
 
 class _Reduction:
-    """Reduces, at the end of a backward pass, what DDP does not see.
+    """Gives each process its own random bits; reduces, at the end of a backward pass, what DDP does not see.
 
     Attributes:
         group: The process group of the DDP whose forward pass was the last; None if it is not to sync.
@@ -130,6 +134,7 @@ class _Reduction:
         if ddp is not None and not self.is_synced:
             _require_prepared(module, ddp)
             _send_state(module, ddp.process_group)
+            _train_beside(module, rank_in(ddp.process_group))
             self.is_synced = True
         if torch.is_grad_enabled():
             will_sync = ddp is not None and ddp.require_backward_grad_sync
@@ -178,6 +183,28 @@ def _gradients(module: torch.nn.Module) -> dict[torch.Tensor, GradientState]:
 
 def _layers(module: torch.nn.Module) -> Iterator[tuple[str, Linear]]:
     return ((name, m) for name, m in module.named_modules() if isinstance(m, Linear))
+
+
+def _is_random(module: torch.nn.Module) -> bool:
+    return isinstance(module, Stepped) and module.is_random
+
+
+def _train_beside(module: torch.nn.Module, process: int) -> None:
+    """Let every layer draw the random bits of this process, until a loop says which samples a pass has."""
+    for layer in module.modules():
+        if isinstance(layer, Stepped):
+            layer.train_beside(process)
+
+
+def _rank_in_mesh(mesh: DeviceMesh | None) -> int:
+    """The number of this process among those of a mesh, in row-major order; without one among all."""
+    coordinate = None if mesh is None else mesh.get_coordinate()
+    if mesh is None or coordinate is None:
+        return rank_in(torch.distributed.group.WORLD)
+    rank = 0
+    for index, size in zip(coordinate, mesh.shape, strict=True):
+        rank = rank * size + index
+    return rank
 
 
 def _buffers_of_layers(module: torch.nn.Module) -> list[str]:

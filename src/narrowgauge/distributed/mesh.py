@@ -110,7 +110,8 @@ def resolve_dims(parallel_dims: ParallelDims, processes: int) -> ParallelDims:
         product = " x ".join(f"{name} {getattr(resolved, name)}" for name in AXES)
         raise UserError(
             f"[parallel] asks for {product} = {resolved.size} processes, and there are {processes}; start "
-            "that many, or change one of the numbers (shard = 0 takes what is left)"
+            f"them, as in torchrun --standalone --nproc-per-node {resolved.size} -m narrowgauge train, or "
+            "change one of the numbers (shard = 0 takes what is left)"
         )
     return resolved
 

@@ -46,6 +46,10 @@ class Format:
     twos_complement: bool = False  # True: the code is a signed integer, not sign and magnitude
     source: str = ""
 
+    def __repr__(self) -> str:
+        bits = f"exponent_bits={self.exponent_bits}, mantissa_bits={self.mantissa_bits}, bias={self.bias}"
+        return f"Format({self.name!r}, {bits}, max={self.max:g})"
+
     @property
     def bits(self) -> int:
         """Bits of one code."""

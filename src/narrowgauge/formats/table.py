@@ -2,7 +2,7 @@
 
 import torch
 
-from narrowgauge.errors import unknown
+from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats.format import Format, Specials
 
 _OCP8 = "OCP 8-bit Floating Point 1.0"
@@ -44,6 +44,18 @@ _TORCH_DTYPES = {
     "e8m0": torch.float8_e8m0fnu,
 }
 
+# Names that stand for several formats, and those.
+_FAMILIES = {
+    "fp8": "e4m3 and e5m2",
+    "fp6": "e3m2 and e2m3",
+    "fp4": "e2m1",
+    "mxfp8": "e4m3 and e5m2, with scales in e8m0",
+    "mxfp6": "e3m2 and e2m3, with scales in e8m0",
+    "mxfp4": "e2m1, with scales in e8m0",
+    "mxint8": "int8, with scales in e8m0",
+    "nvfp4": "e2m1, with scales in e4m3",
+}
+
 
 def format(name: str) -> Format:
     """The format called `name`.
@@ -52,6 +64,10 @@ def format(name: str) -> Format:
         UserError: No format has that name; the sentence names the nearest.
     """
     if name not in _FORMATS:
+        if name.lower() in _FAMILIES:
+            raise UserError(f"unknown format {name!r}; it is a family: {_FAMILIES[name.lower()]}")
+        if own := {str(dtype).removeprefix("torch."): n for n, dtype in _TORCH_DTYPES.items()}.get(name):
+            raise UserError(f"unknown format {name!r}; the nearest is {own!r}")
         raise unknown("format", name, _FORMATS)
     return _FORMATS[name]
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from narrowgauge.errors import UserError
-from narrowgauge.nn import Linear, convert
+from narrowgauge.nn import Linear
+from narrowgauge.nn.convert import convert_but
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes import recipe as recipe_named
 
@@ -112,38 +113,18 @@ def convert_to_float8_training(
         )
     places = dict(module.named_modules(remove_duplicate=False))
     linears = {name: m for name, m in places.items() if isinstance(m, torch.nn.Linear)}
-    left_out = {n: m for n, m in linears.items() if module_filter_fn and not module_filter_fn(m, n)}
+    left_out = [n for n, m in linears.items() if module_filter_fn and not module_filter_fn(m, n)]
     if len(left_out) == len(linears):
         raise UserError(
             f"module_filter_fn leaves none of {len(linears)} linear layers of {type(module).__name__} to "
             "convert: let it return True for the layers to be narrow"
         )
-    for name, layer in left_out.items():
-        _put(module, name, _LeftOut(layer))
-    try:
-        backend = "emulated" if config.emulate else "auto"
-        converted = convert(module, _recipe(config.recipe), backend=backend)
-    finally:
-        for name, layer in left_out.items():
-            _put(module, name, layer)
+    backend = "emulated" if config.emulate else "auto"
+    converted = convert_but(module, left_out, _recipe(config.recipe), backend=backend)
     for made in converted.modules():
         if type(made) is Linear and made.recipe.is_narrow:
             made.__class__ = Float8NarrowLinear
     return converted
-
-
-class _LeftOut(torch.nn.Module):
-    """Stands for a layer while the others are converted, so that its tied parameters are still seen."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        super().__init__()
-        for name, p in layer.named_parameters(recurse=False):
-            self.register_parameter(name, p)
-
-
-def _put(model: torch.nn.Module, name: str, module: torch.nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
 
 
 def _recipe(name: str) -> Recipe:

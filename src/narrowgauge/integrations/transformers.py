@@ -8,15 +8,18 @@ The three arguments that `trainer_kwargs` gives:
     optimizer_cls_and_kwargs    `TrainerAdamW`, which the trainer makes with its own groups of parameters.
                                 What the recipe keeps goes into `optimizer.pt` of the trainer's checkpoints
     callbacks                   `NarrowTrainerCallback`: it says which step it is, skips steps whose gradients
-                                are not finite, and adds entries that begin with `narrowgauge/` to the log
+                                are not finite, and adds entries that begin with `narrowgauge/` to the log,
+                                before any reporter reads it
 """
 
+import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 from narrowgauge.distributed import prepare_ddp
 from narrowgauge.errors import UserError
@@ -151,6 +154,12 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
         if args.world_size > 1:
             prepare_ddp(kwargs["model"])
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Hear of logs before the reporters, which the trainer calls first."""
+        _call_first(_LogEntries(self))
+
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -202,8 +211,9 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Add what was seen since the last log to the trainer's entry."""
-        if "loss" not in (logs := kwargs.get("logs") or {}):
-            return  # of an evaluation, or of the end
+        logs = kwargs.get("logs") or {}
+        if {"loss", "train_loss"}.isdisjoint(logs):
+            return  # of an evaluation
         entries = self.entries | {f"{PREFIX}skips": self.guard.skips}
         self.entries = {}
         logs.update(entries)
@@ -218,6 +228,33 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
         if self.gauges is not None:
             is_last = self.micro_batch == args.gradient_accumulation_steps - 1
             self.gauges.begin_micro_batch(is_first=self.micro_batch == 0, is_last=is_last)
+
+
+class _LogEntries(TrainerCallback):  # type: ignore[misc, unused-ignore]
+    """Stands first in the trainer's list of callbacks, and adds the entries of a `NarrowTrainerCallback`."""
+
+    def __init__(self, owner: NarrowTrainerCallback) -> None:
+        self.owner = owner
+
+    def on_log(self, *event: Any, **kwargs: Any) -> None:
+        """Add the entries."""
+        self.owner.on_log(*event, **kwargs)
+
+
+def _call_first(callback: _LogEntries) -> None:
+    """Put a callback before all others of the trainer whose event is being handled.
+
+    The trainer hands its callbacks neither itself nor their list, so the list is found through the caller. It
+    is replaced, because the caller iterates over it.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler):
+            others = [c for c in handler.callbacks if getattr(c, "owner", None) is not callback.owner]
+            handler.callbacks = [callback, *others]
+            return
+        frame = frame.f_back
 
 
 def _bit_sums(model: torch.nn.Module) -> dict[str, int]:

@@ -17,8 +17,9 @@ GPU's compiler fuses these passes.
 In a graph that torch compiles for a CPU a cast is one operator. Traced, it is some sixty operations, six
 times in every layer, and the compiler takes minutes for them. The operator calls what runs without a
 compiler, the passes in C (`quantization.passes`), so a compiled model has the casts of one that is not, bit
-for bit. Traced are still the casts of tensors that several processes hold together, those that keep channels
-in another cast, and all where there is no C.
+for bit (products and biases are operators for the same reason: `nn.gemm`). Traced are still the casts of
+tensors that several processes hold together, those that keep channels in another cast, and all where there is
+no C.
 """
 
 import os

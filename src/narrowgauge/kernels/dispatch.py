@@ -31,7 +31,7 @@ CUDNN_FIRST = [
 
 
 @cache
-def _has_triton() -> bool:
+def can_compile() -> bool:
     """Whether Triton is installed, and the C compiler with which it builds the launchers of kernels."""
     compilers = (os.environ.get("CC", ""), "gcc", "clang", "cc")
     return is_triton_installed() and any(map(shutil.which, compilers))
@@ -39,7 +39,7 @@ def _has_triton() -> bool:
 
 @cache
 def is_triton_installed() -> bool:
-    """Whether the kernels can be imported, so that their launches can at least be told (`devices.tell`)."""
+    """Whether Triton can be imported; a launch on an imagined GPU is told without it (`devices.tell`)."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -51,10 +51,10 @@ def has_kernels(device: torch.device) -> bool:
     if os.environ.get("NARROWGAUGE_KERNELS") == "0":
         return False
     if (facts := imagined(device)) is not None:
-        return facts.has_triton and is_triton_installed()
+        return facts.has_triton
     if device.type == "cpu":
-        return os.environ.get("TRITON_INTERPRET") == "1" and _has_triton()
-    return device.type == "cuda" and _has_triton() and _is_for(device)
+        return os.environ.get("TRITON_INTERPRET") == "1" and can_compile()
+    return device.type == "cuda" and can_compile() and _is_for(device)
 
 
 @contextmanager

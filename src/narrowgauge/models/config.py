@@ -62,7 +62,7 @@ class ModelConfig:
     tied_head: bool = False  #: the output head shares the embedding's weight
     dropout: float = 0.0  #: in training: of the embedding, and of what attention and MLP add to the stream
     attention_dropout: float = 0.0  #: in training: of the probabilities of attention, without a fused kernel
-    initial_std: float = 0.02  #: standard deviation of weights before training (GPT-2's choice)
+    initial_std: float = 0.0  #: of weights before training; 0 = each role its own (`initial_weights.py`)
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -83,9 +83,13 @@ class ModelConfig:
                 raise UserError(
                     f"model.{name} = {getattr(self, name)} must be at least 0 and below 1; GPT-3 used 0.1"
                 )
-        for name, usual in (("norm_eps", "1e-5"), ("initial_std", "0.02")):
-            if not getattr(self, name) > 0:
-                raise UserError(f"model.{name} = {getattr(self, name)} must be positive; {usual} is usual")
+        if not self.norm_eps > 0:
+            raise UserError(f"model.norm_eps = {self.norm_eps} must be positive; 1e-5 is usual")
+        if not self.initial_std >= 0:
+            raise UserError(
+                f"model.initial_std = {self.initial_std} must be at least 0; GPT-2 and Llama have 0.02, and "
+                "0 gives each weight the one of its role"
+            )
 
     def _derive(self) -> None:
         """Fill in what was left out, so that readers never have to."""

@@ -59,8 +59,7 @@ def all_local(
 class Experts(nn.Module):
     """The router, and the experts, which are modules named 0, 1, 2 ...
 
-    They are no `nn.ModuleList`, because the longest of these is what recipes count as blocks. Where experts
-    are divided over processes, an `nn.Identity` stands for an expert of another process.
+    Where experts are divided over processes, an `nn.Identity` stands for an expert of another process.
 
     Attributes:
         local: The numbers of the experts that this process has.

@@ -22,6 +22,9 @@ from typing import Any
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.models.config import ModelConfig
 
+# `initializer_range` of the `config.json` of every published model below but GPT-3.
+_STD = 0.02
+
 _GPT2 = {
     "vocab_size": 50257,
     "max_sequence_length": 1024,
@@ -30,6 +33,7 @@ _GPT2 = {
     "mlp": "gelu",
     "bias": True,
     "tied_head": True,
+    "initial_std": _STD,
 }
 _GPT3 = _GPT2 | {"max_sequence_length": 2048}
 _LLAMA3 = {
@@ -37,6 +41,7 @@ _LLAMA3 = {
     "max_sequence_length": 131072,
     "rope_theta": 500_000.0,
     "rope_original_positions": 8192,
+    "initial_std": _STD,
 }
 
 _QWEN2 = {
@@ -45,6 +50,7 @@ _QWEN2 = {
     "rope_theta": 1_000_000.0,
     "norm_eps": 1e-6,
     "qkv_bias": True,
+    "initial_std": _STD,
 }
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -66,7 +72,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "max_sequence_length": 1024,
         "tied_head": True,
     },
-    "gpt2-debug": _GPT2 | {"dim": 256, "layers": 4, "heads": 4, "ffn_dim": 1024, "vocab_size": 4096},
+    "gpt2-debug": _GPT2
+    | {"dim": 256, "layers": 4, "heads": 4, "ffn_dim": 1024, "vocab_size": 4096, "initial_std": 0.0},
     "gpt2-124m": _GPT2 | {"dim": 768, "layers": 12, "heads": 12, "ffn_dim": 3072},
     "gpt2-350m": _GPT2 | {"dim": 1024, "layers": 24, "heads": 16, "ffn_dim": 4096},
     "gpt2-774m": _GPT2 | {"dim": 1280, "layers": 36, "heads": 20, "ffn_dim": 5120},
@@ -101,14 +108,15 @@ SIZES: dict[str, dict[str, Any]] = {
     | {"dim": 3584, "layers": 28, "heads": 28, "kv_heads": 4, "ffn_dim": 18944, "vocab_size": 152064}
     | {"max_sequence_length": 131072},
     "tinyllama-1.1b": {"dim": 2048, "layers": 22, "heads": 32, "kv_heads": 4, "ffn_dim": 5632}
-    | {"vocab_size": 32000, "max_sequence_length": 2048},
+    | {"vocab_size": 32000, "max_sequence_length": 2048, "initial_std": _STD},
     "moe-debug": {"dim": 256, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_dim": 256, "experts": 8}
     | {"vocab_size": 4096, "max_sequence_length": 1024},
     "mixtral-8x7b": {"dim": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn_dim": 14336}
-    | {"vocab_size": 32000, "max_sequence_length": 32768, "rope_theta": 1_000_000.0, "experts": 8},
+    | {"vocab_size": 32000, "max_sequence_length": 32768, "rope_theta": 1_000_000.0, "experts": 8}
+    | {"initial_std": _STD},
     "qwen3-30b-a3b": {"dim": 2048, "layers": 48, "heads": 32, "kv_heads": 4, "head_dim": 128}
     | {"ffn_dim": 768, "experts": 128, "experts_per_token": 8, "qk_norm": True, "norm_eps": 1e-6}
-    | {"vocab_size": 151936, "max_sequence_length": 32768, "rope_theta": 1_000_000.0},
+    | {"vocab_size": 151936, "max_sequence_length": 32768, "rope_theta": 1_000_000.0, "initial_std": _STD},
 }
 
 #: The name of a model that is none of these: a configuration gives all its dimensions.
@@ -144,6 +152,11 @@ def model_config(name: str, **overrides: Any) -> ModelConfig:
     """
     size = {} if name == CUSTOM else SIZES.get(ALIASES.get(name, name))
     if size is None:
+        if name.endswith(".toml"):
+            raise UserError(
+                f"unknown model {name!r}; a model of your own is the [model] of a configuration file, which "
+                f"is named without --model: narrowgauge train {name}"
+            )
         raise unknown("model", name, SIZES)
     keys = [field.name for field in fields(ModelConfig)]
     for key in overrides:

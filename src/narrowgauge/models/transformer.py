@@ -17,7 +17,7 @@ are modules without parameters (`blocks.I.attention`, `blocks.I.attention_residu
 Legend: B sequences, T tokens, D dim, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ BlockCall = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer with arbitrary weights; `initialize` gives it its starting values.
+    """A decoder-only transformer with arbitrary weights; `initialize` gives it its initial weights.
 
     `compute_dtype` is the dtype that the norms emit, hence the input dtype of the linear layers, the
     attention and the head. The norms and the loss are always fp32, and so is the residual stream unless its
@@ -232,38 +232,3 @@ def _plain_product(head: nn.Module) -> torch.dtype | None:
         return head.weight.dtype if head.bias is None else None
     dtype: torch.dtype | None = getattr(head, "plain_product", None)
     return dtype
-
-
-@torch.no_grad()
-def initialize(model: Transformer, seed: int) -> None:
-    """Set every parameter to its starting value."""
-    model.tie_head()
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    parameters = dict(model.named_parameters())
-    for name, value in starting_values(model.config, shapes, seed):
-        parameters[name].copy_(value)
-
-
-def starting_values(
-    config: ModelConfig, shapes: Mapping[str, torch.Size], seed: int
-) -> Iterator[tuple[str, Tensor]]:
-    """The starting value of each parameter, a function of the configuration and the seed alone: fp32, CPU.
-
-    `shapes` are those of `named_parameters` of the full model, in their order. Biases are 0, norm weights 1,
-    matrices and embeddings normal(0, `initial_std`). The matrices that write to the residual stream
-    (`attention_out`, `down`) are scaled by 1 / sqrt(2 * layers), so that the sum of all 2 * layers writes
-    starts with the size of one. The numbers are drawn in fp32 on the CPU, one parameter after the other, so
-    that any device, any dtype and any number of devices starts from the same model.
-    """
-    generator = torch.Generator("cpu").manual_seed(seed)
-    for name, shape in shapes.items():
-        module, role = name.rsplit(".", 1)
-        if role == "bias":
-            yield name, torch.zeros(shape)
-        elif module.endswith("norm"):
-            yield name, torch.ones(shape)
-        else:
-            std = config.initial_std
-            if module.endswith(("attention_out", "down")):
-                std /= (2 * config.layers) ** 0.5
-            yield name, torch.empty(shape).normal_(0.0, std, generator=generator)

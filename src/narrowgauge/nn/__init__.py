@@ -1,12 +1,21 @@
 """How does a layer compute under a recipe? `Linear` (three GEMMs), attention, `convert(model, recipe)`."""
 
-from narrowgauge.nn.convert import convert, discard_step, recipe_tensors, set_step, step
+from narrowgauge.nn.convert import (
+    apply_recipe,
+    convert,
+    discard_step,
+    kept_layers,
+    recipe_tensors,
+    set_step,
+    step,
+)
 from narrowgauge.nn.linear import Linear
 from narrowgauge.nn.observer import Gauges, Observation, Observer
 from narrowgauge.nn.sharded.linear_shards import EqualShare, LinearShards, PooledSequences
 from narrowgauge.nn.stateful_linear import DTYPES
 from narrowgauge.nn.step_state import Stepped
 from narrowgauge.nn.transformer.attention import NarrowAttention
+from narrowgauge.nn.transformer.outline import outline_of
 from narrowgauge.nn.transformer.residual import NarrowResidual
 
 __all__ = [
@@ -21,8 +30,11 @@ __all__ = [
     "Observer",
     "PooledSequences",
     "Stepped",
+    "apply_recipe",
     "convert",
     "discard_step",
+    "kept_layers",
+    "outline_of",
     "recipe_tensors",
     "set_step",
     "step",

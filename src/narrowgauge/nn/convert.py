@@ -5,30 +5,24 @@ Where a recipe narrows attention or the residual stream, the model's modules for
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import TypeGuard
+from collections.abc import Container, Mapping, Sequence
 
 import torch
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge.errors import UserError
 from narrowgauge.kernels.dropout import Dropout
 from narrowgauge.nn.histories import History, end_steps
 from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.loop_checks import leave_fast_path, refuse_wrapping, require_plain
+from narrowgauge.nn.loop_checks import leave_fast_path, refuse_wrapping
 from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.nn.step_state import Stepped
+from narrowgauge.nn.transformer.outline import is_conv1d, is_linear, linear_layers, outline_of
+from narrowgauge.nn.transformer.own_forward import untouched_layers
 from narrowgauge.nn.transformer.replace import put, refuse_unreachable, replace_places
-from narrowgauge.nn.transformer.stacked_experts import (
-    ExpertLinear,
-    StackedExperts,
-    is_stacked,
-    require_plain_state,
-)
-from narrowgauge.nn.transformer.unreached import warn_of_unreached
+from narrowgauge.nn.transformer.stacked_experts import StackedExperts, is_stacked, require_plain_state
+from narrowgauge.nn.transformer.unreached import hidden_layers, hidden_text, warn_of_unreached
 from narrowgauge.quantization import ParamState
-from narrowgauge.recipes import ROUTER, Recipe, matches
+from narrowgauge.recipes import Outline, Recipe, matches, nearest, require_matches
 from narrowgauge.recipes import recipe as recipe_named
 
 WIDE_WEIGHT = {"weight": "fp32", "master": "none", "grad": "fp32", "gather": "fp32", "reduce": "fp32"}
@@ -44,110 +38,132 @@ def convert(
             experts of transformers' mixtures, stacked in one parameter, are converted, too.
         recipe: A recipe, its name, or the path of its TOML file.
         keep: Names or patterns of layers that stay in the recipe's `compute` format, in addition to those
-            that the recipe keeps. A pattern is compared with the full name and with its last component.
+            that the recipe keeps. A pattern is compared with the full name and with its last component;
+            `head` is the layer that makes the model's output, whatever its name.
         backend: "auto" (native on a device that has the recipe's formats), "native", or "emulated".
 
     Returns:
         The model (a new module only if the model itself is a Linear). A model that is under a recipe already
-        changes to the new one.
+        changes to the new one. `kept_layers` lists what stays wide in it.
 
     Raises:
-        UserError: The model has no linear layer, a `keep` pattern matches none, a weight is computed from
-            other tensors (`torch.nn.utils.parametrize`), a layer has tensors beside weight and bias, the
-            backend is "native" and the model's device lacks the formats, or the recipe narrows attention or
-            the stream and the model has no such place; or the recipe keeps weights in casts and those of
-            experts are stacked.
+        UserError: The model has no linear layer, a `keep` pattern or a rule of the recipe matches none, a
+            weight is computed from other tensors (`torch.nn.utils.parametrize`), a layer has tensors beside
+            weight and bias, the backend is "native" and the model's device lacks the formats, or the recipe
+            narrows attention or the stream and the model has no such place; or the recipe keeps weights in
+            casts and those of experts are stacked.
 
     Warns:
-        UserWarning: Some matrices are reached by no recipe, such as those of `torch.nn.MultiheadAttention`;
-            or a layer loses a forward pass of its own.
+        UserWarning: Some matrices are reached by no recipe, such as those of `torch.nn.MultiheadAttention`
+            and of layers in plain lists; or some layers have a forward pass of their own (`own_forward.py`).
     """
-    recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
-    leave_fast_path(model)
     keep = (keep,) if isinstance(keep, str) else keep
-    # A layer that the model holds twice has two names.
-    layers = {name: m for name, m in model.named_modules(remove_duplicate=False) if _is_linear(m)}
-    stacks = {name: StackedExperts.of(m) for name, m in model.named_modules() if is_stacked(m)}
-    in_stacks = [
-        f"{name}.{number}.{layer}" for name, m in stacks.items() for number, layer in m.layer_names()
-    ]
-    _check(model, layers, keep, in_stacks)
+    return convert_but(model, (), recipe, keep, backend)
+
+
+def convert_but(
+    model: torch.nn.Module,
+    left_out: Container[str],
+    recipe: str | Recipe,
+    keep: Sequence[str] = (),
+    backend: str = "auto",
+) -> torch.nn.Module:
+    """Do what `convert` does, and leave the layers with some names the modules that they are."""
+    recipe = recipe_named(recipe) if isinstance(recipe, str) else recipe
+    outline = _outline(model, left_out)
+    for pattern in keep:
+        names = [*outline.layer_names, *outline.untouched]
+        if not any(matches(name, pattern) for name in names):
+            raise UserError(f"keep={pattern!r} matches no linear layer{nearest(pattern, names)}")
+    require_matches(recipe, outline)
+    converted = _apply(model, recipe.in_high_precision(keep) if keep else recipe, outline, backend)
+    warn_of_unreached(converted)
+    return converted
+
+
+def apply_recipe(model: torch.nn.Module, recipe: Recipe, backend: str = "auto") -> torch.nn.Module:
+    """Do what `convert` does for a part of a model: rules may name layers of the other parts."""
+    return _apply(model, recipe, _outline(model, ()), backend)
+
+
+def kept_layers(model: torch.nn.Module) -> list[str]:
+    """The names of the linear layers of a converted model whose products no rule narrows at any time."""
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) or is_conv1d(m)}
+    return [name for name, m in layers.items() if not (isinstance(m, Linear) and m.recipe.is_narrow)]
+
+
+def _outline(model: torch.nn.Module, left_out: Container[str]) -> Outline:
+    """The outline of a model that is to be converted, but for some layers.
+
+    Raises:
+        UserError: It has no layer that a recipe could replace.
+    """
+    layers = linear_layers(model)
+    untouched = untouched_layers({name: m for name, m in layers.items() if name not in left_out})
+    stay = {*untouched, *(name for name in layers if name in left_out)}
+    if len(stay) < len(layers):
+        return outline_of(model, stay)
+    hidden = list(hidden_layers(model))
+    why = f" ({hidden_text(hidden)})" if hidden else ""
+    why = " that it could replace: all have a forward pass of their own" if untouched else why
+    raise UserError(
+        f"no torch.nn.Linear in {type(model).__name__}{why}: a recipe has nothing to act on; "
+        "convert the module that holds the linear layers"
+    )
+
+
+def _apply(model: torch.nn.Module, recipe: Recipe, outline: Outline, backend: str) -> torch.nn.Module:
+    """Put every layer of an outline, and the other places of a recipe, under it."""
     refuse_unreachable(model, recipe)
     if recipe.times_state:
         raise UserError(
             f"a rule of recipe {recipe.name!r} changes state from a step on, which `narrowgauge train` does "
             "and convert does not; take the rule's time or its state away"
         )
-    recipe = recipe.in_high_precision(keep) if keep else recipe
-    if any(matches(name, ROUTER) for name in layers):
-        recipe = recipe.with_wide_routers()
+    recipe = outline.in_model(recipe)
+    resolved = outline.resolved(recipe)
+    modules = dict(model.named_modules())
+    stacks = {name: m for name, m in modules.items() if is_stacked(m)}
     for name in stacks:
         require_plain_state(recipe, name)
-    for device in {layer.weight.device for layer in layers.values()}:  # before anything is changed
+    layers = [m for m in modules.values() if is_linear(m)]
+    for device in {layer.weight.device for layer in layers}:  # before anything is changed
         verified_backend(recipe, device, backend)
-    converted = _replace(model, layers, recipe, backend)
-    if "" in converted:
-        return converted[""]
-    block_of, blocks = block_numbers(model)
-    first = len(set(converted.values()))
-    for name, stack in stacks.items():
-        stack.use(recipe, name, block_of(name), blocks, first, backend)
+    leave_fast_path(model)
+    converted = _replace(model, recipe, outline, resolved, backend)
+    if is_linear(model):
+        return converted[0]
+    first = len(converted)
+    for name, experts in stacks.items():
+        stack = StackedExperts.of(experts)
+        stack.use(recipe, name, resolved, first, backend)
         first += len(list(stack.layer_names()))
         put(model, name, stack)
-    replace_places(model, recipe, block_of, blocks)
+    replace_places(model, recipe, resolved)
     refuse_wrapping(model)
-    warn_of_unreached(model)
     return model
 
 
 def _replace(
-    model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], recipe: Recipe, backend: str
-) -> dict[str, Linear]:
-    """Put each layer under its recipe, in place; the layers by name, with the model itself as ""."""
-    block_of, blocks = block_numbers(model)
-    names: dict[torch.nn.Module, list[str]] = {}
-    for name, layer in layers.items():
-        names.setdefault(layer, []).append(name)
+    model: torch.nn.Module, recipe: Recipe, outline: Outline, resolved: Mapping[str, Recipe], backend: str
+) -> list[Linear]:
+    """Put each layer under its recipe, in place; the new layers, in the order of their random streams."""
+    modules = dict(model.named_modules(remove_duplicate=False))
     converted: dict[torch.nn.Module, Linear] = {}
     shared = _shared_parameters(model)
-    for name, layer in layers.items():
-        if layer not in converted:
-            named_blocks = [(n, block_of(n)) for n in names[layer]]
-            layer_recipe = recipe.for_layer(named_blocks, blocks)
-            if layer.weight in shared:
-                layer_recipe = layer_recipe.with_places(WIDE_WEIGHT)
-            is_transposed = _is_transposed(layer)
-            converted[layer] = Linear(layer, layer_recipe, len(converted), is_transposed, recipe, backend)
-            converted[layer].train(layer.training)
-        if name:
-            put(model, name, converted[layer])
-    return {name: converted[layer] for name, layer in layers.items()}
-
-
-def _check(
-    model: torch.nn.Module, layers: dict[str, torch.nn.Module], keep: Sequence[str], in_stacks: Sequence[str]
-) -> None:
-    """Refuse what `convert` cannot do, before anything is changed."""
-    if not layers:
-        raise UserError(
-            f"no torch.nn.Linear in {type(model).__name__}: a recipe has nothing to act on; "
-            "convert the module that holds the linear layers"
-        )
-    example = next(reversed(layers))
-    for pattern in keep:
-        if not any(matches(name, pattern) for name in (*layers, *in_stacks)):
-            raise UserError(
-                f"keep={pattern!r} matches no linear layer; use a whole name such as {example!r}, its last "
-                f"component {example.rpartition('.')[2]!r}, or a pattern such as '*'"
-            )
-    for name, layer in layers.items():
-        if not isinstance(layer.weight, torch.nn.Parameter):
-            raise UserError(
-                f"the weight of {name or 'the model'} is no parameter but computed from others, which a "
-                "recipe cannot see; take the parametrization off first (torch.nn.utils.parametrize)"
-            )
-        if isinstance(layer, torch.nn.Linear) and not isinstance(layer, Linear):
-            require_plain(name, layer)
+    for first, names in outline.layers.items():
+        layer = modules.get(first)
+        if layer is None or not is_linear(layer):
+            continue  # of stacked experts
+        layer_recipe = resolved[first]
+        if layer.weight in shared:
+            layer_recipe = layer_recipe.with_places(WIDE_WEIGHT)
+        new = Linear(layer, layer_recipe, len(converted), _is_transposed(layer), recipe, backend)
+        converted[layer] = new.train(layer.training)
+        for name, _ in names:
+            if name and modules.get(name) is layer:  # not a role of it
+                put(model, name, new)
+    return list(converted.values())
 
 
 def _shared_parameters(model: torch.nn.Module) -> set[torch.nn.Parameter]:
@@ -247,42 +263,5 @@ def recipe_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return prescales | {f"{name}.{key}": t for name, owner in owners for key, t in owner.tensors().items()}
 
 
-def _is_conv1d(module: torch.nn.Module) -> bool:
-    """Whether this is Hugging Face's linear layer with a (K, N) weight (transformers is never imported)."""
-    cls = type(module)
-    return cls.__name__ == "Conv1D" and cls.__module__ == "transformers.pytorch_utils"
-
-
 def _is_transposed(layer: torch.nn.Module) -> bool:
-    return layer.spec.transposed if isinstance(layer, Linear) else _is_conv1d(layer)
-
-
-def _is_linear(module: torch.nn.Module) -> bool:
-    # The last is for MultiheadAttention, which reads the weight of its output layer and never calls it.
-    is_other = isinstance(module, NonDynamicallyQuantizableLinear | ExpertLinear)
-    return _is_conv1d(module) or (isinstance(module, torch.nn.Linear) and not is_other)
-
-
-def block_numbers(model: torch.nn.Module) -> tuple[Callable[[str], int | None], int]:
-    """Blocks as rules count them: the block of a name, and their number.
-
-    They are the modules of the longest ModuleList, or ModuleDict whose keys are numbers (torchtitan).
-    """
-    lists = {n: m for n, m in model.named_modules() if _is_list(m)}
-    if not lists:
-        return lambda name: None, 0
-    name, blocks = max(lists.items(), key=lambda item: len(item[1]))
-    return partial(_block_of, prefix=f"{name}." if name else ""), len(blocks)
-
-
-def _is_list(module: torch.nn.Module) -> TypeGuard[torch.nn.ModuleList | torch.nn.ModuleDict]:
-    is_numbered = isinstance(module, torch.nn.ModuleDict) and all(key.isdecimal() for key in module)
-    return is_numbered or isinstance(module, torch.nn.ModuleList)
-
-
-def _block_of(name: str, prefix: str) -> int | None:
-    """The number of the block that holds a layer."""
-    if not name.startswith(prefix):
-        return None
-    number = name.removeprefix(prefix).partition(".")[0]
-    return int(number) if number.isdecimal() else None
+    return layer.spec.transposed if isinstance(layer, Linear) else is_conv1d(layer)

@@ -3,8 +3,12 @@
 An emulated operand carries the scale of a full tensor separately from its values. The scale belongs to the
 fp32 accumulator, before the result is rounded to bf16; applied later, it would round the result twice. On a
 CPU oneDNN applies `alpha` to the accumulator (fp32 products do without it: MKL takes an alpha of NaN for 1);
-on a GPU the product is computed in fp32. It is one operator, so that compiled graphs hold it as a unit.
-Native operands go to the hardware unchanged (`native.py`).
+on a GPU the product is computed in fp32. Native operands go to the hardware unchanged (`native.py`).
+
+In compiled graphs each product, and each bias, is one operator. Traced, torch's compiler would join a product
+and what is added to it (a bias, another gradient) in one `addmm`, and would read numbers before they are
+rounded to bf16. Both leave out a rounding that an eager layer makes, which the next cast to four bits turns
+into whole steps of its grid.
 
 An operand with a scale for each row, and with outliers that are added again, would be exact in fp32 only, and
 a GPU multiplies fp32 at a fourteenth of the speed of bf16. There it comes in its parts, and the product in
@@ -71,9 +75,18 @@ AnyOperand = Operand | RowOperand | QuantizedOperand
 
 @torch.library.custom_op("narrowgauge::scaled_mm", mutates_args=())
 def scaled_mm(
-    a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor, other: torch.Tensor | None = None
+    a_MK: torch.Tensor,
+    b_KN: torch.Tensor,
+    scale: torch.Tensor,
+    other: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """(a @ b) * (scale * other) with one rounding to a's dtype; scales are 0-dim float32 tensors."""
+    """(a @ b) * (scale * other) with one rounding; scales are 0-dim float32 tensors.
+
+    Both are widened to the dtype first, by default to that of a, which the result has.
+    """
+    dtype = dtype or a_MK.dtype
+    a_MK, b_KN = a_MK.to(dtype), b_KN.to(dtype)
     if not (a_MK.device.type == "cpu" or a_MK.dtype == torch.float32):
         return _scaled_on_gpu(a_MK, b_KN, scale, other)
     scale = scale if other is None else scale * other
@@ -93,9 +106,47 @@ def _scaled_on_gpu(
 
 @scaled_mm.register_fake
 def _(
-    a_MK: torch.Tensor, b_KN: torch.Tensor, scale: torch.Tensor, other: torch.Tensor | None = None
+    a_MK: torch.Tensor,
+    b_KN: torch.Tensor,
+    scale: torch.Tensor,
+    other: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    return a_MK.new_empty(a_MK.shape[0], b_KN.shape[1])
+    return a_MK.new_empty(a_MK.shape[0], b_KN.shape[1], dtype=dtype or a_MK.dtype)
+
+
+@torch.library.custom_op("narrowgauge::mm", mutates_args=())
+def plain_mm(a_MK: torch.Tensor, b_KN: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """a @ b in a dtype in a compiled graph: `_plain_product` with its rows next to each other."""
+    a_MK, b_KN = a_MK.to(dtype), b_KN.to(dtype)
+    return (a_MK.float() @ b_KN.float()).to(dtype) if is_slow(a_MK) else a_MK @ b_KN
+
+
+@torch.library.custom_op("narrowgauge::add_bias", mutates_args=())
+def biased(y_MN: torch.Tensor, bias_N: torch.Tensor) -> torch.Tensor:
+    """The sum of a product and a bias of a compiled graph."""
+    return y_MN + bias_N.to(y_MN.dtype)
+
+
+@plain_mm.register_fake
+def _(a_MK: torch.Tensor, b_KN: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return a_MK.new_empty(a_MK.shape[0], b_KN.shape[1], dtype=dtype)
+
+
+@biased.register_fake
+def _(y_MN: torch.Tensor, bias_N: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(y_MN)
+
+
+def add_bias(y_MN: torch.Tensor, bias_N: torch.Tensor) -> torch.Tensor:
+    """y + bias, rounded to the dtype of y; in its memory, except in compiled graphs."""
+    # in place: another tensor of this size costs its memory's pages
+    return biased(y_MN, bias_N) if _is_operator() else y_MN.add_(bias_N.to(y_MN.dtype))
+
+
+def _is_operator() -> bool:
+    """Whether products and biases are operators of the graph that is traced; an exported one has torch's."""
+    return torch.compiler.is_compiling() and not torch.compiler.is_exporting()
 
 
 def multiply(a: AnyOperand, b: AnyOperand, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
@@ -116,16 +167,16 @@ def multiply(a: AnyOperand, b: AnyOperand, dtype: torch.dtype, fast: bool = Fals
     a_MK, b_KN = a.values, b.values.T
     # Where one operand is kept wider, or the result, the product is computed in the wider dtype.
     wider = torch.promote_types(torch.promote_types(a_MK.dtype, b_KN.dtype), dtype)
-    a_MK, b_KN = a_MK.to(wider), b_KN.to(wider)
     scales = [s for s in (a.scale, b.scale) if s is not None]
     if not scales:
-        if is_slow(a_MK):
-            return (a_MK.float() @ b_KN.float()).to(a_MK.dtype)
-        return _plain_product(a_MK, b_KN)
+        if _is_operator():
+            return plain_mm(a_MK, b_KN, wider)
+        return _plain_product(a_MK.to(wider), b_KN.to(wider))
     scale, other = scales if len(scales) == 2 else (scales[0], None)
     if a_MK.is_meta and not is_shape_only(a_MK):
+        a_MK, b_KN = a_MK.to(wider), b_KN.to(wider)
         return _scaled_on_gpu(a_MK, b_KN, scale, other)  # the kernels of the operator, for what counts them
-    return scaled_mm(a_MK, b_KN, scale, other)
+    return scaled_mm(a_MK, b_KN, scale, other, wider)
 
 
 def _are_bf16(a: Operand | RowOperand, b: Operand | RowOperand) -> bool:
@@ -162,6 +213,8 @@ def _plain_product(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
     The logits of a vocabulary of 50,257 would not. Then neither this product nor the two of its gradient,
     which is written over them, nor the kernels of the loss could load more than a number at a time.
     """
+    if is_slow(a_MK):
+        return (a_MK.float() @ b_KN.float()).to(a_MK.dtype)
     N, size = b_KN.shape[1], a_MK.element_size()
     if N * size % _VECTOR == 0 or N < _VECTOR or not is_gpu(a_MK.device) or torch.compiler.is_compiling():
         return a_MK @ b_KN

@@ -28,6 +28,7 @@ from narrowgauge.nn.weight_state import Accumulation
 from narrowgauge.quantization import Cast, ParamState, QuantContext, TensorShard, kept_count, local_channels
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.recipes.kept_channels import CHOOSES, MEETS
+from narrowgauge.recipes.places import have_same_numbers, reuses
 
 #: Elements; to copy the codes of such a weight to the other axis takes little more than the launch itself.
 _SMALL_WEIGHT = 10**7
@@ -62,19 +63,17 @@ class GemmContext:
 
     def shared(self, a: str, b: str) -> bool:
         """Whether two places see the same numbers of the same tensor, whatever the axis."""
-        cast = self.layer.casts[a]
-        return cast == self.layer.casts[b] and cast.ignores_axis and not cast.is_random
+        return have_same_numbers(self.layer.casts, a, b)
 
     @property
     def reuses_x(self) -> bool:
         """Whether wgrad sees the operand of the forward pass, or something made from it."""
-        reuses = self.shared("fprop.x", "wgrad.x") or bool(self.layer.casts["wgrad.x"].of)
-        return isinstance(self.layer.saved, str) and reuses
+        return reuses("wgrad.x", self.layer.casts, self.layer.saved)
 
     @property
     def reuses_w(self) -> bool:
         """Whether dgrad sees the weight's operand of the forward pass, or something made from it."""
-        return self.shared("fprop.w", "dgrad.w") or bool(self.layer.casts["dgrad.w"].of)
+        return reuses("dgrad.w", self.layer.casts, self.layer.saved)
 
     def again(self, operand: AnyOperand, place: str) -> AnyOperand:
         """The operand of a place that takes the numbers of another one, contracted along the other axis.

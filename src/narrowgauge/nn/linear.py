@@ -13,15 +13,17 @@ from functools import partial
 import torch
 
 from narrowgauge.devices import is_gpu
+from narrowgauge.kernels import quantize
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.nn.gemm_context import GemmContext
 from narrowgauge.nn.linear_function import autocast_disabled, fp8_scaling, linear_function, swiglu_mlp
 from narrowgauge.nn.loop_checks import require_own_numbers, require_sum
+from narrowgauge.nn.native import QuantizedOperand
 from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
 from narrowgauge.nn.sharded.linear_shards import LinearShards
 from narrowgauge.nn.stateful_linear import StatefulLinear
 from narrowgauge.nn.weight_state import Accumulation
-from narrowgauge.quantization import GradientState
+from narrowgauge.quantization import GradientState, QTensor
 from narrowgauge.torch_compat import has_hooks, reshaped
 
 
@@ -87,6 +89,28 @@ class Linear(StatefulLinear):
             x_MK = input.reshape(-1, gate_up.in_features)
             y_MN = swiglu_mlp(x_MK, gate_up.weight, self.weight, contexts)
         return reshaped(y_MN, (*input.shape[:-1], self.out_features))
+
+    @torch.no_grad()
+    def forward_weight(self) -> torch.Tensor:
+        """The weight's values that the forward matmul multiplies in this step: (N, K), float32."""
+        weight_NK, context = self._weight_pass()
+        operand = context.operand(weight_NK, "fprop.w", -1)
+        if isinstance(operand, QuantizedOperand):
+            return self.forward_codes().dequantize()
+        return operand.numbers().float()
+
+    @torch.no_grad()
+    def forward_codes(self) -> QTensor:
+        """The codes and scales of these values, of a cast that has scales."""
+        weight_NK, context = self._weight_pass()
+        cast = self.spec.casts["fprop.w"]
+        return quantize(weight_NK, cast, -1, context.quant_context(weight_NK, "fprop.w"))[0]
+
+    def _weight_pass(self) -> tuple[torch.Tensor, GemmContext]:
+        """The weight as (N, K), and the context of a forward pass with one token."""
+        weight = self.weight.T if self.spec.transposed else self.weight
+        context = self._gemm_context(weight.new_empty(1, self.in_features), weight)
+        return context.numbers_of(weight), context
 
     def add_gradient(self, dw_NK: torch.Tensor, factor: torch.Tensor) -> bool:
         """Add dw * factor (0-dim) to the gradient that waits, if this layer may, on a GPU; else False."""

@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 from narrowgauge.kernels.activation import swiglu_and_amax, swiglu_codes, swiglu_gradient_codes
 from narrowgauge.kernels.gradient_sum import through_rounding
 from narrowgauge.kernels.recompute import is_discarding, is_unread, once
-from narrowgauge.nn.gemm import RowOperand, multiply
+from narrowgauge.nn.gemm import RowOperand, add_bias, multiply
 from narrowgauge.nn.gemm_context import GemmContext, LayerSpec
 from narrowgauge.nn.native import QuantizedOperand
 from narrowgauge.nn.observer import evenly
@@ -67,7 +67,7 @@ class _LinearFunction(torch.autograd.Function):
             some_x_RM = evenly(x_MK.T).clone()
             context.observer.product("fprop.y", y_MN, x_MK, context.numbers_of(w_NK))
         if bias_N is not None:
-            y_MN += bias_N.to(y_MN.dtype)  # in place: another tensor of this size costs its memory's pages
+            y_MN = add_bias(y_MN, bias_N)
         kept_x, ctx.restore_x = keep_input(x_MK, x, context)
         kept_w, ctx.restore_w = keep_operand(w) if ctx.reuses_w else ((None, None, None), None)
         has_slope = bool(context.layer.casts["fprop.w"].estimator_k)

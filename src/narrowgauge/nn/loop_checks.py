@@ -173,29 +173,3 @@ def leave_fast_path(model: torch.nn.Module) -> None:
             module.activation_relu_or_gelu = 0  # the fast path asks for one of the two
         elif isinstance(module, torch.nn.TransformerEncoder):
             module.use_nested_tensor = False
-
-
-def require_plain(name: str, layer: torch.nn.Linear) -> None:
-    """Refuse a kind of `torch.nn.Linear` that is more than its weight and its bias.
-
-    Raises:
-        UserError: It has tensors or modules of its own, which a layer under a recipe would leave behind.
-
-    Warns:
-        UserWarning: It has a forward pass of its own, which may do nothing but cast the weight.
-    """
-    kind = type(layer).__name__
-    tensors = {n.partition(".")[0] for n, _ in (*layer.named_parameters(), *layer.named_buffers())}
-    own = sorted(tensors - {"weight", "bias"})
-    if own or isinstance(layer, torch.nn.modules.lazy.LazyModuleMixin):
-        has = f"has {own[0]!r} of its own" if own else "has no numbers yet"
-        raise UserError(
-            f"layer {name!r} is a {kind} that {has}, which a recipe would leave behind: convert the model "
-            "while it is a torch.nn.Linear with numbers, and put adapters on afterwards"
-        )
-    if type(layer).forward is not torch.nn.Linear.forward:
-        warnings.warn(
-            f"layer {name!r} is a {kind} with a forward pass of its own, and a product under the recipe "
-            "takes its place: if it does more than multiply and add a bias, do that outside of the layer",
-            stacklevel=4,
-        )

@@ -189,6 +189,7 @@ class StatefulLinear(Stepped, SeesFSDP, torch.nn.Linear):
             history.reset(self._device())
         if is_blank:
             self._set_keys(0, 0, 0)
+            self._use_own_samples()
         self._bind()
         if self.reduce_prescale is not None:
             self.reduce_prescale.move(self._device())

@@ -28,6 +28,7 @@ from narrowgauge.recipes import GEMM_PLACES, GEMMS, Recipe
 from narrowgauge.torch_compat import is_in_backward
 
 _NEXT_KEY = 0x9E3779B9 - 2**32  # odd, so that 2^32 calls pass before a key comes again
+_A_PROCESS = 2**20  # sequences; no pass has as many, so that processes draw bits from ranges of their own
 
 
 def stream_ids(layer: int) -> list[int]:
@@ -78,6 +79,7 @@ class Stepped:
         is_random: Whether any cast of it takes random bits.
         keys: int32, a key for each random stream; None if no cast is random.
         first_sample: The index in the global batch of the first sequence of the pass.
+        process: The number of this process among those that train on other samples in the same step.
         histories: What places remember of earlier steps; a module without operands has none.
         observer: Sees what the layer computes with; attached for a step.
         step: The optimizer step; None before the first.
@@ -94,6 +96,7 @@ class Stepped:
     is_random: bool
     keys: torch.Tensor | None
     first_sample: torch.Tensor | None
+    process: int = 0
     histories: Mapping[str, History] = MappingProxyType({})
     observer: Observer | None = None
     step: int | None = None
@@ -144,6 +147,16 @@ class Stepped:
             self._use_rules(self.step, steps, decay)
         if self.keys is not None:
             self.keys = torch.tensor(position["keys"], dtype=torch.int32, device=self._device())
+            self._use_own_samples()
+
+    def train_beside(self, process: int) -> None:
+        """Draw the random bits of this process, until a loop says which samples a pass has.
+
+        Args:
+            process: The number of this process among those that train on other samples in the same step.
+        """
+        self.process = process
+        self._use_own_samples()
 
     def _begin_pass(self) -> bool:
         """Begin a forward pass; where no loop sets steps, it may begin one (`_is_new_step`).
@@ -174,6 +187,7 @@ class Stepped:
         """Count an optimizer step, and from now on only those that are told here, until a step is set."""
         self.begins_step = self.hears_optimizer = self.is_told = True
         self.step_is_set = False
+        self._use_own_samples()
 
     def optimizer_stepped(self) -> None:
         """Count the step of an optimizer, unless a loop says steps itself.
@@ -231,10 +245,14 @@ class Stepped:
                 keys = torch.tensor(words, dtype=torch.int32)
                 keys = keys.pin_memory() if device.type == "cuda" else keys
                 self.keys = keys.to(device, non_blocking=True)
-                self.first_sample = torch.full((), first_sample, dtype=torch.int64, device=device)
             else:
                 self.keys = torch.tensor(words, dtype=torch.int32, device=device)
-                self.first_sample = torch.tensor(first_sample, device=device)
+            self.first_sample = torch.full((), first_sample, dtype=torch.int64, device=device)
+
+    def _use_own_samples(self) -> None:
+        """Go to the samples of this process, where no loop says which ones a pass has."""
+        if self.first_sample is not None and not self.step_is_set:
+            self.first_sample = torch.full_like(self.first_sample, self.process * _A_PROCESS)
 
     def _stream_ids(self) -> list[int]:
         """The tensor ids of the random streams."""

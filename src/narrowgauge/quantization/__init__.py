@@ -4,6 +4,7 @@ from narrowgauge.quantization.cast import Cast
 from narrowgauge.quantization.context import DEFAULT_CONTEXT, QuantContext
 from narrowgauge.quantization.named_casts import (
     cast,
+    cast_keys,
     cast_names,
     is_cast_table,
     make_cast,
@@ -50,6 +51,7 @@ __all__ = [
     "ShardAxis",
     "TensorShard",
     "cast",
+    "cast_keys",
     "cast_names",
     "clamp_outliers",
     "emulate",

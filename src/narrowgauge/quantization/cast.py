@@ -9,7 +9,8 @@ a 0 means "the full extent". A cast without a scale is a plain conversion (bf16,
 have a name are data in `named_casts.py`, what does not fit together is in `cast_rules.py`.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
 
 from narrowgauge.formats import RANDOM_BITS, Format, format
 from narrowgauge.quantization.cast_rules import ROUNDED_SCALES, require_valid
@@ -123,6 +124,20 @@ class Cast:
 
     def __post_init__(self) -> None:
         require_valid(self)
+
+    def __repr__(self) -> str:
+        values = [(key, getattr(self, key)) for key in self.beyond(())]
+        keys = (f"{key}={v.name if isinstance(v, Format) else repr(v)}" for key, v in values)
+        return f"Cast({', '.join([repr(self.name), *keys])})"
+
+    def beyond(self, known: Collection[str]) -> tuple[str, ...]:
+        """The keys that are not at their defaults, without those in `known`.
+
+        A consumer that lists the keys it implements, and refuses what is beyond them, also refuses every key
+        that is added to casts later.
+        """
+        keys = (f for f in fields(self) if f.name != "name" and f.name not in known)
+        return tuple(f.name for f in keys if getattr(self, f.name) != f.default)
 
     @property
     def is_scaled(self) -> bool:

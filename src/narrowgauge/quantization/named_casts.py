@@ -77,6 +77,11 @@ def state_cast_names() -> list[str]:
     return list(STATE_SHORTHANDS)
 
 
+def cast_keys() -> list[str]:
+    """Keys that a recipe's table for a cast may have."""
+    return [key for key in KEYS if key not in _OF_NAMES]
+
+
 # The keys of a recipe's table for a cast, and the type of each value.
 KEYS: Mapping[str, Any] = {
     **dict.fromkeys(("cast", "element", "scale", "scale_rule", "rounding"), str),
@@ -137,8 +142,8 @@ _IDENTITY = ("element", "block", "scale", "tensor_scale")  # another of these, a
 
 def _check_keys(table: Table) -> None:
     for key, given in table.items():
-        if key not in KEYS or key in _OF_NAMES:
-            raise unknown("cast key", key, [k for k in KEYS if k not in _OF_NAMES])
+        if key not in cast_keys():
+            raise unknown("cast key", key, cast_keys())
         is_right = isinstance(given, KEYS[key]) and isinstance(given, bool) == (KEYS[key] is bool)
         if is_right and key == "candidates":
             is_right = all(type(c) in (int, float) for c in given) or all(type(c) is str for c in given)

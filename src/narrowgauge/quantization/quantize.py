@@ -59,6 +59,15 @@ class QTensor:
     channels: torch.Tensor | None = None
     kept: torch.Tensor | None = None
 
+    def __repr__(self) -> str:
+        above = self.tensor_scale
+        is_one = above.numel() == 1 and above.device.type != "meta"
+        scale = f"{above.item():.6g}" if is_one else f"a tensor of shape {tuple(above.shape)}"
+        return (
+            f"QTensor(shape={tuple(self.codes.shape)}, dtype={self.codes.dtype}, device={self.codes.device}, "
+            f"scales of shape {tuple(self.scales.shape)}, tensor_scale={scale}, cast={self.cast!r})"
+        )
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The numbers that are stored, computed in float32 and converted to `dtype`."""
         scale = self.blocks.align(self.scales) if self.scales.ndim else self.scales

@@ -7,6 +7,9 @@ device, and is emulated as a whole otherwise, so that one word says which arithm
 
 Formats that no scheme names are emulated everywhere: torch multiplies no FP6 and no fixed point, and MXFP4
 only where it was built with a library of its own.
+
+A wide recipe is native, but for bf16 on GPUs whose matrix units do not have it: NVIDIA's before Ampere, AMD's
+before CDNA. Torch converts bf16 to fp32 there, and multiplies that. fp16 is theirs.
 """
 
 from collections.abc import Iterable
@@ -20,6 +23,9 @@ from narrowgauge.recipes.places import GEMM_PLACES, GEMMS
 from narrowgauge.recipes.recipe import Recipe
 
 BACKENDS = ("auto", "native", "emulated")
+#: The first compute capability with matrix units for bf16, and AMD's architectures without any.
+BF16_SINCE = (8, 0)
+WITHOUT_BF16 = ("gfx906",)
 
 Block = tuple[int, int] | None
 OCP, FNUZ = frozenset({"e4m3", "e5m2"}), frozenset({"e4m3fnuz", "e5m2fnuz"})
@@ -151,19 +157,32 @@ def choose_backend(recipe: Recipe, device: Device, requested: str = "auto") -> B
     """
     if requested not in BACKENDS:
         raise unknown("backend", requested, BACKENDS)
-    if not recipe.is_narrow:
-        return Backend("native", f"torch multiplies {recipe.compute} itself")
     obstacle, schemes = _native_schemes(recipe, device)
+    products = f"{recipe.compute} GEMMs"
+    if without_units := _lacks_units(recipe.compute, device):
+        products = f"{products}, which are fp32 GEMMs here" if recipe.is_narrow else "fp32 GEMMs"
     if requested == "native" and obstacle:
         raise UserError(
             f"recipe {recipe.name!r} cannot run natively here: {obstacle}; "
-            f"use --backend emulated (the same numbers, computed in {recipe.compute})"
+            f"use --backend emulated (the same numbers, computed in {products.removesuffix(' GEMMs')})"
         )
+    if not recipe.is_narrow and not obstacle:
+        return Backend("native", f"torch multiplies {recipe.compute} itself")
     if requested == "emulated" and not obstacle:
         obstacle = "asked for"
     if obstacle:
-        return Backend("emulated", f"{obstacle}; the same numbers in {recipe.compute} GEMMs")
+        instead = "; recipe fp16 is native" if without_units and not recipe.is_narrow else ""
+        return Backend("emulated", f"{obstacle}; the same numbers in {products}{instead}")
     return Backend("native", f"{device} multiplies {' and '.join(schemes)}")
+
+
+def _lacks_units(compute: str, device: Device) -> str:
+    """Why a GPU does not multiply a wide format itself, as a clause; empty if it does."""
+    if compute == "bf16" and device.maker == "nvidia" and device.capability < BF16_SINCE:
+        return f"bf16 takes compute capability {_dotted(BF16_SINCE)} or later; {_described(device)}"
+    if compute == "bf16" and device.maker == "amd" and device.architecture in WITHOUT_BF16:
+        return f"bf16 takes gfx908 or later; {_described(device)}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +214,7 @@ def _product(gemm: str, a: Cast, b: Cast, device: Device) -> Product:
     first, second = (place for place in GEMM_PLACES if place.startswith(f"{gemm}."))
     places, operands = (first, second), (a, b)
     if a == b and not a.is_scaled:
-        return Product(gemm, places, operands, "", "")
+        return Product(gemm, places, operands, "", _lacks_units(a.name, device))
     scheme = next((s for s in SCHEMES if s.is_of(a, b) and not s.needs(device)), None)
     if scheme is not None:
         return Product(gemm, places, operands, scheme.words, "")

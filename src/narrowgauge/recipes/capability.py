@@ -14,9 +14,12 @@ import torch
 from narrowgauge.devices import Device, imagined
 from narrowgauge.errors import UserError
 from narrowgauge.files import shipped_text
+from narrowgauge.kernels.dispatch import can_compile
 
-#: The CUDA that a device elsewhere is taken to have: what torch's wheels are built for.
-CUDA_ELSEWHERE = (13, 0)
+#: The CUDA that a device elsewhere is taken to have: what torch's wheels are built for. CUDA 13 has no code
+#: for what came before Turing; the last wheels that have are built for 12.6 (`doctor` names the releases).
+CUDA_ELSEWHERE, CUDA_BEFORE_TURING = (13, 0), (12, 6)
+_TURING = (7, 5)
 # Words that a product's full name has and its short name has not: "NVIDIA GeForce RTX 4090".
 _MAKERS = re.compile(r"nvidia|geforce|amd|instinct|radeon|[\s_-]")
 
@@ -29,11 +32,17 @@ def device_facts(device: torch.device) -> Device:
         return Device(maker=device.type)
     if torch.version.hip:
         name = torch.cuda.get_device_properties(device).gcnArchName
-        return Device(maker="amd", architecture=name.partition(":")[0], library=_version(torch.version.hip))
+        return Device(
+            maker="amd",
+            architecture=name.partition(":")[0],
+            library=_version(torch.version.hip),
+            compiles=can_compile(),
+        )
     return Device(
         maker="nvidia",
         capability=torch.cuda.get_device_capability(device),
         library=_version(torch.version.cuda or "0.0"),
+        compiles=can_compile(),
     )
 
 
@@ -64,7 +73,8 @@ def _devices() -> dict[str, Device]:
     devices = {"cpu": Device(maker="cpu")}
     for capability, products in table["nvidia"].items():
         major, minor = _version(capability)
-        device = Device(maker="nvidia", capability=(major, minor), library=CUDA_ELSEWHERE)
+        library = CUDA_ELSEWHERE if (major, minor) >= _TURING else CUDA_BEFORE_TURING
+        device = Device(maker="nvidia", capability=(major, minor), library=library)
         devices |= dict.fromkeys([f"sm_{major}{minor}", f"{major}.{minor}", *products], device)
     for architecture, products in table["amd"].items():
         devices |= dict.fromkeys([architecture, *products], Device(maker="amd", architecture=architecture))

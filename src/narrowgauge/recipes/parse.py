@@ -36,15 +36,15 @@ wgrad.dy = "mxfp8"      or one
 v = "fp32"              state, too: m and v of any parameter, weight, master and grad of a linear layer
 """
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.quantization import Cast, is_cast_table, make_cast
+from narrowgauge.quantization import Cast, cast_keys, is_cast_table, make_cast
 from narrowgauge.recipes.attention_places import ALL_WIDE, ATTENTION, STREAM, attention_casts
 from narrowgauge.recipes.places import (
+    CAST_TABLE,
     COMPUTE,
     GEMM_PLACES,
     GEMMS,
@@ -56,9 +56,10 @@ from narrowgauge.recipes.places import (
 )
 from narrowgauge.recipes.recipe import Recipe
 from narrowgauge.recipes.rule import Rule
+from narrowgauge.toml_text import parse_toml
 
 _SET_OVER = ("saved", STREAM, "offload", *STATE_PLACES, *WIRE_PLACES)  # over the casts of the products
-_ROOT_KEYS = ("name", "title", "source", "compute", "keep", "rule", *GEMMS, ATTENTION, *_SET_OVER)
+RECIPE_KEYS = ("name", "title", "source", "compute", "keep", "rule", *GEMMS, ATTENTION, *_SET_OVER)
 _LAYER_KEYS = ("modules", "first_blocks", "last_blocks")
 _CLOCK_KEYS = ("from_step", "from_share", "from", "until_step", "until_share", "until")
 _RULE_KEYS = (*_LAYER_KEYS, *_CLOCK_KEYS, *GEMMS, ATTENTION, *STATE_PLACES)
@@ -70,11 +71,10 @@ def parse_recipe(text: str, where: str) -> Recipe:
     Raises:
         UserError: The TOML is broken, a key or cast is unknown, or a value has the wrong type.
     """
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"recipe {where} is not valid TOML: {error}") from None
-    _check_keys(table, _ROOT_KEYS, f"key of recipe {where}")
+    table = parse_toml(text, f"recipe {where}")
+    if not table:
+        raise UserError(f"recipe {where} is empty; 'narrowgauge recipes fp8' prints one to start from")
+    _check_root(table, where)
     compute = table.get("compute", "bf16")
     if compute not in COMPUTE:
         raise UserError(f"recipe {where}: compute = {compute!r}, but it must be one of {', '.join(COMPUTE)}")
@@ -184,6 +184,22 @@ def _share(value: Any, key: str, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise UserError(f"recipe {where}: {key} = {value!r}, but it must be a share from 0 to 1")
     return float(value)
+
+
+def _check_root(table: Mapping[str, Any], where: str) -> None:
+    """Refuse unknown keys of the file; keys of a cast and sections of a configuration belong elsewhere."""
+    for key, value in table.items():
+        if key not in RECIPE_KEYS and key in cast_keys():
+            raise UserError(
+                f"unknown key of recipe {where} {key!r}: it is a key of a cast; write it in a place, as in "
+                f"fprop.x = {CAST_TABLE}"
+            )
+        if key not in RECIPE_KEYS and isinstance(value, Mapping):
+            raise UserError(
+                f"unknown key of recipe {where} {key!r} (known: {', '.join(RECIPE_KEYS)}); if the file is a "
+                f"configuration, which has sections, name it without --recipe: narrowgauge train {where}"
+            )
+    _check_keys(table, RECIPE_KEYS, f"key of recipe {where}")
 
 
 def _check_keys(table: Mapping[str, Any], known: tuple[str, ...], thing: str) -> None:

@@ -25,10 +25,27 @@ STATE_PLACES = ("weight", "master", "grad", "m", "v")
 FP32 = make_cast("fp32")
 WIDE_STATE: Mapping[str, Cast | None] = dict.fromkeys(STATE_PLACES, FP32) | {"master": None}
 WIRE_PLACES = ("gather", "reduce")  # between devices: weights of linear layers, and their gradients
+# For the tensor in each place of a linear layer: the dimension across the product, and the one that it
+# contracts. M tokens, N outputs, K inputs.
+DIMENSIONS = {
+    "fprop.x": "MK",
+    "saved": "MK",
+    "fprop.w": "NK",
+    "dgrad.dy": "MN",
+    "dgrad.w": "KN",
+    "wgrad.dy": "NM",
+    "wgrad.x": "KM",
+    **dict.fromkeys(STATE_PLACES, "NK"),
+}
 PLACES = (*GEMM_PLACES, *ATTENTION_PLACES, "saved", STREAM, *STATE_PLACES, *WIRE_PLACES)
 OFFLOADABLE = ("master", "grad", "m", "v")
 KEYS = (*PLACES, "offload", "compute")  # what may be set over a recipe
 COMPUTE = ("bf16", "fp16", "fp32")
+# Names of several places, which take one cast for all of them.
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    group: tuple(place for place in PLACES if place.startswith(f"{group}.")) for group in (*GEMMS, ATTENTION)
+}
+CAST_TABLE = '{cast = "mxfp4", rounding = "stochastic"}'  # an example, for errors
 # What may be kept of a layer's input for its backward pass, in addition to casts.
 SAVED = ("input", "operand")
 
@@ -75,10 +92,9 @@ def recipe_fields(
 def casts_from(place: str, value: Any) -> dict[str, Cast]:
     """The casts that a recipe's text puts in a place; the name of a GEMM is both of its operands."""
     if place in GEMMS:
-        operands = (p for p in GEMM_PLACES if p.startswith(f"{place}."))
-        return {p: c for operand in operands for p, c in casts_from(operand, value).items()}
+        return {p: c for operand in GROUPS[place] for p, c in casts_from(operand, value).items()}
     if place not in GEMM_PLACES:
-        raise unknown("recipe place", place, (*PLACES, *GEMMS, ATTENTION))
+        raise unknown("recipe place", place, (*PLACES, *GROUPS))
     cast = cast_in(place, value)
     if cast.center and place.endswith(".w"):
         raise UserError(
@@ -113,7 +129,7 @@ def cast_in(place: str, value: Any) -> Cast:
     if not isinstance(value, str | Mapping):
         raise UserError(
             f'recipe place {place!r} = {value!r}, but it must be a cast such as "mxfp4", or a table such as '
-            '{cast = "mxfp4", rounding = "stochastic"}'
+            f"{CAST_TABLE}"
         )
     try:
         if isinstance(value, str) and value in GEMM_PLACES:
@@ -123,6 +139,30 @@ def cast_in(place: str, value: Any) -> Cast:
         return make_cast(value)
     except UserError as error:
         raise UserError(f"recipe place {place!r}: {error}") from None
+
+
+def have_same_numbers(casts: Mapping[str, Cast], a: str, b: str) -> bool:
+    """Whether two places see the same numbers of the same tensor, whatever the axis."""
+    return casts[a] == casts[b] and casts[a].ignores_axis and not casts[a].is_random
+
+
+def reuses(place: str, casts: Mapping[str, Cast], saved: str | Cast) -> bool:
+    """Whether dgrad.w or wgrad.x takes the numbers of the forward pass, or something made from them."""
+    is_kept = place != "wgrad.x" or isinstance(saved, str)
+    return is_kept and (bool(casts[place].of) or have_same_numbers(casts, SEEN_BEFORE[place], place))
+
+
+def wide_backward(casts: Mapping[str, Cast], saved: str | Cast) -> dict[str, Cast]:
+    """The casts of a backward pass that rounds nothing, but starts from what these casts start from.
+
+    An operand that is made from the numbers of the forward pass is these numbers as they are; any other is
+    the tensor in fp32.
+    """
+    wide = dict.fromkeys((p for p in GEMM_PLACES if not p.startswith("fprop.")), FP32)
+    for place in ("dgrad.w", "wgrad.x"):
+        if reuses(place, casts, saved) or (place == "wgrad.x" and saved == "operand"):
+            wide[place] = cast_in(place, SEEN_BEFORE[place])
+    return wide
 
 
 def require_state(state: Mapping[str, Cast | None], where: str) -> None:

@@ -28,12 +28,14 @@ from narrowgauge.recipes.kept_channels import require_channels
 from narrowgauge.recipes.places import (
     FP32,
     GEMM_PLACES,
+    GEMMS,
     WIDE_STATE,
     recipe_fields,
     require_products,
     require_reuse,
     require_saved,
     require_state,
+    wide_backward,
 )
 from narrowgauge.recipes.rule import Rule, without_moot
 from narrowgauge.recipes.wire import fitting_gather, require_gather, require_reduce
@@ -97,6 +99,17 @@ class Recipe:
         require_state(self.state, where)
         require_gather(self.gather, self.weight_operands, self.state["weight"], where)
         require_reduce(self.reduce, where)
+
+    def __repr__(self) -> str:
+        """Two lines: the title, and the casts of operands by name; `text` has every key."""
+        casts = {place: c.of or c.name for place, c in self.casts.items()}
+        gemms = {
+            gemm: [f"{p.partition('.')[2]}={c}" for p, c in casts.items() if p.startswith(gemm)]
+            for gemm in GEMMS
+        }
+        operands = ", ".join(f"{gemm}({', '.join(of_gemm)})" for gemm, of_gemm in gemms.items())
+        rules = f", {len(self.rules)} rule{'s'[: len(self.rules) > 1]}" if self.rules else ""
+        return f"<Recipe {self.name!r}: {self.title}\n {operands}, compute={self.compute}{rules}>"
 
     @property
     def weight_operands(self) -> tuple[Cast, ...]:
@@ -200,14 +213,21 @@ class Recipe:
         return found
 
     def with_wide_backward(self) -> "Recipe":
-        """This recipe with the same forward operands, and all else of its GEMMs and gradients in fp32."""
-        wide = dict.fromkeys((p for p in GEMM_PLACES if not p.startswith("fprop.")), FP32)
+        """This recipe with the same forward pass, and a backward pass in fp32 that rounds nothing.
+
+        An operand that the backward pass makes from numbers of the forward pass is these numbers
+        (`places.wide_backward`). So the mean of unbiased roundings is this recipe's gradient.
+        """
         gradients = dict.fromkeys(GRADIENT_PLACES, FP32)
         fields: dict[str, Any] = {
-            "casts": {**self.casts, **wide},
+            "casts": {**self.casts, **wide_backward(self.casts, self.saved)},
             "attention": {**self.attention, **gradients},
             "rules": tuple(
-                replace(rule, casts={**rule.casts, **wide}, attention={**rule.attention, **gradients})
+                replace(
+                    rule,
+                    casts={**rule.casts, **wide_backward({**self.casts, **rule.casts}, self.saved)},
+                    attention={**rule.attention, **gradients},
+                )
                 for rule in self.rules
             ),
         }

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.files import shipped_text
+from narrowgauge.quantization import cast_names
 from narrowgauge.recipes.parse import parse_recipe
 from narrowgauge.recipes.recipe import Recipe
 
@@ -40,6 +41,7 @@ _SHIPPED = (
     "nvfp4-row",
     "nvfp4-row-fwd-mxfp8-bwd",
     "nvfp4-4over6",
+    "fp4-all",
     "averis",
     "fp4-ue5m3",
     "fp4",
@@ -69,8 +71,26 @@ def recipe(name: str) -> Recipe:
     if name.endswith(".toml"):
         return load_recipe(name)
     if name not in _SHIPPED:
-        raise unknown("recipe", name, _SHIPPED)
+        raise _unknown(name)
     return _shipped(name)
+
+
+def _unknown(name: str) -> UserError:
+    """The error for a name that no recipe has."""
+    if "," in name:
+        return UserError(
+            f"{name!r} where one recipe goes; 'narrowgauge compare --recipes {name}' trains under each"
+        )
+    if name in cast_names():
+        return UserError(
+            f"unknown recipe {name!r}; it is a cast, which goes into a place of a recipe, as in "
+            f"--recipe.fprop.x {name}"
+        )
+    if Path(f"{name}.toml").is_file():
+        return UserError(f"unknown recipe {name!r}; write {name}.toml, which is there")
+    if name and Path(name).is_dir():
+        return UserError(f"recipe {name!r} is a directory; name a .toml file, or one that ships")
+    return unknown("recipe", name, [*_SHIPPED, "FILE.toml"])
 
 
 def load_recipe(path: str | Path) -> Recipe:

@@ -21,8 +21,8 @@ class Rule:
         keeps_state: Whether weights, masters and gradients of the selected layers stay in fp32, on the wire
             too.
         modules: Patterns of module names, compared with the whole name and with its last component.
-        first_blocks: Blocks from the beginning of the model's longest module list: a float is a share of
-            them, rounded up, an integer their number.
+        first_blocks: Blocks from the beginning of the model (`nn.outline_of`): a float is a share of them,
+            rounded up, an integer their number.
         last_blocks: The same from its end.
         from_step: The first optimizer step (from 1) in which the rule holds.
         from_share: The share of the run's steps after which it holds.

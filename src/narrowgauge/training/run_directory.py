@@ -159,6 +159,10 @@ class RunDirectory:
                 f"{file} cannot be read: {error}; restore it, or start with another --out"
             ) from None
 
+    def threads(self) -> int:
+        """The CPU threads of each process when the run last began; 0 if it is not recorded."""
+        return next((int(line["threads"]) for line in reversed(self.lines()) if "threads" in line), 0)
+
     def micro_batch_size(self) -> int:
         """Sequences that the run computes at once; 0 where no run has begun.
 

@@ -1,6 +1,8 @@
 """The narrow weights in compressed-tensors' layout, against that package and against our own numbers."""
 
+import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -11,12 +13,13 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from narrowgauge.checkpoint.interop.compressed_tensors import write_compressed
+from narrowgauge.checkpoint.interop.huggingface import read_folder
 from narrowgauge.checkpoint.interop.name_map import name_map
 from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize, model_config
-from narrowgauge.nn import Linear, convert
-from narrowgauge.quantization import quantize
+from narrowgauge.nn import Linear, convert, set_step
+from narrowgauge.quantization import Cast, quantize
 from narrowgauge.recipes import recipe
 
 SIZES = {"dim": 256, "layers": 4, "heads": 4, "kv_heads": 2, "ffn_dim": 384, "vocab_size": 160}
@@ -40,6 +43,15 @@ def trained(name, **changes):
         for p in model.parameters():
             p.mul_(1 + 0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
     return convert(model, name)
+
+
+def after_steps(model, steps):
+    """The model in the step after some, whose passes the histories of delayed scales have seen."""
+    for step in range(1, steps + 1):
+        set_step(model, 0, step, 0)
+        model(torch.arange(40)[None] % 160).sum().backward()
+    set_step(model, 0, steps + 1, 0)
+    return model
 
 
 def plain(model):
@@ -68,7 +80,7 @@ def expected(model, name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_package_reads_the_numbers_of_training(tmp_path, name):
-    model = trained(name)
+    model = after_steps(trained(name), 1)
     tensors, config = written(tmp_path, model)
     described = QuantizationConfig.model_validate(config["quantization_config"])
     assert described.format == RECIPES[name]
@@ -137,8 +149,8 @@ def test_several_casts_are_several_groups(tmp_path):
     ("name", "changes", "words"),
     [
         ("bf16", {}, "multiplies with no narrow weights"),
-        ("quartet", {}, "after a Hadamard transform"),
-        ("mxint8", {}, "has no name"),
+        ("quartet", {}, r"hadamard = 32, .*, for which compressed-tensors has no name"),
+        ("mxint8", {}, 'element = "int8"'),
         ("fp4", {}, "'fp4-row'"),
         ("fp8-block", {"dim": 192, "heads": 3, "kv_heads": 1}, "cut through its blocks of 128 rows"),
     ],
@@ -154,3 +166,95 @@ def test_gpt2_is_refused(tmp_path):
     initialize(model, 0)
     with pytest.raises(UserError, match="Conv1D"):
         written(tmp_path, convert(model, "fp8"))
+
+
+# A weight's cast, and what an export does with it: the key that the layout cannot hold, or "" where it can.
+WEIGHTS = {
+    "headroom": ({"cast": "nvfp4", "headroom": 16 / 17}, ""),
+    "power_of_two": ({"cast": "e4m3", "power_of_two": True}, ""),
+    "candidates": ({"cast": "nvfp4", "candidates": [6, 4], "choose": "mse"}, ""),
+    "zero_scale": ({"cast": "nvfp4", "zero_scale": "smallest"}, ""),
+    "scale_target": ({"cast": "nvfp4", "scale_target": 256}, ""),
+    "scale_rounding": ({"cast": "nvfp4", "scale_rounding": "toward-zero"}, ""),
+    "scale_rule": ({"cast": "mxfp4", "scale_rule": "floor"}, ""),
+    "rounding": ({"cast": "mxfp8", "rounding": "stochastic", "random_bits": 8}, ""),
+    "history": ({"cast": "e4m3", "history": 4, "margin": 1, "history_algorithm": "most_recent"}, ""),
+    "refresh": ({"cast": "nvfp4", "refresh": 3}, ""),
+    "correct": ({"cast": "nvfp4", "correct": "projection"}, ""),
+    "estimator_k": ({"cast": "fp8-row", "estimator_k": 5.0}, ""),
+    "outliers": ({"cast": "fp8-row", "outliers": 0.9}, ""),
+    "compensate": ({"cast": "fp8-row", "outliers": 0.9, "compensate": True}, "compensate = true"),
+    "hadamard": ({"cast": "mxfp4", "hadamard": 32}, "hadamard = 32"),
+    "elements": ({"cast": "nvfp4", "candidates": ["e2m1", "int4"], "choose": "mse"}, "elements ="),
+    "keep_channels": ({"cast": "nvfp4", "keep_channels": 0.1, "keep_cast": "mxfp8"}, "keep_channels = 0.1"),
+    "tensor_scale": ({"cast": "nvfp4", "tensor_scale": "row"}, 'tensor_scale = "row"'),
+    "scale": ({"element": "e2m1", "block": 16, "scale": "e5m3"}, 'scale = "e5m3"'),
+}
+
+
+def with_weights(tmp_path, table):
+    """A recipe that multiplies in fp32, narrow in its weights alone."""
+    keys = ", ".join(f"{key} = {json.dumps(value)}" for key, value in table.items())
+    path = tmp_path / "mine.toml"
+    x = f"{{{keys}}}" if {"keep_channels", "hadamard"} & table.keys() else '"fp32"'  # they come in pairs
+    path.write_text(
+        f'name = "mine"\ncompute = "fp32"\nfprop.w = {{{keys}}}\nfprop.x = {x}\n'
+        'dgrad = "fp32"\nwgrad = "fp32"\n[keep]\nmodules = ["head"]\n'
+    )
+    return str(path)
+
+
+@torch.no_grad()
+def multiplied(layer):
+    """The weight that a layer multiplies with: what it makes of the unit vectors."""
+    return layer(torch.eye(layer.in_features)).T
+
+
+@pytest.mark.parametrize("key", WEIGHTS)
+def test_a_key_of_a_cast_is_refused_or_the_files_hold_what_the_layer_multiplies(tmp_path, key):
+    table, refused = WEIGHTS[key]
+    model = after_steps(trained(with_weights(tmp_path, table), layers=1), 3)
+    (tmp_path / "out").mkdir()
+    if refused:
+        with pytest.raises(UserError, match=re.escape(refused)) as error:
+            written(tmp_path / "out", model)
+        assert "--to hf" in str(error.value)
+        return
+    written(tmp_path / "out", model)
+    read = read_folder(tmp_path / "out").tensors
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear) and name != "head"}
+    assert len(layers) == 4
+    for name, layer in layers.items():
+        torch.testing.assert_close(read[f"{name}.weight"], multiplied(layer), rtol=1e-6, atol=0)
+
+
+def test_a_key_that_does_not_exist_yet_is_refused(tmp_path):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class NewCast(Cast):
+        twist: int = 0
+
+    model = trained("mxfp8", layers=1)
+    for layer in model.modules():
+        if isinstance(layer, Linear):
+            w = layer.spec.casts["fprop.w"]
+            known = {f.name: getattr(w, f.name) for f in dataclasses.fields(Cast)}
+            casts = {**layer.spec.casts, "fprop.w": NewCast(**known, twist=2)}
+            layer.spec = dataclasses.replace(layer.spec, casts=casts)
+    with pytest.raises(UserError, match=r"twist = 2"):
+        written(tmp_path, model)
+
+
+def test_inputs_that_training_left_wide_are_described_as_wide(tmp_path):
+    model = trained(with_weights(tmp_path, {"cast": "mxfp4"}), layers=1)
+    (tmp_path / "out").mkdir()
+    _, config = written(tmp_path / "out", model)
+    (group,) = config["quantization_config"]["config_groups"].values()
+    assert group["weights"]["num_bits"] == 4
+    assert group["input_activations"] is None
+
+
+def test_a_narrow_head_that_is_tied_to_the_embedding_is_refused(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "mine"\ncompute = "bf16"\nfprop = "mxfp8"\ndgrad = "bf16"\nwgrad = "bf16"\n')
+    with pytest.raises(UserError, match=r"tied to an embedding that is not.*--to hf"):
+        written(tmp_path, trained(str(path), tied_head=True, layers=1))

@@ -150,6 +150,14 @@ def test_a_configuration_comes_back(name):
     assert config_from(to_config(config), "here") == config
 
 
+def test_initial_weights_by_role_are_no_initializer_range():
+    """It is one standard deviation for all weights; without it the reader has its own."""
+    values = to_config(model_config("debug"))
+    assert "initializer_range" not in values
+    assert config_from(values, "here").initial_std == 0.02
+    assert to_config(model_config("debug", initial_std=0.01))["initializer_range"] == 0.01
+
+
 @pytest.mark.parametrize(
     "changes", [{"sliding_window": 8}, {"router_jitter_noise": 0.1}, {"mlp_only_layers": [0]}]
 )

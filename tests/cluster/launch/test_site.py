@@ -69,7 +69,7 @@ def test_the_form_in_the_module_is_a_site(tmp_path):
         ("devices_per_node = 8\n[environment.A]\nwhy = 'x'", ("environment.A has no value",)),
         ("devices_per_node = 8\n[environment.'A B']\nvalue = '1'", ("'A B' cannot be the name",)),
         ('devices_per_node = 8\n[environment.A]\nvalue = "1"\nwhy = "a\\nrm"', ("one line",)),
-        ("devices_per_node = ", ("is no TOML",)),
+        ("devices_per_node = ", ("is not valid TOML",)),
     ],
 )
 def test_a_mistake_is_named_with_the_nearest_key(text, words):

@@ -40,12 +40,12 @@ def test_a_process_casts_the_weights_of_its_own_experts(recipe, casts_of_a_weigh
     assert (alone.gemms, alone.moved["loss"]) == (divided.gemms, divided.moved["loss"])
 
 
-def test_a_plan_of_divided_experts_takes_less_time_for_casts_alone():
+def test_a_plan_of_divided_experts_takes_less_time_for_casts():
     cluster, given = load_cluster("h200"), config("mxfp8")
     step = StepEstimate(Memory(dict.fromkeys(CLASSES, 0), {}, 1), {})
     plain, divided = (estimate(given, ParallelDims(shard=4, expert=n), cluster, step) for n in (1, 4))
     assert divided.casts < plain.casts
-    assert (divided.products, divided.passes) == (plain.products, plain.passes)
+    assert divided.products <= plain.products, "larger products of each expert read its weights less often"
 
 
 @pytest.mark.parametrize("pattern", ["*.experts.3.down", "*.gate_up"])

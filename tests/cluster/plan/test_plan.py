@@ -7,9 +7,7 @@ from importlib import resources
 import pytest
 
 from narrowgauge.bench.count import count_step
-from narrowgauge.bench.work import Operand
 from narrowgauge.cluster import cluster_names, load_cluster, make_plan, tokens_of
-from narrowgauge.cluster.plan.cast_price import cast_seconds
 from narrowgauge.cluster.plan.cluster_spec import parse_cluster
 from narrowgauge.cluster.plan.counted import counted_step, speeds_of
 from narrowgauge.cluster.plan.estimate import estimate
@@ -20,9 +18,7 @@ from narrowgauge.cluster.plan.price import parse_price
 from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
-from narrowgauge.kernels.dispatch import is_triton_installed
 from narrowgauge.models import flops_per_token
-from narrowgauge.quantization import make_cast
 from narrowgauge.training import cheaper, estimate_memory, estimate_step, make_config
 from narrowgauge.training.monitor.few_blocks import few_blocks
 from narrowgauge.training.monitor.memory_estimate import _heaviest
@@ -160,7 +156,14 @@ def test_a_budget_costs_what_it_takes():
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("2.50USD", "2.50 USD"), ("2.5 EUR", "2.50 EUR"), ("$3", "3.00 $"), ("1234", "1,234")]
+    ("text", "words"),
+    [
+        ("2.50USD", "2.50 USD"),
+        ("2.5 EUR", "2.50 EUR"),
+        ("$3", "3.00 $"),
+        ("1234", "1,234"),
+        ("0.004USD", "below 0.01 USD"),
+    ],
 )
 def test_a_price_has_the_currency_that_was_written(text, words):
     assert str(parse_price("--price", text)) == words
@@ -173,7 +176,7 @@ def test_what_is_no_price_is_refused(text):
 
 
 def test_a_format_that_the_device_lacks_is_priced_as_emulation():
-    """Products in bf16 as under recipe bf16, and casts on top; where a scale is no power of two, in fp32."""
+    """Products in bf16 as under recipe bf16, and casts on top; where torch's operations cast, in fp32."""
 
     def of(recipe, name):
         narrow = config(recipe, {"name": "llama3-1b", "layers": 2}, micro_batch_size=16)
@@ -192,19 +195,7 @@ def test_a_format_that_the_device_lacks_is_priced_as_emulation():
     assert of("fp8", "a100").products == pytest.approx(of("bf16", "a100").products)
     assert of("fp8-block", "a100").products == pytest.approx(of("bf16", "a100").products)
     assert of("fp8-block", "h100").products < wide.products
-    assert of("fp4", "a100").products > 2 * of("bf16", "a100").products, "its forward products are in fp32"
-
-
-@pytest.mark.parametrize(
-    ("name", "picoseconds"),
-    [("h100", 82 / 33.5), ("rtx4090", 4 / 1.008), ("cpu", 124 / 0.1)],
-    ids=["by its instructions", "by its bytes", "by those of plain operations"],
-)
-def test_the_price_of_a_cast(name, picoseconds):
-    """An element of MXFP4 across the contraction: 82 instructions of a lane, 2 bytes read and 2 written."""
-    operand = Operand(make_cast("mxfp4"), "bf16", 0, False)
-    seconds = cast_seconds(operand, 10**12, False, load_cluster(name), "bf16")
-    assert seconds == pytest.approx(picoseconds)
+    assert of("averis", "a100").products > 2 * of("bf16", "a100").products, "its forward products are in fp32"
 
 
 def test_a_cluster_that_names_no_gpu_has_nothing_narrow():
@@ -315,20 +306,19 @@ def test_what_nobody_gave_is_chosen_and_said():
         make_plan(make_config({"model": SMALL, "training": {"batch_size": 8}}), 16)
 
 
-@pytest.mark.skipif(not is_triton_installed(), reason="kernels are declared by Triton")
 def test_what_is_expected_of_one_gpu_is_counted():
-    """From few blocks of each kind, to the launch; several devices and CPUs have no count."""
+    """From few blocks of each kind, to the launch; what several devices take is not called counted."""
     h200, card = load_cluster("h200"), load_cluster("rtx4090")
     five = config("fp8", SMALL | {"layers": 5})
     alone, exact = ParallelDims(), count_step(five, h200.facts)
     found = counted_step(five, alone, h200)
-    assert found.seconds == pytest.approx(exact.step_seconds(calibrated=True), rel=1e-3)
+    assert found.seconds >= exact.step_seconds(calibrated=True), "a plan prices instructions, too"
     assert found.micro_batch.launches == exact.micro_batch().launches
     assert found.micro_batch.bytes == exact.micro_batch().bytes
     assert speeds_of(card).bytes_per_s < speeds_of(h200).bytes_per_s
     plan = make_plan(five, 1, h200)
     told = as_json(plan)["expect"]
-    assert told["seconds"] == pytest.approx(max(found.seconds, plan.time.seconds))
+    assert told["seconds"] == pytest.approx(found.seconds)
     assert told["counted"]["seconds"] == found.seconds
     kept = config("nvfp4", SMALL | {"layers": 15})  # 3 of 15 blocks stay wide, 1 of 2, 1 of 3, 2 of 7
     wide, few = count_step(kept, h200.facts), counted_step(kept, alone, h200)
@@ -337,15 +327,13 @@ def test_what_is_expected_of_one_gpu_is_counted():
         wide.micro_batch().bytes,
     )
     assert [n for n, _ in few_blocks(kept)] == [2, 3, 7]
-    assert counted_step(five, ParallelDims(shard=2), h200) is None
+    assert make_plan(five, 2, h200).expected.counted is None
     compiled = config("fp8", SMALL | {"layers": 5}, compile=True)
-    assert counted_step(compiled, alone, h200) is None
     with pytest.raises(UserError, match="a compiled step is not counted"):
         count_step(compiled, h200.facts)
-    assert counted_step(five, alone, load_cluster("frontier")) is not None
     measured = expectation(h200.measured, 1, 10**9, "fp8")
     assert counted_expectation(None, 1.0, measured) is measured
-    assert counted_expectation(found, 2 * found.seconds, None).share == 1, "nothing is faster than the best"
+    assert counted_expectation(found, 2 * found.seconds, None).share == 2, "a contradiction is not hidden"
     assert counted_expectation(found, found.seconds, None, found.seconds).share == 0.5, "the host's link"
 
 

@@ -56,6 +56,27 @@ def test_every_point_of_a_grid_has_a_readable_name():
     assert config.recipe.places == {"fprop.x": "bf16"}
 
 
+def test_a_sweep_of_tables_and_lists_on_the_command_line_is_that_of_a_file():
+    tables = '{element = "e4m3", block = 32, scale = "e8m0"}'
+    grid = parse_sweeps([f"recipe.fprop.x={tables},bf16", "optimizer.betas=[0.9,0.95],[0.9,0.99]"], {})
+    _, written = take_sweep(
+        tomllib.loads(
+            f'[sweep]\nrecipe.fprop.x = [{tables}, "bf16"]\noptimizer.betas = [[0.9, 0.95], [0.9, 0.99]]'
+        )
+    )
+    for made in (names("mxfp8", grid), names("mxfp8", written)):
+        assert sorted(made) == [
+            "mxfp8,betas=0.9+0.95,fprop.x=bf16",
+            "mxfp8,betas=0.9+0.95,fprop.x=element-e4m3-block-32-scale-e8m0",
+            "mxfp8,betas=0.9+0.99,fprop.x=bf16",
+            "mxfp8,betas=0.9+0.99,fprop.x=element-e4m3-block-32-scale-e8m0",
+        ]
+    configs = [
+        make_points({}, recipe_variants("mxfp8"), g, "")[0].config.recipe.places for g in (grid, written)
+    ]
+    assert configs[0] == configs[1] == {"fprop.x": {"element": "e4m3", "block": 32, "scale": "e8m0"}}
+
+
 def test_a_grid_holds_for_each_variant_and_may_hold_the_seeds():
     grid = {"optimizer.lr": [0.1, 0.2], "training.seed": [0, 4]}
     assert names("bf16,fp8", grid)[:4] == ["bf16,lr=0.1", "bf16,lr=0.2", "fp8,lr=0.1", "fp8,lr=0.2"]
@@ -98,6 +119,13 @@ def test_seeds_that_are_none(text):
         (lambda: parse_sweeps(["lr=1,2", "optimizer.lr=3"], {"lr": "optimizer.lr"}), "is swept twice"),
         (lambda: take_sweep({"sweep": {"optimizer": {"lr": 0.1}}}), "a list of values"),
         (lambda: take_sweep({"sweep": {"optimizer": {"lr": []}}}), "a list of values"),
+        (
+            lambda: take_sweep({"sweep": {"recipe": {"fprop": {"x": {"element": "e4m3"}}}}}),
+            "stands in a list",
+        ),
+        (lambda: take_sweep({"sweep": [{"optimizer": {"lr": 0.1}}]}), "is one table"),
+        (lambda: take_sweep({"sweep": {"lr": [0.1, 0.2]}}), "write the section and the key"),
+        (lambda: take_sweep({"sweep": {"optimizer": [{"lr": 0.1}]}}), "write the section and the key"),
         (lambda: parse_variant("hp:fp8", SHORT), "'fp8' is no KEY=VALUE"),
         (lambda: parse_variant("hp:recipe=fp8,recipe.name=bf16", SHORT), "recipe.name has two values"),
         (lambda: make_points({}, [Variant("a/b", {}), Variant("c", {})], {}, ""), "names a directory"),

@@ -100,6 +100,31 @@ def test_the_words_say_what_the_interval_allows(seeded, losses, words):
     assert "nan" not in " ".join(" ".join(row.cells.values()) for row in table_rows(runs))
 
 
+def test_two_seeds_that_agree_by_luck_prove_nothing(seeded):
+    """The plan of two seeds sees a gap of 6 %, so a gap of 0.01 % is no verdict."""
+    paths = seeded("bf16", [4.0, 5.0]) + seeded("mxfp8", [4.0004, 5.0006])
+    runs = read_runs(paths)
+    assert verdicts(runs)[1].conclusion == "no difference seen"
+    assert "worse" not in " ".join(summary(runs))
+    assert any("raised towards what is known" in note for note in table_notes(runs))
+
+
+def test_intervals_hold_for_all_variants_at_once_and_a_control_is_none_of_them(seeded):
+    paths = seeded("bf16", [4.0, 5.0, 3.0]) + seeded("fp8", [4.04, 5.02, 3.03])
+    two = verdicts(read_runs([*paths, *seeded("mxfp8", [4.03, 5.01, 3.04])]))
+    null = verdicts(read_runs([*paths, *seeded("null-dither", [4.03, 5.01, 3.04])]))
+    assert [v.judgement.family for v in two[1:]] == [2, 2]
+    assert [v.judgement.family for v in null[1:]] == [1, 1]
+    assert null[2].is_control
+    assert null[1].half_width < two[1].half_width
+    repeated = seeded("more/bf16", [4.03, 5.01, 3.04])
+    for path in repeated:
+        config = (path / "config.toml").read_text()
+        (path / "config.toml").write_text(config.replace("more/bf16", "bf16"))
+    again = verdicts(read_runs([*paths, *repeated]))
+    assert [v.is_control for v in again] == [False, False, True], "the reference once more"
+
+
 def test_one_seed_has_a_gap_and_plainly_no_interval(seeded):
     runs = read_runs(seeded("bf16", [4.0]) + seeded("fp8", [4.04]))
     cells = table_rows(runs)[1].cells

@@ -1,17 +1,17 @@
-"""Gaps, tests, extra tokens and outcomes against what can be computed by hand or by scipy."""
+"""Gaps, verdicts, extra tokens, contrasts and outcomes against what can be computed by hand."""
 
 import math
 import random
 
 import pytest
-from scipy import stats
 
-from narrowgauge.report.compare.power import seeds_for_equality, smallest_gap
+from narrowgauge.report.ladder.contrasts import growth, ratio_interval
 from narrowgauge.report.ladder.figures import ladder_svg
 from narrowgauge.report.ladder.page import probe_table, rate_table, render_page, results_markdown
 from narrowgauge.report.ladder.predictions import outcome, read_predictions
 from narrowgauge.report.ladder.results import COLUMNS, Row, read_rows, rows_text
-from narrowgauge.report.ladder.statistics import arm_results, extra_tokens, p_of_difference, p_of_equality
+from narrowgauge.report.ladder.statistics import arm_results, extra_tokens
+from narrowgauge.t_interval import interval
 
 HEAD = "| arm | against | loss | rung | predicted gap | why |\n| - | - | - | - | - | - |\n"
 
@@ -29,25 +29,6 @@ def rows_of(gaps, deviation=0.05, seeds=5):
     return rows
 
 
-@pytest.mark.parametrize("values", [[0.1, 0.3, 0.2, 0.25, 0.05], [-0.4, 0.1], [0.3, 0.31, 0.29]])
-def test_p_values_are_scipys(values):
-    assert p_of_difference(values) == pytest.approx(stats.ttest_1samp(values, 0).pvalue)
-    lower = stats.ttest_1samp(values, -0.25, alternative="greater").pvalue
-    upper = stats.ttest_1samp(values, 0.25, alternative="less").pvalue
-    assert p_of_equality(values, 0.25) == pytest.approx(max(lower, upper))
-
-
-def test_the_power_is_what_simulation_says():
-    """8 of 10 experiments find the smallest gap; so many seeds find equality."""
-    rng = random.Random(0)
-    gap = smallest_gap(5, 0.1)
-    draws = [[rng.gauss(gap, 0.1) for _ in range(5)] for _ in range(2000)]
-    assert sum(p_of_difference(d) < 0.05 for d in draws) / 2000 == pytest.approx(0.8, abs=0.03)
-    n = seeds_for_equality(0.1)
-    draws = [[rng.gauss(0, 0.1) for _ in range(n)] for _ in range(2000)]
-    assert sum(p_of_equality(d, 0.25) < 0.05 for d in draws) / 2000 > 0.78
-
-
 def test_verdicts_of_arms_that_are_equal_worse_and_unknown():
     rows = rows_of({"same": (0.0, 0.0), "worse": (1.0, 1.5), "little": (0.15, 0.15)}, deviation=0.02)
     rows += rows_of({"noisy": (0.3, 0.3)}, deviation=1.0)[10:]
@@ -58,6 +39,49 @@ def test_verdicts_of_arms_that_are_equal_worse_and_unknown():
         "little": "worse, within 0.25 %",
         "noisy": "open",
     }
+
+
+def test_a_control_is_no_arm_of_the_family_and_widens_no_interval():
+    """Two verdicts of the first page hung on the null arm, which was counted among the arms."""
+    rows = rows_of(
+        {"mxfp8": (0.1, 0.1), "nvfp4": (0.5, 0.5), "bf16-again": (0.0, 0.0), "null-dither": (0, 0)}
+    )
+    found = {one.arm: one.judgement for one in arm_results(rows) if one.rung == 2}
+    assert {arm: one.family for arm, one in found.items()} == {
+        "mxfp8": 2,
+        "nvfp4": 2,
+        "bf16-again": 1,
+        "null-dither": 1,
+    }
+    assert len({one.spread for one in found.values()}) == 1
+    planned = arm_results(rows, family=["mxfp8", "nvfp4", "fp4"])
+    assert planned[0].judgement.family == 3, "the plan fixes the family, whatever was run"
+
+
+def test_two_seeds_of_a_ladder_that_agree_by_luck_prove_nothing():
+    rows = rows_of({"mxfp8": (0.01, 0.01)}, deviation=0.001, seeds=2)
+    assert arm_results(rows, parameters=1000)[-1].verdict == "open"
+
+
+def test_contrasts_are_taken_to_each_run_of_the_reference_and_to_their_mean():
+    rows = rows_of({"bf16-again": (1.0, 1.0), "nvfp4": (1.0, 3.0), "once": (1.0, 1.0)}, deviation=0.0)
+    rows = [row for row in rows if row.arm != "once" or row.seed == 0]
+    found = {(arm, to): (gap.mean, more.mean) for arm, to, gap, more in growth(rows)}
+    assert set(found) == {("nvfp4", to) for to in ("bf16", "bf16-again", "mean of both")}
+    assert found["nvfp4", "bf16"] == pytest.approx((3.0, 2.0))
+    assert found["nvfp4", "bf16-again"] == pytest.approx((100 * (1.03 / 1.01 - 1), 100 * (0.02 / 1.01)))
+
+
+def test_a_share_has_fiellers_interval():
+    """For every ratio inside of it, Student's t does not refuse that part - ratio x whole is zero."""
+    part, whole = [0.9, 1.2, 1.0, 1.4], [1.1, 1.3, 1.3, 1.4]
+    share = ratio_interval(part, whole)
+    for end in (share.low, share.high):
+        rest = [x - end / 100 * y for x, y in zip(part, whole, strict=True)]
+        found = interval(rest)
+        assert min(abs(found.low), abs(found.high)) == pytest.approx(0, abs=1e-9)
+    assert share.low < share.mean < share.high
+    assert math.isnan(ratio_interval(part, [0.1, -0.1, 0.2, -0.1]).low), "a whole that may be zero"
 
 
 def test_a_run_that_diverged_is_a_verdict_and_its_seed_no_gap():

@@ -37,11 +37,14 @@ COSTS = {
     "step": 60,
     "to": "mxfp4",
     "layers": [
-        {"layer": "head", "place": "fprop.x", "cost": 0.027},
-        {"layer": "head", "place": "dgrad.dy", "cost": 3e-7},
-        {"layer": "blocks.0.down", "place": "fprop.x", "cost": -1e-6},
+        {"layer": "head", "place": "fprop.x", "cost": 0.027, "unit": "nats"},
+        {"layer": "head", "place": "dgrad.dy", "cost": 0.4, "unit": "share"},
+        {"layer": "blocks.0.down", "place": "fprop.x", "cost": -1e-6, "unit": "nats"},
+        {"layer": "blocks.0.down", "place": "dgrad.dy", "cost": 3e-7, "unit": "share"},
+        {"layer": "blocks.1.down", "place": "fprop.x", "cost": 1e-3, "unit": "nats"},
     ],
     "worst": ["head.fprop.x"],
+    "worst_backward": ["head.dgrad.dy"],
 }
 
 
@@ -51,9 +54,15 @@ def test_both_are_shown(run):
     assert "mxfp4&lt;" in html
     assert "0.00400 &#177; 0.00100" in html
     assert '<td class="number cost-6">2.7e-02*</td>' in html
+    assert '<td class="number cost-6">4.0e-01*</td>' in html  # the darkest of its unit
     assert '<td class="number cost-0">3.0e-07</td>' in html
     assert '<td class="number cost-0">-1.0e-06</td>' in html
-    assert "Worst: head.fprop.x." in html
+    assert "Worst forward: head.fprop.x. Worst backward: head.dgrad.dy." in html
+
+
+def test_costs_without_a_unit_are_those_of_another_definition(run):
+    lines = [{key: value for key, value in line.items() if key != "unit"} for line in COSTS["layers"]]
+    assert "Which number hurts?" not in run(sensitivity=COSTS | {"layers": lines})
 
 
 def test_what_is_not_finite_is_not_shown_as_if_it_had_not_been_measured(run):

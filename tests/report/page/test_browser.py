@@ -158,3 +158,42 @@ def test_the_map_of_gauges_on_a_phone(make_run, tmp_path):
     assert said["zero"][0] == "zero"
     assert float(said["zero"][5]) == pytest.approx(100 * zeros[1] / (64 * 96), rel=0.35), "a sample"
     assert said["bars"]
+
+
+COLOURS = """
+const say = {};
+const cells = [...document.querySelectorAll(".heat tbody td")];
+say.shares = cells.map((cell) => Number(cell.style.getPropertyValue("--share")));
+say.ends = ["low", "high"].map((end) => document.getElementById(`heat-${end}`).textContent);
+say.about = document.getElementById("heat-about").textContent;
+document.getElementById("heat-gauge").value = "unlike";
+document.getElementById("heat-gauge").dispatchEvent(new Event("input", { bubbles: true }));
+const products = [...document.querySelectorAll(".heat tbody td")].filter((cell) => cell.textContent);
+say.products = products.map((cell) => Number(cell.style.getPropertyValue("--share")));
+document.title = JSON.stringify(say);
+"""
+
+
+def test_a_map_of_bf16_has_next_to_no_colour(make_run, tmp_path):
+    """A range that is fixed: 40 dB and more has no colour, on the map of a quiet format, too."""
+    path = make_run("run", steps=100)
+    quiet = {"step": 100, "place": "fprop.x", "cast": "bf16"}
+    lines = [{**quiet, "layer": layer, "sqnr_db": db} for layer, db in (("a", 40.4), ("b", 50.7))]
+    lines.append({**quiet, "layer": "c", "cast": "mxfp4", "sqnr_db": 17.5})
+    lines.append({"step": 100, "layer": "a", "place": "fprop.y", "cosine": 0.999_998})
+
+    def shown(name, kept):
+        (path / "gauges.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+        page = tmp_path / f"{name}.html"
+        html = without_policy(write_report([path], page).read_text())
+        page.write_text(html.replace("</body>", f"<script>{COLOURS}</script></body>"))
+        dom, complaints = dump(page, tmp_path / "profile")
+        assert complaints == []
+        return said_by(dom)
+
+    alone, beside = shown("alone", [*lines[:2], lines[3]]), shown("beside", lines)
+    assert alone["ends"] == beside["ends"] == ["40.0 dB and more", "10.0 dB"]
+    assert max(alone["shares"]) == 0
+    assert max(beside["shares"]) == pytest.approx(0.75), "17.5 dB is three quarters of the way from 40 to 10"
+    assert max(alone["products"]) < 0.05
+    assert "Orange is noisy" in alone["about"], "a colour, which is the same word in a light and a dark theme"

@@ -77,6 +77,19 @@ def test_what_comes_from_a_run_is_shown_and_never_obeyed(make_run):
     assert HOSTILE in kinds, "the data arrive unchanged"
 
 
+def test_the_page_holds_the_recipe(make_run):
+    path = make_run("own", recipe="experiments/mine.toml")
+    config = (path / "config.toml").read_text()
+    (path / "config.toml").write_text(config.replace("[validation]", '"wgrad.x" = "bf16"\n[validation]'))
+    (path / "recipe.toml").write_text("name = 'mine'\nfprop = 'mxfp4'  # <b>\n")
+    html = render_report([read_run(path)])
+    assert "<pre>\nname = &#x27;mine&#x27;\nfprop = &#x27;mxfp4&#x27;  # &lt;b&gt;\n</pre>" in html
+    assert "set over it: wgrad.x = bf16" in html
+    assert "recipe.toml" not in render_report([read_run(make_run("older"))]), "a run without the file"
+    (path / "recipe.toml").write_text("# long\n" * 10_000)
+    assert len(render_report([read_run(path)])) < len(html) + 20_000, "the page stays small"
+
+
 def test_differences_come_first(five):
     html = render_report([read_run(path) for path in five])
     table = html[html.index("Where they differ") : html.index("Each in full")]

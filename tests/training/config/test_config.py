@@ -10,19 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from narrowgauge.errors import UserError
-from narrowgauge.recipes import KEYS
+from narrowgauge.recipes import GROUPS, KEYS
 from narrowgauge.training import Config, config_keys, load_values, make_config, to_toml
 from narrowgauge.training.config.config import trajectory
 from narrowgauge.training.step.build_model import decay_start_of
 
+PLACES = (*KEYS, *GROUPS)
+
 
 def test_keys_are_every_field_and_every_place():
     fields = {f"{s}.{k}" for s, section in Config() for k in type(section).model_fields}
-    assert set(config_keys()) == fields - {"recipe.places"} | {f"recipe.{place}" for place in KEYS}
+    assert set(config_keys()) == fields - {"recipe.places"} | {f"recipe.{place}" for place in PLACES}
     assert all(key.description for key in config_keys().values()), "each key is described"
 
 
-@pytest.mark.parametrize("key", [k for k in config_keys() if k.removeprefix("recipe.") not in KEYS])
+@pytest.mark.parametrize("key", [k for k in config_keys() if k.removeprefix("recipe.") not in PLACES])
 def test_a_default_given_as_text_is_the_default(key):
     section, _, name = key.partition(".")
     value = getattr(getattr(Config(), section), name)

@@ -4,7 +4,6 @@ import pytest
 
 from narrowgauge.bench.count import count_step, count_whole
 from narrowgauge.distributed import ParallelDims
-from narrowgauge.kernels.dispatch import is_triton_installed
 from narrowgauge.recipes import named_device
 from narrowgauge.training import estimate_step, make_config
 from narrowgauge.training.monitor.few_blocks import few_blocks
@@ -89,7 +88,6 @@ def test_a_last_group_that_is_not_full_is_among_the_few(layers, every, blocks):
     assert [n for n, _ in parts] == blocks
 
 
-@pytest.mark.skipif(not is_triton_installed(), reason="kernels are declared by Triton")
 def test_a_count_is_that_of_all_blocks(but_for):
     h200 = named_device("h200")
     named = config(but_for("blocks.*[02468].*"), 11)

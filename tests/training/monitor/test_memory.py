@@ -142,10 +142,16 @@ def test_the_run_tells_what_it_took(train, look):
 
 @pytest.mark.parametrize(
     ("size", "found"),
-    [("24GB", 24e9), ("22GiB", 22 * 2**30), ("500MB", 5e8), ("1.5 GB", 1.5e9), ("1024", 1024), ("", 0)],
+    [("24GB", 24e9), ("22GiB", 22 * 2**30), ("500MB", 5e8), ("1.5 GB", 1.5e9), ("1024B", 1024), ("", 0)],
 )
 def test_sizes(size, found):
     assert parse_bytes(size) == found
+
+
+def test_a_size_without_a_unit_is_refused(tiny):
+    """24 would be 24 bytes, and whoever writes it means neither these nor says which gigabytes."""
+    with pytest.raises(UserError, match=r"memory size '24' has no unit; write 24GB \(10\^9 bytes\) or 24GiB"):
+        make_config(tiny({"training.memory_limit": "24"}))
 
 
 @pytest.mark.parametrize("size", ["24 gigs", "-1GB", "GB", "1e9x"])

@@ -7,8 +7,6 @@ from narrowgauge.devices import imagine
 from narrowgauge.recipes import named_device
 from narrowgauge.training import estimate_memory, make_config
 
-pytest.importorskip("triton", reason="torch came without Triton here")
-
 
 def config(recipe, **training):
     return make_config(

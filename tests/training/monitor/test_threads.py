@@ -46,6 +46,27 @@ def test_the_user_decides(cores):
     assert "the run had 2" in words
 
 
+def test_the_configuration_pins_the_number(cores):
+    cores(8, others=7.0, asked="4")
+    assert threads_of([], pinned=2) == (2, "")
+    assert threads_of([STARTED | {"threads": 2}], pinned=2) == (2, "")
+    cores(1)
+    assert threads_of([STARTED | {"threads": 2}], pinned=2) == (2, ""), (
+        "its digits matter more than its speed"
+    )
+    number, words = threads_of([STARTED | {"threads": 3}], pinned=2)
+    assert number == 2
+    assert "the run had 3" in words
+
+
+def test_the_line_about_fewer_threads_says_what_follows(cores):
+    cores(2, others=1.0)
+    assert threads_of([])[1] == (
+        "threads: 1 of 2, since other programs use 1.0 cores; the last digits of losses follow from the "
+        "number, and --training.threads N pins it"
+    )
+
+
 def test_a_resumed_run_keeps_its_number(cores):
     """The number decides over the order of sums, so over last digits."""
     cores(8, others=7.0)

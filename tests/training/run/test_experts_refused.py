@@ -1,15 +1,20 @@
 """What a mixture of experts cannot do is refused in a sentence that names thing, rule and way out."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from narrowgauge.analysis.linear_graph import LinearGraph
+from narrowgauge.analysis.gradient import Position
+from narrowgauge.analysis.probe import Subject
+from narrowgauge.analysis.sensitivity import forward_costs
 from narrowgauge.checkpoint.interop.hf_config import config_from, family_of
 from narrowgauge.checkpoint.interop.llmc import write_llmc
 from narrowgauge.checkpoint.interop.megatron import write_megatron
 from narrowgauge.data import Batch
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, model_config
+from narrowgauge.quantization import cast
 from narrowgauge.training.config.config import make_config
 from narrowgauge.training.run.parallel_dims import parallel_dims_of
 
@@ -87,9 +92,12 @@ SIZES = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 2, "ffn_dim": 16, "voca
 GELU = {"mlp": "gelu", "bias": True, "norm": "layer", "positions": "learned"}
 
 
-def graph(config):
+def sensitivity(config):
+    spec = replace(make_config({}).spec, model=config)
+    weights = dict(Transformer(config).named_parameters())
     x_BT = torch.zeros(1, 4, dtype=torch.long)
-    LinearGraph(Transformer(config), Batch(x_BT, x_BT, 4, None), seed=0)
+    batches = [Batch(x_BT, x_BT, 4, None)]
+    forward_costs(Subject(spec, weights, Position(0, 0, 0, 1), batches, torch.device("cpu")), cast("mxfp4"))
 
 
 MIXTRAL = {
@@ -98,7 +106,7 @@ MIXTRAL = {
 }
 OTHERS = {
     "sensitivity, search": (
-        graph,
+        sensitivity,
         {},
         "model.experts = 4: sensitivity and search weigh a layer by products with all tokens, and an expert "
         "has some; compare recipes of this model with probe",

@@ -7,8 +7,12 @@ import pytest
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs g++")
-@pytest.mark.parametrize("name", ["nvfp4", "fp8-attention"])
-def test_a_compiled_run_trains_and_resumes(narrowgauge, line, look, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "of_loss", "of_norm"),
+    [("mxfp8", 1e-6, 1e-5), ("nvfp4", 1e-3, 2e-2), ("fp8-attention", 1e-3, 2e-2)],
+)
+def test_a_compiled_run_trains_and_resumes(narrowgauge, line, look, tmp_path, name, of_loss, of_norm):
+    """Gradients of norms are summed in another order, which random bits of NVFP4 find after a few steps."""
     changes = {"training.steps": 8, "checkpoint.every": 4, "recipe.name": name}
     eager, compiled = tmp_path / "eager", tmp_path / "compiled"
     words = line(changes | {"training.compile": True})
@@ -18,7 +22,7 @@ def test_a_compiled_run_trains_and_resumes(narrowgauge, line, look, tmp_path, na
     assert ended.code == 0, ended.err
     assert list((tmp_path / "inductor").rglob("*.cpp")), "something was compiled"
     assert "recompile_limit" not in ended.err, "a step is compiled once, not again for each step's numbers"
-    for key, bound in (("loss", 1e-3), ("grad_norm", 2e-2)):
+    for key, bound in (("loss", of_loss), ("grad_norm", of_norm)):
         assert look(compiled).column(key) == pytest.approx(look(eager).column(key), rel=bound)
     before = look(compiled).trajectory
     shutil.rmtree(compiled / "checkpoints" / "step-8")

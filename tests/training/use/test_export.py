@@ -1,5 +1,6 @@
 """Out of a run and into one: the same model, whatever the recipe, and never half of it."""
 
+import copy
 import io
 import json
 
@@ -14,6 +15,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
 from narrowgauge.recipes import recipe_names
 from narrowgauge.training import open_run, run, validation_loss
+from narrowgauge.training.use import export
 from narrowgauge.training.use.convert import convert_run
 from narrowgauge.training.use.export import TARGETS, export_run, import_model
 from support.quick import quick
@@ -46,7 +48,8 @@ def test_a_run_under_any_recipe_opens_in_transformers(train, tmp_path, name):
 
 @pytest.mark.parametrize("to", ["hf", "llmc", "megatron"])
 def test_what_goes_out_comes_in(train, tmp_path, to, text, look):
-    path = train(changes={"recipe.name": "msamp-o3", "training.steps": 2} | (GPT2 if to == "llmc" else {}))
+    changes = {"recipe.name": "msamp-o3", "training.steps": 2, "model.initial_std": 0.02}
+    path = train(changes=changes | (GPT2 if to == "llmc" else {}))
     export_run(path, to, tmp_path / "out")
     where = tmp_path / "out" / "model.bin" if to == "llmc" else tmp_path / "out"
     back = import_model(where, tmp_path / "back", source=text)
@@ -136,6 +139,55 @@ def test_a_start_from_another_model_or_tokenizer_is_refused(train, tiny, tmp_pat
         with pytest.raises(UserError, match=words):
             run(values, tmp_path / "new", Console(file=io.StringIO()))
         assert not (tmp_path / "new" / "checkpoints").exists()
+
+
+WRITERS = {
+    "hf": "write_folder",
+    "llmc": "write_llmc",
+    "megatron": "write_megatron",
+    "compressed-tensors": "write_compressed",
+}
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_an_export_that_does_not_hold_the_weights_is_not_published(train, tmp_path, to, monkeypatch):
+    """One number of a layer differs, as a faulty writer would leave it."""
+    path = train(changes={"recipe.name": "fp8", "training.steps": 2} | (GPT2 if to == "llmc" else {}))
+    write = getattr(export, WRITERS[to])
+
+    def faulty(folder, of, weights, *settings):
+        wrong = weights["blocks.1.down.weight"].clone()
+        wrong[3, 5] += 0.05
+        if to == "compressed-tensors":  # it takes narrow weights from the model
+            of = copy.deepcopy(of)
+            of.blocks[1].down.weight.data.copy_(wrong)
+        write(folder, of, {**weights, "blocks.1.down.weight": wrong}, *settings)
+
+    monkeypatch.setattr(export, WRITERS[to], faulty)
+    with pytest.raises(
+        UserError, match=r"read back, and 'blocks.1.down.weight' differs .* so nothing was kept"
+    ):
+        export_run(path, to, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir() if "out" in p.name] == []
+
+
+IF4 = 'fprop.w = {cast = "nvfp4", candidates = ["e2m1", "int4"], choose = "mse"}'
+KEPT = 'fprop.KEY = {cast = "nvfp4", keep_channels = 0.1, keep_cast = "mxfp8"}'
+
+
+@pytest.mark.parametrize(
+    ("places", "key"),
+    [(IF4, "elements"), (f"{KEPT.replace('KEY', 'x')}\n{KEPT.replace('KEY', 'w')}", "keep_channels = 0.1")],
+)
+def test_blocks_of_two_elements_and_kept_channels_have_no_name_in_compressed_tensors(
+    train, tmp_path, places, key
+):
+    (tmp_path / "mine.toml").write_text(f'name = "mine"\ncompute = "bf16"\n{places}\n')
+    path = train(changes={"recipe.name": str(tmp_path / "mine.toml"), "training.steps": 2})
+    with pytest.raises(UserError, match=rf"{key}.*has no name; use --to hf"):
+        export_run(path, "compressed-tensors", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    export_run(path, "hf", tmp_path / "out")
 
 
 @pytest.mark.parametrize("to", TARGETS)

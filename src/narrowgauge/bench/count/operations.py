@@ -45,12 +45,16 @@ _UPDATED_ELEMENTS = 320 * 65536
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The cost of an operation on a GPU; `kind` is the format that the matrix units multiply."""
+    """The cost of an operation on a GPU.
+
+    `kind` is the format that the matrix units multiply, `lanes` the instructions of a kernel that has many.
+    """
 
     bytes: int
     flops: float = 0.0
     kind: str = ""
     launches: int = 1
+    lanes: float = 0.0
 
 
 def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Cost | None:

@@ -32,6 +32,11 @@ _ROOT = str(Path(narrowgauge.__file__).parent)
 _ALLOCATION = 512  # bytes; torch's allocator rounds up to it
 #: Files that only pass an operation on: the caller is named.
 _DOORS = ("bench/count/", "devices.py", "torch_compat.py", "kernels/triton/launch.py", "kernels/dispatch.py")
+#: Files that make operands, and scale the results of products of what they made.
+_CASTS = (
+    *("quantization/", "formats/", "kernels/cast.py", "kernels/product.py"),
+    *(f"kernels/triton/{name}.py" for name in ("cast_launch", "product", "remedies", "rounding")),
+)
 _ENGINE = "distributed/parallel/engine.py"  # which starts the backward pass
 
 
@@ -43,6 +48,11 @@ class Event:
     site: str
     phase: str
     cost: Cost
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether it makes operands of a product, or scales the result of an emulated one."""
+        return not self.cost.flops and self.site.startswith(_CASTS)
 
 
 class Recorder(TorchDispatchMode):
@@ -77,7 +87,9 @@ class Recorder(TorchDispatchMode):
         """Record a kernel that is no operation of torch."""
         moved = sum(shown_bytes(t) for t in (*work.reads, *work.writes))
         kind = work.name if work.kind == "attention" else work.kind
-        self._add(work.name, Cost(moved, work.flops, kind, work.launches))
+        if work.kind == "attention" and work.reads[0].dtype == torch.float32:
+            kind = "fp32"  # the matrix units' rate is that of 16 bits
+        self._add(work.name, Cost(moved, work.flops, kind, work.launches, work.lanes))
 
     def wait(self) -> None:
         """Record that the host waits for the device."""

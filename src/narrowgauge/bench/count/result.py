@@ -20,6 +20,7 @@ class Total:
     seconds: float
     product_seconds: float
     attention_seconds: float
+    cast_seconds: float
 
     @property
     def host_seconds(self) -> float:
@@ -45,6 +46,7 @@ class Total:
             sum(s for _, s in times),
             sum(s for e, s in times if e.cost.flops) - attention,
             attention,
+            sum(s for e, s in times if e.is_cast),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -104,10 +106,10 @@ class StepCount:
     held: Mapping[tuple[str, str], int]
     speeds: Speeds
 
-    def micro_batch(self, calibrated: bool = False) -> Total:
-        """The total of a micro-batch."""
+    def micro_batch(self, calibrated: bool = False, at: Speeds | None = None) -> Total:
+        """The total of a micro-batch, at the count's speeds or at others."""
         waits = sum(times for _, times in self.waits)
-        return Total.of(self.micro, self.functions, waits, self._speeds(calibrated))
+        return Total.of(self.micro, self.functions, waits, at or self._speeds(calibrated))
 
     def of_update(self, calibrated: bool = False) -> Total:
         """The total of the update."""

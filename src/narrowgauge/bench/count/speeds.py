@@ -1,6 +1,7 @@
 """From counted work to seconds: the speeds of a GPU.
 
-    kernel    max(FLOPs / rate of their format, bytes / memory bandwidth, 3 us for each launch)
+    kernel    max(FLOPs / rate of their format, bytes / memory bandwidth, 3 us for each launch), and in a plan
+              instructions / rate of the fp32 lanes, where the kernel says that it has many
     host      6 us a launch, 20 us a call of a Python autograd function (assumed: an eager step)
     step      for each micro-batch the longer of the two, as the host runs ahead where nothing waits
 
@@ -10,6 +11,7 @@ plain bf16 step comes within 20 % of what was measured of it: products at 0.888,
 measurement of this program.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -23,16 +25,27 @@ CALIBRATED_PRODUCTS, CALIBRATED_BYTES = 0.888, 0.85
 
 @dataclass(frozen=True)
 class Speeds:
-    """The rates of a GPU, and where they come from, as words."""
+    """The rates of a GPU, and where they come from, as words.
+
+    Attributes:
+        words: where they come from.
+        bytes_per_s: the memory's.
+        flops_per_s: the matrix units', by format.
+        lanes_per_s: instructions of all fp32 lanes; infinite where instructions are not priced.
+        kernel_s: the shortest time of a kernel.
+    """
 
     words: str
     bytes_per_s: float
     flops_per_s: Mapping[str, float]
+    lanes_per_s: float = math.inf
+    kernel_s: float = KERNEL_FLOOR_S
 
     def seconds(self, cost: Cost) -> float:
         """The seconds of an operation."""
         products = cost.flops / self.flops_per_s[cost.kind] if cost.flops else 0.0
-        return max(products, cost.bytes / self.bytes_per_s, cost.launches * KERNEL_FLOOR_S)
+        of_memory, of_lanes = cost.bytes / self.bytes_per_s, cost.lanes / self.lanes_per_s
+        return max(products, of_memory, of_lanes, cost.launches * self.kernel_s)
 
     def calibrated(self) -> "Speeds":
         """The rates that whole steps reach, by what was measured of others."""
@@ -40,7 +53,8 @@ class Speeds:
             kind: rate * (1.0 if kind.startswith("attention") else CALIBRATED_PRODUCTS)
             for kind, rate in self.flops_per_s.items()
         }
-        return Speeds(f"{self.words}, calibrated", self.bytes_per_s * CALIBRATED_BYTES, rates)
+        words, bytes_per_s = f"{self.words}, calibrated", self.bytes_per_s * CALIBRATED_BYTES
+        return replace(self, words=words, bytes_per_s=bytes_per_s, flops_per_s=rates)
 
     def scaled(self, words: str, memory: float, products: Mapping[str, float]) -> "Speeds":
         """Another GPU's rates, if it reaches the same share of its data sheet.
@@ -48,7 +62,7 @@ class Speeds:
         Args:
             words: where the figures come from.
             memory: its memory bandwidth over this one's, by data sheet.
-            products: the same of its products, by format; attention and FP32 go with "bf16".
+            products: the same of its products, by format; attention goes with "bf16".
         """
         by_kind = {k: products.get(k.partition("-")[0], products["bf16"]) for k in self.flops_per_s}
         rates = {kind: rate * by_kind[kind] for kind, rate in self.flops_per_s.items()}

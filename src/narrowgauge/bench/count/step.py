@@ -14,7 +14,6 @@ from narrowgauge.bench.count.speeds import H200, Speeds
 from narrowgauge.data import Batch
 from narrowgauge.devices import Device, imagine
 from narrowgauge.errors import UserError
-from narrowgauge.kernels.dispatch import is_triton_installed
 from narrowgauge.nn import Gauges
 from narrowgauge.recipes import choose_backend
 from narrowgauge.training import Config
@@ -50,13 +49,13 @@ def count_step(config: Config, facts: Device, speeds: Speeds = H200) -> StepCoun
     Args:
         config: the model, its recipe, its micro-batch; one process.
         facts: the facts of the GPU.
-        speeds: what seconds are told by.
+        speeds: the speeds that turn work into seconds.
 
     Returns:
         The count. State that is kept in the host's memory is not moved in it.
 
     Raises:
-        UserError: it is no GPU, its kernels cannot be imported here, the recipe asks for native products that
+        UserError: it is no GPU, the recipe asks for native products that
             it does not have, or the step is compiled.
     """
     if not facts.is_gpu:
@@ -65,11 +64,6 @@ def count_step(config: Config, facts: Device, speeds: Speeds = H200) -> StepCoun
         raise UserError(
             "a compiled step is not counted, because torch's compiler makes kernels of its own; leave "
             "training.compile out"
-        )
-    if facts.has_triton and not is_triton_installed():
-        raise UserError(
-            "a step is counted with its kernels, which Triton declares, and Triton is not installed here; "
-            "pip install triton (Linux), or count it on another machine"
         )
     backend = choose_backend(config.spec.recipe, facts, config.spec.backend)
     t, length = config.training, config.data.sequence_length

@@ -4,7 +4,8 @@ Blocks differ where the recipe says so, for the last 15 % of them, say (`few_blo
 them, the number of launches of a fused update, is off by less than one.
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,6 +27,7 @@ class WholeCount:
         micro_batches: micro-batches of a step.
         words: where the speeds come from.
         at_ceilings: one micro-batch, not calibrated.
+        flops: operations of the products of a micro-batch, by kind.
         peak_bytes: the most bytes that are alive.
     """
 
@@ -34,6 +36,7 @@ class WholeCount:
     micro_batches: int
     words: str
     at_ceilings: Total
+    flops: Mapping[str, float]
     peak_bytes: int
 
     @property
@@ -42,20 +45,32 @@ class WholeCount:
         return self.micro_batches * self.micro_batch.step_seconds + self.update.step_seconds
 
 
-def count_whole(config: Config, facts: Device, speeds: Speeds = H200) -> WholeCount:
+def count_whole(
+    config: Config, facts: Device, speeds: Speeds = H200, ceilings: Speeds | None = None
+) -> WholeCount:
     """Count a step of all blocks from steps of few.
+
+    Args:
+        config: the configuration, of one process.
+        facts: the facts of the GPU.
+        speeds: the speeds that turn work into seconds.
+        ceilings: the speeds of `at_ceilings`; None for `speeds` as they are.
 
     Raises:
         UserError: as `count_step`.
     """
     parts = [(count_step(with_layers(config, n), facts, speeds), w) for n, w in few_blocks(config)]
-    one = parts[0][0]
+    one, flops = parts[0][0], defaultdict[str, float](float)
+    for step, w in parts:
+        for event in step.micro:
+            flops[event.cost.kind] += w * event.cost.flops
     return WholeCount(
         _sum([(step.micro_batch(calibrated=True), w) for step, w in parts]),
         _sum([(step.of_update(calibrated=True), w) for step, w in parts]),
         one.micro_batches,
         one.speeds.words,
-        _sum([(step.micro_batch(), w) for step, w in parts]),
+        _sum([(step.micro_batch(at=ceilings or speeds), w) for step, w in parts]),
+        {kind: n for kind, n in flops.items() if n > 0},
         round(sum(w * step.peak_bytes for step, w in parts)),
     )
 

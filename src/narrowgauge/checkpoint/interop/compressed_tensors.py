@@ -17,14 +17,18 @@ LAYER:
 Bytes: two FP4 codes, the even column low; four FP6 codes in three bytes, little-endian. (Source:
 vllm-project/compressed-tensors 0.20, `compressors/` and `quantization/quant_scheme.py`.)
 
-The numbers are exactly those of `fprop.w` in training: the fused weight is quantized, then cut into q, k
-and v or gate and up. A square block of NVFP4 becomes equal scales of its rows. Activations are scaled on
-the fly, a token at a time, which for a recipe with one scale a tensor is finer than what training did.
-Layers that the recipe keeps wide are listed under `ignore`.
+The values are exactly those that the forward matmul multiplies in the checkpoint's step: the fused weight is
+quantized as the layer does it, then cut into q, k and v or gate and up. A square block of NVFP4 becomes equal
+scales of its rows. Keys of a cast that only choose codes and scales (`CHOOSES_CODES`) change no layout. All
+other keys have to be those of a cast in the table, so a key that is new in casts is refused.
+
+Activations are scaled on the fly, a token at a time, which for a recipe with one scale a tensor is finer than
+what training did. Where this layout has no name for the cast of fprop.x, or would have to measure a scale,
+they stay wide. Layers that the recipe keeps wide are listed under `ignore`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,51 +41,74 @@ from narrowgauge.checkpoint.interop.safetensors_reader import write_tensors
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
 from narrowgauge.nn import Linear
-from narrowgauge.quantization import Cast, QTensor, quantize
+from narrowgauge.quantization import Cast, QTensor
+from narrowgauge.quantization import cast as named_cast
+from narrowgauge.recipes.describe import key_value
+from narrowgauge.toml_text import toml_value
 
 Parts = Mapping[str, torch.Tensor]  # the tensors of a layer, by the last component of their names
 
 
+#: Keys of a cast on which it depends which codes and scales are stored, and not which values they stand for.
+CHOOSES_CODES = (
+    *("scale_rule", "scale_target", "scale_rounding", "zero_scale", "headroom", "power_of_two", "correct"),
+    *("rounding", "random_bits", "candidates", "choose", "history", "history_algorithm", "margin", "refresh"),
+    *("outliers", "estimator_k", "estimator_cap"),  # of outliers, what is cut off; a slope is for backward
+)
+
+
 @dataclass(frozen=True)
 class CompressionScheme:
-    """How one cast is called and described there."""
+    """The name of a layer's casts there, and their description."""
 
     format: str
     weights: Mapping[str, Any]
-    inputs: Mapping[str, Any]
+    inputs: Mapping[str, Any] | None = None  # None: they stay wide
 
 
 _FLOAT = {"type": "float", "symmetric": True}
-_TOKEN = {"num_bits": 8, **_FLOAT, "strategy": "token", "dynamic": True}
 
 
-def _fp8(strategy: str, inputs: Mapping[str, Any] = _TOKEN, **more: Any) -> CompressionScheme:
+def _fp8(strategy: str, **more: Any) -> CompressionScheme:
     weights = {"num_bits": 8, **_FLOAT, "strategy": strategy, "dynamic": False, **more}
-    return CompressionScheme("float-quantized", weights, inputs)
+    return CompressionScheme("float-quantized", weights)
 
 
-def _mx(bits: int, name: str, input_bits: int) -> CompressionScheme:
+def _mx_group(bits: int, dynamic: bool) -> dict[str, Any]:
     group = {**_FLOAT, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
-    group["zp_dtype"] = "torch.uint8"
-    weights = {"num_bits": bits, **group, "dynamic": False}
-    return CompressionScheme(name, weights, {"num_bits": input_bits, **group, "dynamic": True})
+    return {"num_bits": bits, **group, "zp_dtype": "torch.uint8", "dynamic": dynamic}
 
 
-_BLOCK_INPUTS = {"num_bits": 8, **_FLOAT, "strategy": "group", "group_size": 128, "dynamic": True}
-_NVFP4 = {
-    **{"num_bits": 4, **_FLOAT, "strategy": "tensor_group", "group_size": 16},
-    **{"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn"},
+def _mx(bits: int, name: str) -> CompressionScheme:
+    return CompressionScheme(name, _mx_group(bits, dynamic=False))
+
+
+_NVFP4 = CompressionScheme(
+    "nvfp4-pack-quantized",
+    {
+        **{"num_bits": 4, **_FLOAT, "strategy": "tensor_group", "group_size": 16},
+        **{"scale_dtype": "torch.float8_e4m3fn", "zp_dtype": "torch.float8_e4m3fn", "dynamic": False},
+    },
+)
+_WEIGHTS = {
+    "e4m3": _fp8("tensor"),
+    "fp8-row": _fp8("channel"),
+    "fp8-128x128": _fp8("block", block_structure=[128, 128]),
+    "mxfp8": _mx(8, "mxfp8-quantized"),
+    "mxfp6-e2m3": _mx(6, "mxfp6-pack-quantized"),
+    "mxfp4": _mx(4, "mxfp4-pack-quantized"),
+    "nvfp4": _NVFP4,
+    "nvfp4-2d": _NVFP4,
 }
-_BY_CAST = {
-    ("e4m3", "fp32", None): _fp8("tensor"),
-    ("e4m3", "fp32", (1, 0)): _fp8("channel"),
-    ("e4m3", "fp32", (128, 128)): _fp8("block", _BLOCK_INPUTS, block_structure=[128, 128]),
-    ("e4m3", "e8m0", (1, 32)): _mx(8, "mxfp8-quantized", 8),
-    ("e2m3", "e8m0", (1, 32)): _mx(6, "mxfp6-pack-quantized", 8),
-    ("e2m1", "e8m0", (1, 32)): _mx(4, "mxfp4-pack-quantized", 4),
+_TOKEN = {"num_bits": 8, **_FLOAT, "strategy": "token", "dynamic": True}
+_INPUTS = {
+    "e4m3": _TOKEN,
+    "fp8-row": _TOKEN,
+    "fp8-1x128": {"num_bits": 8, **_FLOAT, "strategy": "group", "group_size": 128, "dynamic": True},
+    "mxfp8": _mx_group(8, dynamic=True),
+    "mxfp6-e2m3": _mx_group(8, dynamic=True),  # there are none of 6 bits
+    "mxfp4": _mx_group(4, dynamic=True),
 }
-# Its activations have a second scale for the tensor, which would have to be measured: weights alone.
-_NVFP4_SCHEME = CompressionScheme("nvfp4-pack-quantized", {**_NVFP4, "dynamic": False}, {})
 
 
 def write_compressed(
@@ -95,17 +122,23 @@ def write_compressed(
 ) -> None:
     """Fill an empty folder with a model under its recipe; what the recipe keeps wide is in `dtype`.
 
-    Raises `UserError` for a recipe without narrow weights, for numbers that the layout has no name for, and
-    for GPT-2, whose linear layers it does not know.
+    Raises:
+        UserError: The recipe has no narrow weights, or casts that the layout has no name for, or the model is
+            GPT-2, whose linear layers it does not know.
     """
     if family_of(model.config) == "gpt2":
         raise UserError(
             "compressed-tensors describes linear layers, and those of GPT-2 are Conv1D there; use --to hf"
         )
-    schemes = {name: _scheme(name, cast) for name, cast in narrow_casts(model).items()}
-    if not schemes:
+    narrow = narrow_layers(model)
+    if not narrow:
         raise UserError("this run's recipe multiplies with no narrow weights; use --to hf")
-    casts = narrow_casts(model)
+    if "head" in narrow and model.config.tied_head:
+        raise UserError(
+            "the head's weights are narrow, and tied to an embedding that is not: compressed-tensors would "
+            "hold one of the two; use --to hf"
+        )
+    schemes = {name: _scheme(name, layer) for name, layer in narrow.items()}
     tensors: list[tuple[str, torch.Tensor]] = []
     layers: dict[str, CompressionScheme | None] = {} if "head" in schemes else {"lm_head": None}
     for counterpart in name_map(model.config):
@@ -115,8 +148,7 @@ def write_compressed(
             if module.startswith("blocks.") and weights[counterpart.ours].ndim == 2:
                 layers |= {name.removesuffix(".weight"): None for name in counterpart.theirs}
             continue
-        q = quantize(weights[counterpart.ours], casts[module], rounding="nearest-even")
-        for name, parts in _split(counterpart, q):
+        for name, parts in _split(counterpart, narrow[module].forward_codes()):
             tensors += [(f"{name}.{part}", tensor) for part, tensor in parts.items()]
             layers[name] = schemes[module]
     values = to_config(model.config) | {"quantization_config": _describe(layers)}
@@ -124,26 +156,42 @@ def write_compressed(
     write_settings(folder, values, tokenizer, dtype, special_tokens)
 
 
-def narrow_casts(model: torch.nn.Module) -> dict[str, Cast]:
-    """The cast of each linear layer's weight in the forward product, where it has scales."""
+def narrow_layers(model: torch.nn.Module) -> dict[str, Linear]:
+    """The linear layers whose weight has scales in the forward matmul."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, Linear)}
-    casts = {name: layer.spec.casts["fprop.w"] for name, layer in layers.items()}
-    return {name: cast for name, cast in casts.items() if cast.is_scaled}
+    return {name: layer for name, layer in layers.items() if layer.spec.casts["fprop.w"].is_scaled}
 
 
-def _scheme(layer: str, cast: Cast) -> CompressionScheme:
-    if not cast.hadamard and not cast.outliers:
-        is_nvfp4 = cast.element.name == "e2m1" and cast.scale == "e4m3" and not cast.is_scaled_by_row
-        if is_nvfp4 and cast.block in ((1, 16), (16, 16)):
-            return _NVFP4_SCHEME
-        if scheme := _BY_CAST.get((cast.element.name, cast.scale, cast.block)):
-            return scheme
-    raise UserError(
-        f"layer {layer!r} has weights in {cast.name!r}"
-        f"{' after a Hadamard transform' if cast.hadamard else ''}, for which compressed-tensors has no "
-        "name; use --to hf, or a recipe whose weights are e4m3, fp8-row, fp8-128x128, mxfp8, mxfp6-e2m3, "
-        "mxfp4 or nvfp4"
+def _scheme(name: str, layer: Linear) -> CompressionScheme:
+    """The scheme of a layer's casts.
+
+    Raises:
+        UserError: Its weights are in a cast that the layout has no name for.
+    """
+    x, w = layer.spec.casts["fprop.x"], layer.spec.casts["fprop.w"]
+    layouts = {known: _layout(named_cast(known)) for known in _WEIGHTS}
+    for known, layout in layouts.items():
+        if layout == _layout(w):
+            inputs = (args for key, args in _INPUTS.items() if _layout(named_cast(key)) == _layout(x))
+            return replace(_WEIGHTS[known], inputs=next(inputs, None))
+    beside = min(
+        (_differing(w, layout) for layout in layouts.values()), key=lambda k: ("element" in k, len(k))
     )
+    keys = ", ".join(f"{key} = {toml_value(key_value(key, getattr(w, key)))}" for key in beside)
+    raise UserError(
+        f"layer {name!r} has weights in {w.name!r} with {keys}, for which compressed-tensors has no name; "
+        f"use --to hf, or a recipe whose weights are {', '.join(layouts)}"
+    )
+
+
+def _differing(cast: Cast, layout: Mapping[str, Any]) -> list[str]:
+    own = _layout(cast)
+    return [key for key in {**own, **layout} if own.get(key) != layout.get(key)]
+
+
+def _layout(cast: Cast) -> dict[str, Any]:
+    """The keys of a cast on which it depends what its codes and scales stand for."""
+    return {key: getattr(cast, key) for key in cast.beyond(CHOOSES_CODES)}
 
 
 def _split(counterpart: NamePair, q: QTensor) -> list[tuple[str, Parts]]:
@@ -193,7 +241,7 @@ def _describe(layers: Mapping[str, CompressionScheme | None]) -> dict[str, Any]:
         groups[f"group_{number}"] = {
             "targets": targets,
             "weights": dict(scheme.weights),
-            "input_activations": dict(scheme.inputs) or None,
+            "input_activations": None if scheme.inputs is None else dict(scheme.inputs),
             "format": scheme.format,
         }
     return {

@@ -110,7 +110,8 @@ def to_config(config: ModelConfig) -> dict[str, Any]:
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
         "vocab_size": config.vocab_size,
-        "initializer_range": config.initial_std,
+        # Without a number of ours a program takes its own for weights that it adds, such as another head.
+        **({"initializer_range": config.initial_std} if config.initial_std else {}),
         "tie_word_embeddings": config.tied_head,
     }
     return values | (_to_gpt2(config) if family == "gpt2" else _to_llama(config, family))

@@ -173,6 +173,7 @@ def _config(path: Path, length: int, vocab: int, layers: int, heads: int, channe
             mlp="gelu",
             bias=True,
             tied_head=True,
+            initial_std=0.02,
         )
     except UserError as error:
         raise _wrong(path, str(error)) from None

@@ -161,7 +161,7 @@ def arguments(config: ModelConfig) -> dict[str, Any]:
         "position-embedding-type": "learned_absolute" if c.positions == "learned" else "rope",
         "normalization": "LayerNorm" if c.norm == "layer" else "RMSNorm",
         "norm-epsilon": c.norm_eps,
-        "init-method-std": c.initial_std,
+        **({"init-method-std": c.initial_std} if c.initial_std else {}),
         "hidden-dropout": c.dropout,
         "attention-dropout": c.attention_dropout,
     }

@@ -110,6 +110,10 @@ def _may_be_alive(line: str) -> bool:
 def _unlockable(directory: Path, error: OSError) -> UserError:
     if directory.is_file():
         return UserError(f"{str(directory)!r} is a file, but a run needs a directory; give another name")
+    if not directory.is_dir():
+        return UserError(
+            f"directory {str(directory)!r} cannot be made ({error.strerror}); name one that can be written"
+        )
     return UserError(
         f"{str(directory)!r} cannot be locked ({error.strerror}), and a run needs its directory for itself; "
         f"give a writable directory on a file system that supports flock"

@@ -13,7 +13,7 @@ from narrowgauge.cli.parsing.options import SHORT
 from narrowgauge.errors import unknown
 from narrowgauge.models import model_names
 from narrowgauge.quantization import cast_names, state_cast_names
-from narrowgauge.recipes import ATTENTION_PLACES, GEMM_PLACES, recipe_names
+from narrowgauge.recipes import ATTENTION_PLACES, GEMM_PLACES, GROUPS, recipe_names
 
 _WORDS = re.compile(r"[a-z][a-z0-9-]*(\|[a-z][a-z0-9-]*)+")  # one of some words
 _BASH = """\
@@ -107,6 +107,6 @@ def _values(action: argparse.Action) -> list[str]:
         return recipe_names()
     takes = action.metavar if isinstance(action.metavar, str) else ""
     if takes == "CAST":
-        is_operand = key.removeprefix("recipe.") in (*GEMM_PLACES, *ATTENTION_PLACES, "stream")
+        is_operand = key.removeprefix("recipe.") in (*GROUPS, *GEMM_PLACES, *ATTENTION_PLACES, "stream")
         return cast_names() if is_operand else [*cast_names(), *state_cast_names()]
     return takes.split("|") if _WORDS.fullmatch(takes) else []

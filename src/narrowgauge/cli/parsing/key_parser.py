@@ -2,16 +2,19 @@
 
 import argparse
 import re
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from narrowgauge.cli.parsing.help import COLUMN, HelpAction, sections_text
 from narrowgauge.cli.parsing.parser import Parser
-from narrowgauge.errors import UserError, unknown
+from narrowgauge.errors import UserError
 from narrowgauge.training import config_keys
 from narrowgauge.training.config.synonyms import key_of, other_names, plain, unknown_key
 
+LIST = "A,B"  # in the metavar of an option whose values, between commas, are names
 _NEGATIVE = re.compile(r"-(\d|\.\d|inf|nan)[\w.+-]*\Z")  # also -1e-3, which argparse takes for an option
+_LONG_WITH_ONE_DASH = re.compile(r"-[a-z][\w-]+")
 
 
 class KeyParser(Parser):
@@ -38,10 +41,28 @@ class KeyParser(Parser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the words, each option under the name that it has here."""
         words = [self._named(word) for word in args] if self.names else args
-        return super().parse_known_args(words, namespace)
+        return super().parse_known_args(self._whole_lists(words or ()), namespace)
+
+    def _whole_lists(self, words: Sequence[str]) -> list[str]:
+        """The words, in which a list that the shell has cut behind its commas is one: `bf16, fp8`."""
+        whole: list[str] = []
+        for word in words:
+            before = whole[-1] if whole else ""
+            name = before.split("=")[0] if before.startswith("--") else "".join(whole[-2:-1])
+            action = self._option_string_actions.get(name)
+            takes = str(action.metavar) if action is not None else ""
+            is_cut = before.endswith(",") or (word.startswith(",") and before != name)
+            fits = word.strip(",").isdecimal() if takes.startswith("N|") else not word.startswith("-")
+            if LIST in takes and is_cut and fits:
+                whole[-1] += word
+            else:
+                whole.append(word)
+        return whole
 
     def _named(self, word: str) -> str:
         """The word; an option by another name gets its own."""
+        if _LONG_WITH_ONE_DASH.fullmatch(word):  # argparse would read -help as -h with elp
+            raise self.unknown_argument(word)
         name, equals, value = word.partition("=")
         options = self._option_string_actions
         if not name.startswith("--") or " " in name or name == "--" or name in options:
@@ -65,13 +86,8 @@ class KeyParser(Parser):
             )
         name = argument.split("=")[0]
         if not argument.startswith("-"):
-            if self.names:
-                return UserError(
-                    f"unknown argument {argument!r}; one configuration file may be given; options begin "
-                    "with --"
-                )
-            return unknown("argument", name, self._option_string_actions)
+            return super().unknown_argument(argument)
         if "." in name and self.names:
             return unknown_key(name.lstrip("-"), self.names, "--")
         others = (f"--{other}" for other in other_names(self.names) if len(other) > 3)  # --dy is near to much
-        return unknown("option", name, [*self._option_string_actions, *others])
+        return self.unknown_option(name, [*self._option_string_actions, *others])

@@ -6,6 +6,7 @@ from typing import Any
 
 from narrowgauge.cli.parsing.key_parser import KeyParser
 from narrowgauge.errors import UserError
+from narrowgauge.recipes import GROUPS
 from narrowgauge.training import config_keys, load_values
 from narrowgauge.training.config.synonyms import other_names, plain
 
@@ -64,8 +65,12 @@ def config_values(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
             f"{str(options.config)!r} is no configuration file; options begin with --, as in --steps 100"
         )
     values: dict[str, dict[str, Any]] = load_values(options.config) if options.config else {}
-    for key, value in vars(options).items():
-        if "." in key and value is not None:
-            section, _, name = key.partition(".")
-            values.setdefault(section, {})[name] = value
+    given = {key: value for key, value in vars(options).items() if "." in key and value is not None}
+    for group, places in GROUPS.items():  # a group of the line replaces its places in the file
+        if f"recipe.{group}" in given:
+            for place in places:
+                values.get("recipe", {}).pop(place, None)
+    for key, value in given.items():
+        section, _, name = key.partition(".")
+        values.setdefault(section, {})[name] = value
     return values

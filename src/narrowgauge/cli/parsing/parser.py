@@ -2,14 +2,16 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import narrowgauge
-from narrowgauge.cli.parsing.verbs import VERBS
-from narrowgauge.errors import UserError, unknown
+from narrowgauge.cli.parsing.verbs import OTHER_VERBS, VERBS
+from narrowgauge.errors import UserError, nearest, unknown
 
+_OF_THE_COMMAND = ("-h", "--help", "-V", "--version")  # options without a verb
 Action = Callable[[argparse.Namespace], int | None]
 
 
@@ -19,6 +21,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self._words: Sequence[str] = ()
+        for kind, read in ((int, _integer), (float, _number), (Path, _path)):
+            self.register("type", kind, read)  # the same types, whose errors are sentences
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the words, and keep them: an option that seems to be missing may be one of them, misspelt."""
@@ -38,13 +42,44 @@ class Parser(argparse.ArgumentParser):
 
     def unknown_argument(self, argument: str) -> UserError:
         """The error for an argument that no option takes; it names the nearest option."""
-        kind = "option" if argument.startswith("-") else "argument"
-        return unknown(kind, argument.split("=")[0], self._option_string_actions)
+        if argument.startswith("-"):
+            return self.unknown_option(argument.split("=")[0], self._option_string_actions)
+        takes = [str(action.metavar) for action in self._actions if not action.option_strings]
+        return UserError(
+            f"unknown argument {argument!r}; {self.prog} takes {' and '.join(takes) or 'none'}, and options "
+            f"begin with --; see '{self.prog} --help'"
+        )
+
+    def unknown_option(self, name: str, known: Iterable[str]) -> UserError:
+        """The error for an option that does not exist: the nearest one, or where all of them are."""
+        error = unknown("option", name, known)
+        return error if nearest(name, known) else UserError(f"{error}; see '{self.prog} --help'")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Flush the output, then end as argparse does."""
         sys.stdout.flush()  # here a closed pipe under --help can still be caught
         super().exit(status, message)
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def _path(text: str) -> Path:
+    """A path; an empty one would be the current directory, and is most often a variable that is not set."""
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty; name a file or directory")
+    return Path(text)
 
 
 P = TypeVar("P", bound=Parser)
@@ -86,7 +121,19 @@ def check_verb(words: list[str]) -> None:
     """Refuse a line whose first word is no verb.
 
     Raises:
-        UserError: with the nearest verb.
+        UserError: with the nearest verb, or with what other programs' verb is here.
     """
-    if words and not words[0].startswith("-") and words[0] not in VERBS:
-        raise unknown("verb", words[0], VERBS)
+    if not words or words[0] in VERBS or words[0] in _OF_THE_COMMAND:
+        return
+    first = words[0]
+    if first in OTHER_VERBS:
+        raise UserError(f"unknown verb {first!r}; write narrowgauge {OTHER_VERBS[first]}")
+    if not first.startswith("-"):
+        raise unknown("verb", first, VERBS)
+    near = nearest(first, _OF_THE_COMMAND)
+    if near:
+        raise UserError(f"unknown option {first!r}; the nearest is {near!r}")
+    raise UserError(
+        f"unknown option {first!r}; a verb comes first, as in narrowgauge train {first}; see "
+        "'narrowgauge --help'"
+    )

@@ -24,6 +24,20 @@ VERBS = {
     "runs": "the run directories of a folder, with state and loss",
     "completion": "a script that completes verbs, options and names in bash, zsh or fish",
 }
+#: Verbs of other programs, and what to write instead.
+OTHER_VERBS = {
+    **dict.fromkeys(("help", "man", "usage"), "--help"),
+    "version": "--version",
+    **dict.fromkeys(("run", "start", "pretrain", "pre-train", "fit", "resume", "continue"), "train"),
+    **dict.fromkeys(("generate", "chat", "infer", "inference", "complete"), "sample"),
+    **dict.fromkeys(("evaluate", "test", "validate", "score"), "eval"),
+    **dict.fromkeys(("tokenize", "preprocess", "data"), "prepare"),
+    **dict.fromkeys(("list", "ls", "status"), "runs"),
+    **dict.fromkeys(("benchmark", "profile"), "bench"),
+    **dict.fromkeys(("check", "env", "info"), "doctor"),
+    **dict.fromkeys(("estimate", "dry-run"), "plan"),
+    "quantize": "convert RUN --recipe R --out DIR",
+}
 WITHOUT_POSIX = (
     "doctor",
     "recipes",

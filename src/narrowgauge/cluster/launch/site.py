@@ -26,7 +26,6 @@ without a message.
 """
 
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from typing import Any
 
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.files import shipped_names, shipped_text
+from narrowgauge.toml_text import parse_toml
 
 _SHIPPED = "cluster/launch/sites"
 _SLURM_WORD = re.compile(r"[A-Za-z0-9_.,:@+=/%-]+")
@@ -107,11 +107,7 @@ def parse_site(text: str, file: str) -> Site:
     Raises:
         UserError: the text is not TOML, a key is unknown, or a value has the wrong type.
     """
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"site file {file} is no TOML: {error}") from None
-    root = _checked(table, file, "", _ROOT)
+    root = _checked(parse_toml(text, f"site file {file}"), file, "", _ROOT)
     slurm = _checked(root.pop("slurm", {}), file, "slurm.", _SLURM)
     setup = _checked(root.pop("setup", {}), file, "setup.", {"lines": _lines})
     if "devices_per_node" not in root:

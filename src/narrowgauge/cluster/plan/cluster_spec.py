@@ -31,7 +31,6 @@ A recipe is native where `gpu` multiplies its formats (`recipes.choose_backend`)
 file without `gpu` says nothing of that, so narrow recipes are priced as emulated.
 """
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -42,6 +41,7 @@ from narrowgauge.cluster.plan.price import Price, parse_price
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.files import shipped_names, shipped_text
 from narrowgauge.recipes import Device, named_device
+from narrowgauge.toml_text import parse_toml
 from narrowgauge.units import parse_bytes
 
 _SHIPPED = "cluster/plan/machines"
@@ -131,8 +131,11 @@ class Cluster(BaseModel):
         return (self.vector or self.peak.get("fp32", min(self.peak.values()))) / 2
 
     def format_for(self, compute: str) -> str:
-        """The format of products in `compute`: that, or fp32 where the device does not have it."""
-        return compute if compute in self.peak else "fp32"
+        """The format of products in `compute`: that, or fp32 where the device does not have it.
+
+        A file without fp32 has bf16.
+        """
+        return compute if compute in self.peak else "fp32" if "fp32" in self.peak else "bf16"
 
     def narrow_format(self, bits: int) -> str:
         """The narrowest format of products that takes elements of so many bits; empty if there is none."""
@@ -180,10 +183,7 @@ def parse_cluster(text: str, file: str) -> Cluster:
         UserError: the text is not TOML, a key or format is unknown, or a value is missing or invalid.
     """
     try:
-        table = tomllib.loads(text)
-        cluster = Cluster.model_validate(table)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"cluster file {file} is no TOML: {error}") from None
+        cluster = Cluster.model_validate(parse_toml(text, f"cluster file {file}"))
     except ValidationError as error:
         first = error.errors()[0]
         if first["type"] == "value_error" and isinstance(first["ctx"]["error"], UserError):

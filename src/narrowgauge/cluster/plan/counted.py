@@ -1,37 +1,76 @@
 """A step counted for the device of a cluster (`bench.count`): what this program's own path costs there.
 
-It is counted where it can be: on one GPU that Triton compiles for, where Triton is installed here to declare
-the kernels, and where torch does not compile the step, for which it makes kernels of its own. The speeds are
-an H200's, measured, and those of another GPU in the proportion of the two data sheets.
+The count is of one process that has all of the model, and a cluster's devices share what it has. It is of
+the code that runs on the device: of kernels where Triton compiles for it, of torch's operations elsewhere. It
+does not depend on whether this machine has Triton.
+
+    at best     each operation at the ceilings of the cluster's file: products at the speed of large ones,
+                bytes at the memory's bandwidth, instructions at the rate of the fp32 lanes
+    expected    the same operations at the speeds that whole steps of plain torch reached on an H200; those of
+                another GPU are in the proportion of the two data sheets
+
+So what is expected is never faster than what is best.
 """
+
+import math
+from dataclasses import replace
 
 from narrowgauge.bench.count import H200, Speeds, WholeCount, count_whole
 from narrowgauge.cluster.plan.cluster_spec import Cluster, load_cluster
+from narrowgauge.devices import Device
 from narrowgauge.distributed import ParallelDims
-from narrowgauge.kernels.dispatch import is_triton_installed
 from narrowgauge.training import Config
 
-_KINDS = {"bf16": "bf16", "fp8": "fp8", "mxfp8": "fp8", "fp4": "fp4"}  # those of an H200: as FP8
+#: The format of an H200 for each kind of product.
+_KINDS = {"bf16": "bf16", "fp32": "fp32", "fp8": "fp8", "mxfp8": "fp8", "fp4": "fp8"}
+_PLAIN = Device(maker="nvidia", capability=(7, 0))  # stands for CPUs and unknown devices: no kernels
 
 
-def counted_step(config: Config, parallel_dims: ParallelDims, cluster: Cluster) -> WholeCount | None:
-    """The count of a step; None where it cannot be counted."""
-    is_known = cluster.facts.is_gpu and cluster.facts.has_triton and "bf16" in cluster.peak
-    if parallel_dims.size > 1 or config.training.compile or not (is_known and is_triton_installed()):
-        return None
-    return count_whole(config, cluster.facts, speeds_of(cluster))
+def counted_step(config: Config, parallel_dims: ParallelDims, cluster: Cluster) -> WholeCount:
+    """The count of a step of one process. It computes the micro-batches of all processes that share experts.
+
+    These make the operands of an expert's weights once, for all of their micro-batches together.
+    """
+    t = config.training
+    together = {"compile": False, "micro_batch_size": t.micro_batch_size * parallel_dims.expert}
+    alone = {"training": t.model_copy(update=together), "parallel": type(config.parallel)()}
+    facts = cluster.facts if cluster.facts.is_gpu else _PLAIN
+    compute = config.spec.recipe.compute
+    speeds = replace(speeds_of(cluster, compute), lanes_per_s=_lane_rate(cluster))
+    return count_whole(config.model_copy(update=alone), facts, speeds, ceilings_of(cluster, compute))
 
 
-def speeds_of(cluster: Cluster) -> Speeds:
-    """The speeds of a cluster's device."""
+def format_of(kind: str, cluster: Cluster, compute: str) -> str:
+    """The format of the cluster that multiplies products of a kind of `bench.count`."""
+    wide = cluster.format_for(compute)
+    if kind.startswith("attention") or kind == "bf16":  # 16 bits
+        return wide
+    if kind == "fp32":
+        return cluster.format_for("fp32")
+    fp8 = "fp8" if "fp8" in cluster.peak else wide
+    return "fp4" if kind == "fp4" and "fp4" in cluster.peak else fp8
+
+
+def ceilings_of(cluster: Cluster, compute: str) -> Speeds:
+    """The speeds that nothing exceeds: those of the cluster's file, and no time for a launch."""
+    rates = {kind: cluster.speed(format_of(kind, cluster, compute)) for kind in H200.flops_per_s}
+    return Speeds("ceilings", cluster.memory_bandwidth, rates, _lane_rate(cluster), 0.0)
+
+
+def speeds_of(cluster: Cluster, compute: str = "bf16") -> Speeds:
+    """The speeds of a cluster's device, for a recipe that computes in a format."""
     here = load_cluster("h200")
-    if cluster.device == here.device:
-        return H200
     products = {
-        kind: cluster.speed(f) / here.speed(f if f in here.peak else "fp8")
-        for kind, f in _KINDS.items()
-        if f in cluster.peak
+        kind: cluster.speed(format_of(kind, cluster, compute)) / here.speed(of_h200)
+        for kind, of_h200 in _KINDS.items()
     }
+    words = "an H200's, measured"
+    if cluster.device != here.device:
+        words = f"an H200's, in the proportion of data sheets to {cluster.device or cluster.title}"
     memory = cluster.memory_bandwidth / here.memory_bandwidth
-    words = f"an H200's, in the proportion of data sheets to {cluster.device or cluster.title}"
     return H200.scaled(words, memory, products)
+
+
+def _lane_rate(cluster: Cluster) -> float:
+    """Instructions/s of a GPU's fp32 lanes; of other devices none were counted."""
+    return cluster.lane_rate if cluster.has_kernels else math.inf

@@ -1,29 +1,29 @@
-"""Estimates the time of a step on a cluster at best, from what the step computes and moves.
+"""Estimates the time of a step on a cluster at best, from a count of the step (`counted.py`).
 
-    products    operations of each format / what large products of it attain; recomputed ones twice
-    attention   the same, as it is computed (`attention_cost.py`)
-    casts       operands made for the products, native or emulated (`cast_price.py`)
-    passes      bytes that norms, activations and the loss read and write, each fused / memory bandwidth
+    products    operations of each format / what large products of it attain; attention's among them
+    casts       operands made for the products, native or emulated, by the path that this recipe takes on this
+                device: bytes or instructions of its kernels, bytes of torch's operations where it has none
+    passes      bytes of everything else that is computed / memory bandwidth
     update      bytes of the state, read and written / memory bandwidth
     copies      state in the host's memory, read and written / the host's link; gradients for each micro-batch
     links       bytes sent in a ring of processes / the slower of the links that the ring passes
 
-What is computed and moved is counted as for `bench` (`bench/work.py`). Communication of weights and gradients
+The devices share what one process with all of the model computes. Communication of weights and gradients
 overlaps with the computation and costs only the excess over it; communication of activations does not
 overlap. A pipeline of P processes and m micro-batches waits (P - 1) / (m x chunks) of its time.
 
-It is a lower bound for this program. What runs reach of it was measured by others (`expect.py`).
+It is a lower bound for this program, as it runs without torch's compiler. What runs reach of it was measured
+by others (`expect.py`).
 """
 
 from dataclasses import dataclass
 
-from narrowgauge.bench.work import work_of_passes
-from narrowgauge.cluster.plan.attention_cost import AttentionCost, attention_cost
-from narrowgauge.cluster.plan.cast_price import cast_seconds, scaling_seconds
+from narrowgauge.bench.count import WholeCount
 from narrowgauge.cluster.plan.cluster_spec import Cluster
+from narrowgauge.cluster.plan.counted import counted_step, format_of
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.models import flops_per_token
-from narrowgauge.recipes import Backend, choose_backend
+from narrowgauge.recipes import ATTENTION_PRODUCTS, Backend, Recipe, choose_backend
 from narrowgauge.training import Config, StepEstimate
 
 
@@ -52,7 +52,7 @@ class Estimate:
 
     Attributes:
         products: seconds of products, attention among them.
-        casts: seconds of making their operands, of scaling emulated results, and of an emulated attention.
+        casts: seconds of making their operands, and of scaling emulated results.
         passes: seconds of everything else that is computed.
         update: seconds of the optimizer.
         copies: seconds of copying state between the host's memory and the device's.
@@ -60,10 +60,11 @@ class Estimate:
         bubble: seconds of waiting in a pipeline.
         volumes: what a device sends.
         tokens: tokens of a step.
-        mfu: model FLOPs utilisation, of the peak in the recipe's wide format.
+        mfu: model FLOPs utilisation, of the peak of the formats that the products have.
         formats: the formats of the linear layers' products, that of most of them first.
-        attention: the products of attention.
+        attention: for a narrow attention, the casts of both operands of each product, in words.
         backend: whether the recipe is native on the device, and why.
+        count: the step of one process that the rest follows from.
     """
 
     products: float
@@ -77,8 +78,9 @@ class Estimate:
     tokens: int
     mfu: float
     formats: tuple[str, ...]
-    attention: AttentionCost
+    attention: dict[str, str]
     backend: Backend
+    count: WholeCount
 
     @property
     def format(self) -> str:
@@ -102,23 +104,26 @@ def estimate(config: Config, parallel_dims: ParallelDims, cluster: Cluster, step
     t, recipe = config.training, config.spec.recipe
     tokens = t.batch_size * config.data.sequence_length
     backend = choose_backend(recipe, cluster.facts, config.spec.backend)
-    is_native = backend.name == "native"
-    formats, attention, seconds = _computation(config, parallel_dims, cluster, is_native)
-    products, casts, passes = seconds
+    count = counted_step(config, parallel_dims, cluster)
+    products, casts, passes = (
+        count.micro_batches * seconds / parallel_dims.size for seconds in _computation(count)
+    )
     volumes = tuple(_volume(*key, size, cluster) for key, size in sorted(step.sent.items()) if size >= 2**10)
     busy = products + casts + passes
     overlapped = sum(v.seconds for v in volumes if v.purpose in ("gather", "reduce"))
     waiting = max(0.0, overlapped - busy) + sum(v.seconds for v in volumes) - overlapped
     micro_batches = t.batch_size // (parallel_dims.data * t.micro_batch_size)
     bubble = busy * (parallel_dims.pipeline - 1) / (micro_batches * parallel_dims.chunks)
-    state = sum(step.memory.device[name] for name in ("weights", "master", "gradients", "m", "v"))
-    update = 2 * state / cluster.memory_bandwidth
+    state = step.memory.device
+    rewritten = sum(state[name] for name in ("weights", "master", "m", "v"))
+    update = (2 * rewritten + state["gradients"]) / cluster.memory_bandwidth
     host = step.memory.host
     copied = sum(host.values()) + micro_batches * host.get("gradients", 0)
     copies = 2 * copied / cluster.host
     total = busy + waiting + bubble + update + copies
     used = flops_per_token(config.spec.model, config.data.sequence_length) * tokens / total
-    mfu = used / parallel_dims.size / cluster.peak[cluster.format_for(recipe.compute)]
+    formats, peak = _formats(count, cluster, recipe.compute)
+    mfu = used / parallel_dims.size / peak
     return Estimate(
         products,
         casts,
@@ -131,44 +136,44 @@ def estimate(config: Config, parallel_dims: ParallelDims, cluster: Cluster, step
         tokens,
         mfu,
         formats,
-        attention,
+        _products_of_attention(recipe) if recipe.narrows_attention else {},
         backend,
+        count,
     )
 
 
-def _computation(
-    config: Config, parallel_dims: ParallelDims, cluster: Cluster, native: bool
-) -> tuple[tuple[str, ...], AttentionCost, tuple[float, float, float]]:
-    """(formats of products, attention, seconds of products, casts and passes) of one device in a step."""
-    recipe, data = config.spec.recipe, config.data
-    # A process sees the tokens of its part of a sequence; attention is of whole sequences.
-    tokens = max(1, data.sequence_length // parallel_dims.context)
-    part = config.model_copy(update={"data": data.model_copy(update={"sequence_length": tokens})})
-    work = work_of_passes(part, native, parallel_dims.expert)
-    devices = parallel_dims.size // parallel_dims.context
-    speeds = _speeds(config, cluster)
-    flops = dict.fromkeys(speeds, 0)
-    for gemm, times in work.gemms.items():
-        flops[gemm.kind] += gemm.flops * times
-    products = sum(flops[kind] / cluster.speed(format) for kind, format in speeds.items())
-    attention = attention_cost(config, work)
-    products += attention.product_seconds(cluster, recipe.compute) / parallel_dims.context
-    casts = 0.0
-    for operand, elements in work.operands.items():
-        casts += cast_seconds(operand, elements, native, cluster, recipe.compute)
-    casts += scaling_seconds(work.scaled_results, cluster)
-    casts += attention.moved / parallel_dims.context / cluster.memory_bandwidth
-    passes = (work.moved["norms and the rest"] + work.moved["loss"]) / cluster.memory_bandwidth
-    kinds = sorted((kind for kind in flops if flops[kind]), key=lambda kind: -flops[kind])
-    formats = tuple(dict.fromkeys(speeds[kind] for kind in kinds))
-    return formats, attention, (products / devices, casts / devices, passes / devices)
+def _computation(count: WholeCount) -> tuple[float, float, float]:
+    """Seconds of the products, the casts and the passes of a micro-batch at best."""
+    total = count.at_ceilings
+    products = total.product_seconds + total.attention_seconds
+    return products, total.cast_seconds, total.seconds - products - total.cast_seconds
 
 
-def _speeds(config: Config, cluster: Cluster) -> dict[str, str]:
-    """The format of the cluster that multiplies each kind of product of `bench.work`."""
-    wide = {kind: cluster.format_for(kind) for kind in ("bf16", "fp16", "fp32")}
-    fp8 = "fp8" if "fp8" in cluster.peak else wide[config.spec.recipe.compute]
-    return wide | {"fp8": fp8, "mxfp8": fp8, "fp4": "fp4" if "fp4" in cluster.peak else fp8}
+def _formats(count: WholeCount, cluster: Cluster, compute: str) -> tuple[tuple[str, ...], float]:
+    """The formats of the linear layers' products, most first, and the peak of all products as they are mixed.
+
+    An emulated product is one of `compute`, and has its peak: a detour by fp32 is no use of fp32.
+    """
+    wide = cluster.peak[cluster.format_for(compute)]
+    of_format: dict[str, float] = {}
+    seconds = 0.0
+    for kind, flops in count.flops.items():
+        name = format_of(kind, cluster, compute)
+        seconds += flops / max(wide, cluster.peak[name])
+        if not kind.startswith("attention"):
+            of_format[name] = of_format.get(name, 0.0) + flops
+    formats = tuple(sorted(of_format, key=lambda name: -of_format[name]))
+    return formats, sum(count.flops.values()) / seconds
+
+
+def _products_of_attention(recipe: Recipe) -> dict[str, str]:
+    """The casts of both operands of each product."""
+
+    def name(place: str) -> str:
+        cast = recipe.attention.get(place)
+        return recipe.compute if cast is None else cast.name
+
+    return {product: f"{name(a)} x {name(b)}" for product, (a, b) in ATTENTION_PRODUCTS.items()}
 
 
 def _volume(purpose: str, ranks: tuple[int, ...], size: int, cluster: Cluster) -> Volume:

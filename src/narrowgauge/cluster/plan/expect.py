@@ -72,13 +72,13 @@ def counted_expectation(
 
     Args:
         counted: the count of a step.
-        at_best: the seconds of the same step at best, than which nothing is expected to be faster.
+        at_best: the seconds of the same step at best, by the same count.
         measured: what measured runs reached.
         copies: the seconds of copies between the host's memory and the device's, which no count has.
     """
     if counted is None:
         return measured
-    share = min(1.0, at_best / (counted.seconds + copies))
+    share = at_best / (counted.seconds + copies)
     if measured is None:
         return Expectation(share, share, share, (), counted)
     return replace(measured, share=share, counted=counted)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.cluster.plan.cluster_spec import Cluster
-from narrowgauge.cluster.plan.counted import counted_step
 from narrowgauge.cluster.plan.estimate import Estimate, estimate
 from narrowgauge.cluster.plan.expect import Expectation, counted_expectation, expectation
 from narrowgauge.cluster.plan.fewest import Fewest, fewest_devices
@@ -29,6 +28,7 @@ from narrowgauge.training import (
 )
 from narrowgauge.training.config.micro_batch import fitting_sizes, next_batch_size
 from narrowgauge.training.monitor.hardware import device_name, total_memory
+from narrowgauge.training.monitor.memory_advice import fitting
 from narrowgauge.units import parse_bytes
 
 
@@ -69,6 +69,8 @@ class Plan:
     Attributes:
         room: the memory that a step has.
         fewest: the smallest number of devices that a step fits on; None if there is none.
+        fitting: where it does not fit, the options of the least change with which it does on these devices,
+            and the memory with them; None if there is none.
         backend: whether the recipe is native on the device; None if the device is not known.
         gpu: the facts of the device, by which memory is counted; None if it is not known.
         time: the time at best; None without a cluster.
@@ -87,6 +89,7 @@ class Plan:
     expected: Expectation | None = None
     cluster: Cluster | None = None
     chosen: tuple[str, ...] = ()
+    fitting: tuple[str, Memory] | None = None
 
     @property
     def copy(self) -> int:
@@ -122,14 +125,21 @@ def make_plan(config: Config, devices: int = 1, cluster: Cluster | None = None) 
             fewest: Fewest | None = Fewest(parallel_dims, config.training.micro_batch_size, step.memory)
         else:
             fewest = fewest_devices(config, parallel_dims, step.memory, room.limit, room.fits)
+        change = None
+        if not room.fits(step.memory, parallel_dims):
+            change = fitting(config, lambda m: room.fits(m, parallel_dims), room.has_host, parallel_dims)
     if cluster is None:
         backend = choose_backend(config.spec.recipe, gpu, config.recipe.backend) if gpu else None
-        return Plan(config, parallel_dims, step, room, fewest, backend, gpu, chosen=chosen)
+        return Plan(config, parallel_dims, step, room, fewest, backend, gpu, chosen=chosen, fitting=change)
     time = estimate(config, parallel_dims, cluster, step)
     measured = expectation(cluster.measured, devices, step.memory.parameters, time.format)
-    counted = counted_step(config, parallel_dims, cluster)
+    is_counted = cluster.facts.is_gpu and parallel_dims.size == 1 and not config.training.compile
+    counted = time.count if is_counted else None
     expected = counted_expectation(counted, time.seconds, measured, time.copies)
-    return Plan(config, parallel_dims, step, room, fewest, time.backend, gpu, time, expected, cluster, chosen)
+    return Plan(
+        *(config, parallel_dims, step, room, fewest, time.backend, gpu),
+        *(time, expected, cluster, chosen, change),
+    )
 
 
 def _room(config: Config, cluster: Cluster | None) -> Room:
@@ -234,6 +244,8 @@ def as_json(plan: Plan, tokens: int = 0, asked: Price | None = None) -> dict[str
     }
     if plan.config.spec.model.experts:
         table["active_parameters"] = count_parameters(plan.config.spec.model, active=True)
+    if plan.fitting is not None:
+        table["fits_with"] = {"options": plan.fitting[0], "peak": plan.fitting[1].peak}
     if plan.chosen:
         table["chosen"] = list(plan.chosen)
     if plan.time is None:
@@ -245,8 +257,8 @@ def as_json(plan: Plan, tokens: int = 0, asked: Price | None = None) -> dict[str
         {key: getattr(v, key) for key in ("purpose", "ranks", "inside", "between", "seconds")}
         for v in time.volumes
     ]
-    if time.attention.products:
-        table["attention"] = {"flops": time.attention.flops, "products": time.attention.products}
+    if time.attention:
+        table["attention"] = {"products": time.attention}
     currency = {"currency": price.currency, "device_hour": price.amount} if price else {}
     table["run"] = {"tokens": budget, **cost_of(plan, budget, price), **currency}
     if (e := plan.expected) is not None:

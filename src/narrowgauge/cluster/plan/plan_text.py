@@ -1,5 +1,9 @@
 """Prints a plan: memory by class, what would fit, traffic, time at best and expected, cost."""
 
+import math
+import shlex
+from collections.abc import Sequence
+
 from rich.console import Console
 from rich.table import Table
 
@@ -10,13 +14,28 @@ from narrowgauge.cluster.plan.price import Price
 from narrowgauge.devices import imagine
 from narrowgauge.models import count_parameters
 from narrowgauge.training import cheaper
-from narrowgauge.units import human_bytes
+from narrowgauge.training.monitor.placement import placement
+from narrowgauge.units import human_bytes, human_duration
 
 
-def print_plan(plan: Plan, console: Console, tokens: int = 0, price: Price | None = None) -> None:
-    """Print a plan, and the options that lower its memory."""
+def print_plan(
+    plan: Plan,
+    console: Console,
+    tokens: int = 0,
+    price: Price | None = None,
+    words: Sequence[str] = ("plan",),
+) -> None:
+    """Print a plan, and the options that lower its memory.
+
+    Args:
+        plan: the plan.
+        console: where to print.
+        tokens: the budget; 0 for the tokens of `training.steps`.
+        price: the price of a device-hour that was asked for.
+        words: the command line that asked, after the program's name; the line that fits begins with it.
+    """
     _print_memory(plan, console)
-    _print_options(plan, console)
+    _print_options(plan, words, console)
     if plan.time is not None:
         _print_traffic(plan.time, console)
         _print_time(plan, plan.time, tokens, price_of(plan, price), console)
@@ -33,12 +52,13 @@ def _print_memory(plan: Plan, console: Console) -> None:
         table.add_column(column, justify="right")
     for name, size in memory.device.items():
         on_host = memory.host.get(name, 0)
-        share = (size + on_host) / memory.parameters
-        table.add_row(name, f"{share:.2f}", human_bytes(size), human_bytes(on_host) if on_host else "")
+        if size + on_host:
+            share = (size + on_host) / memory.parameters
+            table.add_row(name, f"{share:.2f}", _bytes(size), _bytes(on_host))
     if plan.copy:
-        table.add_row("copy of a save", "", "", human_bytes(plan.copy))
+        table.add_row("copy of a save", "", "", _bytes(plan.copy))
     total = sum(memory.host.values()) + plan.copy
-    table.add_row("together", "", human_bytes(memory.peak), human_bytes(total) if total else "", style="bold")
+    table.add_row("together", "", _bytes(memory.peak), _bytes(total), style="bold")
     devices = plan.parallel_dims.size
     several = f" on {devices:,} devices ({plan.parallel_dims.text})" if devices > 1 else ""
     _say(
@@ -47,7 +67,7 @@ def _print_memory(plan: Plan, console: Console) -> None:
         f"{plan.config.recipe.name}: micro-batches of {t.micro_batch_size:,} x "
         f"{plan.config.data.sequence_length:,} tokens{several}",
     )
-    for sentence in plan.chosen:
+    for sentence in (*plan.chosen, *placement(plan.config)):
         _say(console, sentence)
     console.print(table)
     fits = "fits" if plan.fits else "does not fit"
@@ -62,13 +82,13 @@ def _active(plan: Plan) -> str:
     return f" ({count_parameters(model, active=True):,} active)" if model.experts else ""
 
 
-def _print_options(plan: Plan, console: Console) -> None:
-    """Print the smallest number of devices, and the changes that lower the memory of this one."""
+def _print_options(plan: Plan, words: Sequence[str], console: Console) -> None:
+    """Print the smallest number of devices, the line that fits, and the changes that lower the memory."""
     memory, batch = plan.step.memory, plan.config.training.batch_size
     if (fewest := plan.fewest) is None:
         _say(
             console,
-            f"it fits on no number of devices that a batch of {batch:,} sequences can be cut over",
+            f"as it is, it fits on no number of devices that a batch of {batch:,} sequences can be cut over",
         )
     elif plan.parallel_dims.data > 1 or not plan.fits:
         mesh, size = fewest.parallel_dims, fewest.micro_batch_size
@@ -79,13 +99,34 @@ def _print_options(plan: Plan, console: Console) -> None:
             f"smallest number of devices that fits: {mesh.size:,}{axes}{micro}, "
             f"{human_bytes(plan.room.needed(fewest.memory, mesh))} on each",
         )
+    if plan.fitting is not None:
+        options, found = plan.fitting
+        needed = human_bytes(plan.room.needed(found, plan.parallel_dims))
+        _say(console, f"it fits with these changes, {needed}:\n  {_with_options(words, options)}")
+    elif not plan.fits:
+        on = "this device" if plan.parallel_dims.size == 1 else f"{plan.parallel_dims.size:,} devices"
+        _say(console, f"no setting and no recipe of narrower state makes it fit on {on}")
     with imagine(plan.gpu):
-        options = cheaper(plan.config, plan.room.has_host, plan.parallel_dims, wider=not plan.fits)
-    for option, other in sorted(options, key=lambda item: item[1].peak):
+        others = cheaper(plan.config, plan.room.has_host, plan.parallel_dims, wider=not plan.fits)
+    for option, other in sorted(others, key=lambda item: item[1].peak):
         if other.peak > 0.99 * memory.peak:  # it would not be noticed
             continue
         note = "" if other.peak <= plan.room.limit else ", which does not fit either"
         _say(console, f"with {option}: {human_bytes(other.peak)}{note}")
+
+
+def _with_options(words: Sequence[str], options: str) -> str:
+    """A command line with other values of some options."""
+    changed = options.split()
+    names = {*changed[::2], *(("--recipe.name",) if "--recipe" in changed else ())}
+    kept: list[str] = []
+    values = iter(words)
+    for word in values:
+        if word.partition("=")[0] not in names:
+            kept.append(word)
+        elif "=" not in word:
+            next(values, None)  # its value
+    return shlex.join(["narrowgauge", *kept, *changed])
 
 
 def _print_traffic(time: Estimate, console: Console) -> None:
@@ -94,8 +135,7 @@ def _print_traffic(time: Estimate, console: Console) -> None:
     for column in ("ranks", "inside a node", "between nodes", "seconds"):
         table.add_column(column, justify="right")
     for v in time.volumes:
-        sizes = [human_bytes(size) if size else "" for size in (v.inside, v.between)]
-        table.add_row(v.purpose, f"{v.ranks:,}", *sizes, _figure(v.seconds))
+        table.add_row(v.purpose, f"{v.ranks:,}", _bytes(v.inside), _bytes(v.between), _figure(v.seconds))
     if time.volumes:
         console.print(table)
 
@@ -129,7 +169,7 @@ def _print_time(plan: Plan, time: Estimate, tokens: int, price: Price | None, co
     table.add_row("MFU", *(f"{100 * time.mfu * share:.1f} %" for share in shares))
     budget = tokens or plan.config.training.steps * time.tokens
     costs = [cost_of(plan, budget, price, share) for share in shares]
-    table.add_row(f"{budget:,} tokens", *(f"{_figure(cost['days'])} days" for cost in costs))
+    table.add_row(f"{budget:,} tokens", *(human_duration(86_400 * cost["days"]) for cost in costs))
     table.add_row("device-hours", *(_figure(cost["device-hours"]) for cost in costs))
     if price is not None:
         table.add_row("cost", *(str(price.times(cost["device-hours"])) for cost in costs))
@@ -149,13 +189,9 @@ def _print_reasons(plan: Plan, time: Estimate, asked: Price | None, console: Con
             f"time is that of {' and '.join(time.formats)} products and of casts, which are "
             f"{100 * time.casts / time.seconds:.0f} % of it. Waits of the host are not priced",
         )
-    if products := time.attention.products:
-        words = ", ".join(f"{product} {casts}" for product, casts in products.items())
-        _say(
-            console,
-            f"attention: {words}; emulated in fp32, all scores: {time.attention.flops:.3g} operations and "
-            f"{human_bytes(time.attention.moved)} a step of all devices",
-        )
+    if time.attention:
+        words = ", ".join(f"{product} {casts}" for product, casts in time.attention.items())
+        _say(console, f"attention: {words}; emulated in fp32, all scores, forward and backward")
     if plan.expected is None:
         _say(
             console,
@@ -172,17 +208,17 @@ def _print_reasons(plan: Plan, time: Estimate, asked: Price | None, console: Con
 def _sources(e: Expectation, time: Estimate) -> str:
     """The count or the runs that an expectation comes from, in words."""
     if (c := e.counted) is not None:
-        beside = f"; runs of others nearest to it reached {100 * e.least:.0f} to {100 * e.most:.0f} %"
+        beside = f"; runs of others nearest to it reached {_interval(100 * e.least, 100 * e.most, '%')}"
         return (
             f"expect: {_figure(time.seconds / e.share)} s a step, {100 * e.share:.0f} % of the best: counted "
             f"for this GPU{', and the copies from and to the host' if time.copies else ''} "
             f"({c.micro_batch.launches:,} launches and {c.micro_batch.bytes / 1e9:,.0f} GB a micro-batch; "
             f"speeds: {c.words}){beside if e.runs else ''}; nothing of it was measured of this program"
         )
-    runs = ", ".join(f"{run.run} {100 * min(1.0, run.share):.0f} %" for run in e.runs)
+    runs = ", ".join(f"{run.run} {100 * run.share:.0f} %" for run in e.runs)
     sources = "; ".join(dict.fromkeys(run.source for run in e.runs))
-    least, most = time.seconds / e.most, time.seconds / e.least
-    between = f" ({_figure(least)} to {_figure(most)} s a step)" if e.most > e.least else ""
+    ends = _interval(time.seconds / e.most, time.seconds / e.least, "s")
+    between = f" ({ends} a step)" if e.most > e.least else ""
     return (
         f"expect: {100 * e.share:.0f} % of the best speed{between}, as the nearest measured runs reached: "
         f"{runs} (source: {sources}); this program was measured on no GPU"
@@ -190,12 +226,30 @@ def _sources(e: Expectation, time: Estimate) -> str:
 
 
 def _figure(x: float) -> str:
-    """Three digits, or all of a whole number from 100 on.
+    """Three digits, or all of a whole number from 100 on; no power of ten.
 
-    >>> [_figure(x) for x in (12345.6, 15.52, 0.0003071)]
-    ['12,346', '15.5', '0.000307']
+    >>> [_figure(x) for x in (12345.6, 15.52, 0.0003071, 0.0000849)]
+    ['12,346', '15.5', '0.000307', '0.0000849']
     """
-    return f"{x:,.0f}" if x >= 99.95 else f"{x:.3g}"
+    if x >= 99.95 or not x:
+        return f"{x:,.0f}"
+    text = f"{x:.3g}"
+    return text if "e" not in text else f"{x:.{2 - math.floor(math.log10(x))}f}"
+
+
+def _interval(least: float, most: float, unit: str) -> str:
+    """Both ends of an interval, or the one that both are printed as.
+
+    >>> _interval(87.7, 87.9, "%"), _interval(61.2, 95, "s")
+    ('88 %', '61.2 to 95 s')
+    """
+    ends = dict.fromkeys(f"{x:.0f}" if unit == "%" else _figure(x) for x in (least, most))
+    return f"{' to '.join(ends)} {unit}"
+
+
+def _bytes(size: int) -> str:
+    """A size; nothing for none."""
+    return human_bytes(size) if size else ""
 
 
 def _say(console: Console, text: str) -> None:

@@ -18,6 +18,8 @@ class Price:
         return Price(self.amount * count, self.currency)
 
     def __str__(self) -> str:
+        if 0 < self.amount < 0.005:
+            return f"below 0.01 {self.currency}".rstrip()
         decimals = 2 if self.amount < 1000 else 0
         return f"{self.amount:,.{decimals}f} {self.currency}".rstrip()
 

@@ -62,6 +62,11 @@ def find_files(source: str) -> tuple[Input, ...]:
             raise UserError(f"cannot read {source!r}: a source ends in {READABLE}; rename or convert it")
         return (Input(path.name, path),)
     if path.is_dir():
+        if (path / "config.toml").is_file() and (path / "metrics.jsonl").is_file():
+            raise UserError(
+                f"data source {source!r} is a run directory, whose files are no text; name the data that "
+                "data.source in its config.toml names"
+            )
         root, paths = path, _below(path)
     elif path.exists():
         raise UserError(f"data source {source!r} is neither a file nor a directory; give one that is")

@@ -21,18 +21,8 @@ from narrowgauge.models import ModelConfig
 from narrowgauge.nn import EqualShare
 from narrowgauge.optim.optimizer import SMALLEST_NARROW
 from narrowgauge.quantization import Cast, ShardAxis, full_axis
-from narrowgauge.recipes import Recipe
+from narrowgauge.recipes import DIMENSIONS, Recipe
 
-# For the tensor in each place: the dimension across the product, and the one that it contracts.
-DIMENSIONS = {
-    "fprop.x": "MK",
-    "saved": "MK",
-    "fprop.w": "NK",
-    "dgrad.dy": "MN",
-    "dgrad.w": "KN",
-    "wgrad.dy": "NM",
-    "wgrad.x": "KM",
-}
 WEIGHT_STATE = ("weight", "master", "grad")
 
 

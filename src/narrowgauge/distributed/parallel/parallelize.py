@@ -30,7 +30,7 @@ from narrowgauge.distributed.pipeline_stage import Stage, keep_stages, stages_of
 from narrowgauge.distributed.simulate.fake_fsdp import fake_fully_shard
 from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.models import Expert, ModelConfig, Transformer, starting_values
-from narrowgauge.nn import DTYPES, Linear, convert
+from narrowgauge.nn import DTYPES, Linear, apply_recipe
 from narrowgauge.quantization import TensorShard, ensure_state, state_of
 from narrowgauge.recipes import Recipe
 from narrowgauge.torch_compat import ignore_in_ddp
@@ -99,7 +99,7 @@ def parallelize(spec: ModelSpec, mesh: Mesh, device: torch.device) -> tuple[Tran
     spec.set_options(model)
     shapes = {name: p.shape for name, p in model.named_parameters()}
     # The meta device supports no format; each layer chooses its backend again when it gets its weights.
-    convert(model, spec.recipe, backend="emulated" if spec.backend == "emulated" else "auto")
+    apply_recipe(model, spec.recipe, "emulated" if spec.backend == "emulated" else "auto")
     keep_stages(model, mesh)
     shard_blocks(model, mesh)
     divide_experts(model, mesh, spec.batch_size)

@@ -3,13 +3,11 @@
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.kernels.amax_cache import new_amax
 from narrowgauge.kernels.triton.arithmetic import exp, magnitude, narrow, wide
-from narrowgauge.kernels.triton.launch import launch
+from narrowgauge.kernels.triton.launch import launch, tl, triton
 
 #: Elements of a tile, 16 a thread in four warps: two loads of 16 bytes from bf16, for each operand.
 TILE = 2048

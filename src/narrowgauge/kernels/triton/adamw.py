@@ -16,12 +16,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.kernels.triton.arithmetic import fma, magnitude
-from narrowgauge.kernels.triton.launch import launch
+from narrowgauge.kernels.triton.launch import launch, tl, triton
 from narrowgauge.kernels.triton.quantized_state import NOTHING, cast_constants, copy_scale, read, write
 from narrowgauge.quantization import Cast
 

@@ -7,9 +7,7 @@ and by numpy.
 
 import os
 
-import triton
-import triton.language as tl
-from triton.language.extra import libdevice
+from narrowgauge.kernels.triton.launch import libdevice, tl, triton
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 

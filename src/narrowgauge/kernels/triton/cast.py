@@ -16,10 +16,8 @@ contiguous in 65 in place of 25, and memory brings and takes 4 bytes in the time
 
 from typing import Any
 
-import triton
-import triton.language as tl
-
 from narrowgauge.kernels.triton.arithmetic import dot, narrow, wide
+from narrowgauge.kernels.triton.launch import tl, triton
 from narrowgauge.kernels.triton.rounding import code_of, to_fp8, to_grid, uniform, value_of
 from narrowgauge.kernels.triton.scales import (
     INFINITE,

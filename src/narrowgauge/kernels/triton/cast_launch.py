@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 
 from narrowgauge.devices import Device, imagined
 from narrowgauge.formats import RandomStream, encode, format
 from narrowgauge.kernels.amax_cache import DelayedScale, cached_amax, new_amax
 from narrowgauge.kernels.triton.cast import LAUNCH, cast_blocks, cast_given, largest, tile_of
-from narrowgauge.kernels.triton.launch import launch
+from narrowgauge.kernels.triton.launch import launch, triton
 from narrowgauge.kernels.triton.rounding import facts, facts_of_scale, is_converted
 from narrowgauge.quantization import Cast, QTensor
 from narrowgauge.quantization.block_scales import scales_from
@@ -18,6 +17,22 @@ from narrowgauge.quantization.blocks import Blocks, blocks_of
 from narrowgauge.quantization.hadamard import hadamard, transform
 
 Signs = torch.Tensor | tuple[int, ...]
+#: Instructions of a cast, in fp32 lanes an element, its largest magnitude included: (along the contraction,
+#: across it), for numbers and for codes. They are those of a multiprocessor's busiest pipe, in the machine
+#: code that Triton 3.7 makes for sm_90, each pipe at the rate of the CUDA programming guide. Other GPUs are
+#: taken to need as many.
+_LANES = {
+    "tensor": ((36, 36), (39, 51)),
+    "row": ((46, 63), (44, 74)),
+    "square": ((59, 70), (56, 80)),  # 128 x 128
+    "block": ((40, 82), (47, 102)),  # MX, 1 x 128
+    "block, hadamard": ((53, 50), (70, 67)),
+    "nvfp4": ((57, 128), (70, 157)),
+    "nvfp4, square": ((67, 84), (77, 103)),
+    "nvfp4, hadamard": ((73, 82), (93, 103)),
+}
+_LANES_OF_AMAX = 17  # of a tensor's, where it did not come with the tensor
+_LANES_STOCHASTIC = 32  # more, of a random number an element
 
 
 class _View(NamedTuple):
@@ -201,7 +216,8 @@ def _launch_given(
         **facts(cast.element), ROUNDING=cast.rounding, RANDOM_BITS=cast.random_bits,
         CODES=dtype == torch.uint8, TIMES_SCALE=cast.block is not None, DIVIDES=divides, BOTH=both,
         FROM_AMAX=from_amax, AIM=cast.aim, POWER_OF_TWO=cast.power_of_two,
-        CONVERTS=is_converted(cast.element, cast.rounding, x.device), **LAUNCH,
+        CONVERTS=is_converted(cast.element, cast.rounding, x.device),
+        lanes=_lanes(x, cast, axis, dtype), **LAUNCH,
     )  # fmt: skip
     return out, other
 
@@ -245,7 +261,8 @@ def _cast_blocks(
         RULE=cast.scale_rule, POWER_OF_TWO=cast.power_of_two, AIM=cast.aim, INVERSE_LARGEST=1 / cast.aim,
         EMAX=cast.element.emax, FRACTION=cast.element.fraction_bits, CODES=codes,
         LARGEST=cast.target * cast.aim,
-        CONVERTS=is_converted(cast.element, cast.rounding, x.device), **LAUNCH,
+        CONVERTS=is_converted(cast.element, cast.rounding, x.device),
+        lanes=_lanes(x, cast, axis, dtype), **LAUNCH,
     )  # fmt: skip
     return out, blocks, scales, scale_codes, tensor_scale
 
@@ -272,9 +289,28 @@ def _largest(
         *((2**30, 2**30) if finite else _extents(blocks, axis)), updates="amax",
         seldom="" if told is None else "x", IS_TOLD=told is not None,
         TR=tile[0], TK=tile[1], BR=BR, BK=BK, H=0 if matrix is None else len(matrix),
-        BY_ROW=_is_by_row(cast), IS_ONE=amax.numel() == 1, FINITE=finite, **LAUNCH,
+        BY_ROW=_is_by_row(cast), IS_ONE=amax.numel() == 1, FINITE=finite,
+        lanes=_LANES_OF_AMAX * x.numel() if cast.block is None else 0.0, **LAUNCH,
     )  # fmt: skip
     return amax.view(torch.float32)
+
+
+def _lanes(x: torch.Tensor, cast: Cast, axis: int, dtype: torch.dtype) -> float:
+    """The instructions of a cast of `x`, for `GpuWork.lanes`."""
+    of_an_element = _LANES[_kind(cast)][dtype == torch.uint8][axis == 0]
+    return x.numel() * float(of_an_element + _LANES_STOCHASTIC * (cast.rounding == "stochastic"))
+
+
+def _kind(cast: Cast) -> str:
+    """The row of `_LANES` that a cast belongs to."""
+    if cast.tensor_scale != "none":
+        is_square = cast.block is not None and cast.block[0] > 1
+        return "nvfp4, square" if is_square else "nvfp4, hadamard" if cast.hadamard else "nvfp4"
+    if cast.block is None:
+        return "tensor"
+    if _scale_is_known_first(cast):
+        return "row" if _is_by_row(cast) else "square"
+    return "block, hadamard" if cast.hadamard else "block"
 
 
 def _is_by_row(cast: Cast) -> bool:

@@ -14,12 +14,10 @@ Legend: T rows, V vocabulary.
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.kernels.triton.arithmetic import narrow, wide
-from narrowgauge.kernels.triton.launch import launch
+from narrowgauge.kernels.triton.launch import launch, tl, triton
 
 BLOCK = 4096
 WARPS = 8
@@ -188,7 +186,8 @@ def write_gradients(
             width,
             z_TV.stride(0),
             out_TV.stride(0),
-            **{"updates" if out_TV is z_TV else "writes": "out"},
+            writes="" if out_TV is z_TV else "out",
+            updates="out" if out_TV is z_TV else "",
             ignored=ignored,
             twice_z_loss=2 * z_loss if z_loss else None,
             BLOCK=BLOCK,

@@ -11,12 +11,10 @@ them. A program of the first takes four tiles, so that there is one atomic opera
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.kernels.triton.arithmetic import magnitude, wide
-from narrowgauge.kernels.triton.launch import launch
+from narrowgauge.kernels.triton.launch import launch, tl, triton
 from narrowgauge.kernels.triton.quantized_state import (
     EMIN,
     MAX,

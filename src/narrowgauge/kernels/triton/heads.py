@@ -4,13 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.kernels.amax_cache import new_amax
 from narrowgauge.kernels.triton.arithmetic import magnitude, narrow, wide
-from narrowgauge.kernels.triton.launch import launch
+from narrowgauge.kernels.triton.launch import launch, tl, triton
 
 #: Pairs of a tile, 16 a thread in four warps: two loads of 16 bytes from each half in bf16.
 TILE = 2048

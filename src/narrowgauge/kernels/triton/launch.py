@@ -1,12 +1,57 @@
-"""The one door through which kernels are launched or, on an imagined GPU, told (`devices.imagine`)."""
+"""The one door through which kernels are declared, and launched or, on an imagined GPU, told.
+
+`triton`, `tl` and `libdevice` are Triton's where it is installed. Elsewhere they are as much of it as
+declares a kernel. That kernel cannot run, but its launch can be told (`devices.imagine`), so memory, work
+and plans are counted alike on a machine that has Triton and on one that has not.
+"""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from narrowgauge.devices import GpuWork, tell
+from narrowgauge.kernels.dispatch import is_triton_installed
+
+__all__ = ["launch", "libdevice", "tl", "triton"]
+
+
+class Declared:
+    """A kernel without a compiler; `fn` is its Python function, as of Triton's own."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+
+
+class Constant:
+    """A constant of a kernel, and the annotation of an argument that is one."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+    return Declared if fn is None else Declared(fn)
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _cdiv(x: int, y: int) -> int:
+    return -(-x // y)
+
+
+if is_triton_installed():
+    import triton
+    import triton.language as tl
+    from triton.language.extra import libdevice
+else:
+    triton = SimpleNamespace(jit=_jit, cdiv=_cdiv, next_power_of_2=_next_power_of_2)
+    tl = SimpleNamespace(constexpr=Constant)
+    libdevice = SimpleNamespace()
 
 _SECOND = 2**16  # CUDA's grids have fewer programs than this along their second axis, and their third
 
@@ -18,6 +63,7 @@ def launch(
     writes: str = "",
     updates: str = "",
     seldom: str = "",
+    lanes: float = 0.0,
     **options: Any,
 ) -> None:
     """Launch a kernel on the device of its tensors; Triton's own way launches on torch's current device.
@@ -31,6 +77,7 @@ def launch(
         writes: The names of the arguments that it writes, separated by blanks; it reads the others.
         updates: The names of those that it reads and writes.
         seldom: The names of those that it reads only if a number is not finite.
+        lanes: Its instructions, where they can take longer than its bytes (`GpuWork.lanes`).
         options: Constants, and the options of a launch.
     """
     assert all(n < _SECOND for n in grid[1:]), f"a GPU takes no grid of {tuple(grid)} programs"
@@ -52,6 +99,7 @@ def launch(
             f"triton {kernel.fn.__name__}",
             [t for key, t in tensors.items() if key not in written or key in updated],
             [t for key, t in tensors.items() if key in written],
+            lanes=lanes,
             numbers=[a for a in args if not isinstance(a, torch.Tensor)] + sorted(options.items()),
         )
     )

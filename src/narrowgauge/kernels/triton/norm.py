@@ -10,12 +10,10 @@ of 1536 or 4096 half of the threads that a multiprocessor can hold.
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.kernels.triton.arithmetic import magnitude, narrow, wide
-from narrowgauge.kernels.triton.launch import launch
+from narrowgauge.kernels.triton.launch import launch, tl, triton
 
 #: Programs of the backward pass, and so rows of partial sums: as many as an H100 holds at once for Llama's
 #: widths. With 16,384 tokens they write and read 0.25 bytes an element, on top of the 16 that must be moved.

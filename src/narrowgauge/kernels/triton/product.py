@@ -5,12 +5,10 @@ square tiles, 64 bytes next to each other in both directions: one byte read and 
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.kernels.triton.arithmetic import narrow
-from narrowgauge.kernels.triton.launch import launch
+from narrowgauge.kernels.triton.launch import launch, tl, triton
 
 #: Elements of a tile, 16 a thread: four loads of 16 bytes from fp32.
 TILE = 2048

@@ -6,10 +6,8 @@ once, and makes the scale of a tensor that has one from the largest magnitude th
 
 from typing import Any
 
-import triton
-import triton.language as tl
-
 from narrowgauge.kernels.triton.arithmetic import narrow, wide
+from narrowgauge.kernels.triton.launch import tl, triton
 from narrowgauge.kernels.triton.rounding import code_of, to_grid, uniform_of, value_of
 from narrowgauge.kernels.triton.scales import INFINITE, fp32_scale
 from narrowgauge.quantization import Cast

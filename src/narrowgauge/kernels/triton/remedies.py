@@ -15,13 +15,10 @@ a larger element keeps its eight bits.
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 from narrowgauge.kernels.triton.arithmetic import INTERPRETED, magnitude, narrow, wide
-from narrowgauge.kernels.triton.launch import launch
+from narrowgauge.kernels.triton.launch import launch, libdevice, tl, triton
 from narrowgauge.kernels.triton.rounding import facts, to_grid, value_of
 from narrowgauge.kernels.triton.scales import INFINITE, fp32_scale
 from narrowgauge.quantization import Cast

@@ -16,14 +16,12 @@ MAX, EMIN, M, TWOS (two's complement) and MINUS_ZERO (it has a code) are the fac
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.formats import Format, format
 from narrowgauge.kernels.dispatch import converts_to_fp8
 from narrowgauge.kernels.triton.arithmetic import narrow
-from narrowgauge.kernels.triton.launch import launch
+from narrowgauge.kernels.triton.launch import launch, tl, triton
 
 
 def facts(fmt: Format) -> dict[str, Any]:

@@ -4,10 +4,8 @@ Largest magnitudes travel as the bits of their float32, as int32: these are orde
 every infinity and NaN is at least INFINITE.
 """
 
-import triton
-import triton.language as tl
-
 from narrowgauge.kernels.triton.arithmetic import narrow, wide
+from narrowgauge.kernels.triton.launch import tl, triton
 from narrowgauge.kernels.triton.rounding import to_grid, value_of
 
 INFINITE = tl.constexpr(0x7F800000)

@@ -9,8 +9,6 @@ NaN makes NaN of all codes.
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from narrowgauge.formats import Format
@@ -24,7 +22,7 @@ from narrowgauge.kernels.triton.activation import (
     tiling,
 )
 from narrowgauge.kernels.triton.arithmetic import magnitude, wide
-from narrowgauge.kernels.triton.launch import launch
+from narrowgauge.kernels.triton.launch import launch, tl, triton
 from narrowgauge.kernels.triton.rounding import code_of, is_converted, to_fp8, to_grid
 from narrowgauge.kernels.triton.scales import INFINITE, fp32_scale
 

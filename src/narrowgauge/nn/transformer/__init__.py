@@ -1,1 +1,1 @@
-"""How do attention and the residual stream compute under a recipe?"""
+"""What of a model does a recipe reach, and how do attention, experts and the residual stream compute?"""

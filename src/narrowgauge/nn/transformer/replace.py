@@ -4,7 +4,7 @@ A model gives its places away by the modules that compute them: `kernels.attenti
 `kernels.residual.Residual`. In any other model both are functions, which nothing can take the place of.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 
@@ -37,20 +37,17 @@ def refuse_unreachable(model: torch.nn.Module, recipe: Recipe) -> None:
         )
 
 
-def replace_places(
-    model: torch.nn.Module, recipe: Recipe, block_of: Callable[[str], int | None], blocks: int
-) -> None:
+def replace_places(model: torch.nn.Module, recipe: Recipe, resolved: Mapping[str, Recipe]) -> None:
     """Let every attention and every point of the stream compute under a recipe, in place.
 
     Args:
         model: The model; what is under a recipe already changes to the new one.
         recipe: The recipe of the model.
-        block_of: The number of the block that a module of this name is in, if it is in one.
-        blocks: The number of blocks.
+        resolved: The recipe of each attention by its name.
     """
     attentions = {name: m for name, m in model.named_modules() if isinstance(m, Attention)}
     for index, (name, attention) in enumerate(attentions.items()):
-        of_layer = recipe.for_layer([(name, block_of(name))], blocks)
+        of_layer = resolved[name]
         new = NarrowAttention(of_layer, index) if of_layer.narrows_attention else Attention()
         _put_unless_plain(model, name, attention, new)
     points = {name: m for name, m in model.named_modules() if isinstance(m, Residual)}

@@ -12,7 +12,7 @@ without tokens computes nothing, but where there are none at all: then one does,
 Legend: M tokens, K inputs, A experts of a token, R = M A assignments.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,22 +68,21 @@ class StackedExperts(torch.nn.Module):
         return ((number, name) for number in range(self.num_experts) for name in self.matrices)
 
     def use(
-        self, recipe: Recipe, name: str, block: int | None, blocks: int, first: int, backend: str
+        self, recipe: Recipe, name: str, resolved: Mapping[str, Recipe], first: int, backend: str
     ) -> None:
         """Make the layers of all experts, or make them anew with the hooks that they have.
 
         Args:
             recipe: The recipe of the model.
             name: The name of this module in it.
-            block: The number of the block that it is in, if it is in one.
-            blocks: The number of blocks.
+            resolved: The recipe of each layer by its name in the model.
             first: The number of its first layer among the model's.
             backend: The requested backend.
         """
         experts = [torch.nn.Module() for _ in range(self.num_experts)]
         there = dict(self.named_modules())
         for index, (number, layer) in enumerate(self.layer_names(), first):
-            of_layer = recipe.for_layer([(f"{name}.{number}.{layer}", block)], blocks)
+            of_layer = resolved[f"{name}.{number}.{layer}"]
             new = ExpertLinear(self, number, layer, of_layer, index, recipe, backend)
             if (old := there.get(f"{number}.{layer}")) is not None:
                 share_hooks(old, new)
@@ -198,14 +197,28 @@ class ExpertLinear(Linear):
 
 
 def is_stacked(module: torch.nn.Module) -> bool:
-    """Whether a module holds experts in the way of transformers (which is never imported)."""
+    """Whether a module holds experts in the way of transformers (which is never imported).
+
+    One whose forward pass was replaced on the instance computes something else.
+    """
     if isinstance(module, StackedExperts):
         return True
+    if "forward" in vars(module):
+        return False
     has_facts = all(
         hasattr(module, fact) for fact in ("num_experts", "has_gate", "is_transposed", "has_post_expert_norm")
     )
     down = getattr(module, "down_proj", None)
     return has_facts and isinstance(down, torch.nn.Parameter) and down.ndim == 3
+
+
+def expert_layers(module: torch.nn.Module) -> Iterator[tuple[str, tuple[int, int]]]:
+    """("NUMBER.MATRIX", (outputs, inputs)) of each layer that a stack of experts holds or becomes."""
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    for number in range(module.num_experts):  # type: ignore[arg-type]
+        for key in (first, "down_proj"):
+            rows, columns = module.get_parameter(key).shape[1:]
+            yield f"{number}.{key}", (columns, rows) if module.is_transposed else (rows, columns)
 
 
 def require_plain_state(recipe: Recipe, name: str) -> None:

@@ -1,7 +1,8 @@
 """Which matrices of a model no recipe reaches: `convert` says so, as they would stay wide without a word."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -15,8 +16,10 @@ def warn_of_unreached(model: torch.nn.Module) -> None:
     """Say which share of a model's parameters is in matrices that compute as before.
 
     These are the weights of torch's own attention and recurrent layers, which multiply without a
-    `torch.nn.Linear`, and stacked matrices that are not those of `StackedExperts`.
+    `torch.nn.Linear`, stacked matrices that are not those of `StackedExperts`, and layers in plain lists.
     """
+    if hidden := list(hidden_layers(model)):
+        warnings.warn(f"{hidden_text(hidden)}, and stay as they are", stacklevel=3)
     found = dict(_unreached(model))
     if not found:
         return
@@ -39,3 +42,43 @@ def _unreached(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
             is_stack = not is_torchs and p.ndim == 3 and p.shape[0] > 1
             if is_stack or (is_without and p.ndim == 2):
                 yield f"{name}.{key}".lstrip("."), p.numel()
+
+
+def hidden_text(hidden: Sequence[str]) -> str:
+    """The layers in plain lists, and the way out."""
+    return (
+        f"{len(hidden)} linear layers, such as {hidden[0]!r}, lie in plain Python lists, where torch finds "
+        "no modules: neither a recipe nor .to() nor model.parameters() reaches them (make the list a "
+        "torch.nn.ModuleList)"
+    )
+
+
+def hidden_layers(model: torch.nn.Module) -> Iterator[str]:
+    """The linear layers that train, of modules in lists, tuples and dictionaries that torch does not see."""
+    modules = set(model.modules())
+    known = set(model.parameters())
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key in _TORCHS or not isinstance(value, list | tuple | dict):
+                continue
+            for path, hidden in _modules_in(value, f"{name}.{key}".lstrip(".")):
+                if hidden in modules:
+                    continue
+                for inner, layer in hidden.named_modules():
+                    is_linear = isinstance(layer, torch.nn.Linear) and layer.weight not in known
+                    if is_linear and layer.weight.requires_grad:
+                        yield f"{path}.{inner}".rstrip(".")
+
+
+# What torch keeps in dictionaries of a module: hooks may hold modules.
+_TORCHS = set(vars(torch.nn.Module()))
+
+
+def _modules_in(value: Any, path: str, depth: int = 3) -> Iterator[tuple[str, torch.nn.Module]]:
+    """(path, module) of each module in a list, a tuple or a dictionary, or in one of those inside of it."""
+    if isinstance(value, torch.nn.Module):
+        yield path, value
+    elif depth and isinstance(value, list | tuple | dict):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, entry in pairs:
+            yield from _modules_in(entry, f"{path}[{key!r}]", depth - 1)

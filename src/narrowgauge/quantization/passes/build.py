@@ -4,6 +4,10 @@ The library lies in the cache (`files.cache_directory`), under a name made of th
 flags and the CPU, so that a home that several machines share holds one for each. It is kept only after
 it has given the numbers of torch's operations (`in_c`). `NARROWGAUGE_KERNELS=0` does without it.
 
+A library is code, and several users may share a cache. So each user has a folder there, `passes-UID`, and
+what is loaded are bytes that were read once, from a file that only this user can write, in a folder that only
+this user can write, and whose name holds their digest. Anything else is compiled anew.
+
 The flags leave every number as it is: no product and sum become one rounding (`-ffp-contract=off`), and
 what may be ignored is errno and the flags of exceptions, which nobody reads.
 """
@@ -14,13 +18,17 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
+import warnings
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 
-from narrowgauge.files import cache_directory, make_directory
+from narrowgauge.files import cache_directory, make_directory, open_regular
+from narrowgauge.operating_system import is_private, user_id
 
 _FLAGS = ("-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 _FOR_THIS_CPU = ("-march=native", "-mcpu=native", "")  # the first that the compiler knows
@@ -36,10 +44,28 @@ def compiler() -> list[str]:
     return []
 
 
-def library_path() -> Path:
-    """The place in the cache of the library of this source, for this CPU and compiler."""
-    parts = (source(), _FLAGS, compiler(), platform.system(), platform.machine(), _cpu())
-    return cache_directory() / "passes" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.so"
+def kept() -> Iterator[bytes]:
+    """The libraries in the cache for this source, CPU and compiler that no other user can have written.
+
+    There may be several, where machines with other C libraries share a home.
+
+    Warns:
+        UserWarning: Other users can write to the folder, so nothing in it is read.
+    """
+    folder, key = _folder(), _key()
+    with suppress(OSError):
+        if not _is_private(folder):
+            warnings.warn(
+                f"{folder} is no directory that only this user can write to, so the compiled passes in it "
+                "are not loaded, and each process compiles them: remove it, or `chmod 700` it if it is yours",
+                stacklevel=2,
+            )
+            return
+        for path in sorted(folder.glob(f"{key}-*.so")):
+            with suppress(OSError), open_regular(path) as file:
+                content = file.read()
+                if is_private(os.fstat(file.fileno())) and path.name == _name_of(content, key):
+                    yield content
 
 
 def built(directory: Path) -> Path | None:
@@ -63,20 +89,27 @@ def built(directory: Path) -> Path | None:
 
 
 def opened(path: Path) -> ctypes.CDLL | None:
-    """The library at a path; None if it is missing, or cannot be loaded here."""
+    """The library at a path; None if it cannot be loaded here."""
     with suppress(OSError):
-        return ctypes.CDLL(str(path)) if path.is_file() else None
+        return ctypes.CDLL(str(path))
     return None
 
 
-def keep(library: Path) -> None:
-    """Move a library to its place in the cache, if that can be written; other processes may do the same."""
-    place = library_path()
+def keep(content: bytes) -> None:
+    """Put a library into the cache, if that can be done safely; other processes may do the same."""
+    folder = _folder()
     with suppress(OSError):
-        make_directory(place.parent)
-        with tempfile.NamedTemporaryFile(dir=place.parent, delete=False) as file:
-            file.write(library.read_bytes())
-        os.replace(file.name, place)
+        make_directory(folder.parent)
+        with suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        if not _is_private(folder):
+            return
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:  # of mode 600
+            file.write(content)
+        try:
+            os.replace(file.name, folder / _name_of(content, _key()))
+        finally:
+            Path(file.name).unlink(missing_ok=True)
 
 
 def source() -> str:
@@ -91,3 +124,25 @@ def _cpu() -> str:
         named = [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))]
         return "\n".join(sorted(set(named)))
     return f"{platform.node()} {platform.processor()}"
+
+
+def _folder() -> Path:
+    """The folder of this user's libraries."""
+    return cache_directory() / f"passes-{user_id()}"
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether nobody else can write to a folder that is there; a symbolic link is none."""
+    status = folder.lstat()
+    return stat.S_ISDIR(status.st_mode) and is_private(status)
+
+
+def _key() -> str:
+    """The first half of a library's name: source, compiler and CPU."""
+    parts = (source(), _FLAGS, compiler(), platform.system(), platform.machine(), _cpu())
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _name_of(content: bytes, key: str) -> str:
+    """The name of a library, whose second half is the digest of its key and its bytes."""
+    return f"{key}-{hashlib.sha256(key.encode() + content).hexdigest()}.so"

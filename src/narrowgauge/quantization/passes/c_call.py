@@ -7,6 +7,7 @@ import ctypes
 import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -95,16 +96,20 @@ def _threads() -> ThreadPoolExecutor:
 @cache
 def c_library() -> ctypes.CDLL | None:
     """The compiled passes, made and checked where they are not in the cache; None where they cannot be."""
-    found = build.opened(build.library_path())
-    if found is not None:
-        return _declared(found)
-    with tempfile.TemporaryDirectory(prefix="narrowgauge-") as directory:
+    # A disk may be full: torch's operations then take the place of the passes, with the same bits.
+    with suppress(OSError), tempfile.TemporaryDirectory(prefix="narrowgauge-") as directory:
+        copy = Path(directory, "kept.so")
+        for content in build.kept():
+            copy.write_bytes(content)  # what was verified, whatever becomes of the file in the cache
+            if (found := build.opened(copy)) is not None:
+                return _declared(found)
         made = build.built(Path(directory))
         found = None if made is None else build.opened(made)
         if made is None or found is None or not _is_right(_declared(found)):
             return None
-        build.keep(made)
-    return found
+        build.keep(made.read_bytes())
+        return found
+    return None
 
 
 def _declared(found: ctypes.CDLL) -> ctypes.CDLL:

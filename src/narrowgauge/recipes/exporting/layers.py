@@ -5,7 +5,8 @@ from narrowgauge.recipes.recipe import Recipe
 
 _KEPT = """\
 # Layers that stay in {compute}: names or patterns, compared with a layer's whole name and with its last part;
-# and blocks from both ends of the longest ModuleList, where a float is a share of them, rounded up.
+# and blocks from both ends of the model, where a float is a share of them, rounded up. Blocks are the members
+# of ModuleLists that lie in no other block.
 MODULES = {modules}
 FIRST_BLOCKS = {first}
 LAST_BLOCKS = {last}
@@ -26,16 +27,17 @@ def is_wide(name, block, blocks):
 
 def wide_layers(model):
     """The names of a model's modules that stay wide."""
-    lists = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)}
-    longest = max(lists, key=lambda n: len(lists[n]), default=None)
-    prefix = f"{longest}." if longest else ""
-    names = set()
-    for name, _ in model.named_modules(remove_duplicate=False):
-        number = name.removeprefix(prefix).partition(".")[0]
-        is_inside = longest is not None and name.startswith(prefix) and number.isdecimal()
-        if is_wide(name, int(number) if is_inside else None, len(lists[longest]) if lists else 0):
-            names.add(name)
-    return names
+    blocks = []
+
+    def block_of(name):
+        return next((i for i, block in enumerate(blocks) if f"{name}.".startswith(f"{block}.")), None)
+
+    for name, module in model.named_modules():
+        is_list = isinstance(module, torch.nn.ModuleList) and "expert" not in name.rpartition(".")[2].lower()
+        if is_list and block_of(name) is None and any(list(member.children()) for member in module):
+            blocks += [f"{name}.{i}".lstrip(".") for i in range(len(module))]
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    return {name for name in names if is_wide(name, block_of(name), len(blocks))}
 '''
 
 

@@ -2,7 +2,11 @@
 
 Each point (`grid`) trains in a separate process, started with the ordinary `train` on a configuration file.
 So the peak memory of a point is measured alone, and a stopped comparison continues: `train` skips a finished
-run and resumes a stopped one.
+run and resumes a stopped one. Such a run shows its steps and leaves its table and its sample of text to its
+directory, because the verdict is what a terminal has room for.
+
+On a CPU all points have one number of threads, since the last digits of losses follow from it: that of the
+runs that are there already, else as many as cores are free when the comparison begins.
 
 Under a launcher (torchrun, srun) every launched process starts one child process per point, and the children
 are the ranks of the run. The rendezvous uses the point's name, because a launcher's store outlives a run.
@@ -25,7 +29,9 @@ from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.operating_system import STOP_SIGNALS
 from narrowgauge.report.compare.grid import Point
-from narrowgauge.training import to_toml
+from narrowgauge.signals import COMPARED
+from narrowgauge.training import choose_device, to_toml
+from narrowgauge.training.monitor.threads import threads_of
 from narrowgauge.training.run_directory import RunDirectory
 
 
@@ -48,7 +54,7 @@ def compare(points: Sequence[Point], out: Path, console: Console, rank: int = 0)
         UserError: a directory cannot be written.
         ComparisonFailed: a run was killed or preempted, or could not begin.
     """
-    runs = []
+    runs, points = [], with_equal_threads(points, out)
     with ExitStack() as stack:
         files = out if rank == 0 else Path(stack.enter_context(TemporaryDirectory()))
         for number, point in enumerate(points, start=1):
@@ -62,11 +68,32 @@ def compare(points: Sequence[Point], out: Path, console: Console, rank: int = 0)
                     f"{out} cannot be written: {error.strerror}; name another with --out"
                 ) from None
             command = [sys.executable, "-m", "narrowgauge", "train", str(file), "--out", str(path)]
-            code = _run_process(command, {**os.environ, RENDEZVOUS: point.name})
+            code = _run_process(command, {**os.environ, COMPARED: "1", RENDEZVOUS: point.name})
             if code and not (code == 1 and RunDirectory(path).status() == "failed"):
                 raise ComparisonFailed(point.name, code)
             runs.append(path)
     return runs
+
+
+def with_equal_threads(points: Sequence[Point], out: Path) -> list[Point]:
+    """The points with `training.threads`, the same in all that do not say it.
+
+    A run that has begun keeps its own. A GPU's numbers do not depend on it.
+    """
+    runs = {point.name: RunDirectory(out / point.name) for point in points}
+    begun = {name: run for name, run in runs.items() if (run.path / "config.toml").is_file()}
+    number = next((threads for run in begun.values() if (threads := run.threads())), 0)
+    number = number or threads_of([])[0]
+
+    def with_threads(point: Point) -> Point:
+        training = point.config.training
+        if training.threads or choose_device(training.device).type != "cpu":
+            return point
+        threads = begun[point.name].config().training.threads if point.name in begun else number
+        keys = {"training": training.model_copy(update={"threads": threads})}
+        return Point(point.name, point.config.model_copy(update=keys))
+
+    return [with_threads(point) for point in points]
 
 
 def _run_process(command: Sequence[str], environment: Mapping[str, str]) -> int:

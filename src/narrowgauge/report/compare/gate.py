@@ -2,27 +2,28 @@
 
 A gate is the largest gap that is accepted: in nats a token ("0.01"), or in percent of the reference's loss
 ("0.25%"). The gaps of a variant are those of its verdict: one for each seed, in pairs and at equal tokens,
-with Student's interval (95 %) over the seeds.
+and the interval is that of the verdict, by the same `rule`.
 
     fail    a run has diverged or failed, the gap is above the gate for every seed, or the interval is
     pass    the interval ends at the gate or below it
     open    neither: the seeds are too few, and it is said how many would do
 
-An interval inside of -gate .. gate is equivalence by two one-sided tests at 2.5 % each (Schuirmann 1987).
-Here the upper test decides: nobody refuses a recipe because its loss is too low. A variant that is better by
-more than the gate passes and says so, because such a gain has a cause to look for.
+For one variant, an interval inside of -gate .. gate is equivalence by two one-sided tests at 2.5 % each
+(Schuirmann 1987). Here the upper test decides: a low loss is no reason to refuse a recipe. A variant that is
+better by more than the gate passes and says so, because such a gain has a cause to look for.
 """
 
 import math
-import statistics
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from narrowgauge.errors import UserError
 from narrowgauge.report.compare.groups import Group, groups
-from narrowgauge.report.compare.verdict import gaps_of, has_validation, is_finite
+from narrowgauge.report.compare.power import known_of
+from narrowgauge.report.compare.rule import Judgement, judge
+from narrowgauge.report.compare.verdict import family_of, final_loss, has_validation, is_finite, judged_gaps
 from narrowgauge.report.read.run import Run
-from narrowgauge.t_interval import half_width, t_quantile
 
 _MOST_SEEDS = 1000
 
@@ -75,29 +76,38 @@ def gate_results(runs: Sequence[Run], gate: Gate) -> list[GateResult]:
     Raises:
         UserError: there is no second variant.
     """
-    reference, *others = groups(runs)
-    if not others:
+    all_groups = groups(runs)
+    if len(all_groups) < 2:
         raise UserError(
             "--gate compares variants with a reference, and there is one variant; name two recipes"
         )
-    return [_judge(group, reference, gate) for group in others]
+    gaps = dict(enumerate(judged_gaps(all_groups, gate.in_percent)))
+    known = known_of(runs[0])
+    if not gate.in_percent:
+        known *= (final_loss(runs[0], has_validation(runs)) or 0.0) / 100
+    found = judge(gaps, family_of(all_groups), known)
+    return [
+        _judge(group, all_groups[0], gate, list(gaps[number].values()), found.get(number))
+        for number, group in enumerate(all_groups)
+        if number
+    ]
 
 
-def _judge(group: Group, reference: Group, gate: Gate) -> GateResult:
+def _judge(
+    group: Group, reference: Group, gate: Gate, gaps: Sequence[float], judgement: Judgement | None
+) -> GateResult:
     for word, of in (("fail", group), ("open", reference)):
         for run in of.runs.values():
             if run.status == "failed":
                 return GateResult(group.name, word, f"{run.name} failed: {run.reason}")
-    found = gaps_of(group, reference)
-    gaps = [gap.percent if gate.in_percent else gap.nats for gap in found.values()]
-    if not gaps:
+    if judgement is None:
         return GateResult(group.name, "open", f"no seed has losses at equal tokens with {reference.name}")
     if not all(map(math.isfinite, gaps)):
         by_validation = has_validation(list(reference.runs.values()))
         if is_finite(group, by_validation):
             return GateResult(group.name, "open", f"a loss of {reference.name} is not finite")
         return GateResult(group.name, "fail", "a loss is not finite")
-    mean, half = statistics.fmean(gaps), half_width(gaps)
+    mean, half = judgement.mean, judgement.half_width
     count = f"{len(gaps)} seed{'s' * (len(gaps) != 1)}"
     text = f"gap {gate.show(mean)}, {count}"
     if half is not None:
@@ -112,13 +122,14 @@ def _judge(group: Group, reference: Group, gate: Gate) -> GateResult:
     if mean + half <= gate.limit:
         gain = ", better by more than the gate: look for the cause" if mean + half < -gate.limit else ""
         return GateResult(group.name, "pass", text + gain)
-    return GateResult(group.name, "open", f"{text}: {_seeds_needed(gaps, gate.limit)}")
+    return GateResult(group.name, "open", f"{text}: {_seeds_needed(judgement, gate.limit)}")
 
 
-def _seeds_needed(gaps: Sequence[float], limit: float) -> str:
+def _seeds_needed(found: Judgement, limit: float) -> str:
     """How many seeds of this mean and spread would settle the word."""
-    room, spread = abs(limit - statistics.fmean(gaps)), statistics.stdev(gaps)
-    for count in range(len(gaps) + 1, _MOST_SEEDS + 1):
-        if t_quantile(count - 1) * spread / math.sqrt(count) <= room:
-            return f"about {count} seeds of this spread would decide"
+    counts = range(found.seeds + 1, _MOST_SEEDS + 1)
+    room = abs(limit - found.mean)
+    at = bisect_left(counts, True, key=lambda seeds: found.half_width_of(seeds) <= room)
+    if at < len(counts):
+        return f"about {counts[at]} seeds of this spread would decide"
     return f"the gap lies at the gate itself, and {_MOST_SEEDS} seeds would not decide"

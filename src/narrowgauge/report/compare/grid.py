@@ -10,6 +10,7 @@ values or seeds reuses the existing runs.
 """
 
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -96,13 +97,25 @@ def take_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, lis
     """Split off the table `sweep`: the other values, and the sweep as {"section.key": [values]}.
 
     Raises:
-        UserError: a value of the sweep is not a list, or is an empty list.
+        UserError: it is no table, a key lacks its section, or a value is not a list or is an empty one.
     """
     rest = {section: table for section, table in values.items() if section != "sweep"}
+    table = values.get("sweep", {})
+    if not isinstance(table, Mapping):
+        raise UserError(
+            "'sweep' is one table of keys and lists; write [sweep] and optimizer.lr = [1e-3, 2e-3]"
+        )
     grid: dict[str, list[Any]] = {}
-    for key, choices in flatten(values.get("sweep", {})).items():
+    for key, choices in flatten(table).items():
         if not isinstance(choices, list) or not choices:
-            raise UserError(f"[sweep] {key} = {choices!r}: a sweep has a list of values for each key")
+            raise UserError(
+                f"[sweep] {key} = {choices!r}: a sweep has a list of values for each key; a value that is a "
+                'table stands in a list, too, as in recipe.fprop.x = [{cast = "fp4-row"}, "bf16"]'
+            )
+        if not key.partition(".")[2]:
+            raise UserError(
+                f"[sweep] {key.rstrip('.')}: write the section and the key, as in optimizer.lr or recipe.name"
+            )
         grid[key] = choices
     return rest, grid
 
@@ -110,8 +123,12 @@ def take_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, lis
 def parse_sweeps(texts: Sequence[str], short: Mapping[str, str]) -> dict[str, list[Any]]:
     """Parse every `--sweep KEY=A,B,...` into {"section.key": [values]}, the values as text.
 
+    A table in braces is one value, and a list in brackets is one that is read as TOML.
+
     >>> parse_sweeps(["lr=1e-3,2e-3"], {"lr": "optimizer.lr"})
     {'optimizer.lr': ['1e-3', '2e-3']}
+    >>> parse_sweeps(["recipe.fprop.x={element='e4m3', block=32},bf16"], {})
+    {'recipe.fprop.x': ["{element='e4m3', block=32}", 'bf16']}
 
     Raises:
         UserError: a text is no KEY=A,B, or two texts have the same key.
@@ -119,7 +136,7 @@ def parse_sweeps(texts: Sequence[str], short: Mapping[str, str]) -> dict[str, li
     grid: dict[str, list[Any]] = {}
     for text in texts:
         key, _, rest = text.partition("=")
-        values = [value for value in rest.split(",") if value]
+        values = [_listed(value) for value in _split(rest) if value]
         key = short.get(key, key)
         if "." not in key or not values:
             raise UserError(f"--sweep {text}: write KEY=A,B with a key such as optimizer.lr")
@@ -127,6 +144,32 @@ def parse_sweeps(texts: Sequence[str], short: Mapping[str, str]) -> dict[str, li
             raise UserError(f"--sweep {text}: {key} is swept twice; write all its values in one --sweep")
         grid[key] = values
     return grid
+
+
+def _split(text: str) -> list[str]:
+    """Values between commas; those in braces or brackets, or in quotes, separate nothing."""
+    values, depth, quote = [""], 0, ""
+    for letter in text:
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "\"'":
+            quote = letter
+        depth += 0 if quote else (letter in "{[") - (letter in "}]")
+        if letter == "," and not depth and not quote:
+            values.append("")
+        else:
+            values[-1] += letter
+    return [value.strip() for value in values]
+
+
+def _listed(text: str) -> Any:
+    """A value in brackets as a list; any other as it is."""
+    if not text.startswith("["):
+        return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
 
 
 def make_points(

@@ -8,6 +8,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from narrowgauge.report.compare.groups import groups
+from narrowgauge.report.compare.rule import Judgement
 from narrowgauge.report.compare.sentence import reason_of_end, summary
 from narrowgauge.report.compare.table import TEXT_COLUMNS, table_rows
 from narrowgauge.report.compare.verdict import Verdict, has_validation, verdicts
@@ -46,13 +47,14 @@ def _gap_notes(runs: Sequence[Run]) -> list[str]:
         f"Gap: {loss} loss in percent above (+) or below (-) that of {reference.name} with the same seed, at "
         "equal tokens."
     ]
-    if any(v.half_width is not None for v in others):
-        notes.append(
-            f"Of several seeds: mean, ± their standard deviation; interval: {CONFIDENCE:.0%} of Student's t "
-            "over the gaps of the seeds."
-        )
-        if len(others) > 2:
-            notes.append(f"An interval misses the true gap in 1 case of 20; of {len(others)}, one may well.")
+    judged = [v.judgement for v in others if v.judgement is not None and v.half_width is not None]
+    if judged:
+        notes.append("Of several seeds: mean, ± their standard deviation; " + _interval_note(judged))
+    notes += [
+        f"{v.name} is a control: judged alone, and not counted among the variants."
+        for v in others
+        if v.is_control
+    ]
     if any(v.gap is not None and v.half_width is None for v in others):
         notes.append(
             "A gap of one seed has no confidence interval: another seed would give another gap. "
@@ -65,6 +67,20 @@ def _gap_notes(runs: Sequence[Run]) -> list[str]:
     else:
         notes.append(_unequal_note(runs))
     return [*notes, *_other_text_note(runs)]
+
+
+def _interval_note(judged: Sequence[Judgement]) -> str:
+    """What the intervals hold for, and of which deviation they are made."""
+    family = max(one.family for one in judged)
+    at_once = f", for {family} variants at once" if family > 1 else ""
+    deviations = sorted({one.spread.deviation for one in judged if one.spread is not None and one.half_width})
+    raised = any(one.spread is not None and one.spread.is_raised for one in judged)
+    text = f"interval: {CONFIDENCE:.0%}{at_once}"
+    if deviations:
+        span = " to ".join(f"{x:.2g}" for x in deviations[:: max(1, len(deviations) - 1)])
+        text += f", if gaps of seeds deviate by {span} %"
+        text += ", raised towards what is known of such lengths" if raised else ""
+    return f"{text}."
 
 
 def _unequal_note(runs: Sequence[Run]) -> str:

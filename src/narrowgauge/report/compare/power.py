@@ -1,32 +1,46 @@
-"""What a comparison will be able to see, said before it starts.
+"""The gap that a comparison will be able to see: the power of the `rule` that judges it.
 
-The gaps of n seeds with standard deviation s have a mean whose error is s / sqrt(n). By Student's t with n -
-1 degrees of freedom, a true gap is found (at 5 %, two-sided) in 8 of 10 experiments if it is at least
+Gaps of n seeds that deviate by sigma have a mean whose error is sigma / sqrt(n). The rule estimates sigma as
+s = u sigma, where u is spread like a root of chi-squared and raised by what is known, and calls a gap proven
+beyond c s / sqrt(n). So it finds a true gap g with the probability
 
-    (t[0.95] + t[0.6]) s / sqrt(n)          t[c]: the central share c lies within it; 0.6 leaves 20 % above
+    E_u [Phi(g sqrt(n) / sigma - c u) + Phi(-g sqrt(n) / sigma - c u)]
 
-and two equal recipes are found equal within a margin m (two one-sided tests at 5 %) in 8 of 10 if
+and finds two equal recipes equal within a margin m with E_u [2 Phi(m sqrt(n) / sigma - t u) - 1]. Both
+factors, c and t, grow with the number of arms, and fall with the number of gaps from which s is pooled.
 
-    (t[0.9] + t[0.8]) s / sqrt(n) <= m      10 % are lost on each side
-
-s is not known before the runs. It is taken from pairs of runs that were trained: with less than one token for
-each parameter the curves are still steep, and the luck of the warm-up is most of the gap.
+Before the runs, sigma is taken from pairs of runs that were trained: with few tokens for each parameter the
+curves are still steep, and the luck of the warm-up is most of the gap.
 """
 
 import math
-import statistics
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
-from narrowgauge.t_interval import t_quantile
+import numpy as np
 
-MARGIN = 0.25  # percent; the equality that reports of FP8 training claim (DeepSeek-V3, arXiv 2412.19437)
+from narrowgauge.errors import UserError
+from narrowgauge.models import count_block_weights, model_config
+from narrowgauge.report.compare.critical import FloatArray, critical_value, normal_cdf, spread_nodes
+from narrowgauge.report.compare.rule import (
+    MARGIN,
+    Arm,
+    Gaps,
+    Spread,
+    equality_factor,
+    judge,
+)
+from narrowgauge.report.read.run import Run
+
 _MOST = 200
+_POWER = 0.8
 
 #: Paired standard deviation of the gap in percent, by the tokens for each parameter up to which it holds.
 KNOWN = (
-    (1.0, 0.5, "docs/lab-log.md: 5 M parameters, 0.2 tokens each"),
-    (3.0, 0.7, "docs/evidence.md: 0.38 to 0.86 % at 0.85 M parameters, 1.0 and 1.9 tokens each"),
-    (math.inf, 0.4, "docs/evidence.md: 0.39 and 0.40 % there, 3.8 tokens each"),
+    (0.5, 0.5, "docs/lab-log.md: 5 M parameters, 0.2 tokens each"),
+    (3.0, 0.9, "docs/evidence.md, seven arms: 0.89 and 0.97 % at 0.85 M parameters, 1.0 and 1.9 tokens each"),
+    (math.inf, 0.5, "docs/evidence.md, seven arms: 0.49 % there, 3.8 tokens each"),
 )
 
 
@@ -34,58 +48,110 @@ def known_deviation(tokens_per_parameter: float) -> float:
     """The paired standard deviation in percent that earlier runs of such a length had.
 
     >>> known_deviation(0.2), known_deviation(12)
-    (0.5, 0.4)
+    (0.5, 0.5)
     """
     return next(deviation for limit, deviation, _ in KNOWN if tokens_per_parameter < limit)
 
 
-def smallest_gap(seeds: int, deviation: float) -> float:
-    """The gap that so many seeds find in 8 of 10 experiments; infinite for one seed.
+def known_of(run: Run) -> float:
+    """The deviation that runs as long as this one are known to have; 0 if its files do not tell its model."""
+    section = run.config.get("model", {})
+    try:
+        model = model_config(**{key: value for key, value in section.items() if key != "weights"})
+    except (UserError, TypeError, AttributeError):
+        return 0.0
+    return known_deviation(run.tokens / count_block_weights(model))
 
-    >>> round(smallest_gap(5, 0.1), 3)
-    0.166
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a comparison asks: so many arms beside the reference, each with so many seeds.
+
+    Attributes:
+        deviation: The standard deviation of a gap in percent that the plan assumes.
+        known: The one that the rule will know of; 0 if nothing is known.
     """
-    if seeds < 2:
+
+    seeds: int
+    deviation: float
+    arms: int = 1
+    known: float = 0.0
+
+    @property
+    def degrees(self) -> int:
+        """Degrees of freedom of the pooled deviation."""
+        return (self.seeds - 1) * self.arms
+
+    def chance(self, of: Callable[[FloatArray], FloatArray]) -> float:
+        """Mean of a probability over the deviations that the rule may come to use, as shares of the true."""
+        nodes, weights = spread_nodes(self.degrees)
+        spreads = [Spread(u * self.deviation, self.degrees, self.known).deviation for u in nodes]
+        return float(weights @ of(np.array(spreads) / self.deviation))
+
+    def chance_to_see(self, gap: float) -> float:
+        """The probability that the rule calls an arm of such a true gap different."""
+        at, c = gap * math.sqrt(self.seeds) / self.deviation, critical_value(self.arms, self.degrees)
+        return self.chance(lambda u: normal_cdf(at - c * u) + normal_cdf(-at - c * u))
+
+    def chance_to_equal(self, margin: float = MARGIN) -> float:
+        """The probability that the rule calls an arm equal to the reference that is so."""
+        at, t = margin * math.sqrt(self.seeds) / self.deviation, equality_factor(self.arms, self.degrees)
+        return self.chance(lambda u: np.maximum(2 * normal_cdf(at - t * u) - 1, 0.0))
+
+
+def smallest_gap(plan: Plan) -> float:
+    """The gap in percent that a plan finds in 8 of 10 experiments; infinite for one seed.
+
+    >>> round(smallest_gap(Plan(5, 0.4)), 2), round(smallest_gap(Plan(5, 0.4, arms=7)), 2)
+    (0.67, 0.65)
+    """
+    if plan.seeds < 2:
         return math.inf
-    return (t_quantile(seeds - 1) + t_quantile(seeds - 1, 0.6)) * deviation / math.sqrt(seeds)
+    low, high = 0.0, plan.deviation
+    while plan.chance_to_see(high) < _POWER:
+        low, high = high, 2 * high
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if plan.chance_to_see(middle) < _POWER else (low, middle)
+    return high
 
 
-def seeds_for_equality(deviation: float, margin: float = MARGIN) -> int | None:
-    """The least number of seeds that find two equal recipes equal within a margin; None if over 200.
+def seeds_for_equality(plan: Plan) -> int | None:
+    """The least number of seeds with which a plan finds equal recipes equal in 8 of 10; None if over 200.
 
-    >>> seeds_for_equality(0.1), seeds_for_equality(0.5)
-    (4, 36)
+    >>> seeds_for_equality(Plan(2, 0.1)), seeds_for_equality(Plan(2, 0.4))
+    (4, 24)
     """
-    for n in range(2, _MOST + 1):
-        if (t_quantile(n - 1, 0.9) + t_quantile(n - 1, 0.8)) * deviation / math.sqrt(n) <= margin:
-            return n
-    return None
+    counts = range(2, _MOST + 1)
+    at = bisect_left(counts, _POWER, key=lambda n: replace(plan, seeds=n).chance_to_equal())
+    return counts[at] if at < len(counts) else None
 
 
-def power_text(seeds: int, tokens: int, parameters: int, gaps: Sequence[Sequence[float]] = ()) -> str:
+def power_text(seeds: int, arms: int, tokens: int, parameters: int, gaps: Gaps[Arm]) -> str:
     """What a plan will be able to see, in words.
 
     Args:
         seeds: The number of seeds of each variant.
+        arms: The number of variants beside the reference and the controls.
         tokens: Tokens of a run.
         parameters: Parameters of the model in linear layers, without the head.
         gaps: The gaps in percent of each variant, by seed, of runs that exist already.
     """
-    measured = [
-        statistics.variance(group) for group in gaps if len(group) > 2 and all(map(math.isfinite, group))
-    ]
-    if measured:
-        deviation, source = math.sqrt(statistics.fmean(measured)), "measured here"
-    else:
-        deviation, source = known_deviation(tokens / parameters), "known of such lengths"
-    ratio = tokens / parameters
-    many = seeds_for_equality(deviation)
+    ratio, arms = tokens / parameters, max(arms, 1)
+    deviation = known = known_deviation(ratio)
+    source = "known of such lengths"
+    judged = [one for one in judge(gaps, list(gaps), known).values() if one.seeds > 2 and one.spread]
+    if (widest := max(judged, key=lambda one: one.degrees, default=None)) and widest.spread:
+        deviation, source = widest.spread.deviation, "measured here"
+    plan = Plan(seeds, deviation, arms, known)
+    many = seeds_for_equality(plan)
     needed = f"more than {_MOST}" if many is None else str(many)
     if seeds < 2:
         seen = "one seed has no interval and proves no gap"
     else:
-        seen = f"{seeds} seeds see a gap of {smallest_gap(seeds, deviation):.2g} % in 8 of 10 cases"
+        seen = f"{seeds} seeds see a gap of {smallest_gap(plan):.2g} % in 8 of 10 cases"
+        seen = seen if arms == 1 else f"of {arms} variants at once, {seen}"
     return (
-        f"{ratio:.2g} tokens a parameter: {seen}, if gaps of seeds deviate by {deviation:.2g} % ({source}); "
-        f"to call two recipes equal within {MARGIN} % takes {needed} seeds"
+        f"{ratio:.2g} tokens a parameter: {seen}, if gaps of seeds deviate by {deviation:.2g} % "
+        f"({source}); to call two recipes equal within {MARGIN} % takes {needed} seeds"
     )

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from narrowgauge.report.compare.gap import format_loss
+from narrowgauge.report.compare.rule import MARGIN
 from narrowgauge.report.compare.verdict import Verdict, has_validation, verdicts
 from narrowgauge.report.read.run import Run
 from narrowgauge.t_interval import CONFIDENCE
@@ -109,9 +110,9 @@ def _of_many(all_verdicts: Sequence[Verdict], by_validation: bool) -> list[str]:
         why = f"Not compared, for want of {to}'s seed or tokens:"
     waiting = [v for v in of("not finite") if v.loss is not None and math.isfinite(v.loss)]
     broken = [v for v in of("not finite") if v not in waiting]
-    proven = of("worse", "better")
+    proven = [v for v in others if v.is_proven]
     sentences = [
-        f"{v.name} ends {v.conclusion} than {to}: {_gap(v)} {loss} ({_interval(v)})." for v in proven[:MOST]
+        f"{v.name} ends {_compared(v, to)}: {_gap(v)} {loss} ({_interval(v)})." for v in proven[:MOST]
     ]
     if len(proven) > MOST:
         sentences.append(f"Proven differences from {to}, besides: {len(proven) - MOST} more.")
@@ -119,6 +120,11 @@ def _of_many(all_verdicts: Sequence[Verdict], by_validation: bool) -> list[str]:
         (
             of("no difference seen"),
             f"No difference from {to} is proven for",
+            lambda v: f"{_gap(v)}, {_interval(v)}",
+        ),
+        (
+            of(f"equal within {MARGIN} %"),
+            f"Equal to {to} within {MARGIN} %:",
             lambda v: f"{_gap(v)}, {_interval(v)}",
         ),
         (of("equal"), f"Equal to {to} in every seed:", lambda v: _count(len(v.paired), "seed")),
@@ -133,6 +139,12 @@ def _of_many(all_verdicts: Sequence[Verdict], by_validation: bool) -> list[str]:
             f"Open: one seed proves no difference. The gaps in {loss} to {to}: {_names(found, _gap)}."
         )
     return sentences or [f"Nothing can be compared with {to}."]
+
+
+def _compared(v: Verdict, to: str) -> str:
+    """A proven difference: "worse than bf16", "better than bf16, but within 0.25 %"."""
+    word, _, equal = v.conclusion.partition(", ")
+    return f"{word} than {to}" + (f", but {equal}" if equal else "")
 
 
 def _gap(v: Verdict) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from narrowgauge.errors import UserError
 from narrowgauge.optim import decay_start
 from narrowgauge.report.compare.grid import Point, Variant, make_points
+from narrowgauge.report.compare.rule import is_control
 from narrowgauge.training import Config
 
 _SPARE = 8  # checkpoints beside those at multiples: of a trunk that was stopped by signals
@@ -86,6 +87,11 @@ class Ladder:
     jobs: int
     threads: int
     products: str = ""
+
+    @property
+    def family(self) -> list[str]:
+        """The arms of which the ladder asks: neither the reference nor controls."""
+        return [arm for arm in self.arms[1:] if not is_control(arm, self.arms[0])]
 
 
 def make_ladder(

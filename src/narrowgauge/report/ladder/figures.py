@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from narrowgauge.report.compare.power import MARGIN
+from narrowgauge.report.compare.rule import MARGIN
 from narrowgauge.report.ladder.statistics import ArmResult
 
 _COLORS = ("#0b6e99", "#c4511d", "#2e7d32", "#7b3fa0", "#b8860b", "#a02050", "#4a5a6a", "#008080")
@@ -60,7 +60,7 @@ def ladder_svg(results: Sequence[ArmResult], parameters: int, reference: str) ->
 
 def _bounds(results: Sequence[ArmResult]) -> tuple[float, float]:
     """The range of gaps that both plots show."""
-    shown = [r.gap for r in results if abs(r.gap.mean) <= _LARGEST]
+    shown = [r.at_once for r in results if abs(r.gap.mean) <= _LARGEST]
     ends = [x for gap in shown for x in (gap.mean, gap.low, gap.high) if math.isfinite(x)]
     low = max(min([*ends, -2 * MARGIN]), -_LARGEST)
     high = min(max([*ends, 2 * MARGIN]), _LARGEST)
@@ -97,8 +97,8 @@ def _curves(
         points = " ".join(f"{px:.1f},{y(r.gap.mean):.1f}" for px, r in at)
         parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>')
         for px, r in at:
-            if math.isfinite(r.gap.low):
-                parts.append(_line(px, y(r.gap.low), px, y(r.gap.high), color))
+            if math.isfinite(r.at_once.low):
+                parts.append(_line(px, y(r.at_once.low), px, y(r.at_once.high), color))
             parts.append(f'<circle cx="{px:.1f}" cy="{y(r.gap.mean):.1f}" r="3" fill="{color}"/>')
     return parts
 
@@ -126,8 +126,8 @@ def _forest(
         parts.append(_text(_WIDTH - 122, cy + 4, result.verdict))
         if not result.gaps:
             continue
-        if math.isfinite(result.gap.low) and abs(result.gap.mean) <= _LARGEST:
-            parts.append(_line(x(result.gap.low), cy, x(result.gap.high), cy, color, 2))
+        if math.isfinite(result.at_once.low) and abs(result.gap.mean) <= _LARGEST:
+            parts.append(_line(x(result.at_once.low), cy, x(result.at_once.high), cy, color, 2))
         if abs(result.gap.mean) > _LARGEST:
             beyond = f"{result.gap.mean:+.1f} %"
             if result.gap.mean > 0:

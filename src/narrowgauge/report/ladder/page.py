@@ -1,11 +1,14 @@
 """The results of a ladder for readers: Markdown for the documentation, and one HTML file beside the runs."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from narrowgauge.analysis.rank_correlation import rank_correlation
+from narrowgauge.report.compare.power import Plan, seeds_for_equality, smallest_gap
+from narrowgauge.report.compare.rule import MARGIN, Judgement, is_control
+from narrowgauge.report.ladder.contrasts import growth, share_cells, shares, unpaired_deviation
 from narrowgauge.report.ladder.figures import ladder_svg
 from narrowgauge.report.ladder.predictions import Prediction, outcome
 from narrowgauge.report.ladder.results import DIVERGED, Row
@@ -94,6 +97,26 @@ def rate_table(rows: Sequence[Row]) -> Table:
     return ("arm", "tokens", *(f"{rate:g}" for rate in rates), "best"), lines
 
 
+def growth_table(rows: Sequence[Row]) -> Table:
+    """Each arm against each run of the reference: the gap at the highest rung, and its growth."""
+    low, high = (of(row.rung for row in rows) for of in (min, max))
+    head = ("arm", "to", f"gap, rung {high}", "95 % interval", f"growth since rung {low}", "95 % interval")
+    lines = [
+        [arm, reference, percent(gap.mean), ends(gap), percent(more.mean), ends(more)]
+        for arm, reference, gap, more in growth(rows)
+    ]
+    return head, lines
+
+
+def share_table(rows: Sequence[Row]) -> Table:
+    """The part of a whole recipe's gap that its forward pass alone has."""
+    lines = [
+        [part, whole, reference, *share_cells(share, by_seed)]
+        for part, whole, reference, share, by_seed in shares(rows)
+    ]
+    return ("part", "of the gap of", "to", "share", "95 % interval", "by seed, %"), lines
+
+
 def _end(value: float) -> str:
     return f"{value:+.2f}" if math.isfinite(value) else "∞"
 
@@ -121,15 +144,23 @@ def results_markdown(
     rates: Sequence[Row] = (),
 ) -> str:
     """The part of the project's page that is made from its numbers."""
-    results = arm_results(rows)
+    family = asked_arms(predictions, rows)
+    results = arm_results(rows, family=family)
     parts = [
         f"![Gaps over tokens, and at the highest rung with their intervals]({picture})",
         " ".join([*facts(rows), _control(predictions, rows)]).strip(),
+        " ".join(_rule_in_figures(rows, results, family)),
         "### At the highest rung\n\n" + markdown(*main_table(results)),
         "### Predictions and outcomes\n\n" + _counted(predictions, rows),
         markdown(*prediction_table(predictions, rows), left=("arm", "what", "outcome")),
         "### At every rung\n\n" + markdown(*rung_table(results)),
     ]
+    if len({row.rung for row in rows}) > 1:
+        head = "### Against each run of the reference\n\n"
+        parts.append(head + markdown(*growth_table(rows), left=("arm", "to")))
+    if shares(rows):
+        head = "### The share of the forward pass\n\n"
+        parts.append(head + markdown(*share_table(rows), left=("part", "of the gap of", "to")))
     if rates:
         parts.append(
             "### Learning rates\n\nHeld-out loss by learning rate.\n\n" + markdown(*rate_table(rates))
@@ -137,6 +168,35 @@ def results_markdown(
     if probe is not None:
         parts.append("### What the probe says\n\n" + markdown(*probe_table(probe, results)))
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
+
+
+def asked_arms(predictions: Sequence[Prediction], rows: Sequence[Row]) -> list[str]:
+    """The arms that share the 5 %: those of which the plan asked, as far as they were run."""
+    asked, reference = {one.arm for one in predictions}, rows[0].arm
+    trained = dict.fromkeys(row.arm for row in rows)
+    return [arm for arm in trained if arm in asked and not is_control(arm, reference)]
+
+
+def _rule_in_figures(rows: Sequence[Row], results: Sequence[ArmResult], family: Sequence[str]) -> list[str]:
+    """The family, the pooled deviation of each rung, and what the rule sees with that of the highest."""
+    pooled: dict[int, Judgement] = {}
+    for rung, found in ((one.rung, one.judgement) for one in results):
+        if found is not None and found.degrees > (pooled[rung].degrees if rung in pooled else 0):
+            pooled[rung] = found
+    spreads = [found.spread.deviation for found in pooled.values() if found.spread is not None]
+    if not family or not all(spreads) or not spreads:
+        return []
+    deviations = ", ".join(f"{spread:.2f}" for spread in spreads)
+    unpaired = ", ".join(f"{unpaired_deviation(rows, rung):.2f}" for rung in pooled)
+    last = pooled[max(pooled)]
+    plan = Plan(last.seeds, spreads[-1], len(family))
+    return [
+        f"Verdicts and the column *all arms at once* are of {len(family)} arms: {', '.join(family)}.",
+        f"Pooled over seeds and arms, gaps deviate by {deviations} % at the rungs ({last.degrees} degrees "
+        f"of freedom); those of runs that share no seed would by {unpaired} %. By this rule {last.seeds} "
+        f"seeds see a gap of {smallest_gap(plan):.2f} % in 8 of 10 cases at the highest rung, and to call an "
+        f"arm equal within {MARGIN} % takes {seeds_for_equality(plan)} seeds.",
+    ]
 
 
 def _control(predictions: Sequence[Prediction], rows: Sequence[Row]) -> str:
@@ -160,14 +220,19 @@ def _counted(predictions: Sequence[Prediction], rows: Sequence[Row]) -> str:
 
 
 def render_page(
-    rows: Sequence[Row], parameters: int, probe: Mapping[str, Any] | None = None, reference: str = ""
+    rows: Sequence[Row],
+    parameters: int,
+    probe: Mapping[str, Any] | None = None,
+    reference: str = "",
+    family: Collection[str] = (),
 ) -> str:
     """One HTML file: the picture, the tables, what diverged, and the probe beside them.
 
-    `reference` is the arm that the others are compared with; "": that of the first row.
+    `reference` is the arm that the others are compared with; "": that of the first row. `family` are the arms
+    that the plan asks of; (): all but the reference and controls.
     """
     reference = reference or rows[0].arm
-    results = arm_results(rows, reference)
+    results = arm_results(rows, reference, family, parameters)
     body = [f"<h1>Ladder</h1><p>{escape(' '.join(facts(rows, reference)))}</p>"]
     if results:
         body.append(ladder_svg(results, parameters, reference))

@@ -16,7 +16,7 @@ from narrowgauge.report.ladder.jobs import Job, is_complete, jobs_of, require_sa
 from narrowgauge.report.ladder.page import render_page
 from narrowgauge.report.ladder.probe import probe_arms, read_probe
 from narrowgauge.report.ladder.results import collect_rows, rows_text
-from narrowgauge.report.ladder.statistics import arm_results
+from narrowgauge.report.ladder.statistics import ArmResult, arm_results
 from narrowgauge.report.ladder.table import print_results
 from narrowgauge.report.ladder.watch import Watch
 
@@ -64,7 +64,7 @@ def run_ladder(ladder: Ladder, out: Path, console: Console, is_dry: bool = False
             write_results(ladder, out)
     probe_arms(ladder, out)
     write_results(ladder, out)
-    print_results(arm_results(collect_rows(ladder, out), ladder.arms[0]), console)
+    print_results(_results(ladder, out), console)
     _say(console, f"results: {out / 'runs.csv'}")
     _say(console, f"report: {out / 'report.html'}")
 
@@ -75,18 +75,24 @@ def write_results(ladder: Ladder, out: Path) -> None:
     write_whole(out / "runs.csv", rows_text(rows))
     if rows:
         parameters = count_block_weights(ladder.chains[0].trunk.config.spec.model)
-        write_whole(out / "report.html", render_page(rows, parameters, read_probe(out), ladder.arms[0]))
+        page = render_page(rows, parameters, read_probe(out), ladder.arms[0], ladder.family)
+        write_whole(out / "report.html", page)
+
+
+def _results(ladder: Ladder, out: Path) -> list[ArmResult]:
+    """The results of the runs that are finished."""
+    parameters = count_block_weights(ladder.chains[0].trunk.config.spec.model)
+    return arm_results(collect_rows(ladder, out), ladder.arms[0], ladder.family, parameters)
 
 
 def _sight(ladder: Ladder, out: Path) -> Sequence[str]:
     """Which gap each rung will be able to show."""
-    rows = collect_rows(ladder, out)
     parameters = count_block_weights(ladder.chains[0].trunk.config.spec.model)
     sentences = []
-    results = arm_results(rows, ladder.arms[0])
+    results = _results(ladder, out)
     for number, run in enumerate(ladder.chains[0].runs, start=1):
-        gaps = [result.gaps for result in results if result.rung == number]
-        text = power_text(len(ladder.seeds), run.tokens, parameters, gaps)
+        gaps = {result.arm: result.gaps for result in results if result.rung == number}
+        text = power_text(len(ladder.seeds), len(ladder.family), run.tokens, parameters, gaps)
         sentences.append(f"rung {number}: {text}")
     return sentences
 

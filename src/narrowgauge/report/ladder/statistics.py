@@ -1,9 +1,7 @@
-"""The statistics of a ladder: paired gaps, difference, equivalence, many arms, extra tokens.
+"""The statistics of a ladder: paired gaps, the verdict on each, extra tokens, and contrasts beside them.
 
     gap         100 (L / L_reference - 1) of one seed and rung: same initial weights, same tokens in order
-    difference  Student's t over the gaps of the seeds, two-sided
-    equal       two one-sided t tests (Schuirmann 1987): |gap| < margin, p is the larger of the two
-    Holm        p values of all arms of a rung, ascending, times k, k - 1, ..., made monotone (Holm 1979)
+    verdict     by the `rule` of all comparisons, over the arms of a rung at once
     extra       how many percent more tokens the arm needs than the reference for the loss that it reached
 
 For the extra tokens, the reference's loss of the same seed is read off as a function of its tokens D: between
@@ -13,15 +11,15 @@ reference has the arm's loss at D, the extra tokens are 100 (D / D' - 1).
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from narrowgauge.report.compare.power import MARGIN
+from narrowgauge.report.compare.power import known_deviation
+from narrowgauge.report.compare.rule import Judgement, is_control, judge
 from narrowgauge.report.ladder.results import DIVERGED, Row
-from narrowgauge.t_interval import Interval, interval, t_probability
+from narrowgauge.t_interval import Interval, interval
 
-LEVEL = 0.05
 NAN = math.nan
 
 
@@ -32,53 +30,66 @@ class ArmResult:
     Attributes:
         gaps: By the own forward pass, of the seeds that both arms have.
         bf16_gaps: By the bf16 forward pass of the same weights, of both arms.
-        gap: Mean and interval of `gaps`; NaN without any.
+        gap: Mean and Student's interval of `gaps` alone; NaN without any.
         extra: Mean and interval of the extra tokens in percent; NaN with a single rung.
         diverged: How many seeds diverged.
-        p_difference: Of the two-sided test, Holm's over the arms of the rung.
-        p_equal: Of the two one-sided tests, Holm's likewise.
+        judgement: Of the gaps, among the other arms of the rung; None without any.
     """
 
     arm: str
     rung: int
     tokens: int
-    gaps: tuple[float, ...]
+    gaps: Mapping[int, float]
     bf16_gaps: tuple[float, ...]
     gap: Interval
     bf16_gap: Interval
     extra: Interval
     diverged: int
-    p_difference: float = NAN
-    p_equal: float = NAN
+    judgement: Judgement | None = None
+
+    @property
+    def at_once(self) -> Interval:
+        """The interval that holds for all arms of the rung at once, on which the verdict rests."""
+        half = None if self.judgement is None else self.judgement.half_width
+        half = NAN if half is None else half
+        return Interval(self.gap.mean, self.gap.mean - half, self.gap.mean + half)
 
     @property
     def deviation(self) -> float:
         """Standard deviation of the gaps; NaN for fewer than two."""
-        return statistics.stdev(self.gaps) if len(self.gaps) > 1 else NAN
+        return statistics.stdev(self.gaps.values()) if len(self.gaps) > 1 else NAN
 
     @property
     def verdict(self) -> str:
-        """The verdict by the rule of the page."""
+        """The verdict by the rule; a run that diverged is one, too."""
         if self.diverged:
             return "diverges"
-        is_equal = self.p_equal < LEVEL
-        if self.p_difference < LEVEL:
-            word = "worse" if self.gap.mean > 0 else "better"
-            return f"{word}, within {MARGIN} %" if is_equal else word
-        return f"equal within {MARGIN} %" if is_equal else "open"
+        return "open" if self.judgement is None else self.judgement.word("open")
 
 
-def arm_results(rows: Sequence[Row], reference: str = "") -> list[ArmResult]:
-    """The results of all arms but the reference ("": the arm of the first row), by rung and arm."""
+def arm_results(
+    rows: Sequence[Row], reference: str = "", family: Collection[str] = (), parameters: int = 0
+) -> list[ArmResult]:
+    """The results of all arms but the reference, by rung and arm.
+
+    Args:
+        rows: The results of runs.
+        reference: The arm that the others are compared with; "": that of the first row.
+        family: The arms that the plan asks of, which share the 5 %; (): all but the reference and controls.
+        parameters: Parameters in linear layers, by which lengths are known; 0: judge by the rows alone.
+    """
     if not rows:
         return []
     by_key = {(row.arm, row.seed, row.rung): row for row in rows}
     reference = reference or rows[0].arm
     arms = [arm for arm in dict.fromkeys(row.arm for row in rows) if arm != reference]
+    family = family or [arm for arm in arms if not is_control(arm, reference)]
     results = []
     for rung in sorted({row.rung for row in rows}):
         found = [one for arm in arms if (one := _result(by_key, reference, arm, rung)) is not None]
-        results += _with_p_values(found)
+        known = known_deviation(found[0].tokens / parameters) if found and parameters else 0.0
+        judged = judge({one.arm: one.gaps for one in found}, family, known)
+        results += [replace(one, judgement=judged.get(one.arm)) for one in found]
     return results
 
 
@@ -95,13 +106,13 @@ def _result(
     diverged = sum(row.status == DIVERGED for row in rows)
     if not pairs and not diverged:
         return None
-    gaps = tuple(gap_percent(row.own_loss, base.own_loss) for row, base in pairs)
+    gaps = {row.seed: gap_percent(row.own_loss, base.own_loss) for row, base in pairs}
     bf16 = tuple(gap_percent(row.bf16_loss, base.bf16_loss) for row, base in pairs)
     curves = {row.seed: _curve(by_key, reference, row.seed) for row, _ in pairs}
     extra = [extra_tokens(row.own_loss, row.tokens, curves[row.seed]) for row, _ in pairs]
     known = [x for x in extra if math.isfinite(x)]
     tokens = rows[0].tokens
-    gap, bf16_gap, more = _interval(gaps), _interval(bf16), _interval(known)
+    gap, bf16_gap, more = _interval(list(gaps.values())), _interval(bf16), _interval(known)
     return ArmResult(arm, rung, tokens, gaps, bf16, gap, bf16_gap, more, diverged)
 
 
@@ -138,60 +149,3 @@ def extra_tokens(loss: float, tokens: int, curve: Sequence[tuple[float, float]])
     if slope >= 0:
         return NAN
     return 100 * (tokens / math.exp(left[0] + (y - left[1]) / slope) - 1)
-
-
-def p_of_difference(values: Sequence[float]) -> float:
-    """Two-sided p value of a mean of zero; NaN for fewer than two values."""
-    t = _t_of(values, 0.0)
-    return NAN if math.isnan(t) else 1.0 - _central(abs(t), len(values) - 1)
-
-
-def p_of_equality(values: Sequence[float], margin: float = MARGIN) -> float:
-    """The larger p value of the two one-sided tests that the mean lies within the margin."""
-    lower, upper = _t_of(values, -margin), _t_of(values, margin)
-    if math.isnan(lower):
-        return NAN
-    degrees = len(values) - 1
-    return max(_above(lower, degrees), _above(-upper, degrees))
-
-
-def _t_of(values: Sequence[float], mean: float) -> float:
-    """Student's t of the values against a mean; infinite if all are equal and another number."""
-    if len(values) < 2:
-        return NAN
-    excess, deviation = statistics.fmean(values) - mean, statistics.stdev(values)
-    if deviation == 0:
-        return math.copysign(math.inf, excess) if excess else 0.0
-    return excess * math.sqrt(len(values)) / deviation
-
-
-def _central(t: float, degrees: int) -> float:
-    return 1.0 if math.isinf(t) else t_probability(t, degrees)
-
-
-def _above(t: float, degrees: int) -> float:
-    """Probability that a Student variable exceeds t."""
-    half = _central(abs(t), degrees) / 2
-    return 0.5 - half if t >= 0 else 0.5 + half
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjusted p values; a NaN stays and does not count.
-
-    >>> [round(p, 3) for p in holm([0.01, 0.04, 0.03])]
-    [0.03, 0.06, 0.06]
-    """
-    order = sorted((i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i])
-    adjusted, largest = list(p_values), 0.0
-    for rank, i in enumerate(order):
-        largest = max(largest, min(1.0, (len(order) - rank) * p_values[i]))
-        adjusted[i] = largest
-    return adjusted
-
-
-def _with_p_values(results: Sequence[ArmResult]) -> list[ArmResult]:
-    difference = holm([p_of_difference(one.gaps) for one in results])
-    equal = holm([p_of_equality(one.gaps) for one in results])
-    return [
-        replace(one, p_difference=d, p_equal=e) for one, d, e in zip(results, difference, equal, strict=True)
-    ]

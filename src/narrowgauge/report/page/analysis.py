@@ -1,4 +1,4 @@
-"""What `probe` and `sensitivity` found in runs, as tables of the page; a cost is as dark as it is large."""
+"""What `probe` and `sensitivity` found in runs, as tables of the page; a large cost has a strong colour."""
 
 import math
 from collections.abc import Sequence
@@ -66,8 +66,8 @@ def _costs(found: Costs) -> str:
     layers = list(dict.fromkeys(layer for layer, _ in found.costs))
     places = list(dict.fromkeys(place for _, place in found.costs))
     head = "".join(f'<th scope="col" class="number">{escape(place)}</th>' for place in places)
-    positive = [math.log(cost) for cost in found.costs.values() if cost > 0]
-    low, high = (min(positive), max(positive)) if positive else (0.0, 0.0)
+    ranges = {unit: _range(found, unit) for unit in set(found.units.values())}
+    marked = {*found.worst, *found.worst_backward}
     body = ""
     for layer in layers:
         row = ""
@@ -76,16 +76,25 @@ def _costs(found: Costs) -> str:
             if cost is None:
                 row += "<td></td>"
                 continue
+            low, high = ranges[found.units[place]]
             share = (math.log(cost) - low) / (high - low) if cost > 0 and high > low else 0.0
-            mark = "*" if f"{layer}.{place}" in found.worst else ""
+            mark = "*" if f"{layer}.{place}" in marked else ""
             row += f'<td class="number cost-{round(share * _SHADES)}">{cost:.1e}{mark}</td>'
         body += f'<tr><th scope="row">{escape(layer)}</th>{row}</tr>'
-    worst = ", ".join(map(escape, found.worst))
+    worst, backward = (", ".join(map(escape, names)) for names in (found.worst, found.worst_backward))
     return (
         f"<p>What one place of one layer in {escape(found.cast)} would cost after step {found.step:,}: fprop "
-        "as a share of the loss; dgrad and wgrad as the squared distance that the optimizer's next step "
-        f"moves. Worst: {worst}.</p>" + _scrolled("Sensitivity", f'<th scope="col">layer</th>{head}', body)
+        "in nats that it adds to the loss; dgrad and wgrad as the share that it takes of what a step removes "
+        f"from the loss. Worst forward: {worst}. Worst backward: {backward}.</p>"
+        + _scrolled("Sensitivity", f'<th scope="col">layer</th>{head}', body)
     )
+
+
+def _range(found: Costs, unit: str) -> tuple[float, float]:
+    """The logarithms of the smallest and the largest cost above 0 of a unit."""
+    costs = (cost for (_, place), cost in found.costs.items() if found.units[place] == unit)
+    positive = [math.log(cost) for cost in costs if cost > 0]
+    return (min(positive), max(positive)) if positive else (0.0, 0.0)
 
 
 def _scrolled(label: str, head: str, body: str) -> str:

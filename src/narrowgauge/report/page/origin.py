@@ -20,6 +20,7 @@ def origin(runs: Sequence[Run], command: str = "") -> str:
         "date": _dates(runs),
         "duration": _duration(runs),
         "host": _listed(runs, ("host", "device")),
+        "recipe": _placements(runs),
         "version": _listed(runs, ("version", "torch"), ("narrowgauge ", "torch ")),
     }
     rows = [f"<div><dt>{name}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items() if text]
@@ -52,6 +53,13 @@ def _duration(runs: Sequence[Run]) -> str:
         if begun and ended and ended > begun:
             text = f"{human_duration((ended - begun).total_seconds())}, of which {text}"
     return text
+
+
+def _placements(runs: Sequence[Run]) -> str:
+    """The layers that each recipe keeps wide, and the blocks that do not fit the model."""
+    found = {run.recipe: run.facts.get("placement") for run in runs}
+    texts = [f"{name}: {'; '.join(map(str, lines))}" for name, lines in found.items() if lines]
+    return ". ".join(texts)
 
 
 def _time(run: Run, *names: str, first: bool = False) -> datetime | None:

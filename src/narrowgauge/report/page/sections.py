@@ -92,7 +92,19 @@ def _settings(run: Run) -> str:
     named = [("", loose), *sections.items(), ("as it ran", _facts(run))]
     cards = [_card(name, values) for name, values in named if values]
     missing = "" if run.config else "<p>This run left no config.toml.</p>"
-    return f'{missing}<div class="cards">{"".join(cards)}</div>'
+    return f'{missing}<div class="cards">{"".join(cards)}</div>{_recipe(run)}'
+
+
+def _recipe(run: Run) -> str:
+    """The text of the recipe, and what the configuration sets over it; empty if the run has kept none."""
+    if not run.recipe_text:
+        return ""
+    section = run.config.get("recipe")
+    texts = _setting_texts(section) if isinstance(section, Mapping) else {}
+    places = [f"{key} = {text}" for key, text in texts.items() if key not in ("name", "backend")]
+    over = f' <span class="muted">set over it: {escape(", ".join(places))}</span>' if places else ""
+    caption = f"<figcaption>The recipe, as recipe.toml has it{over}</figcaption>"
+    return f"<figure>{caption}<pre>\n{escape(run.recipe_text)}</pre></figure>"
 
 
 def _facts(run: Run) -> dict[str, Any]:

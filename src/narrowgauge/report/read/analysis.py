@@ -18,12 +18,14 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """The cost of each (layer, place) in a cast, and the names of the worst."""
+    """The cost of each (layer, place) in a cast, the unit of each place, and the names of the worst."""
 
     step: int
     cast: str
     costs: Mapping[tuple[str, str], float]
-    worst: tuple[str, ...]
+    units: Mapping[str, str]
+    worst: tuple[str, ...]  #: of the forward pass
+    worst_backward: tuple[str, ...]
 
 
 def read_probe(path: Path) -> Probe | None:
@@ -50,16 +52,21 @@ def read_costs(path: Path) -> Costs | None:
     lines = table.get("layers")
     if not isinstance(lines, list):
         return None
-    costs = {
-        (str(line["layer"]), str(line["place"])): cost
-        for line in lines
-        if isinstance(line, Mapping)
-        and {"layer", "place"} <= line.keys()
-        and (cost := _number(line.get("cost"))) is not None
-    }
-    names = table.get("worst")
-    worst = tuple(map(str, names)) if isinstance(names, list) else ()
-    return Costs(_step(table), str(table.get("to", "")), costs, worst) if costs else None
+    units: dict[str, str] = {}
+    costs: dict[tuple[str, str], float] = {}
+    for line in lines:
+        if isinstance(line, Mapping) and {"layer", "place", "unit"} <= line.keys():
+            cost = _number(line.get("cost"))
+            if cost is not None:
+                costs[str(line["layer"]), str(line["place"])] = cost
+                units[str(line["place"])] = str(line["unit"])
+    forward, backward = (_names(table.get(key)) for key in ("worst", "worst_backward"))
+    step, cast = _step(table), str(table.get("to", ""))
+    return Costs(step, cast, costs, units, forward, backward) if costs else None
+
+
+def _names(value: object) -> tuple[str, ...]:
+    return tuple(map(str, value)) if isinstance(value, list) else ()
 
 
 def _read(path: Path) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 from narrowgauge.errors import UserError
 
 MOST_READINGS = 20_000  # lines of gauges.jsonl that are kept; a page shows fewer
+MOST_TEXT = 16_000  # characters of a recipe that a page shows
 _STEP = re.compile(rb'\{"step": (\d+),')  # the start of every line that a run writes
 
 
@@ -33,6 +34,15 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{str(path)!r} is not valid TOML ({error}); mend that place and try again"
         ) from error
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, of a long one its beginning; "" if it is missing or no text."""
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}\n# and so on: {path.name}\n"
 
 
 def read_status(path: Path) -> tuple[str, str]:

@@ -1,8 +1,9 @@
 """A run directory read into plain values.
 
-A run writes four files, and each of them may be incomplete, torn or missing:
+A run writes five files, and each of them may be incomplete, torn or missing:
 
     RUN/config.toml      every setting, resolved
+    RUN/recipe.toml      the recipe's text, and what the guard has raised since
     RUN/metrics.jsonl    one JSON object a line: a step, a validation, or an event
     RUN/gauges.jsonl     one JSON object a layer and place, for the steps at which gauges were read
     RUN/status.json      running, done, preempted or failed, and why
@@ -19,10 +20,11 @@ from typing import Any
 
 from narrowgauge.errors import UserError
 from narrowgauge.report.read.analysis import Costs, Probe, read_costs, read_probe
-from narrowgauge.report.read.records import read_config, read_gauges, read_metrics, read_status
+from narrowgauge.report.read.records import read_config, read_gauges, read_metrics, read_status, read_text
 from narrowgauge.report.read.steps import Step, Validation, training_steps, validations
 
 CONFIG, METRICS, GAUGES, STATUS = "config.toml", "metrics.jsonl", "gauges.jsonl", "status.json"
+RECIPE = "recipe.toml"
 PROBE, SENSITIVITY = "probe.json", "sensitivity.json"
 FINAL_STEPS = 10  # the final train loss is a mean over this many steps: one batch is mostly luck
 WARMUP_STEPS = 3  # allocation and compilation make the first steps slow
@@ -48,6 +50,7 @@ class Run:
     gauges: Sequence[Mapping[str, Any]] = ()  # lines of gauges.jsonl, for all steps or some
     probe: Probe | None = None
     costs: Costs | None = None
+    recipe_text: str = ""
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -170,6 +173,7 @@ def read_run(path: Path | str) -> Run:
         gauges=read_gauges(path / GAUGES),
         probe=read_probe(path / PROBE),
         costs=read_costs(path / SENSITIVITY),
+        recipe_text=read_text(path / RECIPE),
     )
 
 

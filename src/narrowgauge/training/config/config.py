@@ -19,11 +19,12 @@ from narrowgauge.data import split_sources
 from narrowgauge.distributed import ModelSpec, ParallelDims
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.models import model_config
-from narrowgauge.recipes import BACKENDS, KEYS, Recipe, recipe
-from narrowgauge.toml_text import toml_key, toml_value
+from narrowgauge.recipes import BACKENDS, GROUPS, KEYS, Recipe, recipe
+from narrowgauge.toml_text import parse_toml, toml_key, toml_value
 from narrowgauge.training.config.guard_section import GuardSection
 from narrowgauge.training.config.keys import Key, keys_of
 from narrowgauge.training.config.micro_batch import largest_size, what_fits
+from narrowgauge.training.config.outline import require_layers
 from narrowgauge.training.config.raising import require_raising
 from narrowgauge.training.config.schema import (
     CheckpointSection,
@@ -39,7 +40,7 @@ from narrowgauge.training.config.schema import (
     TrainingSection,
     ValidationSection,
 )
-from narrowgauge.training.config.synonyms import unknown_key
+from narrowgauge.training.config.synonyms import outside, unknown_key
 
 
 class Config(Section):
@@ -145,6 +146,12 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
             f"model.experts = {model.experts} with training.compile = true: how many tokens an expert has is "
             "not known when code is compiled; set --training.compile false"
         )
+    if t.compile and any(c.keep_channels for c in config.spec.recipe.casts.values()):
+        raise UserError(
+            f"recipe {config.spec.recipe.name!r} keeps channels in another cast, which compiled code "
+            "computes wrongly; set --training.compile false"
+        )
+    require_layers(config.spec.recipe, model)
     if config.guard.spike == "raise":
         require_raising(config.spec.recipe, config.guard, config.gauges_every())
     if config.data.sequence_length > model.max_sequence_length:
@@ -186,22 +193,25 @@ def load_values(path: Path) -> dict[str, Any]:
         UserError: the file is missing, unreadable or not TOML, or a section in it is not a table.
     """
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         near = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-        hint = f"; beside it lie {', '.join(near[:5])}" if near else ""
-        raise UserError(f"no configuration file {path}{hint}") from None
+        hint = f"beside it lie {', '.join(near[:5])}" if near else "name a .toml file; options begin with --"
+        raise UserError(f"no configuration file {path}; {hint}") from None
     except IsADirectoryError:
         own = path / "config.toml"
         hint = f"that of this run is {own}" if own.is_file() else "name a .toml file"
         raise UserError(f"{path} is a directory, but a configuration is a file; {hint}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"configuration file {path} cannot be read: {error}; correct the file") from None
+    values = parse_toml(text, f"configuration file {path}")
     for section, table in values.items():
         if section in Config.model_fields and not isinstance(table, dict):
+            first = next(iter(type(Config.model_fields[section].default).model_fields))
+            example = f", as in {first} = {toml_value(table)}" if isinstance(table, str | int) else ""
             raise UserError(
                 f"configuration file {path}: {section} = {table!r}, but it is a section; "
-                f"write [{section}] above its keys"
+                f"write [{section}] above its keys{example}"
             )
     return values
 
@@ -231,13 +241,27 @@ def _user_error(error: ValidationError) -> UserError:
                 "section 'sweep' is a grid for `narrowgauge compare`; a run has one value of each key"
             )
         if len(first["loc"]) == 1:
-            return unknown("section", where, Config.model_fields)
+            above = [e for e in error.errors() if e["type"] == first["type"] and len(e["loc"]) == 1]
+            return _unknown_section({str(e["loc"][0]): e["input"] for e in above})
         return unknown_key(where, config_keys())
     if where == "training.recompute":  # of each type that it may have, pydantic says something else
         first |= {"type": "literal_error", "msg": "input should be true, false or selective"}
     rule = _RULES.get(first["type"]) or first["msg"][0].lower() + first["msg"][1:]
     section = where.partition(".")[0]
     return UserError(f"{where} = {first['input']!r}: {rule}; see 'narrowgauge train --help {section}'")
+
+
+def _unknown_section(found: Mapping[str, object]) -> UserError:
+    """The error for names that stand where sections do."""
+    name, value = next(iter(found.items()))
+    if of_recipe := [key for key in (*GROUPS, "rule", "compute", "title") if key in found]:
+        return UserError(
+            f"{of_recipe[0]!r} stands where a configuration has sections; if the file is a recipe, name it "
+            "by --recipe FILE, and else write its places below [recipe]"
+        )
+    if isinstance(value, Mapping):
+        return unknown("section", name, Config.model_fields)
+    return outside(name, value, config_keys())
 
 
 def to_toml(config: Config) -> str:
@@ -266,6 +290,7 @@ ADDED = {
     "model.experts_per_token": 2,
     "model.norm_topk_prob": True,
     "training.balance_loss": 0.01,
+    "training.threads": 0,
 }
 
 

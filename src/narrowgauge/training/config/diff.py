@@ -46,7 +46,7 @@ def check_keys(allowed: Sequence[str]) -> None:
     known = [*config_keys(), TORCH]
     for key in allowed:
         if key not in known:
-            raise unknown_key(f"--allow-change {key}", known)
+            raise UserError(f"--allow-change: {unknown_key(key, known)}")
 
 
 def require_allowed(path: object, changes: ConfigDiff, allowed: Sequence[str]) -> None:
@@ -58,9 +58,10 @@ def require_allowed(path: object, changes: ConfigDiff, allowed: Sequence[str]) -
     refused = {key: values for key, values in changes.items() if key not in allowed}
     if refused:
         differences = "; with ".join(_difference_text(key, *values) for key, values in refused.items())
+        keys = ",".join(dict.fromkeys([*allowed, *refused]))
         raise UserError(
             f"{path} holds a run with {differences}; restore what it began with, "
-            f"let it through with --allow-change {','.join(refused)}, or start a new run with another --out"
+            f"let it through with --allow-change {keys}, or start a new run with another --out"
         )
 
 

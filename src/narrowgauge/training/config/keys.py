@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from narrowgauge.recipes import BACKENDS
-from narrowgauge.recipes.places import COMPUTE, PLACES
+from narrowgauge.recipes.places import COMPUTE, GROUPS, PLACES
 from narrowgauge.training.config.schema import Section
 
 # What keys of text take.
@@ -50,7 +50,7 @@ _OF_THE_MODEL = {
     "experts_per_token": "experts that a token passes through",
     "norm_topk_prob": "whether the weights of a token's experts sum to one",
     "tied_head": "whether the output head shares the embedding's weight",
-    "initial_std": "standard deviation of weights before training",
+    "initial_std": "standard deviation of weights before training; 0: one for each role of a weight",
 }
 
 
@@ -88,7 +88,13 @@ def keys_of(sections: Mapping[str, type[Section]]) -> dict[str, Key]:
 
 
 def _place_keys() -> dict[str, Key]:
-    keys = {f"recipe.{place}": Key("the cast of this place", "", "CAST") for place in PLACES}
+    keys: dict[str, Key] = {}
+    for place in PLACES:
+        group = place.partition(".")[0]
+        if group in GROUPS:
+            words = f"the cast of {', '.join(GROUPS[group])}"
+            keys.setdefault(f"recipe.{group}", Key(words, "", "CAST"))
+        keys[f"recipe.{place}"] = Key("the cast of this place", "", "CAST")
     keys["recipe.offload"] = Key("of master, grad, m, v: those in the host's memory (none)", "", "m,v")
     words = "of products and of all that is not narrow"
     keys["recipe.compute"] = Key(words, "", "|".join(COMPUTE))

@@ -7,9 +7,17 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    create_model,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from narrowgauge.data import AUTO
@@ -17,7 +25,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig
 from narrowgauge.optim import ScheduleKind
 from narrowgauge.quantization import is_cast_table
-from narrowgauge.recipes import BACKENDS
+from narrowgauge.recipes import BACKENDS, GROUPS
 from narrowgauge.units import parse_bytes
 
 GAUGES_EVERY = 100  # by default; `benchmarks/gauges.py` measures what that takes
@@ -36,6 +44,15 @@ class Section(BaseModel):
         """Refuse lone surrogates: bytes of the command line that are not UTF-8, which no file can hold."""
         if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
             raise PydanticCustomError("not_utf8", "text must be UTF-8")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_true_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse true and false where a number goes: pydantic would take them for 1 and 0."""
+        kind = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and {int, float} & {kind, *get_args(kind)} and bool not in get_args(kind):
+            raise PydanticCustomError("not_a_number", "it is a number, not true or false")
         return value
 
 
@@ -98,6 +115,7 @@ class TrainingSection(Section):
     fit_micro_batch: bool = Field(True, description="fewer if these do not fit; false where they are given")
     seed: int = Field(0, ge=0, lt=2**63, description="of weights, token order and stochastic rounding")
     device: str = Field("auto", description="auto, cpu or cuda")
+    threads: int = Field(0, ge=0, le=1024, description="of a CPU, for each process; 0: as many as are free")
     compile: bool = Field(False, description="run the model through torch.compile")
     deterministic: bool = Field(False, description="only kernels that repeat every bit on a GPU: slower")
     recompute: bool | Literal["selective"] = Field(
@@ -179,18 +197,24 @@ class RecipeSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _gather_places(cls, values: Any) -> Any:
-        """Collect places, all keys but name and backend: `"fprop.x" = "bf16"`, or fprop = {x = "bf16"}."""
+        """Collect places, all keys but name and backend: `"fprop.x" = "bf16"`, or fprop = {x = "bf16"}.
+
+        A group, as in wgrad = "bf16", is each of its places that has no cast of its own.
+        """
         if not isinstance(values, dict) or not isinstance(values.get("places", {}), Mapping):
             return values
         named = {k: v for k, v in values.items() if k in ("name", "backend")}
         places = dict(values.get("places", {}))
+        groups: dict[str, Any] = {}
         others = {k: v for k, v in values.items() if k not in ("name", "backend", "places")}
         for key, value in others.items():
             if isinstance(value, dict) and not is_cast_table(value):
                 places |= {f"{key}.{operand}": cast for operand, cast in value.items()}
+            elif key in GROUPS:
+                groups |= dict.fromkeys(GROUPS[key], _table_of_text(key, value))
             else:
                 places[key] = _table_of_text(key, value)
-        return named | {"places": places}
+        return named | {"places": groups | places}
 
 
 def _table_of_text(key: str, value: Any) -> Any:

@@ -14,7 +14,9 @@ the keys alone, and its errors lead from the others to them.
 
 from collections.abc import Iterable, Mapping
 
-from narrowgauge.errors import UserError, unknown
+from narrowgauge.errors import UserError, nearest, unknown
+from narrowgauge.quantization import cast_keys
+from narrowgauge.recipes import CAST_TABLE, RECIPE_KEYS
 
 #: Other names of a key, by key. A name under two keys may mean either, and the answer names both.
 SYNONYMS: Mapping[str, str] = {
@@ -108,6 +110,9 @@ INSTEAD: Mapping[str, str] = {
     "wandb-project wandb-name run-name experiment-name exp-name project": "a run has the name of its --out",
     "overwrite force overwrite-output-dir": "no run is overwritten; name another --out",
     "workers num-workers dataloader-num-workers": "the loader reads ahead by itself; leave it out",
+    "dry-run dryrun check validate": (
+        "'narrowgauge plan' with the same options trains nothing: it prints memory, time and cost"
+    ),
     "verbose quiet debug": "write --log.every N for more or fewer lines of progress",
 }
 
@@ -160,6 +165,8 @@ def key_of(name: str, keys: Iterable[str]) -> str | None:
 
 def _instead(name: str) -> str:
     """What to write instead of a name that no key answers to; "" if nothing here knows it."""
+    if plain(name) in map(plain, cast_keys()):
+        return f"it is a key of a cast; write it in a place, as in --recipe.fprop.x '{CAST_TABLE}'"
     sentences = (sentence for names, sentence in INSTEAD.items() if plain(name) in names.split())
     return next(sentences, "").replace("{name}", plain(name))
 
@@ -176,11 +183,40 @@ def unknown_key(name: str, keys: Iterable[str], dashes: str = "") -> UserError:
     kind = "option" if dashes else "key"
     section, _, last = name.rpartition(".")
     is_place = "." in section  # of a recipe: another place may have an operand of this name
+    if section == "recipe" and last in RECIPE_KEYS:
+        return UserError(
+            f"unknown {kind} '{dashes}{name}'; it is a key of a recipe file: 'narrowgauge recipes fp8' "
+            "prints one to start from, and --recipe FILE.toml takes it"
+        )
     if not is_place and (found := other_names(known).get(plain(last), [])):
         return UserError(f"unknown {kind} '{dashes}{name}'; it is {_or(found, dashes)}")
     if answer := _instead(last):
         return UserError(f"unknown {kind} '{dashes}{name}'; {answer}")
+    others = other_names(known)
+    if not section and (near := nearest(plain(name), others)):
+        keys = " or ".join(f"'{dashes}{key}'" for key in others[near])
+        return UserError(f"unknown {kind} '{dashes}{name}'; the nearest is {keys}")
     return unknown(kind, dashes + name, [dashes + key for key in known])
+
+
+def outside(name: str, value: object, keys: Iterable[str]) -> UserError:
+    """The error for a key of a file that stands above every section.
+
+    >>> str(outside("learning_rate", 0.1, ["optimizer.lr", "training.steps"]))
+    'learning_rate = 0.1 stands outside of a section; write lr below [optimizer]'
+    """
+    if answer := _instead(name):
+        return UserError(f"unknown key {name!r} outside of a section; {answer}")
+    others, start = other_names(keys), f"{name} = {value!r} stands outside of a section"
+    near = plain(name) if plain(name) in others else nearest(plain(name), others)
+    if near is None:
+        return UserError(
+            f"unknown key {name!r} outside of a section; 'narrowgauge train --help all' lists the keys"
+        )
+    if near != plain(name):
+        start = f"unknown key {name!r} outside of a section; the nearest is {near!r}"
+    places = (f"{key} below [{section}]" for section, _, key in (key.partition(".") for key in others[near]))
+    return UserError(f"{start}; write {' or '.join(places)}")
 
 
 def _or(keys: list[str], dashes: str) -> str:

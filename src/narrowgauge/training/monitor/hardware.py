@@ -13,6 +13,7 @@ from narrowgauge.errors import UserError, unknown
 from narrowgauge.operating_system import peak_memory_held
 
 DEVICES = ("auto", "cpu", "cuda")
+_GPUS = ("gpu", "nvidia", "amd", "hip", "rocm")  # other names of what torch calls cuda
 
 # Options of <malloc.h>: how much freed memory returns to the kernel, and what is mapped outside the heap.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
@@ -27,6 +28,10 @@ def choose_device(requested: str) -> torch.device:
         UserError: the device is unknown, or torch does not see the requested GPU.
     """
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", requested):
+        if requested.partition(":")[0].lower() in _GPUS:
+            raise UserError(
+                f"unknown device {requested!r}; a GPU of NVIDIA or AMD is 'cuda', the second 'cuda:1'"
+            )
         raise unknown("device", requested, DEVICES)
     if requested == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,5 +1,6 @@
 """Checks before the first step that a run fits in memory, and names the changes that make it fit."""
 
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -72,7 +73,9 @@ def _advice(config: Config, limit: int, has_host: bool, parallel_dims: ParallelD
     ]
     if options:
         return "it fits with " + ", or ".join(options)
-    return "no setting of this recipe makes it fit: choose a smaller --model, or narrower state (msamp-o3)"
+    if found := fitting(config, lambda memory: memory.peak <= limit, has_host, parallel_dims):
+        return f"it fits with {found[0]} ({human_bytes(found[1].peak)})"
+    return "no setting and no recipe of narrower state makes it fit: choose a smaller --model"
 
 
 def out_of_memory_message(
@@ -126,17 +129,7 @@ def cheaper(
     Returns:
         Pairs of command line options and the memory that is expected with them.
     """
-    changes = []
-    if config.training.micro_batch_size > 1:
-        changes.append(_Change("--training.micro_batch_size 1", {"training": {"micro_batch_size": 1}}))
-    if config.training.recompute is not True:
-        changes.append(_Change("--training.recompute true", {"training": {"recompute": True}}))
-    if not config.training.chunked_loss:
-        changes.append(_Change("--training.chunked_loss true", {"training": {"chunked_loss": True}}))
-    if has_host and not config.spec.recipe.offload:
-        changes.append(
-            _Change("--recipe.offload master,grad,m,v", {"recipe": {"offload": "master,grad,m,v"}})
-        )
+    changes = _settings(config, has_host)
     if len(changes) > 1:
         together = _Change(" ".join(c.options for c in changes))
         for change in changes:
@@ -153,6 +146,73 @@ def cheaper(
     ]
 
 
+def fitting(
+    config: Config,
+    fits: Callable[[Memory], bool],
+    has_host: bool = True,
+    parallel_dims: ParallelDims = ALONE,
+) -> tuple[str, Memory] | None:
+    """The least change with which a step fits: settings before recipes, those that cost less time first.
+
+    Settings are added until it fits, and those that it then fits without are left out. Only where all of them
+    together do not suffice, the recipe is another one, of narrower state.
+
+    Args:
+        config: the configuration to change.
+        fits: whether a step's memory fits.
+        has_host: whether the host's memory is separate from the device's.
+        parallel_dims: the mesh of the run.
+
+    Returns:
+        Command line options and the memory that is expected with them; None if nothing makes it fit.
+    """
+
+    def tried(changes: Sequence[_Change]) -> tuple[str, Memory]:
+        values: dict[str, dict[str, Any]] = {}
+        for change in changes:
+            for section, of_section in change.values.items():
+                values[section] = values.get(section, {}) | of_section
+        memory = estimate_memory(_changed(config, values), parallel_dims)
+        return " ".join(change.options for change in changes), memory
+
+    settings = _settings(config, has_host)
+    for recipe in [[], *([change] for change in _narrower_recipes(config))]:
+        if not fits(tried([*settings, *recipe])[1]):
+            continue
+        needed = list(settings)
+        for change in reversed(settings):  # the dearest first
+            fewer = [c for c in needed if c is not change]
+            if fits(tried([*fewer, *recipe])[1]):
+                needed = fewer
+        return tried([*recipe, *needed])
+    return None
+
+
+def _settings(config: Config, has_host: bool) -> list[_Change]:
+    """The settings that lower the peak, the one that costs least time first."""
+    changes = []
+    if not config.training.chunked_loss:
+        changes.append(_Change("--training.chunked_loss true", {"training": {"chunked_loss": True}}))
+    if config.training.micro_batch_size > 1:
+        changes.append(_Change("--training.micro_batch_size 1", {"training": {"micro_batch_size": 1}}))
+    if config.training.recompute is not True:
+        changes.append(_Change("--training.recompute true", {"training": {"recompute": True}}))
+    if has_host and not config.spec.recipe.offload:
+        options = "--recipe.offload master,grad,m,v"
+        changes.append(_Change(options, {"recipe": {"offload": "master,grad,m,v"}}))
+    return changes
+
+
+def _narrower_recipes(config: Config) -> list[_Change]:
+    """Recipes of narrower state, the widest first; none where the user changed places of the recipe."""
+    own = config.spec.recipe.state
+    if own["m"] is None or config.recipe.places:
+        return []
+    if any(c.element.bits < 32 for c in own.values() if c is not None):
+        return []
+    return [_Change(f"--recipe {name}", {"recipe": {"name": name}}) for name in ("msamp-o2", "msamp-o3")]
+
+
 def _wider(config: Config, parallel_dims: ParallelDims) -> list[_Change]:
     """Other meshes of the same processes, twice as many processes, narrower state."""
     changes = []
@@ -167,11 +227,7 @@ def _wider(config: Config, parallel_dims: ParallelDims) -> list[_Change]:
     if config.training.batch_size % (twice.data * config.training.micro_batch_size) == 0:
         options = f"--devices {twice.size} --parallel.shard {twice.shard}"
         changes.append(_Change(options, parallel_dims=twice))
-    if config.spec.recipe.state["m"] is not None and not config.recipe.places:
-        kept = (c for c in config.spec.recipe.state.values() if c is not None)
-        if all(c.element.bits == 32 for c in kept):
-            changes.append(_Change("--recipe msamp-o3", {"recipe": {"name": "msamp-o3"}}))
-    return changes
+    return changes + _narrower_recipes(config)[-1:]  # the narrowest
 
 
 def _changed(config: Config, values: dict[str, dict[str, Any]]) -> Config:

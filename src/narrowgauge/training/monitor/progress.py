@@ -1,22 +1,27 @@
 """Progress display of a run: a live line on a terminal, plain lines elsewhere."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-_LINE_EVERY_S = 30.0  # interval of progress lines of a stage without a terminal
+_LINE_EVERY_S = 10.0  # longest silence between two steps, or parts of a stage, without a terminal
 
 
 class Display:
-    """Shows stages of preparation and steps of training; `console` decides whether there is a terminal."""
+    """Shows stages of preparation and steps of training; `console` decides whether there is a terminal.
 
-    def __init__(self, console: Console, steps: int, every: int) -> None:
-        self.console, self.steps, self.every = console, steps, every
-        self.started = time.monotonic()
+    Without one, steps print a line each `every` steps, and 10 seconds after the last line.
+    """
+
+    def __init__(
+        self, console: Console, steps: int, every: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.console, self.steps, self.every, self.clock = console, steps, every, clock
+        self.started = self.last_step_line = clock()
         self.first_step: int | None = None
         self._live = Progress(
             TextColumn("{task.description}"),
@@ -46,7 +51,7 @@ class Display:
     def stage(self, name: str, done: int, total: int, facts: str = "") -> None:
         """Show the progress of a stage of preparation: bytes done, in total (0 = unknown), more facts."""
         if not self.console.is_terminal:
-            now = time.monotonic()
+            now = self.clock()
             if name not in self._last_line:
                 self.log(f"data: {name} ...")
             elif now - self._last_line[name] < _LINE_EVERY_S:
@@ -68,7 +73,8 @@ class Display:
         """Show one finished step; `line` is its record in the metrics."""
         step = line["step"]
         if self.first_step is None:
-            self.first_step, self.started = step, time.monotonic()
+            self.first_step, self.started = step, self.clock()
+            self.last_step_line = self.started
         facts = f"loss {line['loss']:.4f}  {line['tokens_per_s']:,.0f} tokens/s"
         if "val_loss" in line:
             facts += f"  val loss {line['val_loss']:.4f}"
@@ -79,8 +85,14 @@ class Display:
             self._live.update(self._tasks["steps"], completed=step, facts=so_far)
             if "val_loss" in line:
                 self.log(f"step {step:>6}/{self.steps}  {facts}")
-        elif step % self.every == 0 or step == self.steps or "val_loss" in line:
+        elif self._is_due(step) or "val_loss" in line:
+            self.last_step_line = self.clock()
             self.log(f"step {step:>6}/{self.steps}  {facts}  left {self._left(step)}")
+
+    def _is_due(self, step: int) -> bool:
+        """Whether a step prints a plain line: by its number, or after a silence."""
+        by_number = step % self.every == 0 or step == self.steps
+        return by_number or self.clock() - self.last_step_line >= _LINE_EVERY_S
 
     def _left(self, step: int) -> str:
         """Time left at the average pace so far, as H:MM:SS."""
@@ -88,7 +100,7 @@ class Display:
         done = step - self.first_step
         if not done:
             return "?"
-        seconds = round((time.monotonic() - self.started) / done * (self.steps - step))
+        seconds = round((self.clock() - self.started) / done * (self.steps - step))
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 

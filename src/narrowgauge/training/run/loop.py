@@ -16,7 +16,7 @@ import torch
 from narrowgauge.checkpoint import choose_step, require_space_for_run
 from narrowgauge.data import Loader
 from narrowgauge.distributed import START, Mesh
-from narrowgauge.signals import Preempted, Requests
+from narrowgauge.signals import Preempted, Requests, is_compared
 from narrowgauge.training.config.config import Config
 from narrowgauge.training.config.diff import ConfigDiff
 from narrowgauge.training.config.micro_batch import held_out_sequences
@@ -234,4 +234,5 @@ def finish(context: RunContext, trainer: Trainer) -> None:
     done = {"event": "done", "step": trainer.step, "prompt": prompt, "sample": sample, "time": now()}
     context.directory.record(done)
     context.directory.set_status("done", f"all {trainer.step} steps")
-    context.display.log(f"\nsample, from {prompt!r}:\n{prompt}{sample}\n")
+    if not is_compared():
+        context.display.log(f"\nsample, from {prompt!r}:\n{prompt}{sample}\n")

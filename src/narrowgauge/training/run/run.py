@@ -34,6 +34,7 @@ from narrowgauge.training.monitor import hardware
 from narrowgauge.training.monitor.loggers import Loggers, require_sinks
 from narrowgauge.training.monitor.memory import Memory
 from narrowgauge.training.monitor.memory_advice import out_of_memory_message, require_memory
+from narrowgauge.training.monitor.placement import placement
 from narrowgauge.training.monitor.products import products_of
 from narrowgauge.training.monitor.profiler import Profile
 from narrowgauge.training.monitor.progress import Display
@@ -99,8 +100,9 @@ def run(
                 if changes is None:
                     display.log(f"{setup.path} is done; to train again, name another directory with --out")
                 else:
-                    if setup.layout.choice:
-                        display.log(setup.layout.choice)
+                    for sentence in (setup.layout.choice, *placement(config)):
+                        if sentence:
+                            display.log(sentence)
                     _run(setup, dataset, coordinator, display, requests, changes, profile)
     return setup.path
 
@@ -181,7 +183,7 @@ def _run(
                 dataset.tokenizer.save(directory.tokenizer)
                 copy_special_tokens(config, directory)
             run_id = coordinator.broadcast(directory.run_id(dataset.digest) if coordinator.rank == 0 else "")
-            products = _choose_arithmetic(directory, device, coordinator, display)
+            products = _choose_arithmetic(config.training.threads, directory, device, coordinator, display)
             context = RunContext(
                 config,
                 device,
@@ -223,17 +225,18 @@ def _run(
 
 
 def _choose_arithmetic(
-    directory: RunDirectory, device: torch.device, coordinator: Coordinator, display: Display
+    pinned: int, directory: RunDirectory, device: torch.device, coordinator: Coordinator, display: Display
 ) -> str:
     """Set a CPU's threads and the precision of its products, equal on all ranks; returns the precision.
 
-    A GPU takes neither: its recipe says the precision, which is "" then.
+    `pinned` is the number of threads in the configuration, or 0. A GPU takes neither: its recipe says the
+    precision, which is "" then.
     """
-    choice: tuple[str, int, str] = ("", torch.get_num_threads(), "")
+    choice: tuple[str, int, str] = ("", pinned or torch.get_num_threads(), "")
     if device.type == "cpu":
         if coordinator.rank == 0:
             lines = directory.lines()
-            threads, words = threads_of(lines)
+            threads, words = threads_of(lines, pinned)
             torch.set_num_threads(threads)  # the products are timed with them
             choice = (products_of(lines), threads, words)
         choice = coordinator.broadcast(choice)

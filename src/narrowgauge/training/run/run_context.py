@@ -14,6 +14,7 @@ from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.training.config.config import Config
 from narrowgauge.training.monitor import hardware, yardstick
 from narrowgauge.training.monitor.memory import Memory
+from narrowgauge.training.monitor.placement import placement
 from narrowgauge.training.monitor.profiler import Profile
 from narrowgauge.training.monitor.progress import Display
 from narrowgauge.training.run.checkpointing import Checkpointer
@@ -48,6 +49,7 @@ class RunContext:
             "recipe": recipe.name,
             "backend": backend.name,
             "backend_reason": backend.reason,
+            "placement": placement(config),
             "device": hardware.device_name(self.device),
             **({"products": self.products} if self.products else {}),
             "threads": torch.get_num_threads(),

@@ -8,7 +8,7 @@ from narrowgauge.checkpoint import Checkpoint, load, newest_valid
 from narrowgauge.distributed import ModelSpec
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, initialize
-from narrowgauge.nn import DTYPES, convert, recipe_tensors, set_step
+from narrowgauge.nn import DTYPES, apply_recipe, recipe_tensors, set_step
 from narrowgauge.optim import decay_start
 from narrowgauge.quantization import stored_tensor
 from narrowgauge.training.config.config import Config
@@ -22,7 +22,7 @@ def build_model(spec: ModelSpec, device: torch.device) -> Transformer:
         initialize(model, spec.seed)
     spec.set_options(model)
     model.to(device)
-    convert(model, spec.recipe, backend=spec.backend)
+    apply_recipe(model, spec.recipe, spec.backend)
     return model
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from narrowgauge.models import Transformer
-from narrowgauge.nn.convert import block_numbers
+from narrowgauge.nn import outline_of
 from narrowgauge.optim import AdamW, Muon, Optimizer, learning_rate, parameter_groups
 from narrowgauge.optim.optimizer import is_large
 from narrowgauge.quantization import ensure_state
@@ -30,10 +30,9 @@ def build_optimizer(config: Config, model: torch.nn.Module) -> Optimizer:
 
 def _follow_rules(optimizer: Optimizer, recipe: Recipe, model: torch.nn.Module) -> None:
     """Keep moments as the recipe's rules say for the module of each parameter."""
-    block_of, blocks = block_numbers(model)
+    outline = outline_of(model)
     for name, p in model.named_parameters():
-        module = name.rpartition(".")[0]
-        casts = recipe.moments_of(module, block_of(module), blocks)
+        casts = outline.moments_of(recipe, name.rpartition(".")[0])
         for place, moment in optimizer.moments(p).items():
             if place in casts and moment.cast != casts[place] and is_large(p):
                 optimizer.recast(p, place, casts[place])

@@ -17,6 +17,7 @@ from narrowgauge.data import Batch, Loader, Mixture, Tokens, first_samples
 from narrowgauge.distributed import Engine, Mesh, MicroBatch, ParallelDims, parallelize
 from narrowgauge.nn import Gauges, discard_step
 from narrowgauge.optim import set_learning_rate
+from narrowgauge.torch_compat import compiled_as_eager
 from narrowgauge.training.config.config import Config
 from narrowgauge.training.step.build_model import build_model, go_to
 from narrowgauge.training.step.build_optimizer import build_optimizer, learning_rate_of, number_parameters
@@ -60,7 +61,7 @@ class Trainer(TrainState):
             # The memory estimate tracks operations on the meta device, and compiled code hides them. Worse,
             # torch's compiler never compiles code afterwards that it has met under such a tracker.
             is_compiled = config.training.compile and device.type != "meta"
-            modules = [torch.compile(model.loss) if is_compiled else model.loss]
+            modules = [compiled_as_eager(model.loss) if is_compiled else model.loss]
         else:
             model, modules = parallelize(config.spec, mesh, device)
             number_parameters(config, model)

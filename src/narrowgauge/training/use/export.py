@@ -4,17 +4,19 @@
                   -> the narrow numbers themselves                   compressed-tensors
     import    a model of another program -> RUN, to sample, evaluate or train from
 
-Both create their folder atomically.
+Both create their folder atomically. What is exported is first read back, and compared with what the run
+multiplies.
 """
 
 from pathlib import Path
 
 from narrowgauge.checkpoint import save
-from narrowgauge.checkpoint.interop.compressed_tensors import write_compressed
+from narrowgauge.checkpoint.interop.compressed_tensors import narrow_layers, write_compressed
 from narrowgauge.checkpoint.interop.external_model import read_external_model
 from narrowgauge.checkpoint.interop.huggingface import TOKENIZER_CONFIG, write_folder
 from narrowgauge.checkpoint.interop.llmc import write_llmc
 from narrowgauge.checkpoint.interop.megatron import write_megatron
+from narrowgauge.checkpoint.interop.read_back import require_read_back
 from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
 from narrowgauge.data import load_tokenizer
 from narrowgauge.errors import UserError, unknown
@@ -43,7 +45,7 @@ def export_run(
         The run that was exported.
 
     Raises:
-        UserError: an argument is invalid, or the format cannot hold the model.
+        UserError: an argument is invalid, the format cannot hold the model, or the files do not hold it.
     """
     if to not in TARGETS:
         raise unknown("format", to, TARGETS)
@@ -54,18 +56,22 @@ def export_run(
         raise UserError(f"a shard of {shard_bytes} bytes holds nothing; about 5000000000 is usual")
     source = open_run(run, "cpu")
     config, weights, numbers = source.config.spec.model, source.weights(), DTYPES[dtype]
+    expected = {name: weight.to(numbers).float() for name, weight in weights.items()}
     with staged_directory(out) as folder:
         settings = (source.tokenizer_file, numbers, shard_bytes, source.special_tokens)
         if to == "hf":
             write_folder(folder, config, weights, *settings)
         elif to == "compressed-tensors":
             write_compressed(folder, source.model, weights, *settings)
+            narrow = narrow_layers(source.model)
+            expected |= {f"{name}.weight": layer.forward_weight() for name, layer in narrow.items()}
         elif to == "llmc":
             write_llmc(folder / "model.bin", config, weights, numbers)
         else:
             write_megatron(folder, config, weights, numbers, shard_bytes)
         if to in ("llmc", "megatron") and source.tokenizer_file is not None:
             source.tokenizer.save(folder / "tokenizer.json")
+        require_read_back(folder, expected)
     return source
 
 

@@ -36,5 +36,6 @@ const less = (ours, theirs) => (ours === null || theirs === null ? null : Number
 function reachOfDifference(gauge, data) {
   const sizes = Object.values(data.values[gauge]).flat(2).filter((value) => value !== null).map(Math.abs);
   const high = Math.max(...sizes, 0) || 1;
-  return { high, least: -high, greatest: high };
+  const [pale, full] = GAUGES[gauge].down ? [high, -high] : [-high, high];
+  return { high, pale, full };
 }

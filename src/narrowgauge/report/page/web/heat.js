@@ -1,18 +1,20 @@
 // The map of gauges: a table of layers and places, coloured by one gauge at one step, and a cell chosen in it.
 
-const inShare = { unit: " %", scale: Math.sqrt, from: 0 };
+// A gauge has colour from `from` on and all of it at `full`, or at the most extreme value if that lies beyond. Both are
+// fixed, so that a colour means the same on every page, and what is unremarkable stays pale.
+const inShare = { unit: " %", scale: Math.sqrt, from: 0, full: 1 };
 const GAUGES = {
-  sqnr: { title: "SQNR", unit: " dB", down: true, to: 40, says: (v) => v.toFixed(1), about: "Signal to quantization noise in decibels: at 20 dB the noise is a tenth of the numbers. Dark is noisy; from 40 dB on all are light." },
+  sqnr: { title: "SQNR", unit: " dB", down: true, from: 40, full: 10, says: (v) => v.toFixed(1), about: "Signal to quantization noise in decibels: at 20 dB the noise is a tenth of the numbers. Orange is noisy; from 40 dB on there is no colour." },
   underflow: { title: "underflow", ...inShare, about: "Share of the numbers that were not zero and became zero." },
   zeros: { title: "zeros", ...inShare, about: "Share of the numbers that are zero after the cast." },
   largest: { title: "saturation", ...inShare, about: "Share of the numbers at the largest number of the format, where the largest of a block often is." },
   clipped: { title: "clipped", ...inShare, about: "Share of the numbers that lay beyond the largest number and were cut off." },
-  nonfinite: { title: "not finite", ...inShare, about: "Share of the numbers that are NaN or infinite." },
+  nonfinite: { title: "not finite", ...inShare, full: 0, about: "Share of the numbers that are NaN or infinite." },
   amax: { title: "amax", unit: "", scale: Math.log, about: "Largest magnitude of the tensor. The colour is logarithmic." },
   spread: { title: "amax over blocks", unit: " oct", from: 0, about: "Octaves from the median of the blocks' largest magnitudes up to the largest of them." },
   scales: { title: "scale range", unit: " oct", from: 0, about: "Octaves from the smallest scale of a block to the largest." },
-  bias: { title: "bias", unit: " %", scale: (v) => Math.sqrt(Math.abs(v)), from: 0, about: "Mean error in percent of the root mean square: rounding to nearest should leave next to none. Dark is far from zero." },
-  unlike: { title: "product, 1 - cosine", unit: "", scale: Math.sqrt, from: 0, about: "How far a product points away from the same product in float32: 1 less the cosine of the angle." },
+  bias: { title: "bias", unit: " %", scale: (v) => Math.sqrt(Math.abs(v)), from: 0, full: 1, about: "Mean error in percent of the root mean square: rounding to nearest should leave next to none. Orange is far from zero." },
+  unlike: { title: "product, 1 - cosine", unit: "", scale: Math.sqrt, from: 0, full: 0.01, about: "How far a product points away from the same product in float32: 1 less the cosine of the angle." },
 };
 const heat = { run: 0, less: -1, gauge: "", step: 0, row: 0, column: 0, cells: [], data: null, reach: {} };
 
@@ -22,28 +24,24 @@ const isDifference = () => heat.less >= 0;
 const shownFigure = (gauge, value) => (isDifference() ? signed(figure(gauge, value)) : figure(gauge, value));
 const inWords = (gauge, value) => (value === null ? "not read" : shownFigure(gauge, value) + GAUGES[gauge].unit);
 
-/** Least and greatest of a gauge over all runs and steps, so that a colour means the same everywhere. */
+/** The ends of a gauge's colours over all runs and steps: at `pale` there is none, at `full` there is all of it. */
 function reachOf(gauge, all) {
-  const { scale = (v) => v, from, to = Infinity } = GAUGES[gauge];
-  let low = from ?? Infinity, high = -Infinity, least = Infinity, greatest = -Infinity;
+  const { scale = (v) => v, from, full, down } = GAUGES[gauge], sign = down ? -1 : 1;
+  const ends = [from, full].filter((v) => v !== undefined);
   for (const data of all)
     for (const steps of Object.values(data.values[gauge]))
-      for (const value of steps.flat()) {
-        const at = value === null ? NaN : Math.min(to, scale(value));
-        if (!isFinite(at)) continue;
-        [low, high] = [Math.min(low, at), Math.max(high, at)];
-        [least, greatest] = [Math.min(least, value), Math.max(greatest, Math.min(to, value))];
-      }
-  return { low, high: high > low ? high : low + 1, least, greatest, scale };
+      ends.push(...steps.flat().filter((v) => v !== null && isFinite(scale(v))));
+  const at = (v) => sign * scale(v);
+  const outmost = (is) => ends.reduce((a, b) => (is(at(b), at(a)) ? b : a), ends[0] ?? 0);
+  const pale = from ?? outmost((b, a) => b < a), strong = outmost((b, a) => b > a);
+  return { pale, full: strong, at };
 }
 
-/** How dark a value is, 0 to 1: dark is what deserves a look. A difference has a sign: what is better is negative. */
-function darkness(gauge, value, reach) {
+/** How much colour a value has, 0 to 1: colour is what deserves a look. A difference has a sign: what is better is negative. */
+function shareOf(gauge, value, reach) {
   if (isDifference()) return (GAUGES[gauge].down ? -value : value) / reach.high;
-  const at = reach.scale(value);
-  if (!isFinite(at)) return 0;
-  const share = (Math.min(at, reach.high) - reach.low) / (reach.high - reach.low);
-  return GAUGES[gauge].down ? 1 - share : share;
+  const share = (reach.at(value) - reach.at(reach.pale)) / (reach.at(reach.full) - reach.at(reach.pale));
+  return isFinite(share) ? Math.max(0, share) : 0;
 }
 
 function startHeat() {
@@ -106,18 +104,17 @@ function startHeat() {
     const { gauge, step } = heat, reach = heat.reach[gauge];
     heat.cells.forEach((cells, row) => cells.forEach((cell, column) => {
       const value = numberOf(data(), gauge, step, row, placeOf(column));
-      const dark = value === null ? 0 : darkness(gauge, value, reach);
+      const share = value === null ? 0 : shareOf(gauge, value, reach);
       cell.textContent = value === null ? "" : shownFigure(gauge, value);
-      cell.style.setProperty("--dark", Math.abs(dark).toFixed(3));
+      cell.style.setProperty("--share", Math.abs(share).toFixed(3));
       cell.classList.toggle("unread", value === null);
-      cell.classList.toggle("cool", dark < 0);
+      cell.classList.toggle("cool", share < 0);
     }));
     hideUnread(map.querySelector(".heat table"), data(), gauge);
     byId("step-says").textContent = data().steps[step].toLocaleString("en");
     byId("about").textContent = isDifference() ? aboutDifference(data(), gauge) : GAUGES[gauge].about;
-    const ends = [reach.least, reach.greatest].map((v) => inWords(gauge, v));
-    const [light, dark] = GAUGES[gauge].down ? ends.reverse() : ends;
-    [byId("low").textContent, byId("high").textContent] = [light, dark];
+    const more = GAUGES[gauge].down && !isDifference() ? " and more" : "";
+    [byId("low").textContent, byId("high").textContent] = [inWords(gauge, reach.pale) + more, inWords(gauge, reach.full)];
     const isShown = (row, column) => data().values[gauge][placeOf(column)] && !heat.cells[row][column].parentNode.hidden;
     if (!isShown(heat.row, heat.column)) {
       heat.column = Math.max(0, data().places.findIndex((place) => data().values[gauge][place]));

@@ -1,0 +1,62 @@
+"""The outline of a configuration's model, made of one of its blocks: all are built alike."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from narrowgauge.models import ModelConfig, Transformer
+from narrowgauge.nn import outline_of
+from narrowgauge.recipes import HEAD, Names, Outline, Recipe, require_matches
+
+_FIRST = "blocks.0"
+
+
+@lru_cache(maxsize=8)
+def outline_of_model(model: ModelConfig) -> Outline:
+    """The outline of the full model, whatever part of it a process holds."""
+    with torch.device("meta"):
+        one = outline_of(Transformer(replace(model, layers=1)))
+    shapes = {name: one.shapes[first] for first in one.layers for name in _names(first, model.layers)}
+    blocks = [f"blocks.{number}" for number in range(model.layers)]
+    return Outline(
+        _all(one.layers, model.layers),
+        shapes,
+        blocks,
+        _all(one.attention, model.layers),
+        _all(one.owners, model.layers),
+    )
+
+
+def require_layers(recipe: Recipe, model: ModelConfig) -> None:
+    """Refuse a recipe with a rule that matches no layer of a model (`recipes.require_matches`).
+
+    Every model of a configuration has a head and blocks, so most recipes need no list of its layers, which is
+    long in a model of very many blocks.
+
+    Raises:
+        UserError: There is such a rule.
+    """
+    if any(rule.modules and HEAD not in rule.modules for rule in recipe.rules):
+        require_matches(recipe, outline_of_model(model))
+
+
+def _all(names: Names, layers: int) -> Names:
+    """The modules of all blocks from those of one."""
+    return {
+        name: [(_in_block(n, number), None if block is None else number) for n, block in each]
+        for first, each in names.items()
+        for number, name in enumerate(_names(first, layers))
+    }
+
+
+def _names(first: str, layers: int) -> Iterator[str]:
+    """The name of a module in every block, in their order; its name alone outside of blocks."""
+    is_inside = f"{first}.".startswith(f"{_FIRST}.")
+    return (_in_block(first, number) for number in range(layers if is_inside else 1))
+
+
+def _in_block(name: str, number: int) -> str:
+    is_inside = f"{name}.".startswith(f"{_FIRST}.")
+    return f"blocks.{number}{name.removeprefix(_FIRST)}" if is_inside else name

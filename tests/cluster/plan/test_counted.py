@@ -1,0 +1,104 @@
+"""Best and expected come from one count, of the path that a recipe takes on a device."""
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from narrowgauge.bench.count.operations import Cost
+from narrowgauge.cluster import cluster_names, load_cluster, make_plan
+from narrowgauge.cluster.plan.counted import ceilings_of, speeds_of
+from narrowgauge.devices import imagine
+from narrowgauge.distributed import ParallelDims
+from narrowgauge.kernels.cast import emulate
+from narrowgauge.quantization import make_cast
+from narrowgauge.recipes import named_device
+from narrowgauge.training import make_config
+
+SMALL = {"name": "gpt2-124m", "layers": 2}
+
+
+def plan(recipe, cluster, devices=1, model=SMALL, **training):
+    base = {"batch_size": 8, "micro_batch_size": 4}
+    values = {"model": model, "data": {"sequence_length": 128}, "training": base | training}
+    return make_plan(make_config(values | {"recipe": {"name": recipe}}), devices, load_cluster(cluster))
+
+
+@pytest.mark.parametrize("recipe", ng.recipe_names())
+def test_no_recipe_is_expected_to_be_faster_than_its_best(recipe):
+    """Nothing is cut off at 100 %: a count below the best would be seen here, and by users."""
+    found = plan(recipe, "h200")
+    count = found.expected.counted
+    assert count is found.time.count
+    assert 0 < found.expected.share <= 1
+    assert found.time.casts <= count.micro_batches * count.micro_batch.cast_seconds
+
+
+@pytest.mark.parametrize("cluster", cluster_names())
+def test_expected_speeds_are_below_the_ceilings(cluster):
+    spec = load_cluster(cluster)
+    for compute in ("bf16", "fp16", "fp32"):
+        best, expected = ceilings_of(spec, compute), speeds_of(spec, compute).calibrated()
+        assert expected.bytes_per_s <= best.bytes_per_s
+        assert all(rate <= best.flops_per_s[kind] for kind, rate in expected.flops_per_s.items())
+
+
+def test_a_cast_is_told_with_its_instructions():
+    """82 an element of MXFP4 across the contraction, which take longer than 2 bytes read and 2 written."""
+    told = []
+    with imagine(named_device("h100"), told.append):
+        x = torch.empty(4096, 2048, dtype=torch.bfloat16, device="meta")
+        emulate(x, make_cast("mxfp4"), 0, torch.bfloat16)
+    (work,) = told
+    assert work.lanes == 82 * x.numel()
+    moved = sum(t.numel() * t.element_size() for t in (*work.reads, *work.writes))
+    ceilings = ceilings_of(load_cluster("h100"), "bf16")
+    assert ceilings.seconds(Cost(moved, lanes=work.lanes)) == work.lanes / 33.5e12 > moved / 3.35e12
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_four_over_six_is_priced_by_its_own_casts(devices):
+    """No kernel chooses between candidates. Torch's operations move many times the bytes of NVFP4's."""
+    plain, chosen = (plan(name, "h200", devices).time for name in ("nvfp4", "nvfp4-4over6"))
+    assert chosen.casts > 10 * plain.casts
+    assert chosen.seconds > 2 * plain.seconds
+
+
+def test_products_are_those_that_the_device_multiplies():
+    """The forward products of `fp4` are by rows, whose scales are applied afterwards: bf16, and not fp32."""
+    assert plan("fp4", "h100").time.formats[0] == "bf16"
+    assert plan("fp4", "h100").time.products < 2 * plan("bf16", "h100").time.products
+    assert plan("fp32", "h200").time.formats == ("fp32",)
+
+
+def test_devices_share_what_one_computes():
+    one, four = (plan("fp8", "h200", n, micro_batch_size=2).time for n in (1, 4))
+    for part in ("products", "casts", "passes"):
+        assert getattr(four, part) == pytest.approx(getattr(one, part) / 4)
+
+
+@pytest.mark.parametrize(("recipe", "cluster"), [("fp8", "rtx4090"), ("nvfp4", "b200"), ("fp4", "h100")])
+def test_mfu_is_of_the_formats_that_are_multiplied(recipe, cluster):
+    """MFU divides by the peak of the formats multiplied: beside bf16's peak, FP8 and FP4 would exceed 1."""
+    long = plan(recipe, cluster, model={"name": "qwen2.5-7b", "layers": 2}, micro_batch_size=8)
+    assert 0 < long.time.mfu < 1
+
+
+def test_a_plan_of_a_compiled_step_is_not_called_counted():
+    compiled = plan("fp8", "h200", compile=True)
+    assert compiled.expected.counted is None
+    assert compiled.time.products == plan("fp8", "h200").time.products
+
+
+def test_a_cpu_casts_by_plain_operations():
+    """A machine without matrix units for narrow formats, and without kernels."""
+    cpu = plan("fp8", "cpu").time
+    assert cpu.backend.name == "emulated"
+    assert cpu.casts > plan("bf16", "cpu").time.casts
+
+
+def test_a_v100_is_counted_with_torchs_own_operations():
+    half, wide = (plan(name, "v100") for name in ("fp16", "bf16"))
+    assert half.time.formats == ("fp16",)
+    assert wide.time.formats == ("fp32",)
+    assert half.expected.counted.seconds < wide.expected.counted.seconds
+    assert ParallelDims() == half.parallel_dims

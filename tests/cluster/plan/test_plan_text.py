@@ -1,0 +1,61 @@
+"""A plan as text: no row of nothing, no power of ten, durations in their own units, each interval once."""
+
+import json
+import re
+import shlex
+
+from narrowgauge.cluster.plan.plan_text import _interval
+from narrowgauge.training import estimate_memory, make_config
+
+SMALL = "--model gpt2-124m --model.layers 2 --data.sequence_length 128 --training.micro_batch_size 4"
+
+
+def test_a_short_run_on_a_fast_machine_is_readable(narrowgauge):
+    words = ["--cluster", "rtx4090", "--recipe", "fp8", "--steps", "1", "--training.batch_size", "4"]
+    shown = narrowgauge("plan", *SMALL.split(), *words)
+    assert shown.code == 0, shown.err
+    assert not re.search(r"\b0 bytes|\b0\.0 MiB|\de-\d|\bdays\b|\b(\d+) to \1\b", shown.out), shown.out
+    assert not re.search(r"^ (master|whole weights) ", shown.out, re.MULTILINE)
+    assert re.search(r"^ 512 tokens +[\d.]+ s +[\d.]+ s", shown.out, re.MULTILINE)
+    assert re.search(r"^ cost +below 0\.01 USD +below 0\.01 USD", shown.out, re.MULTILINE)
+
+
+def test_an_interval_whose_ends_are_printed_alike_is_printed_once():
+    assert _interval(87.7, 87.9, "%") == "88 %"
+    assert _interval(61.2, 95.3, "s") == "61.2 to 95.3 s"
+
+
+def test_the_line_that_fits_is_printed_and_fits(narrowgauge):
+    """All settings do not make fp8 fit, so the recipe changes, too; what was given stays where it can."""
+    least = {"micro_batch_size": 1, "batch_size": 4, "recompute": True, "chunked_loss": True}
+    narrow = {"name": "msamp-o3", "offload": "master,grad,m,v"}
+    data, model = {"sequence_length": 128}, {"name": "gpt2-124m", "layers": 4, "vocab_size": 256}
+    peak = estimate_memory(
+        make_config({"model": model, "data": data, "training": least, "recipe": narrow})
+    ).peak
+    words = [*SMALL.split(), "--model.layers", "4", "--model.vocab_size", "256", "--training.batch_size", "4"]
+    words += ["--recipe", "fp8", "--memory-limit", f"{peak}B"]
+    shown = narrowgauge("plan", *words)
+    assert "does not fit: " in shown.out, shown.err
+    fitting = r"^it fits with these changes, .*:\n  (narrowgauge plan .*)$"
+    (line,) = re.findall(fitting, shown.out, re.MULTILINE)
+    given = shlex.split(line)
+    assert given.count("--recipe") == given.count("--training.micro_batch_size") == 1
+    assert given[given.index("--recipe") + 1] == "msamp-o3"
+    again = narrowgauge(*given[1:])
+    assert re.search("^fits: ", again.out, re.MULTILINE), again.out
+    assert "it fits with these changes" not in again.out
+    assert json.loads(narrowgauge("plan", *words, "--json").out)["fits_with"]["peak"] <= peak
+
+
+def test_only_the_settings_that_are_needed_are_changed(narrowgauge):
+    words = [*SMALL.split(), "--training.batch_size", "4", "--recipe", "fp8"]
+    ample = [*words, "--memory-limit", "100GB", "--json"]
+    roomy = json.loads(narrowgauge("plan", *ample).out)["memory"]["peak"]
+    told = json.loads(narrowgauge("plan", *words, "--memory-limit", f"{roomy - 1}B", "--json").out)
+    assert told["fits_with"]["options"].count("--") == 1, "one change of four does it"
+
+
+def test_nothing_fits_a_card_that_is_too_small(narrowgauge):
+    shown = narrowgauge("plan", *SMALL.split(), "--recipe", "fp8", "--memory-limit", "1MB")
+    assert "no setting and no recipe of narrower state makes it fit on this device" in shown.out

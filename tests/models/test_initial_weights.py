@@ -1,0 +1,95 @@
+"""Initial weights: a standard deviation for each role, or the published one for all."""
+
+import math
+
+import pytest
+import torch
+
+from narrowgauge.models import Transformer, initialize, model_config, model_names, starting_values
+from narrowgauge.training.config.config import load_values, make_config, to_toml, trajectory
+
+OURS = ("debug", "ladder-1m", "gpt2-debug", "moe-debug")
+SMALL = {"layers": 2, "heads": 4, "kv_heads": 4, "vocab_size": 512, "max_sequence_length": 256}
+
+
+def values_of(config, seed=0):
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in Transformer(config).named_parameters()}
+    return dict(starting_values(config, shapes, seed))
+
+
+def test_published_models_keep_their_published_standard_deviation():
+    found = {name: model_config(name).initial_std for name in model_names()}
+    assert {name for name, std in found.items() if std == 0} == set(OURS)
+    assert found["gpt3-6.7b"] == found["gpt3-13b"] == 0.0099
+    assert found["gpt2-124m"] == found["llama3-8b"] == found["qwen2.5-7b"] == found["mixtral-8x7b"] == 0.02
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_a_given_standard_deviation_holds_for_all_weights(name):
+    """The draws are those of every run that was made before the sizes had a rule by role."""
+    config = model_config(name, **SMALL, dim=128, initial_std=0.02)
+    generator = torch.Generator().manual_seed(3)
+    for parameter, value in values_of(config, 3).items():
+        if value.ndim == 2:
+            writes = parameter.endswith(("attention_out.weight", "down.weight"))
+            std = 0.02 / math.sqrt(4) if writes else 0.02
+            drawn = torch.empty(value.shape).normal_(0.0, std, generator=generator)
+            assert torch.equal(value, drawn), parameter
+
+
+def test_the_file_of_an_old_run_names_the_same_trajectory(tmp_path):
+    """A resolved configuration has every key, so the size's own initial weights do not matter to it."""
+    old = make_config({"model": {"name": "debug", "initial_std": 0.02}})
+    (tmp_path / "config.toml").write_text(to_toml(old))
+    again = make_config(load_values(tmp_path / "config.toml"))
+    assert again.spec.model.initial_std == 0.02
+    assert trajectory(again) == trajectory(old)
+    assert trajectory(make_config({})) != trajectory(old)
+
+
+def test_a_model_without_a_name_has_a_rule_by_role():
+    given = SMALL | {"dim": 64, "ffn_dim": 96}
+    assert model_config("custom", **given).initial_std == 0
+
+
+def test_values_are_a_function_of_the_seed_and_no_device_or_dtype():
+    config = model_config("debug", **SMALL, dim=128)
+    model = Transformer(config, torch.bfloat16).to(torch.bfloat16)
+    initialize(model, 5)
+    values = values_of(config, 5)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, values[name].bfloat16()), name
+    assert not torch.equal(values_of(config, 6)["embedding.weight"], values["embedding.weight"])
+
+
+@pytest.mark.parametrize("dim", [64, 256])
+@pytest.mark.parametrize("name", OURS)
+def test_each_role_has_its_standard_deviation(name, dim):
+    config = model_config(name, **SMALL, dim=dim)
+    assert config.initial_std == 0
+    unit = 1 / math.sqrt(dim)
+    embedding = unit / 2 if config.tied_head else 0.2
+    roles = {"embedding": embedding, "position_embedding": embedding, "head": unit}
+    for parameter, value in values_of(config).items():
+        if value.ndim < 2:
+            continue
+        module = parameter.removesuffix(".weight")
+        expected = roles.get(module, 1 / math.sqrt(value.shape[1]))
+        if module.endswith(("attention_out", "down")):
+            expected *= embedding / 2
+        error = 6 / math.sqrt(2 * value.numel())  # six deviations of a standard deviation of so many draws
+        assert value.std().item() == pytest.approx(expected, rel=error), parameter
+
+
+@pytest.mark.parametrize("name", ["debug", "ladder-1m"])
+@pytest.mark.parametrize("dim", [64, 768])
+def test_every_weight_has_a_gradient_in_the_first_step(name, dim):
+    model = Transformer(model_config(name, **SMALL, dim=dim))
+    initialize(model, 0)
+    x_BT = torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(0))
+    loss = model.loss(x_BT, x_BT.roll(-1, 1))
+    loss.backward()
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters())
+    if not model.config.tied_head:  # unit logits: half of their variance above the entropy of the vocabulary
+        assert loss.item() == pytest.approx(math.log(512) + 0.5, abs=0.2)
