@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from narrowgauge.data import open_data
+from narrowgauge.runs.monitor.gauges import make_gauges
+from narrowgauge.runs.monitor.hardware import choose_device, synchronize
+from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.training.config.config import make_config
 from narrowgauge.training.config.schema import GAUGES_EVERY
-from narrowgauge.training.monitor.gauges import make_gauges
-from narrowgauge.training.monitor.hardware import choose_device, synchronize
-from narrowgauge.training.run_directory import RunDirectory
 from narrowgauge.training.step.trainer import Trainer
 
 

@@ -41,8 +41,8 @@ from narrowgauge.distributed.comm.byte_counter import CommCounter
 from narrowgauge.distributed.parallel.parallelize import Objective
 from narrowgauge.models import Transformer, initialize
 from narrowgauge.optim import parameter_groups
+from narrowgauge.runs.monitor.profiler import covered
 from narrowgauge.training import make_config
-from narrowgauge.training.monitor.profiler import covered
 from narrowgauge.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")

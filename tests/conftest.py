@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-from narrowgauge.training.monitor.products import PRODUCTS
+from narrowgauge.runs.monitor.products import PRODUCTS
 from support.estimates import VARIABLE, keep_estimates
 from support.interpreted import import_kernels
 from support.processes import Narrowgauge, warm

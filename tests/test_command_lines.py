@@ -27,7 +27,8 @@ from narrowgauge.cli.parsing.options import config_values
 from narrowgauge.cluster.scaling.scaling import _plans, read_sizes
 from narrowgauge.report.compare.grid import Point
 from narrowgauge.report.ladder.design import Ladder
-from narrowgauge.training import default_out, lay_out, make_config
+from narrowgauge.runs import default_out, lay_out
+from narrowgauge.training import make_config
 from support.markdown import blocks, shell_lines, titled
 
 ROOT = Path(__file__).parents[1]

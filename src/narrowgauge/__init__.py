@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from narrowgauge.recipes import load_recipe as load_recipe
     from narrowgauge.recipes import recipe as recipe
     from narrowgauge.recipes import recipe_names as recipe_names
-    from narrowgauge.training import run as run
+    from narrowgauge.runs import run as run
 else:
     __all__, __getattr__, __dir__ = import_on_use(__name__)
 

@@ -15,7 +15,8 @@ from narrowgauge.cli.parsing.help import EXAMPLES
 from narrowgauge.cli.parsing.options import config_values
 from narrowgauge.errors import UserError
 from narrowgauge.models import count_parameters, model_config, model_names
-from narrowgauge.training import config_keys, default_out, make_config, to_toml
+from narrowgauge.runs import default_out
+from narrowgauge.training import config_keys, make_config, to_toml
 from narrowgauge.training.config.synonyms import INSTEAD, SYNONYMS, other_names
 
 

@@ -13,8 +13,8 @@ from narrowgauge.distributed.parallel.expert_parallel import divide_experts
 from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import set_step
 from narrowgauge.quantization import local_tensor
+from narrowgauge.runs.loop.parallel_dims import parallel_dims_of
 from narrowgauge.training.config.config import make_config
-from narrowgauge.training.run.parallel_dims import parallel_dims_of
 from narrowgauge.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")

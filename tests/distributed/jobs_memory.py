@@ -5,10 +5,10 @@ import torch.distributed as dist
 
 from narrowgauge.data import open_data
 from narrowgauge.distributed import CommCounter, Mesh
+from narrowgauge.runs.loop.parallel_dims import parallel_dims_of
+from narrowgauge.runs.monitor.memory import measured
+from narrowgauge.runs.monitor.memory_tracker import MemoryTracker
 from narrowgauge.training.config.config import make_config
-from narrowgauge.training.monitor.memory import measured
-from narrowgauge.training.monitor.memory_tracker import MemoryTracker
-from narrowgauge.training.run.parallel_dims import parallel_dims_of
 from narrowgauge.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")

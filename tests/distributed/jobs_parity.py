@@ -13,9 +13,9 @@ from narrowgauge.data import open_data
 from narrowgauge.distributed import Mesh
 from narrowgauge.nn import DTYPES, Linear, recipe_tensors
 from narrowgauge.quantization import local_tensor, master_or_weight, shard_of, state_of
+from narrowgauge.runs.loop.parallel_dims import parallel_dims_of
+from narrowgauge.runs.loop.validation import validation_loss
 from narrowgauge.training.config.config import make_config
-from narrowgauge.training.run.parallel_dims import parallel_dims_of
-from narrowgauge.training.run.validation import validation_loss
 from narrowgauge.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")

@@ -3,9 +3,9 @@
 import pytest
 
 from narrowgauge.distributed import ParallelDims, resolve_dims
+from narrowgauge.runs.monitor import memory
+from narrowgauge.runs.monitor.memory_estimate import estimate_step
 from narrowgauge.training import make_config
-from narrowgauge.training.monitor import memory
-from narrowgauge.training.monitor.memory_estimate import estimate_step
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ from rich.console import Console
 import narrowgauge as ng
 import narrowgauge.cli.main
 from narrowgauge.__main__ import main as command_line
-from narrowgauge.training.monitor import yardstick
-from narrowgauge.training.run import run
+from narrowgauge.runs.loop import run
+from narrowgauge.runs.monitor import yardstick
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from golden.arithmetic import fingerprint

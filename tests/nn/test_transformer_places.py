@@ -11,7 +11,7 @@ from narrowgauge.models import ModelConfig, Transformer, generate, initialize
 from narrowgauge.nn import Gauges, NarrowAttention, NarrowResidual, Stepped, discard_step, set_step
 from narrowgauge.quantization import make_cast
 from narrowgauge.recipes import parse_recipe, recipe, require_attention_shapes
-from narrowgauge.training.use.trained_model import TrainedRun
+from narrowgauge.runs.use.trained_model import TrainedRun
 
 MODEL = {"dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64, "vocab_size": 67}
 STOCHASTIC = {"cast": "mxfp4", "block": 8, "rounding": "stochastic"}

@@ -1,6 +1,6 @@
 """What a run is expected to take is worked out once a session for each kind of step.
 
-A run begins with a step on the meta device (`training.monitor.memory_estimate`), which takes longer than the
+A run begins with a step on the meta device (`runs.monitor.memory_estimate`), which takes longer than the
 steps of a tiny run. It is a function of the model, the recipe, the batch and the mesh, and hundreds of runs
 of the tests differ in nothing of these. So its results lie in files that all processes of a session share.
 Who asks for an estimate itself (`narrowgauge plan`, the tests of memory) gets a fresh one: only that of a
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.training.monitor import memory_advice
+from narrowgauge.runs.monitor import memory_advice
 
 VARIABLE = "NARROWGAUGE_TESTS_ESTIMATES"  # the directory, for processes that the tests start
 

@@ -15,7 +15,8 @@ from typing import Any
 from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.recipes import named_device
-from narrowgauge.training import estimate_step, make_config
+from narrowgauge.runs import estimate_step
+from narrowgauge.training import make_config
 
 GB, GIB = 10**9, 2**30
 GPT = {"name": "custom", "bias": True, "norm": "layer", "mlp": "gelu", "positions": "rope", "tied_head": True}

@@ -13,11 +13,11 @@ from narrowgauge.checkpoint.interop.external_model import is_external_model
 from narrowgauge.data import validation_batches
 from narrowgauge.data.cache import Progress
 from narrowgauge.recipes import Recipe
-from narrowgauge.training import TrainedRun, open_run
-from narrowgauge.training.run_directory import RunDirectory
+from narrowgauge.runs import TrainedRun, open_run
+from narrowgauge.runs.run_directory import RunDirectory
+from narrowgauge.runs.use.run_data import run_data
 from narrowgauge.training.step.build_model import decay_start_of
 from narrowgauge.training.step.trainer import Trainer
-from narrowgauge.training.use.run_data import run_data
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,10 @@ from narrowgauge.bench.work import Work, work_of
 from narrowgauge.bench.worker import OURS, start_workers
 from narrowgauge.errors import UserError
 from narrowgauge.nn.self_test import verified_backend
-from narrowgauge.training import Config, choose_device
-from narrowgauge.training.monitor.hardware import device_name
-from narrowgauge.training.monitor.profiler import StepTime
+from narrowgauge.runs import choose_device
+from narrowgauge.runs.monitor.hardware import device_name
+from narrowgauge.runs.monitor.profiler import StepTime
+from narrowgauge.training import Config
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from narrowgauge.training.monitor.hardware import synchronize
+from narrowgauge.runs.monitor.hardware import synchronize
 
 _BUDGET_S = 0.5  # for one ceiling
 _MOST, _LEAST = 50, 3  # tries

@@ -19,9 +19,10 @@ from narrowgauge.bench.peers import peer_step
 from narrowgauge.bench.timing import seconds
 from narrowgauge.data import Batch
 from narrowgauge.errors import UserError
-from narrowgauge.training import Config, choose_device
-from narrowgauge.training.monitor.hardware import memory_kept, use_device
-from narrowgauge.training.monitor.profiler import Profile, StepTime
+from narrowgauge.runs import choose_device
+from narrowgauge.runs.monitor.hardware import memory_kept, use_device
+from narrowgauge.runs.monitor.profiler import Profile, StepTime
+from narrowgauge.training import Config
 from narrowgauge.training.step.trainer import Trainer
 
 OURS = "narrowgauge"

@@ -32,8 +32,8 @@ from narrowgauge.cli.parsing.options import positive_integer
 from narrowgauge.files import write_whole
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes import GEMM_PLACES, recipe
+from narrowgauge.runs.run_directory import PROBE, SENSITIVITY
 from narrowgauge.t_interval import Interval
-from narrowgauge.training.run_directory import PROBE, SENSITIVITY
 
 _COLUMNS = {
     "loss_increase": ("loss +", ".4f", ""),

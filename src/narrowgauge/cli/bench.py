@@ -22,7 +22,8 @@ from narrowgauge.errors import UserError
 from narrowgauge.files import write_whole
 from narrowgauge.kernels import has_kernels
 from narrowgauge.recipes import device_facts, named_device
-from narrowgauge.training import Config, choose_device, make_config
+from narrowgauge.runs import choose_device
+from narrowgauge.training import Config, make_config
 
 
 def add_options(p: argparse.ArgumentParser) -> None:

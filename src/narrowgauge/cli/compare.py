@@ -28,10 +28,10 @@ from narrowgauge.report.compare.verdict import paired_gaps
 from narrowgauge.report.ladder.arms import choose_arms, require_order, take_arms, take_experiment
 from narrowgauge.report.ladder.design import Ladder, make_ladder
 from narrowgauge.report.ladder.run import run_ladder
+from narrowgauge.runs.loop.check_data import check_vocabulary
+from narrowgauge.runs.monitor.provenance import command_line
+from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.training import make_config
-from narrowgauge.training.monitor.provenance import command_line
-from narrowgauge.training.run.check_data import check_vocabulary
-from narrowgauge.training.run_directory import RunDirectory
 
 
 def add_options(p: argparse.ArgumentParser) -> None:

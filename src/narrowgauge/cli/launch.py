@@ -7,7 +7,8 @@ from pathlib import Path
 
 from narrowgauge.cluster import MARK, Job, Site, load_site, site_names, slurm_script, torchrun_script
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.training import Config, Layout, default_out, lay_out
+from narrowgauge.runs import Layout, default_out, lay_out
+from narrowgauge.training import Config
 
 Check = Callable[[list[str]], tuple[Config, Path | None]]
 

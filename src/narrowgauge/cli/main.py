@@ -28,13 +28,8 @@ from narrowgauge.cli.parsing.parser import Parser, check_verb, command_parser
 from narrowgauge.cluster import WorldFailed
 from narrowgauge.distributed import StoppedByPeer
 from narrowgauge.report.compare.compare import ComparisonFailed
-from narrowgauge.training import (
-    Config,
-    Corrupted,
-    Diverged,
-    OutOfMemory,
-    make_config,
-)
+from narrowgauge.runs import OutOfMemory
+from narrowgauge.training import Config, Corrupted, Diverged, make_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

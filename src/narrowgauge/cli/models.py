@@ -9,16 +9,16 @@ from rich.console import Console
 from narrowgauge.distributed import Engine
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.models import generate
-from narrowgauge.training import TrainedRun, bits_per_byte, open_run, validation_loss
+from narrowgauge.runs import TrainedRun, bits_per_byte, open_run, validation_loss
+from narrowgauge.runs.loop.two_losses import keep_losses, two_losses
+from narrowgauge.runs.monitor.hardware import choose_device
+from narrowgauge.runs.monitor.progress import Display
+from narrowgauge.runs.run_directory import RunDirectory
+from narrowgauge.runs.use.export import TARGETS, export_run, import_model
+from narrowgauge.runs.use.hellaswag import evaluate
+from narrowgauge.runs.use.lm_eval import harness_scores
+from narrowgauge.runs.use.run_data import run_data
 from narrowgauge.training.config.micro_batch import held_out_sequences
-from narrowgauge.training.monitor.hardware import choose_device
-from narrowgauge.training.monitor.progress import Display
-from narrowgauge.training.run.two_losses import keep_losses, two_losses
-from narrowgauge.training.run_directory import RunDirectory
-from narrowgauge.training.use.export import TARGETS, export_run, import_model
-from narrowgauge.training.use.hellaswag import evaluate
-from narrowgauge.training.use.lm_eval import harness_scores
-from narrowgauge.training.use.run_data import run_data
 
 Verb = Callable[[str, Callable[[argparse.Namespace], None]], argparse.ArgumentParser]
 _TASKS = ("val", "hellaswag:FILE", "lm-eval:TASK,...")

@@ -15,7 +15,7 @@ from narrowgauge.data import (
     prepare,
 )
 from narrowgauge.errors import unknown
-from narrowgauge.training.monitor.progress import Display
+from narrowgauge.runs.monitor.progress import Display
 
 OWN = "narrowgauge"
 _SOURCES = (

@@ -40,7 +40,7 @@ from narrowgauge.report.compare.compare import compare
 from narrowgauge.report.compare.grid import RECIPE, Variant, make_points
 from narrowgauge.report.compare.groups import groups
 from narrowgauge.report.compare.sentence import summary
-from narrowgauge.training.run_directory import RunDirectory
+from narrowgauge.runs.run_directory import RunDirectory
 
 HEAD, WIDE = "head", "bf16"
 

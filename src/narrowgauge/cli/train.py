@@ -16,10 +16,11 @@ from narrowgauge.cli.parsing.options import (
 from narrowgauge.distributed import world_from
 from narrowgauge.errors import UserError
 from narrowgauge.report import print_comparison, read_run, read_runs, write_report
+from narrowgauge.runs import PROFILED, branch_run, convert_run, default_out, run
+from narrowgauge.runs.run_directory import RunDirectory
+from narrowgauge.runs.use.convert import left_out
 from narrowgauge.signals import is_compared
-from narrowgauge.training import PROFILED, Diverged, branch_run, convert_run, default_out, make_config, run
-from narrowgauge.training.run_directory import RunDirectory
-from narrowgauge.training.use.convert import left_out
+from narrowgauge.training import Diverged, make_config
 
 
 def add_options(p: KeyParser) -> None:

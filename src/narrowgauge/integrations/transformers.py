@@ -26,8 +26,8 @@ from narrowgauge.errors import UserError
 from narrowgauge.nn import Gauges, convert, discard_step, set_step
 from narrowgauge.optim import AdamW, Optimizer, load_recipe_state, recipe_state
 from narrowgauge.recipes import Recipe
+from narrowgauge.runs.monitor.gauges import make_gauges
 from narrowgauge.training.config.guard_section import GuardSection
-from narrowgauge.training.monitor.gauges import make_gauges
 from narrowgauge.training.step.guard import Guard
 
 STATE = "narrowgauge"  # the key in the optimizer's state

@@ -11,8 +11,9 @@ from narrowgauge.bench.work import work_of_passes
 from narrowgauge.cluster import load_cluster
 from narrowgauge.cluster.plan.estimate import estimate
 from narrowgauge.distributed import ParallelDims
-from narrowgauge.training import Memory, StepEstimate, make_config
-from narrowgauge.training.monitor.memory import CLASSES
+from narrowgauge.runs import Memory, StepEstimate
+from narrowgauge.runs.monitor.memory import CLASSES
+from narrowgauge.training import make_config
 from narrowgauge.training.step.build_model import build_model
 
 MODEL = {"name": "moe-debug", "dim": 128, "layers": 2, "ffn_dim": 64, "vocab_size": 256, "experts": 8}

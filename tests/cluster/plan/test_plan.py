@@ -19,9 +19,10 @@ from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
 from narrowgauge.models import flops_per_token
-from narrowgauge.training import cheaper, estimate_memory, estimate_step, make_config
-from narrowgauge.training.monitor.few_blocks import few_blocks
-from narrowgauge.training.monitor.memory_estimate import _heaviest
+from narrowgauge.runs import cheaper, estimate_memory, estimate_step
+from narrowgauge.runs.monitor.few_blocks import few_blocks
+from narrowgauge.runs.monitor.memory_estimate import _heaviest
+from narrowgauge.training import make_config
 
 SMALL = {"name": "debug", "dim": 128, "ffn_dim": 256, "vocab_size": 256}
 

@@ -4,9 +4,9 @@ import pytest
 
 from narrowgauge.report.compare.compare import with_equal_threads
 from narrowgauge.report.compare.grid import Point
+from narrowgauge.runs.monitor import threads
+from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.training import make_config
-from narrowgauge.training.monitor import threads
-from narrowgauge.training.run_directory import RunDirectory
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from narrowgauge.report.ladder.design import make_ladder
 from narrowgauge.report.ladder.jobs import jobs_of
 from narrowgauge.report.ladder.predictions import read_predictions
 from narrowgauge.report.ladder.results import collect_rows
-from narrowgauge.training.run.two_losses import keep_losses
+from narrowgauge.runs.loop.two_losses import keep_losses
 
 ROOT = Path(__file__).parents[3]
 FILE = """

@@ -4,7 +4,8 @@ import pytest
 
 from narrowgauge.checkpoint import load, steps
 from narrowgauge.errors import UserError
-from narrowgauge.training import load_values, run
+from narrowgauge.runs import run
+from narrowgauge.training import load_values
 from support.runs import write_text
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from narrowgauge.recipes import recipe_names
-from narrowgauge.training import open_run
+from narrowgauge.runs import open_run
 from narrowgauge.training.config.config import make_config
 from narrowgauge.training.step.trainer import Trainer
 from support.quick import quick

@@ -13,8 +13,8 @@ from narrowgauge.bench.count.result import Total
 from narrowgauge.bench.count.speeds import H200, Speeds
 from narrowgauge.bench.count.step import count_step
 from narrowgauge.devices import Device
+from narrowgauge.runs.monitor.few_blocks import few_blocks, with_layers
 from narrowgauge.training import Config
-from narrowgauge.training.monitor.few_blocks import few_blocks, with_layers
 
 
 @dataclass(frozen=True)

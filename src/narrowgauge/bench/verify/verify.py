@@ -27,7 +27,7 @@ from narrowgauge.bench.verify.loss_checks import loss_checks
 from narrowgauge.bench.verify.worker import interpreted, run_all
 from narrowgauge.kernels.dispatch import has_kernels
 from narrowgauge.recipes import device_facts
-from narrowgauge.training.monitor.hardware import device_name
+from narrowgauge.runs.monitor.hardware import device_name
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from narrowgauge.bench.verify.check import AGREES, DIFFERS, NOT_HERE, Check, Disagreement, Finding
-from narrowgauge.training.monitor.hardware import use_device
+from narrowgauge.runs.monitor.hardware import use_device
 
 MOST_S = 300.0  # of one check
 _START_S = 300.0  # of a process, which imports torch and opens the device

@@ -24,7 +24,8 @@ from narrowgauge.cluster.plan.counted import counted_step, format_of
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.models import flops_per_token
 from narrowgauge.recipes import ATTENTION_PRODUCTS, Backend, Recipe, choose_backend
-from narrowgauge.training import Config, StepEstimate
+from narrowgauge.runs import StepEstimate
+from narrowgauge.training import Config
 
 
 @dataclass(frozen=True)

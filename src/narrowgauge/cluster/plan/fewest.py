@@ -4,7 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from narrowgauge.distributed import ParallelDims
-from narrowgauge.training import Config, Memory, estimate_memory
+from narrowgauge.runs import Memory, estimate_memory
+from narrowgauge.training import Config
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,12 @@ from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.models import count_parameters
 from narrowgauge.nn.self_test import verified_backend
-from narrowgauge.training import Config, choose_device, to_toml
+from narrowgauge.runs import choose_device
+from narrowgauge.runs.loop.check_data import check_data
+from narrowgauge.runs.loop.parallel_dims import parallel_dims_of
+from narrowgauge.runs.monitor.hardware import device_name
+from narrowgauge.training import Config, to_toml
 from narrowgauge.training.config.micro_batch import largest_size
-from narrowgauge.training.monitor.hardware import device_name
-from narrowgauge.training.run.check_data import check_data
-from narrowgauge.training.run.parallel_dims import parallel_dims_of
 
 FILE = "scaling.json"
 

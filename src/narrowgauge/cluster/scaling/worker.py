@@ -31,10 +31,11 @@ from narrowgauge.distributed import START, Coordinator, Mesh, init_process_group
 from narrowgauge.distributed.comm.byte_counter import CommCounter
 from narrowgauge.files import write_whole
 from narrowgauge.models import count_parameters
-from narrowgauge.training import Config, OutOfMemory, choose_device, load_values, make_config
-from narrowgauge.training.monitor.hardware import is_out_of_memory, memory_kept, synchronize, use_device
-from narrowgauge.training.monitor.profiler import covered
-from narrowgauge.training.run.parallel_dims import parallel_dims_of
+from narrowgauge.runs import OutOfMemory, choose_device
+from narrowgauge.runs.loop.parallel_dims import parallel_dims_of
+from narrowgauge.runs.monitor.hardware import is_out_of_memory, memory_kept, synchronize, use_device
+from narrowgauge.runs.monitor.profiler import covered
+from narrowgauge.training import Config, load_values, make_config
 from narrowgauge.training.step.trainer import Trainer
 
 WARMUP_STEPS = 3  # not measured: allocation, DDP's buckets

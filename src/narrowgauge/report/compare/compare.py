@@ -29,10 +29,11 @@ from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.operating_system import STOP_SIGNALS
 from narrowgauge.report.compare.grid import Point
+from narrowgauge.runs import choose_device
+from narrowgauge.runs.monitor.threads import threads_of
+from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.signals import COMPARED
-from narrowgauge.training import choose_device, to_toml
-from narrowgauge.training.monitor.threads import threads_of
-from narrowgauge.training.run_directory import RunDirectory
+from narrowgauge.training import to_toml
 
 
 class ComparisonFailed(Exception):

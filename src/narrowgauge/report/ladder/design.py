@@ -5,7 +5,7 @@
     rung    a number of optimizer steps after which each arm is measured, its learning rate having fallen
 
 An arm of one seed is a chain. Its trunk is the run of the highest rung. The run of a lower rung is a branch:
-it leaves the trunk where its own learning rate begins to fall (`training.use.branch`). So all rungs together
+it leaves the trunk where its own learning rate begins to fall (`runs.use.branch`). So all rungs together
 take little more than the highest.
 """
 

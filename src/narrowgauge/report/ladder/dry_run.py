@@ -12,8 +12,9 @@ from narrowgauge.kernels import choose_products
 from narrowgauge.report.ladder.design import Chain, Ladder
 from narrowgauge.report.ladder.jobs import state_of
 from narrowgauge.report.read.listing import last_records
-from narrowgauge.training import Config, choose_device
-from narrowgauge.training.monitor.products import measured_products
+from narrowgauge.runs import choose_device
+from narrowgauge.runs.monitor.products import measured_products
+from narrowgauge.training import Config
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.units import human_count
 

@@ -22,8 +22,8 @@ from narrowgauge.files import make_directory
 from narrowgauge.operating_system import STOP_SIGNALS
 from narrowgauge.report.compare.compare import ComparisonFailed
 from narrowgauge.report.ladder.jobs import Job, state_of
+from narrowgauge.runs.monitor.products import PRODUCTS
 from narrowgauge.signals import COMPARED
-from narrowgauge.training.monitor.products import PRODUCTS
 
 _POLL_S = 0.25
 _STOPPED = 75  # the exit code of a run that has saved and may go on

@@ -20,9 +20,9 @@ from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.report.ladder.design import Chain, RungRun
 from narrowgauge.report.read.records import read_status
+from narrowgauge.runs.run_directory import EVALUATION, RunDirectory
 from narrowgauge.training import to_toml
 from narrowgauge.training.config.diff import config_diff
-from narrowgauge.training.run_directory import EVALUATION, RunDirectory
 
 FORWARD = "bf16"  # the recipe of the second loss
 _DIVERGED = ("Diverged", "PoisonedError")  # how the reason of such a run begins

@@ -15,7 +15,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.files import write_whole
 from narrowgauge.report.ladder.design import Ladder
 from narrowgauge.report.ladder.jobs import state_of
-from narrowgauge.training.run_directory import PROBE
+from narrowgauge.runs.run_directory import PROBE
 
 _BATCHES, _DRAWS = 4, 4
 

@@ -1,0 +1,120 @@
+"""Saves checkpoints during a run, and handles failing saves.
+
+    {"event": "save", "step": N}                        step N is published
+    {"event": "save failed", "step": N, "reason": ...}  step N is not published; older ones are unchanged
+
+An asynchronous save (`checkpoint.asynchronous`) takes some steps, and its event is written when its result is
+known: at the next save, before a rollback, and at the end. The event has the number of the saved step, so it
+may follow the lines of later steps. A kill in between loses only that event: a published checkpoint is found,
+an unpublished one is invisible.
+
+A full disk causes a warning and the run continues, since somebody may free space. It ends the run if the save
+is the last one or was requested by a signal, or after `checkpoint.max_failures` failures in a row. All ranks
+know the result of a save, and count the same failures.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from narrowgauge.checkpoint import AsyncSaver, SaveError
+from narrowgauge.distributed import NEVER, START, Coordinator
+from narrowgauge.errors import UserError
+from narrowgauge.runs.loop.run_writer import RunWriter
+from narrowgauge.training.config.config import Config
+from narrowgauge.training.step.trainer import Trainer
+
+
+class Checkpointer:
+    """Saves the checkpoints of a run, synchronously or asynchronously; made by `make_checkpointer`.
+
+    Attributes:
+        failures: the number of failures since the last successful save.
+    """
+
+    def __init__(
+        self,
+        directory: RunWriter,
+        log: Callable[[str], None],
+        coordinator: Coordinator,
+        max_failures: int,
+        saver: AsyncSaver | None,
+    ) -> None:
+        """Save into `directory`; `saver` makes saves asynchronous, None synchronous."""
+        self.directory, self.log, self.coordinator = directory, log, coordinator
+        self.max_failures, self._saver = max_failures, saver
+        self.failures = 0
+        self._pending: int | None = None
+
+    def save(self, trainer: Trainer, run_id: str, must: bool) -> None:
+        """Publish the current state, on return if it `must` be; else the save may be asynchronous.
+
+        Raises:
+            SaveError: the save failed and must not, or too many saves failed in a row.
+            PoisonedError: the state, or that of the previous asynchronous save, is not finite.
+        """
+        self.coordinator.progress(f"the save after step {trainer.step}", START)
+        self.settle()
+        self.directory.require_there()
+        trainer.check_replicas()
+        self.directory.sync_metrics()
+        if self._saver is None:
+            with self._recording_failure(trainer.step, must):
+                trainer.save(self.directory.checkpoints, run_id, self.coordinator.control)
+                self._succeeded(trainer.step)
+            return
+        directory, keep = self.directory.checkpoints, trainer.config.checkpoint.keep
+        with self._recording_failure(trainer.step, must):
+            local_tensors, state = trainer.local_tensors(), trainer.state()
+            self._saver.save(directory, trainer.step, local_tensors, state, keep, run_id)
+            self._pending = trainer.step
+        if must:
+            self.settle(must)
+
+    def settle(self, must: bool = False) -> None:
+        """Wait for the pending save, if any, and record its result. Raises the same errors as `save`."""
+        if self._saver is None or self._pending is None:
+            return
+        step, self._pending = self._pending, None
+        with self._recording_failure(step, must):
+            self._saver.wait()
+            self._succeeded(step)
+
+    def end(self) -> None:
+        """Wait for a pending save when the run ends; its errors do not replace the cause of the end."""
+        if self._saver is None:
+            return
+        with suppress(UserError, OSError, RuntimeError):  # the cause of the run's end matters more
+            self.settle()
+        with suppress(RuntimeError):
+            self._saver.close()
+
+    def _succeeded(self, step: int) -> None:
+        self.failures = 0
+        self.directory.record({"event": "save", "step": step})
+
+    @contextmanager
+    def _recording_failure(self, step: int, must: bool) -> Iterator[None]:
+        """Record a failure of the save of `step` in this block; raise it if the run has to end."""
+        try:
+            yield
+        except SaveError as error:
+            self.failures += 1
+            self.log(f"NOT SAVED: {error}")
+            self.directory.record({"event": "save failed", "step": step, "reason": str(error)})
+            if must:
+                raise
+            if self.failures >= self.max_failures:
+                raise SaveError(
+                    f"{self.failures} saves in a row have failed "
+                    f"(checkpoint.max_failures = {self.max_failures}), "
+                    f"and what is trained is lost until one succeeds; the last one: {error}"
+                ) from error
+
+
+def make_checkpointer(
+    config: Config, directory: RunWriter, log: Callable[[str], None], coordinator: Coordinator
+) -> Checkpointer:
+    """Make the checkpointer of a run. Collective: all ranks call it, and `end` when the run has ended."""
+    section = config.checkpoint
+    saver = AsyncSaver(NEVER) if section.asynchronous else None
+    return Checkpointer(directory, log, coordinator, section.max_failures, saver)

@@ -1,0 +1,132 @@
+"""The run directory where none is named: `runs/MODEL-SOURCE-RECIPE,key=value,...`.
+
+The name carries each key that changes the trajectory and differs from what model, source and recipe bring
+with them, so that another learning rate is another run:
+
+    narrowgauge train                          runs/debug-stdlib-fp8
+    narrowgauge train --lr 1e-3 --seed 3       runs/debug-stdlib-fp8,lr=0.001,seed=3
+
+It depends on nothing but these values: the same line again finds its run. A run may lie under another name,
+as one from before names had keys does, or one whose values were changed by `--allow-change`. So a directory
+beside it is taken if its configuration is this one.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.data import split_sources
+from narrowgauge.errors import UserError
+from narrowgauge.models.sizes import CUSTOM
+from narrowgauge.runs.run_directory import RunDirectory
+from narrowgauge.training.config.config import Config, config_keys, make_config, trajectory
+from narrowgauge.training.config.diff import config_diff
+
+FOLDER = "runs"
+LONGEST = 100  # characters of a name, all of them ASCII; file systems take 255 bytes
+_LONGEST_VALUE = 24
+_IN_THE_NAME = ("model.name", "data.source", "recipe.name")
+
+
+def default_out(config: Config, allowed: Sequence[str] = ()) -> Path:
+    """Choose the run directory of a configuration for which none is named.
+
+    Args:
+        config: The configuration.
+        allowed: The keys in which the run that is there may differ (`--allow-change`).
+
+    Returns:
+        The directory of the run that this configuration continues, if there is one; else a new one.
+
+    Raises:
+        UserError: several runs differ in `allowed` keys alone.
+    """
+    named = Path(FOLDER) / _name(config)
+    start = _start(config)
+    beside = {Path(FOLDER) / start, Path(FOLDER) / _older_name(config), *Path(FOLDER).glob(f"{start},*")}
+    found = dict.fromkeys([named, *sorted(beside)])
+    changes = {path: diff for path in found if (diff := _changes(path, config)) is not None}
+    for path, diff in changes.items():
+        if not diff:
+            return path
+    changed = [path for path, diff in changes.items() if diff <= set(allowed)]
+    if len(changed) > 1 and named not in changed:
+        raise UserError(
+            f"--allow-change {','.join(allowed)} fits {len(changed)} runs ({', '.join(map(str, changed))}); "
+            "name the one that is meant with --out"
+        )
+    return named if named in changed or not changed else changed[0]
+
+
+def _changes(path: Path, config: Config) -> set[str] | None:
+    """The keys in which the run there differs; None where there is no run that can be read."""
+    try:
+        return set(config_diff(RunDirectory(path).config(), config)) if path.is_dir() else None
+    except UserError:
+        return None
+
+
+def _start(config: Config) -> str:
+    """Model, source and recipe, in characters that every file system and shell takes."""
+    sources = "+".join(filter(None, map(_stem, split_sources(config.data.source)))) or "data"
+    name = f"{_safe(config.model.name)}-{sources}-{_safe(Path(config.recipe.name).stem)}"
+    return name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}-{_digest(name)}"
+
+
+def _older_name(config: Config) -> str:
+    """The name that runs had before names carried keys."""
+    sources = "+".join(Path(name).stem or "data" for name in split_sources(config.data.source))
+    return f"{config.model.name}-{sources}-{Path(config.recipe.name).stem}"
+
+
+def _stem(source: str) -> str:
+    """The last part of a source that holds a letter: of `texts/*.md` it is texts."""
+    return next(filter(None, (_safe(Path(part).stem) for part in Path(source).parts[::-1])), "")
+
+
+def _name(config: Config) -> str:
+    """The start, and the keys that differ; where not all of them fit or show, a digest of all."""
+    start, changed = _start(config), _changed(config)
+    parts = [_part(key, value) for key, value in changed.items()]
+    shown = ",".join([start, *(text for text, _ in parts)])
+    if len(shown) <= LONGEST and all(is_whole for _, is_whole in parts):
+        return shown
+    end = f",{_digest(json.dumps(changed, sort_keys=True))}"
+    name = start
+    for text, _ in parts:
+        if len(name) + 1 + len(text) + len(end) <= max(LONGEST, len(start) + len(end)):
+            name += f",{text}"
+    return name + end
+
+
+def _changed(config: Config) -> dict[str, Any]:
+    """The keys that change the trajectory and differ from what model, source and recipe bring with them."""
+    size = {"name": config.model.name} if config.model.name != CUSTOM else {}
+    data, recipe = {"source": config.data.source}, {"name": config.recipe.name}
+    base = make_config({"model": size, "data": data, "recipe": recipe})
+    new = {f"{s}.{k}": v for s, table in trajectory(config).items() for k, v in table.items()}
+    keys = [key for key in config_diff(base, config) if key not in _IN_THE_NAME]
+    return {key: new.get(key) for key in keys}
+
+
+def _part(key: str, value: Any) -> tuple[str, bool]:
+    """`lr=0.001`, and whether it says all of the value."""
+    ending = key.partition(".")[2]
+    is_shared = [other.partition(".")[2] for other in config_keys()].count(ending) > 1
+    if isinstance(value, dict):
+        return f"{key if is_shared else ending}={_safe(str(value.get('cast', 'table')))}", False
+    values = value if isinstance(value, list) else [value]
+    whole = "+".join(str(v).lower() if isinstance(v, bool) else str(v) for v in values)
+    text = _safe(whole)[:_LONGEST_VALUE]
+    return f"{key if is_shared else ending}={text}", text == whole
+
+
+def _safe(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.+-]+", "-", text).strip("-.")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -1,0 +1,75 @@
+"""Initial weights from another run, for fine-tuning or for training on other text.
+
+    narrowgauge import Qwen2.5-0.5B/ --out base
+    narrowgauge train --model.weights base --data my-texts/ --recipe fp8 --out tuned
+
+The weights are passed as float32, so the two runs may have different recipes.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from narrowgauge.data import Tokenizer, load_tokenizer
+from narrowgauge.errors import UserError
+from narrowgauge.models import Transformer
+from narrowgauge.quantization import shard_of, write_weight
+from narrowgauge.runs.run_directory import RunDirectory
+from narrowgauge.runs.use.trained_model import open_run
+from narrowgauge.training.config.config import Config
+
+
+def check_start(config: Config, tokenizer: Tokenizer) -> None:
+    """Check that the tokenizer is that of the run in `model.weights`, if there is one.
+
+    A resumed run starts from a checkpoint, so the run in `model.weights` may be gone by then.
+
+    Raises:
+        UserError: the tokenizers differ.
+    """
+    if not config.model.weights:
+        return
+    source = RunDirectory(Path(config.model.weights)).tokenizer
+    if source.is_file() and load_tokenizer(source).to_json() != tokenizer.to_json():
+        raise UserError(
+            f"data.tokenizer = {config.data.tokenizer!r} is not the tokenizer that model.weights = "
+            f"{config.model.weights!r} was trained with, so its ids mean other text; leave data.tokenizer out"
+        )
+
+
+def copy_special_tokens(config: Config, directory: RunDirectory) -> None:
+    """Copy what the run in `model.weights` knows of special tokens, so that an export says it, too."""
+    if config.model.weights:
+        directory.keep_special_tokens(RunDirectory(Path(config.model.weights)).special_tokens())
+
+
+def start_from_weights(config: Config, model: Transformer) -> None:
+    """Copy the weights of the run in `model.weights`, if there is one, into a new model.
+
+    Raises:
+        UserError: that run has another model.
+    """
+    if not config.model.weights:
+        return
+    source = open_run(Path(config.model.weights), "cpu")
+    weights = source.weights()
+    with torch.device("meta"):
+        full_model = Transformer(config.spec.model)
+    shapes = {name: p.shape for name, p in full_model.named_parameters(remove_duplicate=False)}
+    for name in sorted(shapes.keys() | weights.keys()):
+        shape = tuple(weights[name].shape) if name in weights else "nothing"
+        needed = tuple(shapes[name]) if name in shapes else "nothing"
+        if shape != needed:
+            raise UserError(
+                f"model.weights = {config.model.weights!r} is another model: {name} is {shape} there and "
+                f"{needed} here; leave the dimensions out, and they are taken from it"
+            )
+    _copy_weights(model, weights)
+
+
+def _copy_weights(model: Transformer, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy the full weights, or the local shards of them, into a model."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shard = shard_of(parameter)
+        write_weight(parameter, weights[name] if shard is None else shard.local_of(weights[name]))

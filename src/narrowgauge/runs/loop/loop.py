@@ -1,0 +1,238 @@
+"""The training loop: the initial state, the steps, the end.
+
+The order after every step is: gauges (if due), metrics line, then checkpoint (if due). So a checkpoint of
+step n never exists without the lines up to n; on a resume later lines are dropped and written again with the
+same digits. All ranks run the same loop: only rank 0 records, displays and samples, and every decision is
+shared (`Coordinator`).
+"""
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from narrowgauge.checkpoint import choose_step, require_space_for_run
+from narrowgauge.data import Loader
+from narrowgauge.distributed import START, Mesh
+from narrowgauge.runs.loop.init_weights import start_from_weights
+from narrowgauge.runs.loop.raising import lower_places, record_raises
+from narrowgauge.runs.loop.recovery import recover
+from narrowgauge.runs.loop.run_context import RunContext
+from narrowgauge.runs.loop.sample import sample_text
+from narrowgauge.runs.loop.validation import validation_loss
+from narrowgauge.runs.monitor import hardware
+from narrowgauge.runs.monitor.gauges import make_gauges
+from narrowgauge.runs.monitor.memory import measured
+from narrowgauge.runs.monitor.memory_tracker import MemoryTracker
+from narrowgauge.runs.monitor.provenance import now, provenance
+from narrowgauge.signals import Preempted, Requests, is_compared
+from narrowgauge.training.config.config import Config
+from narrowgauge.training.config.diff import ConfigDiff
+from narrowgauge.training.config.micro_batch import held_out_sequences
+from narrowgauge.training.step.step_terms import token_lines
+from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.units import human_bytes, parse_bytes
+
+StepResult = tuple[float, float, float]  # loss, gradient norm, learning rate
+
+
+class OutOfMemory(Exception):
+    """The device's memory is too small for a step: exit code 1."""
+
+
+def start_or_resume(context: RunContext, changes: ConfigDiff, mesh: Mesh) -> Trainer:
+    """The state of the newest valid checkpoint, or an initial one; `changes` are adopted."""
+    directory, log, coordinator = context.directory, context.display.log, context.coordinator
+    coordinator.progress("choosing a checkpoint", START)
+    checkpoint, refused = choose_step(directory.checkpoints, context.run_id, coordinator.control)
+    for sentence in refused:
+        log(f"passed over: {sentence}")
+    coordinator.progress("building the model", START)
+    trainer = Trainer.begin(context.config, context.device, mesh)
+    if checkpoint is None:
+        start_from_weights(context.config, trainer.model)
+        log(f"run directory: {directory.path}")
+        directory.keep_metrics_until(-1)
+    else:
+        trainer.restore(checkpoint, coordinator.control)
+        log(f"continuing {directory.path} after step {trainer.step}")
+        directory.keep_metrics_until(trainer.step, trainer.guard.rollbacks)
+    plan = trainer.plan_save(directory.checkpoints, context.run_id, coordinator.control)
+    require_space_for_run(directory.checkpoints, plan.space, plan.keep)
+    directory.adopt(context.config, changes, context.dataset.digest, trainer.step, context.run_id)
+    event = "start" if checkpoint is None else "resume"
+    directory.record({"event": event, "step": trainer.step, **provenance(), **context.facts})
+    record_raises(context, trainer)
+    directory.set_status("running", "")
+    return trainer
+
+
+def train(context: RunContext, trainer: Trainer, requests: Requests) -> None:
+    """Run all remaining steps.
+
+    Raises:
+        Preempted: a signal arrived; the state is saved.
+    """
+    directory, steps = context.directory, context.config.training.steps
+    if trainer.step == 0:
+        val_loss = _validate(context, trainer)
+        directory.record({"step": 0, "tokens": 0, "val_loss": val_loss})
+        context.display.log(f"step {0:>6}/{steps}  val loss {val_loss:.4f}")
+    is_warm = False
+    while trainer.step < steps:
+        with trainer.batches(context.dataset.train) as batches:
+            _steps(context, trainer, batches, requests, is_warm)
+        is_warm = True
+
+
+def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Requests, is_warm: bool) -> None:
+    """Run steps to the end, or until a rollback, after which the batches change."""
+    config, directory, steps = context.config, context.directory, context.config.training.steps
+    last_save = time.monotonic()
+    tokens = _tokens_seen(context, trainer)
+    requests.save_first()
+    while trainer.step < steps:
+        context.coordinator.progress(f"step {trainer.step + 1}", 1.0 if is_warm else START)
+        take_step = _measured_step if is_warm else _first_step
+        line = take_step(context, trainer, batches, tokens)
+        is_warm, tokens = True, line["tokens"]
+        is_last = trainer.step == steps
+        # Read once: a signal may come at any moment, and the stop below must follow the save it requests.
+        is_late = time.monotonic() - last_save > 60 * config.checkpoint.every_minutes
+        shared = context.coordinator.all_reduce_max(asked=requests.number, late=is_late)
+        asked = "" if is_last or not shared["asked"] else signal.Signals(shared["asked"]).name
+        if is_last or trainer.step % config.validation.every == 0:
+            line["val_loss"] = _validate(context, trainer)
+        directory.record(line)
+        context.display.step(line)
+        if trainer.verdict.action in ("rollback", "raise"):
+            context.checkpointer.settle()  # the rollback target may still be pending
+        if recover(context, trainer, line["loss"], line["grad_norm"]):
+            return
+        lower_places(context, trainer)
+        check = config.guard.check_every
+        if check and trainer.step % check == 0:
+            trainer.check_replicas()
+        if is_last or shared["late"] or asked or trainer.step % config.checkpoint.every == 0:
+            context.checkpointer.save(trainer, context.run_id, must=is_last or bool(asked))
+            last_save = time.monotonic()
+        if asked:
+            directory.record({"event": "stop", "step": trainer.step, "reason": asked, "time": now()})
+            raise Preempted(f"{asked} after step {trainer.step}; the same line continues")
+
+
+def _tokens_seen(context: RunContext, trainer: Trainer) -> int:
+    """The tokens of the steps done, from their lines: a step may have had others (`--allow-change`)."""
+    lines = context.directory.lines() if context.coordinator.rank == 0 else []  # it records for all
+    counted = [line for line in lines if "tokens" in line]
+    step, tokens = (counted[-1]["step"], counted[-1]["tokens"]) if counted else (0, 0)
+    return int(tokens) + (trainer.step - step) * _tokens_of_a_step(context.config)
+
+
+def _tokens_of_a_step(config: Config) -> int:
+    return config.training.batch_size * config.data.sequence_length
+
+
+def _first_step(context: RunContext, trainer: Trainer, batches: Loader, seen: int) -> dict[str, Any]:
+    """Take the first step of this process, and record its memory next to the estimate."""
+    is_hidden = context.config.training.compile and context.device.type != "cuda"  # compiled operations
+    if context.plan is None or is_hidden:
+        return _measured_step(context, trainer, batches, seen)
+    with MemoryTracker(context.device) as tracker:
+        line = _measured_step(context, trainer, batches, seen, tracker.after_forward)
+    memory, plan = measured(trainer, tracker), context.plan
+    facts = {"parameters": memory.parameters, **memory.as_json(), "expected": plan.as_json()}
+    context.directory.record({"event": "memory", "step": trainer.step, **facts})
+    on_host = f"; on the host {human_bytes(sum(memory.host.values()))}" if memory.host else ""
+    context.display.log(
+        f"memory: {memory.classes()} = {human_bytes(memory.peak)}, expected {human_bytes(plan.peak)}{on_host}"
+    )
+    limit = parse_bytes(context.config.training.memory_limit)
+    if limit and memory.peak > limit:
+        raise OutOfMemory(
+            f"a step took {human_bytes(memory.peak)}, and training.memory_limit is {human_bytes(limit)}; "
+            "raise it, or see `narrowgauge plan` for what lowers the peak"
+        )
+    return line
+
+
+def _measured_step(
+    context: RunContext,
+    trainer: Trainer,
+    batches: Loader,
+    seen: int,
+    after_forward: Callable[[torch.Tensor], None] | None = None,
+) -> dict[str, Any]:
+    """Take one optimizer step after `seen` tokens, and return its line of the metrics."""
+    hardware.synchronize(context.device)
+    start = time.perf_counter()
+    is_read = _is_read(context, trainer.step + 1)
+    gauges = make_gauges(trainer.model, trainer.optimizer, trainer.names) if is_read else None
+    loss, norm, lr = _profiled(context, trainer, lambda: trainer.train_step(batches, after_forward, gauges))
+    if gauges is not None:
+        lines = token_lines(trainer.tokens, trainer.step)
+        context.directory.record_gauges([*gauges.lines(trainer.step), *lines])
+    seconds = time.perf_counter() - start  # the step ended with the loss on the host
+    tokens = _tokens_of_a_step(context.config)
+    flops, peak = context.facts["flops_per_token"] * tokens, context.facts["peak_flops"]
+    return {
+        "step": trainer.step,
+        "loss": loss,
+        **trainer.terms,
+        "lr": lr,
+        "grad_norm": norm,
+        "tokens": seen + tokens,
+        "tokens_per_s": tokens / seconds,
+        "step_ms": 1000 * seconds,
+        "mfu": flops / seconds / peak / context.coordinator.size if peak else None,
+        "memory_bytes": hardware.peak_memory(context.device),
+    }
+
+
+def _is_read(context: RunContext, step: int) -> bool:
+    """Whether gauges read a step: every n-th and the last, so that a short run is read, too."""
+    every = context.config.gauges_every()
+    is_due = step % every == 0 or step == context.config.training.steps if every else False
+    return is_due and context.coordinator.rank == 0  # it reads for all
+
+
+def _profiled(context: RunContext, trainer: Trainer, take: Callable[[], StepResult]) -> StepResult:
+    """Take a step; if it ends the requested profile, record and log the step time."""
+    if context.profile is None:
+        return take()
+    number = trainer.step + 1
+    result, step_time = context.profile.step(number, take, is_last=number == context.config.training.steps)
+    if step_time is not None:
+        facts = {"step_ms": step_time.step_ms, "ms": step_time.classes, "device": step_time.device}
+        context.directory.record({"event": "step time", "step": trainer.step, **facts})
+        context.display.log(f"profile: {step_time}; {context.profile.trace} opens in ui.perfetto.dev")
+    return result
+
+
+def _validate(context: RunContext, trainer: Trainer) -> float:
+    context.coordinator.progress(f"the validation after step {trainer.step}", START)
+    c = context.config
+    return validation_loss(
+        trainer.engine,
+        trainer.go_to_sample,
+        context.dataset.val,
+        c.training.micro_batch_size,
+        c.data.sequence_length,
+        None,
+        c.data.separate_documents,
+        held_out_sequences(c.training, c.validation.batches),
+    )
+
+
+def finish(context: RunContext, trainer: Trainer) -> None:
+    """Write a sample of text and the final status; only rank 0 does."""
+    if context.coordinator.rank > 0:
+        return
+    prompt, sample = sample_text(context, trainer)
+    done = {"event": "done", "step": trainer.step, "prompt": prompt, "sample": sample, "time": now()}
+    context.directory.record(done)
+    context.directory.set_status("done", f"all {trainer.step} steps")
+    if not is_compared():
+        context.display.log(f"\nsample, from {prompt!r}:\n{prompt}{sample}\n")

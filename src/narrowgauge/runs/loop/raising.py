@@ -1,0 +1,130 @@
+"""Widens the place that broke (`guard.spike = "raise"`), and lowers it again (`guard.lower_after`).
+
+    1. the bad step is computed again under gauges; so is the step after the checkpoint to which the run goes
+       back, as a good one to compare with. Neither counts
+    2. the place that broke: the first tensor that was not finite and had been before its cast
+       (`nan_tracer`), else what the gauges say (`broken_place`). They are read on all processes, and all
+       decide from all lines
+    3. back to the checkpoint, and on with the same data; the place is wider from the next step on
+
+    {"event": "raise", "step": N, "place": "v", "layers": [...], "from": "e4m3", "to": "fp32", "until": null}
+    {"event": "lower", "step": N, ...}          after step N the place was lowered again
+
+N of a raise is the first step in which it holds. The checkpoint to go back to is at least two steps older
+than the bad one, since the step before it may have done the damage. If there is none, the step is skipped,
+and the place is wider from the next one on.
+
+What is raised is in the checkpoints, so a resume needs nothing else. Until the next save it exists in memory
+only: a run that is killed before comes to the same step again, reads the same figures and decides the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.recipes import STATE_PLACES
+from narrowgauge.runs.loop.broken_place import BROKEN, BrokenPlace, find_broken, lost_by_place
+from narrowgauge.runs.loop.run_context import RunContext
+from narrowgauge.runs.loop.trial_gauges import read_trial
+from narrowgauge.runs.monitor.gauges import make_gauges
+from narrowgauge.training.config.raising import places_with
+from narrowgauge.training.step.nan_tracer import FirstBad
+from narrowgauge.training.step.raises import Raise
+from narrowgauge.training.step.trainer import Trainer
+
+
+def broke_in(context: RunContext, trainer: Trainer, target: Path | None) -> BrokenPlace | None:
+    """The place that broke in the last step. Leaves the state of `target`, if that is given."""
+    bad = first_broken(trainer, trainer.first_bad)
+    if bad is not None:
+        return bad
+    trainer.step -= 1
+    is_finite = trainer.verdict.is_finite
+    now = _read(trainer, trainer.micro_batches, update=is_finite and target is not None)
+    trainer.step += 1
+    before: list[dict[str, Any]] = []
+    if target is not None:
+        go_back(context, trainer, target)
+        with trainer.batches(context.dataset.train) as batches:
+            before = _read(trainer, trainer.next_micro_batches(batches), update=True)
+    return find_broken(now, before, wide_casts(trainer))
+
+
+def go_back(context: RunContext, trainer: Trainer, target: Path) -> None:
+    """Go back to a checkpoint, with what has been raised since."""
+    before = trainer.guard
+    trainer.restore(target, context.coordinator.control)
+    trainer.guard.went_back(before)
+    trainer.follow_rules()
+
+
+def first_broken(trainer: Trainer, bad: FirstBad | None) -> BrokenPlace | None:
+    """The place of a first bad tensor that was finite before its cast; None for any other."""
+    recipe = trainer.config.spec.recipe
+    if bad is None or not bad.is_of_cast or bad.place not in (*recipe.casts, *STATE_PLACES):
+        return None
+    cast = recipe.casts.get(bad.place) or recipe.state.get(bad.place)
+    if cast is None or cast.name in wide_casts(trainer):
+        return None
+    return BrokenPlace(bad.place, (bad.layer,), cast.name, None, BROKEN)
+
+
+def wide_casts(trainer: Trainer) -> set[str]:
+    """The names of casts that cannot be raised."""
+    recipe = trainer.config.spec.recipe
+    return {"fp32", recipe.compute, trainer.guard.rules.raise_to or recipe.compute}
+
+
+def make_raise(trainer: Trainer, broken: BrokenPlace, reason: str) -> Raise:
+    """The raise of a broken place from the next step on."""
+    rules, recipe = trainer.guard.rules, trainer.config.spec.recipe
+    first = trainer.step + 1
+    until = 0 if rules.raise_steps == float("inf") else first + int(rules.raise_steps)
+    to = "fp32" if broken.place in STATE_PLACES else rules.raise_to or recipe.compute
+    words = f"{reason}; {broken}"
+    return Raise(broken.place, broken.layers, broken.cast, to, first, until, broken.harmless, words)
+
+
+def lower_places(context: RunContext, trainer: Trainer) -> None:
+    """Lower what was raised `guard.lower_after` steps ago, or a multiple of them, if its gauges allow it."""
+    guard, every = trainer.guard, trainer.guard.rules.lower_after
+    step = trainer.step
+    due = [r for r in guard.raised if every and r.holds(step + 1) and (step + 1 - r.from_step) % every == 0]
+    for r in (r for r in due if step >= r.from_step):
+        recipe = trainer.config.spec.recipe
+        places = places_with(recipe, r.place) if not r.is_state else (r.place,)
+        lines = [line for own in trainer.engine.gather(read_trial(trainer, r.layers, places)) for line in own]
+        lost = max(lost_by_place(lines, ()).values(), default=1.0)
+        if lost > r.harmless:
+            continue
+        reason = f"{r.place} would lose {lost:.3g} of its numbers in {r.before}"
+        lowered = replace(r, until_step=step + 1)
+        guard.raised = [lowered if other is r else other for other in guard.raised]
+        trainer.follow_rules()
+        context.directory.record({**lowered.event("lower", step), "reason": reason})
+        _record_rules(context, trainer)
+        context.display.log(f"step {step}: lowered again, {reason}")
+
+
+def record_raises(context: RunContext, trainer: Trainer) -> None:
+    """Bring the metrics and recipe.toml of the run to what is raised."""
+    if context.coordinator.rank > 0:
+        return
+    lines = context.directory.lines() if trainer.guard.raised else []
+    known = [(e["step"], e["place"], e["layers"]) for e in lines if e.get("event") == "raise"]
+    for r in trainer.guard.raised:
+        if (r.from_step, r.place, list(r.layers)) not in known:
+            context.directory.record(r.event("raise", r.from_step))
+    _record_rules(context, trainer)
+
+
+def _record_rules(context: RunContext, trainer: Trainer) -> None:
+    context.directory.record_rules([r.toml(trainer.config.spec.recipe) for r in trainer.guard.raised])
+
+
+def _read(trainer: Trainer, micro_batches: Sequence[Any], update: bool) -> list[dict[str, Any]]:
+    """The gauges of the step after `trainer.step`, of all processes."""
+    gauges = make_gauges(trainer.model, trainer.optimizer, trainer.names)
+    trainer.read_step(micro_batches, gauges, update)
+    return [line for own in trainer.engine.gather(gauges.lines(trainer.step + 1)) for line in own]

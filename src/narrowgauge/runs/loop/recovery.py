@@ -1,0 +1,154 @@
+"""Acts on the guard's verdict: writes the event, prints a message, rolls back.
+
+    spike       {"event": "spike", "step": N, "reason": ...}             the first of several in a row
+    skip        {"event": "skip", ..., "first_bad": {layer, place, ...}}  `first_bad` if not finite
+    rollback    {"event": "rollback", "step": M, "from_step": N, "skipped_samples": [A, B], ...}
+    raise       {"event": "raise", "step": M + 1, "place": "v", ...}     see `raising`
+
+A rollback restores a checkpoint of step M < N, and drops the lines of later steps, as a resume does. The
+target is the newest valid checkpoint at a multiple of `checkpoint.every`, because a checkpoint made by a
+signal or the clock does not exist in an uninterrupted run; others are used only if there is none. Until the
+next save the rollback exists only in memory: a run killed before that resumes from step M or earlier, sees
+the same spike and decides the same.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.checkpoint import DamagedError, steps, verify
+from narrowgauge.runs.loop.raising import broke_in, go_back, make_raise, record_raises
+from narrowgauge.runs.loop.run_context import RunContext
+from narrowgauge.training.step.guard import Guard, GuardVerdict
+from narrowgauge.training.step.trainer import Trainer
+
+
+def recover(context: RunContext, trainer: Trainer, loss: float, norm: float) -> bool:
+    """Act on `trainer.verdict` on the last step, which had this loss and gradient norm.
+
+    Returns:
+        Whether the run was rolled back, so that its data must be opened again.
+
+    Raises:
+        Diverged: the limit of skips or rollbacks is reached.
+    """
+    verdict, guard, step = trainer.verdict, trainer.guard, trainer.step
+    if verdict.action == "raise":
+        verdict = _raise(context, trainer, guard, step)
+        if verdict.action == "raise":
+            return True
+    if verdict.action == "rollback":
+        guard.require_patience(verdict, step)
+        if (target := _target(context, step)) is not None:
+            _roll_back(context, trainer, guard, step, target, {"loss": loss, "grad_norm": norm})
+            return True
+        verdict = guard.cannot_roll_back(verdict)
+    if verdict.action != "take":
+        _record_verdict(context, trainer, verdict)
+        guard.require_patience(verdict, step, str(trainer.first_bad or ""))
+    return False
+
+
+def _target(context: RunContext, before: int) -> Path | None:
+    """The checkpoint to go back to from step `before`, the same on all ranks."""
+    checkpoints, target = context.directory.checkpoints, None
+    if context.coordinator.rank == 0:
+        target = rollback_target(checkpoints, context.run_id, before, context.config.checkpoint.every)
+    name = context.coordinator.broadcast(None if target is None else target.name)
+    return None if name is None else checkpoints / name
+
+
+def rollback_target(checkpoints: Path, run_id: str, before: int, every: int) -> Path | None:
+    """The checkpoint to roll back to from step `before`, fully verified; None if there is none."""
+    older = [step for step in steps(checkpoints) if step < before]
+    for step in sorted(older, key=lambda step: (step % every == 0, step), reverse=True):
+        path = checkpoints / f"step-{step}"
+        try:
+            verify(path, run_id)
+        except DamagedError:
+            continue
+        return path
+    return None
+
+
+def _raise(context: RunContext, trainer: Trainer, before: Guard, step: int) -> GuardVerdict:
+    """Widen the place that broke in a step; the verdict says what is left to do ("raise": nothing)."""
+    if _go_further_back(context, trainer, before, step):
+        return trainer.verdict
+    verdict, target = trainer.verdict, _target(context, step - 1)
+    broken = broke_in(context, trainer, target if verdict.is_finite else None)
+    if broken is None and verdict.is_finite:
+        return GuardVerdict("rollback", f"{verdict.reason}; no place broke")
+    if broken is None:
+        return before.skip(verdict, "no place broke")
+    if target is not None:
+        go_back(context, trainer, target)
+        context.directory.keep_metrics_until(trainer.step, before.rollbacks)
+    trainer.guard.raised.append(make_raise(trainer, broken, f"step {step}: {verdict.reason}"))
+    trainer.follow_rules()
+    record_raises(context, trainer)
+    to = trainer.guard.raised[-1].to
+    back = "" if target is None else f"; back to step {trainer.step}"
+    context.display.log(f"step {step}: {verdict.reason}; {broken}, which becomes {to}{back}")
+    return verdict if target is not None else before.cannot_roll_back(verdict)
+
+
+def _go_further_back(context: RunContext, trainer: Trainer, before: Guard, step: int) -> bool:
+    """Go to an older checkpoint, if state was raised and a step breaks before the next save.
+
+    What state lost before it was raised is lost in the checkpoint, too. The raise then holds from the older
+    one on. Returns False if that is not the case, or no checkpoint is older.
+    """
+    last = before.raised[-1] if before.raised else None
+    if last is None or not last.is_state or step - last.from_step >= context.config.checkpoint.every:
+        return False
+    target = _target(context, last.from_step - 1)
+    if target is None:
+        return False
+    reason = trainer.verdict.reason
+    go_back(context, trainer, target)
+    guard = trainer.guard
+    first = trainer.step + 1
+    guard.raised = [replace(r, from_step=min(r.from_step, first)) for r in guard.raised]
+    trainer.follow_rules()
+    context.directory.keep_metrics_until(trainer.step, guard.rollbacks)
+    record_raises(context, trainer)
+    words = f"{last.place} was raised too late to heal it; further back, to step {trainer.step}"
+    context.display.log(f"step {step}: {reason}; {words}")
+    return True
+
+
+def _roll_back(
+    context: RunContext, trainer: Trainer, before: Guard, spike: int, path: Path, figures: dict[str, float]
+) -> None:
+    """Go back from a spike to a checkpoint; `before` is the guard as it was at the spike."""
+    reason = trainer.verdict.reason
+    trainer.restore(path, context.coordinator.control)
+    guard = trainer.guard
+    guard.rolled_back(before)
+    trainer.follow_rules()
+    context.directory.keep_metrics_until(trainer.step, guard.rollbacks)
+    first = guard.samples - (spike - trainer.step) * trainer.config.training.batch_size
+    event = {
+        "event": "rollback",
+        "step": trainer.step,
+        "reason": reason,
+        "from_step": spike,
+        "figures": figures,
+    }
+    skipped = {"skipped_samples": [first, guard.samples - 1]}
+    context.directory.record({**event, **skipped, "rollbacks": guard.rollbacks})
+    context.display.log(f"step {spike}: {reason}; back to step {trainer.step}, and on with other data")
+    record_raises(context, trainer)
+
+
+def _record_verdict(context: RunContext, trainer: Trainer, verdict: GuardVerdict) -> None:
+    event: dict[str, Any] = {"event": "spike" if verdict.takes else "skip", "step": trainer.step}
+    event["reason"] = verdict.reason
+    cause = ""
+    if trainer.first_bad is not None:
+        event["first_bad"] = trainer.first_bad.as_json()
+        cause = f"; {trainer.first_bad}"
+    context.directory.record(event)
+    action = "a spike" if verdict.takes else "skipped"
+    context.display.log(f"step {trainer.step}: {action}, {verdict.reason}{cause}")

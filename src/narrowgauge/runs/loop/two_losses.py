@@ -1,0 +1,69 @@
+"""Two losses of one set of weights: under the run's own forward pass, and under that of another recipe.
+
+A narrow forward pass can raise a loss in two ways: it adds noise while the loss is measured, and it led the
+training to worse weights. The second loss, usually under bf16, has the weights alone. Both are means over the
+same held-out batches, so their difference is paired.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowgauge.data import Mixture
+from narrowgauge.distributed import Engine
+from narrowgauge.files import write_whole
+from narrowgauge.json_lines import strict_json
+from narrowgauge.models import Transformer
+from narrowgauge.runs.loop.validation import validation_loss
+from narrowgauge.runs.run_directory import EVALUATION
+from narrowgauge.runs.use.convert import with_recipe
+from narrowgauge.runs.use.trained_model import TrainedRun
+from narrowgauge.training.config.micro_batch import held_out_sequences
+from narrowgauge.training.step.build_model import build_model
+
+
+@torch.no_grad()
+def under_recipe(trained: TrainedRun, recipe: str) -> Transformer:
+    """A copy of a run's model that computes under another recipe, with the same weights read as float32."""
+    device = next(trained.model.parameters()).device
+    model = build_model(with_recipe(trained.config, recipe).spec, device)
+    weights = trained.weights()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameter.copy_(weights[name])
+    return model.eval()
+
+
+def two_losses(
+    trained: TrainedRun, recipe: str, held_out: Mixture, length: int, batches: int | None
+) -> dict[str, float]:
+    """The losses in nats a token: `own`, and one called as the recipe.
+
+    Args:
+        trained: The run.
+        recipe: The recipe of the other forward pass, such as "bf16".
+        held_out: The held-out tokens.
+        length: Tokens of a sequence.
+        batches: How many micro-batches (`held_out_sequences`), spread evenly over the tokens; None: all.
+    """
+    c = trained.config
+    sequences = None if batches is None else held_out_sequences(c.training, batches)
+    windows = (c.training.micro_batch_size, length, None, c.data.separate_documents, sequences)
+    own = validation_loss(Engine.alone(trained.model), trained.go_to_sample, held_out, *windows)
+    if trained.config.recipe.name == recipe and not trained.config.recipe.places:
+        return {"own": own, recipe: own}
+    under = replace(trained, config=with_recipe(c, recipe), model=under_recipe(trained, recipe))
+    other = validation_loss(Engine.alone(under.model), under.go_to_sample, held_out, *windows)
+    return {"own": own, recipe: other}
+
+
+def keep_losses(run: Path, step: int, losses: Mapping[str, float], asked: Mapping[str, Any]) -> None:
+    """Write RUN/evaluation.json, with what was asked for; a model of another program stays as it is.
+
+    A loss that is not finite is null there.
+    """
+    if (run / "config.toml").is_file():
+        write_whole(run / EVALUATION, json.dumps(strict_json({"step": step, **losses, **asked})) + "\n")

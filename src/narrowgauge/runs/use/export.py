@@ -1,0 +1,114 @@
+"""Exports runs to the formats of other programs, and imports their models as runs.
+
+    export    RUN -> plain weights under another program's names     hf, llmc, megatron
+                  -> the narrow numbers themselves                   compressed-tensors
+    import    a model of another program -> RUN, to sample, evaluate or train from
+
+Both create their folder atomically. What is exported is first read back, and compared with what the run
+multiplies.
+"""
+
+from pathlib import Path
+
+from narrowgauge.checkpoint import save
+from narrowgauge.checkpoint.interop.compressed_tensors import narrow_layers, write_compressed
+from narrowgauge.checkpoint.interop.external_model import read_external_model
+from narrowgauge.checkpoint.interop.huggingface import TOKENIZER_CONFIG, write_folder
+from narrowgauge.checkpoint.interop.llmc import write_llmc
+from narrowgauge.checkpoint.interop.megatron import write_megatron
+from narrowgauge.checkpoint.interop.read_back import require_read_back
+from narrowgauge.checkpoint.interop.safetensors_reader import SHARD_BYTES
+from narrowgauge.data import load_tokenizer
+from narrowgauge.errors import UserError, unknown
+from narrowgauge.files import staged_directory
+from narrowgauge.nn import DTYPES
+from narrowgauge.runs.run_directory import RunDirectory
+from narrowgauge.runs.use.trained_model import TrainedRun, imported_config, open_run
+
+TARGETS = ("hf", "llmc", "megatron", "compressed-tensors")
+
+
+def export_run(
+    run: Path, to: str, out: Path, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
+) -> TrainedRun:
+    """Write the newest model of a run, or of any model that `open_run` opens, into a new folder.
+
+    Args:
+        run: a run directory, or any model that `open_run` opens.
+        to: one of `TARGETS`.
+        out: the new folder, which must not exist.
+        dtype: the dtype of plain weights, "fp32", "bf16" or "fp16"; None: bf16 for compressed-tensors, else
+            fp32.
+        shard_bytes: the approximate maximum size of a safetensors file.
+
+    Returns:
+        The run that was exported.
+
+    Raises:
+        UserError: an argument is invalid, the format cannot hold the model, or the files do not hold it.
+    """
+    if to not in TARGETS:
+        raise unknown("format", to, TARGETS)
+    dtype = dtype or ("bf16" if to == "compressed-tensors" else "fp32")
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    if shard_bytes < 1:
+        raise UserError(f"a shard of {shard_bytes} bytes holds nothing; about 5000000000 is usual")
+    source = open_run(run, "cpu")
+    config, weights, numbers = source.config.spec.model, source.weights(), DTYPES[dtype]
+    expected = {name: weight.to(numbers).float() for name, weight in weights.items()}
+    with staged_directory(out) as folder:
+        settings = (source.tokenizer_file, numbers, shard_bytes, source.special_tokens)
+        if to == "hf":
+            write_folder(folder, config, weights, *settings)
+        elif to == "compressed-tensors":
+            write_compressed(folder, source.model, weights, *settings)
+            narrow = narrow_layers(source.model)
+            expected |= {f"{name}.weight": layer.forward_weight() for name, layer in narrow.items()}
+        elif to == "llmc":
+            write_llmc(folder / "model.bin", config, weights, numbers)
+        else:
+            write_megatron(folder, config, weights, numbers, shard_bytes)
+        if to in ("llmc", "megatron") and source.tokenizer_file is not None:
+            source.tokenizer.save(folder / "tokenizer.json")
+        require_read_back(folder, expected)
+    return source
+
+
+def import_model(path: Path, out: Path, tokenizer: Path | None = None, source: str = "stdlib") -> Path:
+    """Make a run directory at step 0 from a model of another program.
+
+    Args:
+        path: a Hugging Face folder, a folder that `export` made, or an llm.c model file.
+        out: the new run directory, which must not exist.
+        tokenizer: a tokenizer.json, or a folder with one; None: the tokenizer of the model, if it has one.
+        source: the default text for evaluation.
+
+    Returns:
+        The run directory. Its recipe is fp32, so the weights are unchanged.
+
+    Raises:
+        UserError: the path is not a model, is a pickle or is damaged, or the tokenizer has more ids than the
+            model.
+    """
+    model = read_external_model(path)
+    config = imported_config(model, source)
+    tokenizer = tokenizer or model.tokenizer
+    if tokenizer is not None and load_tokenizer(tokenizer).vocab_size > model.config.vocab_size:
+        raise UserError(
+            f"the tokenizer {tokenizer} has {load_tokenizer(tokenizer).vocab_size} ids, and the model {path} "
+            f"only {model.config.vocab_size}; name the model's own with --tokenizer"
+        )
+    with staged_directory(out) as folder:
+        directory = RunDirectory(folder)
+        directory.claim(config)
+        if tokenizer is not None:
+            load_tokenizer(tokenizer).save(directory.tokenizer)
+        is_own = tokenizer == model.tokenizer
+        kept = {name: v for name, v in model.special_tokens.items() if is_own or name != TOKENIZER_CONFIG}
+        directory.keep_special_tokens(kept)
+        save(directory.checkpoints, 0, {"model": model.tensors}, {}, config.checkpoint.keep, "imported")
+        facts = {"from": str(path), "kind": model.format, "precision": model.precision}
+        directory.record({"event": "import", "step": 0, **facts})
+        directory.set_status("done", f"imported from {path}")
+    return out

@@ -1,0 +1,147 @@
+"""Opens a model for use: the newest of a run, or a model of another program."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowgauge.checkpoint.interop.external_model import is_external_model, read_external_model
+from narrowgauge.checkpoint.interop.name_map import ExternalModel
+from narrowgauge.data import Tokenizer, load_tokenizer
+from narrowgauge.errors import UserError
+from narrowgauge.kernels import choose_products
+from narrowgauge.models import Transformer
+from narrowgauge.models.sizes import name_of
+from narrowgauge.nn import Linear, NarrowAttention, NarrowResidual
+from narrowgauge.quantization import cast as named_cast
+from narrowgauge.runs.monitor.hardware import choose_device, use_device
+from narrowgauge.runs.monitor.products import products_of
+from narrowgauge.runs.run_directory import RunDirectory
+from narrowgauge.training.config.config import Config, make_config
+from narrowgauge.training.step.build_model import build_model, go_to, load_model, newest_checkpoint
+from narrowgauge.training.step.raises import in_force, raises_of
+
+# Sequence length for an imported model, whose training length is unknown; short enough for a CPU.
+_WINDOW = 1024
+
+
+@dataclass(frozen=True)
+class TrainedRun:
+    """A trained run: its configuration, the model of its newest checkpoint, its tokenizer.
+
+    `special_tokens` is what an imported model's own files said of them (`huggingface.special_tokens_of`).
+    """
+
+    path: Path
+    config: Config
+    model: Transformer
+    step: int
+    tokenizer_file: Path | None
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the run.
+
+        Raises:
+            UserError: the run has none.
+        """
+        if self.tokenizer_file is None:
+            raise UserError(
+                f"{self.path} came without a tokenizer, and text needs one; name it with --tokenizer FILE"
+            )
+        return load_tokenizer(self.tokenizer_file)
+
+    def go_to_sample(self, first: int) -> None:
+        """Tell the model which sequence of the step is the first of the next forward pass."""
+        go_to(self.model, self.config, self.step, first)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The weights by parameter name as float32 on the CPU, in whatever format the recipe keeps them."""
+        names = dict(self.model.named_parameters(remove_duplicate=False))
+        return {name: t.float().cpu() for name, t in self.model.state_dict().items() if name in names}
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """The token ids of a prompt, with the begin tokens that the tokenizer adds to a text."""
+        tokenizer = self.tokenizer
+        begin = tokenizer.library.encode("", add_special_tokens=True).ids
+        return [*begin, *tokenizer.encode(text)] or [tokenizer.end_of_document]
+
+    @property
+    def is_tokenwise(self) -> bool:
+        """Whether every layer treats each token independently of the others (`models/generate.py`)."""
+        for module in self.model.modules():
+            if isinstance(module, NarrowAttention | NarrowResidual) and not module.is_tokenwise:
+                return False
+            if isinstance(module, Linear):
+                cast = module.spec.casts["fprop.x"]
+                parts = [cast, *([named_cast(cast.keep_cast)] if cast.keep_cast else [])]
+                scales_per_token = all(
+                    not c.is_scaled or (c.tensor_scale != "tensor" and (c.block or (0,))[0] == 1)
+                    for c in parts
+                )
+                if not scales_per_token or cast.outliers or cast.center or cast.is_random:
+                    return False
+        return True
+
+
+def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) -> TrainedRun:
+    """Open a run directory, a Hugging Face folder or an llm.c model file for sampling or evaluation.
+
+    Args:
+        path: the run or model.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        tokenizer: a tokenizer file that replaces the model's.
+
+    Raises:
+        UserError: the path is neither a run nor a model, or the run has no checkpoint.
+    """
+    target = choose_device(device)
+    use_device(target)
+    if is_external_model(path):
+        external = read_external_model(path)
+        model = plain_model(external).to(target)
+        files = (tokenizer or external.tokenizer, external.special_tokens)
+        return TrainedRun(path, imported_config(external), model.eval(), 0, *files)
+    directory = RunDirectory(path)
+    config = directory.config(own_recipe=True)
+    checkpoint, _ = newest_checkpoint(directory.checkpoints, None)
+    if checkpoint is None:
+        raise UserError(
+            f"{path} has no checkpoint yet: the first is saved after checkpoint.every = "
+            f"{config.checkpoint.every} steps; continue the run first"
+        )
+    config = in_force(config, raises_of(checkpoint.state), checkpoint.step)
+    if target.type == "cpu" and (lines := directory.lines()):
+        choose_products(products_of(lines))
+    model = build_model(config.spec, target)
+    load_model(model, config, checkpoint)
+    saved = directory.tokenizer if directory.tokenizer.is_file() else None
+    files = (tokenizer or saved, directory.special_tokens())
+    return TrainedRun(path, config, model.eval(), checkpoint.step, *files)
+
+
+def plain_model(external: ExternalModel) -> Transformer:
+    """A model whose parameters are the external tensors, without a copy."""
+    with torch.device("meta"):
+        model = Transformer(external.config)
+    model.load_state_dict(dict(external.tensors), assign=True)
+    model.tie_head()
+    return model
+
+
+def imported_config(external: ExternalModel, source: str = "stdlib") -> Config:
+    """The configuration of a run directory for an imported model."""
+    values = {name: value for name, value in vars(external.config).items() if value is not None}
+    length = min(_WINDOW, external.config.max_sequence_length)
+    return make_config(
+        {
+            "model": {"name": name_of(external.config), **values},
+            "data": {"source": source, "tokenizer": "tokenizer.json", "sequence_length": length},
+            "training": {"batch_size": 1, "micro_batch_size": 1},
+            "recipe": {"name": "fp32"},
+        }
+    )

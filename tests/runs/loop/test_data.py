@@ -1,0 +1,151 @@
+"""The same tokens give the same losses, whoever's file they come in; and runs that keep documents apart."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from narrowgauge.data import prepare, write_megatron, write_token_file, write_token_shards
+from narrowgauge.errors import UserError
+from narrowgauge.runs import run
+from narrowgauge.runs.loop.check_data import check_vocabulary
+from narrowgauge.training import make_config
+from support.fault_table import case
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Forty documents of made-up prose, prepared."""
+    folder = tmp_path_factory.mktemp("prose")
+    rng = np.random.default_rng(0)
+    words = np.array(["narrow", "gauge", "rail", "train", "coal", "steam", "valley", "signal"])
+    for i in range(40):
+        (folder / f"{i:02}.txt").write_text(" ".join(words[rng.integers(0, 8, 600)]) + "\n")
+    return folder, prepare(str(folder), "bpe-300", tmp_path_factory.mktemp("corpus") / "out")
+
+
+def documents(tokens, end):
+    return [part for part in np.split(np.asarray(tokens), np.flatnonzero(tokens == end)) if len(part)]
+
+
+def write_llmq(path, tokens):
+    header = b"BIN.TOK\n" + np.array([2, 4, len(tokens), 300, 0], "<i4").tobytes()
+    path.write_bytes(header.ljust(1024, b"*") + np.asarray(tokens).astype("<i4").tobytes())
+
+
+def write_as(layout, corpus, folder):
+    folder.mkdir()
+    corpus.tokenizer.save(folder / "tokenizer.json")
+    for name, tokens in (("train", corpus.train), ("val", corpus.val)):
+        if layout == "megatron":
+            write_megatron(folder / f"my_{name}_document", documents(tokens, 0), 300)
+        elif layout == "llm.c":
+            write_token_file(folder / f"tiny_{name}.bin", [tokens], 300)
+        elif layout == "shards":
+            write_token_shards(folder, f"tiny_{name}", [tokens], 300, 5000)
+        elif layout == "llmq":
+            write_llmq(folder / f"{name.replace('val', 'eval')}.bin", tokens)
+        else:
+            (folder / f"{name}.bin").write_bytes(np.asarray(tokens).astype("<u2").tobytes())
+    return str(folder)
+
+
+def losses(path):
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    keys = ("step", "loss", "grad_norm", "val_loss")
+    return [{key: line.get(key) for key in keys} for line in lines if "event" not in line]
+
+
+def values(source, **data):
+    return {
+        "model": {"dim": 32, "layers": 2, "heads": 2, "ffn_dim": 64},
+        "data": {"source": source, **data},
+        "training": {"steps": STEPS, "batch_size": 2, "micro_batch_size": 1, "device": "cpu"},
+        "validation": {"batches": 1},
+        "log": {"sample_tokens": 4},
+    }
+
+
+def test_a_model_learns_the_same_from_text_and_from_every_token_file(corpus, tmp_path):
+    text, prepared = corpus
+    expected = losses(run(values(str(text), tokenizer="bpe-300"), tmp_path / "text"))
+    assert len([line for line in expected if line["loss"]]) == STEPS
+    assert expected == losses(run(values(str(prepared.directory)), tmp_path / "prepared"))
+    for layout in ("megatron", "llm.c", "shards", "llmq", "bare"):
+        source = write_as(layout, prepared, tmp_path / layout)
+        assert losses(run(values(source), tmp_path / f"run-{layout}")) == expected, layout
+
+
+def test_too_small_a_vocabulary_is_refused_by_the_number_it_needs(corpus, tmp_path, train):
+    source = write_as("bare", corpus[1], tmp_path / "x")
+    words = (
+        r"data source .*/x' has token ids up to 294, beyond model\.vocab_size = 257; set --model\.vocab_size"
+    )
+    with pytest.raises(UserError, match=words):
+        train(changes={"data.source": source, "data.tokenizer": "auto"})
+
+
+def test_gpt2s_tokens_are_refused_for_a_small_vocabulary_before_they_are_read(tmp_path):
+    write_token_shards(tmp_path, "tokens", [np.arange(2000)], 50257)
+    (file,) = tmp_path.glob("*.bin")
+    file.write_bytes(file.read_bytes()[:1024] + b"\xff" * 4000)  # ids that a reader would refuse
+    config = make_config({"model": {"name": "gpt2-debug"}, "data": {"source": str(tmp_path)}})
+    words = r"has token ids up to 50256, beyond model\.vocab_size = 4096; set --model\.vocab_size 50257"
+    with pytest.raises(UserError, match=words):
+        check_vocabulary(config)
+    check_vocabulary(make_config({"model": {"name": "gpt2-124m"}, "data": {"source": str(tmp_path)}}))
+
+
+def test_the_held_out_file_is_found_beside_the_one_that_is_named(corpus, tmp_path, train, look):
+    _, prepared = corpus
+    source = write_as("llm.c", prepared, tmp_path / "c")
+    small = {"model.vocab_size": 300, "data.tokenizer": "auto"}
+    whole = look(train("whole", small | {"data.source": source}))
+    single = look(train("single", small | {"data.source": f"{source}/tiny_train.bin"}))
+    assert single.trajectory[0] == whole.trajectory[0]
+
+
+@case("E9", quick=True)
+@pytest.mark.parametrize("layout", ["llm.c", "megatron"])
+def test_a_run_that_keeps_documents_apart_is_the_same_for_any_micro_batch(
+    corpus, tmp_path, train, look, layout
+):
+    _, prepared = corpus
+    changes = {
+        "model.vocab_size": 300,
+        "data.tokenizer": "auto",
+        "data.source": write_as(layout, prepared, tmp_path / "x"),
+        "data.separate_documents": True,
+        "data.sequence_length": 512,
+        "model.max_sequence_length": 512,
+        "training.batch_size": 4,
+        "recipe.name": "fp32",
+    }
+    runs = [look(train(f"micro-{n}", changes | {"training.micro_batch_size": n})) for n in (1, 4)]
+    together = look(train("together", changes | {"data.separate_documents": False}))
+    for key in ("loss", "grad_norm"):
+        np.testing.assert_allclose(runs[0].column(key), runs[1].column(key), rtol=1e-4)
+        assert runs[0].column(key) != together.column(key)
+    assert runs[0].column("loss")[0] == pytest.approx(together.column("loss")[0], rel=0.01)
+
+
+def test_a_mixture_of_text_and_tokens_goes_on_where_it_stopped(corpus, tmp_path, train, look):
+    text, prepared = corpus
+    source = write_as("megatron", prepared, tmp_path / "x")
+    changes = {
+        "model.vocab_size": 300,
+        "data.tokenizer": f"{source}/tokenizer.json",
+        "data.source": f"{text},{source}",
+        "data.weights": "0.75,0.25",
+    }
+    whole = look(train("whole", changes))
+    part = train("part", changes)
+    shutil.rmtree(part / "checkpoints" / "step-6")
+    (part / "status.json").write_text('{"status": "preempted", "reason": "test"}')
+    train("part", changes)
+    assert look(part).events("resume")[0]["step"] == 4
+    assert look(part).trajectory == whole.trajectory
+    assert look(train("even", changes | {"data.weights": "1,1"})).column("loss") != whole.column("loss")

@@ -1,0 +1,319 @@
+"""The guard raises: the place that broke becomes wider, and the run is the same after any stop."""
+
+import io
+import math
+import random
+import secrets
+import tomllib
+
+import pytest
+import torch
+from rich.console import Console
+
+from faults.inject import gradient, outgrow
+from narrowgauge.checkpoint import load, steps
+from narrowgauge.data import prepare
+from narrowgauge.errors import UserError
+from narrowgauge.recipes import parse_recipe
+from narrowgauge.runs import open_run, run
+from narrowgauge.training import make_config
+from narrowgauge.training.step.raises import Raise
+from narrowgauge.training.step.trainer import Trainer
+
+CPU = torch.device("cpu")
+FAULT = 27  # the step from which inputs do not fit scales that are older than they are
+RUN = {
+    "recipe.name": "fp8-delayed",
+    "training.steps": 40,
+    "training.batch_size": 4,
+    "optimizer.lr": 0.01,
+    "checkpoint.every": 4,
+    "checkpoint.keep": 40,
+    "validation.every": 100,
+    "guard.spike": "raise",
+    "guard.spike_window": 12,
+    "guard.spike_factor": 3.0,
+}
+LAYERS = [f"blocks.{i}.{name}" for i in range(2) for name in ("qkv", "attention_out", "gate_up", "down")]
+
+
+@pytest.fixture
+def outgrown(monkeypatch):
+    """Runs from now on have inputs that outgrow their scales."""
+    monkeypatch.setattr(Trainer, "_accumulate", Trainer._accumulate)  # and no longer after the test
+
+    def do(last=10**9, factor=1024.0):
+        outgrow(FAULT, last, factor)
+
+    return do
+
+
+@pytest.fixture(scope="module")
+def raised(tiny, tmp_path_factory):
+    """A run in which a place was raised, made once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_accumulate", Trainer._accumulate)
+        outgrow(FAULT)
+        return run(tiny(RUN), tmp_path_factory.mktemp("raised") / "run", Console(file=io.StringIO()))
+
+
+def test_the_place_that_broke_is_widened_and_the_run_goes_on(raised, look):
+    ran = look(raised)
+    (event,) = ran.events("raise")
+    assert event["place"] == "fprop.x"
+    assert set(event["layers"]) <= set(LAYERS)
+    assert len(event["layers"]) > 4
+    assert (event["from"], event["to"], event["until"]) == ("e4m3", "bf16", None)
+    assert event["step"] <= FAULT - 1
+    assert (event["step"] - 1) % 4 == 0, "the step after a checkpoint"
+    assert not ran.events("rollback")
+    assert not ran.events("skip")
+    assert ran.column("step") == list(range(1, 41)), "each step once, in order"
+    loss = ran.column("loss")
+    assert max(loss[FAULT:]) < 1.2 * max(loss[FAULT - 8 : FAULT - 1]), "no trace of the spike"
+
+
+def test_it_is_written_down_as_a_rule_of_the_recipe(raised, look, tmp_path):
+    (event,) = look(raised).events("raise")
+    text = (raised / "recipe.toml").read_text()
+    rule = parse_recipe(text, "recipe.toml").rules[0]
+    assert (rule.modules, rule.from_step) == (tuple(event["layers"]), event["step"])
+    assert {place: cast.name for place, cast in rule.casts.items()} == {"fprop.x": "bf16", "wgrad.x": "bf16"}
+    again = tmp_path / "again.toml"
+    again.write_text(text)
+    assert make_config({"recipe": {"name": str(again)}}).spec.recipe.rules[0] == rule
+
+
+def test_whoever_opens_the_run_sees_the_wider_place(raised, look):
+    (event,) = look(raised).events("raise")
+    model = open_run(raised, "cpu").model
+    for name in LAYERS:
+        casts = model.get_submodule(name).spec.casts
+        assert casts["fprop.x"].name == ("bf16" if name in event["layers"] else "e4m3")
+        assert casts["fprop.w"].name == "e4m3"
+
+
+class Killed(BaseException):
+    """In place of kill -9: nothing in the run catches it."""
+
+
+def kill_in(monkeypatch, step):
+    """The process ends when this step was computed, and before anything of it is recorded."""
+    take, left = Trainer.train_step, [None]
+
+    def train_step(self, *args, **kwargs):
+        result = take(self, *args, **kwargs)
+        if self.step == step and left:
+            left.clear()
+            raise Killed
+        return result
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+
+
+def test_kills_around_a_raise_leave_no_trace(raised, look, train, outgrown, monkeypatch, tmp_path):
+    seed = secrets.randbits(32)
+    print(f"steps from random.Random({seed})")
+    rng = random.Random(seed)
+    outgrown()
+    first = look(raised).events("raise")[0]["step"]
+    take = Trainer.train_step
+    for step in (FAULT, rng.randint(first, first + 2), rng.randint(first + 3, 34)):
+        monkeypatch.setattr(Trainer, "train_step", take)
+        kill_in(monkeypatch, step)
+        with pytest.raises(Killed):
+            train("killed", RUN)
+    monkeypatch.setattr(Trainer, "train_step", take)
+    train("killed", RUN)
+    assert look(tmp_path / "killed").trajectory == look(raised).trajectory
+    assert look(tmp_path / "killed").events("raise") == look(raised).events("raise")
+    assert (tmp_path / "killed" / "recipe.toml").read_text() == (raised / "recipe.toml").read_text()
+
+
+def test_what_fits_again_is_lowered_again(train, look, outgrown):
+    outgrown(last=FAULT + 1)
+    ran = look(train("lowered", RUN | {"guard.lower_after": 6}))
+    (event,), (lowered,) = ran.events("raise"), ran.events("lower")
+    assert {key: lowered[key] for key in ("place", "layers")} == {k: event[k] for k in ("place", "layers")}
+    assert (lowered["from"], lowered["to"]) == ("bf16", "e4m3")
+    assert (lowered["step"] + 1 - event["step"]) % 6 == 0
+    assert f"until_step = {lowered['step'] + 1}" in (ran.path / "recipe.toml").read_text()
+    assert open_run(ran.path, "cpu").model.blocks[0].down.spec.casts["fprop.x"].name == "e4m3"
+
+
+def test_a_place_is_wide_for_as_long_as_is_said(train, look, outgrown):
+    outgrown(last=FAULT + 1)
+    ran = look(train("for a time", RUN | {"guard.raise_steps": 9}))
+    (event,) = ran.events("raise")
+    assert event["until"] == event["step"] + 9
+    assert open_run(ran.path, "cpu").model.blocks[0].down.spec.casts["fprop.x"].name == "e4m3"
+
+
+def test_a_step_that_is_not_finite_for_another_reason_is_skipped(train, look, monkeypatch):
+    monkeypatch.setattr(Trainer, "train_step", Trainer.train_step)
+    gradient([3], math.nan, "blocks.1.down")
+    ran = look(train("none", RUN | {"training.steps": 5}))
+    assert not ran.events("raise")
+    (skip,) = ran.events("skip")
+    assert (skip["step"], skip["reason"].endswith("; no place broke")) == (3, True)
+
+
+# State: re-cast from the checkpoint, in any place.
+STATE = {
+    "recipe.name": "msamp-o3",
+    "recipe.v": "e4m3",
+    "model.dim": 128,
+    "model.ffn_dim": 128,
+    "model.layers": 1,
+    "guard.spike": "raise",
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tiny):
+    config = make_config(tiny(STATE))
+    trainer = Trainer.begin(config, CPU)
+    corpus = prepare(config.data.source, config.data.tokenizer)
+    with trainer.batches(corpus.train) as batches:
+        for _ in range(2):
+            trainer.train_step(batches)
+    return config, trainer, corpus
+
+
+@pytest.mark.parametrize("place", ["v", "m", "weight", "master", "grad"])
+def test_state_is_cast_again_and_the_rest_keeps_its_bits(trained, place, tmp_path):
+    config, trainer, corpus = trained
+    path = trainer.save(tmp_path, "id")
+    before = load(path).tensors
+    other = Trainer.begin(config, CPU)
+    other.restore(path)
+    other.guard.raised.append(Raise(place, ("blocks.0.down",), "narrow", "fp32", 3, 4))
+    other.follow_rules()
+    p = other.model.blocks[0].down.weight
+    kept = other.optimizer.moments(p) | dict(p.narrowgauge.by_place())
+    assert place not in kept or kept[place].cast.name == "fp32"
+    assert place != "weight" or p.dtype == torch.float32
+    saved = load(other.save(tmp_path / "raised", "id"))
+    for group, named in before.items():
+        for name, tensor in named.items():
+            if not name.startswith("blocks.0.down"):
+                assert tensor.equal(saved.tensors[group][name]), name
+    again = Trainer.begin(config, CPU)
+    again.restore(tmp_path / "raised" / f"step-{steps(tmp_path / 'raised')[-1]}")
+    results = []
+    for trainer in (other, again):
+        with trainer.batches(corpus.train) as batches:
+            results.append([trainer.train_step(batches)[:2] for _ in range(2)])
+    assert results[0] == results[1]
+    for trainer in (other, again):
+        p = trainer.model.blocks[0].down.weight
+        now = trainer.optimizer.moments(p) | dict(p.narrowgauge.by_place())
+        assert now[place].cast == config.spec.recipe.state[place]
+
+
+def test_what_would_still_be_lost_stays_wide(tiny, train, look, monkeypatch):
+    """Two places of state are raised. In E4M3 one would lose numbers again; the other may lose all."""
+    take = Trainer.train_step
+
+    def train_step(self, *args, **kwargs):
+        result = take(self, *args, **kwargs)
+        if self.step == 2 and not self.guard.raised:
+            for place, harmless in (("v", 0.0), ("m", 1.0)):
+                self.guard.raised.append(Raise(place, ("head",), "e4m3", "fp32", 3, harmless=harmless))
+            self.follow_rules()
+        return result
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    options = STATE | {
+        "recipe.m": "e4m3",
+        "guard.lower_after": 2,
+        "training.steps": 8,
+        "checkpoint.every": 100,
+    }
+    ran = look(train("still", options))
+    (lowered,) = ran.events("lower")
+    assert (lowered["place"], lowered["step"]) == ("m", 4)
+    rules = {
+        tuple(rule.state): rule
+        for rule in parse_recipe((ran.path / "recipe.toml").read_text(), "recipe.toml").rules
+    }
+    assert rules["v",].until_step != 5, "still wide"
+    assert rules["m",].until_step == 5
+    last = Trainer.begin(make_config(tiny(options)), CPU)
+    last.restore(ran.path / "checkpoints" / "step-8")
+    moments = last.optimizer.moments(last.model.head.weight)
+    assert {place: moments[place].cast.name for place in "mv"} == {"m": "e4m3", "v": "fp32"}
+
+
+def test_what_a_checkpoint_had_lost_is_raised_from_an_older_one(train, look, monkeypatch):
+    """The norm is large in step 14, unless `v` was wide before step 12."""
+    take = Trainer.train_step
+    options = STATE | {"training.steps": 16, "checkpoint.every": 4, "guard.spike_window": 8}
+
+    def train_step(self, *args, **kwargs):
+        late = self.guard.raised and self.guard.raised[0].from_step > 12
+        weight = self.model.head.weight
+        hook = weight.register_hook(lambda g: g * 1e4) if self.step == 13 and late else None
+        result = take(self, *args, **kwargs)
+        if hook is not None:
+            hook.remove()
+        if self.step == 12 and not self.guard.raised:
+            self.guard.raised.append(Raise("v", ("head",), "e4m3", "fp32", 13))
+            self.follow_rules()
+        return result
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    ran = look(train("late", options))
+    (event,) = ran.events("raise")
+    assert (event["place"], event["step"]) == ("v", 9), "the checkpoint before the one of step 12"
+    assert not ran.events("rollback")
+    assert ran.column("step") == list(range(1, 17)), "each step once, in order"
+    assert "from_step = 9" in (ran.path / "recipe.toml").read_text()
+
+
+def test_a_second_moment_that_underflowed_gets_the_bound_that_is_known_of_it(trained, tmp_path):
+    config, trainer, _ = trained
+    other = Trainer.begin(config, CPU)
+    other.restore(trainer.save(tmp_path, "id"))
+    p = other.model.head.weight
+    narrow = other.optimizer.moments(p)["v"]
+    was, scale = narrow.read(), narrow.tensors["scales"].float()
+    assert (was == 0).any()
+    other.guard.raised.append(Raise("v", ("head",), "e4m3", "fp32", 3))
+    other.follow_rules()
+    now = other.optimizer.moments(other.model.head.weight)["v"].read()
+    assert torch.equal(now[was != 0], was[was != 0])
+    assert torch.equal(now[was == 0], (scale * 2.0**-10).expand_as(was)[was == 0])
+
+
+def test_a_rule_of_state_holds_from_its_step_on(tiny, tmp_path):
+    file = tmp_path / "late.toml"
+    file.write_text('m = "e4m3"\n[[rule]]\nmodules = ["down"]\nfrom_step = 2\nm = "fp32"\n')
+    config = make_config(tiny({**STATE, "recipe.name": str(file)}))
+    trainer = Trainer.begin(config, CPU)
+    corpus = prepare(config.data.source, config.data.tokenizer)
+    casts = []
+    with trainer.batches(corpus.train) as batches:
+        for _ in range(2):
+            layers = trainer.model.blocks[0].down, trainer.model.blocks[0].attention_out
+            casts.append([trainer.optimizer.moments(layer.weight)["m"].cast.name for layer in layers])
+            trainer.train_step(batches)
+    assert casts == [["e4m3", "e4m3"], ["fp32", "e4m3"]]
+    assert tomllib.loads(file.read_text())["rule"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"guard.raise_to": "mxfp4"}, "is narrower than fprop.x = 'e4m3'"),
+        ({"guard.raise_to": "fp5"}, "guard.raise_to: .*unknown cast 'fp5'"),
+        ({"guard.raise_steps": 0}, "guard.raise_steps = 0"),
+        ({"guard.raise_steps": 1.5}, "steps are whole"),
+        ({"guard.raise_budget": 0}, "guard.raise_budget = 0"),
+        ({"gauges.every": 0}, "this run has none; set --gauges.every 100"),
+        ({"training.compile": True}, "this run has none; set --gauges.every 100"),
+    ],
+)
+def test_a_guard_that_cannot_raise_is_refused(tiny, changes, words):
+    with pytest.raises(UserError, match=words):
+        make_config(tiny({"guard.spike": "raise"} | changes))

@@ -1,0 +1,107 @@
+"""A model of many blocks by models of few: exact for every rule, and for a last group that is not full."""
+
+import pytest
+
+from narrowgauge.bench.count import count_step, count_whole
+from narrowgauge.distributed import ParallelDims
+from narrowgauge.recipes import named_device
+from narrowgauge.runs import estimate_step
+from narrowgauge.runs.monitor.few_blocks import few_blocks
+from narrowgauge.runs.monitor.memory_estimate import _heaviest
+from narrowgauge.training import make_config
+
+RULE = """
+title = "FP8, but for some layers"
+source = "a test"
+compute = "bf16"
+saved = "operand"
+
+[fprop]
+x = "e4m3"
+w = "e4m3"
+
+[dgrad]
+dy = "e5m2"
+w = "e4m3"
+
+[wgrad]
+dy = "e5m2"
+x = "e4m3"
+
+[[rule]]
+modules = [{}]
+fprop = "bf16"
+dgrad = "bf16"
+wgrad = "bf16"
+"""
+
+
+def config(recipe, layers, **training):
+    sizes = {"name": "debug", "dim": 128, "ffn_dim": 256, "vocab_size": 256, "layers": layers}
+    batches = {"batch_size": 8, "micro_batch_size": 2}
+    return make_config(
+        {
+            "model": sizes,
+            "data": {"sequence_length": 64},
+            "training": batches | training,
+            "recipe": {"name": str(recipe)},
+        }
+    )
+
+
+@pytest.fixture
+def but_for(tmp_path):
+    """Writes a recipe whose rule selects layers by these patterns."""
+
+    def write(*patterns):
+        path = tmp_path / "mine.toml"
+        path.write_text(RULE.format(", ".join(f'"{p}"' for p in patterns)))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("patterns", "blocks"),
+    [
+        (["head"], [2, 3]),
+        (["down"], [2, 3]),
+        (["blocks.0.*"], [2, 3]),
+        (["blocks.?.down", "blocks.??.down"], [2, 3]),
+        (["blocks.*[02468].*"], [2, 3, 4]),
+        (["blocks.3.down"], [2, 3, 4, 5]),
+        (["blocks.20.down"], [28]),
+        (["blocks.27.*"], [28]),
+    ],
+    ids=str,
+)
+def test_each_kind_of_block_is_among_the_few(but_for, patterns, blocks):
+    parts = few_blocks(config(but_for(*patterns), 28))
+    assert [n for n, _ in parts] == blocks
+    assert sum(n * weight for n, weight in parts) == pytest.approx(28)
+
+
+@pytest.mark.parametrize(
+    ("layers", "every", "blocks"), [(28, 2, [4, 6]), (28, 3, [7, 10]), (13, 2, [5, 7]), (14, 4, [14])]
+)
+def test_a_last_group_that_is_not_full_is_among_the_few(layers, every, blocks):
+    parts = few_blocks(config("fp8", layers, recompute=True, recompute_every=every))
+    assert [n for n, _ in parts] == blocks
+
+
+def test_a_count_is_that_of_all_blocks(but_for):
+    h200 = named_device("h200")
+    named = config(but_for("blocks.*[02468].*"), 11)
+    uneven = config("fp8", 13, recompute=True, recompute_every=2)
+    for one in (named, uneven):
+        few, all_blocks = count_whole(one, h200).micro_batch, count_step(one, h200).micro_batch()
+        assert (few.launches, few.bytes) == (all_blocks.launches, all_blocks.bytes)
+        assert few.flops == pytest.approx(all_blocks.flops)
+
+
+def test_memory_is_that_of_all_blocks(but_for):
+    """The blocks of this rule lie beyond those of the least models."""
+    one, alone = config(but_for("blocks.6.*", "blocks.7.*"), 9), ParallelDims()
+    quick, slow = estimate_step(one), _heaviest(one, alone)
+    assert quick.memory.device["saved activations"] == slow.memory.device["saved activations"]
+    assert quick.memory.peak == slow.memory.peak

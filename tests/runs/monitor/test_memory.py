@@ -1,0 +1,181 @@
+"""The account of memory: counted by hand, told by the run, equal to what was expected, and obeyed."""
+
+import pytest
+import torch
+
+from narrowgauge.data import prepare
+from narrowgauge.errors import UserError
+from narrowgauge.kernels import choose_products
+from narrowgauge.quantization import state_of
+from narrowgauge.recipes import recipe, recipe_names
+from narrowgauge.runs.monitor import memory
+from narrowgauge.runs.monitor.memory import measured
+from narrowgauge.runs.monitor.memory_estimate import estimate_memory
+from narrowgauge.runs.monitor.memory_tracker import MemoryTracker
+from narrowgauge.runs.run_directory import RunDirectory
+from narrowgauge.training import make_config
+from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.units import parse_bytes
+from support.quick import quick
+
+CPU = torch.device("cpu")
+WIDE = {"model.dim": 128, "model.ffn_dim": 256}  # matrices large enough for narrow moments
+
+
+@pytest.fixture(autouse=True)
+def products():
+    """One arithmetic on every CPU: attention keeps operands twice as wide where products are in fp32."""
+    choose_products("bf16")
+    yield
+    choose_products("")
+
+
+def step(tiny, text, changes):
+    """(trainer, its memory) after one tracked step."""
+    trainer = Trainer.begin(make_config(tiny(WIDE | changes)), CPU)
+    corpus = prepare(text, "bytes")
+    with MemoryTracker(CPU) as watch:
+        trainer.train_step(trainer.batches(corpus.train), watch.after_forward)
+    return trainer, measured(trainer, watch)
+
+
+def test_operations_are_counted_until_they_are_gone():
+    watch = MemoryTracker(CPU)
+    before = torch.ones(1000)
+    with watch:
+        a = before * 2
+        b = a.view(10, 100) + 1
+        watch.after_forward()
+        a.mul_(2)
+        del a
+        assert watch._operations.alive == 4000
+        c = torch.cat([b, b])
+        del b, c
+        assert watch._operations.alive == 0
+    assert watch.saved == 8000
+    assert watch.peak == 12000
+
+
+@pytest.mark.parametrize("name", quick(recipe_names(), "bf16", "fp8", "fp8-delayed", "msamp-o3", "coat"))
+def test_expected_state_is_the_runs(tiny, text, name):
+    """Whatever the recipe, and so are activations; a CPU has its own workspace, for it works in pieces."""
+    changes = {"recipe.name": name}
+    _, found = step(tiny, text, changes)
+    plan = estimate_memory(make_config(tiny(WIDE | changes)))
+    assert {c: found.device[c] for c in memory.STATE} == {c: plan.device[c] for c in memory.STATE}
+    assert found.parameters == plan.parameters
+    assert found.device["saved activations"] == plan.device["saved activations"]
+    assert found.device["logits"] == plan.device["logits"]
+    assert plan.peak == pytest.approx(found.peak, rel=0.3)
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16", "fp8"])
+def test_a_chunked_loss_has_no_logits_and_is_expected_as_it_is(tiny, text, name):
+    changes = {"recipe.name": name, "training.chunked_loss": True, "training.micro_batch_size": 2}
+    whole = step(tiny, text, changes | {"training.chunked_loss": False})[1]
+    found = step(tiny, text, changes)[1]
+    plan = estimate_memory(make_config(tiny(WIDE | changes)))
+    assert {c: found.device[c] for c in memory.STATE} == {c: plan.device[c] for c in memory.STATE}
+    assert found.device["saved activations"] == plan.device["saved activations"]
+    assert found.device["logits"] == plan.device["logits"] == 0
+    assert whole.device["logits"] > 0
+    # In place of the logits the gradient of what the head reads, in fp32, but not of what the head read.
+    assert found.device["saved activations"] <= whole.device["saved activations"] + 2 * 32 * 128 * 4
+
+
+def test_by_hand(tiny, text):
+    trainer, found = step(tiny, text, {"recipe.name": "bf16"})
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    for name in ("weights", "gradients", "m", "v"):
+        assert found.device[name] == 4 * parameters
+    assert found.device["master"] == 0
+
+
+def test_narrow_saved_operands_are_smaller(tiny, text):
+    sizes = {n: step(tiny, text, {"recipe.name": n})[1].device["saved activations"] for n in ("bf16", "fp8")}
+    assert sizes["fp8"] < sizes["bf16"]
+
+
+def test_after_the_step_nothing_is_held_but_gradients(tiny, text):
+    trainer = Trainer.begin(make_config(tiny(WIDE | {"recipe.name": "fp8"})), CPU)
+    corpus = prepare(text, "bytes")
+    watch = MemoryTracker(CPU)
+    with watch:
+        trainer.train_step(trainer.batches(corpus.train), watch.after_forward)
+        gradients = sum(p.grad.nbytes for p in trainer.model.parameters())
+        assert watch.saved > 0
+        assert watch._operations.alive == gradients
+
+
+@pytest.mark.parametrize("place", ["master", "grad", "m", "v"])
+def test_what_lies_on_the_host_is_told_apart(tiny, text, place):
+    here = step(tiny, text, {"recipe.name": "msamp-o3"})[1]
+    there = step(tiny, text, {"recipe.name": "msamp-o3", "recipe.offload": place})[1]
+    name = {"grad": "gradients"}.get(place, place)
+    assert there.host[name] > 0
+    assert there.host[name] + there.device[name] == here.device[name]
+    assert set(there.host) == {name}
+
+
+def test_the_numbers_are_the_same_wherever_they_lie(train, look):
+    narrow = {"recipe.name": "msamp-o3", **WIDE}
+    here = train("here", narrow)
+    there = train("there", narrow | {"recipe.offload": "master,grad,m,v"})
+    assert look(here).trajectory[0] == look(there).trajectory[0]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_state_on_the_host_leaves_a_gpu(train, look):
+    narrow = {"recipe.name": "msamp-o3", "training.device": "cuda", **WIDE}
+    here = look(train("here", narrow))
+    there = look(train("there", narrow | {"recipe.offload": "master,grad,m,v"}))
+    assert here.trajectory[0] == there.trajectory[0]
+
+
+def test_the_run_tells_what_it_took(train, look):
+    run = look(train("run", WIDE))
+    (event,) = run.events("memory")
+    assert set(event["bytes"]) == set(memory.CLASSES)
+    assert event["peak"] == sum(event["bytes"].values())
+    assert event["expected"]["peak"] == estimate_memory(RunDirectory(run.path).config()).peak
+
+
+@pytest.mark.parametrize(
+    ("size", "found"),
+    [("24GB", 24e9), ("22GiB", 22 * 2**30), ("500MB", 5e8), ("1.5 GB", 1.5e9), ("1024B", 1024), ("", 0)],
+)
+def test_sizes(size, found):
+    assert parse_bytes(size) == found
+
+
+def test_a_size_without_a_unit_is_refused(tiny):
+    """24 would be 24 bytes, and whoever writes it means neither these nor says which gigabytes."""
+    with pytest.raises(UserError, match=r"memory size '24' has no unit; write 24GB \(10\^9 bytes\) or 24GiB"):
+        make_config(tiny({"training.memory_limit": "24"}))
+
+
+@pytest.mark.parametrize("size", ["24 gigs", "-1GB", "GB", "1e9x"])
+def test_what_is_no_size_is_refused(tiny, size):
+    with pytest.raises(UserError, match="it must be a number and a unit, such as 24GB or 22GiB"):
+        make_config(tiny({"training.memory_limit": size}))
+
+
+@pytest.mark.parametrize("name", ["msamp-o1", "msamp-o2", "msamp-o3"])
+def test_bytes_a_parameter_of_linear_weights(name):
+    """FP8-LM's levels: 11, 6 and 7 bytes, scales under one per cent; the rest of the model is fp32."""
+    config = make_config(
+        {
+            "model": {"name": "debug", "vocab_size": 256},
+            "recipe": {"name": name},
+            "training": {"batch_size": 8},
+        }
+    )
+    trainer = Trainer.begin(config, torch.device("meta"))
+    linear = [p for p in trainer.model.parameters() if state_of(p).weight is not None]
+    total = 0
+    for p in linear:
+        kept = state_of(p).by_place() | trainer.optimizer.moments(p)
+        total += sum(state.nbytes for state in kept.values())
+    wanted = {"msamp-o1": 11, "msamp-o2": 6, "msamp-o3": 7}[name]
+    assert wanted <= total / sum(p.numel() for p in linear) < wanted * 1.01
+    assert recipe(name).state["grad"].prescale

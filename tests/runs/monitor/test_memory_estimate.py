@@ -1,0 +1,45 @@
+"""The estimate that `train` and `plan` make: every recipe that ships, on every way to divide a run in two."""
+
+import pytest
+
+from narrowgauge.distributed import ParallelDims
+from narrowgauge.recipes import recipe_names
+from narrowgauge.runs import estimate_step
+from narrowgauge.training import make_config
+from support.quick import quick
+
+KINDS = ("tensor", "context", "shard", "pipeline")
+# Two processes divide every dimension and the tokens into multiples of 128, the largest block of a recipe.
+MODEL = {
+    "name": "debug",
+    "dim": 256,
+    "heads": 2,
+    "kv_heads": 2,
+    "ffn_dim": 512,
+    "layers": 2,
+    "vocab_size": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind"),
+    quick(
+        [(recipe, kind) for recipe in recipe_names() for kind in KINDS],
+        *(("fp4", "tensor"), ("fp4", "context"), ("fp8", "shard"), ("bf16", "pipeline")),
+        ("fp8-attention", "shard"),
+    ),
+)
+def test_every_recipe_has_an_estimate_on_two_processes(recipe, kind):
+    config = make_config(
+        {
+            "model": MODEL,
+            "data": {"sequence_length": 256},
+            "training": {"batch_size": 4, "micro_batch_size": 2},
+            "recipe": {"name": recipe},
+            "parallel": {kind: 2},
+        }
+    )
+    step = estimate_step(config, ParallelDims(**{kind: 2}))
+    assert step.memory.device["weights"] > 0
+    assert step.memory.peak > step.memory.state
+    assert sum(step.sent.values()) > 0

@@ -1,0 +1,80 @@
+"""What a run says of its recipe in its model: layers that stay wide, blocks that are cut, wrong names."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from narrowgauge.cluster import load_cluster
+from narrowgauge.cluster.plan.plan import make_plan
+from narrowgauge.cluster.plan.plan_text import print_plan
+from narrowgauge.errors import UserError
+from narrowgauge.models import Transformer, model_config
+from narrowgauge.nn import outline_of
+from narrowgauge.report import read_run, write_report
+from narrowgauge.runs.monitor.few_blocks import few_blocks
+from narrowgauge.runs.monitor.placement import placement
+from narrowgauge.training import make_config
+from narrowgauge.training.config.outline import outline_of_model
+
+HUGE = '[fprop]\nw = {element = "e2m1", block = [4096, 32], scale = "e8m0"}\n[keep]\nlast_blocks = 1\n'
+CUT = "blocks of 4096 in fprop.w do not divide the outputs of 5 of 9 layers: "
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes a recipe's file."""
+
+    def write(text):
+        path = tmp_path / "mine.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+TYPOS = [
+    'fprop = "mxfp4"\n[keep]\nmodules = ["haed"]',
+    '[[rule]]\nmodules = ["blocks.77.*"]\nfprop = "mxfp4"',
+]
+
+
+@pytest.mark.parametrize("typo", TYPOS)
+def test_a_misspelt_layer_is_refused_before_anything_is_made(typo, file, train, tmp_path):
+    with pytest.raises(
+        UserError, match=r"recipe 'mine': .* matches no layer of the model; the nearest name is"
+    ):
+        train("run", {"recipe.name": file(typo)})
+    assert not (tmp_path / "run").exists()
+
+
+def test_rules_that_name_one_block_hold_in_a_model_that_is_counted_by_few(file, tiny):
+    text = '[[rule]]\nmodules = ["blocks.9.down"]\nfprop = "mxfp4"'
+    config = make_config(tiny({"recipe.name": file(text), "model.layers": 12}))
+    assert placement(config) != []
+    assert sum(n * weight for n, weight in few_blocks(config)) == pytest.approx(12)
+    make_plan(config, 1, load_cluster("h200"))
+
+
+def test_a_run_its_page_and_its_plan_say_what_is_kept_and_what_is_cut(file, train, tiny, tmp_path):
+    said = io.StringIO()
+    changes = {"recipe.name": file(HUGE), "training.steps": 1}
+    path = train("run", changes, said)
+    assert "kept in bf16: blocks.1\n" in said.getvalue()
+    assert CUT in said.getvalue()
+    page = tmp_path / "page.html"
+    write_report([path], page)
+    assert read_run(path).facts["placement"][0] == "kept in bf16: blocks.1"
+    assert f"mine: kept in bf16: blocks.1; {CUT}" in page.read_text()
+    planned = io.StringIO()
+    print_plan(make_plan(make_config(tiny(changes)), 1, None), Console(file=planned, width=500))
+    assert "kept in bf16: blocks.1\n" in planned.getvalue()
+    assert CUT in planned.getvalue()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"name": "debug"}, {"name": "gpt2-124m", "layers": 3}, {"name": "debug", "experts": 3}]
+)
+def test_an_outline_of_one_block_is_that_of_the_model(changes):
+    model = model_config(**changes)
+    assert outline_of_model(model) == outline_of(Transformer(model))

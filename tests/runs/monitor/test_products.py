@@ -1,0 +1,58 @@
+"""In which precision a CPU multiplies: the faster of two, the same for the whole run."""
+
+import json
+
+import pytest
+import torch
+
+from narrowgauge.errors import UserError
+from narrowgauge.runs.monitor import products
+from narrowgauge.runs.monitor.products import PRODUCTS, measured_products, products_of
+from narrowgauge.torch_compat import cpu_multiplies_bf16
+
+HAS_BF16 = "bf16" if cpu_multiplies_bf16() else "fp32"
+
+
+def test_a_run_keeps_what_it_began_with(monkeypatch):
+    monkeypatch.setenv(PRODUCTS, "bf16")
+    assert products_of([{"event": "start", "products": "fp32"}, {"step": 1}]) == "fp32"
+    assert products_of([]) == "bf16"
+    monkeypatch.setenv(PRODUCTS, "fp32")
+    assert products_of([{"event": "start", "step": 0}]) == HAS_BF16  # from before it was recorded
+    assert products_of([]) == "fp32"
+    monkeypatch.setenv(PRODUCTS, "fp64")
+    with pytest.raises(UserError, match="must be bf16, fp32 or onednn"):
+        products_of([])
+
+
+def test_the_faster_one_is_chosen_and_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
+    monkeypatch.setattr(products, "cpu_multiplies_bf16", lambda: True)
+    seconds = {torch.bfloat16: 2.0, torch.float32: 1.0}
+    monkeypatch.setattr(products, "fastest_tries", lambda n, device, dtype: [seconds[dtype]] * 3)
+    assert measured_products() == "fp32"
+    seconds[torch.float32] = 3.0
+    assert measured_products() == "fp32"  # kept
+    next((tmp_path / "products").iterdir()).write_text("{torn")
+    assert measured_products() == "bf16"
+
+
+def test_a_run_says_it_and_a_resumed_one_has_the_same_digits(train, look, tmp_path, monkeypatch):
+    found = {}
+    for name in ("bf16", "fp32"):
+        monkeypatch.setenv(PRODUCTS, name)
+        path = train(name, {"training.steps": 4, "checkpoint.every": 2, "recipe.name": "bf16"})
+        start = look(path).events("start")[0]
+        assert (start["products"], start["threads"]) == (name, torch.get_num_threads())
+        found[name] = look(path).column("loss")
+    last = tmp_path / "fp32"
+    for file in sorted((last / "checkpoints" / "step-4").rglob("*"), reverse=True):
+        file.unlink()
+    (last / "checkpoints" / "step-4").rmdir()
+    (last / "status.json").write_text(json.dumps({"status": "preempted", "reason": ""}))
+    monkeypatch.setenv(PRODUCTS, "bf16")
+    train("fp32", {"training.steps": 4, "checkpoint.every": 2, "recipe.name": "bf16"})
+    assert look(last).events("resume")[0]["products"] == "fp32"
+    assert look(last).column("loss") == found["fp32"]
+    if HAS_BF16 == "bf16":
+        assert found["bf16"] != found["fp32"]

@@ -1,0 +1,82 @@
+"""Where a step's time goes: a trace that a viewer of traces reads, and the time by class."""
+
+import gzip
+import json
+
+import pytest
+
+from narrowgauge.runs.monitor.profiler import CLASSES, class_of, covered
+
+
+@pytest.fixture(scope="module")
+def profiled(narrowgauge, line, tmp_path_factory):
+    path = tmp_path_factory.mktemp("profiled") / "run"
+    ended = narrowgauge(*line({"recipe.name": "mxfp8"}), "--profile", "2", "--out", path)
+    assert ended.code == 0, ended.err
+    return path, ended
+
+
+def test_the_trace_has_the_steps_that_were_asked_for(profiled):
+    path, _ = profiled
+    with gzip.open(path / "profile" / "trace-rank-0.json.gz", "rt") as file:
+        events = json.load(file)["traceEvents"]
+    names = [event.get("name", "") for event in events]
+    assert [n for n in dict.fromkeys(names) if n.startswith("step ")] == ["step 3", "step 4"]
+    for part in (
+        "aten::mm",
+        "Optimizer.step#AdamW.step",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+    ):
+        assert part in names
+
+
+def test_the_classes_make_up_the_step(profiled, look):
+    path, ended = profiled
+    (event,) = look(path).events("step time")
+    assert event["step"] == 4
+    assert set(event["ms"]) == {name for name, _ in CLASSES} | {"idle"}
+    assert sum(event["ms"].values()) == pytest.approx(event["step_ms"], rel=0.02)
+    for name in ("GEMMs", "casts", "attention", "loss", "optimizer"):
+        assert event["ms"][name] > 0
+    assert event["ms"]["communication"] == 0
+    assert "ms a step while it was profiled: " in ended.out
+    assert ended.err == ""
+
+
+def test_to_be_watched_changes_no_number(profiled, narrowgauge, line, look, tmp_path):
+    path, _ = profiled
+    assert narrowgauge(*line({"recipe.name": "mxfp8"}), "--out", tmp_path / "run").code == 0
+    assert look(path).trajectory == look(tmp_path / "run").trajectory
+
+
+def test_a_run_that_ends_early_tells_of_the_steps_there_were(narrowgauge, line, look, tmp_path):
+    changes = {"training.steps": 3}
+    assert narrowgauge(*line(changes), "--profile", "--out", tmp_path / "run").code == 0
+    assert [event["step"] for event in look(tmp_path / "run").events("step time")] == [3]
+
+
+@pytest.mark.parametrize("word", ["0", "-1", "many"])
+def test_a_number_of_steps_that_is_none(narrowgauge, line, tmp_path, word):
+    ended = narrowgauge(*line(), f"--profile={word}", "--out", tmp_path / "run")
+    assert ended.code == 2
+    assert ended.err.startswith(f"narrowgauge: argument --profile: {word!r} is not a whole number above 0")
+
+
+@pytest.mark.parametrize(
+    ("callers", "expected"),
+    [
+        (("aten::copy_", "_LinearFunctionBackward"), "casts"),
+        (("aten::mm", "_LinearFunction"), "GEMMs"),
+        (("aten::addmm", "narrowgauge::scaled_mm", "_LinearFunction"), "GEMMs"),
+        (("aten::_scaled_mm_v2", "LinearFunction"), "GEMMs"),
+        (("aten::copy_", "Optimizer.step#AdamW.step"), "optimizer"),
+        (("aten::mul",), "norms and the rest"),
+        (("aten::copy_", "FSDP::all_gather (blocks.0)"), "communication"),
+    ],
+)
+def test_the_class_is_that_of_the_operation_or_of_whoever_called_it(callers, expected):
+    assert class_of(callers) == expected
+
+
+def test_kernels_at_the_same_time_count_once():
+    assert covered([(0.0, 4.0), (1.0, 2.0), (3.0, 6.0), (8.0, 9.0)]) == 7.0

@@ -1,0 +1,50 @@
+"""The yardstick of MFU: measured until it repeats, kept for every run of the machine, or left out."""
+
+import json
+
+import pytest
+import torch
+
+from narrowgauge.runs.monitor import yardstick as module
+from narrowgauge.runs.monitor.yardstick import Yardstick, fastest_tries, measure, yardstick
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_it_is_measured_once_and_the_same_for_every_recipe(cache):
+    first = yardstick(CPU, torch.float32)
+    assert 1e9 < first.flops < 1e15
+    assert f"{first.flops / 1e12:.3g} TFLOP/s, the fastest " in first.source
+    assert "matmul (CPU, 1 thread; measured 20" in first.source
+    (entry,) = cache.rglob("*.json")
+    assert yardstick(CPU, torch.bfloat16) == first == Yardstick(**json.loads(entry.read_text()))
+
+
+def test_a_machine_has_the_peak_of_its_faster_dtype():
+    tries = [fastest_tries(128, CPU, dtype)[0] for dtype in (torch.float32, torch.bfloat16)]
+    assert measure(CPU, torch.float32).flops > 0.5 * 2 * 128**3 / min(tries)
+
+
+def test_what_cannot_be_repeated_is_left_out(cache, monkeypatch):
+    """A busy machine: the third fastest try takes twice as long as the fastest."""
+    monkeypatch.setattr(module, "fastest_tries", lambda *_: [0.01, 0.012, 0.02])
+    found = yardstick(CPU, torch.float32)
+    assert found.flops is None
+    assert "the device is busy" in found.source
+    assert not list(cache.rglob("*.json")), "and is tried again by the next run"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", '{"flops": null, "source": ""}', '{"flops": -1.0, "source": "x"}', "[]"]
+)
+def test_a_damaged_entry_is_measured_again(cache, text):
+    yardstick(CPU, torch.float32)
+    (entry,) = cache.rglob("*.json")
+    entry.write_text(text)
+    assert yardstick(CPU, torch.float32).flops > 0

@@ -1,0 +1,262 @@
+"""Out of a run and into one: the same model, whatever the recipe, and never half of it."""
+
+import copy
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from narrowgauge.data import bytes_tokenizer, prepare, train_bpe
+from narrowgauge.distributed import Engine
+from narrowgauge.errors import UserError
+from narrowgauge.models import Transformer
+from narrowgauge.recipes import recipe_names
+from narrowgauge.runs import open_run, run, validation_loss
+from narrowgauge.runs.use import export
+from narrowgauge.runs.use.convert import convert_run
+from narrowgauge.runs.use.export import TARGETS, export_run, import_model
+from support.quick import quick
+
+IDS = torch.arange(30)[None] % 257
+GPT2 = {"model.name": "gpt2-debug", "model.kv_heads": 2, "model.ffn_dim": 128}
+
+
+def plain_logits(path):
+    """Of the weights a run has, in float32 arithmetic."""
+    there = open_run(path, "cpu")
+    model = Transformer(there.model.config)
+    model.load_state_dict(there.weights())
+    with torch.no_grad():
+        return model(IDS)
+
+
+# Those that keep weights in other numbers, and some that do not; the others are slow tests.
+RECIPES = quick(recipe_names(), "fp8", "msamp-o3", "coat")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_run_under_any_recipe_opens_in_transformers(train, tmp_path, name):
+    path = train(changes={"recipe.name": name, "training.steps": 2})
+    export_run(path, "hf", tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        assert (theirs(IDS).logits - plain_logits(path)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("to", ["hf", "llmc", "megatron"])
+def test_what_goes_out_comes_in(train, tmp_path, to, text, look):
+    changes = {"recipe.name": "msamp-o3", "training.steps": 2, "model.initial_std": 0.02}
+    path = train(changes=changes | (GPT2 if to == "llmc" else {}))
+    export_run(path, to, tmp_path / "out")
+    where = tmp_path / "out" / "model.bin" if to == "llmc" else tmp_path / "out"
+    back = import_model(where, tmp_path / "back", source=text)
+    there = open_run(back, "cpu")
+    before = open_run(path, "cpu")
+    assert all(torch.equal(there.weights()[n], t) for n, t in before.weights().items())
+    assert there.config.spec.model == before.config.spec.model
+    assert there.tokenizer.to_json() == before.tokenizer.to_json()
+    # The same without a run in between.
+    assert torch.equal(open_run(where, "cpu").model(IDS), there.model(IDS))
+    assert [line["event"] for line in look(back).lines] == ["import"]
+    assert (back / "recipe.toml").is_file()
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "msamp-o3", "nvfp4"])
+def test_a_run_starts_from_imported_weights(train, tiny, tmp_path, text, recipe, look):
+    base = train("base", {"recipe.name": "fp32"})
+    export_run(base, "hf", tmp_path / "hf")
+    import_model(tmp_path / "hf", tmp_path / "imported", source=text)
+    changes = {"recipe.name": recipe, "model": {}, "validation.batches": 2}
+    values = tiny(changes)
+    values["model"] = {"weights": str(tmp_path / "imported")}
+    del values["data"]["tokenizer"]
+    said = io.StringIO()
+    tuned = run(values, tmp_path / "tuned", Console(file=said, width=500))
+    assert look(tuned).lines[1]["step"] == 0
+    first, last = look(tuned).lines[1]["val_loss"], look(base).steps[-1]["val_loss"]
+    assert first == pytest.approx(last, abs=1e-6 if recipe == "fp32" else 0.05)
+    assert look(tuned).steps[-1]["val_loss"] < first
+    # What was started from may be gone by the time the run is opened, or its line given again.
+    (tmp_path / "imported").rename(tmp_path / "gone")
+    assert open_run(tuned, "cpu").step == 6
+    assert "done" in (tuned / "status.json").read_text()
+
+
+QWEN_INSTRUCT = {
+    "config.json": {"bos_token_id": 7, "eos_token_id": 9},
+    "generation_config.json": {"bos_token_id": 7, "eos_token_id": [9, 7], "pad_token_id": 7, "top_p": 0.8},
+    "tokenizer_config.json": {"eos_token": "ĉ", "add_bos_token": False, "model_max_length": 131072},
+}
+NOT_KEPT = {"auto_map": {"AutoTokenizer": ["evil.py", None]}, "tokenizer_class": "EvilTokenizer"}
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+def test_what_a_model_says_of_its_special_tokens_survives(train, tiny, tmp_path, text):
+    """As Qwen2.5-Instruct, which stops at another token than the end of a document."""
+    export_run(train("base", {"recipe.name": "fp32", "training.steps": 1}), "hf", tmp_path / "hf")
+    for name, says in QWEN_INSTRUCT.items():
+        values = json.loads((tmp_path / "hf" / name).read_text())
+        code = NOT_KEPT if name == "tokenizer_config.json" else {}
+        (tmp_path / "hf" / name).write_text(json.dumps(values | says | code))
+    (tmp_path / "hf" / "chat_template.jinja").write_text(TEMPLATE)
+    import_model(tmp_path / "hf", tmp_path / "imported", source=text)
+    values = tiny({"recipe.name": "fp8", "training.steps": 1})
+    values["model"] = {"weights": str(tmp_path / "imported")}
+    del values["data"]["tokenizer"]
+    run(values, tmp_path / "tuned", Console(file=io.StringIO()))
+    convert_run(tmp_path / "tuned", "fp8-row", tmp_path / "converted")
+    for name in ("hf", "imported", "tuned", "converted"):
+        for to in ("hf", "compressed-tensors") if name in ("tuned", "converted") else ("hf",):
+            out = tmp_path / f"{name} as {to}"
+            export_run(tmp_path / name, to, out)
+            for file, says in QWEN_INSTRUCT.items():
+                assert json.loads((out / file).read_text()).items() >= says.items(), (out, file)
+            settings = json.loads((out / "tokenizer_config.json").read_text())
+            assert "auto_map" not in settings, "it names code that is not exported"
+            assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+            assert settings["chat_template"] == TEMPLATE
+    theirs = AutoTokenizer.from_pretrained(out.with_name("tuned as hf"))
+    assert theirs.eos_token_id == 9
+    spoken = theirs.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert spoken == "<user>hi"
+    import_model(tmp_path / "hf", tmp_path / "other", tmp_path / "imported" / "tokenizer.json", text)
+    assert "tokenizer_config.json" not in (tmp_path / "other" / "special_tokens.json").read_text()
+    assert AutoModelForCausalLM.from_pretrained(out.with_name("tuned as hf")).generation_config.top_p == 0.8
+
+
+def test_a_start_from_another_model_or_tokenizer_is_refused(train, tiny, tmp_path):
+    base = train("base", {"recipe.name": "fp32"})
+    for changes, words in [
+        ({"model.weights": str(tmp_path / "nowhere")}, "is no run directory"),
+        ({"model.weights": str(base), "data.tokenizer": "bpe-257"}, "is not the tokenizer"),
+        ({"model.weights": str(base), "model.ffn_dim": 96}, "is another model: blocks.0"),
+    ]:
+        values = tiny(changes)
+        values["model"] = {key[6:]: value for key, value in changes.items() if key.startswith("model.")}
+        with pytest.raises(UserError, match=words):
+            run(values, tmp_path / "new", Console(file=io.StringIO()))
+        assert not (tmp_path / "new" / "checkpoints").exists()
+
+
+WRITERS = {
+    "hf": "write_folder",
+    "llmc": "write_llmc",
+    "megatron": "write_megatron",
+    "compressed-tensors": "write_compressed",
+}
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_an_export_that_does_not_hold_the_weights_is_not_published(train, tmp_path, to, monkeypatch):
+    """One number of a layer differs, as a faulty writer would leave it."""
+    path = train(changes={"recipe.name": "fp8", "training.steps": 2} | (GPT2 if to == "llmc" else {}))
+    write = getattr(export, WRITERS[to])
+
+    def faulty(folder, of, weights, *settings):
+        wrong = weights["blocks.1.down.weight"].clone()
+        wrong[3, 5] += 0.05
+        if to == "compressed-tensors":  # it takes narrow weights from the model
+            of = copy.deepcopy(of)
+            of.blocks[1].down.weight.data.copy_(wrong)
+        write(folder, of, {**weights, "blocks.1.down.weight": wrong}, *settings)
+
+    monkeypatch.setattr(export, WRITERS[to], faulty)
+    with pytest.raises(
+        UserError, match=r"read back, and 'blocks.1.down.weight' differs .* so nothing was kept"
+    ):
+        export_run(path, to, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir() if "out" in p.name] == []
+
+
+IF4 = 'fprop.w = {cast = "nvfp4", candidates = ["e2m1", "int4"], choose = "mse"}'
+KEPT = 'fprop.KEY = {cast = "nvfp4", keep_channels = 0.1, keep_cast = "mxfp8"}'
+
+
+@pytest.mark.parametrize(
+    ("places", "key"),
+    [(IF4, "elements"), (f"{KEPT.replace('KEY', 'x')}\n{KEPT.replace('KEY', 'w')}", "keep_channels = 0.1")],
+)
+def test_blocks_of_two_elements_and_kept_channels_have_no_name_in_compressed_tensors(
+    train, tmp_path, places, key
+):
+    (tmp_path / "mine.toml").write_text(f'name = "mine"\ncompute = "bf16"\n{places}\n')
+    path = train(changes={"recipe.name": str(tmp_path / "mine.toml"), "training.steps": 2})
+    with pytest.raises(UserError, match=rf"{key}.*has no name; use --to hf"):
+        export_run(path, "compressed-tensors", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    export_run(path, "hf", tmp_path / "out")
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_nothing_half_written_has_the_final_name(train, tmp_path, to, monkeypatch):
+    path = train(changes={"recipe.name": "fp8", "training.steps": 2} | (GPT2 if to == "llmc" else {}))
+
+    def stop(name):
+        if name.startswith("exchange:"):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("narrowgauge.files.crash_point", stop)
+    with pytest.raises(OSError, match="No space left"):
+        export_run(path, to, tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir() if "out" in p.name] == []
+
+
+def test_nothing_is_overwritten(train, tmp_path):
+    path = train(changes={"training.steps": 1})
+    (tmp_path / "out").mkdir()
+    export_run(path, "hf", tmp_path / "out")  # an empty folder is as good as none
+    config = tmp_path / "out" / "config.json"
+    before = config.read_bytes(), config.stat().st_mtime_ns
+    for what in (
+        lambda: export_run(path, "hf", tmp_path / "out"),
+        lambda: import_model(tmp_path / "out", path),
+    ):
+        with pytest.raises(UserError, match="nothing is ever overwritten"):
+            what()
+    assert (config.read_bytes(), config.stat().st_mtime_ns) == before
+
+
+def test_other_numbers_and_names_are_refused(train, tmp_path):
+    path = train(changes={"training.steps": 1})
+    with pytest.raises(UserError, match="the nearest is 'megatron'"):
+        export_run(path, "megatrn", tmp_path / "out")
+    with pytest.raises(UserError, match="unknown dtype 'fp8'"):
+        export_run(path, "hf", tmp_path / "out", dtype="fp8")
+    with pytest.raises(UserError, match="bytes holds nothing"):
+        export_run(path, "hf", tmp_path / "out", shard_bytes=0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_a_tokenizer(train, tmp_path):
+    path = train(changes={"training.steps": 1} | GPT2)
+    export_run(path, "llmc", tmp_path / "out")
+    (tmp_path / "out" / "tokenizer.json").unlink()
+    back = import_model(tmp_path / "out" / "model.bin", tmp_path / "back")
+    with pytest.raises(UserError, match=r"came without a tokenizer.*--tokenizer"):
+        assert open_run(back, "cpu").tokenizer
+    bytes_tokenizer().save(tmp_path / "tokenizer.json")
+    assert open_run(back, "cpu", tmp_path / "tokenizer.json").prompt_ids("ab") == [97, 98]
+    again = import_model(tmp_path / "out" / "model.bin", tmp_path / "more", tmp_path / "tokenizer.json")
+    assert open_run(again, "cpu").tokenizer.is_bytes
+
+
+def test_a_tokenizer_of_more_ids_is_refused(train, tmp_path):
+    path = train(changes={"training.steps": 1, "model.vocab_size": 257})
+    export_run(path, "hf", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["eos_token_id"] == 256
+    train_bpe(["many words to learn from, many more words"] * 30, 280).save(tmp_path / "tokenizer.json")
+    with pytest.raises(UserError, match=r"and the model .* only 257"):
+        import_model(tmp_path / "out", tmp_path / "back", tmp_path / "tokenizer.json")
+
+
+def test_validation_of_an_import_is_that_of_the_run(train, tmp_path, text):
+    path = train(changes={"recipe.name": "fp32"})
+    export_run(path, "hf", tmp_path / "out")
+    val = prepare(text, "bytes").val
+    runs = [open_run(p, "cpu") for p in (path, tmp_path / "out")]
+    losses = [validation_loss(Engine.alone(r.model), r.go_to_sample, val, 1, 32, 2) for r in runs]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)

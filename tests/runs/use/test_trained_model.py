@@ -1,0 +1,95 @@
+"""A run put to use, whatever became of the files it was made from."""
+
+import pytest
+import torch
+
+from narrowgauge.data import prepare
+from narrowgauge.distributed import Engine
+from narrowgauge.errors import UserError
+from narrowgauge.models import Transformer, initialize, model_config
+from narrowgauge.nn import convert
+from narrowgauge.recipes import recipe_names
+from narrowgauge.runs import TrainedRun, open_run, validation_loss
+from support.runs import write_text
+
+STOCHASTIC = {"recipe.name": "mxfp4", "recipe.fprop": {"x": {"cast": "mxfp4", "rounding": "stochastic"}}}
+
+
+@pytest.mark.parametrize("changes", [{}, STOCHASTIC], ids=["fp8", "stochastic forward"])
+def test_the_newest_model_gives_the_recorded_loss(train, look, text, changes):
+    path = train(changes=changes | {"training.batch_size": 4, "training.micro_batch_size": 2})
+    trained = open_run(path, "cpu")
+    assert trained.step == 6
+    assert not trained.model.training
+    val = prepare(text, "bytes").val
+    loss = validation_loss(Engine.alone(trained.model), trained.go_to_sample, val, 2, 32, 2)
+    assert loss == look(path).steps[-1]["val_loss"]
+
+
+def test_eval_takes_the_text_of_the_runs_validation(narrowgauge, train, look, tmp_path):
+    """A run on several processes may have smaller micro-batches, and its validation as many sequences."""
+    changes = {"data.source": write_text(tmp_path / "more", 120), "recipe.name": "fp32"}
+    changes |= {"training.batch_size": 8, "training.micro_batch_size": 2, "training.fit_micro_batch": True}
+    path = train(changes=changes | {"validation.batches": 1, "training.steps": 2})
+    loss = look(path).steps[-1]["val_loss"]
+    assert f"validation loss {loss:.4f} nats" in narrowgauge("eval", path, "--batches", 1).out
+    forward = narrowgauge("eval", path, "--batches", 1, "--forward", "bf16").out
+    assert f"own {loss:.6f}" in forward
+
+
+def test_the_loss_is_the_mean_over_tokens(train, text):
+    # In fp8 a batch shares its scales, so that its sequences are not computed as they are alone.
+    trained = open_run(train(changes={"recipe.name": "fp32"}), "cpu")
+    engine, val = Engine.alone(trained.model), prepare(text, "bytes").val
+    singly = validation_loss(engine, trained.go_to_sample, val, 1, 32, None)
+    together = validation_loss(engine, trained.go_to_sample, val, 2, 32, None)
+    assert together == pytest.approx(singly, rel=1e-5)
+    assert all(p.grad is None for p in trained.model.parameters())
+
+
+def test_a_recipe_file_may_be_gone(train, tmp_path):
+    mine = tmp_path / "mine.toml"
+    mine.write_text('name = "mine"\n[fprop]\nx = "mxfp4"\n')
+    path = train(changes={"recipe.name": str(mine)})
+    mine.unlink()
+    assert open_run(path, "cpu").model.blocks[0].down.recipe.casts["fprop.x"].name == "mxfp4"
+
+
+def test_a_run_without_a_checkpoint_is_refused(train, tmp_path):
+    path = train()
+    (path / "checkpoints").rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"no checkpoint yet.* checkpoint\.every = 2"):
+        open_run(path)
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no run directory"):
+        open_run(tmp_path)
+
+
+def test_the_weights_are_those_of_the_checkpoint(train):
+    path = train(changes={"recipe.name": "fp32"})
+    one, two = open_run(path, "cpu").model, open_run(path, "cpu").model
+    x = torch.arange(20).view(1, 20)
+    assert torch.equal(one(x), two(x))
+
+
+TOKENWISE = {"fp32", "bf16", "fp16", "bf16-sr", "eco", "fp8-row", "fp8-row-hp", "fp8-block", "quartet"}
+TOKENWISE |= {"mxfp8", "mxfp8-2d", "bf16-fwd-mxfp8-bwd", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp4", "mxint8"}
+TOKENWISE |= {"mxfp8-fwd-nvfp4-bwd", "mxfp4-amd", "nvfp4-row", "nvfp4-row-fwd-mxfp8-bwd", "tetrajet2"}
+TOKENWISE |= {"tetrajet2-outliers"}
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_token_by_itself(name):
+    """Whether a token's numbers change with its neighbours, by trying it; wherever they do, it is said so."""
+    model = Transformer(model_config("debug", dim=128, heads=4, layers=7, ffn_dim=128, vocab_size=160))
+    initialize(model, 0)
+    convert(model, name)
+    assert TrainedRun(None, None, model, 0, None).is_tokenwise == (name in TOKENWISE)
+    layer = model.blocks[0].down.eval()
+    x = torch.randn(1, 4, 128, generator=torch.Generator().manual_seed(0))
+    changed = torch.cat([x[:, :2], 30 * x[:, 2:]], dim=1)
+    with torch.no_grad():
+        same = torch.equal(layer(x)[:, :2], layer(changed)[:, :2])
+    assert same or name not in TOKENWISE
