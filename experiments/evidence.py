@@ -9,11 +9,11 @@ from pathlib import Path
 
 from narrowgauge.errors import UserError
 from narrowgauge.files import write_whole
-from narrowgauge.report.ladder.figures import ladder_svg
-from narrowgauge.report.ladder.page import asked_arms, results_markdown
-from narrowgauge.report.ladder.predictions import read_predictions
-from narrowgauge.report.ladder.results import read_rows
-from narrowgauge.report.ladder.statistics import arm_results
+from narrowgauge.report.page.figures import ladder_svg
+from narrowgauge.report.verdict.rungs import arm_results
+from publish.page import asked_arms, results_markdown
+from publish.predictions import read_predictions
+from publish.rows import read_rows
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, ROWS, PROBE = DOCS / "evidence.md", DOCS / "evidence" / "runs.csv", DOCS / "evidence" / "probe.json"

@@ -25,8 +25,8 @@ from narrowgauge.cli.compare import read_plan
 from narrowgauge.cli.main import _options
 from narrowgauge.cli.parsing.options import config_values
 from narrowgauge.cluster.scaling.scaling import _plans, read_sizes
-from narrowgauge.report.compare.grid import Point
-from narrowgauge.report.ladder.design import Ladder
+from narrowgauge.experiment.design import Ladder
+from narrowgauge.experiment.grid import Point
 from narrowgauge.runs import default_out, lay_out
 from narrowgauge.training import make_config
 from support.markdown import blocks, shell_lines, titled

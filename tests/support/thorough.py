@@ -144,7 +144,7 @@ THOROUGH: dict[str, int | tuple[str, ...]] = {
     # the README's lines prepare, train, compare and go on
     "cli/test_prepare.py::test_text_is_prepared_and_trained_on": 0,
     "cli/test_compare.py::test_a_variant_in_a_sweep_from_a_file": 0,
-    # report/ladder/ and runs/use/test_branch.py prove its parts in this process
+    # experiment/ and runs/use/test_branch.py prove its parts in this process
     "cli/test_ladder.py::test_it_is_the_same_after_a_kill": 0,
     "runs/use/test_branch.py::test_a_branch_is_the_shorter_run_bit_for_bit": 0,
     # test_every_difference_is_told and test_another_recipe stay
@@ -189,7 +189,7 @@ THOROUGH: dict[str, int | tuple[str, ...]] = {
     "runs/monitor/test_profiler.py::test_the_trace_has_the_steps_that_were_asked_for": 0,
     "runs/monitor/test_profiler.py::test_the_classes_make_up_the_step": 0,
     "runs/monitor/test_profiler.py::test_to_be_watched_changes_no_number": 0,
-    "report/compare/test_gate.py::test_the_exit_code_is_the_word": 0,
+    "experiment/test_gate.py::test_the_exit_code_is_the_word": 0,
     "report/page/test_page.py::test_the_page_stays_under_five_megabytes": 0,
     "cli/test_verbs.py::test_a_limit_ends_a_run_before_it_begins": 0,
     "cli/test_arguments.py::test_the_same_line_finds_a_run_under_an_older_name": 0,

@@ -10,11 +10,11 @@ from rich.console import Console
 from narrowgauge.cli.parsing.options import config_values, key_names, positive_integer
 from narrowgauge.distributed import world_from
 from narrowgauge.errors import UserError
-from narrowgauge.models import count_block_weights
-from narrowgauge.report import print_comparison, read_runs, write_report
-from narrowgauge.report.compare.compare import compare
-from narrowgauge.report.compare.gate import Gate, gate_results, parse_gate
-from narrowgauge.report.compare.grid import (
+from narrowgauge.experiment.arms import choose_arms, require_order, take_arms, take_experiment
+from narrowgauge.experiment.compare import compare
+from narrowgauge.experiment.design import Ladder, make_ladder
+from narrowgauge.experiment.gate import Gate, gate_results, parse_gate
+from narrowgauge.experiment.grid import (
     Point,
     make_points,
     parse_sweeps,
@@ -22,12 +22,12 @@ from narrowgauge.report.compare.grid import (
     recipe_variants,
     take_sweep,
 )
-from narrowgauge.report.compare.power import power_text
-from narrowgauge.report.compare.rule import is_control
-from narrowgauge.report.compare.verdict import paired_gaps
-from narrowgauge.report.ladder.arms import choose_arms, require_order, take_arms, take_experiment
-from narrowgauge.report.ladder.design import Ladder, make_ladder
-from narrowgauge.report.ladder.run import run_ladder
+from narrowgauge.experiment.power import power_text
+from narrowgauge.experiment.run import run_ladder
+from narrowgauge.models import count_block_weights
+from narrowgauge.report import print_comparison, read_runs, write_report
+from narrowgauge.report.verdict.rule import is_control
+from narrowgauge.report.verdict.verdict import paired_gaps
 from narrowgauge.runs.loop.check_data import check_vocabulary
 from narrowgauge.runs.monitor.provenance import command_line
 from narrowgauge.runs.run_directory import RunDirectory

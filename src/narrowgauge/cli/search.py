@@ -32,14 +32,14 @@ from narrowgauge.analysis import (
 from narrowgauge.cli.analysis import add_subject, heading, open_subject, operand_cast, progress
 from narrowgauge.cluster import load_cluster
 from narrowgauge.errors import UserError
+from narrowgauge.experiment.compare import compare
+from narrowgauge.experiment.grid import RECIPE, Variant, make_points
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import load_recipe, matches
 from narrowgauge.report import print_comparison, read_run, read_runs, write_report
-from narrowgauge.report.compare.compare import compare
-from narrowgauge.report.compare.grid import RECIPE, Variant, make_points
-from narrowgauge.report.compare.groups import groups
-from narrowgauge.report.compare.sentence import summary
+from narrowgauge.report.table.sentence import summary
+from narrowgauge.report.verdict.groups import groups
 from narrowgauge.runs.run_directory import RunDirectory
 
 HEAD, WIDE = "head", "bf16"

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, TypeVar
 
-from narrowgauge.report.compare.groups import groups, references
 from narrowgauge.report.page.events import SILENT, event_name, reason_of
 from narrowgauge.report.read.run import Run
 from narrowgauge.report.read.steps import Step
+from narrowgauge.report.verdict.groups import groups, references
 
 POINTS_PER_RUN = 1200
 POINTS_PER_PAGE = 9000  # about 110 bytes a point: a fifth of the 5 MB a page may have

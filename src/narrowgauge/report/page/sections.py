@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from narrowgauge.report.compare.groups import groups
-from narrowgauge.report.compare.notes import table_notes
-from narrowgauge.report.compare.sentence import MOST, summary
-from narrowgauge.report.compare.table import TEXT_COLUMNS, table_rows
 from narrowgauge.report.read.records import flatten
 from narrowgauge.report.read.run import Run
+from narrowgauge.report.table.notes import table_notes
+from narrowgauge.report.table.sentence import MOST, summary
+from narrowgauge.report.table.table import TEXT_COLUMNS, table_rows
+from narrowgauge.report.verdict.groups import groups
 
 FEW_ROWS = 16  # up to these the rows of single seeds are shown from the start
 

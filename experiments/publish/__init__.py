@@ -1,0 +1,1 @@
+"""Makes the page of the project's own experiment, docs/evidence.md."""

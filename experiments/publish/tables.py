@@ -1,0 +1,70 @@
+"""Tables of docs/evidence.md that no other experiment has: predictions, learning rates, contrasts."""
+
+import math
+from collections.abc import Sequence
+
+from narrowgauge.report.page.rungs import Table
+from narrowgauge.report.table.rungs import ends, percent
+from narrowgauge.report.verdict.rows import Row
+from narrowgauge.units import human_count
+from publish.contrasts import growth, share_cells, shares
+from publish.predictions import Prediction, outcome
+
+PREDICTED = ("arm", "what", "predicted", "measured", "95 % interval", "outcome")
+
+
+def markdown(
+    head: Sequence[str], lines: Sequence[Sequence[str]], left: Sequence[str] = ("arm", "verdict")
+) -> str:
+    """A table in Markdown; columns that are not `left` are set to the right."""
+    rule = [":---" if column in left else "---:" for column in head]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *lines)) + "\n"
+
+
+def prediction_table(predictions: Sequence[Prediction], rows: Sequence[Row]) -> Table:
+    """Each prediction with its outcome."""
+    lines = []
+    for one in predictions:
+        found, word = outcome(one, rows)
+        span = f"{_end(one.low)} .. {_end(one.high)}"
+        lines.append([one.arm, one.what, span, percent(found.mean), ends(found), word])
+    return PREDICTED, lines
+
+
+def rate_table(rows: Sequence[Row]) -> Table:
+    """The losses of a sweep of the learning rate: a line for each arm NAME,lr=RATE and length."""
+    found: dict[tuple[str, int], dict[float, float]] = {}
+    for row in rows:
+        name, _, rate = row.arm.partition(",lr=")
+        if rate and math.isfinite(row.own_loss):
+            found.setdefault((name, row.tokens), {})[float(rate)] = row.own_loss
+    rates = sorted({rate for losses in found.values() for rate in losses})
+    lines = []
+    for (name, tokens), losses in found.items():
+        texts = [f"{losses[rate]:.4f}" if rate in losses else "-" for rate in rates]
+        lines.append([name, human_count(tokens), *texts, f"{min(losses, key=losses.__getitem__):g}"])
+    return ("arm", "tokens", *(f"{rate:g}" for rate in rates), "best"), lines
+
+
+def growth_table(rows: Sequence[Row]) -> Table:
+    """Each arm against each run of the reference: the gap at the highest rung, and its growth."""
+    low, high = (of(row.rung for row in rows) for of in (min, max))
+    head = ("arm", "to", f"gap, rung {high}", "95 % interval", f"growth since rung {low}", "95 % interval")
+    lines = [
+        [arm, reference, percent(gap.mean), ends(gap), percent(more.mean), ends(more)]
+        for arm, reference, gap, more in growth(rows)
+    ]
+    return head, lines
+
+
+def share_table(rows: Sequence[Row]) -> Table:
+    """The part of a whole recipe's gap that its forward pass alone has."""
+    lines = [
+        [part, whole, reference, *share_cells(share, by_seed)]
+        for part, whole, reference, share, by_seed in shares(rows)
+    ]
+    return ("part", "of the gap of", "to", "share", "95 % interval", "by seed, %"), lines
+
+
+def _end(value: float) -> str:
+    return f"{value:+.2f}" if math.isfinite(value) else "∞"

@@ -1,0 +1,217 @@
+"""The design of a ladder: arms, seeds and rungs, from the tables [experiment] and [arms] of a TOML file.
+
+    arm     a recipe or any other set of keys; the first is the reference
+    seed    a block: all arms have the same initial weights and see the same tokens in the same order
+    rung    a number of optimizer steps after which each arm is measured, its learning rate having fallen
+
+An arm of one seed is a chain. Its trunk is the run of the highest rung. The run of a lower rung is a branch:
+it leaves the trunk where its own learning rate begins to fall (`runs.use.branch`). So all rungs together
+take little more than the highest.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from narrowgauge.errors import UserError
+from narrowgauge.experiment.grid import Point, Variant, make_points
+from narrowgauge.optim import decay_start
+from narrowgauge.report.verdict.rule import is_control
+from narrowgauge.training import Config
+
+_SPARE = 8  # checkpoints beside those at multiples: of a trunk that was stopped by signals
+
+
+@dataclass(frozen=True)
+class RungRun:
+    """The run of one arm, seed and rung.
+
+    Attributes:
+        name: Its directory below that of the experiment.
+        rung: The number of the rung, from 1.
+        config: Its configuration.
+        branch: The step of the trunk that it leaves; None for the trunk itself.
+    """
+
+    name: str
+    rung: int
+    config: Config
+    branch: int | None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it has seen at its end."""
+        t = self.config.training
+        return t.steps * t.batch_size * self.config.data.sequence_length
+
+    @property
+    def tokens_to_train(self) -> int:
+        """Tokens that it is itself trained on: all of them, or those after the branch."""
+        return self.tokens * (self.config.training.steps - (self.branch or 0)) // self.config.training.steps
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One arm of one seed: the trunk, and a branch for each lower rung."""
+
+    arm: str
+    seed: int
+    trunk: RungRun
+    branches: tuple[RungRun, ...]
+
+    @property
+    def runs(self) -> tuple[RungRun, ...]:
+        """The runs, lowest rung first."""
+        return (*self.branches, self.trunk)
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Chains in the order in which they are trained, and how.
+
+    Attributes:
+        arms: Their names, the reference first.
+        seeds: The blocks.
+        rungs: Optimizer steps of each rung, ascending.
+        chains: One for each arm and seed.
+        jobs: How many runs at a time.
+        threads: CPU threads of each.
+        products: In which precision a CPU multiplies, "bf16" or "fp32"; "": each run measures.
+    """
+
+    arms: tuple[str, ...]
+    seeds: tuple[int, ...]
+    rungs: tuple[int, ...]
+    chains: tuple[Chain, ...]
+    jobs: int
+    threads: int
+    products: str = ""
+
+    @property
+    def family(self) -> list[str]:
+        """The arms of which the ladder asks: neither the reference nor controls."""
+        return [arm for arm in self.arms[1:] if not is_control(arm, self.arms[0])]
+
+
+def make_ladder(
+    values: Mapping[str, Any],
+    arms: Sequence[Variant],
+    grid: Mapping[str, list[Any]],
+    seeds: str,
+    table: Mapping[str, Any],
+) -> Ladder:
+    """The ladder of shared values, arms and the table [experiment], whose values the caller has overridden.
+
+    Raises:
+        UserError: a configuration is invalid, or the rungs cannot share a trunk.
+    """
+    rungs = _rungs(table.get("rungs", []))
+    values = {**values, "training": {**values.get("training", {}), "steps": rungs[-1]}}
+    points = make_points(values, arms, grid, seeds)
+    chains = [_chain(point, rungs, table) for point in points]
+    names = list(dict.fromkeys(chain.arm for chain in chains))
+    order = table.get("order", [])
+    group_of = {name: number for number, group in enumerate(order) for name in group} | {names[0]: 0}
+    chains.sort(key=lambda chain: group_of.get(chain.arm.partition(",")[0], len(order)))
+    return Ladder(
+        tuple(names),
+        tuple(dict.fromkeys(chain.seed for chain in chains)),
+        rungs,
+        tuple(chains),
+        _positive(table, "jobs", 1),
+        _positive(table, "threads", 1),
+        str(table.get("products", "")),
+    )
+
+
+def _rungs(steps: Sequence[Any]) -> tuple[int, ...]:
+    if not steps or not all(isinstance(n, int) and n > 0 for n in steps) or sorted(set(steps)) != list(steps):
+        raise UserError(
+            f"rungs = {list(steps)} must be optimizer steps in ascending order, such as 320,640,1280"
+        )
+    return tuple(steps)
+
+
+def _positive(table: Mapping[str, Any], key: str, default: int) -> int:
+    value = table.get(key, default)
+    if not isinstance(value, int) or value < 1:
+        raise UserError(f"[experiment] {key} = {value!r} must be a whole number above 0")
+    return value
+
+
+def _chain(point: Point, rungs: tuple[int, ...], table: Mapping[str, Any]) -> Chain:
+    """The trunk and the branches of one arm and seed, with the checkpoints that they need."""
+    config = _measured(point.config, table)
+    seed = config.training.seed
+    end = f"-seed-{seed}"
+    arm, suffix = (point.name.removesuffix(end), end) if point.name.endswith(end) else (point.name, "")
+    starts = [_branch_step(config, steps) for steps in rungs[:-1]]
+    if starts:
+        every = math.gcd(*starts, config.checkpoint.every)
+        keep = max(config.checkpoint.keep, (rungs[-1] - starts[0]) // every + 2 + _SPARE)
+        saves = {"every": every, "keep": keep, "every_minutes": math.inf}
+        config = _with(config, checkpoint=saves)
+    branches = tuple(
+        RungRun(f"{arm},steps={steps}{suffix}", number, _of_length(config, steps), start)
+        for number, (steps, start) in enumerate(zip(rungs, starts, strict=False), start=1)
+    )
+    for branch in branches:
+        _require_shared(branch, config)
+    return Chain(arm, seed, RungRun(point.name, len(rungs), config, None), branches)
+
+
+def _measured(config: Config, table: Mapping[str, Any]) -> Config:
+    """The configuration with a validation of so many held-out tokens, at the end of the run."""
+    tokens = config.training.micro_batch_size * config.data.sequence_length
+    wanted = table.get("held_out_tokens", tokens * config.validation.batches)
+    if not isinstance(wanted, int) or wanted < tokens or wanted % tokens:
+        raise UserError(
+            f"[experiment] held_out_tokens = {wanted!r} must be a multiple of a micro-batch, {tokens} tokens"
+        )
+    return _with(config, validation={"every": config.training.steps, "batches": wanted // tokens})
+
+
+def _of_length(config: Config, steps: int) -> Config:
+    return _with(config, training={"steps": steps}, validation={"every": steps})
+
+
+def _with(config: Config, **sections: Mapping[str, Any]) -> Config:
+    """The configuration with other values of some keys, by section."""
+    update = {name: getattr(config, name).model_copy(update=keys) for name, keys in sections.items()}
+    return config.model_copy(update=update)
+
+
+def _branch_step(config: Config, steps: int) -> int:
+    """The last step before the learning rate of a run of so many steps falls."""
+    s = config.schedule
+    if s.kind != "wsd" or s.decay_steps:
+        raise UserError(
+            f"schedule.kind = {s.kind!r} with several rungs: a branch needs a rate that is constant until it "
+            "falls; set --schedule.kind wsd and no decay_steps, or give one rung"
+        )
+    first = decay_start(
+        steps=steps, kind=s.kind, warmup_steps=s.warmup_steps, decay_fraction=s.decay_fraction
+    )
+    assert first is not None
+    if steps * (1 - s.decay_fraction) < s.warmup_steps or first < 2:
+        raise UserError(
+            f"a rung of {steps} steps ends before its warm-up of {s.warmup_steps} steps and its fall; take a "
+            "higher rung or a shorter warm-up"
+        )
+    return first - 1
+
+
+def _require_shared(branch: RungRun, trunk: Config) -> None:
+    """Refuse a recipe that would have computed the steps before the branch otherwise."""
+    assert branch.branch is not None
+    last = _branch_step(trunk, trunk.training.steps)
+    own, of_trunk = (branch.config.training.steps, branch.branch + 1), (trunk.training.steps, last + 1)
+    for rule in branch.config.spec.recipe.rules:
+        for step in range(1, branch.branch + 1):
+            if rule.holds(step, *own) != rule.holds(step, *of_trunk):
+                raise UserError(
+                    f"{branch.name}: a rule of recipe {trunk.recipe.name!r} differs in step {step} of "
+                    f"{own[0]} and of {of_trunk[0]} steps, so they cannot share a trunk; let it begin with "
+                    "the fall of the learning rate or later"
+                )

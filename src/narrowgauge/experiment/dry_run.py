@@ -1,0 +1,98 @@
+"""What a ladder will take, before it starts: runs, tokens, hours. Speeds are measured, on some steps."""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from narrowgauge.data import open_data
+from narrowgauge.experiment.design import Chain, Ladder
+from narrowgauge.experiment.jobs import state_of
+from narrowgauge.kernels import choose_products
+from narrowgauge.report.read.listing import last_records
+from narrowgauge.runs import choose_device
+from narrowgauge.runs.monitor.products import measured_products
+from narrowgauge.training import Config
+from narrowgauge.training.step.trainer import Trainer
+from narrowgauge.units import human_count
+
+_STEPS = 2  # that are timed, after a first
+
+
+def tokens_left(chain: Chain, out: Path) -> int:
+    """Tokens that a chain is still to be trained on; a run that has begun counts in full."""
+    return sum(run.tokens_to_train for run in chain.runs if state_of(out / run.name) == "open")
+
+
+def recorded_speed(chain: Chain, out: Path) -> float | None:
+    """Median tokens a second of the chain's trunk, if it has begun."""
+    records = last_records(out / chain.trunk.name / "metrics.jsonl")
+    speeds = sorted(r["tokens_per_s"] for r in records if isinstance(r.get("tokens_per_s"), float))
+    return speeds[len(speeds) // 2] if speeds else None
+
+
+def measured_speed(config: Config, threads: int, products: str) -> float:
+    """Tokens a second of a few steps in this process, under other work as it is now."""
+    dataset = open_data(config.data.source, config.data.tokenizer, config.data.weights)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    choose_products(products or measured_products())
+    try:
+        trainer = Trainer.begin(config, choose_device(config.training.device))
+        with trainer.batches(dataset.train) as batches:
+            trainer.train_step(batches)
+            start = time.perf_counter()
+            for _ in range(_STEPS):
+                trainer.train_step(batches)
+            seconds = time.perf_counter() - start
+    finally:
+        torch.set_num_threads(before)
+        choose_products("")
+    return _STEPS * config.training.batch_size * config.data.sequence_length / seconds
+
+
+def arm_speeds(ladder: Ladder, out: Path, say: Callable[[str], object]) -> dict[str, float]:
+    """Tokens a second of each arm: recorded where it has begun, measured elsewhere.
+
+    Args:
+        ladder: The plan.
+        out: The directory of its runs.
+        say: Called with a sentence before each measurement, as a first step that is compiled takes long.
+    """
+    speeds: dict[str, float] = {}
+    for chain in ladder.chains:
+        if (speed := recorded_speed(chain, out)) is not None:
+            speeds.setdefault(chain.arm, speed)
+    unknown = {chain.arm: chain for chain in reversed(ladder.chains) if chain.arm not in speeds}
+    for number, arm in enumerate((arm for arm in ladder.arms if arm in unknown), start=1):
+        config = unknown[arm].trunk.config
+        first = "; the first is compiled, which may take minutes" if config.training.compile else ""
+        say(f"timing {arm}, {number} of {len(unknown)}: {1 + _STEPS} steps{first}")
+        torch.compiler.reset()  # else the ninth is not compiled: torch has eight variants of a function
+        speeds[arm] = measured_speed(config, ladder.threads, ladder.products)
+    return speeds
+
+
+def plan_lines(ladder: Ladder, out: Path, speeds: Mapping[str, float]) -> Sequence[str]:
+    """The plan for people: a line for each arm, then the sum."""
+    lines, hours = [], 0.0
+    for arm in ladder.arms:
+        chains = [chain for chain in ladder.chains if chain.arm == arm]
+        left = sum(tokens_left(chain, out) for chain in chains)
+        took = left / speeds[arm] / 3600
+        hours += took
+        runs = sum(len(chain.runs) for chain in chains)
+        done = sum(state_of(out / run.name) != "open" for chain in chains for run in chain.runs)
+        lines.append(
+            f"{arm:24} {runs:4} runs, {done} done, {human_count(left):>7} tokens left, "
+            f"{speeds[arm]:8,.0f} tokens/s, {took:6.1f} h"
+        )
+    total = sum(tokens_left(chain, out) for chain in ladder.chains)
+    wall = hours / ladder.jobs
+    lines.append(
+        f"in all {human_count(total)} tokens left, {hours:.1f} hours of {ladder.threads} thread(s), "
+        f"{wall:.1f} h with {ladder.jobs} at a time on {os.cpu_count()} cores"
+    )
+    return lines

@@ -1,0 +1,135 @@
+"""An acceptance test: is the loss of a variant near enough to that of the reference?
+
+A gate is the largest gap that is accepted: in nats a token ("0.01"), or in percent of the reference's loss
+("0.25%"). The gaps of a variant are those of its verdict: one for each seed, in pairs and at equal tokens,
+and the interval is that of the verdict, by the same `rule`.
+
+    fail    a run has diverged or failed, the gap is above the gate for every seed, or the interval is
+    pass    the interval ends at the gate or below it
+    open    neither: the seeds are too few, and it is said how many would do
+
+For one variant, an interval inside of -gate .. gate is equivalence by two one-sided tests at 2.5 % each
+(Schuirmann 1987). Here the upper test decides: a low loss is no reason to refuse a recipe. A variant that is
+better by more than the gate passes and says so, because such a gain has a cause to look for.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from narrowgauge.errors import UserError
+from narrowgauge.report.read.run import Run
+from narrowgauge.report.verdict.groups import Group, groups
+from narrowgauge.report.verdict.known import known_of
+from narrowgauge.report.verdict.rule import Judgement, judge
+from narrowgauge.report.verdict.verdict import family_of, final_loss, has_validation, is_finite, judged_gaps
+
+_MOST_SEEDS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """The largest gap that is accepted, in nats or in percent."""
+
+    limit: float
+    in_percent: bool
+
+    def show(self, gap: float) -> str:
+        """A gap in the gate's unit, with its sign."""
+        return f"{gap:+.3f} %" if self.in_percent else f"{gap:+.4f} nats"
+
+    def __str__(self) -> str:
+        return f"{self.limit:g} %" if self.in_percent else f"{self.limit:g} nats"
+
+
+@dataclass(frozen=True, slots=True)
+class GateResult:
+    """The word on one variant, "pass", "fail" or "open", and why."""
+
+    name: str
+    word: str
+    reason: str
+
+
+def parse_gate(text: str) -> Gate:
+    """Read a gate, such as "0.01" (nats) or "0.25%".
+
+    Raises:
+        UserError: it is no number above 0.
+    """
+    number, percent, rest = text.strip().partition("%")
+    try:
+        limit = float(number)
+    except ValueError:
+        limit = math.nan
+    if rest or not 0 < limit < math.inf:
+        raise UserError(
+            f"--gate {text} must be a number above 0: nats a token, as in 0.01, or percent, as in 0.25%"
+        )
+    return Gate(limit, bool(percent))
+
+
+def gate_results(runs: Sequence[Run], gate: Gate) -> list[GateResult]:
+    """The word on each variant but the reference, which is the first run's.
+
+    Raises:
+        UserError: there is no second variant.
+    """
+    all_groups = groups(runs)
+    if len(all_groups) < 2:
+        raise UserError(
+            "--gate compares variants with a reference, and there is one variant; name two recipes"
+        )
+    gaps = dict(enumerate(judged_gaps(all_groups, gate.in_percent)))
+    known = known_of(runs[0])
+    if not gate.in_percent:
+        known *= (final_loss(runs[0], has_validation(runs)) or 0.0) / 100
+    found = judge(gaps, family_of(all_groups), known)
+    return [
+        _judge(group, all_groups[0], gate, list(gaps[number].values()), found.get(number))
+        for number, group in enumerate(all_groups)
+        if number
+    ]
+
+
+def _judge(
+    group: Group, reference: Group, gate: Gate, gaps: Sequence[float], judgement: Judgement | None
+) -> GateResult:
+    for word, of in (("fail", group), ("open", reference)):
+        for run in of.runs.values():
+            if run.status == "failed":
+                return GateResult(group.name, word, f"{run.name} failed: {run.reason}")
+    if judgement is None:
+        return GateResult(group.name, "open", f"no seed has losses at equal tokens with {reference.name}")
+    if not all(map(math.isfinite, gaps)):
+        by_validation = has_validation(list(reference.runs.values()))
+        if is_finite(group, by_validation):
+            return GateResult(group.name, "open", f"a loss of {reference.name} is not finite")
+        return GateResult(group.name, "fail", "a loss is not finite")
+    mean, half = judgement.mean, judgement.half_width
+    count = f"{len(gaps)} seed{'s' * (len(gaps) != 1)}"
+    text = f"gap {gate.show(mean)}, {count}"
+    if half is not None:
+        low = gate.show(mean - half).rpartition(" ")[0]
+        text = f"gap {gate.show(mean)} ({low} .. {gate.show(mean + half)}), {count}"
+    if min(gaps) > gate.limit:
+        return GateResult(group.name, "fail", f"{text}, above the gate for every seed")
+    if half is None:
+        return GateResult(group.name, "open", f"{text}: one seed has no interval; --seeds 3 or more go on")
+    if mean - half > gate.limit:
+        return GateResult(group.name, "fail", f"{text}, above the gate")
+    if mean + half <= gate.limit:
+        gain = ", better by more than the gate: look for the cause" if mean + half < -gate.limit else ""
+        return GateResult(group.name, "pass", text + gain)
+    return GateResult(group.name, "open", f"{text}: {_seeds_needed(judgement, gate.limit)}")
+
+
+def _seeds_needed(found: Judgement, limit: float) -> str:
+    """How many seeds of this mean and spread would settle the word."""
+    counts = range(found.seeds + 1, _MOST_SEEDS + 1)
+    room = abs(limit - found.mean)
+    at = bisect_left(counts, True, key=lambda seeds: found.half_width_of(seeds) <= room)
+    if at < len(counts):
+        return f"about {counts[at]} seeds of this spread would decide"
+    return f"the gap lies at the gate itself, and {_MOST_SEEDS} seeds would not decide"

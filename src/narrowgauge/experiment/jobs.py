@@ -1,0 +1,133 @@
+"""The commands that a chain still needs, found from what lies on the disk, and what becomes of them.
+
+    train       the trunk; each branch, made from the trunk's checkpoint by `--branch`
+    eval        two losses on the held-out tokens: `eval --forward`
+
+A run that has diverged is a result. Nothing else is remembered: the next command follows from the run
+directories, so a ladder goes on after any kill.
+"""
+
+import json
+import math
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from narrowgauge.checkpoint import steps
+from narrowgauge.errors import UserError
+from narrowgauge.experiment.design import Chain, RungRun
+from narrowgauge.files import make_directory, write_whole
+from narrowgauge.report.read.records import read_status
+from narrowgauge.runs.run_directory import EVALUATION, RunDirectory
+from narrowgauge.training import to_toml
+from narrowgauge.training.config.diff import config_diff
+
+FORWARD = "bf16"  # the recipe of the second loss
+_DIVERGED = ("Diverged", "PoisonedError")  # how the reason of such a run begins
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command, the run directory that it works in, and the tokens that it trains on (0: it evaluates)."""
+
+    name: str
+    command: tuple[str, ...]
+    directory: Path
+    tokens: int
+
+
+def state_of(directory: Path) -> str:
+    """The state of a run: "done", "diverged", or "open" where it has to be continued or begun."""
+    status, reason = read_status(directory / "status.json")
+    if status == "done":
+        return "done"
+    return "diverged" if status == "failed" and reason.startswith(_DIVERGED) else "open"
+
+
+def require_same(chain: Chain, out: Path) -> None:
+    """Check that the runs that are there already are those of the chain.
+
+    Raises:
+        UserError: one began with other values.
+    """
+    for run in chain.runs:
+        directory = out / run.name
+        if not (directory / "config.toml").exists():
+            continue
+        if changes := config_diff(RunDirectory(directory).config(), run.config):
+            key, (old, new) = next(iter(changes.items()))
+            raise UserError(
+                f"{directory} holds a run with {key} = {old!r}, and now it is {new!r}; restore what it began "
+                "with, or name another directory with --out"
+            )
+
+
+def is_complete(chain: Chain, out: Path) -> bool:
+    """Whether nothing is left to do."""
+    return all(_is_measured(run, out / run.name) for run in chain.runs)
+
+
+def _is_measured(run: RungRun, directory: Path) -> bool:
+    state = state_of(directory)
+    return state == "diverged" or (state == "done" and losses_of(run, directory) is not None)
+
+
+def losses_of(run: RungRun, directory: Path) -> tuple[float, float] | None:
+    """Both losses of a run, from its evaluation.json; None if there are none.
+
+    Losses that were measured otherwise by hand, on other text or another number of batches, do not count.
+    """
+    config = run.config
+    wanted = {"data": None, "batches": config.validation.batches}
+    wanted["sequence_length"] = config.data.sequence_length
+    try:
+        found = json.loads((directory / EVALUATION).read_text(encoding="utf-8"))
+        is_other = any(found.get(key, value) != value for key, value in wanted.items())
+        if is_other or found["step"] != config.training.steps:
+            return None
+        own, other = (math.nan if found[key] is None else float(found[key]) for key in ("own", FORWARD))
+        return own, other
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def jobs_of(chain: Chain, out: Path) -> Iterator[Job]:
+    """The commands that are left, each found when it is asked for; checkpoints are removed at the end.
+
+    A branch whose checkpoint the trunk no longer has, or never reached, is trained from its beginning: that
+    gives the same digits.
+    """
+    for run in (chain.trunk, *chain.branches):
+        directory = out / run.name
+        if state_of(directory) == "open":
+            yield Job(run.name, tuple(_train(run, chain, out)), directory, run.tokens_to_train)
+        if not _is_measured(run, directory):
+            yield Job(run.name, tuple(_evaluate(run, directory)), directory, 0)
+    for run in chain.runs:
+        _remove_checkpoints(out / run.name, run.config.training.steps)
+
+
+def _train(run: RungRun, chain: Chain, out: Path) -> Iterator[str]:
+    """The words of the command that trains a run or goes on with it."""
+    make_directory(out)
+    file = out / f"{run.name}.toml"
+    write_whole(file, to_toml(run.config))
+    yield from (sys.executable, "-m", "narrowgauge", "train", str(file), "--out", str(out / run.name))
+    trunk = out / chain.trunk.name
+    if run.branch is not None and run.branch in steps(trunk / "checkpoints"):
+        yield from ("--branch", f"{trunk}@{run.branch}")
+
+
+def _evaluate(run: RungRun, directory: Path) -> Iterator[str]:
+    batches = str(run.config.validation.batches)
+    yield from (sys.executable, "-m", "narrowgauge", "eval", str(directory))
+    yield from ("--batches", batches, "--forward", FORWARD, "--device", run.config.training.device)
+
+
+def _remove_checkpoints(directory: Path, last: int) -> None:
+    """Remove all checkpoints of a finished run but the last."""
+    for step in steps(directory / "checkpoints"):
+        if step != last and state_of(directory) == "done":
+            shutil.rmtree(directory / "checkpoints" / f"step-{step}")

@@ -1,0 +1,129 @@
+"""The gap that a comparison will be able to see: the power of the `rule` that judges it.
+
+Gaps of n seeds that deviate by sigma have a mean whose error is sigma / sqrt(n). The rule estimates sigma as
+s = u sigma, where u is spread like a root of chi-squared and raised by what is known, and calls a gap proven
+beyond c s / sqrt(n). So it finds a true gap g with the probability
+
+    E_u [Phi(g sqrt(n) / sigma - c u) + Phi(-g sqrt(n) / sigma - c u)]
+
+and finds two equal recipes equal within a margin m with E_u [2 Phi(m sqrt(n) / sigma - t u) - 1]. Both
+factors, c and t, grow with the number of arms, and fall with the number of gaps from which s is pooled.
+
+Before the runs, sigma is taken from pairs of runs that were trained: with few tokens for each parameter the
+curves are still steep, and the luck of the warm-up is most of the gap.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from narrowgauge.report.verdict.critical import FloatArray, critical_value, normal_cdf, spread_nodes
+from narrowgauge.report.verdict.known import known_deviation
+from narrowgauge.report.verdict.rule import (
+    MARGIN,
+    Arm,
+    Gaps,
+    Spread,
+    equality_factor,
+    judge,
+)
+
+_MOST = 200
+_POWER = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a comparison asks: so many arms beside the reference, each with so many seeds.
+
+    Attributes:
+        deviation: The standard deviation of a gap in percent that the plan assumes.
+        known: The one that the rule will know of; 0 if nothing is known.
+    """
+
+    seeds: int
+    deviation: float
+    arms: int = 1
+    known: float = 0.0
+
+    @property
+    def degrees(self) -> int:
+        """Degrees of freedom of the pooled deviation."""
+        return (self.seeds - 1) * self.arms
+
+    def chance(self, of: Callable[[FloatArray], FloatArray]) -> float:
+        """Mean of a probability over the deviations that the rule may come to use, as shares of the true."""
+        nodes, weights = spread_nodes(self.degrees)
+        spreads = [Spread(u * self.deviation, self.degrees, self.known).deviation for u in nodes]
+        return float(weights @ of(np.array(spreads) / self.deviation))
+
+    def chance_to_see(self, gap: float) -> float:
+        """The probability that the rule calls an arm of such a true gap different."""
+        at, c = gap * math.sqrt(self.seeds) / self.deviation, critical_value(self.arms, self.degrees)
+        return self.chance(lambda u: normal_cdf(at - c * u) + normal_cdf(-at - c * u))
+
+    def chance_to_equal(self, margin: float = MARGIN) -> float:
+        """The probability that the rule calls an arm equal to the reference that is so."""
+        at, t = margin * math.sqrt(self.seeds) / self.deviation, equality_factor(self.arms, self.degrees)
+        return self.chance(lambda u: np.maximum(2 * normal_cdf(at - t * u) - 1, 0.0))
+
+
+def smallest_gap(plan: Plan) -> float:
+    """The gap in percent that a plan finds in 8 of 10 experiments; infinite for one seed.
+
+    >>> round(smallest_gap(Plan(5, 0.4)), 2), round(smallest_gap(Plan(5, 0.4, arms=7)), 2)
+    (0.67, 0.65)
+    """
+    if plan.seeds < 2:
+        return math.inf
+    low, high = 0.0, plan.deviation
+    while plan.chance_to_see(high) < _POWER:
+        low, high = high, 2 * high
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (middle, high) if plan.chance_to_see(middle) < _POWER else (low, middle)
+    return high
+
+
+def seeds_for_equality(plan: Plan) -> int | None:
+    """The least number of seeds with which a plan finds equal recipes equal in 8 of 10; None if over 200.
+
+    >>> seeds_for_equality(Plan(2, 0.1)), seeds_for_equality(Plan(2, 0.4))
+    (4, 24)
+    """
+    counts = range(2, _MOST + 1)
+    at = bisect_left(counts, _POWER, key=lambda n: replace(plan, seeds=n).chance_to_equal())
+    return counts[at] if at < len(counts) else None
+
+
+def power_text(seeds: int, arms: int, tokens: int, parameters: int, gaps: Gaps[Arm]) -> str:
+    """What a plan will be able to see, in words.
+
+    Args:
+        seeds: The number of seeds of each variant.
+        arms: The number of variants beside the reference and the controls.
+        tokens: Tokens of a run.
+        parameters: Parameters of the model in linear layers, without the head.
+        gaps: The gaps in percent of each variant, by seed, of runs that exist already.
+    """
+    ratio, arms = tokens / parameters, max(arms, 1)
+    deviation = known = known_deviation(ratio)
+    source = "known of such lengths"
+    judged = [one for one in judge(gaps, list(gaps), known).values() if one.seeds > 2 and one.spread]
+    if (widest := max(judged, key=lambda one: one.degrees, default=None)) and widest.spread:
+        deviation, source = widest.spread.deviation, "measured here"
+    plan = Plan(seeds, deviation, arms, known)
+    many = seeds_for_equality(plan)
+    needed = f"more than {_MOST}" if many is None else str(many)
+    if seeds < 2:
+        seen = "one seed has no interval and proves no gap"
+    else:
+        seen = f"{seeds} seeds see a gap of {smallest_gap(plan):.2g} % in 8 of 10 cases"
+        seen = seen if arms == 1 else f"of {arms} variants at once, {seen}"
+    return (
+        f"{ratio:.2g} tokens a parameter: {seen}, if gaps of seeds deviate by {deviation:.2g} % "
+        f"({source}); to call two recipes equal within {MARGIN} % takes {needed} seeds"
+    )

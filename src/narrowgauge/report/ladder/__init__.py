@@ -1,1 +1,0 @@
-"""How does the gap of each recipe grow with the number of tokens?"""

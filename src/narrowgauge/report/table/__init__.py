@@ -1,0 +1,1 @@
+"""The verdict as tables and sentences."""

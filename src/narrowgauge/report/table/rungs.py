@@ -1,0 +1,71 @@
+"""The results of an experiment over its rungs as one table."""
+
+import math
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from narrowgauge.report.verdict.rungs import ArmResult
+from narrowgauge.t_interval import Interval
+from narrowgauge.units import human_count
+
+COLUMNS = (
+    "arm",
+    "tokens",
+    "seeds",
+    "gap",
+    "95 % interval",
+    "all arms at once",
+    "deviation",
+    "bf16 forward",
+    "extra tokens",
+    "verdict",
+)
+
+
+def percent(value: float, digits: int = 2) -> str:
+    """A signed percentage, "-" for NaN.
+
+    >>> percent(0.123), percent(-0.001), percent(float("nan"))
+    ('+0.12 %', '0.00 %', '-')
+    """
+    if math.isnan(value):
+        return "-"
+    text = f"{value:+.{digits}f}"
+    return f"{text[1:] if not float(text) else text} %"
+
+
+def ends(interval: Interval, digits: int = 2) -> str:
+    """Both ends of an interval in percent."""
+    if math.isnan(interval.low):
+        return "-"
+    return f"{percent(interval.low, digits).removesuffix(' %')} .. {percent(interval.high, digits)}"
+
+
+def cells(result: ArmResult) -> list[str]:
+    """The texts of a row, by `COLUMNS`."""
+    count = str(len(result.gaps)) + (f" + {result.diverged} diverged" if result.diverged else "")
+    deviation = percent(result.deviation).removeprefix("+")
+    return [
+        result.arm,
+        human_count(result.tokens),
+        count,
+        percent(result.gap.mean),
+        ends(result.gap),
+        ends(result.at_once),
+        deviation,
+        percent(result.bf16_gap.mean),
+        percent(result.extra.mean, 1),
+        result.verdict,
+    ]
+
+
+def print_results(results: Sequence[ArmResult], console: Console) -> None:
+    """Print one line for each arm and rung."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column in ("arm", "verdict") else "right")
+    for result in results:
+        table.add_row(*cells(result))
+    console.print(table)

@@ -1,0 +1,209 @@
+"""The rule of every verdict: those of `compare`, its gate, its plan, and ladders.
+
+The gap of an arm to the reference is taken for each seed, in percent. Arms of a seed share its luck, so seeds
+and arms are a two-way table in which the reference is a column of zeros:
+
+    gap_ia = arm_a + seed_i + error_ia        i = 1 .. n, a = 0 .. k, gap_i0 = 0
+
+The errors have one variance: a training that is repeated with sums in another order ends as far from the
+first as one in another format does (docs/evidence.md). So the variance is pooled, with (n - 1) k degrees of
+freedom, and s^2 = 2 x mean square is that of a gap. For one arm it is the variance of its gaps.
+
+    interval    mean +- c s / sqrt(n), with Dunnett's c for the arms of the family (`critical`)
+    different   the interval leaves out zero. Of all arms together, 1 experiment in 20 says so wrongly
+    equal       |mean| + t s / sqrt(n) < margin: two one-sided tests at 5 %, shared out over the family
+
+**Few seeds.** Two differences that are nearly equal by luck have a tiny variance. The deviation that runs of
+such a length are known to have (`power.known_deviation`) is therefore averaged in like one more degree of
+freedom: designs differ tenfold, so it is worth no more. It only ever raises s, and c stays that of d degrees,
+so the 5 % holds whatever the true variance is.
+
+**The family** is fixed by the plan: all arms but the reference and the controls (`is_control`). Controls
+count for the variance, and each is judged by itself.
+
+**An arm of its own kind.** An arm whose gaps deviate more than three times as far as those of all others,
+such as one about to diverge, is left out of the pool and judged by its own gaps alone.
+"""
+
+import math
+import statistics
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from narrowgauge.report.verdict.critical import critical_value
+from narrowgauge.t_interval import CONFIDENCE, t_quantile
+
+MARGIN = 0.25  # percent; the equality that reports of FP8 training claim (DeepSeek-V3, arXiv 2412.19437)
+KNOWN_DEGREES = 1  # that the known deviation counts for
+_OWN_KIND = 3.0
+
+Arm = TypeVar("Arm")
+Gaps = Mapping[Arm, Mapping[int, float]]  # in percent, by arm and seed
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The standard deviation of a gap, estimated with some degrees of freedom; `known` raises it."""
+
+    measured: float
+    degrees: int
+    known: float = 0.0
+
+    @property
+    def deviation(self) -> float:
+        """The deviation that intervals are made of.
+
+        >>> round(Spread(0.0, 1, known=0.5).deviation, 3), Spread(0.5, 4, known=0.1).deviation
+        (0.354, 0.5)
+        """
+        d = KNOWN_DEGREES
+        mixed = (d * self.known**2 + self.degrees * self.measured**2) / (d + self.degrees)
+        return math.sqrt(max(self.measured**2, mixed))
+
+    @property
+    def is_raised(self) -> bool:
+        """Whether what is known makes the intervals wider than what is measured."""
+        return self.deviation > self.measured
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """One arm against the reference, by the rule.
+
+    Attributes:
+        seeds: How many gaps there are.
+        mean: Their mean in percent.
+        family: How many arms share the 5 %.
+        spread: The deviation of a gap; None where no arm has two seeds.
+    """
+
+    seeds: int
+    mean: float
+    family: int
+    spread: Spread | None
+
+    @property
+    def half_width(self) -> float | None:
+        """Half the interval of `mean`; None for one seed, 0 for gaps that are all zero."""
+        return self.half_width_of(self.seeds) if self.seeds > 1 and self.spread is not None else None
+
+    @property
+    def degrees(self) -> int:
+        """Degrees of freedom of the deviation; 0 where there is none."""
+        return 0 if self.spread is None else self.spread.degrees
+
+    def half_width_of(self, seeds: int) -> float:
+        """Half the interval that so many seeds of the same spread would have."""
+        assert self.spread is not None
+        degrees = round(self.degrees * (seeds - 1) / (self.seeds - 1))
+        spread = replace(self.spread, degrees=degrees)
+        return critical_value(self.family, degrees) * spread.deviation / math.sqrt(seeds)
+
+    @property
+    def is_different(self) -> bool:
+        """Whether the interval leaves out zero."""
+        return self.half_width is not None and abs(self.mean) > self.half_width
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the arm is equal to the reference within the margin."""
+        if self.seeds < 2 or self.spread is None:
+            return False
+        t = equality_factor(self.family, self.degrees)
+        return abs(self.mean) + t * self.spread.deviation / math.sqrt(self.seeds) < MARGIN
+
+    def word(self, undecided: str) -> str:
+        """The verdict: "worse", "better", "equal within 0.25 %", both, or `undecided`."""
+        equal = f"within {MARGIN} %" if self.is_equal else ""
+        if self.is_different:
+            return ", ".join(filter(None, ["worse" if self.mean > 0 else "better", equal]))
+        return f"equal {equal}" if equal else undecided
+
+
+def equality_factor(family: int, degrees: int) -> float:
+    """Student's one-sided quantile at 5 % over the number of arms."""
+    return t_quantile(degrees, 1 - 2 * (1 - CONFIDENCE) / family)
+
+
+def is_control(name: str, reference: str) -> bool:
+    """Whether an arm checks the experiment itself: the reference once more, or a null arm.
+
+    >>> is_control("bf16-again", "bf16"), is_control("null-dither", "bf16"), is_control("fp8", "bf16")
+    (True, True, False)
+    """
+    return name == f"{reference}-again" or name.startswith("null")
+
+
+def judge(gaps: Gaps[Arm], family: Collection[Arm], known: float = 0.0) -> dict[Arm, Judgement]:
+    """Judge all arms of an experiment together.
+
+    Args:
+        gaps: The gaps in percent of each arm, by seed.
+        family: The arms of which the plan asks, whether they have gaps yet or not; the others are controls.
+        known: The deviation of gaps that runs of such a length are known to have; 0: nothing is known.
+    """
+    spreads = _spreads(gaps, known)
+    return {
+        arm: Judgement(
+            len(by_seed),
+            statistics.fmean(by_seed.values()),
+            len(family) if arm in family else 1,
+            spreads.get(arm),
+        )
+        for arm, by_seed in gaps.items()
+        if by_seed
+    }
+
+
+def _spreads(gaps: Gaps[Arm], known: float) -> dict[Arm, Spread]:
+    """The spread by which each arm is judged: the pooled one, or its own."""
+    found: dict[Arm, Spread] = {}
+    pool: dict[Arm, Mapping[int, float]] = {}
+    for arm, by_seed in gaps.items():
+        if by_seed and not any(by_seed.values()):
+            if len(by_seed) > 1:  # the same computation: its zeros say nothing of others
+                found[arm] = Spread(0.0, len(by_seed) - 1)
+        elif all(map(math.isfinite, by_seed.values())):
+            pool[arm] = by_seed
+    while (widest := _widest(pool)) is not None:
+        others = pooled_spread({arm: g for arm, g in pool.items() if arm != widest}, known)
+        own = pooled_spread({widest: pool[widest]}, known)
+        if own is None or others is None or own.measured <= _OWN_KIND * others.deviation:
+            break
+        found[widest] = own
+        del pool[widest]
+    together = pooled_spread(pool, known)
+    return found | ({} if together is None else dict.fromkeys(pool, together))
+
+
+def _widest(pool: Gaps[Arm]) -> Arm | None:
+    """The arm whose gaps deviate most; None where no arm has two."""
+    several = {arm: list(by_seed.values()) for arm, by_seed in pool.items() if len(by_seed) > 1}
+    return max(several, key=lambda arm: statistics.variance(several[arm]), default=None)
+
+
+def pooled_spread(gaps: Gaps[Arm], known: float = 0.0) -> Spread | None:
+    """The deviation of a gap, pooled over arms; None where nothing is left to estimate it from.
+
+    >>> spread = pooled_spread({"fp8": {1: 1.0, 2: 2.0, 3: 1.5}})
+    >>> round(spread.measured, 6), spread.degrees
+    (0.5, 2)
+    """
+    arms = list(gaps)
+    seeds = sorted({seed for by_seed in gaps.values() for seed in by_seed})
+    cells: list[tuple[int, Arm | None, float]] = [(seed, None, 0.0) for seed in seeds]
+    cells += [(seed, arm, gap) for arm, by_seed in gaps.items() for seed, gap in by_seed.items()]
+    effects = len(seeds) + sum(map(bool, gaps.values()))
+    if (degrees := len(cells) - effects) < 1:
+        return None
+    design = np.zeros((len(cells), len(seeds) + len(arms)))
+    for row, (seed, arm, _) in enumerate(cells):
+        design[row, seeds.index(seed)] = 1
+        if arm is not None:
+            design[row, len(seeds) + arms.index(arm)] = 1
+    values = np.array([gap for _, _, gap in cells])
+    residuals = values - design @ np.linalg.lstsq(design, values, rcond=None)[0]
+    return Spread(math.sqrt(2 * float(residuals @ residuals) / degrees), degrees, known)

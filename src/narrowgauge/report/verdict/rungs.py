@@ -1,0 +1,151 @@
+"""The statistics of a ladder: paired gaps, the verdict on each, extra tokens, and contrasts beside them.
+
+    gap         100 (L / L_reference - 1) of one seed and rung: same initial weights, same tokens in order
+    verdict     by the `rule` of all comparisons, over the arms of a rung at once
+    extra       how many percent more tokens the arm needs than the reference for the loss that it reached
+
+For the extra tokens, the reference's loss of the same seed is read off as a function of its tokens D: between
+two rungs ln L is linear in ln D, and outside the line of the nearest two rungs goes on. If D' is where the
+reference has the arm's loss at D, the extra tokens are 100 (D / D' - 1).
+"""
+
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from narrowgauge.report.verdict.known import known_deviation
+from narrowgauge.report.verdict.rows import DIVERGED, Row
+from narrowgauge.report.verdict.rule import Judgement, is_control, judge
+from narrowgauge.t_interval import Interval, interval
+
+NAN = math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class ArmResult:
+    """One arm at one rung against the reference; gaps in percent, by seed.
+
+    Attributes:
+        gaps: By the own forward pass, of the seeds that both arms have.
+        bf16_gaps: By the bf16 forward pass of the same weights, of both arms.
+        gap: Mean and Student's interval of `gaps` alone; NaN without any.
+        extra: Mean and interval of the extra tokens in percent; NaN with a single rung.
+        diverged: How many seeds diverged.
+        judgement: Of the gaps, among the other arms of the rung; None without any.
+    """
+
+    arm: str
+    rung: int
+    tokens: int
+    gaps: Mapping[int, float]
+    bf16_gaps: tuple[float, ...]
+    gap: Interval
+    bf16_gap: Interval
+    extra: Interval
+    diverged: int
+    judgement: Judgement | None = None
+
+    @property
+    def at_once(self) -> Interval:
+        """The interval that holds for all arms of the rung at once, on which the verdict rests."""
+        half = None if self.judgement is None else self.judgement.half_width
+        half = NAN if half is None else half
+        return Interval(self.gap.mean, self.gap.mean - half, self.gap.mean + half)
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the gaps; NaN for fewer than two."""
+        return statistics.stdev(self.gaps.values()) if len(self.gaps) > 1 else NAN
+
+    @property
+    def verdict(self) -> str:
+        """The verdict by the rule; a run that diverged is one, too."""
+        if self.diverged:
+            return "diverges"
+        return "open" if self.judgement is None else self.judgement.word("open")
+
+
+def arm_results(
+    rows: Sequence[Row], reference: str = "", family: Collection[str] = (), parameters: int = 0
+) -> list[ArmResult]:
+    """The results of all arms but the reference, by rung and arm.
+
+    Args:
+        rows: The results of runs.
+        reference: The arm that the others are compared with; "": that of the first row.
+        family: The arms that the plan asks of, which share the 5 %; (): all but the reference and controls.
+        parameters: Parameters in linear layers, by which lengths are known; 0: judge by the rows alone.
+    """
+    if not rows:
+        return []
+    by_key = {(row.arm, row.seed, row.rung): row for row in rows}
+    reference = reference or rows[0].arm
+    arms = [arm for arm in dict.fromkeys(row.arm for row in rows) if arm != reference]
+    family = family or [arm for arm in arms if not is_control(arm, reference)]
+    results = []
+    for rung in sorted({row.rung for row in rows}):
+        found = [one for arm in arms if (one := _result(by_key, reference, arm, rung)) is not None]
+        known = known_deviation(found[0].tokens / parameters) if found and parameters else 0.0
+        judged = judge({one.arm: one.gaps for one in found}, family, known)
+        results += [replace(one, judgement=judged.get(one.arm)) for one in found]
+    return results
+
+
+def _result(
+    by_key: Mapping[tuple[str, int, int], Row], reference: str, arm: str, rung: int
+) -> ArmResult | None:
+    rows = [row for (a, _, r), row in by_key.items() if a == arm and r == rung]
+    pairs = [
+        (row, base)
+        for row in rows
+        if (base := by_key.get((reference, row.seed, rung))) is not None
+        and DIVERGED not in (row.status, base.status)
+    ]
+    diverged = sum(row.status == DIVERGED for row in rows)
+    if not pairs and not diverged:
+        return None
+    gaps = {row.seed: gap_percent(row.own_loss, base.own_loss) for row, base in pairs}
+    bf16 = tuple(gap_percent(row.bf16_loss, base.bf16_loss) for row, base in pairs)
+    curves = {row.seed: _curve(by_key, reference, row.seed) for row, _ in pairs}
+    extra = [extra_tokens(row.own_loss, row.tokens, curves[row.seed]) for row, _ in pairs]
+    known = [x for x in extra if math.isfinite(x)]
+    tokens = rows[0].tokens
+    gap, bf16_gap, more = _interval(list(gaps.values())), _interval(bf16), _interval(known)
+    return ArmResult(arm, rung, tokens, gaps, bf16, gap, bf16_gap, more, diverged)
+
+
+def _interval(values: Sequence[float]) -> Interval:
+    return interval(values) if values else Interval(NAN, NAN, NAN)
+
+
+def gap_percent(loss: float, reference: float) -> float:
+    """The excess of a loss in percent."""
+    return 100 * (loss / reference - 1)
+
+
+def _curve(by_key: Mapping[tuple[str, int, int], Row], arm: str, seed: int) -> list[tuple[float, float]]:
+    """(tokens, loss) of an arm and seed at its rungs, ascending."""
+    rows = [row for (a, s, _), row in by_key.items() if (a, s) == (arm, seed) and row.status != DIVERGED]
+    return sorted((row.tokens, row.own_loss) for row in rows)
+
+
+def extra_tokens(loss: float, tokens: int, curve: Sequence[tuple[float, float]]) -> float:
+    """By how many percent `tokens` exceed those at which the curve has `loss`; NaN if it cannot be read.
+
+    >>> round(extra_tokens(2.0, 4, [(1, 4.0), (4, 2.0), (16, 1.0)]), 6)
+    0.0
+    >>> round(extra_tokens(2.0, 8, [(1, 4.0), (4, 2.0), (16, 1.0)]), 6)
+    100.0
+    """
+    points = [(math.log(d), math.log(value)) for d, value in curve]
+    if len(points) < 2 or not loss > 0:
+        return NAN
+    y = math.log(loss)
+    pieces = list(pairwise(points))
+    left, right = next((piece for piece in pieces if y >= piece[1][1]), pieces[-1])  # that falls so far
+    slope = (right[1] - left[1]) / (right[0] - left[0])
+    if slope >= 0:
+        return NAN
+    return 100 * (tokens / math.exp(left[0] + (y - left[1]) / slope) - 1)

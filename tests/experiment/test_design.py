@@ -1,0 +1,149 @@
+"""What a ladder consists of: one trunk for all rungs, arms and seeds in their order, mistakes said first."""
+
+import json
+import math
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from narrowgauge.errors import UserError
+from narrowgauge.experiment.arms import choose_arms, require_order, take_arms, take_experiment
+from narrowgauge.experiment.design import make_ladder
+from narrowgauge.experiment.grid import take_sweep
+from narrowgauge.experiment.jobs import jobs_of
+from narrowgauge.experiment.results import collect_rows
+from narrowgauge.runs.loop.two_losses import keep_losses
+from publish.predictions import read_predictions
+
+ROOT = Path(__file__).parents[2]
+FILE = """
+[schedule]
+kind = "wsd"
+warmup_steps = 5
+[experiment]
+rungs = [20, 40]
+seeds = [3, 4]
+order = [["bf16", "mxfp4"], ["fp8"]]
+[arms.bf16]
+recipe.name = "bf16"
+[arms.fp8]
+recipe.name = "fp8"
+[arms.mxfp4]
+recipe.name = "mxfp4"
+recipe.dgrad = { dy = { cast = "mxfp4", rounding = "stochastic" } }
+"""
+
+
+def ladder_of(text, arms="", **changes):
+    values, grid = take_sweep(tomllib.loads(text))
+    values, all_arms = take_arms(values)
+    values, table = take_experiment(values)
+    table |= changes
+    require_order(table, all_arms)
+    seeds = "".join(f"{seed}," for seed in table.get("seeds", []))
+    return make_ladder(values, choose_arms(all_arms, arms), grid, seeds, table)
+
+
+def test_a_group_is_finished_before_the_next_and_a_seed_before_the_next():
+    ladder = ladder_of(FILE)
+    assert [(chain.arm, chain.seed) for chain in ladder.chains] == [
+        ("bf16", 3), ("mxfp4", 3), ("bf16", 4), ("mxfp4", 4), ("fp8", 3), ("fp8", 4),
+    ]  # fmt: skip
+    assert ladder.arms == ("bf16", "fp8", "mxfp4")
+    assert [chain.arm for chain in ladder_of(FILE, arms="fp8").chains] == ["bf16", "bf16", "fp8", "fp8"]
+
+
+def test_rungs_leave_the_trunk_where_their_rate_begins_to_fall():
+    chain = ladder_of(FILE).chains[0]
+    assert [run.name for run in chain.runs] == ["bf16,steps=20-seed-3", "bf16-seed-3"]
+    assert [run.config.training.steps for run in chain.runs] == [20, 40]
+    assert [run.branch for run in chain.runs] == [16, None]
+    saves = chain.trunk.config.checkpoint
+    assert 16 % saves.every == 0
+    assert (40 - 16) // saves.every < saves.keep
+    assert saves.every_minutes == math.inf
+    assert [run.tokens_to_train for run in chain.runs] == [4 * 8 * 256, 40 * 8 * 256]
+    casts = ladder_of(FILE).chains[1].trunk.config.spec.recipe.casts
+    assert casts["dgrad.dy"].rounding == "stochastic"
+
+
+@pytest.mark.parametrize(
+    ("changes", "counts"),
+    [
+        ({}, True),
+        ({"data": "other.txt"}, False),
+        ({"batches": 4}, False),
+        ({"batches": None}, False),
+        ({"sequence_length": 16}, False),
+        ({"step": 20}, False),
+        ({"bf16": "none"}, False),
+    ],
+)
+def test_losses_that_somebody_measured_otherwise_are_no_result(tmp_path, changes, counts):
+    """`narrowgauge eval RUN --forward R` writes the same file, on whatever text it was told."""
+    ladder = ladder_of(FILE, rungs=[40])
+    run = ladder.chains[0].trunk
+    (tmp_path / run.name / "checkpoints").mkdir(parents=True)
+    (tmp_path / run.name / "status.json").write_text('{"status": "done", "reason": ""}')
+    length, batches = run.config.data.sequence_length, run.config.validation.batches
+    asked = {"data": None, "sequence_length": length, "batches": batches}
+    found = {"step": 40, "own": 3.0, "bf16": 2.5, **asked, **changes}
+    (tmp_path / run.name / "evaluation.json").write_text(json.dumps(found))
+    assert [row.own_loss for row in collect_rows(ladder, tmp_path)] == [3.0] * counts
+    measures = [job.command[3] for job in jobs_of(ladder.chains[0], tmp_path)]
+    assert measures == ["eval"] * (not counts)
+
+
+def test_a_loss_that_is_not_finite_is_a_result_and_null_in_json(tmp_path):
+    ladder = ladder_of(FILE, rungs=[40])
+    run = ladder.chains[0].trunk
+    directory = tmp_path / run.name
+    (directory / "checkpoints").mkdir(parents=True)
+    (directory / "status.json").write_text('{"status": "done", "reason": ""}')
+    (directory / "config.toml").touch()
+    asked = {"sequence_length": run.config.data.sequence_length, "batches": run.config.validation.batches}
+    keep_losses(directory, 40, {"own": math.nan, "bf16": 2.5}, {"data": None, **asked})
+    json.loads((directory / "evaluation.json").read_text(), parse_constant=pytest.fail)
+    (row,) = collect_rows(ladder, tmp_path)
+    assert row.status == "diverged"
+    assert not list(jobs_of(ladder.chains[0], tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (FILE.replace('"wsd"', '"cosine"'), "several rungs"),
+        (FILE.replace("[20, 40]", "[40, 20]"), "ascending"),
+        (FILE.replace("[20, 40]", "[5, 40]"), "warm-up"),
+        (FILE.replace('["fp8"]', '["fp9"]'), "fp8"),
+        (FILE.replace("seeds = [3, 4]", "sedes = [3, 4]"), "seeds"),
+        (FILE.replace("[arms.fp8]\nrecipe.name", "[arms.fp8]\nname"), "recipe.name"),
+        (FILE.replace("rungs", "held_out_tokens = 100\nrungs"), "multiple of a micro-batch"),
+    ],
+)
+def test_a_mistake_is_said_before_anything_runs(changed, message):
+    with pytest.raises(UserError, match=message):
+        ladder_of(changed)
+
+
+def test_a_rule_that_begins_before_the_branch_is_refused(tmp_path):
+    shipped = (ROOT / "src/narrowgauge/recipes/shipped/mxfp8.toml").read_text(encoding="utf-8")
+    recipe = tmp_path / "late.toml"
+    text = FILE.replace('[arms.fp8]\nrecipe.name = "fp8"', f'[arms.fp8]\nrecipe.name = "{recipe}"')
+    for share, is_shared in ((0.3, False), (0.9, True)):
+        recipe.write_text(f'{shipped}\n[[rule]]\nfrom_share = {share}\nfprop = "bf16"\n')
+        if is_shared:
+            assert ladder_of(text)
+        else:
+            with pytest.raises(UserError, match="share a trunk"):
+                ladder_of(text)
+
+
+def test_the_projects_own_ladder_can_be_laid_out_and_has_a_prediction_for_each_arm(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    ladder = ladder_of((ROOT / "experiments" / "ladder.toml").read_text(encoding="utf-8"))
+    predictions = read_predictions((ROOT / "docs" / "evidence.md").read_text(encoding="utf-8"))
+    predicted = {one.arm for one in predictions} | {one.against for one in predictions}
+    assert set(ladder.arms) <= predicted
+    assert [chain.trunk.config.validation.batches * 16 * 128 for chain in ladder.chains[:1]] == [262_144]

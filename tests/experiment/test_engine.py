@@ -1,0 +1,93 @@
+"""Processes side by side: no more than places, each chain in its order; a failure ends its chain alone."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from narrowgauge.experiment.compare import ComparisonFailed
+from narrowgauge.experiment.engine import Engine, environment_of
+from narrowgauge.experiment.jobs import Job, state_of
+
+NOTE = "import sys, time; open(sys.argv[1], 'a').write(sys.argv[2] + ' '); time.sleep(float(sys.argv[3]))"
+
+
+def job(tmp_path, name, seconds=0.0, code=0, tokens=1):
+    command = (
+        sys.executable,
+        "-S",
+        "-c",
+        f"{NOTE}; sys.exit({code})",
+        tmp_path / "notes",
+        name,
+        str(seconds),
+    )
+    return Job(name, tuple(map(str, command)), tmp_path / name, tokens)
+
+
+def engine(places, seen=None):
+    def show(jobs, ended):
+        assert len(jobs) <= places
+        if seen is not None and ended is not None:
+            seen.append(ended.name)
+
+    return Engine(places, environment_of(1, "fp32"), show)
+
+
+def test_a_chain_keeps_its_order_and_chains_share_the_places(tmp_path):
+    seen = []
+    chains = [iter([job(tmp_path, f"{chain}{i}") for i in range(2)]) for chain in "abc"]
+    engine(2, seen).run(chains)
+    notes = (tmp_path / "notes").read_text().split()
+    assert sorted(notes) == ["a0", "a1", "b0", "b1", "c0", "c1"]
+    assert all(notes.index(f"{chain}0") < notes.index(f"{chain}1") for chain in "abc")
+    assert sorted(seen) == sorted(notes)
+
+
+def test_a_signal_that_leaves_work_is_no_end_even_if_all_that_ran_has_ended_well(tmp_path):
+    """A run in its last step, or an evaluation, ends with 0 when it is asked to stop."""
+    first, second = job(tmp_path, "first"), job(tmp_path, "second")
+    asked = Engine(1, {}, lambda jobs, ended: signal.raise_signal(signal.SIGTERM) if ended else None)
+    with pytest.raises(ComparisonFailed, match="'second' ended with exit code 75"):
+        asked.run([iter([first, second])])
+    assert (tmp_path / "notes").read_text().split() == ["first"]
+    last = Engine(1, {}, lambda jobs, ended: signal.raise_signal(signal.SIGTERM) if ended else None)
+    last.run([iter([first])])  # nothing is left
+
+
+def test_a_failure_ends_its_chain_and_a_divergence_does_not(tmp_path):
+    for name, reason in (("diverged", "Diverged: 11 steps"), ("full", "SaveError: no room")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "status.json").write_text(json.dumps({"status": "failed", "reason": reason}))
+    assert [state_of(tmp_path / name) for name in ("diverged", "full", "none")] == [
+        "diverged",
+        "open",
+        "open",
+    ]
+    chains = [
+        iter([job(tmp_path, "diverged", code=1), job(tmp_path, "after")]),
+        iter([job(tmp_path, "full", code=1), job(tmp_path, "never")]),
+    ]
+    with pytest.raises(ComparisonFailed, match="'full' ended with exit code 1"):
+        engine(1).run(chains)
+    assert (tmp_path / "notes").read_text().split() == ["diverged", "after", "full"]
+
+
+def test_a_signal_reaches_every_run_and_nothing_new_begins(tmp_path):
+    chains = [iter([job(tmp_path, name, seconds=30)]) for name in "abc"]
+
+    def stop():
+        while not (tmp_path / "notes").exists() or len((tmp_path / "notes").read_text().split()) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=stop).start()
+    start = time.monotonic()
+    with pytest.raises(ComparisonFailed, match="SIGTERM"):
+        engine(2).run(chains)
+    assert time.monotonic() - start < 20
+    assert sorted((tmp_path / "notes").read_text().split()) == ["a", "b"]

@@ -1,0 +1,52 @@
+"""All runs of a comparison have one number of threads, since the last digits of losses follow from it."""
+
+import pytest
+
+from narrowgauge.experiment.compare import with_equal_threads
+from narrowgauge.experiment.grid import Point
+from narrowgauge.runs.monitor import threads
+from narrowgauge.runs.run_directory import RunDirectory
+from narrowgauge.training import make_config
+
+
+@pytest.fixture(autouse=True)
+def _cores(monkeypatch):
+    """Eight cores, of which another program uses three."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(threads, "threads_of_torch", lambda: 8)
+    monkeypatch.setattr(threads, "cores_of_others", lambda: 3.0)
+
+
+def points(**training):
+    keys = {"device": "cpu", **training}
+    return [
+        Point(name, make_config({"training": keys, "recipe": {"name": name}})) for name in ("bf16", "fp8")
+    ]
+
+
+def numbers(points, out):
+    return [point.config.training.threads for point in with_equal_threads(points, out)]
+
+
+def begun(path, config, recorded):
+    run = RunDirectory(path)
+    run.claim(config)
+    run.record({"event": "start", "step": 0, "threads": recorded})
+
+
+def test_the_free_cores_are_counted_once(tmp_path):
+    assert numbers(points(), tmp_path) == [5, 5]
+    assert numbers(points(threads=3), tmp_path) == [3, 3]
+
+
+def test_runs_that_come_later_have_the_number_of_those_that_are_there(tmp_path, monkeypatch):
+    (first, _) = with_equal_threads(points(), tmp_path)
+    begun(tmp_path / "bf16", first.config, recorded=5)
+    monkeypatch.setattr(threads, "cores_of_others", lambda: 0.0)  # the other program has ended
+    assert numbers(points(), tmp_path) == [5, 5]
+
+
+def test_a_run_of_before_goes_on_as_it_began(tmp_path):
+    """Its configuration does not say the number, its metrics do."""
+    begun(tmp_path / "bf16", points()[0].config, recorded=6)
+    assert numbers(points(), tmp_path) == [0, 6]

@@ -1,0 +1,119 @@
+"""The gate on runs with known losses, and the command's exit code."""
+
+import json
+
+import pytest
+
+from narrowgauge.errors import UserError
+from narrowgauge.experiment.gate import Gate, gate_results, parse_gate
+from narrowgauge.report import read_runs
+from narrowgauge.report.verdict.verdict import verdicts
+
+
+def write_run(folder, recipe, seed, loss, status="done", reason="trained", model=""):
+    """A run directory with ten steps of one loss."""
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(f'[training]\nseed = {seed}\n[recipe]\nname = "{recipe}"\n{model}')
+    lines = [{"step": s, "loss": loss, "lr": 1e-3, "grad_norm": 1.0, "tokens": 64 * s} for s in range(1, 11)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "status.json").write_text(json.dumps({"status": status, "reason": reason}))
+    return folder
+
+
+@pytest.fixture
+def judge(tmp_path):
+    """The word and reason on losses of a variant by seed; the reference has 4.0 for each seed."""
+
+    def judge(gate, losses, **broken):
+        base, own = (tmp_path / str(len(list(tmp_path.iterdir()))) / name for name in ("base", "own"))
+        model = broken.get("model", "")
+        paths = [write_run(base / f"bf16-{s}", "bf16", s, 4.0, model=model) for s in range(len(losses))]
+        paths += [write_run(own / f"fp8-{s}", "fp8", s, x, **broken) for s, x in enumerate(losses)]
+        (result,) = gate_results(read_runs(paths), parse_gate(gate))
+        return result.word, result.reason
+
+    return judge
+
+
+@pytest.mark.parametrize(
+    ("gate", "losses", "word", "reason"),
+    [
+        ("0.01", (4.001, 4.002, 4.003), "pass", "gap +0.0020 nats (-0.0005 .. +0.0045 nats), 3 seeds"),
+        ("0.25%", (4.001, 4.002, 4.003), "pass", "gap +0.050 % ("),
+        ("0.01", (4.02, 4.021, 4.022), "fail", "above the gate for every seed"),
+        ("0.01", (4.011, 4.013), "fail", "above the gate for every seed"),
+        ("0.01", (4.009, 4.03, 4.031, 4.032, 4.03, 4.03), "fail", "6 seeds, above the gate"),
+        ("0.01", (4.002,), "open", "one seed has no interval"),
+        ("0.01", (4.02,), "fail", "1 seed, above the gate for every seed"),
+        ("0.01", (4.0, 4.009, 4.011), "open", "about 15 seeds of this spread would decide"),
+        ("0.01", (3.9, 3.901, 3.902), "pass", "better by more than the gate"),
+    ],
+)
+def test_the_interval_decides(judge, gate, losses, word, reason):
+    found = judge(gate, losses)
+    assert found[0] == word, found
+    assert reason in found[1]
+
+
+def test_two_seeds_that_agree_by_luck_pass_no_gate_that_the_plan_cannot_see(judge):
+    """Without the model nothing is known of such lengths, and the two gaps are all there is."""
+    lucky = (4.0004, 4.0005)
+    assert judge("0.25%", lucky)[0] == "pass"
+    word, reason = judge("0.25%", lucky, model='[model]\nname = "gpt2-124m"\n')
+    assert (word, "seeds of this spread would decide" in reason) == ("open", True)
+
+
+def test_the_interval_of_a_gate_is_that_of_the_verdict(tmp_path):
+    losses = {"bf16": (4.0, 4.0, 4.0), "fp8": (4.01, 4.03, 4.02), "mxfp8": (4.0, 4.01, 3.97)}
+    paths = [
+        write_run(tmp_path / f"{recipe}-{seed}", recipe, seed, loss)
+        for recipe, found in losses.items()
+        for seed, loss in enumerate(found)
+    ]
+    runs = read_runs(paths)
+    for verdict, result in zip(verdicts(runs)[1:], gate_results(runs, parse_gate("0.5%")), strict=True):
+        low, high = (verdict.gap + sign * verdict.half_width for sign in (-1, 1))
+        assert f"gap {verdict.gap:+.3f} % ({low:+.3f} .. {high:+.3f} %), 3 seeds" in result.reason
+        assert verdict.judgement.family == 2
+
+
+def test_a_run_that_diverged_fails(judge):
+    word, reason = judge("0.25%", (4.0, 4.0, 4.0), status="failed", reason="11 steps in a row")
+    assert (word, reason) == ("fail", "fp8-0 failed: 11 steps in a row")
+
+
+def test_a_reference_without_a_finite_loss_fails_nobody(tmp_path):
+    paths = [
+        write_run(tmp_path / name, name, 0, loss)
+        for name, loss in (("bf16", float("nan")), ("fp8", 4.0), ("mxfp4", float("nan")))
+    ]
+    fp8, mxfp4 = gate_results(read_runs(paths), parse_gate("1%"))
+    assert (fp8.word, fp8.reason) == ("open", "a loss of bf16 is not finite")
+    assert (mxfp4.word, mxfp4.reason) == ("fail", "a loss is not finite")
+
+
+def test_a_gate_is_a_number_of_nats_or_percent():
+    assert parse_gate("0.01") == Gate(0.01, in_percent=False)
+    assert parse_gate("0.25%") == Gate(0.25, in_percent=True)
+    for text in ("", "-1", "0", "nan", "inf%", "1%%", "some"):
+        with pytest.raises(UserError, match=r"must be a number above 0"):
+            parse_gate(text)
+
+
+def test_the_exit_code_is_the_word(narrowgauge, line, tmp_path):
+    words = [
+        *line({"training.steps": 2})[1:],
+        "--recipes",
+        "bf16,fp8",
+        "--seeds",
+        "2",
+        "--out",
+        tmp_path / "c",
+    ]
+    wide = narrowgauge("compare", *words, "--gate", "90%")
+    assert wide.code == 0, wide.err
+    assert "gate 90 %: fp8 pass; gap " in wide.out
+    tight = narrowgauge("compare", *words, "--gate", "1e-9")
+    assert tight.code == 1
+    assert "gate 1e-09 nats: fp8 " in tight.out
+    assert narrowgauge("compare", *words, "--gate", "much").code == 2

@@ -1,0 +1,201 @@
+"""Gaps, verdicts, extra tokens, contrasts and outcomes against what can be computed by hand."""
+
+import math
+import random
+
+import pytest
+
+from narrowgauge.report.page.figures import ladder_svg
+from narrowgauge.report.page.rungs import probe_table, render_page
+from narrowgauge.report.verdict.rows import COLUMNS, Row, rows_text
+from narrowgauge.report.verdict.rungs import arm_results, extra_tokens
+from narrowgauge.t_interval import interval
+from publish.contrasts import growth, ratio_interval
+from publish.page import results_markdown
+from publish.predictions import outcome, read_predictions
+from publish.rows import read_rows
+from publish.tables import rate_table
+
+HEAD = "| arm | against | loss | rung | predicted gap | why |\n| - | - | - | - | - | - |\n"
+
+
+def rows_of(gaps, deviation=0.05, seeds=5):
+    """Rows of arms whose gap in percent at rungs 1 and 2 is given; the reference's loss falls as D^-0.1."""
+    rng, rows = random.Random(3), []
+    base = {seed: rng.gauss(0, 0.02) for seed in range(seeds)}
+    for arm, at in {"bf16": (0.0, 0.0), **gaps}.items():
+        for seed in base:
+            for rung, tokens in ((1, 1000), (2, 4000)):
+                gap = at[rung - 1] + (rng.gauss(0, deviation) if arm != "bf16" else 0.0)
+                loss = (4 + base[seed]) * tokens**-0.1 * (1 + gap / 100)
+                rows.append(Row(arm, seed, rung, tokens, loss, loss, "done"))
+    return rows
+
+
+def test_verdicts_of_arms_that_are_equal_worse_and_unknown():
+    rows = rows_of({"same": (0.0, 0.0), "worse": (1.0, 1.5), "little": (0.15, 0.15)}, deviation=0.02)
+    rows += rows_of({"noisy": (0.3, 0.3)}, deviation=1.0)[10:]
+    found = {result.arm: result.verdict for result in arm_results(rows) if result.rung == 2}
+    assert found == {
+        "same": "equal within 0.25 %",
+        "worse": "worse",
+        "little": "worse, within 0.25 %",
+        "noisy": "open",
+    }
+
+
+def test_a_control_is_no_arm_of_the_family_and_widens_no_interval():
+    """Two verdicts of the first page hung on the null arm, which was counted among the arms."""
+    rows = rows_of(
+        {"mxfp8": (0.1, 0.1), "nvfp4": (0.5, 0.5), "bf16-again": (0.0, 0.0), "null-dither": (0, 0)}
+    )
+    found = {one.arm: one.judgement for one in arm_results(rows) if one.rung == 2}
+    assert {arm: one.family for arm, one in found.items()} == {
+        "mxfp8": 2,
+        "nvfp4": 2,
+        "bf16-again": 1,
+        "null-dither": 1,
+    }
+    assert len({one.spread for one in found.values()}) == 1
+    planned = arm_results(rows, family=["mxfp8", "nvfp4", "fp4"])
+    assert planned[0].judgement.family == 3, "the plan fixes the family, whatever was run"
+
+
+def test_two_seeds_of_a_ladder_that_agree_by_luck_prove_nothing():
+    rows = rows_of({"mxfp8": (0.01, 0.01)}, deviation=0.001, seeds=2)
+    assert arm_results(rows, parameters=1000)[-1].verdict == "open"
+
+
+def test_contrasts_are_taken_to_each_run_of_the_reference_and_to_their_mean():
+    rows = rows_of({"bf16-again": (1.0, 1.0), "nvfp4": (1.0, 3.0), "once": (1.0, 1.0)}, deviation=0.0)
+    rows = [row for row in rows if row.arm != "once" or row.seed == 0]
+    found = {(arm, to): (gap.mean, more.mean) for arm, to, gap, more in growth(rows)}
+    assert set(found) == {("nvfp4", to) for to in ("bf16", "bf16-again", "mean of both")}
+    assert found["nvfp4", "bf16"] == pytest.approx((3.0, 2.0))
+    assert found["nvfp4", "bf16-again"] == pytest.approx((100 * (1.03 / 1.01 - 1), 100 * (0.02 / 1.01)))
+
+
+def test_a_share_has_fiellers_interval():
+    """For every ratio inside of it, Student's t does not refuse that part - ratio x whole is zero."""
+    part, whole = [0.9, 1.2, 1.0, 1.4], [1.1, 1.3, 1.3, 1.4]
+    share = ratio_interval(part, whole)
+    for end in (share.low, share.high):
+        rest = [x - end / 100 * y for x, y in zip(part, whole, strict=True)]
+        found = interval(rest)
+        assert min(abs(found.low), abs(found.high)) == pytest.approx(0, abs=1e-9)
+    assert share.low < share.mean < share.high
+    assert math.isnan(ratio_interval(part, [0.1, -0.1, 0.2, -0.1]).low), "a whole that may be zero"
+
+
+def test_a_run_that_diverged_is_a_verdict_and_its_seed_no_gap():
+    rows = rows_of({"fragile": (0.5, 0.5)})
+    rows[-1] = Row("fragile", 4, 2, 4000, math.nan, math.nan, "diverged")
+    last = arm_results(rows)[-1]
+    assert (last.verdict, last.diverged, len(last.gaps)) == ("diverges", 1, 4)
+
+
+def test_extra_tokens_follow_the_references_own_curve():
+    curve = [(1000, 2.0), (4000, 1.0)]
+    for tokens in (500, 1000, 2000, 4000, 8000):  # inside of the rungs, and along the line beyond them
+        loss = 2.0 * (tokens / 1000) ** -0.5
+        assert extra_tokens(loss, 4000, curve) == pytest.approx(100 * (4000 / tokens - 1))
+    assert math.isnan(extra_tokens(1.0, 4000, [(4000, 1.0)]))
+    results = arm_results(rows_of({"late": (1.0, 1.0)}, deviation=0.0))
+    assert results[-1].extra.mean == pytest.approx(100 * (1.01**10 - 1))
+
+
+def test_a_csv_comes_back_and_another_file_is_refused(tmp_path):
+    rows = rows_of({"mxfp4": (1.0, 2.0)})
+    rows.append(Row("mxfp4", 9, 1, 1000, math.nan, math.nan, "diverged"))
+    file = tmp_path / "runs.csv"
+    file.write_text(rows_text(rows))
+    assert rows_text(read_rows(file)) == file.read_text()
+    assert file.read_text().splitlines()[-1] == "mxfp4,9,1,1000,,,diverged"
+    file.write_text(",".join(COLUMNS) + "\nbf16,0,1\n")
+    with pytest.raises(Exception, match="line 2"):
+        read_rows(file)
+
+
+def test_predictions_are_held_wrong_open_or_not_run():
+    text = HEAD + "".join(
+        f"| {row} | because |\n"
+        for row in (
+            "mxfp4 | bf16 | own | 2 | +1.00 .. +3.00",
+            "mxfp4 | bf16 | own | 2 | \u22120.50 .. +0.50",
+            "mxfp4 | bf16 | bf16 | 2 - 1 | +0.98 .. +1.02",
+            "fp8 | bf16 | own | 2 | -0.1 .. +0.1",
+            "broken | bf16 | own | 2 | +5 .. +inf",
+        )
+    )
+    rows = rows_of({"mxfp4": (1.0, 2.0), "broken": (9.0, 9.0)})
+    rows[-1] = Row("broken", 4, 2, 4000, math.nan, math.nan, "diverged")
+    predictions = read_predictions(text)
+    assert [outcome(one, rows)[1] for one in predictions] == ["held", "wrong", "open", "not run", "held"]
+    with pytest.raises(Exception, match="no prediction"):
+        read_predictions(HEAD + "| mxfp4 | bf16 | own | 2 | about 2 | because |\n")
+
+
+def test_rates_of_a_sweep_are_a_line_for_each_arm():
+    losses = {"bf16,lr=4e-3": 3.5, "bf16,lr=0.002": 3.6, "fp8,lr=4e-3": 3.7, "fp8,lr=2e-3": math.nan}
+    rows = [Row(arm, 100, 1, 900, loss, loss, "done") for arm, loss in losses.items()]
+    head, lines = rate_table([*rows, Row("bf16,lr=2e-3", 100, 1, 450, 4.1, 4.1, "done")])
+    assert head == ("arm", "tokens", "0.002", "0.004", "best")
+    assert lines[0] == ["bf16", "900", "3.6000", "3.5000", "0.004"]
+    assert lines[1:] == [["fp8", "900", "-", "3.7000", "0.004"], ["bf16", "450", "4.1000", "-", "0.002"]]
+
+
+def test_the_probe_is_compared_with_the_gaps_by_rank():
+    results = arm_results(
+        rows_of({"a": (0.1, 0.1), "b": (0.5, 0.5), "c": (2.0, 2.0), "unprobed": (9.0, 9.0)})
+    )
+    figures = {"a": (0.02, 9.0), "b": (0.01, 5.0), "c": (0.03, 2.0), "not trained": (0.0, 99.0)}
+    probe = {
+        "recipes": {
+            arm: {"loss_increase": {"mean": loss}, "effective_bits": {"mean": bits}, "noise_ratio": None}
+            for arm, (loss, bits) in figures.items()
+        }
+    }
+    head, lines = probe_table(probe, results)
+    last = dict(zip(head, lines[-1], strict=True))
+    assert last["arm"] == "Spearman with the gaps at rung 2 (arms)"
+    assert (last["loss increase"], last["effective bits"]) == ("+0.50 (3)", "-1.00 (3)")
+    assert last["gradient / noise"] == "-"
+
+
+def test_a_gap_by_the_bf16_forward_pass_is_one_of_both_arms():
+    """The same weights, of which one arm was measured with 10 % of noise on top."""
+    rows = [Row("nvfp4", s, 2, 900, 4.4, 4.0, "done") for s in range(3)]
+    rows += [Row("finish", s, 2, 900, 4.0, 4.0, "done") for s in range(3)]
+    (prediction,) = read_predictions(
+        HEAD + "| finish | nvfp4 | bf16 | 2 | -0.10 .. +0.10 | the same weights |\n"
+    )
+    found, word = outcome(prediction, rows)
+    assert (found.mean, word) == (0.0, "held")
+    assert arm_results(rows)[0].bf16_gap.mean == 0.0
+
+
+def test_the_reference_of_a_ladder_at_work_is_that_of_its_plan():
+    """Its runs may end later than those of other arms, which then stand in the first rows."""
+    rows = [row for row in rows_of({"fp8": (0.1, 0.1), "mxfp4": (1.0, 1.0)}) if row.arm != "bf16"]
+    assert arm_results(rows, "bf16") == []
+    page = render_page(rows, 500, reference="bf16")
+    assert "bf16 is the reference, and none of its runs is finished yet." in page
+    assert "<table>" not in page
+
+
+def test_a_page_is_the_same_for_the_same_rows_and_names_are_escaped():
+    rows = rows_of({"<b>": (1.0, 2.0), "far": (20.0, 30.0)})
+    predictions = read_predictions(HEAD + "| far | bf16 | own | 2 | +1 .. +inf | the positive control |\n")
+    one, two = (results_markdown(rows, predictions, "x.svg") for _ in range(2))
+    assert one == two
+    assert "resolved" in one
+    assert "| far | 4.00 k | 5 | +29.97 % | +29.92 .. +30.02 % |" in one
+    page = render_page(rows, 500, {"recipes": {"far": {"effective_bits": {"mean": 3.1}}}})
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page
+    assert "3.1" in page
+    svg = ladder_svg(arm_results(rows), 500, "bf16")
+    assert svg == ladder_svg(arm_results(rows), 500, "bf16")
+    assert "+30.0 % →" in svg
+    assert "← -20.0 %" in ladder_svg(arm_results(rows_of({"low": (-20.0, -20.0)}, 0.001)), 500, "bf16")
+    assert "nan" not in svg
