@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from narrowgauge.data import open_data
-from narrowgauge.runs.monitor.gauges import make_gauges
+from narrowgauge.optim.gauges import make_gauges
 from narrowgauge.runs.monitor.hardware import choose_device, synchronize
 from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.training.config.config import make_config

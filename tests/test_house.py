@@ -33,6 +33,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "conformance": (),
     "nn": ("native", "gemm", "gemm_context", "linear_function", "stateful_linear", "linear", "convert"),
     "optim": (),
+    "guard": ("rules", "widening", "raises", "broken_place", "guard"),
     "models": (),
     "data": ("sources", "tokenization", "token_files", "corpus", "preparation", "loading"),
     "distributed": (
@@ -141,6 +142,32 @@ def test_sub_packages_make_no_circle():
 
     for node in sorted(needs):
         visit(node, ())
+
+
+def reached_from(module: str) -> set[str]:
+    """A module and all that it imports by way of others, also within functions, with the packages above."""
+    found: set[str] = set()
+    left = [module]
+    while left:
+        one = left.pop()
+        if one in found:
+            continue
+        found.add(one)
+        left += [one[:i] for i, letter in enumerate(one) if letter == "."]
+        if "import_on_use" not in MODULES[one].read_text(encoding="utf-8"):  # else each name leads to its own
+            left += [defined_in(*source_and_name) for source_and_name in IMPORTS[one]]
+    return found
+
+
+MATH = ("formats", "quantization", "kernels", "recipes", "nn", "optim", "guard", "integrations")
+RUN = {"data", "checkpoint", "training", "runs"}
+
+
+def test_what_other_trainers_import_reaches_no_configuration_data_checkpoint_or_run():
+    for module in MODULES:
+        if module.split(".")[0] in MATH:
+            reached = sorted(m for m in reached_from(module) if m.split(".")[0] in RUN)
+            assert not reached, f"{module} reaches {reached[0]}"
 
 
 def test_no_folder_holds_more_than_sixteen_entries():

@@ -23,12 +23,11 @@ from transformers.trainer_callback import CallbackHandler
 
 from narrowgauge.distributed import prepare_ddp
 from narrowgauge.errors import UserError
+from narrowgauge.guard import Guard, GuardRules
 from narrowgauge.nn import Gauges, convert, discard_step, set_step
 from narrowgauge.optim import AdamW, Optimizer, load_recipe_state, recipe_state
+from narrowgauge.optim.gauges import make_gauges
 from narrowgauge.recipes import Recipe
-from narrowgauge.runs.monitor.gauges import make_gauges
-from narrowgauge.training.config.guard_section import GuardSection
-from narrowgauge.training.step.guard import Guard
 
 STATE = "narrowgauge"  # the key in the optimizer's state
 WEIGHTS = "weights"  # in it, the sums of `_bit_sums`
@@ -134,7 +133,7 @@ class NarrowTrainerCallback(TrainerCallback):  # type: ignore[misc, unused-ignor
         """
         self.seed, self.gauges_every = seed, gauges_every
         self.optimizer, self.decay_step = optimizer, decay_step
-        self.guard = Guard(GuardSection(spike="off"))
+        self.guard = Guard(GuardRules(spike="off"))
         self.entries: dict[str, Any] = {}
         self.micro_batch = 0  # of the step
         self.gauges: Gauges | None = None

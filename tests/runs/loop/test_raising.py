@@ -14,10 +14,10 @@ from faults.inject import gradient, outgrow
 from narrowgauge.checkpoint import load, steps
 from narrowgauge.data import prepare
 from narrowgauge.errors import UserError
+from narrowgauge.guard.raises import Raise
 from narrowgauge.recipes import parse_recipe
 from narrowgauge.runs import open_run, run
 from narrowgauge.training import make_config
-from narrowgauge.training.step.raises import Raise
 from narrowgauge.training.step.trainer import Trainer
 
 CPU = torch.device("cpu")

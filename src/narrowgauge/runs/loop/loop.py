@@ -16,6 +16,7 @@ import torch
 from narrowgauge.checkpoint import choose_step, require_space_for_run
 from narrowgauge.data import Loader
 from narrowgauge.distributed import START, Mesh
+from narrowgauge.optim.gauges import make_gauges
 from narrowgauge.runs.loop.init_weights import start_from_weights
 from narrowgauge.runs.loop.raising import lower_places, record_raises
 from narrowgauge.runs.loop.recovery import recover
@@ -23,7 +24,6 @@ from narrowgauge.runs.loop.run_context import RunContext
 from narrowgauge.runs.loop.sample import sample_text
 from narrowgauge.runs.loop.validation import validation_loss
 from narrowgauge.runs.monitor import hardware
-from narrowgauge.runs.monitor.gauges import make_gauges
 from narrowgauge.runs.monitor.memory import measured
 from narrowgauge.runs.monitor.memory_tracker import MemoryTracker
 from narrowgauge.runs.monitor.provenance import now, provenance

@@ -23,14 +23,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.guard.broken_place import BROKEN, BrokenPlace, find_broken, lost_by_place
+from narrowgauge.guard.raises import Raise
+from narrowgauge.guard.widening import places_with
+from narrowgauge.optim.gauges import make_gauges
 from narrowgauge.recipes import STATE_PLACES
-from narrowgauge.runs.loop.broken_place import BROKEN, BrokenPlace, find_broken, lost_by_place
 from narrowgauge.runs.loop.run_context import RunContext
 from narrowgauge.runs.loop.trial_gauges import read_trial
-from narrowgauge.runs.monitor.gauges import make_gauges
-from narrowgauge.training.config.raising import places_with
 from narrowgauge.training.step.nan_tracer import FirstBad
-from narrowgauge.training.step.raises import Raise
 from narrowgauge.training.step.trainer import Trainer
 
 

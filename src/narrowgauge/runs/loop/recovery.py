@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.checkpoint import DamagedError, steps, verify
+from narrowgauge.guard import Guard, GuardVerdict
 from narrowgauge.runs.loop.raising import broke_in, go_back, make_raise, record_raises
 from narrowgauge.runs.loop.run_context import RunContext
-from narrowgauge.training.step.guard import Guard, GuardVerdict
 from narrowgauge.training.step.trainer import Trainer
 
 

@@ -2,11 +2,11 @@
 
 from narrowgauge.checkpoint import load
 from narrowgauge.data import Dataset
+from narrowgauge.guard.raises import raises_of
 from narrowgauge.models import Transformer, generate
 from narrowgauge.runs.loop.run_context import RunContext
 from narrowgauge.training.config.config import Config
-from narrowgauge.training.step.build_model import build_model, load_model
-from narrowgauge.training.step.raises import in_force, raises_of
+from narrowgauge.training.step.build_model import build_model, in_force, load_model
 from narrowgauge.training.step.train_state import TrainState
 
 

@@ -12,6 +12,7 @@ from narrowgauge.checkpoint.interop.external_model import is_external_model, rea
 from narrowgauge.checkpoint.interop.name_map import ExternalModel
 from narrowgauge.data import Tokenizer, load_tokenizer
 from narrowgauge.errors import UserError
+from narrowgauge.guard.raises import raises_of
 from narrowgauge.kernels import choose_products
 from narrowgauge.models import Transformer
 from narrowgauge.models.sizes import name_of
@@ -21,8 +22,7 @@ from narrowgauge.runs.monitor.hardware import choose_device, use_device
 from narrowgauge.runs.monitor.products import products_of
 from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.training.config.config import Config, make_config
-from narrowgauge.training.step.build_model import build_model, go_to, load_model, newest_checkpoint
-from narrowgauge.training.step.raises import in_force, raises_of
+from narrowgauge.training.step.build_model import build_model, go_to, in_force, load_model, newest_checkpoint
 
 # Sequence length for an imported model, whose training length is unknown; short enough for a CPU.
 _WINDOW = 1024

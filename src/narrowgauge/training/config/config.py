@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from narrowgauge.data import split_sources
 from narrowgauge.distributed import ModelSpec, ParallelDims
 from narrowgauge.errors import UserError, unknown
+from narrowgauge.guard.widening import require_raising
 from narrowgauge.models import model_config
 from narrowgauge.recipes import BACKENDS, GROUPS, KEYS, Recipe, recipe
 from narrowgauge.toml_text import parse_toml, toml_key, toml_value
@@ -25,7 +26,6 @@ from narrowgauge.training.config.guard_section import GuardSection
 from narrowgauge.training.config.keys import Key, keys_of
 from narrowgauge.training.config.micro_batch import largest_size, what_fits
 from narrowgauge.training.config.outline import require_layers
-from narrowgauge.training.config.raising import require_raising
 from narrowgauge.training.config.schema import (
     CheckpointSection,
     DataSection,
@@ -153,7 +153,7 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
         )
     require_layers(config.spec.recipe, model)
     if config.guard.spike == "raise":
-        require_raising(config.spec.recipe, config.guard, config.gauges_every())
+        require_raising(config.spec.recipe, config.guard.rules(), config.gauges_every())
     if config.data.sequence_length > model.max_sequence_length:
         raise UserError(
             f"data.sequence_length = {config.data.sequence_length} is longer than the model's "

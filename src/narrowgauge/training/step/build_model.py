@@ -1,5 +1,6 @@
 """A run's model on one process: made from its configuration, and brought to where a checkpoint left it."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from narrowgauge.checkpoint import Checkpoint, load, newest_valid
 from narrowgauge.distributed import ModelSpec
 from narrowgauge.errors import UserError
+from narrowgauge.guard.raises import Raise
 from narrowgauge.models import Transformer, initialize
 from narrowgauge.nn import DTYPES, apply_recipe, recipe_tensors, set_step
 from narrowgauge.optim import decay_start
@@ -42,6 +44,12 @@ def decay_start_of(config: Config) -> int | None:
         decay_fraction=s.decay_fraction,
         decay_steps=s.decay_steps,
     )
+
+
+def in_force(config: Config, raises: Sequence[Raise], step: int) -> Config:
+    """A run's configuration with the recipe that is in force after `step` steps."""
+    recipe = config.spec.recipe.with_rules([r.rule(config.spec.recipe) for r in raises])
+    return config.with_recipe(recipe.at_rest(step + 1, config.training.steps, decay_start_of(config)))
 
 
 def load_model(model: torch.nn.Module, config: Config, checkpoint: Checkpoint) -> None:

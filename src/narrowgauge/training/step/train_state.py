@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from narrowgauge.checkpoint import JSON, LocalTensors, SavePlan, plan_save, restore_distributed
 from narrowgauge.distributed import Engine
+from narrowgauge.guard import Guard
 from narrowgauge.models import Transformer
 from narrowgauge.nn import recipe_tensors
 from narrowgauge.optim import Optimizer
@@ -21,7 +22,6 @@ from narrowgauge.quantization import stored_tensor
 from narrowgauge.training.config.config import Config
 from narrowgauge.training.step.build_model import go_to
 from narrowgauge.training.step.checkpoint_slices import local_tensors_of
-from narrowgauge.training.step.guard import Guard
 from narrowgauge.training.step.replica_check import common, fingerprint_local, require_same_replicas
 
 
@@ -89,6 +89,6 @@ class TrainState:
         go_to(self.model, self.config, checkpoint.step, 0)
         self.step = checkpoint.step
         taken = self.step * self.config.training.batch_size
-        self.guard = Guard.from_state(self.config.guard, checkpoint.state, taken)
+        self.guard = Guard.from_state(self.config.guard.rules(), checkpoint.state, taken)
         if self.scaler:
             self.scaler.load_state_dict(checkpoint.state["loss_scaling"])

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from narrowgauge.checkpoint import read_state
 from narrowgauge.data import Batch, Loader, Mixture, Tokens, first_samples
 from narrowgauge.distributed import Engine, Mesh, MicroBatch, ParallelDims, parallelize
+from narrowgauge.guard import Guard, GuardVerdict
+from narrowgauge.guard.raises import raises_of
 from narrowgauge.nn import Gauges, discard_step
 from narrowgauge.optim import set_learning_rate
 from narrowgauge.torch_compat import compiled_as_eager
 from narrowgauge.training.config.config import Config
-from narrowgauge.training.step.build_model import build_model, go_to
+from narrowgauge.training.step.build_model import build_model, go_to, in_force
 from narrowgauge.training.step.build_optimizer import build_optimizer, learning_rate_of, number_parameters
-from narrowgauge.training.step.guard import Guard, GuardVerdict
 from narrowgauge.training.step.nan_tracer import COMPILED, FirstBad, NanTracer, earliest
-from narrowgauge.training.step.raises import in_force, raises_of
 from narrowgauge.training.step.recast import hold, put_back
 from narrowgauge.training.step.replica_check import require_same_replay, step_fingerprint
 from narrowgauge.training.step.step_terms import forget_tokens, step_terms
@@ -66,7 +66,9 @@ class Trainer(TrainState):
             model, modules = parallelize(config.spec, mesh, device)
             number_parameters(config, model)
         engine = Engine(model, mesh, device, modules)
-        trainer = cls(config, device, model, build_optimizer(config, model), engine, Guard(config.guard))
+        trainer = cls(
+            config, device, model, build_optimizer(config, model), engine, Guard(config.guard.rules())
+        )
         trainer.engine.attach(trainer.optimizer)
         trainer.in_force = config
         return trainer
@@ -133,7 +135,7 @@ class Trainer(TrainState):
         Args:
             batches: the micro-batches of this rank, in order.
             after_forward: called with the loss between each forward pass and its backward pass.
-            gauges: gauges that read this step (`monitor.gauges.make_gauges`).
+            gauges: gauges that read this step (`optim.gauges.make_gauges`).
 
         Returns:
             (loss, gradient norm, learning rate). The loss is the mean cross entropy over all targets of the

@@ -1,6 +1,6 @@
 """Which place broke, from the lines of gauges: of the step that went wrong, and of one that did not."""
 
-from narrowgauge.runs.loop.broken_place import find_broken
+from narrowgauge.guard.broken_place import find_broken
 
 WIDE = {"fp32", "bf16"}
 

@@ -5,15 +5,13 @@ the configuration, then one rule for each raise; rules that change state hold fo
 finds (`Recipe.at_rest`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from narrowgauge.guard.widening import rule_for
 from narrowgauge.recipes import STATE_PLACES, Recipe, Rule
 from narrowgauge.toml_text import toml_value
-from narrowgauge.training.config.config import Config
-from narrowgauge.training.config.raising import rule_for
-from narrowgauge.training.step.build_model import decay_start_of
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,7 @@ class Raise:
     """A place that the guard has widened.
 
     Attributes:
-        place: The place whose gauges broke; what is widened with it says `config.raising`.
+        place: The place whose gauges broke; what is widened with it says `widening`.
         layers: The names of the layers.
         before: The name of the cast that broke.
         to: The cast that it has now, by its name.
@@ -84,9 +82,3 @@ def read_raises(saved: Iterable[Mapping[str, Any]]) -> list[Raise]:
 def write_raises(raises: Iterable[Raise]) -> list[dict[str, Any]]:
     """Raises as JSON."""
     return [{**asdict(r), "layers": list(r.layers)} for r in raises]
-
-
-def in_force(config: Config, raises: Sequence[Raise], step: int) -> Config:
-    """A run's configuration with the recipe that is in force after `step` steps."""
-    recipe = config.spec.recipe.with_rules([r.rule(config.spec.recipe) for r in raises])
-    return config.with_recipe(recipe.at_rest(step + 1, config.training.steps, decay_start_of(config)))

@@ -6,15 +6,13 @@ import random
 
 import pytest
 
-from narrowgauge.training import Diverged
-from narrowgauge.training.config.guard_section import GuardSection
-from narrowgauge.training.step.guard import Guard
+from narrowgauge.guard import Diverged, Guard, GuardRules
 
 NAN, INF = math.nan, math.inf
 
 
 def guard(**rules):
-    return Guard(GuardSection(**({"spike_window": 16} | rules)))
+    return Guard(GuardRules(**({"spike_window": 16} | rules)))
 
 
 def noise(steps, level=3.0, seed=0):
@@ -127,5 +125,5 @@ def test_a_guard_that_was_kept_in_json_decides_alike(cut):
 
 
 def test_the_state_of_an_older_version_is_read():
-    g = Guard.from_state(GuardSection(), {"skips_in_a_row": 4}, 24)
+    g = Guard.from_state(GuardRules(), {"skips_in_a_row": 4}, 24)
     assert (g.skips_in_a_row, g.samples, g.losses) == (4, 24, [])

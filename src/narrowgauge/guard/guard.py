@@ -27,7 +27,7 @@ is full. `guard.spike` decides what follows:
                 the spike, are not used again (PaLM, arXiv 2204.02311, section 5.1, did this by hand). At most
                 `guard.max_rollbacks` times, then the run ends
     raise       back to a checkpoint, and on with the same data, but with the place that broke in a wider cast
-                (`run/raising.py`); at most `guard.raise_budget` places. If no place broke, or the budget is
+                (`broken_place`); at most `guard.raise_budget` places. If no place broke, or the budget is
                 spent, as rollback. A step that is not finite is answered in the same way, and skipped if no
                 place broke; but while the loss is scaled (`fp16`), an overflow only lowers the scale
 
@@ -42,8 +42,8 @@ from dataclasses import dataclass, field, fields, replace
 from statistics import median
 from typing import Any, Literal
 
-from narrowgauge.training.config.guard_section import GuardSection
-from narrowgauge.training.step.raises import Raise, read_raises, write_raises
+from narrowgauge.guard.raises import Raise, read_raises, write_raises
+from narrowgauge.guard.rules import GuardRules
 
 NORMAL = 1.4826  # standard deviations in a median distance from the median
 FLOOR = 0.01  # the least deviation, as a share of the median
@@ -71,7 +71,7 @@ class GuardVerdict:
 class Guard:
     """The rules of the guard, and its state."""
 
-    rules: GuardSection
+    rules: GuardRules
     losses: list[float] = field(default_factory=list)  # of the last `spike_window` steps that were taken
     norms: list[float] = field(default_factory=list)  # the gradient norms of the same steps
     skips: int = 0  # of the run
@@ -156,7 +156,7 @@ class Guard:
         return {name: copy(getattr(self, name)) for name in names} | raised
 
     @classmethod
-    def from_state(cls, rules: GuardSection, checkpoint: Mapping[str, Any], samples: int) -> "Guard":
+    def from_state(cls, rules: GuardRules, checkpoint: Mapping[str, Any], samples: int) -> "Guard":
         """The guard of a checkpoint's state.
 
         Older checkpoints only have `skips_in_a_row`; their run has used `samples`.

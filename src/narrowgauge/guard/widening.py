@@ -12,13 +12,13 @@ in each step, and what a cast loses there is lost in all later steps.
 """
 
 from narrowgauge.errors import UserError
+from narrowgauge.guard.rules import GuardRules
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes import GEMM_PLACES, STATE_PLACES, Recipe, Rule
 from narrowgauge.recipes.places import SEEN_BEFORE, casts_from
-from narrowgauge.training.config.guard_section import GuardSection
 
 
-def require_raising(recipe: Recipe, guard: GuardSection, gauges_every: int) -> None:
+def require_raising(recipe: Recipe, rules: GuardRules, gauges_every: int) -> None:
     """Refuse a guard that could not find a place, or not widen it.
 
     Raises:
@@ -30,17 +30,17 @@ def require_raising(recipe: Recipe, guard: GuardSection, gauges_every: int) -> N
             "--gauges.every 100 (and leave training.compile off), or choose another guard.spike"
         )
     try:
-        to = casts_from("fprop.x", guard.raise_to or recipe.compute)["fprop.x"]
+        to = casts_from("fprop.x", rules.raise_to or recipe.compute)["fprop.x"]
     except UserError as error:
         raise UserError(f"guard.raise_to: {error}") from None
     for place, cast in recipe.casts.items():
         if not cast.of and cast.name != recipe.compute and to.element.bits < cast.element.bits:
             raise UserError(
-                f"guard.raise_to = {guard.raise_to!r} is narrower than {place} = {cast.name!r} of recipe "
+                f"guard.raise_to = {rules.raise_to!r} is narrower than {place} = {cast.name!r} of recipe "
                 f"{recipe.name!r}, and would lower it; name a wider cast, such as {recipe.compute}"
             )
     for place in (*GEMM_PLACES, *STATE_PLACES):
-        recipe.with_rules([rule_for(recipe, place, guard.raise_to)])
+        recipe.with_rules([rule_for(recipe, place, rules.raise_to)])
 
 
 def rule_for(
