@@ -28,7 +28,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "collectives": (),
     "formats": (),
     "quantization": ("cast", "blocks", "scales", "sharding", "context", "quantize", "state", "gauges"),
-    "kernels": ("amax_cache", "triton"),
+    "kernels": ("amax", "triton"),
     "recipes": (),
     "conformance": (),
     "nn": ("native", "gemm", "gemm_context", "linear_function", "stateful_linear", "linear", "convert"),

@@ -5,7 +5,7 @@ from unittest.mock import patch
 import torch
 
 from narrowgauge.formats import format
-from narrowgauge.kernels.amax_cache import DelayedScale
+from narrowgauge.kernels.amax import DelayedScale
 from narrowgauge.kernels.triton import activation, swiglu_codes
 
 

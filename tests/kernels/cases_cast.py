@@ -6,7 +6,7 @@ from unittest.mock import patch
 import torch
 
 from narrowgauge.formats import random_stream
-from narrowgauge.kernels.amax_cache import DelayedScale
+from narrowgauge.kernels.amax import DelayedScale
 from narrowgauge.kernels.triton import cast_launch
 from narrowgauge.kernels.triton.cast_launch import emulated, quantized
 from narrowgauge.quantization import cast, make_cast

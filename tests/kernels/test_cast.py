@@ -8,7 +8,7 @@ import torch
 from narrowgauge.devices import imagine
 from narrowgauge.errors import UserError
 from narrowgauge.formats import random_stream, torch_dtype
-from narrowgauge.kernels import attach_amax, emulate, quantize
+from narrowgauge.kernels import emulate, quantize
 from narrowgauge.kernels.cast import amaxes_of, codes_under
 from narrowgauge.quantization import DEFAULT_CONTEXT, QuantContext, cast_names, make_cast, quantize_in_context
 from narrowgauge.quantization import cast as cast_named
@@ -265,16 +265,19 @@ def test_every_bf16_number_has_the_code_of_a_saturating_conversion(name, scale, 
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4-2d"])
-def test_a_largest_that_was_told_is_taken_if_it_is_finite(name, device):
+def test_a_known_amax_is_taken_if_it_is_finite(name, device):
     """A tensor that is not finite is read for the largest of its finite blocks."""
     for kind in ("bf16", "not finite", "zeros"):
         x = inputs(device)[kind]
-        attach_amax(x, x.float().abs().amax())
+        context = QuantContext(amax=x.float().abs().amax())
         for axis in (-1, 0):
-            assert_same_tensors(x, cast_named(name), axis, dtypes=(torch.bfloat16,))
+            assert_same_tensors(x, cast_named(name), axis, context, dtypes=(torch.bfloat16,))
     x = inputs(device)["bf16"]
-    attach_amax(x, x.float().abs().max() * 2)  # shows that it is taken
-    assert quantize(x, cast_named(name))[0].tensor_scale == 2 * quantize_in_torch(x, name).tensor_scale
+    twice = QuantContext(amax=x.float().abs().max() * 2)  # shows that it is taken
+    assert (
+        quantize(x, cast_named(name), -1, twice)[0].tensor_scale
+        == 2 * quantize_in_torch(x, name).tensor_scale
+    )
 
 
 def test_random_signs_have_to_be_given(device):

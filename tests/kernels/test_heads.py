@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowgauge.kernels.amax_cache import cached_amax
+from narrowgauge.kernels.amax import amax_of_gradient
 from narrowgauge.kernels.heads import reference, split_heads
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -50,7 +50,7 @@ def test_gradients_are_turned_back_and_rounded_once(device, dtype, positions):
     grads = [normal(*h.shape, seed=5 + i, dtype=dtype).to(device) for i, h in enumerate(heads)]
     grads[0] = grads[0].transpose(1, 2).contiguous().transpose(1, 2)
     seen = []
-    qkv_BTC.register_hook(lambda g: seen.append(cached_amax(g)))
+    qkv_BTC.register_hook(lambda g: seen.append(amax_of_gradient(g)))
     got, dbias_C = torch.autograd.grad(heads, (qkv_BTC, bias_C), grads)
     wide, wide_table = qkv_BTC.detach().double().requires_grad_(), None if table is None else table.double()
     heads = reference(wide, None, wide_table, (N, K, K), H)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from narrowgauge.kernels import attach_amax
+from narrowgauge.kernels.amax import known_amax
 from narrowgauge.nn import convert, set_step
 from narrowgauge.quantization import gradient_of
 from narrowgauge.recipes import recipe, recipe_names
@@ -48,7 +48,7 @@ def test_the_same_numbers_with_kernels_and_without(name, device, monkeypatch):
             assert torch.equal(a, b), i
 
 
-def test_a_largest_magnitude_that_was_told_is_not_looked_for(device, monkeypatch):
+def test_a_known_amax_of_the_input_is_not_read_from_it(device, monkeypatch):
     from narrowgauge.kernels.triton import cast_launch
 
     seen = []
@@ -61,10 +61,10 @@ def test_a_largest_magnitude_that_was_told_is_not_looked_for(device, monkeypatch
     plain = model(x)
     assert seen == [(24, 32), (16, 32)]  # the input's and the weight's
     seen.clear()
-    attach_amax(x, x.float().abs().max())
-    assert torch.equal(model(x), plain)
+    known = known_amax(x, x.float().abs().max())
+    assert torch.equal(model[0](x, known=known), plain)
     assert seen == [(16, 32)]
     x.mul_(2)  # it is another tensor now
     seen.clear()
-    model(x)
+    model[0](x, known=known)
     assert seen == [(24, 32), (16, 32)]

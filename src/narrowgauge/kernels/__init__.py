@@ -9,8 +9,7 @@ A kernel computes what its reference does, rounding for rounding: each is launch
 (a product and a sum are not made one), and divides with `tl.math.div_rn` (Triton's `/` is 2 ulp off).
 """
 
-from narrowgauge.kernels.amax_cache import attach_amax, cached_amax
 from narrowgauge.kernels.cast import emulate, quantize
 from narrowgauge.kernels.dispatch import choose_products, has_kernels
 
-__all__ = ["attach_amax", "cached_amax", "choose_products", "emulate", "has_kernels", "quantize"]
+__all__ = ["choose_products", "emulate", "has_kernels", "quantize"]

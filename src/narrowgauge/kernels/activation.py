@@ -29,8 +29,7 @@ Bytes an element of [.., F], in a 2-byte dtype:
                and with scales of earlier steps, so that y is not written (2 less forward)    12
 
 For the backward pass SwiGLU keeps gate and up only, not silu(gate): 4 bytes an element, not 6. The kernels
-attach the largest magnitude of what they write (`amax_cache`): of y, for the product that reads it, and of
-the gradient.
+also find the amax of y, for the matmul that reads it, and of the gradient (`kernels.amax`).
 
 In front of a product in FP8 y need not be kept for the product's backward pass either: it is a function of
 gate and up, which the kernel of the gradient reads anyway. `swiglu_gradient_codes` writes its codes then, and
@@ -47,7 +46,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from narrowgauge.formats import Format
-from narrowgauge.kernels.amax_cache import DelayedScale, attach_amax, new_amax
+from narrowgauge.kernels.amax import DelayedScale, KnownAmax, known_amax, new_amax, send_back
 from narrowgauge.kernels.dispatch import use_kernels
 
 if TYPE_CHECKING:
@@ -55,21 +54,16 @@ if TYPE_CHECKING:
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of [..., 2F], the gate first -> [..., F] in its dtype; kernels attach max |y|."""
+    """silu(gate) * up of [..., 2F], the gate first -> [..., F] in its dtype."""
+    return swiglu_and_amax(gate_up)[0]
+
+
+def swiglu_and_amax(gate_up: Tensor) -> tuple[Tensor, KnownAmax | None]:
+    """`swiglu`, and its amax where a kernel has found it."""
     if not use_kernels(gate_up):
-        return swiglu_reference(gate_up)
+        return swiglu_reference(gate_up), None
     y, amax = _Activation.apply(gate_up, "swiglu")
-    attach_amax(y, amax)
-    return y
-
-
-def swiglu_and_amax(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """`swiglu` by its kernel, without a gradient, and max |y| (0-dim fp32), which is attached as well."""
-    from narrowgauge.kernels.triton import activation as kernels
-
-    y, amax = kernels.launch_swiglu(gate_up.contiguous())
-    attach_amax(y, amax)
-    return y, amax
+    return y, known_amax(y, amax)
 
 
 def swiglu_codes(gate_up_M2F: Tensor, y: Format, delayed: DelayedScale) -> tuple[Tensor, Tensor]:
@@ -118,12 +112,16 @@ def swiglu_gradient_codes(
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU in its tanh form, in the shape and dtype of `x`; kernels attach max |y|."""
+    """GELU in its tanh form, in the shape and dtype of `x`."""
+    return gelu_and_amax(x)[0]
+
+
+def gelu_and_amax(x: Tensor) -> tuple[Tensor, KnownAmax | None]:
+    """`gelu`, and its amax where a kernel has found it."""
     if not use_kernels(x):
-        return gelu_reference(x)
+        return gelu_reference(x), None
     y, amax = _Activation.apply(x, "gelu")
-    attach_amax(y, amax)
-    return y
+    return y, known_amax(y, amax)
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
@@ -157,5 +155,5 @@ class _Activation(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         dx, amax = ctx.launch_backward(dy.contiguous(), x.contiguous())
-        attach_amax(dx, amax)
+        send_back(dx, amax)
         return dx, None

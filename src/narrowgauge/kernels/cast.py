@@ -6,7 +6,7 @@ Bytes for each element of a bf16 tensor, read and written (the reference makes a
 
     blocks (MX, FP8 1x128, 16x16 ...)       2 + 1 for codes, 2 + 2 for numbers (4 where their scale is fp32)
     NVFP4                                   2 more: its tensor scale needs the largest magnitude first
-    a scale a row, 128 x 128, or a tensor   2 more for that; none if the tensor's is cached (`amax_cache`)
+    a scale a row, 128 x 128, or a tensor   2 more for that; none if the context has it (`kernels.amax`)
     codes along both axes, from one read    1 more for the second
 
 The references compute tensors that several processes hold together, clamped outliers (whose quantiles a
@@ -30,7 +30,7 @@ import torch
 
 from narrowgauge.collectives import local_amax
 from narrowgauge.formats import RandomStream
-from narrowgauge.kernels.amax_cache import DelayedScale, raise_amax
+from narrowgauge.kernels.amax import DelayedScale, raise_amax
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext, quantize_in_context
 from narrowgauge.quantization import emulate as emulate_in_torch
@@ -51,7 +51,7 @@ def quantize(
     if _has_kernel(x, cast, context):
         from narrowgauge.kernels.triton.cast_launch import quantized
 
-        return quantized(x, cast, axis, *_fields(cast, context), both)
+        return quantized(x, cast, axis, *_fields(cast, context), context.amax, both)
     return quantize_in_context(x, cast, axis, _with_limits(x, cast, context)), None
 
 
@@ -87,7 +87,7 @@ def emulate(
     if _has_kernel(x, cast, context):
         from narrowgauge.kernels.triton.cast_launch import emulated
 
-        return emulated(x, cast, axis, dtype, *_fields(cast, context))
+        return emulated(x, cast, axis, dtype, *_fields(cast, context), context.amax)
     if _is_operator(x, cast, context):
         return _emulate_as_operator(x, cast, axis, dtype, context)
     return emulate_in_torch(x, cast, axis, dtype, _with_limits(x, cast, context))
@@ -192,7 +192,7 @@ def _seen(x: torch.Tensor, cast: Cast, context: QuantContext) -> QuantContext:
         return context
     if context.scale is not None and not cast.hadamard and _has_kernel(x, cast, context):
         return context
-    raise_amax(context.seen, x)
+    raise_amax(context.seen, x, context.amax)
     return replace(context, seen=None)
 
 

@@ -32,7 +32,7 @@ Bytes an element, in a 2-byte dtype, where a third of the heads of qkv or less a
              backward   separate   turned heads 2+2, side by side 2+2, sum 2, amax 2                  12
                         fused      2+2, and the partial sums of the bias                               4
 
-The kernel attaches max |dqkv| (`amax_cache`).
+The kernel also finds max |dqkv| (`kernels.amax`).
 
 Legend: B sequences, T tokens, N query heads, K key-value heads, H head_dim, C numbers of qkv.
 """
@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.kernels.amax_cache import attach_amax
+from narrowgauge.kernels.amax import send_back
 from narrowgauge.kernels.dispatch import use_kernels
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -137,7 +137,7 @@ class _SplitHeads(torch.autograd.Function):
         dqkv_BTC, dbias_C, amax = launch_split_backward(
             in_rows(dq), in_rows(dk), in_rows(dv), table, has_bias
         )
-        attach_amax(dqkv_BTC, amax)
+        send_back(dqkv_BTC, amax)
         return dqkv_BTC, None if dbias_C is None else dbias_C.to(ctx.bias_dtype), None, None, None
 
 

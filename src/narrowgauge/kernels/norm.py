@@ -24,7 +24,7 @@ For the backward pass s is kept, 4 bytes an element. Where x is kept anyway, bec
 again, x and delta do as well, and s is summed once more: 2 bytes are kept, and 2 more are read.
 
 The sums over tokens are partial sums of each program, added up by a second launch in an order that depends on
-the shape alone. The kernel also attaches max |y|, and max |ddelta| (`amax_cache`).
+the shape alone. The kernel also finds max |y|, and max |ddelta| (`kernels.amax`).
 
 Legend: M tokens (all axes but the last), D dim.
 """
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.kernels.amax_cache import attach_amax, new_amax
+from narrowgauge.kernels.amax import KnownAmax, known_amax, new_amax, send_back
 from narrowgauge.kernels.dispatch import use_kernels
 
 #: The widest row that the registers of one program hold in the backward pass.
@@ -51,7 +51,7 @@ def add_norm(
     kind: Literal["rms", "layer"],
     out_dtype: torch.dtype,
     keeps_terms: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, KnownAmax | None]:
     """Add to the residual stream, and normalise the sum.
 
     Args:
@@ -66,15 +66,14 @@ def add_norm(
             narrower than an fp32 sum.
 
     Returns:
-        s = x + delta in torch's dtype for that sum (x itself without a delta), and its norm y. Where kernels
-        run, max |y| is attached to y.
+        s = x + delta in torch's dtype for that sum (x itself without a delta), its norm y, and max |y| where
+        a kernel has found it, else None.
     """
     if not use_kernels(x) or x.shape[-1] > WIDEST or torch.float64 in (weight_D.dtype, out_dtype):
         s = x if delta is None else x + delta
-        return s, reference(s, weight_D, bias_D, eps, kind, out_dtype)
+        return s, reference(s, weight_D, bias_D, eps, kind, out_dtype), None
     s, y, amax = _AddNorm.apply(x, delta, weight_D, bias_D, eps, kind, out_dtype, keeps_terms)
-    attach_amax(y, amax)
-    return s, y
+    return s, y, known_amax(y, amax)
 
 
 def norm(
@@ -161,6 +160,6 @@ class _AddNorm(torch.autograd.Function):
             *(dx, narrow, amax, bias_dtype is not None),
         )
         if ddelta is not None and amax is not None:
-            attach_amax(ddelta, amax)
+            send_back(ddelta, amax)
         dbias = dbias_D[0].to(bias_dtype) if dbias_D else None
         return dx, ddelta, dweight_D.to(weight_D.dtype), dbias, None, None, None, None

@@ -1,12 +1,13 @@
 """The MLP of a block, or of one of its experts: down(act(up(x))), act = gelu, or silu(gate) * up."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
-from narrowgauge.kernels.activation import gelu, swiglu
+from narrowgauge.kernels.activation import gelu_and_amax, swiglu_and_amax
+from narrowgauge.kernels.amax import KnownAmax, call
 from narrowgauge.models.config import ModelConfig
 
 Context = Callable[[], AbstractContextManager[None]]
@@ -22,17 +23,23 @@ def add_mlp(module: nn.Module, config: ModelConfig) -> None:
     module.down = nn.Linear(F, D, bias=config.bias)
 
 
-def mlp(layers: Any, x: Tensor, around_down: Context = nullcontext) -> Tensor:
+def mlp(
+    layers: Any, x: Tensor, around_down: Context = nullcontext, known: Sequence[KnownAmax | None] = ()
+) -> Tensor:
     """[..., D] in and out, by the layers that `add_mlp` gave to a module; the last within a context.
 
-    A layer that stands in the place of `down` may compute all of it (`after_swiglu`).
+    A layer that stands in the place of `down` may compute all of it (`after_swiglu`). `known` holds the
+    amax of x, where the kernel that wrote it has found it.
     """
     y: Tensor | None = None
     if hasattr(layers, "gate_up") and hasattr(layers.down, "after_swiglu"):
         with around_down():
-            y = layers.down.after_swiglu(layers.gate_up, x)
+            y = layers.down.after_swiglu(layers.gate_up, x, *known)
     if y is None:
-        hidden = gelu(layers.up(x)) if hasattr(layers, "up") else swiglu(layers.gate_up(x))
+        if hasattr(layers, "up"):
+            hidden, of_hidden = gelu_and_amax(call(layers.up, x, known))
+        else:
+            hidden, of_hidden = swiglu_and_amax(call(layers.gate_up, x, known))
         with around_down():
-            y = layers.down(hidden)
+            y = call(layers.down, hidden, [of_hidden])
     return y

@@ -15,7 +15,7 @@ import torch
 
 from narrowgauge.formats import RandomStream
 from narrowgauge.kernels import emulate, quantize
-from narrowgauge.kernels.amax_cache import DelayedScale
+from narrowgauge.kernels.amax import DelayedScale, amax_of_gradient
 from narrowgauge.kernels.cast import emulate_rows
 from narrowgauge.kernels.gradient_sum import add_gradient
 from narrowgauge.nn.gemm import AnyOperand, Operand, RowOperand, multiply
@@ -56,6 +56,7 @@ class GemmContext:
     weight: ParamState | None = None  #: if the weight or its gradient is narrow, and not sharded
     observer: Observer | None = None  #: sees every operand and product
     accumulation: Accumulation | None = None  #: between the micro-batches of a step
+    input_amax: torch.Tensor | None = None  #: max |x|, where the kernel that wrote the input has found it
 
     def shard(self, place: str) -> TensorShard | None:
         """The shard that the tensor of a place is; None if this process holds all of it."""
@@ -87,15 +88,22 @@ class GemmContext:
         assert not isinstance(operand, QuantizedOperand)  # such a product has no native scheme
         return self.operand(operand.numbers(), place, 0)
 
-    def operand(self, tensor: torch.Tensor, place: str, axis: int, both: bool = False) -> AnyOperand:
+    def operand(
+        self,
+        tensor: torch.Tensor,
+        place: str,
+        axis: int,
+        both: bool = False,
+        amax: torch.Tensor | None = None,
+    ) -> AnyOperand:
         """The operand that the GEMM of `place` sees of a matrix whose `axis` (-1 or 0) it contracts.
 
-        With `both` the same numbers are contracted along the other axis, too.
+        With `both` the same values are also contracted along the other axis. `amax`: max |tensor|, if known.
         """
         if isinstance(tensor, GatheredWeight):  # it travelled in these numbers: there is no loss to gauge
             gathered = tensor.operand(self.layer.compute, self.layer.native)
             return gathered if axis == -1 else gathered.transposed()
-        cast, context = self.layer.casts[place], self.quant_context(tensor, place)
+        cast, context = self.layer.casts[place], self.quant_context(tensor, place, amax)
         if self.layer.native and cast.is_scaled:
             q, other_codes = quantize(tensor, cast, axis, context, both)
             if self.observer is not None:
@@ -151,7 +159,9 @@ class GemmContext:
             return None
         return self.step.operand_stream(place, self._elements(place, tensor) // self.num_samples)
 
-    def quant_context(self, tensor: torch.Tensor, place: str) -> QuantContext:
+    def quant_context(
+        self, tensor: torch.Tensor, place: str, amax: torch.Tensor | None = None
+    ) -> QuantContext:
         """The context of a place's cast; the cast updates a history with the tensor (again does no harm)."""
         cast, step, held = self.layer.casts[place], self.step, None
         scale, seen = self.delayed_scale(place)
@@ -161,7 +171,8 @@ class GemmContext:
             held = history.current()
         signs = step.signs(place, cast.hadamard) if cast.signs == "random" else None
         channels = self.kept_channels(place) if cast.keep_channels else None
-        return QuantContext(self.stream(tensor, place), signs, scale, self.shard(place), held, seen, channels)
+        stream, shard = self.stream(tensor, place), self.shard(place)
+        return QuantContext(stream, signs, scale, shard, held, seen, channels, amax=amax)
 
     def delayed_scale(self, place: str) -> DelayedScale:
         """The scale that a place's history gives, and its largest magnitude, which a training pass raises.
@@ -203,7 +214,8 @@ class GemmContext:
             dtype: The dtype of products.
         """
         channels, cast = self.kept_channels("wgrad.x"), named_cast(self.layer.casts[MEETS].keep_cast)
-        dy = Operand(*emulate(dy_MN, cast, 0, self.layer.compute, QuantContext(shard=self.shard(MEETS))))
+        context = QuantContext(shard=self.shard(MEETS), amax=amax_of_gradient(dy_MN))
+        dy = Operand(*emulate(dy_MN, cast, 0, self.layer.compute, context))
         assert isinstance(x, Operand)  # such a product has no native scheme
         shard = self.shard("wgrad.x")
         everywhere = len(channels) if shard is None else shard.axes[-1].size

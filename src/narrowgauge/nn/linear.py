@@ -14,6 +14,7 @@ import torch
 
 from narrowgauge.devices import is_gpu
 from narrowgauge.kernels import quantize
+from narrowgauge.kernels.amax import KnownAmax
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.nn.gemm_context import GemmContext
 from narrowgauge.nn.linear_function import autocast_disabled, fp8_scaling, linear_function, swiglu_mlp
@@ -38,13 +39,19 @@ class Linear(StatefulLinear):
     """
 
     can_leave_bias = True  # a kernel behind this layer may add its bias (`kernels.heads`)
+    takes_amax = True  # of its input (`kernels.amax.call`)
 
-    def forward(self, input: torch.Tensor, *, with_bias: bool = True) -> torch.Tensor:
-        """(..., K) to (..., N), in the dtype of the input; the bias is added unless another adds it."""
+    def forward(
+        self, input: torch.Tensor, *, with_bias: bool = True, known: KnownAmax | None = None
+    ) -> torch.Tensor:
+        """(..., K) to (..., N), in the dtype of the input; the bias is added unless another adds it.
+
+        `known` is the amax of the input, from the kernel that wrote it.
+        """
         if self.shards.before is not None:
             input = self.shards.before(input)
         weight = self.weight.T if self.spec.transposed else self.weight
-        context = self._gemm_context(input, weight)
+        context = self._gemm_context(input, weight, None if known is None else known.of(input))
         if context.weight is not None:
             require_own_numbers(self.weight, context.weight)
         bias: torch.Tensor | None = self.bias if with_bias else None
@@ -65,7 +72,9 @@ class Linear(StatefulLinear):
         y = self.shards.after(y)
         return reshaped(y, y.shape) if bias is None else (y + bias).to(y.dtype)
 
-    def after_swiglu(self, gate_up: torch.nn.Module, input: torch.Tensor) -> torch.Tensor | None:
+    def after_swiglu(
+        self, gate_up: torch.nn.Module, input: torch.Tensor, known: KnownAmax | None = None
+    ) -> torch.Tensor | None:
         """This layer of SwiGLU of another layer's result, all in one function: (..., K) to (..., N).
 
         The numbers are those of the three one after the other; less is kept for the backward pass. None where
@@ -79,7 +88,10 @@ class Linear(StatefulLinear):
         if fp8_scaling(gate_up.spec) != fp8_scaling(self.spec):
             return None
         layers = gate_up, self
-        contexts = tuple(layer._gemm_context(input, layer.weight) for layer in layers)
+        amaxes = None if known is None else known.of(input), None
+        contexts = tuple(
+            layer._gemm_context(input, layer.weight, amax) for layer, amax in zip(layers, amaxes, strict=True)
+        )
         for layer, context in zip(layers, contexts, strict=True):
             if context.weight is not None:
                 require_own_numbers(layer.weight, context.weight)
@@ -127,7 +139,9 @@ class Linear(StatefulLinear):
         is_native = input.dtype == self.spec.compute and bool(fp8_scaling(self.spec))
         return is_trained and is_whole and is_plain and is_native and self.observer is None
 
-    def _gemm_context(self, input: torch.Tensor, weight_NK: torch.Tensor) -> GemmContext:
+    def _gemm_context(
+        self, input: torch.Tensor, weight_NK: torch.Tensor, input_amax: torch.Tensor | None = None
+    ) -> GemmContext:
         """The context of this forward pass and its backward pass."""
         samples = input.shape[0] if input.ndim > 2 else 1
         # Some tokens of sequences, as an expert has them, have random bits as if all were there.
@@ -140,6 +154,7 @@ class Linear(StatefulLinear):
             None if self.is_sharded else self.state_at_rest,
             self.observer,
             None if torch.compiler.is_compiling() else self.accumulation,
+            input_amax,
         )
 
 

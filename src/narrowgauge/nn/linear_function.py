@@ -28,7 +28,8 @@ from typing import Any, Literal
 import torch
 from torch.autograd.function import once_differentiable
 
-from narrowgauge.kernels.activation import swiglu_and_amax, swiglu_codes, swiglu_gradient_codes
+from narrowgauge.kernels.activation import swiglu_codes, swiglu_gradient_codes
+from narrowgauge.kernels.amax import amax_of_gradient
 from narrowgauge.kernels.gradient_sum import through_rounding
 from narrowgauge.kernels.recompute import is_discarding, is_unread, once
 from narrowgauge.nn.gemm import RowOperand, add_bias, multiply
@@ -54,7 +55,8 @@ class _LinearFunction(torch.autograd.Function):
         # A gathered weight is gathered again for the backward pass, so that nothing of it is kept.
         ctx.reuses_w = context.reuses_w and not isinstance(w_NK, GatheredWeight)
         is_kept = not is_discarding()
-        x = context.operand(x_MK, "fprop.x", -1, both=needs_dw and context.reuses_x and is_kept)
+        both = needs_dw and context.reuses_x and is_kept
+        x = context.operand(x_MK, "fprop.x", -1, both, context.input_amax)
         w = context.weight_operand(w_NK, "fprop.w", -1, both=needs_dx and ctx.reuses_w and is_kept)
         if is_unread() and context.observer is None:
             y_MN, bias_N = x_MK.new_empty(len(x_MK), len(w_NK)), None
@@ -93,8 +95,9 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     needs_dx, needs_dw, needs_dbias, _ = ctx.needs_input_grad
     shares_dy = needs_dx and needs_dw and context.shared("dgrad.dy", "wgrad.dy")
     dx_MK = dw_NK = dbias_N = dy = None
+    dy_amax = amax_of_gradient(dy_MN)
     if needs_dx:
-        dy = context.operand(dy_MN, "dgrad.dy", -1, both=shares_dy)
+        dy = context.operand(dy_MN, "dgrad.dy", -1, shares_dy, dy_amax)
         if ctx.reuses_w:
             w = context.again(ctx.restore_w(*kept_w), "dgrad.w")
         elif context.layer.casts["dgrad.w"].of:
@@ -109,11 +112,17 @@ def _backward(ctx: Any, dy_MN: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
             context.observer.product("dgrad.dx", dx_MK, dy_MN, context.numbers_of(w_NK).T)
     if needs_dw:
         if context.layer.casts["wgrad.dy"].of:
-            dy = context.again(dy or context.operand(dy_MN, "dgrad.dy", -1), "wgrad.dy")
+            dy = context.again(dy or context.operand(dy_MN, "dgrad.dy", -1, amax=dy_amax), "wgrad.dy")
+        elif shares_dy and dy is not None:
+            dy = dy.transposed()
         else:
-            dy = dy.transposed() if shares_dy and dy is not None else context.operand(dy_MN, "wgrad.dy", 0)
+            dy = context.operand(dy_MN, "wgrad.dy", 0, amax=dy_amax)
         x = ctx.restore_x(*kept_x)
-        x = context.again(x, "wgrad.x") if context.reuses_x else context.operand(x.values, "wgrad.x", 0)
+        if context.reuses_x:
+            x = context.again(x, "wgrad.x")
+        else:
+            amax = context.input_amax if context.layer.saved == "input" else None
+            x = context.operand(x.values, "wgrad.x", 0, amax=amax)
         # A sum that lacks the tokens of other processes is not rounded before it is complete.
         is_complete = context.shard("wgrad.x") is None
         dtype = compute if is_complete else torch.float32
@@ -144,7 +153,7 @@ class _SwigluMlp(torch.autograd.Function):
     ) -> torch.Tensor:
         first, second = contexts
         compute, is_kept = first.layer.compute, not is_discarding()
-        x = first.operand(x_MD, "fprop.x", -1, both=is_kept)
+        x = first.operand(x_MD, "fprop.x", -1, is_kept, first.input_amax)
         w = first.weight_operand(w_GD, "fprop.w", -1, both=is_kept)
         v = second.weight_operand(v_DF, "fprop.w", -1, both=is_kept)
         gate_up_MG = multiply(x, w, compute, fast=True)
@@ -183,7 +192,7 @@ def _mlp_backward(ctx: Any, dz_MD: torch.Tensor) -> tuple[torch.Tensor | None, .
             (second, ctx.restore_v, kept[6:]),
         )
     )
-    dz = second.operand(dz_MD, "dgrad.dy", -1, both=True)
+    dz = second.operand(dz_MD, "dgrad.dy", -1, True, amax_of_gradient(dz_MD))
     dy_MF = multiply(dz, v, compute)
     delayed = first.delayed_scale("dgrad.dy") if cast.history else None
     codes = swiglu_gradient_codes(dy_MF, gate_up_MG, y_told, cast.element, y_cast.element, delayed)
@@ -206,8 +215,10 @@ def _swiglu(gate_up_MG: torch.Tensor, context: GemmContext) -> tuple[QuantizedOp
     if cast.history:
         codes, scales = swiglu_codes(gate_up_MG, cast.element, context.delayed_scale("fprop.x"))
         return QuantizedOperand(codes, scales[1], torch.ones_like(scales[1]), cast), scales
-    y_MF, amax = swiglu_and_amax(gate_up_MG)
-    y = context.operand(y_MF, "fprop.x", -1)
+    from narrowgauge.kernels.triton.activation import launch_swiglu
+
+    y_MF, amax = launch_swiglu(gate_up_MG.contiguous())
+    y = context.operand(y_MF, "fprop.x", -1, amax=amax)
     assert isinstance(y, QuantizedOperand)
     return y, amax
 

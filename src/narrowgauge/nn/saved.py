@@ -33,7 +33,9 @@ def keep_input(x_MK: torch.Tensor, operand: AnyOperand, context: GemmContext) ->
             return _keep_codes(operand, fprop)
         keeps_codes = saved == "operand" and fprop.is_scaled and not fprop.compensate
         if keeps_codes and context.layer.casts["wgrad.x"].of:
-            quantized, _ = quantize(x_MK, fprop, -1, context.quant_context(x_MK, "fprop.x"))
+            quantized, _ = quantize(
+                x_MK, fprop, -1, context.quant_context(x_MK, "fprop.x", context.input_amax)
+            )
             return _keep_quantized(quantized, context.layer.compute, is_operand=True)
         return keep_operand(operand)
     if saved == "input":
@@ -41,8 +43,10 @@ def keep_input(x_MK: torch.Tensor, operand: AnyOperand, context: GemmContext) ->
     cast = fprop if isinstance(saved, str) else saved
     if not cast.is_scaled:
         return keep_operand(Operand(emulate(x_MK, cast, -1, context.layer.compute)[0]))
-    plain = QuantContext(shard=context.shard("fprop.x"))
-    q, _ = quantize(x_MK, cast, -1, context.quant_context(x_MK, "fprop.x") if saved == "operand" else plain)
+    amax = context.input_amax
+    plain = QuantContext(shard=context.shard("fprop.x"), amax=amax)
+    used = context.quant_context(x_MK, "fprop.x", amax) if saved == "operand" else plain
+    q, _ = quantize(x_MK, cast, -1, used)
     if context.observer is not None and saved != "operand":
         observed = Observation("saved", x_MK, q.dequantize(), None, cast, -1, DEFAULT_CONTEXT)
         context.observer.operand(observed)

@@ -7,6 +7,7 @@
     seen     a largest magnitude of several tensors, which that of the tensor raises
     channels the channels that are kept in another cast, in place of its own choice
     shard    the position of a local tensor in a global one that several processes hold together
+    amax     the largest magnitude of the tensor, where the kernel that wrote it has found it
     limits   the quantiles that outliers are clamped to, where a kernel has found them
 
 Most tensors need none of them (`DEFAULT_CONTEXT`). Blocks, scales and random bits are laid on the global
@@ -42,6 +43,8 @@ class QuantContext:
         channels: bool, for each channel of the local tensor whether the cast keeps it apart; None takes
             those of the tensor's own largest norms.
         shard: The position of the tensor in a global one. All processes that hold it quantize at one time.
+        amax: 0-dim float32, max |x| of the local tensor, if the kernel that wrote it has found it; `kernels`
+            then need not read the tensor for it.
         limits: The two numbers that `outliers.clamp_outliers` clamps to, 0-dim; None finds them.
     """
 
@@ -53,6 +56,7 @@ class QuantContext:
     seen: torch.Tensor | None = None
     channels: torch.Tensor | None = None
     limits: tuple[torch.Tensor, torch.Tensor] | None = None
+    amax: torch.Tensor | None = None
 
     def local(self) -> "QuantContext":
         """The same context for the local tensor by itself: other processes are not asked."""

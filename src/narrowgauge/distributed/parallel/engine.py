@@ -25,7 +25,7 @@ from narrowgauge.distributed.parallel.pipeline_schedule import Pipeline
 from narrowgauge.distributed.pipeline_stage import MicroBatch, StageInput
 from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.distributed.simulate.fake_pipeline import FakePipeline
-from narrowgauge.kernels.amax_cache import begin_amaxes
+from narrowgauge.kernels.amax import begin_amaxes
 from narrowgauge.models import Transformer, objective_of
 from narrowgauge.nn.histories import reduce_histories
 from narrowgauge.nn.linear import accumulating

@@ -7,7 +7,7 @@ import torch
 
 from narrowgauge.devices import Device, imagined
 from narrowgauge.formats import RandomStream, encode, format
-from narrowgauge.kernels.amax_cache import DelayedScale, cached_amax, new_amax
+from narrowgauge.kernels.amax import DelayedScale, new_amax
 from narrowgauge.kernels.triton.cast import LAUNCH, cast_blocks, cast_given, largest, tile_of
 from narrowgauge.kernels.triton.launch import launch, triton
 from narrowgauge.kernels.triton.rounding import facts, facts_of_scale, is_converted
@@ -75,16 +75,22 @@ def quantized(
     stream: RandomStream | None,
     signs: Signs,
     delayed: DelayedScale,
+    known: torch.Tensor | None = None,
     both: bool = False,
 ) -> tuple[QTensor, torch.Tensor | None]:
-    """The result of `quantization.quantize`, and with `both` the same codes along the other axis."""
+    """The result of `quantization.quantize`, and with `both` the same codes along the other axis.
+
+    `known` is max |x|, 0-dim fp32, if the kernel that wrote x has found it.
+    """
     one = _one(x)
     if _scale_is_known_first(cast):
-        codes, other, scales, blocks = _cast_given(x, cast, axis, torch.uint8, stream, signs, delayed, both)
+        codes, other, scales, blocks = _cast_given(
+            x, cast, axis, torch.uint8, stream, signs, delayed, known, both
+        )
         scales = scales.reshape(() if cast.block is None else blocks.grid)
         scale_codes = encode(scales, format(cast.scale)) if cast.has_scale_codes else None
         return QTensor(codes, scales, scale_codes, one, cast, blocks), other
-    codes, blocks, scales, scale_codes, S = _cast_blocks(x, cast, axis, torch.uint8, stream, signs)
+    codes, blocks, scales, scale_codes, S = _cast_blocks(x, cast, axis, torch.uint8, stream, signs, known)
     return QTensor(codes, scales, scale_codes, one if S is None else S, cast, blocks), None
 
 
@@ -137,14 +143,15 @@ def emulated(
     stream: RandomStream | None,
     signs: Signs,
     delayed: DelayedScale,
+    known: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The result of `quantization.emulate`."""
+    """The result of `quantization.emulate`; `known` as for `quantized`."""
     is_exact = cast.block is None or cast.is_exact_in_bf16
     out_dtype = dtype if is_exact else torch.float32
     if _scale_is_known_first(cast):
-        values, _, scales, _ = _cast_given(x, cast, axis, out_dtype, stream, signs, delayed)
+        values, _, scales, _ = _cast_given(x, cast, axis, out_dtype, stream, signs, delayed, known)
         return values, scales.reshape(()) if cast.block is None else None
-    values, *_, tensor_scale = _cast_blocks(x, cast, axis, out_dtype, stream, signs)
+    values, *_, tensor_scale = _cast_blocks(x, cast, axis, out_dtype, stream, signs, known)
     return values, tensor_scale
 
 
@@ -161,17 +168,20 @@ def _cast_given(
     stream: RandomStream | None,
     signs: Signs,
     delayed: DelayedScale,
+    known: torch.Tensor | None = None,
     both: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Blocks]:
     """(codes or numbers, the same along the other axis, scales, blocks).
 
     Scales in fp32 are made by the kernel that casts, from largest magnitudes; others by plain operations.
     """
-    x = hadamard(x, cast.hadamard, axis, signs) if cast.hadamard else x
+    if cast.hadamard:
+        x, known = hadamard(x, cast.hadamard, axis, signs), None
     view = _view(x, cast, axis)
     blocks = blocks_of(view.shape, cast, axis)
-    known = cached_amax(x) if cast.block is None else None
-    amax = (_largest(x, cast, view, axis, blocks) if known is None else known).reshape(blocks.grid)
+    if known is None or cast.block is not None:
+        known = _largest(x, cast, view, axis, blocks)
+    amax = known.reshape(blocks.grid)
     (scale, seen), told, divides = delayed, None, False
     from_amax = scale is None and cast.scale == "fp32"
     if from_amax:
@@ -229,6 +239,7 @@ def _cast_blocks(
     dtype: torch.dtype,
     stream: RandomStream | None,
     signs: Signs,
+    known: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Blocks, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(codes or numbers, blocks, scales, their codes, the tensor's scale)."""
     assert cast.block is not None
@@ -237,7 +248,7 @@ def _cast_blocks(
     matrix = transform(cast.hadamard, signs, x) if cast.hadamard else None
     over = tensor_scale = None
     if cast.tensor_scale != "none":
-        over = _largest(x, cast, view, axis, blocks, matrix)
+        over = _largest(x, cast, view, axis, blocks, matrix, known)
         tensor_scale = torch.empty((), dtype=torch.float32, device=x.device)
     codes = dtype == torch.uint8
     out = _empty(view, axis, dtype, x)
@@ -268,14 +279,20 @@ def _cast_blocks(
 
 
 def _largest(
-    x: torch.Tensor, cast: Cast, view: _View, axis: int, blocks: Blocks, matrix: torch.Tensor | None = None
+    x: torch.Tensor,
+    cast: Cast,
+    view: _View,
+    axis: int,
+    blocks: Blocks,
+    matrix: torch.Tensor | None = None,
+    known: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The largest magnitude of each block, float32 in their grid; for NVFP4 that of all finite blocks.
 
-    For NVFP4 the largest that a kernel handed on is taken, without a reading, if it is finite.
+    For NVFP4 the `known` one is taken, without a reading, if it is finite.
     """
     finite = cast.tensor_scale != "none"
-    told = cached_amax(x) if finite and matrix is None else None
+    known = known if finite and matrix is None else None
     BR, BK = cast.block if finite and cast.block else (1, 1)
     if finite or max(blocks.grid) == 1:
         amax = new_amax(x.device).view(torch.int32).reshape(1, 1)
@@ -284,10 +301,10 @@ def _largest(
     tile = tile_of(view.x[1])
     launch(
         largest, _grid(view, tile),
-        x, amax, x if matrix is None else matrix, x if told is None else told,
+        x, amax, x if matrix is None else matrix, x if known is None else known,
         view.R, view.K, *view.x, *_strides(amax, axis),
         *((2**30, 2**30) if finite else _extents(blocks, axis)), updates="amax",
-        seldom="" if told is None else "x", IS_TOLD=told is not None,
+        seldom="" if known is None else "x", IS_TOLD=known is not None,
         TR=tile[0], TK=tile[1], BR=BR, BK=BK, H=0 if matrix is None else len(matrix),
         BY_ROW=_is_by_row(cast), IS_ONE=amax.numel() == 1, FINITE=finite,
         lanes=_LANES_OF_AMAX * x.numel() if cast.block is None else 0.0, **LAUNCH,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.kernels.amax_cache import new_amax
+from narrowgauge.kernels.amax import new_amax
 from narrowgauge.kernels.triton.arithmetic import magnitude, narrow, wide
 from narrowgauge.kernels.triton.launch import launch, tl, triton
 

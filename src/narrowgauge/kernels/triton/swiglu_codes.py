@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.formats import Format
-from narrowgauge.kernels.amax_cache import DelayedScale, new_amax
+from narrowgauge.kernels.amax import DelayedScale, new_amax
 from narrowgauge.kernels.triton.activation import (
     EIGHT_WARPS,
     FOUR_WARPS,

@@ -1,30 +1,31 @@
-"""The largest magnitude is handed on with a tensor, and forgotten when the tensor is written to."""
+"""The amax of a tensor is handed from its writer to its reader, and dropped when the tensor changes."""
 
 import pytest
 import torch
 
-from narrowgauge.kernels import amax_cache
+from narrowgauge.kernels import amax as amax_room
 from narrowgauge.kernels.activation import swiglu_and_amax
-from narrowgauge.kernels.amax_cache import (
+from narrowgauge.kernels.amax import (
     _NUMBERS,
     amax_of,
-    attach_amax,
+    amax_of_gradient,
     begin_amaxes,
-    cached_amax,
+    call,
+    known_amax,
     new_amax,
+    send_back,
 )
 
 
-def test_it_is_told_until_the_tensor_is_written_to():
+def test_it_holds_until_the_tensor_is_written_to():
     x, amax = torch.tensor([1.0, -3.0]), torch.tensor(3.0)
-    assert cached_amax(x) is None
-    attach_amax(x, amax)
-    assert cached_amax(x) is amax
+    known = known_amax(x, amax)
+    assert known.of(x) is amax
     x.mul_(2)
-    assert cached_amax(x) is None
-    attach_amax(x, amax * 2)
+    assert known.of(x) is None
+    known = known_amax(x, amax * 2)
     x[0] = 9  # through a view, which counts as well
-    assert cached_amax(x) is None
+    assert known.of(x) is None
 
 
 @pytest.mark.parametrize("begins", [False, True])
@@ -51,7 +52,7 @@ def test_what_a_graph_records_begins_as_zero_in_each_replay(monkeypatch):
     """It makes each zero itself, and shares none with what is launched before it and after it."""
     cpu = torch.device("cpu")
     before = new_amax(cpu)
-    monkeypatch.setattr(amax_cache, "_is_recorded", lambda _: True)
+    monkeypatch.setattr(amax_room, "_is_recorded", lambda _: True)
     recorded = [new_amax(cpu) for _ in range(2)]
     monkeypatch.undo()
     one, two, *others = (t.untyped_storage().data_ptr() for t in (*recorded, before, new_amax(cpu)))
@@ -65,30 +66,29 @@ def test_a_replay_finds_the_largest_of_what_it_reads():
     with torch.cuda.stream(stream):
         swiglu_and_amax(x)  # the kernel is compiled
     with torch.cuda.graph(graph, stream=stream):
-        y, amax = swiglu_and_amax(x)
+        y, known = swiglu_and_amax(x)
     for number in (8.0, 1.0, 2.0):
         x.fill_(number)
         graph.replay()
-        assert amax == y.max()
+        assert known.amax == y.max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_nobody_told_is_read(dtype):
+def test_what_is_not_known_is_read(dtype):
     x = torch.randn(7, 33, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert torch.equal(amax_of(x), x.abs().amax().float())
-    attach_amax(x, torch.tensor(99.0))
-    assert amax_of(x) == 99
     x[3, 4] = -torch.inf
     assert amax_of(x) == torch.inf
     x[3, 4] = torch.nan
     assert amax_of(x).isnan()
 
 
-def test_a_view_of_all_of_it_is_told_and_of_a_part_is_not():
-    x = torch.arange(24.0).view(2, 3, 4).clone()
-    attach_amax(x, torch.tensor(23.0))
-    assert cached_amax(x.reshape(-1, 4)) == 23
-    assert cached_amax(x.flatten()) == 23
+@pytest.mark.parametrize("is_view", [False, True])
+def test_it_holds_for_a_view_of_all_of_it_and_not_for_a_part(is_view):
+    x = torch.arange(24.0).clone().view(2, 3, 4) if is_view else torch.arange(24.0).view(2, 3, 4).clone()
+    known = known_amax(x, torch.tensor(23.0))
+    assert known.of(x.reshape(-1, 4)) == 23
+    assert known.of(x.flatten()) == 23
     for other in (
         x[0],
         x[:, :2],
@@ -97,18 +97,33 @@ def test_a_view_of_all_of_it_is_told_and_of_a_part_is_not():
         x[..., :1].expand(2, 3, 4),
         x.view(torch.int32),
     ):
-        assert cached_amax(other) is None
+        assert known.of(other) is None
     view = x.view(6, 4)
     view.add_(1)
-    assert cached_amax(x) is None
-    assert cached_amax(view) is None
+    assert known.of(x) is None
+    assert known.of(view) is None
 
 
-def test_what_counts_no_versions_is_told_nothing():
+def test_a_tensor_that_counts_no_versions_has_no_record():
     with torch.inference_mode():
-        x = torch.ones(3)
-        attach_amax(x, torch.tensor(1.0))
-        assert cached_amax(x) is None
+        assert known_amax(torch.ones(3), torch.tensor(1.0)) is None
+
+
+def test_a_layer_gets_the_record_only_if_it_takes_one():
+    x = torch.ones(3)
+    known = known_amax(x, torch.tensor(1.0))
+
+    def plain(x):
+        return x
+
+    def layer(x, known=None):
+        return known
+
+    layer.takes_amax = True
+    assert call(plain, x, [known]) is x
+    assert call(layer, x, [known]) is known
+    assert call(layer, x, [None]) is None
+    assert call(layer, x, []) is None
 
 
 HEARD = []
@@ -123,9 +138,9 @@ class Times(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        HEARD.append(cached_amax(dy))
+        HEARD.append(amax_of_gradient(dy))
         dx = 3 * dy
-        attach_amax(dx, dx.abs().amax())
+        send_back(dx, dx.abs().amax())
         return dx
 
 
