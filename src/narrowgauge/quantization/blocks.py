@@ -5,6 +5,7 @@ largest magnitude one reduction over them. A ragged edge is padded with zeros, w
 grid starts at element (0, 0) of the *global* tensor.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -58,16 +59,38 @@ class Blocks:
     def merge(self, y: torch.Tensor) -> torch.Tensor:
         """The inverse of `split`; padding is cut off."""
         y = y.reshape([g * b for g, b in zip(self.grid, self.size, strict=True)])
-        for dim, n in enumerate(self.shape):
-            if y.shape[dim] != n:
-                y = y.narrow(dim, 0, n)
-        return y
+        if self.is_ragged and torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            return _first_elements(y, list(self.shape))
+        return _narrowed(y, self.shape)
 
     def align(self, scales: torch.Tensor) -> torch.Tensor:
         """Scales in the shape of the grid, viewed so that they broadcast over a split tensor."""
         for dim in self.inner:
             scales = scales.unsqueeze(dim)
         return scales
+
+
+def _narrowed(y: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The first `shape[dim]` elements along each dimension, as a view."""
+    for dim, n in enumerate(shape):
+        if y.shape[dim] != n:
+            y = y.narrow(dim, 0, n)
+    return y
+
+
+@torch.library.custom_op("narrowgauge::first_elements", mutates_args=())
+def _first_elements(y: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    """`_narrowed` as a copy, and as one operator of a compiled graph.
+
+    Inductor (torch 2.13, CPU) otherwise fuses the cut with the loops over blocks, and its C++ leaves out
+    the vector tail: elements of the last, padded block stay uninitialized.
+    """
+    return _narrowed(y, shape).clone(memory_format=torch.contiguous_format)
+
+
+@_first_elements.register_fake
+def _(y: torch.Tensor, shape: list[int]) -> torch.Tensor:
+    return y.new_empty(shape)
 
 
 def blocks_of(shape: torch.Size, cast: Cast, axis: int) -> Blocks:

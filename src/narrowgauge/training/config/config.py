@@ -146,11 +146,6 @@ def make_config(values: Mapping[str, Mapping[str, Any]]) -> Config:
             f"model.experts = {model.experts} with training.compile = true: how many tokens an expert has is "
             "not known when code is compiled; set --training.compile false"
         )
-    if t.compile and any(c.keep_channels for c in config.spec.recipe.casts.values()):
-        raise UserError(
-            f"recipe {config.spec.recipe.name!r} keeps channels in another cast, which compiled code "
-            "computes wrongly; set --training.compile false"
-        )
     require_layers(config.spec.recipe, model)
     if config.guard.spike == "raise":
         require_raising(config.spec.recipe, config.guard.rules(), config.gauges_every())
