@@ -104,7 +104,7 @@ MISTAKES = {
     'fprop.x = {cast = "nvfp4", center = "tokens", center_cast = "bf16"}': "it must be a cast with scales",
     'fprop.x = {cast = "e4m3", center = "tokens", history = 4}': "outliers and histories are of the tensor",
     'm = {cast = "mxfp4", center = "tokens"}': "center in place 'm', but state has no tokens",
-    'saved = "operand"\nfprop.x = {cast = "mxfp4", center = "tokens"}': "saved = 'operand', but fprop.x is",
+    'saved = "operand"\nfprop.x = {cast = "mxfp4", center = "tokens"}': "but fprop.x has center",
 }
 
 

@@ -240,7 +240,9 @@ def test_state_is_gauged_as_it_is_stored(name):
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0), (), (7,)])
 def test_tensors_of_any_shape(shape):
     x = torch.zeros(shape)
-    found = figures(gauge(x, x, blocks_of(x.shape, cast("fp32"), -1) if shape else Blocks((), ())).tolist())
+    found = figures(
+        gauge(x, x, blocks_of(x.shape, cast("fp32"), -1) if shape else Blocks.of((), ())).tolist()
+    )
     assert found["elements"] == x.numel()
     assert found["sqnr_db"] is None
     assert found["rms"] == 0

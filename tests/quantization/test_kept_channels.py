@@ -108,9 +108,9 @@ MISTAKES = {
     'fprop.x = {cast = "nvfp4", keep_channels = 0.1, keep_cast = "bf16"}\nwgrad = {cast = "nvfp4", '
     'keep_channels = 0.1, keep_cast = "bf16"}': "it only meets the channels of wgrad.x; write",
     'saved = "operand"\nfprop.x = {cast = "nvfp4", keep_channels = 0.1, keep_cast = "bf16"}': (
-        "channels of fprop.x are in two casts"
+        "fprop.x has keep_channels, so its codes are not"
     ),
-    'saved = {cast = "mxfp8", keep_channels = 0.1, keep_cast = "bf16"}': "keep_channels and a choice between",
+    'saved = {cast = "mxfp8", keep_channels = 0.1, keep_cast = "bf16"}': "keep_cast belongs to operands",
     'm = {cast = "mxfp8", keep_channels = 0.1, keep_cast = "bf16"}': "keep_channels in place 'm', but",
     'attention.q = {cast = "mxfp8", keep_channels = 0.1, keep_cast = "bf16"}': "= 0.1, but atten",
     'stream = {cast = "mxfp8", keep_channels = 0.1, keep_cast = "bf16"}': "= 0.1, but the stream",

@@ -56,11 +56,18 @@ from narrowgauge.distributed import ModelSpec
 from narrowgauge.errors import UserError
 from narrowgauge.json_lines import strict_json
 from narrowgauge.models import Transformer
+from narrowgauge.quantization import Cast
+from narrowgauge.quantization.cast import CODES_AND_SCALES
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes import recipe as recipe_named
 from narrowgauge.t_interval import Interval, interval
 from narrowgauge.training.config.outline import require_layers
 
+#: The keys of a cast that depend on no earlier step.
+WITHOUT_MEMORY = (
+    *(*CODES_AND_SCALES, "elements", "hadamard", "signs", "center", "center_cast", "outliers", "compensate"),
+    *("of", "keep_cast", "estimator_k", "estimator_cap", "expand", "codebook", "split", "feedback"),
+)
 LOSS_SCALE = 2.0**16  # where `torch.amp.GradScaler` begins
 USEFUL = math.sqrt(3)  # the smallest useful noise ratio
 _DRAW_SEED = 0x9E3779B97F4A7C15  # difference of the seeds of two draws
@@ -259,11 +266,14 @@ def _is_random(model: Transformer) -> bool:
 
 
 def _has_memory(recipe: Recipe) -> bool:
-    """Whether what a recipe does depends on earlier steps."""
-    casts = [*recipe.casts.values(), *(c for rule in recipe.rules for c in rule.casts.values())]
-    return any(cast.history or cast.refresh or cast.keep_channels for cast in casts) or any(
-        c.prescale for c in recipe.state.values() if c
-    )
+    """Whether a step under a recipe depends on earlier steps."""
+    operands = [*recipe.casts.values(), *(c for rule in recipe.rules for c in rule.casts.values())]
+    return any(map(has_memory, filter(None, (*operands, *recipe.state.values()))))
+
+
+def has_memory(cast: Cast) -> bool:
+    """Whether the result of a cast depends on earlier steps; so it is for a key that is not known here."""
+    return bool(cast.beyond(WITHOUT_MEMORY))
 
 
 def _silent(name: str, done: int, total: int) -> None:

@@ -161,13 +161,16 @@ def _takes(state: QuantizedState | Tensor) -> bool:
     return is_whole and is_there and state.gauge is None and _takes_cast(state.cast)
 
 
+#: The keys of state that kernels read and write. Not `feedback`: there the first moment waits for the weight.
+STATE_KEYS = ("element", "scale", "power_of_two", "rounding", "random_bits", "split", "prescale")
+
+
 def _takes_cast(cast: Cast) -> bool:
     name = cast.element.name
-    if cast.feedback:  # the first moment waits for the weight to be rounded
+    if cast.beyond(STATE_KEYS):
         return False
     if cast.split:
         return True
     if not cast.is_scaled:
         return name in ("fp32", "bf16", "fp16") and (cast.rounding != "stochastic" or name == "bf16")
-    has_one_scale = cast.scale == "fp32" and cast.block is None and not cast.expand and not cast.codebook
-    return has_one_scale and cast.headroom == 1 and name in ("fp16", "e4m3", "e5m2")
+    return cast.scale == "fp32" and name in ("fp16", "e4m3", "e5m2")

@@ -34,8 +34,25 @@ from narrowgauge.kernels.amax import DelayedScale, raise_amax
 from narrowgauge.kernels.dispatch import use_kernels
 from narrowgauge.quantization import DEFAULT_CONTEXT, Cast, QTensor, QuantContext, quantize_in_context
 from narrowgauge.quantization import emulate as emulate_in_torch
+from narrowgauge.quantization.cast import BY_LAYER, CODES_AND_SCALES
 from narrowgauge.quantization.outliers import quantile_ranks
 from narrowgauge.quantization.passes.c_call import c_library
+
+#: The keys that the kernels of a cast implement; of any other, the references compute it.
+KERNEL_KEYS = (
+    *("element", "block", "scale", "scale_rule", "power_of_two", "headroom", "tensor_scale", "scale_target"),
+    *("rounding", "random_bits", "hadamard", "signs", "prescale", *BY_LAYER),
+)
+#: The keys that the kernel of scaled rows implements (`emulate_rows`).
+ROW_KEYS = (
+    *("element", "block", "scale", "headroom", "rounding", "random_bits", "outliers", "compensate"),
+    *("estimator_k", "estimator_cap"),
+)
+#: The keys whose circumstances the operator of a compiled graph carries.
+OPERATOR_KEYS = (
+    *(*CODES_AND_SCALES, *BY_LAYER, "elements", "hadamard", "signs", "center", "center_cast"),
+    *("outliers", "compensate"),
+)
 
 
 def quantize(
@@ -106,8 +123,8 @@ def emulate_rows(
         Values in bf16, scales in float32, one a row, and in bf16 the rest (None where nothing is added
         again); None where no kernel computes them.
     """
-    is_by_row = cast.is_scaled and cast.scale == "fp32" and cast.block == (1, 0) and not cast.power_of_two
-    is_plain = not (cast.center or cast.keep_channels or cast.hadamard or cast.is_random or cast.candidates)
+    is_by_row = cast.scale == "fp32" and cast.block == (1, 0)
+    is_plain = not cast.beyond(ROW_KEYS) and not cast.is_random
     is_own = context.shard is None and context.scale is None and context.held is None
     has_rows = x.ndim == 2 and x.stride(1) == 1 and (x.dtype == torch.bfloat16 or not cast.outliers)
     if not (is_by_row and is_plain and is_own and has_rows and cast.element.bits <= 8 and use_kernels(x)):
@@ -147,14 +164,12 @@ def _limits(x: torch.Tensor, quantile: float) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _has_kernel(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:
-    is_of_state = cast.expand or cast.codebook or cast.element.bits > 8
-    is_plain = not (cast.outliers or cast.compensate or cast.center or cast.keep_channels)
     is_alone = context.shard is None and context.held is None
     return (
         x.ndim == 2
+        and not cast.beyond(KERNEL_KEYS)
         and cast.is_scaled
-        and not is_of_state
-        and is_plain
+        and cast.element.bits <= 8
         and is_alone
         and _fits_tiles(cast)
         and cast.hadamard in (0, 16, 32, 64, 128)
@@ -166,23 +181,12 @@ def _has_kernel(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:
 def _fits_tiles(cast: Cast) -> bool:
     """Whether the kernels' tiles, 32 x 128 and 128 x 32, are made of whole blocks, or lie within one.
 
-    A tensor scale is known only where its blocks lie in tiles, and only in the arithmetic of NVFP4. No kernel
-    rounds scales other than to nearest, chooses between candidates, nor has scales above those of rows.
+    A tensor scale is known only where its blocks lie in tiles, and only in the arithmetic of NVFP4.
     """
     rows, columns = cast.block or (0, 0)
     is_small = rows in (1, 2, 4, 8, 16, 32) and columns in (1, 2, 4, 8, 16, 32, 64, 128)
-    if (
-        cast.scale_rounding != "nearest-even"
-        or cast.zero_scale
-        or cast.candidates
-        or cast.elements
-        or cast.correct
-    ):
-        return False
-    if cast.is_scaled_by_row:
-        return False
     if cast.tensor_scale != "none":
-        return is_small and cast.is_nvfp4
+        return is_small and cast.is_nvfp4 and not cast.is_scaled_by_row
     return is_small or columns == 0 or rows % 128 == columns % 128 == 0
 
 
@@ -210,7 +214,7 @@ _casts: dict[str, Cast] = {}  # those that graphs of this process name
 def _is_operator(x: torch.Tensor, cast: Cast, context: QuantContext) -> bool:
     """Whether a cast is traced as an operator."""
     is_drawn = isinstance(context.random, RandomStream) or not cast.is_random
-    is_alone = context.shard is None and context.limits is None and not cast.keep_channels
+    is_alone = context.shard is None and context.limits is None and not cast.beyond(OPERATOR_KEYS)
     is_traced = torch.compiler.is_compiling() and x.device.type == "cpu"
     return is_traced and is_alone and is_drawn and cast.is_scaled and _has_c()
 

@@ -17,25 +17,30 @@ from narrowgauge.quantization.cast import Cast
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A grid of blocks on a tensor of `shape`; `size` is the extent of a block along each dimension."""
+    """A grid of blocks on a tensor.
+
+    Attributes:
+        shape: The shape of the tensor.
+        size: The extent of a block along each dimension.
+        grid: The number of blocks along each dimension.
+        inner: The dimensions of a split tensor that lie inside a block.
+    """
 
     shape: tuple[int, ...]
     size: tuple[int, ...]
+    grid: tuple[int, ...]
+    inner: tuple[int, ...]
 
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """The number of blocks along each dimension."""
-        return tuple(-(-n // b) if n else 0 for n, b in zip(self.shape, self.size, strict=True))
-
-    @property
-    def inner(self) -> list[int]:
-        """The dimensions of a split tensor that lie inside a block."""
-        dims, position = [], 0
-        for b in self.size:
+    @classmethod
+    def of(cls, shape: Sequence[int], size: Sequence[int]) -> "Blocks":
+        """The blocks of a size on a tensor; the last of a dimension may reach beyond the tensor."""
+        grid = tuple([-(-n // b) if n else 0 for n, b in zip(shape, size, strict=True)])
+        inner, position = [], 0
+        for b in size:
             if b > 1:
-                dims.append(position + 1)
+                inner.append(position + 1)
             position += 1 + (b > 1)
-        return dims
+        return cls(tuple(shape), tuple(size), grid, tuple(inner))
 
     def grid_dim(self, dim: int) -> int:
         """The dimension of a split tensor that counts the blocks along dimension `dim`."""
@@ -105,7 +110,7 @@ def blocks_of(shape: torch.Size, cast: Cast, axis: int) -> Blocks:
             f"axis {axis} of a tensor of shape {tuple(shape)}: it must lie in [{-ndim}, {ndim - 1}]"
         )
     if cast.block is None:
-        return Blocks(tuple(shape), tuple(max(n, 1) for n in shape))
+        return Blocks.of(shape, [max(n, 1) for n in shape])
     axis %= ndim
     rows, columns = cast.block
     size = [1] * ndim
@@ -116,7 +121,7 @@ def blocks_of(shape: torch.Size, cast: Cast, axis: int) -> Blocks:
                 f"cast {cast.name!r} has blocks of {rows}x{columns}: it needs a matrix, not a vector"
             )
         size[ndim - 2 if axis == ndim - 1 else ndim - 1] = rows
-    return Blocks(tuple(shape), tuple(size))
+    return Blocks.of(shape, size)
 
 
 def amax_along(x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -15,6 +15,19 @@ from dataclasses import dataclass, fields, replace
 from narrowgauge.formats import RANDOM_BITS, Format, format
 from narrowgauge.quantization.cast_rules import ROUNDED_SCALES, require_valid
 
+#: Keys whose whole effect is which codes and scales `quantize` stores: who quantizes by it and reads those
+#: implements them.
+CODES_AND_SCALES = (
+    *("element", "block", "scale", "scale_rule", "power_of_two", "headroom", "rounding", "random_bits"),
+    *("tensor_scale", "scale_target", "scale_rounding", "zero_scale", "candidates", "choose", "correct"),
+)
+#: Keys that a layer implements around its casts: where an operand, its scale, its kept channels or its
+#: gradient comes from.
+BY_LAYER = (
+    *("of", "history", "history_algorithm", "margin", "refresh", "estimator_k", "estimator_cap"),
+    *("keep_cast", "keep_steps", "keep_every"),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cast:
@@ -154,8 +167,7 @@ class Cast:
     def ignores_axis(self) -> bool:
         """Whether the numbers are the same whichever axis is contracted (no block, or a square one)."""
         is_square = self.block is None or self.block[0] == self.block[1]
-        is_square = is_square and not self.is_scaled_by_row
-        return is_square and not self.hadamard and not self.outliers and not self.keep_channels
+        return is_square and not self.is_scaled_by_row and not self.beyond(_ON_NO_AXIS)
 
     @property
     def has_scale_codes(self) -> bool:
@@ -247,3 +259,10 @@ class Cast:
         if self.keep_channels and (self.block is None or self.tensor_scale == "tensor"):
             return True
         return self.adds_to_operand or not (self.block is None or self.is_exact_in_bf16)
+
+
+#: Keys under which numbers do not depend on the axis, if the block does not.
+_ON_NO_AXIS = (
+    *(*CODES_AND_SCALES, *BY_LAYER, "elements", "signs", "center", "center_cast", "compensate", "feedback"),
+    *("expand", "codebook", "split", "prescale"),
+)

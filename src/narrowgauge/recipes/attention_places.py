@@ -16,10 +16,11 @@ blocks along the axis that this product contracts. A place that a recipe does no
 `stream` is the residual: fp32 unless a recipe says otherwise.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.quantization import Cast, make_cast
+from narrowgauge.quantization.cast import CODES_AND_SCALES
 
 ATTENTION = "attention"
 ATTENTION_PLACES = tuple(f"attention.{tensor}" for tensor in ("q", "k", "v", "p", "do", "ds"))
@@ -36,8 +37,9 @@ ATTENTION_PRODUCTS: Mapping[str, tuple[str, str]] = {
 #: What a rule gives the layers that it keeps out: everything in `compute`.
 ALL_WIDE: Mapping[str, Cast | None] = dict.fromkeys(ATTENTION_PLACES, None)
 STREAM = "stream"
-# Keys of casts that only operands of linear layers have.
-OF_LAYERS = ("history", "refresh", "center", "outliers", "estimator_k", "of", "keep_channels", "keep_cast")
+#: The keys of a cast that the stream implements, and those that attention does.
+STREAM_KEYS = (*CODES_AND_SCALES, "elements")
+ATTENTION_KEYS = (*STREAM_KEYS, "hadamard", "signs")
 
 
 def attention_casts(place: str, cast: Cast) -> dict[str, Cast]:
@@ -49,14 +51,13 @@ def attention_casts(place: str, cast: Cast) -> dict[str, Cast]:
     places = ATTENTION_PLACES if place == ATTENTION else (place,)
     if place not in (ATTENTION, *ATTENTION_PLACES):
         raise unknown("recipe place", place, (ATTENTION, *ATTENTION_PLACES))
-    for key in OF_LAYERS:
-        _refuse(place, cast, key, "attention takes every scale from the tensor at hand, as it comes")
+    _refuse_state(place, cast)
+    _refuse(place, cast, ATTENTION_KEYS, "attention takes every scale from the tensor at hand, as it comes")
     if cast.signs == "random":
         raise UserError(
             f'recipe place {place!r}: signs = "random", but transforms of attention have fixed signs; leave '
             "the key out"
         )
-    _refuse_state(place, cast)
     return dict.fromkeys(places, cast)
 
 
@@ -66,14 +67,14 @@ def stream_cast(cast: Cast) -> Cast:
     Raises:
         UserError: The stream cannot have it.
     """
-    for key in (*OF_LAYERS, "hadamard"):
-        _refuse(STREAM, cast, key, "the stream is read as it is by every layer after")
     _refuse_state(STREAM, cast)
+    _refuse(STREAM, cast, STREAM_KEYS, "the stream is read as it is by every layer after")
     return cast
 
 
-def _refuse(place: str, cast: Cast, key: str, why: str) -> None:
-    if value := getattr(cast, key):
+def _refuse(place: str, cast: Cast, known: Collection[str], why: str) -> None:
+    for key in cast.beyond(known):
+        value = getattr(cast, key)
         raise UserError(f"recipe place {place!r}: {key} = {value!r}, but {why}; leave the key out")
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from narrowgauge.devices import Device
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.quantization import Cast
+from narrowgauge.quantization.cast import BY_LAYER, CODES_AND_SCALES
 from narrowgauge.recipes.attention_places import is_wide, operands_of_attention
 from narrowgauge.recipes.places import GEMM_PLACES, GEMMS
 from narrowgauge.recipes.recipe import Recipe
@@ -27,6 +28,11 @@ BACKENDS = ("auto", "native", "emulated")
 BF16_SINCE = (8, 0)
 WITHOUT_BF16 = ("gfx906",)
 
+#: The keys of an operand that a scaled product of torch multiplies: codes and scales are all that it reads.
+NATIVE_KEYS = (
+    *(*CODES_AND_SCALES, "hadamard", "signs", "outliers"),
+    *(key for key in BY_LAYER if key not in ("of", "keep_cast")),
+)
 Block = tuple[int, int] | None
 OCP, FNUZ = frozenset({"e4m3", "e5m2"}), frozenset({"e4m3fnuz", "e5m2fnuz"})
 E4M3 = frozenset({"e4m3"})
@@ -68,8 +74,7 @@ class Scheme:
             and ((a.block, b.block) in self.blocks or (b.block, a.block) in self.blocks)
             and elements <= self.elements
             and elements != {"e5m2"}
-            and not (a.compensate or b.compensate or a.of or b.of or a.center or b.center)
-            and not (a.elements or b.elements or a.keep_cast or b.keep_cast)
+            and not (a.beyond(NATIVE_KEYS) or b.beyond(NATIVE_KEYS))
         )
 
     def needs(self, device: Device) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats import torch_dtype
 from narrowgauge.quantization import Cast, make_cast
+from narrowgauge.quantization.cast import BY_LAYER, CODES_AND_SCALES
+from narrowgauge.quantization.state.quantized_state import KEYS as STATE_KEYS
 from narrowgauge.recipes.attention_places import (
     ATTENTION,
     ATTENTION_PLACES,
@@ -48,6 +50,24 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 CAST_TABLE = '{cast = "mxfp4", rounding = "stochastic"}'  # an example, for errors
 # What may be kept of a layer's input for its backward pass, in addition to casts.
 SAVED = ("input", "operand")
+#: The keys of a cast that each kind of place implements.
+GEMM_KEYS = (
+    *(*CODES_AND_SCALES, *BY_LAYER, "elements", "hadamard", "signs", "center", "center_cast"),
+    *("outliers", "compensate", "keep_channels"),
+)
+SAVED_KEYS = (*CODES_AND_SCALES, "outliers")
+#: The keys of fprop.x under which its codes and scales are the numbers of the tensor, and can be kept.
+OPERAND_KEYS = (*CODES_AND_SCALES, *BY_LAYER, "compensate")
+#: The keys of a source under which another place can take its numbers.
+SOURCE_KEYS = tuple(key for key in GEMM_KEYS if key not in ("hadamard", "signs"))
+#: Why state has no such key; others have the last sentence.
+_NOT_IN_STATE = {
+    "center": "state has no tokens",
+    "elements": "a choice between elements belongs to operands",
+    "hadamard": "transforms belong to operands of a product",
+    "outliers": "clamping belongs to operands of a product",
+    "history": "state takes its scales from the tensor at hand",
+}
 
 
 def recipe_fields(
@@ -63,13 +83,8 @@ def recipe_fields(
         if place == "saved":
             fields[place] = value if isinstance(value, str) and value in SAVED else cast_in(place, value)
             kept = fields[place]
-            if isinstance(kept, Cast) and (
-                kept.center or kept.refresh or kept.of or kept.elements or kept.keep_cast
-            ):
-                raise UserError(
-                    "recipe place 'saved': center, refresh, of, keep_channels and a choice between elements "
-                    "are for operands; remove them"
-                )
+            if isinstance(kept, Cast):
+                require_kept(kept)
         elif place == "offload":
             fields[place] = offload_from(value)
         elif place == "compute":
@@ -96,6 +111,12 @@ def casts_from(place: str, value: Any) -> dict[str, Cast]:
     if place not in GEMM_PLACES:
         raise unknown("recipe place", place, (*PLACES, *GROUPS))
     cast = cast_in(place, value)
+    require_operand(place, cast)
+    return {place: cast}
+
+
+def require_operand(place: str, cast: Cast) -> None:
+    """Refuse a cast that the operand of a GEMM cannot have."""
     if cast.center and place.endswith(".w"):
         raise UserError(
             f"recipe place {place!r}: center = {cast.center!r}, but a weight has no tokens; leave the key out"
@@ -109,7 +130,19 @@ def casts_from(place: str, value: Any) -> dict[str, Cast]:
             f"recipe place {place!r}: cast {cast.name!r} is for state ({', '.join(STATE_PLACES)}), not for "
             "an operand of a product; use one of those that `narrowgauge recipes` shows, such as e4m3"
         )
-    return {place: cast}
+    if unknown_keys := cast.beyond(GEMM_KEYS):
+        raise UserError(
+            f"recipe place {place!r}: operands of a product have no {', '.join(unknown_keys)}; remove the key"
+        )
+
+
+def require_kept(cast: Cast) -> None:
+    """Refuse a cast in which a layer cannot keep its input."""
+    if unknown_keys := cast.beyond(SAVED_KEYS):
+        raise UserError(
+            f"recipe place 'saved': {', '.join(unknown_keys)} belongs to operands of a product, and a "
+            "layer keeps a tensor here; remove the key"
+        )
 
 
 def offload_from(value: Any) -> tuple[str, ...]:
@@ -175,27 +208,9 @@ def require_state(state: Mapping[str, Cast | None], where: str) -> None:
                 f"{where}: {place} = {cast.of!r}, but only {', '.join(SEEN_BEFORE)} take the numbers of "
                 "another place; name a cast"
             )
-        if cast.hadamard or cast.outliers or cast.history:
-            raise UserError(
-                f"{where}: hadamard, outliers and history in place {place!r}, but they belong to operands of "
-                "a product; remove the key"
-            )
-        if cast.elements:
-            raise UserError(
-                f"{where}: candidates = {list(cast.elements)} in place {place!r}, but a choice between "
-                "elements belongs to operands; name one element"
-            )
-        if cast.refresh:
-            raise UserError(
-                f"{where}: refresh in place {place!r}, but it belongs to operands; remove the key"
-            )
-        if cast.keep_cast:
-            raise UserError(
-                f"{where}: keep_channels in place {place!r}, but it belongs to operands of a product; remove "
-                "the key"
-            )
-        if cast.center:
-            raise UserError(f"{where}: center in place {place!r}, but state has no tokens; remove the key")
+        for key in cast.beyond(STATE_KEYS):
+            why = _NOT_IN_STATE.get(key, "it belongs to operands of a product")
+            raise UserError(f"{where}: {key} in place {place!r}, but {why}; remove the key")
         if cast.is_scaled_by_row:
             raise UserError(
                 f"{where}: tensor_scale = {cast.tensor_scale!r} in place {place!r}, but it belongs to "
@@ -243,10 +258,10 @@ def require_reuse(casts: Mapping[str, Cast], saved: str | Cast, where: str) -> N
                 f"{where}: {place} = {cast.of!r}, but that is another tensor, of another shape; the place "
                 f"that sees this one before is {source!r}"
             )
-        if casts[source].hadamard:
+        if unknown_keys := casts[source].beyond(SOURCE_KEYS):
             raise UserError(
-                f"{where}: {place} = {source!r}, but {source} is transformed (hadamard), so its numbers are "
-                f"not the tensor's; name a cast in {place}, or transform neither"
+                f"{where}: {place} = {source!r}, but {source} is transformed ({', '.join(unknown_keys)}), so "
+                f"its numbers are not the tensor's; name a cast in {place}, or transform neither"
             )
         if place == "wgrad.x" and not isinstance(saved, str):
             raise UserError(
@@ -257,20 +272,10 @@ def require_reuse(casts: Mapping[str, Cast], saved: str | Cast, where: str) -> N
 
 def require_saved(saved: str | Cast, x: Cast, where: str) -> None:
     """Refuse to keep the operand `x` of fprop where its numbers are not those of the input."""
-    if saved == "operand" and (x.hadamard or x.outliers or x.center):
+    if saved == "operand" and (unknown_keys := x.beyond(OPERAND_KEYS)):
         raise UserError(
-            f"{where}: saved = 'operand', but fprop.x is transformed or without its outliers or mean, so its "
-            "numbers are not the tensor's; save 'input', or a cast"
-        )
-    if saved == "operand" and x.keep_channels:
-        raise UserError(
-            f"{where}: saved = 'operand', but channels of fprop.x are in two casts, whose codes are not "
-            "kept; save 'input', or a cast"
-        )
-    if saved == "operand" and x.elements:
-        raise UserError(
-            f"{where}: saved = 'operand', but blocks of fprop.x have one element or another, which is not "
-            "kept; save 'input', or a cast"
+            f"{where}: saved = 'operand', but fprop.x has {', '.join(unknown_keys)}, so its codes are "
+            "not all of the tensor; save 'input', or a cast"
         )
 
 

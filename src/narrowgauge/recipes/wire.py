@@ -17,6 +17,9 @@ from narrowgauge.errors import UserError
 from narrowgauge.quantization import Cast, make_cast
 
 WIDE = ("fp32", "bf16", "fp16")
+#: The keys of a cast in which weights travel, and of one in which gradients are added up.
+GATHER_KEYS = ("element", "scale", "power_of_two", "random_bits")
+REDUCE_KEYS = (*GATHER_KEYS, "prescale")
 
 
 def fitting_gather(requested: Cast, operands: Sequence[Cast], weight: Cast | None) -> Cast:
@@ -58,10 +61,8 @@ def require_gather(cast: Cast, operands: Sequence[Cast], weight: Cast | None, wh
 
 def require_reduce(cast: Cast, where: str) -> None:
     """Refuse to add up gradients in numbers that cannot be added without being scaled again."""
-    plain = not (cast.hadamard or cast.outliers or cast.history or cast.estimator_k or cast.split)
-    plain = plain and cast.headroom == 1 and not (cast.of or cast.feedback or cast.keep_cast)
-    scaled = cast.scale == "fp32" and cast.block is None and cast.element.bits == 8 and not cast.codebook
-    if not plain or cast.rounding != "nearest-even" or not (scaled or cast.name in WIDE):
+    scaled = cast.scale == "fp32" and cast.element.bits == 8
+    if cast.beyond(REDUCE_KEYS) or not (scaled or cast.name in WIDE):
         raise UserError(
             f"{where}: reduce = {cast.name!r}, but gradients are added up in {', '.join(WIDE)}, or in "
             "codes of a byte under one fp32 scale a tensor, such as e4m3, each sum rounded to the nearest"
@@ -78,7 +79,5 @@ def _keeps_products(cast: Cast, operands: Sequence[Cast]) -> bool:
     """Whether products see the same numbers of a weight that travelled in this cast as of one in fp32."""
     if cast.name == "fp32":
         return True
-    depends = cast.history or cast.hadamard or cast.outliers or cast.estimator_k or cast.block is not None
-    depends = depends or cast.headroom != 1 or bool(cast.keep_cast)
-    exact = cast.rounding == "nearest-even" and (cast.scale == "fp32" or not cast.is_scaled)
-    return exact and not depends and all(c == cast for c in operands)
+    is_one = cast.scale == "fp32" or not cast.is_scaled
+    return is_one and not cast.beyond(GATHER_KEYS) and all(c == cast for c in operands)

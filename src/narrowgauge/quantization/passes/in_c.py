@@ -99,7 +99,7 @@ def token_sums(x: torch.Tensor) -> torch.Tensor | None:
     Numbers of eight bits add up in float64 without any rounding, if they lie within 33 binades of each other
     (2^12 tokens): then the order of the sum, which is not torch's, decides no digit.
     """
-    one = Blocks(tuple(x.shape), (1,) * x.ndim)
+    one = Blocks.of(x.shape, (1,) * x.ndim)
     if x.ndim != 2 or x.dtype != torch.bfloat16 or not takes(x, one):
         return None
     x, (rows, columns) = x.contiguous(), x.shape

@@ -27,7 +27,7 @@ class RangeExpansion(NamedTuple):
     c: torch.Tensor
 
 
-def range_expansion(magnitudes: torch.Tensor, inner: list[int], element: Format) -> RangeExpansion:
+def range_expansion(magnitudes: torch.Tensor, inner: tuple[int, ...], element: Format) -> RangeExpansion:
     """The k and c of each block of a split tensor's magnitudes (float32, finite)."""
     largest = magnitudes.amax(inner, keepdim=True)
     smallest = torch.where(magnitudes > 0, magnitudes, math.inf).amin(inner, keepdim=True)

@@ -17,13 +17,20 @@ from narrowgauge.kernels import choose_products
 from narrowgauge.models import Transformer
 from narrowgauge.models.sizes import name_of
 from narrowgauge.nn import Linear, NarrowAttention, NarrowResidual
+from narrowgauge.quantization import Cast
 from narrowgauge.quantization import cast as named_cast
+from narrowgauge.quantization.cast import CODES_AND_SCALES
 from narrowgauge.runs.monitor.hardware import choose_device, use_device
 from narrowgauge.runs.monitor.products import products_of
 from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.step.build_model import build_model, go_to, in_force, load_model, newest_checkpoint
 
+#: The keys of fprop.x under which a token's operand depends on that token alone, if its scales do.
+TOKENWISE_KEYS = (
+    *(*CODES_AND_SCALES, "elements", "hadamard", "signs", "keep_channels", "keep_cast", "keep_steps"),
+    *("keep_every", "history", "history_algorithm", "margin", "estimator_k", "estimator_cap", "compensate"),
+)
 # Sequence length for an imported model, whose training length is unknown; short enough for a CPU.
 _WINDOW = 1024
 
@@ -76,16 +83,18 @@ class TrainedRun:
         for module in self.model.modules():
             if isinstance(module, NarrowAttention | NarrowResidual) and not module.is_tokenwise:
                 return False
-            if isinstance(module, Linear):
-                cast = module.spec.casts["fprop.x"]
-                parts = [cast, *([named_cast(cast.keep_cast)] if cast.keep_cast else [])]
-                scales_per_token = all(
-                    not c.is_scaled or (c.tensor_scale != "tensor" and (c.block or (0,))[0] == 1)
-                    for c in parts
-                )
-                if not scales_per_token or cast.outliers or cast.center or cast.is_random:
-                    return False
+            if isinstance(module, Linear) and not is_tokenwise(module.spec.casts["fprop.x"]):
+                return False
         return True
+
+
+def is_tokenwise(cast: Cast) -> bool:
+    """Whether a token's operand in a cast of fprop.x depends on that token alone."""
+    parts = [cast, *([named_cast(cast.keep_cast)] if cast.keep_cast else [])]
+    scales_per_token = all(
+        not c.is_scaled or (c.tensor_scale != "tensor" and (c.block or (0,))[0] == 1) for c in parts
+    )
+    return scales_per_token and not cast.beyond(TOKENWISE_KEYS) and not cast.is_random
 
 
 def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) -> TrainedRun:
