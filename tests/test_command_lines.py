@@ -25,8 +25,6 @@ from narrowgauge.cli.compare import read_plan
 from narrowgauge.cli.main import _options
 from narrowgauge.cli.parsing.options import config_values
 from narrowgauge.cluster.scaling.scaling import _plans, read_sizes
-from narrowgauge.experiment.design import Ladder
-from narrowgauge.experiment.grid import Point
 from narrowgauge.runs import default_out, lay_out
 from narrowgauge.training import make_config
 from support.markdown import blocks, shell_lines, titled
@@ -86,15 +84,11 @@ def check(words: list[str], processes: int = 1) -> list[Path]:
         options.config.touch()  # a reader's own, and the page does not show it
     if verb == "compare":
         vars(options).pop("model.weights", "")  # of a run that is not here
-        plan = read_plan(options)
-        if isinstance(plan, Ladder):
-            points = [Point(run.name, run.config) for chain in plan.chains for run in chain.runs]
-        else:
-            points = plan
-        for point in points:
-            lay_out(point.config, processes)
-        out = options.out or Path("runs") / f"compare-{points[0].config.model.name}"
-        return [out / point.name for point in points]
+        runs = read_plan(options).runs
+        for run in runs:
+            lay_out(run.config, processes)
+        out = options.out or Path("runs") / f"compare-{runs[0].config.model.name}"
+        return [out / run.name for run in runs]
     values = config_values(options)
     values.get("model", {}).pop("weights", "")  # of a run that is not here
     config = make_config(values)

@@ -91,7 +91,7 @@ def test_losses_that_somebody_measured_otherwise_are_no_result(tmp_path, changes
     found = {"step": 40, "own": 3.0, "bf16": 2.5, **asked, **changes}
     (tmp_path / run.name / "evaluation.json").write_text(json.dumps(found))
     assert [row.own_loss for row in collect_rows(ladder, tmp_path)] == [3.0] * counts
-    measures = [job.command[3] for job in jobs_of(ladder.chains[0], tmp_path)]
+    measures = [job.command[3] for job in jobs_of(ladder.chains[0], tmp_path, tmp_path, is_measured=True)]
     assert measures == ["eval"] * (not counts)
 
 
@@ -107,7 +107,7 @@ def test_a_loss_that_is_not_finite_is_a_result_and_null_in_json(tmp_path):
     json.loads((directory / "evaluation.json").read_text(), parse_constant=pytest.fail)
     (row,) = collect_rows(ladder, tmp_path)
     assert row.status == "diverged"
-    assert not list(jobs_of(ladder.chains[0], tmp_path))
+    assert not list(jobs_of(ladder.chains[0], tmp_path, tmp_path, is_measured=True))
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,11 @@
 
 import pytest
 
-from narrowgauge.experiment.compare import with_equal_threads
-from narrowgauge.experiment.grid import Point
+from narrowgauge.experiment.design import make_comparison
+from narrowgauge.experiment.grid import recipe_variants
+from narrowgauge.experiment.run import with_equal_threads
 from narrowgauge.runs.monitor import threads
 from narrowgauge.runs.run_directory import RunDirectory
-from narrowgauge.training import make_config
 
 
 @pytest.fixture(autouse=True)
@@ -17,15 +17,12 @@ def _cores(monkeypatch):
     monkeypatch.setattr(threads, "cores_of_others", lambda: 3.0)
 
 
-def points(**training):
-    keys = {"device": "cpu", **training}
-    return [
-        Point(name, make_config({"training": keys, "recipe": {"name": name}})) for name in ("bf16", "fp8")
-    ]
+def comparison(**training):
+    return make_comparison({"training": {"device": "cpu", **training}}, recipe_variants("bf16,fp8"), {}, "")
 
 
-def numbers(points, out):
-    return [point.config.training.threads for point in with_equal_threads(points, out)]
+def numbers(experiment, out):
+    return [run.config.training.threads for run in with_equal_threads(experiment, out).runs]
 
 
 def begun(path, config, recorded):
@@ -35,18 +32,18 @@ def begun(path, config, recorded):
 
 
 def test_the_free_cores_are_counted_once(tmp_path):
-    assert numbers(points(), tmp_path) == [5, 5]
-    assert numbers(points(threads=3), tmp_path) == [3, 3]
+    assert numbers(comparison(), tmp_path) == [5, 5]
+    assert numbers(comparison(threads=3), tmp_path) == [3, 3]
 
 
 def test_runs_that_come_later_have_the_number_of_those_that_are_there(tmp_path, monkeypatch):
-    (first, _) = with_equal_threads(points(), tmp_path)
+    first, _ = with_equal_threads(comparison(), tmp_path).runs
     begun(tmp_path / "bf16", first.config, recorded=5)
     monkeypatch.setattr(threads, "cores_of_others", lambda: 0.0)  # the other program has ended
-    assert numbers(points(), tmp_path) == [5, 5]
+    assert numbers(comparison(), tmp_path) == [5, 5]
 
 
 def test_a_run_of_before_goes_on_as_it_began(tmp_path):
     """Its configuration does not say the number, its metrics do."""
-    begun(tmp_path / "bf16", points()[0].config, recorded=6)
-    assert numbers(points(), tmp_path) == [0, 6]
+    begun(tmp_path / "bf16", comparison().runs[0].config, recorded=6)
+    assert numbers(comparison(), tmp_path) == [0, 6]

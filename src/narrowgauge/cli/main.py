@@ -27,7 +27,7 @@ from narrowgauge.cli.parsing.options import add_config_options, config_values
 from narrowgauge.cli.parsing.parser import Parser, check_verb, command_parser
 from narrowgauge.cluster import WorldFailed
 from narrowgauge.distributed import StoppedByPeer
-from narrowgauge.experiment.compare import ComparisonFailed
+from narrowgauge.experiment.engine import ComparisonFailed
 from narrowgauge.runs import OutOfMemory
 from narrowgauge.training import Config, Corrupted, Diverged, make_config
 

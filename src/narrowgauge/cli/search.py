@@ -32,8 +32,9 @@ from narrowgauge.analysis import (
 from narrowgauge.cli.analysis import add_subject, heading, open_subject, operand_cast, progress
 from narrowgauge.cluster import load_cluster
 from narrowgauge.errors import UserError
-from narrowgauge.experiment.compare import compare
-from narrowgauge.experiment.grid import RECIPE, Variant, make_points
+from narrowgauge.experiment.design import make_comparison
+from narrowgauge.experiment.grid import RECIPE, Variant
+from narrowgauge.experiment.run import train_runs
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.quantization import Cast
 from narrowgauge.recipes import load_recipe, matches
@@ -219,7 +220,9 @@ def _check(options: argparse.Namespace, probed: Probed, recipes: Mapping[str, st
     values["recipe"] = {"backend": probed.trained.config.recipe.backend}
     if options.steps:
         values["training"]["steps"] = options.steps
-    paths = compare(make_points(values, variants, {}, options.seeds), folder, console)
+    experiment = make_comparison(values, variants, {}, options.seeds)
+    train_runs(experiment, folder, console)
+    paths = [folder / run.name for run in experiment.runs]
     report = write_report(paths, folder / "report.html")
     runs = read_runs(paths)
     print_comparison(runs, console)

@@ -1,8 +1,13 @@
-"""The design of a ladder: arms, seeds and rungs, from the tables [experiment] and [arms] of a TOML file.
+"""The design of an experiment: arms, seeds, rungs and jobs.
 
     arm     a recipe or any other set of keys; the first is the reference
     seed    a block: all arms have the same initial weights and see the same tokens in the same order
     rung    a number of optimizer steps after which each arm is measured, its learning rate having fallen
+    job     a run at work; several jobs are trained side by side
+
+A comparison is the default case: one rung, one job. Its runs take turns, and each is validated as its
+configuration asks. The table [experiment] of a TOML file, `--rungs` or `--jobs` make a measured experiment:
+each run ends with two losses on the same held-out tokens (`jobs`).
 
 An arm of one seed is a chain. Its trunk is the run of the highest rung. The run of a lower rung is a branch:
 it leaves the trunk where its own learning rate begins to fall (`runs.use.branch`). So all rungs together
@@ -11,7 +16,7 @@ take little more than the highest.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from narrowgauge.errors import UserError
@@ -67,31 +72,56 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Ladder:
+class Experiment:
     """Chains in the order in which they are trained, and how.
 
     Attributes:
         arms: Their names, the reference first.
         seeds: The blocks.
-        rungs: Optimizer steps of each rung, ascending.
         chains: One for each arm and seed.
+        is_measured: Whether each run ends with two losses on the same held-out tokens.
         jobs: How many runs at a time.
-        threads: CPU threads of each.
+        threads: CPU threads of each run; 0 where each configuration has the number.
         products: In which precision a CPU multiplies, "bf16" or "fp32"; "": each run measures.
     """
 
     arms: tuple[str, ...]
     seeds: tuple[int, ...]
-    rungs: tuple[int, ...]
     chains: tuple[Chain, ...]
-    jobs: int
-    threads: int
+    is_measured: bool = False
+    jobs: int = 1
+    threads: int = 0
     products: str = ""
 
     @property
+    def runs(self) -> list[RungRun]:
+        """The runs of all chains."""
+        return [run for chain in self.chains for run in chain.runs]
+
+    @property
+    def rungs(self) -> int:
+        """The number of rungs."""
+        return len(self.chains[0].runs)
+
+    @property
     def family(self) -> list[str]:
-        """The arms of which the ladder asks: neither the reference nor controls."""
+        """The arms of which the experiment asks: neither the reference nor controls."""
         return [arm for arm in self.arms[1:] if not is_control(arm, self.arms[0])]
+
+
+def make_comparison(
+    values: Mapping[str, Any], arms: Sequence[Variant], grid: Mapping[str, list[Any]], seeds: str
+) -> Experiment:
+    """The experiment of one rung and one job: every point is a run with the values that it was given.
+
+    Raises:
+        UserError: a configuration is invalid, or there are fewer than two runs.
+    """
+    chains = []
+    for point in make_points(values, arms, grid, seeds):
+        arm, _ = _arm_of(point)
+        chains.append(Chain(arm, point.config.training.seed, RungRun(point.name, 1, point.config, None), ()))
+    return _experiment(chains)
 
 
 def make_ladder(
@@ -100,29 +130,30 @@ def make_ladder(
     grid: Mapping[str, list[Any]],
     seeds: str,
     table: Mapping[str, Any],
-) -> Ladder:
-    """The ladder of shared values, arms and the table [experiment], whose values the caller has overridden.
+) -> Experiment:
+    """The measured experiment of the table [experiment], whose values the caller has overridden.
 
     Raises:
         UserError: a configuration is invalid, or the rungs cannot share a trunk.
     """
     rungs = _rungs(table.get("rungs", []))
     values = {**values, "training": {**values.get("training", {}), "steps": rungs[-1]}}
-    points = make_points(values, arms, grid, seeds)
-    chains = [_chain(point, rungs, table) for point in points]
-    names = list(dict.fromkeys(chain.arm for chain in chains))
+    chains = [_chain(point, rungs, table) for point in make_points(values, arms, grid, seeds)]
     order = table.get("order", [])
-    group_of = {name: number for number, group in enumerate(order) for name in group} | {names[0]: 0}
-    chains.sort(key=lambda chain: group_of.get(chain.arm.partition(",")[0], len(order)))
-    return Ladder(
-        tuple(names),
-        tuple(dict.fromkeys(chain.seed for chain in chains)),
-        rungs,
-        tuple(chains),
-        _positive(table, "jobs", 1),
-        _positive(table, "threads", 1),
-        str(table.get("products", "")),
+    group_of = {name: number for number, group in enumerate(order) for name in group} | {chains[0].arm: 0}
+    return replace(
+        _experiment(chains),
+        chains=tuple(sorted(chains, key=lambda chain: group_of.get(chain.arm.partition(",")[0], len(order)))),
+        is_measured=True,
+        jobs=_positive(table, "jobs", 1),
+        threads=_positive(table, "threads", 1),
+        products=str(table.get("products", "")),
     )
+
+
+def _experiment(chains: Sequence[Chain]) -> Experiment:
+    arms, seeds = dict.fromkeys(c.arm for c in chains), dict.fromkeys(c.seed for c in chains)
+    return Experiment(tuple(arms), tuple(seeds), tuple(chains))
 
 
 def _rungs(steps: Sequence[Any]) -> tuple[int, ...]:
@@ -143,9 +174,7 @@ def _positive(table: Mapping[str, Any], key: str, default: int) -> int:
 def _chain(point: Point, rungs: tuple[int, ...], table: Mapping[str, Any]) -> Chain:
     """The trunk and the branches of one arm and seed, with the checkpoints that they need."""
     config = _measured(point.config, table)
-    seed = config.training.seed
-    end = f"-seed-{seed}"
-    arm, suffix = (point.name.removesuffix(end), end) if point.name.endswith(end) else (point.name, "")
+    arm, suffix = _arm_of(point)
     starts = [_branch_step(config, steps) for steps in rungs[:-1]]
     if starts:
         every = math.gcd(*starts, config.checkpoint.every)
@@ -158,7 +187,13 @@ def _chain(point: Point, rungs: tuple[int, ...], table: Mapping[str, Any]) -> Ch
     )
     for branch in branches:
         _require_shared(branch, config)
-    return Chain(arm, seed, RungRun(point.name, len(rungs), config, None), branches)
+    return Chain(arm, config.training.seed, RungRun(point.name, len(rungs), config, None), branches)
+
+
+def _arm_of(point: Point) -> tuple[str, str]:
+    """The name of a point's arm, and the end of the point's name that says its seed."""
+    end = f"-seed-{point.config.training.seed}"
+    return (point.name.removesuffix(end), end) if point.name.endswith(end) else (point.name, "")
 
 
 def _measured(config: Config, table: Mapping[str, Any]) -> Config:

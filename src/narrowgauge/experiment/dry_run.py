@@ -1,4 +1,4 @@
-"""What a ladder will take, before it starts: runs, tokens, hours. Speeds are measured, on some steps."""
+"""What an experiment will take, before it starts: runs, tokens, hours. Speeds are measured, on some steps."""
 
 import os
 import time
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from narrowgauge.data import open_data
-from narrowgauge.experiment.design import Chain, Ladder
+from narrowgauge.experiment.design import Chain, Experiment
 from narrowgauge.experiment.jobs import state_of
 from narrowgauge.kernels import choose_products
 from narrowgauge.report.read.listing import last_records
@@ -53,33 +53,39 @@ def measured_speed(config: Config, threads: int, products: str) -> float:
     return _STEPS * config.training.batch_size * config.data.sequence_length / seconds
 
 
-def arm_speeds(ladder: Ladder, out: Path, say: Callable[[str], object]) -> dict[str, float]:
+def arm_speeds(experiment: Experiment, out: Path, say: Callable[[str], object]) -> dict[str, float]:
     """Tokens a second of each arm: recorded where it has begun, measured elsewhere.
 
     Args:
-        ladder: The plan.
+        experiment: The plan.
         out: The directory of its runs.
         say: Called with a sentence before each measurement, as a first step that is compiled takes long.
     """
     speeds: dict[str, float] = {}
-    for chain in ladder.chains:
+    for chain in experiment.chains:
         if (speed := recorded_speed(chain, out)) is not None:
             speeds.setdefault(chain.arm, speed)
-    unknown = {chain.arm: chain for chain in reversed(ladder.chains) if chain.arm not in speeds}
-    for number, arm in enumerate((arm for arm in ladder.arms if arm in unknown), start=1):
+    unknown = {chain.arm: chain for chain in reversed(experiment.chains) if chain.arm not in speeds}
+    for number, arm in enumerate((arm for arm in experiment.arms if arm in unknown), start=1):
         config = unknown[arm].trunk.config
         first = "; the first is compiled, which may take minutes" if config.training.compile else ""
         say(f"timing {arm}, {number} of {len(unknown)}: {1 + _STEPS} steps{first}")
         torch.compiler.reset()  # else the ninth is not compiled: torch has eight variants of a function
-        speeds[arm] = measured_speed(config, ladder.threads, ladder.products)
+        speeds[arm] = measured_speed(config, _threads(experiment), experiment.products)
     return speeds
 
 
-def plan_lines(ladder: Ladder, out: Path, speeds: Mapping[str, float]) -> Sequence[str]:
+def _threads(experiment: Experiment) -> int:
+    """CPU threads of a run."""
+    pinned = experiment.chains[0].trunk.config.training.threads
+    return experiment.threads or pinned or torch.get_num_threads()
+
+
+def plan_lines(experiment: Experiment, out: Path, speeds: Mapping[str, float]) -> Sequence[str]:
     """The plan for people: a line for each arm, then the sum."""
     lines, hours = [], 0.0
-    for arm in ladder.arms:
-        chains = [chain for chain in ladder.chains if chain.arm == arm]
+    for arm in experiment.arms:
+        chains = [chain for chain in experiment.chains if chain.arm == arm]
         left = sum(tokens_left(chain, out) for chain in chains)
         took = left / speeds[arm] / 3600
         hours += took
@@ -89,10 +95,10 @@ def plan_lines(ladder: Ladder, out: Path, speeds: Mapping[str, float]) -> Sequen
             f"{arm:24} {runs:4} runs, {done} done, {human_count(left):>7} tokens left, "
             f"{speeds[arm]:8,.0f} tokens/s, {took:6.1f} h"
         )
-    total = sum(tokens_left(chain, out) for chain in ladder.chains)
-    wall = hours / ladder.jobs
+    total = sum(tokens_left(chain, out) for chain in experiment.chains)
+    wall = hours / experiment.jobs
     lines.append(
-        f"in all {human_count(total)} tokens left, {hours:.1f} hours of {ladder.threads} thread(s), "
-        f"{wall:.1f} h with {ladder.jobs} at a time on {os.cpu_count()} cores"
+        f"in all {human_count(total)} tokens left, {hours:.1f} hours of {_threads(experiment)} thread(s), "
+        f"{wall:.1f} h with {experiment.jobs} at a time on {os.cpu_count()} cores"
     )
     return lines

@@ -1,9 +1,15 @@
-"""Several runs side by side: each is a process with its share of the cores or with a GPU of its own.
+"""Runs the jobs of an experiment: each is a process, one after the other or several side by side.
 
 One loop starts a process wherever a place is free, and looks a few times a second which of them have ended. A
-place is a chain at a time, because a branch needs its trunk. SIGTERM, SIGUSR1 and Ctrl-C stop the ladder:
-every run saves, and the same line goes on. If this process is killed, the kernel kills its runs with it (on
-Linux), and they go on from their last checkpoints.
+place is a chain at a time, because a branch needs its trunk. Runs that take turns show their steps and have
+all cores and GPUs; each of several at a time writes to a log beside its directory, and has its share of the
+cores or a GPU of its own.
+
+SIGTERM, SIGUSR1 and Ctrl-C stop the experiment: every run saves, and the same line goes on. If this process
+is killed, the kernel kills its runs with it (on Linux), and they go on from their last checkpoints.
+
+Under a launcher (torchrun, srun) every launched process has an engine, and their children of one job are the
+ranks of one run. Their rendezvous uses the run's name, because a launcher's store outlives a run.
 """
 
 import os
@@ -18,15 +24,25 @@ from typing import BinaryIO
 
 import torch
 
-from narrowgauge.experiment.compare import ComparisonFailed
+from narrowgauge.distributed import RENDEZVOUS
 from narrowgauge.experiment.jobs import Job, state_of
-from narrowgauge.files import make_directory
 from narrowgauge.operating_system import STOP_SIGNALS
+from narrowgauge.report.read.records import read_status
 from narrowgauge.runs.monitor.products import PRODUCTS
 from narrowgauge.signals import COMPARED
 
 _POLL_S = 0.25
 _STOPPED = 75  # the exit code of a run that has saved and may go on
+_GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+class ComparisonFailed(Exception):
+    """A run of a comparison has no result; `code` is its exit code, negative if a signal killed it."""
+
+    def __init__(self, name: str, code: int) -> None:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        super().__init__(f"the run {name!r} {how}; the same line continues")
+        self.code = code
 
 
 @dataclass
@@ -47,22 +63,29 @@ class Engine:
     Attributes:
         places: How many processes run at a time.
         environment: Variables of each process.
-        show: Called often with the jobs that run, and with the one that has just ended, if any.
-        stop: The first signal that asked to stop.
-        failed: The jobs that failed without having diverged, with their exit codes.
+        show: Called often with the jobs that run, and with the one that has just ended well, if any.
+        has_logs: Whether a process writes to `OUT/NAME.log`; else to the terminal.
+        stop: The first signal that asked to stop, or SIGTERM after a run without a result.
+        failed: The jobs that failed, with their exit codes.
+        lost: Those of them that left no result: killed, stopped, or never begun.
     """
 
     places: int
     environment: Mapping[str, str]
     show: Callable[[Sequence[Job], Job | None], None]
+    has_logs: bool = True
     stop: int = 0
     failed: dict[str, int] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict)
 
-    def run(self, chains: Sequence[Iterator[Job]]) -> None:
-        """Run all jobs of all chains, a chain in its order.
+    def run(self, chains: Sequence[Iterator[Job]]) -> list[str]:
+        """Run all jobs of all chains, a chain in its order; returns the names of the runs that failed.
+
+        A run that fails by itself ends its chain, unless it diverged, and the others go on.
 
         Raises:
-            ComparisonFailed: a run failed, or a signal stopped the ladder; the same line continues.
+            ComparisonFailed: a run left no result, or a signal stopped the experiment; the same line
+                continues.
         """
         waiting = list(chains)[::-1]
         places = [Place(number) for number in range(self.places)]
@@ -79,11 +102,12 @@ class Engine:
                         place.process.kill()
                         place.process.wait()
                     _close(place)
-        for name, code in self.failed.items():
+        for name, code in self.lost.items():
             raise ComparisonFailed(name, code)
         left = [place.jobs for place in places] + waiting if self.stop else []
         for job in (job for jobs in left for job in jobs):  # those that ran have ended well all the same
             raise ComparisonFailed(job.name, _STOPPED)
+        return list(self.failed)
 
     def _fill(self, places: Sequence[Place], waiting: list[Iterator[Job]]) -> None:
         """Start a job in every free place, as long as there are any."""
@@ -97,30 +121,38 @@ class Engine:
                     break
 
     def _start(self, place: Place, job: Job) -> None:
-        make_directory(job.directory.parent)
-        place.log = job.directory.with_name(f"{job.directory.name}.log").open("ab")
-        environment = {**os.environ, COMPARED: "1", **self.environment, **_gpu(place.number)}
+        environment = {**os.environ, COMPARED: "1", RENDEZVOUS: job.name, **self.environment}
+        if self.places > 1:
+            environment |= _gpu(place.number)
+        if self.has_logs:
+            place.log = job.directory.with_name(f"{job.directory.name}.log").open("ab")
+        stdin = subprocess.DEVNULL if self.has_logs else None
         place.process = subprocess.Popen(
-            job.command, env=environment, stdin=subprocess.DEVNULL, stdout=place.log, stderr=place.log
+            job.command, env=environment, stdin=stdin, stdout=place.log, stderr=place.log
         )
         place.job = job
 
     def _collect(self, places: Sequence[Place]) -> None:
         """Note the processes that have ended."""
-        ended = None
         for place in places:
             if place.process is None or (code := place.process.poll()) is None:
                 continue
             ended, place.process, place.job = place.job, None, None
             _close(place)
             assert ended is not None
-            if code and not (ended.tokens and state_of(ended.directory) == "diverged"):
-                self.failed[ended.name] = code
-                place.jobs = iter(())  # its chain waits for the next time
-                if code == _STOPPED or code < 0:
-                    self.stop = self.stop or signal.SIGTERM
-            self.show([place.job for place in places if place.job], ended if code == 0 else None)
+            if code:
+                self._note_failure(place, ended, code)
+            self.show([place.job for place in places if place.job], None if code else ended)
         self.show([place.job for place in places if place.job], None)
+
+    def _note_failure(self, place: Place, job: Job, code: int) -> None:
+        self.failed[job.name] = code
+        if not (job.tokens and state_of(job.directory) == "diverged"):
+            place.jobs = iter(())  # its chain waits for the next time
+        status, _ = read_status(job.directory / "status.json")
+        if code == _STOPPED or code < 0 or (job.tokens and status != "failed"):
+            self.lost[job.name] = code
+            self.stop = self.stop or signal.SIGTERM
 
     @contextmanager
     def _signals(self, places: Sequence[Place]) -> Iterator[None]:
@@ -144,15 +176,18 @@ class Engine:
 
 
 def environment_of(threads: int, products: str) -> dict[str, str]:
-    """Variables of a process: its CPU threads, and the precision of its products; "": it measures."""
+    """Variables of a process: its CPU threads, and the precision of its matmuls; 0 and "": it chooses."""
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
-    return dict.fromkeys(names, str(threads)) | ({PRODUCTS: products} if products else {})
+    cores = dict.fromkeys(names, str(threads)) if threads else {}
+    return cores | ({PRODUCTS: products} if products else {})
 
 
 def _gpu(place: int) -> Mapping[str, str]:
-    """A GPU for each place; {} on a machine without one."""
-    count = torch.cuda.device_count()
-    return {"CUDA_VISIBLE_DEVICES": str(place % count)} if count else {}
+    """A GPU for each place, of those that this process may use; {} on a machine without one."""
+    if not (count := torch.cuda.device_count()):
+        return {}
+    visible = os.environ.get(_GPUS, "").split(",") if os.environ.get(_GPUS) else list(map(str, range(count)))
+    return {_GPUS: visible[place % count]}
 
 
 def _close(place: Place) -> None:

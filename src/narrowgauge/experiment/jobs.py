@@ -1,10 +1,10 @@
 """The commands that a chain still needs, found from what lies on the disk, and what becomes of them.
 
     train       the trunk; each branch, made from the trunk's checkpoint by `--branch`
-    eval        two losses on the held-out tokens: `eval --forward`
+    eval        of a measured experiment: two losses on the held-out tokens, `eval --forward`
 
 A run that has diverged is a result. Nothing else is remembered: the next command follows from the run
-directories, so a ladder goes on after any kill.
+directories, so an experiment goes on after any kill.
 """
 
 import json
@@ -18,11 +18,10 @@ from pathlib import Path
 from narrowgauge.checkpoint import steps
 from narrowgauge.errors import UserError
 from narrowgauge.experiment.design import Chain, RungRun
-from narrowgauge.files import make_directory, write_whole
+from narrowgauge.files import write_whole
 from narrowgauge.report.read.records import read_status
 from narrowgauge.runs.run_directory import EVALUATION, RunDirectory
 from narrowgauge.training import to_toml
-from narrowgauge.training.config.diff import config_diff
 
 FORWARD = "bf16"  # the recipe of the second loss
 _DIVERGED = ("Diverged", "PoisonedError")  # how the reason of such a run begins
@@ -46,26 +45,25 @@ def state_of(directory: Path) -> str:
     return "diverged" if status == "failed" and reason.startswith(_DIVERGED) else "open"
 
 
-def require_same(chain: Chain, out: Path) -> None:
-    """Check that the runs that are there already are those of the chain.
+def require_same(run: RungRun, out: Path) -> None:
+    """Check that the run that is there already, if any, began with the same values: `train`'s own rule.
 
     Raises:
-        UserError: one began with other values.
+        UserError: it began with other values.
     """
-    for run in chain.runs:
-        directory = out / run.name
-        if not (directory / "config.toml").exists():
-            continue
-        if changes := config_diff(RunDirectory(directory).config(), run.config):
-            key, (old, new) = next(iter(changes.items()))
-            raise UserError(
-                f"{directory} holds a run with {key} = {old!r}, and now it is {new!r}; restore what it began "
-                "with, or name another directory with --out"
-            )
+    directory = RunDirectory(out / run.name)
+    if not (directory.path / "config.toml").is_file():
+        return
+    for key, (old, new) in directory.changes(run.config).items():
+        change = f"{key} = {old!r}, and now it is {new!r}" if old != new else f"another text of {new!r}"
+        raise UserError(
+            f"{directory.path} holds a run with {change}; restore what it began with, or name another "
+            "directory with --out"
+        )
 
 
 def is_complete(chain: Chain, out: Path) -> bool:
-    """Whether nothing is left to do."""
+    """Whether nothing of a chain of a measured experiment is left to do."""
     return all(_is_measured(run, out / run.name) for run in chain.runs)
 
 
@@ -93,26 +91,31 @@ def losses_of(run: RungRun, directory: Path) -> tuple[float, float] | None:
         return None
 
 
-def jobs_of(chain: Chain, out: Path) -> Iterator[Job]:
-    """The commands that are left, each found when it is asked for; checkpoints are removed at the end.
+def jobs_of(chain: Chain, out: Path, files: Path, is_measured: bool) -> Iterator[Job]:
+    """The commands that are left, each found when it is asked for.
 
     A branch whose checkpoint the trunk no longer has, or never reached, is trained from its beginning: that
-    gives the same digits.
+    gives the same digits. At the end of a measured chain only the last checkpoint of each run is kept.
+
+    Args:
+        chain: One arm of one seed.
+        out: The directory of the runs.
+        files: Where the configurations of the runs are written: `out`, or another on ranks but the first.
+        is_measured: Whether each run is evaluated after its end.
     """
     for run in (chain.trunk, *chain.branches):
         directory = out / run.name
         if state_of(directory) == "open":
-            yield Job(run.name, tuple(_train(run, chain, out)), directory, run.tokens_to_train)
-        if not _is_measured(run, directory):
+            yield Job(run.name, tuple(_train(run, chain, out, files)), directory, run.tokens_to_train)
+        if is_measured and not _is_measured(run, directory):
             yield Job(run.name, tuple(_evaluate(run, directory)), directory, 0)
-    for run in chain.runs:
+    for run in chain.runs if is_measured else ():
         _remove_checkpoints(out / run.name, run.config.training.steps)
 
 
-def _train(run: RungRun, chain: Chain, out: Path) -> Iterator[str]:
+def _train(run: RungRun, chain: Chain, out: Path, files: Path) -> Iterator[str]:
     """The words of the command that trains a run or goes on with it."""
-    make_directory(out)
-    file = out / f"{run.name}.toml"
+    file = files / f"{run.name}.toml"
     write_whole(file, to_toml(run.config))
     yield from (sys.executable, "-m", "narrowgauge", "train", str(file), "--out", str(out / run.name))
     trunk = out / chain.trunk.name

@@ -12,7 +12,7 @@ from typing import Any
 
 from narrowgauge.analysis import open_probed, probe, probe_json
 from narrowgauge.errors import UserError
-from narrowgauge.experiment.design import Ladder
+from narrowgauge.experiment.design import Experiment
 from narrowgauge.experiment.jobs import state_of
 from narrowgauge.files import write_whole
 from narrowgauge.runs.run_directory import PROBE
@@ -29,12 +29,12 @@ def read_probe(out: Path) -> Mapping[str, Any] | None:
     return found if isinstance(found, dict) and "recipes" in found else None
 
 
-def probe_arms(ladder: Ladder, out: Path) -> None:
+def probe_arms(experiment: Experiment, out: Path) -> None:
     """Probe the recipe of each arm whose runs are done and that is not in OUT/probe.json yet."""
-    trunk = ladder.chains[0].trunk
+    trunk = experiment.chains[0].trunk
     known = dict((read_probe(out) or {}).get("recipes", {}))
     recipes = {
-        c.arm: c.trunk.config.spec.recipe for c in ladder.chains if state_of(out / c.trunk.name) == "done"
+        c.arm: c.trunk.config.spec.recipe for c in experiment.chains if state_of(out / c.trunk.name) == "done"
     }
     new = [replace(recipe, name=arm) for arm, recipe in recipes.items() if arm not in known]
     if not new or state_of(out / trunk.name) != "done":
@@ -45,5 +45,5 @@ def probe_arms(ladder: Ladder, out: Path) -> None:
         return
     found = probe_json(probe(subject, new, _DRAWS), run=trunk.name, draws=_DRAWS)
     by_arm = {**known, **found["recipes"]}
-    found["recipes"] = {arm: by_arm[arm] for arm in ladder.arms if arm in by_arm}
+    found["recipes"] = {arm: by_arm[arm] for arm in experiment.arms if arm in by_arm}
     write_whole(out / PROBE, json.dumps(found, indent=1) + "\n")

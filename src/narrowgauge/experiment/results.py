@@ -3,20 +3,20 @@
 import math
 from pathlib import Path
 
-from narrowgauge.experiment.design import Ladder, RungRun
+from narrowgauge.experiment.design import Experiment, RungRun
 from narrowgauge.experiment.jobs import losses_of, state_of
 from narrowgauge.report.verdict.rows import DIVERGED, DONE, Row
 
 
-def collect_rows(ladder: Ladder, out: Path) -> list[Row]:
+def collect_rows(experiment: Experiment, out: Path) -> list[Row]:
     """The rows of the runs that are finished, by arm, seed and rung."""
     rows = []
-    for chain in ladder.chains:
+    for chain in experiment.chains:
         for run in chain.runs:
             if (losses := _losses(out / run.name, run)) is not None:
                 status = DIVERGED if math.isnan(losses[0]) else DONE
                 rows.append(Row(chain.arm, chain.seed, run.rung, run.tokens, *losses, status))
-    order = {arm: number for number, arm in enumerate(ladder.arms)}
+    order = {arm: number for number, arm in enumerate(experiment.arms)}
     return sorted(rows, key=lambda row: (order[row.arm], row.seed, row.rung))
 
 

@@ -1,14 +1,22 @@
-"""Trains a ladder, or goes on with it; writes OUT/runs.csv and OUT/report.html as results come in."""
+"""Trains the runs of an experiment, or goes on with them, and reports what they show.
 
-from collections.abc import Sequence
+A run that is done or has diverged is a result and is not trained again; any other is begun or goes on, so the
+same line continues an experiment after any stop.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
 from narrowgauge.errors import UserError
-from narrowgauge.experiment.design import Ladder
+from narrowgauge.experiment.design import Chain, Experiment
 from narrowgauge.experiment.dry_run import arm_speeds, plan_lines, tokens_left
 from narrowgauge.experiment.engine import Engine, environment_of
+from narrowgauge.experiment.gate import Gate, gate_results
 from narrowgauge.experiment.jobs import Job, is_complete, jobs_of, require_same, state_of
 from narrowgauge.experiment.power import power_text
 from narrowgauge.experiment.probe import probe_arms, read_probe
@@ -16,86 +24,232 @@ from narrowgauge.experiment.results import collect_rows
 from narrowgauge.experiment.watch import Watch
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.models import count_block_weights
+from narrowgauge.report import print_comparison, read_runs, write_report
 from narrowgauge.report.page.rungs import render_page
 from narrowgauge.report.table.rungs import print_results
 from narrowgauge.report.verdict.rows import rows_text
 from narrowgauge.report.verdict.rungs import ArmResult, arm_results
+from narrowgauge.report.verdict.verdict import paired_gaps
+from narrowgauge.runs import choose_device
+from narrowgauge.runs.monitor.threads import threads_of
+from narrowgauge.runs.run_directory import RunDirectory
 
 
-def run_ladder(ladder: Ladder, out: Path, console: Console, is_dry: bool = False) -> None:
-    """Say what the plan will see; then train what is left, and show the results.
+def run_experiment(
+    experiment: Experiment,
+    out: Path,
+    console: Console,
+    rank: int = 0,
+    gate: Gate | None = None,
+    command: str = "",
+) -> int:
+    """Print which gap the experiment will show, train what is left, and report the results.
 
     Args:
-        ladder: The plan.
+        experiment: The design.
         out: The directory of its runs.
         console: Where it is shown.
-        is_dry: Only say what it will take.
+        rank: The rank of this process under its launcher; rank 0 alone writes into `out`.
+        gate: The largest gap that is accepted.
+        command: The command line, for the page.
+
+    Returns:
+        The exit code: 1 if a run failed, or if a variant does not pass the gate.
 
     Raises:
-        UserError: the directory cannot be written.
-        ComparisonFailed: a run failed, or a signal stopped the ladder; the same line continues.
+        UserError: the directory cannot be written, or holds other runs.
+        ComparisonFailed: a run was killed or stopped, or could not begin; the same line continues.
     """
-    for chain in ladder.chains:
-        require_same(chain, out)
-    for sentence in _sight(ladder, out):
+    for sentence in _sight(experiment, out):
+        console.print(sentence, style="dim", markup=False, highlight=False, soft_wrap=True)
+    failed = train_runs(experiment, out, console, rank)
+    paths = [out / run.name for run in experiment.runs]
+    results = [] if gate is None else gate_results(read_runs(paths), gate)
+    code = 1 if failed or any(result.word != "pass" for result in results) else 0
+    if rank:  # the first of several processes reports for all
+        return code
+    if experiment.is_measured:
+        probe_arms(experiment, out)
+        write_results(experiment, out)
+        print_results(_results(experiment, out), console)
+        _say(console, f"results: {out / 'runs.csv'}")
+    else:
+        write_report(paths, out / "report.html", command)
+        print_comparison(read_runs(paths), console)
+    for result in results:
+        _say(console, f"gate {gate}: {result.name} {result.word}; {result.reason}")
+    if failed:
+        _say(console, _failure_text(failed, len(paths), out))
+    _say(console, f"report: {out / 'report.html'}")
+    return code
+
+
+def print_plan(experiment: Experiment, out: Path, console: Console) -> None:
+    """Print which gap the experiment will show and which runs, tokens and hours are left; train nothing."""
+    experiment = with_equal_threads(experiment, out)
+    for run in experiment.runs:
+        require_same(run, out)
+    for sentence in _sight(experiment, out):
         _say(console, sentence)
-    if is_dry:
-        speeds = arm_speeds(ladder, out, lambda sentence: _say(console, sentence))
-        for line in plan_lines(ladder, out, speeds):
-            _say(console, line)
-        return
-    try:
-        make_directory(out)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror}; name another with --out") from None
-    runs = [run for chain in ladder.chains for run in chain.runs]
-    left = sum(tokens_left(chain, out) for chain in ladder.chains)
-    done = sum(state_of(out / run.name) != "open" for run in runs)
-    with Watch(console, left, len(runs), done) as watch:
+    speeds = arm_speeds(experiment, out, lambda sentence: _say(console, sentence))
+    for line in plan_lines(experiment, out, speeds):
+        _say(console, line)
+
+
+def train_runs(experiment: Experiment, out: Path, console: Console, rank: int = 0) -> list[str]:
+    """Train what is left of an experiment; returns the names of the runs that failed.
+
+    A run of a measured experiment that diverged has not failed: it is a row of the results.
+
+    Raises:
+        UserError: the directory cannot be written, or holds other runs.
+        ComparisonFailed: a run was killed or stopped, or could not begin; the same line continues.
+    """
+    experiment = with_equal_threads(experiment, out)
+    for run in experiment.runs:
+        require_same(run, out)
+    with ExitStack() as stack:
+        files = out if rank == 0 else Path(stack.enter_context(TemporaryDirectory()))
+        try:
+            make_directory(files)
+        except OSError as error:
+            raise UserError(f"{out} cannot be written: {error.strerror}; name another with --out") from None
+        if experiment.is_measured:
+            failed = _side_by_side(experiment, out, console)
+        else:
+            failed = _in_turns(experiment, out, files, console)
+    names = [
+        run.name
+        for run in experiment.runs
+        if run.name in failed or RunDirectory(out / run.name).status() == "failed"
+    ]
+    return [name for name in names if not (experiment.is_measured and state_of(out / name) == "diverged")]
+
+
+def _in_turns(experiment: Experiment, out: Path, files: Path, console: Console) -> list[str]:
+    """Train one run after the other, which shows its steps."""
+
+    def announced(number: int, chain: Chain) -> Iterator[Job]:
+        name = chain.trunk.name
+        console.print(f"\n{number}/{len(experiment.chains)}  {name}", style="bold", highlight=False)
+        if (state := state_of(out / name)) != "open":
+            again = "is done; to train again" if state == "done" else "has diverged; to train it otherwise"
+            _say(console, f"{out / name} {again}, name another directory with --out")
+        yield from jobs_of(chain, out, files, is_measured=False)
+
+    chains = [announced(number, chain) for number, chain in enumerate(experiment.chains, start=1)]
+    return Engine(1, {}, lambda jobs, ended: None, has_logs=False).run(chains)
+
+
+def _side_by_side(experiment: Experiment, out: Path, console: Console) -> list[str]:
+    """Train several runs at a time, and write the results as they come in."""
+    left = sum(tokens_left(chain, out) for chain in experiment.chains)
+    done = sum(state_of(out / run.name) != "open" for run in experiment.runs)
+    with Watch(console, left, len(experiment.runs), done) as watch:
 
         def show(jobs: Sequence[Job], ended: Job | None) -> None:
             watch.show(jobs, ended)
             if ended is not None and not ended.tokens:
-                write_results(ladder, out)
+                write_results(experiment, out)
 
-        chains = [jobs_of(chain, out) for chain in ladder.chains if not is_complete(chain, out)]
+        chains = [
+            jobs_of(chain, out, out, is_measured=True)
+            for chain in experiment.chains
+            if not is_complete(chain, out)
+        ]
+        engine = Engine(experiment.jobs, environment_of(experiment.threads, experiment.products), show)
         try:
-            Engine(ladder.jobs, environment_of(ladder.threads, ladder.products), show).run(chains)
+            return engine.run(chains)
         finally:
-            write_results(ladder, out)
-    probe_arms(ladder, out)
-    write_results(ladder, out)
-    print_results(_results(ladder, out), console)
-    _say(console, f"results: {out / 'runs.csv'}")
-    _say(console, f"report: {out / 'report.html'}")
+            write_results(experiment, out)
+            for name in engine.failed:
+                _say(console, f"{name}: {_last_line(out / f'{name}.log')}")
 
 
-def write_results(ladder: Ladder, out: Path) -> None:
+def with_equal_threads(experiment: Experiment, out: Path) -> Experiment:
+    """The experiment with `training.threads`, the same in all runs on a CPU that do not have it.
+
+    The last digits of losses follow from it. It is the number of the runs that are there already, or that of
+    the cores that are free now; a run that has begun keeps its own. On a GPU no digit depends on it.
+    """
+    if experiment.threads:  # each process is given them
+        return experiment
+    found = {run.name: RunDirectory(out / run.name) for run in experiment.runs}
+    begun = {name: run for name, run in found.items() if (run.path / "config.toml").is_file()}
+    number = next((threads for run in begun.values() if (threads := run.threads())), 0)
+    number = number or threads_of([])[0]
+
+    def with_threads(chain: Chain) -> Chain:
+        name, training = chain.trunk.name, chain.trunk.config.training
+        if training.threads or choose_device(training.device).type != "cpu":
+            return chain
+        threads = begun[name].config().training.threads if name in begun else number
+        keys = {"training": training.model_copy(update={"threads": threads})}
+        return replace(chain, trunk=replace(chain.trunk, config=chain.trunk.config.model_copy(update=keys)))
+
+    return replace(experiment, chains=tuple(map(with_threads, experiment.chains)))
+
+
+def write_results(experiment: Experiment, out: Path) -> None:
     """Write runs.csv and report.html from the runs that are finished."""
-    rows = collect_rows(ladder, out)
+    rows = collect_rows(experiment, out)
     write_whole(out / "runs.csv", rows_text(rows))
     if rows:
-        parameters = count_block_weights(ladder.chains[0].trunk.config.spec.model)
-        page = render_page(rows, parameters, read_probe(out), ladder.arms[0], ladder.family)
+        page = render_page(
+            rows, _parameters(experiment), read_probe(out), experiment.arms[0], experiment.family
+        )
         write_whole(out / "report.html", page)
 
 
-def _results(ladder: Ladder, out: Path) -> list[ArmResult]:
+def _results(experiment: Experiment, out: Path) -> list[ArmResult]:
     """The results of the runs that are finished."""
-    parameters = count_block_weights(ladder.chains[0].trunk.config.spec.model)
-    return arm_results(collect_rows(ladder, out), ladder.arms[0], ladder.family, parameters)
+    rows = collect_rows(experiment, out)
+    return arm_results(rows, experiment.arms[0], experiment.family, _parameters(experiment))
 
 
-def _sight(ladder: Ladder, out: Path) -> Sequence[str]:
+def _parameters(experiment: Experiment) -> int:
+    return count_block_weights(experiment.chains[0].trunk.config.spec.model)
+
+
+def _sight(experiment: Experiment, out: Path) -> Sequence[str]:
     """Which gap each rung will be able to show."""
-    parameters = count_block_weights(ladder.chains[0].trunk.config.spec.model)
     sentences = []
-    results = _results(ladder, out)
-    for number, run in enumerate(ladder.chains[0].runs, start=1):
-        gaps = {result.arm: result.gaps for result in results if result.rung == number}
-        text = power_text(len(ladder.seeds), len(ladder.family), run.tokens, parameters, gaps)
-        sentences.append(f"rung {number}: {text}")
+    for number, run in enumerate(experiment.chains[0].runs, start=1):
+        text = power_text(
+            len(experiment.seeds),
+            len(experiment.family),
+            run.tokens,
+            _parameters(experiment),
+            _gaps_so_far(experiment, out, number),
+        )
+        sentences.append(f"rung {number}: {text}" if experiment.rungs > 1 else text)
     return sentences
+
+
+def _gaps_so_far(experiment: Experiment, out: Path, rung: int) -> dict[str, dict[int, float]]:
+    """The gaps in percent of each arm at a rung, by seed, of the runs that are done."""
+    if experiment.is_measured:
+        return {one.arm: dict(one.gaps) for one in _results(experiment, out) if one.rung == rung}
+    done = [out / run.name for run in experiment.runs if state_of(out / run.name) == "done"]
+    return paired_gaps(read_runs(done)) if done else {}
+
+
+def _failure_text(failed: Sequence[str], runs: int, out: Path) -> str:
+    """How many runs failed, and which of them the same line tries again."""
+    again = [name for name in failed if state_of(out / name) == "open"]
+    text = f"{len(failed)} of {runs} runs failed: {', '.join(failed)}"
+    if not again:
+        return text
+    return f"{text}; the same line tries {'' if len(again) == len(failed) else ', '.join(again) + ' '}again"
+
+
+def _last_line(log: Path) -> str:
+    """The last line that a run wrote to its log: why it ended."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError:
+        return "it left no log"
+    return next((line.strip() for line in reversed(lines) if line.strip()), "its log is empty")
 
 
 def _say(console: Console, text: str) -> None:

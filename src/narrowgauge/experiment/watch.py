@@ -1,4 +1,4 @@
-"""The table that is shown while a ladder is trained: runs at work, what is done, the time that is left."""
+"""The table that is shown while runs are trained side by side: runs at work, runs done, the time left."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ class Watch:
         done: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Show a ladder of which `done` of `runs` runs are finished, with so many tokens left to train."""
+        """Show an experiment: `done` of `runs` runs are finished, and `left_tokens` are left to train."""
         self.console, self.left, self.runs, self.done = console, left_tokens, runs, done
         self.trained = 0  # tokens of finished runs since the start
         self.clock = clock

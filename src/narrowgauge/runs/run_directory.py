@@ -202,15 +202,24 @@ class RunDirectory:
                 f"the run directory {self.path} cannot be written: {error.strerror}; "
                 "name another with --out, or mend its permissions"
             ) from None
+        changes = self.changes(config)
+        require_allowed(self.path, changes, allowed)
+        return changes
+
+    def changes(self, config: Config) -> ConfigDiff:
+        """Every key by which a configuration differs from that of the run that began here.
+
+        Raises:
+            UserError: the directory holds no run, or its configuration is damaged.
+        """
         changes = config_diff(self.config(), config)
-        if self.recipe_text() != recipe_text:
+        if self.recipe_text() != config.spec.recipe.text:
             changes.setdefault("recipe.name", (config.recipe.name, config.recipe.name))
         if config.training.fit_micro_batch:  # it was chosen, and is recorded in `adopt`
             changes.pop(_MICRO_BATCH, None)
         versions = [str(line["torch"]) for line in self.lines() if "torch" in line]
         if versions and versions[-1] != torch.__version__:
             changes[TORCH] = versions[-1], torch.__version__
-        require_allowed(self.path, changes, allowed)
         return changes
 
     def adopt(self, config: Config, changes: ConfigDiff, digest: str, step: int, run_id: str) -> None:
