@@ -6,8 +6,8 @@ facts decide which recipes are native, kernels are launched, copies to it are pi
 but tell (`tell`) what a GPU would do: so memory and work of a step can be counted on any machine, without a
 driver, a compiler or the memory.
 
-    memory    `runs.monitor.memory_estimate`
-    work      `bench.count`
+    memory    `simulate.memory_estimate`
+    work      `simulate.count`
 """
 
 from collections.abc import Callable, Iterator, Sequence

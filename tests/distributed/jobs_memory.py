@@ -6,8 +6,8 @@ import torch.distributed as dist
 from narrowgauge.data import open_data
 from narrowgauge.distributed import CommCounter, Mesh
 from narrowgauge.runs.loop.parallel_dims import parallel_dims_of
-from narrowgauge.runs.monitor.memory import measured
-from narrowgauge.runs.monitor.memory_tracker import MemoryTracker
+from narrowgauge.simulate.memory import measured
+from narrowgauge.simulate.memory_tracker import MemoryTracker
 from narrowgauge.training.config.config import make_config
 from narrowgauge.training.step.trainer import Trainer
 

@@ -3,8 +3,8 @@
 import pytest
 
 from narrowgauge.distributed import ParallelDims, resolve_dims
-from narrowgauge.runs.monitor import memory
-from narrowgauge.runs.monitor.memory_estimate import estimate_step
+from narrowgauge.simulate import memory
+from narrowgauge.simulate.memory_estimate import estimate_step
 from narrowgauge.training import make_config
 
 

@@ -6,7 +6,7 @@ it can only fall; the goal stands beside it. Whoever lowers a figure lowers its 
 
 import pytest
 
-from narrowgauge.bench.count.speeds import FUNCTION_S, LAUNCH_S
+from narrowgauge.simulate.speeds import FUNCTION_S, LAUNCH_S
 from support.gpu_count import counted, whole
 
 BIG, SMALL, EIGHT, GPT2 = "qwen2.5-1.5b", "qwen2.5-0.5b", "llama3-8b", "gpt2-124m"

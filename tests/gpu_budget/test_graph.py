@@ -13,10 +13,10 @@ import weakref
 import pytest
 import torch
 
-from narrowgauge.bench.count.recorder import Recorder
 from narrowgauge.data import Batch
 from narrowgauge.devices import imagine
 from narrowgauge.recipes import named_device
+from narrowgauge.simulate.recorder import Recorder
 from narrowgauge.torch_compat import operation_name, storage_key, tree_iter
 from narrowgauge.training import make_config
 from narrowgauge.training.step.trainer import Trainer

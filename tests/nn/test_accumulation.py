@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from narrowgauge.bench.count import count_step
 from narrowgauge.models import Transformer, initialize, model_config
 from narrowgauge.nn import convert
 from narrowgauge.nn import linear_function as products
 from narrowgauge.nn.linear import accumulating
 from narrowgauge.recipes import named_device
+from narrowgauge.simulate import count_step
 from narrowgauge.training import make_config
 
 SIZES = {"dim": 64, "layers": 2, "ffn_dim": 96, "vocab_size": 64, "max_sequence_length": 32}

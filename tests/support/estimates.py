@@ -1,6 +1,6 @@
 """What a run is expected to take is worked out once a session for each kind of step.
 
-A run begins with a step on the meta device (`runs.monitor.memory_estimate`), which takes longer than the
+A run begins with a step on the meta device (`simulate.memory_estimate`), which takes longer than the
 steps of a tiny run. It is a function of the model, the recipe, the batch and the mesh, and hundreds of runs
 of the tests differ in nothing of these. So its results lie in files that all processes of a session share.
 Who asks for an estimate itself (`narrowgauge plan`, the tests of memory) gets a fresh one: only that of a
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from narrowgauge.runs.monitor import memory_advice
+from narrowgauge.runs.monitor import memory_check
 
 VARIABLE = "NARROWGAUGE_TESTS_ESTIMATES"  # the directory, for processes that the tests start
 
@@ -35,7 +35,7 @@ def kind_of_step(config: Any, parallel_dims: tuple[Any, ...]) -> str:
 
 def keep_estimates(directory: Path, patch: pytest.MonkeyPatch) -> None:
     """Let runs of this process find what was worked out before, and leave what they work out."""
-    work_out = memory_advice.estimate_memory
+    work_out = memory_check.estimate_memory
 
     def estimate_memory(config: Any, *parallel_dims: Any) -> Any:
         file = directory / kind_of_step(config, parallel_dims)
@@ -45,7 +45,7 @@ def keep_estimates(directory: Path, patch: pytest.MonkeyPatch) -> None:
             own.rename(file)
         return pickle.loads(file.read_bytes())
 
-    patch.setattr(memory_advice, "estimate_memory", estimate_memory)
+    patch.setattr(memory_check, "estimate_memory", estimate_memory)
 
 
 def keep_estimates_as_told() -> None:

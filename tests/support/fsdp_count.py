@@ -15,14 +15,14 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from narrowgauge.bench.count import H200
-from narrowgauge.bench.count.recorder import Recorder
-from narrowgauge.bench.count.result import Total
 from narrowgauge.data import Batch
 from narrowgauge.devices import imagine
 from narrowgauge.distributed import Mesh, ParallelDims
 from narrowgauge.distributed.parallel import parallelize
 from narrowgauge.recipes import named_device
+from narrowgauge.simulate import H200
+from narrowgauge.simulate.count import Total
+from narrowgauge.simulate.recorder import Recorder
 from narrowgauge.torch_compat import register_fake_backend
 from narrowgauge.training import make_config
 from narrowgauge.training.step.trainer import Trainer

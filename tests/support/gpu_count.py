@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from functools import cache
 
-from narrowgauge.bench.count import count_step, count_whole
 from narrowgauge.recipes import named_device
+from narrowgauge.simulate import count_step, count_whole
 from narrowgauge.training import make_config
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.recipes import named_device
-from narrowgauge.runs import estimate_step
+from narrowgauge.simulate import estimate_step
 from narrowgauge.training import make_config
 
 GB, GIB = 10**9, 2**30

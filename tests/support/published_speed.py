@@ -15,7 +15,8 @@ from narrowgauge.cluster import load_cluster
 from narrowgauge.cluster.plan.estimate import Estimate, estimate
 from narrowgauge.devices import imagine
 from narrowgauge.models import count_parameters
-from narrowgauge.runs import estimate_step, parallel_dims_of
+from narrowgauge.runs import parallel_dims_of
+from narrowgauge.simulate import estimate_step
 from narrowgauge.training import Config, make_config
 
 SOURCES = {

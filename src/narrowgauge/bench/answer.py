@@ -2,7 +2,7 @@
 
     verify      the checks (`bench.verify`)
     measured    ceilings, a step's time by class, peers: the figures of `bench`, if a step was timed
-    counted     the same step as it is counted for this GPU (`bench.count`), if it is one
+    counted     the same step as it is counted for this GPU (`simulate.count`), if it is one
 
 The files are written anew after each part, so that a later part that fails takes nothing away.
 """
@@ -14,13 +14,13 @@ from html import escape
 from pathlib import Path
 
 from narrowgauge.bench.bench import BenchResult
-from narrowgauge.bench.count import StepCount
 from narrowgauge.bench.timing import Spread
 from narrowgauge.bench.verify import Verdict
 from narrowgauge.bench.verify.check import DIFFERS
 from narrowgauge.bench.worker import OURS
 from narrowgauge.files import write_whole
 from narrowgauge.report.page.plain_page import html_table, plain_page
+from narrowgauge.simulate import StepCount
 
 
 @dataclass(frozen=True)

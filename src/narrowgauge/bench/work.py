@@ -28,7 +28,7 @@ from narrowgauge.nn import DTYPES, Linear
 from narrowgauge.quantization import Cast, kept_count
 from narrowgauge.quantization import cast as named_cast
 from narrowgauge.recipes import GEMM_PLACES
-from narrowgauge.runs import estimate_memory
+from narrowgauge.simulate import estimate_memory
 from narrowgauge.training import Config
 
 #: The kind of a native product, by the format of its scales; all others are fp8.

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from narrowgauge.bench import bench
 from narrowgauge.bench.answer import Answer
-from narrowgauge.bench.count import H200, Speeds, count_step, print_count
+from narrowgauge.bench.count_table import print_count
 from narrowgauge.bench.peers import check_peers
 from narrowgauge.bench.verify import verify
 from narrowgauge.cli.ending import EXIT_DONE, EXIT_FAILED
@@ -23,6 +23,7 @@ from narrowgauge.files import write_whole
 from narrowgauge.kernels import has_kernels
 from narrowgauge.recipes import device_facts, named_device
 from narrowgauge.runs import choose_device
+from narrowgauge.simulate import H200, Speeds, count_step
 from narrowgauge.training import Config, make_config
 
 

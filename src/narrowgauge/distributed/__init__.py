@@ -36,7 +36,5 @@ if TYPE_CHECKING:
     from narrowgauge.distributed.process_group.failure import StoppedByPeer as StoppedByPeer
     from narrowgauge.distributed.process_group.rendezvous import NEVER as NEVER
     from narrowgauge.distributed.process_group.rendezvous import RENDEZVOUS as RENDEZVOUS
-    from narrowgauge.distributed.simulate.fake_fsdp import full_weights as full_weights
-    from narrowgauge.distributed.simulate.fake_mesh import fake_mesh as fake_mesh
 else:
     __all__, __getattr__, __dir__ = import_on_use(__name__)

@@ -24,6 +24,7 @@ ZeRO's stages (arXiv 1910.02054) of the axis `shard`:
 
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -116,17 +117,29 @@ def resolve_dims(parallel_dims: ParallelDims, processes: int) -> ParallelDims:
     return resolved
 
 
+class StandIns(Protocol):
+    """The parts of torch that refuse meta tensors, as a simulated mesh replaces them."""
+
+    def fully_shard(self, module: torch.nn.Module, reshard_after_forward: bool, axis: str) -> None:
+        """Shard a module's parameters over the ranks of an axis, as FSDP2 would."""
+
+    def pipeline(self, model: Any, modules: list[Any]) -> Any:
+        """The pipeline of this process's stages; it has the method `run` of `pipeline_schedule.Pipeline`."""
+
+
 class Mesh:
     """The device mesh of a run, and the coordinates of this process in it.
 
     Attributes:
         parallel_dims: the degrees of parallelism.
         first_last_group: the first and the last rank of this process's pipeline, where it is one of them.
-        micro_batches: number of micro-batches of a step; only a simulated run sets it (`FakeMesh`).
+        micro_batches: number of micro-batches of a step; only a simulated run sets it.
+        stand_ins: replacements of FSDP2 and of torch's pipelines; None in a real run.
     """
 
     first_last_group: dist.ProcessGroup | None = None
     micro_batches = 1
+    stand_ins: StandIns | None = None
 
     def __init__(self, parallel_dims: ParallelDims, device: torch.device) -> None:
         """Make the process groups of all axes; every process calls this at the same time."""

@@ -6,9 +6,6 @@ from narrowgauge.runs.loop.parallel_dims import Layout, lay_out, parallel_dims_o
 from narrowgauge.runs.loop.run import run
 from narrowgauge.runs.loop.validation import bits_per_byte, validation_loss
 from narrowgauge.runs.monitor.hardware import choose_device
-from narrowgauge.runs.monitor.memory import Memory
-from narrowgauge.runs.monitor.memory_advice import cheaper
-from narrowgauge.runs.monitor.memory_estimate import StepEstimate, estimate_memory, estimate_step
 from narrowgauge.runs.monitor.profiler import STEPS as PROFILED
 from narrowgauge.runs.use.branch import branch_run
 from narrowgauge.runs.use.convert import convert_run
@@ -17,18 +14,13 @@ from narrowgauge.runs.use.trained_model import TrainedRun, open_run
 __all__ = [
     "PROFILED",
     "Layout",
-    "Memory",
     "OutOfMemory",
-    "StepEstimate",
     "TrainedRun",
     "bits_per_byte",
     "branch_run",
-    "cheaper",
     "choose_device",
     "convert_run",
     "default_out",
-    "estimate_memory",
-    "estimate_step",
     "lay_out",
     "open_run",
     "parallel_dims_of",

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.bench.count.operations import Cost
 from narrowgauge.cluster import cluster_names, load_cluster, make_plan
 from narrowgauge.cluster.plan.counted import ceilings_of, speeds_of
 from narrowgauge.devices import imagine
@@ -12,6 +11,7 @@ from narrowgauge.distributed import ParallelDims
 from narrowgauge.kernels.cast import emulate
 from narrowgauge.quantization import make_cast
 from narrowgauge.recipes import named_device
+from narrowgauge.simulate.operations import Cost
 from narrowgauge.training import make_config
 
 SMALL = {"name": "gpt2-124m", "layers": 2}

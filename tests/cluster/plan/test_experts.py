@@ -11,8 +11,8 @@ from narrowgauge.bench.work import work_of_passes
 from narrowgauge.cluster import load_cluster
 from narrowgauge.cluster.plan.estimate import estimate
 from narrowgauge.distributed import ParallelDims
-from narrowgauge.runs import Memory, StepEstimate
-from narrowgauge.runs.monitor.memory import CLASSES
+from narrowgauge.simulate import Memory, StepEstimate
+from narrowgauge.simulate.memory import CLASSES
 from narrowgauge.training import make_config
 from narrowgauge.training.step.build_model import build_model
 

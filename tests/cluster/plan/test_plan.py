@@ -6,7 +6,6 @@ from importlib import resources
 
 import pytest
 
-from narrowgauge.bench.count import count_step
 from narrowgauge.cluster import cluster_names, load_cluster, make_plan, tokens_of
 from narrowgauge.cluster.plan.cluster_spec import parse_cluster
 from narrowgauge.cluster.plan.counted import counted_step, speeds_of
@@ -19,9 +18,9 @@ from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError
 from narrowgauge.models import flops_per_token
-from narrowgauge.runs import cheaper, estimate_memory, estimate_step
-from narrowgauge.runs.monitor.few_blocks import few_blocks
-from narrowgauge.runs.monitor.memory_estimate import _heaviest
+from narrowgauge.simulate import cheaper, count_step, estimate_memory, estimate_step
+from narrowgauge.simulate.few_blocks import few_blocks
+from narrowgauge.simulate.memory_estimate import _heaviest
 from narrowgauge.training import make_config
 
 SMALL = {"name": "debug", "dim": 128, "ffn_dim": 256, "vocab_size": 256}

@@ -5,7 +5,7 @@ import re
 import shlex
 
 from narrowgauge.cluster.plan.plan_text import _interval
-from narrowgauge.runs import estimate_memory
+from narrowgauge.simulate import estimate_memory
 from narrowgauge.training import make_config
 
 SMALL = "--model gpt2-124m --model.layers 2 --data.sequence_length 128 --training.micro_batch_size 4"

@@ -12,8 +12,8 @@ from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer, model_config
 from narrowgauge.nn import outline_of
 from narrowgauge.report import read_run, write_report
-from narrowgauge.runs.monitor.few_blocks import few_blocks
 from narrowgauge.runs.monitor.placement import placement
+from narrowgauge.simulate.few_blocks import few_blocks
 from narrowgauge.training import make_config
 from narrowgauge.training.config.outline import outline_of_model
 

@@ -1,4 +1,4 @@
-"""A step counted for the device of a cluster (`bench.count`): what this program's own path costs there.
+"""A step counted for the device of a cluster (`simulate.count`): what this program's own path costs there.
 
 The count is of one process that has all of the model, and a cluster's devices share what it has. It is of
 the code that runs on the device: of kernels where Triton compiles for it, of torch's operations elsewhere. It
@@ -15,10 +15,10 @@ So what is expected is never faster than what is best.
 import math
 from dataclasses import replace
 
-from narrowgauge.bench.count import H200, Speeds, WholeCount, count_whole
 from narrowgauge.cluster.plan.cluster_spec import Cluster, load_cluster
 from narrowgauge.devices import Device
 from narrowgauge.distributed import ParallelDims
+from narrowgauge.simulate import H200, Speeds, WholeCount, count_whole
 from narrowgauge.training import Config
 
 #: The format of an H200 for each kind of product.
@@ -41,7 +41,7 @@ def counted_step(config: Config, parallel_dims: ParallelDims, cluster: Cluster) 
 
 
 def format_of(kind: str, cluster: Cluster, compute: str) -> str:
-    """The format of the cluster that multiplies products of a kind of `bench.count`."""
+    """The format of the cluster that multiplies products of a kind of `simulate.operations`."""
     wide = cluster.format_for(compute)
     if kind.startswith("attention") or kind == "bf16":  # 16 bits
         return wide

@@ -18,13 +18,12 @@ by others (`expect.py`).
 
 from dataclasses import dataclass
 
-from narrowgauge.bench.count import WholeCount
 from narrowgauge.cluster.plan.cluster_spec import Cluster
 from narrowgauge.cluster.plan.counted import counted_step, format_of
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.models import flops_per_token
 from narrowgauge.recipes import ATTENTION_PRODUCTS, Backend, Recipe, choose_backend
-from narrowgauge.runs import StepEstimate
+from narrowgauge.simulate import StepEstimate, WholeCount
 from narrowgauge.training import Config
 
 

@@ -18,8 +18,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from narrowgauge.bench.count import WholeCount
 from narrowgauge.cluster.plan.cluster_spec import MeasuredRun
+from narrowgauge.simulate import WholeCount
 
 
 @dataclass(frozen=True)

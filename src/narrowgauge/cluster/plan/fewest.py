@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from narrowgauge.distributed import ParallelDims
-from narrowgauge.runs import Memory, estimate_memory
+from narrowgauge.simulate import Memory, estimate_memory
 from narrowgauge.training import Config
 
 

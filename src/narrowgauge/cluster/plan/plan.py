@@ -1,6 +1,6 @@
 """Plans a run before it starts: memory by class, traffic, time and cost.
 
-The memory estimate is the one of `train` (`runs/monitor/memory_estimate.py`), so a plan and the run have
+The memory estimate is the one of `train` (`simulate/memory_estimate.py`), so a plan and the run have
 the same classes. The time at best (`estimate.py`), and what is expected of it (`expect.py`), are of a cluster
 that a file describes (`cluster_spec.py`). `plan_text.py` prints a plan.
 """
@@ -18,9 +18,9 @@ from narrowgauge.distributed import ParallelDims, resolve_dims
 from narrowgauge.errors import UserError
 from narrowgauge.models import count_parameters
 from narrowgauge.recipes import Backend, choose_backend, device_facts
-from narrowgauge.runs import Memory, StepEstimate, choose_device, estimate_step, lay_out
+from narrowgauge.runs import choose_device, lay_out
 from narrowgauge.runs.monitor.hardware import device_name, total_memory
-from narrowgauge.runs.monitor.memory_advice import fitting
+from narrowgauge.simulate import Memory, StepEstimate, estimate_step, fitting
 from narrowgauge.training import Config
 from narrowgauge.training.config.micro_batch import fitting_sizes, next_batch_size
 from narrowgauge.units import parse_bytes

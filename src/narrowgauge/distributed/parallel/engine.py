@@ -7,6 +7,7 @@ histories of operands      reduced here, all layers in one collective of each ki
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,8 +24,6 @@ from narrowgauge.distributed.mesh import Mesh, ParallelDims
 from narrowgauge.distributed.parallel.expert_parallel import local_experts
 from narrowgauge.distributed.parallel.pipeline_schedule import Pipeline
 from narrowgauge.distributed.pipeline_stage import MicroBatch, StageInput
-from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
-from narrowgauge.distributed.simulate.fake_pipeline import FakePipeline
 from narrowgauge.kernels.amax import begin_amaxes
 from narrowgauge.models import Transformer, objective_of
 from narrowgauge.nn.histories import reduce_histories
@@ -44,11 +43,11 @@ class Engine:
     ) -> None:
         """Take the `modules` that `parallelize` made, or one function that computes the loss."""
         self.model, self.mesh, self.device, self.modules = model, mesh, device, list(modules)
-        self.pipeline: Pipeline | FakePipeline | None = None
-        if isinstance(mesh, FakeMesh) and mesh.parallel_dims.stages > 1:
-            self.pipeline = FakePipeline(model, self.modules, mesh)
-        elif mesh.parallel_dims.stages > 1:
-            self.pipeline = Pipeline(model, cast(list[nn.Module], self.modules), mesh, device)
+        self.pipeline: Pipeline | None = None
+        if mesh.parallel_dims.stages > 1:
+            stages = cast(list[nn.Module], self.modules)
+            make = mesh.stand_ins.pipeline if mesh.stand_ins else partial(Pipeline, mesh=mesh, device=device)
+            self.pipeline = make(model, stages)
 
     @classmethod
     def alone(cls, model: Transformer) -> "Engine":

@@ -27,8 +27,6 @@ from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.distributed.parallel.expert_parallel import divide_experts, local_experts
 from narrowgauge.distributed.parallel.tensor_parallel import shard_blocks
 from narrowgauge.distributed.pipeline_stage import Stage, keep_stages, stages_of
-from narrowgauge.distributed.simulate.fake_fsdp import fake_fully_shard
-from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.models import Expert, ModelConfig, Transformer, starting_values
 from narrowgauge.nn import DTYPES, Linear, apply_recipe
 from narrowgauge.quantization import TensorShard, ensure_state, state_of
@@ -188,8 +186,8 @@ def _apply_fsdp(module: nn.Module, mesh: Mesh) -> None:
     is_root = isinstance(module, Objective | Stage)  # the backward pass begins with a root's own parameters
     reshard = mesh.parallel_dims.zero == 3 and not is_root
     is_expert = isinstance(module, Expert)
-    if isinstance(mesh, FakeMesh):
-        fake_fully_shard(module, mesh, reshard, "expert_shard" if is_expert else "fsdp")
+    if mesh.stand_ins is not None:
+        mesh.stand_ins.fully_shard(module, reshard, "expert_shard" if is_expert else "fsdp")
         return
     ranks = mesh.expert_mesh if is_expert else mesh.fsdp_mesh
     with quantized_fsdp(module):

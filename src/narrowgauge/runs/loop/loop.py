@@ -24,10 +24,10 @@ from narrowgauge.runs.loop.run_context import RunContext
 from narrowgauge.runs.loop.sample import sample_text
 from narrowgauge.runs.loop.validation import validation_loss
 from narrowgauge.runs.monitor import hardware
-from narrowgauge.runs.monitor.memory import measured
-from narrowgauge.runs.monitor.memory_tracker import MemoryTracker
 from narrowgauge.runs.monitor.provenance import now, provenance
 from narrowgauge.signals import Preempted, Requests, is_compared
+from narrowgauge.simulate.memory import measured
+from narrowgauge.simulate.memory_tracker import MemoryTracker
 from narrowgauge.training.config.config import Config
 from narrowgauge.training.config.diff import ConfigDiff
 from narrowgauge.training.config.micro_batch import held_out_sequences

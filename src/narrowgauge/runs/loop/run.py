@@ -37,8 +37,7 @@ from narrowgauge.runs.loop.run_context import RunContext
 from narrowgauge.runs.loop.run_writer import NullRunWriter, RunWriter
 from narrowgauge.runs.monitor import hardware
 from narrowgauge.runs.monitor.loggers import Loggers, require_sinks
-from narrowgauge.runs.monitor.memory import Memory
-from narrowgauge.runs.monitor.memory_advice import out_of_memory_message, require_memory
+from narrowgauge.runs.monitor.memory_check import out_of_memory_message, require_memory
 from narrowgauge.runs.monitor.placement import placement
 from narrowgauge.runs.monitor.products import products_of
 from narrowgauge.runs.monitor.profiler import Profile
@@ -46,6 +45,7 @@ from narrowgauge.runs.monitor.progress import Display
 from narrowgauge.runs.monitor.threads import threads_of
 from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.signals import Preempted, Requests, StoppedEarly, stop_requests
+from narrowgauge.simulate.memory import Memory
 from narrowgauge.training.config.config import Config, make_config
 from narrowgauge.training.config.diff import ConfigDiff, check_keys
 from narrowgauge.units import parse_bytes

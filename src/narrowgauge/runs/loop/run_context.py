@@ -14,10 +14,10 @@ from narrowgauge.nn.self_test import verified_backend
 from narrowgauge.runs.loop.checkpointing import Checkpointer
 from narrowgauge.runs.loop.run_writer import RunWriter
 from narrowgauge.runs.monitor import hardware, yardstick
-from narrowgauge.runs.monitor.memory import Memory
 from narrowgauge.runs.monitor.placement import placement
 from narrowgauge.runs.monitor.profiler import Profile
 from narrowgauge.runs.monitor.progress import Display
+from narrowgauge.simulate.memory import Memory
 from narrowgauge.training.config.config import Config
 
 

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from narrowgauge.distributed import full_weights
 from narrowgauge.models import count_parameters
 from narrowgauge.nn import recipe_tensors
 from narrowgauge.quantization import local_tensor, plain_gradient, state_of
-from narrowgauge.runs.monitor.memory_tracker import MemoryTracker
+from narrowgauge.simulate.fake_fsdp import full_weights
+from narrowgauge.simulate.memory_tracker import MemoryTracker
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.units import human_bytes
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from narrowgauge.bench.count.recorder import Event
-from narrowgauge.bench.count.speeds import FUNCTION_S, LAUNCH_S, Speeds
+from narrowgauge.simulate.recorder import Event
+from narrowgauge.simulate.speeds import FUNCTION_S, LAUNCH_S, Speeds
 
 
 @dataclass(frozen=True)

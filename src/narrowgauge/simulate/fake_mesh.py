@@ -10,12 +10,17 @@ collectives (`byte_counter.py`) of one rank. FSDP does not take meta tensors; `f
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from narrowgauge.distributed.mesh import COMBINED_AXES, MESH_AXES, Mesh, ParallelDims
 from narrowgauge.errors import UserError
+from narrowgauge.models import Transformer
+from narrowgauge.simulate.fake_fsdp import Buffers, FakeFSDPUnit
+from narrowgauge.simulate.fake_pipeline import FakePipeline
 from narrowgauge.torch_compat import register_fake_backend
 
 
@@ -25,7 +30,8 @@ class FakeMesh(Mesh):
     def __init__(self, parallel_dims: ParallelDims, rank: int, device: torch.device) -> None:
         """Make the groups of this rank, and no others."""
         super().__init__(ParallelDims(), device)
-        self.parallel_dims, self.rank = parallel_dims, rank
+        self.parallel_dims, self.rank, self.stand_ins = parallel_dims, rank, self
+        self._buffers = Buffers()
         sizes = [getattr(parallel_dims, name) for name in MESH_AXES]
         self._mesh = torch.arange(parallel_dims.size).view(sizes)
         self._coordinates = torch.nonzero(self._mesh == rank)[0].tolist()
@@ -57,6 +63,14 @@ class FakeMesh(Mesh):
         if axis not in self._groups:
             self._groups[axis] = dist.new_group(self._ranks[axis])
         return self._groups[axis]
+
+    def fully_shard(self, module: nn.Module, reshard_after_forward: bool, axis: str) -> None:
+        """Shard a module's parameters over the ranks of an axis, as FSDP2 would."""
+        FakeFSDPUnit(module, self, reshard_after_forward, self._buffers, axis)
+
+    def pipeline(self, model: Transformer, modules: list[Any]) -> FakePipeline:
+        """The simulated pipeline of this process's stages."""
+        return FakePipeline(model, modules, self)
 
 
 @contextmanager

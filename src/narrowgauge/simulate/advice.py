@@ -1,111 +1,13 @@
-"""Checks before the first step that a run fits in memory, and names the changes that make it fit."""
+"""Which changes of a configuration lower the memory of its step, and the least change with which it fits."""
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from narrowgauge.devices import imagine
 from narrowgauge.distributed import ParallelDims
-from narrowgauge.errors import UserError
-from narrowgauge.models import count_parameters
-from narrowgauge.recipes import device_facts
-from narrowgauge.runs.monitor import hardware
-from narrowgauge.runs.monitor.memory import Memory
-from narrowgauge.runs.monitor.memory_estimate import ALONE, estimate_memory
+from narrowgauge.simulate.memory import Memory
+from narrowgauge.simulate.memory_estimate import ALONE, estimate_memory
 from narrowgauge.training.config.config import Config, make_config
-from narrowgauge.units import human_bytes, parse_bytes
-
-
-def require_memory(config: Config, device: torch.device, parallel_dims: ParallelDims = ALONE) -> Memory:
-    """Estimate the memory of a run, and refuse one that cannot fit.
-
-    Linux overcommits a CPU's memory, and kills a process that uses more than there is without a message.
-
-    Raises:
-        UserError: the state alone is larger than the device's memory, or the step than `memory_limit`.
-    """
-    available, parameters = hardware.total_memory(device), count_parameters(config.spec.model)
-    least = parameters * _least_bytes(config) / (parallel_dims.size // parallel_dims.replicate)
-    if least > available:  # too large even for the estimate
-        raise UserError(f"{_too_large(config, parameters, least, device)}; choose a smaller --model")
-    with imagine(device_facts(device)):
-        return _require_fit(config, device, parallel_dims, available)
-
-
-def _require_fit(config: Config, device: torch.device, parallel_dims: ParallelDims, available: int) -> Memory:
-    memory, parameters = estimate_memory(config, parallel_dims), count_parameters(config.spec.model)
-    on_host = 0 if device.type != "cpu" else sum(memory.host.values())  # a CPU's device is its host
-    if memory.state + on_host > available:
-        advice = _advice(config, available, device.type != "cpu", parallel_dims)
-        raise UserError(f"{_too_large(config, parameters, memory.state, device)}; {advice}")
-    limit = parse_bytes(config.training.memory_limit)
-    if limit and memory.peak > limit:
-        raise UserError(
-            f"a step is expected to take {human_bytes(memory.peak)}, and training.memory_limit is "
-            f"{config.training.memory_limit} ({human_bytes(limit)}); "
-            f"{_advice(config, limit, True, parallel_dims)}"
-        )
-    return memory
-
-
-def _least_bytes(config: Config) -> float:
-    """Lower bound of the device's bytes of state per parameter."""
-    recipe = config.spec.recipe
-    kept = (c for place, c in recipe.state.items() if c is not None and place not in recipe.offload)
-    return sum(c.element.bits / 8 for c in kept)
-
-
-def _too_large(config: Config, parameters: int, state: float, device: torch.device) -> str:
-    return (
-        f"the model has {parameters:,} parameters, whose state under recipe {config.recipe.name!r} takes "
-        f"{human_bytes(int(state))}, and this {device.type} has {human_bytes(hardware.total_memory(device))}"
-    )
-
-
-def _advice(config: Config, limit: int, has_host: bool, parallel_dims: ParallelDims) -> str:
-    options = [
-        f"{option} ({human_bytes(m.peak)})"
-        for option, m in cheaper(config, has_host, parallel_dims)
-        if m.peak <= limit
-    ]
-    if options:
-        return "it fits with " + ", or ".join(options)
-    if found := fitting(config, lambda memory: memory.peak <= limit, has_host, parallel_dims):
-        return f"it fits with {found[0]} ({human_bytes(found[1].peak)})"
-    return "no setting and no recipe of narrower state makes it fit: choose a smaller --model"
-
-
-def out_of_memory_message(
-    config: Config, device: torch.device, plan: Memory | None, parallel_dims: ParallelDims
-) -> str:
-    """The expected memory of a step, and the changes that lower it, the largest gain first."""
-    what = f"out of memory on {hardware.device_name(device)}"
-    advice = (
-        f"lower training.micro_batch_size = {config.training.micro_batch_size}, set --training.recompute true"
-    )
-    if plan is not None:
-        what += (
-            f"; a step is expected to take {human_bytes(plan.peak)} ({plan.classes()}), beside the program "
-            "itself and the data"
-        )
-        if options := _cheaper_options(config, device, plan, parallel_dims):
-            advice = ", ".join(f"{human_bytes(memory.peak)} with {option}" for option, memory in options)
-    return f"{what}; {advice}, or choose a smaller --model, and name a new directory with --out"
-
-
-def _cheaper_options(
-    config: Config, device: torch.device, plan: Memory, parallel_dims: ParallelDims
-) -> list[tuple[str, Memory]]:
-    """Options with a lower expected peak; empty if memory does not suffice for the estimate."""
-    if parallel_dims.size > 1:  # simulated process groups cannot coexist with real ones
-        return []
-    with suppress(MemoryError, RuntimeError), imagine(device_facts(device)):
-        options = cheaper(config, has_host=device.type == "cuda")
-        return sorted((o for o in options if o[1].peak < plan.peak), key=lambda o: o[1].peak)
-    return []
 
 
 @dataclass

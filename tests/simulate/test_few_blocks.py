@@ -2,12 +2,11 @@
 
 import pytest
 
-from narrowgauge.bench.count import count_step, count_whole
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.recipes import named_device
-from narrowgauge.runs import estimate_step
-from narrowgauge.runs.monitor.few_blocks import few_blocks
-from narrowgauge.runs.monitor.memory_estimate import _heaviest
+from narrowgauge.simulate import count_step, count_whole, estimate_step
+from narrowgauge.simulate.few_blocks import few_blocks
+from narrowgauge.simulate.memory_estimate import _heaviest
 from narrowgauge.training import make_config
 
 RULE = """

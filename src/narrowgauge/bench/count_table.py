@@ -3,7 +3,7 @@
 from rich.console import Console
 from rich.table import Table
 
-from narrowgauge.bench.count.result import StepCount
+from narrowgauge.simulate.count import StepCount
 
 _SINKS = 10
 

@@ -8,14 +8,14 @@ from typing import cast
 
 import torch
 
-from narrowgauge.bench.count.recorder import Recorder
-from narrowgauge.bench.count.result import StepCount
-from narrowgauge.bench.count.speeds import H200, Speeds
 from narrowgauge.data import Batch
 from narrowgauge.devices import Device, imagine
 from narrowgauge.errors import UserError
 from narrowgauge.nn import Gauges
 from narrowgauge.recipes import choose_backend
+from narrowgauge.simulate.count import StepCount
+from narrowgauge.simulate.recorder import Recorder
+from narrowgauge.simulate.speeds import H200, Speeds
 from narrowgauge.training import Config
 from narrowgauge.training.step.trainer import Trainer
 

@@ -18,8 +18,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import narrowgauge
-from narrowgauge.bench.count.operations import Cost, cost_of, shown_bytes
 from narrowgauge.devices import GpuWork
+from narrowgauge.simulate.operations import Cost, cost_of, shown_bytes
 from narrowgauge.torch_compat import (
     TorchDispatchMode,
     autograd_node,
@@ -31,7 +31,7 @@ from narrowgauge.torch_compat import (
 _ROOT = str(Path(narrowgauge.__file__).parent)
 _ALLOCATION = 512  # bytes; torch's allocator rounds up to it
 #: Files that only pass an operation on: the caller is named.
-_DOORS = ("bench/count/", "devices.py", "torch_compat.py", "kernels/triton/launch.py", "kernels/dispatch.py")
+_DOORS = ("simulate/", "devices.py", "torch_compat.py", "kernels/triton/launch.py", "kernels/dispatch.py")
 #: Files that make operands, and scale the results of products of what they made.
 _CASTS = (
     *("quantization/", "formats/", "kernels/cast.py", "kernels/product.py"),

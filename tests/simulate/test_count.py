@@ -5,15 +5,15 @@ import json
 import pytest
 import torch
 
-from narrowgauge.bench.count import H200, count_step
-from narrowgauge.bench.count.operations import Cost
-from narrowgauge.bench.count.recorder import Recorder
 from narrowgauge.cli.main import main
 from narrowgauge.devices import imagine
 from narrowgauge.errors import UserError
 from narrowgauge.kernels.dispatch import has_kernels
 from narrowgauge.models import count_parameters
 from narrowgauge.recipes import device_facts, named_device
+from narrowgauge.simulate import H200, count_step
+from narrowgauge.simulate.operations import Cost
+from narrowgauge.simulate.recorder import Recorder
 from narrowgauge.torch_compat import TorchDispatchMode, operation_name
 from narrowgauge.training import make_config
 from narrowgauge.training.step.build_model import build_model

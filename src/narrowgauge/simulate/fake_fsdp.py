@@ -24,7 +24,6 @@ from narrowgauge.distributed.comm.quantized_reduce import reduce_scatter
 from narrowgauge.distributed.comm.shared_scales import WireFormat
 from narrowgauge.distributed.fsdp import collect_grads, fsdp_shard
 from narrowgauge.distributed.mesh import Mesh
-from narrowgauge.distributed.simulate.fake_mesh import FakeMesh
 from narrowgauge.formats import torch_dtype
 from narrowgauge.nn import Linear
 from narrowgauge.nn.sharded.gathered_weight import GatheredWeight
@@ -60,7 +59,7 @@ class FakeParam:
     """
 
     def __init__(
-        self, full: nn.Parameter, owners: Sequence[tuple[nn.Module, str]], mesh: FakeMesh, axis: str
+        self, full: nn.Parameter, owners: Sequence[tuple[nn.Module, str]], mesh: Mesh, axis: str
     ) -> None:
         """Replace the full parameter by its shard, of the ranks of an axis."""
         self.owners, self.layer, self.shape = owners, owners[0][0], full.shape
@@ -129,7 +128,7 @@ class FakeFSDPUnit:
     """A module whose parameters are gathered, and whose gradients are summed, in one collective."""
 
     def __init__(
-        self, module: nn.Module, mesh: FakeMesh, reshard_after_forward: bool, buffers: Buffers, axis: str
+        self, module: nn.Module, mesh: Mesh, reshard_after_forward: bool, buffers: Buffers, axis: str
     ) -> None:
         """Shard the module's parameters over the ranks of an axis, but for those of units inside it."""
         self.mesh, self.reshard_after_forward, self.buffers = mesh, reshard_after_forward, buffers
@@ -228,12 +227,6 @@ def _unit_parameters(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Modu
 
     walk(module)
     return owners
-
-
-def fake_fully_shard(module: nn.Module, mesh: FakeMesh, reshard_after_forward: bool, axis: str) -> None:
-    """Shard a module on the meta device over the ranks of an axis, as `fully_shard` would."""
-    buffers = mesh.__dict__.setdefault("buffers", Buffers())
-    FakeFSDPUnit(module, mesh, reshard_after_forward, buffers, axis)
 
 
 def full_weights(model: nn.Module, mesh: Mesh) -> int:

@@ -5,8 +5,9 @@ import torch
 
 from narrowgauge.errors import UserError
 from narrowgauge.runs.monitor import hardware
-from narrowgauge.runs.monitor.memory_advice import cheaper, require_memory
-from narrowgauge.runs.monitor.memory_estimate import estimate_memory
+from narrowgauge.runs.monitor.memory_check import require_memory
+from narrowgauge.simulate import cheaper
+from narrowgauge.simulate.memory_estimate import estimate_memory
 from narrowgauge.training import make_config
 
 CPU = torch.device("cpu")

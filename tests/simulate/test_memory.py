@@ -8,11 +8,11 @@ from narrowgauge.errors import UserError
 from narrowgauge.kernels import choose_products
 from narrowgauge.quantization import state_of
 from narrowgauge.recipes import recipe, recipe_names
-from narrowgauge.runs.monitor import memory
-from narrowgauge.runs.monitor.memory import measured
-from narrowgauge.runs.monitor.memory_estimate import estimate_memory
-from narrowgauge.runs.monitor.memory_tracker import MemoryTracker
 from narrowgauge.runs.run_directory import RunDirectory
+from narrowgauge.simulate import memory
+from narrowgauge.simulate.memory import measured
+from narrowgauge.simulate.memory_estimate import estimate_memory
+from narrowgauge.simulate.memory_tracker import MemoryTracker
 from narrowgauge.training import make_config
 from narrowgauge.training.step.trainer import Trainer
 from narrowgauge.units import parse_bytes

@@ -4,7 +4,7 @@ import pytest
 
 from narrowgauge.distributed import ParallelDims
 from narrowgauge.recipes import recipe_names
-from narrowgauge.runs import estimate_step
+from narrowgauge.simulate import estimate_step
 from narrowgauge.training import make_config
 from support.quick import quick
 

@@ -2,10 +2,9 @@
 
 import pytest
 
-from narrowgauge.bench.count import count_step
 from narrowgauge.devices import imagine
 from narrowgauge.recipes import named_device
-from narrowgauge.runs import estimate_memory
+from narrowgauge.simulate import count_step, estimate_memory
 from narrowgauge.training import make_config
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from narrowgauge.data import Batch
-from narrowgauge.distributed import CommCounter, MicroBatch, ParallelDims, fake_mesh
+from narrowgauge.distributed import CommCounter, MicroBatch, ParallelDims
 from narrowgauge.models import count_parameters
-from narrowgauge.runs.monitor.few_blocks import few_blocks, has_equal_blocks, with_layers
-from narrowgauge.runs.monitor.memory import Memory, measured
-from narrowgauge.runs.monitor.memory_tracker import MemoryTracker
+from narrowgauge.simulate.fake_mesh import fake_mesh
+from narrowgauge.simulate.few_blocks import few_blocks, has_equal_blocks, with_layers
+from narrowgauge.simulate.memory import Memory, measured
+from narrowgauge.simulate.memory_tracker import MemoryTracker
 from narrowgauge.training.config.config import Config
 from narrowgauge.training.step.build_model import go_to
 from narrowgauge.training.step.trainer import Trainer

@@ -15,7 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from narrowgauge.bench.count.operations import Cost
+from narrowgauge.simulate.operations import Cost
 
 KERNEL_FLOOR_S = 3e-6
 LAUNCH_S = 6e-6

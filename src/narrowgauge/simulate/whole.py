@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from narrowgauge.bench.count.result import Total
-from narrowgauge.bench.count.speeds import H200, Speeds
-from narrowgauge.bench.count.step import count_step
 from narrowgauge.devices import Device
-from narrowgauge.runs.monitor.few_blocks import few_blocks, with_layers
+from narrowgauge.simulate.count import Total
+from narrowgauge.simulate.few_blocks import few_blocks, with_layers
+from narrowgauge.simulate.speeds import H200, Speeds
+from narrowgauge.simulate.step import count_step
 from narrowgauge.training import Config
 
 

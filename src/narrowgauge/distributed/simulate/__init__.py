@@ -1,1 +1,0 @@
-"""What would one of N ranks do?"""

@@ -1,0 +1,29 @@
+"""What does a step cost, without running it? Memory, traffic, launches, FLOPs, seconds, on meta tensors."""
+
+from narrowgauge.simulate.advice import cheaper, fitting
+from narrowgauge.simulate.count import StepCount, Total
+from narrowgauge.simulate.memory import Memory, measured
+from narrowgauge.simulate.memory_estimate import ALONE, StepEstimate, estimate_memory, estimate_step
+from narrowgauge.simulate.memory_tracker import MemoryTracker
+from narrowgauge.simulate.speeds import H200, Speeds
+from narrowgauge.simulate.step import count_step
+from narrowgauge.simulate.whole import WholeCount, count_whole
+
+__all__ = [
+    "ALONE",
+    "H200",
+    "Memory",
+    "MemoryTracker",
+    "Speeds",
+    "StepCount",
+    "StepEstimate",
+    "Total",
+    "WholeCount",
+    "cheaper",
+    "count_step",
+    "count_whole",
+    "estimate_memory",
+    "estimate_step",
+    "fitting",
+    "measured",
+]
