@@ -1,9 +1,10 @@
 """In which precision a CPU multiplies bf16 numbers faster: measured, and kept for the whole run.
 
 oneDNN says whether a CPU has instructions for products in bf16, and not whether they are fast: a CPU with
-AVX512-BF16 and no AMX multiplied in bf16 at 0.087 TFLOP/s where fp32 reached 0.167 (`docs/lab-log.md`). In
-both ways the numbers are those of bf16 and the sums are kept in fp32; only the order of the sums differs, so
-the last digit of a loss may. That is why a run keeps its choice when it is resumed, on whatever CPU.
+AVX512-BF16 and no AMX multiplied in bf16 at 0.087 TFLOP/s where fp32 reached 0.167
+(docs/lab-log-archive.md). In both ways the numbers are those of bf16 and the sums are kept in fp32; only the
+order of the sums differs, so the last digit of a loss may. That is why a run keeps its choice when it is
+resumed, on whatever CPU.
 
     1. a resumed run            what its start recorded; a run from before this was recorded: as oneDNN says
     2. NARROWGAUGE_PRODUCTS     bf16, fp32, or onednn: as oneDNN says

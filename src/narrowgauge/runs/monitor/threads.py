@@ -3,7 +3,7 @@
 All threads of an operation wait for the last one. Beside another program one of them often has no core, and
 each of the thousand operations of a step waits for it: two threads on two cores, one of which is taken, took
 3.7 times as long for a step as on quiet cores, and one thread took 2.0 times (`benchmarks/busy.py`,
-docs/lab-log.md).
+docs/lab-log-archive.md).
 
 Sums are cut into a part for each thread, so the number of threads changes the last digits of a loss. That is
 why a run's configuration may pin it, and a resumed run keeps its own:
