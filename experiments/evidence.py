@@ -33,7 +33,7 @@ def main() -> None:
     predictions = read_predictions(before)
     text = results_markdown(rows, predictions, f"images/{PICTURE.name}", probe, rates)
     write_whole(PAGE, f"{before}{BEGIN}\n\n{text}\n{END}{after}")
-    results = arm_results(rows, family=asked_arms(predictions, rows))
+    results = arm_results(rows, family=asked_arms(predictions, rows), undecided="open")
     write_whole(PICTURE, ladder_svg(results, PARAMETERS, rows[0].arm))
     print(f"{PAGE} and {PICTURE}, from {len(rows)} rows of {ROWS}")
 

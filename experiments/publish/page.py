@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from narrowgauge.experiment.power import Plan, seeds_for_equality, smallest_gap
-from narrowgauge.report.page.rungs import facts, main_table, probe_table, rung_table
+from narrowgauge.report.page.rungs import facts, probe_table, rung_table
 from narrowgauge.report.table.rungs import ends, percent
 from narrowgauge.report.verdict.rows import Row
 from narrowgauge.report.verdict.rule import MARGIN, Judgement, is_control
 from narrowgauge.report.verdict.rungs import ArmResult, arm_results
 from publish.contrasts import shares, unpaired_deviation
 from publish.predictions import Prediction, outcome
-from publish.tables import growth_table, markdown, prediction_table, rate_table, share_table
+from publish.tables import growth_table, main_table, markdown, prediction_table, rate_table, share_table
 
 
 def results_markdown(
@@ -24,7 +24,7 @@ def results_markdown(
 ) -> str:
     """The part of the project's page that is made from its numbers."""
     family = asked_arms(predictions, rows)
-    results = arm_results(rows, family=family)
+    results = arm_results(rows, family=family, undecided="open")
     parts = [
         f"![Gaps over tokens, and at the highest rung with their intervals]({picture})",
         " ".join([*facts(rows), _control(predictions, rows)]).strip(),

@@ -4,8 +4,9 @@ import math
 from collections.abc import Sequence
 
 from narrowgauge.report.page.rungs import Table
-from narrowgauge.report.table.rungs import ends, percent
+from narrowgauge.report.table.rungs import COLUMNS, cells, ends, percent
 from narrowgauge.report.verdict.rows import Row
+from narrowgauge.report.verdict.rungs import ArmResult
 from narrowgauge.units import human_count
 from publish.contrasts import growth, share_cells, shares
 from publish.predictions import Prediction, outcome
@@ -19,6 +20,14 @@ def markdown(
     """A table in Markdown; columns that are not `left` are set to the right."""
     rule = [":---" if column in left else "---:" for column in head]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *lines)) + "\n"
+
+
+def main_table(results: Sequence[ArmResult]) -> Table:
+    """The highest rung: arm, gap, interval and what belongs to it, the smallest gap first."""
+    last = max((result.rung for result in results), default=0)
+    top = [result for result in results if result.rung == last]
+    top.sort(key=lambda r: math.inf if math.isnan(r.gap.mean) else r.gap.mean)
+    return COLUMNS, [cells(result) for result in top]
 
 
 def prediction_table(predictions: Sequence[Prediction], rows: Sequence[Row]) -> Table:

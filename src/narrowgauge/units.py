@@ -34,18 +34,27 @@ def human_count(count: float) -> str:
     return f"{value:.{decimals}f}{suffix}" if suffix else f"{count:.0f}"
 
 
-def signed_percent(percent: float) -> str:
+def signed_percent(percent: float, digits: int = 2) -> str:
     """A difference in percent, with its sign and two decimals; what rounds to zero has no sign.
 
     >>> [signed_percent(x) for x in (1.234, -0.5, -0.004, 0.0, float("nan"))]
     ['+1.23 %', '-0.50 %', '0.00 %', '0.00 %', 'not finite']
     """
-    return f"{signed(percent)} %" if math.isfinite(percent) else "not finite"
+    return f"{signed(percent, digits)} %" if math.isfinite(percent) else "not finite"
 
 
-def signed(number: float) -> str:
+def percent_range(low: float, high: float, digits: int = 2) -> str:
+    """An interval in percent.
+
+    >>> percent_range(-0.5, 1.25)
+    '-0.50 .. +1.25 %'
+    """
+    return f"{signed(low, digits)} .. {signed_percent(high, digits)}"
+
+
+def signed(number: float, digits: int = 2) -> str:
     """A finite number with its sign and two decimals; what rounds to zero has no sign."""
-    text = f"{number:+.2f}"
+    text = f"{number:+.{digits}f}"
     return text[1:] if float(text) == 0 else text
 
 

@@ -1,6 +1,7 @@
 """A ladder on the command line: rungs from one trunk, two at a time, and the same numbers after a kill."""
 
 import csv
+import re
 import signal
 
 import pytest
@@ -66,3 +67,25 @@ def test_a_plan_is_said_and_nothing_is_trained(narrowgauge, ladder, tmp_path):
     assert "1 of 2: 3 steps" in ended.out  # each measurement is announced
     assert "hours of 1 thread(s)" in ended.out
     assert not (tmp_path / "planned").exists()
+
+
+def test_a_gate_accepts_and_refuses_at_the_highest_rung(narrowgauge, line, tmp_path):
+    keys = {"model.dim": 64, "schedule.kind": "wsd", "checkpoint.every": 2, "recipe.name": "bf16"}
+    words = ["compare", "--recipes", "bf16,mxfp8", "--seeds", "2", "--rungs", "10,20", "--jobs", "2"]
+    words += [*line(keys)[1:], "--out", tmp_path / "gated"]
+    accepted = narrowgauge(*words, "--gate", "100%")
+    assert accepted.code == 0, accepted.err
+    assert re.search(
+        r"^gate 100 % at the highest rung, 20 steps: mxfp8 pass; gap .*, 2 seeds$", accepted.out, re.M
+    )
+    metrics = (tmp_path / "gated" / "mxfp8" / "metrics.jsonl").read_bytes()
+    refused = narrowgauge(*words, "--gate", "0.000001%")
+    assert refused.code == 1, refused.err
+    assert re.search(r"20 steps: mxfp8 (open|fail); gap .*, 2 seeds", refused.out)
+    assert (tmp_path / "gated" / "mxfp8" / "metrics.jsonl").read_bytes() == metrics, (
+        "nothing is trained again"
+    )
+    page = (tmp_path / "gated" / "report.html").read_text()
+    assert page.count('<tr class="seed">') == 4, "the runs of the highest rung"
+    assert 'id="charts"' in page, "curves, as of any comparison"
+    assert "Gaps over the lengths of training" in page

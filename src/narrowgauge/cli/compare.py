@@ -68,8 +68,6 @@ def run(options: argparse.Namespace) -> int:
     world = world_from(os.environ, 0)
     for run in experiment.runs:  # before the first of them is started
         check_vocabulary(run.config)
-    if gate is not None and experiment.is_measured and not options.dry_run:
-        raise UserError("--gate judges runs of one length that take turns; leave out --rungs and --jobs")
     if experiment.is_measured and world.size > 1:
         raise UserError("--rungs and --jobs start processes themselves; start compare without a launcher")
     kind = "ladder" if experiment.is_measured else "compare"

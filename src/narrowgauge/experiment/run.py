@@ -4,6 +4,8 @@ A run that is done or has diverged is a result and is not trained again; any oth
 same line continues an experiment after any stop.
 """
 
+import math
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,7 +27,7 @@ from narrowgauge.experiment.watch import Watch
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.models import count_block_weights
 from narrowgauge.report import print_comparison, read_runs, write_report
-from narrowgauge.report.page.rungs import render_page
+from narrowgauge.report.page.rungs import rungs_section
 from narrowgauge.report.table.rungs import print_results
 from narrowgauge.report.verdict.rows import rows_text
 from narrowgauge.report.verdict.rungs import ArmResult, arm_results
@@ -33,6 +35,8 @@ from narrowgauge.report.verdict.verdict import paired_gaps
 from narrowgauge.runs import choose_device
 from narrowgauge.runs.monitor.threads import threads_of
 from narrowgauge.runs.run_directory import RunDirectory
+
+_PAGE_EVERY_S = 30.0  # while runs end
 
 
 def run_experiment(
@@ -50,7 +54,7 @@ def run_experiment(
         out: The directory of its runs.
         console: Where it is shown.
         rank: The rank of this process under its launcher; rank 0 alone writes into `out`.
-        gate: The largest gap that is accepted.
+        gate: The largest gap that is accepted; of several rungs, at the highest.
         command: The command line, for the page.
 
     Returns:
@@ -62,24 +66,24 @@ def run_experiment(
     """
     for sentence in _sight(experiment, out):
         console.print(sentence, style="dim", markup=False, highlight=False, soft_wrap=True)
-    failed = train_runs(experiment, out, console, rank)
-    paths = [out / run.name for run in experiment.runs]
-    results = [] if gate is None else gate_results(read_runs(paths), gate)
+    failed = train_runs(experiment, out, console, rank, command)
+    runs = read_runs(_at_highest_rung(experiment, out))
+    results = [] if gate is None else gate_results(runs, gate)
     code = 1 if failed or any(result.word != "pass" for result in results) else 0
     if rank:  # the first of several processes reports for all
         return code
     if experiment.is_measured:
         probe_arms(experiment, out)
-        write_results(experiment, out)
         print_results(_results(experiment, out), console)
         _say(console, f"results: {out / 'runs.csv'}")
-    else:
-        write_report(paths, out / "report.html", command)
-        print_comparison(read_runs(paths), console)
+    write_page(experiment, out, command)
+    print_comparison(runs, console)
+    steps = experiment.chains[0].trunk.config.training.steps
+    where = f" at the highest rung, {steps:,} steps" if experiment.rungs > 1 else ""
     for result in results:
-        _say(console, f"gate {gate}: {result.name} {result.word}; {result.reason}")
+        _say(console, f"gate {gate}{where}: {result.name} {result.word}; {result.reason}")
     if failed:
-        _say(console, _failure_text(failed, len(paths), out))
+        _say(console, _failure_text(failed, len(experiment.runs), out))
     _say(console, f"report: {out / 'report.html'}")
     return code
 
@@ -96,7 +100,9 @@ def print_plan(experiment: Experiment, out: Path, console: Console) -> None:
         _say(console, line)
 
 
-def train_runs(experiment: Experiment, out: Path, console: Console, rank: int = 0) -> list[str]:
+def train_runs(
+    experiment: Experiment, out: Path, console: Console, rank: int = 0, command: str = ""
+) -> list[str]:
     """Train what is left of an experiment; returns the names of the runs that failed.
 
     A run of a measured experiment that diverged has not failed: it is a row of the results.
@@ -115,7 +121,7 @@ def train_runs(experiment: Experiment, out: Path, console: Console, rank: int = 
         except OSError as error:
             raise UserError(f"{out} cannot be written: {error.strerror}; name another with --out") from None
         if experiment.is_measured:
-            failed = _side_by_side(experiment, out, console)
+            failed = _side_by_side(experiment, out, console, command)
         else:
             failed = _in_turns(experiment, out, files, console)
     names = [
@@ -141,16 +147,22 @@ def _in_turns(experiment: Experiment, out: Path, files: Path, console: Console) 
     return Engine(1, {}, lambda jobs, ended: None, has_logs=False).run(chains)
 
 
-def _side_by_side(experiment: Experiment, out: Path, console: Console) -> list[str]:
+def _side_by_side(experiment: Experiment, out: Path, console: Console, command: str) -> list[str]:
     """Train several runs at a time, and write the results as they come in."""
     left = sum(tokens_left(chain, out) for chain in experiment.chains)
     done = sum(state_of(out / run.name) != "open" for run in experiment.runs)
     with Watch(console, left, len(experiment.runs), done) as watch:
+        written = -math.inf
 
         def show(jobs: Sequence[Job], ended: Job | None) -> None:
+            nonlocal written
             watch.show(jobs, ended)
-            if ended is not None and not ended.tokens:
-                write_results(experiment, out)
+            if ended is None or ended.tokens:
+                return
+            write_rows(experiment, out)
+            if time.monotonic() - written > _PAGE_EVERY_S:
+                write_page(experiment, out, command)
+                written = time.monotonic()
 
         chains = [
             jobs_of(chain, out, out, is_measured=True)
@@ -161,7 +173,8 @@ def _side_by_side(experiment: Experiment, out: Path, console: Console) -> list[s
         try:
             return engine.run(chains)
         finally:
-            write_results(experiment, out)
+            write_rows(experiment, out)
+            write_page(experiment, out, command)
             for name in engine.failed:
                 _say(console, f"{name}: {_last_line(out / f'{name}.log')}")
 
@@ -190,15 +203,29 @@ def with_equal_threads(experiment: Experiment, out: Path) -> Experiment:
     return replace(experiment, chains=tuple(map(with_threads, experiment.chains)))
 
 
-def write_results(experiment: Experiment, out: Path) -> None:
-    """Write runs.csv and report.html from the runs that are finished."""
-    rows = collect_rows(experiment, out)
-    write_whole(out / "runs.csv", rows_text(rows))
-    if rows:
-        page = render_page(
-            rows, _parameters(experiment), read_probe(out), experiment.arms[0], experiment.family
-        )
-        write_whole(out / "report.html", page)
+def write_rows(experiment: Experiment, out: Path) -> None:
+    """Write OUT/runs.csv, with a row for each finished run of a measured experiment."""
+    write_whole(out / "runs.csv", rows_text(collect_rows(experiment, out)))
+
+
+def write_page(experiment: Experiment, out: Path, command: str) -> None:
+    """Write OUT/report.html of the runs at the highest rung, once that of the reference has begun."""
+    paths = _at_highest_rung(experiment, out)
+    begun = [path for path in paths if (path / "config.toml").is_file()]
+    if begun[:1] == paths[:1]:
+        write_report(begun, out / "report.html", command, _rungs_section(experiment, out))
+
+
+def _rungs_section(experiment: Experiment, out: Path) -> str:
+    """The part of the page on all rungs; "" where nothing is measured, or no run of the reference yet."""
+    rows = collect_rows(experiment, out) if experiment.is_measured else []
+    if not rows or rows[0].arm != experiment.arms[0]:
+        return ""
+    return rungs_section(rows, _results(experiment, out), _parameters(experiment), read_probe(out))
+
+
+def _at_highest_rung(experiment: Experiment, out: Path) -> list[Path]:
+    return [out / chain.trunk.name for chain in experiment.chains]
 
 
 def _results(experiment: Experiment, out: Path) -> list[ArmResult]:

@@ -41,16 +41,17 @@ SCRIPTS = (
 )
 
 
-def write_report(runs: Sequence[Path | str], out: Path | str, command: str = "") -> Path:
+def write_report(runs: Sequence[Path | str], out: Path | str, command: str = "", more: str = "") -> Path:
     """Read the run directories and write their page atomically to the file `out`, which is returned.
 
     Missing parent directories are created. The first run's variant is the reference of every gap. `command`
-    is the command line of a comparison; the page of one run shows the run's own.
+    is the command line of a comparison; the page of one run shows the run's own. `more` is HTML that
+    follows the charts: sections of an experiment.
 
     Raises:
         UserError: a path is not a run directory, or `out` cannot be written.
     """
-    html = render_report(read_runs(runs), command)
+    html = render_report(read_runs(runs), command, more)
     out = Path(out)
     try:
         if out.is_dir():
@@ -62,7 +63,7 @@ def write_report(runs: Sequence[Path | str], out: Path | str, command: str = "")
     return out
 
 
-def render_report(runs: Sequence[Run], command: str = "") -> str:
+def render_report(runs: Sequence[Run], command: str = "", more: str = "") -> str:
     """The page as a string of ASCII HTML, under 5 MB whatever the length of the runs."""
     script = "\n".join(_template(name) for name in SCRIPTS)
     page = Template(_template("page.html")).substitute(
@@ -75,6 +76,7 @@ def render_report(runs: Sequence[Run], command: str = "") -> str:
         memory=memory(runs),
         events=events(runs),
         step_time=step_time(runs),
+        more=more,
         gauges=gauges(runs, _template("heat.html")),
         analysis=analysis(runs),
         samples=sections.samples(runs),

@@ -20,8 +20,12 @@ def plain_page(title: str, parts: Sequence[str]) -> str:
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{text}</body></html>\n'
 
 
-def html_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A table of texts."""
-    rows = ["".join(f"<th>{escape(cell)}</th>" for cell in head)]
-    rows += ["".join(f"<td>{escape(cell)}</td>" for cell in line) for line in lines]
+def html_table(head: Sequence[str], lines: Sequence[Sequence[str]], text: Sequence[str] | None = None) -> str:
+    """A table of texts; where the columns of `text` are named, the others have the class "number"."""
+    of = ["" if text is None or column in text else ' class="number"' for column in head]
+    rows = ["".join(f"<th{kind}>{escape(cell)}</th>" for kind, cell in zip(of, head, strict=True))]
+    rows += [
+        "".join(f"<td{kind}>{escape(cell)}</td>" for kind, cell in zip(of, line, strict=True))
+        for line in lines
+    ]
     return "<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"

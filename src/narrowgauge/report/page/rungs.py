@@ -1,16 +1,16 @@
-"""The results of an experiment over its rungs as tables, and one HTML file beside the runs."""
+"""The sections of the page on the rungs of a measured experiment: a picture and tables."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 from narrowgauge.analysis.rank_correlation import rank_correlation
 from narrowgauge.report.page.figures import ladder_svg
-from narrowgauge.report.page.plain_page import html_table, plain_page
+from narrowgauge.report.page.plain_page import html_table
 from narrowgauge.report.table.rungs import COLUMNS, cells
 from narrowgauge.report.verdict.rows import DIVERGED, Row
-from narrowgauge.report.verdict.rungs import ArmResult, arm_results
+from narrowgauge.report.verdict.rungs import ArmResult
 
 Table = tuple[Sequence[str], list[list[str]]]  # head, lines
 _PROBED = {
@@ -20,14 +20,6 @@ _PROBED = {
     "averaging_slope": ("averaging slope", ".2f"),
     "noise_ratio": ("gradient / noise", ".1f"),
 }
-
-
-def main_table(results: Sequence[ArmResult]) -> Table:
-    """The highest rung: arm, gap, interval and what belongs to it, the smallest gap first."""
-    last = max((result.rung for result in results), default=0)
-    top = [result for result in results if result.rung == last]
-    top.sort(key=lambda r: math.inf if math.isnan(r.gap.mean) else r.gap.mean)
-    return COLUMNS, [cells(result) for result in top]
 
 
 def rung_table(results: Sequence[ArmResult]) -> Table:
@@ -66,14 +58,12 @@ def _agreement(probe: Mapping[str, Any], results: Sequence[ArmResult], rung: int
     return [f"Spearman with the gaps at rung {rung} (arms)", *texts]
 
 
-def facts(rows: Sequence[Row], reference: str = "") -> list[str]:
-    """Sentences on what was run: runs, seeds, what diverged, what is missing."""
-    reference = reference or rows[0].arm
+def facts(rows: Sequence[Row]) -> list[str]:
+    """Sentences on the runs: their number, the seeds of each arm, and which diverged."""
     arms = list(dict.fromkeys(row.arm for row in rows))
     seeds = {arm: {row.seed for row in rows if row.arm == arm} for arm in arms}
     most = max(len(found) for found in seeds.values())
-    waits = "" if reference in arms else ", and none of its runs is finished yet"
-    sentences = [f"{len(rows)} runs of {len(arms)} arms; {reference} is the reference{waits}."]
+    sentences = [f"{len(rows)} runs of {len(arms)} arms; {arms[0]} is the reference."]
     if fewer := [f"{arm} ({len(found)})" for arm, found in seeds.items() if len(found) < most]:
         sentences.append(f"With fewer than {most} seeds: {', '.join(fewer)}.")
     diverged = [f"{row.arm}, seed {row.seed}, rung {row.rung}" for row in rows if row.status == DIVERGED]
@@ -81,25 +71,28 @@ def facts(rows: Sequence[Row], reference: str = "") -> list[str]:
     return sentences
 
 
-def render_page(
-    rows: Sequence[Row],
-    parameters: int,
-    probe: Mapping[str, Any] | None = None,
-    reference: str = "",
-    family: Collection[str] = (),
+def rungs_section(
+    rows: Sequence[Row], results: Sequence[ArmResult], parameters: int, probe: Mapping[str, Any] | None
 ) -> str:
-    """One HTML file: the picture, the tables, what diverged, and the probe beside them.
+    """The sections of a page that a measured experiment adds: gaps over its rungs, and the probe.
 
-    `reference` is the arm that the others are compared with; "": that of the first row. `family` are the arms
-    that the plan asks of; (): all but the reference and controls.
+    Args:
+        rows: The results of runs, those of the reference among them.
+        results: What they say of the arms.
+        parameters: Parameters in linear layers, for which tokens are counted.
+        probe: The figures of `narrowgauge probe` for each arm's recipe; None without them.
     """
-    reference = reference or rows[0].arm
-    results = arm_results(rows, reference, family, parameters)
-    body = [f"<h1>Ladder</h1><p>{escape(' '.join(facts(rows, reference)))}</p>"]
+    text = escape(" ".join(facts(rows)))
+    parts = [f"<section><h2>Gaps over the lengths of training</h2><p>{text}</p>"]
     if results:
-        body.append(ladder_svg(results, parameters, reference))
-        body.append("<h2>At the highest rung</h2>" + html_table(*main_table(results)))
-        body.append("<h2>At every rung</h2>" + html_table(*rung_table(results)))
+        parts += [ladder_svg(results, parameters, rows[0].arm), _table("Every rung", rung_table(results))]
+    parts.append("</section>")
     if probe is not None:
-        body.append("<h2>What the probe says</h2>" + html_table(*probe_table(probe, results)))
-    return plain_page("Ladder", body)
+        parts.append("<section><h2>The probe of each recipe</h2>")
+        parts.append(_table("The probe", probe_table(probe, results)) + "</section>")
+    return "".join(parts)
+
+
+def _table(name: str, table: Table) -> str:
+    text = html_table(*table, text=("arm", "verdict"))
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{name}">{text}</div>'

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from narrowgauge.report.verdict.gap import NOTHING
 from narrowgauge.report.verdict.rungs import ArmResult
 from narrowgauge.t_interval import Interval
-from narrowgauge.units import human_count
+from narrowgauge.units import human_count, percent_range, signed_percent
 
 COLUMNS = (
     "arm",
@@ -30,17 +31,12 @@ def percent(value: float, digits: int = 2) -> str:
     >>> percent(0.123), percent(-0.001), percent(float("nan"))
     ('+0.12 %', '0.00 %', '-')
     """
-    if math.isnan(value):
-        return "-"
-    text = f"{value:+.{digits}f}"
-    return f"{text[1:] if not float(text) else text} %"
+    return NOTHING if math.isnan(value) else signed_percent(value, digits)
 
 
-def ends(interval: Interval, digits: int = 2) -> str:
-    """Both ends of an interval in percent."""
-    if math.isnan(interval.low):
-        return "-"
-    return f"{percent(interval.low, digits).removesuffix(' %')} .. {percent(interval.high, digits)}"
+def ends(interval: Interval) -> str:
+    """Both ends of an interval in percent, "-" for NaN."""
+    return NOTHING if math.isnan(interval.low) else percent_range(interval.low, interval.high)
 
 
 def cells(result: ArmResult) -> list[str]:

@@ -13,7 +13,7 @@ from narrowgauge.report.verdict.gap import format_loss
 from narrowgauge.report.verdict.rule import MARGIN
 from narrowgauge.report.verdict.verdict import Verdict, has_validation, verdicts
 from narrowgauge.t_interval import CONFIDENCE
-from narrowgauge.units import human_count, signed_percent
+from narrowgauge.units import human_count, percent_range, signed_percent
 
 MOST = 4  # names in one sentence
 _CLASS = re.compile(r"^[A-Z][A-Za-z]+: ")  # the error class that a status begins with
@@ -154,8 +154,8 @@ def _gap(v: Verdict) -> str:
 def _interval(v: Verdict) -> str:
     assert v.gap is not None
     assert v.half_width is not None
-    low, high = (signed_percent(v.gap + sign * v.half_width).removesuffix(" %") for sign in (-1, 1))
-    return f"{100 * CONFIDENCE:.0f} % interval {low} .. {high} %, {_count(len(v.paired), 'seed')}"
+    ends = percent_range(v.gap - v.half_width, v.gap + v.half_width)
+    return f"{100 * CONFIDENCE:.0f} % interval {ends}, {_count(len(v.paired), 'seed')}"
 
 
 def _names(found: Sequence[Verdict], what: Callable[[Verdict], str]) -> str:

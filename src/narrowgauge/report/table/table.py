@@ -12,7 +12,7 @@ from narrowgauge.report.read.run import Run
 from narrowgauge.report.verdict.gap import NOTHING, format_gap, format_loss, gap_to
 from narrowgauge.report.verdict.groups import groups, references
 from narrowgauge.report.verdict.verdict import Verdict, has_validation, verdicts
-from narrowgauge.units import human_bytes, human_count, signed_percent
+from narrowgauge.units import human_bytes, human_count, percent_range, signed_percent
 
 TEXT_COLUMNS = ("run", "verdict", "recipe", "arithmetic", "status")  # others are numbers, set to the right
 
@@ -149,5 +149,4 @@ def _interval(v: Verdict) -> str:
         return NOTHING
     if not (abs(v.gap) < float("inf") and abs(v.half_width) < float("inf")):
         return NOTHING
-    low, high = (signed_percent(v.gap + sign * v.half_width) for sign in (-1, 1))
-    return f"{low.removesuffix(' %')} .. {high}"
+    return percent_range(v.gap - v.half_width, v.gap + v.half_width)

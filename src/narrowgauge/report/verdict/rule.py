@@ -1,4 +1,4 @@
-"""The rule of every verdict: those of `compare`, its gate, its plan, and ladders.
+"""The rule of every verdict: those of tables and pages, of the gate, and of the plan.
 
 The gap of an arm to the reference is taken for each seed, in percent. Arms of a seed share its luck, so seeds
 and arms are a two-way table in which the reference is a column of zeros:
@@ -38,6 +38,7 @@ from narrowgauge.t_interval import CONFIDENCE, t_quantile
 
 MARGIN = 0.25  # percent; the equality that reports of FP8 training claim (DeepSeek-V3, arXiv 2412.19437)
 KNOWN_DEGREES = 1  # that the known deviation counts for
+UNDECIDED = "no difference seen"
 _OWN_KIND = 3.0
 
 Arm = TypeVar("Arm")
@@ -115,8 +116,14 @@ class Judgement:
         t = equality_factor(self.family, self.degrees)
         return abs(self.mean) + t * self.spread.deviation / math.sqrt(self.seeds) < MARGIN
 
-    def word(self, undecided: str) -> str:
-        """The verdict: "worse", "better", "equal within 0.25 %", both, or `undecided`."""
+    def word(self, undecided: str = UNDECIDED) -> str:
+        """The verdict: "worse", "better", "equal within 0.25 %", both, `undecided`, "open" (one seed), ..."""
+        if not math.isfinite(self.mean):
+            return "not finite"
+        if self.half_width is None:
+            return "open"
+        if self.mean == 0 == self.half_width:
+            return "equal"
         equal = f"within {MARGIN} %" if self.is_equal else ""
         if self.is_different:
             return ", ".join(filter(None, ["worse" if self.mean > 0 else "better", equal]))

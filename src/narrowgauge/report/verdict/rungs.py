@@ -1,4 +1,4 @@
-"""The statistics of a ladder: paired gaps, the verdict on each, extra tokens, and contrasts beside them.
+"""The statistics of a measured experiment: paired gaps at each rung, verdicts, and extra tokens.
 
     gap         100 (L / L_reference - 1) of one seed and rung: same initial weights, same tokens in order
     verdict     by the `rule` of all comparisons, over the arms of a rung at once
@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from narrowgauge.report.verdict.known import known_deviation
 from narrowgauge.report.verdict.rows import DIVERGED, Row
-from narrowgauge.report.verdict.rule import Judgement, is_control, judge
+from narrowgauge.report.verdict.rule import UNDECIDED, Judgement, is_control, judge
 from narrowgauge.t_interval import Interval, interval
 
 NAN = math.nan
@@ -34,6 +34,7 @@ class ArmResult:
         extra: Mean and interval of the extra tokens in percent; NaN with a single rung.
         diverged: How many seeds diverged.
         judgement: Of the gaps, among the other arms of the rung; None without any.
+        undecided: The verdict where the interval includes zero.
     """
 
     arm: str
@@ -46,6 +47,7 @@ class ArmResult:
     extra: Interval
     diverged: int
     judgement: Judgement | None = None
+    undecided: str = UNDECIDED
 
     @property
     def at_once(self) -> Interval:
@@ -64,11 +66,15 @@ class ArmResult:
         """The verdict by the rule; a run that diverged is one, too."""
         if self.diverged:
             return "diverges"
-        return "open" if self.judgement is None else self.judgement.word("open")
+        return "open" if self.judgement is None else self.judgement.word(self.undecided)
 
 
 def arm_results(
-    rows: Sequence[Row], reference: str = "", family: Collection[str] = (), parameters: int = 0
+    rows: Sequence[Row],
+    reference: str = "",
+    family: Collection[str] = (),
+    parameters: int = 0,
+    undecided: str = UNDECIDED,
 ) -> list[ArmResult]:
     """The results of all arms but the reference, by rung and arm.
 
@@ -77,6 +83,7 @@ def arm_results(
         reference: The arm that the others are compared with; "": that of the first row.
         family: The arms that the plan asks of, which share the 5 %; (): all but the reference and controls.
         parameters: Parameters in linear layers, by which lengths are known; 0: judge by the rows alone.
+        undecided: The verdict on arms whose interval includes zero.
     """
     if not rows:
         return []
@@ -89,7 +96,7 @@ def arm_results(
         found = [one for arm in arms if (one := _result(by_key, reference, arm, rung)) is not None]
         known = known_deviation(found[0].tokens / parameters) if found and parameters else 0.0
         judged = judge({one.arm: one.gaps for one in found}, family, known)
-        results += [replace(one, judgement=judged.get(one.arm)) for one in found]
+        results += [replace(one, judgement=judged.get(one.arm), undecided=undecided) for one in found]
     return results
 
 

@@ -64,15 +64,7 @@ class Verdict:
             return "failed"
         if self.is_reference:
             return "reference"
-        if self.judgement is None:
-            return "nothing to compare"
-        if not math.isfinite(self.judgement.mean):
-            return "not finite"
-        if self.judgement.half_width is None:
-            return "open"
-        if self.judgement.mean == 0 == self.judgement.half_width:
-            return "equal"
-        return self.judgement.word("no difference seen")
+        return "nothing to compare" if self.judgement is None else self.judgement.word()
 
 
 def verdicts(runs: Sequence[Run]) -> list[Verdict]:
