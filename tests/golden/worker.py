@@ -27,7 +27,7 @@ from rich.console import Console
 import narrowgauge as ng
 import narrowgauge.cli.main
 from narrowgauge.__main__ import main as command_line
-from narrowgauge.runs.loop import run
+from narrowgauge.runs.loop import resolve
 from narrowgauge.runs.monitor import yardstick
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -116,7 +116,7 @@ def skip(module: Any, name: str, instead: Callable[..., Any]) -> None:
 
 def main() -> None:
     skip(yardstick, "yardstick", lambda *_: yardstick.Yardstick(1e12, "not measured"))
-    skip(run, "require_memory", lambda *_: None)
+    skip(resolve, "require_memory", lambda *_: None)
     gc.freeze()  # a child does not look through, at its end, what it never touched
     for line in sys.stdin:
         print(json.dumps(do(json.loads(line))), flush=True)

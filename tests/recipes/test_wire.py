@@ -5,7 +5,8 @@ import pytest
 from narrowgauge.errors import UserError
 from narrowgauge.quantization import make_cast
 from narrowgauge.recipes import parse_recipe, recipe, recipe_names
-from narrowgauge.training.config.config import make_config, trajectory
+from narrowgauge.training.config.config import make_config
+from narrowgauge.training.config.diff import trajectory
 
 GATHERED = {
     "bf16": "bf16",

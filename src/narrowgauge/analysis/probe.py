@@ -61,7 +61,7 @@ from narrowgauge.quantization.cast import CODES_AND_SCALES
 from narrowgauge.recipes import Recipe
 from narrowgauge.recipes import recipe as recipe_named
 from narrowgauge.t_interval import Interval, interval
-from narrowgauge.training.config.outline import require_layers
+from narrowgauge.training.outline import require_layers
 
 #: The keys of a cast that depend on no earlier step.
 WITHOUT_MEMORY = (

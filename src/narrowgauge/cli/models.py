@@ -18,7 +18,6 @@ from narrowgauge.runs.use.export import TARGETS, export_run, import_model
 from narrowgauge.runs.use.hellaswag import evaluate
 from narrowgauge.runs.use.lm_eval import harness_scores
 from narrowgauge.runs.use.run_data import run_data
-from narrowgauge.training.config.micro_batch import held_out_sequences
 
 Verb = Callable[[str, Callable[[argparse.Namespace], None]], argparse.ArgumentParser]
 _TASKS = ("val", "hellaswag:FILE", "lm-eval:TASK,...")
@@ -130,7 +129,7 @@ def _evaluate_text(options: argparse.Namespace, trained: TrainedRun) -> None:
         trained.config.training.micro_batch_size,
         trained.config.data.separate_documents,
     )
-    sequences = options.batches and held_out_sequences(trained.config.training, options.batches)
+    sequences = trained.held_out_sequences(options.batches)
     engine, val = Engine.alone(trained.model), dataset.val
     windows = (size, length, None, separate_documents, sequences)
     loss = validation_loss(engine, trained.go_to_sample, val, *windows)

@@ -5,7 +5,7 @@ model's output is selected by it, whatever it is called. A pattern may match not
 list matches. A list that matches nothing at all is a mistake, unless a model without a head should keep it.
 
 An `Outline` is made of the full model, also where a process holds a part of it: of modules by
-`nn.outline_of`, of a configuration by `training.config.outline`.
+`nn.outline_of`, of a configuration by `training.outline`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

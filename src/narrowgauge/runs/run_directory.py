@@ -14,7 +14,7 @@
     identity.json    {"run_id": ...}, if the configuration was changed on purpose (`config.diff`)
 
 A directory belongs to one configuration. Resuming with another one is refused, except for keys that do not
-change the trajectory (`config.trajectory`), and for keys that are allowed by name.
+change the trajectory (`config.diff`), and for keys that are allowed by name.
 """
 
 import hashlib
@@ -29,11 +29,19 @@ from typing import Any
 import torch
 
 from narrowgauge.checkpoint.interop.safetensors_reader import read_json
+from narrowgauge.distributed import Coordinator
 from narrowgauge.errors import UserError
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.json_lines import append_lines, bytes_until_step, read_jsonl
-from narrowgauge.training.config.config import Config, make_config, to_toml, trajectory
-from narrowgauge.training.config.diff import TORCH, ConfigDiff, config_diff, require_allowed
+from narrowgauge.training.config.config import Config, make_config
+from narrowgauge.training.config.diff import (
+    TORCH,
+    ConfigDiff,
+    config_diff,
+    require_allowed,
+    to_toml,
+    trajectory,
+)
 
 SPECIAL_TOKENS = "special_tokens.json"
 PROBE = "probe.json"
@@ -276,6 +284,35 @@ class RunDirectory:
     def lines(self) -> list[dict[str, Any]]:
         """All lines of the metrics."""
         return read_jsonl(self.metrics) if self.metrics.exists() else []
+
+
+def claim_together(
+    path: Path, config: Config, digest: str, coordinator: Coordinator, allowed: Sequence[str] = ()
+) -> ConfigDiff | None:
+    """Make a directory this run's. Collective: rank 0 claims it for all.
+
+    Args:
+        path: The run directory.
+        config: The configuration of the run.
+        digest: That of its corpus.
+        coordinator: Of the ranks.
+        allowed: The keys that may differ from those with which the run began (`--allow-change`).
+
+    Returns:
+        The differences, on rank 0; None on all ranks if the run is done.
+
+    Raises:
+        UserError: The directory or the corpus is another run's.
+    """
+    changes: ConfigDiff = {}
+    is_done = False
+    if coordinator.rank == 0:
+        existing = RunDirectory(path)
+        changes = existing.claim(config, allowed)
+        is_done = existing.status() == "done" and not changes
+        if not is_done:
+            existing.check_corpus(digest, allowed)
+    return None if coordinator.broadcast(is_done) else changes
 
 
 def run_id_of(config: Config, corpus_digest: str) -> str:

@@ -15,7 +15,7 @@ from narrowgauge.report import read_run, write_report
 from narrowgauge.runs.monitor.placement import placement
 from narrowgauge.simulate.few_blocks import few_blocks
 from narrowgauge.training import make_config
-from narrowgauge.training.config.outline import outline_of_model
+from narrowgauge.training.outline import outline_of_model
 
 HUGE = '[fprop]\nw = {element = "e2m1", block = [4096, 32], scale = "e8m0"}\n[keep]\nlast_blocks = 1\n'
 CUT = "blocks of 4096 in fprop.w do not divide the outputs of 5 of 9 layers: "
@@ -51,7 +51,7 @@ def test_a_misspelt_layer_is_refused_before_anything_is_made(typo, file, train, 
 def test_rules_that_name_one_block_hold_in_a_model_that_is_counted_by_few(file, tiny):
     text = '[[rule]]\nmodules = ["blocks.9.down"]\nfprop = "mxfp4"'
     config = make_config(tiny({"recipe.name": file(text), "model.layers": 12}))
-    assert placement(config) != []
+    assert placement(config.spec.model, config.spec.recipe, 64) != []
     assert sum(n * weight for n, weight in few_blocks(config)) == pytest.approx(12)
     make_plan(config, 1, load_cluster("h200"))
 

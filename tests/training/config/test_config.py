@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from narrowgauge.errors import UserError
 from narrowgauge.recipes import GROUPS, KEYS
 from narrowgauge.training import Config, config_keys, load_values, make_config, to_toml
-from narrowgauge.training.config.config import trajectory
+from narrowgauge.training.config.diff import trajectory
 from narrowgauge.training.step.build_model import decay_start_of
 
 PLACES = (*KEYS, *GROUPS)

@@ -67,7 +67,8 @@ def _print_memory(plan: Plan, console: Console) -> None:
         f"{plan.config.recipe.name}: micro-batches of {t.micro_batch_size:,} x "
         f"{plan.config.data.sequence_length:,} tokens{several}",
     )
-    for sentence in (*plan.chosen, *placement(plan.config)):
+    spec, tokens = plan.config.spec, t.micro_batch_size * plan.config.data.sequence_length
+    for sentence in (*plan.chosen, *placement(spec.model, spec.recipe, tokens)):
         _say(console, sentence)
     console.print(table)
     fits = "fits" if plan.fits else "does not fit"

@@ -1,6 +1,8 @@
 """Do model and data fit? First what is known before anything is read or started, then all of it."""
 
-from narrowgauge.data import AUTO, Dataset, count_windows, vocabulary_before_reading
+from narrowgauge.data import AUTO, Dataset, count_windows, open_data, vocabulary_before_reading
+from narrowgauge.data.cache import Progress
+from narrowgauge.distributed import Coordinator
 from narrowgauge.errors import UserError
 from narrowgauge.training.config.config import Config
 
@@ -16,6 +18,23 @@ def check_vocabulary(config: Config) -> None:
     data = config.data
     if (needed := vocabulary_before_reading(data.source, data.tokenizer, data.weights)) is not None:
         _require_vocabulary(config, needed)
+
+
+def open_checked_data(config: Config, coordinator: Coordinator, progress: Progress) -> Dataset:
+    """Open the data, and check that the model fits it: rank 0 prepares it, the other ranks open the result.
+
+    Raises:
+        UserError: as `check_data`, or the data cannot be used.
+    """
+    d = config.data
+    coordinator.progress("preparing the data", patience=1000.0)
+    if coordinator.rank > 0:
+        coordinator.barrier()
+    dataset = open_data(d.source, d.tokenizer, d.weights, progress)
+    check_data(config, dataset)
+    if coordinator.rank == 0:
+        coordinator.barrier()
+    return dataset
 
 
 def check_data(config: Config, dataset: Dataset) -> None:

@@ -20,7 +20,6 @@ from narrowgauge.checkpoint import AsyncSaver, SaveError
 from narrowgauge.distributed import NEVER, START, Coordinator
 from narrowgauge.errors import UserError
 from narrowgauge.runs.loop.run_writer import RunWriter
-from narrowgauge.training.config.config import Config
 from narrowgauge.training.step.trainer import Trainer
 
 
@@ -62,7 +61,7 @@ class Checkpointer:
                 trainer.save(self.directory.checkpoints, run_id, self.coordinator.control)
                 self._succeeded(trainer.step)
             return
-        directory, keep = self.directory.checkpoints, trainer.config.checkpoint.keep
+        directory, keep = self.directory.checkpoints, trainer.keep
         with self._recording_failure(trainer.step, must):
             local_tensors, state = trainer.local_tensors(), trainer.state()
             self._saver.save(directory, trainer.step, local_tensors, state, keep, run_id)
@@ -112,9 +111,12 @@ class Checkpointer:
 
 
 def make_checkpointer(
-    config: Config, directory: RunWriter, log: Callable[[str], None], coordinator: Coordinator
+    asynchronous: bool,
+    max_failures: int,
+    directory: RunWriter,
+    log: Callable[[str], None],
+    coordinator: Coordinator,
 ) -> Checkpointer:
     """Make the checkpointer of a run. Collective: all ranks call it, and `end` when the run has ended."""
-    section = config.checkpoint
-    saver = AsyncSaver(NEVER) if section.asynchronous else None
-    return Checkpointer(directory, log, coordinator, section.max_failures, saver)
+    saver = AsyncSaver(NEVER) if asynchronous else None
+    return Checkpointer(directory, log, coordinator, max_failures, saver)

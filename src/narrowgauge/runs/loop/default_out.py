@@ -14,7 +14,8 @@ beside it is taken if its configuration is this one.
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from narrowgauge.data import split_sources
 from narrowgauge.errors import UserError
 from narrowgauge.models.sizes import CUSTOM
 from narrowgauge.runs.run_directory import RunDirectory
-from narrowgauge.training.config.config import Config, config_keys, make_config, trajectory
-from narrowgauge.training.config.diff import config_diff
+from narrowgauge.training.config.config import Config, config_keys, make_config
+from narrowgauge.training.config.diff import config_diff, trajectory
 
 FOLDER = "runs"
 LONGEST = 100  # characters of a name, all of them ASCII; file systems take 255 bytes
@@ -44,11 +45,13 @@ def default_out(config: Config, allowed: Sequence[str] = ()) -> Path:
     Raises:
         UserError: several runs differ in `allowed` keys alone.
     """
-    named = Path(FOLDER) / _name(config)
-    start = _start(config)
-    beside = {Path(FOLDER) / start, Path(FOLDER) / _older_name(config), *Path(FOLDER).glob(f"{start},*")}
-    found = dict.fromkeys([named, *sorted(beside)])
-    changes = {path: diff for path in found if (diff := _changes(path, config)) is not None}
+    start, older = _start(config), _older_name(config)
+    named = Path(FOLDER) / _name(start, _changed(config))
+    beside = {Path(FOLDER) / start, Path(FOLDER) / older, *Path(FOLDER).glob(f"{start},*")}
+    changes: dict[Path, set[str]] = {}
+    for path in filter(Path.is_dir, dict.fromkeys([named, *sorted(beside)])):
+        with suppress(UserError):  # no run that can be read
+            changes[path] = set(config_diff(RunDirectory(path).config(), config))
     for path, diff in changes.items():
         if not diff:
             return path
@@ -59,14 +62,6 @@ def default_out(config: Config, allowed: Sequence[str] = ()) -> Path:
             "name the one that is meant with --out"
         )
     return named if named in changed or not changed else changed[0]
-
-
-def _changes(path: Path, config: Config) -> set[str] | None:
-    """The keys in which the run there differs; None where there is no run that can be read."""
-    try:
-        return set(config_diff(RunDirectory(path).config(), config)) if path.is_dir() else None
-    except UserError:
-        return None
 
 
 def _start(config: Config) -> str:
@@ -87,9 +82,8 @@ def _stem(source: str) -> str:
     return next(filter(None, (_safe(Path(part).stem) for part in Path(source).parts[::-1])), "")
 
 
-def _name(config: Config) -> str:
+def _name(start: str, changed: Mapping[str, Any]) -> str:
     """The start, and the keys that differ; where not all of them fit or show, a digest of all."""
-    start, changed = _start(config), _changed(config)
     parts = [_part(key, value) for key, value in changed.items()]
     shown = ",".join([start, *(text for text, _ in parts)])
     if len(shown) <= LONGEST and all(is_whole for _, is_whole in parts):

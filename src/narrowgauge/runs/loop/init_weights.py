@@ -13,56 +13,54 @@ import torch
 
 from narrowgauge.data import Tokenizer, load_tokenizer
 from narrowgauge.errors import UserError
-from narrowgauge.models import Transformer
+from narrowgauge.models import ModelConfig, Transformer
 from narrowgauge.quantization import shard_of, write_weight
 from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.runs.use.trained_model import open_run
-from narrowgauge.training.config.config import Config
 
 
-def check_start(config: Config, tokenizer: Tokenizer) -> None:
-    """Check that the tokenizer is that of the run in `model.weights`, if there is one.
+def check_start(weights: str, named: str, tokenizer: Tokenizer) -> None:
+    """Check that a run's tokenizer is that of the run whose weights it starts from.
 
     A resumed run starts from a checkpoint, so the run in `model.weights` may be gone by then.
+
+    Args:
+        weights: `model.weights`; "": the run starts from new weights.
+        named: `data.tokenizer`, for the message.
+        tokenizer: The tokenizer of the data.
 
     Raises:
         UserError: the tokenizers differ.
     """
-    if not config.model.weights:
+    if not weights:
         return
-    source = RunDirectory(Path(config.model.weights)).tokenizer
+    source = RunDirectory(Path(weights)).tokenizer
     if source.is_file() and load_tokenizer(source).to_json() != tokenizer.to_json():
         raise UserError(
-            f"data.tokenizer = {config.data.tokenizer!r} is not the tokenizer that model.weights = "
-            f"{config.model.weights!r} was trained with, so its ids mean other text; leave data.tokenizer out"
+            f"data.tokenizer = {named!r} is not the tokenizer that model.weights = "
+            f"{weights!r} was trained with, so its ids mean other text; leave data.tokenizer out"
         )
 
 
-def copy_special_tokens(config: Config, directory: RunDirectory) -> None:
-    """Copy what the run in `model.weights` knows of special tokens, so that an export says it, too."""
-    if config.model.weights:
-        directory.keep_special_tokens(RunDirectory(Path(config.model.weights)).special_tokens())
-
-
-def start_from_weights(config: Config, model: Transformer) -> None:
+def start_from_weights(run: str, config: ModelConfig, model: Transformer) -> None:
     """Copy the weights of the run in `model.weights`, if there is one, into a new model.
 
     Raises:
         UserError: that run has another model.
     """
-    if not config.model.weights:
+    if not run:
         return
-    source = open_run(Path(config.model.weights), "cpu")
+    source = open_run(Path(run), "cpu")
     weights = source.weights()
     with torch.device("meta"):
-        full_model = Transformer(config.spec.model)
+        full_model = Transformer(config)
     shapes = {name: p.shape for name, p in full_model.named_parameters(remove_duplicate=False)}
     for name in sorted(shapes.keys() | weights.keys()):
         shape = tuple(weights[name].shape) if name in weights else "nothing"
         needed = tuple(shapes[name]) if name in shapes else "nothing"
         if shape != needed:
             raise UserError(
-                f"model.weights = {config.model.weights!r} is another model: {name} is {shape} there and "
+                f"model.weights = {run!r} is another model: {name} is {shape} there and "
                 f"{needed} here; leave the dimensions out, and they are taken from it"
             )
     _copy_weights(model, weights)

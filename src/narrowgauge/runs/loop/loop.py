@@ -8,7 +8,7 @@ shared (`Coordinator`).
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,12 +28,9 @@ from narrowgauge.runs.monitor.provenance import now, provenance
 from narrowgauge.signals import Preempted, Requests, is_compared
 from narrowgauge.simulate.memory import measured
 from narrowgauge.simulate.memory_tracker import MemoryTracker
-from narrowgauge.training.config.config import Config
-from narrowgauge.training.config.diff import ConfigDiff
-from narrowgauge.training.config.micro_batch import held_out_sequences
 from narrowgauge.training.step.step_terms import token_lines
 from narrowgauge.training.step.trainer import Trainer
-from narrowgauge.units import human_bytes, parse_bytes
+from narrowgauge.units import human_bytes
 
 StepResult = tuple[float, float, float]  # loss, gradient norm, learning rate
 
@@ -42,7 +39,7 @@ class OutOfMemory(Exception):
     """The device's memory is too small for a step: exit code 1."""
 
 
-def start_or_resume(context: RunContext, changes: ConfigDiff, mesh: Mesh) -> Trainer:
+def start_or_resume(context: RunContext, changes: Mapping[str, tuple[object, object]], mesh: Mesh) -> Trainer:
     """The state of the newest valid checkpoint, or an initial one; `changes` are adopted."""
     directory, log, coordinator = context.directory, context.display.log, context.coordinator
     coordinator.progress("choosing a checkpoint", START)
@@ -50,9 +47,9 @@ def start_or_resume(context: RunContext, changes: ConfigDiff, mesh: Mesh) -> Tra
     for sentence in refused:
         log(f"passed over: {sentence}")
     coordinator.progress("building the model", START)
-    trainer = Trainer.begin(context.config, context.device, mesh)
+    trainer = Trainer.begin(context.run.config, context.run.device, mesh)
     if checkpoint is None:
-        start_from_weights(context.config, trainer.model)
+        start_from_weights(context.run.weights, context.run.spec.model, trainer.model)
         log(f"run directory: {directory.path}")
         directory.keep_metrics_until(-1)
     else:
@@ -61,7 +58,7 @@ def start_or_resume(context: RunContext, changes: ConfigDiff, mesh: Mesh) -> Tra
         directory.keep_metrics_until(trainer.step, trainer.guard.rollbacks)
     plan = trainer.plan_save(directory.checkpoints, context.run_id, coordinator.control)
     require_space_for_run(directory.checkpoints, plan.space, plan.keep)
-    directory.adopt(context.config, changes, context.dataset.digest, trainer.step, context.run_id)
+    directory.adopt(context.run.config, changes, context.dataset.digest, trainer.step, context.run_id)
     event = "start" if checkpoint is None else "resume"
     directory.record({"event": event, "step": trainer.step, **provenance(), **context.facts})
     record_raises(context, trainer)
@@ -75,7 +72,7 @@ def train(context: RunContext, trainer: Trainer, requests: Requests) -> None:
     Raises:
         Preempted: a signal arrived; the state is saved.
     """
-    directory, steps = context.directory, context.config.training.steps
+    directory, steps = context.directory, context.run.steps
     if trainer.step == 0:
         val_loss = _validate(context, trainer)
         directory.record({"step": 0, "tokens": 0, "val_loss": val_loss})
@@ -89,7 +86,7 @@ def train(context: RunContext, trainer: Trainer, requests: Requests) -> None:
 
 def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Requests, is_warm: bool) -> None:
     """Run steps to the end, or until a rollback, after which the batches change."""
-    config, directory, steps = context.config, context.directory, context.config.training.steps
+    directory, steps, every = context.directory, context.run.steps, context.run.every
     last_save = time.monotonic()
     tokens = _tokens_seen(context, trainer)
     requests.save_first()
@@ -100,10 +97,10 @@ def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Req
         is_warm, tokens = True, line["tokens"]
         is_last = trainer.step == steps
         # Read once: a signal may come at any moment, and the stop below must follow the save it requests.
-        is_late = time.monotonic() - last_save > 60 * config.checkpoint.every_minutes
+        is_late = time.monotonic() - last_save > 60 * every.minutes
         shared = context.coordinator.all_reduce_max(asked=requests.number, late=is_late)
         asked = "" if is_last or not shared["asked"] else signal.Signals(shared["asked"]).name
-        if is_last or trainer.step % config.validation.every == 0:
+        if is_last or trainer.step % every.validation == 0:
             line["val_loss"] = _validate(context, trainer)
         directory.record(line)
         context.display.step(line)
@@ -112,10 +109,9 @@ def _steps(context: RunContext, trainer: Trainer, batches: Loader, requests: Req
         if recover(context, trainer, line["loss"], line["grad_norm"]):
             return
         lower_places(context, trainer)
-        check = config.guard.check_every
-        if check and trainer.step % check == 0:
+        if every.check and trainer.step % every.check == 0:
             trainer.check_replicas()
-        if is_last or shared["late"] or asked or trainer.step % config.checkpoint.every == 0:
+        if is_last or shared["late"] or asked or trainer.step % every.save == 0:
             context.checkpointer.save(trainer, context.run_id, must=is_last or bool(asked))
             last_save = time.monotonic()
         if asked:
@@ -128,28 +124,25 @@ def _tokens_seen(context: RunContext, trainer: Trainer) -> int:
     lines = context.directory.lines() if context.coordinator.rank == 0 else []  # it records for all
     counted = [line for line in lines if "tokens" in line]
     step, tokens = (counted[-1]["step"], counted[-1]["tokens"]) if counted else (0, 0)
-    return int(tokens) + (trainer.step - step) * _tokens_of_a_step(context.config)
-
-
-def _tokens_of_a_step(config: Config) -> int:
-    return config.training.batch_size * config.data.sequence_length
+    return int(tokens) + (trainer.step - step) * context.run.tokens
 
 
 def _first_step(context: RunContext, trainer: Trainer, batches: Loader, seen: int) -> dict[str, Any]:
     """Take the first step of this process, and record its memory next to the estimate."""
-    is_hidden = context.config.training.compile and context.device.type != "cuda"  # compiled operations
-    if context.plan is None or is_hidden:
+    run = context.run
+    is_hidden = run.compiles and run.device.type != "cuda"  # compiled operations
+    if run.memory is None or is_hidden:
         return _measured_step(context, trainer, batches, seen)
-    with MemoryTracker(context.device) as tracker:
+    with MemoryTracker(run.device) as tracker:
         line = _measured_step(context, trainer, batches, seen, tracker.after_forward)
-    memory, plan = measured(trainer, tracker), context.plan
+    memory, plan = measured(trainer, tracker), run.memory
     facts = {"parameters": memory.parameters, **memory.as_json(), "expected": plan.as_json()}
     context.directory.record({"event": "memory", "step": trainer.step, **facts})
     on_host = f"; on the host {human_bytes(sum(memory.host.values()))}" if memory.host else ""
     context.display.log(
         f"memory: {memory.classes()} = {human_bytes(memory.peak)}, expected {human_bytes(plan.peak)}{on_host}"
     )
-    limit = parse_bytes(context.config.training.memory_limit)
+    limit = run.memory_limit
     if limit and memory.peak > limit:
         raise OutOfMemory(
             f"a step took {human_bytes(memory.peak)}, and training.memory_limit is {human_bytes(limit)}; "
@@ -166,7 +159,7 @@ def _measured_step(
     after_forward: Callable[[torch.Tensor], None] | None = None,
 ) -> dict[str, Any]:
     """Take one optimizer step after `seen` tokens, and return its line of the metrics."""
-    hardware.synchronize(context.device)
+    hardware.synchronize(context.run.device)
     start = time.perf_counter()
     is_read = _is_read(context, trainer.step + 1)
     gauges = make_gauges(trainer.model, trainer.optimizer, trainer.names) if is_read else None
@@ -175,7 +168,7 @@ def _measured_step(
         lines = token_lines(trainer.tokens, trainer.step)
         context.directory.record_gauges([*gauges.lines(trainer.step), *lines])
     seconds = time.perf_counter() - start  # the step ended with the loss on the host
-    tokens = _tokens_of_a_step(context.config)
+    tokens = context.run.tokens
     flops, peak = context.facts["flops_per_token"] * tokens, context.facts["peak_flops"]
     return {
         "step": trainer.step,
@@ -187,14 +180,14 @@ def _measured_step(
         "tokens_per_s": tokens / seconds,
         "step_ms": 1000 * seconds,
         "mfu": flops / seconds / peak / context.coordinator.size if peak else None,
-        "memory_bytes": hardware.peak_memory(context.device),
+        "memory_bytes": hardware.peak_memory(context.run.device),
     }
 
 
 def _is_read(context: RunContext, step: int) -> bool:
     """Whether gauges read a step: every n-th and the last, so that a short run is read, too."""
-    every = context.config.gauges_every()
-    is_due = step % every == 0 or step == context.config.training.steps if every else False
+    every = context.run.every.gauges
+    is_due = step % every == 0 or step == context.run.steps if every else False
     return is_due and context.coordinator.rank == 0  # it reads for all
 
 
@@ -203,7 +196,7 @@ def _profiled(context: RunContext, trainer: Trainer, take: Callable[[], StepResu
     if context.profile is None:
         return take()
     number = trainer.step + 1
-    result, step_time = context.profile.step(number, take, is_last=number == context.config.training.steps)
+    result, step_time = context.profile.step(number, take, is_last=number == context.run.steps)
     if step_time is not None:
         facts = {"step_ms": step_time.step_ms, "ms": step_time.classes, "device": step_time.device}
         context.directory.record({"event": "step time", "step": trainer.step, **facts})
@@ -213,16 +206,16 @@ def _profiled(context: RunContext, trainer: Trainer, take: Callable[[], StepResu
 
 def _validate(context: RunContext, trainer: Trainer) -> float:
     context.coordinator.progress(f"the validation after step {trainer.step}", START)
-    c = context.config
+    run = context.run
     return validation_loss(
         trainer.engine,
         trainer.go_to_sample,
         context.dataset.val,
-        c.training.micro_batch_size,
-        c.data.sequence_length,
+        run.micro_batch_size,
+        run.sequence_length,
         None,
-        c.data.separate_documents,
-        held_out_sequences(c.training, c.validation.batches),
+        run.separate_documents,
+        run.held_out,
     )
 
 

@@ -61,7 +61,7 @@ def go_back(context: RunContext, trainer: Trainer, target: Path) -> None:
 
 def first_broken(trainer: Trainer, bad: FirstBad | None) -> BrokenPlace | None:
     """The place of a first bad tensor that was finite before its cast; None for any other."""
-    recipe = trainer.config.spec.recipe
+    recipe = trainer.recipe
     if bad is None or not bad.is_of_cast or bad.place not in (*recipe.casts, *STATE_PLACES):
         return None
     cast = recipe.casts.get(bad.place) or recipe.state.get(bad.place)
@@ -72,13 +72,13 @@ def first_broken(trainer: Trainer, bad: FirstBad | None) -> BrokenPlace | None:
 
 def wide_casts(trainer: Trainer) -> set[str]:
     """The names of casts that cannot be raised."""
-    recipe = trainer.config.spec.recipe
+    recipe = trainer.recipe
     return {"fp32", recipe.compute, trainer.guard.rules.raise_to or recipe.compute}
 
 
 def make_raise(trainer: Trainer, broken: BrokenPlace, reason: str) -> Raise:
     """The raise of a broken place from the next step on."""
-    rules, recipe = trainer.guard.rules, trainer.config.spec.recipe
+    rules, recipe = trainer.guard.rules, trainer.recipe
     first = trainer.step + 1
     until = 0 if rules.raise_steps == float("inf") else first + int(rules.raise_steps)
     to = "fp32" if broken.place in STATE_PLACES else rules.raise_to or recipe.compute
@@ -92,7 +92,7 @@ def lower_places(context: RunContext, trainer: Trainer) -> None:
     step = trainer.step
     due = [r for r in guard.raised if every and r.holds(step + 1) and (step + 1 - r.from_step) % every == 0]
     for r in (r for r in due if step >= r.from_step):
-        recipe = trainer.config.spec.recipe
+        recipe = trainer.recipe
         places = places_with(recipe, r.place) if not r.is_state else (r.place,)
         lines = [line for own in trainer.engine.gather(read_trial(trainer, r.layers, places)) for line in own]
         lost = max(lost_by_place(lines, ()).values(), default=1.0)
@@ -120,7 +120,7 @@ def record_raises(context: RunContext, trainer: Trainer) -> None:
 
 
 def _record_rules(context: RunContext, trainer: Trainer) -> None:
-    context.directory.record_rules([r.toml(trainer.config.spec.recipe) for r in trainer.guard.raised])
+    context.directory.record_rules([r.toml(trainer.recipe) for r in trainer.guard.raised])
 
 
 def _read(trainer: Trainer, micro_batches: Sequence[Any], update: bool) -> list[dict[str, Any]]:

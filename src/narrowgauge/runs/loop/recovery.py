@@ -53,7 +53,7 @@ def _target(context: RunContext, before: int) -> Path | None:
     """The checkpoint to go back to from step `before`, the same on all ranks."""
     checkpoints, target = context.directory.checkpoints, None
     if context.coordinator.rank == 0:
-        target = rollback_target(checkpoints, context.run_id, before, context.config.checkpoint.every)
+        target = rollback_target(checkpoints, context.run_id, before, context.run.every.save)
     name = context.coordinator.broadcast(None if target is None else target.name)
     return None if name is None else checkpoints / name
 
@@ -100,7 +100,7 @@ def _go_further_back(context: RunContext, trainer: Trainer, before: Guard, step:
     one on. Returns False if that is not the case, or no checkpoint is older.
     """
     last = before.raised[-1] if before.raised else None
-    if last is None or not last.is_state or step - last.from_step >= context.config.checkpoint.every:
+    if last is None or not last.is_state or step - last.from_step >= context.run.every.save:
         return False
     target = _target(context, last.from_step - 1)
     if target is None:
@@ -128,7 +128,7 @@ def _roll_back(
     guard.rolled_back(before)
     trainer.follow_rules()
     context.directory.keep_metrics_until(trainer.step, guard.rollbacks)
-    first = guard.samples - (spike - trainer.step) * trainer.config.training.batch_size
+    first = guard.samples - (spike - trainer.step) * context.run.spec.batch_size
     event = {
         "event": "rollback",
         "step": trainer.step,

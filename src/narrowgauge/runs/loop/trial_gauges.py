@@ -73,7 +73,7 @@ def _state_lines(trainer: Trainer, p: torch.Tensor, layer: str, places: Sequence
         tensors["master"] = kept.master.read
     lines: Lines = []
     for place in places:
-        cast = trainer.config.spec.recipe.state.get(place)
+        cast = trainer.recipe.state.get(place)
         if place in tensors and cast is not None:
             x = tensors[place]()
             stored = QuantizedState(x.shape, cast, x.device, shard=shard_of(p))

@@ -22,7 +22,6 @@ from narrowgauge.runs.loop.validation import validation_loss
 from narrowgauge.runs.run_directory import EVALUATION
 from narrowgauge.runs.use.convert import with_recipe
 from narrowgauge.runs.use.trained_model import TrainedRun
-from narrowgauge.training.config.micro_batch import held_out_sequences
 from narrowgauge.training.step.build_model import build_model
 
 
@@ -47,10 +46,10 @@ def two_losses(
         recipe: The recipe of the other forward pass, such as "bf16".
         held_out: The held-out tokens.
         length: Tokens of a sequence.
-        batches: How many micro-batches (`held_out_sequences`), spread evenly over the tokens; None: all.
+        batches: How many of the run's micro-batches, spread evenly over the tokens; None: all.
     """
     c = trained.config
-    sequences = None if batches is None else held_out_sequences(c.training, batches)
+    sequences = trained.held_out_sequences(batches)
     windows = (c.training.micro_batch_size, length, None, c.data.separate_documents, sequences)
     own = validation_loss(Engine.alone(trained.model), trained.go_to_sample, held_out, *windows)
     if trained.config.recipe.name == recipe and not trained.config.recipe.places:

@@ -12,7 +12,6 @@ from narrowgauge.checkpoint.interop.external_model import is_external_model, rea
 from narrowgauge.checkpoint.interop.name_map import ExternalModel
 from narrowgauge.data import Tokenizer, load_tokenizer
 from narrowgauge.errors import UserError
-from narrowgauge.guard.raises import raises_of
 from narrowgauge.kernels import choose_products
 from narrowgauge.models import Transformer
 from narrowgauge.models.sizes import name_of
@@ -24,7 +23,8 @@ from narrowgauge.runs.monitor.hardware import choose_device, use_device
 from narrowgauge.runs.monitor.products import products_of
 from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.training.config.config import Config, make_config
-from narrowgauge.training.step.build_model import build_model, go_to, in_force, load_model, newest_checkpoint
+from narrowgauge.training.config.micro_batch import held_out_sequences
+from narrowgauge.training.step.build_model import go_to, model_of, newest_checkpoint
 
 #: The keys of fprop.x under which a token's operand depends on that token alone, if its scales do.
 TOKENWISE_KEYS = (
@@ -65,6 +65,10 @@ class TrainedRun:
     def go_to_sample(self, first: int) -> None:
         """Tell the model which sequence of the step is the first of the next forward pass."""
         go_to(self.model, self.config, self.step, first)
+
+    def held_out_sequences(self, batches: int | None) -> int | None:
+        """Held-out sequences of so many of the run's micro-batches; None: all there are."""
+        return None if batches is None else held_out_sequences(self.config.training, batches)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The weights by parameter name as float32 on the CPU, in whatever format the recipe keeps them."""
@@ -123,14 +127,12 @@ def open_run(path: Path, device: str = "auto", tokenizer: Path | None = None) ->
             f"{path} has no checkpoint yet: the first is saved after checkpoint.every = "
             f"{config.checkpoint.every} steps; continue the run first"
         )
-    config = in_force(config, raises_of(checkpoint.state), checkpoint.step)
     if target.type == "cpu" and (lines := directory.lines()):
         choose_products(products_of(lines))
-    model = build_model(config.spec, target)
-    load_model(model, config, checkpoint)
+    config, model = model_of(config, checkpoint, target)
     saved = directory.tokenizer if directory.tokenizer.is_file() else None
     files = (tokenizer or saved, directory.special_tokens())
-    return TrainedRun(path, config, model.eval(), checkpoint.step, *files)
+    return TrainedRun(path, config, model, checkpoint.step, *files)
 
 
 def plain_model(external: ExternalModel) -> Transformer:

@@ -6,9 +6,8 @@ one form of error messages. The defaults are the embedded run: a model of a few 
 source text of Python.
 """
 
-import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,10 @@ from narrowgauge.errors import UserError, unknown
 from narrowgauge.guard.widening import require_raising
 from narrowgauge.models import model_config
 from narrowgauge.recipes import BACKENDS, GROUPS, KEYS, Recipe, recipe
-from narrowgauge.toml_text import parse_toml, toml_key, toml_value
+from narrowgauge.toml_text import parse_toml, toml_value
 from narrowgauge.training.config.guard_section import GuardSection
 from narrowgauge.training.config.keys import Key, keys_of
 from narrowgauge.training.config.micro_batch import largest_size, what_fits
-from narrowgauge.training.config.outline import require_layers
 from narrowgauge.training.config.schema import (
     CheckpointSection,
     DataSection,
@@ -41,6 +39,7 @@ from narrowgauge.training.config.schema import (
     ValidationSection,
 )
 from narrowgauge.training.config.synonyms import outside, unknown_key
+from narrowgauge.training.outline import require_layers
 
 
 class Config(Section):
@@ -257,55 +256,3 @@ def _unknown_section(found: Mapping[str, object]) -> UserError:
     if isinstance(value, Mapping):
         return unknown("section", name, Config.model_fields)
     return outside(name, value, config_keys())
-
-
-def to_toml(config: Config) -> str:
-    """The complete resolved configuration as TOML, which reproduces the run."""
-    tables = config.model_dump()
-    start = {"weights": config.model.weights} if config.model.weights else {}
-    tables["model"] = {"name": config.model.name} | start | asdict(config.spec.model)
-    tables["recipe"] |= tables["recipe"].pop("places")
-    tables["gauges"]["every"] = config.gauges_every()
-    lines = []
-    for section, table in tables.items():
-        lines.append(f"[{section}]")
-        lines += [f"{toml_key(k)} = {toml_value(v)}" for k, v in table.items() if v is not None]
-        lines.append("")
-    return "\n".join(lines)
-
-
-# Keys that are younger than runs which may be resumed, with the value that changes nothing. With that value
-# they are left out of a trajectory, so that the id of such a run is what it was.
-ADDED = {
-    "model.qk_norm": False,
-    "model.dropout": 0.0,
-    "model.attention_dropout": 0.0,
-    "training.z_loss": 0.0,
-    "model.experts": 0,
-    "model.experts_per_token": 2,
-    "model.norm_topk_prob": True,
-    "training.balance_loss": 0.01,
-    "training.threads": 0,
-}
-
-
-def trajectory(config: Config) -> dict[str, dict[str, Any]]:
-    """The resolved values that determine every loss of the run, without display and storage settings."""
-    tables = tomllib.loads(to_toml(config))
-    for key in ("memory_limit", "hang_timeout", "recompute_every", "fit_micro_batch", "deterministic"):
-        del tables["training"][key]
-    for place in ("offload", "gather"):  # neither location nor transport changes a number
-        tables["recipe"].pop(place, None)
-    guard = tables["guard"]
-    kept = ["max_skips"]
-    if guard["spike"] not in ("off", "warn"):  # which change no step
-        kept += ["spike", "spike_factor", "spike_window", "max_rollbacks"]
-    if guard["spike"] == "raise":
-        kept += ["raise_to", "raise_steps", "raise_budget", "lower_after"]
-    tables["guard"] = {key: guard[key] for key in kept}
-    for name, neutral in ADDED.items():
-        section, key = name.split(".")
-        if tables[section][key] == neutral:
-            del tables[section][key]
-    excluded = ("log", "checkpoint", "validation", "gauges", "parallel")
-    return {section: t for section, t in tables.items() if section not in excluded}

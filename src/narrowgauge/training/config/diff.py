@@ -1,4 +1,6 @@
-"""Differences between the configuration of a run and the one it is resumed with: refused, or allowed by name.
+"""A configuration as a run keeps it: its text, what of it moves the trajectory, and what a resume may change.
+
+The text is complete, and makes the same configuration again. Its trajectory is what determines every loss.
 
 A value that changes the trajectory may only change on purpose: `--allow-change optimizer.lr,training.steps`.
 The keys are those of the configuration, and `code.torch` for another version of torch. Then
@@ -13,14 +15,70 @@ One value needs no permission: `training.micro_batch_size` where the user gave n
 processes may need another one (`micro_batch`); it is said, and recorded like the others.
 """
 
+import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from narrowgauge.errors import UserError
-from narrowgauge.training.config.config import ADDED, Config, config_keys, trajectory
+from narrowgauge.toml_text import toml_key, toml_value
+from narrowgauge.training.config.config import Config, config_keys
 from narrowgauge.training.config.synonyms import unknown_key
 
 TORCH = "code.torch"
 ConfigDiff = Mapping[str, tuple[object, object]]  # key -> (old value, new value)
+
+
+def to_toml(config: Config) -> str:
+    """The complete resolved configuration as TOML, which reproduces the run."""
+    tables = config.model_dump()
+    start = {"weights": config.model.weights} if config.model.weights else {}
+    tables["model"] = {"name": config.model.name} | start | asdict(config.spec.model)
+    tables["recipe"] |= tables["recipe"].pop("places")
+    tables["gauges"]["every"] = config.gauges_every()
+    lines = []
+    for section, table in tables.items():
+        lines.append(f"[{section}]")
+        lines += [f"{toml_key(k)} = {toml_value(v)}" for k, v in table.items() if v is not None]
+        lines.append("")
+    return "\n".join(lines)
+
+
+# Keys that are younger than runs which may be resumed, with the value that changes nothing. With that value
+# they are left out of a trajectory, so that the id of such a run is what it was.
+ADDED = {
+    "model.qk_norm": False,
+    "model.dropout": 0.0,
+    "model.attention_dropout": 0.0,
+    "training.z_loss": 0.0,
+    "model.experts": 0,
+    "model.experts_per_token": 2,
+    "model.norm_topk_prob": True,
+    "training.balance_loss": 0.01,
+    "training.threads": 0,
+}
+
+
+def trajectory(config: Config) -> dict[str, dict[str, Any]]:
+    """The resolved values that determine every loss of the run, without display and storage settings."""
+    tables = tomllib.loads(to_toml(config))
+    for key in ("memory_limit", "hang_timeout", "recompute_every", "fit_micro_batch", "deterministic"):
+        del tables["training"][key]
+    for place in ("offload", "gather"):  # neither location nor transport changes a number
+        tables["recipe"].pop(place, None)
+    guard = tables["guard"]
+    kept = ["max_skips"]
+    if guard["spike"] not in ("off", "warn"):  # which change no step
+        kept += ["spike", "spike_factor", "spike_window", "max_rollbacks"]
+    if guard["spike"] == "raise":
+        kept += ["raise_to", "raise_steps", "raise_budget", "lower_after"]
+    tables["guard"] = {key: guard[key] for key in kept}
+    for name, neutral in ADDED.items():
+        section, key = name.split(".")
+        if tables[section][key] == neutral:
+            del tables[section][key]
+    excluded = ("log", "checkpoint", "validation", "gauges", "parallel")
+    return {section: t for section, t in tables.items() if section not in excluded}
 
 
 def config_diff(saved: Config, current: Config) -> dict[str, tuple[object, object]]:

@@ -8,7 +8,7 @@ import torch
 from narrowgauge.checkpoint import Checkpoint, load, newest_valid
 from narrowgauge.distributed import ModelSpec
 from narrowgauge.errors import UserError
-from narrowgauge.guard.raises import Raise
+from narrowgauge.guard.raises import Raise, raises_of
 from narrowgauge.models import Transformer, initialize
 from narrowgauge.nn import DTYPES, apply_recipe, recipe_tensors, set_step
 from narrowgauge.optim import decay_start
@@ -50,6 +50,14 @@ def in_force(config: Config, raises: Sequence[Raise], step: int) -> Config:
     """A run's configuration with the recipe that is in force after `step` steps."""
     recipe = config.spec.recipe.with_rules([r.rule(config.spec.recipe) for r in raises])
     return config.with_recipe(recipe.at_rest(step + 1, config.training.steps, decay_start_of(config)))
+
+
+def model_of(config: Config, checkpoint: Checkpoint, device: torch.device) -> tuple[Config, Transformer]:
+    """The full model of a checkpoint on one process, and the configuration that was in force there."""
+    config = in_force(config, raises_of(checkpoint.state), checkpoint.step)
+    model = build_model(config.spec, device)
+    load_model(model, config, checkpoint)
+    return config, model.eval()
 
 
 def load_model(model: torch.nn.Module, config: Config, checkpoint: Checkpoint) -> None:

@@ -19,6 +19,7 @@ from narrowgauge.models import Transformer
 from narrowgauge.nn import recipe_tensors
 from narrowgauge.optim import Optimizer
 from narrowgauge.quantization import stored_tensor
+from narrowgauge.recipes import Recipe
 from narrowgauge.training.config.config import Config
 from narrowgauge.training.step.build_model import go_to
 from narrowgauge.training.step.checkpoint_slices import local_tensors_of
@@ -42,6 +43,16 @@ class TrainState:
     def names(self) -> dict[torch.Tensor, str]:
         """The name of each parameter."""
         return {p: name for name, p in self.model.named_parameters()}
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of the run, without what the guard has raised."""
+        return self.config.spec.recipe
+
+    @property
+    def keep(self) -> int:
+        """How many valid checkpoints are kept."""
+        return self.config.checkpoint.keep
 
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of a checkpoint by group and name, as this process holds them (not copied)."""
@@ -74,8 +85,8 @@ class TrainState:
 
     def plan_save(self, checkpoints: Path, run_id: str, group: dist.ProcessGroup | None = None) -> SavePlan:
         """Plan a checkpoint of the state after `step` steps; all processes of `group` together."""
-        keep = self.config.checkpoint.keep
-        return plan_save(checkpoints, self.step, self.local_tensors(), self.state(), keep, run_id, group)
+        tensors, state = self.local_tensors(), self.state()
+        return plan_save(checkpoints, self.step, tensors, state, self.keep, run_id, group)
 
     def save(self, checkpoints: Path, run_id: str, group: dist.ProcessGroup | None = None) -> Path:
         """Publish the state after `step` steps; raises the errors of `checkpoint.SavePlan.write`."""

@@ -1,0 +1,174 @@
+"""A configuration, resolved into a `Run`: every decision that precedes what costs time.
+
+Which device, how many processes, which micro-batch, native or emulated, does it fit in memory? Each question
+is answered once, here. What follows reads the answers.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from narrowgauge.distributed import ModelSpec, ParallelDims, World, world_from
+from narrowgauge.errors import UserError
+from narrowgauge.nn.self_test import verified_backend
+from narrowgauge.recipes import Backend
+from narrowgauge.runs.loop.check_data import check_vocabulary
+from narrowgauge.runs.loop.default_out import default_out
+from narrowgauge.runs.loop.parallel_dims import lay_out
+from narrowgauge.runs.monitor import hardware
+from narrowgauge.runs.monitor.loggers import require_sinks
+from narrowgauge.runs.monitor.memory_check import require_memory
+from narrowgauge.runs.monitor.placement import placement
+from narrowgauge.simulate.memory import Memory
+from narrowgauge.training.config.config import Config, make_config
+from narrowgauge.training.config.micro_batch import held_out_sequences
+from narrowgauge.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class Every:
+    """Steps between what a run does besides its steps; 0 for never.
+
+    Attributes:
+        log: Between plain progress lines.
+        validation: Between validations.
+        save: Between checkpoints.
+        minutes: Minutes between checkpoints, where that is sooner.
+        gauges: Between gauge readings.
+        check: Between comparisons of replicas.
+    """
+
+    log: int
+    validation: int
+    save: int
+    minutes: float
+    gauges: int
+    check: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run before its first step; equal on all ranks but for rank and device.
+
+    Attributes:
+        config: The configuration, with the micro-batch that the run takes. The run directory writes it, and
+            the trainer begins with it.
+        path: The run directory.
+        world: The processes.
+        device: The device of this process.
+        parallel_dims: The processes along each axis.
+        spec: Model and recipe.
+        backend: Whether narrow GEMMs run natively, and why.
+        memory: The expected memory of a step, in bytes.
+        memory_limit: Bytes that a step may take; 0: all that the device has.
+        choice: A sentence about the micro-batch; "" where it is the default or was given.
+        placement: A sentence for each layer or block that the recipe treats in its own way.
+        steps: Optimizer steps of the run.
+        tokens: Tokens of a step.
+        micro_batch_size: Sequences that a process computes at once.
+        sequence_length: Tokens of a sequence.
+        separate_documents: Whether documents in one sequence do not see each other.
+        held_out: Sequences of a validation.
+        compiles: Whether the model runs through torch.compile.
+        weights: The run whose weights this one starts from; "" for none.
+        prompt: The start of the sample at the end; "": held-out tokens.
+        sample_tokens: Tokens of that sample.
+        every: When the run does what.
+    """
+
+    config: Config
+    path: Path
+    world: World
+    device: torch.device
+    parallel_dims: ParallelDims
+    spec: ModelSpec
+    backend: Backend
+    memory: Memory | None
+    memory_limit: int
+    choice: str
+    placement: list[str]
+    steps: int
+    tokens: int
+    micro_batch_size: int
+    sequence_length: int
+    separate_documents: bool
+    held_out: int
+    compiles: bool
+    weights: str
+    prompt: str
+    sample_tokens: int
+    every: Every
+
+
+def resolve(
+    config: Config | Mapping[str, Mapping[str, Any]] | None = None,
+    out: Path | str | None = None,
+    allow_change: Sequence[str] = (),
+) -> Run:
+    """Resolve a configuration for this machine and process, and set the device up.
+
+    Args:
+        config: A configuration, or nested values for one; None: the embedded default.
+        out: The run directory; None: `default_out`.
+        allow_change: The keys in which the run that is there may differ.
+
+    Raises:
+        UserError: The configuration is invalid, or this machine cannot run it.
+    """
+    config = config if isinstance(config, Config) else make_config(config or {})
+    path = Path(out) if out is not None else default_out(config, allow_change)
+    device = hardware.choose_device(config.training.device)
+    world = world_from(os.environ, torch.cuda.device_count() if device.type == "cuda" else 0)
+    if device.type == "cuda" and world.size > 1:
+        device = torch.device("cuda", world.device)
+    if device.type == "cuda" and config.guard.replay_every and not config.training.deterministic:
+        raise UserError(
+            "guard.replay_every compares every bit of a step computed twice, and a GPU's attention adds in "
+            "another order each time; add --training.deterministic true, or leave it out"
+        )
+    memory_limit = parse_bytes(config.training.memory_limit)
+    hardware.use_device(device, config.training.deterministic)
+    hardware.limit_memory(device, memory_limit)
+    layout = lay_out(config, world.size, path)
+    config, t, spec = layout.config, layout.config.training, layout.config.spec
+    held_out = held_out_sequences(t, config.validation.batches)
+    backend = verified_backend(spec.recipe, device, spec.backend)
+    require_sinks(config.log.sinks)
+    check_vocabulary(config)
+    memory = require_memory(config, device, layout.parallel_dims)
+    length, is_source_text = config.data.sequence_length, config.data.source == "stdlib"
+    return Run(
+        config=config,
+        path=path,
+        world=world,
+        device=device,
+        parallel_dims=layout.parallel_dims,
+        spec=spec,
+        backend=backend,
+        memory=memory,
+        memory_limit=memory_limit,
+        choice=layout.choice,
+        placement=placement(spec.model, spec.recipe, t.micro_batch_size * length),
+        steps=t.steps,
+        tokens=t.batch_size * length,
+        micro_batch_size=t.micro_batch_size,
+        sequence_length=length,
+        separate_documents=config.data.separate_documents,
+        held_out=held_out,
+        compiles=t.compile,
+        weights=config.model.weights,
+        prompt=config.log.prompt or ("def __init__(self" if is_source_text else ""),
+        sample_tokens=config.log.sample_tokens,
+        every=Every(
+            log=config.log.every,
+            validation=config.validation.every,
+            save=config.checkpoint.every,
+            minutes=config.checkpoint.every_minutes,
+            gauges=config.gauges_every(),
+            check=config.guard.check_every,
+        ),
+    )
