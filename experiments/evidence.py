@@ -1,6 +1,6 @@
 """Makes the results of docs/evidence.md and its picture from docs/evidence/runs.csv: `make evidence`.
 
-The same numbers give the same bytes. Nothing outside of the two marks of the page is changed.
+The same rows give the same bytes. Text outside the two marks of the page is not changed.
 """
 
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from narrowgauge.errors import UserError
 from narrowgauge.files import write_whole
-from narrowgauge.report.page.figures import ladder_svg
+from narrowgauge.report.page.figures import rungs_svg
 from narrowgauge.report.verdict.rungs import arm_results
 from publish.page import asked_arms, results_markdown
 from publish.predictions import read_predictions
@@ -34,7 +34,7 @@ def main() -> None:
     text = results_markdown(rows, predictions, f"images/{PICTURE.name}", probe, rates)
     write_whole(PAGE, f"{before}{BEGIN}\n\n{text}\n{END}{after}")
     results = arm_results(rows, family=asked_arms(predictions, rows), undecided="open")
-    write_whole(PICTURE, ladder_svg(results, PARAMETERS, rows[0].arm))
+    write_whole(PICTURE, rungs_svg(results, PARAMETERS, rows[0].arm))
     print(f"{PAGE} and {PICTURE}, from {len(rows)} rows of {ROWS}")
 
 

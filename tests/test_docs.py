@@ -80,7 +80,7 @@ OF_EXAMPLES = {"utils.py", "src/narrowgauge/recipes/shipped/mxfp8-e3m4.toml"}
 
 @pytest.mark.parametrize("page", [*sorted(PAGES.keys() - {ARCHIVE}), "../README.md", "../CONTRIBUTING.md"])
 def test_files_that_a_page_names_exist(page):
-    """In `code`: of the package, of the checkout, or one of those above. The archive is not checked: its files may be gone."""
+    """In `code`: of the package, the checkout, or one of those above; the archive may name lost files."""
     text = (DOCS / page).read_text(encoding="utf-8")
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     for name in re.findall(r"`([\w./-]+(?:\.py|\.toml|\.json|/))`", prose):

@@ -22,7 +22,7 @@ def results_markdown(
     probe: Mapping[str, Any] | None = None,
     rates: Sequence[Row] = (),
 ) -> str:
-    """The part of the project's page that is made from its numbers."""
+    """The part of the page that is made from the rows."""
     family = asked_arms(predictions, rows)
     results = arm_results(rows, family=family, undecided="open")
     parts = [

@@ -12,7 +12,7 @@ def read_rows(path: Path) -> list[Row]:
     """The rows of a CSV.
 
     Raises:
-        UserError: the file cannot be read, or is no such table.
+        UserError: the file cannot be read, or is another table.
     """
     try:
         lines = list(csv.reader(path.read_text(encoding="utf-8").splitlines()))

@@ -9,11 +9,12 @@ import pytest
 
 from narrowgauge.errors import UserError
 from narrowgauge.experiment.arms import choose_arms, require_order, take_arms, take_experiment
-from narrowgauge.experiment.design import make_ladder
+from narrowgauge.experiment.design import make_measured
 from narrowgauge.experiment.grid import take_sweep
-from narrowgauge.experiment.jobs import jobs_of
+from narrowgauge.experiment.jobs import jobs_of, require_same
 from narrowgauge.experiment.results import collect_rows
 from narrowgauge.runs.loop.two_losses import keep_losses
+from narrowgauge.runs.run_directory import RunDirectory
 from publish.predictions import read_predictions
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +43,7 @@ def ladder_of(text, arms="", **changes):
     table |= changes
     require_order(table, all_arms)
     seeds = "".join(f"{seed}," for seed in table.get("seeds", []))
-    return make_ladder(values, choose_arms(all_arms, arms), grid, seeds, table)
+    return make_measured(values, choose_arms(all_arms, arms), grid, seeds, table)
 
 
 def test_a_group_is_finished_before_the_next_and_a_seed_before_the_next():
@@ -138,6 +139,20 @@ def test_a_rule_that_begins_before_the_branch_is_refused(tmp_path):
         else:
             with pytest.raises(UserError, match="share a trunk"):
                 ladder_of(text)
+
+
+def test_a_finished_run_of_other_values_or_another_recipe_text_is_refused(tmp_path):
+    run = ladder_of(FILE, rungs=[40]).chains[0].trunk
+    require_same(run, tmp_path)
+    RunDirectory(tmp_path / run.name).claim(run.config)
+    RunDirectory(tmp_path / run.name).set_status("done", "")
+    require_same(run, tmp_path)
+    other = ladder_of(FILE.replace("warmup_steps = 5", "warmup_steps = 6"), rungs=[40]).chains[0].trunk
+    with pytest.raises(UserError, match=r"schedule.warmup_steps = 5, and now it is 6; .* --out"):
+        require_same(other, tmp_path)
+    (tmp_path / run.name / "recipe.toml").write_text('fprop = "bf16"\n')
+    with pytest.raises(UserError, match="another text of 'bf16'"):
+        require_same(run, tmp_path)
 
 
 def test_the_projects_own_ladder_can_be_laid_out_and_has_a_prediction_for_each_arm(monkeypatch):

@@ -75,6 +75,25 @@ def test_a_failure_ends_its_chain_and_a_divergence_does_not(tmp_path):
     assert (tmp_path / "notes").read_text().split() == ["diverged", "after", "full"]
 
 
+def test_a_run_that_cannot_begin_stops_the_experiment(tmp_path):
+    chains = [iter([job(tmp_path, "refused", code=2)]), iter([job(tmp_path, "never")])]
+    with pytest.raises(ComparisonFailed, match="'refused' ended with exit code 2") as failure:
+        engine(1).run(chains)
+    assert failure.value.code == 2
+    assert (tmp_path / "notes").read_text().split() == ["refused"]
+
+
+def test_each_place_has_one_of_the_gpus_that_this_process_may_use(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    note = "import os, sys; open(sys.argv[1], 'a').write(os.environ['CUDA_VISIBLE_DEVICES'] + ' ')"
+    command = (sys.executable, "-S", "-c", note, str(tmp_path / "notes"))
+    for places, gpus in ((2, ["4", "6"]), (1, ["4,6"] * 2)):
+        (tmp_path / "notes").unlink(missing_ok=True)
+        engine(places).run([iter([Job(name, command, tmp_path / name, 1)]) for name in "ab"])
+        assert sorted((tmp_path / "notes").read_text().split()) == gpus
+
+
 def test_a_signal_reaches_every_run_and_nothing_new_begins(tmp_path):
     chains = [iter([job(tmp_path, name, seconds=30)]) for name in "abc"]
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from narrowgauge.report.page.figures import ladder_svg
+from narrowgauge.report.page.figures import rungs_svg
 from narrowgauge.report.page.rungs import probe_table, rungs_section
 from narrowgauge.report.verdict.rows import COLUMNS, Row, rows_text
 from narrowgauge.report.verdict.rungs import arm_results, extra_tokens
@@ -194,8 +194,8 @@ def test_a_page_is_the_same_for_the_same_rows_and_names_are_escaped():
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
     assert "3.1" in page
-    svg = ladder_svg(arm_results(rows), 500, "bf16")
-    assert svg == ladder_svg(arm_results(rows), 500, "bf16")
+    svg = rungs_svg(arm_results(rows), 500, "bf16")
+    assert svg == rungs_svg(arm_results(rows), 500, "bf16")
     assert "+30.0 % →" in svg
-    assert "← -20.0 %" in ladder_svg(arm_results(rows_of({"low": (-20.0, -20.0)}, 0.001)), 500, "bf16")
+    assert "← -20.0 %" in rungs_svg(arm_results(rows_of({"low": (-20.0, -20.0)}, 0.001)), 500, "bf16")
     assert "nan" not in svg

@@ -10,7 +10,7 @@ from narrowgauge.cli.parsing.options import config_values, key_names, positive_i
 from narrowgauge.distributed import world_from
 from narrowgauge.errors import UserError
 from narrowgauge.experiment.arms import choose_arms, require_order, take_arms, take_experiment
-from narrowgauge.experiment.design import Experiment, make_comparison, make_ladder
+from narrowgauge.experiment.design import Experiment, make_comparison, make_measured
 from narrowgauge.experiment.gate import parse_gate
 from narrowgauge.experiment.grid import parse_sweeps, parse_variant, recipe_variants, take_sweep
 from narrowgauge.experiment.run import print_plan, run_experiment
@@ -103,4 +103,4 @@ def read_plan(options: argparse.Namespace) -> Experiment:
     table.setdefault("rungs", [make_config(values).training.steps])
     if options.jobs:
         table["jobs"] = options.jobs
-    return make_ladder(values, variants, grid, seeds, table)
+    return make_measured(values, variants, grid, seeds, table)

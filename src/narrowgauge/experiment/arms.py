@@ -13,7 +13,7 @@ def take_arms(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Variant]]
     """Split off the table [arms]: the other values, and a variant for each arm.
 
     Raises:
-        UserError: an arm is no table of sections.
+        UserError: an arm is not a table of sections.
     """
     arms = []
     for name, table in values.get("arms", {}).items():
@@ -44,7 +44,7 @@ def require_order(table: Mapping[str, Any], arms: Sequence[Variant]) -> None:
     """Check that `order`, groups of arms of which each is finished before the next begins, names arms.
 
     Raises:
-        UserError: it is no list of lists, or a name is unknown.
+        UserError: it is not a list of lists, or a name is unknown.
     """
     names, order = [arm.name for arm in arms], table.get("order", [])
     if not isinstance(order, list) or not all(isinstance(group, list) for group in order):

@@ -10,8 +10,8 @@ configuration asks. The table [experiment] of a TOML file, `--rungs` or `--jobs`
 each run ends with two losses on the same held-out tokens (`jobs`).
 
 An arm of one seed is a chain. Its trunk is the run of the highest rung. The run of a lower rung is a branch:
-it leaves the trunk where its own learning rate begins to fall (`runs.use.branch`). So all rungs together
-take little more than the highest.
+it leaves the trunk where its learning rate begins to fall (`runs.use.branch`). All rungs together take little
+more than the highest.
 """
 
 import math
@@ -124,7 +124,7 @@ def make_comparison(
     return _experiment(chains)
 
 
-def make_ladder(
+def make_measured(
     values: Mapping[str, Any],
     arms: Sequence[Variant],
     grid: Mapping[str, list[Any]],
@@ -191,13 +191,13 @@ def _chain(point: Point, rungs: tuple[int, ...], table: Mapping[str, Any]) -> Ch
 
 
 def _arm_of(point: Point) -> tuple[str, str]:
-    """The name of a point's arm, and the end of the point's name that says its seed."""
+    """The name of a point's arm, and the end of the point's name that gives its seed."""
     end = f"-seed-{point.config.training.seed}"
     return (point.name.removesuffix(end), end) if point.name.endswith(end) else (point.name, "")
 
 
 def _measured(config: Config, table: Mapping[str, Any]) -> Config:
-    """The configuration with a validation of so many held-out tokens, at the end of the run."""
+    """The configuration with a validation on `held_out_tokens` at the end of the run."""
     tokens = config.training.micro_batch_size * config.data.sequence_length
     wanted = table.get("held_out_tokens", tokens * config.validation.batches)
     if not isinstance(wanted, int) or wanted < tokens or wanted % tokens:
@@ -218,7 +218,7 @@ def _with(config: Config, **sections: Mapping[str, Any]) -> Config:
 
 
 def _branch_step(config: Config, steps: int) -> int:
-    """The last step before the learning rate of a run of so many steps falls."""
+    """The last step before the learning rate of a run of `steps` steps falls."""
     s = config.schedule
     if s.kind != "wsd" or s.decay_steps:
         raise UserError(

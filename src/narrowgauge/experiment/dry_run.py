@@ -59,7 +59,7 @@ def arm_speeds(experiment: Experiment, out: Path, say: Callable[[str], object]) 
     Args:
         experiment: The plan.
         out: The directory of its runs.
-        say: Called with a sentence before each measurement, as a first step that is compiled takes long.
+        say: Called with a sentence before each measurement: compiling a first step takes long.
     """
     speeds: dict[str, float] = {}
     for chain in experiment.chains:

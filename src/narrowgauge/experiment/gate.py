@@ -6,11 +6,11 @@ and the interval is that of the verdict, by the same `rule`.
 
     fail    a run has diverged or failed, the gap is above the gate for every seed, or the interval is
     pass    the interval ends at the gate or below it
-    open    neither: the seeds are too few, and it is said how many would do
+    open    neither: the seeds are too few; the reason gives the number that would decide
 
 For one variant, an interval inside of -gate .. gate is equivalence by two one-sided tests at 2.5 % each
 (Schuirmann 1987). Here the upper test decides: a low loss is no reason to refuse a recipe. A variant that is
-better by more than the gate passes and says so, because such a gain has a cause to look for.
+better by more than the gate passes with a remark, because such a gain has a cause to look for.
 """
 
 import math
@@ -56,7 +56,7 @@ def parse_gate(text: str) -> Gate:
     """Read a gate, such as "0.01" (nats) or "0.25%".
 
     Raises:
-        UserError: it is no number above 0.
+        UserError: it is not a number above 0.
     """
     number, percent, rest = text.strip().partition("%")
     try:
@@ -74,7 +74,7 @@ def gate_results(runs: Sequence[Run], gate: Gate) -> list[GateResult]:
     """The word on each variant but the reference, which is the first run's.
 
     Raises:
-        UserError: there is no second variant.
+        UserError: there is only one variant.
     """
     all_groups = groups(runs)
     if len(all_groups) < 2:

@@ -97,7 +97,7 @@ def take_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, lis
     """Split off the table `sweep`: the other values, and the sweep as {"section.key": [values]}.
 
     Raises:
-        UserError: it is no table, a key lacks its section, or a value is not a list or is an empty one.
+        UserError: it is not a table, a key lacks its section, or a value is not a list or is empty.
     """
     rest = {section: table for section, table in values.items() if section != "sweep"}
     table = values.get("sweep", {})
@@ -131,7 +131,7 @@ def parse_sweeps(texts: Sequence[str], short: Mapping[str, str]) -> dict[str, li
     {'recipe.fprop.x': ["{element='e4m3', block=32}", 'bf16']}
 
     Raises:
-        UserError: a text is no KEY=A,B, or two texts have the same key.
+        UserError: a text is not KEY=A,B, or two texts have the same key.
     """
     grid: dict[str, list[Any]] = {}
     for text in texts:
@@ -193,7 +193,7 @@ def make_points(
     base_seed = base.training.seed
     if SEED in grid and seeds:
         raise UserError(f"--seeds {seeds} and [sweep] {SEED} both say which seeds; leave one of them out")
-    # The seeds of a sweep take the way of --seeds: as numbers, for the text "0" is not the seed 0.
+    # The seeds of a sweep are parsed as those of --seeds, because the text "0" is not the seed 0.
     text = seeds or "".join(f"{seed}," for seed in grid.get(SEED, [base_seed]))
     chosen = parse_seeds(text, base_seed)
     axes = {key: choices for key, choices in grid.items() if key != SEED}

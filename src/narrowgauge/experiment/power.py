@@ -37,7 +37,7 @@ _POWER = 0.8
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a comparison asks: so many arms beside the reference, each with so many seeds.
+    """A plan: the number of arms beside the reference, and of seeds of each.
 
     Attributes:
         deviation: The standard deviation of a gap in percent that the plan assumes.

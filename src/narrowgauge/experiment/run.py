@@ -182,8 +182,8 @@ def _side_by_side(experiment: Experiment, out: Path, console: Console, command: 
 def with_equal_threads(experiment: Experiment, out: Path) -> Experiment:
     """The experiment with `training.threads`, the same in all runs on a CPU that do not have it.
 
-    The last digits of losses follow from it. It is the number of the runs that are there already, or that of
-    the cores that are free now; a run that has begun keeps its own. On a GPU no digit depends on it.
+    The last digits of losses follow from it. It is the number of threads of the runs that exist, or of the
+    cores that are free now. A run that has begun keeps its number. On a GPU digits do not depend on it.
     """
     if experiment.threads:  # each process is given them
         return experiment

@@ -1,4 +1,4 @@
-"""The picture of a ladder as SVG: gaps over tokens, and a forest plot of the highest rung.
+"""The picture of an experiment as SVG: gaps over tokens, and a forest plot of the highest rung.
 
 The same rows give the same bytes. A gap beyond 6 % is a number with an arrow, so that others stay visible.
 """
@@ -32,14 +32,14 @@ class Axis:
         return self.start + share * (self.end - self.start)
 
     def ticks(self, most: int = 9) -> list[float]:
-        """Round numbers between the ends, at most so many where a step of 2 allows it."""
+        """Round values between the ends, at most `most` where a step of 2 allows it."""
         width = self.high - self.low
         step = next(s for s in (0.05, 0.1, 0.2, 0.5, 1.0, 2.0) if width / s <= most or s == 2)
         first = math.ceil(self.low / step - 1e-9)
         return [n * step for n in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
-def ladder_svg(results: Sequence[ArmResult], parameters: int, reference: str) -> str:
+def rungs_svg(results: Sequence[ArmResult], parameters: int, reference: str) -> str:
     """Both plots side by side; `parameters` are those that tokens are counted for."""
     last = max(result.rung for result in results)
     top = [result for result in results if result.rung == last]

@@ -6,7 +6,7 @@ from html import escape
 from typing import Any
 
 from narrowgauge.analysis.rank_correlation import rank_correlation
-from narrowgauge.report.page.figures import ladder_svg
+from narrowgauge.report.page.figures import rungs_svg
 from narrowgauge.report.page.plain_page import html_table
 from narrowgauge.report.table.rungs import COLUMNS, cells
 from narrowgauge.report.verdict.rows import DIVERGED, Row
@@ -29,7 +29,7 @@ def rung_table(results: Sequence[ArmResult]) -> Table:
 
 
 def probe_table(probe: Mapping[str, Any], results: Sequence[ArmResult] = ()) -> Table:
-    """What the probe says of each arm's recipe, from the JSON that it wrote, and whether the gaps agree.
+    """The figures of the probe for each arm's recipe, from its JSON, and their agreement with the gaps.
 
     Below the arms stands, for each rung, Spearman's rank correlation of each column with the mean gaps, if
     three arms or more have both. A good figure is near 1, or near -1 where less is worse.
@@ -78,14 +78,14 @@ def rungs_section(
 
     Args:
         rows: The results of runs, those of the reference among them.
-        results: What they say of the arms.
+        results: The results of the arms.
         parameters: Parameters in linear layers, for which tokens are counted.
         probe: The figures of `narrowgauge probe` for each arm's recipe; None without them.
     """
     text = escape(" ".join(facts(rows)))
     parts = [f"<section><h2>Gaps over the lengths of training</h2><p>{text}</p>"]
     if results:
-        parts += [ladder_svg(results, parameters, rows[0].arm), _table("Every rung", rung_table(results))]
+        parts += [rungs_svg(results, parameters, rows[0].arm), _table("Every rung", rung_table(results))]
     parts.append("</section>")
     if probe is not None:
         parts.append("<section><h2>The probe of each recipe</h2>")

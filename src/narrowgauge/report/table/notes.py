@@ -26,7 +26,7 @@ def table_notes(runs: Sequence[Run]) -> list[str]:
         notes.append("* Emulated arithmetic: its speed says nothing about the format's own in hardware.")
     if len(runs) > 1 and any(str(run.facts.get("device") or "").startswith("CPU") for run in runs):
         notes.append(
-            "Speeds of runs that took turns on a CPU compare roughly; narrowgauge bench measures better."
+            "Speeds of several runs on one CPU compare roughly; narrowgauge bench measures better."
         )
     notes += _mfu_note([run for run in runs if run.mfu is not None and run.backend != "emulated"])
     for run in runs:
@@ -84,7 +84,7 @@ def _interval_note(judged: Sequence[Judgement]) -> str:
 
 
 def _unequal_note(runs: Sequence[Run]) -> str:
-    """What compares of runs that saw different numbers of tokens."""
+    """A note on what can be compared between runs that saw different numbers of tokens."""
     note = "The runs saw different numbers of tokens: their final losses do not compare, "
     planned = sorted({run.planned_steps for run in runs if run.planned_steps is not None})
     if len(planned) < 2:
@@ -106,7 +106,7 @@ def _other_text_note(runs: Sequence[Run]) -> list[str]:
 
 
 def _unpaired_note(v: Verdict, reference: Verdict) -> str:
-    """The seeds of a variant that have no partner; "" if all have one, or a run failed, which is said."""
+    """The seeds of a variant that have no partner; "" if all have one, or a run failed."""
     unpaired = sorted(set(v.seeds) - set(v.paired))
     if not unpaired or v.has_failed or reference.has_failed:
         return ""
@@ -131,7 +131,7 @@ def _mfu_note(runs: Sequence[Run]) -> list[str]:
 def print_comparison(runs: Sequence[Run], console: Console) -> None:
     """Print the table with notes beneath, and for several runs the verdict in words.
 
-    A variant with several seeds is one row; the page has the row of each seed, too.
+    A variant with several seeds is one row; the page also has a row for each seed.
     """
     rows = [row.cells for row in table_rows(runs) if not row.is_seed]
     _print_table(rows, console)
@@ -153,7 +153,7 @@ def _print_table(rows: Sequence[dict[str, str]], console: Console) -> None:
 
 
 def _table(lines: Sequence[Sequence[str]], is_number: Sequence[bool]) -> Table:
-    """A table with the first line as head; columns of numbers are right-aligned."""
+    """A table with the first line as head; numeric columns are right-aligned."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for head, right in zip(lines[0], is_number, strict=True):
         table.add_column(escape(head), justify="right" if right else "left", overflow="fold")

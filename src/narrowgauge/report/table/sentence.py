@@ -1,6 +1,6 @@
 """The result of some runs in a few sentences, with what they rest on.
 
-What failed is said first, then what the seeds show, then what they leave open. Nothing is called lower or
+Failures come first, then what the seeds show, then what they leave open. Nothing is called lower or
 better without an interval that leaves out zero: the order of losses of single seeds is mostly luck.
 """
 
@@ -28,7 +28,7 @@ def summary(runs: Sequence[Run]) -> list[str]:
 
 
 def reason_of_end(run: Run) -> str:
-    """Why a run failed or was stopped, without the name of the error's class; "" if nobody wrote it."""
+    """Why a run failed or was stopped, without the name of the error's class; "" if it is unknown."""
     return _CLASS.sub("", run.reason)
 
 
@@ -70,7 +70,7 @@ def _of_one(run: Run) -> list[str]:
 
 
 def _loss_of(run: Run) -> tuple[str, float | None, str]:
-    """Which loss a run is told by, the loss, and where it was measured if that is not the end."""
+    """The kind of loss that describes a run, the loss, and where it was measured if that is not the end."""
     at = run.final_validation
     if at is None:
         return "train", run.final_train_loss, ""
@@ -81,16 +81,16 @@ def _loss_of(run: Run) -> tuple[str, float | None, str]:
 def _last_loss(run: Run) -> str:
     """The last losses of a failed run that are worth a number."""
     finite = [step for step in run.steps if math.isfinite(step.loss)]
-    told = []
+    found = []
     if finite:
-        told.append(f"the last finite train loss is {finite[-1].loss:.4f}, of step {finite[-1].step:,}")
+        found.append(f"the last finite train loss is {finite[-1].loss:.4f}, of step {finite[-1].step:,}")
     if (at := run.final_validation) is not None and math.isfinite(at.val_loss):
-        told.append(f"the last validation loss is {at.val_loss:.4f}, after step {at.step:,}")
-    return "; ".join(told) or "no loss was finite"
+        found.append(f"the last validation loss is {at.val_loss:.4f}, after step {at.step:,}")
+    return "; ".join(found) or "no loss was finite"
 
 
 def _of_many(all_verdicts: Sequence[Verdict], by_validation: bool) -> list[str]:
-    """The verdicts: proven differences, then what is not proven, then what cannot be said."""
+    """The verdicts: proven differences, then what is not proven, then what cannot be compared."""
     reference, others = all_verdicts[0], [v for v in all_verdicts[1:] if not v.has_failed]
     loss = "validation loss" if by_validation else "train loss"
     if len(all_verdicts) == 1:
@@ -116,7 +116,7 @@ def _of_many(all_verdicts: Sequence[Verdict], by_validation: bool) -> list[str]:
     ]
     if len(proven) > MOST:
         sentences.append(f"Proven differences from {to}, besides: {len(proven) - MOST} more.")
-    told: list[tuple[list[Verdict], str, Callable[[Verdict], str]]] = [
+    listed: list[tuple[list[Verdict], str, Callable[[Verdict], str]]] = [
         (
             of("no difference seen"),
             f"No difference from {to} is proven for",
@@ -133,7 +133,7 @@ def _of_many(all_verdicts: Sequence[Verdict], by_validation: bool) -> list[str]:
         (early, f"Not compared with {to} yet, for one of the two has not come far enough:", lambda v: ""),
         (late, why, lambda v: ""),
     ]
-    sentences += [f"{begin} {_names(found, what)}." for found, begin, what in told if found]
+    sentences += [f"{begin} {_names(found, what)}." for found, begin, what in listed if found]
     if found := of("open"):
         sentences.append(
             f"Open: one seed proves no difference. The gaps in {loss} to {to}: {_names(found, _gap)}."
@@ -159,7 +159,7 @@ def _interval(v: Verdict) -> str:
 
 
 def _names(found: Sequence[Verdict], what: Callable[[Verdict], str]) -> str:
-    """Names with what is said of each; of many the widest gaps."""
+    """Names, each with a remark; of many, those with the widest gaps."""
     shown = sorted(found, key=lambda v: -abs(v.gap or 0.0))[:MOST] if len(found) > MOST else list(found)
     texts = [f"{v.name} ({words})" if (words := what(v)) else v.name for v in shown]
     if len(found) > MOST:

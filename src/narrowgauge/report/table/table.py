@@ -14,7 +14,13 @@ from narrowgauge.report.verdict.groups import groups, references
 from narrowgauge.report.verdict.verdict import Verdict, has_validation, verdicts
 from narrowgauge.units import human_bytes, human_count, percent_range, signed_percent
 
-TEXT_COLUMNS = ("run", "verdict", "recipe", "arithmetic", "status")  # others are numbers, set to the right
+TEXT_COLUMNS = (
+    "run",
+    "verdict",
+    "recipe",
+    "arithmetic",
+    "status",
+)  # others are right-aligned
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ def table_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def _dull_columns(runs: Sequence[Run], rows: Sequence[Row]) -> set[str]:
-    """Columns that would repeat what other columns, or the sentences, say."""
+    """Columns that would repeat other columns or the sentences."""
     dull = set() if any(row.is_seed for row in rows) else {"seeds"}
     if len(runs) == 1:
         return dull
@@ -135,7 +141,7 @@ def _variant_cells(
 
 
 def verdict_text(v: Verdict) -> str:
-    """The verdict for people; it says where it may still change."""
+    """The verdict for people, marked where it may still change."""
     return v.conclusion + ("" if v.is_done or v.has_failed or v.is_reference else " (unfinished)")
 
 

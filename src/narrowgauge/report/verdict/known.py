@@ -27,7 +27,7 @@ def known_deviation(tokens_per_parameter: float) -> float:
 
 
 def known_of(run: Run) -> float:
-    """The deviation that runs as long as this one are known to have; 0 if its files do not tell its model."""
+    """The deviation that runs as long as this one are known to have; 0 if its model is unknown."""
     section = run.config.get("model", {})
     try:
         model = model_config(**{key: value for key, value in section.items() if key != "weights"})

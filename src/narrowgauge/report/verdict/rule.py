@@ -10,7 +10,7 @@ first as one in another format does (docs/evidence.md). So the variance is poole
 freedom, and s^2 = 2 x mean square is that of a gap. For one arm it is the variance of its gaps.
 
     interval    mean +- c s / sqrt(n), with Dunnett's c for the arms of the family (`critical`)
-    different   the interval leaves out zero. Of all arms together, 1 experiment in 20 says so wrongly
+    different   the interval leaves out zero. Over all arms, 1 experiment in 20 does so wrongly
     equal       |mean| + t s / sqrt(n) < margin: two one-sided tests at 5 %, shared out over the family
 
 **Few seeds.** Two differences that are nearly equal by luck have a tiny variance. The deviation that runs of
@@ -21,7 +21,7 @@ so the 5 % holds whatever the true variance is.
 **The family** is fixed by the plan: all arms but the reference and the controls (`is_control`). Controls
 count for the variance, and each is judged by itself.
 
-**An arm of its own kind.** An arm whose gaps deviate more than three times as far as those of all others,
+**Outliers.** An arm whose gaps deviate more than three times as far as those of all others,
 such as one about to diverge, is left out of the pool and judged by its own gaps alone.
 """
 
@@ -97,7 +97,7 @@ class Judgement:
         return 0 if self.spread is None else self.spread.degrees
 
     def half_width_of(self, seeds: int) -> float:
-        """Half the interval that so many seeds of the same spread would have."""
+        """Half the interval that `seeds` seeds of the same spread would have."""
         assert self.spread is not None
         degrees = round(self.degrees * (seeds - 1) / (self.seeds - 1))
         spread = replace(self.spread, degrees=degrees)
@@ -171,7 +171,7 @@ def _spreads(gaps: Gaps[Arm], known: float) -> dict[Arm, Spread]:
     pool: dict[Arm, Mapping[int, float]] = {}
     for arm, by_seed in gaps.items():
         if by_seed and not any(by_seed.values()):
-            if len(by_seed) > 1:  # the same computation: its zeros say nothing of others
+            if len(by_seed) > 1:  # the same computation: its zeros do not estimate the noise of others
                 found[arm] = Spread(0.0, len(by_seed) - 1)
         elif all(map(math.isfinite, by_seed.values())):
             pool[arm] = by_seed

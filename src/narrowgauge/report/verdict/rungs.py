@@ -63,7 +63,7 @@ class ArmResult:
 
     @property
     def verdict(self) -> str:
-        """The verdict by the rule; a run that diverged is one, too."""
+        """The verdict by the rule; "diverges" if a run diverged."""
         if self.diverged:
             return "diverges"
         return "open" if self.judgement is None else self.judgement.word(self.undecided)

@@ -6,7 +6,7 @@ seed i. The verdict is on the mean of these gaps, by the one `rule`: the deviati
 variants, and intervals hold for all variants at once.
 
 One seed has a gap and no interval. The spread of the gap along one curve (a block bootstrap over its steps)
-is no substitute: two trajectories that have parted stay apart. With 8 seeds of a tiny model it measured
+cannot replace it: two trajectories that have parted stay apart. With 8 seeds of a tiny model it measured
 0.002 for the mean gap of the last 100 of 300 steps, and the seeds spread by 0.010 (mxfp8) and 0.017 (mxfp4).
 """
 
@@ -28,9 +28,9 @@ class Verdict:
 
     name: str
     is_reference: bool
-    is_control: bool  # the reference once more, or a null arm: it tells of the noise
+    is_control: bool  # the reference once more, or a null arm, which measures the noise
     seeds: tuple[int, ...]  # all seeds of the variant
-    paired: tuple[int, ...]  # the seeds that the reference has, too, with losses at equal tokens
+    paired: tuple[int, ...]  # the seeds that the reference also has, with losses at equal tokens
     loss: float | None  # mean over seeds of the validation loss; of the train loss if there is none
     loss_deviation: float | None  # standard deviation over the seeds
     judgement: Judgement | None  # of the gaps of the paired seeds
@@ -40,7 +40,7 @@ class Verdict:
     memory: float | None
     arithmetic: str
     is_done: bool  # all runs are done, and the reference's have ended, so the verdict is final
-    has_failed: bool  # a run has failed: it is no chance that decides
+    has_failed: bool  # a run has failed, which decides without statistics
 
     @property
     def gap(self) -> float | None:
@@ -80,7 +80,7 @@ def verdicts(runs: Sequence[Run]) -> list[Verdict]:
 
 
 def family_of(all_groups: Sequence[Group]) -> list[int]:
-    """The numbers of the variants of which the comparison asks: neither the reference nor controls."""
+    """The indices of the variants under test: neither the reference nor controls."""
     return [number for number, group in enumerate(all_groups) if number and not group.is_control]
 
 
