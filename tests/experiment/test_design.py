@@ -11,8 +11,7 @@ from narrowgauge.errors import UserError
 from narrowgauge.experiment.arms import choose_arms, require_order, take_arms, take_experiment
 from narrowgauge.experiment.design import make_measured
 from narrowgauge.experiment.grid import take_sweep
-from narrowgauge.experiment.jobs import jobs_of, require_same
-from narrowgauge.experiment.results import collect_rows
+from narrowgauge.experiment.jobs import collect_rows, jobs_of, require_same
 from narrowgauge.runs.loop.two_losses import keep_losses
 from narrowgauge.runs.run_directory import RunDirectory
 from publish.predictions import read_predictions

@@ -1,12 +1,15 @@
 """Gaps, verdicts, extra tokens, contrasts and outcomes against what can be computed by hand."""
 
+import io
 import math
 import random
 
 import pytest
+from rich.console import Console
 
 from narrowgauge.report.page.figures import rungs_svg
 from narrowgauge.report.page.rungs import probe_table, rungs_section
+from narrowgauge.report.table.rungs import print_results
 from narrowgauge.report.verdict.rows import COLUMNS, Row, rows_text
 from narrowgauge.report.verdict.rungs import arm_results, extra_tokens
 from narrowgauge.t_interval import interval
@@ -180,6 +183,14 @@ def test_the_reference_of_a_ladder_at_work_is_that_of_its_plan():
     """Its runs may end later than those of other arms, which then stand in the first rows."""
     rows = [row for row in rows_of({"fp8": (0.1, 0.1), "mxfp4": (1.0, 1.0)}) if row.arm != "bf16"]
     assert arm_results(rows, "bf16") == []
+
+
+def test_a_narrow_terminal_shows_every_figure_of_each_rung():
+    text = io.StringIO()
+    print_results(arm_results(rows_of({"mxfp8": (0.1, 0.1)})), Console(file=text, width=80))
+    lines = {line.split("  ")[0]: line.split() for line in text.getvalue().splitlines()}
+    assert lines["tokens"][1:] == ["1.00", "k", "4.00", "k"]
+    assert {"all arms at once", "extra tokens", "verdict"} <= set(lines)
 
 
 def test_a_page_is_the_same_for_the_same_rows_and_names_are_escaped():

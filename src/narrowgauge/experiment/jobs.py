@@ -17,9 +17,10 @@ from pathlib import Path
 
 from narrowgauge.checkpoint import steps
 from narrowgauge.errors import UserError
-from narrowgauge.experiment.design import Chain, RungRun
+from narrowgauge.experiment.design import Chain, Experiment, RungRun
 from narrowgauge.files import write_whole
 from narrowgauge.report.read.records import read_status
+from narrowgauge.report.verdict.rows import DIVERGED, DONE, Row
 from narrowgauge.runs.run_directory import EVALUATION, RunDirectory
 from narrowgauge.training import to_toml
 
@@ -89,6 +90,28 @@ def losses_of(run: RungRun, directory: Path) -> tuple[float, float] | None:
         return own, other
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def collect_rows(experiment: Experiment, out: Path) -> list[Row]:
+    """The rows of the runs that are finished, by arm, seed and rung."""
+    rows = []
+    for chain in experiment.chains:
+        for run in chain.runs:
+            if (losses := _losses(out / run.name, run)) is not None:
+                status = DIVERGED if math.isnan(losses[0]) else DONE
+                rows.append(Row(chain.arm, chain.seed, run.rung, run.tokens, *losses, status))
+    order = {arm: number for number, arm in enumerate(experiment.arms)}
+    return sorted(rows, key=lambda row: (order[row.arm], row.seed, row.rung))
+
+
+def _losses(directory: Path, run: RungRun) -> tuple[float, float] | None:
+    """Both losses of a run, NaN if it diverged; None if it is not finished."""
+    state = state_of(directory)
+    if state == "diverged":
+        return math.nan, math.nan
+    if state != "done" or (losses := losses_of(run, directory)) is None:
+        return None
+    return losses if all(map(math.isfinite, losses)) else (math.nan, math.nan)
 
 
 def jobs_of(chain: Chain, out: Path, files: Path, is_measured: bool) -> Iterator[Job]:

@@ -19,10 +19,9 @@ from narrowgauge.experiment.design import Chain, Experiment
 from narrowgauge.experiment.dry_run import arm_speeds, plan_lines, tokens_left
 from narrowgauge.experiment.engine import Engine, environment_of
 from narrowgauge.experiment.gate import Gate, gate_results
-from narrowgauge.experiment.jobs import Job, is_complete, jobs_of, require_same, state_of
+from narrowgauge.experiment.jobs import Job, collect_rows, is_complete, jobs_of, require_same, state_of
 from narrowgauge.experiment.power import power_text
 from narrowgauge.experiment.probe import probe_arms, read_probe
-from narrowgauge.experiment.results import collect_rows
 from narrowgauge.experiment.watch import Watch
 from narrowgauge.files import make_directory, write_whole
 from narrowgauge.models import count_block_weights

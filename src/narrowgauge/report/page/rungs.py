@@ -9,6 +9,7 @@ from narrowgauge.analysis.rank_correlation import rank_correlation
 from narrowgauge.report.page.figures import rungs_svg
 from narrowgauge.report.page.plain_page import html_table
 from narrowgauge.report.table.rungs import COLUMNS, cells
+from narrowgauge.report.table.table import TEXT_COLUMNS
 from narrowgauge.report.verdict.rows import DIVERGED, Row
 from narrowgauge.report.verdict.rungs import ArmResult
 
@@ -94,5 +95,5 @@ def rungs_section(
 
 
 def _table(name: str, table: Table) -> str:
-    text = html_table(*table, text=("arm", "verdict"))
+    text = html_table(*table, text=TEXT_COLUMNS)
     return f'<div class="scroll" tabindex="0" role="region" aria-label="{name}">{text}</div>'

@@ -25,9 +25,7 @@ def table_notes(runs: Sequence[Run]) -> list[str]:
     if any(run.backend == "emulated" for run in runs):
         notes.append("* Emulated arithmetic: its speed says nothing about the format's own in hardware.")
     if len(runs) > 1 and any(str(run.facts.get("device") or "").startswith("CPU") for run in runs):
-        notes.append(
-            "Speeds of several runs on one CPU compare roughly; narrowgauge bench measures better."
-        )
+        notes.append("Speeds of several runs on one CPU compare roughly; narrowgauge bench measures better.")
     notes += _mfu_note([run for run in runs if run.mfu is not None and run.backend != "emulated"])
     for run in runs:
         if run.status == "preempted" and len(runs) > 1:
@@ -134,14 +132,14 @@ def print_comparison(runs: Sequence[Run], console: Console) -> None:
     A variant with several seeds is one row; the page also has a row for each seed.
     """
     rows = [row.cells for row in table_rows(runs) if not row.is_seed]
-    _print_table(rows, console)
+    print_table(rows, console)
     for note in table_notes(runs):
         console.print(note, style="dim", markup=False, highlight=False)
     if len(runs) > 1 or runs[0].status != "done":
         console.print("\n" + " ".join(summary(runs)), style="bold", markup=False, highlight=False)
 
 
-def _print_table(rows: Sequence[dict[str, str]], console: Console) -> None:
+def print_table(rows: Sequence[dict[str, str]], console: Console) -> None:
     """Print rows of equal keys; a narrow terminal gets the transposed table."""
     is_number = [column not in TEXT_COLUMNS for column in rows[0]]
     table = _table([list(rows[0])] + [list(row.values()) for row in rows], is_number)

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
+from narrowgauge.report.table.notes import print_table
 from narrowgauge.report.verdict.gap import NOTHING
 from narrowgauge.report.verdict.rungs import ArmResult
 from narrowgauge.t_interval import Interval
@@ -58,10 +58,6 @@ def cells(result: ArmResult) -> list[str]:
 
 
 def print_results(results: Sequence[ArmResult], console: Console) -> None:
-    """Print one line for each arm and rung."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column in ("arm", "verdict") else "right")
-    for result in results:
-        table.add_row(*cells(result))
-    console.print(table)
+    """Print the result of each arm and rung."""
+    if results:
+        print_table([dict(zip(COLUMNS, cells(result), strict=True)) for result in results], console)

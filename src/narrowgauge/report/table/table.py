@@ -14,13 +14,8 @@ from narrowgauge.report.verdict.groups import groups, references
 from narrowgauge.report.verdict.verdict import Verdict, has_validation, verdicts
 from narrowgauge.units import human_bytes, human_count, percent_range, signed_percent
 
-TEXT_COLUMNS = (
-    "run",
-    "verdict",
-    "recipe",
-    "arithmetic",
-    "status",
-)  # others are right-aligned
+# Left-aligned columns; the others hold values.
+TEXT_COLUMNS = ("run", "arm", "verdict", "recipe", "arithmetic", "status")
 
 
 @dataclass(frozen=True)
