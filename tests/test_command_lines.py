@@ -21,9 +21,10 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 import narrowgauge as ng
-from narrowgauge.cli.compare import read_plan
-from narrowgauge.cli.main import _options
+from narrowgauge.cli.line import read_line
 from narrowgauge.cli.parsing.options import config_values
+from narrowgauge.cli.parsing.verbs import VERBS
+from narrowgauge.cli.verbs.compare import read_plan
 from narrowgauge.cluster.scaling.scaling import _plans, read_sizes
 from narrowgauge.runs import default_out, lay_out
 from narrowgauge.training import make_config
@@ -71,11 +72,11 @@ def check(words: list[str], processes: int = 1) -> list[Path]:
     words = words[: words.index("|")] if "|" in words else words
     if "--help" in words:
         with pytest.raises(SystemExit):
-            _options(words)
+            read_line(words)
         return []
-    options, verb = _options(words), words[0]
+    options, verb = read_line(words), words[0]
     if verb in ("launch", "recipes", "formats"):
-        options.action(options)
+        VERBS[verb].load()(options)
         return []
     if not hasattr(options, "config"):
         made = verb in ("import", "convert") and options.out

@@ -17,7 +17,23 @@ PACKAGES = [
 
 
 def test_there_are_some():
-    assert {path.parent.name for path in PACKAGES} == {"narrowgauge", "cluster", "distributed"}
+    assert {path.parent.name for path in PACKAGES} == {
+        "narrowgauge",
+        "checkpoint",
+        "cluster",
+        "data",
+        "distributed",
+        "formats",
+        "kernels",
+        "models",
+        "nn",
+        "optim",
+        "quantization",
+        "recipes",
+        "report",
+        "runs",
+        "training",
+    }
 
 
 @pytest.mark.parametrize("path", PACKAGES, ids=lambda path: path.parent.name)

@@ -2,7 +2,7 @@
 
 Importing torch takes seconds, on a cluster's file system minutes. What asks a run to stop in that time is
 noted, and heeded when the import is done: a process that starts to train has an answer to signals from its
-first moment on, and never outlives its launcher. What takes no torch is answered without it (`cli.front`).
+first moment on, and never outlives its launcher. What takes no torch is answered without it (`cli.main`).
 """
 
 import os
@@ -21,7 +21,7 @@ def main() -> int:
     trains = sys.argv[1:2] == ["train"]
     with stop_requests(at_the_end=True) if trains else nullcontext():
         try:
-            from narrowgauge.cli.front import main as run_command
+            from narrowgauge.cli.main import main as run_command
         except KeyboardInterrupt:
             print("narrowgauge: interrupted", file=sys.stderr)
             return 1

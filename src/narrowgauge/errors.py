@@ -1,4 +1,4 @@
-"""The one exception that is meant for people.
+"""The exceptions that are meant for people.
 
 A `UserError` is one sentence that names the thing, the rule and the way out. The command line prints it
 without a traceback and exits with 2. Broken invariants inside the house are `assert`s, not this.
@@ -17,6 +17,28 @@ class UserError(ValueError):
     """
 
     exit_code: ClassVar[int] = 2
+
+
+class Failed(Exception):
+    """The failure of a run, which is no mistake in its line: the command prints the sentence.
+
+    Attributes:
+        code: The exit code that the command ends with.
+        is_printed: Whether this process prints the sentence; a process that another one stopped may not.
+    """
+
+    code: int = 1
+    is_printed: bool = True
+
+
+class ProcessFailed(Exception):
+    """A process that the command started has failed; one that ended by itself has printed why.
+
+    Attributes:
+        code: Its exit code, negative if a signal killed it.
+    """
+
+    code: int
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UserError:

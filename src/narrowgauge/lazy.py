@@ -1,8 +1,8 @@
 """Names of a package that are imported when they are first used (PEP 562).
 
-torch takes seconds to import, and on a broken machine it does not import at all. The command has to answer
-before that: to signals, to a typo, and with the doctor. So a package on the way there imports no module for
-the names that it hands on. It states them once, as imports for type checkers:
+torch takes seconds to import, and on a broken machine it does not import at all. The command answers before
+that: signals, a typo, a table of formats, the doctor. So the packages import no module for the names that
+they hand on. Each states them once, as imports for type checkers:
 
     if TYPE_CHECKING:
         from package.module import name as name
@@ -16,6 +16,7 @@ import ast
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 
@@ -26,6 +27,13 @@ def import_on_use(package: str) -> tuple[list[str], Callable[[str], Any], Callab
     """
     homes = _stated(package)
 
+    class Package(ModuleType):
+        """A package whose names prevail over its modules: `quantize` is the function, not `quantize.py`."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name not in homes or not isinstance(value, ModuleType):  # the import of a module sets its name
+                super().__setattr__(name, value)
+
     def value_of(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -33,6 +41,7 @@ def import_on_use(package: str) -> tuple[list[str], Callable[[str], Any], Callab
         setattr(sys.modules[package], name, value)
         return value
 
+    sys.modules[package].__class__ = Package
     return sorted(homes), value_of, lambda: sorted({*vars(sys.modules[package]), *homes})
 
 

@@ -10,7 +10,7 @@ import subprocess
 
 import pytest
 
-from narrowgauge.cli import main
+from narrowgauge.cli.line import read_line
 from narrowgauge.cli.parsing.help import EXAMPLES
 from narrowgauge.cli.parsing.options import config_values
 from narrowgauge.errors import UserError
@@ -21,7 +21,7 @@ from narrowgauge.training.config.synonyms import INSTEAD, SYNONYMS, other_names
 
 
 def values(*words):
-    return config_values(main._options(["train", *words]))
+    return config_values(read_line(["train", *words]))
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_an_option_is_found_by_its_other_names(words, key, value):
 
 
 def test_where_a_run_goes_has_its_names_too():
-    assert str(main._options(["train", "--output-dir", "runs/mine"]).out) == "runs/mine"
+    assert str(read_line(["train", "--output-dir", "runs/mine"]).out) == "runs/mine"
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_another_name_that_is_no_key_is_answered(words, says):
 )
 def test_a_misspelt_option_is_named_and_not_the_one_that_seems_to_be_missing(line, near):
     with pytest.raises(UserError, match=f"unknown option '--.*'; the nearest is '{near}'"):
-        main._options(line.split())
+        read_line(line.split())
 
 
 def test_synonyms_are_of_keys_that_there_are_and_say_one_thing_each():
@@ -149,7 +149,7 @@ def test_the_examples_of_the_help_are_read_as_the_command_reads_them(line, tmp_p
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.toml").touch()
     words = shlex.split(line)
-    options: argparse.Namespace = main._options(words[words.index("narrowgauge") + 1 :])
+    options: argparse.Namespace = read_line(words[words.index("narrowgauge") + 1 :])
     assert make_config(config_values(options)).spec.recipe
 
 
@@ -287,7 +287,7 @@ def test_a_group_of_places_takes_one_cast(tmp_path):
     file.write_text('[recipe]\nname = "mxfp4"\n"wgrad.x" = "mxfp8"\nwgrad = "bf16"\n')
 
     def casts(*words):
-        options = main._options(["train", str(file), *words])
+        options = read_line(["train", str(file), *words])
         return {
             place: cast.name for place, cast in make_config(config_values(options)).spec.recipe.casts.items()
         }
@@ -305,5 +305,5 @@ def test_a_group_of_places_takes_one_cast(tmp_path):
 def test_a_file_of_a_windows_editor_is_read(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_bytes(b"\xef\xbb\xbf[training]\r\nsteps = 3\r\n")
-    options = main._options(["train", str(file)])
+    options = read_line(["train", str(file)])
     assert make_config(config_values(options)).training.steps == 3

@@ -25,7 +25,7 @@ for name in ("fork", "pread", "statvfs", "sysconf", "confstr", "sched_getaffinit
 
 import narrowgauge as ng
 import narrowgauge.operating_system
-from narrowgauge.cli.front import main
+from narrowgauge.cli.main import main
 
 narrowgauge.operating_system.sys = types.SimpleNamespace(platform="win32")  # its name, and no more
 

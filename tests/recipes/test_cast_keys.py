@@ -25,8 +25,7 @@ from narrowgauge.kernels.cast import (
     emulate_rows,
 )
 from narrowgauge.quantization import Cast, QuantContext, QuantizedState, cast
-from narrowgauge.quantization.cast import _ON_NO_AXIS
-from narrowgauge.quantization.state.quantized_state import KEYS as STATE_KEYS
+from narrowgauge.quantization.cast import _ON_NO_AXIS, STATE_KEYS
 from narrowgauge.recipes import named_device, places, recipe, wire
 from narrowgauge.recipes.attention_places import ATTENTION_KEYS, STREAM_KEYS, attention_casts, stream_cast
 from narrowgauge.recipes.backend import NATIVE_KEYS, SCHEMES

@@ -27,7 +27,8 @@ import torch._dynamo
 import torch.distributed.elastic.multiprocessing.api
 import torch.distributed.launcher.api  # noqa: F401  and when torchrun starts
 
-import narrowgauge.cli.main  # noqa: F401
+import narrowgauge.cli.line  # noqa: F401
+from narrowgauge.cli.parsing.verbs import VERBS
 from support.estimates import keep_estimates_as_told
 
 
@@ -65,6 +66,8 @@ def wait(pid: int, seconds: float) -> int | None:
 
 
 def main() -> None:
+    for verb in VERBS.values():
+        verb.load()
     keep_estimates_as_told()
     gc.freeze()  # a child does not look through, at its end, what it never touched
     for line in sys.stdin:

@@ -6,49 +6,38 @@ processes, `async_save` for saves in the background, `lock` for one run at a tim
 three facts about disks that all of it follows from. `interop` reads and writes the models of other programs.
 """
 
-from narrowgauge.checkpoint.store.async_save import AsyncSaver
-from narrowgauge.checkpoint.store.commit import newest_valid, steps
-from narrowgauge.checkpoint.store.disk_space import DiskSpace, SaveError, free_space, require_space_for_run
-from narrowgauge.checkpoint.store.lock import is_abandoned, lock_run
-from narrowgauge.checkpoint.store.manifest import DamagedError, FileEntry, Manifest, read_manifest, verify
-from narrowgauge.checkpoint.store.nonfinite import JSON, PoisonedError, is_finite
-from narrowgauge.checkpoint.store.restore import (
-    Checkpoint,
-    choose_step,
-    load,
-    read_state,
-    restore_distributed,
-)
-from narrowgauge.checkpoint.store.save import SavePlan, plan_save, save
-from narrowgauge.checkpoint.store.slices import LocalTensor, LocalTensors, full_tensor
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "JSON",
-    "AsyncSaver",
-    "Checkpoint",
-    "DamagedError",
-    "DiskSpace",
-    "FileEntry",
-    "LocalTensor",
-    "LocalTensors",
-    "Manifest",
-    "PoisonedError",
-    "SaveError",
-    "SavePlan",
-    "choose_step",
-    "free_space",
-    "full_tensor",
-    "is_abandoned",
-    "is_finite",
-    "load",
-    "lock_run",
-    "newest_valid",
-    "plan_save",
-    "read_manifest",
-    "read_state",
-    "require_space_for_run",
-    "restore_distributed",
-    "save",
-    "steps",
-    "verify",
-]
+from narrowgauge.lazy import import_on_use
+
+if TYPE_CHECKING:
+    from narrowgauge.checkpoint.store.async_save import AsyncSaver as AsyncSaver
+    from narrowgauge.checkpoint.store.commit import newest_valid as newest_valid
+    from narrowgauge.checkpoint.store.commit import steps as steps
+    from narrowgauge.checkpoint.store.disk_space import DiskSpace as DiskSpace
+    from narrowgauge.checkpoint.store.disk_space import SaveError as SaveError
+    from narrowgauge.checkpoint.store.disk_space import free_space as free_space
+    from narrowgauge.checkpoint.store.disk_space import require_space_for_run as require_space_for_run
+    from narrowgauge.checkpoint.store.lock import is_abandoned as is_abandoned
+    from narrowgauge.checkpoint.store.lock import lock_run as lock_run
+    from narrowgauge.checkpoint.store.manifest import DamagedError as DamagedError
+    from narrowgauge.checkpoint.store.manifest import FileEntry as FileEntry
+    from narrowgauge.checkpoint.store.manifest import Manifest as Manifest
+    from narrowgauge.checkpoint.store.manifest import read_manifest as read_manifest
+    from narrowgauge.checkpoint.store.manifest import verify as verify
+    from narrowgauge.checkpoint.store.nonfinite import JSON as JSON
+    from narrowgauge.checkpoint.store.nonfinite import PoisonedError as PoisonedError
+    from narrowgauge.checkpoint.store.nonfinite import is_finite as is_finite
+    from narrowgauge.checkpoint.store.restore import Checkpoint as Checkpoint
+    from narrowgauge.checkpoint.store.restore import choose_step as choose_step
+    from narrowgauge.checkpoint.store.restore import load as load
+    from narrowgauge.checkpoint.store.restore import read_state as read_state
+    from narrowgauge.checkpoint.store.restore import restore_distributed as restore_distributed
+    from narrowgauge.checkpoint.store.save import SavePlan as SavePlan
+    from narrowgauge.checkpoint.store.save import plan_save as plan_save
+    from narrowgauge.checkpoint.store.save import save as save
+    from narrowgauge.checkpoint.store.slices import LocalTensor as LocalTensor
+    from narrowgauge.checkpoint.store.slices import LocalTensors as LocalTensors
+    from narrowgauge.checkpoint.store.slices import full_tensor as full_tensor
+else:
+    __all__, __getattr__, __dir__ = import_on_use(__name__)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 
 from narrowgauge.distributed import reports_for_all
-from narrowgauge.errors import UserError
+from narrowgauge.errors import Failed, ProcessFailed, UserError
 from narrowgauge.signals import Preempted, StoppedEarly
 
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_PREEMPTED = 0, 1, 2, 75
@@ -22,6 +22,10 @@ def to_the_end(action: Callable[[], int | None]) -> int:
         sys.stdout.flush()
     except (Preempted, StoppedEarly) as stop:
         return end_for_all(stop, f"stopped by {stop}", EXIT_PREEMPTED)
+    except ProcessFailed as error:
+        return error.code if error.code > 0 else end_for_all(error, str(error), EXIT_FAILED)
+    except Failed as failure:
+        return end(with_notes(failure), failure.code) if failure.is_printed else failure.code
     except UserError as error:
         return end_for_all(error, str(error), error.exit_code)
     except KeyboardInterrupt:

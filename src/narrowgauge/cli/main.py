@@ -1,102 +1,80 @@
-"""The parser of all verbs, and what the errors of a run print. It imports torch; `front` opens it."""
+"""The command: what its line asks for, with as little imported as the answer takes.
 
-import argparse
+The help, mistakes in the line and the tables of what exists take no torch. A verb is imported when it is
+asked for, after its line has been read; where torch is missing or does not import, the answer is why, and
+what to do.
+"""
+
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from importlib import import_module
 
-from narrowgauge.checkpoint import PoisonedError, SaveError
-from narrowgauge.cli import (
-    analysis,
-    bench,
-    compare,
-    doctor,
-    launch,
-    machine,
-    prepare,
-    recipes,
-    runs,
-    search,
-    train,
-)
-from narrowgauge.cli.ending import EXIT_FAILED, end, end_for_all, to_the_end, with_notes
-from narrowgauge.cli.models import add_exchange_verbs
-from narrowgauge.cli.parsing import completion
-from narrowgauge.cli.parsing.key_parser import KeyParser
-from narrowgauge.cli.parsing.options import add_config_options, config_values
-from narrowgauge.cli.parsing.parser import Parser, check_verb, command_parser
-from narrowgauge.cluster import WorldFailed
-from narrowgauge.distributed import StoppedByPeer
-from narrowgauge.experiment.engine import ComparisonFailed
-from narrowgauge.runs import OutOfMemory
-from narrowgauge.training import Config, Corrupted, Diverged, make_config
+from narrowgauge.cli.ending import to_the_end
+from narrowgauge.cli.installed import NotInstalled, missing, require_torch, too_old
+from narrowgauge.cli.parsing.parser import Parser, check_verb, command_parser, described
+from narrowgauge.cli.parsing.verbs import VERBS
+from narrowgauge.cluster.doctor.collect_software import folder_of
+from narrowgauge.cluster.doctor.facts import LIMITS
+from narrowgauge.operating_system import require_posix
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit code."""
+    """Run the command line; returns the exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     return to_the_end(lambda: _run(words))
 
 
 def _run(words: list[str]) -> int | None:
-    """Run one verb; the failures of a run end here, the other errors in `to_the_end`."""
+    check_verb(words)
+    if not words or words[0] not in VERBS:
+        parser, _ = command_parser(Parser)
+        parser.parse_args(words)
+        parser.print_help()
+        return None
+    return _doctor(words) if words[0] == "doctor" else _verb(words)
+
+
+def _doctor(words: list[str]) -> int | None:
+    """Run the verb that works where packages are missing: it has a parser and options of its own."""
     try:
-        options = _options(words)
-        code: int | None = options.action(options)
-    except StoppedByPeer as stop:  # another rank has said why
-        return end(str(stop), stop.code) if stop.is_printed else stop.code
-    except (ComparisonFailed, WorldFailed) as error:
-        # A run that ended by itself has said why.
-        return error.code if error.code > 0 else end_for_all(error, str(error), EXIT_FAILED)
-    except (Corrupted, Diverged, OutOfMemory, PoisonedError, SaveError) as error:
-        return end(with_notes(error), EXIT_FAILED)
+        doctor = import_module("narrowgauge.cli.verbs.doctor")
+    except ImportError:
+        if folder_of("rich") is None:
+            raise missing(["rich"]) from None
+        raise
+    parser, verbs = command_parser(Parser)
+    doctor.add_options(verbs["doctor"])
+    options, rest = parser.parse_known_args(words)
+    if rest:
+        raise options.parser.unknown_argument(rest[0])
+    code: int = doctor.run(options)
     return code
 
 
-def _options(arguments: list[str]) -> argparse.Namespace:
-    check_verb(arguments)
-    options, rest = _parser().parse_known_args(arguments)
-    if rest:
-        raise options.parser.unknown_argument(rest[0])
-    options.command_line = arguments
-    return options
+def _verb(words: list[str]) -> int | None:
+    """Run another verb.
 
+    Raises:
+        UserError: The line has a mistake, or the verb needs another operating system.
+        NotInstalled: torch, or another package, does not import.
+    """
+    verb = VERBS[words[0]]
+    if verb.has_posix:
+        require_posix(words[0])
+    names = [name for name in LIMITS["packages"] if name != "torch" and folder_of(name) is None]
+    if names:
+        if {"-h", "--help"} & set(words):
+            print(f"usage: narrowgauge {words[0]} ...\n\n{described(words[0])}")
+        raise missing(names)
+    from narrowgauge.cli.line import read_line
 
-def _parser() -> Parser:
-    """The parser of the whole line."""
-    parser, verb, verbs = command_parser(KeyParser)
-    train.add_options(verb("train", train.run_train))
-    p = verb("compare", compare.run)
-    compare.add_options(p)
-    add_config_options(p)
-    p = verb("plan", machine.run_plan)
-    machine.add_plan_options(p)
-    add_config_options(p)
-    p = verb("bench", bench.run)
-    bench.add_options(p)
-    add_config_options(p)
-    doctor.add_options(verb("doctor", doctor.run))
-    p = verb("scaling", machine.run_scaling)
-    machine.add_scaling_options(p)
-    add_config_options(p)
-    train.add_convert_options(verb("convert", train.run_convert))
-    prepare.add_options(verb("prepare", prepare.run))
-    add_exchange_verbs(verb)
-    analysis.add_probe_options(verb("probe", analysis.run_probe))
-    analysis.add_sensitivity_options(verb("sensitivity", analysis.run_sensitivity))
-    search.add_options(verb("search", search.run))
-    p = verb("launch", launch.run)
-    launch.add_options(p, _read_train)
-    train.add_report_options(verb("report", train.run_report))
-    recipes.add_recipes_options(verb("recipes", recipes.run_recipes))
-    recipes.add_options(verb("formats", recipes.run_formats))
-    recipes.add_options(verb("models", recipes.run_models))
-    runs.add_options(verb("runs", runs.run))
-    completion.add_options(verb("completion", completion.run), verbs)
-    return parser
-
-
-def _read_train(words: list[str]) -> tuple[Config, Path | None]:
-    """The configuration and run directory of `narrowgauge train ...`; a mistake in the words is an error."""
-    options = _options(words)
-    return make_config(config_values(options)), options.out
+    options = read_line(words)
+    if verb.has_torch:
+        require_torch()
+    try:
+        action = verb.load()
+    except (ImportError, AttributeError):  # of a name that this torch does not have
+        if sentence := too_old():
+            raise NotInstalled(sentence) from None
+        raise
+    return action(options)

@@ -1,78 +1,50 @@
 """Where do tokens come from? Sources, tokenizers, token files, their order, and batches."""
 
-from narrowgauge.data.corpus import Corpus, CorpusManifest, is_corpus, open_corpus
-from narrowgauge.data.export import TOKEN_LAYOUTS, check_name, export_tokens
-from narrowgauge.data.loading.batch import Batch, count_windows, training_batch, validation_batches
-from narrowgauge.data.loading.dataset import (
-    AUTO,
-    Dataset,
-    open_data,
-    split_sources,
-    vocabulary_before_reading,
-)
-from narrowgauge.data.loading.loader import Loader
-from narrowgauge.data.loading.sample_order import first_samples, mixed_samples, samples, shares_of
-from narrowgauge.data.preparation.document_filter import Options
-from narrowgauge.data.preparation.prepare import DEFAULT_TOKENIZER, prepare
-from narrowgauge.data.sources import Document, documents
-from narrowgauge.data.token_files.megatron import open_megatron, write_megatron
-from narrowgauge.data.token_files.token_file import (
-    TokenFile,
-    Tokens,
-    open_token_file,
-    verify_token_file,
-    write_token_file,
-    write_token_shards,
-)
-from narrowgauge.data.token_files.token_stream import Mixture, TokenStream
-from narrowgauge.data.tokenization.tokenizer import (
-    Tokenizer,
-    bytes_tokenizer,
-    ids_tokenizer,
-    load_tokenizer,
-    train_bpe,
-)
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "AUTO",
-    "DEFAULT_TOKENIZER",
-    "TOKEN_LAYOUTS",
-    "Batch",
-    "Corpus",
-    "CorpusManifest",
-    "Dataset",
-    "Document",
-    "Loader",
-    "Mixture",
-    "Options",
-    "TokenFile",
-    "TokenStream",
-    "Tokenizer",
-    "Tokens",
-    "bytes_tokenizer",
-    "check_name",
-    "count_windows",
-    "documents",
-    "export_tokens",
-    "first_samples",
-    "ids_tokenizer",
-    "is_corpus",
-    "load_tokenizer",
-    "mixed_samples",
-    "open_corpus",
-    "open_data",
-    "open_megatron",
-    "open_token_file",
-    "prepare",
-    "samples",
-    "shares_of",
-    "split_sources",
-    "train_bpe",
-    "training_batch",
-    "validation_batches",
-    "verify_token_file",
-    "vocabulary_before_reading",
-    "write_megatron",
-    "write_token_file",
-    "write_token_shards",
-]
+from narrowgauge.lazy import import_on_use
+
+if TYPE_CHECKING:
+    from narrowgauge.data.corpus import Corpus as Corpus
+    from narrowgauge.data.corpus import CorpusManifest as CorpusManifest
+    from narrowgauge.data.corpus import is_corpus as is_corpus
+    from narrowgauge.data.corpus import open_corpus as open_corpus
+    from narrowgauge.data.export import TOKEN_LAYOUTS as TOKEN_LAYOUTS
+    from narrowgauge.data.export import check_name as check_name
+    from narrowgauge.data.export import export_tokens as export_tokens
+    from narrowgauge.data.loading.batch import Batch as Batch
+    from narrowgauge.data.loading.batch import count_windows as count_windows
+    from narrowgauge.data.loading.batch import training_batch as training_batch
+    from narrowgauge.data.loading.batch import validation_batches as validation_batches
+    from narrowgauge.data.loading.dataset import AUTO as AUTO
+    from narrowgauge.data.loading.dataset import Dataset as Dataset
+    from narrowgauge.data.loading.dataset import open_data as open_data
+    from narrowgauge.data.loading.dataset import split_sources as split_sources
+    from narrowgauge.data.loading.dataset import vocabulary_before_reading as vocabulary_before_reading
+    from narrowgauge.data.loading.loader import Loader as Loader
+    from narrowgauge.data.loading.sample_order import first_samples as first_samples
+    from narrowgauge.data.loading.sample_order import mixed_samples as mixed_samples
+    from narrowgauge.data.loading.sample_order import samples as samples
+    from narrowgauge.data.loading.sample_order import shares_of as shares_of
+    from narrowgauge.data.preparation.document_filter import Options as Options
+    from narrowgauge.data.preparation.prepare import DEFAULT_TOKENIZER as DEFAULT_TOKENIZER
+    from narrowgauge.data.preparation.prepare import prepare as prepare
+    from narrowgauge.data.sources import Document as Document
+    from narrowgauge.data.sources import documents as documents
+    from narrowgauge.data.token_files.megatron import open_megatron as open_megatron
+    from narrowgauge.data.token_files.megatron import write_megatron as write_megatron
+    from narrowgauge.data.token_files.token_file import TokenFile as TokenFile
+    from narrowgauge.data.token_files.token_file import Tokens as Tokens
+    from narrowgauge.data.token_files.token_file import open_token_file as open_token_file
+    from narrowgauge.data.token_files.token_file import verify_token_file as verify_token_file
+    from narrowgauge.data.token_files.token_file import write_token_file as write_token_file
+    from narrowgauge.data.token_files.token_file import write_token_shards as write_token_shards
+    from narrowgauge.data.token_files.token_stream import Mixture as Mixture
+    from narrowgauge.data.token_files.token_stream import TokenStream as TokenStream
+    from narrowgauge.data.tokenization.tokenizer import Tokenizer as Tokenizer
+    from narrowgauge.data.tokenization.tokenizer import bytes_tokenizer as bytes_tokenizer
+    from narrowgauge.data.tokenization.tokenizer import ids_tokenizer as ids_tokenizer
+    from narrowgauge.data.tokenization.tokenizer import load_tokenizer as load_tokenizer
+    from narrowgauge.data.tokenization.tokenizer import train_bpe as train_bpe
+else:
+    __all__, __getattr__, __dir__ = import_on_use(__name__)

@@ -25,6 +25,7 @@ from typing import BinaryIO
 import torch
 
 from narrowgauge.distributed import RENDEZVOUS
+from narrowgauge.errors import ProcessFailed
 from narrowgauge.experiment.jobs import Job, state_of
 from narrowgauge.operating_system import STOP_SIGNALS
 from narrowgauge.report.read.records import read_status
@@ -36,7 +37,7 @@ _STOPPED = 75  # the exit code of a run that has saved and may go on
 _GPUS = "CUDA_VISIBLE_DEVICES"
 
 
-class ComparisonFailed(Exception):
+class ComparisonFailed(ProcessFailed):
     """A run of a comparison has no result; `code` is its exit code, negative if a signal killed it."""
 
     def __init__(self, name: str, code: int) -> None:

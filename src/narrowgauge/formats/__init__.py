@@ -1,29 +1,29 @@
 """What is a number? Formats as records of a few facts, rounding to their grids, codes and bytes."""
 
-from narrowgauge.formats.codes import decode, encode, encode_finite_, pack, unpack
-from narrowgauge.formats.counter_rng import RANDOM_BITS, Randomness, RandomStream, random_stream, stream_key
-from narrowgauge.formats.format import Format, Specials
-from narrowgauge.formats.rounding import ROUNDINGS, round_finite, round_finite_, round_to
-from narrowgauge.formats.table import format, format_names, torch_dtype
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "RANDOM_BITS",
-    "ROUNDINGS",
-    "Format",
-    "RandomStream",
-    "Randomness",
-    "Specials",
-    "decode",
-    "encode",
-    "encode_finite_",
-    "format",
-    "format_names",
-    "pack",
-    "random_stream",
-    "round_finite",
-    "round_finite_",
-    "round_to",
-    "stream_key",
-    "torch_dtype",
-    "unpack",
-]
+from narrowgauge.lazy import import_on_use
+
+if TYPE_CHECKING:
+    from narrowgauge.formats.codes import decode as decode
+    from narrowgauge.formats.codes import encode as encode
+    from narrowgauge.formats.codes import encode_finite_ as encode_finite_
+    from narrowgauge.formats.codes import pack as pack
+    from narrowgauge.formats.codes import unpack as unpack
+    from narrowgauge.formats.counter_rng import Randomness as Randomness
+    from narrowgauge.formats.counter_rng import RandomStream as RandomStream
+    from narrowgauge.formats.counter_rng import random_stream as random_stream
+    from narrowgauge.formats.counter_rng import stream_key as stream_key
+    from narrowgauge.formats.format import Format as Format
+    from narrowgauge.formats.format import Specials as Specials
+    from narrowgauge.formats.rounding import round_finite as round_finite
+    from narrowgauge.formats.rounding import round_finite_ as round_finite_
+    from narrowgauge.formats.rounding import round_to as round_to
+    from narrowgauge.formats.table import RANDOM_BITS as RANDOM_BITS
+    from narrowgauge.formats.table import ROUNDINGS as ROUNDINGS
+    from narrowgauge.formats.table import format as format
+    from narrowgauge.formats.table import format_names as format_names
+    from narrowgauge.formats.table import is_in_torch as is_in_torch
+    from narrowgauge.formats.table import torch_dtype as torch_dtype
+else:
+    __all__, __getattr__, __dir__ = import_on_use(__name__)

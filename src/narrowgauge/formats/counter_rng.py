@@ -14,14 +14,11 @@ after a resume, in any order of evaluation, and on any number of devices as long
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeVar
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
-_Word = TypeVar("_Word", int, NDArray[np.uint64])
-_MASK_64 = 2**64 - 1
+from narrowgauge.formats.splitmix import splitmix64
+
 _MIX_1, _MIX_2 = 0x21F0AAAD, 0xD35A2D97 - 2**32
 _GOLDEN = 0x9E3779B9 - 2**32
 _COUNTING = torch.arange(2**16, dtype=torch.int32, device="cpu")
@@ -67,27 +64,6 @@ def _finish_mix_(x: torch.Tensor, spare: torch.Tensor) -> torch.Tensor:
 def _xor_shifted_(x: torch.Tensor, count: int, spare: torch.Tensor) -> torch.Tensor:
     torch.bitwise_right_shift(x, count, out=spare)
     return x.bitwise_xor_(spare.bitwise_and_(2 ** (32 - count) - 1))
-
-
-def splitmix64(x: _Word) -> _Word:
-    """Finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014; constants by David Stafford).
-
-    A bijection of 64-bit words, in arithmetic mod 2^64. Good enough to shuffle, not to keep a secret.
-
-        z <- x + 0x9e3779b97f4a7c15
-        z <- (z xor z >> 30) * 0xbf58476d1ce4e5b9
-        z <- (z xor z >> 27) * 0x94d049bb133111eb
-        z xor z >> 31
-
-    Args:
-        x: An integer, or an array of uint64 (no scalar: numpy warns when scalars wrap).
-    """
-    z: Any = x  # integers and arrays have the same operators, with other types
-    z = (z + 0x9E3779B97F4A7C15) & _MASK_64
-    z = ((z ^ z >> 30) * 0xBF58476D1CE4E5B9) & _MASK_64
-    z = ((z ^ z >> 27) * 0x94D049BB133111EB) & _MASK_64
-    mixed: _Word = z ^ z >> 31
-    return mixed
 
 
 def _signed(word: int) -> int:
@@ -159,7 +135,6 @@ _OF_SCALES = 0x5CA1AB1E  # into both words of a key
 
 # The source of random numbers in [0, 1); a tensor has one for each element.
 Randomness = torch.Generator | RandomStream | torch.Tensor | None
-RANDOM_BITS = 24  # of such a number, so that stochastic rounding is unbiased to float32's precision
 
 
 def uniform_for(x: torch.Tensor, source: Randomness) -> torch.Tensor:

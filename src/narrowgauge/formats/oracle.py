@@ -9,8 +9,7 @@ from fractions import Fraction
 
 from narrowgauge.errors import unknown
 from narrowgauge.formats.format import Format
-from narrowgauge.formats.rounding import ROUNDINGS
-from narrowgauge.formats.table import format
+from narrowgauge.formats.table import ROUNDINGS, format
 
 FP32 = format("fp32")
 

@@ -28,10 +28,10 @@ import torch
 
 from narrowgauge.errors import unknown
 from narrowgauge.formats import table
-from narrowgauge.formats.counter_rng import RANDOM_BITS, Randomness, RandomStream, uniform_for
+from narrowgauge.formats.counter_rng import Randomness, RandomStream, uniform_for
 from narrowgauge.formats.format import Format
+from narrowgauge.formats.table import RANDOM_BITS, ROUNDINGS
 
-ROUNDINGS = ("nearest-even", "half-away", "toward-zero", "stochastic")
 CHUNK = 2**17  # elements; with temporaries, about what a core's second-level cache holds
 
 # The working precision: (integer of the same width, exponent mask, mantissa bits, exponent bias).

@@ -1,9 +1,21 @@
-"""The formats that exist, as data, and the torch dtype of those that torch can store."""
+"""The formats and ways to round that exist, as data, and the torch dtype of formats that torch stores.
 
-import torch
+Reading the table imports no torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.formats.format import Format, Specials
+
+if TYPE_CHECKING:
+    import torch
+
+#: Ways to round (`rounding` has their definitions), and the random bits that the last one takes an element.
+ROUNDINGS = ("nearest-even", "half-away", "toward-zero", "stochastic")
+RANDOM_BITS = 24
 
 _OCP8 = "OCP 8-bit Floating Point 1.0"
 _MX = "OCP Microscaling Formats 1.0, section 5"
@@ -33,15 +45,16 @@ _FORMATS = {
     )
 }
 
+#: The name in torch of the dtype with the same codes.
 _TORCH_DTYPES = {
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "e5m2": torch.float8_e5m2,
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2fnuz": torch.float8_e5m2fnuz,
-    "e4m3fnuz": torch.float8_e4m3fnuz,
-    "e8m0": torch.float8_e8m0fnu,
+    "fp32": "float32",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "e5m2": "float8_e5m2",
+    "e4m3": "float8_e4m3fn",
+    "e5m2fnuz": "float8_e5m2fnuz",
+    "e4m3fnuz": "float8_e4m3fnuz",
+    "e8m0": "float8_e8m0fnu",
 }
 
 # Names that stand for several formats, and those.
@@ -66,7 +79,7 @@ def format(name: str) -> Format:
     if name not in _FORMATS:
         if name.lower() in _FAMILIES:
             raise UserError(f"unknown format {name!r}; it is a family: {_FAMILIES[name.lower()]}")
-        if own := {str(dtype).removeprefix("torch."): n for n, dtype in _TORCH_DTYPES.items()}.get(name):
+        if own := {dtype: n for n, dtype in _TORCH_DTYPES.items()}.get(name):
             raise UserError(f"unknown format {name!r}; the nearest is {own!r}")
         raise unknown("format", name, _FORMATS)
     return _FORMATS[name]
@@ -77,6 +90,15 @@ def format_names() -> list[str]:
     return list(_FORMATS)
 
 
+def is_in_torch(fmt: Format) -> bool:
+    """Whether torch has a dtype with this format's codes."""
+    return fmt.name in _TORCH_DTYPES
+
+
 def torch_dtype(fmt: Format) -> torch.dtype | None:
     """The torch dtype with this format's bits, or None where torch has no such element (FP6, FP4)."""
-    return _TORCH_DTYPES.get(fmt.name)
+    import torch  # here: the table of formats is read where torch is not wanted
+
+    name = _TORCH_DTYPES.get(fmt.name)
+    dtype: torch.dtype | None = getattr(torch, name) if name else None
+    return dtype

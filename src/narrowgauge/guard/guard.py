@@ -42,6 +42,7 @@ from dataclasses import dataclass, field, fields, replace
 from statistics import median
 from typing import Any, Literal
 
+from narrowgauge.errors import Failed
 from narrowgauge.guard.raises import Raise, read_raises, write_raises
 from narrowgauge.guard.rules import GuardRules
 
@@ -49,7 +50,7 @@ NORMAL = 1.4826  # standard deviations in a median distance from the median
 FLOOR = 0.01  # the least deviation, as a share of the median
 
 
-class Diverged(Exception):
+class Diverged(Failed):
     """The guard has ended the run: exit code 1."""
 
 

@@ -9,7 +9,14 @@ A kernel computes what its reference does, rounding for rounding: each is launch
 (a product and a sum are not made one), and divides with `tl.math.div_rn` (Triton's `/` is 2 ulp off).
 """
 
-from narrowgauge.kernels.cast import emulate, quantize
-from narrowgauge.kernels.dispatch import choose_products, has_kernels
+from typing import TYPE_CHECKING
 
-__all__ = ["choose_products", "emulate", "has_kernels", "quantize"]
+from narrowgauge.lazy import import_on_use
+
+if TYPE_CHECKING:
+    from narrowgauge.kernels.cast import emulate as emulate
+    from narrowgauge.kernels.cast import quantize as quantize
+    from narrowgauge.kernels.dispatch import choose_products as choose_products
+    from narrowgauge.kernels.dispatch import has_kernels as has_kernels
+else:
+    __all__, __getattr__, __dir__ = import_on_use(__name__)

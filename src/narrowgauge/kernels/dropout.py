@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import UserError
-from narrowgauge.formats import RandomStream, stream_key
-from narrowgauge.formats.counter_rng import RANDOM_BITS
+from narrowgauge.formats import RANDOM_BITS, RandomStream, stream_key
 
 
 class Dropout(nn.Module):

@@ -1,30 +1,25 @@
 """What are we training? One decoder-only transformer, its named sizes; knows nothing of recipes."""
 
-from narrowgauge.kernels.cross_entropy import IGNORED, cross_entropy, objective_of
-from narrowgauge.models.config import ModelConfig
-from narrowgauge.models.count import count_block_weights, count_parameters, flops_per_token
-from narrowgauge.models.experts import Expert, experts_of
-from narrowgauge.models.generate import generate
-from narrowgauge.models.initial_weights import initialize, starting_values
-from narrowgauge.models.kv_cache import KVCache
-from narrowgauge.models.sizes import model_config, model_names
-from narrowgauge.models.transformer import Transformer
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "IGNORED",
-    "Expert",
-    "KVCache",
-    "ModelConfig",
-    "Transformer",
-    "count_block_weights",
-    "count_parameters",
-    "cross_entropy",
-    "experts_of",
-    "flops_per_token",
-    "generate",
-    "initialize",
-    "model_config",
-    "model_names",
-    "objective_of",
-    "starting_values",
-]
+from narrowgauge.lazy import import_on_use
+
+if TYPE_CHECKING:
+    from narrowgauge.kernels.cross_entropy import IGNORED as IGNORED
+    from narrowgauge.kernels.cross_entropy import cross_entropy as cross_entropy
+    from narrowgauge.kernels.cross_entropy import objective_of as objective_of
+    from narrowgauge.models.config import ModelConfig as ModelConfig
+    from narrowgauge.models.count import count_block_weights as count_block_weights
+    from narrowgauge.models.count import count_parameters as count_parameters
+    from narrowgauge.models.count import flops_per_token as flops_per_token
+    from narrowgauge.models.experts import Expert as Expert
+    from narrowgauge.models.experts import experts_of as experts_of
+    from narrowgauge.models.generate import generate as generate
+    from narrowgauge.models.initial_weights import initialize as initialize
+    from narrowgauge.models.initial_weights import starting_values as starting_values
+    from narrowgauge.models.kv_cache import KVCache as KVCache
+    from narrowgauge.models.sizes import model_config as model_config
+    from narrowgauge.models.sizes import model_names as model_names
+    from narrowgauge.models.transformer import Transformer as Transformer
+else:
+    __all__, __getattr__, __dir__ = import_on_use(__name__)

@@ -1,41 +1,28 @@
 """How does a layer compute under a recipe? `Linear` (three GEMMs), attention, `convert(model, recipe)`."""
 
-from narrowgauge.nn.convert import (
-    apply_recipe,
-    convert,
-    discard_step,
-    kept_layers,
-    recipe_tensors,
-    set_step,
-    step,
-)
-from narrowgauge.nn.linear import Linear
-from narrowgauge.nn.observer import Gauges, Observation, Observer
-from narrowgauge.nn.sharded.linear_shards import EqualShare, LinearShards, PooledSequences
-from narrowgauge.nn.stateful_linear import DTYPES
-from narrowgauge.nn.step_state import Stepped
-from narrowgauge.nn.transformer.attention import NarrowAttention
-from narrowgauge.nn.transformer.outline import outline_of
-from narrowgauge.nn.transformer.residual import NarrowResidual
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "DTYPES",
-    "EqualShare",
-    "Gauges",
-    "Linear",
-    "LinearShards",
-    "NarrowAttention",
-    "NarrowResidual",
-    "Observation",
-    "Observer",
-    "PooledSequences",
-    "Stepped",
-    "apply_recipe",
-    "convert",
-    "discard_step",
-    "kept_layers",
-    "outline_of",
-    "recipe_tensors",
-    "set_step",
-    "step",
-]
+from narrowgauge.lazy import import_on_use
+
+if TYPE_CHECKING:
+    from narrowgauge.nn.convert import apply_recipe as apply_recipe
+    from narrowgauge.nn.convert import convert as convert
+    from narrowgauge.nn.convert import discard_step as discard_step
+    from narrowgauge.nn.convert import kept_layers as kept_layers
+    from narrowgauge.nn.convert import recipe_tensors as recipe_tensors
+    from narrowgauge.nn.convert import set_step as set_step
+    from narrowgauge.nn.convert import step as step
+    from narrowgauge.nn.linear import Linear as Linear
+    from narrowgauge.nn.observer import Gauges as Gauges
+    from narrowgauge.nn.observer import Observation as Observation
+    from narrowgauge.nn.observer import Observer as Observer
+    from narrowgauge.nn.sharded.linear_shards import EqualShare as EqualShare
+    from narrowgauge.nn.sharded.linear_shards import LinearShards as LinearShards
+    from narrowgauge.nn.sharded.linear_shards import PooledSequences as PooledSequences
+    from narrowgauge.nn.stateful_linear import DTYPES as DTYPES
+    from narrowgauge.nn.step_state import Stepped as Stepped
+    from narrowgauge.nn.transformer.attention import NarrowAttention as NarrowAttention
+    from narrowgauge.nn.transformer.outline import outline_of as outline_of
+    from narrowgauge.nn.transformer.residual import NarrowResidual as NarrowResidual
+else:
+    __all__, __getattr__, __dir__ = import_on_use(__name__)

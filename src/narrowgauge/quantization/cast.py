@@ -21,6 +21,8 @@ CODES_AND_SCALES = (
     *("element", "block", "scale", "scale_rule", "power_of_two", "headroom", "rounding", "random_bits"),
     *("tensor_scale", "scale_target", "scale_rounding", "zero_scale", "candidates", "choose", "correct"),
 )
+#: Keys that quantized state implements (`state.quantized_state`).
+STATE_KEYS = (*CODES_AND_SCALES, "expand", "codebook", "split", "prescale", "feedback")
 #: Keys that a layer implements around its casts: where an operand, its scale, its kept channels or its
 #: gradient comes from.
 BY_LAYER = (

@@ -1,73 +1,49 @@
 """Which format is each place in? Recipes as TOML data, and which code runs them."""
 
-from narrowgauge.devices import Device
-from narrowgauge.recipes.attention_places import (
-    ATTENTION_PLACES,
-    ATTENTION_PRODUCTS,
-    GRADIENT_PLACES,
-    is_wide,
-)
-from narrowgauge.recipes.attention_shapes import require_attention_shapes
-from narrowgauge.recipes.backend import BACKENDS, SCHEMES, Backend, Product, choose_backend, products_on
-from narrowgauge.recipes.capability import device_facts, named_device
-from narrowgauge.recipes.cut_blocks import cut_blocks
-from narrowgauge.recipes.outline import HEAD, Names, Outline, kept_text, nearest, require_matches
-from narrowgauge.recipes.parse import RECIPE_KEYS, parse_recipe
-from narrowgauge.recipes.places import (
-    CAST_TABLE,
-    DIMENSIONS,
-    GEMM_PLACES,
-    GEMMS,
-    GROUPS,
-    KEYS,
-    OFFLOADABLE,
-    PLACES,
-    STATE_PLACES,
-    WIRE_PLACES,
-)
-from narrowgauge.recipes.recipe import ROUTER, Recipe
-from narrowgauge.recipes.registry import load_recipe, recipe, recipe_names
-from narrowgauge.recipes.rule import Rule, matches
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "ATTENTION_PLACES",
-    "ATTENTION_PRODUCTS",
-    "BACKENDS",
-    "CAST_TABLE",
-    "DIMENSIONS",
-    "GEMMS",
-    "GEMM_PLACES",
-    "GRADIENT_PLACES",
-    "GROUPS",
-    "HEAD",
-    "KEYS",
-    "OFFLOADABLE",
-    "PLACES",
-    "RECIPE_KEYS",
-    "ROUTER",
-    "SCHEMES",
-    "STATE_PLACES",
-    "WIRE_PLACES",
-    "Backend",
-    "Device",
-    "Names",
-    "Outline",
-    "Product",
-    "Recipe",
-    "Rule",
-    "choose_backend",
-    "cut_blocks",
-    "device_facts",
-    "is_wide",
-    "kept_text",
-    "load_recipe",
-    "matches",
-    "named_device",
-    "nearest",
-    "parse_recipe",
-    "products_on",
-    "recipe",
-    "recipe_names",
-    "require_attention_shapes",
-    "require_matches",
-]
+from narrowgauge.lazy import import_on_use
+
+if TYPE_CHECKING:
+    from narrowgauge.devices import Device as Device
+    from narrowgauge.recipes.attention_places import ATTENTION_PLACES as ATTENTION_PLACES
+    from narrowgauge.recipes.attention_places import ATTENTION_PRODUCTS as ATTENTION_PRODUCTS
+    from narrowgauge.recipes.attention_places import GRADIENT_PLACES as GRADIENT_PLACES
+    from narrowgauge.recipes.attention_places import is_wide as is_wide
+    from narrowgauge.recipes.attention_shapes import require_attention_shapes as require_attention_shapes
+    from narrowgauge.recipes.backend import BACKENDS as BACKENDS
+    from narrowgauge.recipes.backend import SCHEMES as SCHEMES
+    from narrowgauge.recipes.backend import Backend as Backend
+    from narrowgauge.recipes.backend import Product as Product
+    from narrowgauge.recipes.backend import choose_backend as choose_backend
+    from narrowgauge.recipes.backend import products_on as products_on
+    from narrowgauge.recipes.capability import device_facts as device_facts
+    from narrowgauge.recipes.capability import named_device as named_device
+    from narrowgauge.recipes.cut_blocks import cut_blocks as cut_blocks
+    from narrowgauge.recipes.outline import HEAD as HEAD
+    from narrowgauge.recipes.outline import Names as Names
+    from narrowgauge.recipes.outline import Outline as Outline
+    from narrowgauge.recipes.outline import kept_text as kept_text
+    from narrowgauge.recipes.outline import nearest as nearest
+    from narrowgauge.recipes.outline import require_matches as require_matches
+    from narrowgauge.recipes.parse import RECIPE_KEYS as RECIPE_KEYS
+    from narrowgauge.recipes.parse import parse_recipe as parse_recipe
+    from narrowgauge.recipes.places import CAST_TABLE as CAST_TABLE
+    from narrowgauge.recipes.places import DIMENSIONS as DIMENSIONS
+    from narrowgauge.recipes.places import GEMM_PLACES as GEMM_PLACES
+    from narrowgauge.recipes.places import GEMMS as GEMMS
+    from narrowgauge.recipes.places import GROUPS as GROUPS
+    from narrowgauge.recipes.places import KEYS as KEYS
+    from narrowgauge.recipes.places import OFFLOADABLE as OFFLOADABLE
+    from narrowgauge.recipes.places import PLACES as PLACES
+    from narrowgauge.recipes.places import STATE_PLACES as STATE_PLACES
+    from narrowgauge.recipes.places import WIRE_PLACES as WIRE_PLACES
+    from narrowgauge.recipes.recipe import ROUTER as ROUTER
+    from narrowgauge.recipes.recipe import Recipe as Recipe
+    from narrowgauge.recipes.registry import load_recipe as load_recipe
+    from narrowgauge.recipes.registry import recipe as recipe
+    from narrowgauge.recipes.registry import recipe_names as recipe_names
+    from narrowgauge.recipes.rule import Rule as Rule
+    from narrowgauge.recipes.rule import matches as matches
+else:
+    __all__, __getattr__, __dir__ = import_on_use(__name__)

@@ -5,16 +5,19 @@ product has a new name. `devices.toml` only says which generation a product of t
 ask about a device that is elsewhere.
 """
 
+from __future__ import annotations
+
 import re
 import tomllib
 from difflib import get_close_matches
-
-import torch
+from typing import TYPE_CHECKING
 
 from narrowgauge.devices import Device, imagined
 from narrowgauge.errors import UserError
 from narrowgauge.files import shipped_text
-from narrowgauge.kernels.dispatch import can_compile
+
+if TYPE_CHECKING:
+    import torch
 
 #: The CUDA that a device elsewhere is taken to have: what torch's wheels are built for. CUDA 13 has no code
 #: for what came before Turing; the last wheels that have are built for 12.6 (`doctor` names the releases).
@@ -30,6 +33,10 @@ def device_facts(device: torch.device) -> Device:
         return facts
     if device.type != "cuda":
         return Device(maker=device.type)
+    import torch  # here: a device elsewhere is described without it
+
+    from narrowgauge.kernels.dispatch import can_compile
+
     if torch.version.hip:
         name = torch.cuda.get_device_properties(device).gcnArchName
         return Device(

@@ -5,10 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from narrowgauge.errors import UserError, unknown
-from narrowgauge.formats import torch_dtype
+from narrowgauge.formats import is_in_torch
 from narrowgauge.quantization import Cast, make_cast
-from narrowgauge.quantization.cast import BY_LAYER, CODES_AND_SCALES
-from narrowgauge.quantization.state.quantized_state import KEYS as STATE_KEYS
+from narrowgauge.quantization.cast import BY_LAYER, CODES_AND_SCALES, STATE_KEYS
 from narrowgauge.recipes.attention_places import (
     ATTENTION,
     ATTENTION_PLACES,
@@ -227,7 +226,7 @@ def require_state(state: Mapping[str, Cast | None], where: str) -> None:
     weight, master = state["weight"], state["master"]
     assert weight is not None
     is_table = weight.expand or weight.codebook
-    if torch_dtype(weight.element) is None or is_table or weight.scale not in ("none", "fp32"):
+    if not is_in_torch(weight.element) or is_table or weight.scale not in ("none", "fp32"):
         raise UserError(
             f"{where}: weight = {weight.name!r}, but a weight needs a format that torch can hold and fp32 "
             "scales, such as bf16, fp16-scaled or e4m3"

@@ -1,29 +1,23 @@
 """How does a run go? The loop, the run directory, validation, and what is done with a finished run."""
 
-from narrowgauge.runs.loop.default_out import default_out
-from narrowgauge.runs.loop.loop import OutOfMemory
-from narrowgauge.runs.loop.parallel_dims import Layout, lay_out, parallel_dims_of
-from narrowgauge.runs.loop.run import run
-from narrowgauge.runs.loop.validation import bits_per_byte, validation_loss
-from narrowgauge.runs.monitor.hardware import choose_device
-from narrowgauge.runs.monitor.profiler import STEPS as PROFILED
-from narrowgauge.runs.use.branch import branch_run
-from narrowgauge.runs.use.convert import convert_run
-from narrowgauge.runs.use.trained_model import TrainedRun, open_run
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "PROFILED",
-    "Layout",
-    "OutOfMemory",
-    "TrainedRun",
-    "bits_per_byte",
-    "branch_run",
-    "choose_device",
-    "convert_run",
-    "default_out",
-    "lay_out",
-    "open_run",
-    "parallel_dims_of",
-    "run",
-    "validation_loss",
-]
+from narrowgauge.lazy import import_on_use
+
+if TYPE_CHECKING:
+    from narrowgauge.runs.choices import PROFILED as PROFILED
+    from narrowgauge.runs.loop.default_out import default_out as default_out
+    from narrowgauge.runs.loop.loop import OutOfMemory as OutOfMemory
+    from narrowgauge.runs.loop.parallel_dims import Layout as Layout
+    from narrowgauge.runs.loop.parallel_dims import lay_out as lay_out
+    from narrowgauge.runs.loop.parallel_dims import parallel_dims_of as parallel_dims_of
+    from narrowgauge.runs.loop.run import run as run
+    from narrowgauge.runs.loop.validation import bits_per_byte as bits_per_byte
+    from narrowgauge.runs.loop.validation import validation_loss as validation_loss
+    from narrowgauge.runs.monitor.hardware import choose_device as choose_device
+    from narrowgauge.runs.use.branch import branch_run as branch_run
+    from narrowgauge.runs.use.convert import convert_run as convert_run
+    from narrowgauge.runs.use.trained_model import TrainedRun as TrainedRun
+    from narrowgauge.runs.use.trained_model import open_run as open_run
+else:
+    __all__, __getattr__, __dir__ = import_on_use(__name__)

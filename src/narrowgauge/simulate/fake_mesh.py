@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from narrowgauge.distributed.mesh import COMBINED_AXES, MESH_AXES, Mesh, ParallelDims
+from narrowgauge.distributed.dims import ParallelDims
+from narrowgauge.distributed.mesh import COMBINED_AXES, MESH_AXES, Mesh
 from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
 from narrowgauge.simulate.fake_fsdp import Buffers, FakeFSDPUnit

@@ -1,9 +1,17 @@
 """What is one training step? The configuration and the step itself."""
 
-from narrowgauge.guard import Diverged
-from narrowgauge.training.config.config import Config, config_keys, load_values, make_config
-from narrowgauge.training.config.diff import to_toml
-from narrowgauge.training.config.keys import Key
-from narrowgauge.training.step.replica_check import Corrupted
+from typing import TYPE_CHECKING
 
-__all__ = ["Config", "Corrupted", "Diverged", "Key", "config_keys", "load_values", "make_config", "to_toml"]
+from narrowgauge.lazy import import_on_use
+
+if TYPE_CHECKING:
+    from narrowgauge.guard import Diverged as Diverged
+    from narrowgauge.training.config.config import Config as Config
+    from narrowgauge.training.config.config import config_keys as config_keys
+    from narrowgauge.training.config.config import load_values as load_values
+    from narrowgauge.training.config.config import make_config as make_config
+    from narrowgauge.training.config.diff import to_toml as to_toml
+    from narrowgauge.training.config.keys import Key as Key
+    from narrowgauge.training.step.replica_check import Corrupted as Corrupted
+else:
+    __all__, __getattr__, __dir__ = import_on_use(__name__)

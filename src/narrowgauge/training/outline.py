@@ -4,10 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-import torch
-
-from narrowgauge.models import ModelConfig, Transformer
-from narrowgauge.nn import outline_of
+from narrowgauge.models import ModelConfig
 from narrowgauge.recipes import HEAD, Names, Outline, Recipe, require_matches
 
 _FIRST = "blocks.0"
@@ -16,6 +13,11 @@ _FIRST = "blocks.0"
 @lru_cache(maxsize=8)
 def outline_of_model(model: ModelConfig) -> Outline:
     """The outline of the full model, whatever part of it a process holds."""
+    import torch  # here: the keys of a configuration are listed without torch
+
+    from narrowgauge.models import Transformer
+    from narrowgauge.nn import outline_of
+
     with torch.device("meta"):
         one = outline_of(Transformer(replace(model, layers=1)))
     shapes = {name: one.shapes[first] for first in one.layers for name in _names(first, model.layers)}

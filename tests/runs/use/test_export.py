@@ -15,9 +15,10 @@ from narrowgauge.errors import UserError
 from narrowgauge.models import Transformer
 from narrowgauge.recipes import recipe_names
 from narrowgauge.runs import open_run, run, validation_loss
+from narrowgauge.runs.choices import EXPORT_FORMATS
 from narrowgauge.runs.use import export
 from narrowgauge.runs.use.convert import convert_run
-from narrowgauge.runs.use.export import TARGETS, export_run, import_model
+from narrowgauge.runs.use.export import export_run, import_model
 from support.quick import quick
 
 IDS = torch.arange(30)[None] % 257
@@ -149,7 +150,7 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("to", EXPORT_FORMATS)
 def test_an_export_that_does_not_hold_the_weights_is_not_published(train, tmp_path, to, monkeypatch):
     """One number of a layer differs, as a faulty writer would leave it."""
     path = train(changes={"recipe.name": "fp8", "training.steps": 2} | (GPT2 if to == "llmc" else {}))
@@ -190,7 +191,7 @@ def test_blocks_of_two_elements_and_kept_channels_have_no_name_in_compressed_ten
     export_run(path, "hf", tmp_path / "out")
 
 
-@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("to", EXPORT_FORMATS)
 def test_nothing_half_written_has_the_final_name(train, tmp_path, to, monkeypatch):
     path = train(changes={"recipe.name": "fp8", "training.steps": 2} | (GPT2 if to == "llmc" else {}))
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from narrowgauge.checkpoint.store.commit import steps
-from narrowgauge.errors import UserError
+from narrowgauge.errors import Failed, UserError
 from narrowgauge.units import human_bytes
 
 
-class SaveError(UserError):
+class SaveError(UserError, Failed):
     """A checkpoint could not be written. The older ones are untouched, and training can go on."""
 
     exit_code = 1

@@ -10,13 +10,13 @@ from typing import TypeAlias
 
 import torch
 
-from narrowgauge.errors import UserError
+from narrowgauge.errors import Failed, UserError
 
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
 Tensors: TypeAlias = Mapping[str, Mapping[str, torch.Tensor]]  # group -> name -> tensor
 
 
-class PoisonedError(UserError):
+class PoisonedError(UserError, Failed):
     """A tensor or number to be saved is not finite."""
 
     exit_code = 1

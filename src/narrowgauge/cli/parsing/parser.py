@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -12,7 +12,6 @@ from narrowgauge.cli.parsing.verbs import OTHER_VERBS, VERBS
 from narrowgauge.errors import UserError, nearest, unknown
 
 _OF_THE_COMMAND = ("-h", "--help", "-V", "--version")  # options without a verb
-Action = Callable[[argparse.Namespace], int | None]
 
 
 class Parser(argparse.ArgumentParser):
@@ -85,8 +84,8 @@ def _path(text: str) -> Path:
 P = TypeVar("P", bound=Parser)
 
 
-def command_parser(parser_of_verb: type[P]) -> tuple[Parser, Callable[[str, Action], P], Mapping[str, P]]:
-    """The parser of the command without any verb, a function that adds a verb, and the parsers of verbs."""
+def command_parser(parser_of_verb: type[P]) -> tuple[Parser, Mapping[str, P]]:
+    """The parser of the command, and the parsers of its verbs by name, which have no options yet."""
     parser = Parser(
         prog="narrowgauge",
         description="Pre-train language models in narrow numbers, and see what the numbers did.",
@@ -100,20 +99,18 @@ def command_parser(parser_of_verb: type[P]) -> tuple[Parser, Callable[[str, Acti
         version=f"narrowgauge {narrowgauge.__version__}",
         help="show the version and exit",
     )
-    parser.set_defaults(action=lambda options: parser.print_help(), parser=parser)
+    parser.set_defaults(verb="", parser=parser)
     verbs = parser.add_subparsers(metavar="VERB", parser_class=parser_of_verb)
 
-    def verb(name: str, action: Action) -> P:
-        p = verbs.add_parser(name, help=VERBS[name], description=described(name), allow_abbrev=False)
-        p.set_defaults(action=action, parser=p)
-        return p
-
-    return parser, verb, verbs.choices
+    for name, verb in VERBS.items():
+        p = verbs.add_parser(name, help=verb.line, description=described(name), allow_abbrev=False)
+        p.set_defaults(verb=name, parser=p)
+    return parser, verbs.choices
 
 
 def described(verb: str) -> str:
     """The line that explains a verb, as a sentence."""
-    line = VERBS[verb]
+    line = VERBS[verb].line
     return f"{line[0].upper()}{line[1:]}."
 
 

@@ -1,28 +1,90 @@
-"""The verbs of the command, each with the line that explains it."""
+"""The verbs of the command: the line that explains each, the function that does it, and what that needs."""
 
-VERBS = {
-    "train": "train a model; the same line again continues a run that stopped",
-    "compare": "train the same model under several recipes, settings and seeds, side by side",
-    "plan": "what a run will take, before it is started: memory by class, traffic, time, cost",
-    "bench": "how fast a step is, against this machine's ceilings and beside plain torch",
-    "doctor": "what is wrong with this machine, and how to fix it; exit code 1 if something is missing",
-    "scaling": "measure the same training on 1..N processes: speed-up, efficiency, communication",
-    "convert": "a run's newest state under another recipe, in a new run directory",
-    "prepare": "turn documents into token files",
-    "sample": "text from a run, or from a model of another program",
-    "eval": "losses and scores of a run, or of a model of another program",
-    "export": "a run's model for other programs",
-    "import": "a model of another program as a run",
-    "probe": "what recipes do to a model's loss and gradient, without training",
-    "sensitivity": "what narrowing each layer and place alone would cost a model",
-    "search": "the recipe that costs a model least, with a share of its FLOPs in 4 bits",
-    "launch": "write the script that starts a run on a cluster",
-    "report": "(re)make the HTML report of one run or several",
-    "recipes": "the recipes that ship, or the TOML of one; with --device, what another device multiplies",
-    "formats": "the number formats, or the facts of one",
-    "models": "the named sizes with their parameters",
-    "runs": "the run directories of a folder, with state and loss",
-    "completion": "a script that completes verbs, options and names in bash, zsh or fish",
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+
+Action = Callable[[argparse.Namespace], int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A verb of the command.
+
+    Attributes:
+        line: The line of the help that explains it.
+        action: The function that does it, as `module:name` below `narrowgauge.cli.verbs`.
+        has_torch: Whether every line of the verb computes with torch; `recipes` does where it asks about this
+            machine.
+        has_posix: Whether it needs the file locks and signals of POSIX.
+    """
+
+    line: str
+    action: str
+    has_torch: bool = True
+    has_posix: bool = True
+
+    def load(self) -> Action:
+        """Import the function that does it."""
+        module, _, name = self.action.partition(":")
+        action: Action = getattr(import_module(f"narrowgauge.cli.verbs.{module}"), name)
+        return action
+
+
+VERBS: Mapping[str, Verb] = {
+    "train": Verb("train a model; the same line again continues a run that stopped", "train:run_train"),
+    "compare": Verb(
+        "train the same model under several recipes, settings and seeds, side by side", "compare:run"
+    ),
+    "plan": Verb(
+        "what a run will take, before it is started: memory by class, traffic, time, cost", "machine:run_plan"
+    ),
+    "bench": Verb("how fast a step is, against this machine's ceilings and beside plain torch", "bench:run"),
+    "doctor": Verb(
+        "what is wrong with this machine, and how to fix it; exit code 1 if something is missing",
+        "doctor:run",
+        has_torch=False,
+        has_posix=False,
+    ),
+    "scaling": Verb(
+        "measure the same training on 1..N processes: speed-up, efficiency, communication",
+        "machine:run_scaling",
+    ),
+    "convert": Verb("a run's newest state under another recipe, in a new run directory", "train:run_convert"),
+    "prepare": Verb("turn documents into token files", "prepare:run"),
+    "sample": Verb("text from a run, or from a model of another program", "models:sample"),
+    "eval": Verb("losses and scores of a run, or of a model of another program", "models:evaluate"),
+    "export": Verb("a run's model for other programs", "models:export"),
+    "import": Verb("a model of another program as a run", "models:import_"),
+    "probe": Verb("what recipes do to a model's loss and gradient, without training", "analysis:run_probe"),
+    "sensitivity": Verb(
+        "what narrowing each layer and place alone would cost a model", "analysis:run_sensitivity"
+    ),
+    "search": Verb("the recipe that costs a model least, with a share of its FLOPs in 4 bits", "search:run"),
+    "launch": Verb("write the script that starts a run on a cluster", "launch:run"),
+    "report": Verb("(re)make the HTML report of one run or several", "train:run_report"),
+    "recipes": Verb(
+        "the recipes that ship, or the TOML of one; with --device, what another device multiplies",
+        "recipes:run_recipes",
+        has_torch=False,
+        has_posix=False,
+    ),
+    "formats": Verb(
+        "the number formats, or the facts of one", "recipes:run_formats", has_torch=False, has_posix=False
+    ),
+    "models": Verb(
+        "the named sizes with their parameters", "recipes:run_models", has_torch=False, has_posix=False
+    ),
+    "runs": Verb(
+        "the run directories of a folder, with state and loss", "runs:run", has_torch=False, has_posix=False
+    ),
+    "completion": Verb(
+        "a script that completes verbs, options and names in bash, zsh or fish",
+        "completion:run",
+        has_torch=False,
+        has_posix=False,
+    ),
 }
 #: Verbs of other programs, and what to write instead.
 OTHER_VERBS = {
@@ -38,11 +100,3 @@ OTHER_VERBS = {
     **dict.fromkeys(("estimate", "dry-run"), "plan"),
     "quantize": "convert RUN --recipe R --out DIR",
 }
-WITHOUT_POSIX = (
-    "doctor",
-    "recipes",
-    "formats",
-    "models",
-    "runs",
-    "completion",
-)  # those that work on Windows, too

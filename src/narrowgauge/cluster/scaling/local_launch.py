@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from narrowgauge.distributed.launch.launcher_env import launch_info
-from narrowgauge.errors import UserError
+from narrowgauge.errors import ProcessFailed, UserError
 
 # Variables of launchers, which the workers must not inherit.
 _OF_LAUNCHERS = (
@@ -33,7 +33,7 @@ _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "NODE_RANK
 _GRACE_S = 3.0  # for workers that end because of another worker's error
 
 
-class WorldFailed(Exception):
+class WorldFailed(ProcessFailed):
     """A worker failed; `code` is its exit code, negative if a signal killed it."""
 
     def __init__(self, size: int, code: int) -> None:

@@ -24,7 +24,7 @@ and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
 until it is < M. That follows the cycle of the bijection past the values outside, so it is a bijection of
 0 .. M-1 (same paper).
 
-**The hash** mix is the finaliser of SplitMix64 (`formats.counter_rng.splitmix64`):
+**The hash** mix is the finaliser of SplitMix64 (`formats.splitmix.splitmix64`):
 
     key = mix(mix(seed) + epoch)
     F_j(h) = mix(h xor mix(key + j)) mod a, or mod b
@@ -50,7 +50,7 @@ from math import isqrt
 import numpy as np
 from numpy.typing import NDArray
 
-from narrowgauge.formats.counter_rng import splitmix64
+from narrowgauge.formats.splitmix import splitmix64
 
 #: Samples of a block, of which each source gets its share.
 BLOCK = 65536

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from narrowgauge.distributed.mesh import ParallelDims
+from narrowgauge.distributed.dims import ParallelDims
 from narrowgauge.distributed.parallel.tensor_parallel import COLUMN_SHARDED, row_sizes, shard_sizes
 from narrowgauge.errors import UserError
 from narrowgauge.models import ModelConfig

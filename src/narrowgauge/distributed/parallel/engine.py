@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowgauge.collectives import all_reduce_flat, all_reduce_values, gather_objects
 from narrowgauge.data import Batch
 from narrowgauge.distributed.comm.grad_hooks import all_reduce_gradient_states, wire_formats
+from narrowgauge.distributed.dims import ParallelDims
 from narrowgauge.distributed.fsdp import renew_gather_scales
-from narrowgauge.distributed.mesh import Mesh, ParallelDims
+from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.distributed.parallel.expert_parallel import local_experts
 from narrowgauge.distributed.parallel.pipeline_schedule import Pipeline
 from narrowgauge.distributed.pipeline_stage import MicroBatch, StageInput

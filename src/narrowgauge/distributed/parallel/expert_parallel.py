@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import nn
 
 from narrowgauge.collectives import comm_tag
-from narrowgauge.distributed.mesh import Mesh, ParallelDims
+from narrowgauge.distributed.dims import ParallelDims
+from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.errors import UserError
 from narrowgauge.models import Expert, ModelConfig, Transformer, experts_of
 from narrowgauge.nn import Linear, PooledSequences

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from narrowgauge.distributed.mesh import Mesh, ParallelDims
+from narrowgauge.distributed.dims import ParallelDims
+from narrowgauge.distributed.mesh import Mesh
 from narrowgauge.distributed.parallel.sequence_parallel import (
     all_gather_tokens,
     all_to_all_heads,

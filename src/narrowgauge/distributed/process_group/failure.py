@@ -18,7 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from narrowgauge.distributed.launch.world import World
-from narrowgauge.errors import UserError
+from narrowgauge.errors import Failed, UserError
 from narrowgauge.signals import StoppedEarly
 
 EXIT_FAILED, EXIT_USAGE, EXIT_PREEMPTED = 1, 2, 75
@@ -39,7 +39,7 @@ class PeerGone(RuntimeError):
     """Another rank has ended the run, so that waiting for the others is useless."""
 
 
-class StoppedByPeer(Exception):
+class StoppedByPeer(Failed):
     """This rank ends because of another one, with its exit code; prints the sentence if `is_printed`."""
 
     def __init__(self, sentence: str, code: int, is_printed: bool) -> None:

@@ -29,16 +29,13 @@ from narrowgauge.devices import is_gpu
 from narrowgauge.errors import UserError
 from narrowgauge.formats import RandomStream, decode, format, round_to, torch_dtype, unpack
 from narrowgauge.quantization.blocks import Blocks, blocks_of
-from narrowgauge.quantization.cast import CODES_AND_SCALES, Cast
+from narrowgauge.quantization.cast import STATE_KEYS, Cast
 from narrowgauge.quantization.context import QuantContext
 from narrowgauge.quantization.quantize import QTensor, emulate, quantize_in_context
 from narrowgauge.quantization.sharding.shard import TensorShard
 from narrowgauge.quantization.state.codebook import encoded, from_codes
 from narrowgauge.quantization.state.range_expansion import RangeExpansion, contract, expand, range_expansion
 from narrowgauge.torch_compat import version_of
-
-#: The keys of a cast that state implements.
-KEYS = (*CODES_AND_SCALES, "expand", "codebook", "split", "prescale", "feedback")
 
 _BLANK: dict[tuple[torch.Size, Cast], dict[str, tuple[torch.Size, torch.dtype]]] = {}
 
@@ -79,7 +76,7 @@ class QuantizedState:
         Raises:
             UserError: State cannot have the cast.
         """
-        if unknown := cast.beyond(KEYS):
+        if unknown := cast.beyond(STATE_KEYS):
             raise UserError(
                 f"cast {cast.name!r} of state: {', '.join(unknown)} belongs to operands of a product; remove "
                 "the key"

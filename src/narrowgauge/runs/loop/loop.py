@@ -16,6 +16,7 @@ import torch
 from narrowgauge.checkpoint import choose_step, require_space_for_run
 from narrowgauge.data import Loader
 from narrowgauge.distributed import START, Mesh
+from narrowgauge.errors import Failed
 from narrowgauge.optim.gauges import make_gauges
 from narrowgauge.runs.loop.init_weights import start_from_weights
 from narrowgauge.runs.loop.raising import lower_places, record_raises
@@ -35,7 +36,7 @@ from narrowgauge.units import human_bytes
 StepResult = tuple[float, float, float]  # loss, gradient norm, learning rate
 
 
-class OutOfMemory(Exception):
+class OutOfMemory(Failed):
     """The device's memory is too small for a step: exit code 1."""
 
 

@@ -21,7 +21,8 @@ from typing import Any, TypeVar
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-STEPS = 3  # recorded by default
+from narrowgauge.runs.choices import PROFILED
+
 _SKIPPED = 2  # steps of this process before them
 
 # The first match counts. The names are those of torch's operations and of our autograd functions.
@@ -59,7 +60,7 @@ class Profile:
     directory: Path  # of the trace
     rank: int
     device: torch.device
-    steps: int = STEPS  # the number of steps to record
+    steps: int = PROFILED  # the number of steps to record
     _taken: int = 0
     _profiler: Any = None
     _wall_s: list[float] = field(default_factory=list)

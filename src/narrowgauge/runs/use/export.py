@@ -22,10 +22,9 @@ from narrowgauge.data import load_tokenizer
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.files import staged_directory
 from narrowgauge.nn import DTYPES
+from narrowgauge.runs.choices import EXPORT_FORMATS
 from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.runs.use.trained_model import TrainedRun, imported_config, open_run
-
-TARGETS = ("hf", "llmc", "megatron", "compressed-tensors")
 
 
 def export_run(
@@ -35,7 +34,7 @@ def export_run(
 
     Args:
         run: a run directory, or any model that `open_run` opens.
-        to: one of `TARGETS`.
+        to: one of `EXPORT_FORMATS`.
         out: the new folder, which must not exist.
         dtype: the dtype of plain weights, "fp32", "bf16" or "fp16"; None: bf16 for compressed-tensors, else
             fp32.
@@ -47,8 +46,8 @@ def export_run(
     Raises:
         UserError: an argument is invalid, the format cannot hold the model, or the files do not hold it.
     """
-    if to not in TARGETS:
-        raise unknown("format", to, TARGETS)
+    if to not in EXPORT_FORMATS:
+        raise unknown("format", to, EXPORT_FORMATS)
     dtype = dtype or ("bf16" if to == "compressed-tensors" else "fp32")
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from narrowgauge.data import split_sources
-from narrowgauge.distributed import ModelSpec, ParallelDims
+from narrowgauge.distributed import ParallelDims
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.guard.widening import require_raising
 from narrowgauge.models import model_config
@@ -41,6 +41,9 @@ from narrowgauge.training.config.schema import (
 from narrowgauge.training.config.synonyms import outside, unknown_key
 from narrowgauge.training.outline import require_layers
 
+if TYPE_CHECKING:
+    from narrowgauge.distributed import ModelSpec
+
 
 class Config(Section):
     """Everything that defines a run."""
@@ -64,12 +67,14 @@ class Config(Section):
         return 0 if self.training.compile and is_default else self.gauges.every
 
     @cached_property
-    def spec(self) -> ModelSpec:
+    def spec(self) -> "ModelSpec":
         """What the names of model and recipe stand for, resolved once: a recipe's file is not read again.
 
         The model is the named size, overridden by the other keys of its section; the recipe is the named one,
         overridden by the places of its section.
         """
+        from narrowgauge.distributed import ModelSpec  # here: the keys are listed without torch
+
         t = self.training
         return ModelSpec(
             model=model_config(**self.model.model_dump(exclude_none=True, exclude={"weights"})),

@@ -16,13 +16,14 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from narrowgauge.checkpoint import LocalTensors
+from narrowgauge.errors import Failed
 from narrowgauge.quantization import gradient_of
 
 _BLOCK = 1 << 22  # elements widened to 64 bits at a time
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Corrupted(Exception):
+class Corrupted(Failed):
     """Numbers that must be equal differ: exit code 1. Nothing is saved after that."""
 
 

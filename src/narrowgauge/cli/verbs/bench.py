@@ -27,27 +27,6 @@ from narrowgauge.simulate import H200, Speeds, count_step
 from narrowgauge.training import Config, make_config
 
 
-def add_options(p: argparse.ArgumentParser) -> None:
-    """Add the options of the verb, without the configuration's."""
-    p.add_argument("--rounds", metavar="N", default="5", help="how often each takes its turn (5)")
-    p.add_argument("--peers", metavar="A,B", help="whom to time beside it; none: only the own step")
-    p.add_argument(
-        "--count",
-        metavar="GPU",
-        nargs="?",
-        const="",
-        help="count a step on a GPU that is not here (h200)",
-    )
-    p.add_argument(
-        "--verify",
-        action="store_true",
-        help="compare with the CPU's numbers first; --rounds 0: only that",
-    )
-    p.add_argument(
-        "--json", metavar="FILE", type=Path, help="write all figures there (of --verify: answer.json)"
-    )
-
-
 def run(options: argparse.Namespace) -> int | None:
     """Measure, verify or count, and print; 1 if what was verified differs."""
     if options.count is not None:

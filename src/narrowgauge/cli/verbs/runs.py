@@ -4,23 +4,15 @@ import argparse
 import json
 import math
 from dataclasses import asdict
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from narrowgauge.cli.options import FOLDER
 from narrowgauge.errors import UserError
 from narrowgauge.json_lines import strict_json
 from narrowgauge.report import RunSummary, list_runs
-
-FOLDER = Path("runs")
-
-
-def add_options(p: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
-    p.add_argument("folder", metavar="DIR", type=Path, nargs="?", default=FOLDER, help=f"where ({FOLDER})")
-    p.add_argument("--json", action="store_true", help="for programs: a list, a run without a loss has null")
 
 
 def run(options: argparse.Namespace) -> None:

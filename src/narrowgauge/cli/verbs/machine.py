@@ -9,7 +9,6 @@ from rich.console import Console
 
 from narrowgauge.cli.parsing.options import config_values
 from narrowgauge.cluster import (
-    cluster_names,
     load_cluster,
     make_plan,
     measure,
@@ -23,17 +22,6 @@ from narrowgauge.cluster.plan.plan import as_json as plan_as_json
 from narrowgauge.cluster.scaling.scaling import scaling
 from narrowgauge.errors import UserError
 from narrowgauge.training import make_config
-
-
-def add_plan_options(p: argparse.ArgumentParser) -> None:
-    """Add the options of `plan`, without the configuration's."""
-    p.add_argument("--cluster", metavar="SPEC", help=f"{', '.join(cluster_names())}, or a .toml file")
-    p.add_argument("--devices", metavar="N", default="1", help="in all, laid out as [parallel] says (1)")
-    p.add_argument("--tokens", metavar="N", help="to train on, as 300B or 1T; else those of training.steps")
-    p.add_argument(
-        "--price", metavar="P", help="of a device-hour, as 2.50USD; else the cluster's, which is told"
-    )
-    p.add_argument("--json", action="store_true", help="for programs")
 
 
 def run_plan(options: argparse.Namespace) -> None:
@@ -60,14 +48,6 @@ def _number(option: str, text: str, kind: type[int] | type[float]) -> float:
     if not 0 < number < 2**24 or not math.isfinite(number):
         raise UserError(f"{option} {text!r}: it must be a number above 0")
     return number
-
-
-def add_scaling_options(p: argparse.ArgumentParser) -> None:
-    """Add the options of `scaling`, without the configuration's."""
-    p.add_argument("--procs", metavar="1,2,4", default="", help="numbers of processes, ascending")
-    p.add_argument("--seconds", type=float, default=5.0, metavar="N", help="of each number and mode (5)")
-    p.add_argument("--json", action="store_true", help="print scaling.json, and no table")
-    p.add_argument("--rank-of", type=Path, metavar="DIR", help=argparse.SUPPRESS)  # for its own processes
 
 
 def run_scaling(options: argparse.Namespace) -> None:

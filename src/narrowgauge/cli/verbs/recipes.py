@@ -3,11 +3,11 @@
 import argparse
 from dataclasses import asdict
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from narrowgauge.cli.installed import require_torch
 from narrowgauge.errors import UserError
 from narrowgauge.formats import format, format_names
 from narrowgauge.models import count_parameters, model_config, model_names
@@ -23,30 +23,9 @@ from narrowgauge.recipes import (
     recipe_names,
 )
 from narrowgauge.recipes.describe import differences
-from narrowgauge.recipes.exporting import TARGETS, write_recipe
+from narrowgauge.recipes.exporting import write_recipe
 from narrowgauge.toml_text import toml_value
 from narrowgauge.units import human_count
-
-
-def add_options(p: argparse.ArgumentParser) -> None:
-    """Add the option of each of these verbs."""
-    p.add_argument("name", metavar="NAME", nargs="?")
-
-
-def add_recipes_options(p: argparse.ArgumentParser) -> None:
-    """Add the options of `recipes`."""
-    p.add_argument("name", metavar="NAME", nargs="?", help="one that ships, or a .toml file")
-    p.add_argument(
-        "--device",
-        metavar="D",
-        help="native or emulated on another device: sm_89, gfx942, rtx4090, mi250x, cpu ...; "
-        "with NAME, place by place",
-    )
-    p.add_argument("--diff", metavar="OTHER", help="with NAME: what differs from another recipe")
-    p.add_argument("--to", metavar="|".join(TARGETS), help="with NAME: the same for another tool")
-    p.add_argument(
-        "--blocks", metavar="N", type=int, help="with --to megatron: how many blocks the model has"
-    )
 
 
 def run_recipes(options: argparse.Namespace) -> None:
@@ -61,6 +40,9 @@ def run_recipes(options: argparse.Namespace) -> None:
         return
     console = Console()
     if options.device is None:
+        require_torch()
+        import torch
+
         device = device_facts(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     else:
         device = named_device(options.device)

@@ -6,59 +6,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from narrowgauge.cli.parsing.key_parser import KeyParser
 from narrowgauge.cli.parsing.options import (
-    add_config_options,
     config_values,
     key_names,
-    positive_integer,
 )
 from narrowgauge.distributed import world_from
 from narrowgauge.errors import UserError
 from narrowgauge.report import print_comparison, read_run, read_runs, write_report
-from narrowgauge.runs import PROFILED, branch_run, convert_run, default_out, run
+from narrowgauge.runs import branch_run, convert_run, default_out, run
 from narrowgauge.runs.run_directory import RunDirectory
 from narrowgauge.runs.use.convert import left_out
 from narrowgauge.signals import is_compared
 from narrowgauge.training import Diverged, make_config
-
-
-def add_options(p: KeyParser) -> None:
-    """Add the options of `train`."""
-    p.add_argument(
-        "--allow-change",
-        metavar="KEY[,KEY]",
-        default="",
-        help="keys that may have other values than the run in --out began with",
-    )
-    p.add_argument(
-        "--profile",
-        metavar="STEPS",
-        nargs="?",
-        type=positive_integer,
-        const=PROFILED,
-        default=0,
-        help=f"record STEPS steps ({PROFILED}) in DIR/profile, for Perfetto and by class",
-    )
-    p.add_argument(
-        "--branch",
-        metavar="RUN@STEP",
-        help="go on from RUN's checkpoint, with another schedule",
-    )
-    add_config_options(p)
-
-
-def add_convert_options(p: argparse.ArgumentParser) -> None:
-    """Add the options of `convert`."""
-    p.add_argument("run", metavar="RUN", type=Path)
-    p.add_argument("--recipe", required=True, metavar="R", help="a shipped recipe or a .toml file")
-    p.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new run directory")
-
-
-def add_report_options(p: argparse.ArgumentParser) -> None:
-    """Add the options of `report`."""
-    p.add_argument("runs", metavar="RUN", type=Path, nargs="+")
-    p.add_argument("--out", type=Path, help="the page (report.html in the first RUN)")
 
 
 def run_train(options: argparse.Namespace) -> None:

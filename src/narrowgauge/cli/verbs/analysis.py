@@ -28,7 +28,6 @@ from narrowgauge.analysis import (
     step_metric,
 )
 from narrowgauge.analysis.probe import USEFUL, Progress
-from narrowgauge.cli.parsing.options import positive_integer
 from narrowgauge.files import write_whole
 from narrowgauge.quantization import Cast, make_cast
 from narrowgauge.recipes import GEMM_PLACES, recipe
@@ -44,37 +43,6 @@ _COLUMNS = {
     "noise_ratio": ("g/noise", ".1f", "no noise"),
 }
 _WORST = 3  # parameters that are named under the table, for each recipe
-
-
-def add_probe_options(p: argparse.ArgumentParser) -> None:
-    """Add the options of `probe`."""
-    add_subject(p, batches=8)
-    p.add_argument("--recipes", metavar="A,B,...", help="shipped recipes or .toml files (the run's own)")
-    p.add_argument(
-        "--draws", type=positive_integer, default=8, metavar="N", help="of random bits, for each batch (8)"
-    )
-
-
-def add_sensitivity_options(p: argparse.ArgumentParser) -> None:
-    """Add the options of `sensitivity`."""
-    add_subject(p, batches=4)
-    p.add_argument("--to", required=True, metavar="CAST", help="the cast of a narrow place, such as mxfp4")
-    p.add_argument(
-        "--exact", action="store_true", help="measure backward places, too, each with passes of its own"
-    )
-
-
-def add_subject(p: argparse.ArgumentParser, batches: int) -> None:
-    """Add the options that name a model and the batches it is measured on."""
-    p.add_argument("run", metavar="RUN", type=Path, help="a run, a Hugging Face folder or an llm.c model")
-    p.add_argument("--data", metavar="SOURCE", help="other text than the run's")
-    text = f"of held-out text ({batches})"
-    p.add_argument("--batches", type=positive_integer, default=batches, metavar="N", help=text)
-    p.add_argument("--batch-size", type=positive_integer, metavar="N", help="sequences (the run's)")
-    p.add_argument("--sequence-length", type=positive_integer, metavar="N", help="tokens (the run's)")
-    p.add_argument("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json (that of the model)")
-    p.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    p.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run_probe(options: argparse.Namespace) -> None:

@@ -2,31 +2,14 @@
 
 import argparse
 import re
-from collections.abc import Callable
 from pathlib import Path
 
-from narrowgauge.cluster import MARK, Job, Site, load_site, site_names, slurm_script, torchrun_script
+from narrowgauge.cli.line import read_line
+from narrowgauge.cli.parsing.options import config_values
+from narrowgauge.cluster import MARK, Job, Site, load_site, slurm_script, torchrun_script
 from narrowgauge.errors import UserError, unknown
 from narrowgauge.runs import Layout, default_out, lay_out
-from narrowgauge.training import Config
-
-Check = Callable[[list[str]], tuple[Config, Path | None]]
-
-
-def add_options(p: argparse.ArgumentParser, check: Check) -> None:
-    """Add the options of the verb; `check` reads the words of `train` as the command line does."""
-    kind = p.add_mutually_exclusive_group()
-    kind.add_argument("--slurm", action="store_true", help="for sbatch: one process a device, by srun")
-    kind.add_argument("--torchrun", action="store_true", help="for each node, without a scheduler")
-    p.add_argument("--nodes", type=int, default=1, metavar="N", help="how many nodes (1)")
-    p.add_argument("--gpus-per-node", type=int, metavar="G", help="processes on each (the site's, or 1)")
-    p.add_argument("--site", metavar="NAME", help=f"{', '.join(site_names())} or a .toml file of your own")
-    p.add_argument("--time", default="", metavar="HH:MM:SS", help="Slurm: the time limit, also D-HH:MM:SS")
-    p.add_argument("--account", default="", metavar="A", help="Slurm: who pays (the site's)")
-    p.add_argument("--partition", default="", metavar="P", help="Slurm: which queue (the site's)")
-    p.add_argument("--out", type=Path, metavar="SCRIPT", help="the script")
-    p.add_argument("words", nargs=argparse.REMAINDER, metavar="-- train ...", help="what to start")
-    p.set_defaults(check=check)
+from narrowgauge.training import make_config
 
 
 def run(options: argparse.Namespace) -> None:
@@ -69,7 +52,8 @@ def _check_slurm(options: argparse.Namespace) -> None:
 
 def _job(options: argparse.Namespace, words: list[str], site: Site) -> tuple[Job, Layout]:
     """The job that the script starts, and its layout over the processes; every option is checked."""
-    config, out = options.check(words)
+    line = read_line(words)
+    config, out = make_config(config_values(line)), line.out
     per_node = site.devices_per_node if options.gpus_per_node is None else options.gpus_per_node
     for name, count in (("--nodes", options.nodes), ("--gpus-per-node", per_node)):
         if not 1 <= count <= 100_000:

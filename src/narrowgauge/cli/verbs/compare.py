@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from narrowgauge.cli.parsing.options import config_values, key_names, positive_integer
+from narrowgauge.cli.parsing.options import config_values, key_names
 from narrowgauge.distributed import world_from
 from narrowgauge.errors import UserError
 from narrowgauge.experiment.arms import choose_arms, require_order, take_arms, take_experiment
@@ -17,44 +17,6 @@ from narrowgauge.experiment.run import print_plan, run_experiment
 from narrowgauge.runs.loop.check_data import check_vocabulary
 from narrowgauge.runs.monitor.provenance import command_line
 from narrowgauge.training import make_config
-
-
-def add_options(p: argparse.ArgumentParser) -> None:
-    """Add the options of the verb, without the configuration's."""
-    p.add_argument("--recipes", default="", metavar="A,B,C", help="recipes; the first is the reference")
-    p.add_argument(
-        "--variant",
-        action="append",
-        default=[],
-        metavar="NAME:KEY=VALUE,...",
-        help="a run with other values of any keys, under a name; may be given several times",
-    )
-    p.add_argument(
-        "--seeds",
-        default="",
-        metavar="N|A,B,C",
-        help="how many seeds each is trained with, or which (the one of --seed)",
-    )
-    p.add_argument(
-        "--gate",
-        metavar="GAP",
-        help="accept a variant within this gap: nats, as 0.01, or percent, as 0.25%%; exit code 1 if not",
-    )
-    p.add_argument(
-        "--rungs",
-        metavar="STEPS,...",
-        help="measure each at several lengths, each with its own fall of the learning rate, from one trunk",
-    )
-    p.add_argument("--arms", default="", metavar="A,B", help="only these arms of the file's table [arms]")
-    p.add_argument(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="KEY=A,B,...",
-        help="every value of a key, as in optimizer.lr=1e-3,2e-3; may be given several times",
-    )
-    p.add_argument("--jobs", type=positive_integer, metavar="N", help="runs side by side (1)")
-    p.add_argument("--dry-run", action="store_true", help="say runs, tokens and hours, and end")
 
 
 def run(options: argparse.Namespace) -> int:

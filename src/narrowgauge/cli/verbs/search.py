@@ -4,7 +4,6 @@ import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -29,7 +28,7 @@ from narrowgauge.analysis import (
     step_metric,
     time_budget,
 )
-from narrowgauge.cli.analysis import add_subject, heading, open_subject, operand_cast, progress
+from narrowgauge.cli.verbs.analysis import heading, open_subject, operand_cast, progress
 from narrowgauge.cluster import load_cluster
 from narrowgauge.errors import UserError
 from narrowgauge.experiment.design import make_comparison
@@ -43,27 +42,7 @@ from narrowgauge.report.table.sentence import summary
 from narrowgauge.report.verdict.groups import groups
 from narrowgauge.runs.run_directory import RunDirectory
 
-HEAD, WIDE = "head", "bf16"
-
-
-def add_options(p: argparse.ArgumentParser) -> None:
-    """Add the options of the verb."""
-    add_subject(p, batches=4)
-    p.add_argument("--formats", required=True, metavar="A,B,C", help="casts to choose from: mxfp4,mxfp8,bf16")
-    budget = p.add_mutually_exclusive_group(required=True)
-    budget.add_argument("--budget", type=float, metavar="X", help="least share of the FLOPs in 4 bits")
-    budget.add_argument("--effective-bits", type=float, metavar="X", help="most bits an element, over FLOPs")
-    text = "largest share of the GEMM time in the widest format, on --cluster"
-    budget.add_argument("--gemm-time", type=float, metavar="X", help=text)
-    p.add_argument("--cluster", metavar="SPEC", help="with --gemm-time: a shipped cluster or a .toml file")
-    text = "nats that twice the steps would remove from the loss (the run's own)"
-    p.add_argument("--loss-per-doubling", type=float, metavar="NATS", help=text)
-    text = f"layers that stay in the widest format, '' for none ({HEAD})"
-    p.add_argument("--keep", default=HEAD, metavar="A,B", help=text)
-    p.add_argument("--out", required=True, type=Path, metavar="R.toml", help="the recipe's file")
-    p.add_argument("--check", action="store_true", help="train it beside bf16 and four baselines")
-    p.add_argument("--seeds", default="3", metavar="N|A,B,C", help="with --check: seeds of each (3)")
-    p.add_argument("--steps", metavar="N", help="with --check: optimizer steps (the run's)")
+WIDE = "bf16"
 
 
 def run(options: argparse.Namespace) -> None:

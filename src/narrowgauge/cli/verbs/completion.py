@@ -8,8 +8,12 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping
 
+from narrowgauge.cli.options import add_options
 from narrowgauge.cli.parsing.key_parser import KeyParser
 from narrowgauge.cli.parsing.options import SHORT
+from narrowgauge.cli.parsing.parser import command_parser
+from narrowgauge.cli.parsing.verbs import VERBS
+from narrowgauge.cli.verbs import doctor
 from narrowgauge.errors import unknown
 from narrowgauge.models import model_names
 from narrowgauge.quantization import cast_names, state_cast_names
@@ -42,18 +46,21 @@ _ZSH = "# Completion of narrowgauge in zsh, by: source <(narrowgauge completion 
 )
 
 
-def add_options(p: KeyParser, verbs: Mapping[str, KeyParser]) -> None:
-    """Add the options of the verb; `verbs` are all parsers, by name."""
-    p.add_argument("shell", metavar="bash|zsh|fish", help="for which the script is printed")
-    p.set_defaults(verbs=verbs)
-
-
 def run(options: argparse.Namespace) -> None:
     """Print the script."""
     if options.shell not in ("bash", "zsh", "fish"):
         raise unknown("shell", options.shell, ("bash", "zsh", "fish"))
-    text = "\n".join(_fish(options.verbs)) + "\n" if options.shell == "fish" else _bash(options.verbs)
+    verbs = _parsers()
+    text = "\n".join(_fish(verbs)) + "\n" if options.shell == "fish" else _bash(verbs)
     print(_ZSH + text if options.shell == "zsh" else text, end="")
+
+
+def _parsers() -> Mapping[str, KeyParser]:
+    """The parsers of all verbs, by name."""
+    _, verbs = command_parser(KeyParser)
+    for name in VERBS:
+        doctor.add_options(verbs[name]) if name == "doctor" else add_options(name, verbs[name])
+    return verbs
 
 
 def _bash(verbs: Mapping[str, KeyParser]) -> str:

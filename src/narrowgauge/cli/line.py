@@ -1,0 +1,23 @@
+"""From the words of a command line to its options; only the options of the line's own verb are made."""
+
+import argparse
+
+from narrowgauge.cli.options import add_options
+from narrowgauge.cli.parsing.key_parser import KeyParser
+from narrowgauge.cli.parsing.parser import check_verb, command_parser
+
+
+def read_line(words: list[str]) -> argparse.Namespace:
+    """The options of a line that begins with a verb.
+
+    Raises:
+        UserError: The line has a mistake.
+    """
+    check_verb(words)
+    parser, verbs = command_parser(KeyParser)
+    add_options(words[0], verbs[words[0]])
+    options, rest = parser.parse_known_args(words)
+    if rest:
+        raise options.parser.unknown_argument(rest[0])
+    options.command_line = words
+    return options

@@ -1,0 +1,344 @@
+"""What may stand on the line of each verb, beside its name; `verbs` has the words that explain them.
+
+Reading this imports no torch, so that help and mistakes are answered at once.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from narrowgauge.cli.parsing.key_parser import KeyParser
+from narrowgauge.cli.parsing.options import add_config_options, positive_integer
+from narrowgauge.cluster import cluster_names, site_names
+from narrowgauge.data import DEFAULT_TOKENIZER, TOKEN_LAYOUTS
+from narrowgauge.recipes.exporting import TARGETS
+from narrowgauge.runs.choices import EXPORT_FORMATS, PROFILED, TASKS
+
+OWN = "narrowgauge"  # the layout of `prepare` with a manifest
+HEAD = "head"
+FOLDER = Path("runs")
+
+
+def _train(p: KeyParser) -> None:
+    p.add_argument(
+        "--allow-change",
+        metavar="KEY[,KEY]",
+        default="",
+        help="keys that may have other values than the run in --out began with",
+    )
+    p.add_argument(
+        "--profile",
+        metavar="STEPS",
+        nargs="?",
+        type=positive_integer,
+        const=PROFILED,
+        default=0,
+        help=f"record STEPS steps ({PROFILED}) in DIR/profile, for Perfetto and by class",
+    )
+    p.add_argument(
+        "--branch",
+        metavar="RUN@STEP",
+        help="go on from RUN's checkpoint, with another schedule",
+    )
+
+
+def _compare(p: KeyParser) -> None:
+    p.add_argument("--recipes", default="", metavar="A,B,C", help="recipes; the first is the reference")
+    p.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="NAME:KEY=VALUE,...",
+        help="a run with other values of any keys, under a name; may be given several times",
+    )
+    p.add_argument(
+        "--seeds",
+        default="",
+        metavar="N|A,B,C",
+        help="how many seeds each is trained with, or which (the one of --seed)",
+    )
+    p.add_argument(
+        "--gate",
+        metavar="GAP",
+        help="accept a variant within this gap: nats, as 0.01, or percent, as 0.25%%; exit code 1 if not",
+    )
+    p.add_argument(
+        "--rungs",
+        metavar="STEPS,...",
+        help="measure each at several lengths, each with its own fall of the learning rate, from one trunk",
+    )
+    p.add_argument("--arms", default="", metavar="A,B", help="only these arms of the file's table [arms]")
+    p.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=A,B,...",
+        help="every value of a key, as in optimizer.lr=1e-3,2e-3; may be given several times",
+    )
+    p.add_argument("--jobs", type=positive_integer, metavar="N", help="runs side by side (1)")
+    p.add_argument("--dry-run", action="store_true", help="say runs, tokens and hours, and end")
+
+
+def _plan(p: KeyParser) -> None:
+    p.add_argument("--cluster", metavar="SPEC", help=f"{', '.join(cluster_names())}, or a .toml file")
+    p.add_argument("--devices", metavar="N", default="1", help="in all, laid out as [parallel] says (1)")
+    p.add_argument("--tokens", metavar="N", help="to train on, as 300B or 1T; else those of training.steps")
+    p.add_argument(
+        "--price", metavar="P", help="of a device-hour, as 2.50USD; else the cluster's, which is told"
+    )
+    p.add_argument("--json", action="store_true", help="for programs")
+
+
+def _bench(p: KeyParser) -> None:
+    p.add_argument("--rounds", metavar="N", default="5", help="how often each takes its turn (5)")
+    p.add_argument("--peers", metavar="A,B", help="whom to time beside it; none: only the own step")
+    p.add_argument(
+        "--count",
+        metavar="GPU",
+        nargs="?",
+        const="",
+        help="count a step on a GPU that is not here (h200)",
+    )
+    p.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare with the CPU's numbers first; --rounds 0: only that",
+    )
+    p.add_argument(
+        "--json", metavar="FILE", type=Path, help="write all figures there (of --verify: answer.json)"
+    )
+
+
+def _scaling(p: KeyParser) -> None:
+    p.add_argument("--procs", metavar="1,2,4", default="", help="numbers of processes, ascending")
+    p.add_argument("--seconds", type=float, default=5.0, metavar="N", help="of each number and mode (5)")
+    p.add_argument("--json", action="store_true", help="print scaling.json, and no table")
+    p.add_argument("--rank-of", type=Path, metavar="DIR", help=argparse.SUPPRESS)  # for its own processes
+
+
+def _convert(p: KeyParser) -> None:
+    p.add_argument("run", metavar="RUN", type=Path)
+    p.add_argument("--recipe", required=True, metavar="R", help="a shipped recipe or a .toml file")
+    p.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new run directory")
+
+
+_SOURCES = (
+    "stdlib, a directory, a glob, .txt, .jsonl, .parquet, a Wikipedia pages-articles .xml (all but .parquet "
+    "also in .gz, .bz2, .zst), or hf:NAME[:CONFIG[:SPLIT]]"
+)
+
+
+def _prepare(p: KeyParser) -> None:
+    p.add_argument("source", metavar="SOURCE", help=_SOURCES)
+    p.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the corpus goes")
+    p.add_argument(
+        "--tokenizer",
+        metavar="T",
+        help=f"bytes, bpe-N (learnt from the text) or a tokenizer's file ({DEFAULT_TOKENIZER})",
+    )
+    p.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes that read and encode (all cores, where there is enough to read)",
+    )
+    p.add_argument("--text-key", default="text", metavar="KEY", help="key or column of the text (text)")
+    p.add_argument("--val-fraction", type=float, default=0.1, metavar="F", help="share held out (0.1)")
+    p.add_argument(
+        "--layout",
+        default=OWN,
+        metavar="L",
+        help=f"of the token files: {', '.join((OWN, *TOKEN_LAYOUTS))} ({OWN}, the only one with a manifest)",
+    )
+    p.add_argument(
+        "--name",
+        metavar="NAME",
+        help="llmc: how the files' names begin (text); megatron: of one .bin and .idx with all documents, "
+        "held-out ones last, such as wikipedia_text_document (without it: a pair for each part)",
+    )
+    p.add_argument("--dedup", action="store_true", help="leave out documents whose text was there before")
+    p.add_argument(
+        "--tolerant",
+        type=float,
+        nargs="?",
+        const=0.01,
+        metavar="SHARE",
+        help="set aside records that are no text, up to this share (0.01); without it the first is an error",
+    )
+
+
+def _sample(p: KeyParser) -> None:
+    _model(p)
+    p.add_argument("--prompt", required=True, help="how the text begins")
+    p.add_argument("--tokens", type=int, default=200, help="length (200)")
+    p.add_argument("--temperature", type=float, default=0.8, help="0 = always the likeliest (0.8)")
+    p.add_argument("--top-k", type=int, default=40, help="draw among this many likeliest (40)")
+    p.add_argument("--top-p", type=float, default=1.0, help="draw among the fewest that hold this share (1)")
+    p.add_argument("--seed", type=int, default=0, help="of the draw (0)")
+    p.add_argument(
+        "--cache",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="keep keys and values of the tokens before; auto: where the recipe scales each token by itself",
+    )
+
+
+def _eval(p: KeyParser) -> None:
+    _model(p)
+    p.add_argument("--task", default="val", help=f"{' | '.join(TASKS)} (val: held-out text)")
+    p.add_argument("--data", metavar="SOURCE", help="val: other text than the run's")
+    p.add_argument("--batches", type=int, help="val: how many batches (all)")
+    p.add_argument("--sequence-length", type=int, help="val: tokens of a sequence (the run's)")
+    p.add_argument("--forward", metavar="R", help="val: under this recipe's forward pass, too")
+    p.add_argument("--limit", type=int, help="other tasks: how many examples (all)")
+    p.add_argument("--task-folder", type=Path, help="lm-eval: YAML files of further tasks")
+
+
+def _export(p: KeyParser) -> None:
+    p.add_argument("run", metavar="RUN", type=Path)
+    p.add_argument("--to", required=True, metavar="FORMAT", help=" | ".join(EXPORT_FORMATS))
+    p.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder")
+    p.add_argument("--dtype", help="fp32, bf16 or fp16 (fp32; compressed-tensors: bf16)")
+    p.add_argument("--shard-gb", type=float, default=5.0, help="size of a safetensors file (5)")
+
+
+def _import(p: KeyParser) -> None:
+    p.add_argument("path", metavar="PATH", type=Path, help="a folder of Hugging Face's, or an llm.c model")
+    p.add_argument("--out", required=True, type=Path, metavar="RUN", help="a new run directory")
+    p.add_argument("--tokenizer", type=Path, help="a tokenizer.json (that of the model)")
+    p.add_argument("--data", metavar="SOURCE", default="stdlib", help="text to evaluate it on (stdlib)")
+
+
+def _model(p: KeyParser) -> None:
+    p.add_argument("run", metavar="RUN", type=Path, help="a run, a Hugging Face folder or an llm.c model")
+    p.add_argument("--tokenizer", type=Path, help="a tokenizer.json (that of the model)")
+    p.add_argument("--device", default="auto", help="auto, cpu or cuda")
+
+
+def _probe(p: KeyParser) -> None:
+    _subject(p, batches=8)
+    p.add_argument("--recipes", metavar="A,B,...", help="shipped recipes or .toml files (the run's own)")
+    p.add_argument(
+        "--draws", type=positive_integer, default=8, metavar="N", help="of random bits, for each batch (8)"
+    )
+
+
+def _sensitivity(p: KeyParser) -> None:
+    _subject(p, batches=4)
+    p.add_argument("--to", required=True, metavar="CAST", help="the cast of a narrow place, such as mxfp4")
+    p.add_argument(
+        "--exact", action="store_true", help="measure backward places, too, each with passes of its own"
+    )
+
+
+def _search(p: KeyParser) -> None:
+    _subject(p, batches=4)
+    p.add_argument("--formats", required=True, metavar="A,B,C", help="casts to choose from: mxfp4,mxfp8,bf16")
+    budget = p.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--budget", type=float, metavar="X", help="least share of the FLOPs in 4 bits")
+    budget.add_argument("--effective-bits", type=float, metavar="X", help="most bits an element, over FLOPs")
+    text = "largest share of the GEMM time in the widest format, on --cluster"
+    budget.add_argument("--gemm-time", type=float, metavar="X", help=text)
+    p.add_argument("--cluster", metavar="SPEC", help="with --gemm-time: a shipped cluster or a .toml file")
+    text = "nats that twice the steps would remove from the loss (the run's own)"
+    p.add_argument("--loss-per-doubling", type=float, metavar="NATS", help=text)
+    text = f"layers that stay in the widest format, '' for none ({HEAD})"
+    p.add_argument("--keep", default=HEAD, metavar="A,B", help=text)
+    p.add_argument("--out", required=True, type=Path, metavar="R.toml", help="the recipe's file")
+    p.add_argument("--check", action="store_true", help="train it beside bf16 and four baselines")
+    p.add_argument("--seeds", default="3", metavar="N|A,B,C", help="with --check: seeds of each (3)")
+    p.add_argument("--steps", metavar="N", help="with --check: optimizer steps (the run's)")
+
+
+def _subject(p: KeyParser, batches: int) -> None:
+    p.add_argument("run", metavar="RUN", type=Path, help="a run, a Hugging Face folder or an llm.c model")
+    p.add_argument("--data", metavar="SOURCE", help="other text than the run's")
+    text = f"of held-out text ({batches})"
+    p.add_argument("--batches", type=positive_integer, default=batches, metavar="N", help=text)
+    p.add_argument("--batch-size", type=positive_integer, metavar="N", help="sequences (the run's)")
+    p.add_argument("--sequence-length", type=positive_integer, metavar="N", help="tokens (the run's)")
+    p.add_argument("--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json (that of the model)")
+    p.add_argument("--device", default="auto", help="auto, cpu or cuda")
+    p.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _launch(p: KeyParser) -> None:
+    kind = p.add_mutually_exclusive_group()
+    kind.add_argument("--slurm", action="store_true", help="for sbatch: one process a device, by srun")
+    kind.add_argument("--torchrun", action="store_true", help="for each node, without a scheduler")
+    p.add_argument("--nodes", type=int, default=1, metavar="N", help="how many nodes (1)")
+    p.add_argument("--gpus-per-node", type=int, metavar="G", help="processes on each (the site's, or 1)")
+    p.add_argument("--site", metavar="NAME", help=f"{', '.join(site_names())} or a .toml file of your own")
+    p.add_argument("--time", default="", metavar="HH:MM:SS", help="Slurm: the time limit, also D-HH:MM:SS")
+    p.add_argument("--account", default="", metavar="A", help="Slurm: who pays (the site's)")
+    p.add_argument("--partition", default="", metavar="P", help="Slurm: which queue (the site's)")
+    p.add_argument("--out", type=Path, metavar="SCRIPT", help="the script")
+    p.add_argument("words", nargs=argparse.REMAINDER, metavar="-- train ...", help="what to start")
+
+
+def _report(p: KeyParser) -> None:
+    p.add_argument("runs", metavar="RUN", type=Path, nargs="+")
+    p.add_argument("--out", type=Path, help="the page (report.html in the first RUN)")
+
+
+def _recipes(p: KeyParser) -> None:
+    p.add_argument("name", metavar="NAME", nargs="?", help="one that ships, or a .toml file")
+    p.add_argument(
+        "--device",
+        metavar="D",
+        help="native or emulated on another device: sm_89, gfx942, rtx4090, mi250x, cpu ...; "
+        "with NAME, place by place",
+    )
+    p.add_argument("--diff", metavar="OTHER", help="with NAME: what differs from another recipe")
+    p.add_argument("--to", metavar="|".join(TARGETS), help="with NAME: the same for another tool")
+    p.add_argument(
+        "--blocks", metavar="N", type=int, help="with --to megatron: how many blocks the model has"
+    )
+
+
+def _name(p: KeyParser) -> None:
+    """Add the option of each of these verbs."""
+    p.add_argument("name", metavar="NAME", nargs="?")
+
+
+def _runs(p: KeyParser) -> None:
+    p.add_argument("folder", metavar="DIR", type=Path, nargs="?", default=FOLDER, help=f"where ({FOLDER})")
+    p.add_argument("--json", action="store_true", help="for programs: a list, a run without a loss has null")
+
+
+def _completion(p: KeyParser) -> None:
+    p.add_argument("shell", metavar="bash|zsh|fish", help="for which the script is printed")
+
+
+OPTIONS: Mapping[str, Callable[[KeyParser], None]] = {
+    "train": _train,
+    "compare": _compare,
+    "plan": _plan,
+    "bench": _bench,
+    "scaling": _scaling,
+    "convert": _convert,
+    "prepare": _prepare,
+    "sample": _sample,
+    "eval": _eval,
+    "export": _export,
+    "import": _import,
+    "probe": _probe,
+    "sensitivity": _sensitivity,
+    "search": _search,
+    "launch": _launch,
+    "report": _report,
+    "recipes": _recipes,
+    "formats": _name,
+    "models": _name,
+    "runs": _runs,
+    "completion": _completion,
+}
+#: The verbs whose line names keys of the configuration, after their own options.
+WITH_KEYS = ("train", "compare", "plan", "bench", "scaling")
+
+
+def add_options(verb: str, p: KeyParser) -> None:
+    """Add the options of a verb to its parser."""
+    OPTIONS[verb](p)
+    if verb in WITH_KEYS:
+        add_config_options(p)

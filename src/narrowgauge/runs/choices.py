@@ -1,0 +1,8 @@
+"""The words and defaults of a run's options on the command line; the module imports nothing."""
+
+#: The steps that `train --profile` records.
+PROFILED = 3
+#: The formats of `export --to`.
+EXPORT_FORMATS = ("hf", "llmc", "megatron", "compressed-tensors")
+#: The tasks of `eval --task`.
+TASKS = ("val", "hellaswag:FILE", "lm-eval:TASK,...")
